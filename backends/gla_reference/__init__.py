@@ -1,0 +1,27 @@
+"""The reference backend: every abstract op in pure PyTorch, on any device, written to be read beside the equations."""
+
+from __future__ import annotations
+
+import torch
+
+from gla_core.dispatch.backend import Backend, Capabilities, hookimpl
+
+
+@hookimpl
+def gla_register_backends() -> list[Backend]:
+    from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
+    from gla_reference.online_softmax import online_softmax
+    from gla_reference.recurrent_gla_step import recurrent_gla_step
+    from gla_reference.softmax_attention import softmax_attention
+
+    ops = (chunk_gla_fwd, chunk_gla_bwd, recurrent_gla_step, online_softmax, softmax_attention)
+    return [
+        Backend(
+            name="reference",
+            version="0.1.0",
+            ops={op.__name__: op for op in ops},
+            capabilities=Capabilities(
+                dtypes=frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16}), cuda_graphs=True
+            ),
+        )
+    ]

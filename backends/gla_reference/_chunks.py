@@ -1,0 +1,104 @@
+"""How sequences are cut into chunks of C tokens, and how a state travels from chunk to chunk.
+
+Both layouts turn [B, T, H, ...] into [R, H, n, C, ...], where the n chunks of each of the R rows follow one another:
+
+    Dense   R = B, one sequence a row, padded at its end to a multiple of C
+    Packed  R = 1, the chunks of all sequences in order, each sequence starting a chunk of its own
+
+Nothing here reads a tensor's values on the host, so a packed batch makes no device wait.
+
+B batch   T tokens   H key/value heads   N sequences   C chunk length   K, V key and value width
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+
+def chunk(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Dense | Packed:
+    """The layout for B rows of T tokens, packed if `cu_seqlens` is given."""
+    return Dense(B, T, C) if cu_seqlens is None else Packed(T, C, cu_seqlens)
+
+
+class Dense:
+    """One sequence a row."""
+
+    def __init__(self, B: int, T: int, C: int) -> None:
+        self.N, self.T, self.C = B, T, C
+        self.n = -(-T // C)
+
+    def split(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """[B, T, H, ...] to [B, H, n, C, ...]; places past the end hold `fill`."""
+        missing = self.n * self.C - self.T
+        if missing:
+            x = torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), fill)], dim=1)
+        return rearrange(x, "b (n c) h ... -> b h n c ...", c=self.C)
+
+    def join(self, x: Tensor) -> Tensor:
+        """The inverse of `split`."""
+        return rearrange(x, "b h n c ... -> b (n c) h ...")[:, : self.T].contiguous()
+
+    def scan(self, state: Tensor, decay: Tensor, update: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+        """Carry a state [N, H, K, V] through the chunks: state <- decay[n] * state + update[n].
+
+        Args:
+            decay: [R, H, n, K]. update: [R, H, n, K, V]. reverse: from the last chunk to the first.
+
+        Returns:
+            The state that enters each chunk [R, H, n, K, V], and the state that leaves each sequence [N, H, K, V].
+        """
+        entering = torch.empty_like(update)
+        steps = list(zip(entering.unbind(2), decay[..., None].unbind(2), update.unbind(2), strict=True))
+        for state_before, decay_c, update_c in reversed(steps) if reverse else steps:
+            state_before.copy_(state)
+            state = torch.addcmul(update_c, decay_c, state)
+        return entering, state
+
+
+class Packed:
+    """All sequences in one row. There are at most T // C + N chunks; those left over belong to a sequence N of none."""
+
+    def __init__(self, T: int, C: int, cu_seqlens: Tensor) -> None:
+        self.T, self.C, self.N = T, C, len(cu_seqlens) - 1
+        self.n = T // C + self.N if T else 0
+        starts = cu_seqlens.long()  # [N+1]
+        chunks = (starts.diff() + C - 1) // C  # [N], how many each sequence has
+        ends = chunks.cumsum(0)  # [N]
+        number = torch.arange(self.n, device=starts.device)  # [n]
+        self.sequence = torch.searchsorted(ends, number, right=True)  # [n], N for a chunk left over
+        first = torch.cat([ends - chunks, ends[-1:]])[self.sequence] if self.N else number  # [n], of its sequence
+        last = torch.cat([ends - 1, ends[-1:]])[self.sequence] if self.N else number
+        self.is_first, self.is_last = number == first, number == last
+        tokens = torch.arange(C, device=starts.device)  # [C]
+        self.row = (starts[self.sequence] + (number - first) * C)[:, None] + tokens  # [n, C], of the packed tensor
+        end = torch.cat([starts[1:], starts[:1]])[self.sequence]  # [n]; 0 for a chunk left over
+        self.inside = self.row < end[:, None]  # [n, C]
+
+    def split(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """[1, T, H, ...] to [1, H, n, C, ...]; places past the end of a sequence hold `fill`."""
+        x = x[:, self.row.clamp(max=self.T - 1)]  # [1, n, C, H, ...]
+        x = torch.where(self.inside.reshape(1, self.n, self.C, *[1] * (x.ndim - 3)), x, fill)
+        return rearrange(x, "b n c h ... -> b h n c ...")
+
+    def join(self, x: Tensor) -> Tensor:
+        """The inverse of `split`."""
+        x = rearrange(x, "b h n c ... -> b (n c) h ...")
+        joined = x.new_zeros(1, self.T + 1, *x.shape[2:])  # places past an end all go to row T
+        joined[:, torch.where(self.inside, self.row, self.T).flatten()] = x
+        return joined[:, : self.T].contiguous()
+
+    def scan(self, state: Tensor, decay: Tensor, update: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
+        """As `Dense.scan`; a sequence's own state enters its first chunk, and an empty sequence keeps its state."""
+        entering = torch.empty_like(update)
+        leaving = torch.cat([state, state.new_zeros(1, *state.shape[1:])])  # [N+1, H, K, V]
+        opens = self.is_last if reverse else self.is_first
+        current = update.new_zeros(1, *update.shape[1:2], *update.shape[3:])  # [1, H, K, V]
+        for c in reversed(range(self.n)) if reverse else range(self.n):
+            sequence = self.sequence[c : c + 1]
+            current = torch.where(opens[c], leaving.index_select(0, sequence), current)
+            entering[:, :, c] = current
+            current = torch.addcmul(update[:, :, c], decay[:, :, c, :, None], current)
+            leaving.index_copy_(0, sequence, current)
+        return entering, leaving[: self.N]

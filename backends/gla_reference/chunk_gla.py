@@ -1,0 +1,212 @@
+"""Gated linear attention in chunks: matrix products inside a chunk, a loop over chunks that carries the state.
+
+Per head, with b_t the sum of log gates g from the chunk's start through t, and S the state entering the chunk:
+
+    A_ts = scale * sum_d q_td k_sd exp(b_td - b_sd)   for s <= t, else 0
+    o    = (scale * q * exp b) S + A v
+    S'   = diag(exp b_C) S + (k * exp(b_C - b))^T v
+
+exp(b_t - b_s) is the product of the gates alpha = exp g after s through t. Written as a quotient of exponentials it
+overflows, and is 0/0 after a gate of 0. Here nothing is divided: the chunk is halved again and again, and for s in
+the left half and t in the right half of the same block
+
+    product of gates after s through t  =  (after s to the end of the left half) * (start of the right half through t)
+
+Both factors lie in [0, 1], so any gate down to exp(-inf) = 0 is exact, and each block of A is one matrix product.
+Every pair s < t is met at exactly one of the log2(C) levels; s = t has no gate. Over the whole chunk the same products
+are exp(b_C - b_s) and exp b_t, which the state needs.
+
+The gradient of g_j sums, over all pairs s < j <= t, what the pair gives to q_t * dq_t, or to k_s * dk_s, summed from
+the far side of its block. No difference of large sums is taken, so it is exactly 0 where alpha_j is 0.
+
+B batch   T tokens   H key/value heads   G query heads per key/value head   N sequences   K, V key and value width
+R rows, n chunks a row, C tokens a chunk (_chunks.py)   L length of a half block   m blocks of 2L
+
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from gla_reference._chunks import Dense, Packed, chunk
+from torch import Tensor
+
+CHUNK = 64
+
+
+def chunk_gla_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """See gla_core/ops/chunk_gla.py."""
+    chunks, qc, kc, vc, alpha = _split(q, k, v, g, scale, cu_seqlens)
+
+    A = _diagonal_scores(qc, kc)  # [R, H, n, C, G, C]
+    q_in, k_out, whole = qc.mul_(alpha[..., None, :]), kc, alpha
+    for L in _halves(alpha):
+        _scores(A, L).copy_(_rows(_right(q_in, L)) @ _left(k_out, L).mT)
+        whole = _double(q_in, k_out, whole, L)
+    decay = whole.squeeze(-2)  # [R, H, n, K]
+
+    start = _state(initial_state, q, k, v, chunks.N)  # [N, H, K, V]
+    entering, final = chunks.scan(start, decay, k_out.mT @ vc)  # [R, H, n, K, V]
+    o = _rows(A) @ vc + _rows(q_in) @ entering  # [R, H, n, C*G, V]
+    o = o.unflatten(-2, (-1, qc.shape[-2]))  # [R, H, n, C, G, V]
+    return _join_groups(chunks, o).to(v.dtype), final if output_final_state else None
+
+
+def chunk_gla_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    do: Tensor,
+    dstate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """See gla_core/ops/chunk_gla.py."""
+    chunks, qc, kc, vc, alpha = _split(q, k, v, g, scale, cu_seqlens)
+    doc = chunks.split(_group(do, k)).to(alpha.dtype)  # [R, H, n, C, G, V]
+
+    A = _diagonal_scores(qc, kc)  # [R, H, n, C, G, C]
+    dA = (_rows(doc) @ vc.mT).view_as(A)
+    dA_tt = dA.diagonal(dim1=3, dim2=5).movedim(-1, 3)[..., None]  # [R, H, n, C, G, 1]
+    dq = dA_tt * kc[..., None, :]  # [R, H, n, C, G, K]
+    dk = (dA_tt * qc).sum(-2)  # [R, H, n, C, K]
+    dg = torch.zeros_like(alpha)  # [R, H, n, C, K]
+    q_in, k_out, whole = qc.mul_(alpha[..., None, :]), kc, alpha
+    upto, after = alpha.clone(), torch.ones_like(alpha)  # products of gates: through t, and after s
+    for L in _halves(alpha):
+        q_right, k_left = _rows(_right(q_in, L)), _left(k_out, L)  # [R, H, n, m, L*G, K], [R, H, n, m, L, K]
+        dscores = _scores(dA, L)  # [R, H, n, m, L*G, L]
+        _scores(A, L).copy_(q_right @ k_left.mT)
+        _add_query_gradient(_right(dq, L), _right(dg, L), dscores @ k_left, q_right, _right(upto, L))
+        _add_key_gradient(_left(dk, L), _left(dg, L), dscores.mT @ q_right, k_left, _left(after, L))
+        _double(upto, after, whole, L)
+        whole = _double(q_in, k_out, whole, L)
+    decay = whole.squeeze(-2)  # [R, H, n, K]
+
+    start = _state(initial_state, q, k, v, chunks.N)  # [N, H, K, V]
+    entering, _ = chunks.scan(start, decay, k_out.mT @ vc)  # [R, H, n, K, V]
+    dfinal = torch.zeros_like(start) if dstate is None else dstate
+    leaving, dinitial = chunks.scan(dfinal, decay, _rows(q_in).mT @ _rows(doc), reverse=True)  # gradients of states
+    dv = _rows(A).mT @ _rows(doc) + k_out @ leaving  # [R, H, n, C, V]
+    _add_query_gradient(dq, dg, _rows(doc) @ entering.mT, q_in, upto)
+    _add_key_gradient(dk, dg, vc @ leaving.mT, k_out, after)
+    dg += (decay * (entering * leaving).sum(-1))[..., None, :]  # from the entering state to the leaving one
+    return (
+        _join_groups(chunks, scale * dq).to(q.dtype),
+        chunks.join(dk).to(k.dtype),
+        chunks.join(dv).to(v.dtype),
+        None if g is None else chunks.join(dg).to(g.dtype),
+        None if initial_state is None else dinitial,
+    )
+
+
+def _split(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, cu_seqlens: Tensor | None) -> tuple:
+    """Copies cut into chunks, in the dtype of the computation.
+
+    Returns the layout, scale * q [R, H, n, C, G, K], k and alpha [R, H, n, C, K], v [R, H, n, C, V].
+    """
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    T = q.shape[1]
+    C = min(CHUNK, 1 << max(T - 1, 0).bit_length())  # no more than the power of two that holds T
+    chunks = chunk(q.shape[0], T, C, cu_seqlens)
+
+    def cut(x: Tensor, fill: float = 0.0) -> Tensor:
+        return chunks.split(x, fill).to(dtype, memory_format=torch.contiguous_format, copy=True)
+
+    alpha = torch.ones_like(k, dtype=dtype) if g is None else g.to(dtype).exp()
+    return chunks, cut(_group(q, k)).mul_(scale), cut(k), cut(v), cut(alpha, fill=1.0)
+
+
+def _halves(alpha: Tensor) -> list[int]:
+    """The lengths L = 1, 2, 4 ... C/2 of the halves, innermost first."""
+    return [1 << level for level in range(alpha.shape[3].bit_length() - 1)]
+
+
+def _double(q: Tensor, k: Tensor, whole: Tensor, L: int) -> Tensor:
+    """Join neighbouring blocks of L in place, by the associative rule of the gates.
+
+    Rows of q [.., C, (G,) K], decayed from the start of their block, gain the whole block to their left; rows of
+    k [.., C, K], decayed to the end of theirs, gain the whole block to their right. whole [.., C/L, K] holds the
+    products over the blocks; returns those over the joined blocks [.., C/2L, K].
+    """
+    whole_left, whole_right = _left(whole, 1), _right(whole, 1)  # [R, H, n, m, 1, K]
+    q_right, k_left = _right(q, L), _left(k, L)
+    q_right *= whole_left if q.ndim == k.ndim else whole_left[..., None, :]
+    k_left *= whole_right
+    return (whole_left * whole_right).squeeze(-2)
+
+
+def _diagonal_scores(q: Tensor, k: Tensor) -> Tensor:
+    """A [R, H, n, C, G, C] with the pairs s = t filled in, the rest 0."""
+    A = q.new_zeros(*q.shape[:-1], q.shape[3])
+    A.diagonal(dim1=3, dim2=5).copy_((q * k[..., None, :]).sum(-1).movedim(3, -1))
+    return A
+
+
+def _scores(A: Tensor, L: int) -> Tensor:
+    """The view [R, H, n, m, L*G, L] of A [R, H, n, C, G, C] that scores the right half of each block on its left."""
+    blocks = A.unflatten(-1, (-1, 2, L)).select(-2, 0).unflatten(3, (-1, 2, L)).select(4, 1)  # [.., m, L, G, m, L]
+    return blocks.diagonal(dim1=3, dim2=6).movedim(-1, 3).flatten(4, 5)
+
+
+def _add_query_gradient(dq: Tensor, dg: Tensor, d: Tensor, q: Tensor, decay: Tensor) -> None:
+    """Add what d [.., L*G, K], the gradient of the decayed rows q, gives to dq [.., L, G, K] and dg [.., L, K].
+
+    A gate at or before t decays row t: dg sums from each gate to the end of the block.
+    """
+    d, q = d.view_as(dq), q.view_as(dq)
+    dq += d * decay[..., None, :]
+    dg += (d * q).sum(-2).flip(-2).cumsum(-2).flip(-2)
+
+
+def _add_key_gradient(dk: Tensor, dg: Tensor, d: Tensor, k: Tensor, decay: Tensor) -> None:
+    """Add what d [.., L, K], the gradient of the decayed rows k, gives to dk and dg [.., L, K].
+
+    A gate after s decays row s: dg sums from the start of the block to before each gate.
+    """
+    dk += d * decay
+    dg[..., 1:, :] += (d * k)[..., :-1, :].cumsum(-2)
+
+
+def _left(x: Tensor, L: int) -> Tensor:
+    """[R, H, n, C, ...] to the view [R, H, n, m, L, ...] of the left halves of its blocks of 2L."""
+    return x.unflatten(3, (-1, 2, L)).select(4, 0)
+
+
+def _right(x: Tensor, L: int) -> Tensor:
+    return x.unflatten(3, (-1, 2, L)).select(4, 1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., L, G, K] to the rows [..., L*G, K] of one matrix: the G queries of a token share its key."""
+    return x.flatten(-3, -2)
+
+
+def _group(q: Tensor, k: Tensor) -> Tensor:
+    """[B, T, Hq, K] to [B, T, H, G, K]."""
+    return rearrange(q, "b t (h g) d -> b t h g d", h=k.shape[2])
+
+
+def _join_groups(chunks: Dense | Packed, x: Tensor) -> Tensor:
+    """[R, H, n, C, G, V] to [B, T, Hq, V]."""
+    return chunks.join(x).flatten(2, 3)
+
+
+def _state(initial: Tensor | None, q: Tensor, k: Tensor, v: Tensor, N: int) -> Tensor:
+    """The initial state, zeros [N, H, K, V] by default."""
+    if initial is not None:
+        return initial
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return k.new_zeros(N, k.shape[2], k.shape[3], v.shape[3], dtype=dtype)

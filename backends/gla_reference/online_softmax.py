@@ -1,0 +1,35 @@
+"""Softmax over tiles of columns, with a running maximum m and a running sum z of exponentials.
+
+    m' = max(m, m_tile)        z' = exp(m - m') z + exp(m_tile - m') z_tile        y = exp(x - m) / z
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE = 1024
+
+
+def online_softmax(x: Tensor, dim: int) -> Tensor:
+    """See gla_core/ops/online_softmax.py."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = x.movedim(dim, -1)  # [..., columns]
+    m = x.new_full((*rows.shape[:-1], 1), -torch.inf, dtype=dtype)  # [..., 1]
+    z = torch.zeros_like(m)
+    for tile in rows.split(TILE, dim=-1):
+        tile = tile.to(dtype)
+        m_new = torch.maximum(m, tile.amax(-1, keepdim=True))
+        z = z * torch.exp(m - finite(m_new)) + torch.exp(tile - finite(m_new)).sum(-1, keepdim=True)
+        m = m_new
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for tile, out in zip(rows.split(TILE, dim=-1), y.movedim(dim, -1).split(TILE, dim=-1), strict=True):
+        out.copy_(torch.exp(tile.to(dtype) - finite(m)) / z)  # 0 / 0 = NaN for a row that is all -inf
+    return y
+
+
+def finite(m: Tensor) -> Tensor:
+    """A maximum to subtract: while all has been -inf so far, exp(-inf - 0) = 0 where exp(-inf + inf) would be NaN."""
+    return torch.where(m.isneginf(), 0, m)

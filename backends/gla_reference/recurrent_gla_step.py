@@ -1,0 +1,61 @@
+"""One token of gated linear attention.
+
+    S' = diag(alpha) S + k^T v        o = scale * q S'
+
+B batch   P states in the pool   H key/value heads   G query heads per key/value head   K, V key and value width
+
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import einsum, rearrange
+from torch import Tensor
+
+
+def recurrent_gla_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    state_indices: Tensor | None,
+    inplace: bool,
+) -> tuple[Tensor, Tensor]:
+    """See gla_core/ops/recurrent_gla_step.py."""
+    if state_indices is None:
+        o, new = _step(q, k, v, g, state, scale)
+        return (o, state.copy_(new)) if inplace else (o, new)
+    return _step_in_pool(q, k, v, g, state if inplace else state.clone(), scale, state_indices.long())
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One step of the states [B, H, K, V] of a batch."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    queries = rearrange(q.to(dtype), "b (h g) k -> b h g k", h=k.shape[1])  # [B, H, G, K]
+    update = k.to(dtype)[..., :, None] * v.to(dtype)[..., None, :]  # [B, H, K, V]
+    kept = state.to(dtype) if g is None else g.to(dtype).exp()[..., None] * state.to(dtype)
+    new = kept + update
+    o = scale * einsum(queries, new, "b h g k, b h k v -> b h g v")
+    return o.flatten(1, 2).to(v.dtype), new.to(state.dtype)
+
+
+def _step_in_pool(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, pool: Tensor, scale: float, indices: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One step of the rows pool[indices], written back; rows with an index outside the pool are skipped."""
+    if not len(indices) or not len(pool):
+        return v.new_zeros(*q.shape[:2], v.shape[2]), pool
+    used = (indices >= 0) & (indices < len(pool))  # [B]
+    indices = torch.where(used, indices, 0)
+    state = pool[indices]  # [B, H, K, V]
+    o, new = _step(q, k, v, g, state, scale)
+    new = torch.where(used[:, None, None, None], new, state)
+    # A skipped row must write nothing, and reading the mask on the host would wait for the device: it repeats the
+    # first row that is used instead, which writes the same values to the same place (row 0 unchanged if none is).
+    first = used.int().argmax(keepdim=True)  # [1]
+    writer = torch.where(used, torch.arange(len(indices), device=indices.device), first)  # [B]
+    pool.index_copy_(0, indices[writer], new[writer])
+    return torch.where(used[:, None, None], o, 0), pool

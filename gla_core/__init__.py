@@ -1,0 +1,53 @@
+"""Gated Linear Attention: a few abstract ops, several interchangeable backends, and a registry that picks one.
+
+    >>> import gla_core as gla
+    >>> o, state = gla.chunk_gla(q, k, v, g)
+    >>> print(gla.explain("chunk_gla_fwd", q, k, v, g))
+"""
+
+from gla_core import nn
+from gla_core.dispatch.environment import environment as _environment
+from gla_core.dispatch.errors import BackendError, NoBackendError, UnknownBackendError, UnknownOpError
+from gla_core.dispatch.registry import BackendInfo, Registration, backends, register
+from gla_core.dispatch.registry import rediscover as _rediscover
+from gla_core.dispatch.request import use_backend
+from gla_core.dispatch.selection import Explanation
+from gla_core.ops import (
+    chunk_gla,
+    explain,
+    linear_attention,
+    merge_attention,
+    online_softmax,
+    recurrent_gla_step,
+    softmax_attention,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "BackendInfo",
+    "Explanation",
+    "NoBackendError",
+    "Registration",
+    "UnknownBackendError",
+    "UnknownOpError",
+    "backends",
+    "chunk_gla",
+    "explain",
+    "linear_attention",
+    "merge_attention",
+    "nn",
+    "online_softmax",
+    "recurrent_gla_step",
+    "register",
+    "reload_environment",
+    "softmax_attention",
+    "use_backend",
+]
+
+
+def reload_environment() -> None:
+    """Read the GLA_* environment variables again, and look for plugins again at the next use."""
+    _environment.cache_clear()
+    _rediscover()

@@ -1,0 +1,1 @@
+"""What is needed to prove a backend right; so far the oracle."""

@@ -1,0 +1,89 @@
+"""The meaning of each abstract op, one token at a time in float64, differentiable by autograd.
+
+Nothing here shares code with a backend. It is slow on purpose: a line per equation of DESIGN section 2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The GLA recurrence over tokens.
+
+    Args:
+        As `gla_core.chunk_gla`, of any dtype and device; computed in float64.
+
+    Returns:
+        o [B, T, Hq, V] and the final state [N, H, K, V], both float64.
+    """
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist()
+        pieces = [
+            chunk_gla(
+                q[:, a:b],
+                k[:, a:b],
+                v[:, a:b],
+                None if g is None else g[:, a:b],
+                scale,
+                None if initial_state is None else initial_state[i : i + 1],
+            )
+            for i, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
+        ]
+        empty = _zero_state(q, k, v)[:0]
+        o = torch.cat([torch.zeros_like(q[:, :0, :, :1]).double().expand(-1, -1, -1, v.shape[-1])] + [p[0] for p in pieces], 1)
+        return o, torch.cat([empty] + [p[1] for p in pieces])
+    q, k, v = q.double(), k.double(), v.double()
+    alpha = torch.ones_like(k) if g is None else g.double().exp()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    state = _zero_state(q, k, v) if initial_state is None else initial_state.double()
+    o = []
+    for t in range(q.shape[1]):
+        o_t, state = recurrent_gla_step(q[:, t], k[:, t], v[:, t], alpha[:, t], state, scale)
+        o.append(o_t)
+    return torch.stack(o, dim=1) if o else q.new_zeros(*q.shape[:3], v.shape[-1]), state
+
+
+def recurrent_gla_step(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """One token: q [B, Hq, K], k and the forget gate alpha (not its log) [B, H, K], v [B, H, V], state [B, H, K, V].
+
+    Returns o [B, Hq, V] and the new state. Computes in the dtype given.
+    """
+    state = alpha[..., :, None] * state + k[..., :, None] * v[..., None, :]
+    per_query_head = state.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # [B, Hq, K, V]
+    return scale * torch.einsum("bhk,bhkv->bhv", q, per_query_head), state
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """softmax in float64."""
+    return torch.softmax(x.double(), dim)
+
+
+def softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attention with all scores at once in float64: o [B, Tq, Hq, V] and lse [B, Tq, Hq]."""
+    q, k, v = q.double(), k.double(), v.double()
+    Tq, Tk, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = scale * torch.einsum("bihk,bjhk->bihj", q, k)
+    if causal:
+        seen = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq)
+        scores = scores.masked_fill(~seen[:, None, :], -torch.inf)
+    return torch.einsum("bihj,bjhv->bihv", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def _zero_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.zeros(q.shape[0], *k.shape[2:], v.shape[-1], dtype=torch.float64, device=q.device)

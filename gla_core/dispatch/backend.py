@@ -1,0 +1,190 @@
+"""The contract between the core and a backend. A backend imports this module and nothing else of the core.
+
+A backend is a value: a name, a version, a mapping from abstract op names to plain functions, and data that says
+where those functions work. The functions take exactly the parameters listed in `OP_PARAMETERS`, positionally; their
+meaning is documented in `gla_core/ops/<op>.py`. All tensor arguments have been checked when a function is called,
+`scale` is always a float, and every tensor returned must be contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import pluggy
+import torch
+
+hookimpl = pluggy.HookimplMarker("gla_core")
+
+OP_PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "chunk_gla_fwd": ("q", "k", "v", "g", "scale", "initial_state", "output_final_state", "cu_seqlens"),
+        "chunk_gla_bwd": ("q", "k", "v", "g", "scale", "initial_state", "cu_seqlens", "do", "dstate"),
+        "recurrent_gla_step": ("q", "k", "v", "g", "state", "scale", "state_indices", "inplace"),
+        "online_softmax": ("x", "dim"),
+        "softmax_attention": ("q", "k", "v", "scale", "causal"),
+    }
+)
+
+Reason = str
+"""A refusal: a sentence a user can act on, such as 'needs a CUDA device; q is on cpu'."""
+
+
+class LaunchError(RuntimeError):
+    """Raised by a backend whose kernel cannot be launched here (too little shared memory, no compiler).
+
+    Under an `auto` request the core then takes the next backend and remembers the failure. Raise it before anything
+    has been written.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """Where a backend works, as data; the core turns whatever a call asks beyond it into a refusal.
+
+    Attributes:
+        devices: torch device types, such as `{"cuda"}`; None for any.
+        dtypes: dtypes of q (or x) that are computed.
+        min_compute_capability: the least CUDA compute capability, such as (8, 0); not looked at on other devices.
+        key_widths, value_widths: widths K and V of a head that are computed, such as `range(16, 257, 16)`.
+        variable_length: packed sequences (`cu_seqlens`).
+        grouped_queries: more query heads than key/value heads.
+        gradients: the forward may be used where a gradient is needed, by this backend's backward or another's.
+        deterministic: the same inputs give the same bits. A backend that says False is refused under
+            `torch.use_deterministic_algorithms(True)`.
+        cuda_graphs: may be captured into a CUDA graph.
+    """
+
+    devices: frozenset[str] | None = None
+    dtypes: frozenset[torch.dtype] = frozenset({torch.float32, torch.float16, torch.bfloat16})
+    min_compute_capability: tuple[int, int] = (0, 0)
+    key_widths: range = range(1, 2**31)
+    value_widths: range = range(1, 2**31)
+    variable_length: bool = True
+    grouped_queries: bool = True
+    gradients: bool = True
+    deterministic: bool = True
+    cuda_graphs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCall:
+    """What is known of a call before it runs: enough to refuse it or to predict its time, and no tensor.
+
+    Attributes:
+        op: abstract op name.
+        device: device of every tensor of the call.
+        dtype: dtype of q (or x).
+        dims: sizes by the names of DESIGN section 3: B, T, H, Hq, K, V, N for `chunk_gla_fwd` and `chunk_gla_bwd`;
+            B, H, Hq, K, V, P for `recurrent_gla_step`; B, Tq, Tk, H, Hq, K, V for `softmax_attention`; rows and
+            columns for `online_softmax`.
+        gate_dtype, state_dtype: dtype of g and of the state given, None where there is none.
+        variable_length: whether `cu_seqlens` is given.
+        needs_grad: whether a gradient will be asked for.
+        deterministic: whether the user has asked PyTorch for deterministic algorithms.
+        capturing: whether a CUDA graph is being captured.
+    """
+
+    op: str
+    device: torch.device
+    dtype: torch.dtype
+    dims: Mapping[str, int]
+    gate_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype | None = None
+    variable_length: bool = False
+    needs_grad: bool = False
+    deterministic: bool = False
+    capturing: bool = False
+
+
+def supports_everything(call: OpCall) -> Reason | None:
+    """The default `Backend.supports`: the capabilities say it all."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A set of implementations of abstract ops.
+
+    Attributes:
+        name: what users write in `backend=`; letters, digits and underscores.
+        version: version of the implementation, shown to users.
+        ops: abstract op name to function; any subset of `OP_PARAMETERS`.
+        capabilities: where the functions work.
+        supports: called with an `OpCall` that the capabilities allow; a `Reason` refuses it, None accepts it.
+        cost: optionally predicts the time of an `OpCall` in seconds; `auto` ranks by it.
+
+    Example:
+        >>> backend = Backend("mine", "1.0", {"online_softmax": my_softmax}, Capabilities(devices=frozenset({"cpu"})))
+    """
+
+    name: str
+    version: str
+    ops: Mapping[str, Callable]
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    supports: Callable[[OpCall], Reason | None] = supports_everything
+    cost: Callable[[OpCall], float | None] | None = None
+
+    def refusal(self, call: OpCall) -> Reason | None:
+        """Why this backend cannot run `call`, or None if it can."""
+        if call.op not in self.ops:
+            return f"does not implement {call.op}; it implements {', '.join(self.ops) or 'no op'}"
+        reason = _capability_refusal(self.capabilities, call)
+        if reason is not None:
+            return reason
+        try:
+            return self.supports(call)
+        except Exception as error:  # a fault in one backend must not take the others down
+            return f"its supports() raised {type(error).__name__}: {error}"
+
+    def predicted_seconds(self, call: OpCall) -> float | None:
+        """The backend's own prediction, or None where it has none (or one that is no time)."""
+        if self.cost is None:
+            return None
+        try:
+            seconds = self.cost(call)
+        except Exception:  # no prediction is always legal
+            return None
+        return float(seconds) if seconds is not None and math.isfinite(seconds) and seconds >= 0 else None
+
+
+def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:
+    subject = "x" if call.op == "online_softmax" else "q"
+    if can.devices is not None and call.device.type not in can.devices:
+        return f"needs a {_any_of(sorted(can.devices))} device; {subject} is on {call.device}"
+    if call.dtype not in can.dtypes:
+        return f"computes {_any_of(sorted(map(_short, can.dtypes)))}; {subject} is {_short(call.dtype)}"
+    if call.device.type == "cuda" and can.min_compute_capability > (0, 0):
+        have = torch.cuda.get_device_capability(call.device)
+        if have < can.min_compute_capability:
+            need = can.min_compute_capability
+            return f"needs compute capability {need[0]}.{need[1]}; {call.device} has {have[0]}.{have[1]}"
+    for name, widths in (("K", can.key_widths), ("V", can.value_widths)):
+        if name in call.dims and call.dims[name] not in widths:
+            return f"computes {name} {_span(widths)}; {name} is {call.dims[name]}"
+    if call.variable_length and not can.variable_length:
+        return "has no packed sequences; call it per sequence, without cu_seqlens"
+    if call.dims.get("Hq", 0) != call.dims.get("H", 0) and not can.grouped_queries:
+        return f"has no grouped queries; q has {call.dims['Hq']} heads and k has {call.dims['H']}"
+    if call.needs_grad and not can.gradients:
+        return "has no gradients; call it under torch.no_grad()"
+    if call.deterministic and not can.deterministic:
+        return "is not deterministic; torch.use_deterministic_algorithms is on"
+    if call.capturing and not can.cuda_graphs:
+        return "cannot be captured into a CUDA graph"
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _any_of(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _span(widths: range) -> str:
+    steps = f" in steps of {widths.step}" if widths.step != 1 else ""
+    return f"from {widths[0]} to {widths[-1]}{steps}" if len(widths) else "of no width"

@@ -1,0 +1,26 @@
+"""The one hook that a package implements to add backends; it names the package in the entry-point group `ENTRY_POINTS`.
+
+    [project.entry-points."gla_core.backends"]
+    mine = "my_package"
+"""
+
+from __future__ import annotations
+
+import pluggy
+
+from gla_core.dispatch.backend import Backend
+
+PROJECT = "gla_core"
+ENTRY_POINTS = "gla_core.backends"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+
+
+@hookspec
+def gla_register_backends() -> list[Backend]:
+    """Return the backends that this package offers.
+
+    Called once, when a backend is first needed. It must not import triton or touch a device: import kernels inside
+    the op functions. An exception quarantines the package and leaves all others working.
+    """
+    raise NotImplementedError

@@ -1,0 +1,146 @@
+"""Who runs a call: refusals, ranking, and their explanation.
+
+An explicit request never falls back. `auto` ranks the backends that can run by predicted seconds; those without a
+prediction come after, the ones written for named devices before the ones that run anywhere, then by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from gla_core.dispatch import registry
+from gla_core.dispatch.backend import Backend, LaunchError, OpCall, Reason
+from gla_core.dispatch.errors import NoBackendError
+from gla_core.dispatch.request import Choice, Request
+
+_cannot_launch: dict[Hashable, Reason] = {}
+registry.on_change.append(_cannot_launch.clear)
+
+_GROWING_DIMS = frozenset({"B", "T", "N", "P", "Tq", "Tk", "rows"})  # a launch does not fail for these
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One backend's standing for a call: predicted seconds (None: no cost model), and the refusal if it cannot run."""
+
+    name: str
+    seconds: float | None
+    refusal: Reason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Who would run a call, who would not, and why. `winner` is None when nobody can; str() makes it readable.
+
+    Attributes:
+        call: what was asked, without tensors.
+        request: the request for this op, such as 'auto' or 'a,b'; source: where it came from.
+        candidates: every backend looked at, best first.
+        winner: name of the backend that would run.
+        why: one sentence.
+    """
+
+    call: OpCall
+    request: str
+    source: str
+    candidates: tuple[Candidate, ...]
+    winner: str | None
+    why: str
+
+    def __str__(self) -> str:
+        dims = " ".join(f"{name}={size}" for name, size in self.call.dims.items())
+        dtype = str(self.call.dtype).removeprefix("torch.")
+        packed = ", packed" if self.call.variable_length else ""
+        lines = [
+            f"{self.call.op}  {dims}  {dtype} on {self.call.device}{packed}",
+            f"request: {self.request} ({self.source})",
+        ]
+        for candidate in self.candidates:
+            mark = "->" if candidate.name == self.winner else "  "
+            lines.append(f" {mark} {candidate.name:<16} {candidate.refusal or _predicted(candidate.seconds)}")
+        lines.append(self.why)
+        return "\n".join(lines)
+
+
+def select(call: OpCall, request: Request) -> Backend:
+    """The backend that runs `call`. Raises NoBackendError with every refusal, UnknownBackendError for a typo."""
+    choice = request.choice(call.op)
+    refusals: list[tuple[str, Reason]] = []
+    for backend in _in_order(call, choice):
+        reason = _refusal(backend, call)
+        if reason is None:
+            return backend
+        refusals.append((backend.name, reason))
+    raise NoBackendError(_nobody(call.op, choice, refusals))
+
+
+def explain_call(call: OpCall, request: Request) -> Explanation:
+    """Explain what `select` would do; runs nothing."""
+    choice = request.choice(call.op)
+    ordered = _in_order(call, choice)
+    candidates = [Candidate(b.name, b.predicted_seconds(call), _refusal(b, call)) for b in ordered]
+    able = [c for c in candidates if c.refusal is None]
+    if not able:
+        refusals = [(c.name, c.refusal or "") for c in candidates]
+        return Explanation(call, str(choice), choice.source, tuple(candidates), None, _nobody(call.op, choice, refusals))
+    # Those that cannot run are listed last, in the order in which they were looked at.
+    candidates.sort(key=lambda c: c.refusal is not None)
+    why = _why(able, choice)
+    return Explanation(call, str(choice), choice.source, tuple(candidates), able[0].name, why)
+
+
+def remember_launch_failure(backend: Backend, call: OpCall, error: Exception) -> None:
+    """Refuse calls like this one from now on."""
+    _cannot_launch[_launch_class(backend, call)] = f"could not launch: {type(error).__name__}: {error}"
+
+
+def is_launch_failure(error: Exception) -> bool:
+    """Whether a kernel could not be launched at all, as against one that ran and went wrong."""
+    if isinstance(error, LaunchError | ImportError):
+        return True
+    kind = type(error)
+    if kind.__module__.startswith("triton"):  # the core does not import triton
+        return kind.__name__ in ("OutOfResources", "PTXASError", "CompilationError")
+    return kind is RuntimeError and str(error).startswith("Failed to find C compiler")
+
+
+def _in_order(call: OpCall, choice: Choice) -> list[Backend]:
+    if choice.names:
+        return [registry.get(name) for name in choice.names]
+    return sorted(registry.installed().values(), key=lambda b: _rank(b, call))
+
+
+def _rank(backend: Backend, call: OpCall) -> tuple[bool, float, bool, str]:
+    seconds = backend.predicted_seconds(call) if backend.refusal(call) is None else None
+    return (seconds is None, seconds or 0.0, backend.capabilities.devices is None, backend.name)
+
+
+def _refusal(backend: Backend, call: OpCall) -> Reason | None:
+    return backend.refusal(call) or _cannot_launch.get(_launch_class(backend, call))
+
+
+def _launch_class(backend: Backend, call: OpCall) -> Hashable:
+    fixed = tuple((name, size) for name, size in call.dims.items() if name not in _GROWING_DIMS)
+    return (backend.name, call.op, call.device, call.dtype, call.variable_length, fixed)
+
+
+def _nobody(op: str, choice: Choice, refusals: list[tuple[str, Reason]]) -> str:
+    listed = "".join(f"\n  {name}: {reason}" for name, reason in refusals) or "\n  no backend is installed"
+    return f"no backend can run {op} (request: {choice}, from {choice.source}):{listed}"
+
+
+def _why(able: list[Candidate], choice: Choice) -> str:
+    winner = able[0].name
+    if choice.names:
+        first = "the first of the list that can run" if len(choice.names) > 1 else "the one asked for"
+        return f"{winner}: {first}, by {choice.source}"
+    if len(able) == 1:
+        return f"{winner}: the only backend that can run this"
+    if able[0].seconds is not None:
+        return f"{winner}: the least predicted time"
+    return f"{winner}: no backend predicts its time; one written for named devices comes first, then by name"
+
+
+def _predicted(seconds: float | None) -> str:
+    return "can run; predicts no time" if seconds is None else f"can run; predicts {seconds * 1e6:.1f} us"

@@ -1,0 +1,50 @@
+"""The public ops, one file each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gla_core.dispatch.errors import UnknownOpError, nearest
+from gla_core.dispatch.request import current_request
+from gla_core.dispatch.selection import Explanation, explain_call
+from gla_core.ops.chunk_gla import BACKWARD, FORWARD, chunk_gla
+from gla_core.ops.linear_attention import linear_attention
+from gla_core.ops.online_softmax import SOFTMAX, online_softmax
+from gla_core.ops.recurrent_gla_step import STEP, recurrent_gla_step
+from gla_core.ops.softmax_attention import ATTENTION, merge_attention, softmax_attention
+
+__all__ = [
+    "ABSTRACT_OPS",
+    "chunk_gla",
+    "explain",
+    "linear_attention",
+    "merge_attention",
+    "online_softmax",
+    "recurrent_gla_step",
+    "softmax_attention",
+]
+
+ABSTRACT_OPS = {op.name: op for op in (FORWARD, BACKWARD, STEP, SOFTMAX, ATTENTION)}
+
+
+def explain(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> Explanation:
+    """Say who would run an abstract op on these arguments, who would not, and why; runs nothing.
+
+    Args:
+        op: name of an abstract op, such as "chunk_gla_fwd".
+        *args, **kwargs: its arguments, as a backend receives them; those with a default may be left out, and so may
+            the gradients of chunk_gla_bwd.
+        backend: a request, as in a call.
+
+    Returns:
+        An `Explanation`; printing it gives a short report.
+
+    Raises:
+        UnknownOpError: no such op. ValueError, TypeError: bad arguments, as in a call.
+
+    Example:
+        >>> print(gla.explain("chunk_gla_fwd", q, k, v, g))
+    """
+    if op not in ABSTRACT_OPS:
+        raise UnknownOpError(f"unknown op {op!r}{nearest(op, ABSTRACT_OPS)} (there are {', '.join(ABSTRACT_OPS)})")
+    return explain_call(ABSTRACT_OPS[op].describe(*args, **kwargs), current_request(backend))

@@ -1,0 +1,127 @@
+"""What every abstract op shares: from checked arguments to a backend's function, and the torch.library namespace.
+
+A call is checked and its backend chosen once per signature (shapes, dtypes, devices, request); after that the way to
+the function is one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch import registry
+from gla_core.dispatch.backend import OP_PARAMETERS, Backend, OpCall
+from gla_core.dispatch.environment import environment
+from gla_core.dispatch.request import current_request
+from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
+
+library = torch.library.Library("gla", "DEF")
+
+_MOST_PLANS = 8192  # a server that sees every sequence length must not grow without end
+_plans: dict[Hashable, tuple[Callable, Backend, OpCall]] = {}
+registry.on_change.append(_plans.clear)
+
+
+class AbstractOp:
+    """An abstract op: how its arguments are described and checked, and the way to the backend that runs it.
+
+    Args:
+        name: a key of `OP_PARAMETERS`.
+        describe: takes the op's arguments; raises ValueError or TypeError for bad ones, else returns an `OpCall`.
+        check_values: takes the op's arguments under GLA_CHECK=1; raises ValueError for values no op is defined on.
+        backward: the abstract op that will be needed for the gradient, so that its absence is found before a launch.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        describe: Callable[..., OpCall],
+        check_values: Callable[..., None] | None = None,
+        backward: str | None = None,
+    ) -> None:
+        self.name = name
+        self.parameters = OP_PARAMETERS[name]
+        self.describe = describe
+        self._check_values = check_values
+        self._backward = backward
+
+    def run(self, args: tuple, needs_grad: bool = False, backend: str | None = None) -> Any:
+        """Run the op on `args` (in the order of `OP_PARAMETERS`) by the backend that the request in force selects."""
+        request = current_request(backend)
+        capturing = args[0] is not None and getattr(args[0], "is_cuda", False) and _is_capturing()
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        try:
+            key = (self.name, request.spec, needs_grad, deterministic, capturing, *_signature(args))
+            plan = _plans.get(key)
+        except (TypeError, AttributeError):  # an argument of a wrong type; describe() says which
+            key = plan = None
+        if plan is None:
+            call = self.describe(*args)
+            call = dataclasses.replace(
+                call, needs_grad=needs_grad, deterministic=deterministic, capturing=capturing
+            )
+            if needs_grad and self._backward is not None:
+                select(dataclasses.replace(call, op=self._backward), request)
+            chosen = select(call, request)
+            plan = (chosen.ops[self.name], chosen, call)
+            if len(_plans) >= _MOST_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+        if self._check_values is not None and environment().check_values:
+            self._check_values(*args)
+        try:
+            return plan[0](*args)
+        except Exception as error:
+            _, chosen, call = plan
+            if request.choice(self.name).names or not is_launch_failure(error):
+                raise
+            remember_launch_failure(chosen, call, error)
+            _plans.clear()
+            warnings.warn(f"{self.name}: backend {chosen.name!r} could not launch and is skipped: {error}", stacklevel=2)
+        return self.run(args, needs_grad, backend)
+
+
+def bypasses_torch(x: Any) -> bool:
+    """Whether the public function may call the backend itself: nothing is compiled, and x is a plain tensor."""
+    return not torch.compiler.is_compiling() and (type(x) is Tensor or not isinstance(x, Tensor))
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd will ask for the gradient of any of `tensors`."""
+    if not torch.is_grad_enabled():
+        return False
+    for x in tensors:
+        if getattr(x, "requires_grad", False):
+            return True
+    return False
+
+
+def request_text(backend: str | None) -> str:
+    """The `backend` argument of a torch op. Eagerly it is the whole request in force, so that the backward runs under
+    the forward's; a compiled graph holds only what the call itself names."""
+    if torch.compiler.is_compiling():
+        return backend or ""
+    return current_request(backend).spec
+
+
+def _signature(args: tuple) -> list[Hashable]:
+    """What decides whether a call is legal and who runs it: everything but the values."""
+    key: list[Hashable] = []
+    for x in args:
+        if isinstance(x, Tensor):
+            key.append(x.shape)
+            key.append(x.dtype)
+            key.append(x.device)
+            key.append(x.is_contiguous() or x.stride()[-1:])
+        else:
+            key.append(None if type(x) is float else x)
+    return key
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,113 @@
+"""Checks that read no values: types, shapes, dtypes, devices, strides. Every message says which argument, what it
+was, what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+INDICES = (torch.int32, torch.int64)
+
+
+def tensor(name: str, x: Any, pattern: str, dims: dict[str, Any]) -> None:
+    """Check that x is a tensor of the named dimensions, binding those that `dims` does not hold yet.
+
+    Example:
+        >>> dims = {}
+        >>> tensor("q", torch.ones(2, 64, 4, 16), "B T Hq K", dims)
+        >>> tensor("k", torch.ones(2, 63, 4, 16), "B T H K", dims)
+        ValueError: k has shape [2, 63, 4, 16]; expected [B, T, H, K] with B=2, T=64, K=16
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}; expected a tensor [{', '.join(pattern.split())}]")
+    names = pattern.split()
+    known = {n: dims[n] for n in names if n in dims}
+    shape = x.shape
+    if len(shape) != len(names) or any(size != known.get(n, size) for n, size in zip(names, shape, strict=True)):
+        given = ", ".join(f"{n}={size}" for n, size in known.items())
+        raise ValueError(
+            f"{name} has shape {list(shape)}; expected [{', '.join(names)}]{f' with {given}' if given else ''}"
+        )
+    dims.update(zip(names, shape, strict=True))
+
+
+def last_dimension_contiguous(**tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and not (x.is_contiguous() or x.stride(-1) == 1):
+            raise ValueError(
+                f"{name} has strides {tuple(x.stride())}; its last dimension must be contiguous: call {name}.contiguous()"
+            )
+
+
+def dtype(name: str, x: Tensor, allowed: Iterable[torch.dtype], why: str = "") -> None:
+    allowed = tuple(dict.fromkeys(allowed))
+    if x.dtype not in allowed:
+        expected = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise TypeError(f"{name} is {str(x.dtype).removeprefix('torch.')}; expected {expected}{why}")
+
+
+def same_device(**tensors: Tensor | None) -> None:
+    given = {name: x for name, x in tensors.items() if x is not None}
+    first, *rest = given
+    for name in rest:
+        if given[name].device != given[first].device:
+            raise ValueError(
+                f"{name} is on {given[name].device} and {first} is on {given[first].device}; move them to one device"
+            )
+
+
+def widths(dims: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if dims[name] < 1:
+            raise ValueError(f"{name} is {dims[name]}; expected at least 1")
+
+
+def grouped_heads(dims: dict[str, Any]) -> None:
+    widths(dims, "H", "Hq")
+    if dims["Hq"] % dims["H"] != 0:
+        raise ValueError(f"q has {dims['Hq']} heads; expected a multiple of k's {dims['H']}")
+
+
+def number(name: str, x: Any) -> None:
+    if isinstance(x, bool) or not isinstance(x, int | float | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{name} is {type(x).__name__}; expected a number or None")
+
+
+def flag(name: str, x: Any) -> None:
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} is {type(x).__name__}; expected True or False")
+
+
+def no_nan(**tensors: Tensor | None) -> None:
+    """A check of GLA_CHECK=1: reads values."""
+    for name, x in tensors.items():
+        if x is not None and bool(x.isnan().any()):
+            raise ValueError(f"{name} holds NaN in {int(x.isnan().sum())} of {x.numel()} places")
+
+
+def gate_values(g: Tensor | None) -> None:
+    """A check of GLA_CHECK=1: reads values."""
+    if g is not None and bool((g > 0).any()):
+        raise ValueError(f"g has values up to {float(g.max())}; expected the log of a forget gate, at most 0")
+
+
+def with_contiguous_rows(x: Tensor) -> Tensor:
+    """x, copied only if its last dimension is not contiguous (gradients come expanded)."""
+    return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
+
+
+def state_dtype(q: Tensor) -> torch.dtype:
+    """States are float32, or float64 with float64 inputs."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def default_scale(q: Any) -> float:
+    """K^-1/2."""
+    try:
+        return q.shape[-1] ** -0.5
+    except (AttributeError, IndexError, ZeroDivisionError):
+        return 1.0  # the checks that follow refuse this q

@@ -1,0 +1,65 @@
+"""Linear attention with a feature map phi and, if asked for, a normaliser, as GLA without a gate.
+
+    S_t = S_{t-1} + phi(k_t)^T v_t        z_t = z_{t-1} + phi(k_t)        o_t = phi(q_t) S_t / (phi(q_t) z_t)
+
+z is one more column of S: it is what a value that is always 1 accumulates.
+
+Source: Katharopoulos et al., "Transformers are RNNs" (arXiv 2006.16236).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gla_core.ops.chunk_gla import chunk_gla
+
+
+def elu_plus_one(x: Tensor) -> Tensor:
+    """The positive feature map of arXiv 2006.16236: elu(x) + 1."""
+    return torch.nn.functional.elu(x) + 1
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: Callable[[Tensor], Tensor] | None = elu_plus_one,
+    normalize: bool = True,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Causal linear attention, differentiable.
+
+    Args:
+        q, k, v, cu_seqlens, backend: as in `chunk_gla`.
+        feature_map: phi, applied to q and k; may change their width. None leaves them alone.
+        normalize: divide by phi(q_t) z_t. Where that is 0 the result is not finite; phi > 0 keeps it from 0.
+        scale: factor of the output; without effect when normalised.
+        initial_state: [N, H, K, V], or [N, H, K, V + 1] when normalised: the last column is z.
+        output_final_state: also return the state after the last token.
+
+    Returns:
+        o [B, T, Hq, V] as v, and the final state, shaped as initial_state (None unless asked for).
+
+    Raises:
+        As `chunk_gla`.
+
+    Example:
+        >>> o, _ = gla.linear_attention(q, k, v)
+        >>> o, _ = gla.linear_attention(q, k, v, feature_map=torch.nn.functional.relu, normalize=False)
+    """
+    if feature_map is not None:
+        q, k = feature_map(q), feature_map(k)
+    if not normalize:
+        return chunk_gla(q, k, v, None, scale, initial_state, output_final_state, cu_seqlens, backend)
+    ones = v.new_ones(()).expand(*v.shape[:-1], 1)
+    o, state = chunk_gla(
+        q, k, torch.cat([v, ones], dim=-1), None, 1.0, initial_state, output_final_state, cu_seqlens, backend
+    )
+    return o[..., :-1] / o[..., -1:], state

@@ -1,0 +1,109 @@
+"""Softmax by one running pass over tiles: the abstract op online_softmax.
+
+Over the tiles of a row, with m the running maximum and z the running sum of exponentials:
+
+    m' = max(m, m_tile)        z' = exp(m - m') z + exp(m_tile - m') z_tile        y = exp(x - m) / z
+
+and backwards dx = y * (dy - sum(y * dy)).
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
+
+A backend's function receives and returns online_softmax(x, dim) -> y, with dim from 0 to x.ndim - 1. A row that is
+all -inf gives NaN, as torch.softmax does; a tile that is all -inf makes no NaN of a row that has finite entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.backend import OpCall
+from gla_core.ops import _checks
+from gla_core.ops._abstract_op import AbstractOp, bypasses_torch, library, needs_gradient, request_text
+
+
+def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tensor:
+    """Softmax of x along dim, differentiable.
+
+    Args:
+        x: any shape of at least one dimension; float64, float32, float16 or bfloat16.
+        dim: the dimension that sums to one.
+        backend: a request such as "reference"; see `use_backend`.
+
+    Returns:
+        y, shape and dtype of x. A slice that is all -inf gives NaN, as in `torch.softmax`.
+
+    Raises:
+        ValueError, TypeError: x of a wrong rank, dtype or layout, dim out of range.
+        NoBackendError, UnknownBackendError: nobody can serve the request.
+
+    Example:
+        >>> gla.online_softmax(torch.tensor([0.0, 0.0, float("-inf")]))
+        tensor([0.5000, 0.5000, 0.0000])
+    """
+    if not needs_gradient(x) and bypasses_torch(x):
+        return _run(x, dim, False, backend)
+    return torch.ops.gla.online_softmax.default(x, dim, needs_gradient(x), request_text(backend))
+
+
+def _describe(x: Any, dim: Any = -1) -> OpCall:
+    """Check the arguments, reading no values, and describe the call."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is {type(x).__name__}; expected a tensor")
+    if x.ndim == 0:
+        raise ValueError("x has no dimension; expected at least one")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim is {type(dim).__name__}; expected an integer")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim is {dim}; x has {x.ndim} dimensions: expected {-x.ndim} to {x.ndim - 1}")
+    _checks.dtype("x", x, _checks.FLOATS)
+    _checks.last_dimension_contiguous(x=x)
+    columns = x.shape[dim]
+    rows = 1
+    for size in (*x.shape[:dim], *x.shape[dim % x.ndim + 1 :]):
+        rows = rows * size
+    return OpCall(
+        op="online_softmax", device=x.device, dtype=x.dtype, dims={"rows": rows, "columns": columns}
+    )
+
+
+def _check_values(x: Tensor, dim: int) -> None:
+    _checks.no_nan(x=x)
+
+
+SOFTMAX = AbstractOp("online_softmax", _describe, _check_values)
+
+
+def _run(x: Tensor, dim: int, needs_grad: bool = False, backend: str | None = None) -> Tensor:
+    if isinstance(x, Tensor) and isinstance(dim, int) and -x.ndim <= dim < 0:
+        dim += x.ndim
+    return SOFTMAX.run((x, dim), needs_grad, backend)
+
+
+def _fake(x: Tensor, dim: int, needs_grad: bool = False, backend: str = "") -> Tensor:
+    _describe(x, dim)
+    return x.new_empty(x.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(output)
+    ctx.dim = inputs[1]
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple:
+    (y,) = ctx.saved_tensors
+    dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
+    y, dy = y.to(dtype), dy.to(dtype)
+    dx = y * (dy - (y * dy).sum(ctx.dim, keepdim=True))
+    return dx.to(ctx.saved_tensors[0].dtype), None, None, None
+
+
+library.define(
+    "online_softmax(Tensor x, int dim=-1, bool needs_grad=False, str backend='') -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.impl("online_softmax", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("gla::online_softmax", _fake, lib=library)
+torch.library.register_autograd("gla::online_softmax", _backward, setup_context=_setup_context, lib=library)

@@ -1,0 +1,235 @@
+"""Blocked softmax attention with its log-sum-exp: the abstract op softmax_attention.
+
+Per query head, over blocks j of keys, with m, z and o the running maximum, sum and unnormalised output:
+
+    s = scale * q k_j^T        m' = max(m, rowmax s)
+    z' = exp(m - m') z + rowsum exp(s - m')        o' = exp(m - m') o + exp(s - m') v_j
+    o = o / z        lse = m + log z
+
+and backwards, with p = exp(s - lse) and delta = rowsum(do * o) - dlse,
+
+    dv = p^T do        ds = p * (do v^T - delta)        dq = scale * ds k        dk = scale * ds^T q
+
+Source: Dao et al., "FlashAttention" (arXiv 2205.14135), on the online softmax of arXiv 1805.02867.
+
+A backend's function receives and returns softmax_attention(q, k, v, scale, causal) -> (o, lse). A query with no key,
+or with scores that are all -inf, has lse = -inf and o = NaN, as torch.softmax has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.backend import OpCall
+from gla_core.ops import _checks
+from gla_core.ops._abstract_op import AbstractOp, bypasses_torch, library, needs_gradient, request_text
+
+_KEY_BLOCK = 512  # keys per step of the backward: bounds its memory at O(Tq * _KEY_BLOCK)
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention, differentiable in q, k and v through both results.
+
+    Args:
+        q: queries [B, Tq, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
+        k: keys [B, Tk, H, K], as q.
+        v: values [B, Tk, H, V], as q.
+        scale: factor of the scores; K^-1/2 by default.
+        causal: query i sees keys 0 to i + Tk - Tq, so that the last query sees every key.
+        backend: a request such as "reference"; see `use_backend`.
+
+    Returns:
+        o [B, Tq, Hq, V] as v, and lse [B, Tq, Hq], the natural log-sum-exp of the scores, float32 (float64 with
+        float64). A query that sees no key has o = NaN and lse = -inf.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype, device or layout.
+        NoBackendError, UnknownBackendError: nobody can serve the request.
+
+    Example:
+        >>> q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
+        >>> o, lse = gla.softmax_attention(q, k, v, causal=True)
+    """
+    needs_grad = needs_gradient(q, k, v)
+    if not needs_grad and bypasses_torch(q):
+        return _run(q, k, v, scale, causal, False, backend)
+    return torch.ops.gla.softmax_attention.default(q, k, v, scale, causal, needs_grad, request_text(backend))
+
+
+def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention over two disjoint sets of keys into attention over both; associative and differentiable.
+
+    Args:
+        o1, o2: outputs [..., V] of `softmax_attention` for the same queries.
+        lse1, lse2: their log-sum-exps [...]; a part with lse = -inf adds nothing, whatever its o.
+
+    Returns:
+        o [..., V] as o1, and lse [...] as lse1.
+
+    Raises:
+        ValueError: shapes that do not agree.
+
+    Example:
+        >>> o, lse = gla.merge_attention(*gla.softmax_attention(q, k1, v1), *gla.softmax_attention(q, k2, v2))
+    """
+    if o1.shape != o2.shape or lse1.shape != lse2.shape or o1.shape[:-1] != lse1.shape:
+        raise ValueError(
+            f"o1 {list(o1.shape)} and o2 {list(o2.shape)}, lse1 {list(lse1.shape)} and lse2 {list(lse2.shape)} "
+            "do not agree; expected o [..., V] and lse [...]"
+        )
+    lse = torch.logaddexp(lse1, lse2)
+    o = _share(o1, lse1, lse) + _share(o2, lse2, lse)
+    return torch.where(lse.isneginf()[..., None], torch.nan, o).to(o1.dtype), lse
+
+
+def _share(o: Tensor, lse: Tensor, total: Tensor) -> Tensor:
+    # An empty part has o = NaN: it must be dropped before it is weighted, and its -inf kept from the subtraction.
+    empty = lse.isneginf()
+    weight = torch.exp(torch.where(empty, 0, lse) - torch.where(total.isneginf(), 0, total))
+    return torch.where(empty[..., None], 0, o) * torch.where(empty, 0, weight)[..., None]
+
+
+def _describe(q: Any, k: Any, v: Any, scale: Any = None, causal: Any = False) -> OpCall:
+    """Check the arguments, reading no values, and describe the call."""
+    dims: dict[str, Any] = {}
+    _checks.tensor("q", q, "B Tq Hq K", dims)
+    _checks.tensor("k", k, "B Tk H K", dims)
+    _checks.tensor("v", v, "B Tk H V", dims)
+    _checks.widths(dims, "K", "V")
+    _checks.grouped_heads(dims)
+    _checks.dtype("q", q, _checks.FLOATS)
+    _checks.dtype("k", k, [q.dtype], ", as q")
+    _checks.dtype("v", v, [q.dtype], ", as q")
+    if scale is not None:
+        _checks.number("scale", scale)
+    _checks.flag("causal", causal)
+    _checks.same_device(q=q, k=k, v=v)
+    _checks.last_dimension_contiguous(q=q, k=k, v=v)
+    return OpCall(
+        op="softmax_attention",
+        device=q.device,
+        dtype=q.dtype,
+        dims={name: dims[name] for name in ("B", "Tq", "Tk", "H", "Hq", "K", "V")},
+    )
+
+
+def _check_values(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> None:
+    _checks.no_nan(q=q, k=k, v=v)
+
+
+ATTENTION = AbstractOp("softmax_attention", _describe, _check_values)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: bool,
+    needs_grad: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    scale = _checks.default_scale(q) if scale is None else scale
+    return ATTENTION.run((q, k, v, scale, causal), needs_grad, backend)
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: bool,
+    needs_grad: bool = False,
+    backend: str = "",
+) -> tuple[Tensor, Tensor]:
+    dims = _describe(q, k, v, scale, causal).dims
+    rows = [dims["B"], dims["Tq"], dims["Hq"]]
+    return v.new_empty([*rows, dims["V"]]), q.new_empty(rows, dtype=_checks.state_dtype(q))
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, scale, causal, _, _ = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.scale, ctx.causal = scale, causal
+
+
+def _backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple:
+    grads = torch.ops.gla.softmax_attention_bwd.default(*ctx.saved_tensors, ctx.scale, ctx.causal, do, dlse)
+    return *grads, None, None, None, None
+
+
+def _attention_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    scale: float | None,
+    causal: bool,
+    do: Tensor,
+    dlse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of the module's docstring, over blocks of keys. Not an abstract op: no backend has a faster one."""
+    scale = _checks.default_scale(q) if scale is None else scale
+    (B, Tq, Hq, K), (_, Tk, H, V) = q.shape, v.shape
+    dtype = lse.dtype
+    groups = (B, Tq, H, Hq // H)
+    qf, of, dof = (x.to(dtype).reshape(*groups, x.shape[-1]) for x in (q, o, do))
+    kf, vf = k.to(dtype), v.to(dtype)
+    # A query that saw no key has lse = -inf and o = NaN; with +inf its weights below are 0.
+    empty = lse.isneginf()
+    lse = torch.where(empty, torch.inf, lse).reshape(groups)
+    of = torch.where(empty.reshape(*groups, 1), 0, of)
+    delta = (dof * of).sum(-1) - dlse.reshape(groups)  # [B, Tq, H, G]
+
+    dq, dk, dv = torch.zeros_like(qf), torch.empty_like(kf), torch.empty_like(vf)
+    last_key = torch.arange(Tq, device=q.device) + Tk - Tq  # [Tq], the last key a causal query sees
+    for j in range(0, Tk, _KEY_BLOCK):
+        block = slice(j, min(j + _KEY_BLOCK, Tk))
+        scores = scale * torch.einsum("bihgk,bjhk->bihgj", qf, kf[:, block])
+        p = torch.exp(scores - lse[..., None])
+        if causal:
+            hidden = torch.arange(block.start, block.stop, device=q.device) > last_key[:, None]
+            p = p.masked_fill(hidden[:, None, None, :], 0)
+        dp = torch.einsum("bihgv,bjhv->bihgj", dof, vf[:, block])
+        ds = p * (dp - delta[..., None])
+        dq += scale * torch.einsum("bihgj,bjhk->bihgk", ds, kf[:, block])
+        dk[:, block] = scale * torch.einsum("bihgj,bihgk->bjhk", ds, qf)
+        dv[:, block] = torch.einsum("bihgj,bihgv->bjhv", p, dof)
+    return dq.reshape(q.shape).to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+
+
+def _fake_attention_bwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _no_second_derivative(ctx: Any, *grads: Tensor) -> tuple:
+    raise RuntimeError("softmax_attention has no second derivative; do not pass create_graph=True through it")
+
+
+library.define(
+    "softmax_attention(Tensor q, Tensor k, Tensor v, float? scale, bool causal, bool needs_grad=False, "
+    "str backend='') -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.define(
+    "softmax_attention_bwd(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, float? scale, bool causal, "
+    "Tensor do, Tensor dlse) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.impl("softmax_attention", _run, "CompositeExplicitAutograd")
+library.impl("softmax_attention_bwd", _attention_bwd, "CompositeExplicitAutograd")
+torch.library.register_fake("gla::softmax_attention", _fake, lib=library)
+torch.library.register_fake("gla::softmax_attention_bwd", _fake_attention_bwd, lib=library)
+torch.library.register_autograd("gla::softmax_attention", _backward, setup_context=_setup_context, lib=library)
+torch.library.register_autograd("gla::softmax_attention_bwd", _no_second_derivative, lib=library)
