@@ -1,8 +1,8 @@
 """Gated Linear Attention: a few abstract ops, several interchangeable backends, and a registry that picks one.
 
-    >>> import gla_core as gla
-    >>> o, state = gla.chunk_gla(q, k, v, g)
-    >>> print(gla.explain("chunk_gla_fwd", q, k, v, g))
+>>> import gla_core as gla
+>>> o, state = gla.chunk_gla(q, k, v, g)
+>>> print(gla.explain("chunk_gla_fwd", q, k, v, g))
 """
 
 from gla_core import nn

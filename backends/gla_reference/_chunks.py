@@ -29,11 +29,11 @@ class Dense:
         self.N, self.T, self.C = B, T, C
         self.n = -(-T // C)
 
-    def split(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """[B, T, H, ...] to [B, H, n, C, ...]; places past the end hold `fill`."""
+    def split(self, x: Tensor) -> Tensor:
+        """[B, T, H, ...] to [B, H, n, C, ...]; places past the end hold 0."""
         missing = self.n * self.C - self.T
         if missing:
-            x = torch.cat([x, x.new_full((x.shape[0], missing, *x.shape[2:]), fill)], dim=1)
+            x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], dim=1)
         return rearrange(x, "b (n c) h ... -> b h n c ...", c=self.C)
 
     def join(self, x: Tensor) -> Tensor:
@@ -76,10 +76,10 @@ class Packed:
         end = torch.cat([starts[1:], starts[:1]])[self.sequence]  # [n]; 0 for a chunk left over
         self.inside = self.row < end[:, None]  # [n, C]
 
-    def split(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """[1, T, H, ...] to [1, H, n, C, ...]; places past the end of a sequence hold `fill`."""
+    def split(self, x: Tensor) -> Tensor:
+        """[1, T, H, ...] to [1, H, n, C, ...]; places past the end of a sequence hold 0."""
         x = x[:, self.row.clamp(max=self.T - 1)]  # [1, n, C, H, ...]
-        x = torch.where(self.inside.reshape(1, self.n, self.C, *[1] * (x.ndim - 3)), x, fill)
+        x = torch.where(self.inside.reshape(1, self.n, self.C, *[1] * (x.ndim - 3)), x, 0)
         return rearrange(x, "b n c h ... -> b h n c ...")
 
     def join(self, x: Tensor) -> Tensor:

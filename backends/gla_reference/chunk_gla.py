@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import torch
 from einops import rearrange
-from gla_reference._chunks import Dense, Packed, chunk
 from torch import Tensor
+
+from gla_reference._chunks import Dense, Packed, chunk
 
 CHUNK = 64
 
@@ -57,7 +58,7 @@ def chunk_gla_fwd(
 
     start = _state(initial_state, q, k, v, chunks.N)  # [N, H, K, V]
     entering, final = chunks.scan(start, decay, k_out.mT @ vc)  # [R, H, n, K, V]
-    o = _rows(A) @ vc + _rows(q_in) @ entering  # [R, H, n, C*G, V]
+    o = (_rows(A) @ vc).add_(_rows(q_in) @ entering)  # [R, H, n, C*G, V]
     o = o.unflatten(-2, (-1, qc.shape[-2]))  # [R, H, n, C, G, V]
     return _join_groups(chunks, o).to(v.dtype), final if output_final_state else None
 
@@ -122,11 +123,12 @@ def _split(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, cu_s
     C = min(CHUNK, 1 << max(T - 1, 0).bit_length())  # no more than the power of two that holds T
     chunks = chunk(q.shape[0], T, C, cu_seqlens)
 
-    def cut(x: Tensor, fill: float = 0.0) -> Tensor:
-        return chunks.split(x, fill).to(dtype, memory_format=torch.contiguous_format, copy=True)
+    def cut(x: Tensor) -> Tensor:
+        return chunks.split(x).to(dtype, memory_format=torch.contiguous_format, copy=True)
 
-    alpha = torch.ones_like(k, dtype=dtype) if g is None else g.to(dtype).exp()
-    return chunks, cut(_group(q, k)).mul_(scale), cut(k), cut(v), cut(alpha, fill=1.0)
+    kc = cut(k)
+    alpha = torch.ones_like(kc) if g is None else cut(g).exp_()  # 1 past the end of a sequence, where g is 0
+    return chunks, cut(_group(q, k)).mul_(scale), kc, cut(v), alpha
 
 
 def _halves(alpha: Tensor) -> list[int]:

@@ -15,6 +15,9 @@ TILE = 1024
 
 def online_softmax(x: Tensor, dim: int) -> Tensor:
     """See gla_core/ops/online_softmax.py."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return y
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.movedim(dim, -1)  # [..., columns]
     m = x.new_full((*rows.shape[:-1], 1), -torch.inf, dtype=dtype)  # [..., 1]
@@ -24,7 +27,6 @@ def online_softmax(x: Tensor, dim: int) -> Tensor:
         m_new = torch.maximum(m, tile.amax(-1, keepdim=True))
         z = z * torch.exp(m - finite(m_new)) + torch.exp(tile - finite(m_new)).sum(-1, keepdim=True)
         m = m_new
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for tile, out in zip(rows.split(TILE, dim=-1), y.movedim(dim, -1).split(TILE, dim=-1), strict=True):
         out.copy_(torch.exp(tile.to(dtype) - finite(m)) / z)  # 0 / 0 = NaN for a row that is all -inf
     return y

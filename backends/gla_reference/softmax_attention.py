@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import torch
 from einops import einsum, rearrange
-from gla_reference.online_softmax import finite
 from torch import Tensor
+
+from gla_reference.online_softmax import finite
 
 KEY_BLOCK = 256
 

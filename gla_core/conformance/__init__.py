@@ -1,1 +1,1 @@
-"""What is needed to prove a backend right; so far the oracle."""
+"""What it takes to prove a backend right: the oracle, inputs that reach the corners, and error budgets."""

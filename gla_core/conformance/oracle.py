@@ -5,6 +5,8 @@ Nothing here shares code with a backend. It is slow on purpose: a line per equat
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -27,28 +29,14 @@ def chunk_gla(
         o [B, T, Hq, V] and the final state [N, H, K, V], both float64.
     """
     if cu_seqlens is not None:
-        bounds = cu_seqlens.tolist()
-        pieces = [
-            chunk_gla(
-                q[:, a:b],
-                k[:, a:b],
-                v[:, a:b],
-                None if g is None else g[:, a:b],
-                scale,
-                None if initial_state is None else initial_state[i : i + 1],
-            )
-            for i, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
-        ]
-        empty = _zero_state(q, k, v)[:0]
-        o = torch.cat([torch.zeros_like(q[:, :0, :, :1]).double().expand(-1, -1, -1, v.shape[-1])] + [p[0] for p in pieces], 1)
-        return o, torch.cat([empty] + [p[1] for p in pieces])
+        return _packed_chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
     q, k, v = q.double(), k.double(), v.double()
     alpha = torch.ones_like(k) if g is None else g.double().exp()
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     state = _zero_state(q, k, v) if initial_state is None else initial_state.double()
     o = []
     for t in range(q.shape[1]):
-        o_t, state = recurrent_gla_step(q[:, t], k[:, t], v[:, t], alpha[:, t], state, scale)
+        o_t, state = recurrent_gla_step(q[:, t], k[:, t], v[:, t], alpha[:, t], state, factor)
         o.append(o_t)
     return torch.stack(o, dim=1) if o else q.new_zeros(*q.shape[:3], v.shape[-1]), state
 
@@ -66,7 +54,7 @@ def recurrent_gla_step(
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """softmax in float64."""
+    """Softmax in float64."""
     return torch.softmax(x.double(), dim)
 
 
@@ -77,12 +65,32 @@ def softmax_attention(
     q, k, v = q.double(), k.double(), v.double()
     Tq, Tk, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = scale * torch.einsum("bihk,bjhk->bihj", q, k)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = factor * torch.einsum("bihk,bjhk->bihj", q, k)
     if causal:
         seen = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq)
         scores = scores.masked_fill(~seen[:, None, :], -torch.inf)
     return torch.einsum("bihj,bjhv->bihv", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def _packed_chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Each sequence on its own."""
+    o, states = [chunk_gla(q[:, :0], k[:, :0], v[:, :0])[0]], [_zero_state(q, k, v)[:0]]
+    for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        gate = None if g is None else g[:, a:b]
+        before = None if initial_state is None else initial_state[i : i + 1]
+        o_i, state = chunk_gla(q[:, a:b], k[:, a:b], v[:, a:b], gate, scale, before)
+        o.append(o_i)
+        states.append(state)
+    return torch.cat(o, dim=1), torch.cat(states)
 
 
 def _zero_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-
+"""The contract, discovery, requests and selection of backends."""

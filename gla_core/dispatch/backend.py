@@ -135,19 +135,23 @@ class Backend:
         if reason is not None:
             return reason
         try:
-            return self.supports(call)
+            reason = self.supports(call)
         except Exception as error:  # a fault in one backend must not take the others down
             return f"its supports() raised {type(error).__name__}: {error}"
+        if reason is None or (isinstance(reason, str) and reason):
+            return reason
+        return f"its supports() returned {reason!r}; expected a reason or None"
 
     def predicted_seconds(self, call: OpCall) -> float | None:
         """The backend's own prediction, or None where it has none (or one that is no time)."""
         if self.cost is None:
             return None
         try:
-            seconds = self.cost(call)
+            predicted = self.cost(call)
+            seconds = math.nan if predicted is None else float(predicted)
         except Exception:  # no prediction is always legal
             return None
-        return float(seconds) if seconds is not None and math.isfinite(seconds) and seconds >= 0 else None
+        return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
 def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:

@@ -1,8 +1,8 @@
 """The environment variables, read at first use and again on `reload_environment()`.
 
-    GLA_BACKEND         a request (see request.py), weaker than `use_backend` and `backend=`
-    GLA_BLOCK_PLUGINS   comma-separated entry-point names of plugins that are not to be imported
-    GLA_CHECK           1 adds checks that read tensor values (and so wait for the device)
+GLA_BACKEND         a request (see request.py), weaker than `use_backend` and `backend=`
+GLA_BLOCK_PLUGINS   comma-separated entry-point names of plugins that are not to be imported
+GLA_CHECK           1 adds checks that read tensor values (and so wait for the device)
 """
 
 from __future__ import annotations

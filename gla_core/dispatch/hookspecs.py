@@ -1,7 +1,7 @@
 """The one hook that a package implements to add backends; it names the package in the entry-point group `ENTRY_POINTS`.
 
-    [project.entry-points."gla_core.backends"]
-    mine = "my_package"
+[project.entry-points."gla_core.backends"]
+mine = "my_package"
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import inspect
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import pluggy
@@ -59,16 +59,18 @@ def installed() -> dict[str, Backend]:
         return {**_discover(), **_registered}
 
 
-def get(name: str) -> Backend:
+def get(name: str, source: str = "") -> Backend:
     """The backend called `name`. Raises UnknownBackendError with the nearest spelling."""
     known = installed()
     if name in known:
         return known[name]
     if name in _quarantine:
         cause = _quarantine[name].strip().splitlines()[-1]
-        raise UnknownBackendError(f"backend {name!r} failed to load: {cause} (`gla doctor` shows the traceback)")
+        raise UnknownBackendError(
+            f"{source}backend {name!r} failed to load: {cause} (`gla doctor` shows the traceback)"
+        )
     raise UnknownBackendError(
-        f"unknown backend {name!r}{nearest(name, known)} (installed: {', '.join(known) or 'none'})"
+        f"{source}unknown backend {name!r}{nearest(name, [*known, 'auto'])} (installed: {', '.join(known) or 'none'})"
     )
 
 
@@ -85,11 +87,13 @@ class Registration:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
+        self._active = True
 
     def unregister(self) -> None:
         """Remove the backend; does nothing the second time."""
         with _lock:
-            if _registered.get(self.backend.name) is self.backend:
+            if self._active:
+                self._active = False
                 del _registered[self.backend.name]
                 _changed()
 
@@ -140,19 +144,43 @@ def check_backend(backend: object, taken: Iterable[str] = ()) -> None:
         raise BackendError(f"backend name {name!r} must be an identifier other than 'auto'")
     if name in taken:
         raise BackendError(f"backend name {name!r} is already in use; choose another")
-    if not isinstance(backend.capabilities, Capabilities):
-        raise BackendError(f"backend {name!r}: capabilities is {type(backend.capabilities).__name__}")
+    _check_capabilities(name, backend.capabilities)
+    if not isinstance(backend.ops, Mapping):
+        raise BackendError(f"backend {name!r}: ops is {type(backend.ops).__name__}; expected a mapping")
     for op, function in backend.ops.items():
         if op not in OP_PARAMETERS:
             raise UnknownOpError(f"backend {name!r} implements an unknown op {op!r}{nearest(op, OP_PARAMETERS)}")
         _check_signature(name, op, function)
 
 
+_CAPABILITY_TYPES = {
+    "devices": (frozenset, set, type(None)),
+    "dtypes": (frozenset, set),
+    "min_compute_capability": (tuple,),
+    "key_widths": (range,),
+    "value_widths": (range,),
+}
+
+
+def _check_capabilities(name: str, can: object) -> None:
+    if not isinstance(can, Capabilities):
+        raise BackendError(f"backend {name!r}: capabilities is {type(can).__name__}; expected Capabilities")
+    for field, types in _CAPABILITY_TYPES.items():
+        value = getattr(can, field)
+        if not isinstance(value, types):
+            expected = " or ".join(t.__name__ for t in types)
+            raise BackendError(f"backend {name!r}: capability {field} is {type(value).__name__}; expected {expected}")
+
+
 def _check_signature(name: str, op: str, function: Callable) -> None:
     if not callable(function):
         raise BackendError(f"backend {name!r}: op {op!r} is {type(function).__name__}, not a function")
-    got = tuple(inspect.signature(function).parameters)
-    if got != OP_PARAMETERS[op]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError) as error:
+        raise BackendError(f"backend {name!r}: the signature of {op} cannot be read ({error})") from error
+    got = tuple(p.name for p in parameters)
+    if got != OP_PARAMETERS[op] or any(p.kind is p.KEYWORD_ONLY for p in parameters):
         raise BackendError(
             f"backend {name!r}: {op} takes ({', '.join(got)}); the contract is ({', '.join(OP_PARAMETERS[op])})"
         )
@@ -166,16 +194,25 @@ def _changed() -> None:
 def _discover() -> dict[str, Backend]:
     global _discovered
     if _discovered is None:
-        _discovered = {}
-        blocked = environment().blocked_plugins
-        entry_points = sorted(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINTS), key=_own_first)
-        for unknown in sorted(blocked - {e.name for e in entry_points}):
-            known = nearest(unknown, (e.name for e in entry_points))
-            warnings.warn(f"GLA_BLOCK_PLUGINS names no installed plugin {unknown!r}{known}", stacklevel=3)
-        for entry_point in entry_points:
-            if entry_point.name not in blocked:
-                _load(entry_point, _discovered)
+        _discovered = {}  # at once: a plugin may ask for the backends while it is imported
+        try:
+            _load_all(_discovered)
+        except BaseException:  # an interrupt, or a warning made an error: the next use starts again
+            _discovered = None
+            _quarantine.clear()
+            raise
     return _discovered
+
+
+def _load_all(found: dict[str, Backend]) -> None:
+    blocked = environment().blocked_plugins
+    entry_points = sorted(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINTS), key=_own_first)
+    for unknown in sorted(blocked - {e.name for e in entry_points}):
+        known = nearest(unknown, (e.name for e in entry_points))
+        warnings.warn(f"GLA_BLOCK_PLUGINS names no installed plugin {unknown!r}{known}", stacklevel=3)
+    for entry_point in entry_points:
+        if entry_point.name not in blocked:
+            _load(entry_point, found)
 
 
 def _own_first(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str]:
@@ -192,7 +229,7 @@ def _load(entry_point: importlib.metadata.EntryPoint, found: dict[str, Backend])
             check_backend(backend, taken=[*found, *new, *_registered])
             new[backend.name] = backend
     except (Exception, SystemExit):  # SystemExit: a plugin's sys.exit() must not end the program
-        _quarantine[entry_point.name] = traceback.format_exc()
+        _quarantine[entry_point.name] = _quarantine.get(entry_point.name, "") + traceback.format_exc()
         return
     found.update(new)
     _plugin_of.update(dict.fromkeys(new, entry_point.name))
@@ -205,7 +242,7 @@ def _call_hook(entry_point: importlib.metadata.EntryPoint) -> list[Backend]:
     manager.check_pending()
     if not manager.hook.gla_register_backends.get_hookimpls():
         raise BackendError(f"{entry_point.value} implements no hook; decorate gla_register_backends with hookimpl")
-    (offered,) = manager.hook.gla_register_backends()
+    offered = next(iter(manager.hook.gla_register_backends()), None)  # pluggy drops a None
     if not isinstance(offered, list):
         raise BackendError(f"gla_register_backends returned {type(offered).__name__}; expected a list of Backend")
     return offered

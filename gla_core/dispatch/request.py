@@ -1,9 +1,9 @@
 """What the user asked for. One grammar serves `backend=`, `use_backend` and GLA_BACKEND, strongest first:
 
-    triton_fused                                    this backend, or an error that holds its refusal
-    triton_fused,parallel_scan                      the first that can run, or an error with every refusal
-    auto                                            the ranked choice
-    chunk_gla_fwd=parallel_scan;*=auto              per op; ops that are not named fall to the next weaker request
+triton_fused                                    this backend, or an error that holds its refusal
+triton_fused,parallel_scan                      the first that can run, or an error with every refusal
+auto                                            the ranked choice
+chunk_gla_fwd=parallel_scan;*=auto              per op; ops that are not named fall to the next weaker request
 """
 
 from __future__ import annotations
@@ -52,7 +52,13 @@ class Request:
 
 def current_request(argument: str | None = None) -> Request:
     """The request in force here: `argument` (a call's `backend=`) over `use_backend` over GLA_BACKEND over auto."""
+    if argument is not None and not isinstance(argument, str):
+        raise _not_a_string("backend=", argument)
     return _combine(argument or "", _context.get(), environment().backend)
+
+
+def _not_a_string(source: str, value: object) -> TypeError:
+    return TypeError(f"{source} is {type(value).__name__}; expected a string such as 'auto' or 'reference'")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -68,7 +74,7 @@ def _combine(argument: str, context: tuple[str, ...], variable: str) -> Request:
 def parse(text: str, source: str) -> dict[str, Choice]:
     """Parse a request. Raises ValueError for bad grammar and UnknownOpError for an op that does not exist."""
     if not isinstance(text, str):
-        raise TypeError(f"{source} is {type(text).__name__}; expected a string such as 'auto' or 'reference'")
+        raise _not_a_string(source, text)
     choices: dict[str, Choice] = {}
     for clause in filter(None, (part.strip() for part in text.split(";"))):
         op, names = (s.strip() for s in clause.split("=", 1)) if "=" in clause.split("@")[0] else (ANY_OP, clause)
@@ -96,7 +102,7 @@ class use_backend:
     """Run the ops inside a `with` block, or a decorated function, under a request.
 
     Blocks nest: the innermost that names an op decides it. Threads and asyncio tasks do not see each other's blocks.
-    The decorator serves coroutine functions too.
+    The decorator serves coroutine functions too, but no generators (TypeError), whose steps run at their caller's.
 
     Args:
         request: a request in the grammar of this module.
@@ -114,16 +120,23 @@ class use_backend:
     def __init__(self, request: str) -> None:
         for choice in parse(request, "use_backend").values():
             for name in choice.names:
-                registry.get(name)
+                registry.get(name, f"{choice.source}: ")
         self._request = request
 
     def __enter__(self) -> None:
         _context.set((self._request, *_context.get()))
 
     def __exit__(self, *_: object) -> None:
-        _context.set(_context.get()[1:])
+        context = list(_context.get())
+        if self._request in context:  # the innermost of ours: generators end their blocks in any order
+            context.remove(self._request)
+        _context.set(tuple(context))
 
     def __call__(self, function: Callable) -> Callable:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"use_backend cannot decorate the generator {function.__name__}; use a with block inside it"
+            )
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)

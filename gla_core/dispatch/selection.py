@@ -68,7 +68,7 @@ def select(call: OpCall, request: Request) -> Backend:
     choice = request.choice(call.op)
     refusals: list[tuple[str, Reason]] = []
     for backend in _in_order(call, choice):
-        reason = _refusal(backend, call)
+        reason = _refusal(backend, call, choice)
         if reason is None:
             return backend
         refusals.append((backend.name, reason))
@@ -79,11 +79,13 @@ def explain_call(call: OpCall, request: Request) -> Explanation:
     """Explain what `select` would do; runs nothing."""
     choice = request.choice(call.op)
     ordered = _in_order(call, choice)
-    candidates = [Candidate(b.name, b.predicted_seconds(call), _refusal(b, call)) for b in ordered]
+    candidates = [Candidate(b.name, b.predicted_seconds(call), _refusal(b, call, choice)) for b in ordered]
     able = [c for c in candidates if c.refusal is None]
     if not able:
         refusals = [(c.name, c.refusal or "") for c in candidates]
-        return Explanation(call, str(choice), choice.source, tuple(candidates), None, _nobody(call.op, choice, refusals))
+        return Explanation(
+            call, str(choice), choice.source, tuple(candidates), None, _nobody(call.op, choice, refusals)
+        )
     # Those that cannot run are listed last, in the order in which they were looked at.
     candidates.sort(key=lambda c: c.refusal is not None)
     why = _why(able, choice)
@@ -91,7 +93,7 @@ def explain_call(call: OpCall, request: Request) -> Explanation:
 
 
 def remember_launch_failure(backend: Backend, call: OpCall, error: Exception) -> None:
-    """Refuse calls like this one from now on."""
+    """Pass the backend over in `auto` for calls like this one, until the set of backends changes."""
     _cannot_launch[_launch_class(backend, call)] = f"could not launch: {type(error).__name__}: {error}"
 
 
@@ -107,7 +109,7 @@ def is_launch_failure(error: Exception) -> bool:
 
 def _in_order(call: OpCall, choice: Choice) -> list[Backend]:
     if choice.names:
-        return [registry.get(name) for name in choice.names]
+        return [registry.get(name, f"{choice.source}: ") for name in choice.names]
     return sorted(registry.installed().values(), key=lambda b: _rank(b, call))
 
 
@@ -116,8 +118,11 @@ def _rank(backend: Backend, call: OpCall) -> tuple[bool, float, bool, str]:
     return (seconds is None, seconds or 0.0, backend.capabilities.devices is None, backend.name)
 
 
-def _refusal(backend: Backend, call: OpCall) -> Reason | None:
-    return backend.refusal(call) or _cannot_launch.get(_launch_class(backend, call))
+def _refusal(backend: Backend, call: OpCall, choice: Choice) -> Reason | None:
+    reason = backend.refusal(call)
+    if reason is None and not choice.names:  # an explicit request is tried again, and shows its own error
+        reason = _cannot_launch.get(_launch_class(backend, call))
+    return reason
 
 
 def _launch_class(backend: Backend, call: OpCall) -> Hashable:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+
+from torch import Tensor
 
 from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Explanation, explain_call
+from gla_core.ops._abstract_op import needs_gradient
 from gla_core.ops.chunk_gla import BACKWARD, FORWARD, chunk_gla
 from gla_core.ops.linear_attention import linear_attention
 from gla_core.ops.online_softmax import SOFTMAX, online_softmax
@@ -47,4 +51,11 @@ def explain(op: str, *args: Any, backend: str | None = None, **kwargs: Any) -> E
     """
     if op not in ABSTRACT_OPS:
         raise UnknownOpError(f"unknown op {op!r}{nearest(op, ABSTRACT_OPS)} (there are {', '.join(ABSTRACT_OPS)})")
-    return explain_call(ABSTRACT_OPS[op].describe(*args, **kwargs), current_request(backend))
+    needs_grad = needs_gradient(*(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
+    request, call = current_request(backend), ABSTRACT_OPS[op].call(*args, needs_grad=needs_grad, **kwargs)
+    explanation = explain_call(call, request)
+    if needs_grad and ABSTRACT_OPS[op].backward is not None and explanation.winner is not None:
+        backward = explain_call(dataclasses.replace(call, op=ABSTRACT_OPS[op].backward), request)
+        if backward.winner is None:  # a call finds this out before it launches the forward
+            return dataclasses.replace(explanation, winner=None, why=backward.why)
+    return explanation

@@ -15,26 +15,34 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import OP_PARAMETERS, Backend, OpCall
+from gla_core.dispatch.backend import Backend, OpCall
 from gla_core.dispatch.environment import environment
-from gla_core.dispatch.request import current_request
+from gla_core.dispatch.request import Request, current_request
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
 
 library = torch.library.Library("gla", "DEF")
 
 _MOST_PLANS = 8192  # a server that sees every sequence length must not grow without end
 _plans: dict[Hashable, tuple[Callable, Backend, OpCall]] = {}
-registry.on_change.append(_plans.clear)
+
+
+def _drop_plans() -> None:
+    # A new dict: a plan made for the old set of backends, just now in another thread, is then stored into the old one.
+    global _plans
+    _plans = {}
+
+
+registry.on_change.append(_drop_plans)
 
 
 class AbstractOp:
     """An abstract op: how its arguments are described and checked, and the way to the backend that runs it.
 
     Args:
-        name: a key of `OP_PARAMETERS`.
+        name: as in `gla_core.dispatch.backend.OP_PARAMETERS`.
         describe: takes the op's arguments; raises ValueError or TypeError for bad ones, else returns an `OpCall`.
         check_values: takes the op's arguments under GLA_CHECK=1; raises ValueError for values no op is defined on.
-        backward: the abstract op that will be needed for the gradient, so that its absence is found before a launch.
+        backward: the abstract op that a gradient will need.
     """
 
     def __init__(
@@ -45,45 +53,55 @@ class AbstractOp:
         backward: str | None = None,
     ) -> None:
         self.name = name
-        self.parameters = OP_PARAMETERS[name]
         self.describe = describe
         self._check_values = check_values
-        self._backward = backward
+        self.backward = backward
+
+    def call(self, *args: Any, needs_grad: bool = False, capturing: bool = False, **kwargs: Any) -> OpCall:
+        """Check the arguments and describe the call, the circumstances included."""
+        return dataclasses.replace(
+            self.describe(*args, **kwargs),
+            needs_grad=needs_grad,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            capturing=capturing,
+        )
 
     def run(self, args: tuple, needs_grad: bool = False, backend: str | None = None) -> Any:
         """Run the op on `args` (in the order of `OP_PARAMETERS`) by the backend that the request in force selects."""
+        plans = _plans
         request = current_request(backend)
-        capturing = args[0] is not None and getattr(args[0], "is_cuda", False) and _is_capturing()
+        capturing = getattr(args[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing()
         deterministic = torch.are_deterministic_algorithms_enabled()
         try:
             key = (self.name, request.spec, needs_grad, deterministic, capturing, *_signature(args))
-            plan = _plans.get(key)
-        except (TypeError, AttributeError):  # an argument of a wrong type; describe() says which
+            plan = plans.get(key)
+        except TypeError:  # an argument that cannot be hashed has a wrong type; describe() says which
             key = plan = None
         if plan is None:
-            call = self.describe(*args)
-            call = dataclasses.replace(
-                call, needs_grad=needs_grad, deterministic=deterministic, capturing=capturing
-            )
-            if needs_grad and self._backward is not None:
-                select(dataclasses.replace(call, op=self._backward), request)
-            chosen = select(call, request)
-            plan = (chosen.ops[self.name], chosen, call)
-            if len(_plans) >= _MOST_PLANS:
-                _plans.clear()
-            _plans[key] = plan
+            plan = self._plan(self.call(*args, needs_grad=needs_grad, capturing=capturing), request)
+            if len(plans) >= _MOST_PLANS:
+                plans.clear()
+            plans[key] = plan
         if self._check_values is not None and environment().check_values:
             self._check_values(*args)
+        function, chosen, call = plan
         try:
-            return plan[0](*args)
+            return function(*args)
         except Exception as error:
-            _, chosen, call = plan
             if request.choice(self.name).names or not is_launch_failure(error):
                 raise
             remember_launch_failure(chosen, call, error)
-            _plans.clear()
-            warnings.warn(f"{self.name}: backend {chosen.name!r} could not launch and is skipped: {error}", stacklevel=2)
+            _drop_plans()
+            warnings.warn(
+                f"{self.name}: backend {chosen.name!r} could not launch and is skipped: {error}", stacklevel=2
+            )
         return self.run(args, needs_grad, backend)
+
+    def _plan(self, call: OpCall, request: Request) -> tuple[Callable, Backend, OpCall]:
+        if call.needs_grad and self.backward is not None:
+            select(dataclasses.replace(call, op=self.backward), request)  # so that its absence is found before a launch
+        chosen = select(call, request)
+        return chosen.ops[self.name], chosen, call
 
 
 def bypasses_torch(x: Any) -> bool:
@@ -102,8 +120,11 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def request_text(backend: str | None) -> str:
-    """The `backend` argument of a torch op. Eagerly it is the whole request in force, so that the backward runs under
-    the forward's; a compiled graph holds only what the call itself names."""
+    """The `backend` argument of a torch op.
+
+    Eagerly it is the whole request in force, so that the backward runs under the forward's; a compiled graph holds
+    only what the call itself names.
+    """
     if torch.compiler.is_compiling():
         return backend or ""
     return current_request(backend).spec
@@ -119,9 +140,7 @@ def _signature(args: tuple) -> list[Hashable]:
             key.append(x.device)
             key.append(x.is_contiguous() or x.stride()[-1:])
         else:
-            key.append(None if type(x) is float else x)
+            key.append(type(x))  # 1, 1.0 and True are equal, and only one of them may be legal
+            if type(x) is not float:
+                key.append(x)
     return key
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()

@@ -1,5 +1,7 @@
-"""Checks that read no values: types, shapes, dtypes, devices, strides. Every message says which argument, what it
-was, what was expected."""
+"""Checks of types, shapes, dtypes, devices and strides, which read no values; two that do serve GLA_CHECK=1.
+
+Every message says which argument, what it was, what was expected.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ def tensor(name: str, x: Any, pattern: str, dims: dict[str, Any]) -> None:
 def last_dimension_contiguous(**tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and not (x.is_contiguous() or x.stride(-1) == 1):
+            strides = tuple(x.stride())
             raise ValueError(
-                f"{name} has strides {tuple(x.stride())}; its last dimension must be contiguous: call {name}.contiguous()"
+                f"{name} has strides {strides}; its last dimension must be contiguous: call {name}.contiguous()"
             )
 
 
@@ -70,6 +73,17 @@ def grouped_heads(dims: dict[str, Any]) -> None:
     widths(dims, "H", "Hq")
     if dims["Hq"] % dims["H"] != 0:
         raise ValueError(f"q has {dims['Hq']} heads; expected a multiple of k's {dims['H']}")
+
+
+def cu_seqlens(x: Any, dims: dict[str, Any], of: str = "q") -> None:
+    """Check offsets [N+1] of sequences packed into the tensor `of`, binding N."""
+    tensor("cu_seqlens", x, "N+1", dims)
+    dtype("cu_seqlens", x, INDICES)
+    if dims["N+1"] < 1:
+        raise ValueError("cu_seqlens is empty; expected N+1 offsets, the first of them 0")
+    if dims["B"] != 1:
+        raise ValueError(f"cu_seqlens goes with B = 1; {of} has B = {dims['B']}: pack the sequences along T")
+    dims["N"] = dims["N+1"] - 1
 
 
 def number(name: str, x: Any) -> None:
@@ -105,8 +119,12 @@ def state_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def default_scale(q: Any) -> float:
-    """K^-1/2."""
+def scale_or_default(q: Any, scale: float | None) -> float:
+    """The scale as a float, K^-1/2 where none is given."""
+    if type(scale) is int:
+        return float(scale)  # a compiler may treat an integer argument as a constant, and compile for each
+    if scale is not None:
+        return scale
     try:
         return q.shape[-1] ** -0.5
     except (AttributeError, IndexError, ZeroDivisionError):

@@ -110,7 +110,7 @@ def _describe(
     if cu_seqlens is None:
         dims["N"] = dims["B"]
     else:
-        _check_cu_seqlens(cu_seqlens, dims)
+        _checks.cu_seqlens(cu_seqlens, dims)
     if initial_state is not None:
         _checks.tensor("initial_state", initial_state, "N H K V", dims)
         _checks.dtype("initial_state", initial_state, [_checks.state_dtype(q)], f" with {q.dtype} inputs")
@@ -125,16 +125,6 @@ def _describe(
         state_dtype=None if initial_state is None else initial_state.dtype,
         variable_length=cu_seqlens is not None,
     )
-
-
-def _check_cu_seqlens(cu_seqlens: Any, dims: dict[str, Any]) -> None:
-    _checks.tensor("cu_seqlens", cu_seqlens, "N+1", dims)
-    _checks.dtype("cu_seqlens", cu_seqlens, _checks.INDICES)
-    if dims["N+1"] < 1:
-        raise ValueError("cu_seqlens is empty; expected N+1 offsets, the first of them 0")
-    if dims["B"] != 1:
-        raise ValueError(f"cu_seqlens goes with B = 1; q has B = {dims['B']}: pack the sequences along T")
-    dims["N"] = dims["N+1"] - 1
 
 
 def _describe_bwd(
@@ -195,7 +185,7 @@ def _run_fwd(
     needs_grad: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    scale = _checks.default_scale(q) if scale is None else scale
+    scale = _checks.scale_or_default(q, scale)
     return FORWARD.run((q, k, v, g, scale, initial_state, output_final_state, cu_seqlens), needs_grad, backend)
 
 
@@ -216,10 +206,8 @@ def _torch_bwd(
     dstate: Tensor | None,
     backend: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    scale = _checks.default_scale(q) if scale is None else scale
-    dq, dk, dv, dg, dinitial = BACKWARD.run(
-        (q, k, v, g, scale, initial_state, cu_seqlens, do, dstate), backend=backend
-    )
+    scale = _checks.scale_or_default(q, scale)
+    dq, dk, dv, dg, dinitial = BACKWARD.run((q, k, v, g, scale, initial_state, cu_seqlens, do, dstate), backend=backend)
     return dq, dk, dv, _no_state(q) if dg is None else dg, _no_state(q) if dinitial is None else dinitial
 
 
@@ -271,9 +259,9 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple:
     q, k, v, g, initial_state, cu_seqlens = ctx.saved_tensors
-    dstate = _checks.with_contiguous_rows(dstate) if ctx.has_final_state else None
+    dfinal = _checks.with_contiguous_rows(dstate) if ctx.has_final_state else None
     dq, dk, dv, dg, dinitial = torch.ops.gla.chunk_gla_bwd.default(
-        q, k, v, g, ctx.scale, initial_state, cu_seqlens, _checks.with_contiguous_rows(do), dstate, ctx.backend
+        q, k, v, g, ctx.scale, initial_state, cu_seqlens, _checks.with_contiguous_rows(do), dfinal, ctx.backend
     )
     dg = None if g is None else dg
     dinitial = None if initial_state is None else dinitial

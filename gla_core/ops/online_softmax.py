@@ -64,9 +64,7 @@ def _describe(x: Any, dim: Any = -1) -> OpCall:
     rows = 1
     for size in (*x.shape[:dim], *x.shape[dim % x.ndim + 1 :]):
         rows = rows * size
-    return OpCall(
-        op="online_softmax", device=x.device, dtype=x.dtype, dims={"rows": rows, "columns": columns}
-    )
+    return OpCall(op="online_softmax", device=x.device, dtype=x.dtype, dims={"rows": rows, "columns": columns})
 
 
 def _check_values(x: Tensor, dim: int) -> None:
@@ -88,20 +86,20 @@ def _fake(x: Tensor, dim: int, needs_grad: bool = False, backend: str = "") -> T
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(output)
+    ctx.save_for_backward(inputs[0])
     ctx.dim = inputs[1]
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple:
-    (y,) = ctx.saved_tensors
-    dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
-    y, dy = y.to(dtype), dy.to(dtype)
+    # From x again, not from a saved y: y is rounded to x's dtype, which costs the small entries of dx their digits.
+    (x,) = ctx.saved_tensors
+    y = torch.softmax(x, ctx.dim, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
     dx = y * (dy - (y * dy).sum(ctx.dim, keepdim=True))
-    return dx.to(ctx.saved_tensors[0].dtype), None, None, None
+    return dx.to(x.dtype), None, None, None
 
 
 library.define(
-    "online_softmax(Tensor x, int dim=-1, bool needs_grad=False, str backend='') -> Tensor",
+    "online_softmax(Tensor x, int dim, bool needs_grad=False, str backend='') -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.impl("online_softmax", _run, "CompositeExplicitAutograd")

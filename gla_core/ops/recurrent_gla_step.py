@@ -157,7 +157,7 @@ def _run(
     inplace: bool,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    scale = _checks.default_scale(q) if scale is None else scale
+    scale = _checks.scale_or_default(q, scale)
     o, state = STEP.run((q, k, v, g, state, scale, state_indices, inplace), backend=backend)
     if inplace and not state.is_inference():
         # Kernels write behind autograd's back; whoever saved this state for a backward must be told.

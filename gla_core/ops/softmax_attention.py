@@ -139,7 +139,7 @@ def _run(
     needs_grad: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    scale = _checks.default_scale(q) if scale is None else scale
+    scale = _checks.scale_or_default(q, scale)
     return ATTENTION.run((q, k, v, scale, causal), needs_grad, backend)
 
 
@@ -180,8 +180,9 @@ def _attention_bwd(
     dlse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward of the module's docstring, over blocks of keys. Not an abstract op: no backend has a faster one."""
-    scale = _checks.default_scale(q) if scale is None else scale
-    (B, Tq, Hq, K), (_, Tk, H, V) = q.shape, v.shape
+    scale = _checks.scale_or_default(q, scale)
+    B, Tq, Hq, _ = q.shape
+    _, Tk, H, _ = k.shape
     dtype = lse.dtype
     groups = (B, Tq, H, Hq // H)
     qf, of, dof = (x.to(dtype).reshape(*groups, x.shape[-1]) for x in (q, o, do))

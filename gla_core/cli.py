@@ -1,0 +1,433 @@
+"""The command `gla`: what is installed, who would run a call and why, what is wrong, and a demonstration.
+
+Exit codes: 0 all is well; 1 bad news (nobody can run the call, a plugin is broken, the demo fell short); 2 the
+question was wrong; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as missing:
+    print(f"gla needs the package {missing.name!r}: pip install 'gla-core[cli]'", file=sys.stderr)
+    raise SystemExit(2) from None
+
+import torch
+
+import gla_core as gla
+from gla_core.dispatch import registry
+from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.environment import VARIABLES, environment
+from gla_core.dispatch.errors import nearest
+from gla_core.dispatch.request import Request, current_request
+from gla_core.dispatch.selection import Candidate, explain_call
+
+SHAPES: Mapping[str, tuple[str, ...]] = {
+    "chunk_gla_fwd": ("B", "T", "H", "K", "V"),
+    "chunk_gla_bwd": ("B", "T", "H", "K", "V"),
+    "recurrent_gla_step": ("B", "H", "K", "V"),
+    "softmax_attention": ("B", "T", "H", "K", "V"),
+    "online_softmax": ("ROWS", "COLUMNS"),
+}
+DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
+
+
+def main() -> None:
+    """Run the command line; the entry point `gla`."""
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    app(prog_name="gla")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gla_core {gla.__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog="Example: gla demo")
+def _gla(
+    _: Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)] = (
+        False
+    ),
+) -> None:
+    """Gated Linear Attention: its ops, and the backends that run them."""
+
+
+@app.command(epilog="Example: gla backends --json")
+def backends(as_json: Json = False) -> None:
+    """List the backends that are installed, and the plugins that failed to load.
+
+    Exits with 1 if a plugin failed to load.
+    """
+    with _usage_errors():
+        rows = [_backend_row(info) for info in gla.backends()]
+    if as_json:
+        _print_json(rows)
+    else:
+        _print_table(rows)
+    raise typer.Exit(any(row["load error"] for row in rows))
+
+
+@app.command(
+    epilog="Examples:\n\n gla explain chunk_gla_fwd --shape 8,4096,16,128,128 --dtype bfloat16 --device cuda\n\n"
+    "gla explain chunk_gla_bwd --shape 1,8192,4,64,64 --query-heads 16 --varlen 12\n\n"
+    "gla explain recurrent_gla_step --shape 64,16,128,128 --backend reference\n\n"
+    "gla explain online_softmax --shape 1024,50257"
+)
+def explain(
+    op: Annotated[str, typer.Argument(help=f"One of {', '.join(SHAPES)}.")],
+    shape: Annotated[str, typer.Option(help="Sizes separated by commas, as above.")],
+    query_heads: Annotated[int | None, typer.Option(help="Query heads, a multiple of H; H by default.")] = None,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1; auto is cuda where there is one.")] = "auto",
+    varlen: Annotated[int | None, typer.Option(help="Number of sequences packed along T; B is then 1.")] = None,
+    backend: Annotated[str | None, typer.Option(help="A request, such as reference, or a,b, or op=a;*=auto.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which backend would run a call of this size, which would not, and why. Runs nothing.
+
+    The sizes are B,T,H,K,V for chunk_gla_fwd, chunk_gla_bwd and softmax_attention (batch, tokens, heads, key width,
+    value width), B,H,K,V for recurrent_gla_step, ROWS,COLUMNS for online_softmax. Gates and states are float32
+    (float64 with float64).
+
+    Exits with 0 if some backend can run it, 1 if none can, 2 for an unknown op or backend.
+    """
+    with _usage_errors():
+        call = describe_call(op, shape, query_heads, dtype, device, varlen)
+        explanation = _explain(call, current_request(backend))
+    if as_json:
+        _print_json(_explanation_fields(explanation))
+    else:
+        typer.echo(str(explanation))
+    raise typer.Exit(explanation.winner is None)
+
+
+@app.command(epilog="Example: GLA_BACKEND=reference gla doctor")
+def doctor(as_json: Json = False) -> None:
+    """Examine this installation: versions, devices, GLA_* variables, backends, plugins that failed to load.
+
+    Exits with 1 if anything is wrong.
+    """
+    report = examine()
+    if as_json:
+        _print_json(report)
+    else:
+        _print_report(report)
+    raise typer.Exit(bool(report["problems"]))
+
+
+@app.command(epilog='Example: gla demo --seconds 60 --prompt "class "')
+def demo(
+    steps: Annotated[int | None, typer.Option(min=1, help="Train for this many steps instead of by time.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.1, help="Train for this long; about 100 by default.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the batches and the text generated.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1; auto is cuda where there is one.")] = "auto",
+    prompt: Annotated[str, typer.Option(help="What the generated text begins with.")] = "def ",
+    tokens: Annotated[int, typer.Option(min=0, help="Bytes to generate.")] = 400,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest byte.")] = 0.7,
+) -> None:
+    """Train a small GLA language model on Python's own source files, then generate text from it.
+
+    Takes about two minutes on two CPU cores, and uses a GPU where there is one. Ctrl-C ends the training and goes on
+    with what was learned so far; a second one ends the program.
+
+    Exits with 1 if the model does not beat a bigram model or if chunked and recurrent evaluation disagree.
+    """
+    from gla_core.demo.run import run_demo  # the other commands do not need it
+
+    with _usage_errors():
+        place = _device(device)
+        if place.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError("PyTorch sees no CUDA device here; leave out --device")
+    try:
+        good = run_demo(_console(), steps, seconds, seed, place, prompt, tokens, temperature)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    raise typer.Exit(not good)
+
+
+# ---- explain
+
+
+def describe_call(
+    op: str, shape: str, query_heads: int | None, dtype: str, device: str, varlen: int | None
+) -> OpCall:
+    """The call that the numbers of a command line describe. Raises ValueError or UnknownOpError for bad ones."""
+    if op not in SHAPES:
+        raise gla.UnknownOpError(f"unknown op {op!r}{nearest(op, SHAPES)} (there are {', '.join(SHAPES)})")
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)} (there are {', '.join(DTYPES)})")
+    sizes = _sizes(op, shape)
+    if query_heads is not None and "H" not in sizes:
+        raise ValueError(f"--query-heads does not go with {op}, which has no heads")
+    if varlen is not None and not op.startswith("chunk_gla"):
+        raise ValueError(f"--varlen does not go with {op}; only chunk_gla_fwd and chunk_gla_bwd take packed sequences")
+    if varlen is not None and (varlen < 0 or sizes["B"] != 1):
+        raise ValueError(f"--varlen {varlen} packs sequences along T: expected B = 1 and not B = {sizes['B']}")
+    wide = torch.float64 if dtype == "float64" else torch.float32
+    return OpCall(
+        op=op,
+        device=_device(device),
+        dtype=DTYPES[dtype],
+        dims=_dims(op, sizes, query_heads, varlen),
+        gate_dtype=wide if "gla" in op else None,
+        state_dtype=wide if op == "recurrent_gla_step" else None,
+        variable_length=varlen is not None,
+    )
+
+
+def _sizes(op: str, shape: str) -> dict[str, int]:
+    names = SHAPES[op]
+    parts = shape.split(",")
+    if len(parts) != len(names) or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(
+            f"--shape {shape!r} has {len(parts)} values; {op} expects {len(names)} whole numbers: {','.join(names)}"
+        )
+    sizes = dict(zip(names, map(int, parts), strict=True))
+    for name in ("H", "K", "V"):
+        if sizes.get(name) == 0:
+            raise ValueError(f"--shape {shape!r}: {name} is 0; expected at least 1")
+    return sizes
+
+
+def _dims(op: str, sizes: dict[str, int], query_heads: int | None, varlen: int | None) -> dict[str, int]:
+    """The sizes by the names of `OpCall.dims`."""
+    if op == "online_softmax":
+        return {"rows": sizes["ROWS"], "columns": sizes["COLUMNS"]}
+    B, H, K, V = (sizes[name] for name in "BHKV")
+    Hq = H if query_heads is None else query_heads
+    if Hq < 1 or Hq % H != 0:
+        raise ValueError(f"--query-heads is {Hq}; expected a multiple of H = {H}")
+    if op == "recurrent_gla_step":
+        return {"B": B, "H": H, "Hq": Hq, "K": K, "V": V, "P": B}
+    if op == "softmax_attention":
+        return {"B": B, "Tq": sizes["T"], "Tk": sizes["T"], "H": H, "Hq": Hq, "K": K, "V": V}
+    return {"B": B, "T": sizes["T"], "H": H, "Hq": Hq, "K": K, "V": V, "N": B if varlen is None else varlen}
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise ValueError(f"unknown device {name!r}; expected auto, cpu, cuda or cuda:1")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available() and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"there is no device {name!r}; this machine has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", int(index or 0))
+
+
+def _explain(call: OpCall, request: Request) -> gla.Explanation:
+    if call.device.type != "cuda" or torch.cuda.is_available():
+        return explain_call(call, request)
+    # Backends may ask the device what it can do, and there is none to ask.
+    choice = request.choice(call.op)
+    names = [registry.get(name).name for name in choice.names] or list(registry.installed())
+    refusal = f"PyTorch sees no CUDA device here; the call is for {call.device}"
+    why = f"no backend can run {call.op}: {refusal}"
+    candidates = tuple(Candidate(name, None, refusal) for name in names)
+    return gla.Explanation(call, str(choice), choice.source, candidates, None, why)
+
+
+def _explanation_fields(explanation: gla.Explanation) -> dict[str, Any]:
+    call = explanation.call
+    return {
+        "op": call.op,
+        "dims": dict(call.dims),
+        "dtype": str(call.dtype).removeprefix("torch."),
+        "device": str(call.device),
+        "variable_length": call.variable_length,
+        "request": explanation.request,
+        "source": explanation.source,
+        "candidates": [{"name": c.name, "seconds": c.seconds, "refusal": c.refusal} for c in explanation.candidates],
+        "winner": explanation.winner,
+        "why": explanation.why,
+    }
+
+
+# ---- backends
+
+
+def _backend_row(info: gla.BackendInfo) -> dict[str, Any]:
+    can = info.capabilities
+    return {
+        "name": info.name,
+        "version": info.version,
+        "ops": list(info.ops),
+        "devices": [] if can is None else sorted(can.devices) if can.devices is not None else ["any"],
+        "dtypes": [] if can is None else [name for name, dtype in DTYPES.items() if dtype in can.dtypes],
+        "plugin": info.plugin,
+        "load error": None if info.error is None else _last_line(info.error),
+    }
+
+
+def _last_line(traceback: str) -> str:
+    return traceback.strip().splitlines()[-1]
+
+
+# ---- doctor
+
+
+def examine() -> dict[str, Any]:
+    """The state of this installation; 'problems' lists what is wrong, one sentence each."""
+    problems: list[str] = []
+    variables = [_variable(name) for name in _variable_names()]
+    found: list[gla.BackendInfo] = []
+    request: list[dict[str, str]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gla.reload_environment()
+        try:
+            environment()
+            found = gla.backends()
+            request = _request_in_force()
+        except (ValueError, LookupError) as error:
+            problems.append(_message(error))
+    broken = {info.name: info.error for info in found if info.error is not None}
+    problems += [str(warning.message) for warning in caught]
+    problems += [f"plugin {name!r} failed to load: {_last_line(error)}" for name, error in broken.items()]
+    if not any(info.error is None for info in found):
+        problems.append("no backend works; reinstall gla-core, which carries one")
+    return {
+        "versions": _versions(),
+        "devices": _devices(),
+        "variables": variables,
+        "request": request,
+        "backends": [_backend_row(info) for info in found if info.error is None],
+        "quarantine": broken,
+        "problems": problems,
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "gla_core": gla.__version__,
+        "torch": torch.__version__,
+        "triton": _version_of("triton"),
+    }
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[dict[str, Any]]:
+    devices: list[dict[str, Any]] = [{"device": "cpu", "threads": torch.get_num_threads()}]
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        capability = f"{found.major}.{found.minor}"
+        memory = f"{found.total_memory / 2**30:.0f} GiB"
+        devices.append(
+            {"device": f"cuda:{index}", "name": found.name, "compute capability": capability, "memory": memory}
+        )
+    return devices
+
+
+def _variable_names() -> list[str]:
+    return [*VARIABLES, *sorted(name for name in os.environ if name.startswith("GLA_") and name not in VARIABLES)]
+
+
+def _variable(name: str) -> dict[str, str | None]:
+    value = os.environ.get(name)
+    if name not in VARIABLES:
+        return {"name": name, "value": value, "effect": f"none: unknown variable{nearest(name, VARIABLES)}"}
+    set_, unset = {
+        "GLA_BACKEND": ("the request in force, unless a call or use_backend says more", "every op runs under auto"),
+        "GLA_BLOCK_PLUGINS": ("these plugins are not imported", "every plugin is imported"),
+        "GLA_CHECK": ("1 checks tensor values, which waits for the device", "tensor values are not checked"),
+    }[name]
+    return {"name": name, "value": value, "effect": set_ if value else unset}
+
+
+def _request_in_force() -> list[dict[str, str]]:
+    """What the ops run under here, and who says so. Raises for a request that cannot be read or met."""
+    choices = current_request().choices
+    for choice in choices.values():
+        for name in choice.names:
+            registry.get(name)
+    return [{"op": op, "request": str(choice), "source": choice.source} for op, choice in choices.items()]
+
+
+# ---- printing
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Report what is wrong with the question, as a usage error: exit code 2."""
+    try:
+        yield
+    except (ValueError, LookupError) as error:
+        raise typer.BadParameter(_message(error)) from None
+
+
+def _message(error: Exception) -> str:
+    return str(error.args[0]) if error.args else str(error)
+
+
+def _console() -> Console:
+    return Console(markup=False, highlight=False)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    """Print rows of the same keys; a column that nobody fills is left out."""
+    columns = [name for name in rows[0] if any(row[name] not in (None, []) for row in rows)] if rows else []
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*(_cell(row[name]) for name in columns))
+    _console().print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return "\n".join(value)
+    return "-" if value is None else str(value)
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    console = _console()
+    console.print("  ".join(f"{name} {number}" for name, number in report["versions"].items()), soft_wrap=True)
+    for device in report["devices"]:
+        facts = ", ".join(f"{name} {value}" for name, value in device.items() if name != "device")
+        console.print(f"{device['device']}: {facts}", soft_wrap=True)
+    _print_table(report["variables"])
+    _print_table(report["request"])
+    _print_table([_without(row, "dtypes", "load error") for row in report["backends"]])
+    for name, error in report["quarantine"].items():
+        console.print(f"plugin {name!r} failed to load:\n{error}", soft_wrap=True)
+    for problem in report["problems"]:
+        console.print(f"problem: {problem}", style="red", soft_wrap=True)
+    console.print("something is wrong" if report["problems"] else "all is well")
+
+
+def _without(row: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name not in names}
+
+
+if __name__ == "__main__":
+    main()

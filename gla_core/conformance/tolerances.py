@@ -1,0 +1,21 @@
+"""Error budgets: the norm of out - ref over the norm of ref, against the float64 recurrence on the same inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FORWARD = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 4e-3}
+GRADIENT = {**FORWARD, torch.bfloat16: 5e-3}
+
+
+def relative_error(out: Tensor, ref: Tensor) -> float:
+    """The error of `out` against `ref` of the same shape; infinite where one is NaN or infinite and the other not."""
+    if out.shape != ref.shape:
+        raise ValueError(f"out has shape {list(out.shape)}; expected {list(ref.shape)}, as ref")
+    out, ref = out.detach().double(), ref.detach().double()
+    same = (out == ref) | (out.isnan() & ref.isnan())  # equal infinities and NaN are no error
+    difference = torch.where(same, 0, out - ref)
+    norm = torch.where(ref.isfinite(), ref, 0).norm()
+    error = float(difference.norm() / norm) if norm > 0 else float(difference.norm())
+    return error if error == error else float("inf")

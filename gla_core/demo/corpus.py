@@ -1,0 +1,59 @@
+"""The text of the demonstration: the source files of Python's standard library, found where Python is installed."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+HELD_OUT_EVERY = 20
+
+# Tests repeat themselves, and these packages hold tables rather than programs.
+SKIPPED = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3", "idlelib"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Text split by file, so that nothing held out has been seen in part.
+
+    Attributes:
+        train, held_out: bytes [n] uint8, the files one after another.
+        train_files, held_out_files: where they come from.
+    """
+
+    train: Tensor
+    held_out: Tensor
+    train_files: tuple[Path, ...]
+    held_out_files: tuple[Path, ...]
+
+
+def standard_library() -> Corpus:
+    """The standard library of the Python that runs. Raises FileNotFoundError where it came without its sources."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = source_files(root)
+    if len(files) < 2 * HELD_OUT_EVERY:
+        raise FileNotFoundError(f"{root} holds {len(files)} source files; the demo needs a Python with its sources")
+    return load(files)
+
+
+def source_files(root: Path) -> list[Path]:
+    """The .py files under root that are worth reading, in an order that does not depend on the file system."""
+    found = ((path.relative_to(root), path) for path in root.rglob("*.py"))
+    return [path for relative, path in sorted(found) if SKIPPED.isdisjoint(relative.parts)]
+
+
+def load(files: list[Path]) -> Corpus:
+    """Read files; every 20th, beginning with the first, is held out."""
+    held_out = tuple(files[::HELD_OUT_EVERY])
+    train = tuple(path for i, path in enumerate(files) if i % HELD_OUT_EVERY)
+    return Corpus(_read(train), _read(held_out), train, held_out)
+
+
+def _read(files: tuple[Path, ...]) -> Tensor:
+    text = bytearray().join(path.read_bytes() for path in files)
+    return torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)

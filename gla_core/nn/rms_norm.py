@@ -1,0 +1,43 @@
+"""RMS norm of each head with an optional swish gate: y = weight * x / sqrt(mean(x^2) + eps) * silu(gate).
+
+Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNormGated(nn.Module):
+    """RMS norm over the last dimension, times silu(gate) where a gate is given.
+
+    Args:
+        width: size of the last dimension.
+        eps: added to the mean square.
+        elementwise_affine: whether there is a `weight` [width].
+
+    Example:
+        >>> norm = RMSNormGated(64)
+        >>> y = norm(torch.randn(2, 100, 4, 64), gate=torch.randn(2, 100, 4, 64))
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(self, width: int, eps: float = 1e-5, elementwise_affine: bool = True) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+        self.register_parameter("weight", nn.Parameter(torch.ones(width)) if elementwise_affine else None)
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Norm x [..., width], gate likewise; computed in float32 (float64 with float64), returned in x's dtype."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight = None if self.weight is None else self.weight.to(dtype)
+        y = F.rms_norm(x.to(dtype), (self.width,), weight, self.eps)
+        if gate is not None:
+            y = y * F.silu(gate.to(dtype))
+        return y.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, eps={self.eps}, elementwise_affine={self.weight is not None}"

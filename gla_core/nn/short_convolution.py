@@ -1,0 +1,110 @@
+"""A causal convolution of each channel over the last W tokens, then silu: y_t = silu(bias + sum_i w_i x_{t-W+1+i}).
+
+What precedes a sequence is its history: the W - 1 inputs before its first token, zeros if there were none. In a packed
+batch every sequence is given room for its history in front of it,
+
+    x           a0 a1 a2 b0 c0 c1                            T tokens of N sequences, W = 3
+    with room   .. .. a0 a1 a2 .. .. b0 .. .. c0 c1          T + N (W - 1) rows
+
+so that one convolution over the row reads the right inputs everywhere. The positions are arithmetic on the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Packing(NamedTuple):
+    """Where the rows of a packed batch go once every sequence has room for its history.
+
+    Attributes:
+        tokens: [T], the row of each token.
+        histories: [N, W - 1], the rows of each sequence's history.
+        last: [N, W - 1], the rows of each sequence's last W - 1 inputs, which reach into its history if it is short.
+    """
+
+    tokens: Tensor
+    histories: Tensor
+    last: Tensor
+
+
+def packing(cu_seqlens: Tensor, T: int, W: int) -> Packing:
+    """The `Packing` of T tokens with offsets cu_seqlens [N+1], for a convolution of width W."""
+    offsets = cu_seqlens.long()
+    N, room = offsets.shape[0] - 1, W - 1
+    tokens = torch.arange(T, device=offsets.device)
+    # Tokens past the last offset belong to nobody; clamped, they stay inside the tensor.
+    sequence = torch.searchsorted(offsets[1:], tokens, right=True).clamp(max=N - 1)  # [T]
+    rooms = torch.arange(N * room, device=offsets.device).view(N, room)
+    return Packing(tokens + (sequence + 1) * room, offsets[:-1, None] + rooms, offsets[1:, None] + rooms)
+
+
+class ShortConvolution(nn.Module):
+    """Causal depthwise convolution and silu.
+
+    Args:
+        width: number of channels D.
+        kernel_size: tokens W that an output sees.
+        bias: whether there is a `bias` [D] beside the `weight` [D, 1, W] (laid out as in `nn.Conv1d`).
+
+    Example:
+        >>> convolution = ShortConvolution(512, 4)
+        >>> y, history = convolution(torch.randn(2, 100, 512))
+        >>> y1, history = convolution(torch.randn(2, 1, 512), history)
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, width: int, kernel_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.width, self.kernel_size = width, kernel_size
+        self.weight = nn.Parameter(torch.empty(width, 1, kernel_size))
+        self.register_parameter("bias", nn.Parameter(torch.empty(width)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-W^-1/2, as `nn.Conv1d`."""
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -(self.kernel_size**-0.5), self.kernel_size**-0.5)
+
+    def forward(
+        self, x: Tensor, history: Tensor | None = None, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Convolve.
+
+        Args:
+            x: [B, T, D].
+            history: [N, W - 1, D], the inputs before x, N = B unless packed. Zeros by default.
+            packing: where the rows of a packed x go (B = 1); see `packing`.
+
+        Returns:
+            y [B, T, D], computed in float32 (float64 with float64), and the new history [N, W - 1, D]; both as x.
+        """
+        N = x.shape[0] if packing is None else packing.histories.shape[0]
+        room = self.kernel_size - 1
+        history = x.new_zeros(N, room, self.width) if history is None else history.to(x.dtype)
+        if packing is None:
+            rows = torch.cat([history, x], dim=1)
+            return self._convolve(rows), rows[:, x.shape[1] :].clone()  # a view would keep all rows alive
+        order = torch.cat([packing.histories.flatten(), packing.tokens])
+        rows = torch.cat([history.flatten(0, 1), x[0]])
+        rows = torch.zeros_like(rows).index_copy(0, order, rows)  # [T + N (W - 1), D]
+        y = self._convolve(rows[None]).index_select(1, packing.tokens - room)
+        return y, rows[packing.last]
+
+    def _convolve(self, rows: Tensor) -> Tensor:
+        """[B, n + W - 1, D] to [B, n, D]."""
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        n = rows.shape[1] - self.kernel_size + 1
+        wide = rows.to(dtype)
+        y = wide.new_zeros(()) if self.bias is None else self.bias.to(dtype)
+        for i, weight in enumerate(self.weight.to(dtype).unbind(-1)):  # weight [D, 1], of the input W-1-i tokens back
+            y = torch.addcmul(y, wide[:, i : i + n], weight[:, 0])
+        return F.silu(y).to(rows.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, kernel_size={self.kernel_size}, bias={self.bias is not None}"

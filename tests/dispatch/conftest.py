@@ -1,0 +1,153 @@
+"""Spy backends, installed plugins, and a registry that every test finds as a fresh process would."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import gla_core as gla
+from gla_core.dispatch import registry
+from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
+
+
+@pytest.fixture(autouse=True)
+def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No GLA_* variable is set, and whatever the test changes is forgotten after it."""
+    for name in [name for name in os.environ if name.startswith("GLA_")]:
+        monkeypatch.delenv(name)
+    gla.reload_environment()
+    yield
+    monkeypatch.undo()
+    gla.reload_environment()
+
+
+@dataclass
+class Spy:
+    """A backend that records the ops it runs and leaves the arithmetic to the reference.
+
+    Setting `error` makes its functions raise; `result` turns what the reference returned into something else.
+    """
+
+    backend: Backend
+    handle: gla.Registration
+    calls: list[str] = field(default_factory=list)
+    error: BaseException | None = None
+    result: Callable = lambda out: out
+
+
+@pytest.fixture
+def spy() -> Iterator[Callable[..., Spy]]:
+    """`spy(name, ops=..., error=..., supports=..., cost=..., **capabilities)` registers a `Spy`."""
+    made: list[Spy] = []
+
+    def make(
+        name: str, ops: Iterable[str] = tuple(OP_PARAMETERS), error: BaseException | None = None, **fields: object
+    ) -> Spy:
+        own = {key: fields.pop(key) for key in ("supports", "cost") if key in fields}
+        functions: dict[str, Callable] = {}
+        backend = Backend(name, "1.0", functions, Capabilities(**fields), **own)
+        new = Spy(backend, gla.Registration(backend), error=error)
+        functions.update((op, _recording(op, new)) for op in ops)
+        new.handle = gla.register(backend)
+        made.append(new)
+        return new
+
+    yield make
+    for each in made:
+        each.handle.unregister()
+
+
+def _recording(op: str, spy: Spy) -> Callable:
+    reference = registry.get("reference").ops[op]
+
+    @functools.wraps(reference)
+    def run(*args: object) -> object:
+        spy.calls.append(op)
+        if spy.error is not None:
+            raise spy.error
+        return spy.result(reference(*args))
+
+    return run
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """`install(plugin, source)` installs a distribution with one module and one entry point, as pip would.
+
+    Returns the module's name. `gla.reload_environment()` makes the registry see it.
+    """
+    modules: list[str] = []
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(plugin: str, source: str, distribution: str = "") -> str:
+        distribution = distribution or f"dist_{plugin}"
+        module = f"module_of_{distribution}"
+        (tmp_path / f"{module}.py").write_text(source)
+        info = tmp_path / f"{distribution}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[gla_core.backends]\n{plugin} = {module}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        modules.append(module)
+        return module
+
+    yield write
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def plugin_source() -> Callable[..., str]:
+    """`plugin_source(backends)` is the text of a plugin whose hook evaluates `backends`, a Python expression.
+
+    The module offers `softmax`, a right implementation of online_softmax that counts its calls in `softmax_calls`, and
+    counts the calls of its hook in `hook_calls`.
+    """
+
+    def source(backends: str) -> str:
+        return f"""
+import torch
+from gla_core.dispatch.backend import Backend, Capabilities, hookimpl
+
+hook_calls = softmax_calls = 0
+
+def softmax(x, dim):
+    global softmax_calls
+    softmax_calls += 1
+    return torch.softmax(x, dim)
+
+@hookimpl
+def gla_register_backends():
+    global hook_calls
+    hook_calls += 1
+    return {backends}
+"""
+
+    return source
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0]])
+
+
+@pytest.fixture
+def qkvg() -> Callable[..., tuple[Tensor, ...]]:
+    """`qkvg(K=..., T=..., ...)` makes small inputs of chunk_gla."""
+
+    def make(B: int = 1, T: int = 5, H: int = 2, Hq: int = 0, K: int = 4, V: int = 3, grad: bool = False):
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((B, T, Hq or H, K), (B, T, H, K), (B, T, H, V))
+        q, k, v = (torch.randn(*shape, generator=generator) for shape in shapes)
+        g = torch.nn.functional.logsigmoid(torch.randn(B, T, H, K, generator=generator))
+        return tuple(t.requires_grad_(grad) for t in (q, k, v, g))
+
+    return make

@@ -1,0 +1,317 @@
+"""What a backend says of itself becomes refusals, predictions and errors at registration."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities, LaunchError, OpCall
+
+DIMS = {"B": 2, "T": 64, "H": 2, "Hq": 2, "K": 32, "V": 48, "N": 2}
+CPU_CALL = OpCall(op="chunk_gla_fwd", device=torch.device("cpu"), dtype=torch.float32, dims=DIMS)
+CUDA_CALL = dataclasses.replace(CPU_CALL, device=torch.device("cuda", 0))
+
+
+def chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+    raise AssertionError("a refusal runs nothing")
+
+
+def softmax(x, dim):
+    return torch.softmax(x, dim)
+
+
+def gla_backend(supports=lambda call: None, cost=None, **capabilities):
+    return Backend("mine", "1.0", {"chunk_gla_fwd": chunk_gla_fwd}, Capabilities(**capabilities), supports, cost)
+
+
+# Capabilities
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "change", "sentence"),
+    [
+        ({"devices": frozenset({"cuda"})}, {}, "needs a cuda device; q is on cpu"),
+        ({"devices": frozenset({"cuda", "xpu"})}, {}, "needs a cuda or xpu device; q is on cpu"),
+        ({"devices": frozenset({"cuda", "xpu", "mps"})}, {}, "needs a cuda, mps or xpu device; q is on cpu"),
+        ({"dtypes": frozenset({torch.bfloat16})}, {}, "computes bfloat16; q is float32"),
+        (
+            {"dtypes": frozenset({torch.float16, torch.bfloat16})},
+            {"dtype": torch.float64},
+            "computes bfloat16 or float16; q is float64",
+        ),
+        ({"key_widths": range(64, 257)}, {}, "computes K from 64 to 256; K is 32"),
+        (
+            {"key_widths": range(16, 257, 16)},
+            {"dims": {**DIMS, "K": 24}},
+            "computes K from 16 to 256 in steps of 16; K is 24",
+        ),
+        ({"key_widths": range(0)}, {}, "computes K of no width; K is 32"),
+        ({"value_widths": range(1, 33)}, {}, "computes V from 1 to 32; V is 48"),
+        (
+            {"variable_length": False},
+            {"variable_length": True},
+            "has no packed sequences; call it per sequence, without cu_seqlens",
+        ),
+        (
+            {"grouped_queries": False},
+            {"dims": {**DIMS, "Hq": 8}},
+            "has no grouped queries; q has 8 heads and k has 2",
+        ),
+        ({"gradients": False}, {"needs_grad": True}, "has no gradients; call it under torch.no_grad()"),
+        (
+            {"deterministic": False},
+            {"deterministic": True},
+            "is not deterministic; torch.use_deterministic_algorithms is on",
+        ),
+        ({"cuda_graphs": False}, {"capturing": True}, "cannot be captured into a CUDA graph"),
+    ],
+)
+def test_a_call_beyond_the_capabilities_is_refused_with_a_sentence(capabilities, change, sentence):
+    assert gla_backend(**capabilities).refusal(dataclasses.replace(CPU_CALL, **change)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "change"),
+    [
+        ({"devices": frozenset({"cpu"})}, {}),
+        ({"devices": None}, {"device": torch.device("meta")}),
+        ({"dtypes": frozenset({torch.float32})}, {}),
+        ({"min_compute_capability": (9, 0)}, {}),  # not looked at on a CPU
+        ({"key_widths": range(32, 33), "value_widths": range(48, 49)}, {}),
+        ({"variable_length": False}, {}),
+        ({"variable_length": True}, {"variable_length": True}),
+        ({"grouped_queries": False}, {}),
+        ({"grouped_queries": True}, {"dims": {**DIMS, "Hq": 8}}),
+        ({"gradients": False}, {}),
+        ({"gradients": True}, {"needs_grad": True}),
+        ({"deterministic": False}, {}),
+        ({"deterministic": True}, {"deterministic": True}),
+        ({"cuda_graphs": False}, {}),
+        ({"cuda_graphs": True}, {"capturing": True}),
+    ],
+)
+def test_a_call_within_the_capabilities_is_accepted(capabilities, change):
+    assert gla_backend(**capabilities).refusal(dataclasses.replace(CPU_CALL, **change)) is None
+
+
+@pytest.mark.parametrize(
+    ("have", "sentence"),
+    [
+        ((7, 5), "needs compute capability 8.6; cuda:0 has 7.5"),
+        ((8, 0), "needs compute capability 8.6; cuda:0 has 8.0"),
+        ((8, 6), None),
+        ((9, 0), None),
+        ((10, 0), None),  # tuples, not texts, are compared
+    ],
+)
+def test_compute_capability(monkeypatch, have, sentence):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: have)
+    assert gla_backend(min_compute_capability=(8, 6)).refusal(CUDA_CALL) == sentence
+
+
+def test_compute_capability_is_not_asked_for_where_none_is_needed(monkeypatch):
+    def no_device(device):
+        raise AssertionError("the device was touched")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", no_device)
+    assert gla_backend().refusal(CUDA_CALL) is None
+
+
+def test_the_subject_of_online_softmax_is_x():
+    backend = Backend("mine", "1.0", {"online_softmax": softmax}, Capabilities(devices=frozenset({"cuda"})))
+    call = OpCall(op="online_softmax", device=torch.device("cpu"), dtype=torch.float32, dims={"rows": 2, "columns": 3})
+    assert backend.refusal(call) == "needs a cuda device; x is on cpu"
+    assert Backend("mine", "1.0", {"online_softmax": softmax}).refusal(call) is None
+
+
+def test_an_op_it_does_not_implement_is_refused_naming_those_it_does():
+    call = dataclasses.replace(CPU_CALL, op="chunk_gla_bwd")
+    assert gla_backend().refusal(call) == "does not implement chunk_gla_bwd; it implements chunk_gla_fwd"
+    assert Backend("empty", "1.0", {}).refusal(call) == "does not implement chunk_gla_bwd; it implements no op"
+
+
+# supports
+
+
+def test_supports_refuses_with_its_own_reason():
+    backend = gla_backend(
+        supports=lambda call: f"T must be even; it is {call.dims['T']}" if call.dims["T"] % 2 else None
+    )
+    assert backend.refusal(CPU_CALL) is None
+    assert backend.refusal(dataclasses.replace(CPU_CALL, dims={**DIMS, "T": 3})) == "T must be even; it is 3"
+
+
+def test_supports_is_asked_only_within_the_capabilities():
+    asked = []
+    backend = gla_backend(supports=lambda call: asked.append(call), dtypes=frozenset({torch.float16}))
+    assert backend.refusal(CPU_CALL) == "computes float16; q is float32"
+    assert asked == []
+    half = dataclasses.replace(CPU_CALL, dtype=torch.float16)
+    assert backend.refusal(half) is None
+    assert asked == [half]
+
+
+def test_supports_that_raises_is_a_refusal():
+    def supports(call):
+        raise KeyError("no table for this device")
+
+    assert gla_backend(supports=supports).refusal(CPU_CALL) == (
+        "its supports() raised KeyError: 'no table for this device'"
+    )
+
+
+@pytest.mark.parametrize("answer", [True, False, 0, ""])
+def test_supports_that_returns_no_sentence_is_a_refusal_that_says_so(answer, spy, x):
+    careless = spy("careless", supports=lambda call: answer)
+    with pytest.raises(gla.NoBackendError, match=r"careless: .*supports\(\) returned"):
+        gla.online_softmax(x, backend="careless")
+    assert careless.calls == []
+
+
+# cost
+
+
+@pytest.mark.parametrize("answer", [None, float("nan"), float("inf"), -1.0, "fast"])
+def test_a_cost_that_is_no_time_is_no_prediction(answer):
+    assert gla_backend(cost=lambda call: answer).predicted_seconds(CPU_CALL) is None
+
+
+def test_a_cost_that_raises_is_no_prediction():
+    def cost(call):
+        raise ZeroDivisionError
+
+    assert gla_backend(cost=cost).predicted_seconds(CPU_CALL) is None
+
+
+def test_no_cost_is_no_prediction():
+    assert gla_backend().predicted_seconds(CPU_CALL) is None
+
+
+@pytest.mark.parametrize("answer", [0, 0.0, 1e-6, 3, torch.tensor(0.5)])
+def test_a_cost_is_seconds(answer):
+    seconds = gla_backend(cost=lambda call: answer).predicted_seconds(CPU_CALL)
+    assert type(seconds) is float
+    assert seconds == float(answer)
+
+
+# registration
+
+
+def test_every_parameter_list_is_that_of_the_reference():
+    (reference,) = (b for b in gla.backends() if b.name == "reference")
+    assert set(reference.ops) == set(OP_PARAMETERS)
+    assert reference.error is None
+
+
+def test_an_unknown_op_is_an_error_with_the_nearest_spelling():
+    with pytest.raises(gla.UnknownOpError, match=r"'mine'.*'online_sofmax'.*did you mean 'online_softmax'"):
+        gla.register(Backend("mine", "1.0", {"online_sofmax": softmax}))
+
+
+def bad_names(x, axis):
+    return x
+
+
+def bad_order(dim, x):
+    return x
+
+
+def too_few(x):
+    return x
+
+
+def too_many(x, dim, eps=0.0):
+    return x
+
+
+def any_arguments(*args):
+    return args[0]
+
+
+@pytest.mark.parametrize("function", [bad_names, bad_order, too_few, too_many, any_arguments])
+def test_a_wrong_signature_is_an_error_that_gives_both(function):
+    with pytest.raises(gla.BackendError) as error:
+        gla.register(Backend("mine", "1.0", {"online_softmax": function}))
+    got = ", ".join(function.__code__.co_varnames)
+    assert str(error.value) == f"backend 'mine': online_softmax takes ({got}); the contract is (x, dim)"
+
+
+def test_parameters_that_cannot_be_given_by_position_are_an_error():
+    def keyword_only(*, x, dim):
+        return x
+
+    with pytest.raises(gla.BackendError, match="online_softmax"):
+        gla.register(Backend("mine", "1.0", {"online_softmax": keyword_only})).unregister()
+
+
+def test_a_function_without_a_readable_signature_is_an_error_that_names_it():
+    with pytest.raises(gla.BackendError, match=r"'mine'.*online_softmax"):
+        gla.register(Backend("mine", "1.0", {"online_softmax": torch.softmax}))
+
+
+def test_an_op_that_is_no_function_is_an_error():
+    with pytest.raises(gla.BackendError, match="backend 'mine': op 'online_softmax' is str, not a function"):
+        gla.register(Backend("mine", "1.0", {"online_softmax": "softmax"}))
+
+
+@pytest.mark.parametrize("name", ["auto", "", "a b", "a-b", "a,b", "3d", "*", None, 7])
+def test_a_name_that_a_request_could_not_hold_is_an_error(name):
+    with pytest.raises(gla.BackendError, match="must be an identifier other than 'auto'"):
+        gla.register(Backend(name, "1.0", {"online_softmax": softmax}))
+
+
+def test_a_name_in_use_is_an_error():
+    with pytest.raises(gla.BackendError, match="'reference' is already in use"):
+        gla.register(Backend("reference", "1.0", {"online_softmax": softmax}))
+    with (
+        gla.register(Backend("mine", "1.0", {"online_softmax": softmax})),
+        pytest.raises(gla.BackendError, match="'mine' is already in use"),
+    ):
+        gla.register(Backend("mine", "2.0", {"online_softmax": softmax}))
+
+
+@pytest.mark.parametrize("value", [None, "reference", softmax, Backend])
+def test_a_value_that_is_no_backend_is_an_error(value):
+    with pytest.raises(gla.BackendError, match=r"expected a gla_core\.dispatch\.backend\.Backend; got"):
+        gla.register(value)
+
+
+@pytest.mark.parametrize("ops", [[softmax], None, "online_softmax"])
+def test_ops_that_are_no_mapping_are_an_error(ops):
+    with pytest.raises(gla.BackendError, match="'mine'"):
+        gla.register(Backend("mine", "1.0", ops))
+
+
+def test_capabilities_of_another_type_are_an_error():
+    with pytest.raises(gla.BackendError, match="backend 'mine': capabilities is dict"):
+        gla.register(Backend("mine", "1.0", {"online_softmax": softmax}, {"devices": {"cpu"}}))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"devices": "cuda"},  # would read as the letters c, u, d and a
+        {"dtypes": torch.float32},
+        {"key_widths": 64},
+        {"value_widths": {64, 128}},
+        {"min_compute_capability": 8.0},
+    ],
+)
+def test_a_capability_of_another_type_is_an_error_that_names_it(fields):
+    (field,) = fields
+    with pytest.raises(gla.BackendError, match=field):
+        gla.register(Backend("mine", "1.0", {"online_softmax": softmax}, Capabilities(**fields))).unregister()
+
+
+def test_a_failed_registration_registers_nothing():
+    before = [b.name for b in gla.backends()]
+    with pytest.raises(gla.BackendError):
+        gla.register(Backend("mine", "1.0", {"online_softmax": too_few}))
+    assert [b.name for b in gla.backends()] == before
+
+
+def test_a_launch_error_is_a_runtime_error():
+    assert issubclass(LaunchError, RuntimeError)

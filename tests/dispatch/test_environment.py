@@ -1,0 +1,133 @@
+"""The environment variables: when they are read, and what is wrong with them."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.dispatch.environment import Environment, environment
+
+
+def set_and_reload(monkeypatch, **variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    gla.reload_environment()
+
+
+def warnings_of(action):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(w.message) for w in caught]
+
+
+def test_the_defaults():
+    assert environment() == Environment(backend="", blocked_plugins=frozenset(), check_values=False)
+
+
+def test_all_three_are_read(monkeypatch):
+    set_and_reload(monkeypatch, GLA_BACKEND=" reference ", GLA_BLOCK_PLUGINS="a, b,,a", GLA_CHECK="1")
+    assert environment() == Environment(backend="reference", blocked_plugins=frozenset({"a", "b"}), check_values=True)
+
+
+def test_a_change_is_seen_only_after_reload_environment(monkeypatch, spy, x):
+    a, b = spy("a"), spy("b")
+    set_and_reload(monkeypatch, GLA_BACKEND="a")
+    gla.online_softmax(x)
+    monkeypatch.setenv("GLA_BACKEND", "b")
+    gla.online_softmax(x)
+    assert (len(a.calls), len(b.calls)) == (2, 0)
+    gla.reload_environment()
+    gla.online_softmax(x)
+    assert (len(a.calls), len(b.calls)) == (2, 1)
+    monkeypatch.delenv("GLA_BACKEND")
+    gla.reload_environment()
+    assert gla.explain("online_softmax", x).source == "default"
+
+
+def test_it_is_read_at_the_first_use_not_at_reload(monkeypatch, spy, x):
+    a = spy("a")
+    gla.reload_environment()
+    monkeypatch.setenv("GLA_BACKEND", "a")
+    gla.online_softmax(x)
+    assert a.calls == ["online_softmax"]
+
+
+@pytest.mark.parametrize("value", ["", "  "])
+def test_an_empty_variable_is_one_that_is_not_set(monkeypatch, value, x):
+    set_and_reload(monkeypatch, GLA_BACKEND=value, GLA_BLOCK_PLUGINS=value, GLA_CHECK=value)
+    assert environment() == Environment(backend="", blocked_plugins=frozenset(), check_values=False)
+    assert gla.explain("online_softmax", x).source == "default"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("GLA_BACKENDS", "; did you mean 'GLA_BACKEND'?"),
+        ("GLA_BLOCK_PLUGIN", "; did you mean 'GLA_BLOCK_PLUGINS'?"),
+        ("GLA_CHEK", "; did you mean 'GLA_CHECK'?"),
+        ("GLA_XYZZY_QUUX_PLUGH", ""),
+    ],
+)
+def test_an_unknown_variable_warns_once_with_the_nearest_spelling(monkeypatch, name, hint, x):
+    set_and_reload(monkeypatch, **{name: "1"})
+    calls = warnings_of(lambda: [gla.online_softmax(x), gla.online_softmax(x), gla.backends()])
+    assert calls == [f"unknown environment variable {name}{hint}"]
+
+
+def test_every_unknown_variable_has_its_warning(monkeypatch):
+    set_and_reload(monkeypatch, GLA_BACKENDS="a", GLA_CHEK="1")
+    assert [text.split()[3].rstrip(";") for text in warnings_of(environment)] == ["GLA_BACKENDS", "GLA_CHEK"]
+
+
+def test_known_and_foreign_variables_do_not_warn(monkeypatch):
+    set_and_reload(monkeypatch, GLA_BACKEND="reference", GLA_BLOCK_PLUGINS="x", GLA_CHECK="0", GLACIER="1", XGLA_A="1")
+    assert warnings_of(environment) == []
+
+
+def test_unknown_variables_warn_again_after_reload_environment(monkeypatch):
+    set_and_reload(monkeypatch, GLA_BACKENDS="a")
+    assert len(warnings_of(environment)) == 1
+    gla.reload_environment()
+    assert len(warnings_of(environment)) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("1", True), ("true", True), ("YES", True), (" on ", True), ("0", False), ("False", False), ("no", False)],
+)
+def test_gla_check_is_true_or_false(monkeypatch, value, expected):
+    set_and_reload(monkeypatch, GLA_CHECK=value)
+    assert environment().check_values is expected
+
+
+@pytest.mark.parametrize("value", ["2", "maybe"])
+def test_a_gla_check_that_is_neither_is_an_error_until_it_is_put_right(monkeypatch, value, x):
+    set_and_reload(monkeypatch, GLA_CHECK=value)
+    for use in (lambda: gla.online_softmax(x), gla.backends):
+        with pytest.raises(ValueError, match=f"GLA_CHECK is '{value}'; expected 0 or 1"):
+            use()
+    monkeypatch.setenv("GLA_CHECK", "1")
+    gla.reload_environment()
+    assert [b.name for b in gla.backends()] == ["reference"]
+
+
+def test_gla_check_put_right_without_reload_leaves_the_backends_whole(monkeypatch, x):
+    set_and_reload(monkeypatch, GLA_CHECK="maybe")
+    with pytest.raises(ValueError, match="GLA_CHECK"):
+        gla.backends()
+    monkeypatch.setenv("GLA_CHECK", "1")
+    assert [b.name for b in gla.backends()] == ["reference"]
+
+
+def test_gla_check_reads_values_and_its_absence_does_not(monkeypatch, spy):
+    a = spy("a")
+    with_nan = torch.tensor([1.0, float("nan")])
+    assert gla.online_softmax(with_nan, backend="a").isnan().all()
+    set_and_reload(monkeypatch, GLA_CHECK="1")
+    with pytest.raises(ValueError, match="x holds NaN in 1 of 2 places"):
+        gla.online_softmax(with_nan, backend="a")
+    assert a.calls == ["online_softmax"]  # the check comes before the launch

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gla_core.nn.rms_norm import RMSNormGated
+
+
+def test_values_by_hand() -> None:
+    norm = RMSNormGated(2, eps=0.0).double()
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1.0, 10.0]))
+    x = torch.tensor([3.0, 4.0], dtype=torch.float64)  # root mean square sqrt(12.5)
+    torch.testing.assert_close(norm(x), torch.tensor([3.0, 40.0], dtype=torch.float64) / 12.5**0.5)
+    gate = torch.tensor([0.0, 1e3], dtype=torch.float64)  # silu: 0 and 1000
+    torch.testing.assert_close(norm(x, gate), torch.tensor([0.0, 4e4], dtype=torch.float64) / 12.5**0.5)
+
+
+def test_eps_keeps_zeros_finite() -> None:
+    assert torch.equal(RMSNormGated(4)(torch.zeros(3, 4)), torch.zeros(3, 4))
+
+
+def test_half_precision_is_rounded_once() -> None:
+    norm = RMSNormGated(64)
+    torch.nn.init.normal_(norm.weight)
+    norm = norm.bfloat16()
+    x, gate = torch.randn(2, 30, 64).bfloat16()
+    y = norm(x, gate)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, norm.float()(x.float(), gate.float()).bfloat16())
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_gradients(gated: bool) -> None:
+    norm = RMSNormGated(5, eps=0.1).double()
+    inputs = [torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(1 + gated)]
+    assert torch.autograd.gradcheck(lambda weight, *rest: norm(*rest), (norm.weight, *inputs))
+
+
+def test_without_weight() -> None:
+    norm = RMSNormGated(8, elementwise_affine=False)
+    assert list(norm.parameters()) == []
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(norm(x), RMSNormGated(8)(x))

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gla_core.nn.short_convolution import ShortConvolution, packing
+
+
+@pytest.mark.parametrize("W", [1, 2, 4])
+@pytest.mark.parametrize("T", [1, 3, 20])
+@pytest.mark.parametrize("bias", [False, True])
+def test_is_a_causal_conv1d_with_silu(W: int, T: int, bias: bool) -> None:
+    convolution = ShortConvolution(6, W, bias).double()
+    torch_convolution = torch.nn.Conv1d(6, 6, W, padding=W - 1, groups=6, bias=bias).double()
+    torch_convolution.load_state_dict(convolution.state_dict())
+    x = torch.randn(2, T, 6, dtype=torch.float64)
+    y, history = convolution(x)
+    torch.testing.assert_close(y, F.silu(torch_convolution(x.mT)[..., :T].mT))
+    assert torch.equal(history, torch.cat([x.new_zeros(2, W - 1, 6), x], dim=1)[:, T:])
+
+
+def test_packing_by_hand() -> None:
+    places = packing(torch.tensor([0, 3, 3, 4]), 4, 3)  # .. .. a0 a1 a2 .. .. .. .. c0
+    assert places.tokens.tolist() == [2, 3, 4, 9]
+    assert places.histories.tolist() == [[0, 1], [5, 6], [7, 8]]
+    assert places.last.tolist() == [[3, 4], [5, 6], [8, 9]]
+
+
+def test_packed_inputs_and_histories_get_their_gradients() -> None:
+    convolution = ShortConvolution(3, 3, bias=True).double()
+    places = packing(torch.tensor([0, 1, 1, 5]), 5, 3)
+    x = torch.randn(1, 5, 3, dtype=torch.float64, requires_grad=True)
+    history = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
+    inputs = (x, history, convolution.weight, convolution.bias)
+    assert torch.autograd.gradcheck(lambda x, history, *_: convolution(x, history, places), inputs)
+
+
+def test_tokens_past_the_last_offset_touch_no_sequence() -> None:
+    convolution = ShortConvolution(3, 4)
+    x = torch.randn(1, 9, 3)
+    y, history = convolution(x, packing=packing(torch.tensor([0, 2, 6]), 9, 4))
+    expected_y, expected_history = convolution(x[:, :6], packing=packing(torch.tensor([0, 2, 6]), 6, 4))
+    torch.testing.assert_close(y[:, :6], expected_y)
+    assert torch.equal(history, expected_history)
+
+
+def test_history_does_not_keep_the_rows_alive() -> None:
+    _, history = ShortConvolution(3, 4)(torch.randn(1, 500, 3))
+    assert history.untyped_storage().nbytes() == 3 * 3 * 4
+
+
+def test_half_precision_is_rounded_once() -> None:
+    convolution = ShortConvolution(8, 4, bias=True).bfloat16()
+    x = torch.randn(2, 30, 8).bfloat16()
+    y, history = convolution(x)
+    assert (y.dtype, history.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert torch.equal(y, convolution.float()(x.float())[0].bfloat16())
+
+
+def test_initial_weights_have_the_range_of_conv1d() -> None:
+    torch.manual_seed(0)
+    convolution = ShortConvolution(2000, 4, bias=True)
+    for parameter in convolution.parameters():
+        assert 0.49 < parameter.max() <= 0.5
+        assert -0.5 <= parameter.min() < -0.49

@@ -1,0 +1,233 @@
+"""Bad arguments are refused before anything runs: the message names the argument, what it was, what was expected."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.conformance.inputs import gla_inputs
+
+
+def chunk_arguments(**changes):
+    x = gla_inputs(B=2, T=6, H=2, G=2, K=4, V=3)
+    return {"q": x.q, "k": x.k, "v": x.v, "g": x.g, **changes}
+
+
+def packed_arguments(**changes):
+    x = gla_inputs(lengths=(2, 4), H=2, K=4, V=3)
+    return {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "cu_seqlens": x.cu_seqlens, **changes}
+
+
+def step_arguments(**changes):
+    x = gla_inputs(B=2, T=1, H=2, G=2, K=4, V=3, initial_state=True)
+    token = {name: getattr(x, name)[:, 0] for name in "qkvg"}
+    return {**token, "state": x.initial_state, **changes}
+
+
+def attention_arguments(**changes):
+    return {"q": torch.randn(2, 6, 4, 8), "k": torch.randn(2, 5, 2, 8), "v": torch.randn(2, 5, 2, 3), **changes}
+
+
+ones = torch.ones
+BAD_CHUNK = [
+    ({"q": ones(2, 6, 4)}, ValueError, "q has shape [2, 6, 4]; expected [B, T, Hq, K]"),
+    ({"q": [1.0]}, TypeError, "q is list; expected a tensor [B, T, Hq, K]"),
+    ({"q": np.ones((2, 6, 4, 4))}, TypeError, "q is ndarray; expected a tensor"),
+    ({"k": ones(2, 5, 2, 4)}, ValueError, "k has shape [2, 5, 2, 4]; expected [B, T, H, K] with B=2, T=6, K=4"),
+    ({"k": None}, TypeError, "k is NoneType; expected a tensor [B, T, H, K]"),
+    ({"v": ones(2, 6, 3, 3)}, ValueError, "v has shape [2, 6, 3, 3]; expected [B, T, H, V] with B=2, T=6, H=2"),
+    ({"g": ones(2, 6, 2)}, ValueError, "g has shape [2, 6, 2]; expected [B, T, H, K]"),
+    (
+        {"k": ones(2, 6, 3, 4), "v": ones(2, 6, 3, 3), "g": None},
+        ValueError,
+        "q has 4 heads; expected a multiple of k's 3",
+    ),
+    ({"k": ones(2, 6, 0, 4), "v": ones(2, 6, 0, 3), "g": None}, ValueError, "H is 0; expected at least 1"),
+    ({"q": ones(2, 6, 4, 0), "k": ones(2, 6, 2, 0), "g": None}, ValueError, "K is 0; expected at least 1"),
+    ({"v": ones(2, 6, 2, 0)}, ValueError, "V is 0; expected at least 1"),
+    ({"q": ones(2, 6, 4, 4).int()}, TypeError, "q is int32; expected float64 or float32 or float16 or bfloat16"),
+    ({"k": ones(2, 6, 2, 4).half()}, TypeError, "k is float16; expected float32, as q"),
+    ({"v": ones(2, 6, 2, 3).double()}, TypeError, "v is float64; expected float32, as q"),
+    ({"g": -ones(2, 6, 2, 4).double()}, TypeError, "g is float64; expected float32, as q or float32"),
+    ({"k": ones(2, 6, 2, 4, device="meta")}, ValueError, "k is on meta and q is on cpu; move them to one device"),
+    ({"q": ones(2, 6, 4, 8)[..., ::2]}, ValueError, "its last dimension must be contiguous: call q.contiguous()"),
+    ({"scale": "1"}, TypeError, "scale is str; expected a number or None"),
+    ({"scale": True}, TypeError, "scale is bool; expected a number or None"),
+    ({"output_final_state": 1}, TypeError, "output_final_state is int; expected True or False"),
+    (
+        {"initial_state": ones(1, 2, 4, 3)},
+        ValueError,
+        "initial_state has shape [1, 2, 4, 3]; expected [N, H, K, V] with N=2",
+    ),
+    (
+        {"initial_state": ones(2, 2, 4, 3).half()},
+        TypeError,
+        "initial_state is float16; expected float32 with torch.float32",
+    ),
+    ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, "cu_seqlens goes with B = 1; q has B = 2: pack the sequences"),
+]
+BAD_PACKED = [
+    ({"cu_seqlens": torch.tensor([0.0, 6.0])}, TypeError, "cu_seqlens is float32; expected int32 or int64"),
+    ({"cu_seqlens": torch.tensor([[0, 6]])}, ValueError, "cu_seqlens has shape [1, 2]; expected [N+1]"),
+    ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, ValueError, "cu_seqlens is empty; expected N+1 offsets"),
+    ({"cu_seqlens": [0, 6]}, TypeError, "cu_seqlens is list; expected a tensor [N+1]"),
+    ({"cu_seqlens": ones(3, dtype=torch.int64, device="meta")}, ValueError, "cu_seqlens is on meta and q is on cpu"),
+    (
+        {"initial_state": ones(1, 2, 4, 3)},
+        ValueError,
+        "initial_state has shape [1, 2, 4, 3]; expected [N, H, K, V] with N=2",
+    ),
+]
+BAD_STEP = [
+    ({"q": ones(2, 1, 4, 4)}, ValueError, "q has shape [2, 1, 4, 4]; expected [B, Hq, K]"),
+    ({"k": ones(3, 2, 4)}, ValueError, "k has shape [3, 2, 4]; expected [B, H, K] with B=2, K=4"),
+    ({"v": ones(2, 2, 3).half()}, TypeError, "v is float16; expected float32, as q"),
+    ({"g": ones(2, 2, 5)}, ValueError, "g has shape [2, 2, 5]; expected [B, H, K] with B=2, H=2, K=4"),
+    ({"state": ones(3, 2, 4, 3)}, ValueError, "state has shape [3, 2, 4, 3]; expected [P, H, K, V] with P=2"),
+    ({"state": ones(2, 2, 4, 3).half()}, TypeError, "state is float16; expected float32 or bfloat16"),
+    ({"state": None}, TypeError, "state is NoneType; expected a tensor [P, H, K, V]"),
+    ({"state": ones(2, 2, 4, 6)[..., ::2]}, ValueError, "call state.contiguous()"),
+    (
+        {"state_indices": torch.zeros(3, dtype=torch.int64)},
+        ValueError,
+        "state_indices has shape [3]; expected [B] with B=2",
+    ),
+    ({"state_indices": torch.zeros(2)}, TypeError, "state_indices is float32; expected int32 or int64"),
+    (
+        {"state_indices": ones(2, dtype=torch.int64, device="meta")},
+        ValueError,
+        "state_indices is on meta and q is on cpu",
+    ),
+    ({"inplace": "yes"}, TypeError, "inplace is str; expected True or False"),
+    ({"scale": None, "q": ones(2, 4, 0), "k": ones(2, 2, 0), "g": None}, ValueError, "K is 0; expected at least 1"),
+]
+BAD_ATTENTION = [
+    ({"k": ones(2, 5, 3, 8)}, ValueError, "v has shape [2, 5, 2, 3]; expected [B, Tk, H, V] with B=2, Tk=5, H=3"),
+    ({"k": ones(1, 5, 2, 8)}, ValueError, "k has shape [1, 5, 2, 8]; expected [B, Tk, H, K] with B=2, K=8"),
+    ({"q": ones(2, 6, 3, 8)}, ValueError, "q has 3 heads; expected a multiple of k's 2"),
+    ({"q": ones(2, 6, 4, 8).half()}, TypeError, "k is float32; expected float16, as q"),
+    ({"causal": None}, TypeError, "causal is NoneType; expected True or False"),
+    ({"scale": [1]}, TypeError, "scale is list; expected a number or None"),
+]
+BAD_SOFTMAX = [
+    ({"x": 3.0}, TypeError, "x is float; expected a tensor"),
+    ({"x": torch.tensor(3.0)}, ValueError, "x has no dimension; expected at least one"),
+    ({"x": torch.arange(3)}, TypeError, "x is int64; expected float64"),
+    ({"x": ones(2, 3), "dim": 2}, ValueError, "dim is 2; x has 2 dimensions: expected -2 to 1"),
+    ({"x": ones(2, 3), "dim": -3}, ValueError, "dim is -3; x has 2 dimensions: expected -2 to 1"),
+    ({"x": ones(2, 3), "dim": "last"}, TypeError, "dim is str; expected an integer"),
+    ({"x": ones(2, 6)[:, ::2]}, ValueError, "call x.contiguous()"),
+]
+CASES = [
+    pytest.param(function, arguments(**changes), error, message, id=f"{function.__name__}: {message[:60]}")
+    for function, arguments, bad in (
+        (gla.chunk_gla, chunk_arguments, BAD_CHUNK),
+        (gla.chunk_gla, packed_arguments, BAD_PACKED),
+        (gla.recurrent_gla_step, step_arguments, BAD_STEP),
+        (gla.softmax_attention, attention_arguments, BAD_ATTENTION),
+        (gla.online_softmax, dict, BAD_SOFTMAX),
+    )
+    for changes, error, message in bad
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "error", "message"), CASES)
+def test_refused_with_a_message(function, arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        function(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (gla.chunk_gla, chunk_arguments(k=ones(2, 5, 2, 4)), "k has shape [2, 5, 2, 4]; expected [B, T, H, K]"),
+        (gla.chunk_gla, chunk_arguments(q=ones(2, 6, 4, 8)[..., ::2]), "call q.contiguous()"),
+        (gla.chunk_gla, packed_arguments(initial_state=ones(1, 2, 4, 3)), "initial_state has shape [1, 2, 4, 3]"),
+        (gla.softmax_attention, attention_arguments(q=ones(2, 6, 3, 8)), "q has 3 heads; expected a multiple of k's 2"),
+        (gla.online_softmax, {"x": ones(2, 3), "dim": 2}, "dim is 2; x has 2 dimensions"),
+    ],
+)
+def test_refused_alike_where_a_gradient_is_needed(function, arguments, message):
+    first, *_ = arguments
+    arguments = {**arguments, first: arguments[first].detach().requires_grad_()}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        function(**arguments)
+
+
+def test_a_refused_step_writes_nothing():
+    arguments = step_arguments(k=ones(2, 2, 5), inplace=True)
+    before = arguments["state"].clone()
+    with pytest.raises(ValueError, match="k has shape"):
+        gla.recurrent_gla_step(**arguments)
+    assert torch.equal(arguments["state"], before)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "state"])
+def test_a_step_has_no_backward(name):
+    arguments = step_arguments()
+    arguments[name].requires_grad_()
+    with pytest.raises(RuntimeError, match="recurrent_gla_step has no backward"):
+        gla.recurrent_gla_step(**arguments)
+    with torch.no_grad():
+        gla.recurrent_gla_step(**arguments)
+
+
+def test_a_bad_call_after_a_good_one_of_the_same_function():
+    """What was learned of good arguments must not let bad ones through."""
+    gla.chunk_gla(**chunk_arguments())
+    with pytest.raises(ValueError, match="last dimension must be contiguous"):
+        gla.chunk_gla(**chunk_arguments(q=ones(2, 6, 4, 8)[..., ::2]))
+    with pytest.raises(TypeError, match="k is float16"):
+        gla.chunk_gla(**chunk_arguments(k=ones(2, 6, 2, 4).half()))
+    with pytest.raises(TypeError, match="scale is str"):
+        gla.chunk_gla(**chunk_arguments(scale="1"))
+
+
+@pytest.fixture
+def check_values(monkeypatch):
+    monkeypatch.setenv("GLA_CHECK", "1")
+    gla.reload_environment()
+    yield
+    monkeypatch.undo()
+    gla.reload_environment()
+
+
+BAD_VALUES = [
+    (gla.chunk_gla, chunk_arguments(g=ones(2, 6, 2, 4)), "g has values up to 1.0; expected the log of a forget gate"),
+    (gla.chunk_gla, chunk_arguments(v=torch.full((2, 6, 2, 3), torch.nan)), "v holds NaN in 72 of 72 places"),
+    (gla.chunk_gla, packed_arguments(cu_seqlens=torch.tensor([0, 5])), "expected offsets that rise from 0 to T = 6"),
+    (gla.chunk_gla, packed_arguments(cu_seqlens=torch.tensor([1, 6])), "expected offsets that rise from 0 to T = 6"),
+    (gla.chunk_gla, packed_arguments(cu_seqlens=torch.tensor([0, 4, 3, 6])), "expected offsets that rise from 0"),
+    (gla.recurrent_gla_step, step_arguments(g=ones(2, 2, 4)), "g has values up to 1.0"),
+    (
+        gla.recurrent_gla_step,
+        step_arguments(state_indices=torch.tensor([0, 2])),
+        "state_indices holds 2; the pool has 2",
+    ),
+    (gla.recurrent_gla_step, step_arguments(state_indices=torch.tensor([1, 1])), "expected no state twice"),
+    (gla.online_softmax, {"x": torch.tensor([torch.nan])}, "x holds NaN in 1 of 1 places"),
+    (gla.softmax_attention, attention_arguments(k=torch.full((2, 5, 2, 8), torch.nan)), "k holds NaN"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "message"), BAD_VALUES)
+def test_values_are_checked_on_request(function, arguments, message, check_values):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        function(**arguments)
+
+
+@pytest.mark.parametrize(("function", "arguments", "message"), BAD_VALUES[:2] + BAD_VALUES[5:])
+def test_values_are_not_read_otherwise(function, arguments, message):
+    function(**arguments)
+
+
+def test_good_values_pass_the_checks(check_values):
+    gla.chunk_gla(**chunk_arguments())
+    gla.chunk_gla(**packed_arguments(cu_seqlens=torch.tensor([0, 0, 6])))
+    gla.recurrent_gla_step(**step_arguments(state_indices=torch.tensor([-1, -1])))
+    gla.softmax_attention(**attention_arguments())
+    gla.online_softmax(torch.ones(3))

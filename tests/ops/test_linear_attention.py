@@ -1,0 +1,61 @@
+"""linear_attention against its defining sums in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.conformance.inputs import gla_inputs
+from gla_core.conformance.tolerances import relative_error
+
+
+def direct(q, k, v, feature_map, normalize, scale):
+    """Equations (1) to (3) of the source, all pairs at once."""
+    groups = q.shape[2] // k.shape[2]
+    q, k = feature_map(q), feature_map(k)
+    k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+    scores = torch.einsum("bthk,bshk->bhts", q, k).tril()
+    o = torch.einsum("bhts,bshv->bthv", scores, v)
+    return o / scores.sum(-1).mT[..., None] if normalize else scale * o
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(
+    ("feature_map", "meaning"),
+    [(None, lambda x: x), (torch.exp, torch.exp), (lambda x: torch.cat([x.exp(), (-x).exp()], -1),) * 2],
+    ids=["identity", "exp", "hedgehog"],
+)
+def test_values_and_gradients(feature_map, meaning, normalize):
+    x = gla_inputs(T=90, G=2, K=8, V=5, dtype=torch.float64)
+    leaves = [y.abs().requires_grad_() for y in (x.q, x.k, x.v)]  # positive: the identity's normaliser is far from 0
+    o, _ = gla.linear_attention(*leaves, feature_map=feature_map, normalize=normalize, scale=0.4)
+    ref = direct(*leaves, meaning, normalize, 0.4)
+    assert relative_error(o, ref) < 1e-12
+    do = torch.randn_like(o)
+    for grad, expected in zip(torch.autograd.grad(o, leaves, do), torch.autograd.grad(ref, leaves, do), strict=True):
+        assert relative_error(grad, expected) < 1e-11
+
+
+def test_the_default_is_elu_plus_one_normalised():
+    x = gla_inputs(T=40, dtype=torch.float64)
+    expected = direct(x.q, x.k, x.v, lambda y: torch.nn.functional.elu(y) + 1, True, 1.0)
+    assert relative_error(gla.linear_attention(x.q, x.k, x.v)[0], expected) < 1e-12
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_one_call_equals_two_joined(normalize):
+    x = gla_inputs(T=100, dtype=torch.float64)
+    whole, _ = gla.linear_attention(x.q, x.k, x.v, normalize=normalize)
+    first, state = gla.linear_attention(
+        *(y[:, :30] for y in (x.q, x.k, x.v)), normalize=normalize, output_final_state=True
+    )
+    rest, _ = gla.linear_attention(*(y[:, 30:] for y in (x.q, x.k, x.v)), normalize=normalize, initial_state=state)
+    assert relative_error(torch.cat([first, rest], dim=1), whole) < 1e-13
+
+
+def test_packed_sequences():
+    x = gla_inputs(lengths=(20, 0, 33), dtype=torch.float64)
+    packed, _ = gla.linear_attention(x.q, x.k, x.v, cu_seqlens=x.cu_seqlens)
+    alone = [gla.linear_attention(*(y[:, a:b] for y in (x.q, x.k, x.v)))[0] for a, b in ((0, 20), (20, 53))]
+    assert relative_error(packed, torch.cat(alone, dim=1)) < 1e-13

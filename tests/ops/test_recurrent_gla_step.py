@@ -1,0 +1,125 @@
+"""Values of recurrent_gla_step against the float64 oracle: batches, pools, skipped rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gla_core as gla
+from gla_core.conformance import oracle
+from gla_core.conformance.inputs import GATES, gla_inputs
+from gla_core.conformance.tolerances import FORWARD, relative_error
+
+
+def step_inputs(**shape):
+    """q, k, v, g of one token, and a state [B, H, K, V]."""
+    x = gla_inputs(T=1, initial_state=True, **shape)
+    return (*(None if y is None else y[:, 0] for y in (x.q, x.k, x.v, x.g)), x.initial_state)
+
+
+def expected(q, k, v, g, state, scale=None):
+    alpha = torch.ones_like(k).double() if g is None else g.double().exp()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return oracle.recurrent_gla_step(q.double(), k.double(), v.double(), alpha, state.double(), scale)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_values(dtype, gates, inplace, device):
+    q, k, v, g, state = step_inputs(B=3, H=2, G=2, K=24, V=40, dtype=dtype, gates=gates, device=device)
+    ref_o, ref_state = expected(q, k, v, g, state)
+    before = state.clone()
+    o, new = gla.recurrent_gla_step(q, k, v, g, state, inplace=inplace)
+    assert o.dtype == v.dtype
+    assert relative_error(o, ref_o) <= FORWARD[dtype]
+    assert relative_error(new, ref_state) <= FORWARD[state.dtype]
+    assert new is state if inplace else torch.equal(state, before)
+
+
+@settings(max_examples=60)
+@given(
+    B=st.integers(0, 4),
+    H=st.integers(1, 3),
+    G=st.integers(1, 3),
+    K=st.integers(1, 70),
+    V=st.integers(1, 70),
+    gates=st.sampled_from(GATES),
+    scale=st.sampled_from([None, 1.0, -0.5]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape(scale, **shape):
+    q, k, v, g, state = step_inputs(**shape, dtype=torch.float64)
+    o, new = gla.recurrent_gla_step(q, k, v, g, state, scale)
+    ref_o, ref_state = expected(q, k, v, g, state, scale)
+    assert relative_error(o, ref_o) <= 1e-12
+    assert relative_error(new, ref_state) <= 1e-12
+
+
+def test_bfloat16_state(device):
+    q, k, v, g, state = step_inputs(B=4, K=64, V=64, dtype=torch.bfloat16, device=device)
+    ref_o, ref_state = expected(q, k, v, g, state.bfloat16())
+    o, new = gla.recurrent_gla_step(q, k, v, g, state.bfloat16())
+    assert new.dtype == torch.bfloat16
+    assert relative_error(o, ref_o) <= FORWARD[torch.bfloat16]
+    assert relative_error(new, ref_state) <= FORWARD[torch.bfloat16]
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    "indices", [[2, 0, 5], [-1, 0, 5], [0, -1, 5], [3, -7, -1], [-1, -1, -1], [0, 6, 1], [99, -1, 4]], ids=str
+)
+def test_a_pool(indices, inplace, index_dtype, device):
+    """Rows read and write their own state; rows outside the pool give 0 and write nothing."""
+    q, k, v, g, _ = step_inputs(B=3, H=2, G=2, K=8, V=12, dtype=torch.float64, gates="-inf", device=device)
+    pool = torch.randn(6, 2, 8, 12, dtype=torch.float64, device=device)
+    ref_pool, ref_o = pool.clone(), torch.zeros(3, 4, 12, dtype=torch.float64, device=device)
+    for b, i in enumerate(indices):
+        if 0 <= i < 6:
+            row = slice(b, b + 1)
+            ref_o[row], ref_pool[i : i + 1] = expected(q[row], k[row], v[row], g[row], pool[i : i + 1])
+    before = pool.clone()
+    rows = torch.tensor(indices, dtype=index_dtype, device=device)
+    o, new = gla.recurrent_gla_step(q, k, v, g, pool, state_indices=rows, inplace=inplace)
+    assert relative_error(o, ref_o) <= 1e-12
+    assert relative_error(new, ref_pool) <= 1e-12
+    assert new is pool if inplace else torch.equal(pool, before)
+
+
+def test_an_empty_batch_leaves_the_pool_alone():
+    q, k, v, g, _ = step_inputs(B=0, H=2, K=8, V=12)
+    pool = torch.randn(6, 2, 8, 12)
+    o, new = gla.recurrent_gla_step(q, k, v, g, pool, state_indices=torch.zeros(0, dtype=torch.int64))
+    assert o.shape == (0, 2, 12)
+    assert torch.equal(new, pool)
+
+
+def test_steps_equal_a_chunk(device):
+    x = gla_inputs(T=70, G=2, dtype=torch.float64, gates="-inf", initial_state=True, device=device)
+    o, final = gla.chunk_gla(x.q, x.k, x.v, x.g, initial_state=x.initial_state, output_final_state=True)
+    state, steps = x.initial_state.clone(), []
+    for t in range(70):
+        o_t, state = gla.recurrent_gla_step(x.q[:, t], x.k[:, t], x.v[:, t], x.g[:, t], state, inplace=t % 2 == 0)
+        steps.append(o_t)
+    assert relative_error(torch.stack(steps, dim=1), o) < 1e-12
+    assert relative_error(state, final) < 1e-12
+
+
+def test_an_inplace_step_is_seen_by_autograd():
+    """A backward that needs the state as it was must fail, not use what the step wrote."""
+    x = gla_inputs(T=4, initial_state=True)
+    o, _ = gla.chunk_gla(x.q.requires_grad_(), x.k, x.v, x.g, initial_state=x.initial_state)
+    with torch.no_grad():
+        gla.recurrent_gla_step(x.q[:, 0], x.k[:, 0], x.v[:, 0], x.g[:, 0], x.initial_state, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def test_runs_in_inference_mode():
+    with torch.inference_mode():
+        q, k, v, g, state = step_inputs(B=2)
+        o, _ = gla.recurrent_gla_step(q, k, v, g, state.clone(), inplace=True)
+        assert relative_error(o, expected(q, k, v, g, state)[0]) < 1e-5

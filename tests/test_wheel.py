@@ -1,0 +1,60 @@
+"""The wheel, installed in an environment of its own without the repository, runs every backend that it carries."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RUN_EVERY_BACKEND = """
+import importlib.metadata, sys, torch, gla_core as gla
+assert not any("REPOSITORY" in p for p in sys.path), sys.path
+assert "REPOSITORY" not in gla.__file__, gla.__file__
+assert importlib.metadata.version("gla-core") == gla.__version__
+names = [b.name for b in gla.backends() if b.error is None and "chunk_gla_fwd" in b.ops]
+assert len(names) == len(gla.backends()), gla.backends()
+q = torch.randn(1, 70, 2, 16)
+for name in names:
+    o, _ = gla.chunk_gla(q, q, q, -q.abs(), backend=name)
+    assert o.isfinite().all()
+print(*names)
+"""
+
+
+def run(*command, **kwargs):
+    result = subprocess.run([str(c) for c in command], capture_output=True, text=True, **kwargs)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder, cwd=ROOT)
+    return next(folder.glob("*.whl"))
+
+
+def test_it_carries_the_core_the_reference_and_the_type_marker(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"gla_core", "gla_reference", f"gla_core-{'0.1.0'}.dist-info"}
+    assert "gla_core/py.typed" in names
+
+
+def test_it_runs_in_a_fresh_environment(wheel, tmp_path):
+    environment = tmp_path / "environment"
+    run(sys.executable, "-m", "venv", environment)
+    python = environment / "bin" / "python"
+    run(python, "-m", "pip", "install", "--no-index", "--no-deps", wheel)
+    # Its dependencies come from where the tests have theirs; a path added so does not activate editable installs.
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    script = RUN_EVERY_BACKEND.replace("REPOSITORY", str(ROOT / "gla_core").removesuffix("gla_core") + "gla_core")
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("GLA_")}
+    assert run(python, "-c", script, cwd=tmp_path, env=clean).split() == ["reference"]
+    assert "reference" in run(environment / "bin" / "gla", "backends", cwd=tmp_path, env=clean)
