@@ -82,11 +82,11 @@ def backends(as_json: Json = False) -> None:
         _print_json(rows)
     else:
         _print_table(rows)
-    raise typer.Exit(any(row["load error"] for row in rows))
+    raise typer.Exit(int(any(row["load error"] for row in rows)))
 
 
 @app.command(
-    epilog="Examples:\n\n gla explain chunk_gla_fwd --shape 8,4096,16,128,128 --dtype bfloat16 --device cuda\n\n"
+    epilog="Examples:\n\ngla explain chunk_gla_fwd --shape 8,4096,16,128,128 --dtype bfloat16 --device cuda\n\n"
     "gla explain chunk_gla_bwd --shape 1,8192,4,64,64 --query-heads 16 --varlen 12\n\n"
     "gla explain recurrent_gla_step --shape 64,16,128,128 --backend reference\n\n"
     "gla explain online_softmax --shape 1024,50257"
@@ -116,7 +116,7 @@ def explain(
         _print_json(_explanation_fields(explanation))
     else:
         typer.echo(str(explanation))
-    raise typer.Exit(explanation.winner is None)
+    raise typer.Exit(int(explanation.winner is None))
 
 
 @app.command(epilog="Example: GLA_BACKEND=reference gla doctor")
@@ -130,7 +130,7 @@ def doctor(as_json: Json = False) -> None:
         _print_json(report)
     else:
         _print_report(report)
-    raise typer.Exit(bool(report["problems"]))
+    raise typer.Exit(int(bool(report["problems"])))
 
 
 @app.command(epilog='Example: gla demo --seconds 60 --prompt "class "')
@@ -150,25 +150,24 @@ def demo(
 
     Exits with 1 if the model does not beat a bigram model or if chunked and recurrent evaluation disagree.
     """
-    from gla_core.demo.run import run_demo  # the other commands do not need it
+    from gla_core.demo.run import Options, run_demo  # the other commands do not need it
 
     with _usage_errors():
         place = _device(device)
         if place.type == "cuda" and not torch.cuda.is_available():
             raise ValueError("PyTorch sees no CUDA device here; leave out --device")
+    options = Options(place, steps, seconds, seed, prompt, tokens, temperature)
     try:
-        good = run_demo(_console(), steps, seconds, seed, place, prompt, tokens, temperature)
+        good = run_demo(options, _console())
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    raise typer.Exit(not good)
+    raise typer.Exit(int(not good))
 
 
 # ---- explain
 
 
-def describe_call(
-    op: str, shape: str, query_heads: int | None, dtype: str, device: str, varlen: int | None
-) -> OpCall:
+def describe_call(op: str, shape: str, query_heads: int | None, dtype: str, device: str, varlen: int | None) -> OpCall:
     """The call that the numbers of a command line describe. Raises ValueError or UnknownOpError for bad ones."""
     if op not in SHAPES:
         raise gla.UnknownOpError(f"unknown op {op!r}{nearest(op, SHAPES)} (there are {', '.join(SHAPES)})")
@@ -352,7 +351,7 @@ def _variable_names() -> list[str]:
 def _variable(name: str) -> dict[str, str | None]:
     value = os.environ.get(name)
     if name not in VARIABLES:
-        return {"name": name, "value": value, "effect": f"none: unknown variable{nearest(name, VARIABLES)}"}
+        return {"name": name, "value": value, "effect": f"none, it is unknown variable{nearest(name, VARIABLES)}"}
     set_, unset = {
         "GLA_BACKEND": ("the request in force, unless a call or use_backend says more", "every op runs under auto"),
         "GLA_BLOCK_PLUGINS": ("these plugins are not imported", "every plugin is imported"),
@@ -415,7 +414,7 @@ def _print_report(report: dict[str, Any]) -> None:
     for device in report["devices"]:
         facts = ", ".join(f"{name} {value}" for name, value in device.items() if name != "device")
         console.print(f"{device['device']}: {facts}", soft_wrap=True)
-    _print_table(report["variables"])
+    _print_table([{**row, "value": row["value"] or "unset"} for row in report["variables"]])
     _print_table(report["request"])
     _print_table([_without(row, "dtypes", "load error") for row in report["backends"]])
     for name, error in report["quarantine"].items():

@@ -13,7 +13,9 @@ B batch   T time   D width
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import cast
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -42,7 +44,7 @@ class LanguageModel(nn.Module):
     def __init__(self, width: int, blocks: int, heads: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
+        self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(width, heads) for _ in range(blocks)))
         self.norm = nn.RMSNorm(width)
         nn.init.normal_(self.embedding.weight, std=0.02)  # it is the head too, and logits should begin near 0
 
@@ -81,7 +83,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(width)
-        self.attention = GatedLinearAttention(width, num_heads=heads, use_short_conv=True)
+        self.attention = GatedLinearAttention(width, num_heads=heads)
         self.mlp_norm = nn.RMSNorm(width)
         self.mlp = GatedMLP(width, 2 * width)
 
