@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 	$(BIN)/gla demo
 
 test: $(INSTALLED)
-	$(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -23,7 +23,7 @@ class GlaInputs:
 
 
 def gate(shape: tuple[int, ...], kind: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor | None:
-    """Log forget gates.
+    """Log forget gates, on the generator's device.
 
     Args:
         shape: [B, T, H, K].
@@ -32,19 +32,23 @@ def gate(shape: tuple[int, ...], kind: str, dtype: torch.dtype, generator: torch
     """
     if kind == "none":
         return None
-    logits = torch.randn(shape, generator=generator, dtype=torch.float64)
-    log_sigmoid = torch.nn.functional.logsigmoid(logits)
+    log_sigmoid = torch.nn.functional.logsigmoid(normal(shape, dtype, generator))
     if kind == "mild":
-        return (log_sigmoid / 16).to(dtype)
+        return log_sigmoid / 16
     if kind == "strong":
-        return log_sigmoid.to(dtype)
-    uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
+        return log_sigmoid
+    uniform = torch.rand(shape, generator=generator, dtype=dtype, device=generator.device)
     if kind == "extreme":
-        return (-100 * uniform).to(dtype)
+        return -100 * uniform
     if kind != "-inf":
         raise ValueError(f"gate kind is {kind!r}; expected one of {GATES}")
-    mixed = torch.where(uniform < 0.02, -torch.inf, torch.where(uniform < 0.1, -100 * uniform, log_sigmoid / 16))
-    return mixed.to(dtype)
+    return torch.where(uniform < 0.02, -torch.inf, torch.where(uniform < 0.1, -100 * uniform, log_sigmoid / 16))
+
+
+def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers on the generator's device, drawn in at least float32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return torch.randn(shape, generator=generator, dtype=wide, device=generator.device).to(dtype)
 
 
 def gla_inputs(
@@ -60,25 +64,21 @@ def gla_inputs(
     gates: str = "mild",
     lengths: tuple[int, ...] | None = None,
     initial_state: bool = False,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> GlaInputs:
-    """Inputs of `chunk_gla`; the same for the same arguments, on every device.
+    """Inputs of `chunk_gla`; the same for the same arguments.
 
     Args:
         G: query heads per key/value head. gate_dtype: dtype of g, by default as q.
         lengths: packs sequences of these lengths; B and T then follow from them.
         initial_state: whether there is one.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     B, T, N = (B, T, B) if lengths is None else (1, sum(lengths), len(lengths))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
-
-    q, k, v = normal(B, T, H * G, K), normal(B, T, H, K), normal(B, T, H, V)
+    q, k, v = (normal(shape, dtype, generator) for shape in ((B, T, H * G, K), (B, T, H, K), (B, T, H, V)))
     g = gate((B, T, H, K), gates, gate_dtype or dtype, generator)
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    state = torch.randn(N, H, K, V, generator=generator, dtype=torch.float64).to(device, state_dtype)
+    state = normal((N, H, K, V), state_dtype, generator) if initial_state else None
     offsets = None if lengths is None else torch.tensor([0, *lengths], device=device).cumsum(0)
-    return GlaInputs(q, k, v, None if g is None else g.to(device), state if initial_state else None, offsets)
+    return GlaInputs(q, k, v, g, state, offsets)

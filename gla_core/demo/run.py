@@ -19,7 +19,6 @@ from gla_core.demo.corpus import Corpus, standard_library
 from gla_core.demo.model import LanguageModel
 from gla_core.demo.train import SETTINGS, Budget, Settings, train
 
-SECONDS = 100.0
 EVALUATED = 2**17  # bytes of held-out text
 COMPARED = 512  # bytes evaluated in both forms
 TOLERANCE = 1e-3  # of a logit: float32 rounding gives about 2e-5
@@ -27,7 +26,7 @@ TOLERANCE = 1e-3  # of a logit: float32 rounding gives about 2e-5
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user may choose; without steps or seconds the training takes `SECONDS`."""
+    """What the user may choose; without steps or seconds the training takes the time of `SETTINGS`."""
 
     device: torch.device
     steps: int | None = None
@@ -88,7 +87,7 @@ def _train(
     console: Console,
 ) -> bool:
     """Train under a progress bar. Returns whether Ctrl-C ended it."""
-    budget = Budget(options.seconds or SECONDS, options.steps)
+    budget = Budget(options.seconds or settings.seconds, options.steps)
     columns = (TextColumn("training"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[status]}"))
     bits = None  # averaged over the last steps or so
     with Progress(*columns, console=console) as bar:

@@ -16,7 +16,7 @@ from gla_core.demo.model import LanguageModel
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes of the model and of a training step."""
+    """Sizes of the model and of a training step, and how long to train."""
 
     width: int
     blocks: int
@@ -24,12 +24,13 @@ class Settings:
     window: int  # bytes that the model reads at once in training
     batch: int
     learning_rate: float
+    seconds: float
 
 
 # Found by trial: what learns most in the time. Two CPU cores read about 30,000 bytes a second at these sizes.
 SETTINGS = {
-    "cpu": Settings(width=128, blocks=2, heads=4, window=256, batch=8, learning_rate=3e-3),
-    "cuda": Settings(width=512, blocks=4, heads=8, window=512, batch=32, learning_rate=1e-3),
+    "cpu": Settings(width=128, blocks=2, heads=4, window=256, batch=8, learning_rate=3e-3, seconds=100),
+    "cuda": Settings(width=512, blocks=4, heads=8, window=512, batch=32, learning_rate=1e-3, seconds=40),
 }
 
 

@@ -160,6 +160,8 @@ def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:
         return f"needs a {_any_of(sorted(can.devices))} device; {subject} is on {call.device}"
     if call.dtype not in can.dtypes:
         return f"computes {_any_of(sorted(map(_short, can.dtypes)))}; {subject} is {_short(call.dtype)}"
+    if call.device.type == "cuda" and not torch.cuda.is_available():
+        return f"PyTorch sees no CUDA device here; the call is for {call.device}"
     if call.device.type == "cuda" and can.min_compute_capability > (0, 0):
         have = torch.cuda.get_device_capability(call.device)
         if have < can.min_compute_capability:

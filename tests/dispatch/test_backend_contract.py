@@ -108,6 +108,7 @@ def test_a_call_within_the_capabilities_is_accepted(capabilities, change):
     ],
 )
 def test_compute_capability(monkeypatch, have, sentence):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: have)
     assert gla_backend(min_compute_capability=(8, 6)).refusal(CUDA_CALL) == sentence
 
@@ -116,8 +117,16 @@ def test_compute_capability_is_not_asked_for_where_none_is_needed(monkeypatch):
     def no_device(device):
         raise AssertionError("the device was touched")
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", no_device)
     assert gla_backend().refusal(CUDA_CALL) is None
+
+
+def test_a_cuda_call_is_refused_where_there_is_no_cuda_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for capabilities in ({}, {"min_compute_capability": (8, 0)}, {"devices": frozenset({"cuda"})}):
+        refusal = gla_backend(**capabilities).refusal(CUDA_CALL)
+        assert refusal == "PyTorch sees no CUDA device here; the call is for cuda:0"
 
 
 def test_the_subject_of_online_softmax_is_x():

@@ -1,0 +1,196 @@
+"""Named workloads that the conformance kit checks and the benchmarks time: one list for both.
+
+A workload is an op, the sizes of its arguments, and tags that say what it is there for:
+
+    ci        small enough for an interpreter on a CPU     odd       sizes that no kernel likes
+    train     as in training a model                       packed    sequences of several lengths in one row
+    prefill   as in absorbing prompts                      extreme   gates that break factored forms
+    decode    one token at a time                          long      sequences or rows longer than a tile by far
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gla_core.conformance.inputs import GlaInputs, gla_inputs, normal
+
+TAGS = ("ci", "train", "prefill", "decode", "long", "odd", "packed", "extreme")
+OPS = ("chunk_gla", "recurrent_gla_step", "online_softmax", "softmax_attention")
+"""Public ops. chunk_gla stands for chunk_gla_fwd, and for chunk_gla_bwd where gradients are taken."""
+
+HALF = {"dtype": torch.bfloat16, "gate_dtype": torch.float32}
+"""As models run: bfloat16 with float32 gates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One call, by name.
+
+    Attributes:
+        name: unique among the workloads of its op.
+        op: one of `OPS`.
+        sizes: arguments of the function that makes its inputs: `gla_inputs`, `step_inputs`, `softmax_inputs` or
+            `attention_inputs`.
+        tags: from `TAGS`.
+    """
+
+    name: str
+    op: str
+    tags: frozenset[str]
+    sizes: dict = field(hash=False)
+
+
+def _workload(op: str, name: str, tags: str, **sizes: object) -> Workload:
+    return Workload(name, op, frozenset(tags.split()), sizes)
+
+
+CHUNK_GLA = (
+    _workload("chunk_gla", "one_token", "ci odd", B=1, T=1, H=1, K=16, V=16),
+    _workload("chunk_gla", "no_token", "ci odd", B=2, T=0, H=2, K=16, V=16, initial_state=True),
+    _workload("chunk_gla", "short", "ci", B=2, T=17, H=2, K=16, V=16, initial_state=True),
+    _workload("chunk_gla", "one_chunk", "ci", B=2, T=64, H=2, K=32, V=32),
+    _workload("chunk_gla", "one_more_than_a_chunk", "ci odd", B=1, T=65, H=2, K=32, V=16),
+    _workload("chunk_gla", "last_chunk_partial", "ci odd", B=2, T=203, H=1, K=32, V=32, initial_state=True),
+    _workload("chunk_gla", "odd_widths", "ci odd", B=1, T=77, H=3, K=19, V=37, initial_state=True),
+    _workload("chunk_gla", "width_one", "ci odd", B=1, T=70, H=1, K=1, V=1),
+    _workload("chunk_gla", "wide", "odd", B=1, T=130, H=1, K=256, V=200),
+    _workload("chunk_gla", "grouped", "ci", B=2, T=100, H=2, G=3, K=16, V=32, initial_state=True),
+    _workload("chunk_gla", "ungated", "ci", B=2, T=150, H=2, K=32, V=32, gates="none", initial_state=True),
+    _workload("chunk_gla", "strong", "ci", B=2, T=150, H=2, K=32, V=32, gates="strong", initial_state=True),
+    _workload("chunk_gla", "extreme", "ci extreme", B=2, T=150, H=2, K=32, V=32, gates="extreme", initial_state=True),
+    _workload(
+        "chunk_gla", "minus_infinity", "ci extreme", B=2, T=150, H=2, K=32, V=32, gates="-inf", initial_state=True
+    ),
+    _workload(
+        "chunk_gla", "packed", "ci packed odd", lengths=(0, 65, 1, 0, 130, 3), H=2, K=16, V=16, initial_state=True
+    ),
+    _workload("chunk_gla", "packed_grouped", "ci packed", lengths=(40, 64, 90), H=2, G=2, K=16, V=32, gates="-inf"),
+    _workload("chunk_gla", "model_512", "train", B=1, T=512, H=4, K=128, V=128, **HALF),
+    _workload("chunk_gla", "train_b8_t4096_h16", "train", B=8, T=4096, H=16, K=128, V=128, **HALF),
+    _workload("chunk_gla", "train_b16_t4096_h16", "train", B=16, T=4096, H=16, K=128, V=128, **HALF),
+    _workload("chunk_gla", "train_b32_t2048_h4_k256_v512", "train", B=32, T=2048, H=4, K=256, V=512, **HALF),
+    _workload("chunk_gla", "train_b16_t1024_h8", "train", B=16, T=1024, H=8, K=128, V=128, **HALF),
+    _workload("chunk_gla", "train_b4_t2048_h16_k64_v64", "train", B=4, T=2048, H=16, K=64, V=64, **HALF),
+    _workload("chunk_gla", "prefill_b1_t8192_h16", "prefill", B=1, T=8192, H=16, K=128, V=128, **HALF),
+    _workload("chunk_gla", "prefill_b2_t2048_h8", "prefill", B=2, T=2048, H=8, K=128, V=128, **HALF),
+    _workload("chunk_gla", "long_b1_t65536_h8", "prefill long", B=1, T=65536, H=8, K=128, V=128, **HALF),
+)
+RECURRENT_GLA_STEP = (
+    _workload("recurrent_gla_step", "small", "ci", B=3, H=2, K=16, V=16),
+    _workload("recurrent_gla_step", "odd_widths", "ci odd", B=2, H=3, K=19, V=37, gates="extreme"),
+    _workload("recurrent_gla_step", "grouped", "ci", B=2, H=2, G=4, K=32, V=16, gates="-inf"),
+    _workload("recurrent_gla_step", "ungated", "ci", B=2, H=2, K=16, V=32, gates="none"),
+    _workload("recurrent_gla_step", "pool", "ci packed", B=4, H=2, K=16, V=16, rows=(5, -1, 0, 2), pool=6),
+    _workload("recurrent_gla_step", "nobody", "ci odd", B=0, H=2, K=16, V=16),
+    *(
+        _workload("recurrent_gla_step", f"decode_b{B}", "decode", B=B, H=16, K=128, V=128, **HALF)
+        for B in (1, 8, 64, 256, 1024)
+    ),
+)
+ONLINE_SOFTMAX = (
+    _workload("online_softmax", "small", "ci", shape=(5, 33)),
+    _workload("online_softmax", "one_column", "ci odd", shape=(3, 1)),
+    _workload("online_softmax", "odd_columns", "ci odd", shape=(3, 1025)),
+    _workload("online_softmax", "other_dimension", "ci odd", shape=(3, 50, 7), dim=1),
+    _workload("online_softmax", "nothing", "ci odd", shape=(0, 4)),
+    _workload("online_softmax", "minus_infinity", "ci extreme", shape=(4, 3000), masked=True),
+    *(
+        _workload("online_softmax", f"rows_8192_columns_{n}", "train", shape=(8192, n), dtype=torch.bfloat16)
+        for n in (1024, 4096, 16384, 65536)
+    ),
+    _workload("online_softmax", "rows_4_columns_16m", "long", shape=(4, 2**24), dtype=torch.bfloat16),
+)
+SOFTMAX_ATTENTION = (
+    _workload("softmax_attention", "small", "ci", B=2, Tq=33, Tk=33, H=2, K=16, V=16, causal=True),
+    _workload("softmax_attention", "not_causal", "ci", B=1, Tq=20, Tk=70, H=2, K=32, V=16),
+    _workload("softmax_attention", "odd", "ci odd", B=1, Tq=65, Tk=131, H=1, K=19, V=37, causal=True),
+    _workload("softmax_attention", "grouped", "ci", B=2, Tq=40, Tk=40, H=2, G=3, K=16, V=16, causal=True),
+    _workload("softmax_attention", "one_query", "ci decode", B=2, Tq=1, Tk=300, H=2, K=16, V=16, causal=True),
+    _workload(
+        "softmax_attention",
+        "causal_b4_t4096_h16",
+        "train",
+        B=4,
+        Tq=4096,
+        Tk=4096,
+        H=16,
+        K=128,
+        V=128,
+        causal=True,
+        dtype=torch.bfloat16,
+    ),
+    _workload(
+        "softmax_attention",
+        "one_query_131072_keys",
+        "decode long",
+        B=1,
+        Tq=1,
+        Tk=131072,
+        H=16,
+        K=128,
+        V=128,
+        dtype=torch.bfloat16,
+    ),
+)
+WORKLOADS = (*CHUNK_GLA, *RECURRENT_GLA_STEP, *ONLINE_SOFTMAX, *SOFTMAX_ATTENTION)
+
+
+def select(op: str | None = None, tags: Iterable[str] = ()) -> list[Workload]:
+    """The workloads of an op (all by default) that have every one of `tags`."""
+    wanted = frozenset(tags)
+    return [w for w in WORKLOADS if (op is None or w.op == op) and wanted <= w.tags]
+
+
+def chunk_inputs(workload: Workload, **changes: object) -> GlaInputs:
+    """Arguments of `chunk_gla`; `changes` override sizes, such as dtype=torch.float16, device="cuda", seed=1."""
+    return gla_inputs(**{**workload.sizes, **changes})
+
+
+def step_inputs(workload: Workload, **changes: object) -> dict[str, Tensor | None]:
+    """Arguments of `recurrent_gla_step`: q, k, v, g, state and state_indices."""
+    sizes = {**workload.sizes, **changes}
+    rows, pool = sizes.pop("rows", None), sizes.pop("pool", None)
+    x = gla_inputs(**{**sizes, "T": 1, "initial_state": True})
+    token = {name: None if y is None else y[:, 0] for name, y in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g))}
+    state = x.initial_state
+    assert state is not None
+    if pool is not None:
+        state = normal((pool, *state.shape[1:]), state.dtype, _generator(sizes))
+    indices = None if rows is None else torch.tensor(rows, device=state.device)
+    return {**token, "state": state, "state_indices": indices}
+
+
+def softmax_inputs(workload: Workload, **changes: object) -> tuple[Tensor, int]:
+    """Arguments x and dim of `online_softmax`; 'masked' sets tiles, and most of a row, to -inf."""
+    sizes = {
+        "dim": -1,
+        "dtype": torch.float32,
+        "device": "cpu",
+        "seed": 0,
+        "masked": False,
+        **workload.sizes,
+        **changes,
+    }
+    x = normal(sizes["shape"], sizes["dtype"], _generator(sizes))
+    if sizes["masked"]:
+        x[0, : x.shape[1] // 2], x[1, 1:], x[2, -5:] = -torch.inf, -torch.inf, -torch.inf
+    return x, sizes["dim"]
+
+
+def attention_inputs(workload: Workload, **changes: object) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Arguments q, k, v and causal of `softmax_attention`."""
+    defaults = {"G": 1, "causal": False, "dtype": torch.float32, "device": "cpu", "seed": 0}
+    sizes = {**defaults, **workload.sizes, **changes}
+    B, Tq, Tk, H, K, V = (sizes[name] for name in ("B", "Tq", "Tk", "H", "K", "V"))
+    generator = _generator(sizes)
+    shapes = ((B, Tq, H * sizes["G"], K), (B, Tk, H, K), (B, Tk, H, V))
+    q, k, v = (normal(shape, sizes["dtype"], generator) for shape in shapes)
+    return q, k, v, sizes["causal"]
+
+
+def _generator(sizes: dict) -> torch.Generator:
+    return torch.Generator(sizes.get("device", "cpu")).manual_seed(sizes.get("seed", 0))

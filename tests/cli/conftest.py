@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import gla_core as gla
+from gla_core.cli import app
+
+ENTRY_POINTS = "gla_core.backends"
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No GLA_* variable and nothing remembered, before and after; a wide terminal without colours."""
+    for name in ("GLA_BACKEND", "GLA_BLOCK_PLUGINS", "GLA_CHECK", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "250")
+    gla.reload_environment()
+    yield
+    gla.reload_environment()
+
+
+@pytest.fixture
+def run() -> Callable[..., Result]:
+    """Run `gla` with these arguments."""
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def broken_plugin(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an installed plugin that cannot be imported."""
+    broken = importlib.metadata.EntryPoint("broken", "module_that_does_not_exist", ENTRY_POINTS)
+    real = importlib.metadata.entry_points
+
+    def entry_points(**select: str) -> list[importlib.metadata.EntryPoint]:
+        return [*real(**select), broken] if select.get("group") == ENTRY_POINTS else list(real(**select))
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    gla.reload_environment()
+    return broken.name

@@ -1,0 +1,90 @@
+"""gla doctor."""
+
+from __future__ import annotations
+
+import json
+import platform
+
+import torch
+
+import gla_core as gla
+
+
+def examine(run, exit_code: int) -> dict:
+    result = run("doctor", "--json")
+    assert result.exit_code == exit_code, result.output
+    return json.loads(result.stdout)
+
+
+def test_all_is_well(run):
+    result = run("doctor")
+    assert result.exit_code == 0
+    for text in (platform.python_version(), gla.__version__, torch.__version__, "triton", "GLA_BACKEND", "reference"):
+        assert text in result.output
+    assert result.output.endswith("all is well\n")
+
+
+def test_json_of_a_healthy_installation(run):
+    report = examine(run, 0)
+    assert report["problems"] == []
+    assert report["quarantine"] == {}
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["devices"][0] == {"device": "cpu", "threads": torch.get_num_threads()}
+    assert report["request"] == [{"op": "*", "request": "auto", "source": "default"}]
+    assert [row["name"] for row in report["variables"]] == ["GLA_BACKEND", "GLA_BLOCK_PLUGINS", "GLA_CHECK"]
+    assert "reference" in [row["name"] for row in report["backends"]]
+
+
+def test_variables_and_what_comes_of_them(run, monkeypatch):
+    monkeypatch.setenv("GLA_BACKEND", "chunk_gla_fwd=reference")
+    monkeypatch.setenv("GLA_CHECK", "1")
+    report = examine(run, 0)
+    rows = {row["name"]: row for row in report["variables"]}
+    assert rows["GLA_BACKEND"]["value"] == "chunk_gla_fwd=reference"
+    assert rows["GLA_BACKEND"]["effect"].startswith("asks for chunk_gla_fwd=reference")
+    assert rows["GLA_CHECK"]["effect"] == "tensor values are checked"
+    assert rows["GLA_BLOCK_PLUGINS"] == {
+        "name": "GLA_BLOCK_PLUGINS",
+        "value": None,
+        "effect": "every plugin is imported",
+    }
+    assert {"op": "chunk_gla_fwd", "request": "reference", "source": "GLA_BACKEND"} in report["request"]
+    assert {"op": "*", "request": "auto", "source": "default"} in report["request"]
+
+
+def test_an_unknown_variable(run, monkeypatch):
+    monkeypatch.setenv("GLA_BACKND", "reference")
+    report = examine(run, 1)
+    assert report["problems"] == ["unknown environment variable GLA_BACKND; did you mean 'GLA_BACKEND'?"]
+    assert "did you mean 'GLA_BACKEND'?" in report["variables"][-1]["effect"]
+
+
+def test_a_backend_that_is_not_installed(run, monkeypatch):
+    monkeypatch.setenv("GLA_BACKEND", "refrence")
+    (problem,) = examine(run, 1)["problems"]
+    assert problem.startswith("unknown backend 'refrence'; did you mean 'reference'?")
+
+
+def test_a_setting_that_cannot_be_read(run, monkeypatch):
+    monkeypatch.setenv("GLA_CHECK", "maybe")
+    assert examine(run, 1)["problems"] == ["GLA_CHECK is 'maybe'; expected 0 or 1"]
+
+
+def test_every_backend_blocked(run, monkeypatch):
+    names = {info.plugin for info in gla.backends()}
+    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(names))
+    report = examine(run, 1)
+    assert report["backends"] == []
+    assert report["problems"][0].startswith("no backend works")
+
+
+def test_a_broken_plugin_is_shown_with_its_traceback(run, broken_plugin):
+    error = "ModuleNotFoundError: No module named 'module_that_does_not_exist'"
+    report = examine(run, 1)
+    assert report["problems"] == [f"plugin {broken_plugin!r} failed to load: {error}"]
+    assert report["quarantine"][broken_plugin].startswith("Traceback (most recent call last)")
+    text = run("doctor")
+    assert text.exit_code == 1
+    assert "Traceback (most recent call last)" in text.output
+    assert "in _call_hook" in text.output
+    assert text.output.endswith("something is wrong\n")

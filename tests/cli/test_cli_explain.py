@@ -1,0 +1,147 @@
+"""gla explain."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.cli import SHAPES, describe_call
+from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
+
+NO_CUDA = "PyTorch sees no CUDA device here"
+
+
+@pytest.fixture
+def without_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_every_op_has_a_shape():
+    assert SHAPES.keys() == OP_PARAMETERS.keys()
+
+
+def test_it_prints_the_explanation(run):
+    result = run("explain", "chunk_gla_fwd", "--shape", "2,64,4,16,32", "--dtype", "float32", "--device", "cpu")
+    assert result.exit_code == 0
+    tensors = [torch.empty(2, 64, 4, width) for width in (16, 16, 32, 16)]
+    assert result.output == f"{gla.explain('chunk_gla_fwd', *tensors)}\n"
+
+
+def tensors_of(op: str) -> tuple[str, dict]:
+    """A shape, and tensors of that shape as the op receives them."""
+    x = torch.empty
+    if op == "online_softmax":
+        return "5,7", {"x": x(5, 7)}
+    if op == "recurrent_gla_step":
+        return "2,4,16,32", {
+            "q": x(2, 8, 16),
+            "k": x(2, 4, 16),
+            "v": x(2, 4, 32),
+            "g": x(2, 4, 16),
+            "state": x(2, 4, 16, 32),
+        }
+    qkv = {"q": x(2, 64, 8, 16), "k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32)}
+    return "2,64,4,16,32", qkv if op == "softmax_attention" else {**qkv, "g": x(2, 64, 4, 16)}
+
+
+@pytest.mark.parametrize("op", SHAPES)
+def test_numbers_describe_the_same_call_as_tensors(op):
+    shape, tensors = tensors_of(op)
+    heads = None if op == "online_softmax" else 8
+    assert describe_call(op, shape, heads, "float32", "cpu", None) == gla.explain(op, **tensors).call
+
+
+def test_packed_sequences_describe_the_same_call_as_tensors():
+    q, v = torch.empty(1, 64, 4, 16, dtype=torch.float64), torch.empty(1, 64, 4, 32, dtype=torch.float64)
+    cu_seqlens = torch.tensor([0, 10, 30, 64])
+    call = gla.explain("chunk_gla_bwd", q, q, v, q, cu_seqlens=cu_seqlens).call
+    assert describe_call("chunk_gla_bwd", "1,64,4,16,32", None, "float64", "cpu", 3) == call
+
+
+def test_json(run):
+    result = run("explain", "online_softmax", "--shape", "3,9", "--device", "cpu", "--backend", "reference", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {
+        "op": "online_softmax",
+        "dims": {"rows": 3, "columns": 9},
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "variable_length": False,
+        "request": "reference",
+        "source": "backend=",
+        "candidates": [{"name": "reference", "seconds": None, "refusal": None}],
+        "winner": "reference",
+        "why": "reference: the one asked for, by backend=",
+    }
+
+
+def test_the_environment_is_asked(run, monkeypatch):
+    monkeypatch.setenv("GLA_BACKEND", "reference")
+    gla.reload_environment()
+    result = run("explain", "online_softmax", "--shape", "3,9", "--device", "cpu", "--json")
+    assert json.loads(result.stdout)["source"] == "GLA_BACKEND"
+
+
+def test_nobody_can_run_it(run):
+    narrow = Backend(
+        "narrow", "1", {"online_softmax": lambda x, dim: x}, Capabilities(dtypes=frozenset({torch.float16}))
+    )
+    with gla.register(narrow):
+        result = run("explain", "online_softmax", "--shape", "3,9", "--device", "cpu", "--backend", "narrow")
+    assert result.exit_code == 1
+    assert "computes float16; x is bfloat16" in result.output
+
+
+def test_cuda_without_cuda_is_refused_plainly(run, without_cuda):
+    sm80 = Backend(
+        "sm80",
+        "1",
+        {"online_softmax": lambda x, dim: x},
+        Capabilities(devices=frozenset({"cuda"}), min_compute_capability=(8, 0)),
+    )
+    with gla.register(sm80):
+        result = run("explain", "online_softmax", "--shape", "3,9", "--device", "cuda", "--json")
+    assert result.exit_code == 1
+    explanation = json.loads(result.stdout)
+    assert explanation["winner"] is None
+    assert explanation["device"] == "cuda:0"
+    refusals = {candidate["name"]: candidate["refusal"] for candidate in explanation["candidates"]}
+    assert refusals.keys() >= {"sm80", "reference"}
+    assert all(refusal.startswith(NO_CUDA) for refusal in refusals.values())
+
+
+def test_a_typo_is_found_without_cuda_too(run, without_cuda):
+    arguments = ("explain", "online_softmax", "--shape", "3,9", "--device", "cuda", "--backend", "refrence")
+    assert run(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["chunk_gla_fw", "--shape", "1,2,3,4,5"], "unknown op 'chunk_gla_fw'; did you mean 'chunk_gla_fwd'?"),
+        (["chunk_gla_fwd", "--shape", "1,2,3,4"], "has 4 values; chunk_gla_fwd expects 5 whole numbers: B,T,H,K,V"),
+        (["recurrent_gla_step", "--shape", "1,1,2,3,4"], "has 5 values; recurrent_gla_step expects 4"),
+        (["softmax_attention", "--shape", "1,2"], "softmax_attention expects 5 whole numbers: B,T,H,K,V"),
+        (["online_softmax", "--shape", "1"], "online_softmax expects 2 whole numbers: ROWS,COLUMNS"),
+        (["online_softmax", "--shape", "1,x"], "expects 2 whole numbers"),
+        (["online_softmax", "--shape", "1,-2"], "expects 2 whole numbers"),
+        (["chunk_gla_fwd", "--shape", "1,2,3,0,5"], "K is 0; expected at least 1"),
+        (["chunk_gla_fwd", "--shape", "1,2,3,4,5", "--query-heads", "4"], "is 4; expected a multiple of H = 3"),
+        (["online_softmax", "--shape", "1,2", "--query-heads", "4"], "--query-heads does not go with online_softmax"),
+        (["chunk_gla_fwd", "--shape", "2,2,3,4,5", "--varlen", "4"], "expected B = 1 and not B = 2"),
+        (["softmax_attention", "--shape", "1,2,3,4,5", "--varlen", "4"], "--varlen does not go with softmax_attention"),
+        (["online_softmax", "--shape", "1,2", "--dtype", "float23"], "'float23'; did you mean 'float32'?"),
+        (["online_softmax", "--shape", "1,2", "--device", "gpu"], "unknown device 'gpu'; expected auto, cpu, cuda"),
+        (["online_softmax", "--shape", "1,2", "--backend", "refrence"], "'refrence'; did you mean 'reference'?"),
+        (["online_softmax", "--shape", "1,2", "--backend", "a b"], "cannot read 'a b'"),
+        (["online_softmax", "--shape", "1,2", "--backend", "softmx=reference"], "unknown op 'softmx'"),
+        (["online_softmax"], "--shape"),
+    ],
+)  # fmt: skip
+def test_bad_usage(run, arguments, message):
+    result = run("explain", *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
