@@ -1,4 +1,4 @@
-"""The reference chunk_gla on a CPU: against the per-token loop, and its peak memory as T grows."""
+"""chunk_gla: every backend over the shared workloads; the reference on a CPU, and its peak memory as T grows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from gla_core.conformance import oracle
 from gla_core.conformance.inputs import gla_inputs
 
 H, K, V = 4, 64, 64
+
+
+def bench_workload(case, run_case):
+    run_case(case)
 
 
 def per_token_loop(q, k, v, g):

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 try:
@@ -132,6 +133,45 @@ def doctor(as_json: Json = False) -> None:
     raise typer.Exit(int(bool(report["problems"])))
 
 
+@app.command(epilog="Examples:\n\ngla bench --op chunk_gla --json bench.json\n\ngla bench --tag decode --device cuda")
+def bench(
+    op: Annotated[str | None, typer.Option(help="A public op, such as chunk_gla; all by default.")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="A request; repeat for several; all by default.")] = None,
+    tag: Annotated[list[str] | None, typer.Option(help="Only workloads with this tag, such as train.")] = None,
+    workload: Annotated[list[str] | None, typer.Option(help="Only the workload of this name, or op/name.")] = None,
+    direction: Annotated[
+        list[str] | None,
+        typer.Option(help="forward, forward+backward, step, step_graph (these by default), host, first_call, ..."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1; auto is cuda where there is one.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results into this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw PNGs into this folder; needs matplotlib.")] = None,
+    baselines: Annotated[bool, typer.Option(help="Also time what to beat: a loop, PyTorch, FLA.")] = True,
+    seconds: Annotated[float | None, typer.Option(min=0.001, help="Of timed calls per measurement.")] = None,
+) -> None:
+    """Time the backends over named workloads, beside baselines and the memory floor.
+
+    Without --tag and --workload: small workloads on a CPU, in about a minute; those of models on a GPU. GB/s count the
+    bytes that must be moved at least; "of floor" compares with a copy on the same device; "x fla" above 1 is faster.
+    """
+    from gla_core.bench.run import Options, run_bench  # the other commands do not need it
+
+    with _usage_errors():
+        options = Options(
+            device=_device_here(device),
+            op=op,
+            backends=backend or (),
+            tags=tag or (),
+            names=workload or (),
+            directions=direction or (),
+            baselines=baselines,
+            seconds=seconds,
+            json=json_file,
+            plot=plot,
+        )
+        run_bench(options, _console())
+
+
 @app.command(epilog='Example: gla demo --seconds 60 --prompt "class "')
 def demo(
     steps: Annotated[int | None, typer.Option(min=1, help="Train for this many steps instead of by time.")] = None,
@@ -154,9 +194,7 @@ def demo(
     from gla_core.demo.run import Options, run_demo  # the other commands do not need it
 
     with _usage_errors():
-        place = _device(device)
-        if place.type == "cuda" and not torch.cuda.is_available():
-            raise ValueError("PyTorch sees no CUDA device here; leave out --device")
+        place = _device_here(device)
         _request_in_force()  # a typo in GLA_BACKEND shows now, not after the text has been read
     options = Options(place, steps, seconds, seed, prompt, tokens, temperature)
     try:
@@ -167,6 +205,30 @@ def demo(
         typer.echo(f"gla demo: {error}", err=True)
         raise typer.Exit(1) from None
     raise typer.Exit(int(not good))
+
+
+@app.command(epilog="Example: gla conformance reference --report report.json -k 'gradients and float32'")
+def conformance(
+    name: Annotated[str, typer.Argument(help="The backend to judge.")],
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cpu unless the backend does not run there.")] = None,
+    report: Annotated[str | None, typer.Option(help="Write a JSON report to this file.")] = None,
+    select: Annotated[str | None, typer.Option("-k", help="Names of tests, workloads, dtypes, as pytest's -k.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Source revision to note in the report.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line per case.")] = False,
+) -> None:
+    """Prove a backend right: values, gradients, layouts, memory and refusals of every op that it declares.
+
+    Exits with 0 if no case failed, 1 if some did, 2 for an unknown backend, a wrong device or an empty selection.
+    """
+    try:
+        from gla_core.conformance.run import run
+    except ModuleNotFoundError as missing:
+        message = f"gla conformance needs the package {missing.name!r}: pip install 'gla-core[conformance]'"
+        typer.echo(message, err=True)
+        raise typer.Exit(2) from None
+    with _usage_errors():
+        code = run(name, device, report, select, commit, verbose=verbose)
+    raise typer.Exit(code)
 
 
 # ---- explain
@@ -237,6 +299,14 @@ def _device(name: str) -> torch.device:
     if torch.cuda.is_available() and int(index or 0) >= torch.cuda.device_count():
         raise ValueError(f"there is no device {name!r}; this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", int(index or 0))
+
+
+def _device_here(name: str) -> torch.device:
+    """A device that can be used, and not only spoken of."""
+    place = _device(name)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("PyTorch sees no CUDA device here; leave out --device")
+    return place
 
 
 def _explanation_fields(explanation: gla.Explanation) -> dict[str, Any]:

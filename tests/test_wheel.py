@@ -42,7 +42,12 @@ def wheel(tmp_path_factory):
 
 def test_it_carries_the_core_the_reference_and_the_type_marker(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.split("/")[0] for name in names} == {"gla_core", "gla_reference", f"gla_core-{'0.1.0'}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {
+        "gla_core",
+        "gla_reference",
+        "pytest_gla_core",
+        f"gla_core-{'0.1.0'}.dist-info",
+    }
     assert "gla_core/py.typed" in names
 
 

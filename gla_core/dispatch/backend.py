@@ -82,9 +82,11 @@ class OpCall:
             columns for `online_softmax`.
         gate_dtype, state_dtype: dtype of g and of the state given, None where there is none.
         variable_length: whether `cu_seqlens` is given.
+        indexed: whether `state_indices` are given.
         needs_grad: whether a gradient will be asked for.
         deterministic: whether the user has asked PyTorch for deterministic algorithms.
         capturing: whether a CUDA graph is being captured.
+        float32_matmul_precision: what `torch.get_float32_matmul_precision()` says; 'highest' means no TF32.
     """
 
     op: str
@@ -94,9 +96,11 @@ class OpCall:
     gate_dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
     variable_length: bool = False
+    indexed: bool = False
     needs_grad: bool = False
     deterministic: bool = False
     capturing: bool = False
+    float32_matmul_precision: str = "highest"
 
 
 def supports_everything(call: OpCall) -> Reason | None:

@@ -64,6 +64,7 @@ class AbstractOp:
             needs_grad=needs_grad,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             capturing=capturing,
+            float32_matmul_precision=torch.get_float32_matmul_precision(),
         )
 
     def run(self, args: tuple, needs_grad: bool = False, backend: str | None = None) -> Any:
@@ -71,9 +72,9 @@ class AbstractOp:
         plans = _plans
         request = current_request(backend)
         capturing = getattr(args[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing()
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        settings = (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision())
         try:
-            key = (self.name, request.spec, needs_grad, deterministic, capturing, *_signature(args))
+            key = (self.name, request.spec, needs_grad, capturing, *settings, *_signature(args))
             plan = plans.get(key)
         except TypeError:  # an argument that cannot be hashed has a wrong type; describe() says which
             key = plan = None

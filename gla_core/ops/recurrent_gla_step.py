@@ -120,6 +120,7 @@ def _describe(
         dims={name: dims[name] for name in ("B", "H", "Hq", "K", "V", "P")},
         gate_dtype=None if g is None else g.dtype,
         state_dtype=state.dtype,
+        indexed=state_indices is not None,
     )
 
 

@@ -1,0 +1,75 @@
+"""The results section of the README, generated from the files under benchmarks/results.
+
+python3 benchmarks/readme_tables.py                    print it
+python3 benchmarks/readme_tables.py --write README.md  put it between the markers
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from gla_core.bench import results
+from gla_core.bench.results import Results
+from gla_core.bench.run import by_op
+
+FOLDER = Path(__file__).parent / "results"
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+MARKED = re.compile(f"{re.escape(BEGIN)}\n(.*?){re.escape(END)}", re.DOTALL)
+
+
+def render(folder: Path) -> str:
+    """Markdown of every baseline-*.json in the folder, ending in a line end; '' where there is none."""
+    return "".join(_section(results.read(path), path) for path in sorted(folder.glob("baseline-*.json")))
+
+
+def between_markers(readme: str) -> str | None:
+    """What stands between the markers, None where there are none."""
+    found = MARKED.search(readme)
+    return found and found[1]
+
+
+def insert(readme: str, generated: str) -> str:
+    """The README with `generated` between its markers. Raises ValueError where there are none."""
+    if between_markers(readme) is None:
+        raise ValueError(f"the README has no markers; put {BEGIN} and {END} on lines of their own")
+    return MARKED.sub(lambda _: f"{BEGIN}\n{generated}{END}", readme)
+
+
+def _section(found: Results, path: Path) -> str:
+    driver = f", driver {found.driver}" if found.driver else ""
+    versions = ", ".join(
+        f"{name} {getattr(found, name)}" for name in ("torch", "triton", "fla") if getattr(found, name)
+    )
+    bandwidth = f"; copies at {found.copy_bandwidth / 1e12:.2f} TB/s" if found.copy_bandwidth else ""
+    commit = f" at {found.commit[:10]}" if found.commit else ""
+    lines = [
+        f"### {found.device}\n",
+        f"gla_core {found.gla_core}{commit}, {versions}{driver}, {found.date[:10]}{bandwidth}. Medians. "
+        "GB/s counts each input and output once; 'of floor' is that over the copy bandwidth; "
+        "'× fla' is the time of FLA over that of the row. "
+        f"Written by `benchmarks/evidence.py` into `benchmarks/results/{path.name}`.\n",
+    ]
+    for op, rows in by_op(found.rows):
+        summary = f"<summary>{op}: {len(rows)} measurements</summary>"
+        lines.append(f"<details>{summary}\n\n{results.markdown(rows)}\n\n</details>\n")
+    pictures = sorted((path.parent / path.stem).glob("*.png"))
+    lines += [f"![{p.stem}](benchmarks/results/{path.stem}/{p.name})\n" for p in pictures]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the section, or write it into a README."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="a README with markers")
+    options = parser.parse_args()
+    generated = render(FOLDER)
+    if options.write is None:
+        print(generated, end="")
+    else:
+        options.write.write_text(insert(options.write.read_text(), generated))
+
+
+if __name__ == "__main__":
+    main()

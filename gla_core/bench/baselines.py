@@ -1,0 +1,151 @@
+"""What a backend is compared with: functions that are no backends, called with the arguments of the public ops.
+
+loop    the recurrence, one token at a time, in the dtype of the inputs
+torch   PyTorch's own softmax and scaled_dot_product_attention
+fla     flash-linear-attention's own public functions, where it is installed
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_core.conformance import oracle
+
+
+def loop_chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """`gla_core.chunk_gla` as a loop over tokens; packed sequences one after the other."""
+    T = q.shape[1]
+    ends = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
+    alpha, scale = torch.ones_like(k) if g is None else g.exp(), q.shape[-1] ** -0.5
+    outputs, states = [], []
+    for i, (start, end) in enumerate(itertools.pairwise(ends)):
+        state = _entering(initial_state, i, packed=cu_seqlens is not None)
+        if state is None:
+            state = k.new_zeros(q.shape[0], *k.shape[2:], v.shape[-1])
+        for t in range(start, end):
+            o, state = oracle.recurrent_gla_step(q[:, t], k[:, t], v[:, t], alpha[:, t], state, scale)
+            outputs.append(o)
+        states.append(state)
+    o = torch.stack(outputs, dim=1) if outputs else v.new_empty(*q.shape[:3], v.shape[-1])
+    return (o, torch.cat(states)) if output_final_state else (o,)
+
+
+def _entering(initial_state: Tensor | None, sequence: int, packed: bool) -> Tensor | None:
+    return initial_state[sequence : sequence + 1] if packed and initial_state is not None else initial_state
+
+
+def loop_recurrent_gla_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, state_indices: Tensor | None, inplace: bool
+) -> tuple[Tensor, ...]:
+    """One round of the loop, which writes `state`; rows with a negative index are left out."""
+    alpha, scale = torch.ones_like(k) if g is None else g.exp(), q.shape[-1] ** -0.5
+    if state_indices is None:
+        o, new = oracle.recurrent_gla_step(q, k, v, alpha, state, scale)
+        return o, state.copy_(new)
+    served = state_indices >= 0
+    rows = state_indices[served]
+    answer, new = oracle.recurrent_gla_step(q[served], k[served], v[served], alpha[served], state[rows], scale)
+    state[rows] = new
+    o = v.new_zeros(*q.shape[:2], v.shape[-1])
+    o[served] = answer
+    return o, state
+
+
+def torch_online_softmax(x: Tensor, dim: int) -> tuple[Tensor]:
+    """torch.softmax."""
+    return (torch.softmax(x, dim),)
+
+
+def torch_softmax_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor]:
+    """PyTorch's scaled_dot_product_attention. It returns no log-sum-exp."""
+    Tq, Tk = q.shape[1], k.shape[1]
+    # Torch aligns its causal mask with the first key and we with the last: they differ unless Tq = Tk.
+    mask = None
+    if causal and Tq not in (1, Tk):
+        mask = torch.ones(Tq, Tk, dtype=torch.bool, device=q.device).tril(Tk - Tq)
+    o = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        attn_mask=mask,
+        is_causal=causal and Tq == Tk and Tq > 1,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return (o.transpose(1, 2),)
+
+
+def fla_chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """fla.ops.gla.chunk_gla, differentiated by its own autograd."""
+    _fla_can(q, k, g)
+    o, state = _fla().chunk_gla(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+    )
+    return (o, state) if output_final_state else (o,)
+
+
+def fla_recurrent_gla_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, state_indices: Tensor | None, inplace: bool
+) -> tuple[Tensor, ...]:
+    """fla.ops.gla.fused_recurrent_gla on one token. It returns a new state; it cannot write the one given."""
+    _fla_can(q, k, g)
+    if state_indices is not None:
+        raise ValueError("fla has no pool of states; state_indices is given")
+    token = {name: x[:, None] for name, x in (("q", q), ("k", k), ("v", v), ("gk", g)) if x is not None}
+    o, state = _fla().fused_recurrent_gla(**token, initial_state=state, output_final_state=True)
+    return o[:, 0], state
+
+
+def _fla() -> Any:
+    return importlib.import_module("fla.ops.gla")  # it is optional, and slow to import
+
+
+def _fla_can(q: Tensor, k: Tensor, g: Tensor | None) -> None:
+    if q.shape[-2] != k.shape[-2]:
+        raise ValueError(f"fla has no grouped queries; q has {q.shape[-2]} heads and k has {k.shape[-2]}")
+    if g is None:
+        raise ValueError("fla's GLA needs a gate; g is None")
+
+
+BASELINES: Mapping[str, Mapping[str, Callable[..., tuple[Tensor, ...]]]] = {
+    "loop": {"chunk_gla": loop_chunk_gla, "recurrent_gla_step": loop_recurrent_gla_step},
+    "torch": {"online_softmax": torch_online_softmax, "softmax_attention": torch_softmax_attention},
+    "fla": {"chunk_gla": fla_chunk_gla, "recurrent_gla_step": fla_recurrent_gla_step},
+}
+
+
+def baselines(op: str, device: torch.device) -> list[str]:
+    """The baselines that exist here for a public op: loop on a CPU, fla on a CUDA device, torch on both."""
+    places = {"loop": device.type == "cpu", "torch": True, "fla": device.type == "cuda" and has_fla()}
+    return [name for name, functions in BASELINES.items() if op in functions and places[name]]
+
+
+def has_fla() -> bool:
+    """Whether flash-linear-attention is installed; imports nothing of it."""
+    return importlib.util.find_spec("fla") is not None

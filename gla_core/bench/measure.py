@@ -1,0 +1,150 @@
+"""Time of a callable: device events on a CUDA device, the wall clock elsewhere; always a median after warm-up.
+
+A measurement takes a list of callables that do the same on different tensors, and calls them in turn. `rotations` says
+how many are needed so that no call finds its inputs in the device's cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+clock = time.perf_counter
+
+Call = Callable[[], object]
+
+FEWEST, MOST = 3, 2000  # timed calls
+_BURST = 20  # calls enqueued at a time for host time: they must fit into the device's queue of launches
+_MOST_ROTATIONS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Median seconds of one call, and how many calls were timed."""
+
+    seconds: float
+    calls: int
+
+
+def time_calls(calls: Sequence[Call], device: torch.device, budget: float = 0.5) -> Timing:
+    """Seconds of one call.
+
+    On a CUDA device this is the time between two events around it in the stream, so a call that takes the host longer
+    than the device is timed by the host.
+
+    Args:
+        calls: taken in turn; see the module.
+        budget: seconds to spend after the first call, which may compile.
+    """
+    turn = itertools.cycle(calls)
+    next(turn)()
+    number = _affordable(_warm_up(turn, device, budget / 5), budget)
+    sample = _device_samples if device.type == "cuda" else _wall_samples
+    return Timing(statistics.median(sample(turn, device, number)), number)
+
+
+def time_graph(calls: Sequence[Call], device: torch.device, budget: float = 0.5) -> Timing:
+    """Seconds of one call when all of `calls` are captured into one CUDA graph that is replayed.
+
+    Raises:
+        RuntimeError: the calls cannot be captured.
+    """
+    if device.type != "cuda":
+        raise RuntimeError(f"a CUDA graph needs a CUDA device, not {device}")
+    with torch.cuda.device(device):
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):  # what compiles or allocates at first use must have done so
+            for call in itertools.islice(itertools.cycle(calls), max(FEWEST, len(calls))):
+                call()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        replay = time_calls([graph.replay], device, budget)
+    return Timing(replay.seconds / len(calls), replay.calls * len(calls))
+
+
+def time_host(calls: Sequence[Call], device: torch.device, budget: float = 0.5) -> Timing:
+    """Seconds the host needs for one call, without waiting for the device. For shapes on which the device keeps up."""
+    turn = itertools.cycle(calls)
+    next(turn)()
+    bursts = _affordable(_BURST * _warm_up(turn, device, budget / 5), budget)
+    samples = []
+    for _ in range(bursts):
+        start = clock()
+        for _ in range(_BURST):
+            next(turn)()
+        samples.append((clock() - start) / _BURST)
+        synchronize(device)
+    return Timing(statistics.median(samples), bursts * _BURST)
+
+
+def copy_bandwidth(device: torch.device, size: int | None = None, budget: float = 0.5) -> float:
+    """Bytes per second of a copy on the device, read and written together.
+
+    Args:
+        size: bytes to copy; by default 1 GiB on a CUDA device, 128 MiB elsewhere.
+    """
+    size = size or (2**30 if device.type == "cuda" else 2**27)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / time_calls([lambda: target.copy_(source)], device, budget).seconds
+
+
+def rotations(size: int, device: torch.device) -> int:
+    """How many sets of tensors of `size` bytes hold twice what the device's cache does, up to 128; 1 on a CPU."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(_MOST_ROTATIONS, math.ceil(2 * cache / max(size, 1)))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a CUDA device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _affordable(estimate: float, budget: float) -> int:
+    return max(FEWEST, min(MOST, round(budget / max(estimate, 1e-9))))
+
+
+def _warm_up(turn: Iterator[Call], device: torch.device, budget: float) -> float:
+    """Call for `budget` seconds, at least twice; an estimate of the seconds of a call."""
+    synchronize(device)
+    start, number = clock(), 0
+    while number < 2 or (clock() - start < budget and number < MOST):
+        next(turn)()
+        number += 1
+        if number % _BURST == 0:  # or the host runs ahead of its budget
+            synchronize(device)
+    synchronize(device)
+    return (clock() - start) / number
+
+
+def _wall_samples(turn: Iterator[Call], device: torch.device, number: int) -> list[float]:
+    samples = []
+    for call in itertools.islice(turn, number):
+        start = clock()
+        call()
+        samples.append(clock() - start)
+    return samples
+
+
+def _device_samples(turn: Iterator[Call], device: torch.device, number: int) -> list[float]:
+    with torch.cuda.device(device):
+        pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(number)]
+        for (start, end), call in zip(pairs, turn, strict=False):
+            start.record()
+            call()
+            end.record()
+        torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs]

@@ -1,0 +1,147 @@
+"""Results as a file: rows, and everything a reader needs to know about where they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import gla_core as gla
+from gla_core.bench.baselines import BASELINES
+from gla_core.bench.suite import Row, with_ratios
+
+HEADER = ("workload", "direction", "backend", "time", "GB/s", "of floor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """One run on one device.
+
+    Attributes:
+        device: the device's name. driver: the NVIDIA driver's version, None without one.
+        python, torch, triton, fla, gla_core: versions, None where not installed.
+        commit: of the source tree, None outside of one; ends in "+" where the tree has changes.
+        date: of the run, ISO 8601 in UTC.
+        copy_bandwidth: bytes per second, read and written together, measured in the same run.
+        rows: see `gla_core.bench.suite.Row`.
+    """
+
+    device: str
+    driver: str | None
+    python: str
+    torch: str
+    triton: str | None
+    fla: str | None
+    gla_core: str
+    commit: str | None
+    date: str
+    copy_bandwidth: float | None
+    rows: tuple[Row, ...] = ()
+
+    def with_rows(self, rows: Sequence[Row]) -> Results:
+        """The same run with these rows, their ratios worked out."""
+        return dataclasses.replace(self, rows=tuple(with_ratios(rows)))
+
+
+def describe_run(device: torch.device, copy_bandwidth: float | None, commit: str | None = None) -> Results:
+    """Results without rows, for a run that begins now."""
+    cuda = device.type == "cuda"
+    return Results(
+        device=torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+        driver=_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        triton=_version_of("triton"),
+        fla=_version_of("flash-linear-attention"),
+        gla_core=gla.__version__,
+        commit=commit or _commit(),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        copy_bandwidth=copy_bandwidth,
+    )
+
+
+def write(path: Path, results: Results) -> None:
+    """Write results as JSON. A reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(json.dumps(dataclasses.asdict(results), indent=1) + "\n")
+    unfinished.replace(path)
+
+
+def read(path: Path) -> Results:
+    """Read what `write` wrote. Raises ValueError for a file that holds something else."""
+    try:
+        fields = json.loads(path.read_text())
+        return Results(**{**fields, "rows": tuple(Row(**row) for row in fields["rows"])})
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no results of gla bench: {error}") from None
+
+
+def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells, with a column for each baseline that some row is compared with, and one for errors if any."""
+    compared = [name for name in BASELINES if any(name in row.ratio_to for row in rows)]
+    errors = any(row.error for row in rows)
+    header = [*HEADER, *(f"× {name}" for name in compared), *(["error"] if errors else [])]
+    return header, [
+        [
+            *(row.workload, row.direction, row.backend, time_text(row.seconds)),
+            *("" if x is None else text(x) for x, text in _rates(row)),
+            *(f"{row.ratio_to[name]:.2f}" if name in row.ratio_to else "" for name in compared),
+            *([row.error or ""] if errors else []),
+        ]
+        for row in rows
+    ]
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table in Markdown, without a line end at its end."""
+    header, body = table(rows)
+    lines = [header, ["---"] * 3 + ["---:"] * (len(header) - 3), *body]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def time_text(seconds: float | None) -> str:
+    """A time in the unit that suits it, to three digits."""
+    if seconds is None:
+        return "-"
+    unit, factor = ("s", 1) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
+    value = seconds * factor
+    return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f} {unit}"
+
+
+def _rates(row: Row) -> list:
+    return [(row.gigabytes_per_second, _three_digits), (row.floor_fraction, "{:.1%}".format)]
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    here = str(Path(__file__).parent)
+    commit = _output("git", "-C", here, "rev-parse", "HEAD")
+    return commit and commit + ("+" if _output("git", "-C", here, "status", "--porcelain", "-uno") else "")
+
+
+def _output(*command: str) -> str | None:
+    """The first line that a program prints; None if it is missing, fails or prints nothing."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return next(iter(run.stdout.splitlines()), None) if run.returncode == 0 else None
+
+
+def _three_digits(x: float) -> str:
+    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"

@@ -1,0 +1,268 @@
+"""What is timed: cases (a workload, an implementation, a direction), and the row that each of them gives.
+
+forward            chunk_gla, online_softmax, softmax_attention without gradients
+forward+backward   with the gradients of every input, through autograd
+step               recurrent_gla_step, writing the state in place
+step_graph         the same in a CUDA graph that is replayed
+host               seconds of the host per eager call (forward or step), the device not waited for
+first_call         the first forward or step of a fresh process with an empty Triton cache; imports, compilation and
+                   tuning included
+first_backward     the first backward after that
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gla_core as gla
+from gla_core.bench import measure
+from gla_core.bench.baselines import BASELINES, baselines
+from gla_core.bench.first_call import first_call
+from gla_core.bench.floor import floor_bytes
+from gla_core.conformance import workloads
+from gla_core.conformance.workloads import Workload
+
+Call = Callable[[], tuple[Tensor, ...]]
+
+TIMED = ("forward", "forward+backward", "step", "step_graph")
+DIRECTIONS = (*TIMED, "host", "first_call", "first_backward")
+CUDA_TAGS = ("train", "prefill", "decode", "long")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement to make. `backend` is a request, such as a backend's name, or the name of a baseline."""
+
+    workload: Workload
+    backend: str
+    direction: str
+
+    def __str__(self) -> str:
+        return f"{self.workload.name}-{self.backend}-{self.direction}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        workload, op, direction: what was measured.
+        backend: the backend that really ran, or the baseline; the request where nobody could.
+        seconds: median of `calls` calls; None where there is an error.
+        gigabytes_per_second: bytes of the memory floor over seconds.
+        floor_fraction: seconds of the memory floor, at the copy bandwidth of the same run, over seconds.
+        ratio_to: for each baseline of the same workload and direction, its seconds over these: above 1 is faster.
+        error: one line, None if all went well.
+    """
+
+    workload: str
+    op: str
+    backend: str
+    direction: str
+    seconds: float | None = None
+    calls: int = 0
+    gigabytes_per_second: float | None = None
+    floor_fraction: float | None = None
+    ratio_to: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What rows that are compared have in common."""
+        return (self.op, self.workload, self.direction)
+
+
+def default_workloads(op: str | None, device: torch.device) -> list[Workload]:
+    """Those tagged ci on a CPU, and those of models on a CUDA device, where there is anything to compute."""
+    found = workloads.select(op, ["ci"]) if device.type == "cpu" else workloads.select(op)
+    return [w for w in found if not is_empty(w) and (device.type == "cpu" or w.tags.intersection(CUDA_TAGS) - {"ci"})]
+
+
+def is_empty(workload: Workload) -> bool:
+    """Whether a workload holds no token or row: it is there for conformance, not for time."""
+    sizes = workload.sizes
+    return 0 in (*sizes.get("shape", ()), sizes.get("B"), sizes.get("T"))
+
+
+def cases(
+    chosen: Iterable[Workload],
+    device: torch.device,
+    backends: Sequence[str] | None = None,
+    directions: Sequence[str] = TIMED,
+    with_baselines: bool = True,
+) -> list[Case]:
+    """What there is to measure: baselines first, so that every later row can be compared.
+
+    Args:
+        backends: requests; by default every backend that implements the op.
+    """
+    found = []
+    for workload in chosen:
+        names = baselines(workload.op, device) if with_baselines else []
+        for direction in _directions(workload.op, device, directions):
+            for name in (*names, *(backends if backends is not None else implementing(workload.op))):
+                found.append(Case(workload, name, direction))
+    return found
+
+
+def implementing(op: str) -> list[str]:
+    """Names of the backends that implement a public op."""
+    return [info.name for info in gla.backends() if _forward_op(op) in info.ops]
+
+
+def _directions(op: str, device: torch.device, wanted: Sequence[str]) -> list[str]:
+    of_op = ("step", "step_graph") if op == "recurrent_gla_step" else ("forward", "forward+backward")
+    possible = (*of_op, "host", "first_call", *(() if op == "recurrent_gla_step" else ("first_backward",)))
+    return [d for d in possible if d in wanted and (d != "step_graph" or device.type == "cuda")]
+
+
+def measure_case(case: Case, device: torch.device, bandwidth: float | None = None, budget: float = 0.5) -> Row:
+    """Measure one case. Whatever goes wrong is the row's error.
+
+    Args:
+        bandwidth: bytes per second of a copy on the device, for the fraction of the floor.
+        budget: seconds to spend on timed calls; what compiles comes on top.
+    """
+    row = Row(workload=case.workload.name, op=case.workload.op, backend=case.backend, direction=case.direction)
+    try:
+        backend = resolve(case, device)
+        row = dataclasses.replace(row, backend=backend)
+        timing = _time(dataclasses.replace(case, backend=backend), device, budget)
+    except Exception as error:  # out of memory, a kernel that cannot be built, a baseline that cannot serve this
+        lines = str(error).strip().splitlines() or [""]
+        return dataclasses.replace(row, error=f"{type(error).__name__}: {' '.join(lines)[:300]}")
+    finally:
+        _free(device)
+    row = dataclasses.replace(row, seconds=timing.seconds, calls=timing.calls)
+    return row if case.direction not in TIMED else _against_the_floor(row, case, bandwidth)
+
+
+def _against_the_floor(row: Row, case: Case, bandwidth: float | None) -> Row:
+    assert row.seconds is not None
+    rate = floor_bytes(case.workload.op, case.workload.sizes, case.direction == "forward+backward") / row.seconds
+    fraction = None if bandwidth is None else rate / bandwidth
+    return dataclasses.replace(row, gigabytes_per_second=rate / 1e9, floor_fraction=fraction)
+
+
+def with_ratios(rows: Sequence[Row]) -> list[Row]:
+    """The rows, each with its ratio to every baseline of the same workload and direction."""
+    references = {(row.key, row.backend): row.seconds for row in rows if row.backend in BASELINES and row.seconds}
+    return [
+        row
+        if row.seconds is None
+        else dataclasses.replace(
+            row,
+            ratio_to={
+                name: references[row.key, name] / row.seconds
+                for name in BASELINES
+                if name != row.backend and (row.key, name) in references
+            },
+        )
+        for row in rows
+    ]
+
+
+def resolve(case: Case, device: torch.device) -> str:
+    """The name of what runs a case: a baseline, or the backend that its request selects.
+
+    Raises:
+        NoBackendError, UnknownBackendError: nobody can run it, with the reason.
+    """
+    if case.backend in BASELINES:
+        return case.backend
+    arguments = make_arguments(case.workload, device, case.direction in ("forward+backward", "first_backward"))
+    circumstances = {"capturing": True} if case.direction == "step_graph" else {}
+    explanation = gla.explain(_forward_op(case.workload.op), **arguments, backend=case.backend, **circumstances)
+    if explanation.winner is None:
+        raise gla.NoBackendError(explanation.why)
+    return explanation.winner
+
+
+def make_arguments(workload: Workload, device: torch.device, gradients: bool = False, seed: int = 0) -> dict[str, Any]:
+    """Arguments of the public op by name, without `backend`; floating-point ones require a gradient if asked."""
+    changes = {"device": device, "seed": seed}
+    arguments: dict[str, Any]
+    if workload.op == "chunk_gla":
+        x = workloads.chunk_inputs(workload, **changes)
+        names = ("q", "k", "v", "g", "initial_state", "cu_seqlens")
+        arguments = {name: getattr(x, name) for name in names}
+        arguments["output_final_state"] = x.initial_state is not None
+    elif workload.op == "recurrent_gla_step":
+        arguments = {**workloads.step_inputs(workload, **changes), "inplace": True}
+    elif workload.op == "online_softmax":
+        arguments = dict(zip(("x", "dim"), workloads.softmax_inputs(workload, **changes), strict=True))
+    else:
+        arguments = dict(zip(("q", "k", "v", "causal"), workloads.attention_inputs(workload, **changes), strict=True))
+    for x in leaves(arguments) if gradients else ():
+        x.requires_grad_()
+    return arguments
+
+
+def make_call(workload: Workload, backend: str, direction: str, device: torch.device, seed: int = 0) -> Call:
+    """A function that runs the case once on tensors of its own.
+
+    Args:
+        backend: a resolved name.
+        direction: forward, step or forward+backward; the latter returns the gradients.
+    """
+    backward = direction == "forward+backward"
+    arguments = make_arguments(workload, device, backward, seed)
+    function = bound(workload.op, backend, arguments)
+    if not backward:
+        return torch.no_grad()(function)
+    differentiated = leaves(arguments)
+    with torch.no_grad():
+        incoming = [torch.randn_like(x) for x in function()]
+
+    def forward_and_backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(function(), differentiated, incoming)
+
+    return forward_and_backward
+
+
+def bound(op: str, backend: str, arguments: dict[str, Any]) -> Call:
+    """The implementation called `backend` with these arguments, returning a tuple of tensors."""
+    if backend in BASELINES:
+        if op not in BASELINES[backend]:
+            raise ValueError(f"the baseline {backend!r} has no {op}")
+        return functools.partial(BASELINES[backend][op], **arguments)
+    public = functools.partial(getattr(gla, op), **arguments, backend=backend)
+    if op == "online_softmax":
+        return lambda: (public(),)
+    if op == "chunk_gla" and not arguments["output_final_state"]:
+        return lambda: public()[:1]
+    return public
+
+
+def _time(case: Case, device: torch.device, budget: float) -> measure.Timing:
+    if case.direction.startswith("first_"):
+        return measure.Timing(first_call(case.workload, case.backend, device)[case.direction], 1)
+    plain = case.direction if case.direction == "forward+backward" else "forward"
+    sets = measure.rotations(floor_bytes(case.workload.op, case.workload.sizes), device)
+    calls = [make_call(case.workload, case.backend, plain, device, seed) for seed in range(sets)]
+    time = {"step_graph": measure.time_graph, "host": measure.time_host}.get(case.direction, measure.time_calls)
+    return time(calls, device, budget)
+
+
+def _forward_op(op: str) -> str:
+    return "chunk_gla_fwd" if op == "chunk_gla" else op
+
+
+def leaves(arguments: dict[str, Any]) -> list[Tensor]:
+    """The floating-point tensors among the arguments, in order."""
+    return [x for x in arguments.values() if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _free(device: torch.device) -> None:
+    """Give memory back, so that one case does not starve the next."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,206 @@
+"""Calls of an op by the backend under test, what the oracle says of them, and the memory they find."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gla_core as gla
+from gla_core.conformance import oracle
+from gla_core.conformance.cases import Case
+from gla_core.conformance.inputs import GlaInputs, normal
+from gla_core.conformance.workloads import attention_inputs, chunk_inputs, softmax_inputs, step_inputs
+from gla_core.dispatch.backend import Backend
+
+Named = dict[str, Tensor]
+
+CHUNK_LEAVES = ("q", "k", "v", "g", "initial_state")
+
+
+# ---- chunk_gla
+
+
+def chunk(case: Case, **changes: object) -> GlaInputs:
+    return chunk_inputs(case.workload, dtype=case.dtype, device=case.device, **changes)
+
+
+def forward(x: GlaInputs, request: str, scale: float | None = None) -> Named:
+    """Output o and the final state."""
+    o, state = gla.chunk_gla(x.q, x.k, x.v, x.g, scale, x.initial_state, True, x.cu_seqlens, backend=request)
+    assert state is not None
+    return {"o": o, "state": state}
+
+
+def training_request(backend: Backend) -> str:
+    """The backend for the backward, and for the forward if it has one."""
+    own = [f"{op}={backend.name}" for op in ("chunk_gla_fwd", "chunk_gla_bwd") if op in backend.ops]
+    return ";".join([*own, "*=reference"])
+
+
+def gradients(x: GlaInputs, request: str, wanted: tuple[str, ...] = CHUNK_LEAVES) -> Named:
+    """Gradients of the inputs in `wanted` that are there, for the fixed loss of `loss_gradients`."""
+    leaves = {name: getattr(x, name) for name in wanted if getattr(x, name) is not None}
+    leaves = {name: y.detach().requires_grad_() for name, y in leaves.items()}
+    y = dataclasses.replace(x, **leaves)
+    o, state = gla.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, True, y.cu_seqlens, backend=request)
+    found = torch.autograd.grad((o, state), list(leaves.values()), loss_gradients(x))
+    return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
+
+
+def loss_gradients(x: GlaInputs) -> tuple[Tensor, Tensor]:
+    """Random do and dstate, the same for the same shapes."""
+    generator = torch.Generator(x.q.device).manual_seed(1)
+    N = x.q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    state_dtype = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+    do = normal((*x.q.shape[:3], x.v.shape[-1]), x.q.dtype, generator)
+    return do, normal((N, *x.k.shape[2:], x.v.shape[-1]), state_dtype, generator)
+
+
+@functools.lru_cache(maxsize=256)
+def expected_forward(case: Case) -> Named:
+    """The oracle's o and final state."""
+    return oracle_forward(chunk(case))
+
+
+def oracle_forward(x: GlaInputs, scale: float | None = None) -> Named:
+    o, state = oracle.chunk_gla(x.q, x.k, x.v, x.g, scale, x.initial_state, x.cu_seqlens)
+    return {"o": o, "state": state}
+
+
+@functools.lru_cache(maxsize=256)
+def expected_gradients(case: Case) -> Named:
+    """The oracle's gradients, by autograd in float64."""
+    return oracle_gradients(chunk(case))
+
+
+def oracle_gradients(x: GlaInputs) -> Named:
+    leaves = {name: getattr(x, name) for name in CHUNK_LEAVES if getattr(x, name) is not None}
+    leaves = {name: y.detach().double().requires_grad_() for name, y in leaves.items()}
+    y = dataclasses.replace(x, **leaves)
+    outs = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
+    outs = tuple(out + 0 * sum(leaf.sum() for leaf in leaves.values()) for out in outs)  # T = 0 uses no input
+    seeds = tuple(d.double() for d in loss_gradients(x))
+    found = torch.autograd.grad(outs, list(leaves.values()), seeds)
+    return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
+
+
+# ---- the other ops
+
+
+def step(case: Case, **changes: object) -> dict[str, Tensor | None]:
+    return step_inputs(case.workload, dtype=case.dtype, device=case.device, **changes)
+
+
+def run_step(x: dict, request: str, scale: float | None = None, inplace: bool = False) -> Named:
+    o, state = gla.recurrent_gla_step(**x, scale=scale, inplace=inplace, backend=request)
+    return {"o": o, "state": state}
+
+
+def expected_step(x: dict, scale: float | None = None) -> Named:
+    """The oracle's o and state; rows whose index lies outside the pool are skipped."""
+    q, k, v, g, state, indices = (x[name] for name in ("q", "k", "v", "g", "state", "state_indices"))
+    rows = torch.arange(len(q), device=q.device) if indices is None else indices.long()
+    used = (rows >= 0) & (rows < len(state))
+    alpha = torch.ones_like(k).double() if g is None else g.double().exp()
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    before, new = state.double()[rows[used]], state.double().clone()
+    tokens = (y.double()[used] for y in (q, k, v, alpha))
+    o = torch.zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64, device=q.device)
+    o[used], new[rows[used]] = oracle.recurrent_gla_step(*tokens, before, factor)
+    return {"o": o, "state": new}
+
+
+def softmax(case: Case, **changes: object) -> tuple[Tensor, int]:
+    return softmax_inputs(case.workload, dtype=case.dtype, device=case.device, **changes)
+
+
+def attention(case: Case, **changes: object) -> tuple[Tensor, Tensor, Tensor, bool]:
+    return attention_inputs(case.workload, dtype=case.dtype, device=case.device, **changes)
+
+
+def run_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, request: str, scale: float | None = None) -> Named:
+    o, lse = gla.softmax_attention(q, k, v, scale, causal, backend=request)
+    return {"o": o, "lse": lse}
+
+
+def expected_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None = None) -> Named:
+    o, lse = oracle.softmax_attention(q, k, v, scale, causal)
+    return {"o": o, "lse": lse}
+
+
+# ---- any op, as a torch op
+
+
+def torch_op(case: Case, request: str) -> tuple[Any, tuple]:
+    """The torch op of a case and its arguments; those that take gradients require one where the case needs it."""
+    ops = torch.ops.gla
+    if case.op == "online_softmax":
+        x, dim = softmax(case)
+        return ops.online_softmax.default, (*_leaves(case, x), dim, case.needs_grad, request)
+    if case.op == "softmax_attention":
+        *qkv, causal = attention(case)
+        return ops.softmax_attention.default, (*_leaves(case, *qkv), None, causal, case.needs_grad, request)
+    if case.op == "recurrent_gla_step":
+        x = step(case)
+        token = tuple(x[name] for name in ("q", "k", "v", "g", "state"))
+        return ops.recurrent_gla_step.default, (*token, None, x["state_indices"], request)
+    x = chunk(case)
+    if case.op == "chunk_gla_bwd":
+        args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, *loss_gradients(x), request)
+        return ops.chunk_gla_bwd.default, args
+    q, k, v, g, initial = _leaves(case, x.q, x.k, x.v, x.g, x.initial_state)
+    return ops.chunk_gla_fwd.default, (q, k, v, g, None, initial, True, x.cu_seqlens, case.needs_grad, request)
+
+
+def _leaves(case: Case, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [y.requires_grad_() if case.needs_grad and y is not None else y for y in tensors]
+
+
+# ---- views and memory
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """The values of x [B, T, H, ...], laid out as [B, H, T, ...]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@contextmanager
+def poisoned(backend: Backend, device: str) -> Iterator[None]:
+    """Memory that is not written holds NaN.
+
+    PyTorch fills it, for a backend that is deterministic; otherwise as far as freed memory is used again.
+    """
+    stir(float("nan"), device)
+    if not backend.capabilities.deterministic:  # it would be refused under use_deterministic_algorithms
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def stir(value: float, device: str) -> None:
+    """Leave `value` behind in freed memory of many sizes."""
+    held = [torch.full((1 << size,), value, device=device) for size in range(4, 19) for _ in range(2)]
+    del held
+
+
+def three_runs(function: Callable[[], Named], device: str) -> list[Named]:
+    """The results of three runs, each with different values in freed memory."""
+    results = []
+    for value in (float("nan"), 0.0, 1e30):
+        stir(value, device)
+        results.append(function())
+    return results

@@ -1,0 +1,141 @@
+"""How the kit runs under pytest: its cases, its fixtures, and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gla_core as gla
+from gla_core.conformance.cases import Case, cases, refusals, short
+from gla_core.conformance.report import Report
+from gla_core.conformance.subject import subject
+from gla_core.conformance.tolerances import relative_error
+from gla_core.dispatch.backend import Backend
+
+Measure = Callable[..., None]
+
+_backend = pytest.StashKey[Backend]()
+_device = pytest.StashKey[str]()
+_precision = pytest.StashKey[str]()
+_HERE = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "over(op, *workloads, **conditions): the cases that a test runs on")
+    backend, device = subject(config)
+    config.stash[_backend], config.stash[_device] = backend, device
+    path, commit = config.getoption("gla_report"), config.getoption("gla_commit")
+    if not hasattr(config, "workerinput"):  # of pytest-xdist, whose controller hears of every outcome
+        config.pluginmanager.register(Report(backend, device, path, commit))
+    config.stash[_precision] = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if _precision in config.stash:
+        torch.set_float32_matmul_precision(config.stash[_precision])
+
+
+# ---- cases
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    backend, device = metafunc.config.stash[_backend], metafunc.config.stash[_device]
+    if "declared_op" in metafunc.fixturenames:
+        metafunc.parametrize("declared_op", list(backend.ops))
+    if "case" not in metafunc.fixturenames:
+        return
+    marker = metafunc.definition.get_closest_marker("over")
+    if marker is None:
+        found = refusals(backend, device)
+        ids = [f"{case.op}-{case}-{number}" for number, case in enumerate(found)]
+    else:
+        found = cases(backend, device, *marker.args, **marker.kwargs)
+        ids = [str(case) for case in found]
+    metafunc.parametrize("case", found, ids=ids)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drop tests that have no case: pytest makes a skipped one of them."""
+    items[:] = [item for item in items if not _is_of_the_kit(item) or "NOTSET" not in item.name]
+
+
+def _is_of_the_kit(item: pytest.Item) -> bool:
+    return item.path.parent == _HERE
+
+
+# ---- fixtures
+
+
+@pytest.fixture(scope="session")
+def backend(pytestconfig: pytest.Config) -> Backend:
+    return pytestconfig.stash[_backend]
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    return pytestconfig.stash[_device]
+
+
+@pytest.fixture
+def measure(record_property: Callable[[str, object], None]) -> Measure:
+    """Compare tensors by name with what is expected of them, note every error, and fail for any over budget."""
+
+    def measure(out: dict[str, Tensor], expected: dict[str, Tensor], budget: float) -> None:
+        over = []
+        for name, ref in expected.items():
+            error = relative_error(out[name], ref)
+            record_property("error", {"quantity": name, "error": error, "budget": budget})
+            if not error <= budget:
+                over.append(f"{name} is off by {error:.3g}; the budget is {budget:.3g}")
+        assert not over, "; ".join(over)
+
+    return measure
+
+
+@pytest.fixture
+def layout() -> Callable[..., None]:
+    """Check shape, dtype and device of tensors against others, and that they are contiguous."""
+
+    def layout(out: dict[str, Tensor], like: dict[str, tuple[tuple[int, ...], torch.dtype]], device: str) -> None:
+        for name, (shape, dtype) in like.items():
+            x = out[name]
+            got, wanted = (tuple(x.shape), short(x.dtype), x.device.type), (tuple(shape), short(dtype), device)
+            assert got == wanted, f"{name} has shape, dtype and device {got}; expected {wanted}"
+            assert x.is_contiguous(), f"{name} has strides {x.stride()}; expected a contiguous tensor"
+
+    return layout
+
+
+# ---- outcomes and the report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A refusal by `supports` leaves a case open: neither passed nor failed."""
+    try:
+        return (yield)
+    except gla.NoBackendError as refusal:
+        pytest.skip(f"not supported: {str(refusal).splitlines()[-1].strip()}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Generator[None, Any, Any]:
+    report = yield
+    if _is_of_the_kit(item) and isinstance(item, pytest.Function):
+        report.user_properties.append(("case", _about(item)))
+    return report
+
+
+def _about(item: pytest.Function) -> dict[str, str | None]:
+    parameters = item.callspec.params
+    case = parameters.get("case")
+    about = {"test": f"{item.path.name}::{item.originalname}", "id": item.name}
+    if not isinstance(case, Case):
+        return {**about, "op": parameters.get("declared_op"), "workload": None, "dtype": None}
+    return {**about, "op": case.op, "workload": case.workload.name, "dtype": short(case.dtype)}

@@ -1,0 +1,217 @@
+"""What a run of the kit found: a JSON report, and a table at the end of the run."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import platform
+import re
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.conformance.cases import DTYPES, dtypes_of, short
+from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
+
+FORMAT = 1
+"""Version of the layout of the JSON report."""
+
+
+class Report:
+    """A pytest plugin that gathers the outcome of every case, prints a table, and writes JSON if asked.
+
+    Args:
+        path: file to write. commit: source revision to note.
+    """
+
+    def __init__(self, backend: Backend, device: str, path: str | None = None, commit: str | None = None) -> None:
+        self._backend, self._device, self._path, self._commit = backend, device, path, commit
+        self.rows: list[dict[str, Any]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        properties = list(report.user_properties)
+        case = dict(properties).get("case")
+        if case is None or not (report.when == "call" or report.failed):
+            return
+        outcome = "open" if report.skipped else report.outcome
+        errors = [value for name, value in properties if name == "error"]
+        reason = [value for name, value in properties if name == "refusal"]
+        row = {**case, "outcome": outcome, "reason": _reason(report) or "".join(reason) or None, "errors": errors}
+        self.rows.append(row)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section(f"conformance of {self._backend.name} {self._backend.version} on {self._device}")
+        for line in table(self.rows):
+            terminalreporter.write_line(line)
+        for line in not_declared(self._backend):
+            terminalreporter.write_line(f"not declared: {line}")
+        for reason, count in _count(row["reason"] for row in self.rows if row["outcome"] == "open"):
+            terminalreporter.write_line(f"open: {reason} ({count} cases)")
+
+    def pytest_sessionfinish(self) -> None:
+        if self._path is not None:
+            Path(self._path).write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON holds it."""
+        return {
+            "format": FORMAT,
+            "backend": {"name": self._backend.name, "version": self._backend.version},
+            "versions": _versions(),
+            "device": _device(self._device),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": self._commit,
+            "declared": _declared(self._backend),
+            "not_declared": not_declared(self._backend),
+            "counts": counts(self.rows),
+            "summary": summary(self.rows),
+            "cases": [{**row, "errors": [_finite(error) for error in row["errors"]]} for row in self.rows],
+        }
+
+
+def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """How many cases passed, failed and stayed open; refusals are among those that passed."""
+    found = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in ("passed", "failed", "open")}
+    return {**found, "refusals": sum(row["test"].startswith("test_refusals.py") for row in rows)}
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per op and property: cases, failures, cases left open, and the worst error as a part of its budget."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["op"], row["test"].split("::")[-1].removeprefix("test_").replace("_", " ")].append(row)
+    return [
+        {
+            "op": op,
+            "property": name,
+            "cases": len(group),
+            "failed": sum(row["outcome"] == "failed" for row in group),
+            "open": sum(row["outcome"] == "open" for row in group),
+            "worst error / budget": _worst(group),
+        }
+        for (op, name), group in groups.items()
+    ]
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """The summary as lines of text."""
+    lines = [f"{'op':<20}{'property':<46}{'cases':>6}{'failed':>8}{'open':>6}{'error/budget':>14}"]
+    for row in summary(rows):
+        worst = row["worst error / budget"]
+        ratio = "-" if worst is None else worst if isinstance(worst, str) else f"{worst:.2f}"
+        lines.append(
+            f"{row['op']:<20}{row['property']:<46}{row['cases']:>6}{row['failed'] or '-':>8}{row['open'] or '-':>6}"
+            f"{ratio:>14}"
+        )
+    return lines
+
+
+def not_declared(backend: Backend) -> list[str]:
+    """What the capabilities leave out, one sentence each."""
+    can = backend.capabilities
+    yes_or_no = ("variable_length", "grouped_queries", "gradients", "deterministic", "cuda_graphs")
+    return [
+        *(f"op {op}" for op in OP_PARAMETERS if op not in backend.ops),
+        *(f"dtype {short(dtype)}" for dtype in DTYPES if dtype not in can.dtypes),
+        *(f"{name}" for name in yes_or_no if not getattr(can, name)),
+        *(f"{name} beyond {_span(can, name)}" for name in ("key_widths", "value_widths") if _span(can, name)),
+    ]
+
+
+def _declared(backend: Backend) -> dict[str, Any]:
+    can = backend.capabilities
+    return {
+        "ops": list(backend.ops),
+        "devices": None if can.devices is None else sorted(can.devices),
+        "dtypes": [short(dtype) for dtype in dtypes_of(can)],
+        "min_compute_capability": list(can.min_compute_capability),
+        "key_widths": _span(can, "key_widths"),
+        "value_widths": _span(can, "value_widths"),
+        "variable_length": can.variable_length,
+        "grouped_queries": can.grouped_queries,
+        "gradients": can.gradients,
+        "deterministic": can.deterministic,
+        "cuda_graphs": can.cuda_graphs,
+    }
+
+
+def _span(can: Capabilities, name: str) -> str | None:
+    """Text for a range of widths, None where all are declared."""
+    widths = getattr(can, name)
+    return None if widths == getattr(Capabilities(), name) else str(widths)
+
+
+def _worst(rows: list[dict[str, Any]]) -> float | str | None:
+    ratios = [_ratio(error) for row in rows for error in row["errors"]]
+    if not ratios:
+        return None
+    return max(ratios) if math.isfinite(max(ratios)) else "infinite"
+
+
+def _ratio(error: dict[str, Any]) -> float:
+    if error["budget"] == 0:
+        return math.inf if error["error"] else 0.0
+    return error["error"] / error["budget"]
+
+
+def _finite(error: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: an error that is none, or not a number, is null."""
+    return error if math.isfinite(error["error"]) else {**error, "error": None}
+
+
+def _reason(report: pytest.TestReport) -> str | None:
+    """What a failure or a skip says, in a line without paths."""
+    if report.skipped and isinstance(report.longrepr, tuple):
+        text = str(report.longrepr[2]).removeprefix("Skipped: ")
+    elif report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        text = crash.message if crash is not None else str(report.longrepr)
+    else:
+        return None
+    first = text.strip().splitlines()[0] if text.strip() else ""
+    return re.sub(r"(?:/[^\s/'\":]+)+/([^\s/'\":]+)", r"\1", first)[:300]
+
+
+def _count(reasons: Any) -> list[tuple[str, int]]:
+    found: dict[str, int] = {}
+    for reason in reasons:
+        found[reason] = found.get(reason, 0) + 1
+    return list(found.items())
+
+
+def _versions() -> dict[str, str | None]:
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    return {
+        "gla_core": gla.__version__,
+        "torch": torch.__version__,
+        "triton": triton,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+
+
+def _device(kind: str) -> dict[str, str | None]:
+    if kind != "cuda":
+        return {"type": kind, "name": platform.machine()}
+    major, minor = torch.cuda.get_device_capability()
+    name = torch.cuda.get_device_name()
+    return {"type": kind, "name": name, "compute_capability": f"{major}.{minor}", "driver": _driver()}
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return lines[0] if lines else None

@@ -1,0 +1,33 @@
+"""What is judged, and where: read from pytest's command line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gla_core.dispatch import registry
+from gla_core.dispatch.backend import Backend
+
+
+def subject(config: pytest.Config) -> tuple[Backend, str]:
+    """The backend and the type of device. Raises pytest.UsageError for options that are missing or do not fit."""
+    name = config.getoption("gla_backend", None)
+    if not name:
+        raise pytest.UsageError(f"pass --gla-backend NAME, the backend to judge: {', '.join(registry.installed())}")
+    try:
+        backend = registry.get(name, "--gla-backend: ")
+    except LookupError as error:
+        raise pytest.UsageError(error.args[0]) from None
+    return backend, _device(backend, config.getoption("gla_device"))
+
+
+def _device(backend: Backend, asked: str | None) -> str:
+    can = backend.capabilities.devices
+    device = asked or ("cpu" if can is None or "cpu" in can else "cuda")
+    if device not in ("cpu", "cuda"):
+        raise pytest.UsageError(f"the device is {device!r}; expected cpu or cuda")
+    if can is not None and device not in can:
+        raise pytest.UsageError(f"the device is {device}; backend {backend.name!r} runs on {', '.join(sorted(can))}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError(f"backend {backend.name!r} is to run on cuda; PyTorch sees no CUDA device here")
+    return device

@@ -1,0 +1,282 @@
+"""chunk_gla: values, gradients, states, packing, layouts, memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.conformance.calls import (
+    CHUNK_LEAVES,
+    chunk,
+    expected_forward,
+    expected_gradients,
+    forward,
+    gradients,
+    heads_first,
+    loss_gradients,
+    oracle_forward,
+    oracle_gradients,
+    poisoned,
+    run_step,
+    stir,
+    three_runs,
+    training_request,
+)
+from gla_core.conformance.cases import over
+from gla_core.conformance.tolerances import FORWARD, GRADIENT
+
+FWD, BWD = "chunk_gla_fwd", "chunk_gla_bwd"
+
+
+def state_dtype(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@over(FWD)
+def test_values(backend, case, measure, layout):
+    x = chunk(case)
+    out = forward(x, backend.name)
+    states = (len(x.cu_seqlens) - 1 if x.cu_seqlens is not None else len(x.q), *x.k.shape[2:], x.v.shape[-1])
+    like = {"o": ((*x.q.shape[:3], x.v.shape[-1]), case.dtype), "state": (states, state_dtype(case.dtype))}
+    layout(out, like, case.device)
+    measure(out, expected_forward(case), FORWARD[case.dtype])
+
+
+@over(FWD, at_size=True)
+def test_values_at_size(backend, case, measure):
+    """Judged by the reference in float64, a row of the batch at a time."""
+    x = chunk(case)
+    out = forward(x, backend.name)
+    wide = [None if y is None else y.double() for y in (x.q, x.k, x.v, x.g)]
+    rows = [
+        gla.chunk_gla(
+            *(None if y is None else y[b : b + 1] for y in wide), output_final_state=True, backend="reference"
+        )
+        for b in range(len(x.q))
+    ]
+    ref = {"o": torch.cat([o for o, _ in rows]), "state": torch.cat([state for _, state in rows])}
+    measure(out, ref, FORWARD[case.dtype])
+
+
+@over(FWD, "short", "strong", "packed")
+@pytest.mark.parametrize("scale", [1.0, -0.3, 0.0])
+def test_scale(backend, case, scale, measure):
+    x = chunk(case)
+    measure(forward(x, backend.name, scale), oracle_forward(x, scale), FORWARD[case.dtype])
+
+
+@over(FWD, "short", "packed", "extreme")
+def test_float32_gates(backend, case, measure):
+    x = chunk(case, gate_dtype=torch.float32)
+    measure(forward(x, backend.name), oracle_forward(x), FORWARD[case.dtype])
+
+
+@over(FWD, "short", "last_chunk_partial", "packed")
+def test_state_only_if_asked(backend, case, measure):
+    x = chunk(case)
+    o, state = gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, cu_seqlens=x.cu_seqlens, backend=backend.name)
+    assert state is None
+    measure({"o": o}, {"o": expected_forward(case)["o"]}, FORWARD[case.dtype])
+
+
+@over(FWD, "last_chunk_partial", "grouped", "ungated", "extreme", "minus_infinity")
+@pytest.mark.parametrize("cut", [1, 63, 64, 77])
+def test_state_hand_off(backend, case, cut, measure):
+    """One call equals two calls joined by the state."""
+    x = chunk(case)
+    first, rest = (
+        dataclasses.replace(x, **{name: None if (y := getattr(x, name)) is None else y[:, part] for name in "qkvg"})
+        for part in (slice(cut), slice(cut, None))
+    )
+    before = forward(first, backend.name)
+    after = forward(dataclasses.replace(rest, initial_state=before["state"]), backend.name)
+    joined = {"o": torch.cat([before["o"], after["o"]], dim=1), "state": after["state"]}
+    measure(joined, expected_forward(case), FORWARD[case.dtype])
+
+
+@over(FWD, "short", "one_more_than_a_chunk", "grouped", "minus_infinity", also="recurrent_gla_step")
+def test_chunk_equals_steps(backend, case, measure):
+    x = chunk(case, initial_state=True)
+    state, o = x.initial_state, []
+    for t in range(x.q.shape[1]):
+        token = {name: None if (y := getattr(x, name)) is None else y[:, t] for name in "qkvg"}
+        out = run_step({**token, "state": state, "state_indices": None}, backend.name)
+        state = out["state"]
+        o.append(out["o"])
+    steps = {"o": torch.stack(o, dim=1), "state": state}
+    measure(steps, forward(x, backend.name), 2 * FORWARD[case.dtype])
+
+
+@over(FWD, tag="packed")
+def test_packed_equals_separate(backend, case, measure):
+    x = chunk(case)
+    offsets = x.cu_seqlens.tolist()
+    parts = []
+    for i, (a, b) in enumerate(itertools.pairwise(offsets)):
+        rows = {name: None if (y := getattr(x, name)) is None else y[:, a:b] for name in "qkvg"}
+        initial = None if x.initial_state is None else x.initial_state[i : i + 1]
+        parts.append(forward(dataclasses.replace(x, **rows, initial_state=initial, cu_seqlens=None), backend.name))
+    separate = {"o": torch.cat([p["o"] for p in parts], 1), "state": torch.cat([p["state"] for p in parts])}
+    measure(forward(x, backend.name), separate, 2 * FORWARD[case.dtype])
+
+
+@over(FWD, tag="packed", one_dtype=True)
+def test_packed_offsets_may_be_int32(backend, case, measure):
+    x = chunk(case)
+    out = forward(dataclasses.replace(x, cu_seqlens=x.cu_seqlens.int()), backend.name)
+    measure(out, expected_forward(case), FORWARD[case.dtype])
+
+
+def strided(x):
+    views = {name: heads_first(y) for name in "qkvg" if (y := getattr(x, name)) is not None}
+    if x.initial_state is not None:
+        views["initial_state"] = torch.nn.functional.pad(x.initial_state, (0, 0, 1, 2))[:, :, 1:-2]
+    return dataclasses.replace(x, **views)
+
+
+@over(FWD)
+def test_strided_views(backend, case, measure):
+    measure(forward(strided(chunk(case)), backend.name), expected_forward(case), FORWARD[case.dtype])
+
+
+@over(FWD)
+def test_no_uninitialised_output(backend, case, measure):
+    x = chunk(case)
+    with poisoned(backend, case.device):
+        out = forward(x, backend.name)
+    measure(out, expected_forward(case), FORWARD[case.dtype])
+
+
+@over(FWD, deterministic=True)
+def test_same_bits(backend, case, measure):
+    x = chunk(case)
+    first, *again = three_runs(lambda: forward(x, backend.name), case.device)
+    for out in again:
+        measure(out, first, 0)
+
+
+@over(FWD)
+def test_inputs_unchanged(backend, case, measure):
+    x, before = chunk(case), chunk(case)
+    forward(x, backend.name)
+    measure(present(x), present(before), 0)
+
+
+def present(x):
+    return {f.name: y for f in dataclasses.fields(x) if (y := getattr(x, f.name)) is not None}
+
+
+@over(FWD, "one_chunk", "last_chunk_partial", "odd_widths", "grouped")
+@pytest.mark.parametrize("cut", [1, 41, 63])
+def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
+    """After alpha = 0 nothing earlier is left, to the last bit."""
+    x, y = chunk(case, initial_state=True), chunk(case, initial_state=True)
+    x.g[:, cut] = y.g[:, cut] = -torch.inf
+    for early in (y.k[:, :cut], y.v[:, :cut], y.initial_state):
+        early.mul_(-30)
+    outs = [forward(z, backend.name) for z in (x, y)]
+    assert not torch.equal(outs[0]["o"][:, :cut], outs[1]["o"][:, :cut]), "what came before the gate made no difference"
+    late = [{"o": out["o"][:, cut:], "state": out["state"]} for out in outs]
+    measure(late[1], late[0], 0)
+    measure(outs[0], oracle_forward(x), FORWARD[case.dtype])
+
+
+# ---- gradients
+
+
+@over(BWD)
+def test_gradients(backend, case, measure):
+    measure(gradients(chunk(case), training_request(backend)), expected_gradients(case), GRADIENT[case.dtype])
+
+
+@over(BWD, "grouped", "packed", "minus_infinity", one_dtype=True)
+@pytest.mark.parametrize("name", CHUNK_LEAVES)
+def test_gradient_of_one_input(backend, case, name, measure):
+    x = chunk(case)
+    if getattr(x, name) is None:
+        x = dataclasses.replace(x, **{name: getattr(chunk(case, initial_state=True), name)})
+    expected = oracle_gradients(x)
+    measure(gradients(x, training_request(backend), (name,)), {f"d{name}": expected[f"d{name}"]}, GRADIENT[case.dtype])
+
+
+def backward(x, backend, dstate=True):
+    """The torch op's own results, in the order of its inputs."""
+    do, d = loss_gradients(x)
+    args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, do, d if dstate else None, backend.name)
+    out = zip(CHUNK_LEAVES, torch.ops.gla.chunk_gla_bwd.default(*args), strict=True)
+    return {f"d{name}": d for name, d in out if getattr(x, name) is not None}
+
+
+@over(BWD)
+def test_gradient_layout(backend, case, layout):
+    x = chunk(case)
+    like = {f"d{name}": (y.shape, y.dtype) for name, y in present(x).items() if name != "cu_seqlens"}
+    layout(backward(x, backend), like, case.device)
+
+
+@over(BWD, "short", "packed", "extreme")
+def test_gradients_without_final_state(backend, case, measure):
+    """No gradient of the final state is a gradient of zeros."""
+    x = chunk(case)
+    do, d = loss_gradients(x)
+    args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, do, torch.zeros_like(d), backend.name)
+    zeros = dict(zip((f"d{n}" for n in CHUNK_LEAVES), torch.ops.gla.chunk_gla_bwd.default(*args), strict=True))
+    out = backward(x, backend, dstate=False)
+    measure(out, {name: zeros[name] for name in out}, 2 * GRADIENT[case.dtype])
+
+
+@over(BWD, "short", "packed", "extreme")
+def test_gradients_of_float32_gates(backend, case, measure):
+    x = chunk(case, gate_dtype=torch.float32)
+    out = gradients(x, training_request(backend))
+    assert out["dg"].dtype == torch.float32
+    expected = oracle_gradients(x)
+    measure({"dg": out.pop("dg")}, {"dg": expected.pop("dg")}, max(GRADIENT[case.dtype], GRADIENT[torch.float32]))
+    measure(out, expected, GRADIENT[case.dtype])
+
+
+@over(BWD)
+def test_gradients_of_strided_views(backend, case, measure):
+    out = gradients(strided(chunk(case)), training_request(backend))
+    measure(out, expected_gradients(case), GRADIENT[case.dtype])
+
+
+@over(BWD)
+def test_no_uninitialised_gradient(backend, case, measure):
+    x = chunk(case)
+    with poisoned(backend, case.device):
+        out = backward(x, backend)
+    measure(out, expected_gradients(case), GRADIENT[case.dtype])
+
+
+@over(BWD, deterministic=True)
+def test_gradients_same_bits(backend, case, measure):
+    x = chunk(case)
+    first, *again = three_runs(lambda: backward(x, backend), case.device)
+    for out in again:
+        measure(out, first, 0)
+
+
+@over(BWD)
+def test_inputs_unchanged_by_backward(backend, case, measure):
+    x, before = chunk(case), chunk(case)
+    stir(float("nan"), case.device)
+    backward(x, backend)
+    measure(present(x), present(before), 0)
+
+
+@over(BWD, "one_chunk", "last_chunk_partial", "grouped")
+@pytest.mark.parametrize("cut", [1, 41, 63])
+def test_no_gradient_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
+    x = chunk(case, initial_state=True)
+    x.g[:, cut] = -torch.inf
+    do, _ = loss_gradients(x)
+    do[:, :cut] = 0
+    args = (x.q, x.k, x.v, x.g, None, x.initial_state, None, do, None, backend.name)
+    _, dk, dv, _, dinitial = torch.ops.gla.chunk_gla_bwd.default(*args)
+    early = {"dk": dk[:, :cut], "dv": dv[:, :cut], "dinitial_state": dinitial}
+    measure(early, {name: torch.zeros_like(d) for name, d in early.items()}, 0)

@@ -1,0 +1,12 @@
+"""Tests marked `gpu` run where there is a CUDA device and are deselected elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+
+def pytest_collection_modifyitems(config, items):
+    if not torch.cuda.is_available():
+        gpu = [item for item in items if item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=gpu)

@@ -1,0 +1,17 @@
+"""Softmax in two passes over a row: one for its maximum m and its sum z of exponentials, one for y = exp(x - m) / z."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def online_softmax(x: Tensor, dim: int) -> Tensor:
+    """The op of gla_core/ops/online_softmax.py: x has been checked; y is contiguous, shaped as x, of its dtype."""
+    if not x.numel():
+        return x.new_empty(x.shape)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    m = wide.amax(dim, keepdim=True)
+    m = torch.where(m.isneginf(), 0, m)  # a row that is all -inf: 0 / 0 = NaN below, as torch.softmax gives
+    z = torch.exp(wide - m).sum(dim, keepdim=True)
+    return (torch.exp(wide - m) / z).to(x.dtype).contiguous()

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import gla_core as gla
+from gla_core.bench.results import Results
+from gla_core.bench.suite import Row
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """No GLA_* variable and nothing remembered, before and after; a wide terminal without colours."""
+    for name in ("GLA_BACKEND", "GLA_BLOCK_PLUGINS", "GLA_CHECK", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "250")
+    gla.reload_environment()
+    yield
+    gla.reload_environment()
+
+
+@pytest.fixture
+def script():
+    """Import a script of the folder benchmarks."""
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def synthetic():
+    """Results that nobody measured."""
+
+    def row(workload, backend, direction="forward", op="chunk_gla", **fields):
+        return Row(workload=workload, op=op, backend=backend, direction=direction, **fields)
+
+    rows = [
+        row("short", "fla", seconds=2e-3, calls=9, gigabytes_per_second=400.0, floor_fraction=0.1),
+        row("short", "mine", seconds=5e-4, calls=9, gigabytes_per_second=1600.0, floor_fraction=0.4),
+        row("grouped", "mine", error="ValueError: a | b"),
+        row("small", "mine", "step", "recurrent_gla_step", seconds=1.5e-5, calls=3),
+    ]
+    empty = Results(
+        device="NVIDIA Pretend",
+        driver="1.2.3",
+        python="3.12.0",
+        torch="2.11.0",
+        triton="3.6.0",
+        fla=None,
+        gla_core="0.1.0",
+        commit="0123456789abcdef",
+        date="2026-01-02T03:04:05+00:00",
+        copy_bandwidth=4e12,
+    )
+    return empty.with_rows(rows)

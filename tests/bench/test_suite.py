@@ -1,0 +1,269 @@
+"""Cases, rows and baselines on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.bench import baselines, first_call, measure, suite
+from gla_core.bench.suite import Case, Row
+from gla_core.conformance import oracle
+from gla_core.conformance.tolerances import relative_error
+from gla_core.conformance.workloads import Workload, select
+from gla_core.dispatch.backend import Backend, Capabilities
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def named(op, name):
+    (workload,) = [w for w in select(op) if w.name == name]
+    return workload
+
+
+SHORT, STEP = named("chunk_gla", "short"), named("recurrent_gla_step", "pool")
+
+
+def row_of(workload, backend, direction, **fields):
+    return Row(workload=workload, op="chunk_gla", backend=backend, direction=direction, **fields)
+
+
+@pytest.mark.parametrize(
+    ("workload", "direction"),
+    [
+        *(
+            (named(op, name), direction)
+            for op, name in (("chunk_gla", "short"), ("online_softmax", "small"), ("softmax_attention", "grouped"))
+            for direction in ("forward", "forward+backward")
+        ),
+        (STEP, "step"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.op,
+)
+def test_a_row_of_each_op_and_direction(workload, direction):
+    row = suite.measure_case(Case(workload, "auto", direction), CPU, 1e10, 0.005)
+    assert (row.workload, row.op, row.direction, row.error) == (workload.name, workload.op, direction, None)
+    assert row.backend == "reference"  # what ran, not what was asked for
+    bytes_moved = suite.floor_bytes(workload.op, workload.sizes, direction == "forward+backward")
+    assert row.gigabytes_per_second == pytest.approx(bytes_moved / row.seconds / 1e9)
+    assert row.floor_fraction == pytest.approx(bytes_moved / 1e10 / row.seconds)
+    assert row.calls >= 3
+
+
+def test_host_time_has_no_floor():
+    row = suite.measure_case(Case(STEP, "reference", "host"), CPU, 1e10, 0.005)
+    assert row.error is None
+    assert 0 < row.seconds < 1
+    assert (row.gigabytes_per_second, row.floor_fraction) == (None, None)
+
+
+def test_rows_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        row_of("a", "b", "forward").seconds = 1.0
+
+
+def test_a_refusal_is_the_rows_error():
+    narrow = Backend("narrow", "1", {"chunk_gla_fwd": _fwd}, Capabilities(value_widths=range(1, 8)))
+    with gla.register(narrow):
+        row = suite.measure_case(Case(SHORT, "narrow", "forward"), CPU)
+    assert (row.backend, row.seconds) == ("narrow", None)
+    assert "narrow: computes V from 1 to 7; V is 16" in row.error
+
+
+def test_an_exception_is_the_rows_error():
+    with gla.register(Backend("faulty", "1", {"chunk_gla_fwd": _fwd})):
+        row = suite.measure_case(Case(SHORT, "faulty", "forward"), CPU)
+    assert row.error == "MemoryError: there is not enough"
+    assert row.seconds is None
+
+
+def _fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+    raise MemoryError("there is not enough")
+
+
+def test_a_backend_without_a_backward_is_refused_one():
+    with gla.register(Backend("half", "1", {"chunk_gla_fwd": _fwd})):
+        row = suite.measure_case(Case(SHORT, "half", "forward+backward"), CPU)
+    assert "half: does not implement chunk_gla_bwd" in row.error
+
+
+def test_an_unknown_backend_is_the_rows_error():
+    row = suite.measure_case(Case(SHORT, "refrence", "forward"), CPU)
+    assert row.error.startswith("UnknownBackendError")
+
+
+def test_a_graph_needs_a_gpu():
+    row = suite.measure_case(Case(STEP, "reference", "step_graph"), CPU)
+    assert row.error == "RuntimeError: a CUDA graph needs a CUDA device, not cpu"
+
+
+def test_a_backend_that_cannot_be_captured_is_refused_a_graph():
+    step = Backend("eager", "1", {"recurrent_gla_step": _step})
+    with gla.register(step):
+        row = suite.measure_case(Case(STEP, "eager", "step_graph"), CPU)
+    assert "eager: cannot be captured into a CUDA graph" in row.error
+
+
+def _step(q, k, v, g, state, scale, state_indices, inplace):
+    raise AssertionError("nothing is to run")
+
+
+def test_ratios_are_baseline_over_row():
+    rows = [
+        row_of("a", "fla", "forward", seconds=6.0),
+        row_of("a", "mine", "forward", seconds=2.0),
+        row_of("a", "mine", "forward+backward", seconds=1.0),
+        row_of("b", "mine", "forward", error="no"),
+        row_of("a", "loop", "forward", seconds=1.0),
+    ]
+    ratios = [row.ratio_to for row in suite.with_ratios(rows)]
+    assert ratios == [{"loop": pytest.approx(1 / 6)}, {"loop": 0.5, "fla": 3.0}, {}, {}, {"fla": 6.0}]
+
+
+def test_cases_put_baselines_first():
+    small = named("online_softmax", "small")
+    found = suite.cases([SHORT, STEP, small], CPU, ["reference"])
+    assert [(c.workload.op, c.backend, c.direction) for c in found] == [
+        ("chunk_gla", "loop", "forward"),
+        ("chunk_gla", "reference", "forward"),
+        ("chunk_gla", "loop", "forward+backward"),
+        ("chunk_gla", "reference", "forward+backward"),
+        ("recurrent_gla_step", "loop", "step"),
+        ("recurrent_gla_step", "reference", "step"),
+        ("online_softmax", "torch", "forward"),
+        ("online_softmax", "reference", "forward"),
+        ("online_softmax", "torch", "forward+backward"),
+        ("online_softmax", "reference", "forward+backward"),
+    ]
+
+
+def test_cases_without_baselines_are_all_backends_that_implement_the_op():
+    with gla.register(Backend("faulty", "1", {"chunk_gla_fwd": _fwd})):
+        chunks, steps = (suite.cases([w], CPU, None, ["forward", "step"], False) for w in (SHORT, STEP))
+    assert {"reference", "faulty"} <= {c.backend for c in chunks}
+    assert "faulty" not in {c.backend for c in steps}
+
+
+def test_cases_on_a_gpu_add_graphs_and_fla(monkeypatch):
+    monkeypatch.setattr(baselines, "has_fla", lambda: True)
+    found = suite.cases([STEP], CUDA, ["mine"])
+    assert [(c.backend, c.direction) for c in found] == [
+        ("fla", "step"),
+        ("mine", "step"),
+        ("fla", "step_graph"),
+        ("mine", "step_graph"),
+    ]
+    monkeypatch.setattr(baselines, "has_fla", lambda: False)
+    assert {c.backend for c in suite.cases([STEP], CUDA, ["mine"])} == {"mine"}
+
+
+def test_default_workloads():
+    on_cpu, on_cuda = suite.default_workloads(None, CPU), suite.default_workloads("chunk_gla", CUDA)
+    assert all("ci" in w.tags and not suite.is_empty(w) for w in on_cpu)
+    assert {"no_token", "nobody", "nothing"}.isdisjoint(w.name for w in on_cpu)
+    assert {w.op for w in on_cpu} == {"chunk_gla", "recurrent_gla_step", "online_softmax", "softmax_attention"}
+    assert "train_b8_t4096_h16" in [w.name for w in on_cuda]
+    assert "short" not in [w.name for w in on_cuda]
+
+
+def test_a_call_with_backward_returns_the_gradient_of_every_input():
+    gradients = suite.make_call(SHORT, "reference", "forward+backward", CPU)()
+    shapes = [x.shape for x in suite.leaves(suite.make_arguments(SHORT, CPU))]
+    assert [x.shape for x in gradients] == shapes
+    assert len(shapes) == 5  # q k v g and the state
+
+
+@pytest.mark.parametrize("workload", [w for w in select("chunk_gla", ["ci"]) if w.sizes.get("T", 1) < 100])
+def test_the_chunk_loop_is_right(workload):
+    arguments = suite.make_arguments(workload, CPU)
+    outputs = baselines.loop_chunk_gla(**arguments)
+    wanted = arguments.pop("output_final_state")
+    expected = oracle.chunk_gla(**arguments)
+    assert len(outputs) == 1 + wanted
+    for out, ref in zip(outputs, expected, strict=False):
+        assert relative_error(out, ref) < 1e-5
+
+
+@pytest.mark.parametrize("workload", select("recurrent_gla_step", ["ci"]), ids=lambda w: w.name)
+def test_the_step_loop_is_right_and_in_place(workload):
+    ours, theirs = (suite.make_arguments(workload, CPU) for _ in range(2))
+    o, state = baselines.loop_recurrent_gla_step(**ours)
+    o_ref, state_ref = gla.recurrent_gla_step(**theirs, backend="reference")
+    assert state is ours["state"]
+    torch.testing.assert_close((o, state), (o_ref, state_ref))
+
+
+@pytest.mark.parametrize("workload", select("softmax_attention", ["ci"]), ids=lambda w: w.name)
+def test_torchs_attention_is_the_same_attention(workload):
+    arguments = suite.make_arguments(workload, CPU)
+    (o,) = baselines.torch_softmax_attention(**arguments)
+    assert relative_error(o, oracle.softmax_attention(**arguments)[0]) < 1e-5
+
+
+def test_fla_says_what_it_cannot_do():
+    grouped = suite.make_arguments(named("chunk_gla", "grouped"), CPU)
+    with pytest.raises(ValueError, match="no grouped queries; q has 6 heads and k has 2"):
+        baselines.fla_chunk_gla(**grouped)
+    ungated = suite.make_arguments(named("chunk_gla", "ungated"), CPU)
+    with pytest.raises(ValueError, match="g is None"):
+        baselines.fla_chunk_gla(**ungated)
+    with pytest.raises(ValueError, match="no pool of states"):
+        baselines.fla_recurrent_gla_step(**suite.make_arguments(STEP, CPU))
+
+
+def test_fla_is_called_by_its_public_names(monkeypatch):
+    class Fla:
+        @staticmethod
+        def chunk_gla(*, q, k, v, g, initial_state, output_final_state, cu_seqlens):
+            return gla.chunk_gla(q, k, v, g, None, initial_state, output_final_state, cu_seqlens)
+
+        @staticmethod
+        def fused_recurrent_gla(*, q, k, v, gk, initial_state, output_final_state):
+            return gla.chunk_gla(q, k, v, gk, None, initial_state, output_final_state)
+
+    monkeypatch.setattr(baselines, "_fla", lambda: Fla)
+    arguments = suite.make_arguments(SHORT, CPU)
+    torch.testing.assert_close(baselines.fla_chunk_gla(**arguments), gla.chunk_gla(**arguments))
+    step = suite.make_arguments(named("recurrent_gla_step", "small"), CPU)
+    torch.testing.assert_close(baselines.fla_recurrent_gla_step(**step), gla.recurrent_gla_step(**step))
+
+
+def test_the_first_call_of_a_process(tmp_path):
+    seconds = first_call.first_call(SHORT, "reference", CPU, tmp_path)
+    assert set(seconds) == {"first_call", "first_backward"}
+    assert all(0 < value < 60 for value in seconds.values())
+
+
+def test_a_first_call_that_fails_says_why():
+    with pytest.raises(RuntimeError, match="unknown backend 'missing'"):
+        first_call.first_call(STEP, "missing", CPU)
+
+
+def test_the_first_call_has_a_cache_of_its_own(monkeypatch, tmp_path):
+    seen = {}
+
+    def run(command, env, **_):
+        seen.update(command=command[1:], cache=env["TRITON_CACHE_DIR"])
+        return subprocess.CompletedProcess(command, 0, "a warning\n" + json.dumps({"first_call": 2.5}), "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    row = suite.measure_case(Case(STEP, "reference", "first_call"), CPU)
+    assert (row.seconds, row.calls, row.error) == (2.5, 1, None)
+    assert seen["command"] == ["-m", "gla_core.bench.first_call", "recurrent_gla_step", "pool", "reference", "cpu"]
+    first_call.first_call(STEP, "reference", CPU, tmp_path)
+    assert seen["cache"] == str(tmp_path)
+
+
+@pytest.mark.gpu
+def test_rows_on_a_gpu():
+    small = Workload("small", "chunk_gla", frozenset(), {"B": 1, "T": 64, "H": 2, "K": 32, "V": 32})
+    step = Workload("small", "recurrent_gla_step", frozenset(), {"B": 2, "H": 2, "K": 32, "V": 32})
+    bandwidth = measure.copy_bandwidth(CUDA)
+    for case in suite.cases([small, step], CUDA, ["reference"], (*suite.TIMED, "host"), with_baselines=False):
+        row = suite.measure_case(case, CUDA, bandwidth, 0.05)
+        assert row.error is None, row
+        assert 0 < row.floor_fraction < 1 if case.direction != "host" else row.floor_fraction is None

@@ -1,0 +1,244 @@
+"""The kit as others run it: from another folder, on the reference and on a partial backend of a plugin. About 70 s."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.conformance.cases import Case, cases, excluded, fitted, refusals
+from gla_core.conformance.run import run
+from gla_core.conformance.workloads import select
+from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
+from gla_core.dispatch.registry import get
+
+PLUGIN = """
+import torch
+from gla_core.dispatch.backend import Backend, Capabilities, hookimpl
+
+def online_softmax(x, dim):
+    return torch.softmax(x, dim).contiguous()
+
+@hookimpl
+def gla_register_backends():
+    can = Capabilities(dtypes=frozenset({torch.float32}))
+    return [Backend("partial", "1.2", {"online_softmax": online_softmax}, can)]
+"""
+
+
+def kit(folder: Path, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess:
+    """Run the kit in `folder`, by pytest's own command line."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLA_", "PYTEST_"))}
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "pytest", "-q", "--pyargs", "gla_core.conformance", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The whole suite on the reference: its output and its report."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    done = kit(folder, "--gla-backend", "reference", "--gla-report", "report.json", "--gla-commit", "abc123")
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    return done.stdout, (folder / "report.json").read_text()
+
+
+@pytest.mark.slow
+def test_the_reference_passes_every_case(reference):
+    counts = json.loads(reference[1])["counts"]
+    assert counts["passed"] > 1500
+    assert (counts["failed"], counts["open"], counts["refusals"]) == (0, 0, len(OP_PARAMETERS))
+
+
+@pytest.mark.slow
+def test_the_report_says_what_ran_where(reference):
+    report = json.loads(reference[1])
+    assert report["backend"] == {"name": "reference", "version": get("reference").version}
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["gla_core"] == gla.__version__
+    assert report["device"]["type"] == "cpu"
+    assert report["commit"] == "abc123"
+    assert report["declared"]["ops"] == list(get("reference").ops)
+    assert report["declared"]["dtypes"] == ["float32", "float64", "float16", "bfloat16"]
+    assert report["not_declared"] == []
+
+
+@pytest.mark.slow
+def test_the_report_holds_every_error_with_its_budget(reference):
+    rows = {(row["test"], row["id"]): row for row in json.loads(reference[1])["cases"]}
+    row = rows["test_chunk_gla.py::test_gradients", "test_gradients[grouped-bfloat16]"]
+    assert (row["op"], row["workload"], row["dtype"]) == ("chunk_gla_bwd", "grouped", "bfloat16")
+    assert [error["quantity"] for error in row["errors"]] == ["dq", "dk", "dv", "dg", "dinitial_state"]
+    assert {error["budget"] for error in row["errors"]} == {5e-3}
+    assert all(0 < error["error"] <= 5e-3 for error in row["errors"])
+    measured = [row for row in rows.values() if row["errors"]]
+    assert len(measured) > 0.9 * len(rows)
+
+
+@pytest.mark.slow
+def test_the_report_names_no_place(reference):
+    place = Path(gla.__file__).parents[1]
+    for word in (str(place), str(Path.home()), os.uname().nodename, "/tmp/"):
+        assert word not in reference[1]
+
+
+@pytest.mark.slow
+def test_a_table_ends_the_run(reference):
+    for text in ("conformance of reference", "error/budget", "chunk_gla_bwd", "state hand off", "no uninitialised"):
+        assert text in reference[0]
+
+
+@pytest.mark.slow
+def test_every_op_dtype_and_gate_is_among_the_cases(reference):
+    rows = json.loads(reference[1])["cases"]
+    values = {(r["op"], r["workload"], r["dtype"]) for r in rows if r["test"].endswith(("::test_values", "_gradients"))}
+    for op in OP_PARAMETERS:
+        for workload in select(op.removesuffix("_fwd").removesuffix("_bwd"), ["ci"]):
+            for dtype in ("float64", "float32", "float16", "bfloat16"):
+                assert (op, workload.name, dtype) in values
+
+
+@pytest.fixture(scope="module")
+def partial(tmp_path_factory):
+    """A plugin with one op in one dtype, found on the path as if it were installed."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "partial_plugin.py").write_text(PLUGIN)
+    info = folder / "partial_plugin-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: partial-plugin\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[gla_core.backends]\npartial = partial_plugin\n")
+    return folder
+
+
+def test_a_partial_backend_passes_on_what_it_declares(partial, tmp_path):
+    done = kit(tmp_path, "--gla-backend", "partial", "--gla-report", "report.json", path=partial)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["backend"] == {"name": "partial", "version": "1.2"}
+    ops = [f"op {op}" for op in OP_PARAMETERS if op != "online_softmax"]
+    expected = [*ops, "dtype float64", "dtype float16", "dtype bfloat16", "cuda_graphs"]
+    assert report["not_declared"] == expected
+    assert all(f"not declared: {line}" in done.stdout for line in expected)
+    computed = [row for row in report["cases"] if not row["test"].startswith("test_refusals.py")]
+    assert {(row["op"], row["dtype"]) for row in computed} == {("online_softmax", "float32")}
+    refused = {(r["op"], r["dtype"]): r["reason"] for r in report["cases"] if r["test"].endswith("::test_refused")}
+    assert refused["online_softmax", "float16"] == "computes float32; x is float16"
+    assert refused["chunk_gla_bwd", "float32"] == "does not implement chunk_gla_bwd; it implements online_softmax"
+    assert {op for op, _ in refused} == set(OP_PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "pass --gla-backend NAME, the backend to judge: reference"),
+        (("--gla-backend", "refrence"), "did you mean 'reference'?"),
+        (("--gla-backend", "reference", "--gla-device", "tpu"), "the device is 'tpu'; expected cpu or cuda"),
+    ],
+)
+def test_a_wrong_question_is_a_usage_error(arguments, message, tmp_path):
+    done = kit(tmp_path, *arguments)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert message in done.stderr
+    assert "passed" not in done.stdout
+
+
+# ---- which cases, and what becomes of those that are refused
+
+
+def judge(backend, tmp_path, **options):
+    with gla.register(backend):
+        code = run(backend.name, report=str(tmp_path / "report.json"), **options)
+    return code, json.loads((tmp_path / "report.json").read_text())
+
+
+def test_a_case_that_supports_refuses_is_open(tmp_path):
+    def supports(call):
+        return "needs an even number of columns" if call.dims["columns"] % 2 else None
+
+    backend = Backend("even", "0", {"online_softmax": get("reference").ops["online_softmax"]}, supports=supports)
+    code, report = judge(backend, tmp_path, module="test_online_softmax", select="test_values and float32")
+    outcomes = {row["workload"]: (row["outcome"], row["reason"]) for row in report["cases"]}
+    assert code == 0
+    assert outcomes["minus_infinity"] == ("passed", None)
+    assert outcomes["small"] == ("open", "not supported: even: needs an even number of columns")
+    assert report["counts"] == {"passed": 3, "failed": 0, "open": 3, "refusals": 0}
+
+
+@pytest.mark.parametrize(
+    ("limits", "out", "reason"),
+    [
+        ({"variable_length": False}, "packed", "has no packed sequences"),
+        ({"grouped_queries": False}, "grouped", "has no grouped queries; q has 6 heads and k has 2"),
+        ({"key_widths": range(16, 257, 16)}, "odd_widths", "computes K from 16 to 256 in steps of 16; K is 19"),
+        ({"value_widths": range(32, 65, 32)}, "short", "computes V from 32 to 64 in steps of 32; V is 16"),
+        ({"gradients": False}, None, "has no gradients"),
+        ({"deterministic": False}, None, "is not deterministic"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_the_capabilities_exclude_is_refused_and_the_rest_computed(limits, out, reason, tmp_path):
+    ops = {op: get("reference").ops[op] for op in ("chunk_gla_fwd", "chunk_gla_bwd")}
+    backend = Backend("limited", "0", ops, Capabilities(dtypes=frozenset({torch.float32}), **limits))
+    chosen = "test_refused or test_values or test_gradients or test_same_bits"
+    code, report = judge(backend, tmp_path, select=f"({chosen}) and not strided")
+    assert code == 0
+    assert report["counts"]["open"] == 0
+    computed = {row["workload"] for row in report["cases"] if row["test"].endswith("::test_values")}
+    refused = [r for r in report["cases"] if r["test"].endswith("::test_refused") and r["op"] == "chunk_gla_fwd"]
+    assert any(row["reason"].startswith(reason) for row in refused)
+    assert "minus_infinity" in computed
+    assert out not in computed
+    assert out is None or out in {row["workload"] for row in refused}
+    tests = {row["test"].split("::")[1] for row in report["cases"]}
+    assert ("test_gradients" in tests) == limits.get("gradients", True)
+    assert ("test_same_bits" in tests) == limits.get("deterministic", True)
+
+
+def test_widths_that_no_workload_has_are_fitted():
+    (workload,) = (w for w in select("chunk_gla") if w.name == "odd_widths")
+    narrow = fitted(workload, Capabilities(key_widths=range(16, 257, 16), value_widths=range(64, 129, 64)))
+    assert (narrow.name, narrow.sizes["K"], narrow.sizes["V"]) == ("odd_widths_k16_v64", 16, 64)
+    assert fitted(workload, Capabilities()) is workload
+
+
+def test_cases_and_refusals_do_not_meet():
+    can = Capabilities(dtypes=frozenset({torch.float16}), variable_length=False, key_widths=range(16, 65, 16))
+    backend = Backend("limited", "0", dict(get("reference").ops), can)
+    for op in OP_PARAMETERS:
+        found = cases(backend, "cpu", op)
+        assert found
+        assert all(isinstance(case, Case) and excluded(backend, case) is None for case in found)
+    refused = refusals(backend, "cpu")
+    assert all(excluded(backend, case) for case in refused)
+    assert {case.dtype for case in refused} == {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+
+
+def test_the_command(tmp_path, monkeypatch):
+    """Exit codes 0, 1 and 2 of `gla conformance`."""
+    from typer.testing import CliRunner
+
+    from gla_core.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    wrong = Backend("wrong", "0", {"online_softmax": lambda x, dim: 2 * x})
+    chosen = ["-k", "test_online_softmax and test_values and small and float32"]
+    with gla.register(wrong):
+        codes = [
+            CliRunner().invoke(app, ["conformance", *arguments]).exit_code
+            for arguments in (
+                ["reference", *chosen, "--report", "report.json"],
+                ["wrong", *chosen],
+                ["nobody", *chosen],
+                ["reference", "--device", "tpu"],
+                ["reference", "-k", "no_test_of_this_name"],
+            )
+        ]
+    assert codes == [0, 1, 2, 2, 2]
+    assert json.loads(Path("report.json").read_text())["counts"]["passed"] == 1
