@@ -5,15 +5,20 @@
 writes DIR/baseline-<device>.json after every row, the most important rows first. A second run with the same DIR goes on
 where the first one ended: rows without an error are kept if device and versions are the same.
 
-The first measurement is FLA's first call, in an empty Triton cache that the rest of the run then shares: what FLA tuned
-there, alone on the device, is what is timed.
+The first measurement is FLA's first call, in an empty Triton cache that the rest of the run then shares for what is
+compiled. FLA's tuning keys hold neither B nor T, so what it chose for one workload would be used for all: each workload
+of FLA is tuned and timed in a process of its own that keeps no result (FLA_CACHE_RESULTS=0), alone on the device.
+`python -m gla_fla.tune` compiles beforehand, in parallel.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +39,7 @@ BY_NAME = {(w.op, w.name): w for w in WORKLOADS}
 HEADS_16 = ("train_b8_t4096_h16", "prefill_b1_t8192_h16")  # the shapes of DESIGN section 10, by what FLA tunes once for
 HEADS_8 = ("long_b1_t65536_h8", "prefill_b2_t2048_h8")
 BOTH = ("forward", "forward+backward")
+TUNED = ("fla", "gla_fla")  # autotuned by FLA
 SECONDS = {"reference": 0.2}  # of timed calls; 1 for all others
 
 
@@ -136,26 +142,70 @@ def run(
         record.add(*first_call_rows(first, "fla", device, fresh, 0.7 * 60 * minutes))
         told = [row.error or results.time_text(row.seconds) for row in record.rows if row.key[2].startswith("first_")]
         say(f"first call of FLA, then its backward: {', '.join(told)}")
-    for i, case in enumerate(todo):
+    groups = in_processes(todo)
+    for i, group in enumerate(groups):
         if time.monotonic() > end:
-            say(f"out of time: {len(todo) - i} measurements left out, from {case} on")
+            left = sum(map(len, groups[i:]))
+            say(f"out of time: {left} measurements left out, from {group[0]} on")
             break
         start = time.monotonic()
-        record.add(measure_case(case, device, bandwidth, SECONDS.get(case.backend, 1.0)))
-        row = record.rows[-1]
-        say(f"{case}: {row.error or results.time_text(row.seconds)} ({time.monotonic() - start:.1f} s)")
+        rows = measure_apart(group, bandwidth) if group[0].backend in TUNED else measure_here(group, device, bandwidth)
+        record.add(*rows)
+        for row in rows:
+            say(f"{row.workload}-{row.backend}-{row.direction}: {row.error or results.time_text(row.seconds)}")
+        say(f"  {time.monotonic() - start:.1f} s")
     return path, record.run
+
+
+def in_processes(todo: Sequence[Case]) -> list[list[Case]]:
+    """The cases in order, those of one workload that FLA tunes for taken together."""
+    groups: dict[object, list[Case]] = {}
+    for case in todo:
+        apart = case.backend in TUNED and not case.direction.startswith("first_")
+        key = (case.workload.op, case.workload.name if apart else str(case))
+        groups.setdefault(key, []).append(case)
+    return list(groups.values())
+
+
+def measure_here(cases: Sequence[Case], device: torch.device, bandwidth: float) -> list[Row]:
+    """Measure in this process."""
+    return [measure_case(case, device, bandwidth, SECONDS.get(case.backend, 1.0)) for case in cases]
+
+
+def measure_apart(cases: Sequence[Case], bandwidth: float, timeout: float = 400.0) -> list[Row]:
+    """Measure in a process of its own, which tunes FLA for these cases alone."""
+    asked = [[case.workload.op, case.workload.name, case.backend, case.direction] for case in cases]
+    command = [sys.executable, __file__, "--measure", json.dumps([bandwidth, asked])]
+    environment = {**os.environ, "FLA_CACHE_RESULTS": "0"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=True)
+        return [Row(**fields) for fields in json.loads(done.stdout.strip().splitlines()[-1])]
+    except (subprocess.SubprocessError, ValueError, IndexError) as error:
+        reason = f"{type(error).__name__}: {error}"[:300]
+        return [Row(workload=name, op=op, backend=by, direction=way, error=reason) for op, name, by, way in asked]
+
+
+def measure_asked(text: str) -> None:
+    """What `measure_apart` runs: prints rows as JSON."""
+    bandwidth, asked = json.loads(text)
+    found = [Case(BY_NAME[op, name], backend, direction) for op, name, backend, direction in asked]
+    rows = measure_here(found, torch.device("cuda" if torch.cuda.is_available() else "cpu"), bandwidth)
+    print(json.dumps([dataclasses.asdict(row) for row in rows]))
 
 
 def main() -> None:
     """Read the command line, measure, print the table, and draw where matplotlib is installed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results file")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results file")
     parser.add_argument("--minutes", type=float, default=9.0, help="begin no measurement after this long")
     parser.add_argument("--backends", default="reference,gla_fla", help="separated by commas; FLA itself comes anyway")
     parser.add_argument("--commit", help="of the source, where it cannot be asked of git")
     parser.add_argument("--cache", type=Path, help="Triton's cache, to share between runs; a new one by default")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)  # cases as JSON, in a process of their own
     options = parser.parse_args()
+    if options.measure:
+        measure_asked(options.measure)
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console = Console(markup=False, highlight=False, width=150)
 

@@ -49,6 +49,7 @@ def gradients(x: GlaInputs, request: str, wanted: tuple[str, ...] = CHUNK_LEAVES
     leaves = {name: y.detach().requires_grad_() for name, y in leaves.items()}
     y = dataclasses.replace(x, **leaves)
     o, state = gla.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, True, y.cu_seqlens, backend=request)
+    assert state is not None
     found = torch.autograd.grad((o, state), list(leaves.values()), loss_gradients(x))
     return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
 
@@ -110,9 +111,9 @@ def expected_step(x: dict, scale: float | None = None) -> Named:
     alpha = torch.ones_like(k).double() if g is None else g.double().exp()
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     before, new = state.double()[rows[used]], state.double().clone()
-    tokens = (y.double()[used] for y in (q, k, v, alpha))
+    q1, k1, v1, alpha1 = (y.double()[used] for y in (q, k, v, alpha))
     o = torch.zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64, device=q.device)
-    o[used], new[rows[used]] = oracle.recurrent_gla_step(*tokens, before, factor)
+    o[used], new[rows[used]] = oracle.recurrent_gla_step(q1, k1, v1, alpha1, before, factor)
     return {"o": o, "state": new}
 
 
@@ -181,14 +182,15 @@ def poisoned(backend: Backend, device: str) -> Iterator[None]:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        settings.fill_uninitialized_memory = fill
 
 
 def stir(value: float, device: str) -> None:

@@ -45,7 +45,7 @@ class Case:
         sizes = self.workload.sizes
         return OpCall(
             op=self.op,
-            device=torch.device(self.device),
+            device=torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu"),
             dtype=self.dtype,
             dims=_dims(self.op, sizes),
             gate_dtype=self._gate_dtype(),

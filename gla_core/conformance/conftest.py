@@ -132,7 +132,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Gener
     return report
 
 
-def _about(item: pytest.Function) -> dict[str, str | None]:
+def _about(item: pytest.Function) -> dict[str, Any]:
     parameters = item.callspec.params
     case = parameters.get("case")
     about = {"test": f"{item.path.name}::{item.originalname}", "id": item.name}

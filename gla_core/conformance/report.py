@@ -36,7 +36,7 @@ class Report:
         self.rows: list[dict[str, Any]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        properties = list(report.user_properties)
+        properties: list[tuple[str, Any]] = list(report.user_properties)
         case = dict(properties).get("case")
         if case is None or not (report.when == "call" or report.failed):
             return

@@ -35,6 +35,7 @@ def gla_register_backends():
 def kit(folder: Path, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess:
     """Run the kit in `folder`, by pytest's own command line."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLA_", "PYTEST_"))}
+    environment["OMP_NUM_THREADS"] = "1"  # threads that wait for one another cost more than they bring at these sizes
     if path is not None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "pytest", "-q", "--pyargs", "gla_core.conformance", *arguments]

@@ -1,4 +1,4 @@
-"""Deliberately wrong backends, each the reference with one bug: the kit must name it."""
+"""Deliberately wrong backends, each the reference with one bug: the kit must name it. About 50 s."""
 
 from __future__ import annotations
 

@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from types import ModuleType
 from typing import Any
 
 from gla_core.dispatch.backend import LaunchError
 
+UNTUNED = "FLA_UNTUNED"
+"""Environment variable: 1 takes the first configuration of every kernel instead of tuning. To check, not to time."""
+
+
+@functools.cache
+def _take_first_configurations() -> None:
+    # FLA tunes for every width and dtype, each for minutes; a check of values visits dozens.
+    Autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
+    make = Autotuner.__init__
+
+    def with_first_configuration(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.configs = self.configs[:1]
+
+    Autotuner.__init__ = with_first_configuration
+
 
 @functools.cache
 def fla(module: str) -> ModuleType:
     """The module `fla.<module>`. Raises LaunchError where FLA is not installed or does not import."""
+    if os.environ.get(UNTUNED) == "1":
+        _take_first_configurations()
     try:
         return importlib.import_module(f"fla.{module}")
     except ImportError as error:
