@@ -38,6 +38,10 @@ def tiny(evidence, monkeypatch):
     monkeypatch.setattr(evidence, "plan", lambda backends, device: plan)
     monkeypatch.setattr(evidence, "first_call", lambda *_: {"first_call": 80.0, "first_backward": 160.0})
     monkeypatch.setattr(evidence, "measure_case", measure_case)
+    # Without the process: what `measure_apart` adds is tested by itself below.
+    monkeypatch.setattr(
+        evidence, "measure_apart", lambda cases, bandwidth: evidence.measure_here(cases, CPU, bandwidth)
+    )
     return measured
 
 
@@ -141,3 +145,27 @@ def test_the_plan(evidence, monkeypatch):
 def test_a_backend_that_is_not_installed_is_left_out_of_the_plan(evidence, monkeypatch):
     monkeypatch.setattr(evidence, "has_fla", lambda: False)
     assert {c.backend for c in evidence.plan(["reference", "missing"], CUDA)} == {"torch", "reference"}
+
+
+def test_what_fla_tunes_for_is_measured_in_one_process_for_each_workload(evidence):
+    grouped = evidence.in_processes(evidence.plan(["reference", "gla_fla"], CUDA))
+    for group in grouped:
+        assert len({(case.workload.op, case.workload.name) for case in group}) == 1
+        assert len(group) == 1 or {case.backend for case in group} <= {"fla", "gla_fla"}
+    (large,) = [g for g in grouped if g[0].workload.name == "train_b8_t4096_h16" and len(g) > 1]
+    assert {(case.backend, case.direction) for case in large} >= {("fla", "forward"), ("fla", "forward+backward")}
+
+
+def test_a_process_of_its_own_gives_rows(evidence):
+    steps = {w.name: w for w in select("recurrent_gla_step", ["ci"])}
+    cases = [Case(steps["small"], "reference", "step"), Case(steps["pool"], "fla", "step")]
+    good, bad = evidence.measure_apart(cases, 4e12)
+    assert (good.workload, good.backend, good.error) == ("small", "reference", None)
+    assert good.seconds > 0
+    assert "fla has no pool of states" in bad.error
+
+
+def test_a_process_that_fails_gives_a_reason(evidence):
+    case = Case(select("recurrent_gla_step", ["ci"])[0], "reference", "step")
+    (row,) = evidence.measure_apart([case], 4e12, timeout=0.01)
+    assert row.error.startswith("TimeoutExpired")
