@@ -147,7 +147,8 @@ def test_a_backend_that_is_not_installed_is_left_out_of_the_plan(evidence, monke
     assert {c.backend for c in evidence.plan(["reference", "missing"], CUDA)} == {"torch", "reference"}
 
 
-def test_what_fla_tunes_for_is_measured_in_one_process_for_each_workload(evidence):
+def test_what_fla_tunes_for_is_measured_in_one_process_for_each_workload(evidence, monkeypatch):
+    monkeypatch.setattr(evidence, "has_fla", lambda: True)
     grouped = evidence.in_processes(evidence.plan(["reference", "gla_fla"], CUDA))
     for group in grouped:
         assert len({(case.workload.op, case.workload.name) for case in group}) == 1
