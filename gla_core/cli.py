@@ -6,10 +6,7 @@ question was wrong; 130 interrupted.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -29,12 +26,11 @@ except ModuleNotFoundError as missing:
 import torch
 
 import gla_core as gla
-from gla_core.dispatch import registry
 from gla_core.dispatch.backend import OpCall
-from gla_core.dispatch.environment import VARIABLES, Environment, environment
 from gla_core.dispatch.errors import nearest
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import explain_call
+from gla_core.doctor import backend_row, examine, message, request_in_force
 
 SHAPES: Mapping[str, tuple[str, ...]] = {
     "chunk_gla_fwd": ("B", "T", "H", "K", "V"),
@@ -77,7 +73,7 @@ def backends(as_json: Json = False) -> None:
     Exits with 1 if a plugin failed to load.
     """
     with _usage_errors():
-        rows = [_backend_row(info) for info in gla.backends()]
+        rows = [backend_row(info) for info in gla.backends()]
     if as_json:
         _print_json(rows)
     else:
@@ -195,7 +191,7 @@ def demo(
 
     with _usage_errors():
         place = _device_here(device)
-        _request_in_force()  # a typo in GLA_BACKEND shows now, not after the text has been read
+        request_in_force()  # a typo in GLA_BACKEND shows now, not after the text has been read
     options = Options(place, steps, seconds, seed, prompt, tokens, temperature)
     try:
         good = run_demo(options, _console())
@@ -325,114 +321,6 @@ def _explanation_fields(explanation: gla.Explanation) -> dict[str, Any]:
     }
 
 
-# ---- backends
-
-
-def _backend_row(info: gla.BackendInfo) -> dict[str, Any]:
-    can = info.capabilities
-    return {
-        "name": info.name,
-        "version": info.version,
-        "ops": list(info.ops),
-        "devices": [] if can is None else sorted(can.devices) if can.devices is not None else ["any"],
-        "dtypes": [] if can is None else [name for name, dtype in DTYPES.items() if dtype in can.dtypes],
-        "plugin": info.plugin,
-        "load error": None if info.error is None else _last_line(info.error),
-    }
-
-
-def _last_line(traceback: str) -> str:
-    return traceback.strip().splitlines()[-1]
-
-
-# ---- doctor
-
-
-def examine() -> dict[str, Any]:
-    """The state of this installation; 'problems' lists what is wrong, one sentence each."""
-    settings: Environment | None = None
-    found: list[gla.BackendInfo] = []
-    request: list[dict[str, str]] = []
-    problems: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        gla.reload_environment()
-        try:
-            settings = environment()
-            found = gla.backends()
-            request = _request_in_force()
-        except (ValueError, LookupError) as error:
-            problems.append(_message(error))
-    broken = {info.name: info.error for info in found if info.error is not None}
-    problems += [str(warning.message) for warning in caught]
-    problems += [f"plugin {name!r} failed to load: {_last_line(error)}" for name, error in broken.items()]
-    if settings is not None and len(found) == len(broken):
-        problems.append("no backend works; reinstall gla-core, which carries one, and look at GLA_BLOCK_PLUGINS")
-    return {
-        "versions": _versions(),
-        "devices": _devices(),
-        "variables": _variables(settings),
-        "request": request,
-        "backends": [_backend_row(info) for info in found if info.error is None],
-        "quarantine": broken,
-        "problems": problems,
-    }
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "gla_core": gla.__version__,
-        "torch": torch.__version__,
-        "triton": _version_of("triton"),
-    }
-
-
-def _version_of(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _devices() -> list[dict[str, Any]]:
-    devices: list[dict[str, Any]] = [{"device": "cpu", "threads": torch.get_num_threads()}]
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        capability = f"{found.major}.{found.minor}"
-        memory = f"{found.total_memory / 2**30:.0f} GiB"
-        devices.append(
-            {"device": f"cuda:{index}", "name": found.name, "compute capability": capability, "memory": memory}
-        )
-    return devices
-
-
-def _variables(settings: Environment | None) -> list[dict[str, str | None]]:
-    """Every GLA_* variable, and what comes of it."""
-    unknown = sorted(name for name in os.environ if name.startswith("GLA_") and name not in VARIABLES)
-    effects = dict.fromkeys(VARIABLES, "the settings cannot be read") if settings is None else _effects(settings)
-    effects |= {name: f"none, the name is unknown{nearest(name, VARIABLES)}" for name in unknown}
-    return [{"name": name, "value": os.environ.get(name), "effect": effect} for name, effect in effects.items()]
-
-
-def _effects(settings: Environment) -> dict[str, str]:
-    blocked = ", ".join(sorted(settings.blocked_plugins))
-    return {
-        "GLA_BACKEND": f"asks for {settings.backend or 'auto'}, unless a call or use_backend says more",
-        "GLA_BLOCK_PLUGINS": f"not imported: {blocked}" if blocked else "every plugin is imported",
-        "GLA_CHECK": f"tensor values are {'checked' if settings.check_values else 'not checked'}",
-    }
-
-
-def _request_in_force() -> list[dict[str, str]]:
-    """What the ops run under here, and who says so. Raises for a request that cannot be read or met."""
-    choices = current_request().choices
-    for choice in choices.values():
-        for name in choice.names:
-            registry.get(name)
-    return [{"op": op, "request": str(choice), "source": choice.source} for op, choice in choices.items()]
-
-
 # ---- printing
 
 
@@ -442,11 +330,7 @@ def _usage_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, LookupError) as error:
-        raise typer.BadParameter(_message(error)) from None
-
-
-def _message(error: Exception) -> str:
-    return str(error.args[0]) if error.args else str(error)
+        raise typer.BadParameter(message(error)) from None
 
 
 def _console() -> Console:

@@ -1,0 +1,124 @@
+"""The facts behind `gla backends` and `gla doctor`: what is installed here, what is set, and what is wrong."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import warnings
+from typing import Any
+
+import torch
+
+import gla_core as gla
+from gla_core.dispatch import registry
+from gla_core.dispatch.environment import VARIABLES, Environment, environment
+from gla_core.dispatch.errors import nearest
+from gla_core.dispatch.request import current_request
+from gla_core.ops._checks import FLOATS
+
+
+def backend_row(info: gla.BackendInfo) -> dict[str, Any]:
+    can = info.capabilities
+    return {
+        "name": info.name,
+        "version": info.version,
+        "ops": list(info.ops),
+        "devices": [] if can is None else sorted(can.devices) if can.devices is not None else ["any"],
+        "dtypes": [] if can is None else [str(dtype).removeprefix("torch.") for dtype in FLOATS if dtype in can.dtypes],
+        "plugin": info.plugin,
+        "load error": None if info.error is None else last_line(info.error),
+    }
+
+
+def last_line(traceback: str) -> str:
+    return traceback.strip().splitlines()[-1]
+
+
+def examine() -> dict[str, Any]:
+    """The state of this installation; 'problems' lists what is wrong, one sentence each."""
+    settings: Environment | None = None
+    found: list[gla.BackendInfo] = []
+    request: list[dict[str, str]] = []
+    problems: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gla.reload_environment()
+        try:
+            settings = environment()
+            found = gla.backends()
+            request = request_in_force()
+        except (ValueError, LookupError) as error:
+            problems.append(message(error))
+    broken = {info.name: info.error for info in found if info.error is not None}
+    problems += [str(warning.message) for warning in caught]
+    problems += [f"plugin {name!r} failed to load: {last_line(error)}" for name, error in broken.items()]
+    if settings is not None and len(found) == len(broken):
+        problems.append("no backend works; reinstall gla-core, which carries one, and look at GLA_BLOCK_PLUGINS")
+    return {
+        "versions": _versions(),
+        "devices": _devices(),
+        "variables": _variables(settings),
+        "request": request,
+        "backends": [backend_row(info) for info in found if info.error is None],
+        "quarantine": broken,
+        "problems": problems,
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "gla_core": gla.__version__,
+        "torch": torch.__version__,
+        "triton": _version_of("triton"),
+    }
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[dict[str, Any]]:
+    devices: list[dict[str, Any]] = [{"device": "cpu", "threads": torch.get_num_threads()}]
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        capability = f"{found.major}.{found.minor}"
+        memory = f"{found.total_memory / 2**30:.0f} GiB"
+        devices.append(
+            {"device": f"cuda:{index}", "name": found.name, "compute capability": capability, "memory": memory}
+        )
+    return devices
+
+
+def _variables(settings: Environment | None) -> list[dict[str, str | None]]:
+    """Every GLA_* variable, and what comes of it."""
+    unknown = sorted(name for name in os.environ if name.startswith("GLA_") and name not in VARIABLES)
+    effects = dict.fromkeys(VARIABLES, "the settings cannot be read") if settings is None else _effects(settings)
+    effects |= {name: f"none, the name is unknown{nearest(name, VARIABLES)}" for name in unknown}
+    return [{"name": name, "value": os.environ.get(name), "effect": effect} for name, effect in effects.items()]
+
+
+def _effects(settings: Environment) -> dict[str, str]:
+    blocked = ", ".join(sorted(settings.blocked_plugins))
+    return {
+        "GLA_BACKEND": f"asks for {settings.backend or 'auto'}, unless a call or use_backend says more",
+        "GLA_BLOCK_PLUGINS": f"not imported: {blocked}" if blocked else "every plugin is imported",
+        "GLA_CHECK": f"tensor values are {'checked' if settings.check_values else 'not checked'}",
+    }
+
+
+def request_in_force() -> list[dict[str, str]]:
+    """What the ops run under here, and who says so. Raises for a request that cannot be read or met."""
+    choices = current_request().choices
+    for choice in choices.values():
+        for name in choice.names:
+            registry.get(name)
+    return [{"op": op, "request": str(choice), "source": choice.source} for op, choice in choices.items()]
+
+
+def message(error: Exception) -> str:
+    return str(error.args[0]) if error.args else str(error)
