@@ -37,6 +37,26 @@ def tensor(name: str, x: Any, pattern: str, dims: dict[str, Any]) -> None:
     dims.update(zip(names, shape, strict=True))
 
 
+def queries_keys_values(q: Any, k: Any, v: Any, *patterns: str) -> dict[str, Any]:
+    """Check q, k and v of an attention-like op, given the dimensions of each; returns the sizes they bind."""
+    dims: dict[str, Any] = {}
+    for name, x, pattern in zip("qkv", (q, k, v), patterns, strict=True):
+        tensor(name, x, pattern, dims)
+    widths(dims, "K", "V", "H", "Hq")
+    if dims["Hq"] % dims["H"] != 0:
+        raise ValueError(f"q has {dims['Hq']} heads; expected a multiple of k's {dims['H']}")
+    dtype("q", q, FLOATS)
+    dtype("k", k, [q.dtype], ", as q")
+    dtype("v", v, [q.dtype], ", as q")
+    return dims
+
+
+def gate(g: Any, q: Tensor, pattern: str, dims: dict[str, Any]) -> None:
+    if g is not None:
+        tensor("g", g, pattern, dims)
+        dtype("g", g, [q.dtype, torch.float32], ", as q or float32")
+
+
 def last_dimension_contiguous(**tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and not (x.is_contiguous() or x.stride(-1) == 1):
@@ -69,12 +89,6 @@ def widths(dims: dict[str, Any], *names: str) -> None:
             raise ValueError(f"{name} is {dims[name]}; expected at least 1")
 
 
-def grouped_heads(dims: dict[str, Any]) -> None:
-    widths(dims, "H", "Hq")
-    if dims["Hq"] % dims["H"] != 0:
-        raise ValueError(f"q has {dims['Hq']} heads; expected a multiple of k's {dims['H']}")
-
-
 def cu_seqlens(x: Any, dims: dict[str, Any], of: str = "q") -> None:
     """Check offsets [N+1] of sequences packed into the tensor `of`, binding N."""
     tensor("cu_seqlens", x, "N+1", dims)
@@ -86,8 +100,8 @@ def cu_seqlens(x: Any, dims: dict[str, Any], of: str = "q") -> None:
     dims["N"] = dims["N+1"] - 1
 
 
-def number(name: str, x: Any) -> None:
-    if isinstance(x, bool) or not isinstance(x, int | float | torch.SymFloat | torch.SymInt):
+def number_or_none(name: str, x: Any) -> None:
+    if x is not None and (isinstance(x, bool) or not isinstance(x, int | float | torch.SymFloat | torch.SymInt)):
         raise TypeError(f"{name} is {type(x).__name__}; expected a number or None")
 
 

@@ -92,20 +92,9 @@ def _describe(
     op: str = "chunk_gla_fwd",
 ) -> OpCall:
     """Check the arguments, reading no values, and describe the call."""
-    dims: dict[str, Any] = {}
-    _checks.tensor("q", q, "B T Hq K", dims)
-    _checks.tensor("k", k, "B T H K", dims)
-    _checks.tensor("v", v, "B T H V", dims)
-    _checks.widths(dims, "K", "V")
-    _checks.grouped_heads(dims)
-    _checks.dtype("q", q, _checks.FLOATS)
-    _checks.dtype("k", k, [q.dtype], ", as q")
-    _checks.dtype("v", v, [q.dtype], ", as q")
-    if g is not None:
-        _checks.tensor("g", g, "B T H K", dims)
-        _checks.dtype("g", g, [q.dtype, torch.float32], ", as q or float32")
-    if scale is not None:
-        _checks.number("scale", scale)
+    dims = _checks.queries_keys_values(q, k, v, "B T Hq K", "B T H K", "B T H V")
+    _checks.gate(g, q, "B T H K", dims)
+    _checks.number_or_none("scale", scale)
     _checks.flag("output_final_state", output_final_state)
     if cu_seqlens is None:
         dims["N"] = dims["B"]

@@ -88,20 +88,9 @@ def _describe(
     inplace: Any = False,
 ) -> OpCall:
     """Check the arguments, reading no values, and describe the call."""
-    dims: dict[str, Any] = {}
-    _checks.tensor("q", q, "B Hq K", dims)
-    _checks.tensor("k", k, "B H K", dims)
-    _checks.tensor("v", v, "B H V", dims)
-    _checks.widths(dims, "K", "V")
-    _checks.grouped_heads(dims)
-    _checks.dtype("q", q, _checks.FLOATS)
-    _checks.dtype("k", k, [q.dtype], ", as q")
-    _checks.dtype("v", v, [q.dtype], ", as q")
-    if g is not None:
-        _checks.tensor("g", g, "B H K", dims)
-        _checks.dtype("g", g, [q.dtype, torch.float32], ", as q or float32")
-    if scale is not None:
-        _checks.number("scale", scale)
+    dims = _checks.queries_keys_values(q, k, v, "B Hq K", "B H K", "B H V")
+    _checks.gate(g, q, "B H K", dims)
+    _checks.number_or_none("scale", scale)
     _checks.flag("inplace", inplace)
     if state_indices is None:
         dims["P"] = dims["B"]

@@ -101,17 +101,8 @@ def _share(o: Tensor, lse: Tensor, total: Tensor) -> Tensor:
 
 def _describe(q: Any, k: Any, v: Any, scale: Any = None, causal: Any = False) -> OpCall:
     """Check the arguments, reading no values, and describe the call."""
-    dims: dict[str, Any] = {}
-    _checks.tensor("q", q, "B Tq Hq K", dims)
-    _checks.tensor("k", k, "B Tk H K", dims)
-    _checks.tensor("v", v, "B Tk H V", dims)
-    _checks.widths(dims, "K", "V")
-    _checks.grouped_heads(dims)
-    _checks.dtype("q", q, _checks.FLOATS)
-    _checks.dtype("k", k, [q.dtype], ", as q")
-    _checks.dtype("v", v, [q.dtype], ", as q")
-    if scale is not None:
-        _checks.number("scale", scale)
+    dims = _checks.queries_keys_values(q, k, v, "B Tq Hq K", "B Tk H K", "B Tk H V")
+    _checks.number_or_none("scale", scale)
     _checks.flag("causal", causal)
     _checks.same_device(q=q, k=k, v=v)
     _checks.last_dimension_contiguous(q=q, k=k, v=v)
