@@ -1,20 +1,13 @@
-"""The options of the conformance kit, as a pytest plugin.
+"""The options and the report of the conformance kit, as a pytest plugin.
 
 They live in a package of their own because pytest loads plugins at the start of every run, and this one must then
-import neither torch nor gla_core. The kit itself is `gla_core.conformance`.
+import neither torch nor gla_core. The kit itself is `gla_core.conformance`. The report is registered here and not there
+because with pytest-xdist (`-n`) only the workers load the kit, and only the controller hears of every outcome.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-
-def pytest_configure(config: Any) -> None:
-    """Refuse a wrong question before anything is collected."""
-    if any("gla_core.conformance" in argument.replace("/", ".").replace("\\", ".") for argument in config.args):
-        from gla_core.conformance.subject import subject
-
-        subject(config)
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -23,3 +16,17 @@ def pytest_addoption(parser: Any) -> None:
     group.addoption("--gla-device", metavar="DEVICE", help="cpu or cuda; cpu unless the backend does not run there")
     group.addoption("--gla-report", metavar="FILE", help="write a JSON report")
     group.addoption("--gla-commit", metavar="ID", help="source revision to note in the report")
+
+
+def pytest_configure(config: Any) -> None:
+    """Refuse a wrong question before anything is collected, and begin the report."""
+    asks = any("gla_core.conformance" in argument.replace("/", ".").replace("\\", ".") for argument in config.args)
+    if not asks and not config.getoption("gla_backend"):
+        return
+    from gla_core.conformance.report import Report
+    from gla_core.conformance.subject import subject
+
+    backend, device = subject(config)
+    if not hasattr(config, "workerinput"):
+        path, commit = config.getoption("gla_report"), config.getoption("gla_commit")
+        config.pluginmanager.register(Report(backend, device, path, commit))

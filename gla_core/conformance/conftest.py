@@ -12,7 +12,6 @@ from torch import Tensor
 
 import gla_core as gla
 from gla_core.conformance.cases import Case, cases, refusals, short
-from gla_core.conformance.report import Report
 from gla_core.conformance.subject import subject
 from gla_core.conformance.tolerances import relative_error
 from gla_core.dispatch.backend import Backend
@@ -27,11 +26,7 @@ _HERE = Path(__file__).parent
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "over(op, *workloads, **conditions): the cases that a test runs on")
-    backend, device = subject(config)
-    config.stash[_backend], config.stash[_device] = backend, device
-    path, commit = config.getoption("gla_report"), config.getoption("gla_commit")
-    if not hasattr(config, "workerinput"):  # of pytest-xdist, whose controller hears of every outcome
-        config.pluginmanager.register(Report(backend, device, path, commit))
+    config.stash[_backend], config.stash[_device] = subject(config)
     config.stash[_precision] = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
 
