@@ -150,6 +150,16 @@ def test_a_wrong_question_is_a_usage_error(arguments, message, tmp_path):
     assert "passed" not in done.stdout
 
 
+def test_the_report_is_whole_with_several_processes(tmp_path):
+    chosen = ("--gla-backend", "reference", "--gla-report", "report.json", "-k", "online_softmax and values")
+    assert kit(tmp_path, *chosen).returncode == 0
+    alone = json.loads((tmp_path / "report.json").read_text())
+    assert kit(tmp_path, *chosen, "-n", "2").returncode == 0
+    together = json.loads((tmp_path / "report.json").read_text())
+    assert together["counts"] == alone["counts"]
+    assert {case["id"] for case in together["cases"]} == {case["id"] for case in alone["cases"]}
+
+
 # ---- which cases, and what becomes of those that are refused
 
 
