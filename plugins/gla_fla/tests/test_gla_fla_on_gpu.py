@@ -112,4 +112,5 @@ def test_float32_needs_leave_to_use_tf32():
         o, _ = gla.chunk_gla(x.q, x.k, x.v, x.g, backend="gla_fla")
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert relative_error(o, oracle.chunk_gla(x.q, x.k, x.v, x.g)[0]) < 1e-3
+    error = relative_error(o, oracle.chunk_gla(x.q, x.k, x.v, x.g)[0])
+    assert 1e-5 < error < 4e-3  # TF32 indeed: past the budget of float32, within that of bfloat16
