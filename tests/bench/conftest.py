@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import gla_core as gla
 from gla_core.bench.results import Results
 from gla_core.bench.suite import Row
 
@@ -13,15 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """No GLA_* variable and nothing remembered, before and after; a wide terminal without colours."""
-    for name in ("GLA_BACKEND", "GLA_BLOCK_PLUGINS", "GLA_CHECK", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "250")
-    gla.reload_environment()
-    yield
-    gla.reload_environment()
+def isolated(fresh_registry, plain_terminal):
+    """Every test here."""
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -13,15 +13,8 @@ ENTRY_POINTS = "gla_core.backends"
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No GLA_* variable and nothing remembered, before and after; a wide terminal without colours."""
-    for name in ("GLA_BACKEND", "GLA_BLOCK_PLUGINS", "GLA_CHECK", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "250")
-    gla.reload_environment()
-    yield
-    gla.reload_environment()
+def isolated(fresh_registry: None, plain_terminal: None) -> None:
+    """Every test here."""
 
 
 @pytest.fixture

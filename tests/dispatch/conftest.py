@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,14 +18,8 @@ from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 
 
 @pytest.fixture(autouse=True)
-def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No GLA_* variable is set, and whatever the test changes is forgotten after it."""
-    for name in [name for name in os.environ if name.startswith("GLA_")]:
-        monkeypatch.delenv(name)
-    gla.reload_environment()
-    yield
-    monkeypatch.undo()
-    gla.reload_environment()
+def isolated(fresh_registry: None) -> None:
+    """Every test here."""
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,14 +14,8 @@ PLUGINS = Path(__file__).parents[2] / "plugins"
 
 
 @pytest.fixture(autouse=True)
-def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No GLA_* variable is set, and whatever the test changes is forgotten after it."""
-    for name in [name for name in os.environ if name.startswith("GLA_")]:
-        monkeypatch.delenv(name)
-    gla.reload_environment()
-    yield
-    monkeypatch.undo()
-    gla.reload_environment()
+def isolated(fresh_registry: None) -> None:
+    """Every test here."""
 
 
 @pytest.fixture
