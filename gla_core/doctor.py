@@ -54,7 +54,7 @@ def examine() -> dict[str, Any]:
     problems += [str(warning.message) for warning in caught]
     problems += [f"plugin {name!r} failed to load: {last_line(error)}" for name, error in broken.items()]
     if settings is not None and len(found) == len(broken):
-        problems.append("no backend works; reinstall gla-core, which carries one, and look at GLA_BLOCK_PLUGINS")
+        problems.append("no backend works; reinstall gla-core, which carries some, and look at GLA_BLOCK_PLUGINS")
     return {
         "versions": _versions(),
         "devices": _devices(),

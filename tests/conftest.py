@@ -7,6 +7,9 @@ import os
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # Triton's kernels then run on the CPU; to be set before triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import gla_core as gla
 
 
@@ -36,6 +39,19 @@ def fresh_registry(monkeypatch):
     gla.reload_environment()
     yield
     monkeypatch.undo()
+    gla.reload_environment()
+
+
+@pytest.fixture(scope="session")
+def own_backends():
+    """The names of the backends that gla-core carries, in the order in which they are discovered."""
+    return ["reference", "triton_fused"]
+
+
+@pytest.fixture
+def only_reference(fresh_registry, monkeypatch, own_backends):
+    """Of our own backends the reference alone is there, so that a test can name all that may run."""
+    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(name for name in own_backends if name != "reference"))
     gla.reload_environment()
 
 

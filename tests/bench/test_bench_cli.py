@@ -43,6 +43,7 @@ def test_an_op_without_baselines(tmp_path):
     assert "× loop" not in result.output
 
 
+@pytest.mark.usefixtures("only_reference")
 def test_one_direction(tmp_path):
     path = tmp_path / "bench.json"
     result = run("--workload", "online_softmax/small", "--direction", "host", "--backend", "auto", "--json", path)

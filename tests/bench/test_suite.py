@@ -32,6 +32,7 @@ def row_of(workload, backend, direction, **fields):
     return Row(workload=workload, op="chunk_gla", backend=backend, direction=direction, **fields)
 
 
+@pytest.mark.usefixtures("only_reference")
 @pytest.mark.parametrize(
     ("workload", "direction"),
     [

@@ -138,15 +138,15 @@ def test_a_partial_backend_passes_on_what_it_declares(partial, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "pass --gla-backend NAME, the backend to judge: reference"),
+        ((), "pass --gla-backend NAME, the backend to judge: {own_backends}"),
         (("--gla-backend", "refrence"), "did you mean 'reference'?"),
         (("--gla-backend", "reference", "--gla-device", "tpu"), "the device is 'tpu'; expected cpu or cuda"),
     ],
 )
-def test_a_wrong_question_is_a_usage_error(arguments, message, tmp_path):
+def test_a_wrong_question_is_a_usage_error(arguments, message, own_backends, tmp_path):
     done = kit(tmp_path, *arguments)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert message in done.stderr
+    assert message.format(own_backends=", ".join(own_backends)) in done.stderr
     assert "passed" not in done.stdout
 
 

@@ -16,6 +16,8 @@ import gla_core as gla
 from gla_core.dispatch.backend import OP_PARAMETERS, LaunchError
 from gla_core.dispatch.request import current_request, parse
 
+pytestmark = pytest.mark.usefixtures("only_reference")
+
 SOURCES = ("argument", "inner", "outer", "variable")  # strongest first
 PAIRS = list(itertools.combinations(SOURCES, 2))
 

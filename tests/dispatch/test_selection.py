@@ -12,6 +12,8 @@ import torch
 import gla_core as gla
 from gla_core.dispatch.backend import LaunchError
 
+pytestmark = pytest.mark.usefixtures("only_reference")
+
 
 def warnings_of(action):
     with warnings.catch_warnings(record=True) as caught:
@@ -86,11 +88,11 @@ def test_the_order_of_registration_does_not_matter(spy, x):
             each.handle.unregister()
 
 
-def test_auto_that_none_can_serve_is_an_error_with_every_refusal(spy, x, monkeypatch):
+def test_auto_that_none_can_serve_is_an_error_with_every_refusal(spy, x, monkeypatch, own_backends):
     spy("gpu", devices=frozenset({"cuda"}))
     spy("half", dtypes=frozenset({torch.float16}))
     spy("other", ops=["chunk_gla_fwd"])
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", "reference")
+    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
     gla.reload_environment()
     with pytest.raises(gla.NoBackendError) as error:
         gla.online_softmax(x)
@@ -226,9 +228,9 @@ def test_a_launch_failure_is_forgotten_when_the_backends_change(flaky, change, x
     assert len(cannot.calls) == 2
 
 
-def test_when_none_can_launch_the_error_holds_every_failure(spy, x, monkeypatch):
+def test_when_none_can_launch_the_error_holds_every_failure(spy, x, monkeypatch, own_backends):
     one, two = spy("one", error=LaunchError("no one")), spy("two", error=ImportError("no two"))
-    monkeypatch.setenv("GLA_BLOCK_PLUGINS", "reference")
+    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
     gla.reload_environment()
 
     def call():

@@ -144,7 +144,9 @@ def test_views_give_the_same_as_copies(device):
         gla.softmax_attention(q.contiguous(), k.contiguous(), v.contiguous()),
         strict=True,
     ):
-        assert torch.equal(got, expected)
+        torch.testing.assert_close(
+            got, expected, rtol=1e-12, atol=1e-12
+        )  # a BLAS may sum strided rows in another order
 
 
 def test_gradcheck():

@@ -1,0 +1,86 @@
+"""Launching a kernel so that what cannot be launched here is told apart from what is wrong."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from gla_core.dispatch.backend import LaunchError
+
+
+def launch(kernel: Any, grid: Sequence[int], *args: Any, **options: Any) -> Any:
+    """Run `kernel[grid](*args, **options)` and return the compiled kernel.
+
+    Raises:
+        LaunchError: the kernel does not fit or does not compile on this device; nothing has been written.
+    """
+    try:
+        return kernel[tuple(grid)](*args, **options)
+    except (OutOfResources, CompilationError, PTXASError) as error:
+        raise LaunchError(f"{kernel.fn.__name__} cannot be launched on this device: {error}") from error
+
+
+_launches: dict[Hashable, tuple[Callable[..., None], tuple[int, ...]]] = {}
+_MOST_LAUNCHES = 4096
+
+
+def remember(
+    key: Hashable, kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor | None], integers: tuple[int, ...]
+) -> None:
+    """Keep a launch for `launch_again`, which spares the host most of the time of a small call.
+
+    Args:
+        key: holds the op and all that Triton compiles for and all that decides the grid and the integers, but for the
+            alignment of addresses: only launches with multiples of 16 are kept, and looked up.
+        kernel: what `launch` returned; None where it was interpreted.
+        tensors, integers: arguments of the kernel: first these tensors, then floats, then these integers.
+    """
+    if kernel is not None and _aligned([0 if x is None else x.data_ptr() for x in tensors]):
+        if len(_launches) >= _MOST_LAUNCHES:
+            _launches.clear()
+        _launches[key] = kernel[grid], integers
+
+
+def launch_again(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> bool:
+    """Launch what was remembered under `key` on these tensors; False if nothing was, or an address is not aligned."""
+    addresses = [0 if x is None else x.data_ptr() for x in tensors]
+    known = _launches.get(key)
+    if known is None or not _aligned(addresses):
+        return False
+    run, integers = known
+    run(*addresses, *floats, *integers)
+    return True
+
+
+def _aligned(addresses: list[int]) -> bool:
+    return math.gcd(16, *addresses) == 16
+
+
+_NOTHING = nullcontext()
+
+
+def device_of(x: Tensor) -> AbstractContextManager:
+    """As `torch.cuda.device_of(x)`, and quick where that is the current device already."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(x.device)
+
+
+def float32_precision() -> str:
+    """The `input_precision` of `tl.dot` for float32 operands: TF32 only where the user's setting allows it."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability, or (0, 0) where the kernels are interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and not knobs.runtime.interpret else (0, 0)

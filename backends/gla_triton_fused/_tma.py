@@ -1,0 +1,51 @@
+"""Tensors [B, T, H, width] as tiles [rows, columns] of one head, as Hopper's copy engine (TMA) moves them.
+
+What is read beyond a tensor's edges is 0, and what is written there is dropped.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+UNIT = 16
+"""Bytes that addresses and strides must be multiples of."""
+
+
+def addressable(x: Tensor) -> bool:
+    """Whether TMA can address x: it is not empty, and all its rows begin at multiples of 16 bytes."""
+    size = x.element_size()
+    strides = [stride for stride, length in zip(x.stride()[:3], x.shape[:3], strict=True) if length > 1]
+    aligned = all(stride > 0 and stride * size % UNIT == 0 for stride in strides)
+    return aligned and x.numel() > 0 and x.data_ptr() % UNIT == 0
+
+
+def tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """For a Triton kernel: blocks [1, 1, rows, columns] of x as [B, H, T, width]."""
+    return TensorDescriptor(x, *_heads_first(x), [1, 1, rows, columns])
+
+
+def shared_tiles(x: Tensor, rows: int, columns: int) -> Any:
+    """As `tiles`, for a Gluon kernel: with the layout that wgmma expects in shared memory."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
+
+    return SharedDescriptor(x, *_heads_first(x), [1, 1, rows, columns], _layout(x.dtype, rows, columns))
+
+
+def _heads_first(x: Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides of x as [B, H, T, width]."""
+    B, T, H, width = x.shape
+    b, t, h, _ = x.stride()
+    # The stride of a dimension of size 1 is free, but has to look right.
+    return [B, H, T, width], [*(stride if n > 1 else UNIT for stride, n in ((b, B), (h, H), (t, T))), 1]
+
+
+@functools.cache
+def _layout(dtype: torch.dtype, rows: int, columns: int) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], getattr(gl, str(dtype).removeprefix("torch.")))

@@ -1,0 +1,444 @@
+"""Chunked gated linear attention for Hopper: one pass, specialised warps, the state in registers.
+
+    b_t = g_1 + .. + g_t                             within a chunk; S is the state that enters it
+    mild chunk (no channel decays by more than exp(-REACH)): with the frame r = b_C / 2,
+        qg = q exp(b - r)        kg = k exp(r - b)         A = tril(qg kg^T)
+        o = scale (qg (exp(r) S) + A v)                    S' = exp(r) (exp(r) S + kg^T v)
+    any other chunk: no exponent above 0, so that nothing overflows,
+        qg = q exp(b)            kg = k exp(b_C - b)       A: see _any_scores
+        o = scale (qg S + A v)                             S' = exp(b_C) S + kg^T v
+
+B batch   T time   H heads   N sequences   K, V key and value width of a head   C rows of a chunk
+W columns of v that one warpgroup holds; a block holds 2 W
+
+One block per sequence, head and 2 W columns of v; four kinds of warps talk over barriers in shared memory:
+
+    load    one warp: copies q, k, v, g of the next chunks by TMA
+    gate    a warpgroup: sums g and turns q, k into qg, kg where they lie; runs ahead of the state
+    state   two warpgroups, W columns of S, v and o each; S never leaves their registers, and each computes A for itself
+
+Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
+the chunked form; README.md beside this file for how it was arrived at.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gla_triton_fused._launch import capability, launch
+from gla_triton_fused._tma import addressable, shared_tiles
+
+CHUNK = 64  # rows of the least wgmma
+LOG2_C = gl.constexpr(6)
+LOG2E = gl.constexpr(1.4426950408889634)
+# exp(REACH / 2) = 2e17 is the largest factor of a mild chunk. Sums of products of inputs from 1e-9 to 1e9 stay in range
+# with it; entries of A above the diagonal may not, but are dropped before they are used.
+REACH = gl.constexpr(80.0)
+# exp(-FORGET) is 0 in float32, so a gate below counts as -FORGET; the sums stay finite and, 64 * 120 at most, exact to
+# 5e-4, an eighth of bfloat16's rounding.
+FORGET = gl.constexpr(120.0)
+
+
+def suits(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> bool:
+    """Whether this kernel computes the call: bfloat16 on compute capability 9.0, K up to 128, strides fit for TMA."""
+    return (
+        q.dtype == torch.bfloat16
+        and capability(q.device) == (9, 0)
+        and q.shape == k.shape
+        and q.shape[3] <= 128
+        and v.shape[3] % 8 == 0  # rows of o of 16 bytes
+        and all(x is None or addressable(x) for x in (q, k, v, g))
+    )
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    o: Tensor,
+    final_state: Tensor | None,
+) -> None:
+    """Fill o, and final_state if there is one, for a call that `suits` accepts; see gla_core/ops/chunk_gla.py."""
+    B, T, H, K = k.shape
+    V = v.shape[3]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    BK = 64 if K <= 64 else 128
+    W = 32 if V <= 64 else 64
+    launch(
+        _chunk_gla_fwd_kernel,
+        (-(-V // (2 * W)), N * H),
+        shared_tiles(q, CHUNK, BK),
+        shared_tiles(k, CHUNK, BK),
+        shared_tiles(v, CHUNK, W),
+        None if g is None else shared_tiles(g, CHUNK, BK),
+        shared_tiles(o, CHUNK, W),
+        o,
+        initial_state,
+        *((0, 0, 0) if initial_state is None else initial_state.stride()[:3]),
+        final_state,
+        cu_seqlens,
+        scale,
+        T,
+        H,
+        K,
+        V,
+        STAGES=4 if BK == 64 and W == 32 else 2,
+        num_warps=4,
+        maxnreg=128,
+    )
+
+
+@gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def _gate_tile(spares, slot, g_desc):
+    """Where g's chunk arrives: it takes the place of two tiles in q's dtype, or of one where g is as narrow."""
+    return spares.index(slot)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
+
+
+@gluon.jit
+def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
+    """Keep STAGES chunks of q, k, v and g on their way."""
+    q_desc, k_desc, v_desc, g_desc = descriptors
+    q_tiles, k_tiles, v_tiles, spares = tiles
+    g_full, g_empty, full, empty = barriers
+    b, h, column, start, n_chunks = place
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    for i in range(n_chunks):
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        t = start + i * C
+        if HAS_GATE:
+            mbarrier.wait(g_empty.index(slot), phase ^ 1)
+            mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(g_desc, [b, h, t, 0], g_full.index(slot), _gate_tile(spares, slot, g_desc))
+        mbarrier.wait(empty.index(slot), phase ^ 1)
+        mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [b, h, t, 0], full.index(slot), q_tiles.index(slot))
+        tma.async_copy_global_to_shared(k_desc, [b, h, t, 0], full.index(slot), k_tiles.index(slot))
+        tma.async_copy_global_to_shared(v_desc, [b, h, t, column], full.index(slot), v_tiles.index(2 * slot))
+        tma.async_copy_global_to_shared(v_desc, [b, h, t, column + W], full.index(slot), v_tiles.index(2 * slot + 1))
+
+
+@gluon.jit
+def _gate_warps(
+    g_desc,
+    tiles,
+    barriers,
+    length,
+    HAS_GATE: gl.constexpr,
+    PACKED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Turn q, k into qg, kg, one chunk after the other, and compute A where the chunk is not mild."""
+    q_tiles, k_tiles, spares, a_tiles, decays, framed = tiles
+    g_full, g_empty, full, gated = barriers
+    C: gl.constexpr = q_tiles.type.shape[3]
+    K: gl.constexpr = q_tiles.type.shape[4]
+    # A thread holds whole runs of rows of two columns, so that sums over rows stay within a few lanes.
+    RUNS: gl.constexpr = 256 // K
+    layout: gl.constexpr = gl.BlockedLayout([C // RUNS, 2], [RUNS, 32 // RUNS], [1, 4], [1, 0])
+    row = gl.arange(0, C, gl.SliceLayout(1, layout))  # [C]
+    for i in range(gl.cdiv(length, C)):
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        q_tile = q_tiles.index(slot).reshape([C, K])
+        k_tile = k_tiles.index(slot).reshape([C, K])
+        rows = length - i * C
+        if HAS_GATE:
+            mbarrier.wait(g_full.index(slot), phase)
+            g = _gate_tile(spares, slot, g_desc).reshape([C, K]).load(layout).to(gl.float32)  # [C, K]
+            if PACKED:
+                g = gl.where((row < rows)[:, None], g, 0.0)
+            mild = gl.min(gl.sum(g, 0), 0) > -REACH
+            framed.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, layout)))
+            mbarrier.wait(full.index(slot), phase)
+            if PACKED:
+                _clear_rows(k_tile, rows, layout)
+            if mild:
+                fence_async_shared()
+                mbarrier.arrive(g_empty.index(slot), count=1)
+                b = gl.associative_scan(g, 0, _sum)  # [C, K]
+                r = 0.5 * gl.sum(g, 0)  # [K]
+                x = (b - r[None, :]) * LOG2E  # [C, K]
+                q_tile.store((q_tile.load(layout).to(gl.float32) * gl.exp2(x)).to(q_tile.dtype))
+                k_tile.store((k_tile.load(layout).to(gl.float32) * gl.exp2(-x)).to(k_tile.dtype))
+                decays.index(slot).store(gl.exp2(r * LOG2E))
+            else:
+                g = gl.maximum(g, -FORGET) * LOG2E
+                b = gl.associative_scan(g, 0, _sum)  # [C, K]
+                b_end = gl.sum(g, 0)  # [K]
+                a = _any_scores(q_tile, k_tile, spares.index(slot), b)  # [C, C]
+                a_tiles.index(slot).store(a.to(q_tile.dtype))
+                fence_async_shared()
+                mbarrier.arrive(g_empty.index(slot), count=1)
+                q_tile.store((q_tile.load(layout).to(gl.float32) * gl.exp2(b)).to(q_tile.dtype))
+                k_tile.store((k_tile.load(layout).to(gl.float32) * gl.exp2(b_end[None, :] - b)).to(k_tile.dtype))
+                decays.index(slot).store(gl.exp2(b_end))
+        else:
+            mbarrier.wait(full.index(slot), phase)
+            if PACKED:
+                _clear_rows(k_tile, rows, layout)
+        fence_async_shared()
+        mbarrier.arrive(gated.index(slot), count=1)
+
+
+@gluon.jit
+def _clear_rows(tile, rows, layout: gl.constexpr):
+    """Zero what lies behind the first `rows` rows of a tile: rows of the next sequence."""
+    if rows < tile.shape[0]:
+        row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+        x = tile.load(layout)
+        tile.store(gl.where((row < rows)[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def _any_scores(q_tile, k_tile, spare, b):
+    """A [C, C] with A_ts = sum over d of q_td k_sd exp2(b_td - b_sd) for t >= s, for gates of any strength.
+
+    By repeated halving: in every block of 2 m rows, the rows t of the second half meet the rows s of the first, both
+    decayed to the last row of the first half, by exponents that are not above 0. The diagonal is not decayed.
+    """
+    C: gl.constexpr = b.shape[0]
+    K: gl.constexpr = b.shape[1]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], q_tile.dtype)
+    t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+    s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
+    spares = spare._reinterpret(q_tile.dtype, [2, C, K], tile)
+    a = gl.zeros([C, C], gl.float32, scores)
+    a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
+    a = gl.where(t == s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
+    for level in gl.static_range(LOG2_C):
+        a += _halves(q_tile, k_tile, spares, b, scores, C >> (level + 1))
+    return a
+
+
+@gluon.jit
+def _halves(q_tile, k_tile, spares, b, scores: gl.constexpr, m: gl.constexpr):
+    """The part of A [C, C] of _any_scores with t and s in the two halves of a block of 2 m rows."""
+    C: gl.constexpr = b.shape[0]
+    t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+    s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
+    second = (gl.arange(0, C, gl.SliceLayout(1, b.type.layout))[:, None] & m) != 0  # [C, 1]
+    x = _from_middle(b, m)  # [C, K]
+    decay = gl.exp2(gl.where(second, x, -x))
+    q = q_tile.load(b.type.layout).to(gl.float32)  # [C, K]
+    k = k_tile.load(b.type.layout).to(gl.float32)  # [C, K]
+    spares.index(0).store(gl.where(second, q * decay, 0.0).to(q_tile.dtype))
+    spares.index(1).store(gl.where(second, 0.0, k * decay).to(q_tile.dtype))
+    fence_async_shared()
+    a = gl.zeros([C, C], gl.float32, scores)
+    a = warpgroup_mma(spares.index(0), spares.index(1).permute([1, 0]), a, use_acc=False, is_async=True)
+    return gl.where((t & -2 * m) == (s & -2 * m), warpgroup_mma_wait(0, [a]), 0.0)
+
+
+@gluon.jit
+def _from_middle(b, m: gl.constexpr):
+    """Subtract from b [C, K] its row in the middle of each block of 2 m rows: the last of the first half."""
+    C: gl.constexpr = b.shape[0]
+    K: gl.constexpr = b.shape[1]
+    blocks = b.reshape([C // (2 * m), 2 * m, K])
+    row = gl.arange(0, 2 * m, gl.SliceLayout(0, gl.SliceLayout(2, blocks.type.layout)))[None, :, None]
+    # Adding -0.0 changes nothing, which the compiler knows: the sum costs nothing where a thread holds the block.
+    middle = gl.sum(gl.where(row == m - 1, blocks, -0.0), 1)  # [C / 2m, K]
+    return gl.convert_layout((blocks - middle[:, None, :]).reshape([C, K]), b.type.layout)
+
+
+@gluon.jit
+def _state_warps(
+    tiles,
+    barriers,
+    outputs,
+    states,
+    place,
+    sizes,
+    HALF: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    PACKED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Carry W columns of the state through the sequence and write the outputs."""
+    q_tiles, k_tiles, v_tiles, a_tiles, decays, framed, s_tiles, o_tiles = tiles
+    full, gated, empty = barriers
+    o_desc, o_ptr, scale = outputs
+    initial_state, state_n, state_h, state_k, final_state = states
+    b, h, n, column, start, length = place
+    H, K, V = sizes
+    C: gl.constexpr = q_tiles.type.shape[3]
+    BK: gl.constexpr = q_tiles.type.shape[4]
+    W: gl.constexpr = v_tiles.type.shape[4]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+    s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
+    s_tile = s_tiles.index(HALF)  # [BK, W], S as an operand
+    o_tile = o_tiles.index(HALF)  # [1, 1, C, W]
+    first = column + HALF * W
+    key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
+    value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
+    inside = (key < K) & (value < V)
+    if initial_state is not None:
+        head = initial_state + n.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+        S = gl.load(head + key.to(gl.int64) * state_k + value, inside, 0.0)  # [BK, W]
+    else:
+        S = gl.zeros([BK, W], gl.float32, layout)
+    for i in range(gl.cdiv(length, C)):
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        q_tile = q_tiles.index(slot).reshape([C, BK])
+        k_tile = k_tiles.index(slot).reshape([C, BK])
+        v_tile = v_tiles.index(2 * slot + HALF).reshape([C, W])
+        rows = length - i * C
+        mbarrier.wait(full.index(slot), phase)
+        if PACKED:
+            _clear_rows(v_tile, rows, layout)
+        mbarrier.wait(gated.index(slot), phase)
+        a = gl.zeros([C, C], gl.float32, scores)
+        a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
+        if HAS_GATE:
+            decay = decays.index(slot).load(gl.SliceLayout(1, layout))[:, None]  # [BK, 1], exp(r) or exp(b_C)
+            mild = gl.max(framed.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
+            r = gl.where(mild, decay, 1.0)  # [BK, 1], exp(r)
+            s_tile.store((S * r).to(s_tile.dtype))
+            S = S * decay
+        else:
+            s_tile.store(S.to(s_tile.dtype))
+        fence_async_shared()
+        a = gl.where(t >= s, warpgroup_mma_wait(0, [a]), 0.0).to(q_tile.dtype)  # [C, C]
+        if HAS_GATE:  # noqa: SIM102 -- known when this is compiled, and mild is not
+            if not mild:
+                a = a_tiles.index(slot).load(scores)
+        a = gl.convert_layout(a, operand)
+        o = gl.zeros([C, W], gl.float32, layout)
+        o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
+        o = warpgroup_mma(a, v_tile, o, is_async=True)
+        S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S, is_async=True)
+        o, S = warpgroup_mma_wait(0, [o, S])
+        mbarrier.arrive(empty.index(slot), count=1)
+        if HAS_GATE:
+            S = S * r
+        o = (o * scale).to(o_tile.dtype)  # [C, W]
+        if PACKED and rows < C:
+            row = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]  # [C, 1]
+            token = (start + i * C + row).to(gl.int64) * H + h  # [C, 1]
+            gl.store(o_ptr + token * V + value, o, (row < rows) & (value < V))
+        else:
+            tma.store_wait(0)
+            o_tile.reshape([C, W]).store(o)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(o_desc, [b, h, start + i * C, first], o_tile)
+    if final_state is not None:
+        gl.store(final_state + (n * H + h).to(gl.int64) * K * V + key * V + value, S, inside)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["state_n", "state_h", "state_k", "scale", "T", "H", "K", "V"])
+def _chunk_gla_fwd_kernel(
+    q_desc,  # [B, H, T, K], tiles [C, BK]
+    k_desc,  # [B, H, T, K], tiles [C, BK]
+    v_desc,  # [B, H, T, V], tiles [C, W]
+    g_desc,  # [B, H, T, K], tiles [C, BK], or None
+    o_desc,  # [B, H, T, V], tiles [C, W]
+    o_ptr,  # [B, T, H, V]
+    initial_state,  # [N, H, K, V] or None
+    state_n,
+    state_h,
+    state_k,
+    final_state,  # [N, H, K, V] or None
+    cu_seqlens,  # [N + 1] or None
+    scale,
+    T,
+    H,
+    K,
+    V,
+    STAGES: gl.constexpr,
+):
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    HAS_GATE: gl.constexpr = g_desc is not None
+    PACKED: gl.constexpr = cu_seqlens is not None
+    dtype: gl.constexpr = q_desc.dtype
+    n = gl.program_id(1) // H
+    h = gl.program_id(1) % H
+    column = gl.program_id(0) * 2 * W
+    if PACKED:
+        b = gl.to_tensor(0)
+        start = gl.load(cu_seqlens + n).to(gl.int32)
+        length = gl.load(cu_seqlens + n + 1).to(gl.int32) - start
+    else:
+        b = n
+        start = gl.to_tensor(0)
+        length = T
+
+    scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, W], dtype)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, C, W], v_desc.layout)
+    spares = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, C, BK], q_desc.layout) if HAS_GATE else q_tiles
+    a_tiles = gl.allocate_shared_memory(dtype, [STAGES, C, C], scores_layout)
+    s_tiles = gl.allocate_shared_memory(dtype, [2, BK, W], state_layout)
+    o_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, W], o_desc.layout)
+    decays = gl.allocate_shared_memory(gl.float32, [STAGES, BK], row_layout)
+    framed = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row_layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # g has been loaded
+    g_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # g has been read
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, k, v have been loaded
+    gated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, k have become qg, kg
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # both state warpgroups have read qg, kg, v, A
+    for i in gl.static_range(STAGES):
+        mbarrier.init(g_full.index(i), count=1)
+        mbarrier.init(g_empty.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(gated.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+
+    load_tiles = (q_tiles, k_tiles, v_tiles, spares)
+    load_barriers = (g_full, g_empty, full, empty)
+    load_place = (b, h, column, start, gl.cdiv(length, C))
+    gate_tiles = (q_tiles, k_tiles, spares, a_tiles, decays, framed)
+    gate_barriers = (g_full, g_empty, full, gated)
+    tiles = (q_tiles, k_tiles, v_tiles, a_tiles, decays, framed, s_tiles, o_tiles)
+    barriers = (full, gated, empty)
+    outputs = (o_desc, o_ptr, scale)
+    states = (initial_state, state_n, state_h, state_k, final_state)
+    place = (b, h, n, column, start, length)
+    sizes = (H, K, V)
+    gl.warp_specialize(
+        [
+            (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, PACKED, STAGES)),
+            (_state_warps, (tiles, barriers, outputs, states, place, sizes, 0, HAS_GATE, PACKED, STAGES)),
+            (_state_warps, (tiles, barriers, outputs, states, place, sizes, 1, HAS_GATE, PACKED, STAGES)),
+            (_load_warp, ((q_desc, k_desc, v_desc, g_desc), load_tiles, load_barriers, load_place, HAS_GATE, STAGES)),
+        ],
+        [4, 4, 1],
+        # Registers of a thread. With fewer the state spills, and the assembler then waits after every wgmma; what is
+        # left is the gate's, which spills on its way through chunks that are not mild.
+        [144, 144, 24],
+    )

@@ -1,0 +1,294 @@
+"""Softmax attention for Hopper with specialised warps; the mathematics is that of softmax_attention.py.
+
+A block has 128 queries of one head, and three kinds of warps that talk over barriers in shared memory:
+
+    load     one warp: copies the queries, then blocks of keys and values by TMA, STAGES of them on their way
+    attend   two warpgroups, 64 queries each: scores and softmax; while the tensor cores multiply the weights of one
+             block of keys by its values, the softmax of the next block is computed
+
+Keys are gone over from the last block to the first, so that only the first steps need a mask.
+
+B batch   Tq, Tk queries and keys   H key/value heads   G query heads per key/value head   K, V key and value width
+BR queries per warpgroup   BT keys per block   BK, BV the widths rounded up
+
+Sources: Dao et al., "FlashAttention" (arXiv 2205.14135); Shah et al., "FlashAttention-3" (arXiv 2407.08608), for the
+overlap of products and softmax.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gla_triton_fused._launch import capability, launch
+from gla_triton_fused._tma import addressable, shared_tiles
+
+ROWS = 64  # of one warpgroup, the least of wgmma
+STAGES = 2
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+def suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether this kernel computes the call: halves on compute capability 9.0, many queries, strides fit for TMA."""
+    return (
+        capability(q.device) == (9, 0)
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[1] > ROWS
+        and min(q.numel(), v.numel()) > 0
+        and 64 < max(q.shape[3], v.shape[3]) <= 256
+        and v.shape[3] % 8 == 0  # rows of o of 16 bytes
+        and all(addressable(x) for x in (q, k, v))
+    )
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """See gla_core/ops/softmax_attention.py; only for calls that `suits` accepts, with scale >= 0."""
+    B, Tq, Hq, K = q.shape
+    _, Tk, H, V = v.shape
+    o = v.new_empty((B, Tq, Hq, V))
+    lse = torch.empty((B, Tq, Hq), dtype=torch.float32, device=q.device)
+    BK, BV = (64 if width <= 64 else 128 if width <= 128 else 256 for width in (K, V))
+    BK = max(BK, BV)  # o leaves through the tiles of q
+    BT = 128 if BK <= 128 else 64
+    launch(
+        _attention,
+        (-(-Tq // (2 * ROWS)) * B * Hq,),
+        shared_tiles(q, ROWS, BK),
+        shared_tiles(k, BT, BK),
+        shared_tiles(v, BT, BV),
+        shared_tiles(o, ROWS, BV),
+        lse,
+        scale,
+        Tq,
+        Tk,
+        Hq,
+        Hq // H,
+        causal,
+        STAGES,
+        num_warps=4,
+        maxnreg=168,
+    )
+    return o, lse
+
+
+@gluon.jit
+def _load_warp(q_desc, k_desc, v_desc, tiles, barriers, place, G, STAGES: gl.constexpr):
+    """Copy the queries, then keys and values from the last block to the first."""
+    q_tiles, k_tiles, v_tiles = tiles
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    b, h, first, blocks, _full_blocks = place
+    BR: gl.constexpr = q_desc.block_type.shape[2]
+    BT: gl.constexpr = k_desc.block_type.shape[2]
+    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(q_desc, [b, h, first, 0], q_full, q_tiles.index(0))
+    tma.async_copy_global_to_shared(q_desc, [b, h, first + BR, 0], q_full, q_tiles.index(1))
+    for i in range(blocks):
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        j = (blocks - 1 - i) * BT
+        mbarrier.wait(k_empty.index(slot), phase ^ 1)
+        mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_desc, [b, h // G, j, 0], k_full.index(slot), k_tiles.index(slot))
+        mbarrier.wait(v_empty.index(slot), phase ^ 1)
+        mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(v_desc, [b, h // G, j, 0], v_full.index(slot), v_tiles.index(slot))
+
+
+@gluon.jit
+def _scores(q_tile, k_tiles, slot, layout: gl.constexpr):
+    """Begin q k^T  [BR, BT]."""
+    BR: gl.constexpr = q_tile.shape[0]
+    BT: gl.constexpr = k_tiles.type.shape[3]
+    BK: gl.constexpr = k_tiles.type.shape[4]
+    k_tile = k_tiles.index(slot).reshape([BT, BK])
+    s = gl.zeros([BR, BT], gl.float32, layout)
+    return warpgroup_mma(q_tile, k_tile.permute([1, 0]), s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _softmax(s, m, z, scale, j, last_key, MASKED: gl.constexpr):
+    """Weights p of a block of scores, the new m and z, and what the sums so far have to be multiplied by."""
+    BT: gl.constexpr = s.shape[1]
+    if MASKED:
+        key = j + gl.arange(0, BT, gl.SliceLayout(0, s.type.layout))
+        s = gl.where(key[None, :] <= last_key[:, None], s * scale, float("-inf"))
+        m_new = gl.maximum(m, gl.max(s, 1))
+    else:
+        m_new = gl.maximum(m, gl.max(s, 1) * scale)
+    # While a row has seen nothing, exp(-inf - 0) = 0 where exp(-inf + inf) would be NaN.
+    base = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s - base[:, None]) if MASKED else gl.exp2(s * scale - base[:, None])
+    rescale = gl.exp2(m - base)
+    return p, m_new, z * rescale + gl.sum(p, 1), rescale
+
+
+@gluon.jit
+def _step(
+    i,
+    blocks,
+    q_tile,  # [BR, BK]
+    k_tiles,
+    v_tiles,
+    barriers,
+    p,  # [BR, BT], weights of block i - 1
+    m,  # [BR]
+    z,  # [BR]
+    o,  # [BR, BV]
+    scale,
+    last_key,  # [BR]
+    STAGES: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """Scores and softmax of block i, counted from the last, while block i - 1 is added to o."""
+    _q_full, k_full, k_empty, v_full, v_empty = barriers
+    BT: gl.constexpr = v_tiles.type.shape[3]
+    BV: gl.constexpr = v_tiles.type.shape[4]
+    layout: gl.constexpr = p.type.layout
+    slot = i % STAGES
+    before = (i - 1) % STAGES
+    mbarrier.wait(k_full.index(slot), (i // STAGES) & 1)
+    s = _scores(q_tile, k_tiles, slot, layout)
+    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+    weights = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, o.type.layout, 2))
+    o = warpgroup_mma(weights, v_tiles.index(before).reshape([BT, BV]), o, is_async=True)
+    s = warpgroup_mma_wait(1, [s])
+    mbarrier.arrive(k_empty.index(slot), count=1)
+    p, m, z, rescale = _softmax(s, m, z, scale, (blocks - 1 - i) * BT, last_key, MASKED)
+    o, weights, p = warpgroup_mma_wait(0, [o, weights, p])
+    mbarrier.arrive(v_empty.index(before), count=1)
+    o_rescale = gl.convert_layout(rescale, gl.SliceLayout(1, o.type.layout))
+    return p, m, z, o * o_rescale[:, None]
+
+
+@gluon.jit
+def _attend_warps(
+    o_desc,
+    lse_ptr,
+    tiles,
+    barriers,
+    place,
+    sizes,
+    scale,
+    HALF: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Attention of the queries first + HALF * BR and on."""
+    q_tiles, k_tiles, v_tiles = tiles
+    q_full, k_full, k_empty, v_full, _v_empty = barriers
+    b, h, first, blocks, full_blocks = place
+    Tq, Tk, Hq = sizes
+    BR: gl.constexpr = q_tiles.type.shape[3]
+    BK: gl.constexpr = q_tiles.type.shape[4]
+    BT: gl.constexpr = k_tiles.type.shape[3]
+    BV: gl.constexpr = v_tiles.type.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    t = first + HALF * BR + gl.arange(0, BR, gl.SliceLayout(1, s_layout))  # [BR]
+    last_key = gl.minimum(t + Tk - Tq, Tk - 1) if CAUSAL else gl.zeros_like(t) + Tk - 1  # [BR]
+    scale *= LOG2_E
+    q_tile = q_tiles.index(HALF).reshape([BR, BK])
+    m = gl.full([BR], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+    z = gl.zeros([BR], gl.float32, gl.SliceLayout(1, s_layout))
+    o = gl.zeros([BR, BV], gl.float32, o_layout)
+
+    mbarrier.wait(q_full, 0)
+    mbarrier.wait(k_full.index(0), 0)
+    s = warpgroup_mma_wait(0, [_scores(q_tile, k_tiles, 0, s_layout)])
+    mbarrier.arrive(k_empty.index(0), count=1)
+    p, m, z, _rescale = _softmax(s, m, z, scale, (blocks - 1) * BT, last_key, True)
+    masked = gl.maximum(blocks - full_blocks, 1)
+    for i in range(1, masked):
+        p, m, z, o = _step(i, blocks, q_tile, k_tiles, v_tiles, barriers, p, m, z, o, scale, last_key, STAGES, True)
+    for i in range(masked, blocks):
+        p, m, z, o = _step(i, blocks, q_tile, k_tiles, v_tiles, barriers, p, m, z, o, scale, last_key, STAGES, False)
+    slot = (blocks - 1) % STAGES
+    mbarrier.wait(v_full.index(slot), ((blocks - 1) // STAGES) & 1)
+    weights = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, o_layout, 2))
+    o = warpgroup_mma(weights, v_tiles.index(slot).reshape([BT, BV]), o, is_async=True)
+    o, weights = warpgroup_mma_wait(0, [o, weights])
+
+    # A row that sees no key: o = 0 / 0 = NaN and lse = -inf + log 0 = -inf.
+    gl.store(lse_ptr + (b.to(gl.int64) * Tq + t) * Hq + h, (m + gl.log2(z)) * LN_2, t < Tq)
+    o = o / gl.convert_layout(z, gl.SliceLayout(1, o_layout))[:, None]
+    o_tile = q_tiles.index(HALF)._reinterpret(o_desc.dtype, [1, 1, BR, BV], o_desc.layout)
+    o_tile.reshape([BR, BV]).store(o.to(o_desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(o_desc, [b, h, first + HALF * BR, 0], o_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["scale", "Tq", "Tk", "Hq", "G"])
+def _attention(
+    q_desc,  # [B, H * G, Tq, K], tiles [BR, BK]
+    k_desc,  # [B, H, Tk, K], tiles [BT, BK]
+    v_desc,  # [B, H, Tk, V], tiles [BT, BV]
+    o_desc,  # [B, H * G, Tq, V], tiles [BR, BV]
+    lse_ptr,  # [B, Tq, H * G]
+    scale,
+    Tq,
+    Tk,
+    Hq,
+    G,
+    CAUSAL: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    BR: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
+    BT: gl.constexpr = k_desc.block_type.shape[2]
+    BV: gl.constexpr = v_desc.block_type.shape[3]
+    dtype: gl.constexpr = q_desc.dtype
+    # The tiles of a head start together, so that its keys stay in the cache; those that see most keys start first.
+    tiles_per_head = gl.cdiv(Tq, 2 * BR)
+    first = (tiles_per_head - 1 - gl.program_id(0) % tiles_per_head) * 2 * BR
+    b = gl.program_id(0) // tiles_per_head // Hq
+    h = gl.program_id(0) // tiles_per_head % Hq
+    if CAUSAL:
+        blocks = gl.cdiv(gl.minimum(first + 2 * BR + Tk - Tq, Tk), BT)
+        full_blocks = gl.maximum(first + 1 + Tk - Tq, 0) // BT  # which every row sees whole
+    else:
+        blocks = gl.cdiv(Tk, BT)
+        full_blocks = Tk // BT
+    blocks = gl.maximum(blocks, 1)
+
+    q_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, BR, BK], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BT, BK], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BT, BV], v_desc.layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1], bars)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # both warpgroups have used it
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    mbarrier.init(q_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+
+    tiles = (q_tiles, k_tiles, v_tiles)
+    barriers = (q_full, k_full, k_empty, v_full, v_empty)
+    place = (b, h, first, blocks, full_blocks)
+    sizes = (Tq, Tk, Hq)
+    gl.warp_specialize(
+        [
+            (_attend_warps, (o_desc, lse_ptr, tiles, barriers, place, sizes, scale, 0, CAUSAL, STAGES)),
+            (_attend_warps, (o_desc, lse_ptr, tiles, barriers, place, sizes, scale, 1, CAUSAL, STAGES)),
+            (_load_warp, (q_desc, k_desc, v_desc, tiles, barriers, place, G, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -1,0 +1,132 @@
+"""The kernel of chunk_gla_fwd for Hopper against the float64 oracle; it runs on compute capability 9.0 alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gla_core.conformance import oracle
+from gla_core.conformance.calls import heads_first
+from gla_core.conformance.inputs import GATES, gla_inputs
+from gla_core.conformance.tolerances import FORWARD, relative_error
+
+BUDGET = FORWARD[torch.bfloat16]
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+
+
+@pytest.fixture(autouse=True)
+def whatever_the_length(monkeypatch):
+    monkeypatch.setattr("gla_triton_fused.chunk_gla.WORTH_WHOLE_CHUNKS", 0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """New tensors are filled with NaN, so that what is not written shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def inputs(**sizes):
+    x = gla_inputs(**{"dtype": torch.bfloat16, "gate_dtype": torch.float32, "device": "cuda", **sizes})
+    return [x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens]
+
+
+def forward(q, k, v, g, scale, initial_state, cu_seqlens):
+    from gla_triton_fused.chunk_gla import chunk_gla_fwd
+    from gla_triton_fused.chunk_gla_hopper import suits
+
+    assert suits(q, k, v, g)
+    return chunk_gla_fwd(q, k, v, g, scale, initial_state, True, cu_seqlens)
+
+
+def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3):
+    """Compare with the oracle, twice with the same bits, and return what was found."""
+    o, state = forward(q, k, v, g, scale, initial_state, cu_seqlens)
+    again = forward(q, k, v, g, scale, initial_state, cu_seqlens)
+    ref_o, ref_state = oracle.chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
+    assert relative_error(o, ref_o) <= BUDGET
+    assert relative_error(state, ref_state) <= BUDGET
+    assert torch.equal(o, again[0])
+    assert torch.equal(state, again[1])
+    return o, state
+
+
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128)])
+def test_gates(K, V, gates, gate_dtype):
+    check(*inputs(T=300, K=K, V=V, gates=gates, gate_dtype=gate_dtype, initial_state=True))
+
+
+@pytest.mark.parametrize(("K", "V"), [(8, 8), (16, 64), (40, 200), (64, 512), (96, 72), (128, 24), (120, 256)])
+@pytest.mark.parametrize("gates", ["mild", "-inf"])
+def test_widths(K, V, gates):
+    check(*inputs(T=130, K=K, V=V, gates=gates, initial_state=True))
+
+
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 127, 128, 129, 1000])
+def test_lengths(T):
+    check(*inputs(T=T, K=128, V=128, initial_state=True))
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 3), (64, 64), (0, 0, 5), (200,)])
+def test_packed(lengths, gates):
+    check(*inputs(lengths=lengths, K=128, V=128, gates=gates, initial_state=True))
+
+
+def test_a_packed_sequence_sees_nothing_of_the_next():
+    q, k, v, g, state, offsets = inputs(lengths=(70, 70), K=64, V=64, initial_state=True)
+    for x in (q, k, v, g):
+        x[:, 70:] = torch.nan
+    o, states = forward(q, k, v, g, 0.3, state, offsets)
+    ref_o, ref_state = oracle.chunk_gla(*(x[:, :70] for x in (q, k, v, g)), 0.3, state[:1])
+    assert relative_error(o[:, :70], ref_o) <= BUDGET
+    assert relative_error(states[:1], ref_state) <= BUDGET
+
+
+def test_mild_and_other_chunks_take_turns():
+    q, k, v, g, state, _ = inputs(T=64 * 6, K=128, V=128, initial_state=True)
+    g[:, 64:128] *= 400
+    g[:, 200, :, 5] = -torch.inf
+    g[:, 330:, :, 7] = -3.0
+    check(q, k, v, g, state)
+
+
+@pytest.mark.parametrize("decay", [1.0, 79.0, 81.0, 7000.0])
+def test_either_side_of_the_reach_of_a_frame(decay):
+    q, k, v, g, state, _ = inputs(T=128, K=128, V=128, initial_state=True)
+    g[..., 3] = -decay / 64
+    check(q, k, v, g, state)
+
+
+@pytest.mark.parametrize("factor", [1e-8, 1e8])
+def test_large_and_small_inputs(factor):
+    q, k, v, g, state, _ = inputs(T=200, K=128, V=128, gates="strong", initial_state=True)
+    check(q * factor, k * factor, v * factor, g, state * factor**2)
+
+
+def test_strided():
+    q, k, v, g, state, _ = inputs(T=150, H=3, K=64, V=64, initial_state=True)
+    check(*(heads_first(x) for x in (q, k, v, g)), state.transpose(0, 1).contiguous().transpose(0, 1))
+    wide = torch.cat([q, k, v], -1)
+    check(*wide.split(64, -1), g, state)
+
+
+def test_refused():
+    from gla_triton_fused.chunk_gla_hopper import suits
+
+    q, k, v, g, *_ = inputs(T=10, K=64, V=64)
+    assert suits(q, k, v, g)
+    assert not suits(*(x.half() for x in (q, k, v, g)))
+    assert not suits(q.repeat(1, 1, 2, 1), k, v, g)
+    assert not suits(q, k, v[..., :60].contiguous(), g)
+    assert not suits(q[..., 1:-7], k[..., 1:-7], v, g[..., 1:-7])
+    assert not suits(q, k, v, g[:, :, :1].expand_as(g))

@@ -1,0 +1,101 @@
+"""triton_fused's online_softmax on its own: the edges of its tiles, what its lanes may meet, every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gla_core.conformance import oracle
+from gla_core.conformance.inputs import normal
+from gla_core.conformance.tolerances import FORWARD, relative_error
+
+module = pytest.importorskip("gla_triton_fused.online_softmax", reason="needs triton")
+online_softmax = module.online_softmax
+
+
+@pytest.fixture(autouse=True)
+def interpreted(device):
+    if device == "cpu" and not module.triton.knobs.runtime.interpret:
+        pytest.skip("on a CPU, run with TRITON_INTERPRET=1")
+
+
+def random(*shape, device, dtype=torch.float32, seed=0):
+    return normal(shape, dtype, torch.Generator(device).manual_seed(seed))
+
+
+def check(x, dim):
+    y = online_softmax(x, dim)
+    assert y.is_contiguous()
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    assert relative_error(y, oracle.softmax(x, dim)) <= FORWARD[x.dtype]
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 2, 31, 1024, 1025, module.MOST_ON_CHIP, module.MOST_ON_CHIP + 1, 70000])
+def test_columns_at_the_edges_of_tiles(device, dtype, columns):
+    check(random(3, columns, device=device, dtype=dtype), 1)
+
+
+@pytest.mark.parametrize("columns", [255, 257, 300])
+@pytest.mark.parametrize("inner", [1, 7, 64, 65])
+def test_columns_that_are_not_neighbours_in_memory(device, columns, inner):
+    check(random(2, columns, inner, device=device), 1)
+
+
+@pytest.mark.parametrize("columns", [300, module.MOST_ON_CHIP + 300])
+@pytest.mark.parametrize("special", [float("-inf"), float("inf"), float("nan"), 3.4e38, -3.4e38])
+def test_special_values_as_in_torch(device, columns, special):
+    x = random(4, columns, device=device)
+    x[0, 7], x[1, 5:], x[2, :], x[3, columns // 2] = special, special, special, special
+    torch.testing.assert_close(online_softmax(x, 1), torch.softmax(x, 1), equal_nan=True)
+
+
+@pytest.mark.parametrize("columns", [300, module.MOST_ON_CHIP + 300])
+def test_the_same_bits_every_run(device, columns):
+    x = random(3, columns, device=device)
+    first = online_softmax(x, 1)
+    assert all(torch.equal(first, online_softmax(x, 1)) for _ in range(3))
+
+
+@pytest.mark.parametrize("dim", range(5))
+def test_dimensions_that_cannot_be_merged(device, dim):
+    x = random(3, 4, 3, 5, 6, device=device)
+    check(x.permute(2, 0, 3, 1, 4), dim)
+    check(x[:, ::2, 1:, ::2, 1:], dim)
+    check(x[:, :1].expand(3, 4, 3, 5, 6), dim)
+
+
+def test_four_row_dimensions_that_cannot_be_merged(device):
+    check(random(4, 4, 4, 4, 6, device=device)[::2, ::2, ::2, ::2].permute(3, 2, 1, 0, 4)[..., ::1], 4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    order=st.randoms(use_true_random=False),
+    dim=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_any_shape_order_and_dimension(shape, order, dim, seed):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = random(*shape, device=device, seed=seed)
+    x[random(*shape, device=device, seed=seed + 1) > 1] = -torch.inf
+    axes = list(range(x.ndim))
+    order.shuffle(axes)
+    check(x.permute(axes), dim % x.ndim)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_address():
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB")
+    for shape, dim in (((2**21 + 2, 1024), 1), ((1024, 2**21 + 2), 0), ((2, 2**30 + 5), 1)):
+        x = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+        last = x.select(1 - dim, -1)
+        last.copy_(random(*last.shape, device="cuda", dtype=torch.bfloat16))
+        y = online_softmax(x, dim).select(1 - dim, -1)
+        assert relative_error(y, oracle.softmax(last)) <= FORWARD[torch.bfloat16]
+        del x, y, last

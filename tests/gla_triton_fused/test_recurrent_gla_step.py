@@ -1,0 +1,244 @@
+"""The kernel of recurrent_gla_step against the float64 oracle: any width, layout, pool and address."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gla_core.conformance import oracle
+from gla_core.conformance.inputs import GATES, gla_inputs
+from gla_core.conformance.tolerances import FORWARD, relative_error
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# Where a device rounds to the nearest bfloat16, Triton's interpreter rounds towards zero.
+STATE_BUDGET = {**FORWARD, torch.bfloat16: (2 if INTERPRETED else 1) * FORWARD[torch.bfloat16]}
+
+
+@pytest.fixture(autouse=True)
+def kernels_run_on(device):
+    if (device == "cpu") != INTERPRETED:
+        pytest.skip("kernels run compiled on cuda, and with TRITON_INTERPRET=1 on cpu")
+
+
+def step(q, k, v, g, state, scale=0.3, state_indices=None, inplace=False):
+    from gla_triton_fused.recurrent_gla_step import recurrent_gla_step
+
+    return recurrent_gla_step(q, k, v, g, state, scale, state_indices, inplace)
+
+
+def inputs(**sizes):
+    """q, k, v, g of one token, and a state [B, H, K, V]."""
+    x = gla_inputs(T=1, initial_state=True, **sizes)
+    return (*(None if y is None else y[:, 0] for y in (x.q, x.k, x.v, x.g)), x.initial_state)
+
+
+def expected(q, k, v, g, state, scale=0.3, rows=None):
+    """The oracle's o and states; `rows` as state_indices, in a list."""
+    rows = list(range(len(q))) if rows is None else rows
+    alpha = torch.ones_like(k).double() if g is None else g.double().exp()
+    new, o = state.double().clone(), torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64, device=q.device)
+    used = [b for b, p in enumerate(rows) if 0 <= p < len(state)]
+    pool = [rows[b] for b in used]
+    token = (x.double()[used] for x in (q, k, v, alpha))
+    o[used], new[pool] = oracle.recurrent_gla_step(*token, state.double()[pool], scale)
+    return o, new
+
+
+def check(results, references, dtype, state_dtype=torch.float32):
+    assert relative_error(results[0], references[0]) <= FORWARD[dtype]
+    assert relative_error(results[1], references[1]) <= STATE_BUDGET[state_dtype]
+    assert results[0].is_contiguous()
+
+
+def strided(x, spare):
+    """The values of x, in a tensor with `spare` more of every dimension but the last."""
+    if x is None:
+        return None
+    memory = torch.full([n + spare for n in x.shape[:-1]] + [x.shape[-1]], torch.nan, dtype=x.dtype, device=x.device)
+    view = memory[tuple(slice(spare, None) for _ in x.shape[:-1])]
+    return view.copy_(x)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    B=st.integers(0, 4),
+    H=st.integers(1, 3),
+    G=st.integers(1, 3),
+    K=st.integers(1, 70),
+    V=st.integers(1, 70),
+    gates=st.sampled_from(GATES),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    gate_dtype=st.sampled_from([None, torch.float32]),
+    state_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    scale=st.sampled_from([1.0, -0.5, 0.0]),
+    inplace=st.booleans(),
+    spare=st.integers(0, 2),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_and_layout(device, state_dtype, scale, inplace, spare, dtype, **sizes):
+    *token, state = inputs(**sizes, dtype=dtype, device=device)
+    token, state = [strided(x, spare) for x in token], strided(state.to(state_dtype), spare)
+    before, reference = state.clone(), expected(*token, state, scale)
+    o, new = step(*token, state, scale, inplace=inplace)
+    check((o, new), reference, dtype, state_dtype)
+    assert new is state if inplace else torch.equal(state, before) and new.is_contiguous()
+
+
+@pytest.mark.parametrize(("K", "V"), [(512, 512), (512, 1), (1, 512), (300, 257), (128, 128), (129, 31)])
+@pytest.mark.parametrize("G", [1, 5])
+def test_widths(K, V, G, device):
+    arguments = inputs(B=2, H=2, G=G, K=K, V=V, device=device)
+    check(step(*arguments), expected(*arguments), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B", [1, 3, 128])
+@pytest.mark.parametrize("K", [16, 64, 128, 256, 512])
+@pytest.mark.parametrize("G", [1, 4])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tiles(B, K, G, state_dtype, gate_dtype):
+    """The tiles for few states and for many, of each width."""
+    sizes = {"B": B, "H": 4, "G": G, "K": K, "V": K, "gates": "-inf", "device": "cuda"}
+    *token, state = inputs(**sizes, dtype=torch.bfloat16, gate_dtype=gate_dtype)
+    state = state.to(state_dtype)
+    reference = expected(*token, state)
+    check(step(*token, state), reference, torch.bfloat16, state_dtype)
+    again = [step(*token, state.clone(), inplace=True) for _ in range(2)]
+    check(again[0], reference, torch.bfloat16, state_dtype)
+    assert all(torch.equal(x, y) for x, y in zip(*again, strict=True))
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("rows", [[2, 0, 5], [-1, 0, 5], [3, -7, 6], [-1, -1, 99], [0, 2**31 - 1, -(2**31)]], ids=str)
+def test_pool(rows, inplace, index_dtype, device):
+    """Rows read and write their own state; rows outside the pool give 0 and write nothing."""
+    *token, _ = inputs(B=3, H=2, G=2, K=8, V=12, gates="-inf", device=device)
+    memory = torch.randn(12, 2, 8, 12, device=device)
+    before, pool = memory.clone(), memory[3:9]
+    reference = expected(*token, before[3:9], rows=rows)
+    o, new = step(*token, pool, state_indices=torch.tensor(rows, dtype=index_dtype, device=device), inplace=inplace)
+    check((o, new), reference, torch.float32)
+    skipped = [b for b, p in enumerate(rows) if not 0 <= p < 6]
+    assert torch.equal(o[skipped], torch.zeros_like(o[skipped]))
+    assert new is pool if inplace else torch.equal(memory, before)
+    written = [3 + p for p in rows if 0 <= p < 6] if inplace else []
+    kept = [i for i in range(12) if i not in written]
+    assert torch.equal(memory[kept], before[kept])
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_pool_of_strided_states(inplace, device):
+    *token, _ = inputs(B=2, H=3, K=16, V=20, device=device)
+    pool = torch.randn(3, 5, 16, 20, device=device).transpose(0, 1)
+    reference = expected(*token, pool, rows=[4, 1])
+    o, new = step(*token, pool, state_indices=torch.tensor([4, 1], device=device), inplace=inplace)
+    check((o, new), reference, torch.float32)
+    assert new is pool if inplace else new.is_contiguous()
+
+
+@pytest.mark.parametrize("rows", [[], [0, -1]], ids=str)
+def test_nobody(rows, device):
+    """An empty batch, and an empty pool."""
+    *token, _ = inputs(B=len(rows), H=2, K=8, V=12, device=device)
+    pool = torch.randn(0 if rows else 3, 2, 8, 12, device=device)
+    o, new = step(*token, pool, state_indices=torch.tensor(rows, dtype=torch.int64, device=device))
+    assert torch.equal(o, torch.zeros(len(rows), 2, 12, device=device))
+    assert torch.equal(new, pool)
+
+
+def test_expanded_inputs(device):
+    """Strides of 0: one token for all rows and heads."""
+    *token, state = inputs(B=3, H=2, G=2, K=16, V=16, device=device)
+    token = [x[:1, :1].expand(x.shape) for x in token]
+    check(step(*token, state), expected(*token, state), torch.float32)
+
+
+def test_calls_that_differ_in_one_thing_only(device):
+    """What is remembered of a call must not serve another with the same shapes."""
+    *token, state = inputs(B=2, H=4, K=32, V=32, device=device)
+    layouts = [
+        lambda x: x,
+        lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),  # an address that is no multiple of 16
+        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda x: strided(x, 1),
+        lambda x: x,
+    ]
+    for change in range(5):
+        for layout in layouts:
+            arguments = [layout(x.clone()) if i == change else x.clone() for i, x in enumerate((*token, state))]
+            reference = expected(*arguments)
+            check(step(*arguments), reference, torch.float32)
+            check(step(*arguments, inplace=True), reference, torch.float32)
+            no_gate = (*arguments[:3], None, arguments[4])
+            check(step(*no_gate, scale=-2.0), expected(*no_gate, scale=-2.0), torch.float32)
+
+
+@pytest.mark.gpu
+def test_waits_for_the_kernels_before_and_is_waited_for():
+    """A step may be launched while its predecessor ends, in a graph too; it must not read or write too early."""
+    *token, state = inputs(B=8, H=16, K=128, V=128, dtype=torch.bfloat16, gate_dtype=torch.float32, device="cuda")
+    q, k, v, g = token
+    work, total = torch.zeros_like(state), torch.zeros_like(v)
+
+    def steps():
+        work.copy_(state)
+        total.zero_()
+        for i in range(20):
+            gate = g * (i + 1)
+            o, _ = step(q, k * (1 + i), v, gate, work, inplace=True)
+            o, _ = step(q, k, o, gate, work, inplace=True)
+            total.add_(o)
+            work.mul_(0.5)
+
+    with torch.no_grad():
+        steps()
+        torch.cuda.synchronize()
+        aside = torch.cuda.Stream()
+        with torch.cuda.stream(aside):
+            steps()
+        torch.cuda.synchronize()
+        eager = work.clone(), total.clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            steps()
+        for _ in range(20):
+            graph.replay()
+        replayed = work.clone(), total.clone()
+
+        slow_work, slow_total = state.clone(), torch.zeros_like(v)
+        for i in range(20):
+            gate = g * (i + 1)
+            o = v
+            for keys in (k * (1 + i), k):
+                torch.cuda.synchronize()
+                o, _ = step(q, keys, o, gate, slow_work, inplace=True)
+                torch.cuda.synchronize()
+            slow_total.add_(o)
+            slow_work.mul_(0.5)
+    for found in (eager, replayed):
+        assert torch.equal(found[0], slow_work)
+        assert torch.equal(found[1], slow_total)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["PHKV", "HPKV", "KPHV"])
+def test_a_pool_of_more_than_2_to_31_elements(order):
+    """Of 2^32, so that every stride but the last exceeds 2^31 when multiplied by the indices that go with it."""
+    *token, _ = inputs(B=2, H=4, K=128, V=128, dtype=torch.bfloat16, device="cuda")
+    sizes, rows = {"P": 2**16 + 1, "H": 4, "K": 128, "V": 128}, [2**16, 1]
+    memory = torch.zeros([sizes[name] for name in order], dtype=torch.bfloat16, device="cuda")
+    pool = memory.permute([order.index(name) for name in "PHKV"])
+    pool[rows] = torch.randn(2, 4, 128, 128, device="cuda").bfloat16()
+    reference = expected(*token, pool[rows])
+    o, new = step(*token, pool, state_indices=torch.tensor(rows, device="cuda"), inplace=True)
+    check((o, new[rows]), reference, torch.bfloat16, torch.bfloat16)
+    pool[rows] = 0
+    assert not memory.any()
