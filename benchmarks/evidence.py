@@ -1,8 +1,9 @@
-"""The baseline table of one device, as a file: FLA and the backends over the workloads of models.
+"""A table of one device, as a file: FLA, PyTorch and the backends over the workloads of models.
 
     python3 benchmarks/evidence.py --out DIR [--minutes 9] [--backends reference,gla_fla] [--commit HASH] [--cache DIR]
+                                   [--name baseline] [--workloads NAME,..] [--directions forward,..] [--seconds 1]
 
-writes DIR/baseline-<device>.json after every row, the most important rows first. A second run with the same DIR goes on
+writes DIR/<name>-<device>.json after every row, the most important rows first. A second run with the same DIR goes on
 where the first one ended: rows without an error are kept if device and versions are the same.
 
 The first measurement is FLA's first call, in an empty Triton cache that the rest of the run then shares for what is
@@ -40,7 +41,7 @@ HEADS_16 = ("train_b8_t4096_h16", "prefill_b1_t8192_h16")  # the shapes of DESIG
 HEADS_8 = ("long_b1_t65536_h8", "prefill_b2_t2048_h8")
 BOTH = ("forward", "forward+backward")
 TUNED = ("fla", "gla_fla")  # autotuned by FLA
-SECONDS = {"reference": 0.2}  # of timed calls; 1 for all others
+SECONDS = {"reference": 0.2}  # of timed calls; for all others as asked, 1 by default
 
 
 def plan(backends: list[str], device: torch.device) -> list[Case]:
@@ -124,21 +125,26 @@ def run(
     commit: str | None,
     device: torch.device,
     say: Callable[[str], None],
+    name: str = "baseline",
+    wanted: Callable[[Case], bool] = lambda case: True,
+    seconds: float = 1.0,
 ) -> tuple[Path, results.Results]:
-    """Measure what fits into `minutes`; no measurement begins after that."""
+    """Measure what is `wanted` of the plan and fits into `minutes`; no measurement begins after that."""
     end = time.monotonic() + 60 * minutes
     cache.mkdir(parents=True, exist_ok=True)
     fresh = cache if not any(cache.iterdir()) else None
     os.environ["TRITON_CACHE_DIR"] = str(cache)
     bandwidth = measure.copy_bandwidth(device, budget=2.0)
     described = results.describe_run(device, bandwidth, commit)
-    path = out / f"baseline-{described.device.lower().removeprefix('nvidia ').replace(' ', '-')}.json"
+    path = out / f"{name}-{described.device.lower().removeprefix('nvidia ').replace(' ', '-')}.json"
     record = Record(path, described)
     record.add()
     say(f"{record.run.device}: copies at {bandwidth / 1e12:.3f} TB/s; writing {path}")
-    todo = [c for c in plan(backends, device) if not record.holds(c.workload, c.backend, c.direction)]
+    planned = filter(wanted, plan(backends, device))
+    todo = [c for c in planned if not record.holds(c.workload, c.backend, c.direction)]
     first = BY_NAME["chunk_gla", HEADS_16[0]]
-    if any(c.backend == "fla" for c in todo) and not record.holds(first, "fla", "first_backward"):
+    first_wanted = wanted(Case(first, "fla", "first_call"))
+    if first_wanted and any(c.backend == "fla" for c in todo) and not record.holds(first, "fla", "first_backward"):
         record.add(*first_call_rows(first, "fla", device, fresh, 0.7 * 60 * minutes))
         told = [row.error or results.time_text(row.seconds) for row in record.rows if row.key[2].startswith("first_")]
         say(f"first call of FLA, then its backward: {', '.join(told)}")
@@ -149,7 +155,7 @@ def run(
             say(f"out of time: {left} measurements left out, from {group[0]} on")
             break
         start = time.monotonic()
-        rows = measure_apart(group, bandwidth) if group[0].backend in TUNED else measure_here(group, device, bandwidth)
+        rows = (measure_apart if group[0].backend in TUNED else measure_here)(group, bandwidth, seconds)
         record.add(*rows)
         for row in rows:
             say(f"{row.workload}-{row.backend}-{row.direction}: {row.error or results.time_text(row.seconds)}")
@@ -167,15 +173,16 @@ def in_processes(todo: Sequence[Case]) -> list[list[Case]]:
     return list(groups.values())
 
 
-def measure_here(cases: Sequence[Case], device: torch.device, bandwidth: float) -> list[Row]:
+def measure_here(cases: Sequence[Case], bandwidth: float, seconds: float = 1.0) -> list[Row]:
     """Measure in this process."""
-    return [measure_case(case, device, bandwidth, SECONDS.get(case.backend, 1.0)) for case in cases]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return [measure_case(case, device, bandwidth, SECONDS.get(case.backend, seconds)) for case in cases]
 
 
-def measure_apart(cases: Sequence[Case], bandwidth: float, timeout: float = 400.0) -> list[Row]:
+def measure_apart(cases: Sequence[Case], bandwidth: float, seconds: float = 1.0, timeout: float = 400.0) -> list[Row]:
     """Measure in a process of its own, which tunes FLA for these cases alone."""
     asked = [[case.workload.op, case.workload.name, case.backend, case.direction] for case in cases]
-    command = [sys.executable, __file__, "--measure", json.dumps([bandwidth, asked])]
+    command = [sys.executable, __file__, "--measure", json.dumps([bandwidth, seconds, asked])]
     environment = {**os.environ, "FLA_CACHE_RESULTS": "0"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=True)
@@ -187,9 +194,9 @@ def measure_apart(cases: Sequence[Case], bandwidth: float, timeout: float = 400.
 
 def measure_asked(text: str) -> None:
     """What `measure_apart` runs: prints rows as JSON."""
-    bandwidth, asked = json.loads(text)
+    bandwidth, seconds, asked = json.loads(text)
     found = [Case(BY_NAME[op, name], backend, direction) for op, name, backend, direction in asked]
-    rows = measure_here(found, torch.device("cuda" if torch.cuda.is_available() else "cpu"), bandwidth)
+    rows = measure_here(found, bandwidth, seconds)
     print(json.dumps([dataclasses.asdict(row) for row in rows]))
 
 
@@ -201,6 +208,10 @@ def main() -> None:
     parser.add_argument("--backends", default="reference,gla_fla", help="separated by commas; FLA itself comes anyway")
     parser.add_argument("--commit", help="of the source, where it cannot be asked of git")
     parser.add_argument("--cache", type=Path, help="Triton's cache, to share between runs; a new one by default")
+    parser.add_argument("--name", default="baseline", help="first part of the file's name")
+    parser.add_argument("--workloads", type=_names, help="these alone, separated by commas")
+    parser.add_argument("--directions", type=_names, help="these alone, such as forward,step_graph")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of timed calls per row")
     parser.add_argument("--measure", help=argparse.SUPPRESS)  # cases as JSON, in a process of their own
     options = parser.parse_args()
     if options.measure:
@@ -216,13 +227,33 @@ def main() -> None:
     for name in set(backends) - {info.name for info in gla.backends() if info.error is None}:
         say(f"there is no backend {name!r} here; it is left out")
     cache = options.cache or Path(tempfile.mkdtemp(prefix="triton-"))
-    path, found = run(options.out, cache, options.minutes, backends, options.commit, device, say)
+
+    def wanted(case: Case) -> bool:
+        named = options.workloads is None or case.workload.name in options.workloads
+        return named and (options.directions is None or case.direction in options.directions)
+
+    path, found = run(
+        options.out,
+        cache,
+        options.minutes,
+        backends,
+        options.commit,
+        device,
+        say,
+        options.name,
+        wanted,
+        options.seconds,
+    )
     for op, rows in by_op(found.rows):
         print_table(op, rows, console)
     try:
         plots.plot(found, path.with_suffix(""))
     except ValueError as error:
         say(str(error))
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split(","))
 
 
 if __name__ == "__main__":

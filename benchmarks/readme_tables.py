@@ -20,8 +20,9 @@ MARKED = re.compile(f"{re.escape(BEGIN)}\n(.*?){re.escape(END)}", re.DOTALL)
 
 
 def render(folder: Path) -> str:
-    """Markdown of every baseline-*.json in the folder, ending in a line end; '' where there is none."""
-    return "".join(_section(results.read(path), path) for path in sorted(folder.glob("baseline-*.json")))
+    """Markdown of every table of times in the folder, ending in a line end; '' where there is none."""
+    tables = [path for path in sorted(folder.glob("*.json")) if not path.name.startswith("conformance-")]
+    return "".join(_section(results.read(path), path) for path in tables)
 
 
 def between_markers(readme: str) -> str | None:
@@ -45,7 +46,7 @@ def _section(found: Results, path: Path) -> str:
     bandwidth = f"; copies at {found.copy_bandwidth / 1e12:.2f} TB/s" if found.copy_bandwidth else ""
     commit = f" at {found.commit[:10]}" if found.commit else ""
     lines = [
-        f"### {found.device}\n",
+        f"### {path.stem.rpartition('-')[0]}, {found.device}\n",
         f"gla_core {found.gla_core}{commit}, {versions}{driver}, {found.date[:10]}{bandwidth}. Medians. "
         "GB/s counts each input and output once; 'of floor' is that over the copy bandwidth; "
         "'× fla' is the time of FLA over that of the row. "

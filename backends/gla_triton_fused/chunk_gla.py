@@ -79,9 +79,13 @@ def chunk_gla_fwd(
     with device_of(q):
         if capability(q.device) == (9, 0) and B * T >= WORTH_WHOLE_CHUNKS * N:
             from gla_triton_fused import chunk_gla_hopper as hopper
+            from gla_triton_fused import chunk_gla_hopper_wide as wide
 
             if hopper.suits(q, k, v, g):
                 hopper.run(q, k, v, g, scale, initial_state, cu_seqlens, o, final)
+                return o, final
+            if g is not None and cu_seqlens is None and wide.suits(q, k, v, g):
+                wide.run(q, k, v, g, scale, initial_state, o, final)
                 return o, final
         _run(q, k, v, g, scale, initial_state, cu_seqlens, o, final)
     return o, final
@@ -103,6 +107,7 @@ def _run(
     H, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     BK = _block(K)
+    operand = tl.bfloat16 if _in_bfloat16(q.dtype, BK, B * T // N) else tl.float32
     config = configure(K, V, B * T // N, N * H, q.dtype, q.device)
     inputs = (q, k, v) if g is None else (q, k, v, g)
     tiled = (
@@ -142,7 +147,7 @@ def _run(
         BK=BK,
         BV=config.BV,
         GROUPED=Hq != H,
-        OPERAND=tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float32,
+        OPERAND=operand,
         PRECISION="tf32",
         TOKENWISE=q.dtype == torch.float32 and float32_precision() == "ieee",
         TRIANGLE=config.triangle,
@@ -173,18 +178,24 @@ def configure(K: int, V: int, length: int, heads: int, dtype: torch.dtype, devic
     Args:
         length: tokens of an average sequence. heads: key/value heads of all sequences.
     """
-    config = _widest(K, V, heads, dtype)
+    config = _widest(K, V, heads, _in_bfloat16(dtype, _block(K), length))
     if _has_little_shared_memory(device):
         config = replace(config, C=min(config.C, 32), stages=1)
     return replace(config, C=min(config.C, _block(length)), BV=min(config.BV, _block(V)))
 
 
-def _widest(K: int, V: int, heads: int, dtype: torch.dtype) -> Config:
+def _in_bfloat16(dtype: torch.dtype, BK: int, length: int) -> bool:
+    """Whether matrices are multiplied in bfloat16; what it costs in accuracy does not average out over few terms."""
+    return dtype == torch.bfloat16 and BK > 32 and (length > 16 or BK > 128)
+
+
+def _widest(K: int, V: int, heads: int, in_bfloat16: bool) -> Config:
     """For long sequences and wide values. Measured on an H200 (132 multiprocessors); other devices take the same."""
     BK = _block(K)
-    if dtype != torch.bfloat16:
+    if not in_bfloat16:
+        # At most 32 wide: with 64 rows, wgmma would take TF32 operands from registers, which Triton 3.6 gets wrong.
         if BK <= 128:
-            return Config(C=16, BV=64, warps=4, stages=2)
+            return Config(C=16, BV=32, warps=4, stages=2)
         return Config(C=16, BV=32, warps=8, stages=2) if BK == 256 else Config(C=16, BV=16, warps=8, stages=1)
     if BK == 512:
         return Config(C=16, BV=32, warps=8, stages=2)

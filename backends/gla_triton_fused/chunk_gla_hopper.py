@@ -172,36 +172,49 @@ def _gate_warps(
             if PACKED:
                 g = gl.where((row < rows)[:, None], g, 0.0)
             mild = gl.min(gl.sum(g, 0), 0) > -REACH
+            mbarrier.wait(full.index(slot), phase)  # and nobody reads what was written to this slot before
             framed.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, layout)))
-            mbarrier.wait(full.index(slot), phase)
             if PACKED:
                 _clear_rows(k_tile, rows, layout)
             if mild:
                 fence_async_shared()
                 mbarrier.arrive(g_empty.index(slot), count=1)
-                b = gl.associative_scan(g, 0, _sum)  # [C, K]
-                r = 0.5 * gl.sum(g, 0)  # [K]
-                x = (b - r[None, :]) * LOG2E  # [C, K]
-                q_tile.store((q_tile.load(layout).to(gl.float32) * gl.exp2(x)).to(q_tile.dtype))
-                k_tile.store((k_tile.load(layout).to(gl.float32) * gl.exp2(-x)).to(k_tile.dtype))
-                decays.index(slot).store(gl.exp2(r * LOG2E))
+                decay = _enter_frame(q_tile, k_tile, g)  # [K]
             else:
-                g = gl.maximum(g, -FORGET) * LOG2E
-                b = gl.associative_scan(g, 0, _sum)  # [C, K]
-                b_end = gl.sum(g, 0)  # [K]
-                a = _any_scores(q_tile, k_tile, spares.index(slot), b)  # [C, C]
+                decay, a = _enter_ends(q_tile, k_tile, spares.index(slot), g)  # [K], [C, C]
                 a_tiles.index(slot).store(a.to(q_tile.dtype))
                 fence_async_shared()
                 mbarrier.arrive(g_empty.index(slot), count=1)
-                q_tile.store((q_tile.load(layout).to(gl.float32) * gl.exp2(b)).to(q_tile.dtype))
-                k_tile.store((k_tile.load(layout).to(gl.float32) * gl.exp2(b_end[None, :] - b)).to(k_tile.dtype))
-                decays.index(slot).store(gl.exp2(b_end))
+            decays.index(slot).store(decay)
         else:
             mbarrier.wait(full.index(slot), phase)
             if PACKED:
                 _clear_rows(k_tile, rows, layout)
         fence_async_shared()
         mbarrier.arrive(gated.index(slot), count=1)
+
+
+@gluon.jit
+def _enter_frame(q_tile, k_tile, g):
+    """Turn tiles q, k [C, K] of a mild chunk with gates g [C, K] into qg, kg, and return exp(r) [K]."""
+    b = gl.associative_scan(g, 0, _sum)  # [C, K]
+    r = 0.5 * gl.sum(g, 0)  # [K]
+    x = (b - r[None, :]) * LOG2E  # [C, K]
+    q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(x)).to(q_tile.dtype))
+    k_tile.store((k_tile.load(g.type.layout).to(gl.float32) * gl.exp2(-x)).to(k_tile.dtype))
+    return gl.exp2(r * LOG2E)
+
+
+@gluon.jit
+def _enter_ends(q_tile, k_tile, spare, g):
+    """Turn tiles q, k [C, K] of any chunk with gates g [C, K] into qg, kg, and return exp(b_C) [K] and A [C, C]."""
+    g = gl.maximum(g, -FORGET) * LOG2E
+    b = gl.associative_scan(g, 0, _sum)  # [C, K]
+    b_end = gl.sum(g, 0)  # [K]
+    a = _any_scores(q_tile, k_tile, spare, b)  # [C, C]
+    q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b)).to(q_tile.dtype))
+    k_tile.store((k_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b_end[None, :] - b)).to(k_tile.dtype))
+    return gl.exp2(b_end), a
 
 
 @gluon.jit

@@ -39,9 +39,7 @@ def tiny(evidence, monkeypatch):
     monkeypatch.setattr(evidence, "first_call", lambda *_: {"first_call": 80.0, "first_backward": 160.0})
     monkeypatch.setattr(evidence, "measure_case", measure_case)
     # Without the process: what `measure_apart` adds is tested by itself below.
-    monkeypatch.setattr(
-        evidence, "measure_apart", lambda cases, bandwidth: evidence.measure_here(cases, CPU, bandwidth)
-    )
+    monkeypatch.setattr(evidence, "measure_apart", evidence.measure_here)
     return measured
 
 
@@ -50,6 +48,17 @@ def run(evidence, tmp_path, minutes=1.0, commit="abc"):
     path, found = evidence.run(tmp_path / "out", tmp_path / "cache", minutes, ["reference"], commit, CPU, said.append)
     assert results.read(path) == found
     return found, said
+
+
+def test_what_is_not_wanted_is_not_measured(evidence, tiny, tmp_path):
+    def wanted(case):
+        return case.workload.op == "recurrent_gla_step" and case.backend == "reference"
+
+    arguments = (tmp_path, tmp_path / "cache", 1.0, ["reference"], "abc", CPU, lambda line: None)
+    path, found = evidence.run(*arguments, name="steps", wanted=wanted)
+    assert path.name.startswith("steps-")
+    assert found.rows
+    assert {(row.op, row.backend) for row in found.rows} == {("recurrent_gla_step", "reference")}
 
 
 def test_every_row_is_in_the_file(evidence, tiny, tmp_path):

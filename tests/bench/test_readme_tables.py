@@ -31,7 +31,7 @@ def test_a_section_names_its_source(tables, tmp_path, synthetic):
     results.write(tmp_path / "baseline-pretend.json", synthetic)
     results.write(tmp_path / "conformance-pretend.json", synthetic)
     section = tables.render(tmp_path)
-    assert section.startswith("### NVIDIA Pretend\n")
+    assert section.startswith("### baseline, NVIDIA Pretend\n")
     assert section.count("###") == 1
     for text in (
         "gla_core 0.1.0 at 0123456789, torch 2.11.0, triton 3.6.0, driver 1.2.3, 2026-01-02; copies at 4.00 TB/s",

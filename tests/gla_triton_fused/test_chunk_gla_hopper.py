@@ -1,4 +1,4 @@
-"""The kernel of chunk_gla_fwd for Hopper against the float64 oracle; it runs on compute capability 9.0 alone."""
+"""The kernels of chunk_gla_fwd for Hopper against the float64 oracle; they run on compute capability 9.0 alone."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def inputs(**sizes):
 
 
 def forward(q, k, v, g, scale, initial_state, cu_seqlens):
+    from gla_triton_fused import chunk_gla_hopper, chunk_gla_hopper_wide
     from gla_triton_fused.chunk_gla import chunk_gla_fwd
-    from gla_triton_fused.chunk_gla_hopper import suits
 
-    assert suits(q, k, v, g)
+    assert chunk_gla_hopper.suits(q, k, v, g) or chunk_gla_hopper_wide.suits(q, k, v, g)
     return chunk_gla_fwd(q, k, v, g, scale, initial_state, True, cu_seqlens)
 
 
@@ -69,6 +69,18 @@ def test_gates(K, V, gates, gate_dtype):
 @pytest.mark.parametrize("gates", ["mild", "-inf"])
 def test_widths(K, V, gates):
     check(*inputs(T=130, K=K, V=V, gates=gates, initial_state=True))
+
+
+@pytest.mark.parametrize(("K", "V"), [(256, 512), (256, 64), (136, 128), (200, 40)])
+@pytest.mark.parametrize("gates", ["mild", "strong", "-inf", "extreme"])
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wide(K, V, gates, gate_dtype):
+    check(*inputs(T=300, H=3, K=K, V=V, gates=gates, gate_dtype=gate_dtype, initial_state=True))
+
+
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 129])
+def test_lengths_of_wide_heads(T):
+    check(*inputs(T=T, K=256, V=256))
 
 
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 127, 128, 129, 1000])

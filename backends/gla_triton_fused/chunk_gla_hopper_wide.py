@@ -1,0 +1,320 @@
+"""Chunked gated linear attention for Hopper and heads of K from 129 to 256: the gates first, then the state.
+
+The mathematics is that of chunk_gla_hopper.py. A state so wide fills the registers with few columns of v, so a head
+is shared by many blocks, and the gates, computed in each, would take most of the time. They are computed once here:
+
+    _gate_kernel     a block per chunk and head: qg, kg, the scores A and the decay of the state, to memory
+    _state_kernel    a block per head and 2 W columns of v: a load warp, and two warpgroups with W columns of S each
+
+with K in slices of 128, each of which is mild or not on its own. Gates only, and no packed sequences.
+
+B batch   T time   H heads   K, V key and value width of a head   C rows of a chunk   BK width of a slice
+W columns of v that one warpgroup holds; a block holds 2 W
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gla_triton_fused._launch import capability, launch
+from gla_triton_fused._tma import addressable, shared_tiles
+from gla_triton_fused.chunk_gla_hopper import CHUNK, REACH, _enter_ends, _enter_frame
+
+SLICE = 128
+STAGES = gl.constexpr(4)  # slices of qg and kg on their way; A and v take half as many
+
+
+def suits(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> bool:
+    """Whether these kernels compute the call: bfloat16 on compute capability 9.0, strides fit for TMA."""
+    return (
+        q.dtype == torch.bfloat16
+        and capability(q.device) == (9, 0)
+        and q.shape == k.shape
+        and SLICE < q.shape[3] <= 2 * SLICE
+        and q.shape[3] % 8 == v.shape[3] % 8 == 0  # rows of qg, kg and o of 16 bytes
+        and all(addressable(x) for x in (q, k, v, g))
+    )
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float,
+    initial_state: Tensor | None,
+    o: Tensor,
+    final_state: Tensor | None,
+) -> None:
+    """Fill o, and final_state if there is one, for a call that `suits` accepts; see gla_core/ops/chunk_gla.py."""
+    B, T, H, K = k.shape
+    V = v.shape[3]
+    chunks = -(-T // CHUNK)
+    W = 32 if V <= 64 else 64
+    qg, kg = q.new_empty(2, B, T, H, K)
+    scores = q.new_empty(B, chunks * CHUNK, H, CHUNK)
+    decays = g.new_empty(B, H, chunks, 2, 2 * SLICE, dtype=torch.float32)  # before and after kg^T v is added
+    launch(
+        _gate_kernel,
+        (chunks, B * H),
+        *(shared_tiles(x, CHUNK, SLICE) for x in (q, k, g, qg, kg)),
+        shared_tiles(scores, CHUNK, CHUNK),
+        decays,
+        H,
+        num_warps=4,
+    )
+    launch(
+        _state_kernel,
+        (-(-V // (2 * W)), B * H),
+        shared_tiles(qg, CHUNK, SLICE),
+        shared_tiles(kg, CHUNK, SLICE),
+        shared_tiles(scores, CHUNK, CHUNK),
+        shared_tiles(v, CHUNK, W),
+        shared_tiles(o, CHUNK, W),
+        decays,
+        initial_state,
+        *((0, 0, 0) if initial_state is None else initial_state.stride()[:3]),
+        final_state,
+        scale,
+        chunks,
+        H,
+        K,
+        V,
+        num_warps=4,
+        maxnreg=168,
+    )
+
+
+@gluon.jit(do_not_specialize=["H"])
+def _gate_kernel(
+    q_desc,  # [B, H, T, K], tiles [C, BK]
+    k_desc,  # [B, H, T, K], tiles [C, BK]
+    g_desc,  # [B, H, T, K], tiles [C, BK]
+    qg_desc,  # [B, H, T, K], tiles [C, BK]
+    kg_desc,  # [B, H, T, K], tiles [C, BK]
+    a_desc,  # [B, H, chunks * C, C], tiles [C, C]
+    decays,  # [B, H, chunks, 2, 2 * BK]
+    H,
+):
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
+    dtype: gl.constexpr = q_desc.dtype
+    layout: gl.constexpr = gl.BlockedLayout([C // 2, 2], [2, 16], [1, 4], [1, 0])
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    i = gl.program_id(0)
+    b = gl.program_id(1) // H
+    h = gl.program_id(1) % H
+    q_box = gl.allocate_shared_memory(dtype, [1, 1, C, BK], q_desc.layout)
+    k_box = gl.allocate_shared_memory(dtype, [1, 1, C, BK], k_desc.layout)
+    spare = gl.allocate_shared_memory(dtype, [1, 2, C, BK], q_desc.layout)
+    a_box = gl.allocate_shared_memory(dtype, [1, 1, C, C], a_desc.layout)
+    g_box = spare._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
+    q_tile = q_box.reshape([C, BK])
+    k_tile = k_box.reshape([C, BK])
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+    s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
+    key = gl.arange(0, BK, gl.SliceLayout(0, layout))  # [BK]
+    decays += ((gl.program_id(1) * gl.num_programs(0) + i) * 4 * BK).to(gl.int64) + key
+    A = gl.zeros([C, C], gl.float32, scores)
+    for j in range(2):
+        tma.store_wait(0)
+        mbarrier.expect(full, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [b, h, i * C, j * BK], full, q_box)
+        tma.async_copy_global_to_shared(k_desc, [b, h, i * C, j * BK], full, k_box)
+        tma.async_copy_global_to_shared(g_desc, [b, h, i * C, j * BK], full, g_box)
+        mbarrier.wait(full, j)
+        g = g_box.reshape([C, BK]).load(layout).to(gl.float32)  # [C, BK]
+        if gl.min(gl.sum(g, 0), 0) > -REACH:
+            after = _enter_frame(q_tile, k_tile, g)  # [BK], exp(r)
+            before = after
+            fence_async_shared()
+            product = gl.zeros([C, C], gl.float32, scores)
+            product = warpgroup_mma(q_tile, k_tile.permute([1, 0]), product, use_acc=False, is_async=True)
+            A += gl.where(t >= s, warpgroup_mma_wait(0, [product]), 0.0)
+        else:
+            before, a = _enter_ends(q_tile, k_tile, spare, g)  # [BK], exp(b_C)
+            after = gl.full_like(before, 1.0)
+            A += a
+            fence_async_shared()
+        gl.store(decays + j * BK, before)
+        gl.store(decays + (2 + j) * BK, after)
+        tma.async_copy_shared_to_global(qg_desc, [b, h, i * C, j * BK], q_box)
+        tma.async_copy_shared_to_global(kg_desc, [b, h, i * C, j * BK], k_box)
+    a_box.reshape([C, C]).store(A.to(dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(a_desc, [b, h, i * C, 0], a_box)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_warp(descriptors, tiles, barriers, place):
+    """Keep the next slices of qg and kg, and chunks of A and v, on their way."""
+    q_desc, k_desc, a_desc, v_desc = descriptors
+    q_tiles, k_tiles, a_tiles, v_tiles = tiles
+    full, empty, v_full, v_empty = barriers
+    b, h, column, chunks = place
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    for step in range(2 * chunks):
+        t = step // 2 * C
+        slot = step % STAGES
+        mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [b, h, t, step % 2 * BK], full.index(slot), q_tiles.index(slot))
+        tma.async_copy_global_to_shared(k_desc, [b, h, t, step % 2 * BK], full.index(slot), k_tiles.index(slot))
+        if step % 2 == 0:
+            slot = step // 2 % 2
+            mbarrier.wait(v_empty.index(slot), (step // 4 & 1) ^ 1)
+            mbarrier.expect(v_full.index(slot), a_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_desc, [b, h, t, column], v_full.index(slot), v_tiles.index(2 * slot))
+            tma.async_copy_global_to_shared(
+                v_desc, [b, h, t, column + W], v_full.index(slot), v_tiles.index(2 * slot + 1)
+            )
+            tma.async_copy_global_to_shared(a_desc, [b, h, t, 0], v_full.index(slot), a_tiles.index(slot))
+
+
+@gluon.jit
+def _state_warps(tiles, barriers, o_desc, scale, decays, states, place, sizes, HALF: gl.constexpr):
+    """Carry W columns of the state, in two slices, through the sequence and write the outputs."""
+    q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles = tiles
+    full, empty, v_full, v_empty = barriers
+    initial_state, state_n, state_h, state_k, final_state = states
+    b, h, column, chunks = place
+    H, K, V = sizes
+    C: gl.constexpr = q_tiles.type.shape[3]
+    BK: gl.constexpr = q_tiles.type.shape[4]
+    W: gl.constexpr = v_tiles.type.shape[4]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    s_tile = s_tiles.index(HALF)  # [BK, W], a slice of S as an operand
+    o_tile = o_tiles.index(HALF)  # [1, 1, C, W]
+    first = column + HALF * W
+    head = (b * H + h).to(gl.int64)
+    key = gl.arange(0, BK, gl.SliceLayout(1, layout))  # [BK]
+    value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
+    if initial_state is not None:
+        states_in = initial_state + b.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+        S0 = _load_slice(states_in, state_k, key[:, None], value, K, V)  # [BK, W]
+        S1 = _load_slice(states_in, state_k, BK + key[:, None], value, K, V)  # [BK, W]
+    else:
+        S0 = gl.zeros([BK, W], gl.float32, layout)
+        S1 = gl.zeros([BK, W], gl.float32, layout)
+    decays += head * chunks * 4 * BK + key
+    for i in range(chunks):
+        slot = i % 2
+        v_tile = v_tiles.index(2 * slot + HALF).reshape([C, W])
+        mbarrier.wait(v_full.index(slot), i // 2 & 1)
+        o = gl.zeros([C, W], gl.float32, layout)
+        o, S0 = _step(o, S0, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, 2 * i)
+        o, S1 = _step(o, S1, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays + BK, 2 * i + 1)
+        o = warpgroup_mma(a_tiles.index(slot).reshape([C, C]), v_tile, o, is_async=True)
+        o = warpgroup_mma_wait(0, [o])
+        mbarrier.arrive(v_empty.index(slot), count=1)
+        decays += 4 * BK
+        tma.store_wait(0)
+        o_tile.reshape([C, W]).store((o * scale).to(o_tile.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(o_desc, [b, h, i * C, first], o_tile)
+    if final_state is not None:
+        rows = final_state + head * K * V
+        gl.store(rows + key[:, None] * V + value, S0, (key[:, None] < K) & (value < V))
+        gl.store(rows + (BK + key[:, None]) * V + value, S1, (BK + key[:, None] < K) & (value < V))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_slice(states_in, state_k, key, value, K, V):
+    """Rows `key` and columns `value` of a state, 0 beyond its edges."""
+    return gl.load(states_in + key.to(gl.int64) * state_k + value, (key < K) & (value < V), 0.0)
+
+
+@gluon.jit
+def _step(o, S, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step):
+    """Add a slice's part to the outputs o [C, W], and take its state S [BK, W] to the end of the chunk."""
+    C: gl.constexpr = q_tiles.type.shape[3]
+    BK: gl.constexpr = q_tiles.type.shape[4]
+    before = gl.load(decays)[:, None]  # [BK, 1]
+    after = gl.load(decays + 2 * BK)[:, None]  # [BK, 1]
+    slot = step % STAGES
+    q_tile = q_tiles.index(slot).reshape([C, BK])
+    k_tile = k_tiles.index(slot).reshape([C, BK])
+    s_tile.store((S * after).to(s_tile.dtype))
+    fence_async_shared()
+    mbarrier.wait(full.index(slot), step // STAGES & 1)
+    o = warpgroup_mma(q_tile, s_tile, o, is_async=True)
+    S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S * before, is_async=True)
+    o, S = warpgroup_mma_wait(0, [o, S])
+    mbarrier.arrive(empty.index(slot), count=1)
+    return o, S * after
+
+
+@gluon.jit(do_not_specialize=["state_n", "state_h", "state_k", "scale", "chunks", "H", "K", "V"])
+def _state_kernel(
+    q_desc,  # qg, [B, H, T, K], tiles [C, BK]
+    k_desc,  # kg, [B, H, T, K], tiles [C, BK]
+    a_desc,  # [B, H, chunks * C, C], tiles [C, C]
+    v_desc,  # [B, H, T, V], tiles [C, W]
+    o_desc,  # [B, H, T, V], tiles [C, W]
+    decays,  # [B, H, chunks, 2, 2 * BK]
+    initial_state,  # [B, H, K, V] or None
+    state_n,
+    state_h,
+    state_k,
+    final_state,  # [B, H, K, V] or None
+    scale,
+    chunks,
+    H,
+    K,
+    V,
+):
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    dtype: gl.constexpr = q_desc.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
+    a_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, C], a_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [4, 1, 1, C, W], v_desc.layout)
+    s_tiles = gl.allocate_shared_memory(dtype, [2, BK, W], gl.NVMMASharedLayout.get_default_for([BK, W], dtype))
+    o_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, W], o_desc.layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # a slice of qg and kg has been loaded
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # both state warpgroups have read it
+    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], bars)  # A and v of a chunk have been loaded
+    v_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bars)  # both state warpgroups have read them
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+
+    barriers = (full, empty, v_full, v_empty)
+    load_tiles = (q_tiles, k_tiles, a_tiles, v_tiles)
+    tiles = (q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles)
+    place = (gl.program_id(1) // H, gl.program_id(1) % H, gl.program_id(0) * 2 * W, chunks)
+    states = (initial_state, state_n, state_h, state_k, final_state)
+    sizes = (H, K, V)
+    gl.warp_specialize(
+        [
+            (_state_warps, (tiles, barriers, o_desc, scale, decays, states, place, sizes, 0)),
+            (_state_warps, (tiles, barriers, o_desc, scale, decays, states, place, sizes, 1)),
+            (_load_warp, ((q_desc, k_desc, a_desc, v_desc), load_tiles, barriers, place)),
+        ],
+        [4, 1],
+        [232, 24],
+    )
