@@ -35,7 +35,7 @@ def first_call(
         timeout: seconds after which to give up.
 
     Returns:
-        first_call and, except for recurrent_gla_step, first_backward.
+        first_call and, where the backend has a backward, first_backward.
 
     Raises:
         RuntimeError: the call failed; holds the last line of its error. subprocess.TimeoutExpired: it took too long.
@@ -58,7 +58,7 @@ def _measure(op: str, name: str, backend: str, device: torch.device) -> dict[str
     from gla_core.bench.measure import clock, synchronize
 
     (workload,) = [w for w in select(op) if w.name == name]
-    differentiable = op != "recurrent_gla_step"
+    differentiable = suite.has_backward(op, backend)
     arguments = suite.make_arguments(workload, device, gradients=differentiable)
     function = suite.bound(workload.op, backend, arguments)
     synchronize(device)

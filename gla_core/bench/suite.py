@@ -118,6 +118,13 @@ def implementing(op: str) -> list[str]:
     return [info.name for info in gla.backends() if _forward_op(op) in info.ops]
 
 
+def has_backward(op: str, backend: str) -> bool:
+    """Whether a baseline or backend differentiates a public op; the core does so itself for all but chunk_gla."""
+    if op != "chunk_gla" or backend in BASELINES:
+        return op != "recurrent_gla_step"
+    return any(info.name == backend and "chunk_gla_bwd" in info.ops for info in gla.backends())
+
+
 def _directions(op: str, device: torch.device, wanted: Sequence[str]) -> list[str]:
     of_op = ("step", "step_graph") if op == "recurrent_gla_step" else ("forward", "forward+backward")
     possible = (*of_op, "host", "first_call", *(() if op == "recurrent_gla_step" else ("first_backward",)))

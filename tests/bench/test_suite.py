@@ -239,6 +239,11 @@ def test_the_first_call_of_a_process(tmp_path):
     assert all(0 < value < 60 for value in seconds.values())
 
 
+def test_the_first_call_of_a_backend_without_a_backward():
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert set(first_call.first_call(SHORT, "triton_fused", device)) == {"first_call"}
+
+
 def test_a_first_call_that_fails_says_why():
     with pytest.raises(RuntimeError, match="unknown backend 'missing'"):
         first_call.first_call(STEP, "missing", CPU)
