@@ -39,6 +39,7 @@ from gla_core.conformance.workloads import WORKLOADS, Workload, select
 BY_NAME = {(w.op, w.name): w for w in WORKLOADS}
 HEADS_16 = ("train_b8_t4096_h16", "prefill_b1_t8192_h16")  # the shapes of DESIGN section 10, by what FLA tunes once for
 HEADS_8 = ("long_b1_t65536_h8", "prefill_b2_t2048_h8")
+SHORT = ("train_b16_t1024_h8", "train_b4_t2048_h16_k64_v64", "prefill_b2_t2048_h8")  # the host may decide their time
 BOTH = ("forward", "forward+backward")
 TUNED = ("fla", "gla_fla")  # autotuned by FLA
 SECONDS = {"reference": 0.2}  # of timed calls; for all others as asked, 1 by default
@@ -59,6 +60,8 @@ def plan(backends: list[str], device: torch.device) -> list[Case]:
             for op in ("online_softmax", "softmax_attention")
             for case in _cases(op, _tagged(op, "train", "long"), ["torch", *others], BOTH)
         ),
+        *_cases("chunk_gla", SHORT, names, ["forward_graph"]),
+        *_cases("online_softmax", ["rows_8192_columns_1024"], ["torch", *others], ["forward_graph"]),
         *_cases("chunk_gla", _tagged("chunk_gla", "train", "prefill", "long"), names, BOTH),
         *_cases("recurrent_gla_step", ["decode_b64"], names, ["first_call"]),
         *_cases("chunk_gla", HEADS_16[:1], others, ("first_call", "first_backward")),

@@ -137,7 +137,7 @@ def bench(
     workload: Annotated[list[str] | None, typer.Option(help="Only the workload of this name, or op/name.")] = None,
     direction: Annotated[
         list[str] | None,
-        typer.Option(help="forward, forward+backward, step, step_graph (these by default), host, first_call, ..."),
+        typer.Option(help="forward, forward+backward, step, step_graph (these by default), forward_graph, host, ..."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1; auto is cuda where there is one.")] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results into this file.")] = None,

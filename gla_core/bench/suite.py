@@ -3,7 +3,8 @@
 forward            chunk_gla, online_softmax, softmax_attention without gradients
 forward+backward   with the gradients of every input, through autograd
 step               recurrent_gla_step, writing the state in place
-step_graph         the same in a CUDA graph that is replayed
+forward_graph, step_graph
+                   forward and step in a CUDA graph that is replayed: what the device takes, without the host
 host               seconds of the host per eager call (forward or step), the device not waited for
 first_call         the first forward or step of a fresh process with an empty Triton cache; imports, compilation and
                    tuning included
@@ -33,7 +34,7 @@ from gla_core.conformance.workloads import Workload
 Call = Callable[[], tuple[Tensor, ...]]
 
 TIMED = ("forward", "forward+backward", "step", "step_graph")
-DIRECTIONS = (*TIMED, "host", "first_call", "first_backward")
+DIRECTIONS = (*TIMED, "forward_graph", "host", "first_call", "first_backward")
 CUDA_TAGS = ("train", "prefill", "decode", "long")
 
 
@@ -126,9 +127,11 @@ def has_backward(op: str, backend: str) -> bool:
 
 
 def _directions(op: str, device: torch.device, wanted: Sequence[str]) -> list[str]:
-    of_op = ("step", "step_graph") if op == "recurrent_gla_step" else ("forward", "forward+backward")
-    possible = (*of_op, "host", "first_call", *(() if op == "recurrent_gla_step" else ("first_backward",)))
-    return [d for d in possible if d in wanted and (d != "step_graph" or device.type == "cuda")]
+    if op == "recurrent_gla_step":
+        possible = ("step", "step_graph", "host", "first_call")
+    else:
+        possible = ("forward", "forward_graph", "forward+backward", "host", "first_call", "first_backward")
+    return [d for d in possible if d in wanted and (not d.endswith("_graph") or device.type == "cuda")]
 
 
 def measure_case(case: Case, device: torch.device, bandwidth: float | None = None, budget: float = 0.5) -> Row:
@@ -186,7 +189,7 @@ def resolve(case: Case, device: torch.device) -> str:
     if case.backend in BASELINES:
         return case.backend
     arguments = make_arguments(case.workload, device, case.direction in ("forward+backward", "first_backward"))
-    circumstances = {"capturing": True} if case.direction == "step_graph" else {}
+    circumstances = {"capturing": True} if case.direction.endswith("_graph") else {}
     explanation = gla.explain(_forward_op(case.workload.op), **arguments, backend=case.backend, **circumstances)
     if explanation.winner is None:
         raise gla.NoBackendError(explanation.why)
@@ -255,8 +258,9 @@ def _time(case: Case, device: torch.device, budget: float) -> measure.Timing:
     plain = case.direction if case.direction == "forward+backward" else "forward"
     sets = measure.rotations(floor_bytes(case.workload.op, case.workload.sizes), device)
     calls = [make_call(case.workload, case.backend, plain, device, seed) for seed in range(sets)]
-    time = {"step_graph": measure.time_graph, "host": measure.time_host}.get(case.direction, measure.time_calls)
-    return time(calls, device, budget)
+    if case.direction.endswith("_graph"):
+        return measure.time_graph(calls, device, budget)
+    return (measure.time_host if case.direction == "host" else measure.time_calls)(calls, device, budget)
 
 
 def _forward_op(op: str) -> str:

@@ -98,8 +98,8 @@ def test_an_unknown_backend_is_the_rows_error():
 
 
 def test_a_graph_needs_a_gpu():
-    row = suite.measure_case(Case(STEP, "reference", "step_graph"), CPU)
-    assert row.error == "RuntimeError: a CUDA graph needs a CUDA device, not cpu"
+    for case in (Case(STEP, "reference", "step_graph"), Case(SHORT, "reference", "forward_graph")):
+        assert suite.measure_case(case, CPU).error == "RuntimeError: a CUDA graph needs a CUDA device, not cpu"
 
 
 def test_a_backend_that_cannot_be_captured_is_refused_a_graph():
@@ -160,6 +160,9 @@ def test_cases_on_a_gpu_add_graphs_and_fla(monkeypatch):
     ]
     monkeypatch.setattr(baselines, "has_fla", lambda: False)
     assert {c.backend for c in suite.cases([STEP], CUDA, ["mine"])} == {"mine"}
+    (graph,) = suite.cases([SHORT], CUDA, ["mine"], ["forward_graph"])
+    assert (graph.backend, graph.direction) == ("mine", "forward_graph")
+    assert suite.cases([SHORT], CPU, ["mine"], ["forward_graph"]) == []
 
 
 def test_default_workloads():

@@ -132,6 +132,18 @@ def test_strided():
     check(*wide.split(64, -1), g, state)
 
 
+def test_more_than_2_to_the_31_elements():
+    """The last sequence of a tensor of so many."""
+    long, short = 2**20, 100
+    q, k, v, g = (torch.randn(1, long + short, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    g.abs_().mul_(-0.05)
+    offsets = torch.tensor([0, long, long + short], device="cuda")
+    o, states = forward(q, k, v, g, 0.3, None, offsets)
+    ref_o, ref_state = oracle.chunk_gla(*(x[:, long:] for x in (q, k, v, g)), 0.3)
+    assert relative_error(o[:, long:], ref_o) <= BUDGET
+    assert relative_error(states[1:], ref_state) <= BUDGET
+
+
 def test_refused():
     from gla_triton_fused.chunk_gla_hopper import suits
 
