@@ -1,0 +1,52 @@
+"""Training with triton_fused: its forward, and the backward of another backend, chosen without being asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.conformance.calls import gradients, oracle_gradients
+from gla_core.conformance.inputs import GATES, gla_inputs
+from gla_core.conformance.tolerances import GRADIENT, relative_error
+
+pytest.importorskip("triton")
+
+REQUEST = "chunk_gla_fwd=triton_fused;*=auto"
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_gradients(device, gates):
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels run interpreted only where there is no GPU")
+    dtype, T = (torch.bfloat16, 300) if device == "cuda" else (torch.float32, 40)
+    sizes = {"B": 2, "T": T, "K": 64, "V": 64, "dtype": dtype, "gate_dtype": torch.float32, "device": device}
+    x = gla_inputs(gates=gates, initial_state=True, **sizes)
+    expected = oracle_gradients(x)
+    found = gradients(x, REQUEST)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert relative_error(gradient, expected[name]) <= GRADIENT[dtype], name
+
+
+def test_explain_shows_both(device):
+    x = gla_inputs(device=device, dtype=torch.float32)
+    arguments = (x.q.requires_grad_(), x.k, x.v, x.g)
+    with gla.use_backend(REQUEST):
+        assert gla.explain("chunk_gla_fwd", *arguments).winner == ("triton_fused" if can_run(device) else None)
+        backward = gla.explain("chunk_gla_bwd", *arguments)
+    assert backward.winner == "reference"
+    (refused,) = [c for c in backward.candidates if c.name == "triton_fused"]
+    assert "does not implement chunk_gla_bwd" in refused.refusal
+
+
+@pytest.mark.gpu
+def test_auto_takes_it_on_a_gpu():
+    x = gla_inputs(device="cuda", dtype=torch.bfloat16)
+    explanation = gla.explain("chunk_gla_fwd", x.q, x.k, x.v, x.g)
+    assert explanation.winner == "triton_fused"
+
+
+def can_run(device):
+    (backend,) = [b for b in gla.backends() if b.name == "triton_fused"]
+    return backend.capabilities.devices is None or device in backend.capabilities.devices
