@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 	$(BIN)/gla demo
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

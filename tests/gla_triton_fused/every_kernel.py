@@ -1,13 +1,16 @@
 """Run every kernel of triton_fused once, in each of its configurations, on small inputs, for a checker to watch:
 
-python tests/gla_triton_fused/every_kernel.py
-compute-sanitizer --tool memcheck python tests/gla_triton_fused/every_kernel.py
-compute-sanitizer --tool racecheck python tests/gla_triton_fused/every_kernel.py
+    python tests/gla_triton_fused/every_kernel.py [chunks] [steps] [softmaxes] [attentions]
+    compute-sanitizer --tool memcheck python tests/gla_triton_fused/every_kernel.py
+    compute-sanitizer --tool racecheck python tests/gla_triton_fused/every_kernel.py steps softmaxes
+
+Run it by itself first: it compiles then, undisturbed.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 
 import torch
 
@@ -66,9 +69,11 @@ def attentions() -> None:
 
 
 if __name__ == "__main__":
+    every = {run.__name__: run for run in (chunks, steps, softmaxes, attentions)}
+    names = sys.argv[1:] or list(every)
     for precision in ("highest", "high"):
         torch.set_float32_matmul_precision(precision)
-        for run in (chunks, steps, softmaxes, attentions):
-            run()
+        for name in names:
+            every[name]()
             torch.cuda.synchronize()
-    print("every kernel ran")
+    print("ran:", *names)
