@@ -158,7 +158,10 @@ def run(
             say(f"out of time: {left} measurements left out, from {group[0]} on")
             break
         start = time.monotonic()
-        rows = (measure_apart if group[0].backend in TUNED else measure_here)(group, bandwidth, seconds)
+        if group[0].backend in TUNED:
+            rows = measure_apart(group, bandwidth, seconds)
+        else:
+            rows = measure_here(group, device, bandwidth, seconds)
         record.add(*rows)
         for row in rows:
             say(f"{row.workload}-{row.backend}-{row.direction}: {row.error or results.time_text(row.seconds)}")
@@ -176,9 +179,8 @@ def in_processes(todo: Sequence[Case]) -> list[list[Case]]:
     return list(groups.values())
 
 
-def measure_here(cases: Sequence[Case], bandwidth: float, seconds: float = 1.0) -> list[Row]:
+def measure_here(cases: Sequence[Case], device: torch.device, bandwidth: float, seconds: float = 1.0) -> list[Row]:
     """Measure in this process."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return [measure_case(case, device, bandwidth, SECONDS.get(case.backend, seconds)) for case in cases]
 
 
@@ -199,7 +201,7 @@ def measure_asked(text: str) -> None:
     """What `measure_apart` runs: prints rows as JSON."""
     bandwidth, seconds, asked = json.loads(text)
     found = [Case(BY_NAME[op, name], backend, direction) for op, name, backend, direction in asked]
-    rows = measure_here(found, bandwidth, seconds)
+    rows = measure_here(found, torch.device("cuda" if torch.cuda.is_available() else "cpu"), bandwidth, seconds)
     print(json.dumps([dataclasses.asdict(row) for row in rows]))
 
 

@@ -80,6 +80,11 @@ def float32_precision() -> str:
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+def power_of_two(n: int, least: int = 1) -> int:
+    """The least power of two that is not below n, nor below `least`: the sizes that a block may have."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability, or (0, 0) where the kernels are interpreted."""

@@ -46,7 +46,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_fused._launch import capability, device_of, float32_precision, launch
+from gla_triton_fused._launch import capability, device_of, float32_precision, launch, power_of_two
 from gla_triton_fused._tf32 import nearest_tf32
 from gla_triton_fused._tma import addressable, tiles
 
@@ -106,9 +106,9 @@ def _run(
     B, T, Hq, K = q.shape
     H, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    BK = _block(K)
-    operand = tl.bfloat16 if _in_bfloat16(q.dtype, BK, B * T // N) else tl.float32
-    config = configure(K, V, B * T // N, N * H, q.dtype, q.device)
+    BK = power_of_two(K, 16)
+    in_bfloat16 = _in_bfloat16(q.dtype, BK, B * T // N)
+    config = configure(BK, V, B * T // N, N * H, in_bfloat16, q.device)
     inputs = (q, k, v) if g is None else (q, k, v, g)
     tiled = (
         cu_seqlens is None
@@ -147,7 +147,7 @@ def _run(
         BK=BK,
         BV=config.BV,
         GROUPED=Hq != H,
-        OPERAND=operand,
+        OPERAND=tl.bfloat16 if in_bfloat16 else tl.float32,
         PRECISION="tf32",
         TOKENWISE=q.dtype == torch.float32 and float32_precision() == "ieee",
         TRIANGLE=config.triangle,
@@ -172,16 +172,16 @@ class Config:
     keys_first: bool = False
 
 
-def configure(K: int, V: int, length: int, heads: int, dtype: torch.dtype, device: torch.device) -> Config:
+def configure(BK: int, V: int, length: int, heads: int, in_bfloat16: bool, device: torch.device) -> Config:
     """Validated launch parameters.
 
     Args:
         length: tokens of an average sequence. heads: key/value heads of all sequences.
     """
-    config = _widest(K, V, heads, _in_bfloat16(dtype, _block(K), length))
+    config = _widest(BK, V, heads, in_bfloat16)
     if _has_little_shared_memory(device):
         config = replace(config, C=min(config.C, 32), stages=1)
-    return replace(config, C=min(config.C, _block(length)), BV=min(config.BV, _block(V)))
+    return replace(config, C=min(config.C, power_of_two(length, 16)), BV=min(config.BV, power_of_two(V, 16)))
 
 
 def _in_bfloat16(dtype: torch.dtype, BK: int, length: int) -> bool:
@@ -189,9 +189,8 @@ def _in_bfloat16(dtype: torch.dtype, BK: int, length: int) -> bool:
     return dtype == torch.bfloat16 and BK > 32 and (length > 16 or BK > 128)
 
 
-def _widest(K: int, V: int, heads: int, in_bfloat16: bool) -> Config:
+def _widest(BK: int, V: int, heads: int, in_bfloat16: bool) -> Config:
     """For long sequences and wide values. Measured on an H200 (132 multiprocessors); other devices take the same."""
-    BK = _block(K)
     if not in_bfloat16:
         # At most 32 wide: with 64 rows, wgmma would take TF32 operands from registers, which Triton 3.6 gets wrong.
         if BK <= 128:
@@ -213,11 +212,6 @@ def _widest(K: int, V: int, heads: int, in_bfloat16: bool) -> Config:
 def _has_little_shared_memory(device: torch.device) -> bool:
     """Less than an A100's 163 KiB, as on consumer GPUs."""
     return device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 2**17
-
-
-def _block(width: int) -> int:
-    """The power of two that holds `width`, at least 16, as matrix products need."""
-    return max(16, 1 << (width - 1).bit_length())
 
 
 # ---- the kernel

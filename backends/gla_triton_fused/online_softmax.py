@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_fused._launch import device_of, launch, launch_again, remember
+from gla_triton_fused._launch import device_of, launch, launch_again, power_of_two, remember
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
@@ -79,22 +79,17 @@ def _other_dimensions(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, int, in
 
 def _tile(R: int, N: int, contiguous: bool) -> tuple[int, int, int]:
     """BR, BN and warps; BN >= N says that rows fit on chip. `contiguous`: whether neighbours in memory are columns."""
-    BN = _power_of_two(N)
+    BN = power_of_two(N)
     if contiguous:
         if BN > 2 * MOST_ON_CHIP:
             return 1, 8192, 32
         if BN > MOST_ON_CHIP:
             return 1, 4096, 16
-        BR = min(_power_of_two(R), max(1, 2048 // BN))
+        BR = min(power_of_two(R), max(1, 2048 // BN))
         return BR, BN, max(4, BN // 1024)
     if BN > 1024:
-        return min(_power_of_two(R), 32), 256, 16
-    return min(_power_of_two(R), 128, max(16, 8192 // BN)), BN, 8
-
-
-def _power_of_two(n: int) -> int:
-    """The least that is not below n."""
-    return 1 << (n - 1).bit_length()
+        return min(power_of_two(R), 32), 256, 16
+    return min(power_of_two(R), 128, max(16, 8192 // BN)), BN, 8
 
 
 @triton.jit(do_not_specialize=["D1"])

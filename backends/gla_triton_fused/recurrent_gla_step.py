@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_triton_fused._launch import capability, device_of, launch, launch_again, remember
+from gla_triton_fused._launch import capability, device_of, launch, launch_again, power_of_two, remember
 
 
 def recurrent_gla_step(
@@ -74,8 +74,8 @@ def _parameters(
 ) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, Any]]:
     """Grid, integer arguments of the kernel in their order, and options of its compilation."""
     (B, Hq, K), (P, H, _, V) = q.shape, state.shape
-    BK = _power_of_two(K)
-    BV, num_warps = _tile(B * H, BK, _power_of_two(V), state)
+    BK = power_of_two(K)
+    BV, num_warps = _tile(B * H, BK, power_of_two(V), state)
     strides = [stride for x in (q, k, v, q if g is None else g) for stride in x.stride()[:2]]
     # From Hopper on, a kernel may be launched while the one before it ends (programmatic dependent launch).
     overlaps = capability(q.device) >= (9, 0)
@@ -93,11 +93,6 @@ def _tile(heads: int, BK: int, V: int, state: Tensor) -> tuple[int, int]:
     # Few states: more and smaller programs, for all multiprocessors to have some.
     narrow = min(V, (128 if BK <= 64 else 64) // state.itemsize)
     return narrow, 2 if BK <= 64 else 1 if BK <= 128 else 4
-
-
-def _power_of_two(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
 
 
 @triton.jit(do_not_specialize=["scale", "P"])

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_fused._launch import capability, device_of, float32_precision, launch
+from gla_triton_fused._launch import capability, device_of, float32_precision, launch, power_of_two
 from gla_triton_fused._tf32 import nearest_tf32
 from gla_triton_fused._tma import addressable, tiles
 
@@ -62,9 +62,9 @@ def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
     precision = float32_precision() if q.dtype == torch.float32 else "tf32"
     has_tma = capability(q.device) >= (9, 0)
     tma = has_tma and q.dtype != torch.float32 and addressable(k) and addressable(v)
-    width = max(64, _padded(K), _padded(V))
+    width = power_of_two(max(K, V), 64)
     # Triton 3.6 on Hopper miscompiles blocks of pointers with V up to 32 and K above it, so both are as wide there.
-    BK, BV = (_padded(K), _padded(V)) if tma else (width, width)
+    BK, BV = (power_of_two(K, 16), power_of_two(V, 16)) if tma else (width, width)
     BR, BT, num_warps = _blocks(rows, width, q.dtype, precision, has_tma)
     keys, values = (tiles(k, BT, BK), tiles(v, BT, BV)) if tma else (k, v)
     arguments = (q, keys, values, o, lse, scale, Tq, Tk, H, Hq // H)
@@ -75,11 +75,6 @@ def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
     return o, lse
 
 
-def _padded(width: int) -> int:
-    """The power of two, 16 at least, that holds `width`."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
 def _blocks(rows: int, width: int, dtype: torch.dtype, precision: str, roomy: bool) -> tuple[int, int, int]:
     """BR, BT and warps for `rows` rows per key/value head and heads of `width`; `roomy`: much shared memory."""
     table = HALF if dtype != torch.float32 else FLOAT32 if precision == "ieee" else TF32
@@ -87,7 +82,7 @@ def _blocks(rows: int, width: int, dtype: torch.dtype, precision: str, roomy: bo
     if width > 128 and not roomy:
         BT = max(16, BT // 2)
     if rows < BR:
-        return _padded(rows), BT, min(num_warps, 4)
+        return power_of_two(rows, 16), BT, min(num_warps, 4)
     return BR, BT, num_warps
 
 

@@ -39,7 +39,7 @@ def tiny(evidence, monkeypatch):
     monkeypatch.setattr(evidence, "first_call", lambda *_: {"first_call": 80.0, "first_backward": 160.0})
     monkeypatch.setattr(evidence, "measure_case", measure_case)
     # Without the process: what `measure_apart` adds is tested by itself below.
-    monkeypatch.setattr(evidence, "measure_apart", evidence.measure_here)
+    monkeypatch.setattr(evidence, "measure_apart", lambda cases, *rest: evidence.measure_here(cases, CPU, *rest))
     return measured
 
 

@@ -21,17 +21,9 @@ DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat1
 
 
 @pytest.fixture(autouse=True)
-def kernels_run_on(device, monkeypatch):
-    if (device == "cpu") != INTERPRETED:
-        pytest.skip("kernels run compiled on cuda, and with TRITON_INTERPRET=1 on cpu")
-    from gla_triton_fused import chunk_gla
-
-    monkeypatch.setattr(chunk_gla, "WORTH_TILING", 0)  # tiles wherever they can be had
-
-
-@pytest.fixture(autouse=True)
-def the_general_kernel(monkeypatch):
+def the_general_kernel(where_kernels_run, monkeypatch):
     monkeypatch.setattr("gla_triton_fused.chunk_gla.WORTH_WHOLE_CHUNKS", 2**40)
+    monkeypatch.setattr("gla_triton_fused.chunk_gla.WORTH_TILING", 0)  # tiles wherever they can be had
 
 
 def forward(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3):
@@ -77,14 +69,6 @@ def test_gates(device, gates, dtype):
 def test_widths(device, K, V, G, dtype):
     check(*inputs(device, B=1, T=35, H=1, K=K, V=V, G=G, dtype=dtype, gates="-inf", initial_state=True))
     check(*inputs(device, B=1, T=35, H=1, K=K, V=V, G=G, dtype=dtype))
-
-
-@pytest.fixture
-def tf32_allowed():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("gates", GATES)

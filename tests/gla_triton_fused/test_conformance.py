@@ -20,6 +20,7 @@ PARTS = [
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("where_kernels_run")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tests", PARTS)
 def test_conformance(device, tests):

@@ -14,11 +14,7 @@ from gla_core.conformance.tolerances import FORWARD, relative_error
 module = pytest.importorskip("gla_triton_fused.online_softmax", reason="needs triton")
 online_softmax = module.online_softmax
 
-
-@pytest.fixture(autouse=True)
-def interpreted(device):
-    if device == "cpu" and not module.triton.knobs.runtime.interpret:
-        pytest.skip("on a CPU, run with TRITON_INTERPRET=1")
+pytestmark = pytest.mark.usefixtures("where_kernels_run")
 
 
 def random(*shape, device, dtype=torch.float32, seed=0):

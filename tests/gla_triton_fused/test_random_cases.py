@@ -29,9 +29,8 @@ BACKEND = "triton_fused"
     ("device", "batch"),
     [("cpu", 0), *(pytest.param("cuda", i, marks=pytest.mark.gpu) for i in range(1000 // BATCH))],
 )
+@pytest.mark.usefixtures("where_kernels_run")
 def test_random_cases(device, batch):
-    if device == "cpu" and torch.cuda.is_available():
-        pytest.skip("kernels run interpreted only where there is no GPU")
     missed = [case for seed in range(batch * BATCH, (batch + 1) * BATCH) for case in misses(seed, device)]
     assert not missed
 

@@ -19,11 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Where a device rounds to the nearest bfloat16, Triton's interpreter rounds towards zero.
 STATE_BUDGET = {**FORWARD, torch.bfloat16: (2 if INTERPRETED else 1) * FORWARD[torch.bfloat16]}
 
-
-@pytest.fixture(autouse=True)
-def kernels_run_on(device):
-    if (device == "cpu") != INTERPRETED:
-        pytest.skip("kernels run compiled on cuda, and with TRITON_INTERPRET=1 on cpu")
+pytestmark = pytest.mark.usefixtures("where_kernels_run")
 
 
 def step(q, k, v, g, state, scale=0.3, state_indices=None, inplace=False):

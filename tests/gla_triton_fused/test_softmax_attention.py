@@ -14,11 +14,7 @@ from gla_core.conformance.tolerances import FORWARD, relative_error
 module = pytest.importorskip("gla_triton_fused.softmax_attention", reason="needs triton")
 softmax_attention = module.softmax_attention
 
-
-@pytest.fixture(autouse=True)
-def interpreted(device):
-    if device == "cpu" and not module.triton.knobs.runtime.interpret:
-        pytest.skip("on a CPU, run with TRITON_INTERPRET=1")
+pytestmark = pytest.mark.usefixtures("where_kernels_run")
 
 
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -26,14 +22,6 @@ def dtype(request, device):
     if device == "cpu" and request.param == torch.bfloat16:
         pytest.skip("the interpreter multiplies bfloat16 matrices wrongly")
     return request.param
-
-
-@pytest.fixture
-def tf32():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def inputs(device, dtype=torch.float32, *, B=1, Tq=20, Tk=20, H=1, G=1, K=16, V=16, seed=0):
@@ -64,7 +52,7 @@ def test_every_block_size(device, dtype, K, V, rows, causal):
 
 @pytest.mark.parametrize("width", [16, 128, 256, 512])
 @pytest.mark.parametrize("rows", [1, 17, 150])
-def test_tf32(device, tf32, width, rows):
+def test_tf32(device, tf32_allowed, width, rows):
     check(*inputs(device, Tq=rows, Tk=200, K=width, V=width), True, budget=1e-3)
 
 

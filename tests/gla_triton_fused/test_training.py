@@ -15,10 +15,9 @@ pytest.importorskip("triton")
 REQUEST = "chunk_gla_fwd=triton_fused;*=auto"
 
 
+@pytest.mark.usefixtures("where_kernels_run")
 @pytest.mark.parametrize("gates", GATES)
 def test_gradients(device, gates):
-    if device == "cpu" and torch.cuda.is_available():
-        pytest.skip("kernels run interpreted only where there is no GPU")
     dtype, T = (torch.bfloat16, 300) if device == "cuda" else (torch.float32, 40)
     sizes = {"B": 2, "T": T, "K": 64, "V": 64, "dtype": dtype, "gate_dtype": torch.float32, "device": device}
     x = gla_inputs(gates=gates, initial_state=True, **sizes)
