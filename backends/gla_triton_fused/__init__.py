@@ -76,7 +76,7 @@ def _recurrent_gla_step(
     state_indices: Tensor | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    from gla_triton_fused.recurrent_gla_step import recurrent_gla_step
+    from gla_triton_shared.recurrent_gla_step import recurrent_gla_step
 
     return recurrent_gla_step(q, k, v, g, state, scale, state_indices, inplace)
 

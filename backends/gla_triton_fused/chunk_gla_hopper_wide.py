@@ -28,9 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_fused._launch import capability, launch
-from gla_triton_fused._tma import addressable, shared_tiles
-from gla_triton_fused.chunk_gla_hopper import CHUNK, REACH, _enter_ends, _enter_frame
+from gla_triton_shared.chunk_gla_hopper import CHUNK, REACH, enter_ends, enter_frame
+from gla_triton_shared.launch import capability, launch
+from gla_triton_shared.tma import addressable, shared_tiles
 
 SLICE = 128
 STAGES = gl.constexpr(4)  # slices of qg and kg on their way; A and v take half as many
@@ -139,14 +139,14 @@ def _gate_kernel(
         mbarrier.wait(full, j)
         g = g_box.reshape([C, BK]).load(layout).to(gl.float32)  # [C, BK]
         if gl.min(gl.sum(g, 0), 0) > -REACH:
-            after = _enter_frame(q_tile, k_tile, g)  # [BK], exp(r)
+            after = enter_frame(q_tile, k_tile, g)  # [BK], exp(r)
             before = after
             fence_async_shared()
             product = gl.zeros([C, C], gl.float32, scores)
             product = warpgroup_mma(q_tile, k_tile.permute([1, 0]), product, use_acc=False, is_async=True)
             A += gl.where(t >= s, warpgroup_mma_wait(0, [product]), 0.0)
         else:
-            before, a = _enter_ends(q_tile, k_tile, spare, g)  # [BK], exp(b_C)
+            before, a = enter_ends(q_tile, k_tile, spare, g)  # [BK], exp(b_C)
             after = gl.full_like(before, 1.0)
             A += a
             fence_async_shared()

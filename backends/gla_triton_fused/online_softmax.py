@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_fused._launch import device_of, launch, launch_again, power_of_two, remember
+from gla_triton_shared.launch import device_of, launch, launch_again, power_of_two, remember
 
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 

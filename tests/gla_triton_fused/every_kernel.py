@@ -17,6 +17,7 @@ import torch
 import gla_core as gla
 from gla_core.conformance.inputs import gla_inputs
 from gla_triton_fused import chunk_gla
+from gla_triton_shared import chunk_gla as general
 
 BACKEND = "triton_fused"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,7 +34,7 @@ def chunks() -> None:
             if K == 128:
                 chunk(gla_inputs(lengths=(70, 0, 3), **sizes))
                 chunk(gla_inputs(B=1, T=10, G=2, **sizes))
-    chunk_gla.WORTH_TILING = 0
+    general.WORTH_TILING = 0
     chunk(gla_inputs(B=1, T=70, H=2, K=128, V=128, dtype=torch.bfloat16, device="cuda"))
 
 

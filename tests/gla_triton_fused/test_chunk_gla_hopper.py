@@ -39,8 +39,9 @@ def inputs(**sizes):
 
 
 def forward(q, k, v, g, scale, initial_state, cu_seqlens):
-    from gla_triton_fused import chunk_gla_hopper, chunk_gla_hopper_wide
+    from gla_triton_fused import chunk_gla_hopper_wide
     from gla_triton_fused.chunk_gla import chunk_gla_fwd
+    from gla_triton_shared import chunk_gla_hopper
 
     assert chunk_gla_hopper.suits(q, k, v, g) or chunk_gla_hopper_wide.suits(q, k, v, g)
     return chunk_gla_fwd(q, k, v, g, scale, initial_state, True, cu_seqlens)
@@ -145,7 +146,7 @@ def test_more_than_2_to_the_31_elements():
 
 
 def test_refused():
-    from gla_triton_fused.chunk_gla_hopper import suits
+    from gla_triton_shared.chunk_gla_hopper import suits
 
     q, k, v, g, *_ = inputs(T=10, K=64, V=64)
     assert suits(q, k, v, g)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("where_kernels_run")
 
 
 def step(q, k, v, g, state, scale=0.3, state_indices=None, inplace=False):
-    from gla_triton_fused.recurrent_gla_step import recurrent_gla_step
+    from gla_triton_shared.recurrent_gla_step import recurrent_gla_step
 
     return recurrent_gla_step(q, k, v, g, state, scale, state_indices, inplace)
 

@@ -8,17 +8,18 @@
         qg = q exp(b)            kg = k exp(b_C - b)       A: see _any_scores
         o = scale (qg S + A v)                             S' = exp(b_C) S + kg^T v
 
-B batch   T time   H heads   N sequences   K, V key and value width of a head   C rows of a chunk
+B batch   T time   H heads   N sequences or segments   K, V key and value width of a head   C rows of a chunk
 W columns of v that one warpgroup holds; a block holds 2 W
 
-One block per sequence, head and 2 W columns of v; four kinds of warps talk over barriers in shared memory:
+One block per segment (by default a whole sequence), head and 2 W columns of v; four kinds of warps talk over barriers
+in shared memory:
 
     load    one warp: copies q, k, v, g of the next chunks by TMA
     gate    a warpgroup: sums g and turns q, k into qg, kg where they lie; runs ahead of the state
     state   two warpgroups, W columns of S, v and o each; S never leaves their registers, and each computes A for itself
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
-the chunked form; README.md beside this file for how it was arrived at.
+the chunked form; gla_triton_fused/README.md for how it was arrived at.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -38,8 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_fused._launch import capability, launch
-from gla_triton_fused._tma import addressable, shared_tiles
+from gla_triton_shared.launch import capability, launch
+from gla_triton_shared.tma import addressable, shared_tiles
 
 CHUNK = 64  # rows of the least wgmma
 LOG2_C = gl.constexpr(6)
@@ -74,11 +75,14 @@ def run(
     cu_seqlens: Tensor | None,
     o: Tensor,
     final_state: Tensor | None,
+    segment: int | None = None,
 ) -> None:
-    """Fill o, and final_state if there is one, for a call that `suits` accepts; see gla_core/ops/chunk_gla.py."""
+    """Fill o, and final_state if there is one, for a call that `suits` accepts; as chunk_gla.run."""
     B, T, H, K = k.shape
     V = v.shape[3]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    segment = segment or max(T, 1)
+    segments = max(1, -(-T // segment))
+    N = B * segments if cu_seqlens is None else len(cu_seqlens) - 1
     BK = 64 if K <= 64 else 128
     W = 32 if V <= 64 else 64
     launch(
@@ -96,6 +100,8 @@ def run(
         cu_seqlens,
         scale,
         T,
+        segment,
+        segments,
         H,
         K,
         V,
@@ -179,9 +185,9 @@ def _gate_warps(
             if mild:
                 fence_async_shared()
                 mbarrier.arrive(g_empty.index(slot), count=1)
-                decay = _enter_frame(q_tile, k_tile, g)  # [K]
+                decay = enter_frame(q_tile, k_tile, g)  # [K]
             else:
-                decay, a = _enter_ends(q_tile, k_tile, spares.index(slot), g)  # [K], [C, C]
+                decay, a = enter_ends(q_tile, k_tile, spares.index(slot), g)  # [K], [C, C]
                 a_tiles.index(slot).store(a.to(q_tile.dtype))
                 fence_async_shared()
                 mbarrier.arrive(g_empty.index(slot), count=1)
@@ -195,7 +201,7 @@ def _gate_warps(
 
 
 @gluon.jit
-def _enter_frame(q_tile, k_tile, g):
+def enter_frame(q_tile, k_tile, g):
     """Turn tiles q, k [C, K] of a mild chunk with gates g [C, K] into qg, kg, and return exp(r) [K]."""
     b = gl.associative_scan(g, 0, _sum)  # [C, K]
     r = 0.5 * gl.sum(g, 0)  # [K]
@@ -206,7 +212,7 @@ def _enter_frame(q_tile, k_tile, g):
 
 
 @gluon.jit
-def _enter_ends(q_tile, k_tile, spare, g):
+def enter_ends(q_tile, k_tile, spare, g):
     """Turn tiles q, k [C, K] of any chunk with gates g [C, K] into qg, kg, and return exp(b_C) [K] and A [C, C]."""
     g = gl.maximum(g, -FORGET) * LOG2E
     b = gl.associative_scan(g, 0, _sum)  # [C, K]
@@ -368,7 +374,7 @@ def _state_warps(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["state_n", "state_h", "state_k", "scale", "T", "H", "K", "V"])
+@gluon.jit(do_not_specialize=["state_n", "state_h", "state_k", "scale", "T", "segment", "segments", "H", "K", "V"])
 def _chunk_gla_fwd_kernel(
     q_desc,  # [B, H, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
@@ -384,6 +390,8 @@ def _chunk_gla_fwd_kernel(
     cu_seqlens,  # [N + 1] or None
     scale,
     T,
+    segment,
+    segments,
     H,
     K,
     V,
@@ -403,9 +411,9 @@ def _chunk_gla_fwd_kernel(
         start = gl.load(cu_seqlens + n).to(gl.int32)
         length = gl.load(cu_seqlens + n + 1).to(gl.int32) - start
     else:
-        b = n
-        start = gl.to_tensor(0)
-        length = T
+        b = n // segments
+        start = n % segments * segment
+        length = gl.minimum(segment, T - start)
 
     scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, W], dtype)
