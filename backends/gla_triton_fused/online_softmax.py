@@ -33,7 +33,7 @@ MOST_ON_CHIP = 2**14
 
 def online_softmax(x: Tensor, dim: int) -> Tensor:
     """See gla_core/ops/online_softmax.py."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return y
     with device_of(x):

@@ -36,7 +36,8 @@ def recurrent_gla_step(
     if state_indices is not None and not inplace:  # rows that nobody addresses are copied too
         state, inplace = state.clone(memory_format=torch.contiguous_format), True
     new = None if inplace else torch.empty_like(state, memory_format=torch.contiguous_format)
-    o = v.new_empty((*q.shape[:2], v.shape[2]))
+    B, Hq, _ = q.shape
+    o = torch.empty(B, Hq, v.shape[2], dtype=v.dtype, device=v.device)
     if o.numel():
         with device_of(q):
             _step(q, k, v, g, state, state_indices, new, o, scale)
