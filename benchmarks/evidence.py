@@ -39,7 +39,12 @@ from gla_core.conformance.workloads import WORKLOADS, Workload, select
 BY_NAME = {(w.op, w.name): w for w in WORKLOADS}
 HEADS_16 = ("train_b8_t4096_h16", "prefill_b1_t8192_h16")  # the shapes of DESIGN section 10, by what FLA tunes once for
 HEADS_8 = ("long_b1_t65536_h8", "prefill_b2_t2048_h8")
-SHORT = ("train_b16_t1024_h8", "train_b4_t2048_h16_k64_v64", "prefill_b2_t2048_h8")  # the host may decide their time
+SHORT = (  # the host may decide their time
+    "train_b16_t1024_h8",
+    "train_b4_t2048_h16_k64_v64",
+    "prefill_b2_t2048_h8",
+    "prefill_b1_t8192_h16",
+)
 BOTH = ("forward", "forward+backward")
 TUNED = ("fla", "gla_fla")  # autotuned by FLA
 SECONDS = {"reference": 0.2}  # of timed calls; for all others as asked, 1 by default

@@ -7,8 +7,10 @@ python3 benchmarks/readme_tables.py --write README.md  put it between the marker
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from gla_core.bench import results
 from gla_core.bench.results import Results
@@ -21,8 +23,10 @@ MARKED = re.compile(f"{re.escape(BEGIN)}\n(.*?){re.escape(END)}", re.DOTALL)
 
 def render(folder: Path) -> str:
     """Markdown of every table of times in the folder, ending in a line end; '' where there is none."""
-    tables = [path for path in sorted(folder.glob("*.json")) if not path.name.startswith("conformance-")]
-    return "".join(_section(results.read(path), path) for path in tables)
+    selections = sorted(folder.glob("selection-*.json"))
+    tables = [p for p in sorted(folder.glob("*.json")) if p not in selections and not p.match("conformance-*")]
+    sections = [_section(results.read(path), path) for path in tables]
+    return "".join(sections + [_selection(json.loads(path.read_text()), path) for path in selections])
 
 
 def between_markers(readme: str) -> str | None:
@@ -55,9 +59,28 @@ def _section(found: Results, path: Path) -> str:
     for op, rows in by_op(found.rows):
         summary = f"<summary>{op}: {len(rows)} measurements</summary>"
         lines.append(f"<details>{summary}\n\n{results.markdown(rows)}\n\n</details>\n")
+    return "\n".join(lines + _pictures(path))
+
+
+def _selection(found: dict[str, Any], path: Path) -> str:
+    lines = [
+        f"### What auto picks, {found['device']}\n",
+        f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}. "
+        "The time of the backend that is picked over that of the fastest; the grid is one of chunk_gla_fwd, of shapes "
+        "that no constant was fitted to. "
+        f"Written by `benchmarks/selection.py` into `benchmarks/results/{path.name}`.\n",
+        "| calls | measured | within 5 % of the fastest | slowest pick |\n| --- | ---: | ---: | ---: |",
+    ]
+    for part, of_part in found["summary"].items():
+        cells = (part, str(of_part["calls"]), f"{of_part['close']:.1%}", f"{of_part['worst']:.2f} ×")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_pictures(path)])
+
+
+def _pictures(path: Path) -> list[str]:
+    """Those in the folder of a results file."""
     pictures = sorted((path.parent / path.stem).glob("*.png"))
-    lines += [f"![{p.stem}](benchmarks/results/{path.stem}/{p.name})\n" for p in pictures]
-    return "\n".join(lines)
+    return [f"![{p.stem}](benchmarks/results/{path.stem}/{p.name})\n" for p in pictures]
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ from gla_core.dispatch.registry import BackendInfo, Registration, backends, regi
 from gla_core.dispatch.registry import rediscover as _rediscover
 from gla_core.dispatch.request import use_backend
 from gla_core.dispatch.selection import Explanation
+from gla_core.explanation import explain
 from gla_core.ops import (
     chunk_gla,
-    explain,
     linear_attention,
     merge_attention,
     online_softmax,
@@ -48,6 +48,6 @@ __all__ = [
 
 
 def reload_environment() -> None:
-    """Read the GLA_* environment variables again, and look for plugins again at the next use."""
+    """Read the GLA_* environment variables again; look for plugins and calibrated constants again at the next use."""
     _environment.cache_clear()
     _rediscover()

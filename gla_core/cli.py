@@ -1,15 +1,16 @@
-"""The command `gla`: what is installed, who would run a call and why, what is wrong, and a demonstration.
+"""The command `gla`: what is installed, who would run a call and why, what is wrong, how fast, and a demonstration.
 
-Exit codes: 0 all is well; 1 bad news (nobody can run the call, a plugin is broken, the demo fell short); 2 the
-question was wrong; 130 interrupted.
+Exit codes: 0 all is well; 1 bad news (nobody can run the call, a plugin is broken, the demo fell short, an op could not
+be calibrated); 2 the question was wrong; 130 interrupted.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,23 +24,11 @@ except ModuleNotFoundError as missing:
     print(f"gla needs the package {missing.name!r}: pip install 'gla-core[cli]'", file=sys.stderr)
     raise SystemExit(2) from None
 
-import torch
-
 import gla_core as gla
-from gla_core.dispatch.backend import OpCall
-from gla_core.dispatch.errors import nearest
+from gla_core.cli_calls import DTYPES, SHAPES, describe_call, device_here
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import explain_call
 from gla_core.doctor import backend_row, examine, message, request_in_force
-
-SHAPES: Mapping[str, tuple[str, ...]] = {
-    "chunk_gla_fwd": ("B", "T", "H", "K", "V"),
-    "chunk_gla_bwd": ("B", "T", "H", "K", "V"),
-    "recurrent_gla_step": ("B", "H", "K", "V"),
-    "softmax_attention": ("B", "T", "H", "K", "V"),
-    "online_softmax": ("ROWS", "COLUMNS"),
-}
-DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -85,7 +74,7 @@ def backends(as_json: Json = False) -> None:
     epilog="Examples:\n\ngla explain chunk_gla_fwd --shape 8,4096,16,128,128 --dtype bfloat16 --device cuda\n\n"
     "gla explain chunk_gla_bwd --shape 1,8192,4,64,64 --query-heads 16 --varlen 12\n\n"
     "gla explain recurrent_gla_step --shape 64,16,128,128 --backend reference\n\n"
-    "gla explain online_softmax --shape 1024,50257"
+    "gla explain online_softmax --shape 1024,50257 --measure"
 )
 def explain(
     op: Annotated[str, typer.Argument(help=f"One of {', '.join(SHAPES)}.")],
@@ -95,9 +84,10 @@ def explain(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1; auto is cuda where there is one.")] = "auto",
     varlen: Annotated[int | None, typer.Option(help="Number of sequences packed along T; B is then 1.")] = None,
     backend: Annotated[str | None, typer.Option(help="A request, such as reference, or a,b, or op=a;*=auto.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Also time every backend that can run it, here.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say which backend would run a call of this size, which would not, and why. Runs nothing.
+    """Say which backend would run a call of this size, which would not, and why. Runs nothing, but with --measure.
 
     The sizes are B,T,H,K,V for chunk_gla_fwd, chunk_gla_bwd and softmax_attention (batch, tokens, heads, key width,
     value width), B,H,K,V for recurrent_gla_step, ROWS,COLUMNS for online_softmax. Gates and states are float32
@@ -108,6 +98,8 @@ def explain(
     with _usage_errors():
         call = describe_call(op, shape, query_heads, dtype, device, varlen)
         explanation = explain_call(call, current_request(backend))
+        if measure:
+            explanation = _measured(explanation)
     if as_json:
         _print_json(_explanation_fields(explanation))
     else:
@@ -154,7 +146,7 @@ def bench(
 
     with _usage_errors():
         options = Options(
-            device=_device_here(device),
+            device=device_here(device),
             op=op,
             backends=backend or (),
             tags=tag or (),
@@ -166,6 +158,56 @@ def bench(
             plot=plot,
         )
         run_bench(options, _console())
+
+
+@app.command(
+    epilog="Examples:\n\ngla calibrate\n\ngla calibrate --backend mine --op online_softmax --json constants.json"
+)
+def calibrate(
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1; auto is cuda where there is one.")] = "auto",
+    backend: Annotated[
+        list[str] | None, typer.Option(help="A backend's name; repeat for several; all if none.")
+    ] = None,
+    op: Annotated[list[str] | None, typer.Option(help="An abstract op; repeat for several; all if none.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.001, help="Of timed calls per measurement; 0.1 if none.")
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", help="Also write constants as backends ship them: a file.json for one backend, or a folder."
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, store nothing.")] = False,
+) -> None:
+    """Measure on this device what the backends' cost models predict, so that auto ranks by what is true here.
+
+    The constants that predict the measured times best are stored in the folder GLA_CACHE_DIR (by default
+    $XDG_CACHE_HOME/gla_core or ~/.cache/gla_core) and serve until torch, triton, gla_core or the backend changes.
+
+    Exits with 1 if some op could not be measured, 2 if there is nothing to measure, 130 if interrupted: nothing is then
+    stored.
+    """
+    from gla_core.bench.calibrate import Options, run_calibrate  # the other commands do not need it
+
+    with _usage_errors():
+        options = Options(
+            device=device_here(device),
+            backends=backend or (),
+            ops=op or (),
+            seconds=seconds,
+            json=json_file,
+            dry_run=dry_run,
+        )
+        try:
+            good = run_calibrate(options, _console())
+        except KeyboardInterrupt:
+            typer.echo("gla calibrate: interrupted; nothing was stored", err=True)
+            raise typer.Exit(130) from None
+        except OSError as error:
+            typer.echo(f"gla calibrate: {error}", err=True)
+            raise typer.Exit(1) from None
+    raise typer.Exit(int(not good))
 
 
 @app.command(epilog='Example: gla demo --seconds 60 --prompt "class "')
@@ -190,7 +232,7 @@ def demo(
     from gla_core.demo.run import Options, run_demo  # the other commands do not need it
 
     with _usage_errors():
-        place = _device_here(device)
+        place = device_here(device)
         request_in_force()  # a typo in GLA_BACKEND shows now, not after the text has been read
     options = Options(place, steps, seconds, seed, prompt, tokens, temperature)
     try:
@@ -230,79 +272,12 @@ def conformance(
 # ---- explain
 
 
-def describe_call(op: str, shape: str, query_heads: int | None, dtype: str, device: str, varlen: int | None) -> OpCall:
-    """The call that the numbers of a command line describe. Raises ValueError or UnknownOpError for bad ones."""
-    if op not in SHAPES:
-        raise gla.UnknownOpError(f"unknown op {op!r}{nearest(op, SHAPES)} (there are {', '.join(SHAPES)})")
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)} (there are {', '.join(DTYPES)})")
-    sizes = _sizes(op, shape)
-    if query_heads is not None and "H" not in sizes:
-        raise ValueError(f"--query-heads does not go with {op}, which has no heads")
-    if varlen is not None and not op.startswith("chunk_gla"):
-        raise ValueError(f"--varlen does not go with {op}; only chunk_gla_fwd and chunk_gla_bwd take packed sequences")
-    if varlen is not None and (varlen < 0 or sizes["B"] != 1):
-        raise ValueError(f"--varlen {varlen} packs sequences along T: expected B = 1 and not B = {sizes['B']}")
-    wide = torch.float64 if dtype == "float64" else torch.float32
-    return OpCall(
-        op=op,
-        device=_device(device),
-        dtype=DTYPES[dtype],
-        dims=_dims(op, sizes, query_heads, varlen),
-        gate_dtype=wide if "gla" in op else None,
-        state_dtype=wide if op == "recurrent_gla_step" else None,
-        variable_length=varlen is not None,
-    )
+def _measured(explanation: gla.Explanation) -> gla.Explanation:
+    from gla_core.bench.calls import arguments_for
+    from gla_core.explanation import with_measured_times
 
-
-def _sizes(op: str, shape: str) -> dict[str, int]:
-    names = SHAPES[op]
-    parts = shape.split(",")
-    if len(parts) != len(names) or not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(
-            f"--shape {shape!r} has {len(parts)} values; {op} expects {len(names)} whole numbers: {','.join(names)}"
-        )
-    sizes = dict(zip(names, map(int, parts), strict=True))
-    for name in ("H", "K", "V"):
-        if sizes.get(name) == 0:
-            raise ValueError(f"--shape {shape!r}: {name} is 0; expected at least 1")
-    return sizes
-
-
-def _dims(op: str, sizes: dict[str, int], query_heads: int | None, varlen: int | None) -> dict[str, int]:
-    """The sizes by the names of `OpCall.dims`."""
-    if op == "online_softmax":
-        return {"rows": sizes["ROWS"], "columns": sizes["COLUMNS"]}
-    B, H, K, V = (sizes[name] for name in "BHKV")
-    Hq = H if query_heads is None else query_heads
-    if Hq < 1 or Hq % H != 0:
-        raise ValueError(f"--query-heads is {Hq}; expected a multiple of H = {H}")
-    if op == "recurrent_gla_step":
-        return {"B": B, "H": H, "Hq": Hq, "K": K, "V": V, "P": B}
-    if op == "softmax_attention":
-        return {"B": B, "Tq": sizes["T"], "Tk": sizes["T"], "H": H, "Hq": Hq, "K": K, "V": V}
-    return {"B": B, "T": sizes["T"], "H": H, "Hq": Hq, "K": K, "V": V, "N": B if varlen is None else varlen}
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
-        raise ValueError(f"unknown device {name!r}; expected auto, cpu, cuda or cuda:1")
-    if kind == "cpu":
-        return torch.device("cpu")
-    if torch.cuda.is_available() and int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"there is no device {name!r}; this machine has {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", int(index or 0))
-
-
-def _device_here(name: str) -> torch.device:
-    """A device that can be used, and not only spoken of."""
-    place = _device(name)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("PyTorch sees no CUDA device here; leave out --device")
-    return place
+    device_here(str(explanation.call.device))
+    return with_measured_times(explanation, arguments_for(explanation.call))
 
 
 def _explanation_fields(explanation: gla.Explanation) -> dict[str, Any]:
@@ -315,8 +290,9 @@ def _explanation_fields(explanation: gla.Explanation) -> dict[str, Any]:
         "variable_length": call.variable_length,
         "request": explanation.request,
         "source": explanation.source,
-        "candidates": [{"name": c.name, "seconds": c.seconds, "refusal": c.refusal} for c in explanation.candidates],
+        "candidates": [dataclasses.asdict(candidate) for candidate in explanation.candidates],
         "winner": explanation.winner,
+        "fastest": explanation.fastest,
         "why": explanation.why,
     }
 
@@ -367,6 +343,7 @@ def _print_report(report: dict[str, Any]) -> None:
     _print_table([{**row, "value": row["value"] or "unset"} for row in report["variables"]])
     _print_table(report["request"])
     _print_table([_without(row, "dtypes", "load error") for row in report["backends"]])
+    _print_table(report["calibration"])
     for name, error in report["quarantine"].items():
         console.print(f"plugin {name!r} failed to load:\n{error}", soft_wrap=True)
     for problem in report["problems"]:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 import gla_core as gla
-from gla_core.dispatch import registry
+from gla_core.dispatch import calibration, registry
+from gla_core.dispatch.backend import CostModel
 from gla_core.dispatch.environment import VARIABLES, Environment, environment
 from gla_core.dispatch.errors import nearest
 from gla_core.dispatch.request import current_request
@@ -61,6 +62,7 @@ def examine() -> dict[str, Any]:
         "variables": _variables(settings),
         "request": request,
         "backends": [backend_row(info) for info in found if info.error is None],
+        "calibration": [] if settings is None else _calibration(),
         "quarantine": broken,
         "problems": problems,
     }
@@ -94,6 +96,19 @@ def _devices() -> list[dict[str, Any]]:
     return devices
 
 
+def _calibration() -> list[dict[str, Any]]:
+    """The ops whose constants were measured on this machine, by device and backend."""
+    kinds = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    rows = []
+    for device in kinds:
+        for backend in registry.installed().values():
+            known = isinstance(backend.cost, CostModel)
+            ops = [op for op in backend.ops if known and calibration.calibrated(backend, op, device)]
+            if ops:
+                rows.append({"device": str(device), "backend": backend.name, "calibrated": ops})
+    return rows
+
+
 def _variables(settings: Environment | None) -> list[dict[str, str | None]]:
     """Every GLA_* variable, and what comes of it."""
     unknown = sorted(name for name in os.environ if name.startswith("GLA_") and name not in VARIABLES)
@@ -107,6 +122,7 @@ def _effects(settings: Environment) -> dict[str, str]:
     return {
         "GLA_BACKEND": f"asks for {settings.backend or 'auto'}, unless a call or use_backend says more",
         "GLA_BLOCK_PLUGINS": f"not imported: {blocked}" if blocked else "every plugin is imported",
+        "GLA_CACHE_DIR": f"what gla calibrate measures is kept in {settings.cache_dir}",
         "GLA_CHECK": f"tensor values are {'checked' if settings.check_values else 'not checked'}",
     }
 

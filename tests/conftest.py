@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
@@ -45,7 +46,7 @@ def fresh_registry(monkeypatch):
 @pytest.fixture(scope="session")
 def own_backends():
     """The names of the backends that gla-core carries, in the order in which they are discovered."""
-    return ["reference", "triton_fused"]
+    return ["parallel_scan", "reference", "triton_fused"]
 
 
 @pytest.fixture
@@ -61,3 +62,27 @@ def plain_terminal(monkeypatch):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "250")
+
+
+@pytest.fixture
+def where_kernels_run(device):
+    """Skip where they do not: compiled they need a GPU, and interpreted nothing is learnt on one."""
+    if (device == "cpu") != (os.environ.get("TRITON_INTERPRET") == "1"):
+        pytest.skip("kernels run compiled on cuda, and with TRITON_INTERPRET=1 on cpu")
+
+
+@pytest.fixture
+def tf32_allowed():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def short_segments(monkeypatch):
+    """parallel_scan cuts sequences of a hundred tokens too, on a GPU."""
+    pytest.importorskip("triton")
+    cut = importlib.import_module("gla_parallel_scan.chunk_gla")
+    usual = cut._length
+    monkeypatch.setattr(cut, "_length", lambda *call: min(128, usual(*call)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gla_core.dispatch.backend import Backend, Capabilities, hookimpl
+from gla_core.dispatch.backend import Backend, Capabilities, CostModel, hookimpl, shipped_constants
+from gla_reference.cost import predicted_seconds
 
 
 @hookimpl
@@ -23,5 +24,6 @@ def gla_register_backends() -> list[Backend]:
             capabilities=Capabilities(
                 dtypes=frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16}), cuda_graphs=True
             ),
+            cost=CostModel(predicted_seconds, shipped_constants("gla_reference")),
         )
     ]

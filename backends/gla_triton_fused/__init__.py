@@ -5,13 +5,17 @@ Each op stands in the file of its name. The files import triton, so each is impo
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import Backend, Capabilities, OpCall, Reason, hookimpl
+from gla_core.dispatch.backend import Backend, Capabilities, CostModel, OpCall, Reason, hookimpl, shipped_constants
+from gla_triton_fused.cost import predicted_seconds
 
 MAX_WIDTH = 512
 """The widest head, K or V, whose state the kernels can keep on chip."""
@@ -41,6 +45,7 @@ def gla_register_backends() -> list[Backend]:
                 cuda_graphs=not interpreted,
             ),
             supports=_supports,
+            cost=CostModel(predicted_seconds, shipped_constants("gla_triton_fused")),
         )
     ]
 
@@ -49,6 +54,13 @@ def _supports(call: OpCall) -> Reason | None:
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton; install gla-core[triton]"
     return None
+
+
+@functools.cache
+def _module(op: str) -> Any:
+    """The module with the kernels of an op, imported at its first use."""
+    package = "gla_triton_shared" if op == "recurrent_gla_step" else "gla_triton_fused"
+    return importlib.import_module(f"{package}.{op}")
 
 
 def _chunk_gla_fwd(
@@ -61,9 +73,7 @@ def _chunk_gla_fwd(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    from gla_triton_fused.chunk_gla import chunk_gla_fwd
-
-    return chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    return _module("chunk_gla").chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def _recurrent_gla_step(
@@ -76,18 +86,12 @@ def _recurrent_gla_step(
     state_indices: Tensor | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    from gla_triton_shared.recurrent_gla_step import recurrent_gla_step
-
-    return recurrent_gla_step(q, k, v, g, state, scale, state_indices, inplace)
+    return _module("recurrent_gla_step").recurrent_gla_step(q, k, v, g, state, scale, state_indices, inplace)
 
 
 def _online_softmax(x: Tensor, dim: int) -> Tensor:
-    from gla_triton_fused.online_softmax import online_softmax
-
-    return online_softmax(x, dim)
+    return _module("online_softmax").online_softmax(x, dim)
 
 
 def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    from gla_triton_fused.softmax_attention import softmax_attention
-
-    return softmax_attention(q, k, v, scale, causal)
+    return _module("softmax_attention").softmax_attention(q, k, v, scale, causal)

@@ -76,8 +76,13 @@ def run(
     o: Tensor,
     final_state: Tensor | None,
     segment: int | None = None,
+    after: bool = False,
 ) -> None:
-    """Fill o, and final_state if there is one, for a call that `suits` accepts; as chunk_gla.run."""
+    """Fill o, and final_state if there is one, for a call that `suits` accepts; as chunk_gla.run.
+
+    Args:
+        after: whether to start while the kernel before this one is running, which writes nothing but initial_state.
+    """
     B, T, H, K = k.shape
     V = v.shape[3]
     segment = segment or max(T, 1)
@@ -87,7 +92,7 @@ def run(
     W = 32 if V <= 64 else 64
     launch(
         _chunk_gla_fwd_kernel,
-        (-(-V // (2 * W)), N * H),
+        (-(-V // (2 * W)) * N * H,),
         shared_tiles(q, CHUNK, BK),
         shared_tiles(k, CHUNK, BK),
         shared_tiles(v, CHUNK, W),
@@ -108,12 +113,25 @@ def run(
         STAGES=4 if BK == 64 and W == 32 else 2,
         num_warps=4,
         maxnreg=128,
+        **({"launch_pdl": True} if after else {}),
     )
 
 
 @gluon.jit
-def _sum(a, b):
+def plus(a, b):
     return a + b
+
+
+@gluon.jit
+def let_dependents_start():
+    """Let the next kernel of the stream start where it was launched with `launch_pdl`: see wait_for_predecessor."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_predecessor():
+    """Wait until the kernel before this one in the stream is done, and all it wrote can be seen."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -181,7 +199,7 @@ def _gate_warps(
             mbarrier.wait(full.index(slot), phase)  # and nobody reads what was written to this slot before
             framed.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, layout)))
             if PACKED:
-                _clear_rows(k_tile, rows, layout)
+                clear_rows(k_tile, rows, layout)
             if mild:
                 fence_async_shared()
                 mbarrier.arrive(g_empty.index(slot), count=1)
@@ -195,7 +213,7 @@ def _gate_warps(
         else:
             mbarrier.wait(full.index(slot), phase)
             if PACKED:
-                _clear_rows(k_tile, rows, layout)
+                clear_rows(k_tile, rows, layout)
         fence_async_shared()
         mbarrier.arrive(gated.index(slot), count=1)
 
@@ -203,7 +221,7 @@ def _gate_warps(
 @gluon.jit
 def enter_frame(q_tile, k_tile, g):
     """Turn tiles q, k [C, K] of a mild chunk with gates g [C, K] into qg, kg, and return exp(r) [K]."""
-    b = gl.associative_scan(g, 0, _sum)  # [C, K]
+    b = gl.associative_scan(g, 0, plus)  # [C, K]
     r = 0.5 * gl.sum(g, 0)  # [K]
     x = (b - r[None, :]) * LOG2E  # [C, K]
     q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(x)).to(q_tile.dtype))
@@ -215,7 +233,7 @@ def enter_frame(q_tile, k_tile, g):
 def enter_ends(q_tile, k_tile, spare, g):
     """Turn tiles q, k [C, K] of any chunk with gates g [C, K] into qg, kg, and return exp(b_C) [K] and A [C, C]."""
     g = gl.maximum(g, -FORGET) * LOG2E
-    b = gl.associative_scan(g, 0, _sum)  # [C, K]
+    b = gl.associative_scan(g, 0, plus)  # [C, K]
     b_end = gl.sum(g, 0)  # [K]
     a = _any_scores(q_tile, k_tile, spare, b)  # [C, C]
     q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b)).to(q_tile.dtype))
@@ -224,7 +242,7 @@ def enter_ends(q_tile, k_tile, spare, g):
 
 
 @gluon.jit
-def _clear_rows(tile, rows, layout: gl.constexpr):
+def clear_rows(tile, rows, layout: gl.constexpr):
     """Zero what lies behind the first `rows` rows of a tile: rows of the next sequence."""
     if rows < tile.shape[0]:
         row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
@@ -319,6 +337,7 @@ def _state_warps(
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     inside = (key < K) & (value < V)
+    wait_for_predecessor()
     if initial_state is not None:
         head = initial_state + n.to(gl.int64) * state_n + h.to(gl.int64) * state_h
         S = gl.load(head + key.to(gl.int64) * state_k + value, inside, 0.0)  # [BK, W]
@@ -333,7 +352,7 @@ def _state_warps(
         rows = length - i * C
         mbarrier.wait(full.index(slot), phase)
         if PACKED:
-            _clear_rows(v_tile, rows, layout)
+            clear_rows(v_tile, rows, layout)
         mbarrier.wait(gated.index(slot), phase)
         a = gl.zeros([C, C], gl.float32, scores)
         a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
@@ -403,9 +422,10 @@ def _chunk_gla_fwd_kernel(
     HAS_GATE: gl.constexpr = g_desc is not None
     PACKED: gl.constexpr = cu_seqlens is not None
     dtype: gl.constexpr = q_desc.dtype
-    n = gl.program_id(1) // H
-    h = gl.program_id(1) % H
-    column = gl.program_id(0) * 2 * W
+    columns = gl.cdiv(V, 2 * W)
+    column = gl.program_id(0) % columns * 2 * W
+    h = gl.program_id(0) // columns % H
+    n = gl.program_id(0) // columns // H
     if PACKED:
         b = gl.to_tensor(0)
         start = gl.load(cu_seqlens + n).to(gl.int32)

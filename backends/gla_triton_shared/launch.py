@@ -34,6 +34,7 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, **options: Any) -> Any:
 @dataclass(frozen=True, slots=True)
 class _Launch:
     kernel: Any  # a triton.compiler.CompiledKernel
+    device: int
     grid: tuple[int, int, int]
     integers: tuple[int, ...]
 
@@ -56,16 +57,21 @@ def remember(
     if kernel is not None and _aligned([0 if x is None else x.data_ptr() for x in tensors]):
         if len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
-        _launches[key] = _Launch(kernel, grid, integers)
+        _launches[key] = _Launch(kernel, torch.cuda.current_device(), grid, integers)
 
 
 def launch_again(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> bool:
-    """Launch what was remembered under `key` on these tensors; False if nothing was, or an address is not aligned.
+    """Launch what was remembered under `key` on these tensors.
 
-    The current device is that of the tensors.
+    Returns:
+        False, and nothing is launched, if nothing was remembered, an address is not aligned, or another device is the
+        current one.
     """
     known = _launches.get(key)
     if known is None:
+        return False
+    active: Any = driver.active
+    if known.device != active.get_current_device():
         return False
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
     if not _aligned(addresses):
@@ -74,10 +80,8 @@ def launch_again(key: Hashable, tensors: Sequence[Tensor | None], *floats: float
     if _watched():
         kernel[known.grid](*addresses, *floats, *known.integers)
     else:  # the same without the hooks, which take Triton a third of the time even where there are none
-        active: Any = driver.active
-        stream = active.get_current_stream(active.get_current_device())
-        options = (kernel.function, kernel.packed_metadata, None, None, None)
-        kernel.run(*known.grid, stream, *options, *addresses, *floats, *known.integers)
+        options = (active.get_current_stream(known.device), kernel.function, kernel.packed_metadata, None, None, None)
+        kernel.run(*known.grid, *options, *addresses, *floats, *known.integers)
     return True
 
 
@@ -114,3 +118,9 @@ def power_of_two(n: int, least: int = 1) -> int:
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability, or (0, 0) where the kernels are interpreted."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" and not knobs.runtime.interpret else (0, 0)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many the device has; 1 where the kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

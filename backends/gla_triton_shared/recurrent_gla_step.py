@@ -39,8 +39,7 @@ def recurrent_gla_step(
     B, Hq, _ = q.shape
     o = torch.empty(B, Hq, v.shape[2], dtype=v.dtype, device=v.device)
     if o.numel():
-        with device_of(q):
-            _step(q, k, v, g, state, state_indices, new, o, scale)
+        _step(q, k, v, g, state, state_indices, new, o, scale)
     return o, state if new is None else new
 
 
@@ -65,9 +64,10 @@ def _step(
     )
     if launch_again(key, tensors, scale):
         return
-    grid, integers, options = _parameters(q, k, v, g, state)
-    kernel = launch(_recurrent_gla_step, grid, *tensors, scale, *integers, **options)
-    remember(key, kernel, grid, tensors, integers)
+    with device_of(q):
+        grid, integers, options = _parameters(q, k, v, g, state)
+        kernel = launch(_recurrent_gla_step, grid, *tensors, scale, *integers, **options)
+        remember(key, kernel, grid, tensors, integers)
 
 
 def _parameters(

@@ -10,6 +10,8 @@ A workload is an op, the sizes of its arguments, and tags that say what it is th
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -48,6 +50,12 @@ def _workload(op: str, name: str, tags: str, **sizes: object) -> Workload:
     return Workload(name, op, frozenset(tags.split()), sizes)
 
 
+def _cut(tokens: int, sequences: int) -> tuple[int, ...]:
+    """Lengths of sequences that a row of tokens is cut into at random places."""
+    cuts = [0, *sorted(random.Random(0).sample(range(1, tokens), sequences - 1)), tokens]
+    return tuple(end - start for start, end in itertools.pairwise(cuts))
+
+
 CHUNK_GLA = (
     _workload("chunk_gla", "one_token", "ci odd", B=1, T=1, H=1, K=16, V=16),
     _workload("chunk_gla", "no_token", "ci odd", B=2, T=0, H=2, K=16, V=16, initial_state=True),
@@ -78,6 +86,7 @@ CHUNK_GLA = (
     _workload("chunk_gla", "prefill_b1_t8192_h16", "prefill", B=1, T=8192, H=16, K=128, V=128, **HALF),
     _workload("chunk_gla", "prefill_b2_t2048_h8", "prefill", B=2, T=2048, H=8, K=128, V=128, **HALF),
     _workload("chunk_gla", "long_b1_t65536_h8", "prefill long", B=1, T=65536, H=8, K=128, V=128, **HALF),
+    _workload("chunk_gla", "packed_64_t65536_h8", "prefill packed", lengths=_cut(65536, 64), H=8, K=128, V=128, **HALF),
 )
 RECURRENT_GLA_STEP = (
     _workload("recurrent_gla_step", "small", "ci", B=3, H=2, K=16, V=16),

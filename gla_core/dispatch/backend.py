@@ -8,6 +8,8 @@ meaning is documented in `gla_core/ops/<op>.py`. All tensor arguments have been 
 
 from __future__ import annotations
 
+import importlib.resources
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -108,6 +110,59 @@ def supports_everything(call: OpCall) -> Reason | None:
     return None
 
 
+Constants = Mapping[str, float]
+"""Constants of a cost model by name; all positive and finite."""
+
+DEVICE_FACTS = ("multiprocessors", "compute_capability")
+"""What the core adds to the constants: known of the device and never fitted; see `CostModel`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Predicted seconds: a formula over a few constants, which are measured once per kind of device.
+
+    The formula is plain arithmetic: bytes over bandwidth, serial steps times step time, waves over multiprocessors,
+    launches. It receives the call and the constants of the call's op on its device: those that `gla calibrate` has
+    measured on this machine, else those shipped for that kind of device, else, on a CUDA device that nobody has
+    measured, those shipped for an NVIDIA H200. Beside them stand `multiprocessors` (1 on a CPU) and
+    `compute_capability` (9.0 for (9, 0), 0.0 on a CPU). In a CUDA graph (`call.capturing`) the host's time does not
+    count. A formula that raises, or returns None or no time, makes no prediction.
+
+    Attributes:
+        formula: takes an `OpCall` and the constants, returns seconds.
+        constants: shipped constants: kind of device ("cpu", or what `torch.cuda.get_device_name()` says) to op to name
+            to value. An op has the same names on every kind; `gla calibrate` starts from these values.
+
+    Example:
+        >>> def seconds(call, c):
+        ...     return c["launch"] + call.dims["rows"] * call.dims["columns"] * call.dtype.itemsize / c["bandwidth"]
+        >>> CostModel(seconds, {"cpu": {"online_softmax": {"launch": 2e-5, "bandwidth": 5e9}}})
+    """
+
+    formula: Callable[[OpCall, Constants], float | None]
+    constants: Mapping[str, Mapping[str, Constants]] = field(default_factory=dict)
+
+
+def shipped_constants(package: str) -> Mapping[str, Mapping[str, Constants]]:
+    """What the file constants.json of a backend's package holds, for its `CostModel`."""
+    return json.loads((importlib.resources.files(package) / "constants.json").read_text())
+
+
+def is_constant(value: object) -> bool:
+    """Whether a value may be a constant of a cost model: a positive, finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def seconds_or_none(formula: Callable[..., float | None], *args: object) -> float | None:
+    """What a formula says of its arguments; None where it raises or its answer is no time."""
+    try:
+        predicted = formula(*args)
+        seconds = math.nan if predicted is None else float(predicted)
+    except Exception:  # no prediction is always legal
+        return None
+    return seconds if math.isfinite(seconds) and seconds >= 0 else None
+
+
 @dataclass(frozen=True, slots=True)
 class Backend:
     """A set of implementations of abstract ops.
@@ -118,7 +173,8 @@ class Backend:
         ops: abstract op name to function; any subset of `OP_PARAMETERS`.
         capabilities: where the functions work.
         supports: called with an `OpCall` that the capabilities allow; a `Reason` refuses it, None accepts it.
-        cost: optionally predicts the time of an `OpCall` in seconds; `auto` ranks by it.
+        cost: optionally predicts the time of an `OpCall` in seconds, by which `auto` ranks: a `CostModel`, whose
+            constants can be calibrated, or a function that takes the call.
 
     Example:
         >>> backend = Backend("mine", "1.0", {"online_softmax": my_softmax}, Capabilities(devices=frozenset({"cpu"})))
@@ -129,7 +185,7 @@ class Backend:
     ops: Mapping[str, Callable]
     capabilities: Capabilities = field(default_factory=Capabilities)
     supports: Callable[[OpCall], Reason | None] = supports_everything
-    cost: Callable[[OpCall], float | None] | None = None
+    cost: CostModel | Callable[[OpCall], float | None] | None = None
 
     def refusal(self, call: OpCall) -> Reason | None:
         """Why this backend cannot run `call`, or None if it can."""
@@ -146,16 +202,17 @@ class Backend:
             return reason
         return f"its supports() returned {reason!r}; expected a reason or None"
 
-    def predicted_seconds(self, call: OpCall) -> float | None:
-        """The backend's own prediction, or None where it has none (or one that is no time)."""
+    def predicted_seconds(self, call: OpCall, constants: Constants = MappingProxyType({})) -> float | None:
+        """The backend's own prediction, or None where it has none (or one that is no time).
+
+        Args:
+            constants: of a `CostModel`; `gla_core.dispatch.calibration.predict` finds the right ones.
+        """
         if self.cost is None:
             return None
-        try:
-            predicted = self.cost(call)
-            seconds = math.nan if predicted is None else float(predicted)
-        except Exception:  # no prediction is always legal
-            return None
-        return seconds if math.isfinite(seconds) and seconds >= 0 else None
+        if isinstance(self.cost, CostModel):
+            return seconds_or_none(self.cost.formula, call, constants)
+        return seconds_or_none(self.cost, call)
 
 
 def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:

@@ -2,6 +2,7 @@
 
 GLA_BACKEND         a request (see request.py), weaker than `use_backend` and `backend=`
 GLA_BLOCK_PLUGINS   comma-separated entry-point names of plugins that are not to be imported
+GLA_CACHE_DIR       where `gla calibrate` keeps what it measured; $XDG_CACHE_HOME/gla_core or ~/.cache/gla_core if none
 GLA_CHECK           1 adds checks that read tensor values (and so wait for the device)
 """
 
@@ -11,10 +12,11 @@ import functools
 import os
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 from gla_core.dispatch.errors import nearest
 
-VARIABLES = ("GLA_BACKEND", "GLA_BLOCK_PLUGINS", "GLA_CHECK")
+VARIABLES = ("GLA_BACKEND", "GLA_BLOCK_PLUGINS", "GLA_CACHE_DIR", "GLA_CHECK")
 _FALSE = ("", "0", "false", "no", "off")
 _TRUE = ("1", "true", "yes", "on")
 
@@ -24,6 +26,7 @@ class Environment:
     backend: str
     blocked_plugins: frozenset[str]
     check_values: bool
+    cache_dir: Path
 
 
 @functools.cache
@@ -38,7 +41,14 @@ def environment() -> Environment:
         backend=os.environ.get("GLA_BACKEND", "").strip(),
         blocked_plugins=frozenset(filter(None, blocked)),
         check_values=check in _TRUE,
+        cache_dir=_cache_dir(),
     )
+
+
+def _cache_dir() -> Path:
+    own = os.environ.get("GLA_CACHE_DIR", "").strip()
+    everybodys = os.environ.get("XDG_CACHE_HOME", "").strip() or os.path.join("~", ".cache")
+    return Path(os.path.expanduser(own or os.path.join(everybodys, "gla_core")))
 
 
 def _warn_of_unknown() -> None:

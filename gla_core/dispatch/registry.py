@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pluggy
 
 from gla_core.dispatch import hookspecs
-from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
+from gla_core.dispatch.backend import DEVICE_FACTS, OP_PARAMETERS, Backend, Capabilities, CostModel, is_constant
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.errors import BackendError, UnknownBackendError, UnknownOpError, nearest
 
@@ -95,7 +95,7 @@ class Registration:
             if self._active:
                 self._active = False
                 del _registered[self.backend.name]
-                _changed()
+                changed()
 
     def __enter__(self) -> Backend:
         return self.backend
@@ -122,7 +122,7 @@ def register(backend: Backend) -> Registration:
         check_backend(backend, taken=installed())
         _registered[backend.name] = backend
         _plugin_of[backend.name] = "register()"
-        _changed()
+        changed()
     return Registration(backend)
 
 
@@ -132,7 +132,7 @@ def rediscover() -> None:
     with _lock:
         _discovered = None
         _quarantine.clear()
-        _changed()
+        changed()
 
 
 def check_backend(backend: object, taken: Iterable[str] = ()) -> None:
@@ -151,6 +151,7 @@ def check_backend(backend: object, taken: Iterable[str] = ()) -> None:
         if op not in OP_PARAMETERS:
             raise UnknownOpError(f"backend {name!r} implements an unknown op {op!r}{nearest(op, OP_PARAMETERS)}")
         _check_signature(name, op, function)
+    _check_cost(name, backend.cost)
 
 
 _CAPABILITY_TYPES = {
@@ -186,7 +187,37 @@ def _check_signature(name: str, op: str, function: Callable) -> None:
         )
 
 
-def _changed() -> None:
+def _check_cost(name: str, cost: object) -> None:
+    if not isinstance(cost, CostModel):
+        if cost is not None and not callable(cost):
+            raise BackendError(f"backend {name!r}: cost is {type(cost).__name__}; expected a CostModel or a function")
+        return
+    if not callable(cost.formula):
+        raise BackendError(f"backend {name!r}: the formula of cost is {type(cost.formula).__name__}, not a function")
+    for kind, ops in _items(name, cost.constants, "constants"):
+        for op, constants in _items(name, ops, f"constants of {kind!r}"):
+            if op not in OP_PARAMETERS:
+                raise UnknownOpError(
+                    f"backend {name!r} has constants of an unknown op {op!r}{nearest(op, OP_PARAMETERS)}"
+                )
+            for constant, value in _items(name, constants, f"constants of {kind!r}, {op}"):
+                if constant in DEVICE_FACTS:
+                    raise BackendError(f"backend {name!r}: the constant {constant!r} of {op} is the core's; rename it")
+                if not is_constant(value):
+                    raise BackendError(
+                        f"backend {name!r}: the constant {constant!r} of {op} for {kind!r} is {value!r}; "
+                        "expected a positive number"
+                    )
+
+
+def _items(name: str, value: object, what: str) -> Iterable[tuple[str, object]]:
+    if not isinstance(value, Mapping):
+        raise BackendError(f"backend {name!r}: the {what} are {type(value).__name__}; expected a mapping")
+    return value.items()
+
+
+def changed() -> None:
+    """Drop what was derived from the set of backends, or from what is known of them."""
     for callback in on_change:
         callback()
 

@@ -1,7 +1,8 @@
 """Who runs a call: refusals, ranking, and their explanation.
 
-An explicit request never falls back. `auto` ranks the backends that can run by predicted seconds; those without a
-prediction come after, the ones written for named devices before the ones that run anywhere, then by name.
+An explicit request never falls back. `auto` ranks the backends that can run by predicted seconds (calibration.py);
+those without a prediction come after, the ones written for named devices before the ones that run anywhere, then by
+name.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend, LaunchError, OpCall, Reason
+from gla_core.dispatch.calibration import predict
 from gla_core.dispatch.errors import NoBackendError
 from gla_core.dispatch.request import Choice, Request
 
@@ -22,11 +24,31 @@ _GROWING_DIMS = frozenset({"B", "T", "N", "P", "Tq", "Tk", "rows"})  # a launch 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One backend's standing for a call: predicted seconds (None: no cost model), and the refusal if it cannot run."""
+    """One backend's standing for a call.
+
+    Attributes:
+        seconds: predicted; None without a cost model. constants: where those of the cost model come from.
+        refusal: why it cannot run the call, None if it can.
+        measured: seconds, where they were asked for. failure: why they could not be had.
+    """
 
     name: str
     seconds: float | None
     refusal: Reason | None
+    constants: str | None = None
+    measured: float | None = None
+    failure: str | None = None
+
+    def __str__(self) -> str:
+        if self.refusal is not None:
+            return self.refusal
+        of = f" (constants {self.constants})" if self.constants else ""
+        said = ["can run; predicts no time" if self.seconds is None else f"can run; predicts {_time(self.seconds)}{of}"]
+        if self.measured is not None:
+            said.append(f"measured {_time(self.measured)}")
+        if self.failure is not None:
+            said.append(f"not measured: {self.failure}")
+        return "; ".join(said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +70,12 @@ class Explanation:
     winner: str | None
     why: str
 
+    @property
+    def fastest(self) -> str | None:
+        """Name of the backend that was measured to be the fastest, None where nothing was measured."""
+        timed = [(c.measured, c.name) for c in self.candidates if c.measured is not None]
+        return min(timed)[1] if timed else None
+
     def __str__(self) -> str:
         dims = " ".join(f"{name}={size}" for name, size in self.call.dims.items())
         dtype = str(self.call.dtype).removeprefix("torch.")
@@ -58,9 +86,21 @@ class Explanation:
         ]
         for candidate in self.candidates:
             mark = "->" if candidate.name == self.winner else "  "
-            lines.append(f" {mark} {candidate.name:<16} {candidate.refusal or _predicted(candidate.seconds)}")
+            fastest = "  <- the fastest" if candidate.name == self.fastest else ""
+            lines.append(f" {mark} {candidate.name:<16} {candidate}{fastest}")
         lines.append(self.why)
+        if self.fastest is not None:
+            lines.append(self._verdict())
         return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        times = {c.name: c.measured for c in self.candidates}
+        best, chosen = times[self.fastest or ""], times.get(self.winner or "")
+        if self.fastest == self.winner:
+            return f"measured: {self.winner} is the fastest"
+        if best and chosen:
+            return f"measured: {self.fastest} is faster, {self.winner} takes {chosen / best:.2f} times as long"
+        return f"measured: {self.fastest} is the fastest of those that ran"
 
 
 def select(call: OpCall, request: Request) -> Backend:
@@ -79,7 +119,7 @@ def explain_call(call: OpCall, request: Request) -> Explanation:
     """Explain what `select` would do; runs nothing."""
     choice = request.choice(call.op)
     ordered = _in_order(call, choice)
-    candidates = [Candidate(b.name, b.predicted_seconds(call), _refusal(b, call, choice)) for b in ordered]
+    candidates = [_candidate(b, call, choice) for b in ordered]
     able = [c for c in candidates if c.refusal is None]
     if not able:
         refusals = [(c.name, c.refusal or "") for c in candidates]
@@ -90,6 +130,14 @@ def explain_call(call: OpCall, request: Request) -> Explanation:
     candidates.sort(key=lambda c: c.refusal is not None)
     why = _why(able, choice)
     return Explanation(call, str(choice), choice.source, tuple(candidates), able[0].name, why)
+
+
+def _candidate(backend: Backend, call: OpCall, choice: Choice) -> Candidate:
+    refusal = _refusal(backend, call, choice)
+    if refusal is not None:
+        return Candidate(backend.name, None, refusal)
+    predicted = predict(backend, call)
+    return Candidate(backend.name, predicted.seconds, None, predicted.source)
 
 
 def remember_launch_failure(backend: Backend, call: OpCall, error: Exception) -> None:
@@ -114,7 +162,7 @@ def _in_order(call: OpCall, choice: Choice) -> list[Backend]:
 
 
 def _rank(backend: Backend, call: OpCall) -> tuple[bool, float, bool, str]:
-    seconds = backend.predicted_seconds(call) if backend.refusal(call) is None else None
+    seconds = predict(backend, call).seconds if backend.refusal(call) is None else None
     return (seconds is None, seconds or 0.0, backend.capabilities.devices is None, backend.name)
 
 
@@ -147,5 +195,6 @@ def _why(able: list[Candidate], choice: Choice) -> str:
     return f"{winner}: no backend predicts its time; one written for named devices comes first, then by name"
 
 
-def _predicted(seconds: float | None) -> str:
-    return "can run; predicts no time" if seconds is None else f"can run; predicts {seconds * 1e6:.1f} us"
+def _time(seconds: float) -> str:
+    unit, factor = ("s", 1) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
+    return f"{seconds * factor:.{1 if unit == 'us' else 2}f} {unit}"

@@ -136,10 +136,7 @@ def _signature(args: tuple) -> list[Hashable]:
     key: list[Hashable] = []
     for x in args:
         if isinstance(x, Tensor):
-            key.append(x.shape)
-            key.append(x.dtype)
-            key.append(x.device)
-            key.append(x.is_contiguous() or x.stride()[-1:])
+            key += (x.shape, x.dtype, x.device, x.is_contiguous() or x.stride()[-1:])
         else:
             key.append(type(x))  # 1, 1.0 and True are equal, and only one of them may be legal
             if type(x) is not float:

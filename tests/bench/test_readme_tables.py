@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,18 @@ def test_a_readme_without_markers(tables):
     assert tables.between_markers("nothing here") is None
     with pytest.raises(ValueError, match="no markers"):
         tables.insert("nothing here", "text")
+
+
+def test_a_selection_is_told_in_a_few_lines(tables, tmp_path):
+    of_grid = {"shapes": 70, "calls": 120, "close": 0.975, "worst": 1.21}
+    head = {"device": "NVIDIA Pretend", "gla_core": "0.1.0", "commit": "0123456789abcdef", "torch": "2.11.0"}
+    found = {**head, "date": "2026-01-02T03:04:05+00:00", "summary": {"grid": of_grid}, "rows": []}
+    (tmp_path / "selection-pretend.json").write_text(json.dumps(found))
+    (tmp_path / "selection-pretend").mkdir()
+    (tmp_path / "selection-pretend" / "crossover.png").touch()
+    section = tables.render(tmp_path)
+    assert section.startswith(
+        "### What auto picks, NVIDIA Pretend\n\ngla_core 0.1.0 at 0123456789, torch 2.11.0, 2026-01-02."
+    )
+    assert "| grid | 120 | 97.5% | 1.21 × |\n" in section
+    assert section.endswith("\n\n![crossover](benchmarks/results/selection-pretend/crossover.png)\n")

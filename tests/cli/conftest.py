@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -13,8 +14,10 @@ ENTRY_POINTS = "gla_core.backends"
 
 
 @pytest.fixture(autouse=True)
-def isolated(fresh_registry: None, plain_terminal: None) -> None:
-    """Every test here."""
+def isolated(fresh_registry: None, plain_terminal: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every test here. Nothing is calibrated."""
+    monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "cache"))
+    gla.reload_environment()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import platform
 import torch
 
 import gla_core as gla
+from gla_core.dispatch.environment import VARIABLES
 
 
 def examine(run, exit_code: int) -> dict:
@@ -31,7 +32,7 @@ def test_json_of_a_healthy_installation(run):
     assert report["versions"]["torch"] == torch.__version__
     assert report["devices"][0] == {"device": "cpu", "threads": torch.get_num_threads()}
     assert report["request"] == [{"op": "*", "request": "auto", "source": "default"}]
-    assert [row["name"] for row in report["variables"]] == ["GLA_BACKEND", "GLA_BLOCK_PLUGINS", "GLA_CHECK"]
+    assert [row["name"] for row in report["variables"]] == list(VARIABLES)
     assert "reference" in [row["name"] for row in report["backends"]]
 
 

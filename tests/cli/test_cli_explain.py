@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.cli import SHAPES, describe_call
+from gla_core.cli_calls import SHAPES, describe_call
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 
 NO_CUDA = "PyTorch sees no CUDA device here"
@@ -64,7 +64,9 @@ def test_packed_sequences_describe_the_same_call_as_tensors():
 def test_json(run):
     result = run("explain", "online_softmax", "--shape", "3,9", "--device", "cpu", "--backend", "reference", "--json")
     assert result.exit_code == 0
-    assert json.loads(result.stdout) == {
+    explanation = json.loads(result.stdout)
+    (candidate,) = explanation.pop("candidates")
+    assert explanation == {
         "op": "online_softmax",
         "dims": {"rows": 3, "columns": 9},
         "dtype": "bfloat16",
@@ -72,10 +74,12 @@ def test_json(run):
         "variable_length": False,
         "request": "reference",
         "source": "backend=",
-        "candidates": [{"name": "reference", "seconds": None, "refusal": None}],
         "winner": "reference",
+        "fastest": None,
         "why": "reference: the one asked for, by backend=",
     }
+    assert candidate.keys() == {"name", "seconds", "refusal", "constants", "measured", "failure"}
+    assert (candidate["name"], candidate["refusal"], candidate["measured"]) == ("reference", None, None)
 
 
 def test_the_environment_is_asked(run, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -13,13 +14,22 @@ import torch
 from torch import Tensor
 
 import gla_core as gla
+import gla_parallel_scan
+import gla_reference
+import gla_triton_fused
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
+from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities, hookimpl
 
 
 @pytest.fixture(autouse=True)
-def isolated(fresh_registry: None) -> None:
-    """Every test here."""
+def isolated(fresh_registry: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every test here. Nothing is calibrated, our own backends predict no time, and no kernel is interpreted."""
+    monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for module in (gla_parallel_scan, gla_reference, gla_triton_fused):
+        without_cost = [dataclasses.replace(each, cost=None) for each in module.gla_register_backends()]
+        monkeypatch.setattr(module, "gla_register_backends", hookimpl(lambda found=without_cost: list(found)))
+    gla.reload_environment()
 
 
 @dataclass

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
 
 import gla_core as gla
-from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities, LaunchError, OpCall
+from gla_core.dispatch.backend import (
+    OP_PARAMETERS,
+    Backend,
+    Capabilities,
+    CostModel,
+    LaunchError,
+    OpCall,
+    shipped_constants,
+)
 
 DIMS = {"B": 2, "T": 64, "H": 2, "Hq": 2, "K": 32, "V": 48, "N": 2}
 CPU_CALL = OpCall(op="chunk_gla_fwd", device=torch.device("cpu"), dtype=torch.float32, dims=DIMS)
@@ -204,6 +213,50 @@ def test_a_cost_is_seconds(answer):
     seconds = gla_backend(cost=lambda call: answer).predicted_seconds(CPU_CALL)
     assert type(seconds) is float
     assert seconds == float(answer)
+
+
+def test_a_cost_model_is_its_formula_of_the_constants():
+    backend = gla_backend(cost=CostModel(lambda call, c: c["token"] * call.dims["T"]))
+    assert backend.predicted_seconds(CPU_CALL, {"token": 0.5}) == 0.5 * CPU_CALL.dims["T"]
+    assert backend.predicted_seconds(CPU_CALL) is None
+
+
+COSTS = [
+    (1.0, "cost is float; expected a CostModel or a function"),
+    (CostModel("fast"), "the formula of cost is str, not a function"),
+    (CostModel(len, [1]), "the constants are list; expected a mapping"),
+    (CostModel(len, {"cpu": None}), "the constants of 'cpu' are NoneType; expected a mapping"),
+    (CostModel(len, {"cpu": {"online_softmax": 1}}), "the constants of 'cpu', online_softmax are int"),
+    (CostModel(len, {"cpu": {"online_softmax": {"a": "1"}}}), "the constant 'a' of online_softmax for 'cpu' is '1'"),
+    (CostModel(len, {"cpu": {"online_softmax": {"a": 0}}}), "is 0; expected a positive number"),
+    (CostModel(len, {"cpu": {"online_softmax": {"a": -1.0}}}), "is -1.0; expected a positive number"),
+    (CostModel(len, {"cpu": {"online_softmax": {"a": float("nan")}}}), "is nan; expected a positive number"),
+    (CostModel(len, {"cpu": {"online_softmax": {"a": float("inf")}}}), "is inf; expected a positive number"),
+    (CostModel(len, {"cpu": {"online_softmax": {"a": True}}}), "is True; expected a positive number"),
+    (CostModel(len, {"cpu": {"online_softmax": {"multiprocessors": 2.0}}}), "'multiprocessors' of online_softmax is"),
+]
+
+
+@pytest.mark.parametrize(("cost", "message"), COSTS, ids=range(len(COSTS)))
+def test_a_cost_that_breaks_the_contract_is_refused(cost, message):
+    with pytest.raises(gla.BackendError, match=r"backend 'mine': .*" + re.escape(message)):
+        gla.register(gla_backend(cost=cost))
+
+
+def test_constants_of_an_unknown_op_are_refused():
+    with pytest.raises(
+        gla.UnknownOpError, match=r"constants of an unknown op 'softmax'; did you mean 'online_softmax'?"
+    ):
+        gla.register(gla_backend(cost=CostModel(len, {"cpu": {"softmax": {}}})))
+
+
+def test_shipped_constants_are_those_of_the_package(tmp_path, monkeypatch):
+    package = tmp_path / "backend_with_constants"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "constants.json").write_text('{"cpu": {"online_softmax": {"a": 1.5}}}')
+    monkeypatch.syspath_prepend(tmp_path)
+    assert shipped_constants("backend_with_constants") == {"cpu": {"online_softmax": {"a": 1.5}}}
 
 
 # registration

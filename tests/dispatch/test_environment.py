@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,13 +25,30 @@ def warnings_of(action):
     return [str(w.message) for w in caught]
 
 
+@pytest.fixture(autouse=True)
+def no_cache_dir(isolated, monkeypatch):
+    """The folder for what was calibrated is the default."""
+    monkeypatch.delenv("GLA_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    gla.reload_environment()
+
+
+DEFAULTS = Environment(
+    backend="", blocked_plugins=frozenset(), check_values=False, cache_dir=Path.home() / ".cache" / "gla_core"
+)
+
+
 def test_the_defaults():
-    assert environment() == Environment(backend="", blocked_plugins=frozenset(), check_values=False)
+    assert environment() == DEFAULTS
 
 
-def test_all_three_are_read(monkeypatch):
-    set_and_reload(monkeypatch, GLA_BACKEND=" reference ", GLA_BLOCK_PLUGINS="a, b,,a", GLA_CHECK="1")
-    assert environment() == Environment(backend="reference", blocked_plugins=frozenset({"a", "b"}), check_values=True)
+def test_all_of_them_are_read(monkeypatch):
+    set_and_reload(
+        monkeypatch, GLA_BACKEND=" reference ", GLA_BLOCK_PLUGINS="a, b,,a", GLA_CHECK="1", GLA_CACHE_DIR="/x/y"
+    )
+    assert environment() == Environment(
+        backend="reference", blocked_plugins=frozenset({"a", "b"}), check_values=True, cache_dir=Path("/x/y")
+    )
 
 
 def test_a_change_is_seen_only_after_reload_environment(monkeypatch, spy, x):
@@ -58,9 +76,23 @@ def test_it_is_read_at_the_first_use_not_at_reload(monkeypatch, spy, x):
 
 @pytest.mark.parametrize("value", ["", "  "])
 def test_an_empty_variable_is_one_that_is_not_set(monkeypatch, value, x):
-    set_and_reload(monkeypatch, GLA_BACKEND=value, GLA_BLOCK_PLUGINS=value, GLA_CHECK=value)
-    assert environment() == Environment(backend="", blocked_plugins=frozenset(), check_values=False)
+    set_and_reload(monkeypatch, GLA_BACKEND=value, GLA_BLOCK_PLUGINS=value, GLA_CHECK=value, GLA_CACHE_DIR=value)
+    assert environment() == DEFAULTS
     assert gla.explain("online_softmax", x).source == "default"
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder"),
+    [
+        ({"XDG_CACHE_HOME": "/x"}, Path("/x/gla_core")),
+        ({"XDG_CACHE_HOME": "/x", "GLA_CACHE_DIR": "/y"}, Path("/y")),
+        ({"XDG_CACHE_HOME": " ", "GLA_CACHE_DIR": " "}, DEFAULTS.cache_dir),
+        ({"GLA_CACHE_DIR": "~/z"}, Path.home() / "z"),
+    ],
+)
+def test_where_calibrated_constants_are_kept(monkeypatch, variables, folder):
+    set_and_reload(monkeypatch, **variables)
+    assert environment().cache_dir == folder
 
 
 @pytest.mark.parametrize(
@@ -84,7 +116,15 @@ def test_every_unknown_variable_has_its_warning(monkeypatch):
 
 
 def test_known_and_foreign_variables_do_not_warn(monkeypatch):
-    set_and_reload(monkeypatch, GLA_BACKEND="reference", GLA_BLOCK_PLUGINS="x", GLA_CHECK="0", GLACIER="1", XGLA_A="1")
+    set_and_reload(
+        monkeypatch,
+        GLA_BACKEND="reference",
+        GLA_BLOCK_PLUGINS="x",
+        GLA_CHECK="0",
+        GLA_CACHE_DIR="/x",
+        GLACIER="1",
+        XGLA_A="1",
+    )
     assert warnings_of(environment) == []
 
 

@@ -451,7 +451,7 @@ def test_explain_auto_by_time(spy, x):
         "online_softmax  rows=2 columns=3  float32 on cpu",
         "request: auto (default)",
         " -> fast             can run; predicts 1.5 us",
-        "    slow             can run; predicts 2000.0 us",
+        "    slow             can run; predicts 2.00 ms",
         "    reference        can run; predicts no time",
         "    half             computes float16; x is float32",
         "fast: the least predicted time",

@@ -1,6 +1,6 @@
 """Random calls of every op against the float64 oracle: shapes, dtypes, gates, packing and layout drawn from a seed.
 
-A thousand on a GPU, a few where the kernels are interpreted.
+For both Triton backends: a thousand each on a GPU, a few where the kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ WIDTHS = [(16, 16), (19, 37), (64, 64), (128, 128), (40, 200), (96, 8), (256, 64
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPS = ["chunk_gla"] * 7 + ["recurrent_gla_step", "softmax_attention", "online_softmax"]
 BATCH = 20
-BACKEND = "triton_fused"
+BACKENDS = ["triton_fused", "parallel_scan"]
 
 
 @pytest.mark.parametrize(
     ("device", "batch"),
     [("cpu", 0), *(pytest.param("cuda", i, marks=pytest.mark.gpu) for i in range(1000 // BATCH))],
 )
-@pytest.mark.usefixtures("where_kernels_run")
-def test_random_cases(device, batch):
-    missed = [case for seed in range(batch * BATCH, (batch + 1) * BATCH) for case in misses(seed, device)]
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.usefixtures("where_kernels_run", "short_segments")
+def test_random_cases(device, batch, backend):
+    with gla.use_backend(backend):
+        missed = [case for seed in range(batch * BATCH, (batch + 1) * BATCH) for case in misses(seed, device)]
     assert not missed
 
 
@@ -60,7 +62,7 @@ def chunk_gla(draw, dtype, device, seed):
     layout = heads_first if draw.random() < 0.3 else lambda y: y
     q, k, v, g = (None if y is None else layout(y) for y in (x.q, x.k, x.v, x.g))
     rest = {"initial_state": x.initial_state, "cu_seqlens": x.cu_seqlens}
-    found = gla.chunk_gla(q, k, v, g, output_final_state=True, backend=BACKEND, **rest)
+    found = gla.chunk_gla(q, k, v, g, output_final_state=True, **rest)
     return found, oracle.chunk_gla(q, k, v, g, **rest), sizes
 
 
@@ -70,7 +72,7 @@ def recurrent_gla_step(draw, dtype, device, seed):
     sizes["gates"] = draw.choice(GATES)
     x = gla_inputs(T=1, dtype=dtype, device=device, initial_state=True, seed=seed, **sizes)
     q, k, v, g = (None if y is None else y[:, 0] for y in (x.q, x.k, x.v, x.g))
-    found = gla.recurrent_gla_step(q, k, v, g, x.initial_state, backend=BACKEND)
+    found = gla.recurrent_gla_step(q, k, v, g, x.initial_state)
     o, state = oracle.chunk_gla(x.q, x.k, x.v, x.g, initial_state=x.initial_state)
     return found, (o[:, 0], state), sizes
 
@@ -85,7 +87,7 @@ def softmax_attention(draw, dtype, device, seed):
     generator = torch.Generator(device).manual_seed(seed)
     shapes = ((B, Tq, H * G, K), (B, Tk, H, K), (B, Tk, H, V))
     q, k, v = (normal(shape, dtype, generator) for shape in shapes)
-    found = gla.softmax_attention(q, k, v, causal=causal, backend=BACKEND)
+    found = gla.softmax_attention(q, k, v, causal=causal)
     return found, oracle.softmax_attention(q, k, v, causal=causal), (*shapes, causal)
 
 
@@ -94,7 +96,7 @@ def online_softmax(draw, dtype, device, seed):
     draw.shuffle(shape)
     dim = draw.randrange(3)
     x = normal(tuple(shape), dtype, torch.Generator(device).manual_seed(seed))
-    return [gla.online_softmax(x, dim, backend=BACKEND)], [oracle.softmax(x, dim)], (shape, dim)
+    return [gla.online_softmax(x, dim)], [oracle.softmax(x, dim)], (shape, dim)
 
 
 CASES = {f.__name__: f for f in (chunk_gla, recurrent_gla_step, softmax_attention, online_softmax)}

@@ -1,0 +1,125 @@
+"""Gated linear attention in segments, all of them at once but for a scan that takes log2 as many steps.
+
+Per head, with S the state that enters a segment of C tokens, alpha = exp g, and t and s counted within the segment:
+
+    A_ts = sum_d q_td k_sd prod(alpha_j : s < j <= t)             for s <= t, else 0
+    qg_t = q_t prod(alpha_j : j <= t)                             decayed from the start of the segment
+    kg_s = k_s prod(alpha_j : j > s)                              decayed to its end
+    1.  state of each segment from zero and its decay             kg^T v and D = prod alpha
+    2.  states that enter the segments, by a scan (scan.py)       (D2, S2) after (D1, S1) = (D1 * D2, diag(D2) S1 + S2)
+    3.  outputs                                                   o = scale * (qg S + A v)
+
+A, qg and kg come from halving the segment again and again: in a block of 2L tokens those of the right half, decayed from
+the middle, meet those of the left half, decayed to it. Every pair s < t meets in one such block, s = t has no gate, and
+what has been decayed to or from the ends of two neighbouring blocks needs one factor more to be so for both. Only products
+of gates are taken, which lie in [0, 1]: exact for gates down to exp(-inf) = 0.
+
+B batch   T tokens   H key/value heads   G query heads per key/value head   N sequences   K, V key and value width
+n segments of C tokens in each of R rows (segments.py)   L tokens in half a block
+
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gla_parallel_scan.in_pytorch.pieces import pieces
+from gla_parallel_scan.in_pytorch.segments import Segments, dense, packed
+
+SEGMENT = 64
+PIECE = 2**18
+"""Numbers of a tensor that is worked on at once: heads and sequences come in pieces that stay in the cache."""
+
+# glibc keeps freed memory up to twice the largest block that it has mapped and freed, and returns more than that to the
+# system, to be mapped again page by page: as long as the arithmetic takes. This block is never touched.
+torch.empty(2**24, dtype=torch.uint8)
+
+
+def chunk_gla_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """See gla_core/ops/chunk_gla.py."""
+    B, T, H, K = k.shape
+    V = v.shape[3]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())  # no more than the power of two that holds T
+    segments = dense(T, C) if cu_seqlens is None else packed(T, C, cu_seqlens)
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    o = v.new_empty(B, T, q.shape[2], V)
+    final = v.new_empty(N, H, K, V, dtype=dtype)
+    queries, outputs = (x.unflatten(2, (H, -1)) for x in (q, o))  # [B, T, H, G, K], [B, T, H, G, V]
+    for rows, heads in pieces(B, H, T * max(K, V), PIECE):
+        tokens = (rows, slice(None), heads)
+        states = (rows if cu_seqlens is None else slice(None), heads)
+        cut = [None if x is None else segments.cut(x[tokens], dtype) for x in (queries, k, v, g)]
+        o_piece, final[states] = _forward(segments, *cut, None if initial_state is None else initial_state[states])
+        segments.join(o_piece, scale, outputs[tokens])
+    return o, final if output_final_state else None
+
+
+def _forward(
+    segments: Segments, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The output, but for its scale, [n, R, H, C, G, V], and the final states [N, H, K, V].
+
+    Args:
+        q: [n, R, H, C, G, K]. k, g: [n, R, H, C, K]. v: [n, R, H, C, V]. q, k and g are overwritten.
+    """
+    n, R, H, C, G, K = q.shape
+    q = q.view(n * R * H, C * G, K)  # the G queries of a token are rows of one matrix: they share its key
+    k, v = k.flatten(0, 2), v.flatten(0, 2)  # [n*R*H, C, K], [n*R*H, C, V]
+    A, decay = _ungated_scores(q, k) if g is None else _scores(q, k, g.flatten(0, 2).exp_())
+    update = torch.bmm(k.mT, v)  # [n*R*H, K, V]
+    entering, final = segments.scan(*(x.unflatten(0, (n, R, H)) for x in (decay, update)), initial_state)
+    o = torch.bmm(A, v).baddbmm_(q, entering.flatten(0, 2))  # [n*R*H, C*G, V]
+    return o.view(n, R, H, C, G, v.shape[2]), final
+
+
+def _scores(q: Tensor, k: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn q [S, C*G, K] and k [S, C, K] of S segments with gates alpha [S, C, K] into qg and kg, in place.
+
+    Returns:
+        A [S, C*G, C], and the product of the gates of each segment [S, K].
+    """
+    S, C, K = k.shape
+    G = q.shape[1] // C
+    A = _diagonal_scores(q, k)
+    q.view(S, C, G, K).mul_(alpha[:, :, None])
+    whole = alpha  # [S, C/L, K], products over blocks of L
+    for L in (1 << level for level in range(C.bit_length() - 1)):
+        m = C // (2 * L)  # blocks of 2L, rows of q in the right half and rows of k in the left one
+        q_right = q.view(S * m, 2, L * G, K)[:, 1]  # [S*m, L*G, K]
+        k_left = k.view(S * m, 2, L, K)[:, 0]  # [S*m, L, K]
+        blocks = A.view(S, m, 2, L * G, m, 2, L)[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3)  # [S, L*G, L, m]
+        blocks.copy_(torch.bmm(q_right, k_left.mT).view(S, m, L * G, L).movedim(1, 3))
+        whole_left, whole_right = whole.view(S * m, 2, 1, K).unbind(1)  # [S*m, 1, K]
+        q_right *= whole_left
+        k_left *= whole_right
+        whole = whole_left * whole_right
+    return A, whole.view(S, K)
+
+
+def _diagonal_scores(q: Tensor, k: Tensor) -> Tensor:
+    """A [S, C*G, C] with the pairs s = t filled in, the rest 0."""
+    S, C, K = k.shape
+    A = q.new_zeros(S, q.shape[1], C)
+    pairs = (q.unflatten(1, (C, -1)) * k[:, :, None]).sum(-1)  # [S, C, G]
+    A.unflatten(1, (C, -1)).diagonal(dim1=1, dim2=3).copy_(pairs.mT)
+    return A
+
+
+def _ungated_scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_scores` where every gate is 1: qg is q, and kg is k."""
+    S, C, K = k.shape
+    A = torch.bmm(q, k.mT)  # [S, C*G, C]
+    A.unflatten(1, (C, -1)).transpose(1, 2).tril_()
+    return A, k.new_ones(S, K)

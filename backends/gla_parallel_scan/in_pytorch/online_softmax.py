@@ -1,0 +1,54 @@
+"""Softmax of rows split into pieces: a maximum m and a sum z for each piece on its own, then merged.
+
+    y = exp(x - m_piece) exp(m_piece - m) / z        m = max m_piece        z = sum exp(m_piece - m) z_piece
+
+This is the rule of two pieces, which is associative, taken over all pieces of a row at once.
+
+R rows of `columns` numbers   p pieces of c numbers
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PIECE = 4096
+BLOCK = 2**17
+"""Numbers of the rows that are worked on at once, so that they stay in the cache."""
+
+
+def online_softmax(x: Tensor, dim: int) -> Tensor:
+    """See gla_core/ops/online_softmax.py."""
+    if x.numel() == 0:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    last = x.movedim(dim, -1)
+    rows = last.reshape(-1, last.shape[-1])  # [R, columns]
+    y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    step = max(1, BLOCK // rows.shape[1])
+    for x_block, y_block in zip(rows.split(step), y.split(step), strict=True):
+        y_block.copy_(_softmax(x_block))
+    return y.view(last.shape).movedim(-1, dim).contiguous()
+
+
+def _softmax(x: Tensor) -> Tensor:
+    """Softmax of rows x [R, columns] of any number of pieces, in the dtype of the computation."""
+    R, columns = x.shape
+    p = -(-columns // PIECE)
+    c = -(-columns // p)
+    x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if p * c > columns:
+        x = torch.nn.functional.pad(x, (0, p * c - columns), value=-torch.inf)
+    pieces = x.reshape(R, p, c)
+    m = pieces.amax(-1, keepdim=True)  # [R, p, 1]
+    e = (pieces - finite(m)).exp_()  # [R, p, c]
+    z = e.sum(-1, keepdim=True)  # [R, p, 1]
+    weight = torch.exp(m - finite(m.amax(1, keepdim=True)))  # [R, p, 1]
+    weight /= (weight * z).sum(1, keepdim=True)  # 0 / 0 = NaN for a row that is all -inf
+    return e.mul_(weight).view(R, p * c)[:, :columns]
+
+
+def finite(m: Tensor) -> Tensor:
+    """A maximum to subtract: where all is -inf, exp(-inf - 0) = 0 where exp(-inf + inf) would be NaN."""
+    return torch.where(m.isneginf(), 0, m)

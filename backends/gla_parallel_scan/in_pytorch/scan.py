@@ -1,0 +1,48 @@
+"""The state of gated linear attention after each of many pieces of a sequence, in log2 as many steps.
+
+A piece is (D, S): the product D of its gates and the state S that it builds from zero. One piece after another is
+
+    (D2, S2) after (D1, S1)  =  (D1 * D2, diag(D2) S1 + S2)
+
+which is associative, so neighbours can be joined in any order. On the way up, every piece at the end of a block of 2d
+joins the block of d to its left; on the way down, the pieces between join what by then is complete to theirs. That
+is 2 n joins in 2 log2 n steps, each step one operation on all its joins.
+
+n pieces   K, V key and value width
+
+Source: Brent and Kung, "A Regular Layout for Parallel Adders" (IEEE Transactions on Computers, 1982).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def scan_states(decay: Tensor, state: Tensor, opens: Tensor | None = None) -> None:
+    """Turn the state of each piece into that of all pieces up to and including it.
+
+    Args:
+        decay: D [n, ..., K], overwritten. state: S [n, ..., K, V], replaced in place.
+        opens: [n], whether a piece hears nothing of those before it, infinities and NaN included.
+    """
+    n = len(state)
+    distances = [1 << level for level in range((n - 1).bit_length())]  # 1, 2, 4 .. below n
+    for d in distances:
+        left, right = slice(d - 1, n - d, 2 * d), slice(2 * d - 1, n, 2 * d)
+        _join(state[left], decay[right], state[right], None if opens is None else opens[right])
+        decay[right] *= decay[left]
+        if opens is not None:
+            opens[right] |= opens[left]
+    for d in reversed(distances):
+        left, right = slice(2 * d - 1, n - d, 2 * d), slice(3 * d - 1, n, 2 * d)
+        _join(state[left], decay[right], state[right], None if opens is None else opens[right])
+
+
+def _join(before: Tensor, decay: Tensor, state: Tensor, opens: Tensor | None) -> None:
+    """Add to states [.., K, V] what their decay [.., K] leaves of the states before them."""
+    if opens is None:
+        state.addcmul_(decay[..., None], before)
+    else:
+        joined = torch.addcmul(state, decay[..., None], before)
+        torch.where(opens.reshape(-1, *[1] * (state.ndim - 1)), state, joined, out=state)

@@ -1,0 +1,109 @@
+"""How sequences are cut into segments of C tokens, and which slots of the scan their states take.
+
+Tokens [B, T, H, ...] become [n, R, H, C, ...], with n segments in each of R rows:
+
+    dense    R = B, a row for each sequence, padded at its end to a multiple of C
+    packed   R = 1, the segments of all sequences in order, each sequence starting a segment of its own
+
+The scan runs over slots. A sequence has one for its initial state, followed by one for each of its segments, so that
+after the scan the slot before a segment's own holds the state that enters it.
+
+B batch   T tokens   H key/value heads   N sequences   K, V key and value width
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gla_parallel_scan.in_pytorch.scan import scan_states
+
+Index = Tensor | slice
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A cut of T tokens into n segments of C tokens.
+
+    Attributes:
+        place: [T], the place among the n * C of a row that each token takes; None if token t takes place t.
+        slots: number of slots.
+        initial, final: the slots of the states that enter and leave the sequences.
+        entering, own: the slots of the states that enter the segments, and of those that they build from zero.
+        opens: [slots], whether a slot is that of an initial state; None if that is the first slot alone.
+    """
+
+    T: int
+    C: int
+    n: int
+    place: Tensor | None
+    slots: int
+    initial: Index
+    final: Index
+    entering: Index
+    own: Index
+    opens: Tensor | None
+
+    def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of x [B, T, H, ...] as [n, R, H, C, ...]; places that no token takes hold 0."""
+        B, T, H, *inner = x.shape
+        empty = x.new_empty if T == self.n * self.C else x.new_zeros
+        segments = empty(self.n, B, H, self.C, *inner, dtype=dtype)
+        rows = segments.movedim((1, 0, 3), (0, 1, 2))  # [R, n, C, H, ...]
+        if self.place is not None:
+            rows[:, self.place // self.C, self.place % self.C] = x.to(dtype)
+            return segments
+        whole, rest = divmod(T, self.C)
+        rows[:, :whole] = x[:, : whole * self.C].unflatten(1, (whole, self.C))
+        if rest:
+            rows[:, whole, :rest] = x[:, whole * self.C :]
+        return segments
+
+    def join(self, x: Tensor, scale: float, out: Tensor) -> None:
+        """Write scale * x, with x [n, R, H, C, ...], to out [B, T, H, ...]."""
+        rows = x.movedim((1, 0, 3), (0, 1, 2))  # [R, n, C, H, ...]
+        if self.place is not None:
+            torch.mul(rows[:, self.place // self.C, self.place % self.C], scale, out=out)
+            return
+        whole, rest = divmod(self.T, self.C)
+        torch.mul(rows[:, :whole], scale, out=out[:, : whole * self.C].unflatten(1, (whole, self.C)))
+        if rest:
+            torch.mul(rows[:, whole, :rest], scale, out=out[:, whole * self.C :])
+
+    def scan(self, decay: Tensor, update: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Connect the segments: from states that each builds from zero to states that enter each.
+
+        Args:
+            decay: [n, R, H, K]. update: [n, R, H, K, V]. initial_state: [N, H, K, V].
+
+        Returns:
+            The states that enter the segments [n, R, H, K, V], and those that leave the sequences [N, H, K, V].
+        """
+        decays = decay.new_ones(self.slots, *decay.shape[1:])  # [slots, R, H, K]
+        states = update.new_empty(self.slots, *update.shape[1:])  # [slots, R, H, K, V]
+        decays[self.own], states[self.own] = decay, update
+        states[self.initial] = 0 if initial_state is None else initial_state.unflatten(0, (-1, decay.shape[1]))
+        scan_states(decays, states, self.opens)
+        return states[self.entering], states[self.final].flatten(0, 1)
+
+
+def dense(T: int, C: int) -> Segments:
+    """The cut of rows of T tokens, a sequence each."""
+    n = -(-T // C)
+    slots = {"initial": slice(0, 1), "final": slice(n, None), "entering": slice(0, n), "own": slice(1, None)}
+    return Segments(T, C, n, place=None, slots=n + 1, opens=None, **slots)
+
+
+def packed(T: int, C: int, cu_seqlens: Tensor) -> Segments:
+    """The cut of one row of sequences. It reads how many segments there are, which on a CPU waits for nothing."""
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.long().diff()  # [N], [N]
+    segments = (lengths + C - 1) // C  # [N], how many each sequence has
+    first = segments.cumsum(0) - segments  # [N], the first of each
+    number = torch.arange(len(starts))  # [N]
+    n, initial = int(segments.sum()), first + number  # and [N]
+    place = torch.arange(T) + (first * C - starts).repeat_interleave(lengths)  # [T]
+    own = 1 + torch.arange(n) + number.repeat_interleave(segments)  # [n]
+    opens = torch.zeros(n + len(starts), dtype=torch.bool).index_fill_(0, initial, True)  # [slots]
+    return Segments(T, C, n, place, n + len(starts), initial, initial + segments, own - 1, own, opens)

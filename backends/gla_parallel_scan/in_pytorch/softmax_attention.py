@@ -1,0 +1,91 @@
+"""Softmax attention over parts of the keys, each on its own, then merged.
+
+    each part       s = scale * q k^T      m = rowmax s      z = rowsum exp(s - m)      o = exp(s - m) v
+    all parts       M = max m              w = exp(m - M)    z = sum w z                o = sum w o / z
+                    lse = M + log z
+
+The merge is the rule for two parts, which is associative, taken over all parts at once.
+
+B batch   Tq, Tk queries and keys   H key/value heads   G query heads per key/value head   K, V key and value width
+I queries and G heads make I*G rows, token by token   p parts of up to KEYS keys
+
+Source: Dao et al., "FlashAttention" (arXiv 2205.14135).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gla_parallel_scan.in_pytorch.online_softmax import finite
+from gla_parallel_scan.in_pytorch.pieces import pieces
+
+QUERIES = 256
+KEYS = 1024
+PIECE = 2**19
+"""Scores, or numbers of a part of the keys, that are worked on at once, so that they stay in the cache."""
+
+
+def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """See gla_core/ops/softmax_attention.py."""
+    B, Tq, Hq, K = q.shape
+    _, Tk, H, V = v.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    o, lse = v.new_empty(B, Tq, Hq, V), q.new_empty(B, Tq, Hq, dtype=dtype)
+    queries, outputs, lses = (x.unflatten(2, (H, -1)) for x in (q, o, lse))  # [B, Tq, H, G, ...]
+    head = min(Tk, KEYS) * max(K, V, min(Tq, QUERIES) * (Hq // H))
+    for batch, heads in pieces(B, H, head, PIECE):
+        for i in range(0, Tq, QUERIES):
+            last = i + Tk - Tq if causal else Tk - 1  # the last key that query i sees
+            block = (batch, slice(i, i + QUERIES), heads)
+            keys = (batch, slice(max(0, min(Tk, last + QUERIES))), heads)  # those that any query of the block sees
+            outputs[block], lses[block] = _attend(queries[block].to(dtype) * scale, k[keys], v[keys], last)
+    return o, lse
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, last: int) -> tuple[Tensor, Tensor]:
+    """Attention of a block of queries.
+
+    Args:
+        q: [b, I, h, G, K], scaled. k: [b, j, h, K], the keys that any query sees. v: [b, j, h, V].
+        last: the last key that the first query sees; each query sees one more than the query before it.
+
+    Returns:
+        o [b, I, h, G, V] and lse [b, I, h, G].
+    """
+    b, I, h, G, _ = q.shape
+    if k.shape[1] == 0:
+        return q.new_full((b, I, h, G, v.shape[3]), torch.nan), q.new_full((b, I, h, G), -torch.inf)
+    rows = _heads_first(q, q.dtype).flatten(1, 2)  # [b*h, I*G, K]
+    limit = last + torch.arange(I * G)[:, None] // G  # [I*G, 1], the last key that a row sees
+    parts = []
+    for start in range(0, k.shape[1], KEYS):
+        keys = slice(start, start + KEYS)
+        s = rows @ _heads_first(k[:, keys], q.dtype).mT  # [b*h, I*G, c]
+        stop = start + s.shape[2]
+        if stop - 1 > last:
+            s.masked_fill_(torch.arange(start, stop) > limit, -torch.inf)
+        parts.append(_part(s, _heads_first(v[:, keys], q.dtype)))
+    o, lse = (x.view(b, h, I, G, -1).transpose(1, 2) for x in _merge(parts))
+    return o, lse.squeeze(-1)
+
+
+def _part(s: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """m, z [.., I*G, 1] and o [.., I*G, V] of one part, from its scores s [.., I*G, c], overwritten, and v [.., c, V]."""
+    m = s.amax(-1, keepdim=True)
+    s.sub_(finite(m)).exp_()
+    return m, s.sum(-1, keepdim=True), s @ v
+
+
+def _merge(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """o [.., V] and lse [.., 1] of all parts m, z and o together."""
+    m, z, o = (torch.stack(x) for x in zip(*parts, strict=True))  # [p, .., 1], [p, .., 1], [p, .., V]
+    M = m.amax(0)
+    w = torch.exp(m - finite(M))
+    z = (w * z).sum(0)
+    return (w * o).sum(0) / z, M + z.log()  # 0 / 0 = NaN for a row that sees nothing
+
+
+def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[b, j, h, ...] to [b*h, j, ...] in `dtype`."""
+    return x.transpose(1, 2).to(dtype).flatten(0, 1)

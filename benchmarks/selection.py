@@ -1,0 +1,347 @@
+"""Is the backend that `auto` picks the fastest? Times of every backend that can run each call of a grid.
+
+python3 benchmarks/selection.py --out benchmarks/results
+python3 benchmarks/selection.py --compile-only --share 0/8      one of 8 processes that fill Triton's cache first
+
+The shapes of the grid are drawn at random, from a fixed seed, over B*H from 1 to 512 and T from 1 to 131,072 (smaller
+on a CPU); `gla calibrate` uses none of them. The file holds two more parts: other ops, and the lengths of the
+crossover that benchmarks/crossover.py draws. What an earlier run has measured is not measured again, unless the device,
+a version, the commit or a constant has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from gla_core.bench import calibrate, measure, results
+from gla_core.bench.calls import arguments_for, calls_for, run_once
+from gla_core.dispatch import registry
+from gla_core.dispatch.backend import CostModel, OpCall
+from gla_core.dispatch.calibration import constants_for
+from gla_core.dispatch.request import current_request
+from gla_core.dispatch.selection import Explanation, explain_call
+
+CLOSE = 1.05
+"""A pick that takes up to so many times as long as the fastest counts as right."""
+HOPELESS = 20
+"""A backend that is predicted to take so many times as long as the best, and `LONG`, is left out."""
+LONG = 10e-3
+ROUNDS = 3
+"""The backends are timed in turns so many times: a clock that drifts then meets them all."""
+WIDTHS = (*[(128, 128)] * 4, *[(64, 64)] * 2, (64, 128), (128, 64), (96, 192), (128, 256), (256, 128), (256, 256))
+GRID = 72
+
+Row = dict[str, Any]
+Shape = tuple[int, int, int, int, int, int | None]
+
+
+# ---- what is measured
+
+
+def calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
+    """Every call with its part: 'grid', 'other ops' or 'crossover'. Small ones come in a CUDA graph as well."""
+    cuda = device.type == "cuda"
+    for B, H, T, K, V, N in shapes(cuda):
+        call = chunk_call(device, B, H, T, K, V, N)
+        yield "grid", call
+        if cuda and B * H * T <= 2**17:
+            yield "grid", dataclasses.replace(call, capturing=True)
+    for call in other_calls(device):
+        yield "other ops", call
+        if cuda and call.op == "recurrent_gla_step":
+            yield "other ops", dataclasses.replace(call, capturing=True)
+    for heads in (1, 4, 16, 64, 128) if cuda else (1, 4, 16):
+        for T in (2**n for n in (range(8, 18) if cuda else range(4, 12))):
+            if heads * T <= (2**22 if cuda else 2**14):
+                yield "crossover", chunk_call(device, max(1, heads // 16), min(heads, 16), T, 128, 128)
+
+
+def shapes(cuda: bool) -> list[Shape]:
+    """B, H, T, K, V of the grid, and the number of packed sequences, None where they are not packed."""
+    most_heads, most_tokens, most = (512, 2**17, 2**22) if cuda else (64, 2**12, 2**14)  # together: heads x tokens
+    random = Random(5)
+
+    def between(low: float, high: float) -> int:
+        return round(low * (high / low) ** random.random())
+
+    corners = ((2, most_tokens, 128), (most_heads, 1, 128), (1, 1, 96), (1, most_tokens - 1, 64))
+    found: list[Shape] = [(1, H, T, K, K, None) for H, T, K in corners]
+    while len(found) < GRID:
+        heads, T = between(1, most_heads), between(16, most_tokens)
+        K, V = random.choice(WIDTHS)
+        H = min(heads, random.choice((2, 4, 8, 16, 32)))
+        if not T & (T - 1) or heads * T * (K + V) / 256 > most:
+            continue
+        packed = random.random() < 0.25 and T >= 64
+        N = between(2, min(128, T // 16)) if packed else None
+        shape = (1 if packed else max(1, heads // H), H, T, K, V, N)
+        if shape not in found:
+            found.append(shape)
+    return found
+
+
+def chunk_call(device: torch.device, B: int, H: int, T: int, K: int, V: int, N: int | None = None) -> OpCall:
+    """chunk_gla_fwd as models run it: bfloat16 with float32 gates, on a CPU float32; N packed sequences if given."""
+    return OpCall(
+        op="chunk_gla_fwd",
+        device=device,
+        dtype=_dtype(device),
+        dims={"B": B, "T": T, "H": H, "Hq": H, "K": K, "V": V, "N": N or B},
+        gate_dtype=torch.float32,
+        variable_length=N is not None,
+    )
+
+
+def other_calls(device: torch.device) -> Iterator[OpCall]:
+    """Calls of the other ops."""
+    cuda = device.type == "cuda"
+    call = functools.partial(OpCall, device=device, dtype=_dtype(device))
+    states: Any = {"gate_dtype": torch.float32, "state_dtype": torch.float32}
+    for B in (1, 3, 24, 100, 500) if cuda else (1, 3, 24):
+        yield call(op="recurrent_gla_step", dims={"B": B, "H": 12, "Hq": 12, "K": 128, "V": 128, "P": B}, **states)
+    many = ((1, 1000), (3, 100_000), (1, 5_000_000), (6, 10_000_000), (64, 200_000), (300, 30_000), (5000, 3000))
+    few = ((1, 1000), (3, 100_000), (64, 3000), (700, 100))
+    for rows, columns in many if cuda else few:
+        yield call(op="online_softmax", dims={"rows": rows, "columns": columns})
+    decode = (
+        (1, 1, 5000, 8, 1),
+        (2, 1, 50_000, 16, 1),
+        (1, 1, 100_000, 4, 2),
+        (4, 1, 20_000, 8, 4),
+        (96, 1, 900, 16, 1),
+    )
+    prefill = ((1, 3000, 3000, 16, 1), (8, 700, 700, 8, 1), (1, 16, 30_000, 8, 2), (2, 300, 6000, 8, 1))
+    small = ((1, 1, 3000, 4, 1), (2, 300, 300, 4, 1), (1, 20, 700, 2, 2))
+    for B, Tq, Tk, H, G in (*decode, *prefill) if cuda else small:
+        dims = {"B": B, "Tq": Tq, "Tk": Tk, "H": H, "Hq": H * G, "K": 128, "V": 128}
+        yield call(op="softmax_attention", dims=dims)
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+# ---- measuring
+
+
+def measure_row(part: str, call: OpCall, seconds: float) -> Row:
+    """Time every backend that can run the call; `seconds` of timed calls each."""
+    explanation = _explain(call)
+    predicted = {c.name: _rounded(c.seconds) for c in explanation.candidates if c.refusal is None}
+    times, left_out = _time(call, *_worth_timing(explanation), seconds)
+    best = min(times.values(), default=math.nan)
+    chosen = times.get(explanation.winner or "")
+    return {
+        "part": part,
+        **as_json(call),
+        "predicted": predicted,
+        "measured": {name: _rounded(time) for name, time in times.items()},
+        "left_out": left_out,
+        "pick": explanation.winner,
+        "fastest": min(times, key=times.__getitem__, default=None),
+        "ratio": _rounded(chosen and chosen / best),
+    }
+
+
+def _rounded(x: float | None) -> float | None:
+    return x and float(f"{x:.4g}")
+
+
+def _explain(call: OpCall) -> Explanation:
+    return explain_call(call, current_request("auto"))
+
+
+def as_json(call: OpCall) -> Row:
+    """The call, fit for a file."""
+    flags = {"packed": call.variable_length, "graph": call.capturing}
+    return {"op": call.op, "dims": dict(call.dims), **{name: True for name, flag in flags.items() if flag}}
+
+
+def _worth_timing(explanation: Explanation) -> tuple[list[str], dict[str, str]]:
+    """Names of the backends to time, and why others are left out."""
+    able = [c for c in explanation.candidates if c.refusal is None]
+    best = min((c.seconds for c in able if c.seconds is not None), default=math.inf)
+    slow = {c.name: c.seconds / best for c in able if c.seconds is not None and c.seconds > max(LONG, HOPELESS * best)}
+    reasons = {name: f"predicted to take {times:.0f} times as long as the best" for name, times in slow.items()}
+    return [c.name for c in able if c.name not in slow], reasons
+
+
+def _time(
+    call: OpCall, names: Sequence[str], left_out: dict[str, str], seconds: float
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Median seconds of each backend that ran, and why the others did not."""
+    arguments = arguments_for(call)
+    timer = measure.time_graph if call.capturing else measure.time_calls
+    rounds = 1 if call.capturing else ROUNDS
+    calls_of: dict[str, list] = {}
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name in names:
+            if name in left_out:
+                continue
+            try:
+                if name not in calls_of:
+                    calls_of[name] = calls_for(name, call, arguments)
+                timing = timer(calls_of[name], call.device, seconds / rounds)
+                found.setdefault(name, []).append(timing.seconds)
+            except Exception as error:  # out of memory, a kernel that cannot be built
+                left_out = {**left_out, name: f"{type(error).__name__}: {error}"[:200]}
+    del arguments, calls_of
+    _free(call.device)
+    return {name: statistics.median(times) for name, times in found.items() if name not in left_out}, left_out
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def compile_share(device: torch.device, share: tuple[int, int], say: Callable[[str], None]) -> None:
+    """Run every n-th call once, calibration's as well, by each backend that is timed: for what a first use compiles."""
+    first, step = share
+    todo = [(task.backend, task.call) for task in calibrate.plan(device)]
+    todo += [(name, call) for _, call in calls(device) for name in _worth_timing(_explain(call))[0]]
+    for name, call in [(name, call) for name, call in todo if not call.capturing and name != "reference"][first::step]:
+        try:
+            run_once(name, call)
+        except Exception as error:
+            say(f"{name} {describe(as_json(call))}: {type(error).__name__}: {error}"[:300])
+        _free(device)
+
+
+# ---- the file
+
+
+def constants_in_use(device: torch.device) -> dict[str, dict[str, dict[str, float]]]:
+    """Of every cost model: backend to op to constant to value."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for backend in registry.installed().values():
+        if isinstance(backend.cost, CostModel):
+            calls_of = {op: OpCall(op=op, device=device, dtype=torch.float32, dims={}) for op in backend.ops}
+            found[backend.name] = {op: dict(constants_for(backend, call)[0]) for op, call in calls_of.items()}
+    return found
+
+
+def run(out: Path, device: torch.device, seconds: float, minutes: float, commit: str | None, say: Callable) -> Path:
+    """Measure what is not in the file yet; no measurement begins after `minutes`."""
+    end = time.monotonic() + 60 * minutes
+    head = header(device, commit)
+    path = out / f"selection-{_short_name(head['device']) if device.type == 'cuda' else 'cpu'}.json"
+    rows = earlier_rows(path, head)
+    known = {key(row) for row in rows}
+    for part, call in calls(device):
+        if key({"part": part, **as_json(call)}) in known:
+            continue
+        if time.monotonic() > end:
+            say("out of time")
+            break
+        rows.append(measure_row(part, call, seconds))
+        write(path, head, rows)
+        say(describe(rows[-1]))
+    return path
+
+
+def header(device: torch.device, commit: str | None) -> Row:
+    """What the times depend on, and the date."""
+    described = dataclasses.asdict(results.describe_run(device, None, commit))
+    for name in ("rows", "fla", "copy_bandwidth"):
+        del described[name]
+    return {**described, "threads": torch.get_num_threads(), "constants": constants_in_use(device)}
+
+
+def earlier_rows(path: Path, head: Row) -> list[Row]:
+    """The rows of an earlier run like this one."""
+    if not path.exists():
+        return []
+    before = json.loads(path.read_text())
+    same = all(before.get(name) == head[name] for name in head if name != "date")
+    return before["rows"] if same else []
+
+
+def write(path: Path, head: Row, rows: Sequence[Row]) -> None:
+    """A row a line. A reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    lines = ",\n".join("  " + json.dumps(row) for row in rows)
+    text = json.dumps({**head, "summary": summary(rows)}, indent=1).removesuffix("\n}")
+    unfinished.write_text(f'{text},\n "rows": [\n{lines}\n ]\n}}\n')
+    unfinished.replace(path)
+
+
+def key(row: Row) -> str:
+    """What tells a row from all others."""
+    return json.dumps([row["part"], row["op"], row["dims"], row.get("packed"), row.get("graph")], sort_keys=True)
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Row]:
+    """Of each part: number of calls, share of picks that are close to the fastest, and the worst ratio."""
+    found = {}
+    for part in dict.fromkeys(row["part"] for row in rows):
+        ratios = [math.inf if row["ratio"] is None else row["ratio"] for row in rows if row["part"] == part]
+        shapes = {json.dumps(row["dims"]) for row in rows if row["part"] == part}
+        close = sum(ratio <= CLOSE for ratio in ratios) / len(ratios)
+        found[part] = {"shapes": len(shapes), "calls": len(ratios), "close": close, "worst": max(ratios)}
+    return found
+
+
+def describe(row: Row) -> str:
+    """One line."""
+    dims = " ".join(f"{name}{size}" for name, size in row["dims"].items() if name != "Hq")
+    flags = " ".join(flag for flag in ("packed", "graph") if row.get(flag))
+    line = f"{row.get('part', '')}: {row['op']} {dims} {flags}"
+    if "measured" not in row:
+        return line
+    names = sorted(row["predicted"], key=lambda name: row["measured"].get(name, math.inf))
+    times = ", ".join(
+        f"{name} {results.time_text(row['measured'].get(name))} ({results.time_text(row['predicted'][name])})"
+        for name in names
+    )
+    wrong = "" if row["ratio"] is not None and row["ratio"] <= CLOSE else f"  <- {row['pick']}: {row['ratio']}"
+    return f"{line}: {times}{wrong}"
+
+
+def _short_name(device: str) -> str:
+    return device.lower().removeprefix("nvidia ").replace(" ", "-")
+
+
+def main() -> None:
+    """Read the command line, measure, print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results file")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=0.05, help="of timed calls for each backend and call")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin no measurement after this long")
+    parser.add_argument("--commit", help="of the source, where it cannot be asked of git")
+    parser.add_argument("--compile-only", action="store_true", help="run each call once and measure nothing")
+    parser.add_argument("--share", default="0/1", help="i/n: with --compile-only, every n-th call from the i-th on")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    say = functools.partial(print, flush=True)
+    if options.compile_only:
+        first, step = map(int, options.share.split("/"))
+        compile_share(device, (first, step), say)
+        return
+    path = run(options.out, device, options.seconds, options.minutes, options.commit, say)
+    for part, found in json.loads(path.read_text())["summary"].items():
+        say(
+            f"{part}: {found['calls']} calls of {found['shapes']} shapes; the pick is within {CLOSE - 1:.0%} of the "
+            f"fastest on {found['close']:.1%}, and {found['worst']:.2f} times as slow at worst"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""The command `gla calibrate`: measure what cost models predict, and fit their constants to it.
+
+From a script: `plan` says what there is to measure, `measure_task` measures one of them, `fit_samples` fits the
+constants of each op, and `gla_core.dispatch.calibration.store` or `write_constants` keeps them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from gla_core.bench.calibration_shapes import shapes
+from gla_core.bench.calls import time_call
+from gla_core.bench.fit import error, fit
+from gla_core.dispatch import calibration, registry
+from gla_core.dispatch.backend import OP_PARAMETERS, Backend, CostModel, OpCall
+from gla_core.dispatch.errors import UnknownOpError, nearest
+
+_LONGEST = 5  # budgets that one call may be predicted to take
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One measurement to make: a call by a backend."""
+
+    backend: str
+    call: OpCall
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A task with its median seconds, or the error that kept it from being measured."""
+
+    backend: str
+    call: OpCall
+    seconds: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Constants fitted to the samples of one op of a backend.
+
+    Attributes:
+        samples: how many.
+        median, worst: of the factor, at least 1, between the predicted and the measured time; before: the median with
+            the constants where the fit began.
+        worst_call: where the factor is the worst.
+    """
+
+    backend: str
+    op: str
+    constants: dict[str, float]
+    samples: int
+    before: float
+    median: float
+    worst: float
+    worst_call: OpCall
+
+
+def plan(device: torch.device, backends: Sequence[str] = (), ops: Sequence[str] = ()) -> list[Task]:
+    """What there is to measure: the calibration shapes of each op, by each backend with a cost model that runs them.
+
+    Args:
+        backends, ops: names; all by default.
+
+    Raises:
+        UnknownBackendError, UnknownOpError: a name that does not exist. ValueError: a backend without a `CostModel`.
+    """
+    for op in ops:
+        if op not in OP_PARAMETERS:
+            raise UnknownOpError(
+                f"unknown op {op!r}{nearest(op, OP_PARAMETERS)} (there are {', '.join(OP_PARAMETERS)})"
+            )
+    for name in backends:
+        if not isinstance(registry.get(name).cost, CostModel):
+            raise ValueError(f"backend {name!r} has no cost model whose constants could be measured")
+    chosen = [registry.get(name) for name in dict.fromkeys(backends)] or registry.installed().values()
+    return [
+        Task(backend.name, call)
+        for op in OP_PARAMETERS
+        if not ops or op in ops
+        for call in shapes(op, device)
+        for backend in chosen
+        if _can_be_calibrated(backend, call) and backend.refusal(call) is None
+    ]
+
+
+def _can_be_calibrated(backend: Backend, call: OpCall) -> bool:
+    return isinstance(backend.cost, CostModel) and bool(calibration.start_constants(backend, call.op, call.device))
+
+
+def measure_task(task: Task, budget: float = 0.1) -> Sample:
+    """Measure one call. Whatever goes wrong is the sample's error; so is a call that would take too long.
+
+    Args:
+        budget: seconds of timed calls; what compiles comes on top.
+    """
+    longest = _LONGEST * budget
+    if (_predicted_by_start(task) or 0.0) > longest:
+        return Sample(task.backend, task.call, error=f"predicted to take over {longest:.2g} s a call")
+    try:
+        return Sample(task.backend, task.call, time_call(task.backend, task.call, budget).seconds)
+    except Exception as problem:  # out of memory, a kernel that cannot be built
+        first_line = str(problem).strip().split("\n")[0]
+        failed = Sample(task.backend, task.call, error=f"{type(problem).__name__}: {first_line[:300]}")
+    gc.collect()  # tensors that the error still held
+    return failed
+
+
+def _predicted_by_start(task: Task) -> float | None:
+    backend, call = registry.get(task.backend), task.call
+    if not isinstance(backend.cost, CostModel):
+        return backend.predicted_seconds(call)
+    start = calibration.start_constants(backend, call.op, call.device) or {}
+    return backend.predicted_seconds(call, {**start, **calibration.device_facts(call.device)})
+
+
+def fit_samples(samples: Iterable[Sample], device: torch.device) -> list[Fit]:
+    """Fit the constants of every op of every backend in the samples that were measured.
+
+    An op whose formula predicts none of its samples has no fit.
+    """
+    groups: dict[tuple[str, str], list[tuple[OpCall, float]]] = {}
+    for sample in samples:
+        if sample.seconds is not None:
+            groups.setdefault((sample.backend, sample.call.op), []).append((sample.call, sample.seconds))
+    fits = (_fit(registry.get(name), op, found, device) for (name, op), found in groups.items())
+    return [found for found in fits if found is not None]
+
+
+def _fit(backend: Backend, op: str, samples: list[tuple[OpCall, float]], device: torch.device) -> Fit | None:
+    assert isinstance(backend.cost, CostModel)
+    formula, facts = backend.cost.formula, calibration.device_facts(device)
+    start = calibration.start_constants(backend, op, device) or {}
+    samples = [s for s in samples if math.isfinite(error(formula, {**start, **facts}, s))]
+    if not samples:
+        return None
+    constants = fit(formula, start, samples, facts)
+    before, after = ([_factor(formula, {**c, **facts}, s) for s in samples] for c in (start, constants))
+    worst, worst_call = max(zip(after, (call for call, _ in samples), strict=True), key=lambda pair: pair[0])
+    medians = statistics.median(before), statistics.median(after)
+    return Fit(backend.name, op, constants, len(samples), *medians, worst, worst_call)
+
+
+def _factor(*args: Any) -> float:
+    return math.exp(abs(error(*args)))
+
+
+# ---- files
+
+
+def write_constants(fits: Sequence[Fit], device: torch.device, target: Path) -> list[Path]:
+    """Write constants as backends ship them, those of other ops and kinds of device included.
+
+    Args:
+        target: a file that ends in .json, for the fits of one backend; otherwise a folder for one file each.
+    """
+    written = []
+    for name in dict.fromkeys(found.backend for found in fits):
+        cost = registry.get(name).cost
+        assert isinstance(cost, CostModel)
+        content = {kind: dict(ops) for kind, ops in cost.constants.items()}
+        of_device = content.setdefault(calibration.device_kind(device), {})
+        of_device.update((f.op, {c: _rounded(x) for c, x in f.constants.items()}) for f in fits if f.backend == name)
+        written.append(target if target.suffix == ".json" else target / f"{name}.json")
+        calibration.write_json(written[-1], content)
+    return written
+
+
+def _rounded(x: float) -> float:
+    return float(f"{x:.4g}")
+
+
+def samples_to_json(samples: Iterable[Sample]) -> list[dict[str, Any]]:
+    """Samples as JSON values, from which constants can be fitted elsewhere."""
+    return [dataclasses.asdict(s) | {"call": _call_to_json(s.call)} for s in samples]
+
+
+def samples_from_json(rows: Iterable[dict[str, Any]]) -> list[Sample]:
+    """What `samples_to_json` made."""
+    return [Sample(**{**row, "call": _call_from_json(row["call"])}) for row in rows]
+
+
+_DTYPES = ("dtype", "gate_dtype", "state_dtype")
+
+
+def _call_to_json(call: OpCall) -> dict[str, Any]:
+    fields = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
+    dtypes = {name: fields[name] and str(fields[name]).removeprefix("torch.") for name in _DTYPES}
+    return {**fields, **dtypes, "device": str(call.device), "dims": dict(call.dims)}
+
+
+def _call_from_json(fields: dict[str, Any]) -> OpCall:
+    dtypes = {name: fields[name] and getattr(torch, fields[name]) for name in _DTYPES}
+    return OpCall(**{**fields, **dtypes, "device": torch.device(fields["device"])})
+
+
+# ---- the command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line asked for; `seconds` per measurement, `json` as in `write_constants`."""
+
+    device: torch.device
+    backends: Sequence[str] = ()
+    ops: Sequence[str] = ()
+    seconds: float | None = None
+    json: Path | None = None
+    dry_run: bool = False
+
+
+def run_calibrate(options: Options, console: Console) -> bool:
+    """Measure, fit, print, store; whether every op that was measured has constants now.
+
+    Raises:
+        ValueError, LookupError: a name that does not exist, nothing to measure. Raised before anything is measured.
+        OSError: a file cannot be written. KeyboardInterrupt: nothing is stored.
+    """
+    tasks = plan(options.device, options.backends, options.ops)
+    if not tasks:
+        raise ValueError(f"there is nothing to measure on {options.device}: no backend with a cost model runs there")
+    names = dict.fromkeys(task.backend for task in tasks)
+    if options.json is not None and options.json.suffix == ".json" and len(names) > 1:
+        raise ValueError(f"{options.json} is one file for {', '.join(names)}; name a folder, or one --backend")
+    kind = calibration.device_kind(options.device)
+    console.print(f"{kind}: {len(tasks)} measurements of {', '.join(names)}", soft_wrap=True)
+    samples = [
+        measure_task(task, options.seconds or 0.1)
+        for task in track(tasks, "measuring", console=console, transient=True)
+    ]
+    fits = fit_samples(samples, options.device)
+    _print(fits, samples, console)
+    if fits and options.json is not None:
+        for path in write_constants(fits, options.device, options.json):
+            console.print(f"wrote {path}", soft_wrap=True)
+    if fits and not options.dry_run:
+        fitted: dict[str, dict[str, dict[str, float]]] = {}
+        for found in fits:
+            fitted.setdefault(found.backend, {})[found.op] = found.constants
+        console.print(f"stored in {calibration.store(fitted, options.device)}", soft_wrap=True)
+    wanted = {(task.backend, task.call.op) for task in tasks}
+    return wanted == {(found.backend, found.op) for found in fits}
+
+
+def _print(fits: Sequence[Fit], samples: Sequence[Sample], console: Console) -> None:
+    columns = ("op", "backend", "shapes", "before", "median", "worst", "worst at", "constants")
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, title="predicted against measured times, as factors")
+    for found in fits:
+        factors = (f"{x:.2f}" for x in (found.before, found.median, found.worst))
+        constants = "\n".join(f"{name} {value:.3g}" for name, value in found.constants.items())
+        table.add_row(found.op, found.backend, str(found.samples), *factors, describe(found.worst_call), constants)
+    console.print(table)
+    left_out: dict[tuple[str, str, str], list[OpCall]] = {}
+    for sample in samples:
+        if sample.error is not None:
+            left_out.setdefault((sample.call.op, sample.backend, sample.error), []).append(sample.call)
+    for (op, backend, why), calls in left_out.items():
+        which = "; ".join(describe(call) for call in calls) if len(calls) < 4 else f"{len(calls)} shapes"
+        console.print(f"left out: {op} by {backend} at {which}: {why}", soft_wrap=True)
+
+
+def describe(call: OpCall) -> str:
+    """A call in a few words."""
+    dims = " ".join(f"{name}={size}" for name, size in call.dims.items() if name not in ("Hq", "P", "N"))
+    packed = f" in {call.dims['N']} sequences" if call.variable_length else ""
+    return f"{dims}{packed}{' in a graph' if call.capturing else ''}"

@@ -1,0 +1,178 @@
+"""The calls that `gla calibrate` measures: for each op and type of device, from those that only launch to large ones.
+
+Sizes are powers of two. The grid that judges selection (benchmarks/selection.py) has none of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from gla_core.dispatch.backend import OpCall
+
+Sizes = tuple[int, ...]
+
+# B, T, H, K, V, and N where sequences are packed along T
+_CHUNK_CUDA: tuple[Sizes, ...] = (
+    *((1, 1, H, 128, 128) for H in (1, 32)),
+    *((B, 1, 16, 128, 128) for B in (8, 32)),
+    *((1, T, H, 128, 128) for T in (16, 64, 256, 1024, 4096, 16384, 65536) for H in (1, 4, 16)),
+    *((4, T, 16, 128, 128) for T in (16, 64, 256, 1024, 4096)),
+    *((8, T, 16, 128, 128) for T in (64, 512, 2048, 8192)),
+    *((16, T, 32, 128, 128) for T in (64, 512, 2048)),
+    (1, 131072, 1, 128, 128),
+    (1, 131072, 8, 128, 128),
+    *((B, T, 8, 64, 64) for B, T in ((1, 64), (1, 1024), (1, 16384), (8, 2048), (32, 1024), (1, 131072))),
+    *((B, T, 4, 256, 256) for B, T in ((1, 64), (1, 1024), (1, 16384), (8, 2048), (32, 1024))),
+    *((B, T, 4, 128, 256) for B, T in ((1, 2048), (1, 32768), (16, 2048))),
+    *((B, T, 4, 256, 128) for B, T in ((1, 2048), (1, 32768), (16, 2048))),
+    *((1, T, 8, 128, 128, N) for T, N in ((1024, 16), (4096, 4), (16384, 16), (16384, 64), (65536, 4), (65536, 64))),
+    *((1, T, 2, 128, 128, N) for T, N in ((4096, 2), (65536, 2), (65536, 256))),
+    (1, 16384, 4, 256, 256, 16),
+    (1, 16384, 8, 64, 64, 16),
+)
+_BACKWARD_CUDA: tuple[Sizes, ...] = (
+    *((1, T, 4, 128, 128) for T in (1, 16, 64, 256, 1024, 4096, 16384)),
+    *((B, 1024, 16, 128, 128) for B in (1, 8)),
+    (8, 2048, 8, 64, 64),
+    (1, 2048, 4, 256, 256),
+    (1, 4096, 8, 128, 128, 4),
+    (1, 16384, 8, 128, 128, 64),
+)
+_CHUNK_CPU: tuple[Sizes, ...] = (
+    (1, 1, 2, 64, 64),
+    (1, 16, 4, 64, 64),
+    (8, 16, 4, 32, 32),
+    (1, 64, 2, 64, 64),
+    (1, 64, 8, 128, 128),
+    (1, 256, 1, 64, 64),
+    (4, 256, 4, 64, 64),
+    (1, 1024, 1, 64, 64),
+    (1, 1024, 4, 64, 64),
+    (1, 1024, 2, 128, 128),
+    (1, 512, 2, 128, 256),
+    (1, 4096, 1, 64, 64),
+    (1, 8192, 1, 32, 32),
+    (1, 1024, 4, 64, 64, 8),
+    (1, 2048, 2, 64, 64, 64),
+)
+# B, H, K, V
+_STEP_CUDA: tuple[Sizes, ...] = (
+    *((B, 16, 128, 128) for B in (1, 4, 16, 64, 256, 1024)),
+    *((B, 4, 128, 128) for B in (1, 64)),
+    *((B, 16, 64, 64) for B in (1, 256)),
+    *((B, 4, 256, 256) for B in (1, 16, 256)),
+)
+_STEP_CPU: tuple[Sizes, ...] = (
+    (1, 1, 64, 64),
+    (1, 4, 64, 64),
+    (4, 4, 64, 64),
+    (16, 4, 64, 64),
+    (4, 8, 128, 128),
+    (64, 4, 128, 128),
+)
+# rows, columns
+_SOFTMAX_CUDA: tuple[Sizes, ...] = (
+    *((rows, columns) for rows in (1, 16, 128, 1024, 8192) for columns in (256, 2048, 16384, 131072)),
+    *((rows, 2**20) for rows in (1, 16, 128, 512)),
+    *((rows, 2**24) for rows in (1, 4, 16)),
+)
+_SOFTMAX_CPU: tuple[Sizes, ...] = (
+    (1, 128),
+    (1, 16384),
+    (1, 2**18),
+    (64, 64),
+    (64, 4096),
+    (1024, 1024),
+    (4096, 32),
+)
+# B, Tq, Tk, H, K, V
+_ATTENTION_CUDA: tuple[Sizes, ...] = (
+    *((B, 1, Tk, 16, 128, 128) for B, Tk in ((1, 64), (1, 1024), (1, 8192), (1, 65536), (1, 131072), (16, 2048))),
+    *((B, 1, Tk, 2, 128, 128) for B, Tk in ((1, 16384), (1, 131072), (64, 4096))),
+    *((B, T, T, 16, 128, 128) for B, T in ((1, 64), (1, 512), (1, 2048), (1, 8192), (4, 2048), (16, 1024))),
+    *((B, T, T, 8, 64, 64) for B, T in ((1, 256), (4, 1024), (1, 4096))),
+    *((1, Tq, Tk, 8, 128, 128) for Tq, Tk in ((16, 4096), (16, 65536), (256, 16384))),
+    (1, 1, 16384, 8, 256, 256),
+    (1, 1024, 1024, 8, 256, 256),
+)
+_ATTENTION_CPU: tuple[Sizes, ...] = (
+    (1, 1, 64, 2, 64, 64),
+    (1, 1, 1024, 4, 64, 64),
+    (1, 1, 16384, 2, 64, 64),
+    (1, 64, 64, 4, 64, 64),
+    (1, 256, 256, 4, 64, 64),
+    (1, 512, 512, 2, 128, 128),
+    (4, 128, 128, 4, 32, 32),
+)
+
+_SIZES = {
+    "chunk_gla_fwd": {"cuda": _CHUNK_CUDA, "cpu": _CHUNK_CPU},
+    "chunk_gla_bwd": {"cuda": _BACKWARD_CUDA, "cpu": _CHUNK_CPU},
+    "recurrent_gla_step": {"cuda": _STEP_CUDA, "cpu": _STEP_CPU},
+    "online_softmax": {"cuda": _SOFTMAX_CUDA, "cpu": _SOFTMAX_CPU},
+    "softmax_attention": {"cuda": _ATTENTION_CUDA, "cpu": _ATTENTION_CPU},
+}
+# For other kernels of the same op: sizes, dtype, query heads per head; on a CUDA device
+_OTHERS: dict[str, tuple[tuple[Sizes, torch.dtype, int], ...]] = {
+    "chunk_gla_fwd": tuple(
+        (sizes, dtype, groups)
+        for sizes in ((1, 1024, 16, 128, 128), (1, 4096, 4, 128, 128), (8, 2048, 8, 128, 128))
+        for dtype, groups in ((torch.float16, 1), (torch.float32, 1), (torch.bfloat16, 4))
+    ),
+    "softmax_attention": (
+        ((1, 512, 512, 8, 128, 128), torch.float32, 1),
+        ((1, 1, 16384, 8, 128, 128), torch.float32, 1),
+    ),
+}
+_NAMES = {
+    "recurrent_gla_step": ("B", "H", "K", "V"),
+    "online_softmax": ("rows", "columns"),
+    "softmax_attention": ("B", "Tq", "Tk", "H", "K", "V"),
+}
+_MOST_CAPTURED = 2**15  # tokens and heads (or rows): above, a graph takes what the eager call takes
+
+
+def shapes(op: str, device: torch.device) -> list[OpCall]:
+    """What is measured for an op: mostly bfloat16, eagerly and in CUDA graphs, on a CUDA device; float32 elsewhere."""
+    if device.type != "cuda":
+        return [_call(op, device, sizes, torch.float32) for sizes in _SIZES[op]["cpu"]]
+    calls = [_call(op, device, sizes, torch.bfloat16) for sizes in _SIZES[op]["cuda"]]
+    captured = [dataclasses.replace(call, capturing=True) for call in calls if _rows(call) <= _MOST_CAPTURED]
+    return [*calls, *(_call(op, device, *other) for other in _OTHERS.get(op, ())), *captured]
+
+
+def _call(op: str, device: torch.device, sizes: Sizes, dtype: torch.dtype, groups: int = 1) -> OpCall:
+    gated = op in ("chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_step")
+    return OpCall(
+        op=op,
+        device=device,
+        dtype=dtype,
+        dims=dict(_dims(op, sizes, groups)),
+        gate_dtype=torch.float32 if gated else None,
+        state_dtype=torch.float32 if op == "recurrent_gla_step" else None,
+        variable_length=op.startswith("chunk_gla") and len(sizes) == 6,
+    )
+
+
+def _dims(op: str, sizes: Sizes, groups: int) -> Iterator[tuple[str, int]]:
+    """The sizes by the names of `OpCall.dims`, in its order."""
+    if op.startswith("chunk_gla"):
+        B, T, H, K, V, N = sizes if len(sizes) == 6 else (*sizes, sizes[0])
+        yield from {"B": B, "T": T, "H": H, "Hq": H * groups, "K": K, "V": V, "N": N}.items()
+        return
+    for name, size in zip(_NAMES[op], sizes, strict=True):
+        yield name, size
+        if name == "H":
+            yield "Hq", size * groups
+    if op == "recurrent_gla_step":
+        yield "P", sizes[0]
+
+
+def _rows(call: OpCall) -> int:
+    """Tokens and heads, or rows of the softmax: what grows with the work."""
+    if call.op == "online_softmax":
+        return call.dims["rows"] * call.dims["columns"] // 128
+    return call.dims["B"] * call.dims["H"] * call.dims.get("T", call.dims.get("Tk", 1))

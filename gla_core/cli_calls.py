@@ -1,0 +1,95 @@
+"""Calls and devices as a command line names them: sizes separated by commas, a dtype, a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+import gla_core as gla
+from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.errors import nearest
+
+SHAPES: Mapping[str, tuple[str, ...]] = {
+    "chunk_gla_fwd": ("B", "T", "H", "K", "V"),
+    "chunk_gla_bwd": ("B", "T", "H", "K", "V"),
+    "recurrent_gla_step": ("B", "H", "K", "V"),
+    "softmax_attention": ("B", "T", "H", "K", "V"),
+    "online_softmax": ("ROWS", "COLUMNS"),
+}
+DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+
+
+def describe_call(op: str, shape: str, query_heads: int | None, dtype: str, device: str, varlen: int | None) -> OpCall:
+    """The call that the numbers of a command line describe. Raises ValueError or UnknownOpError for bad ones."""
+    if op not in SHAPES:
+        raise gla.UnknownOpError(f"unknown op {op!r}{nearest(op, SHAPES)} (there are {', '.join(SHAPES)})")
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)} (there are {', '.join(DTYPES)})")
+    sizes = _sizes(op, shape)
+    if query_heads is not None and "H" not in sizes:
+        raise ValueError(f"--query-heads does not go with {op}, which has no heads")
+    if varlen is not None and not op.startswith("chunk_gla"):
+        raise ValueError(f"--varlen does not go with {op}; only chunk_gla_fwd and chunk_gla_bwd take packed sequences")
+    if varlen is not None and (varlen < 0 or sizes["B"] != 1):
+        raise ValueError(f"--varlen {varlen} packs sequences along T: expected B = 1 and not B = {sizes['B']}")
+    wide = torch.float64 if dtype == "float64" else torch.float32
+    return OpCall(
+        op=op,
+        device=device_of(device),
+        dtype=DTYPES[dtype],
+        dims=_dims(op, sizes, query_heads, varlen),
+        gate_dtype=wide if "gla" in op else None,
+        state_dtype=wide if op == "recurrent_gla_step" else None,
+        variable_length=varlen is not None,
+    )
+
+
+def _sizes(op: str, shape: str) -> dict[str, int]:
+    names = SHAPES[op]
+    parts = shape.split(",")
+    if len(parts) != len(names) or not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(
+            f"--shape {shape!r} has {len(parts)} values; {op} expects {len(names)} whole numbers: {','.join(names)}"
+        )
+    sizes = dict(zip(names, map(int, parts), strict=True))
+    for name in ("H", "K", "V"):
+        if sizes.get(name) == 0:
+            raise ValueError(f"--shape {shape!r}: {name} is 0; expected at least 1")
+    return sizes
+
+
+def _dims(op: str, sizes: dict[str, int], query_heads: int | None, varlen: int | None) -> dict[str, int]:
+    """The sizes by the names of `OpCall.dims`."""
+    if op == "online_softmax":
+        return {"rows": sizes["ROWS"], "columns": sizes["COLUMNS"]}
+    B, H, K, V = (sizes[name] for name in "BHKV")
+    Hq = H if query_heads is None else query_heads
+    if Hq < 1 or Hq % H != 0:
+        raise ValueError(f"--query-heads is {Hq}; expected a multiple of H = {H}")
+    if op == "recurrent_gla_step":
+        return {"B": B, "H": H, "Hq": Hq, "K": K, "V": V, "P": B}
+    if op == "softmax_attention":
+        return {"B": B, "Tq": sizes["T"], "Tk": sizes["T"], "H": H, "Hq": Hq, "K": K, "V": V}
+    return {"B": B, "T": sizes["T"], "H": H, "Hq": Hq, "K": K, "V": V, "N": B if varlen is None else varlen}
+
+
+def device_of(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise ValueError(f"unknown device {name!r}; expected auto, cpu, cuda or cuda:1")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available() and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"there is no device {name!r}; this machine has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", int(index or 0))
+
+
+def device_here(name: str) -> torch.device:
+    """A device that can be used, and not only spoken of."""
+    place = device_of(name)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("PyTorch sees no CUDA device here; leave out --device")
+    return place

@@ -1,0 +1,190 @@
+"""Predicted times, and the constants behind them: shipped with a backend, or measured here by `gla calibrate`.
+
+What was measured stands in one JSON file, calibration.json in the folder that GLA_CACHE_DIR names:
+
+    {"NVIDIA H200, torch 2.11.0, triton 3.6.0, gla_core 0.1.0": {"mine 0.1.0": {"chunk_gla_fwd": {"launch": 2e-5}}}}
+
+Whatever does not fit (another version, other names of constants, a file that cannot be read) is a miss and no error.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gla_core.dispatch import registry
+from gla_core.dispatch.backend import Backend, Constants, CostModel, OpCall, is_constant
+from gla_core.dispatch.environment import environment
+
+STAND_IN = "NVIDIA H200"
+"""The device whose constants serve on a CUDA device that nobody has measured."""
+
+_lock = threading.Lock()  # of writing
+_read_once: dict[str, dict] = {}
+
+
+def _forget() -> None:
+    # A new dict: what another thread is just now reading is then stored into the old one.
+    global _read_once
+    _read_once = {}
+
+
+registry.on_change.append(_forget)
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds, None where there is no prediction; `source` says where the constants come from, None without any."""
+
+    seconds: float | None
+    source: str | None = None
+
+
+def predict(backend: Backend, call: OpCall) -> Prediction:
+    """What `auto` ranks by: the backend's cost model with the best constants there are."""
+    if not isinstance(backend.cost, CostModel):
+        return Prediction(backend.predicted_seconds(call))
+    constants, source = constants_for(backend, call)
+    seconds = backend.predicted_seconds(call, constants)
+    return Prediction(seconds, source if seconds is not None else None)
+
+
+def constants_for(backend: Backend, call: OpCall) -> tuple[Constants, str | None]:
+    """What the formula of a backend's `CostModel` receives for a call, and where its constants come from."""
+    assert isinstance(backend.cost, CostModel)
+    kind, facts = device_kind(call.device), device_facts(call.device)
+    known = calibrated(backend, call.op, call.device)
+    if known is not None:
+        return {**known, **facts}, "calibrated on this machine"
+    shipped = backend.cost.constants
+    for stand_in in (kind, STAND_IN) if call.device.type == "cuda" else (kind,):
+        if call.op in shipped.get(stand_in, ()):
+            return {**shipped[stand_in][call.op], **facts}, f"shipped for {stand_in}"
+    return facts, None
+
+
+def calibrated(backend: Backend, op: str, device: torch.device) -> Constants | None:
+    """The constants of an op that were measured on this machine with these versions, or None."""
+    found: Any = _file()
+    for key in (_conditions(device_kind(device)), _versioned(backend), op):
+        found = found.get(key) if isinstance(found, dict) else None
+    start = start_constants(backend, op, device)
+    if not isinstance(found, dict) or start is None or found.keys() != start.keys():
+        return None
+    return found if all(map(is_constant, found.values())) else None
+
+
+def start_constants(backend: Backend, op: str, device: torch.device) -> Constants | None:
+    """Where calibration starts: shipped for this kind of device, or else for another; None where there are none."""
+    assert isinstance(backend.cost, CostModel)
+    shipped = backend.cost.constants
+    for kind in (device_kind(device), STAND_IN, *shipped):
+        if op in shipped.get(kind, ()):
+            return shipped[kind][op]
+    return None
+
+
+def device_kind(device: torch.device) -> str:
+    """Devices of one kind share their constants: the name of a CUDA device, the type of another."""
+    return _device(device)[0]
+
+
+def device_facts(device: torch.device) -> Constants:
+    """What formulas receive beside the constants."""
+    return _device(device)[1]
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[str, Constants]:
+    if device.type != "cuda":
+        return device.type, {"multiprocessors": 1.0, "compute_capability": 0.0}
+    found = torch.cuda.get_device_properties(device)
+    capability = found.major + found.minor / 10
+    return found.name, {"multiprocessors": float(found.multi_processor_count), "compute_capability": capability}
+
+
+# ---- the file
+
+
+def path() -> Path:
+    """The file of what was measured on this machine."""
+    return environment().cache_dir / "calibration.json"
+
+
+def store(fitted: Mapping[str, Mapping[str, Constants]], device: torch.device) -> Path:
+    """Keep measured constants, for this process and later ones, and return the file that holds them.
+
+    Args:
+        fitted: name of a backend to op to constants; what the file knows of other ops stays.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    installed = registry.installed()
+    with _lock:
+        content = _read(path())
+        here = _dict(content, _conditions(device_kind(device)))
+        for name, ops in fitted.items():
+            of_backend = _dict(here, _versioned(installed[name]))
+            of_backend.update((op, dict(constants)) for op, constants in ops.items())
+        write_json(path(), content)
+    registry.changed()  # the next call of every signature is ranked anew
+    return path()
+
+
+def write_json(target: Path, value: object) -> None:
+    """Write a JSON file so that a reader finds the old one or the new one, never half of one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
+    try:
+        unfinished.write_text(json.dumps(value, indent=1) + "\n")
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _file() -> dict:
+    once = _read_once
+    if "content" not in once:
+        once["content"] = _read(path())
+    return once["content"]
+
+
+def _read(file: Path) -> dict:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _dict(parent: dict, key: str) -> dict:
+    if not isinstance(parent.get(key), dict):
+        parent[key] = {}
+    return parent[key]
+
+
+def _versioned(backend: Backend) -> str:
+    return f"{backend.name} {backend.version}"
+
+
+@functools.cache
+def _conditions(kind: str) -> str:
+    triton, gla_core = (_version_of(name) for name in ("triton", registry.OWN_DISTRIBUTION))
+    return f"{kind}, torch {torch.__version__}, triton {triton}, gla_core {gla_core}"
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

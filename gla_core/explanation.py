@@ -1,0 +1,80 @@
+"""`gla.explain`: who would run a call and why; on request, what each backend really takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.errors import UnknownOpError, nearest
+from gla_core.dispatch.request import current_request
+from gla_core.dispatch.selection import Candidate, Explanation, explain_call
+from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops._abstract_op import needs_gradient
+
+
+def explain(
+    op: str, *args: Any, backend: str | None = None, measure: bool = False, capturing: bool = False, **kwargs: Any
+) -> Explanation:
+    """Say who would run an abstract op on these arguments, who would not, and why; runs nothing unless asked to.
+
+    Args:
+        op: name of an abstract op, such as "chunk_gla_fwd".
+        *args, **kwargs: its arguments, as a backend receives them; those with a default may be left out, and so may
+            the gradients of chunk_gla_bwd.
+        backend: a request, as in a call.
+        measure: also run every backend that can on copies of the arguments, for a few tenths of a second each, and
+            show the measured times beside the predicted ones.
+        capturing: explain the call as a part of a CUDA graph.
+
+    Returns:
+        An `Explanation`; printing it gives a short report.
+
+    Raises:
+        UnknownOpError: no such op. ValueError, TypeError: bad arguments, as in a call.
+
+    Example:
+        >>> print(gla.explain("chunk_gla_fwd", q, k, v, g))
+    """
+    if op not in ABSTRACT_OPS:
+        raise UnknownOpError(f"unknown op {op!r}{nearest(op, ABSTRACT_OPS)} (there are {', '.join(ABSTRACT_OPS)})")
+    needs_grad = needs_gradient(*(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
+    request = current_request(backend)
+    call = ABSTRACT_OPS[op].call(*args, needs_grad=needs_grad, capturing=capturing, **kwargs)
+    explanation = explain_call(call, request)
+    if needs_grad and ABSTRACT_OPS[op].backward is not None and explanation.winner is not None:
+        backward = explain_call(dataclasses.replace(call, op=ABSTRACT_OPS[op].backward), request)
+        if backward.winner is None:  # a call finds this out before it launches the forward
+            explanation = dataclasses.replace(explanation, winner=None, why=backward.why)
+    if not measure:
+        return explanation
+    from gla_core.bench.calls import complete  # nobody else needs what it imports
+
+    return with_measured_times(explanation, complete(call, args, kwargs))
+
+
+def with_measured_times(explanation: Explanation, arguments: tuple) -> Explanation:
+    """The explanation with the time of every backend that can run the call.
+
+    Args:
+        arguments: of the call, in the order in which a backend receives them; left as they are.
+    """
+    return dataclasses.replace(
+        explanation,
+        candidates=tuple(_measured(c, explanation.call, arguments) for c in explanation.candidates),
+    )
+
+
+def _measured(candidate: Candidate, call: OpCall, arguments: tuple) -> Candidate:
+    from gla_core.bench.calls import time_arguments
+
+    if candidate.refusal is not None:
+        return candidate
+    try:
+        seconds = time_arguments(candidate.name, call, arguments).seconds
+    except Exception as error:  # out of memory, a kernel that cannot be built: the others are still of interest
+        first_line = str(error).strip().split("\n")[0]
+        return dataclasses.replace(candidate, failure=f"{type(error).__name__}: {first_line}")
+    return dataclasses.replace(candidate, measured=seconds)

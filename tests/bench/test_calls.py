@@ -1,0 +1,126 @@
+"""Calls of abstract ops: tensors that are what an OpCall says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gla_core as gla
+from gla_core.bench import calls
+from gla_core.bench.calibration_shapes import shapes
+from gla_core.dispatch.backend import OP_PARAMETERS, OpCall
+from gla_core.ops import ABSTRACT_OPS
+
+CPU = torch.device("cpu")
+size = st.integers(1, 4)
+
+
+@st.composite
+def op_calls(draw):
+    op = draw(st.sampled_from(list(OP_PARAMETERS)))
+    dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if op == "online_softmax":
+        return OpCall(op=op, device=CPU, dtype=dtype, dims={"rows": draw(size), "columns": draw(size)})
+    B, H, K, V = (draw(size) for _ in "BHKV")
+    heads = {"H": H, "Hq": H * draw(size), "K": K, "V": V}
+    if op == "softmax_attention":
+        return OpCall(op=op, device=CPU, dtype=dtype, dims={"B": B, "Tq": draw(size), "Tk": draw(size), **heads})
+    gate_dtype = draw(st.sampled_from([None, dtype, torch.float32]))
+    if op == "recurrent_gla_step":
+        indexed = draw(st.booleans())
+        P = draw(size) if indexed else B
+        return OpCall(
+            op=op,
+            device=CPU,
+            dtype=dtype,
+            dims={"B": B, **heads, "P": P},
+            gate_dtype=gate_dtype,
+            state_dtype=wide,
+            indexed=indexed,
+        )
+    packed = draw(st.booleans())
+    return OpCall(
+        op=op,
+        device=CPU,
+        dtype=dtype,
+        dims={"B": 1 if packed else B, "T": draw(st.integers(0, 9)), **heads, "N": draw(size) if packed else B},
+        gate_dtype=gate_dtype,
+        state_dtype=draw(st.sampled_from([None, wide])),
+        variable_length=packed,
+    )
+
+
+def described(call, arguments):
+    return ABSTRACT_OPS[call.op].call(*arguments)
+
+
+@settings(max_examples=100, deadline=None)
+@given(op_calls())
+def test_arguments_are_what_the_call_says(call):
+    arguments = calls.arguments_for(call)
+    assert described(call, arguments) == call
+    assert len(arguments) == len(OP_PARAMETERS[call.op])
+
+
+@settings(max_examples=30, deadline=None)
+@given(op_calls())
+def test_the_reference_runs_them_and_leaves_them(call):
+    arguments = calls.arguments_for(call)
+    (run,) = calls.calls_for("reference", call, arguments)
+    run()
+    again = calls.arguments_for(call)
+    assert all(a.equal(b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(arguments, again, strict=True))
+
+
+GROWING = {"B", "T", "N", "P", "Tq", "Tk", "rows", "columns"}
+
+
+@pytest.mark.parametrize("op", OP_PARAMETERS)
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_calibration_shapes_are_legal_and_distinct(op, kind):
+    found = shapes(op, torch.device(kind))
+    assert len({str(call) for call in found}) == len(found) >= 5
+    for call in found:
+        # As many tokens as fit into a test; what remains is that the sizes go together.
+        smaller = {name: min(size, 8) if name in GROWING else size for name, size in call.dims.items()}
+        small = dataclasses.replace(call, device=CPU, dims=smaller, capturing=False)
+        assert described(small, calls.arguments_for(small)) == small
+    assert {call.capturing for call in found} == ({False, True} if kind == "cuda" else {False})
+
+
+def test_chunk_shapes_reach_what_users_run():
+    dims = [call.dims for call in shapes("chunk_gla_fwd", torch.device("cuda"))]
+    assert {1, 131072} <= {d["T"] for d in dims}
+    assert {1, 512} <= {d["B"] * d["H"] for d in dims}
+    assert {64, 128, 256} == {d["K"] for d in dims} == {d["V"] for d in dims}
+    assert {d["N"] > d["B"] for d in dims} == {True, False}
+
+
+def test_packed_sequences_differ_in_length_and_cover_all_tokens():
+    call = OpCall(
+        op="chunk_gla_fwd",
+        device=CPU,
+        dtype=torch.float32,
+        dims={"B": 1, "T": 1000, "H": 1, "Hq": 1, "K": 1, "V": 1, "N": 10},
+        variable_length=True,
+    )
+    offsets = calls.arguments_for(call)[-1]
+    lengths = offsets.diff().tolist()
+    assert (offsets[0], offsets[-1], sum(lengths)) == (0, 1000, 1000)
+    assert 30 < min(lengths) < max(lengths) < 250
+    assert calls.arguments_for(call, seed=1)[-1].tolist() != offsets.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("op", OP_PARAMETERS)
+def test_times_on_a_gpu(op, capturing):
+    cuda = torch.device("cuda", 0)
+    call = next(c for c in shapes(op, cuda) if c.capturing == capturing)
+    backend = gla.explain(op, *calls.arguments_for(call), capturing=capturing).winner
+    assert 0 < calls.time_call(backend, call, 0.01).seconds < 0.1

@@ -1,0 +1,52 @@
+"""The picture of the crossover, drawn from results that nobody measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def crossover(script):
+    return script("crossover")
+
+
+def row(T, fused, scan, pick, heads=1, part="crossover"):
+    dims = {"B": 1, "T": T, "H": heads, "Hq": heads, "K": 128, "V": 128, "N": 1}
+    return {"part": part, "dims": dims, "measured": {"fused": fused, "scan": scan, "slow": 1.0}, "pick": pick}
+
+
+ROWS = [
+    row(1024, 3e-4, 1e-4, "scan"),
+    row(256, 1e-4, 2e-4, "fused"),
+    row(256, 1e-4, 2e-4, "fused", heads=64),
+    row(100, 1e-4, 2e-4, "fused", part="grid"),
+]
+
+
+def test_a_panel_for_each_number_of_heads(crossover):
+    found = crossover.panels(ROWS)
+    assert list(found) == [1, 64]
+    assert [row["dims"]["T"] for row in found[1]] == [256, 1024]
+
+
+def test_a_switch_lies_between_two_picks(crossover):
+    found = crossover.panels(ROWS)
+    assert crossover.switches(found[1]) == [512]
+    assert crossover.switches(found[64]) == []
+
+
+def test_who_is_never_near_is_not_drawn(crossover):
+    assert crossover.drawn(ROWS) == ["fused", "scan"]
+
+
+def test_it_is_drawn_beside_the_results(crossover, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "selection-pretend.json"
+    path.write_text(json.dumps({"device": "Pretend", "rows": ROWS}))
+    assert crossover.draw(path) == tmp_path / "selection-pretend" / "crossover.png"
+    assert (tmp_path / "selection-pretend" / "crossover.png").read_bytes().startswith(b"\x89PNG")
+    path.write_text(json.dumps({"device": "Pretend", "rows": ROWS[-1:]}))
+    with pytest.raises(ValueError, match="no measurements of the crossover"):
+        crossover.draw(path)

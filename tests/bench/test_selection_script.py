@@ -1,0 +1,170 @@
+"""The script that judges what `auto` picks, on made-up backends; and what its committed results say."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.bench import calibration_shapes
+from gla_core.dispatch.backend import Backend, CostModel, OpCall
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+CPU = torch.device("cpu")
+CALL = OpCall(op="online_softmax", device=CPU, dtype=torch.float32, dims={"rows": 2, "columns": 3})
+
+
+@pytest.fixture
+def selection(script):
+    return script("selection")
+
+
+@pytest.fixture(autouse=True)
+def alone(only_reference, monkeypatch, tmp_path):
+    """No backend but the reference and those that a test registers, and nothing calibrated."""
+    monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "cache"))
+    gla.reload_environment()
+
+
+@pytest.fixture
+def backend():
+    """`backend(name, takes, says)` registers one whose softmax takes so many seconds; predicted are `says`."""
+    handles = []
+
+    def make(name, takes, says):
+        def softmax(x, dim):
+            if takes is None:
+                raise RuntimeError("no such kernel")
+            time.sleep(takes)
+            return torch.softmax(x, dim)
+
+        model = CostModel(lambda call, c: c["seconds"], {"cpu": {"online_softmax": {"seconds": says}}})
+        ops = {"online_softmax": softmax}
+        handles.append(gla.register(Backend(name, "1.0", ops, cost=model)))
+
+    yield make
+    for handle in handles:
+        handle.unregister()
+
+
+# ---- measuring
+
+
+def test_a_row_says_who_was_picked_and_how_well(selection, backend):
+    backend("slow", 2e-2, 1e-6)
+    backend("fast", 1e-3, 2e-6)
+    row = selection.measure_row("grid", CALL, 0.01)
+    assert row["pick"] == "slow"
+    assert row["predicted"]["slow"] == 1e-6
+    assert row["measured"]["slow"] > row["measured"]["fast"]
+    best = min(row["measured"].values())
+    assert row["ratio"] == pytest.approx(row["measured"]["slow"] / best, rel=1e-2)
+    assert row["fastest"] == min(row["measured"], key=row["measured"].get)
+    assert (row["part"], row["op"], row["dims"]) == ("grid", "online_softmax", {"rows": 2, "columns": 3})
+
+
+def test_who_is_predicted_to_be_hopeless_is_left_out(selection, backend):
+    backend("mine", 0.0, 1e-6)
+    backend("hopeless", 0.0, 1.0)
+    row = selection.measure_row("grid", CALL, 0.003)
+    assert "hopeless" not in row["measured"]
+    assert row["left_out"] == {"hopeless": "predicted to take 1000000 times as long as the best"}
+
+
+def test_a_pick_that_fails_is_no_success(selection, backend):
+    backend("broken", None, 1e-6)
+    row = selection.measure_row("grid", CALL, 0.003)
+    assert row["pick"] == "broken"
+    assert row["ratio"] is None
+    assert row["left_out"]["broken"].startswith("RuntimeError: no such kernel")
+    assert selection.summary([row])["grid"]["worst"] == math.inf
+
+
+# ---- the file
+
+
+def test_a_run_is_taken_up_where_it_ended(selection, backend, tmp_path, monkeypatch):
+    backend("mine", 0.0, 1e-4)
+    monkeypatch.setattr(selection, "calls", lambda device: [("grid", CALL), ("other ops", CALL)])
+    said = []
+
+    def run():
+        said.clear()
+        return selection.run(tmp_path, CPU, 0.003, 1.0, "abc", said.append)
+
+    path = run()
+    assert path == tmp_path / "selection-cpu.json"
+    assert len(said) == 2
+    first = json.loads(path.read_text())
+    assert first["commit"] == "abc"
+    assert first["constants"]["mine"]["online_softmax"]["seconds"] == 1e-4
+    assert set(first["summary"]) == {"grid", "other ops"}
+    lines = path.read_text().splitlines()
+    assert sum(line.startswith('  {"part"') for line in lines) == 2
+    run()
+    assert said == []
+    backend("another", 0.0, 1e-4)  # other constants: every pick may change
+    run()
+    assert len(said) == 2
+
+
+def test_no_measurement_begins_out_of_time(selection, tmp_path, monkeypatch):
+    monkeypatch.setattr(selection, "calls", lambda device: [("grid", CALL)])
+    said = []
+    selection.run(tmp_path, CPU, 0.003, -1.0, "abc", said.append)
+    assert said == ["out of time"]
+
+
+def test_the_summary_counts_what_is_close(selection):
+    def row(ratio, **dims):
+        return {"part": "grid", "dims": dims, "ratio": ratio}
+
+    found = selection.summary([row(1.0, T=1), row(1.04, T=1), row(1.2, T=2), row(1.0, T=3)])
+    assert found == {"grid": {"shapes": 3, "calls": 4, "close": 0.75, "worst": 1.2}}
+
+
+# ---- the grid
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cuda")], ids=str)
+def test_the_grid_is_wide_and_always_the_same(selection, device):
+    shapes = selection.shapes(device.type == "cuda")
+    assert shapes == selection.shapes(device.type == "cuda")
+    assert len(set(shapes)) >= 60
+    assert sum(packed is not None for *_, packed in shapes) >= 10
+    heads, lengths = ({B * H for B, H, *_ in shapes}, {T for _, _, T, *_ in shapes})
+    assert (min(heads), min(lengths)) == (1, 1)
+    assert {K for *_, K, _, _ in shapes} >= {64, 128, 256}
+    if device.type == "cuda":
+        assert (max(heads), max(lengths)) == (512, 131072)
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), torch.device("cuda")], ids=str)
+def test_no_constant_is_fitted_to_the_grid(selection, device):
+    def essence(call):
+        return call.op, sorted(call.dims.items()), call.dtype, call.variable_length
+
+    parts = [(part, essence(call)) for part, call in selection.calls(device)]
+    fitted = [essence(call) for op in {c[0] for _, c in parts} for call in calibration_shapes.shapes(op, device)]
+    assert not [call for part, call in parts if part != "crossover" and call in fitted]
+
+
+# ---- committed results
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("selection-*.json")), ids=lambda path: path.stem)
+def test_auto_was_right(selection, path):
+    found = json.loads(path.read_text())
+    assert found["summary"] == selection.summary(found["rows"])
+    grid = found["summary"]["grid"]
+    assert grid["shapes"] >= 60
+    assert grid["close"] >= 0.95
+    assert grid["worst"] <= 1.3
+    device = torch.device("cpu" if path.stem == "selection-cpu" else "cuda")
+    wanted = {selection.key({"part": part, **selection.as_json(call)}) for part, call in selection.calls(device)}
+    assert {selection.key(row) for row in found["rows"]} == wanted

@@ -1,0 +1,215 @@
+"""The cost models that gla-core ships: formulas that hold for every legal call, and complete constants."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gla_core.dispatch.backend import OP_PARAMETERS, CostModel, OpCall, shipped_constants
+
+FACTS = {
+    "cpu": {"multiprocessors": 1.0, "compute_capability": 0.0},
+    "NVIDIA H200": {"multiprocessors": 132.0, "compute_capability": 9.0},
+}
+BACKENDS = ("reference", "triton_fused", "parallel_scan")
+KINDS = [(name, kind) for name in BACKENDS for kind in FACTS if (name, kind) != ("triton_fused", "cpu")]
+OPS = [(name, kind, op) for name, kind in KINDS for op in OP_PARAMETERS if op != "chunk_gla_bwd" or name == "reference"]
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch):
+    """Kernels are not interpreted: parallel_scan predicts nothing for a CPU where they are."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def predicted(name, kind, call, changed=()):
+    """Seconds that a backend's formula predicts with its shipped constants."""
+    formula = importlib.import_module(f"gla_{name}.cost").predicted_seconds
+    return formula(call, {**shipped_constants(f"gla_{name}")[kind][call.op], **FACTS[kind], **dict(changed)})
+
+
+def call_of(op, kind, **changes):
+    """A call of an op with the sizes of a model, unless changed; N follows B where it is not given."""
+    device = torch.device("cpu" if kind == "cpu" else "cuda")
+    sizes = {
+        "chunk_gla_fwd": {"B": 1, "T": 1000, "H": 4, "Hq": 4, "K": 128, "V": 128},
+        "recurrent_gla_step": {"B": 1, "H": 4, "Hq": 4, "K": 128, "V": 128, "P": 1},
+        "online_softmax": {"rows": 10, "columns": 1000},
+        "softmax_attention": {"B": 1, "Tq": 100, "Tk": 1000, "H": 4, "Hq": 4, "K": 128, "V": 128},
+    }
+    sizes["chunk_gla_bwd"] = sizes["chunk_gla_fwd"]
+    dims = {name: changes.pop(name, size) for name, size in sizes[op].items()}
+    if op.startswith("chunk_gla"):
+        dims["N"] = changes.pop("N", dims["B"])
+    dtype = changes.pop("dtype", torch.float32 if kind == "cpu" else torch.bfloat16)
+    return OpCall(op=op, device=device, dtype=dtype, dims=dims, **changes)
+
+
+# ---- constants
+
+
+@pytest.mark.parametrize(("name", "kind", "op"), OPS)
+def test_every_op_has_constants_for_a_cpu_and_an_h200(name, kind, op):
+    constants = shipped_constants(f"gla_{name}")[kind][op]
+    assert constants
+    assert all(isinstance(value, float) and 0 < value < math.inf for value in constants.values())
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_backend_carries_its_model(name):
+    # In a new module, since the tests of this folder take the reference's away.
+    module = importlib.import_module(f"gla_{name}")
+    spec = importlib.util.spec_from_file_location(f"fresh_{name}", module.__file__)
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    (backend,) = fresh.gla_register_backends()
+    assert isinstance(backend.cost, CostModel)
+    assert backend.cost.constants == shipped_constants(f"gla_{name}")
+    for ops in backend.cost.constants.values():
+        assert set(ops) == set(backend.ops)
+
+
+@pytest.mark.parametrize(("name", "kind", "op"), OPS)
+def test_each_constant_counts_for_some_call(name, kind, op):
+    """And none is missing: the formula raises KeyError for a name that is not there."""
+    calls = [
+        call_of(op, kind, capturing=capturing, **sizes, **tensors)
+        for capturing in (False, True)
+        for sizes in SIZES[op]
+        for tensors in TENSORS[op.partition("_gla")[0]]
+    ]
+    constants = shipped_constants(f"gla_{name}")[kind][op]
+    base = [predicted(name, kind, call) for call in calls]
+    for constant, value in constants.items():
+        more, less = (
+            [predicted(name, kind, call, {constant: value * factor}) for call in calls] for factor in (1e3, 1e-3)
+        )
+        assert base != more or base != less, constant
+
+
+SIZES = {
+    "chunk_gla_fwd": [
+        {"T": T, "H": H, "Hq": H, "K": K, "V": V}
+        for T in (1, 100, 10_000, 100_000)
+        for H in (1, 64)
+        for K, V in ((64, 64), (128, 128), (256, 128))
+    ],
+    "recurrent_gla_step": [{"B": 1}, {"B": 1000}, {"B": 4, "P": 9, "indexed": True}],
+    "online_softmax": [{"rows": rows, "columns": columns} for rows in (1, 10_000) for columns in (10, 100_000)],
+    "softmax_attention": [{"Tq": 1}, {"Tq": 1000, "Tk": 1000}, {"Tq": 1, "Tk": 1_000_000}],
+}
+SIZES["chunk_gla_bwd"] = SIZES["chunk_gla_fwd"]
+GATED = {"gate_dtype": torch.float32}
+TENSORS = {
+    "chunk": [
+        {**GATED},
+        {**GATED, "dtype": torch.float16},
+        {**GATED, "dtype": torch.float32},
+        {**GATED, "variable_length": True, "N": 7},
+    ],
+    "recurrent": [{"state_dtype": torch.float32}],
+    "online_softmax": [{}],
+    "softmax_attention": [{}, {"dtype": torch.float32}],
+}
+
+
+# ---- formulas
+
+sizes = st.integers(0, 9) | st.integers(0, 200_000)
+heads, widths = st.integers(0, 64), st.integers(1, 512)
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data(), which=st.sampled_from(OPS))
+def test_every_legal_call_has_a_finite_time(data, which):
+    name, kind, op = which
+    H = data.draw(heads)
+    limits = {"H": st.just(H), "Hq": st.just(H * data.draw(st.integers(1, 8))), "K": widths, "V": widths}
+    dims = {dim: data.draw(limits.get(dim, sizes), label=dim) for dim in call_of(op, kind).dims}
+    packed = op.startswith("chunk_gla") and data.draw(st.booleans())
+    if op.startswith("chunk_gla"):
+        dims |= {"B": 1} if packed else {"N": dims["B"]}
+    gate = data.draw(st.sampled_from((None, torch.float32)))
+    state = data.draw(st.sampled_from((None, torch.float32, torch.bfloat16)))
+    dtype = data.draw(st.sampled_from((torch.float32, torch.float16, torch.bfloat16, torch.float64)))
+    flags = {flag: data.draw(st.booleans()) for flag in ("capturing", "indexed")}
+    tensors = {"dtype": dtype, "gate_dtype": gate, "state_dtype": state, "variable_length": packed}
+    seconds = predicted(name, kind, call_of(op, kind, **dims, **tensors, **flags))
+    assert 0 <= seconds < math.inf
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize(("name", "kind", "op"), OPS)
+def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturing):
+    # Twice as much may be: a shape from which on another kernel runs is then between the two.
+    growing = {
+        "recurrent_gla_step": ("B", "H", "V"),
+        "online_softmax": ("rows", "columns"),
+        "softmax_attention": ("B", "Tq", "Tk"),
+    }.get(op, ("B", "T", "H"))
+    for dim in growing:
+        for size in (1, 3, 20, 100, 700, 5000):
+            for other in SIZES[op]:
+                fixed = {k: v for k, v in other.items() if k not in (dim, "Hq" if dim == "H" else dim)}
+                small, large = (
+                    call_of(op, kind, capturing=capturing, **fixed, **{dim: n, **({"Hq": n} if dim == "H" else {})})
+                    for n in (size, 8 * size)
+                )
+                assert predicted(name, kind, large) >= predicted(name, kind, small), (dim, size, fixed)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_graph_spares_the_host(name):
+    eager, captured = (
+        predicted(name, "NVIDIA H200", call_of("chunk_gla_fwd", "NVIDIA H200", T=64, capturing=c))
+        for c in (False, True)
+    )
+    assert captured < eager
+
+
+def test_few_heads_and_many_tokens_are_for_the_scan():
+    def both(**sizes):
+        call = call_of("chunk_gla_fwd", "NVIDIA H200", **GATED, **sizes)
+        return predicted("triton_fused", "NVIDIA H200", call), predicted("parallel_scan", "NVIDIA H200", call)
+
+    fused, scan = both(B=1, T=65536, H=8, Hq=8)
+    assert scan < fused / 3
+    fused, scan = both(B=8, T=4096, H=16, Hq=16)
+    assert fused <= 1.05 * scan
+
+
+def test_another_gpu_has_no_kernels_for_hopper():
+    call = call_of("chunk_gla_fwd", "NVIDIA H200", T=8192, **GATED)
+    assert predicted("triton_fused", "NVIDIA H200", call, {"compute_capability": 8.0, "hopper_step": 1e9}) < 1
+    assert predicted("triton_fused", "NVIDIA H200", call, {"hopper_step": 1e9}) > 1
+
+
+@pytest.mark.parametrize("name", ["triton_fused", "parallel_scan"])
+def test_nothing_is_predicted_for_interpreted_kernels(name, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    formula = importlib.import_module(f"gla_{name}.cost").predicted_seconds
+    assert formula(call_of("chunk_gla_fwd", "cpu"), FACTS["cpu"]) is None
+
+
+def test_what_formulas_say_of_the_kernels_is_so():
+    from gla_parallel_scan import _plan
+    from gla_parallel_scan import cost as scan_cost
+    from gla_reference import chunk_gla, online_softmax, softmax_attention
+    from gla_reference import cost as reference_cost
+
+    assert reference_cost.CHUNK == chunk_gla.CHUNK
+    assert reference_cost.TILE == online_softmax.TILE
+    assert reference_cost.KEY_BLOCK == softmax_attention.KEY_BLOCK
+    assert scan_cost.CHUNK == _plan.CHUNK
+    pytest.importorskip("triton")
+    from gla_triton_fused import chunk_gla as fused
+    from gla_triton_fused import cost as fused_cost
+    from gla_triton_fused import online_softmax as fused_softmax
+
+    assert fused_cost.WORTH_WHOLE_CHUNKS == fused.WORTH_WHOLE_CHUNKS
+    assert fused_cost.MOST_ON_CHIP == fused_softmax.MOST_ON_CHIP

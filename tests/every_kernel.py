@@ -1,0 +1,91 @@
+"""Run every kernel of a backend once, in each of its configurations, on small inputs, for a checker to watch:
+
+    python tests/every_kernel.py BACKEND [general_chunks] [hopper_chunks] [steps] [softmaxes] [attentions]
+    compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused
+    compute-sanitizer --tool racecheck python tests/every_kernel.py triton_fused general_chunks steps softmaxes
+
+Run it by itself first: it compiles then, undisturbed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import torch
+
+import gla_core as gla
+from gla_core.conformance.inputs import gla_inputs
+from gla_triton_fused import chunk_gla
+from gla_triton_shared import chunk_gla as general
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDTHS = ((16, 16), (64, 64), (128, 128), (256, 128), (512, 64))
+
+
+def general_chunks() -> None:
+    """The kernel for every GPU, with each row of its table."""
+    chunk_gla.WORTH_WHOLE_CHUNKS = 2**40
+    chunks()
+    general.WORTH_TILING = 0
+    chunk(gla_inputs(B=1, T=70, H=2, K=128, V=128, dtype=torch.bfloat16, device="cuda"))
+
+
+def hopper_chunks() -> None:
+    """The kernels for compute capability 9.0."""
+    chunk_gla.WORTH_WHOLE_CHUNKS = 0
+    chunks()
+
+
+def chunks() -> None:
+    for (K, V), gates, dtype in itertools.product(WIDTHS, ("mild", "-inf", "none"), DTYPES):
+        sizes = {"K": K, "V": V, "gates": gates, "dtype": dtype, "device": "cuda", "initial_state": True}
+        chunk(gla_inputs(B=1, T=70, H=2, gate_dtype=torch.float32, **sizes))
+        if K == 128:
+            chunk(gla_inputs(lengths=(70, 0, 3), **sizes))
+            chunk(gla_inputs(B=1, T=10, G=2, **sizes))
+
+
+def chunk(x) -> None:
+    gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
+
+
+def steps() -> None:
+    """Few states and many, narrow and wide, of both dtypes."""
+    for B, K, state_dtype in itertools.product((1, 40), (64, 128, 256, 512), (torch.float32, torch.bfloat16)):
+        x = gla_inputs(B=B, T=1, H=4, K=K, V=K, dtype=torch.bfloat16, device="cuda", initial_state=True)
+        rows = torch.arange(B, device="cuda") - 1
+        token = (x.q[:, 0], x.k[:, 0], x.v[:, 0], x.g[:, 0])
+        state = x.initial_state.to(state_dtype)
+        gla.recurrent_gla_step(*token, state)
+        gla.recurrent_gla_step(*token, state, state_indices=rows, inplace=True)
+
+
+def softmaxes() -> None:
+    """Rows on chip and in two sweeps, along either dimension."""
+    for columns, dim, dtype in itertools.product((7, 1000, 16384, 20000), (0, 1), DTYPES):
+        x = torch.randn(5, columns, device="cuda").to(dtype)
+        gla.online_softmax(x if dim else x.reshape(columns, 5), dim)
+
+
+def attentions() -> None:
+    """The kernel for Hopper and the general one, by TMA and by pointers."""
+    for width, tokens, dtype, causal in itertools.product((16, 64, 128, 256), (3, 130), DTYPES, (True, False)):
+        q = torch.randn(1, tokens, 2, width, device="cuda").to(dtype)
+        k = torch.randn(1, tokens, 1, width + 1, device="cuda").to(dtype)[..., :-1]
+        gla.softmax_attention(q, q, q, causal=causal)
+        gla.softmax_attention(q, k, k, causal=causal)
+
+
+PARTS = {run.__name__: run for run in (general_chunks, hopper_chunks, steps, softmaxes, attentions)}
+
+
+if __name__ == "__main__":
+    backend, *names = sys.argv[1:]
+    with gla.use_backend(backend):
+        for precision in ("highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            for name in names or PARTS:
+                PARTS[name]()
+                torch.cuda.synchronize()
+    print("ran:", backend, *(names or PARTS))

@@ -1,0 +1,218 @@
+"""The general kernels of chunk_gla_fwd against the float64 oracle, with sequences cut into many segments."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gla_core.conformance import oracle
+from gla_core.conformance.calls import heads_first
+from gla_core.conformance.inputs import GATES, gla_inputs
+from gla_core.conformance.tolerances import FORWARD, relative_error
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+SEGMENT = 16 if INTERPRETED else 64
+WIDTHS = [(1, 1, 1), (16, 200, 1), (19, 37, 2), (100, 64, 1), (256, 40, 1)]
+WIDTHS += [(20, 300, 1)] if INTERPRETED else [(128, 128, 3), (512, 512, 1)]
+
+
+@pytest.fixture(autouse=True)
+def short_segments(where_kernels_run, monkeypatch):
+    """Of the general kernels, with tiles wherever they can be had."""
+    monkeypatch.setattr("gla_parallel_scan.chunk_gla._length", lambda *_: SEGMENT)
+    monkeypatch.setattr("gla_parallel_scan.chunk_gla._suits_hopper", lambda *_: False)
+    monkeypatch.setattr("gla_triton_shared.chunk_gla.WORTH_TILING", 0)
+
+
+def forward(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, final=True):
+    from gla_parallel_scan.chunk_gla import chunk_gla_fwd
+
+    return chunk_gla_fwd(q, k, v, g, scale, initial_state, final, cu_seqlens)
+
+
+def oracle_forward(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3):
+    return oracle.chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
+
+
+def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3):
+    """Compare with the oracle, and return what was found."""
+    o, state = forward(q, k, v, g, initial_state, cu_seqlens, scale)
+    ref_o, ref_state = oracle_forward(q, k, v, g, initial_state, cu_seqlens, scale)
+    assert relative_error(o, ref_o) <= FORWARD[q.dtype]
+    assert relative_error(state, ref_state) <= FORWARD[q.dtype]
+    assert o.is_contiguous()
+    assert state.is_contiguous()
+    assert o.dtype == v.dtype
+    return o, state
+
+
+def inputs(device, **sizes):
+    x = gla_inputs(device=device, **sizes)
+    return [x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gates", GATES)
+def test_gates(device, gates, dtype):
+    T = 3 * SEGMENT - 5
+    check(*inputs(device, T=T, K=32, V=32, gates=gates, gate_dtype=torch.float32, dtype=dtype, initial_state=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("K", "V", "G"), WIDTHS)
+def test_widths(device, K, V, G, dtype):
+    T = 2 * SEGMENT + 3
+    check(*inputs(device, B=1, T=T, H=1, K=K, V=V, G=G, dtype=dtype, gates="-inf", initial_state=True))
+    check(*inputs(device, B=1, T=T, H=1, K=K, V=V, G=G, dtype=dtype))
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize(("K", "V", "G"), [(32, 32, 1), (19, 37, 2), (256, 128, 1)])
+def test_tf32(device, K, V, G, gates, tf32_allowed):
+    """Float32 in chunks, its operands rounded to TF32."""
+    x = inputs(device, B=1, T=3 * SEGMENT + 3, K=K, V=V, G=G, gates=gates, initial_state=True)
+    for found, expected in zip(forward(*x), oracle_forward(*x), strict=True):
+        assert relative_error(found, expected) <= 1e-3
+
+
+@pytest.mark.parametrize("T", [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 8 * SEGMENT + 7])
+def test_lengths(device, T):
+    """From one segment to more than the scan has on their way at a time."""
+    check(*inputs(device, T=T, gates="strong", initial_state=True))
+
+
+@pytest.mark.parametrize(
+    "lengths", [(0,), (0, 0, 5), (1, 1, 1), (16, 0, 33), (32, 64), (2 * SEGMENT + 3, 2, 0, SEGMENT)]
+)
+@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
+def test_packed(device, lengths, gates):
+    x = inputs(device, lengths=lengths, gates=gates, initial_state=True)
+    check(*x)
+    check(*x[:5], x[5].int())
+
+
+@pytest.mark.parametrize("sizes", [{"T": 3 * SEGMENT}, {"T": 2 * SEGMENT + 1}, {"lengths": (2 * SEGMENT, 0, 40, 3)}])
+def test_no_final_state_is_asked_for(device, sizes):
+    x = inputs(device, **sizes, initial_state=True)
+    o, state = forward(*x, final=False)
+    assert torch.equal(o, forward(*x)[0])
+    assert state is None
+
+
+@pytest.mark.parametrize(("B", "T"), [(0, 5), (2, 0), (0, 0)])
+def test_nothing_to_do(device, B, T):
+    q, k, v, g, state, _ = inputs(device, B=B, T=T, initial_state=True)
+    o, final = forward(q, k, v, g, state)
+    assert o.shape == v.shape
+    assert torch.equal(final, state)
+    assert torch.equal(forward(q, k, v, g)[1], torch.zeros_like(state))
+
+
+@pytest.mark.parametrize("decay", [1.0, 59.0, 61.0, 700.0, torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_channels_that_forget_while_others_do_not(device, decay, dtype):
+    q, k, v, g, state, _ = inputs(
+        device, T=3 * SEGMENT, K=32, dtype=dtype, gate_dtype=torch.float32, initial_state=True
+    )
+    g[..., 3::5] = -decay / 16
+    g[:, SEGMENT + 5, :, 4::5] = -decay
+    check(q, k, v, g, state)
+
+
+def test_mild_and_infinite_gates_in_one_row(device):
+    q, k, v, g, state, _ = inputs(device, T=70, K=32, initial_state=True)
+    g[:, 40, :, ::3] = -torch.inf
+    g[:, 41, :, 1::3] = -300.0
+    check(q, k, v, g, state)
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float16], ids=str)
+def test_large_values(device, dtype):
+    q, k, v, g, _, _ = inputs(device, T=2 * SEGMENT, K=64, dtype=dtype, gate_dtype=torch.float32)
+    g[:] = -58.0 / 64
+    check(1e4 * q, 1e4 * k, 1e4 * v, g)
+
+
+def test_large_float16_values(device):
+    q, k, v, g, _, _ = inputs(device, T=2 * SEGMENT, K=64, dtype=torch.float16, gates="strong")
+    check(1e3 * q, 1e3 * k, v, g, scale=1e-6)
+
+
+def test_no_neighbour_in_a_pack_is_heard(device):
+    """Not even one that is infinite or not a number."""
+    q, k, v, g, state, offsets = inputs(device, lengths=(20, 13, 70), initial_state=True)
+    ref = forward(q, k, v, g, state, offsets)
+    for x in (q, k, v, g):
+        x[:, 20:30], x[:, 30:33] = torch.nan, torch.inf
+    o, final = forward(q, k, v, g, state, offsets)
+    assert torch.equal(o[:, :20], ref[0][:, :20])
+    assert torch.equal(o[:, 33:], ref[0][:, 33:])
+    assert torch.equal(final[::2], ref[1][::2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides(device, dtype):
+    """Heads first, a slice of something wider, a batch that repeats, a state with room between its rows."""
+    T = 3 * SEGMENT + 2
+    q, k, v, g, state, _ = inputs(device, B=2, T=T, H=2, G=2, K=32, V=32, dtype=dtype, initial_state=True)
+    ref = forward(q, k, v, g, state)
+    wide = torch.nn.functional.pad(state, (0, 0, 1, 2))[:, :, 1:-2]
+    for padding in (8, 3):  # rows on multiples of 16 bytes, and not
+        sliced = torch.nn.functional.pad(k, (padding, padding))[..., padding:-padding]
+        for a, b in zip(forward(heads_first(q), sliced, heads_first(v), g, wide), ref, strict=True):
+            assert torch.equal(a, b)
+    q, k, v, g, state = (x[:1].expand(3, *x.shape[1:]) for x in (q, k, v, g, state))
+    check(q, k, v, g, state)
+
+
+@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_same_bits_every_run(device, gates, dtype):
+    x = inputs(device, T=2 * SEGMENT + 2, K=64, V=64, gates=gates, dtype=dtype)
+    first = forward(*x)
+    for _ in range(3):
+        for a, b in zip(forward(*x), first, strict=True):
+            assert torch.equal(a, b)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    K=st.integers(1, 70),
+    V=st.integers(1, 70),
+    G=st.integers(1, 3),
+    lengths=st.lists(st.integers(0, 4 * SEGMENT), min_size=1, max_size=3),
+    packed=st.booleans(),
+    gates=st.sampled_from(GATES),
+    dtype=st.sampled_from(DTYPES),
+    float32_gates=st.booleans(),
+    initial_state=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_anything(device, K, V, G, lengths, packed, gates, dtype, float32_gates, initial_state, seed):
+    sizes = {"lengths": tuple(lengths)} if packed else {"B": len(lengths), "T": lengths[0]}
+    gate_dtype = torch.float32 if float32_gates else None
+    options = {"dtype": dtype, "gate_dtype": gate_dtype, "initial_state": initial_state, "seed": seed, "gates": gates}
+    check(*inputs(device, H=2, G=G, K=K, V=V, **options, **sizes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K", [64, 65])
+def test_more_than_2_to_the_31_elements(device, K):
+    """Heads that lie 2^31 elements apart, in tiles and through pointers."""
+    if device != "cuda":
+        pytest.skip("takes 13 GiB of a GPU")
+    x = gla_inputs(B=1, T=140, H=2, K=K, V=K, dtype=torch.bfloat16, gate_dtype=torch.float32, device=device)
+    check(*(far_apart(y) for y in (x.q, x.k, x.v)), x.g)
+
+
+def far_apart(x):
+    """The values of x [1, T, 2, K]."""
+    far = x.new_zeros(2**31 + x.numel()).as_strided(x.shape, (0, x.shape[3], 2**31, 1))
+    return far.copy_(x)

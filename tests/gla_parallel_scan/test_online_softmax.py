@@ -1,0 +1,135 @@
+"""parallel_scan's online_softmax on its own: edges of its pieces and tiles, what its lanes may meet, every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gla_core.conformance import oracle
+from gla_core.conformance.inputs import normal
+from gla_core.conformance.tolerances import FORWARD, relative_error
+
+module = pytest.importorskip("gla_parallel_scan.online_softmax", reason="needs triton")
+online_softmax = module.online_softmax
+
+pytestmark = pytest.mark.usefixtures("where_kernels_run")
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
+def dtype(request, device):
+    if device == "cpu" and request.param == torch.bfloat16:
+        pytest.skip("the interpreter cuts bfloat16 off where it should round")
+    return request.param
+
+
+def random(*shape, device, dtype=torch.float32, seed=0):
+    return normal(shape, dtype, torch.Generator(device).manual_seed(seed))
+
+
+def check(x, dim):
+    y = online_softmax(x, dim)
+    assert y.is_contiguous()
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    assert relative_error(y, oracle.softmax(x, dim)) <= FORWARD[x.dtype]
+    return y
+
+
+@pytest.mark.parametrize("columns", [1, 2, 31, 1024, 1025, 8192, 8193, 16384, 70000, 81921])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_columns_at_the_edges_of_tiles_and_pieces(device, dtype, columns, rows):
+    check(random(rows, columns, device=device, dtype=dtype), 1)
+
+
+@pytest.mark.parametrize("columns", [255, 257, 300, 5000])
+@pytest.mark.parametrize("inner", [1, 7, 33])
+def test_columns_that_are_not_neighbours_in_memory(device, columns, inner):
+    check(random(2, columns, inner, device=device), 1)
+
+
+@pytest.mark.parametrize("columns", [300, 40000])
+@pytest.mark.parametrize("special", [float("-inf"), float("inf"), float("nan"), 3.4e38, -3.4e38])
+def test_special_values_as_in_torch(device, columns, special):
+    x = random(4, columns, device=device)
+    x[0, 7], x[1, 5:], x[2, :], x[3, columns // 2] = special, special, special, special
+    torch.testing.assert_close(online_softmax(x, 1), torch.softmax(x, 1), equal_nan=True)
+
+
+def test_pieces_that_are_all_minus_infinity(device):
+    """They add nothing to a row that has finite entries elsewhere."""
+    x = torch.full((3, 100_000), -torch.inf, device=device)
+    x[0, 99_999], x[1, 0], x[1, 50_000] = 2.0, -3.0, -3.0
+    y = online_softmax(x, 1)
+    expected = torch.zeros_like(x)
+    expected[0, 99_999], expected[1, 0], expected[1, 50_000], expected[2] = 1.0, 0.5, 0.5, torch.nan
+    torch.testing.assert_close(y, expected, equal_nan=True)
+
+
+def test_a_row_that_rises(device):
+    """Every piece has a greater maximum than those before it; the first ones' exponentials vanish."""
+    check(torch.linspace(-300, 300, 100_000, device=device)[None], 1)
+
+
+@pytest.mark.parametrize("columns", [300, 70000])
+def test_the_same_bits_every_run(device, columns):
+    x = random(3, columns, device=device)
+    first = online_softmax(x, 1)
+    assert all(torch.equal(first, online_softmax(x, 1)) for _ in range(3))
+
+
+@pytest.mark.parametrize("dim", range(5))
+def test_dimensions_that_cannot_be_merged(device, dim):
+    x = random(3, 4, 3, 5, 6, device=device)
+    check(x.permute(2, 0, 3, 1, 4), dim)
+    check(x[:, ::2, 1:, ::2, 1:], dim)
+    check(x[:, :1].expand(3, 4, 3, 5, 6), dim)
+
+
+def test_four_row_dimensions_that_cannot_be_merged(device):
+    check(random(4, 4, 4, 4, 6, device=device)[::2, ::2, ::2, ::2].permute(3, 2, 1, 0, 4), 4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    order=st.randoms(use_true_random=False),
+    dim=st.integers(0, 3),
+    seed=st.integers(0, 2**20),
+)
+def test_any_shape_order_and_dimension(shape, order, dim, seed):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = random(*shape, device=device, seed=seed)
+    x[random(*shape, device=device, seed=seed + 1) > 1] = -torch.inf
+    axes = list(range(x.ndim))
+    order.shuffle(axes)
+    check(x.permute(axes), dim % x.ndim)
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 4), columns=st.integers(1, 60_000), start=st.integers(0, 9), seed=st.integers(0, 2**20))
+def test_long_rows_at_any_address(rows, columns, start, seed):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check(random(rows, start + columns, device=device, dtype=torch.float16, seed=seed)[:, start:], 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 2**22), (1, 2**24 + 1), (131, 70001), (1000, 16385)])
+def test_rows_over_the_whole_device(dtype, shape):
+    x = random(*shape, device="cuda", dtype=dtype)
+    y = check(x, 1)
+    assert torch.equal(y, online_softmax(x, 1))
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_address():
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB")
+    for shape, dim in (((2**21 + 2, 1024), 1), ((1024, 2**21 + 2), 0), ((2, 2**30 + 5), 1), ((2**30 + 5, 2), 0)):
+        x = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+        last = x.select(1 - dim, -1)
+        last.copy_(random(*last.shape, device="cuda", dtype=torch.bfloat16))
+        y = online_softmax(x, dim).select(1 - dim, -1)
+        assert relative_error(y, oracle.softmax(last)) <= FORWARD[torch.bfloat16]
+        del x, y, last

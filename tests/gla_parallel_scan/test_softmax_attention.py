@@ -1,0 +1,191 @@
+"""parallel_scan's softmax_attention on its own: the edges of pieces and blocks, pieces that see nothing, layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gla_core.conformance import oracle
+from gla_core.conformance.inputs import normal
+from gla_core.conformance.tolerances import FORWARD, relative_error
+
+module = pytest.importorskip("gla_parallel_scan.softmax_attention", reason="needs triton")
+softmax_attention = module.softmax_attention
+
+pytestmark = pytest.mark.usefixtures("where_kernels_run")
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
+def dtype(request, device):
+    if device == "cpu" and request.param == torch.bfloat16:
+        pytest.skip("the interpreter multiplies bfloat16 matrices wrongly")
+    return request.param
+
+
+def inputs(device, dtype=torch.float32, *, B=1, Tq=20, Tk=20, H=1, G=1, K=16, V=16, seed=0):
+    generator = torch.Generator(device).manual_seed(seed)
+    shapes = ((B, Tq, H * G, K), (B, Tk, H, K), (B, Tk, H, V))
+    return tuple(normal(shape, dtype, generator) for shape in shapes)
+
+
+def check(q, k, v, causal, scale=None, budget=None):
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    budget = FORWARD[q.dtype] if budget is None else budget
+    o, lse = softmax_attention(q, k, v, scale, causal)
+    o_ref, lse_ref = oracle.softmax_attention(q, k, v, scale, causal)
+    assert o.is_contiguous()
+    assert lse.is_contiguous()
+    assert (o.dtype, lse.dtype) == (q.dtype, torch.float32)
+    assert relative_error(o, o_ref) <= budget
+    assert relative_error(lse, lse_ref) <= budget
+    return o, lse
+
+
+@pytest.fixture(params=[3, 20])
+def wanted(request, monkeypatch):
+    """The number of pieces that a call is cut into, if it has so many blocks of keys."""
+
+    def piece(q, v, causal, cut):
+        return max(1, -(-v.shape[1] // (request.param * cut.BT))) * cut.BT
+
+    monkeypatch.setattr(module, "_piece", piece)
+    return request.param
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("K", "V"), [(16, 16), (64, 64), (128, 128), (256, 256), (512, 512), (40, 512), (300, 24)])
+@pytest.mark.parametrize("rows", [1, 17, 150])
+def test_every_block_size(device, dtype, K, V, rows, causal):
+    check(*inputs(device, dtype, Tq=rows, Tk=300, K=K, V=V), causal)
+
+
+@pytest.mark.parametrize("width", [16, 128, 256, 512])
+@pytest.mark.parametrize("rows", [1, 17, 150])
+def test_tf32(device, tf32_allowed, width, rows):
+    check(*inputs(device, Tq=rows, Tk=300, K=width, V=width), True, budget=1e-3)
+
+
+@pytest.mark.parametrize("Tq", [1, 129])
+@pytest.mark.parametrize("Tk", [1, 64, 257, 500])
+@pytest.mark.parametrize("causal", [False, True])
+def test_edges_of_pieces_and_blocks(device, dtype, wanted, Tq, Tk, causal):
+    check(*inputs(device, dtype, Tq=Tq, Tk=Tk), causal)
+
+
+@pytest.mark.parametrize(("K", "V"), [(38, 9), (46, 8), (66, 17), (120, 24), (24, 120), (8, 256)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_values_narrower_or_wider_than_keys(device, dtype, wanted, K, V, causal):
+    check(*inputs(device, dtype, Tq=69, Tk=150, G=3, K=K, V=V), causal)
+    x = inputs(device, dtype, Tq=69, Tk=150, K=K + 1, V=V + 1)
+    check(*(y[..., 1:] for y in x), causal)  # at odd addresses
+
+
+@pytest.mark.parametrize("G", [2, 3, 8])
+@pytest.mark.parametrize("Tq", [1, 5, 70])
+def test_grouped_queries(device, dtype, wanted, G, Tq):
+    check(*inputs(device, dtype, B=2, Tq=Tq, Tk=290, H=2, G=G, K=24, V=40), True)
+
+
+@pytest.mark.parametrize("Tk", [0, 3, 130, 290])
+def test_queries_without_keys(device, dtype, wanted, Tk):
+    x = inputs(device, dtype, Tq=300, Tk=Tk)
+    o, lse = check(*x, True) if Tk else softmax_attention(*x, 0.25, True)
+    assert bool(o[:, : 300 - Tk].isnan().all())
+    assert bool(lse[:, : 300 - Tk].isneginf().all())
+
+
+@pytest.mark.parametrize("shape", [{"B": 0}, {"Tq": 0}, {"H": 0}])
+def test_nothing_to_compute(device, shape):
+    q, k, v = inputs(device, **shape)
+    o, lse = softmax_attention(q, k, v, 0.3, True)
+    assert (o.shape, lse.shape) == (q.shape, q.shape[:3])
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 30.0])
+def test_any_scale(device, dtype, wanted, scale):
+    check(*inputs(device, dtype, Tq=70, Tk=300, K=32), True, scale)
+
+
+@pytest.mark.parametrize("where", ["first", "last", "everywhere"])
+def test_pieces_whose_scores_are_minus_infinity(device, wanted, where):
+    """As torch has them: keys of -inf are not seen by positive queries; a query that sees nothing else is NaN."""
+    q, k, v = inputs(device, Tq=70, Tk=400)
+    unseen = {"first": slice(300), "last": slice(150, None), "everywhere": slice(None)}[where]
+    q, k[:, unseen, :, 0] = q.abs(), -torch.inf
+    o, lse = check(q, k, v, False)
+    if where == "everywhere":
+        assert bool(o.isnan().all())
+        assert bool(lse.isneginf().all())
+
+
+def test_infinite_scores_as_in_torch(device, wanted):
+    q, k, v = inputs(device, Tq=3, Tk=400)
+    q, k[:, 270, :, 0] = q.abs(), torch.inf
+    o, lse = softmax_attention(q, k, v, 0.25, False)
+    assert bool(o.isnan().all())
+    assert not bool(lse.isfinite().any())
+
+
+@pytest.mark.parametrize("K", [16, 40, 41])
+def test_layouts(device, dtype, wanted, K):
+    q, k, v = inputs(device, dtype, B=2, Tq=70, Tk=300, H=3, G=2, K=K, V=K)
+    expected = check(q, k, v, True)
+
+    def same(*tensors):
+        for out, ref in zip(softmax_attention(*tensors, K**-0.5, True), expected, strict=True):
+            torch.testing.assert_close(out, ref, equal_nan=True, rtol=1e-2, atol=1e-3)
+
+    same(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)))
+    same(*(torch.nn.functional.pad(x, (3, 5))[..., 3:-5] for x in (q, k, v)))
+    same(*(torch.nn.functional.pad(x, (8, 8, 1, 1, 2, 0))[:, 2:, 1:-1, 8:-8] for x in (q, k, v)))
+    check(q, k[:, :, :1].expand(-1, -1, 3, -1), v[:1].expand(2, -1, -1, -1), True)
+
+
+def test_the_same_bits_every_run(device, dtype, wanted):
+    x = inputs(device, dtype, Tq=100, Tk=600, G=2, K=64, V=64)
+    first = softmax_attention(*x, 0.1, True)
+    for _ in range(3):
+        assert all(map(torch.equal, first, softmax_attention(*x, 0.1, True)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    Tq=st.integers(1, 140),
+    Tk=st.integers(1, 600),
+    H=st.integers(1, 2),
+    G=st.integers(1, 4),
+    K=st.integers(1, 70),
+    V=st.integers(1, 70),
+    causal=st.booleans(),
+    scale=st.floats(-2, 2, width=16),
+    seed=st.integers(0, 2**20),
+)
+def test_any_sizes(Tq, Tk, H, G, K, V, causal, scale, seed):
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float16)
+    check(*inputs(device, dtype, Tq=Tq, Tk=Tk, H=H, G=G, K=K, V=V, seed=seed), causal, scale)
+
+
+@pytest.mark.parametrize(("Tq", "Tk"), [(1, 20_000), (3, 16_385), (64, 9_000), (1000, 1000), (700, 5000)])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.gpu
+def test_many_keys(Tq, Tk, width, causal):
+    for half in (torch.float16, torch.bfloat16):
+        check(*inputs("cuda", half, B=2, Tq=Tq, Tk=Tk, H=2, G=2, K=width, V=width), causal)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_address():
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GiB")
+    k = torch.zeros(1, 2**14 + 64, 1024, 128, dtype=torch.bfloat16, device="cuda")  # over 2^31 elements
+    q, tail, v = inputs("cuda", torch.bfloat16, Tq=64, Tk=64, K=128, V=128)
+    k[:, -64:, -1:] = tail
+    check(q, k[:, -64:, -1:], v, True)
+    many, head = k[:, :, 1020:], k[:, :, 1023:]
+    o, lse = softmax_attention(q.expand(1, 64, 4, 128), many, many, 1.0, True)
+    ref = oracle.softmax_attention(q, head, head, 1.0, True)
+    assert relative_error(o[:, :, 3:], ref[0]) <= FORWARD[torch.bfloat16]
+    assert relative_error(lse[:, :, 3:], ref[1]) <= FORWARD[torch.bfloat16]
