@@ -9,10 +9,11 @@ Per head, with S the state that enters a segment of C tokens, alpha = exp g, and
     2.  states that enter the segments, by a scan (scan.py)       (D2, S2) after (D1, S1) = (D1 * D2, diag(D2) S1 + S2)
     3.  outputs                                                   o = scale * (qg S + A v)
 
-A, qg and kg come from halving the segment again and again: in a block of 2L tokens those of the right half, decayed from
-the middle, meet those of the left half, decayed to it. Every pair s < t meets in one such block, s = t has no gate, and
-what has been decayed to or from the ends of two neighbouring blocks needs one factor more to be so for both. Only products
-of gates are taken, which lie in [0, 1]: exact for gates down to exp(-inf) = 0.
+A, qg and kg come from halving the segment again and again: in a block of 2L tokens the queries of the right half,
+decayed from the middle, meet the keys of the left half, decayed to it. Every pair s < t meets in one such block, and
+s = t has no gate. Two blocks become one when the queries of the right one gain the product over the left one, and the
+keys of the left one that over the right one. Only products of gates are taken, in [0, 1]: gates down to exp(-inf) = 0
+are exact.
 
 B batch   T tokens   H key/value heads   G query heads per key/value head   N sequences   K, V key and value width
 n segments of C tokens in each of R rows (segments.py)   L tokens in half a block
@@ -60,8 +61,10 @@ def chunk_gla_fwd(
     for rows, heads in pieces(B, H, T * max(K, V), PIECE):
         tokens = (rows, slice(None), heads)
         states = (rows if cu_seqlens is None else slice(None), heads)
-        cut = [None if x is None else segments.cut(x[tokens], dtype) for x in (queries, k, v, g)]
-        o_piece, final[states] = _forward(segments, *cut, None if initial_state is None else initial_state[states])
+        qc, kc, vc = (segments.cut(x[tokens], dtype) for x in (queries, k, v))
+        gc = None if g is None else segments.cut(g[tokens], dtype)
+        initial = None if initial_state is None else initial_state[states]
+        o_piece, final[states] = _forward(segments, qc, kc, vc, gc, initial)
         segments.join(o_piece, scale, outputs[tokens])
     return o, final if output_final_state else None
 
@@ -79,7 +82,8 @@ def _forward(
     k, v = k.flatten(0, 2), v.flatten(0, 2)  # [n*R*H, C, K], [n*R*H, C, V]
     A, decay = _ungated_scores(q, k) if g is None else _scores(q, k, g.flatten(0, 2).exp_())
     update = torch.bmm(k.mT, v)  # [n*R*H, K, V]
-    entering, final = segments.scan(*(x.unflatten(0, (n, R, H)) for x in (decay, update)), initial_state)
+    decay, update = decay.unflatten(0, (n, R, H)), update.unflatten(0, (n, R, H))
+    entering, final = segments.scan(decay, update, initial_state)  # [n, R, H, K, V], [N, H, K, V]
     o = torch.bmm(A, v).baddbmm_(q, entering.flatten(0, 2))  # [n*R*H, C*G, V]
     return o.view(n, R, H, C, G, v.shape[2]), final
 
@@ -110,7 +114,7 @@ def _scores(q: Tensor, k: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
 
 def _diagonal_scores(q: Tensor, k: Tensor) -> Tensor:
     """A [S, C*G, C] with the pairs s = t filled in, the rest 0."""
-    S, C, K = k.shape
+    S, C, _ = k.shape
     A = q.new_zeros(S, q.shape[1], C)
     pairs = (q.unflatten(1, (C, -1)) * k[:, :, None]).sum(-1)  # [S, C, G]
     A.unflatten(1, (C, -1)).diagonal(dim1=1, dim2=3).copy_(pairs.mT)

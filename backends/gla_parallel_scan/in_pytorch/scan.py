@@ -26,7 +26,7 @@ def scan_states(decay: Tensor, state: Tensor, opens: Tensor | None = None) -> No
         decay: D [n, ..., K], overwritten. state: S [n, ..., K, V], replaced in place.
         opens: [n], whether a piece hears nothing of those before it, infinities and NaN included.
     """
-    n = len(state)
+    n, opens = len(state), None if opens is None else opens.clone()
     distances = [1 << level for level in range((n - 1).bit_length())]  # 1, 2, 4 .. below n
     for d in distances:
         left, right = slice(d - 1, n - d, 2 * d), slice(2 * d - 1, n, 2 * d)

@@ -49,7 +49,7 @@ class Segments:
     def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy of x [B, T, H, ...] as [n, R, H, C, ...]; places that no token takes hold 0."""
         B, T, H, *inner = x.shape
-        empty = x.new_empty if T == self.n * self.C else x.new_zeros
+        empty = x.new_empty if self.n * self.C == T else x.new_zeros
         segments = empty(self.n, B, H, self.C, *inner, dtype=dtype)
         rows = segments.movedim((1, 0, 3), (0, 1, 2))  # [R, n, C, H, ...]
         if self.place is not None:
@@ -92,8 +92,8 @@ class Segments:
 def dense(T: int, C: int) -> Segments:
     """The cut of rows of T tokens, a sequence each."""
     n = -(-T // C)
-    slots = {"initial": slice(0, 1), "final": slice(n, None), "entering": slice(0, n), "own": slice(1, None)}
-    return Segments(T, C, n, place=None, slots=n + 1, opens=None, **slots)
+    initial, final, entering, own = slice(0, 1), slice(n, None), slice(0, n), slice(1, None)
+    return Segments(T, C, n, None, n + 1, initial, final, entering, own, opens=None)
 
 
 def packed(T: int, C: int, cu_seqlens: Tensor) -> Segments:

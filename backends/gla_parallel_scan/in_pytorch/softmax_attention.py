@@ -1,13 +1,13 @@
 """Softmax attention over parts of the keys, each on its own, then merged.
 
     each part       s = scale * q k^T      m = rowmax s      z = rowsum exp(s - m)      o = exp(s - m) v
-    all parts       M = max m              w = exp(m - M)    z = sum w z                o = sum w o / z
-                    lse = M + log z
+    all parts       m' = max m             w = exp(m - m')    z' = sum w z              o' = sum w o / z'
+                    lse = m' + log z'
 
 The merge is the rule for two parts, which is associative, taken over all parts at once.
 
 B batch   Tq, Tk queries and keys   H key/value heads   G query heads per key/value head   K, V key and value width
-I queries and G heads make I*G rows, token by token   p parts of up to KEYS keys
+M = C*G rows of the scores: C queries in a block, G heads each   p parts of up to KEYS keys
 
 Source: Dao et al., "FlashAttention" (arXiv 2205.14135).
 """
@@ -47,43 +47,43 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, last: int) -> tuple[Tensor, Tensor]
     """Attention of a block of queries.
 
     Args:
-        q: [b, I, h, G, K], scaled. k: [b, j, h, K], the keys that any query sees. v: [b, j, h, V].
+        q: [b, C, h, G, K], scaled. k: [b, j, h, K], the keys that any query sees. v: [b, j, h, V].
         last: the last key that the first query sees; each query sees one more than the query before it.
 
     Returns:
-        o [b, I, h, G, V] and lse [b, I, h, G].
+        o [b, C, h, G, V] and lse [b, C, h, G].
     """
-    b, I, h, G, _ = q.shape
+    b, C, h, G, _ = q.shape
     if k.shape[1] == 0:
-        return q.new_full((b, I, h, G, v.shape[3]), torch.nan), q.new_full((b, I, h, G), -torch.inf)
-    rows = _heads_first(q, q.dtype).flatten(1, 2)  # [b*h, I*G, K]
-    limit = last + torch.arange(I * G)[:, None] // G  # [I*G, 1], the last key that a row sees
+        return q.new_full((b, C, h, G, v.shape[3]), torch.nan), q.new_full((b, C, h, G), -torch.inf)
+    rows = _heads_first(q, q.dtype).flatten(1, 2)  # [b*h, M, K]
+    limit = last + torch.arange(C * G)[:, None] // G  # [M, 1], the last key that a row sees
     parts = []
     for start in range(0, k.shape[1], KEYS):
         keys = slice(start, start + KEYS)
-        s = rows @ _heads_first(k[:, keys], q.dtype).mT  # [b*h, I*G, c]
+        s = rows @ _heads_first(k[:, keys], q.dtype).mT  # [b*h, M, c]
         stop = start + s.shape[2]
         if stop - 1 > last:
             s.masked_fill_(torch.arange(start, stop) > limit, -torch.inf)
         parts.append(_part(s, _heads_first(v[:, keys], q.dtype)))
-    o, lse = (x.view(b, h, I, G, -1).transpose(1, 2) for x in _merge(parts))
+    o, lse = (x.view(b, h, C, G, -1).transpose(1, 2) for x in _merge(parts))
     return o, lse.squeeze(-1)
 
 
 def _part(s: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """m, z [.., I*G, 1] and o [.., I*G, V] of one part, from its scores s [.., I*G, c], overwritten, and v [.., c, V]."""
+    """One part, of scores s [.., M, c], overwritten, and values v [.., c, V]: m, z [.., M, 1] and o [.., M, V]."""
     m = s.amax(-1, keepdim=True)
     s.sub_(finite(m)).exp_()
     return m, s.sum(-1, keepdim=True), s @ v
 
 
 def _merge(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """o [.., V] and lse [.., 1] of all parts m, z and o together."""
+    """All parts m, z and o together: o [.., V] and lse [.., 1]."""
     m, z, o = (torch.stack(x) for x in zip(*parts, strict=True))  # [p, .., 1], [p, .., 1], [p, .., V]
-    M = m.amax(0)
-    w = torch.exp(m - finite(M))
+    largest = m.amax(0)
+    w = torch.exp(m - finite(largest))
     z = (w * z).sum(0)
-    return (w * o).sum(0) / z, M + z.log()  # 0 / 0 = NaN for a row that sees nothing
+    return (w * o).sum(0) / z, largest + z.log()  # 0 / 0 = NaN for a row that sees nothing
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
