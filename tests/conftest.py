@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 
 import pytest
@@ -12,6 +13,13 @@ if not torch.cuda.is_available():  # Triton's kernels then run on the CPU; to be
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import gla_core as gla
+
+# A kernel is interpreted or compiled for good when its module is imported, and some tests change the variable.
+if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    for op in ("chunk_gla", "online_softmax", "softmax_attention"):
+        importlib.import_module(f"gla_triton_fused.{op}")
+        importlib.import_module(f"gla_parallel_scan.{op}")
+    importlib.import_module("gla_triton_shared.recurrent_gla_step")
 
 
 def pytest_collection_modifyitems(config, items):

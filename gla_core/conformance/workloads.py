@@ -86,7 +86,7 @@ CHUNK_GLA = (
     _workload("chunk_gla", "prefill_b1_t8192_h16", "prefill", B=1, T=8192, H=16, K=128, V=128, **HALF),
     _workload("chunk_gla", "prefill_b2_t2048_h8", "prefill", B=2, T=2048, H=8, K=128, V=128, **HALF),
     _workload("chunk_gla", "long_b1_t65536_h8", "prefill long", B=1, T=65536, H=8, K=128, V=128, **HALF),
-    _workload("chunk_gla", "packed_64_t65536_h8", "prefill packed", lengths=_cut(65536, 64), H=8, K=128, V=128, **HALF),
+    _workload("chunk_gla", "packed_64_t65536_h8", "prefill", lengths=_cut(65536, 64), H=8, K=128, V=128, **HALF),
 )
 RECURRENT_GLA_STEP = (
     _workload("recurrent_gla_step", "small", "ci", B=3, H=2, K=16, V=16),

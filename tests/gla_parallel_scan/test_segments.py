@@ -97,8 +97,8 @@ def test_short_sequences_stay_whole():
     assert pieces(2, 128, 4) == 1
 
 
-def test_packed_sequences_that_are_longer_than_a_fair_share_are_cut():
-    assert 4096 >= segment_length(64, 65536, 8, 132, True) >= 65536 * 8 / 132
+def test_packed_sequences_that_are_longer_than_half_a_fair_share_are_cut():
+    assert segment_length(64, 65536, 8, 132, True) == 2048  # 65536 * 8 / 132 / 2 in whole chunks
     assert segment_length(2000, 65536, 8, 132, True) == 65536  # whatever their lengths
 
 

@@ -40,10 +40,10 @@ def test_explain_shows_both(device):
 
 
 @pytest.mark.gpu
-def test_auto_takes_it_on_a_gpu():
+def test_auto_takes_a_triton_backend_on_a_gpu():
     x = gla_inputs(device="cuda", dtype=torch.bfloat16)
     explanation = gla.explain("chunk_gla_fwd", x.q, x.k, x.v, x.g)
-    assert explanation.winner == "triton_fused"
+    assert explanation.winner in ("triton_fused", "parallel_scan")
 
 
 def can_run(device):
