@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import math
 import statistics
@@ -211,16 +212,29 @@ def _free(device: torch.device) -> None:
 
 
 def compile_share(device: torch.device, share: tuple[int, int], say: Callable[[str], None]) -> None:
-    """Run every n-th call once, calibration's as well, by each backend that is timed: for what a first use compiles."""
-    first, step = share
+    """Run a share of all calls once, calibration's as well, by each backend timed: for what a first use compiles."""
     todo = [(task.backend, task.call) for task in calibrate.plan(device)]
     todo += [(name, call) for _, call in calls(device) for name in _worth_timing(_explain(call))[0]]
-    for name, call in [(name, call) for name, call in todo if not call.capturing and name != "reference"][first::step]:
+    groups: dict[tuple, list[tuple[str, OpCall]]] = {}
+    for name, call in todo:
+        if not call.capturing and name != "reference":
+            groups.setdefault(_kernels(name, call), []).append((name, call))
+    first, step = share
+    for name, call in itertools.chain(*sorted(groups.values(), key=len)[first::step]):
         try:
             run_once(name, call)
         except Exception as error:
             say(f"{name} {describe(as_json(call))}: {type(error).__name__}: {error}"[:300])
         _free(device)
+
+
+def _kernels(name: str, call: OpCall) -> tuple:
+    """Calls that differ in this share few kernels, so that each is compiled by one process, or two."""
+    dims = call.dims
+    sizes = [dims.get(dim) for dim in ("K", "V", "columns")]
+    few = [min(dims.get(dim, 0), 300).bit_length() for dim in ("Tq", "rows")]
+    tokens = min(dims["T"] // max(dims["N"], 1), 300).bit_length() if "T" in dims else 0
+    return (name, call.op, *sizes, *few, tokens, dims.get("Hq") == dims.get("H"), call.dtype, call.variable_length)
 
 
 # ---- the file
@@ -327,7 +341,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=9.0, help="begin no measurement after this long")
     parser.add_argument("--commit", help="of the source, where it cannot be asked of git")
     parser.add_argument("--compile-only", action="store_true", help="run each call once and measure nothing")
-    parser.add_argument("--share", default="0/1", help="i/n: with --compile-only, every n-th call from the i-th on")
+    parser.add_argument("--share", default="0/1", help="i/n: with --compile-only, the i-th of n shares")
     options = parser.parse_args()
     device = torch.device(options.device)
     say = functools.partial(print, flush=True)

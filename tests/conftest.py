@@ -41,10 +41,11 @@ def seed():
 
 
 @pytest.fixture
-def fresh_registry(monkeypatch):
-    """No GLA_* variable is set, and whatever the test changes is forgotten after it."""
+def fresh_registry(monkeypatch, tmp_path):
+    """No GLA_* variable is set, nothing was calibrated, and whatever the test changes is forgotten after it."""
     for name in [name for name in os.environ if name.startswith("GLA_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "no_calibration"))
     gla.reload_environment()
     yield
     monkeypatch.undo()

@@ -16,16 +16,19 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance.inputs import gla_inputs
-from gla_triton_fused import chunk_gla
+from gla_parallel_scan import chunk_gla as scanned
 from gla_triton_shared import chunk_gla as general
+from gla_triton_shared import chunk_gla_whole as whole
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SUITS_HOPPER = scanned._suits_hopper
 WIDTHS = ((16, 16), (64, 64), (128, 128), (256, 128), (512, 64))
 
 
 def general_chunks() -> None:
     """The kernel for every GPU, with each row of its table."""
-    chunk_gla.WORTH_WHOLE_CHUNKS = 2**40
+    whole.WORTH_WHOLE_CHUNKS = 2**40
+    scanned._suits_hopper = lambda *call: False
     chunks()
     general.WORTH_TILING = 0
     chunk(gla_inputs(B=1, T=70, H=2, K=128, V=128, dtype=torch.bfloat16, device="cuda"))
@@ -33,7 +36,8 @@ def general_chunks() -> None:
 
 def hopper_chunks() -> None:
     """The kernels for compute capability 9.0."""
-    chunk_gla.WORTH_WHOLE_CHUNKS = 0
+    whole.WORTH_WHOLE_CHUNKS = 0
+    scanned._suits_hopper = SUITS_HOPPER
     chunks()
 
 
@@ -82,6 +86,7 @@ PARTS = {run.__name__: run for run in (general_chunks, hopper_chunks, steps, sof
 
 if __name__ == "__main__":
     backend, *names = sys.argv[1:]
+    scanned._length = lambda *call: 64  # or so few tokens would stay one segment
     with gla.use_backend(backend):
         for precision in ("highest", "high"):
             torch.set_float32_matmul_precision(precision)

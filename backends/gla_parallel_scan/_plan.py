@@ -21,6 +21,13 @@ FILLED = 4
 """Blocks per slot from which packed sequences, whole, keep the slots busy whatever their lengths are."""
 
 
+def blocks_of(H: int, Hq: int, K: int, V: int, on_hopper: bool) -> tuple[int, int]:
+    """Blocks that compute one sequence by Hopper's or the general kernel; how many a multiprocessor runs at once."""
+    if on_hopper:
+        return H * -(-V // 128), 1
+    return H * -(-V // 64), 4 if Hq > H and K <= 128 < 2 * V else 2
+
+
 @functools.lru_cache(maxsize=4096)
 def segment_length(sequences: int, T: int, blocks: int, slots: int, packed: bool) -> int:
     """Tokens of a segment; T or more where sequences stay whole.

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_shared.launch import launch
+from gla_triton_shared.launch import Launched, launched
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class Segments:
         bounds: of packed sequences, [count+1] int32: segment i is rows bounds[i] to bounds[i+1], empty where i is
             beyond the last that is used.
         first: of packed sequences, [N+1] int32: sequence n has the segments first[n] to first[n+1].
+        launches: which compute bounds and first.
     """
 
     length: int
@@ -41,6 +42,7 @@ class Segments:
     per_sequence: int
     bounds: Tensor | None = None
     first: Tensor | None = None
+    launches: tuple[Launched, ...] = ()
 
 
 def plan(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Segments:
@@ -53,8 +55,9 @@ def plan(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Segments:
     bounds = torch.empty(count + 1, dtype=torch.int32, device=cu_seqlens.device)
     first = torch.empty(N + 1, dtype=torch.int32, device=cu_seqlens.device)
     BI, BN = 16, 256
-    launch(_bounds_kernel, (-(-(count + 1) // BI),), cu_seqlens, bounds, first, N, count, length, BI=BI, BN=BN)
-    return Segments(length, count, 0, bounds, first)
+    grid, integers = (-(-(count + 1) // BI), 1, 1), (N, count, length, BI, BN)
+    launch = launched(_bounds_kernel, grid, (cu_seqlens, bounds, first), (), integers)
+    return Segments(length, count, 0, bounds, first, (launch,))
 
 
 @triton.jit(do_not_specialize=["N", "count", "length"])

@@ -29,6 +29,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import torch
 import triton
@@ -36,17 +38,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_parallel_scan._plan import segment_length
+from gla_parallel_scan._plan import blocks_of, segment_length
 from gla_parallel_scan._segments import Segments, plan
-from gla_triton_shared import chunk_gla as whole
+from gla_triton_shared import chunk_gla as general
+from gla_triton_shared import chunk_gla_whole as whole
 from gla_triton_shared.launch import (
+    Launched,
     capability,
     device_of,
     float32_precision,
-    launch,
     launch_again,
+    launched,
+    layouts,
+    multiprocessors,
     power_of_two,
-    remember,
+    remember_call,
 )
 from gla_triton_shared.tma import addressable, tiles
 
@@ -54,8 +60,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 FORGET = tl.constexpr(120.0)
 INTERPRETED_LENGTH = 32
 """Tokens of a segment where kernels are interpreted: few, so that short sequences are cut as well."""
-WORTH_WHOLE_CHUNKS = 256
-"""Tokens of an average sequence from which on Hopper's kernel, with chunks of 64, is faster."""
 
 
 def chunk_gla_fwd(
@@ -76,69 +80,72 @@ def chunk_gla_fwd(
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device) if output_final_state else None
     if N == 0 or (T == 0 and final is None):
         return o, final
+    key: Hashable = (
+        *("parallel_scan", q.device, layouts(q, k, v, g, initial_state, cu_seqlens), output_final_state),
+        *(float32_precision(), general.WORTH_TILING, whole.WORTH_WHOLE_CHUNKS, _length, _suits_hopper),
+    )
+    tensors = (q, k, v, g, initial_state, cu_seqlens, o, final)
     with device_of(q):
-        on_hopper = _suits_hopper(q, k, v, g)
-        length = _length(N, T, H, V, on_hopper, cu_seqlens is not None, q.device)
-        if length >= T:
-            on_hopper = on_hopper and B * T >= WORTH_WHOLE_CHUNKS * N
-            _outputs(on_hopper, q, k, v, g, scale, initial_state, cu_seqlens, o, final)
-        else:
-            segments = plan(B, T, length, cu_seqlens)
-            S = _entering_states(on_hopper, k, v, g, segments, initial_state, final)
-            overlap = (_overlaps(q.device),) if on_hopper else ()
-            _outputs(on_hopper, q, k, v, g, scale, S, segments.bounds, o, None, length, *overlap)
+        if not launch_again(key, tensors, scale):
+            remember_call(key, tensors, _launch(q, k, v, g, scale, initial_state, cu_seqlens, o, final))
     return o, final
 
 
-def _entering_states(
-    on_hopper: bool,
+def _launch(
+    q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
-    segments: Segments,
+    scale: float,
     initial_state: Tensor | None,
-    final_state: Tensor | None,
-) -> Tensor:
-    """The state that enters each segment, [I, H, K, V]; fills final_state if there is one."""
-    H, K, V = *k.shape[2:], v.shape[3]
+    cu_seqlens: Tensor | None,
+    o: Tensor,
+    final: Tensor | None,
+) -> list[Launched]:
+    """Fill o, and the final state if there is one, and return what was launched."""
+    B, T, Hq, K = q.shape
+    H, V = v.shape[2:]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    on_hopper = _suits_hopper(q, k, v, g)
+    length = _length(N, T, H, Hq, K, V, on_hopper, cu_seqlens is not None, q.device)
+    if length >= T:
+        return whole.run(q, k, v, g, scale, initial_state, cu_seqlens, o, final)
+    segments = plan(B, T, length, cu_seqlens)
     S = torch.empty(segments.count, H, K, V, dtype=torch.float32, device=v.device)
     D = None if g is None else torch.empty(segments.count, H, K, dtype=torch.float32, device=v.device)
-    if on_hopper:
-        from gla_parallel_scan.chunk_gla_hopper import build_states as build
-    else:
-        build = build_states
-    build(k, v, g, segments, S, D, skip_last=final_state is None)
-    scan_states(S, D, segments, initial_state, final_state)
-    return S
+    build = _hopper().build_states if on_hopper else build_states
+    built = build(k, v, g, segments, S, D, skip_last=final is None)
+    scanned = scan_states(S, D, segments, initial_state, final)
+    overlap = (_overlaps(q.device),) if on_hopper else ()
+    written = _outputs(on_hopper, q, k, v, g, scale, S, segments.bounds, o, None, length, *overlap)
+    return [*segments.launches, *built, *scanned, *written]
 
 
-def _outputs(on_hopper: bool, *args: object) -> None:
-    if on_hopper:
-        from gla_triton_shared.chunk_gla_hopper import run
-    else:
-        run = whole.run
-    run(*args)  # pyright: ignore[reportArgumentType]
+def _outputs(on_hopper: bool, *args: Any) -> list[Launched]:
+    run = _hopper().outputs.run if on_hopper else general.run
+    return run(*args)
 
 
 def _suits_hopper(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> bool:
-    if capability(q.device) != (9, 0):
-        return False
-    from gla_parallel_scan import chunk_gla_hopper
-
-    return chunk_gla_hopper.suits(q, k, v, g)
-
-
-def _length(N: int, T: int, H: int, V: int, on_hopper: bool, packed: bool, device: torch.device) -> int:
-    """Tokens of a segment."""
-    if device.type != "cuda":
-        return INTERPRETED_LENGTH
-    blocks, blocks_at_once = (-(-V // 128), 1) if on_hopper else (-(-V // 64), 2)
-    return segment_length(N, T, H * blocks, blocks_at_once * _multiprocessors(device), packed)
+    return capability(q.device) == (9, 0) and _hopper().suits(q, k, v, g)
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _hopper() -> ModuleType:
+    """The module for Hopper, imported where it can be used."""
+    from gla_parallel_scan import chunk_gla_hopper
+
+    return chunk_gla_hopper
+
+
+def _length(
+    N: int, T: int, H: int, Hq: int, K: int, V: int, on_hopper: bool, packed: bool, device: torch.device
+) -> int:
+    """Tokens of a segment."""
+    if device.type != "cuda":
+        return INTERPRETED_LENGTH
+    blocks, at_once = blocks_of(H, Hq, K, V, on_hopper)
+    return segment_length(N, T, blocks, at_once * multiprocessors(device), packed)
 
 
 def _overlaps(device: torch.device) -> bool:
@@ -151,53 +158,25 @@ def _overlaps(device: torch.device) -> bool:
 
 def build_states(
     k: Tensor, v: Tensor, g: Tensor | None, segments: Segments, S: Tensor, D: Tensor | None, skip_last: bool = False
-) -> None:
-    """Fill the segments' states from zero S [I, H, K, V] and decays D [I, H, K]; those of any input.
+) -> list[Launched]:
+    """Fill the segments' states from zero S [I, H, K, V] and decays D [I, H, K], and return what was launched.
 
     Args:
         skip_last: whether those of a sequence's last segment may be left out.
     """
+    bounds, length = segments.bounds, segments.length
+    tokenwise = k.dtype == torch.float32 and float32_precision() == "ieee"
+    tileable = bounds is None and v.numel() >= general.WORTH_TILING and capability(k.device) >= (9, 0)
+    tiled = (k, v, g) if tileable and all(x is None or addressable(x) for x in (k, v, g)) else (None,) * 3
     H, K, V = *k.shape[2:], v.shape[3]
-    config = _configure(K, V, k.dtype, segments.length)
-    inputs = (k, v) if g is None else (k, v, g)
-    tiled = (
-        segments.bounds is None
-        and v.numel() >= whole.WORTH_TILING
-        and capability(k.device) >= (9, 0)
-        and all(map(addressable, inputs))
-    )
-    widths = (config.BK, config.BV, config.BK)
-    loads = [tiles(x, config.C, width) if tiled else None for x, width in zip(inputs, widths, strict=False)]
-    launch(
-        _states_kernel,
-        (-(-K // config.BK) * -(-V // config.BV) * segments.count * H,),
-        k,
-        v,
-        g,
-        segments.bounds,
-        S,
-        D,
-        *loads,
-        *(None,) * (3 - len(loads)),
-        k.shape[1],
-        segments.length,
-        segments.per_sequence,
-        H,
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *(g.stride()[:3] if g is not None else (0, 0, 0)),
-        K=K,
-        V=V,
-        C=config.C,
-        BK=config.BK,
-        BV=config.BV,
-        OPERAND=config.operand,
-        TOKENWISE=k.dtype == torch.float32 and float32_precision() == "ieee",
-        SKIP_LAST=skip_last,
-        STAGES=config.stages,
-        OVERLAPS=_overlaps(k.device),
-        num_warps=config.warps,
-    )
+    config = _configure(K, V, k.dtype, length)
+    C, BK, BV = config.C, config.BK, config.BV
+    maps = [None if x is None else tiles(x, C, width) for x, width in zip(tiled, (BK, BV, BK), strict=True)]
+    strides = [stride for x in (k, v, g) for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
+    grid = (-(-K // BK) * -(-V // BV) * segments.count * H, 1, 1)
+    constants = (K, V, C, BK, BV, config.operand, tokenwise, skip_last, config.stages, _overlaps(k.device))
+    integers = (k.shape[1], length, segments.per_sequence, H, *strides, *constants)
+    return [launched(_states_kernel, grid, (k, v, g, bounds, S, D, *maps), (), integers, num_warps=config.warps)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +193,13 @@ class _Config:
 
 def _configure(K: int, V: int, dtype: torch.dtype, length: int) -> _Config:
     """Validated launch parameters."""
-    BK, BV = min(128, power_of_two(K, 16)), power_of_two(V, 16)
+    C, BK, BV = min(32, power_of_two(length, 16)), min(64, power_of_two(K, 16)), min(64, power_of_two(V, 16))
     if dtype == torch.bfloat16:
-        return _Config(min(32, power_of_two(length, 16)), BK, min(128, BV), tl.bfloat16, 8 if BK * BV > 4096 else 4, 3)
+        return _Config(C, BK, BV, tl.bfloat16, warps=4, stages=3)
+    if dtype == torch.float32 and float32_precision() == "ieee":
+        return _Config(C, min(128, power_of_two(K, 16)), BV, tl.float32, warps=4, stages=4)
     # At most 32 wide: with 64 rows, wgmma would take TF32 operands from registers, which Triton 3.6 gets wrong.
-    return _Config(min(32, power_of_two(length, 16)), BK, min(32, BV), tl.float32, 4, 2)
+    return _Config(C, BK, min(32, BV), tl.float32, warps=4, stages=3)
 
 
 @triton.jit(do_not_specialize=["T", "segment", "segments", "H"])
@@ -291,10 +272,10 @@ def _states_kernel(
     if TOKENWISE:
         for s in tl.range(0, end - start, num_stages=STAGES):
             t = end - 1 - s
-            k = whole._load_row(k_ptr, stride_kt, stride_kh, t, h, k0, K, BK)  # [BK]
-            v = whole._load_row(v_ptr, stride_vt, stride_vh, t, h, v0, V, BV)  # [BV]
+            k = general._load_row(k_ptr, stride_kt, stride_kh, t, h, k0, K, BK)  # [BK]
+            v = general._load_row(v_ptr, stride_vt, stride_vh, t, h, v0, V, BV)  # [BV]
             if g_ptr is not None:
-                g = whole._load_row(g_ptr, stride_gt, stride_gh, t, h, k0, K, BK)  # [BK]
+                g = general._load_row(g_ptr, stride_gt, stride_gh, t, h, k0, K, BK)  # [BK]
                 k *= tl.exp2(W)
                 W += tl.maximum(g, -FORGET) * LOG2E
             S += v[:, None] * k[None, :]
@@ -302,15 +283,15 @@ def _states_kernel(
         chunks = tl.cdiv(end - start, C)
         for c in tl.range(0, chunks, num_stages=STAGES):
             t = start + (chunks - 1 - c) * C
-            k = whole._load_tile(k_tiles, k_ptr, stride_kt, stride_kh, b, t, h, k0, end, K, C, BK)  # [C, BK]
-            v = whole._load_tile(v_tiles, v_ptr, stride_vt, stride_vh, b, t, h, v0, end, V, C, BV)  # [C, BV]
-            v = whole._operand(v, OPERAND)
+            k = general._load_tile(k_tiles, k_ptr, stride_kt, stride_kh, b, t, h, k0, end, K, C, BK)  # [C, BK]
+            v = general._load_tile(v_tiles, v_ptr, stride_vt, stride_vh, b, t, h, v0, end, V, C, BV)  # [C, BV]
+            v = general._operand(v, OPERAND)
             if g_ptr is not None:
-                g = whole._load_tile(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, K, C, BK)  # [C, BK]
+                g = general._load_tile(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, K, C, BK)  # [C, BK]
                 g = tl.maximum(g.to(tl.float32), -FORGET) * LOG2E
                 k = k * tl.exp2(_sum_of_later(g, later) + W[None, :])
                 W += tl.sum(g, 0)
-            S = tl.dot(tl.trans(v), whole._operand(k, OPERAND), S, input_precision="tf32")
+            S = tl.dot(tl.trans(v), general._operand(k, OPERAND), S, input_precision="tf32")
 
     i_k = k0 + tl.arange(0, BK)  # [BK]
     i_v = v0 + tl.arange(0, BV)  # [BV]
@@ -336,25 +317,20 @@ def _sum_of_later(g, later):
 
 def scan_states(
     S: Tensor, D: Tensor | None, segments: Segments, initial_state: Tensor | None, final_state: Tensor | None
-) -> None:
+) -> list[Launched]:
     """Replace states from zero S [I, H, K, V] by entering states, and fill final_state if there is one."""
-    tensors = (S, D, segments.first, initial_state, final_state)
-    strides = (0, 0, 0) if initial_state is None else initial_state.stride()[:3]
-    N = segments.count // segments.per_sequence if segments.first is None else len(segments.first) - 1
-    present = tuple(x is not None for x in tensors)
-    key: Hashable = ("scan_states", S.device, S.shape, segments.per_sequence, N, strides, present)
-    if launch_again(key, tensors):
-        return
     _, H, K, V = S.shape
+    N = segments.count // segments.per_sequence if segments.first is None else len(segments.first) - 1
+    strides = (0, 0, 0) if initial_state is None else initial_state.stride()[:3]
     BV = min(128, power_of_two(V))
-    BK = min(512 // BV, power_of_two(K))
-    group = min(8, power_of_two(segments.per_sequence or 8))
+    BK = min(256 // BV, power_of_two(K))
+    group = min(16, power_of_two(segments.per_sequence or 16))
     overlaps = _overlaps(S.device)
+    tensors = (S, D, segments.first, initial_state, final_state)
     integers = (segments.per_sequence, *strides, H, K, V, BK, BV, group, overlaps)
     grid = (-(-K // BK) * -(-V // BV) * N * H, 1, 1)
     options = {"launch_pdl": True} if overlaps else {}
-    kernel = launch(_scan_kernel, grid, *tensors, *integers, num_warps=4, **options)
-    remember(key, kernel, grid, tensors, integers)
+    return [launched(_scan_kernel, grid, tensors, (), integers, num_warps=4, **options)]
 
 
 @triton.jit(do_not_specialize=["segments", "H"])

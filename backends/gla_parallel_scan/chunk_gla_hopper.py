@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_triton_shared import chunk_gla_hopper as outputs
 from gla_triton_shared.chunk_gla_hopper import FORGET, LOG2E, clear_rows, let_dependents_start, plus
-from gla_triton_shared.launch import launch
+from gla_triton_shared.launch import Launched, launched
 from gla_triton_shared.tma import shared_tiles
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ suits = outputs.suits
 
 def build_states(
     k: Tensor, v: Tensor, g: Tensor | None, segments: Segments, S: Tensor, D: Tensor | None, skip_last: bool = False
-) -> None:
+) -> list[Launched]:
     """Fill S [count, H, K, V] and D [count, H, K] for a call that `suits` accepts; D is not needed without g.
 
     Those of empty segments are left as they are.
@@ -66,38 +66,23 @@ def build_states(
         skip_last: leave out the last segment of every sequence, which nothing but a final state is made of. Where
             sequences are packed, those that are known to be last by being short.
     """
+    bounds = segments.bounds
     B, T, H, K = k.shape
     V = v.shape[3]
-    a_sequence = -(-T // segments.length) if segments.bounds is None else segments.count
-    built = a_sequence - 1 if skip_last and segments.bounds is None else a_sequence
+    a_sequence = -(-T // segments.length) if bounds is None else segments.count
+    built = a_sequence - 1 if skip_last and bounds is None else a_sequence
     parts = 1 if K <= PART else 2
     BV = 64 if V <= 64 else 128
-    blocks = (B if segments.bounds is None else 1) * built * H * -(-V // BV)
+    blocks = (B if bounds is None else 1) * built * H * -(-V // BV)
     if blocks == 0:
-        return
+        return []
     size = CHUNK * (k.element_size() * (PART * parts + BV) + (0 if g is None else g.element_size() * PART * parts))
-    launch(
-        _build_states_kernel,
-        (blocks,),
-        shared_tiles(k, CHUNK, PART),
-        shared_tiles(v, CHUNK, BV),
-        None if g is None else shared_tiles(g, CHUNK, PART),
-        S,
-        None if g is None else D,
-        segments.bounds,
-        T,
-        segments.length,
-        a_sequence,
-        built,
-        segments.length if skip_last else 1,
-        H,
-        K,
-        V,
-        PARTS=parts,
-        STAGES=min(4, SHARED // (size * (1 if parts == 2 else 2))),
-        num_warps=4,
-        maxnreg=128,
-    )
+    stages = min(4, SHARED // (size * (1 if parts == 2 else 2)))
+    gates = None if g is None else shared_tiles(g, CHUNK, PART)
+    tensors = (shared_tiles(k, CHUNK, PART), shared_tiles(v, CHUNK, BV), gates, S, None if g is None else D, bounds)
+    least = segments.length if skip_last else 1
+    integers = (T, segments.length, a_sequence, built, least, H, K, V, parts, stages)
+    return [launched(_build_states_kernel, (blocks, 1, 1), tensors, (), integers, num_warps=4, maxnreg=128)]
 
 
 @gluon.jit
@@ -195,7 +180,8 @@ def _state_warps(
         gl.store(D_ptr + state + key, gl.exp2(R), (key < K) & (column == 0))
 
 
-@gluon.jit(do_not_specialize=["T", "length", "a_sequence", "built", "least", "H", "K", "V"])
+# V is not there: where it is a multiple of 16, two elements of a state are written at once.
+@gluon.jit(do_not_specialize=["T", "length", "a_sequence", "built", "least", "H", "K"])
 def _build_states_kernel(
     k_desc,  # [B, H, T, K], tiles [C, PART]
     v_desc,  # [B, H, T, V], tiles [C, BV]

@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping
 import torch
 
 from gla_core.dispatch.backend import OpCall
-from gla_parallel_scan._plan import CHUNK, segment_length
+from gla_parallel_scan._plan import CHUNK, blocks_of, segment_length
 from gla_triton_shared.cost import (
-    WORTH_WHOLE_CHUNKS,
     Constants,
     Walk,
+    attention_bytes,
+    attention_keys,
+    attention_products,
     chunk_gla_bytes,
     chunk_gla_host,
     chunk_gla_walk,
@@ -26,6 +28,7 @@ from gla_triton_shared.cost import (
     in_all,
     recurrent_gla_step,
     walk_seconds,
+    whole_seconds,
 )
 
 
@@ -42,32 +45,31 @@ def predicted_seconds(call: OpCall, c: Constants) -> float | None:
 def _chunk_gla_fwd(call: OpCall, c: Constants) -> float:
     """Three kernels: states of segments from zero, their scan, the outputs. Sequences that fill the device stay whole.
 
-    Constants: those of a walk; build_step, seconds of 64 tokens in the first kernel on Hopper; build, its part of the
-    third's time elsewhere; scan_step, seconds of a segment in the second; uneven, the longest of packed sequences over
-    their mean.
+    Constants: those of a walk; build_step, seconds of 64 tokens in the first kernel on Hopper; build, a step of it as a
+    part of one of the third elsewhere, and build_start before the first; scan_step, seconds of a segment in the second.
     """
-    N, B, T, H, K, V = (call.dims[name] for name in ("N", "B", "T", "H", "K", "V"))
-    packed, size = call.variable_length, chunk_gla_bytes(call)
-    on_hopper = hopper_suits(call, c)
-    blocks, slots = (-(-V // 128), 1) if on_hopper else (-(-V // 64), 2)
-    length = segment_length(N, T, H * blocks, slots * int(c["multiprocessors"]), packed)
+    B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
+    packed, on_hopper = call.variable_length, hopper_suits(call, c)
+    blocks, at_once = blocks_of(H, Hq, K, V, on_hopper)
+    length = segment_length(N, T, blocks, at_once * int(c["multiprocessors"]), packed)
     if length >= T:
-        walk = chunk_gla_walk(call, on_hopper and B * T >= WORTH_WHOLE_CHUNKS * N, N, c)
-        device = walk_seconds(call, walk, N, B * T / max(N, 1), size, c, c["uneven"] if packed else 0)
-        return in_all(call, device, chunk_gla_host(1, c))
+        return whole_seconds(call, c)
     # Of a packed sequence the last segment is short, and half as long as the others where sequences are long.
     segments = max(N, T / length + N / 2) if packed else N * math.ceil(T / length)
     mean = T / segments if packed else length
-    longest = max(1, min(c["uneven"], length / mean)) if packed else 0
-    state = H * K * V * 4  # bytes, of all heads
-    walk = chunk_gla_walk(call, on_hopper, segments, c)
-    outputs = walk_seconds(call, walk, segments, mean, size + segments * state, c, longest)
-    build = Walk(CHUNK, 128, c["build_step"]) if on_hopper else walk._replace(step=c["build"] * walk.step)
+    longest = max(1, min(c["uneven"], length / mean))
+    walk = chunk_gla_walk(call, on_hopper, segments, mean, c)
+    outputs = walk_seconds(call, walk, segments, mean, chunk_gla_bytes(call), c, longest)
+    if on_hopper:
+        walk = Walk(CHUNK, 128, c["hopper_start"], c["build_step"])
+    else:
+        walk = walk._replace(start=c["build_start"], step=c["build"] * walk.step)
+    built = max(0, T / length - N / 2) if packed else segments - N  # segments with another one after them
     read = B * T * H * ((K + V) * call.dtype.itemsize + (K * call.gate_dtype.itemsize if call.gate_dtype else 0))
-    whole = max(0, T / length - N / 2) if packed else segments - N  # segments with another one after them
-    built = walk_seconds(call, build, whole, length, read + whole * state, c) if whole else c["launch"]
-    scanned = c["launch"] + segments / max(N, 1) * c["scan_step"] + 2 * segments * state / c["bandwidth"]
-    return in_all(call, built + scanned + outputs, chunk_gla_host(4 if packed else 3, c))
+    build = walk_seconds(call, walk, built, length, read, c) if built else c["launch"]
+    states = 4 * segments * H * K * V * 4  # bytes: each is written, scanned and read
+    scan = c["launch"] + segments / max(N, 1) * c["scan_step"] + states / c["bandwidth"]
+    return in_all(call, build + scan + outputs, chunk_gla_host(4 if packed else 3, c))
 
 
 def _online_softmax(call: OpCall, c: Constants) -> float:
@@ -77,18 +79,18 @@ def _online_softmax(call: OpCall, c: Constants) -> float:
 
 
 def _softmax_attention(call: OpCall, c: Constants) -> float:
-    """Arithmetic or keys and values, whichever takes longer, spread over the device; then a merge.
+    """Arithmetic or keys and values, whichever takes longer, spread over the device; outputs of pieces are merged.
 
-    Constants: launch, bandwidth, host; rate, multiplications a second with halves; float32, times as slow.
-    Whether a call is causal is not known: half the keys if it may be.
+    Constants: launch, bandwidth, host; rate, multiplications a second with halves; float32, times as slow; merge,
+    outputs a second.
     """
-    B, Tq, Tk, H, Hq, K, V = (call.dims[name] for name in ("B", "Tq", "Tk", "H", "Hq", "K", "V"))
-    rows = max(16, Tq * (Hq / max(H, 1)))  # of a matrix product, at least
-    keys = Tk / 2 if Tq == Tk > 1 else Tk
+    B, Tq, Tk, H, Hq, V = (call.dims[name] for name in ("B", "Tq", "Tk", "H", "Hq", "V"))
+    blocks = B * H * math.ceil(Tq * (Hq / max(H, 1)) / 128)
+    piece = 64 * max(4, math.ceil(attention_keys(call) * blocks / (4 * c["multiprocessors"]) / 64))  # keys
     slower = c["float32"] if call.dtype == torch.float32 else 1
-    arithmetic = B * H * rows * keys * (K + V) / c["rate"] * slower
-    memory = B * H * Tk * (K + V) * call.dtype.itemsize / c["bandwidth"]
-    return in_all(call, 2 * c["launch"] + max(arithmetic, memory), c["host"])
+    work = max(attention_products(call) / c["rate"] * slower, attention_bytes(call) / c["bandwidth"])
+    merging = c["launch"] + B * Tq * Hq * V / c["merge"] if Tk > piece else 0
+    return in_all(call, c["launch"] + work + merging, c["host"])
 
 
 _BY_TRITON: Mapping[str, Callable[[OpCall, Constants], float]] = {
@@ -116,7 +118,8 @@ def _chunk_gla_in_pytorch(call: OpCall) -> tuple[float, float]:
     pieces = math.ceil(B * H * T * max(K, V) / 2**18)
     halvings, turns = math.log2(C), 2 * math.log2(max(n, 1))
     G = Hq / H if H else 0
-    per_token = (1 + G) * (K * (4 + halvings) + 2 * V) + 2 * G * C + 6 * K * V / C
+    # Of a matrix product, ten multiplications count as one element.
+    per_token = (1 + G) * (K * (4 + halvings) + 2 * V + K * V / 10) + 2 * G * C + 2 * K * V / C
     return pieces * (4 + halvings + turns), B * H * n * C * per_token
 
 
@@ -134,7 +137,7 @@ def _softmax_attention_in_pytorch(call: OpCall) -> tuple[float, float]:
     """Up to 256 queries meet up to 1024 keys a step."""
     B, Tq, Tk, H, Hq, K, V = (call.dims[name] for name in ("B", "Tq", "Tk", "H", "Hq", "K", "V"))
     steps = B * math.ceil(Tq / 256) * math.ceil(Tk / 1024)
-    return steps, B * Hq * Tq * Tk * (2 + (K + V) / 128) + B * Tk * H * (K + V)
+    return steps, B * Hq * Tq * Tk * (2 + (K + V) / 128) + B * Tk * H * (K + V) / 4
 
 
 _COUNT: Mapping[str, Callable[[OpCall], tuple[float, float]]] = {

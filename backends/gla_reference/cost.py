@@ -2,17 +2,19 @@
 
     host = call + step * steps        steps: turns of the op's loop over chunks, tiles of columns or blocks of keys
     work = elements / rate            elements: numbers that the operations touch, in proportion
-    seconds = host + work                             on a CPU
+    seconds = host + work + pages     on a CPU
     seconds = max(host, work + kernels * host)        on a GPU
 
-kernels is the part of the host's time that lies between the starts of two small kernels all the same; a CUDA graph is
-left with that and the work.
+pages = temporary bytes / page_rate where they are more than `KEPT`: then the C library returns them to the system, to
+be mapped again page by page. kernels is the part of the host's time that lies between the starts of two small kernels
+all the same; a CUDA graph is left with that and the work.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -20,46 +22,64 @@ from gla_core.dispatch.backend import OpCall
 
 CHUNK, TILE, KEY_BLOCK = 64, 1024, 256
 """As in chunk_gla.py, online_softmax.py and softmax_attention.py."""
+KEPT = 2**25
+"""Bytes of freed memory that glibc keeps; see gla_parallel_scan/in_pytorch/chunk_gla.py."""
+HALVING = 8
+"""Turns of the loop over chunks that issue as many operations as one halving of the chunks."""
 
-Count = tuple[float, float]
-"""Steps and elements."""
+
+class Count(NamedTuple):
+    """Of a call: steps, elements, and numbers held at once."""
+
+    steps: float
+    elements: float
+    held: float = 0
 
 
 def predicted_seconds(call: OpCall, c: Mapping[str, float]) -> float:
     """Seconds of a call, by the constants `c` of its op and device."""
-    steps, elements = _COUNT[call.op](call)
+    steps, elements, held = _COUNT[call.op](call)
+    size = 8 if call.dtype == torch.float64 else 4
     host = c["call"] + c["step"] * steps
-    work = elements * (2 if call.dtype == torch.float64 else 1) / c["rate"]
+    work = elements * (size / 4) / c["rate"]
     if call.device.type == "cpu":
-        return host + work
+        return host + work + (held * size / c["page_rate"] if held * size > KEPT else 0)
     device = work + c["kernels"] * host
     return device if call.capturing else max(host, device)
 
 
 def _chunk_gla(call: OpCall) -> Count:
-    """A token meets its chunk in log2 C halvings of K columns, C scores and a share of the state."""
+    """A token meets its chunk in log2 C halvings of K columns, C scores and a share of the state.
+
+    Of a matrix product, ten multiplications count as one element.
+    """
     B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
     C = min(CHUNK, 1 << max(T - 1, 0).bit_length())
     chunks = T // C + N if call.variable_length else -(-T // C)
     G = Hq / H if H else 0
-    per_token = (1 + G) * (K * (4 + math.log2(C)) + 2 * V) + 2 * G * C + 6 * K * V / C
-    return (3 if call.variable_length else 1) * chunks, B * H * chunks * C * per_token
+    halvings = math.log2(C)
+    per_token = (1 + G) * (K * (4 + halvings) + 2 * V + K * V / 10) + 2 * G * C + 2 * K * V / C
+    held = (2 + G) * K + (1 + G) * V + G * C + 3 * K * V / C
+    packed = call.variable_length  # gathered and scattered as well, and three operations a chunk carry the state
+    steps = HALVING * halvings + chunks * (3 if packed else 1)
+    return Count(steps, B * H * chunks * C * per_token * (1.5 if packed else 1), B * H * chunks * C * held)
 
 
 def _recurrent_gla_step(call: OpCall) -> Count:
     """States are read, decayed, added to, multiplied and written; those of a pool gathered and scattered as well."""
     B, H, K, V, P = (call.dims[name] for name in ("B", "H", "K", "V", "P"))
-    return (1, B * H * K * V * 2 + P * H * K * V) if call.indexed else (0, B * H * K * V)
+    return Count(1, B * H * K * V * 2 + P * H * K * V) if call.indexed else Count(0, B * H * K * V)
 
 
 def _online_softmax(call: OpCall) -> Count:
-    return math.ceil(call.dims["columns"] / TILE), call.dims["rows"] * call.dims["columns"]
+    return Count(math.ceil(call.dims["columns"] / TILE), call.dims["rows"] * call.dims["columns"])
 
 
 def _softmax_attention(call: OpCall) -> Count:
     """A score is K multiplications, some passes of its own, and V multiplications."""
     B, Tq, Tk, Hq, K, V = (call.dims[name] for name in ("B", "Tq", "Tk", "Hq", "K", "V"))
-    return math.ceil(Tk / KEY_BLOCK), B * Hq * Tq * Tk * (2 + (K + V) / 128) + B * Tk * call.dims["H"] * (K + V)
+    elements = B * Hq * Tq * Tk * (2 + (K + V) / 128) + B * Tk * call.dims["H"] * (K + V)
+    return Count(math.ceil(Tk / KEY_BLOCK), elements)
 
 
 _COUNT: Mapping[str, Callable[[OpCall], Count]] = {

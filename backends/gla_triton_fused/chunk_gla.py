@@ -1,19 +1,15 @@
-"""Gated linear attention over whole sequences in one pass, the state on chip.
-
-Three kernels, of which a call takes the first that suits it: chunk_gla_hopper.py and chunk_gla.py of
-gla_triton_shared, which walk a sequence from the state that enters it, and chunk_gla_hopper_wide.py beside this file.
-"""
+"""Gated linear attention over whole sequences in one pass, the state on chip: the kernels of gla_triton_shared."""
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
 from gla_triton_shared import chunk_gla as general
-from gla_triton_shared.launch import capability, device_of
-
-WORTH_WHOLE_CHUNKS = 256
-"""Tokens of an average sequence from which on Hopper's kernel, with chunks of 64, is faster."""
+from gla_triton_shared import chunk_gla_whole as whole
+from gla_triton_shared.launch import device_of, float32_precision, launch_again, layouts, remember_call
 
 
 def chunk_gla_fwd(
@@ -34,16 +30,12 @@ def chunk_gla_fwd(
     final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device) if output_final_state else None
     if N == 0 or (T == 0 and final is None):
         return o, final
+    key: Hashable = (
+        *("triton_fused", q.device, layouts(q, k, v, g, initial_state, cu_seqlens), output_final_state),
+        *(float32_precision(), general.WORTH_TILING, whole.WORTH_WHOLE_CHUNKS),
+    )
+    tensors = (q, k, v, g, initial_state, cu_seqlens, o, final)
     with device_of(q):
-        if capability(q.device) == (9, 0) and B * T >= WORTH_WHOLE_CHUNKS * N:
-            from gla_triton_fused import chunk_gla_hopper_wide as wide
-            from gla_triton_shared import chunk_gla_hopper as hopper
-
-            if hopper.suits(q, k, v, g):
-                hopper.run(q, k, v, g, scale, initial_state, cu_seqlens, o, final)
-                return o, final
-            if g is not None and cu_seqlens is None and wide.suits(q, k, v, g):
-                wide.run(q, k, v, g, scale, initial_state, o, final)
-                return o, final
-        general.run(q, k, v, g, scale, initial_state, cu_seqlens, o, final)
+        if not launch_again(key, tensors, scale):
+            remember_call(key, tensors, whole.run(q, k, v, g, scale, initial_state, cu_seqlens, o, final))
     return o, final

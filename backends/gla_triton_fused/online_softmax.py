@@ -3,7 +3,7 @@
 The sweeps are those of ../gla_triton_shared/online_softmax.py.
 
 N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 what is left of those
-BR, BN rows and columns of a tile
+BR, BN rows and columns of a tile   G columns of a lane
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
 """
@@ -28,10 +28,8 @@ MOST_ON_CHIP = 2**14
 def online_softmax(x: Tensor, dim: int) -> Tensor:
     """See gla_core/ops/online_softmax.py."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if not x.numel():
-        return y
     key = ("online_softmax", x.device, x.dtype, x.shape, x.stride(), dim)
-    if not launch_again(key, (x, y)):
+    if not launch_again(key, (x, y)) and x.numel():
         with device_of(x):
             _launch(x, y, dim, key)
     return y
@@ -41,30 +39,35 @@ def _launch(x: Tensor, y: Tensor, dim: int, key: Hashable) -> None:
     """Write the softmax of x to y, and remember how under `key`."""
     source, rows = as_rows(x, y, dim)
     D0, D1, R, N, strides = rows
-    BR, BN, num_warps = _tile(R, N, rows.contiguous)
+    G = rows.lane(x.itemsize)
+    BR, BN, options = _tile(R, N, rows.contiguous, G)
     on_chip = BN >= N
     kernel = _softmax_on_chip if on_chip else _softmax_in_two_sweeps
-    # 32 registers let a multiprocessor be filled: while one row is read, another is written.
-    options = {} if on_chip or not rows.contiguous else {"maxnreg": 32}
-    grid, integers = (-(-R // BR) * D1 * D0, 1, 1), (D1, R, N, *strides, BR, BN)
-    compiled = launch(kernel, grid, source, y, *integers, num_warps=num_warps, **options)
+    grid, integers = (-(-R // BR) * D1 * D0, 1, 1), (D1, R, N, *strides, BR, BN, *(() if on_chip else (G,)))
+    compiled = launch(kernel, grid, source, y, *integers, **options)
     if source is x:
         remember(key, compiled, grid, (x, y), integers)
 
 
-def _tile(R: int, N: int, contiguous: bool) -> tuple[int, int, int]:
-    """BR, BN and warps; BN >= N says that rows fit on chip. `contiguous`: whether neighbours in memory are columns."""
+def _tile(R: int, N: int, contiguous: bool, G: int) -> tuple[int, int, dict[str, int]]:
+    """BR, BN and options of compilation; BN >= N says that rows fit on chip.
+
+    Args:
+        contiguous: whether neighbours in memory are columns.
+    """
     BN = power_of_two(N)
+    if contiguous and BN > MOST_ON_CHIP:
+        # Few registers let a multiprocessor be filled: while one row is read, another is written.
+        long = BN > 2 * MOST_ON_CHIP
+        if G == 1:
+            return 1, 8192 if long else 4096, {"num_warps": 32 if long else 16, "maxnreg": 32}
+        return (1, 16384, {"num_warps": 16, "maxnreg": 64}) if long else (1, 8192, {"num_warps": 16})
     if contiguous:
-        if BN > 2 * MOST_ON_CHIP:
-            return 1, 8192, 32
-        if BN > MOST_ON_CHIP:
-            return 1, 4096, 16
         BR = min(power_of_two(R), max(1, 2048 // BN))
-        return BR, BN, max(4, BN // 1024)
+        return BR, BN, {"num_warps": max(4, BN // 1024)}
     if BN > 1024:
-        return min(power_of_two(R), 32), 256, 16
-    return min(power_of_two(R), 128, max(16, 8192 // BN)), BN, 8
+        return min(power_of_two(R), 32), 256, {"num_warps": 16}
+    return min(power_of_two(R), 128, max(16, 8192 // BN)), BN, {"num_warps": 8}
 
 
 @triton.jit(do_not_specialize=["D1"])
@@ -114,9 +117,10 @@ def _softmax_in_two_sweeps(
     stride_yn,
     BR: tl.constexpr,
     BN: tl.constexpr,
+    G: tl.constexpr,
 ):
     d0, d1, r = place(tl.program_id(0), D1, R, BR)
     x_rows = x_ptr + d0 * stride_x0 + d1 * stride_x1 + r * stride_xr  # [BR, 1]
     y_rows = y_ptr + d0 * stride_y0 + d1 * stride_y1 + r * stride_yr
-    m, z = maximum_and_sum(x_rows, r < R, 0, N, stride_xn, BR, BN)
+    m, z = maximum_and_sum(x_rows, r < R, 0, N, stride_xn, BR, BN, G)
     write_softmax(x_rows, y_rows, r < R, m, z, 0, N, stride_xn, stride_yn, BR, BN)

@@ -46,7 +46,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_shared.launch import capability, float32_precision, launch, power_of_two
+from gla_triton_shared.launch import Launched, capability, float32_precision, launched, power_of_two
 from gla_triton_shared.tf32 import nearest_tf32
 from gla_triton_shared.tma import addressable, tiles
 
@@ -67,13 +67,17 @@ def run(
     o: Tensor,
     final_state: Tensor | None,
     segment: int | None = None,
-) -> None:
-    """Fill o, and final_state if there is one; see gla_core/ops/chunk_gla.py.
+) -> list[Launched]:
+    """Fill o, and final_state if there is one, and return what was launched; see gla_core/ops/chunk_gla.py.
 
     Args:
         segment: tokens of a segment. The states are then those of segments, N = B * ceil(T / segment) in order. Whole
             sequences by default; with cu_seqlens it is that which tells where segments begin.
     """
+    tokenwise = q.dtype == torch.float32 and float32_precision() == "ieee"
+    tileable = cu_seqlens is None and v.numel() >= WORTH_TILING and capability(q.device) >= (9, 0)
+    plain = (q, k, v, g, initial_state, cu_seqlens, o, final_state)
+    tiled = (q, k, v, g, o) if tileable and all(x is None or addressable(x) for x in (q, k, v, g, o)) else (None,) * 5
     B, T, Hq, K = q.shape
     H, V = v.shape[2:]
     segment = segment or max(T, 1)
@@ -82,53 +86,24 @@ def run(
     BK = power_of_two(K, 16)
     in_bfloat16 = _in_bfloat16(q.dtype, BK, B * T // N)
     config = configure(BK, V, B * T // N, N * H, in_bfloat16, q.device)
-    inputs = (q, k, v) if g is None else (q, k, v, g)
-    tiled = (
-        cu_seqlens is None
-        and v.numel() >= WORTH_TILING
-        and capability(q.device) >= (9, 0)
-        and all(map(addressable, (*inputs, o)))
-    )
-    widths = (BK, BK, config.BV, BK)
-    loads = [tiles(x, config.C, width) if tiled else None for x, width in zip(inputs, widths, strict=False)]
-    launch(
-        _chunk_gla_fwd_kernel,
-        (-(-V // config.BV) * N * H,),
-        q,
-        k,
-        v,
-        g,
-        initial_state,
-        cu_seqlens,
-        o,
-        final_state,
-        *loads,
-        *(None,) * (4 - len(loads)),
-        tiles(o, config.C, config.BV) if tiled else None,
-        scale,
+    C, BV = config.C, config.BV
+    maps = [None if x is None else tiles(x, C, width) for x, width in zip(tiled, (BK, BK, BV, BK, BV), strict=True)]
+    strides = [stride for x in (q, k, v, g, initial_state) for stride in ((0, 0, 0) if x is None else x.stride()[:3])]
+    operand = tl.bfloat16 if in_bfloat16 else tl.float32
+    grid, constants = (-(-V // BV) * N * H, 1, 1), (K, V, C, BK, BV, Hq != H, operand, tokenwise)
+    integers = (
         T,
         segment,
         segments,
         H,
         Hq // H,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *(g.stride()[:3] if g is not None else (0, 0, 0)),
-        *(initial_state.stride()[:3] if initial_state is not None else (0, 0, 0)),
-        K=K,
-        V=V,
-        C=config.C,
-        BK=BK,
-        BV=config.BV,
-        GROUPED=Hq != H,
-        OPERAND=tl.bfloat16 if in_bfloat16 else tl.float32,
-        TOKENWISE=q.dtype == torch.float32 and float32_precision() == "ieee",
-        TRIANGLE=config.triangle,
-        KEYS_FIRST=config.keys_first,
-        STAGES=config.stages,
-        num_warps=config.warps,
+        *strides,
+        *constants,
+        config.triangle,
+        config.keys_first,
+        config.stages,
     )
+    return [launched(_chunk_gla_fwd_kernel, grid, (*plain, *maps), (scale,), integers, num_warps=config.warps)]
 
 
 # ---- launch parameters

@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_shared.launch import capability, launch
+from gla_triton_shared.launch import Launched, capability, launched
 from gla_triton_shared.tma import addressable, shared_tiles
 
 CHUNK = 64  # rows of the least wgmma
@@ -77,7 +77,7 @@ def run(
     final_state: Tensor | None,
     segment: int | None = None,
     after: bool = False,
-) -> None:
+) -> list[Launched]:
     """Fill o, and final_state if there is one, for a call that `suits` accepts; as chunk_gla.run.
 
     Args:
@@ -90,31 +90,15 @@ def run(
     N = B * segments if cu_seqlens is None else len(cu_seqlens) - 1
     BK = 64 if K <= 64 else 128
     W = 32 if V <= 64 else 64
-    launch(
-        _chunk_gla_fwd_kernel,
-        (-(-V // (2 * W)) * N * H,),
-        shared_tiles(q, CHUNK, BK),
-        shared_tiles(k, CHUNK, BK),
-        shared_tiles(v, CHUNK, W),
-        None if g is None else shared_tiles(g, CHUNK, BK),
-        shared_tiles(o, CHUNK, W),
-        o,
-        initial_state,
-        *((0, 0, 0) if initial_state is None else initial_state.stride()[:3]),
-        final_state,
-        cu_seqlens,
-        scale,
-        T,
-        segment,
-        segments,
-        H,
-        K,
-        V,
-        STAGES=4 if BK == 64 and W == 32 else 2,
-        num_warps=4,
-        maxnreg=128,
-        **({"launch_pdl": True} if after else {}),
-    )
+    grid = (-(-V // (2 * W)) * N * H, 1, 1)
+    loads = (shared_tiles(x, CHUNK, width) for x, width in ((q, BK), (k, BK), (v, W)))
+    gates = None if g is None else shared_tiles(g, CHUNK, BK)
+    tensors = (*loads, gates, shared_tiles(o, CHUNK, W), o, initial_state, final_state, cu_seqlens)
+    strides = (0, 0, 0) if initial_state is None else initial_state.stride()[:3]
+    integers = (*strides, T, segment, segments, H, K, V, 4 if BK == 64 and W == 32 else 2)
+    options = {"launch_pdl": True} if after else {}
+    kernel = _chunk_gla_fwd_kernel
+    return [launched(kernel, grid, tensors, (scale,), integers, num_warps=4, maxnreg=128, **options)]
 
 
 @gluon.jit
@@ -180,9 +164,11 @@ def _gate_warps(
     g_full, g_empty, full, gated = barriers
     C: gl.constexpr = q_tiles.type.shape[3]
     K: gl.constexpr = q_tiles.type.shape[4]
-    # A thread holds whole runs of rows of two columns, so that sums over rows stay within a few lanes.
-    RUNS: gl.constexpr = 256 // K
-    layout: gl.constexpr = gl.BlockedLayout([C // RUNS, 2], [RUNS, 32 // RUNS], [1, 4], [1, 0])
+    # A thread holds runs of rows of two columns, so that sums over rows stay within a few lanes. Of 128 columns a run
+    # is half the rows, or registers spill; of fewer it is short: lanes then do not meet in the banks of shared memory.
+    RUN: gl.constexpr = C // 2 if K > 64 else 4
+    LANES: gl.constexpr = 256 // K
+    layout: gl.constexpr = gl.BlockedLayout([RUN, 2], [LANES, 32 // LANES], [1, 4], [1, 0])
     row = gl.arange(0, C, gl.SliceLayout(1, layout))  # [C]
     for i in range(gl.cdiv(length, C)):
         slot = i % STAGES
@@ -393,7 +379,8 @@ def _state_warps(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["state_n", "state_h", "state_k", "scale", "T", "segment", "segments", "H", "K", "V"])
+# V and strides are not there: multiples of 16 let two elements of a state be moved at once.
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "H", "K"])
 def _chunk_gla_fwd_kernel(
     q_desc,  # [B, H, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
@@ -402,12 +389,12 @@ def _chunk_gla_fwd_kernel(
     o_desc,  # [B, H, T, V], tiles [C, W]
     o_ptr,  # [B, T, H, V]
     initial_state,  # [N, H, K, V] or None
-    state_n,
-    state_h,
-    state_k,
     final_state,  # [N, H, K, V] or None
     cu_seqlens,  # [N + 1] or None
     scale,
+    state_n,
+    state_h,
+    state_k,
     T,
     segment,
     segments,

@@ -9,16 +9,25 @@ While the device works the host prepares the next call, and in a CUDA graph ther
 
     seconds of a call = max(device, host)
 
-Constants: launch, seconds between the starts of two kernels; start, seconds before a block's first step; bandwidth,
-bytes a second; host, seconds of the host for a call, for chunk_gla with host_launch more for each launch; and seconds
-of a step, which for chunk_gla are
+Constants, in seconds where nothing else is said; the last ones, of a step or a sequence, are those of chunk_gla:
 
-    hopper_step, hopper_key    64 tokens in chunk_gla_hopper.py: of each step, and more for every 64 columns of keys
-    tile_step                  64 tokens in chunk_gla.py with bfloat16 products and K = 128; in proportion to K
+    host, host_launch          of the host for a call, and for chunk_gla more for each launch
+    launch                     between the starts of two kernels
+    bandwidth                  bytes a second
+    start, hopper_start        before a block's first step, in chunk_gla.py and in Hopper's kernels
+    hopper_step, hopper_tile   64 tokens in chunk_gla_hopper.py: of each step, and more for every 64 columns of keys
+                               and of values
+    tile_step, query_step      64 tokens in chunk_gla.py with bfloat16 products and K = 128; in proportion to K. More
+                               for every further query of a group
     wide_step                  16 tokens in chunk_gla.py with bfloat16 products and K = 256
+    wide_packed_step           the same where sequences are packed, and loaded without TMA
     tf32_step                  16 tokens in chunk_gla.py with TF32 products and K = 128
     token_step                 one token in chunk_gla.py without matrix units and K = 128
-    shared                     blocks of chunk_gla.py that share a multiprocessor at no cost to each other
+    gate_rate                  elements of k a second in the first kernel of chunk_gla_hopper_wide.py
+    state_step                 64 tokens in its second
+    shared                     blocks with tile_step that share a multiprocessor at no cost to each other
+    ragged                     a packed sequence's incomplete chunk
+    uneven                     tokens of the longest of packed sequences over their mean
 """
 
 from __future__ import annotations
@@ -35,15 +44,19 @@ Constants = Mapping[str, float]
 
 HOPPER = 9.0
 """The compute capability that specialised kernels are written for."""
-WORTH_WHOLE_CHUNKS = 256
-"""Tokens of an average sequence from which on whole ones are walked by Hopper's kernel."""
+WORTH_WHOLE_CHUNKS = 96
+"""As in chunk_gla_whole.py."""
+CHUNK = 64
 
 
 class Walk(NamedTuple):
-    """How a kernel walks: tokens a step, columns of v a block, seconds a step, blocks that share a multiprocessor."""
+    """How a kernel walks: tokens a step, columns of v a block, seconds before the first step and of each, blocks that
+    share a multiprocessor.
+    """
 
     tokens: int
     columns: int
+    start: float
     step: float
     shared: float = 1
 
@@ -53,25 +66,40 @@ def in_all(call: OpCall, device: float, host: float) -> float:
     return device if call.capturing else max(device, host)
 
 
-def waves(blocks: float, multiprocessors: float, longest: float = 0) -> float:
-    """Waves of equal blocks; of unequal ones, `longest` times their mean at most, how many mean blocks come in turn."""
-    if not longest:
-        return math.ceil(blocks / multiprocessors)
-    return max(longest, blocks / multiprocessors + longest / 2)
-
-
 def walk_seconds(
-    call: OpCall, walk: Walk, sequences: float, length: float, size: float, c: Constants, longest: float = 0
+    call: OpCall, walk: Walk, sequences: float, length: float, size: float, c: Constants, longest: float = 1
 ) -> float:
     """Device seconds of a kernel that walks sequences, or segments, of chunk_gla.
 
     Args:
-        length: tokens of each. size: bytes that are moved. longest: see `waves`.
+        length: tokens of each, on average. size: bytes that are moved. longest: times the average that the longest
+            of packed ones has.
     """
     blocks = sequences * call.dims["H"] * math.ceil(call.dims["V"] / walk.columns)
-    turns = max(1.0, waves(blocks, c["multiprocessors"], longest) / walk.shared)
-    steps = math.ceil(length / walk.tokens)
-    return c["launch"] + max(turns * (c["start"] + steps * walk.step), size / c["bandwidth"])
+    if call.variable_length:  # unequal blocks, in no order: all multiprocessors are busy until the last blocks run
+        block = walk.start + c["ragged"] + length / walk.tokens * walk.step
+        turns = max(longest, (blocks / c["multiprocessors"] + longest / 2) / walk.shared)
+    else:
+        block = walk.start + math.ceil(length / walk.tokens) * walk.step
+        turns = max(1.0, math.ceil(blocks / c["multiprocessors"]) / walk.shared)
+    return c["launch"] + max(turns * block, size / c["bandwidth"])
+
+
+def whole_seconds(call: OpCall, c: Constants) -> float:
+    """Seconds of a call whose sequences are walked whole; on Hopper, wide heads take two kernels.
+
+    More than a chunk of tokens, but fewer than chunk_gla_whole.py asks for, take chunk_gla.py about as long as Hopper's
+    kernel and count as that.
+    """
+    B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
+    mean, size = B * T / max(N, 1), chunk_gla_bytes(call)
+    gated = call.gate_dtype is not None and not call.variable_length
+    if gated and T >= WORTH_WHOLE_CHUNKS and hopper_suits(call, c, keys=range(129, 257)):
+        gates = c["launch"] + B * T * H * K / c["gate_rate"]
+        walk = Walk(CHUNK, 128 if V > 64 else 64, c["hopper_start"], c["state_step"])
+        return in_all(call, gates + walk_seconds(call, walk, N, T, size, c), chunk_gla_host(2, c))
+    walk = chunk_gla_walk(call, mean > CHUNK and hopper_suits(call, c), N, mean, c)
+    return in_all(call, walk_seconds(call, walk, N, mean, size, c, c["uneven"]), chunk_gla_host(1, c))
 
 
 def chunk_gla_host(launches: int, c: Constants) -> float:
@@ -94,20 +122,24 @@ def hopper_suits(call: OpCall, c: Constants, keys: range = range(1, 129)) -> boo
     return fits and call.dtype == torch.bfloat16 and c["compute_capability"] == HOPPER
 
 
-def chunk_gla_walk(call: OpCall, hopper: bool, sequences: float, c: Constants) -> Walk:
+def chunk_gla_walk(call: OpCall, hopper: bool, sequences: float, length: float, c: Constants) -> Walk:
     """How chunk_gla_hopper.py, or else chunk_gla.py, walks so many sequences; chunk_gla.py is more exact in itself."""
-    K, V, H = (call.dims[name] for name in ("K", "V", "H"))
+    H, Hq, K, V = (call.dims[name] for name in ("H", "Hq", "K", "V"))
     width = max(16, 1 << (K - 1).bit_length()) / 128
     if hopper:
-        return Walk(64, 128 if V > 64 else 64, c["hopper_step"] + c["hopper_key"] * math.ceil(K / 64))
+        tiles = math.ceil(K / 64) + min(2, math.ceil(V / 64))
+        return Walk(64, 128 if V > 64 else 64, c["hopper_start"], c["hopper_step"] + c["hopper_tile"] * tiles)
     if call.dtype == torch.float32 and call.float32_matmul_precision == "highest":
-        return Walk(1, 32, c["token_step"] * width, c["shared"])
-    if call.dtype != torch.bfloat16 or K <= 32:
-        return Walk(16, 32, c["tf32_step"] * width, c["shared"])
+        return Walk(1, 32, c["start"], c["token_step"] * width, 2)
+    if call.dtype != torch.bfloat16 or K <= 32 or (length <= 16 and K <= 128):
+        return Walk(16, 32, c["start"], c["tf32_step"] * width, 2)
     if K > 128:
-        return Walk(16, 128, c["wide_step"] * width / 2)
-    few = sequences * H * math.ceil(V / 64) <= 66
-    return Walk(64, 32 if few else 64, c["tile_step"] * width, c["shared"])
+        step = c["wide_packed_step" if call.variable_length else "wide_step"]
+        return Walk(16, 128, c["start"], step * width / 2)
+    programs = sequences * H * math.ceil(V / 64)
+    columns = 32 if programs <= 66 else 128 if programs >= 512 and width == 1 and V > 64 else 64
+    step = c["tile_step"] + c["query_step"] * (Hq / max(H, 1) - 1)
+    return Walk(64, columns, c["start"], step * width, c["shared"])
 
 
 def recurrent_gla_step(call: OpCall, c: Constants) -> float:
@@ -115,3 +147,24 @@ def recurrent_gla_step(call: OpCall, c: Constants) -> float:
     B, H, K, V = (call.dims[name] for name in ("B", "H", "K", "V"))
     states = B * H * K * V * (call.state_dtype.itemsize if call.state_dtype else 4)
     return in_all(call, c["launch"] + 2 * states / c["bandwidth"], c["host"])
+
+
+def attention_keys(call: OpCall) -> float:
+    """Keys that a query of softmax_attention sees on average.
+
+    Whether a call is causal is not known: taken for so if it has many queries.
+    """
+    Tq, Tk = call.dims["Tq"], call.dims["Tk"]
+    return Tk - min(Tq, Tk) / 2 if Tq > 1 else Tk
+
+
+def attention_products(call: OpCall) -> float:
+    """Multiplications of softmax_attention; a matrix product takes 16 rows at least."""
+    B, Tq, H, Hq, K, V = (call.dims[name] for name in ("B", "Tq", "H", "Hq", "K", "V"))
+    return B * H * max(16, Tq * (Hq / max(H, 1))) * attention_keys(call) * (K + V)
+
+
+def attention_bytes(call: OpCall) -> int:
+    """Bytes of k and v."""
+    B, Tk, H, K, V = (call.dims[name] for name in ("B", "Tk", "H", "K", "V"))
+    return B * H * Tk * (K + V) * call.dtype.itemsize

@@ -1,12 +1,14 @@
-"""Launching a kernel so that what cannot be launched here is told apart from what is wrong."""
+"""Launching kernels: what cannot be launched is told apart from what is wrong, and calls are quick when repeated."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,58 +33,191 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, **options: Any) -> Any:
         raise LaunchError(f"{kernel.fn.__name__} cannot be launched on this device: {error}") from error
 
 
+# ---- kept launches
+#
+# Of a small call most time passes on the host: deciding, specialising arguments, looking up what has been compiled,
+# encoding tensor maps. All of that is the same for every call of the same layouts. So a call is described once, as a
+# list of `Launched`, and made again by a key.
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A launch that has been made: of what `launch` returned, with these arguments in this order.
+
+    Attributes:
+        kernel: a triton.compiler.CompiledKernel; None where it was interpreted.
+        tensors: tensors, None, and descriptors of tensors.
+        integers: among them constants of the compiler.
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    tensors: Sequence[Any]
+    floats: tuple[float, ...]
+    integers: tuple[Any, ...]
+
+
+def launched(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: Sequence[Any],
+    floats: tuple[float, ...],
+    integers: tuple[Any, ...],
+    **options: Any,
+) -> Launched:
+    """As `launch`; the arguments are as in `Launched`."""
+    return Launched(launch(kernel, grid, *tensors, *floats, *integers, **options), grid, tensors, floats, integers)
+
+
+class _Map:
+    """A parameter of a kept kernel that is a tensor map: all of it but the address."""
+
+    def __init__(self, descriptor: Any, metadata: Any) -> None:
+        self.metadata = metadata
+        self.described = {name: value for name, value in vars(descriptor).items() if name != "base"}
+
+    def encode(self, x: Tensor) -> list[Any]:
+        """What the kernel takes for a map of x: it encoded, its shape and its strides."""
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        return make_tensordesc_arg(SimpleNamespace(base=x, **self.described), self.metadata)
+
+
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    kernel: Any  # a triton.compiler.CompiledKernel
-    device: int
+    run: Any  # Triton's launcher of the kernel, which takes tensor maps encoded
     grid: tuple[int, int, int]
-    integers: tuple[int, ...]
+    options: tuple[Any, ...]  # the kernel, and no hooks: these take a third of the time even where there are none
+    tensors: tuple[tuple[int, _Map | None], ...]  # places among those of the call; how each is mapped
+    floats: bool  # whether it takes those of the call
+    integers: tuple[Any, ...]
+
+    def arguments(self, tensors: Sequence[Any], addresses: list[int]) -> list[Any]:
+        """What the kernel takes for its tensors, where the call has these at these addresses."""
+        arguments = []
+        for i, form in self.tensors:
+            if form is None:
+                arguments.append(addresses[i])
+                continue
+            encoded = _encoded.get((form, addresses[i]))
+            if encoded is None:
+                encoded = form.encode(tensors[i])
+                _put(_encoded, (form, addresses[i]), encoded)
+            arguments += encoded
+        return arguments
 
 
-_launches: dict[Hashable, _Launch] = {}
-_MOST_LAUNCHES = 4096
+@dataclass(frozen=True, slots=True)
+class _Call:
+    device: int
+    scratch: tuple[tuple[torch.Size, torch.dtype], ...]
+    launches: tuple[_Launch, ...]
+
+
+_NONE = -1
+"""The place of a None among a call's tensors: behind them."""
+_MOST = 4096
+_calls: dict[Hashable, _Call] = {}
+_encoded: dict[tuple[_Map, int], list[Any]] = {}
+
+
+def _put(cache: dict[Any, Any], key: Hashable, value: object) -> None:
+    if len(cache) >= _MOST:
+        cache.clear()
+    cache[key] = value
 
 
 def remember(
-    key: Hashable, kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor | None], integers: tuple[int, ...]
+    key: Hashable, kernel: Any, grid: tuple[int, int, int], tensors: Sequence[Tensor | None], integers: tuple[Any, ...]
 ) -> None:
-    """Keep a launch for `launch_again`, which spares the host most of the time of a small call.
+    """Keep a call of one launch, whose arguments are these tensors, floats and these integers; see `remember_call`."""
+    remember_call(key, tensors, [Launched(kernel, grid, tensors, (0.0,), integers)])
+
+
+def remember_call(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[Launched]) -> None:
+    """Keep the launches of a call for `launch_again`, which spares the host most of the time of a small one.
+
+    Tensor maps are kept as well, each under its address and what `key` says of the tensor: allocators hand out the same
+    addresses over and over, and another tensor of that shape and those strides has the same map.
 
     Args:
-        key: holds the op and all that Triton compiles for and all that decides the grid and the integers, but for the
-            alignment of addresses: only launches with multiples of 16 are kept, and looked up.
-        kernel: what `launch` returned; None where it was interpreted.
-        tensors, integers: arguments of the kernel: first these tensors, then floats, then these integers.
+        key: holds the op and all that decides which launches are made and all that Triton compiles for, but for the
+            alignment of addresses: only calls with multiples of 16 are kept, and looked up.
+        tensors: what the call has been given, and returns. Other tensors of the launches are scratch: contiguous,
+            allocated anew for each call, on whose contents before it nothing depends.
+        launches: in order. Each takes all the call's floats, or none.
     """
-    if kernel is not None and _aligned([0 if x is None else x.data_ptr() for x in tensors]):
-        if len(_launches) >= _MOST_LAUNCHES:
-            _launches.clear()
-        _launches[key] = _Launch(kernel, torch.cuda.current_device(), grid, integers)
+    given = [x for x in tensors if x is not None]
+    taken = [getattr(x, "base", x) for launch in launches for x in launch.tensors if x is not None]
+    places = {id(x): i for i, x in enumerate(tensors) if x is not None}
+    scratch = list({id(x): x for x in taken if id(x) not in places}.values())
+    ambiguous = len({id(x) for x in given}) < len(given)  # one tensor in two places
+    aligned = _aligned([x.data_ptr() for x in given + taken]) and all(x.is_contiguous() for x in scratch)
+    if ambiguous or not aligned or any(launch.kernel is None for launch in launches):
+        return
+    places.update({id(x): len(tensors) + i for i, x in enumerate(scratch)})
+    kept = [_keep(launch, places) for launch in launches]
+    if None not in kept:
+        active: Any = driver.active
+        shapes = tuple((x.shape, x.dtype) for x in scratch)
+        _put(_calls, key, _Call(active.get_current_device(), shapes, tuple(kept)))  # pyright: ignore[reportArgumentType]
+
+
+def _keep(launch: Launched, places: dict[int, int]) -> _Launch | None:
+    """None where this Triton launches kernels with tensor maps in a way that is not known here."""
+    kernel, run = launch.kernel, launch.kernel.run
+    descriptors = [x for x in launch.tensors if hasattr(x, "base")]
+    maps = {}
+    if descriptors:
+        metadata = getattr(kernel.metadata, "tensordesc_meta", None) or ()
+        launch_encoded = _behind_encoding(run.launch)
+        if len(metadata) != len(descriptors) or launch_encoded is None:
+            return None
+        maps = {id(x): _Map(x, of_x) for x, of_x in zip(descriptors, metadata, strict=True)}
+        run = copy.copy(run)
+        run.launch = launch_encoded
+    tensors = tuple((places.get(id(getattr(x, "base", x)), _NONE), maps.get(id(x))) for x in launch.tensors)
+    options = (kernel.function, kernel.packed_metadata, None, None, None)
+    return _Launch(run, launch.grid, options, tensors, bool(launch.floats), launch.integers)
+
+
+def _behind_encoding(launch: Any) -> Any:
+    """What Triton's `launch` hands encoded tensor maps on to; None where it is not known how it does."""
+    names = getattr(getattr(launch, "__code__", None), "co_freevars", ())
+    return launch.__closure__[names.index("launcher")].cell_contents if "launcher" in names else None
 
 
 def launch_again(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> bool:
     """Launch what was remembered under `key` on these tensors.
 
     Returns:
-        False, and nothing is launched, if nothing was remembered, an address is not aligned, or another device is the
-        current one.
+        False, and nothing is launched, if nothing was remembered, an address is not aligned, another device is the
+        current one, or a profiler listens: only Triton's own way tells it of launches.
     """
-    known = _launches.get(key)
-    if known is None:
+    call = _calls.get(key)
+    if call is None or _watched():
         return False
     active: Any = driver.active
-    if known.device != active.get_current_device():
+    if call.device != active.get_current_device():
         return False
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
     if not _aligned(addresses):
         return False
-    kernel = known.kernel
-    if _watched():
-        kernel[known.grid](*addresses, *floats, *known.integers)
-    else:  # the same without the hooks, which take Triton a third of the time even where there are none
-        options = (active.get_current_stream(known.device), kernel.function, kernel.packed_metadata, None, None, None)
-        kernel.run(*known.grid, *options, *addresses, *floats, *known.integers)
+    if call.scratch:
+        device = next(x for x in tensors if x is not None).device
+        tensors = [*tensors, *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in call.scratch)]
+        addresses += [x.data_ptr() for x in tensors[len(addresses) :]]  # pyright: ignore[reportOptionalMemberAccess]
+    addresses.append(0)  # at _NONE
+    stream = active.get_current_stream(call.device)
+    for launch in call.launches:
+        arguments = (*launch.arguments(tensors, addresses), *(floats if launch.floats else ()), *launch.integers)
+        launch.run(*launch.grid, stream, *launch.options, *arguments)
     return True
+
+
+def layouts(*tensors: Tensor | None) -> Hashable:
+    """All of these tensors that a launch depends on but their addresses: a part of keys."""
+    return tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors])
 
 
 def _aligned(addresses: list[int]) -> bool:
@@ -92,6 +227,9 @@ def _aligned(addresses: list[int]) -> bool:
 def _watched() -> bool:
     """Whether a profiler wants to hear of launches."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
+# ---- devices
 
 
 _NOTHING = nullcontext()

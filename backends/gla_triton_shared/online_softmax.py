@@ -1,14 +1,18 @@
 """Softmax along one dimension in two sweeps over tiles of columns.
 
 The first sweep keeps a running maximum m and sum z of exponentials for each lane of a tile, so that no lane waits for
-another; with d = exp(-|x - m|), one of the two exponentials of the running softmax is d and the other is 1:
+another. A lane takes G neighbouring columns of each tile, those that a thread loads at once:
+
+    m' = max(m, max_j x_j)        z' = exp(m - m') z + sum_j exp(x_j - m')
+
+Of one column, with d = exp(-|x - m|), one of the two exponentials is d and the other is 1:
 
     x > m:  z' = d z + 1,  m' = x        x <= m:  z' = z + d,  m' = m
 
 The lanes are merged at the end, M = max m and Z = sum exp(m - M) z; the second sweep writes y = exp(x - M) / Z.
 
 N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 what is left of those
-BR, BN rows and columns of a tile
+BR, BN rows and columns of a tile   G columns of a lane
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
 """
@@ -40,6 +44,11 @@ class Rows(NamedTuple):
     def contiguous(self) -> bool:
         """Whether the columns of x are neighbours in memory."""
         return self.strides[6] == 1
+
+    def lane(self, itemsize: int) -> int:
+        """G: how many columns of x, of `itemsize` bytes each, a thread loads at once; 1 where rows are not aligned."""
+        aligned = self.contiguous and all(n % 16 == 0 for n in (self.N, *self.strides[:5:2]))
+        return 16 // itemsize if aligned else 1
 
 
 def as_rows(x: Tensor, y: Tensor, dim: int) -> tuple[Tensor, Rows]:
@@ -76,14 +85,14 @@ def place(tile, D1, R, BR: tl.constexpr):
 
 
 @triton.jit
-def maximum_and_sum(x_rows, there, start, end, stride_n, BR: tl.constexpr, BN: tl.constexpr):
+def maximum_and_sum(x_rows, there, start, end, stride_n, BR: tl.constexpr, BN: tl.constexpr, G: tl.constexpr):
     """Of the columns from start to end of the rows at x_rows [BR, 1] that are there: m and z, [BR, 1].
 
     Where all is -inf, m is the lowest finite number and z is 0.
     """
     # A finite start: an entry of -inf adds exp(-inf) = 0 to it, where it would add exp(-inf + inf) = NaN to -inf.
-    m = tl.full((BR, BN), LOWEST, tl.float32)
-    z = tl.zeros((BR, BN), tl.float32)
+    m = tl.full((BR, BN // G), LOWEST, tl.float32)
+    z = tl.zeros((BR, BN // G), tl.float32)
     for first in range(start, end, BN):
         c = first + tl.arange(0, BN)[None, :]
         x = tl.load(
@@ -93,9 +102,15 @@ def maximum_and_sum(x_rows, there, start, end, stride_n, BR: tl.constexpr, BN: t
             eviction_policy="evict_last",
         )  # [BR, BN]
         x = x.to(tl.float32)
-        d = tl.exp(-tl.abs(x - m))
-        z = tl.where(x > m, z * d + 1, z + d)
-        m = tl.maximum(m, x)
+        if G == 1:
+            d = tl.exp(-tl.abs(x - m))
+            z = tl.where(x > m, z * d + 1, z + d)
+            m = tl.maximum(m, x)
+        else:
+            x = tl.reshape(x, (BR, BN // G, G))
+            greater = tl.maximum(m, tl.max(x, 2))  # [BR, BN // G]
+            z = z * tl.exp(m - greater) + tl.sum(tl.exp(x - greater[:, :, None]), 2)
+            m = greater
     return merged(m, z)
 
 

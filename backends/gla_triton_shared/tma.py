@@ -18,10 +18,14 @@ UNIT = 16
 
 def addressable(x: Tensor) -> bool:
     """Whether TMA can address x: it is not empty, and all its rows begin at multiples of 16 bytes."""
-    size = x.element_size()
-    strides = [stride for stride, length in zip(x.stride()[:3], x.shape[:3], strict=True) if length > 1]
-    aligned = all(stride > 0 and stride * size % UNIT == 0 for stride in strides)
-    return aligned and x.numel() > 0 and x.data_ptr() % UNIT == 0
+    return x.data_ptr() % UNIT == 0 and _rows_aligned(x.shape, x.stride(), x.element_size())
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows_aligned(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool:
+    """Whether there are elements, of `size` bytes, and all rows begin at multiples of UNIT after the first."""
+    free = [stride for stride, length in zip(strides[:3], shape[:3], strict=True) if length > 1]
+    return 0 not in shape and all(stride > 0 and stride * size % UNIT == 0 for stride in free)
 
 
 def tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:

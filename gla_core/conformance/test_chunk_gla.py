@@ -52,12 +52,8 @@ def test_values_at_size(backend, case, measure):
     x = chunk(case)
     out = forward(x, backend.name)
     wide = [None if y is None else y.double() for y in (x.q, x.k, x.v, x.g)]
-    rows = [
-        gla.chunk_gla(
-            *(None if y is None else y[b : b + 1] for y in wide), output_final_state=True, backend="reference"
-        )
-        for b in range(len(x.q))
-    ]
+    options = {"output_final_state": True, "cu_seqlens": x.cu_seqlens, "backend": "reference"}
+    rows = [gla.chunk_gla(*(None if y is None else y[b : b + 1] for y in wide), **options) for b in range(len(x.q))]
     ref = {"o": torch.cat([o for o, _ in rows]), "state": torch.cat([state for _, state in rows])}
     measure(out, ref, FORWARD[case.dtype])
 

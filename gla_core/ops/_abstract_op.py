@@ -22,6 +22,9 @@ from gla_core.dispatch.selection import is_launch_failure, remember_launch_failu
 
 library = torch.library.Library("gla", "DEF")
 
+_deterministic = torch.are_deterministic_algorithms_enabled
+_precision = torch.get_float32_matmul_precision
+
 _MOST_PLANS = 8192  # a server that sees every sequence length must not grow without end
 _plans: dict[Hashable, tuple[Callable, Backend, OpCall]] = {}
 
@@ -72,12 +75,11 @@ class AbstractOp:
         plans = _plans
         request = current_request(backend)
         capturing = getattr(args[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing()
-        settings = (torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision())
+        key = _signature([self.name, request.spec, needs_grad, capturing, _deterministic(), _precision()], args)
         try:
-            key = (self.name, request.spec, needs_grad, capturing, *settings, *_signature(args))
             plan = plans.get(key)
         except TypeError:  # an argument that cannot be hashed has a wrong type; describe() says which
-            key = plan = None
+            plan = None
         if plan is None:
             plan = self._plan(self.call(*args, needs_grad=needs_grad, capturing=capturing), request)
             if len(plans) >= _MOST_PLANS:
@@ -131,14 +133,13 @@ def request_text(backend: str | None) -> str:
     return current_request(backend).spec
 
 
-def _signature(args: tuple) -> list[Hashable]:
-    """What decides whether a call is legal and who runs it: everything but the values."""
-    key: list[Hashable] = []
+def _signature(key: list[Hashable], args: tuple) -> tuple[Hashable, ...]:
+    """The circumstances in `key`, and what decides whether a call is legal and who runs it: everything but values."""
     for x in args:
         if isinstance(x, Tensor):
             key += (x.shape, x.dtype, x.device, x.is_contiguous() or x.stride()[-1:])
+        elif type(x) is float:
+            key.append(float)
         else:
-            key.append(type(x))  # 1, 1.0 and True are equal, and only one of them may be legal
-            if type(x) is not float:
-                key.append(x)
-    return key
+            key += (type(x), x)  # 1, 1.0 and True are equal, and only one of them may be legal
+    return tuple(key)

@@ -75,7 +75,7 @@ SOFTMAX = AbstractOp("online_softmax", _describe, _check_values)
 
 
 def _run(x: Tensor, dim: int, needs_grad: bool = False, backend: str | None = None) -> Tensor:
-    if isinstance(x, Tensor) and isinstance(dim, int) and -x.ndim <= dim < 0:
+    if isinstance(dim, int) and dim < 0 and isinstance(x, Tensor) and -x.ndim <= dim:
         dim += x.ndim
     return SOFTMAX.run((x, dim), needs_grad, backend)
 

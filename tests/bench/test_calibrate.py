@@ -103,12 +103,23 @@ def test_a_shape_that_fails_is_a_sample_with_its_error(made_up):
 
 def test_a_call_that_would_take_too_long_by_the_shipped_constants_is_left_out(made_up):
     made_up()
-    budget = 2**16 / SHIPPED["rate"]  # five of these are less than a call of 2**20 elements takes
+    budget = 2**16 / SHIPPED["rate"]  # ten of these are less than a call of 2**20 elements takes
     errors = {
         sample.call.dims["rows"] * sample.call.dims["columns"]: sample.error for sample in measured(budget=budget)
     }
-    assert errors.pop(2**20) == f"predicted to take over {5 * budget:.2g} s a call"
+    assert errors.pop(2**20) == f"predicted to take over {10 * budget:.2g} s a call"
     assert set(errors.values()) == {None}
+
+
+def test_the_quickest_sample_counts(made_up):
+    made_up()
+    sample = measured()[0]
+    slower, failed = (
+        dataclasses.replace(sample, seconds=2 * sample.seconds),
+        dataclasses.replace(sample, seconds=None, error="no"),
+    )
+    assert calibrate.quickest([slower, sample, failed]) == sample
+    assert calibrate.quickest([failed, failed]) == failed
 
 
 def test_an_interrupt_is_no_sample(made_up):

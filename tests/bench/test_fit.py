@@ -62,6 +62,12 @@ def test_noise_is_averaged():
     assert statistics.median(abs(error(kernel, {**fitted, **FIXED}, s)) for s in times()) < 0.03
 
 
+def test_a_few_times_that_are_far_off_spoil_nothing():
+    samples = [(call, seconds * (3 if i % 10 == 0 else 1)) for i, (call, seconds) in enumerate(times(0.01))]
+    fitted = fit(kernel, {name: 2 * value for name, value in TRUE.items()}, samples, FIXED)
+    assert fitted == pytest.approx(TRUE, rel=0.1)
+
+
 def test_the_same_samples_give_the_same_constants():
     assert fit(kernel, TRUE, times(0.05), FIXED) == fit(kernel, TRUE, times(0.05), FIXED)
 

@@ -78,7 +78,7 @@ def test_the_backend_carries_its_model(name):
 def test_each_constant_counts_for_some_call(name, kind, op):
     """And none is missing: the formula raises KeyError for a name that is not there."""
     calls = [
-        call_of(op, kind, capturing=capturing, **sizes, **tensors)
+        call_of(op, kind, capturing=capturing, **{**sizes, **tensors})
         for capturing in (False, True)
         for sizes in SIZES[op]
         for tensors in TENSORS[op.partition("_gla")[0]]
@@ -101,7 +101,7 @@ SIZES = {
     ],
     "recurrent_gla_step": [{"B": 1}, {"B": 1000}, {"B": 4, "P": 9, "indexed": True}],
     "online_softmax": [{"rows": rows, "columns": columns} for rows in (1, 10_000) for columns in (10, 100_000)],
-    "softmax_attention": [{"Tq": 1}, {"Tq": 1000, "Tk": 1000}, {"Tq": 1, "Tk": 1_000_000}],
+    "softmax_attention": [{"Tq": 1}, {"Tq": 1000, "Tk": 1000}, {"Tq": 1, "Tk": 1_000_000}, {"B": 100, "Tq": 1}],
 }
 SIZES["chunk_gla_bwd"] = SIZES["chunk_gla_fwd"]
 GATED = {"gate_dtype": torch.float32}
@@ -111,6 +111,7 @@ TENSORS = {
         {**GATED, "dtype": torch.float16},
         {**GATED, "dtype": torch.float32},
         {**GATED, "variable_length": True, "N": 7},
+        {**GATED, "Hq": 256},
     ],
     "recurrent": [{"state_dtype": torch.float32}],
     "online_softmax": [{}],
@@ -207,9 +208,10 @@ def test_what_formulas_say_of_the_kernels_is_so():
     assert reference_cost.KEY_BLOCK == softmax_attention.KEY_BLOCK
     assert scan_cost.CHUNK == _plan.CHUNK
     pytest.importorskip("triton")
-    from gla_triton_fused import chunk_gla as fused
     from gla_triton_fused import cost as fused_cost
     from gla_triton_fused import online_softmax as fused_softmax
+    from gla_triton_shared import chunk_gla_whole
+    from gla_triton_shared import cost as shared_cost
 
-    assert fused_cost.WORTH_WHOLE_CHUNKS == fused.WORTH_WHOLE_CHUNKS
+    assert shared_cost.WORTH_WHOLE_CHUNKS == chunk_gla_whole.WORTH_WHOLE_CHUNKS
     assert fused_cost.MOST_ON_CHIP == fused_softmax.MOST_ON_CHIP

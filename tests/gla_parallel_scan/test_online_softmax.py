@@ -36,7 +36,7 @@ def check(x, dim):
     return y
 
 
-@pytest.mark.parametrize("columns", [1, 2, 31, 1024, 1025, 8192, 8193, 16384, 70000, 81921])
+@pytest.mark.parametrize("columns", [1, 2, 31, 1024, 1025, 4096, 4097, 8192, 8193, 16384, 70000, 81921])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_columns_at_the_edges_of_tiles_and_pieces(device, dtype, columns, rows):
     check(random(rows, columns, device=device, dtype=dtype), 1)
@@ -111,6 +111,16 @@ def test_any_shape_order_and_dimension(shape, order, dim, seed):
 def test_long_rows_at_any_address(rows, columns, start, seed):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     check(random(rows, start + columns, device=device, dtype=torch.float16, seed=seed)[:, start:], 1)
+
+
+def test_the_second_call_gives_what_the_first_gave(device):
+    """It is launched from what was kept of the first; a tensor that had to be copied is copied again."""
+    four = random(4, 4, 4, 4, 6, device=device)[::2, ::2, ::2, ::2].permute(3, 2, 1, 0, 4)
+    for x, dim in ((random(3, 70000, device=device), 1), (four, 4)):
+        first = online_softmax(x, dim)
+        assert torch.equal(first, online_softmax(x, dim))
+        x.neg_()
+        check(x, dim)
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat1
 
 @pytest.fixture(autouse=True)
 def the_general_kernel(where_kernels_run, monkeypatch):
-    monkeypatch.setattr("gla_triton_fused.chunk_gla.WORTH_WHOLE_CHUNKS", 2**40)
+    monkeypatch.setattr("gla_triton_shared.chunk_gla_whole.WORTH_WHOLE_CHUNKS", 2**40)
     monkeypatch.setattr("gla_triton_shared.chunk_gla.WORTH_TILING", 0)  # tiles wherever they can be had
 
 

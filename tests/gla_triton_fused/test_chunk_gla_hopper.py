@@ -22,7 +22,7 @@ def hopper():
 
 @pytest.fixture(autouse=True)
 def whatever_the_length(monkeypatch):
-    monkeypatch.setattr("gla_triton_fused.chunk_gla.WORTH_WHOLE_CHUNKS", 0)
+    monkeypatch.setattr("gla_triton_shared.chunk_gla_whole.WORTH_WHOLE_CHUNKS", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +39,8 @@ def inputs(**sizes):
 
 
 def forward(q, k, v, g, scale, initial_state, cu_seqlens):
-    from gla_triton_fused import chunk_gla_hopper_wide
     from gla_triton_fused.chunk_gla import chunk_gla_fwd
-    from gla_triton_shared import chunk_gla_hopper
+    from gla_triton_shared import chunk_gla_hopper, chunk_gla_hopper_wide
 
     assert chunk_gla_hopper.suits(q, k, v, g) or chunk_gla_hopper_wide.suits(q, k, v, g)
     return chunk_gla_fwd(q, k, v, g, scale, initial_state, True, cu_seqlens)

@@ -13,6 +13,7 @@ from gla_core.conformance.tolerances import FORWARD, relative_error
 
 module = pytest.importorskip("gla_triton_fused.online_softmax", reason="needs triton")
 online_softmax = module.online_softmax
+MOST = module.MOST_ON_CHIP
 
 pytestmark = pytest.mark.usefixtures("where_kernels_run")
 
@@ -30,7 +31,7 @@ def check(x, dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("columns", [1, 2, 31, 1024, 1025, module.MOST_ON_CHIP, module.MOST_ON_CHIP + 1, 70000])
+@pytest.mark.parametrize("columns", [1, 2, 31, 1024, 1025, MOST, MOST + 1, MOST + 16, 2 * MOST, 2 * MOST + 1, 70000])
 def test_columns_at_the_edges_of_tiles(device, dtype, columns):
     check(random(3, columns, device=device, dtype=dtype), 1)
 
@@ -41,7 +42,7 @@ def test_columns_that_are_not_neighbours_in_memory(device, columns, inner):
     check(random(2, columns, inner, device=device), 1)
 
 
-@pytest.mark.parametrize("columns", [300, module.MOST_ON_CHIP + 300])
+@pytest.mark.parametrize("columns", [300, MOST + 300, MOST + 304])  # unaligned rows take one column at a time
 @pytest.mark.parametrize("special", [float("-inf"), float("inf"), float("nan"), 3.4e38, -3.4e38])
 def test_special_values_as_in_torch(device, columns, special):
     x = random(4, columns, device=device)
@@ -49,11 +50,21 @@ def test_special_values_as_in_torch(device, columns, special):
     torch.testing.assert_close(online_softmax(x, 1), torch.softmax(x, 1), equal_nan=True)
 
 
-@pytest.mark.parametrize("columns", [300, module.MOST_ON_CHIP + 300])
+@pytest.mark.parametrize("columns", [300, MOST + 300, MOST + 304])
 def test_the_same_bits_every_run(device, columns):
     x = random(3, columns, device=device)
     first = online_softmax(x, 1)
     assert all(torch.equal(first, online_softmax(x, 1)) for _ in range(3))
+
+
+def test_tiles_that_are_all_minus_infinity(device):
+    """They add nothing to a row that has finite entries elsewhere."""
+    x = torch.full((3, 100_000), -torch.inf, device=device)
+    x[0, 99_999], x[1, 0], x[1, 50_000] = 2.0, -3.0, -3.0
+    y = online_softmax(x, 1)
+    expected = torch.zeros_like(x)
+    expected[0, 99_999], expected[1, 0], expected[1, 50_000], expected[2] = 1.0, 0.5, 0.5, torch.nan
+    torch.testing.assert_close(y, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("dim", range(5))

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_triton_shared.chunk_gla_hopper import CHUNK, REACH, enter_ends, enter_frame
-from gla_triton_shared.launch import capability, launch
+from gla_triton_shared.launch import Launched, capability, launched
 from gla_triton_shared.tma import addressable, shared_tiles
 
 SLICE = 128
@@ -57,44 +57,23 @@ def run(
     initial_state: Tensor | None,
     o: Tensor,
     final_state: Tensor | None,
-) -> None:
+) -> list[Launched]:
     """Fill o, and final_state if there is one, for a call that `suits` accepts; see gla_core/ops/chunk_gla.py."""
     B, T, H, K = k.shape
     V = v.shape[3]
     chunks = -(-T // CHUNK)
     W = 32 if V <= 64 else 64
-    qg, kg = q.new_empty(2, B, T, H, K)
+    qg, kg = q.new_empty(B, T, H, K), q.new_empty(B, T, H, K)
     scores = q.new_empty(B, chunks * CHUNK, H, CHUNK)
     decays = g.new_empty(B, H, chunks, 2, 2 * SLICE, dtype=torch.float32)  # before and after kg^T v is added
-    launch(
-        _gate_kernel,
-        (chunks, B * H),
-        *(shared_tiles(x, CHUNK, SLICE) for x in (q, k, g, qg, kg)),
-        shared_tiles(scores, CHUNK, CHUNK),
-        decays,
-        H,
-        num_warps=4,
-    )
-    launch(
-        _state_kernel,
-        (-(-V // (2 * W)), B * H),
-        shared_tiles(qg, CHUNK, SLICE),
-        shared_tiles(kg, CHUNK, SLICE),
-        shared_tiles(scores, CHUNK, CHUNK),
-        shared_tiles(v, CHUNK, W),
-        shared_tiles(o, CHUNK, W),
-        decays,
-        initial_state,
-        *((0, 0, 0) if initial_state is None else initial_state.stride()[:3]),
-        final_state,
-        scale,
-        chunks,
-        H,
-        K,
-        V,
-        num_warps=4,
-        maxnreg=168,
-    )
+    tiled = (*(shared_tiles(x, CHUNK, SLICE) for x in (q, k, g, qg, kg)), shared_tiles(scores, CHUNK, CHUNK))
+    gates = launched(_gate_kernel, (chunks, B * H, 1), (*tiled, decays), (), (H,), num_warps=4)
+    grid = (-(-V // (2 * W)), B * H, 1)
+    tiled = (shared_tiles(x, CHUNK, width) for x, width in ((qg, SLICE), (kg, SLICE), (scores, CHUNK), (v, W), (o, W)))
+    tensors = (*tiled, decays, initial_state, final_state)
+    integers = (*((0, 0, 0) if initial_state is None else initial_state.stride()[:3]), chunks, H, K, V)
+    state = launched(_state_kernel, grid, tensors, (scale,), integers, num_warps=4, maxnreg=168)
+    return [gates, state]
 
 
 @gluon.jit(do_not_specialize=["H"])
@@ -271,11 +250,11 @@ def _state_kernel(
     o_desc,  # [B, H, T, V], tiles [C, W]
     decays,  # [B, H, chunks, 2, 2 * BK]
     initial_state,  # [B, H, K, V] or None
+    final_state,  # [B, H, K, V] or None
+    scale,
     state_n,
     state_h,
     state_k,
-    final_state,  # [B, H, K, V] or None
-    scale,
     chunks,
     H,
     K,
