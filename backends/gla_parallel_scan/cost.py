@@ -120,7 +120,8 @@ def _chunk_gla_in_pytorch(call: OpCall) -> tuple[float, float]:
     G = Hq / H if H else 0
     # Of a matrix product, ten multiplications count as one element.
     per_token = (1 + G) * (K * (4 + halvings) + 2 * V + K * V / 10) + 2 * G * C + 2 * K * V / C
-    return pieces * (4 + halvings + turns), B * H * n * C * per_token
+    packed = 1.4 if call.variable_length else 1  # gathered and scattered as well
+    return pieces * (4 + halvings + turns), B * H * n * C * per_token * packed
 
 
 def _recurrent_gla_step_in_pytorch(call: OpCall) -> tuple[float, float]:
