@@ -9,7 +9,7 @@ import sys
 import pytest
 
 # float32 differs from float16 in how a state is built alone: token by token.
-PARTS = ["chunk_gla and float32 and (values or hand_off or packed)", "chunk_gla and not float32", "softmax"]
+PARTS = ["chunk_gla and float32 and (values or hand_off or packed_equals)", "chunk_gla and not float32", "softmax"]
 TWICE = " and not same_bits and not unchanged"  # what an interpreter computes twice is the same
 
 

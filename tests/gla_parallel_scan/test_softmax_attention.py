@@ -130,7 +130,7 @@ def test_infinite_scores_as_in_torch(device, wanted):
 
 @pytest.mark.parametrize("K", [16, 40, 41])
 def test_layouts(device, dtype, wanted, K):
-    q, k, v = inputs(device, dtype, B=2, Tq=17, Tk=300, H=3, G=2, K=K, V=K)
+    q, k, v = inputs(device, dtype, B=2, Tq=9, Tk=300, H=3, G=2, K=K, V=K)
     expected = check(q, k, v, True)
 
     def same(*tensors):
@@ -146,7 +146,7 @@ def test_layouts(device, dtype, wanted, K):
 def test_the_same_bits_every_run(device, dtype, wanted):
     x = inputs(device, dtype, Tq=100, Tk=600, G=2, K=64, V=64)
     first = softmax_attention(*x, 0.1, True)
-    for _ in range(3):
+    for _ in range(3 if device == "cuda" else 1):
         assert all(map(torch.equal, first, softmax_attention(*x, 0.1, True)))
 
 

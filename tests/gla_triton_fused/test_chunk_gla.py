@@ -160,7 +160,7 @@ def test_strides(device, dtype):
 def test_the_same_bits_every_run(device, gates, dtype):
     x = inputs(device, T=130, K=64, V=64, gates=gates, dtype=dtype)
     first = forward(*x)
-    for _ in range(3):
+    for _ in range(3 if device == "cuda" else 1):
         for a, b in zip(forward(*x), first, strict=True):
             assert torch.equal(a, b)
 

@@ -134,7 +134,7 @@ def test_layouts(device, dtype, K):
 def test_the_same_bits_every_run(device, dtype):
     x = inputs(device, dtype, Tq=300, Tk=300, G=2, K=64, V=64)
     first = softmax_attention(*x, 0.1, True)
-    for _ in range(3):
+    for _ in range(3 if device == "cuda" else 1):
         assert all(map(torch.equal, first, softmax_attention(*x, 0.1, True)))
 
 
