@@ -1,4 +1,4 @@
-"""The conformance kit on parallel_scan: in PyTorch on a CPU, and its kernels, on a GPU or interpreted, part by part."""
+"""The conformance kit on parallel_scan: in PyTorch on a CPU; its kernels compiled, or interpreted part by part."""
 
 from __future__ import annotations
 
@@ -32,11 +32,16 @@ def test_in_pytorch():
 @pytest.mark.slow
 @pytest.mark.usefixtures("where_kernels_run")
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("device", ["cpu"])
 @pytest.mark.parametrize("tests", PARTS)
-def test_kernels(device, tests):
+def test_interpreted(tests, device):
     """But for recurrent_gla_step, whose kernel is that of triton_fused."""
     pytest.importorskip("triton")
-    if device == "cpu":
-        kit(tests + TWICE, device, interpret="1")
-    else:
-        kit("", device, interpret="0")
+    kit(tests + TWICE, device, interpret="1")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_compiled():
+    kit("", "cuda", interpret="0")
