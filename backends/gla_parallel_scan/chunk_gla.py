@@ -27,7 +27,6 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -45,14 +44,10 @@ from gla_triton_shared import chunk_gla_whole as whole
 from gla_triton_shared.launch import (
     Launched,
     capability,
-    device_of,
     float32_precision,
-    launch_again,
     launched,
-    layouts,
     multiprocessors,
     power_of_two,
-    remember_call,
 )
 from gla_triton_shared.tma import addressable, tiles
 
@@ -73,25 +68,11 @@ def chunk_gla_fwd(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """See gla_core/ops/chunk_gla.py."""
-    B, T, Hq, K = q.shape
-    H, V = v.shape[2:]
-    N = B if cu_seqlens is None else len(cu_seqlens) - 1
-    o = torch.empty(B, T, Hq, V, dtype=v.dtype, device=v.device)
-    final = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device) if output_final_state else None
-    if N == 0 or (T == 0 and final is None):
-        return o, final
-    key: Hashable = (
-        *("parallel_scan", q.device, layouts(q, k, v, g, initial_state, cu_seqlens), output_final_state),
-        *(float32_precision(), general.WORTH_TILING, whole.WORTH_WHOLE_CHUNKS, _length, _suits_hopper),
-    )
-    tensors = (q, k, v, g, initial_state, cu_seqlens, o, final)
-    with device_of(q):
-        if not launch_again(key, tensors, scale):
-            remember_call(key, tensors, _launch(q, k, v, g, scale, initial_state, cu_seqlens, o, final))
-    return o, final
+    settings = (_length, _suits_hopper)
+    return whole.chunk_gla_fwd(_fill, settings, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
 
 
-def _launch(
+def _fill(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -111,7 +111,10 @@ def _in_pytorch(call: OpCall, c: Constants) -> float:
 
 
 def _chunk_gla_in_pytorch(call: OpCall) -> tuple[float, float]:
-    """In pieces that stay in the cache: segments are halved log2 C times, and joined in 2 log2 n turns."""
+    """In pieces that stay in the cache: segments are halved log2 C times, and joined in 2 log2 n turns.
+
+    A state is held for each segment, and for each sequence the one that enters it.
+    """
     B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
     C = min(CHUNK, 1 << max(T - 1, 0).bit_length())
     n = T // C + N if call.variable_length else -(-T // C)
@@ -119,9 +122,10 @@ def _chunk_gla_in_pytorch(call: OpCall) -> tuple[float, float]:
     halvings, turns = math.log2(C), 2 * math.log2(max(n, 1))
     G = Hq / H if H else 0
     # Of a matrix product, ten multiplications count as one element.
-    per_token = (1 + G) * (K * (4 + halvings) + 2 * V + K * V / 10) + 2 * G * C + 2 * K * V / C
+    per_token = (1 + G) * (K * (4 + halvings) + 2 * V + K * V / 10) + 2 * G * C
+    elements = H * (B * n * C * per_token + 2 * (B * n + N) * K * V)
     packed = 1.4 if call.variable_length else 1  # gathered and scattered as well
-    return pieces * (4 + halvings + turns), B * H * n * C * per_token * packed
+    return pieces * (4 + halvings + turns), elements * packed
 
 
 def _recurrent_gla_step_in_pytorch(call: OpCall) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Gated linear attention over whole sequences: which kernel walks them.
+"""Gated linear attention over whole sequences: which kernel walks them. And the way of any call to its kernels.
 
 Of three, a call takes the first that suits it: that of chunk_gla_hopper.py, those of chunk_gla_hopper_wide.py, and that
 of chunk_gla.py, which suits every call.
@@ -6,14 +6,61 @@ of chunk_gla.py, which suits every call.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+
+import torch
 from torch import Tensor
 
 from gla_triton_shared import chunk_gla as general
-from gla_triton_shared.launch import Launched, capability
+from gla_triton_shared.launch import (
+    Launched,
+    capability,
+    device_of,
+    float32_precision,
+    launch_again,
+    layouts,
+    remember_call,
+)
 
 WORTH_WHOLE_CHUNKS = 96
 """Tokens of an average sequence from which on Hopper's kernels, with chunks of 64, are faster; up to K = 64, twice as
 many."""
+
+
+def chunk_gla_fwd(
+    fill: Callable[..., list[Launched]],
+    settings: Hashable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """See gla_core/ops/chunk_gla.py.
+
+    Args:
+        fill: takes and does what `run` does. Its launches are kept for the next call of the same layouts.
+        settings: what else decides which they are.
+    """
+    B, T, Hq, _ = q.shape
+    H, V = v.shape[2:]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    o = torch.empty(B, T, Hq, V, dtype=v.dtype, device=v.device)
+    final = torch.empty(N, H, k.shape[3], V, dtype=torch.float32, device=v.device) if output_final_state else None
+    if N == 0 or (T == 0 and final is None):
+        return o, final
+    key: Hashable = (
+        *(fill, settings, q.device, layouts(q, k, v, g, initial_state, cu_seqlens), output_final_state),
+        *(float32_precision(), general.WORTH_TILING, WORTH_WHOLE_CHUNKS),
+    )
+    tensors = (q, k, v, g, initial_state, cu_seqlens, o, final)
+    with device_of(q):
+        if not launch_again(key, tensors, scale):
+            remember_call(key, tensors, fill(q, k, v, g, scale, initial_state, cu_seqlens, o, final))
+    return o, final
 
 
 def run(

@@ -85,17 +85,31 @@ class _Map:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    run: Any  # Triton's launcher of the kernel, which takes tensor maps encoded
-    grid: tuple[int, int, int]
-    options: tuple[Any, ...]  # the kernel, and no hooks: these take a third of the time even where there are none
-    tensors: tuple[tuple[int, _Map | None], ...]  # places among those of the call; how each is mapped
-    floats: bool  # whether it takes those of the call
+    """A kept launch. Triton's launcher hands on what it is given to a function in C; this one calls that function."""
+
+    function: Any
+    before: tuple[Any, ...]  # what it takes before the stream
+    after: tuple[Any, ...]  # and after it; at last come the kernel's arguments
+    spread: bool  # whether it takes those one by one, not as a tuple
+    places: tuple[int, ...]  # of the kernel's tensors among those of the call
+    maps: tuple[_Map | None, ...] | None  # how each is mapped; None where none is
+    floats: bool  # whether the kernel takes those of the call
     integers: tuple[Any, ...]
 
-    def arguments(self, tensors: Sequence[Any], addresses: list[int]) -> list[Any]:
-        """What the kernel takes for its tensors, where the call has these at these addresses."""
+    def again(self, stream: int, tensors: Sequence[Any], addresses: list[int], floats: tuple[float, ...]) -> None:
+        """Launch on the tensors of a call, which are at these addresses."""
+        arguments: list[Any] = self._mapped(tensors, addresses) if self.maps else [addresses[i] for i in self.places]
+        if self.floats:
+            arguments += floats
+        arguments += self.integers
+        if self.spread:
+            self.function(*self.before, stream, *self.after, *arguments)
+        else:
+            self.function(*self.before, stream, *self.after, tuple(arguments))
+
+    def _mapped(self, tensors: Sequence[Any], addresses: list[int]) -> list[Any]:
         arguments = []
-        for i, form in self.tensors:
+        for i, form in zip(self.places, self.maps or (), strict=True):
             if form is None:
                 arguments.append(addresses[i])
                 continue
@@ -113,6 +127,8 @@ class _Call:
     scratch: tuple[tuple[torch.Size, torch.dtype], ...]
     launches: tuple[_Launch, ...]
 
+
+_current_device = torch.accelerator.current_device_index  # a third of the time of torch.cuda.current_device
 
 _NONE = -1
 """The place of a None among a call's tensors: behind them."""
@@ -158,33 +174,50 @@ def remember_call(key: Hashable, tensors: Sequence[Tensor | None], launches: Seq
     places.update({id(x): len(tensors) + i for i, x in enumerate(scratch)})
     kept = [_keep(launch, places) for launch in launches]
     if None not in kept:
-        active: Any = driver.active
         shapes = tuple((x.shape, x.dtype) for x in scratch)
-        _put(_calls, key, _Call(active.get_current_device(), shapes, tuple(kept)))  # pyright: ignore[reportArgumentType]
+        _put(_calls, key, _Call(_current_device(), shapes, tuple(kept)))  # pyright: ignore[reportArgumentType]
 
 
 def _keep(launch: Launched, places: dict[int, int]) -> _Launch | None:
-    """None where this Triton launches kernels with tensor maps in a way that is not known here."""
-    kernel, run = launch.kernel, launch.kernel.run
-    descriptors = [x for x in launch.tensors if hasattr(x, "base")]
-    maps = {}
+    """None where this Triton launches kernels in a way that is not known here."""
+    function, descriptors = launch.kernel.run.launch, [x for x in launch.tensors if hasattr(x, "base")]
+    maps = None
     if descriptors:
-        metadata = getattr(kernel.metadata, "tensordesc_meta", None) or ()
-        launch_encoded = _behind_encoding(run.launch)
-        if len(metadata) != len(descriptors) or launch_encoded is None:
+        metadata = getattr(launch.kernel.metadata, "tensordesc_meta", None) or ()
+        function = _behind_encoding(function)
+        if len(metadata) != len(descriptors) or function is None:
             return None
-        maps = {id(x): _Map(x, of_x) for x, of_x in zip(descriptors, metadata, strict=True)}
-        run = copy.copy(run)
-        run.launch = launch_encoded
-    tensors = tuple((places.get(id(getattr(x, "base", x)), _NONE), maps.get(id(x))) for x in launch.tensors)
-    options = (kernel.function, kernel.packed_metadata, None, None, None)
-    return _Launch(run, launch.grid, options, tensors, bool(launch.floats), launch.integers)
+        of = {id(x): _Map(x, of_x) for x, of_x in zip(descriptors, metadata, strict=True)}
+        maps = tuple(of.get(id(x)) for x in launch.tensors)
+    told = _handed_on(launch)
+    if told is None:
+        return None
+    before, after, spread = told
+    at = tuple(places.get(id(getattr(x, "base", x)), _NONE) for x in launch.tensors)
+    return _Launch(function, before, after, spread, at, maps, bool(launch.floats), launch.integers)
 
 
 def _behind_encoding(launch: Any) -> Any:
     """What Triton's `launch` hands encoded tensor maps on to; None where it is not known how it does."""
     names = getattr(getattr(launch, "__code__", None), "co_freevars", ())
     return launch.__closure__[names.index("launcher")].cell_contents if "launcher" in names else None
+
+
+def _handed_on(launch: Launched) -> tuple[tuple, tuple, bool] | None:
+    """`before`, `after` and `spread` of `_Launch`: found by asking Triton's launcher with marks in their places."""
+    stream, argument = object(), object()
+    told: list[Any] = []
+    kernel, run = launch.kernel, copy.copy(launch.kernel.run)
+    if any(getattr(run, f"{what}_scratch_size", 1) for what in ("global", "profile")):  # allocated for each launch
+        return None
+    run.launch = lambda *args: told.extend(args)
+    # No hooks: these take a third of the time even where there are none.
+    run(*launch.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, argument)
+    *told, last = told
+    if stream not in told or last not in (argument, (argument,)):
+        return None
+    at = told.index(stream)
+    return tuple(told[:at]), tuple(told[at + 1 :]), last is argument
 
 
 def launch_again(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> bool:
@@ -195,23 +228,21 @@ def launch_again(key: Hashable, tensors: Sequence[Tensor | None], *floats: float
         current one, or a profiler listens: only Triton's own way tells it of launches.
     """
     call = _calls.get(key)
-    if call is None or _watched():
-        return False
-    active: Any = driver.active
-    if call.device != active.get_current_device():
+    if call is None or call.device != _current_device() or _watched():
         return False
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
     if not _aligned(addresses):
         return False
     if call.scratch:
         device = next(x for x in tensors if x is not None).device
-        tensors = [*tensors, *(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in call.scratch)]
-        addresses += [x.data_ptr() for x in tensors[len(addresses) :]]  # pyright: ignore[reportOptionalMemberAccess]
+        scratch = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in call.scratch]
+        tensors = [*tensors, *scratch]
+        addresses += [x.data_ptr() for x in scratch]
     addresses.append(0)  # at _NONE
+    active: Any = driver.active
     stream = active.get_current_stream(call.device)
     for launch in call.launches:
-        arguments = (*launch.arguments(tensors, addresses), *(floats if launch.floats else ()), *launch.integers)
-        launch.run(*launch.grid, stream, *launch.options, *arguments)
+        launch.again(stream, tensors, addresses, floats)
     return True
 
 

@@ -1,7 +1,7 @@
-"""Softmax along one dimension in two sweeps over tiles of columns.
+"""Softmax along one dimension: where rows lie, and the first of two sweeps over tiles of columns.
 
-The first sweep keeps a running maximum m and sum z of exponentials for each lane of a tile, so that no lane waits for
-another. A lane takes G neighbouring columns of each tile, those that a thread loads at once:
+It keeps a running maximum m and sum z of exponentials for each lane of a tile, so that no lane waits for another. A
+lane takes G neighbouring columns of each tile, those that a thread loads at once:
 
     m' = max(m, max_j x_j)        z' = exp(m - m') z + sum_j exp(x_j - m')
 
@@ -9,7 +9,7 @@ Of one column, with d = exp(-|x - m|), one of the two exponentials is d and the 
 
     x > m:  z' = d z + 1,  m' = x        x <= m:  z' = z + d,  m' = m
 
-The lanes are merged at the end, M = max m and Z = sum exp(m - M) z; the second sweep writes y = exp(x - M) / Z.
+The lanes are merged at the end, M = max m and Z = sum exp(m - M) z; a second sweep can then write exp(x - M) / Z.
 
 N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 what is left of those
 BR, BN rows and columns of a tile   G columns of a lane
@@ -119,29 +119,3 @@ def merged(m, z):
     """The maxima m and sums z of parts of a row, [BR, parts], as one: [BR, 1]."""
     row_m = tl.max(m, 1, keep_dims=True)
     return row_m, tl.sum(z * tl.exp(m - row_m), 1, keep_dims=True)
-
-
-@triton.jit
-def write_softmax(
-    x_rows,  # [BR, 1]
-    y_rows,  # [BR, 1]
-    there,  # [BR, 1]
-    m,  # [BR, 1]
-    z,  # [BR, 1]
-    start,
-    end,
-    stride_xn,
-    stride_yn,
-    BR: tl.constexpr,
-    BN: tl.constexpr,
-):
-    """Write the columns from start to end, the last first: those that have been read last are still in the cache."""
-    factor = 1 / z  # a row that is all -inf: 0 * inf = NaN below
-    for back in range(0, end - start, BN):
-        c = start + (end - start - 1) // BN * BN - back + tl.arange(0, BN)[None, :]
-        here = there & (c < end)
-        x = tl.load(x_rows + c.to(tl.int64) * stride_xn, mask=here, other=-float("inf"), eviction_policy="evict_first")
-        y = tl.exp(x.to(tl.float32) - m) * factor
-        tl.store(
-            y_rows + c.to(tl.int64) * stride_yn, y.to(y_rows.dtype.element_ty), mask=here, eviction_policy="evict_first"
-        )

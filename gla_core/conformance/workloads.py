@@ -111,6 +111,7 @@ ONLINE_SOFTMAX = (
         _workload("online_softmax", f"rows_8192_columns_{n}", "train", shape=(8192, n), dtype=torch.bfloat16)
         for n in (1024, 4096, 16384, 65536)
     ),
+    _workload("online_softmax", "rows_8192_columns_50257", "train odd", shape=(8192, 50257), dtype=torch.bfloat16),
     _workload("online_softmax", "rows_4_columns_16m", "long", shape=(4, 2**24), dtype=torch.bfloat16),
 )
 SOFTMAX_ATTENTION = (

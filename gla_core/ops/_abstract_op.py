@@ -136,10 +136,10 @@ def request_text(backend: str | None) -> str:
 def _signature(key: list[Hashable], args: tuple) -> tuple[Hashable, ...]:
     """The circumstances in `key`, and what decides whether a call is legal and who runs it: everything but values."""
     for x in args:
-        if isinstance(x, Tensor):
-            key += (x.shape, x.dtype, x.device, x.is_contiguous() or x.stride()[-1:])
-        elif type(x) is float:
-            key.append(float)
-        else:
-            key += (type(x), x)  # 1, 1.0 and True are equal, and only one of them may be legal
+        kind = type(x)
+        key.append(kind)  # 1, 1.0 and True are equal, and only one of them may be legal
+        if kind is Tensor or isinstance(x, Tensor):
+            key += x.shape, x.dtype, x.device, x.is_contiguous() or x.stride()[-1:]
+        elif kind is not float:
+            key.append(x)
     return tuple(key)

@@ -13,7 +13,7 @@ from gla_core.conformance.tolerances import FORWARD, relative_error
 
 module = pytest.importorskip("gla_triton_fused.online_softmax", reason="needs triton")
 online_softmax = module.online_softmax
-MOST = module.MOST_ON_CHIP
+MOST, ODD = module.MOST_ON_CHIP, module.MOST_ODD_ON_CHIP
 
 pytestmark = pytest.mark.usefixtures("where_kernels_run")
 
@@ -31,9 +31,19 @@ def check(x, dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("columns", [1, 2, 31, 1024, 1025, MOST, MOST + 1, MOST + 16, 2 * MOST, 2 * MOST + 1, 70000])
+@pytest.mark.parametrize("columns", [1, 2, 31, 1024, 1025, ODD, ODD + 1, MOST, MOST + 1, MOST + 16, 2 * MOST, 70001])
 def test_columns_at_the_edges_of_tiles(device, dtype, columns):
     check(random(3, columns, device=device, dtype=dtype), 1)
+
+
+@pytest.mark.parametrize("columns", [ODD + 1, 4 * 4096 - 7, 4 * 4096 + 7, 2 * MOST + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_begin_anywhere(device, columns, dtype):
+    """Ends of every length on both sides of the aligned tiles; and rows with a gap between them."""
+    x = random(9, columns, device=device, dtype=dtype)
+    check(x, 1)
+    check(x.view(3, 3, columns), 2)
+    check(x[:, 1:-2], 1)
 
 
 @pytest.mark.parametrize("columns", [255, 257, 300])
