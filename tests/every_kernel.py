@@ -66,10 +66,12 @@ def steps() -> None:
 
 
 def softmaxes() -> None:
-    """Rows on chip and in two sweeps, along either dimension."""
-    for columns, dim, dtype in itertools.product((7, 1000, 16384, 20000), (0, 1), DTYPES):
+    """Rows on chip and in two sweeps, along either dimension; few and many, aligned and not."""
+    for columns, dim, dtype in itertools.product((7, 1000, 16384, 20000, 20001, 40001), (0, 1), DTYPES):
         x = torch.randn(5, columns, device="cuda").to(dtype)
         gla.online_softmax(x if dim else x.reshape(columns, 5), dim)
+    for columns, dtype in itertools.product((256, 1024), DTYPES):
+        gla.online_softmax(torch.randn(2048, columns, device="cuda").to(dtype))
 
 
 def attentions() -> None:

@@ -70,8 +70,7 @@ def _launch(x: Tensor, y: Tensor, rows: Rows) -> list[Launched]:
     BR, BN, num_warps = _tile(R, N, rows.contiguous, 8192)
     tiles = -(-4 * P // BN)  # a program reads all sums of its rows, which has to be little beside what it writes
     W = -(-N // (tiles * BN))
-    BP = power_of_two(P, least=32 * num_warps // BR)  # a number for each lane, or several lanes merge the same
-    integers = (D1, R, N, P, W, tiles, *strides, BR, BN, BP, overlaps)
+    integers = (D1, R, N, P, W, tiles, *strides, BR, BN, power_of_two(P), overlaps)
     options = {"launch_pdl": True} if overlaps else {}
     written = launched(_write, (blocks * W, 1, 1), (x, y, m, z), (), integers, num_warps=num_warps, **options)
     return [summed, written]
