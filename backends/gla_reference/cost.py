@@ -5,9 +5,9 @@
     seconds = host + work + pages     on a CPU
     seconds = max(host, work + kernels * host)        on a GPU
 
-pages = temporary bytes / page_rate where they are more than `KEPT`: then the C library returns them to the system, to
-be mapped again page by page. kernels is the part of the host's time that lies between the starts of two small kernels
-all the same; a CUDA graph is left with that and the work.
+pages = temporary bytes beyond `KEPT` / page_rate: those leave the cache, and the C library may return them to the
+system, to be mapped again page by page. kernels is the part of the host's time that lies between the starts of two
+small kernels all the same; a CUDA graph is left with that and the work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gla_core.dispatch.backend import OpCall
 CHUNK, TILE, KEY_BLOCK = 64, 1024, 256
 """As in chunk_gla.py, online_softmax.py and softmax_attention.py."""
 KEPT = 2**25
-"""Bytes of freed memory that glibc keeps; see gla_parallel_scan/in_pytorch/chunk_gla.py."""
+"""Temporary bytes that cost nothing more: caches hold them, and glibc keeps them when they are freed."""
 HALVING = 8
 """Turns of the loop over chunks that issue as many operations as one halving of the chunks."""
 
@@ -43,7 +43,8 @@ def predicted_seconds(call: OpCall, c: Mapping[str, float]) -> float:
     host = c["call"] + c["step"] * steps
     work = elements * (size / 4) / c["rate"]
     if call.device.type == "cpu":
-        return host + work + (held * size / c["page_rate"] if held * size > KEPT else 0)
+        beyond = held * size - KEPT
+        return host + work + (beyond / c["page_rate"] if beyond > 0 else 0)
     device = work + c["kernels"] * host
     return device if call.capturing else max(host, device)
 

@@ -19,6 +19,8 @@ from gla_triton_shared.cost import (
 
 MOST_ON_CHIP = 2**14
 """As in online_softmax.py."""
+MOST_IN_CACHE = 2**17
+"""Bytes of a row that is still in the L2 cache when it is read again, like those of all blocks at work on an H200."""
 
 
 def predicted_seconds(call: OpCall, c: Constants) -> float | None:
@@ -27,12 +29,13 @@ def predicted_seconds(call: OpCall, c: Constants) -> float | None:
 
 
 def _online_softmax(call: OpCall, c: Constants) -> float:
-    """A block reads its row once if it fits on chip, twice if not, and writes it; many rows are as fast as memory.
+    """A block reads its row once if it fits on chip or in the cache, twice if not, and writes it.
 
-    Constants: launch, bandwidth, host; block_bandwidth, bytes a second of one block.
+    Many rows are as fast as memory. Constants: launch, bandwidth, host; block_bandwidth, bytes a second of one block.
     """
     rows, columns = call.dims["rows"], call.dims["columns"]
-    row = columns * call.dtype.itemsize * (2 if columns <= MOST_ON_CHIP else 3)
+    row = columns * call.dtype.itemsize
+    row *= 2 if columns <= MOST_ON_CHIP or row <= MOST_IN_CACHE else 3
     return in_all(call, c["launch"] + max(row / c["block_bandwidth"], rows * row / c["bandwidth"]), c["host"])
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gla_core.bench import results
 from gla_core.dispatch.backend import OP_PARAMETERS, CostModel, OpCall, shipped_constants
 
 FACTS = {
     "cpu": {"multiprocessors": 1.0, "compute_capability": 0.0},
     "NVIDIA H200": {"multiprocessors": 132.0, "compute_capability": 9.0},
 }
+MEASURED = results.read(Path(__file__).parents[2] / "benchmarks" / "results" / "triton-h200.json")
 BACKENDS = ("reference", "triton_fused", "parallel_scan")
 KINDS = [(name, kind) for name in BACKENDS for kind in FACTS if (name, kind) != ("triton_fused", "cpu")]
 OPS = [(name, kind, op) for name, kind in KINDS for op in OP_PARAMETERS if op != "chunk_gla_bwd" or name == "reference"]
@@ -182,6 +185,18 @@ def test_few_heads_and_many_tokens_are_for_the_scan():
     assert scan < fused / 3
     fused, scan = both(B=8, T=4096, H=16, Hq=16)
     assert fused <= 1.05 * scan
+
+
+@pytest.mark.parametrize("columns", [1024, 4096, 16384, 50257, 65536, 2**24])
+def test_long_rows_go_to_whom_an_h200_found_faster(columns):
+    """By the times in benchmarks/results/triton-h200.json: two sweeps read from the cache, and few rows are split."""
+    rows = 4 if columns == 2**24 else 8192
+    call = call_of("online_softmax", "NVIDIA H200", rows=rows, columns=columns)
+    fused, scan = (predicted(name, "NVIDIA H200", call) for name in ("triton_fused", "parallel_scan"))
+    workload = "rows_4_columns_16m" if columns == 2**24 else f"rows_8192_columns_{columns}"
+    times = {row.backend: row.seconds for row in MEASURED.rows if row.key[1:] == (workload, "forward")}
+    assert (fused < scan) == (times["triton_fused"] < times["parallel_scan"])
+    assert fused == pytest.approx(times["triton_fused"], rel=0.4)
 
 
 def test_another_gpu_has_no_kernels_for_hopper():

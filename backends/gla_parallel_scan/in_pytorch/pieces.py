@@ -6,13 +6,20 @@ from collections.abc import Iterator
 
 
 def pieces(B: int, H: int, numbers: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """Ranges of a batch and of its heads, each with about `most` numbers where one head of one sequence has `numbers`.
+    """Ranges of a batch and of its heads, all about as large, each with about `most` numbers at most.
 
     Args:
-        B: size of the batch. H: number of heads. numbers, most: sizes of a tensor.
+        B: size of the batch. H: number of heads. numbers: of one head of one sequence.
     """
     heads = max(1, most // max(numbers, 1))
-    rows = max(1, heads // max(H, 1))
+    rows = _even(B, max(1, heads // max(H, 1)))
+    heads = _even(H, heads)
     for b in range(0, B, rows):
         for h in range(0, H, heads):
             yield slice(b, b + rows), slice(h, h + heads)
+
+
+def _even(n: int, most: int) -> int:
+    """The size of the parts of n where it is cut into the fewest that are no larger than `most`."""
+    parts = max(1, -(-n // most))
+    return max(1, -(-n // parts))
