@@ -33,8 +33,8 @@ SEGMENT = 64
 PIECE = 2**18
 """Numbers of a tensor that is worked on at once: heads and sequences come in pieces that stay in the cache."""
 
-# glibc keeps freed memory up to twice the largest block of at most 32 MiB that it has mapped and freed, and returns more
-# than that to the system, to be mapped again page by page: as long as the arithmetic takes, or longer. This block is
+# glibc keeps freed memory up to twice the largest block of at most 32 MiB that it has mapped and freed. More than that
+# it returns to the system, to be mapped again page by page: as long as the arithmetic takes, or longer. This block is
 # never touched.
 torch.empty(2**25 - 2**16, dtype=torch.uint8)
 
