@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gla_core.bench import results
 from gla_core.bench.results import Results
 from gla_core.bench.run import by_op
+from gla_core.bench.suite import Row
 
 FOLDER = Path(__file__).parent / "results"
+OURS = ("triton_fused", "parallel_scan")
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 MARKED = re.compile(f"{re.escape(BEGIN)}\n(.*?){re.escape(END)}", re.DOTALL)
 
@@ -56,10 +59,28 @@ def _section(found: Results, path: Path) -> str:
         "'× fla' is the time of FLA over that of the row. "
         f"Written by `benchmarks/evidence.py` into `benchmarks/results/{path.name}`.\n",
     ]
+    lines += _beside_baselines(found.rows)
     for op, rows in by_op(found.rows):
         summary = f"<summary>{op}: {len(rows)} measurements</summary>"
         lines.append(f"<details>{summary}\n\n{results.markdown(rows)}\n\n</details>\n")
     return "\n".join(lines + _pictures(path))
+
+
+def _beside_baselines(rows: Sequence[Row]) -> list[str]:
+    """A table of the quicker one of `OURS` beside each baseline; nothing where there is none."""
+    ours = [row for row in rows if row.backend in OURS and row.ratio_to]
+    lines = [
+        "| workload | direction | baseline | | quicker of ours | | times as fast |",
+        "| --- | --- | --- | ---: | --- | ---: | ---: |",
+    ]
+    for key in dict.fromkeys(row.key for row in ours):
+        row = max((row for row in ours if row.key == key), key=lambda row: max(row.ratio_to.values()))
+        for name, ratio in row.ratio_to.items():
+            theirs, time = results.time_text((row.seconds or 0) * ratio), results.time_text(row.seconds)
+            lines.append(
+                f"| {row.workload} | {row.direction} | {name} | {theirs} | {row.backend} | {time} | {ratio:.2f} |"
+            )
+    return ["\n".join(lines) + "\n"] if ours else []
 
 
 def _selection(found: dict[str, Any], path: Path) -> str:

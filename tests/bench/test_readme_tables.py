@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gla_core.bench import results
+from gla_core.bench.suite import Row
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +44,18 @@ def test_a_section_names_its_source(tables, tmp_path, synthetic):
     ):
         assert text in section
     assert "![" not in section
+
+
+def test_the_quicker_of_ours_stands_beside_the_baseline(tables, tmp_path, synthetic):
+    def row(backend, seconds):
+        return Row(workload="short", op="chunk_gla", backend=backend, direction="forward", seconds=seconds)
+
+    ours = [row("triton_fused", 4e-4), row("parallel_scan", 5e-4)]
+    results.write(tmp_path / "triton-pretend.json", synthetic.with_rows([*synthetic.rows, *ours]))
+    table = tables.render(tmp_path).partition("<details>")[0]
+    assert "| short | forward | fla | 2.00 ms | triton_fused | 400 us | 5.00 |" in table
+    assert "parallel_scan" not in table
+    assert "mine" not in table
 
 
 def test_pictures_beside_the_results_are_shown(tables, tmp_path, synthetic):
