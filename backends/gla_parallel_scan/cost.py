@@ -15,6 +15,7 @@ import torch
 
 from gla_core.dispatch.backend import OpCall
 from gla_parallel_scan._plan import CHUNK, blocks_of, segment_length
+from gla_parallel_scan.in_pytorch.pieces import piece
 from gla_triton_shared.cost import (
     Constants,
     Walk,
@@ -31,6 +32,8 @@ from gla_triton_shared.cost import (
     whole_seconds,
 )
 
+PIECE = 2**18
+"""As in in_pytorch/chunk_gla.py."""
 UNALIGNED = 3
 """Times as long; measured on an H200 with 50257 columns."""
 
@@ -126,11 +129,14 @@ def _chunk_gla_in_pytorch(call: OpCall) -> tuple[float, float]:
     B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
     C = min(CHUNK, 1 << max(T - 1, 0).bit_length())
     n = T // C + N if call.variable_length else -(-T // C)
-    pieces = math.ceil(B * H * T * max(K, V) / 2**18)
+    rows, heads = piece(B, H, T * max(K, V), PIECE)
+    pieces = math.ceil(B / rows) * math.ceil(H / heads)
     halvings, turns = math.log2(C), 2 * math.log2(max(n, 1))
     G = Hq / H if H else 0
     # Of a matrix product, ten multiplications count as one element.
     per_token = (1 + G) * (K * (4 + halvings) + 2 * V + K * V / 10) + 2 * G * C
+    if T % C:
+        per_token += (2 + G) * K + V  # zeros for what is missing at the end
     elements = H * (B * n * C * per_token + 2 * (B * n + N) * K * V)
     packed = 1.4 if call.variable_length else 1  # gathered and scattered as well
     return pieces * (4 + halvings + turns), elements * packed

@@ -60,6 +60,8 @@ def _chunk_gla(call: OpCall) -> Count:
     G = Hq / H if H else 0
     halvings = math.log2(C)
     per_token = (1 + G) * (K * (4 + halvings) + 2 * V + K * V / 10) + 2 * G * C + 2 * K * V / C
+    if T % C:
+        per_token += 2 * ((2 + G) * K + V)  # copied once more, to be filled up with zeros
     held = (2 + G) * K + (1 + G) * V + G * C + 3 * K * V / C
     packed = call.variable_length  # gathered and scattered as well, and three operations a chunk carry the state
     steps = HALVING * halvings + chunks * (3 if packed else 1)

@@ -215,6 +215,7 @@ def test_nothing_is_predicted_for_interpreted_kernels(name, monkeypatch):
 def test_what_formulas_say_of_the_kernels_is_so():
     from gla_parallel_scan import _plan
     from gla_parallel_scan import cost as scan_cost
+    from gla_parallel_scan.in_pytorch import chunk_gla as scan_in_pytorch
     from gla_reference import chunk_gla, online_softmax, softmax_attention
     from gla_reference import cost as reference_cost
 
@@ -222,6 +223,7 @@ def test_what_formulas_say_of_the_kernels_is_so():
     assert reference_cost.TILE == online_softmax.TILE
     assert reference_cost.KEY_BLOCK == softmax_attention.KEY_BLOCK
     assert scan_cost.CHUNK == _plan.CHUNK
+    assert scan_cost.PIECE == scan_in_pytorch.PIECE
     pytest.importorskip("triton")
     from gla_triton_fused import cost as fused_cost
     from gla_triton_fused import online_softmax as fused_softmax

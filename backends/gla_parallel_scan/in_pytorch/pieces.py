@@ -11,12 +11,17 @@ def pieces(B: int, H: int, numbers: int, most: int) -> Iterator[tuple[slice, sli
     Args:
         B: size of the batch. H: number of heads. numbers: of one head of one sequence.
     """
-    heads = max(1, most // max(numbers, 1))
-    rows = _even(B, max(1, heads // max(H, 1)))
-    heads = _even(H, heads)
+    rows, heads = piece(B, H, numbers, most)
     for b in range(0, B, rows):
         for h in range(0, H, heads):
             yield slice(b, b + rows), slice(h, h + heads)
+
+
+def piece(B: int, H: int, numbers: int, most: int) -> tuple[int, int]:
+    """Rows and heads of the pieces, of which the last ones may have fewer."""
+    heads = max(1, most // max(numbers, 1))
+    rows = max(1, heads // max(H, 1))
+    return _even(B, rows), _even(H, heads)
 
 
 def _even(n: int, most: int) -> int:
