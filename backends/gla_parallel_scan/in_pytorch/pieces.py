@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 def pieces(B: int, H: int, numbers: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """Ranges of a batch and of its heads, all about as large, each with about `most` numbers at most.
+    """Ranges of a batch and of its heads: as few as have about `most` numbers each, all about as large.
 
     Args:
         B: size of the batch. H: number of heads. numbers: of one head of one sequence.
@@ -19,12 +19,11 @@ def pieces(B: int, H: int, numbers: int, most: int) -> Iterator[tuple[slice, sli
 
 def piece(B: int, H: int, numbers: int, most: int) -> tuple[int, int]:
     """Rows and heads of the pieces, of which the last ones may have fewer."""
-    heads = max(1, most // max(numbers, 1))
-    rows = max(1, heads // max(H, 1))
-    return _even(B, rows), _even(H, heads)
+    sequence = H * numbers
+    heads = _even(H, sequence / most)
+    return (1 if heads < H else _even(B, B * sequence / most)), heads
 
 
-def _even(n: int, most: int) -> int:
-    """The size of the parts of n where it is cut into the fewest that are no larger than `most`."""
-    parts = max(1, -(-n // most))
-    return max(1, -(-n // parts))
+def _even(n: int, parts: float) -> int:
+    """The size of the parts of n where it is cut into about so many."""
+    return max(1, -(-n // max(1, min(n, round(parts)))))
