@@ -272,7 +272,7 @@ def run(
     path = out / f"selection-{_short_name(head['device']) if device.type == 'cuda' else 'cpu'}.json"
     rows = {key(row): row for row in earlier_rows(path, head)}
     missing = [(part, call) for part, call in calls(device) if _key(part, call) not in rows]
-    for part, call in itertools.chain(missing, *[calls(device)] * (passes - 1)):
+    for part, call in itertools.chain(missing, *(calls(device) for _ in range(passes - 1))):
         if time.monotonic() > end:
             say("out of time")
             break

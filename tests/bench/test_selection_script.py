@@ -121,12 +121,12 @@ def test_a_run_is_taken_up_where_it_ended(selection, backend, tmp_path, monkeypa
 
 
 def test_of_several_passes_the_quickest_time_counts(selection, tmp_path, monkeypatch):
-    monkeypatch.setattr(selection, "calls", lambda device: [("grid", CALL)])
+    monkeypatch.setattr(selection, "calls", lambda device: iter([("grid", CALL)]))
     monkeypatch.setattr(selection, "_worth_timing", lambda explanation: ([], {}))
-    times = iter([{"mine": 2e-3, "theirs": 1e-3}, {"mine": 1e-3, "theirs": 4e-3}, {"mine": 3e-3}])
+    times = iter([{"mine": 2e-3, "theirs": 1e-3}, {"mine": 3e-3}, {"mine": 1e-3, "theirs": 4e-3}, {"mine": 3e-3}])
     monkeypatch.setattr(selection, "_time", lambda *_: (next(times), {}))
     monkeypatch.setattr(selection, "_explain", lambda call: Explained())
-    path = selection.run(tmp_path, CPU, 0.003, 1.0, None, lambda line: None, passes=2)
+    path = selection.run(tmp_path, CPU, 0.003, 1.0, None, lambda line: None, passes=3)
     (row,) = json.loads(path.read_text())["rows"]
     assert row["measured"] == {"mine": 1e-3, "theirs": 1e-3}
     assert row["ratio"] == 1.0
