@@ -271,16 +271,16 @@ def run(
     head = header(device, commit)
     path = out / f"selection-{_short_name(head['device']) if device.type == 'cuda' else 'cpu'}.json"
     rows = {key(row): row for row in earlier_rows(path, head)}
-    missing = [(part, call) for part, call in calls(device) if _key(part, call) not in rows]
+    missing = [(part, call) for part, call in calls(device) if key({"part": part, **as_json(call)}) not in rows]
     for part, call in itertools.chain(missing, *(calls(device) for _ in range(passes - 1))):
         if time.monotonic() > end:
             say("out of time")
             break
-        row, before = measure_row(part, call, seconds), rows.get(_key(part, call))
-        row = row if before is None else quickest(before, row)
-        rows[key(row)] = row
+        row = measure_row(part, call, seconds)
+        name = key(row)
+        rows[name] = quickest(rows[name], row) if name in rows else row
         write(path, head, list(rows.values()))
-        say(describe(row))
+        say(describe(rows[name]))
     return path
 
 
@@ -314,10 +314,6 @@ def write(path: Path, head: Row, rows: Sequence[Row]) -> None:
 def key(row: Row) -> str:
     """What tells a row from all others."""
     return json.dumps([row["part"], row["op"], row["dims"], row.get("packed"), row.get("graph")], sort_keys=True)
-
-
-def _key(part: str, call: OpCall) -> str:
-    return key({"part": part, **as_json(call)})
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:
