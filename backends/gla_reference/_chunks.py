@@ -36,9 +36,9 @@ class Dense:
             x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], dim=1)
         return rearrange(x, "b (n c) h ... -> b h n c ...", c=self.C)
 
-    def join(self, x: Tensor) -> Tensor:
-        """The inverse of `split`."""
-        return rearrange(x, "b h n c ... -> b (n c) h ...")[:, : self.T].contiguous()
+    def join(self, x: Tensor, out: Tensor) -> None:
+        """Write to out [B, T, H, ...] what `split` would make x of."""
+        out.copy_(rearrange(x, "b h n c ... -> b (n c) h ...")[:, : self.T])
 
     def scan(self, state: Tensor, decay: Tensor, update: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
         """Carry a state [N, H, K, V] through the chunks: state <- decay[n] * state + update[n].
@@ -82,12 +82,12 @@ class Packed:
         x = torch.where(self.inside.reshape(1, self.n, self.C, *[1] * (x.ndim - 3)), x, 0)
         return rearrange(x, "b n c h ... -> b h n c ...")
 
-    def join(self, x: Tensor) -> Tensor:
-        """The inverse of `split`."""
+    def join(self, x: Tensor, out: Tensor) -> None:
+        """As `Dense.join`; rows of no sequence become 0."""
         x = rearrange(x, "b h n c ... -> b (n c) h ...")
         joined = x.new_zeros(1, self.T + 1, *x.shape[2:])  # places past an end all go to row T
         joined[:, torch.where(self.inside, self.row, self.T).flatten()] = x
-        return joined[:, : self.T].contiguous()
+        out.copy_(joined[:, : self.T])
 
     def scan(self, state: Tensor, decay: Tensor, update: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
         """As `Dense.scan`; a sequence's own state enters its first chunk, and an empty sequence keeps its state."""

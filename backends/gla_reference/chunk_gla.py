@@ -60,7 +60,8 @@ def chunk_gla_fwd(
     entering, final = chunks.scan(start, decay, k_out.mT @ vc)  # [R, H, n, K, V]
     o = (_rows(A) @ vc).add_(_rows(q_in) @ entering)  # [R, H, n, C*G, V]
     o = o.unflatten(-2, (-1, qc.shape[-2]))  # [R, H, n, C, G, V]
-    return _join_groups(chunks, o).to(v.dtype), final if output_final_state else None
+    o = _join(chunks, o, q.shape[:3], v.dtype)
+    return o, _fresh(final) if output_final_state else None
 
 
 def chunk_gla_bwd(
@@ -105,11 +106,11 @@ def chunk_gla_bwd(
     _add_key_gradient(dk, dg, vc @ leaving.mT, k_out, after)
     dg += (decay * (entering * leaving).sum(-1))[..., None, :]  # from the entering state to the leaving one
     return (
-        _join_groups(chunks, scale * dq).to(q.dtype),
-        chunks.join(dk).to(k.dtype),
-        chunks.join(dv).to(v.dtype),
-        None if g is None else chunks.join(dg).to(g.dtype),
-        None if initial_state is None else dinitial,
+        _join(chunks, scale * dq, q.shape[:3], q.dtype),
+        _join(chunks, dk, k.shape[:3], k.dtype),
+        _join(chunks, dv, v.shape[:3], v.dtype),
+        None if g is None else _join(chunks, dg, g.shape[:3], g.dtype),
+        None if initial_state is None else _fresh(dinitial),
     )
 
 
@@ -201,9 +202,16 @@ def _group(q: Tensor, k: Tensor) -> Tensor:
     return rearrange(q, "b t (h g) d -> b t h g d", h=k.shape[2])
 
 
-def _join_groups(chunks: Dense | Packed, x: Tensor) -> Tensor:
-    """[R, H, n, C, G, V] to [B, T, Hq, V]."""
-    return chunks.join(x).flatten(2, 3)
+def _join(chunks: Dense | Packed, x: Tensor, tokens: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A fresh tensor [*tokens, D] in `dtype` of x [R, H, n, C, (G,) D], where tokens are B, T and H or Hq."""
+    out = torch.empty(*tokens, x.shape[-1], dtype=dtype, device=x.device)
+    chunks.join(x, out.unflatten(2, (x.shape[1], -1)) if x.ndim == 6 else out)
+    return out
+
+
+def _fresh(state: Tensor) -> Tensor:
+    """A copy: the state may be the one that was given, or a part of a larger tensor."""
+    return state.clone(memory_format=torch.contiguous_format)
 
 
 def _state(initial: Tensor | None, q: Tensor, k: Tensor, v: Tensor, N: int) -> Tensor:

@@ -39,7 +39,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scal
     kept = state.to(dtype) if g is None else g.to(dtype).exp()[..., None] * state.to(dtype)
     new = kept + update
     o = scale * einsum(queries, new, "b h g k, b h k v -> b h g v")
-    return o.flatten(1, 2).to(v.dtype), new.to(state.dtype)
+    return o.flatten(1, 2).to(v.dtype, copy=True), new.to(state.dtype)
 
 
 def _step_in_pool(

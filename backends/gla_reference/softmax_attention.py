@@ -41,6 +41,6 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
         m = m_new
     o, lse = o / z, (m + z.log()).squeeze(-1)
     return (
-        rearrange(o, "b h g i v -> b i (h g) v").to(v.dtype).contiguous(),
-        rearrange(lse, "b h g i -> b i (h g)").contiguous(),
+        rearrange(o, "b h g i v -> b i (h g) v").to(v.dtype, memory_format=torch.contiguous_format, copy=True),
+        rearrange(lse, "b h g i -> b i (h g)").clone(memory_format=torch.contiguous_format),
     )

@@ -21,6 +21,7 @@ from gla_triton_shared.launch import (
     layouts,
     remember_call,
 )
+from gla_triton_shared.padding import clear_padding
 
 WORTH_WHOLE_CHUNKS = 96
 """Tokens of an average sequence from which on Hopper's kernels, with chunks of 64, are faster; up to K = 64, twice as
@@ -51,7 +52,7 @@ def chunk_gla_fwd(
     o = torch.empty(B, T, Hq, V, dtype=v.dtype, device=v.device)
     final = torch.empty(N, H, k.shape[3], V, dtype=torch.float32, device=v.device) if output_final_state else None
     if N == 0 or (T == 0 and final is None):
-        return o, final
+        return o.zero_(), final  # any token there is belongs to no sequence
     key: Hashable = (
         *(fill, settings, q.device, layouts(q, k, v, g, initial_state, cu_seqlens), output_final_state),
         *(float32_precision(), general.WORTH_TILING, WORTH_WHOLE_CHUNKS),
@@ -59,7 +60,10 @@ def chunk_gla_fwd(
     tensors = (q, k, v, g, initial_state, cu_seqlens, o, final)
     with device_of(q):
         if not launch_again(key, tensors, scale):
-            remember_call(key, tensors, fill(q, k, v, g, scale, initial_state, cu_seqlens, o, final))
+            launches = fill(q, k, v, g, scale, initial_state, cu_seqlens, o, final)
+            if cu_seqlens is not None and T > 0:
+                launches = [*launches, *clear_padding(o, cu_seqlens)]
+            remember_call(key, tensors, launches)
     return o, final
 
 

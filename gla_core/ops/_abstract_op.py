@@ -1,4 +1,4 @@
-"""What every abstract op shares: from checked arguments to a backend's function, and the torch.library namespace.
+"""What every abstract op shares: from checked arguments to a backend's function and its checked results.
 
 A call is checked and its backend chosen once per signature (shapes, dtypes, devices, request); after that the way to
 the function is one dictionary look-up.
@@ -19,8 +19,7 @@ from gla_core.dispatch.backend import Backend, OpCall
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
-
-library = torch.library.Library("gla", "DEF")
+from gla_core.ops import _autocast, _results
 
 _deterministic = torch.are_deterministic_algorithms_enabled
 _precision = torch.get_float32_matmul_precision
@@ -44,6 +43,7 @@ class AbstractOp:
     Args:
         name: as in `gla_core.dispatch.backend.OP_PARAMETERS`.
         describe: takes the op's arguments; raises ValueError or TypeError for bad ones, else returns an `OpCall`.
+        results: takes the op's arguments; returns what a backend has to return for them.
         check_values: takes the op's arguments under GLA_CHECK=1; raises ValueError for values no op is defined on.
         backward: the abstract op that a gradient will need.
     """
@@ -52,11 +52,13 @@ class AbstractOp:
         self,
         name: str,
         describe: Callable[..., OpCall],
+        results: Callable[..., _results.Results],
         check_values: Callable[..., None] | None = None,
         backward: str | None = None,
     ) -> None:
         self.name = name
         self.describe = describe
+        self.results = results
         self._check_values = check_values
         self.backward = backward
 
@@ -77,19 +79,19 @@ class AbstractOp:
         capturing = getattr(args[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing()
         key = _signature([self.name, request.spec, needs_grad, capturing, _deterministic(), _precision()], args)
         try:
-            plan = plans.get(key)
+            known = plans.get(key)
         except TypeError:  # an argument that cannot be hashed has a wrong type; describe() says which
-            plan = None
-        if plan is None:
-            plan = self._plan(self.call(*args, needs_grad=needs_grad, capturing=capturing), request)
-            if len(plans) >= _MOST_PLANS:
-                plans.clear()
-            plans[key] = plan
-        if self._check_values is not None and environment().check_values:
-            self._check_values(*args)
+            known = None
+        plan = known or self._plan(self.call(*args, needs_grad=needs_grad, capturing=capturing), request)
         function, chosen, call = plan
+        if self._check_values is not None and environment().check_values and call.device.type != "meta":
+            self._check_values(*args)
         try:
-            return function(*args)
+            if _autocast.in_force():
+                with _autocast.off(call.device.type):  # a backend's own products keep the precision of its code
+                    found = function(*args)
+            else:
+                found = function(*args)
         except Exception as error:
             if request.choice(self.name).names or not is_launch_failure(error):
                 raise
@@ -98,18 +100,19 @@ class AbstractOp:
             warnings.warn(
                 f"{self.name}: backend {chosen.name!r} could not launch and is skipped: {error}", stacklevel=2
             )
-        return self.run(args, needs_grad, backend)
+            return self.run(args, needs_grad, backend)
+        if known is None:
+            _results.check(f"{self.name}: backend {chosen.name!r}", found, self.results(*args), args)
+            if len(plans) >= _MOST_PLANS:
+                plans.clear()
+            plans[key] = plan
+        return found
 
     def _plan(self, call: OpCall, request: Request) -> tuple[Callable, Backend, OpCall]:
         if call.needs_grad and self.backward is not None:
             select(dataclasses.replace(call, op=self.backward), request)  # so that its absence is found before a launch
         chosen = select(call, request)
         return chosen.ops[self.name], chosen, call
-
-
-def bypasses_torch(x: Any) -> bool:
-    """Whether the public function may call the backend itself: nothing is compiled, and x is a plain tensor."""
-    return not torch.compiler.is_compiling() and (type(x) is Tensor or not isinstance(x, Tensor))
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

@@ -5,6 +5,7 @@ Every message says which argument, what it was, what was expected.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -101,7 +102,7 @@ def cu_seqlens(x: Any, dims: dict[str, Any], of: str = "q") -> None:
 
 
 def number_or_none(name: str, x: Any) -> None:
-    if x is not None and (isinstance(x, bool) or not isinstance(x, int | float | torch.SymFloat | torch.SymInt)):
+    if x is not None and (isinstance(x, bool) or not isinstance(x, numbers.Real | torch.SymFloat | torch.SymInt)):
         raise TypeError(f"{name} is {type(x).__name__}; expected a number or None")
 
 
@@ -123,6 +124,15 @@ def gate_values(g: Tensor | None) -> None:
         raise ValueError(f"g has values up to {float(g.max())}; expected the log of a forget gate, at most 0")
 
 
+def offset_values(cu_seqlens: Tensor | None, T: int) -> None:
+    """A check of GLA_CHECK=1: reads values. Rows of T behind the last offset belong to no sequence."""
+    if cu_seqlens is None:
+        return
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] > T or offsets != sorted(offsets):
+        raise ValueError(f"cu_seqlens is {offsets}; expected offsets that rise from 0 to at most T = {T}")
+
+
 def with_contiguous_rows(x: Tensor) -> Tensor:
     """x, copied only if its last dimension is not contiguous (gradients come expanded)."""
     return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
@@ -133,12 +143,17 @@ def state_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def scale_or_default(q: Any, scale: float | None) -> float:
+def plain_number(x: Any) -> Any:
+    """A number of any library, such as numpy's, as a float; all else as it is."""
+    if type(x) is float or x is None or isinstance(x, bool) or not isinstance(x, numbers.Real):
+        return x
+    return float(x)
+
+
+def scale_or_default(q: Any, scale: Any) -> float:
     """The scale as a float, K^-1/2 where none is given."""
-    if type(scale) is int:
-        return float(scale)  # a compiler may treat an integer argument as a constant, and compile for each
     if scale is not None:
-        return scale
+        return plain_number(scale)
     try:
         return q.shape[-1] ** -0.5
     except (AttributeError, IndexError, ZeroDivisionError):

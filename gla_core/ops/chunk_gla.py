@@ -24,14 +24,58 @@ with dstate the gradient of the final state, or None; each gradient has its inpu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
-from gla_core.ops import _checks
-from gla_core.ops._abstract_op import AbstractOp, bypasses_torch, library, needs_gradient, request_text
+from gla_core.ops import _autocast, _checks
+from gla_core.ops._abstract_op import AbstractOp, needs_gradient, request_text
+from gla_core.ops._results import Result, Results
+from gla_core.ops._torch_op import bypasses_torch, no_second_derivative, refuse_tangents, torch_op
+
+
+@overload
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: Literal[False] = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, None]: ...
+
+
+@overload
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    *,
+    output_final_state: Literal[True],
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]: ...
 
 
 def chunk_gla(
@@ -47,6 +91,8 @@ def chunk_gla(
 ) -> tuple[Tensor, Tensor | None]:
     """Gated linear attention, differentiable in q, k, v, g and initial_state.
 
+    Under autocast q, k and v are cast to its dtype, which is then o's; g keeps float32.
+
     Args:
         q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
         k: keys [B, T, H, K], as q.
@@ -56,7 +102,8 @@ def chunk_gla(
         initial_state: [N, H, K, V] float32 (float64 with float64), the state before the first token.
         output_final_state: also return the state after the last token.
         cu_seqlens: [N+1] int32 or int64 on q's device, B = 1: sequence i is rows cu_seqlens[i] to cu_seqlens[i+1].
-            Empty sequences are legal. Without it N = B.
+            Empty sequences are legal. Rows behind the last offset belong to no sequence: their o, and every gradient
+            of them, is 0. Without it N = B.
         backend: a request such as "reference"; see `use_backend`.
 
     Returns:
@@ -65,16 +112,21 @@ def chunk_gla(
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or layout.
         NoBackendError, UnknownBackendError: nobody can serve the request.
+        NotImplementedError: an input carries a tangent of forward-mode AD.
 
     Example:
         >>> q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
         >>> g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 16
         >>> o, state = gla.chunk_gla(q, k, v, g, output_final_state=True)
     """
+    if _autocast.in_force():
+        q, k, v, g = _autocast.tokens(q, k, v, g)
+    refuse_tangents(q, k, v, g, initial_state)
+    scale = _checks.plain_number(scale)
     needs_grad = needs_gradient(q, k, v, g, initial_state)
     if not needs_grad and bypasses_torch(q):
         return _run_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, False, backend)
-    o, state = torch.ops.gla.chunk_gla_fwd.default(
+    o, state = _torch_fwd(
         q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, needs_grad, request_text(backend)
     )
     return o, state if output_final_state else None
@@ -152,14 +204,43 @@ def _check_values(
 ) -> None:
     _checks.no_nan(q=q, k=k, v=v, g=g, initial_state=initial_state)
     _checks.gate_values(g)
-    if cu_seqlens is not None:
-        offsets = cu_seqlens.tolist()
-        if offsets[0] != 0 or offsets[-1] != q.shape[1] or offsets != sorted(offsets):
-            raise ValueError(f"cu_seqlens is {offsets}; expected offsets that rise from 0 to T = {q.shape[1]}")
+    _checks.offset_values(cu_seqlens, q.shape[1])
 
 
-FORWARD = AbstractOp("chunk_gla_fwd", _describe, _check_values, backward="chunk_gla_bwd")
-BACKWARD = AbstractOp("chunk_gla_bwd", _describe_bwd)
+def _results(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> Results:
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    o = Result("o", (*q.shape[:3], v.shape[3]), v.dtype)
+    return o, Result(
+        "final_state", (N, *k.shape[2:], v.shape[3]), _checks.state_dtype(q)
+    ) if output_final_state else None
+
+
+def _results_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    do: Tensor,
+    dstate: Tensor | None,
+) -> Results:
+    inputs = {"dq": q, "dk": k, "dv": v, "dg": g, "dinitial_state": initial_state}
+    return tuple(None if x is None else Result(name, x.shape, x.dtype) for name, x in inputs.items())
+
+
+FORWARD = AbstractOp("chunk_gla_fwd", _describe, _results, _check_values, backward="chunk_gla_bwd")
+BACKWARD = AbstractOp("chunk_gla_bwd", _describe_bwd, _results_bwd)
 
 
 def _run_fwd(
@@ -178,12 +259,12 @@ def _run_fwd(
     return FORWARD.run((q, k, v, g, scale, initial_state, output_final_state, cu_seqlens), needs_grad, backend)
 
 
-def _torch_fwd(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _run_torch_fwd(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     o, state = _run_fwd(q, *args)
     return o, _no_state(q) if state is None else state
 
 
-def _torch_bwd(
+def _run_torch_bwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -205,39 +286,20 @@ def _no_state(q: Tensor) -> Tensor:
     return q.new_empty(0, dtype=_checks.state_dtype(q))
 
 
-def _fake_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    needs_grad: bool = False,
-    backend: str = "",
-) -> tuple[Tensor, Tensor]:
-    dims = _describe(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens).dims
-    o = v.new_empty([dims[name] for name in ("B", "T", "Hq", "V")])
-    if not output_final_state:
-        return o, _no_state(q)
-    return o, q.new_empty([dims[name] for name in ("N", "H", "K", "V")], dtype=_checks.state_dtype(q))
+def _empty(q: Tensor, results: Results) -> tuple[Tensor, ...]:
+    return tuple(_no_state(q) if x is None else q.new_empty(x.shape, dtype=x.dtype) for x in results)
 
 
-def _fake_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    do: Tensor,
-    dstate: Tensor | None,
-    backend: str = "",
-) -> tuple[Tensor, ...]:
-    _describe_bwd(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate)
-    return tuple(x.new_empty(x.shape) if x is not None else _no_state(q) for x in (q, k, v, g, initial_state))
+def _fake_fwd(q: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    described = args[:7]  # without needs_grad and backend
+    _describe(q, *described)
+    return _empty(q, _results(q, *described))
+
+
+def _fake_bwd(q: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    described = args[:8]  # without backend
+    _describe_bwd(q, *described)
+    return _empty(q, _results_bwd(q, *described))
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -249,7 +311,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple:
     q, k, v, g, initial_state, cu_seqlens = ctx.saved_tensors
     dfinal = _checks.with_contiguous_rows(dstate) if ctx.has_final_state else None
-    dq, dk, dv, dg, dinitial = torch.ops.gla.chunk_gla_bwd.default(
+    dq, dk, dv, dg, dinitial = _torch_bwd(
         q, k, v, g, ctx.scale, initial_state, cu_seqlens, _checks.with_contiguous_rows(do), dfinal, ctx.backend
     )
     dg = None if g is None else dg
@@ -257,23 +319,18 @@ def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple:
     return dq, dk, dv, dg, None, dinitial, None, None, None, None
 
 
-def _no_second_derivative(ctx: Any, *grads: Tensor) -> tuple:
-    raise RuntimeError("chunk_gla has no second derivative; do not pass create_graph=True through it")
-
-
-library.define(
+_torch_fwd = torch_op(
     "chunk_gla_fwd(Tensor q, Tensor k, Tensor v, Tensor? g, float? scale, Tensor? initial_state, "
     "bool output_final_state, Tensor? cu_seqlens, bool needs_grad=False, str backend='') -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _run_torch_fwd,
+    _fake_fwd,
+    _setup_context,
+    _backward,
 )
-library.define(
+_torch_bwd = torch_op(
     "chunk_gla_bwd(Tensor q, Tensor k, Tensor v, Tensor? g, float? scale, Tensor? initial_state, "
     "Tensor? cu_seqlens, Tensor do, Tensor? dstate, str backend='') -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _run_torch_bwd,
+    _fake_bwd,
+    backward=no_second_derivative("chunk_gla"),
 )
-library.impl("chunk_gla_fwd", _torch_fwd, "CompositeExplicitAutograd")
-library.impl("chunk_gla_bwd", _torch_bwd, "CompositeExplicitAutograd")
-torch.library.register_fake("gla::chunk_gla_fwd", _fake_fwd, lib=library)
-torch.library.register_fake("gla::chunk_gla_bwd", _fake_bwd, lib=library)
-torch.library.register_autograd("gla::chunk_gla_fwd", _backward, setup_context=_setup_context, lib=library)
-torch.library.register_autograd("gla::chunk_gla_bwd", _no_second_derivative, lib=library)

@@ -10,6 +10,7 @@ Source: Katharopoulos et al., "Transformers are RNNs" (arXiv 2006.16236).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +21,52 @@ from gla_core.ops.chunk_gla import chunk_gla
 def elu_plus_one(x: Tensor) -> Tensor:
     """The positive feature map of arXiv 2006.16236: elu(x) + 1."""
     return torch.nn.functional.elu(x) + 1
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: Callable[[Tensor], Tensor] | None = elu_plus_one,
+    normalize: bool = True,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: Literal[False] = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, None]: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: Callable[[Tensor], Tensor] | None = elu_plus_one,
+    normalize: bool = True,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    *,
+    output_final_state: Literal[True],
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: Callable[[Tensor], Tensor] | None = elu_plus_one,
+    normalize: bool = True,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]: ...
 
 
 def linear_attention(
@@ -62,4 +109,9 @@ def linear_attention(
     o, state = chunk_gla(
         q, k, torch.cat([v, ones], dim=-1), None, 1.0, initial_state, output_final_state, cu_seqlens, backend
     )
-    return o[..., :-1] / o[..., -1:], state
+    z = o[..., -1:]
+    if cu_seqlens is not None:  # rows of no sequence stay 0
+        tokens = torch.arange(q.shape[1], device=q.device)
+        own = (cu_seqlens[0] <= tokens) & (tokens < cu_seqlens[-1])  # [T]
+        z = torch.where(own[:, None, None], z, 1)
+    return o[..., :-1] / z, state

@@ -14,18 +14,23 @@ all -inf gives NaN, as torch.softmax does; a tile that is all -inf makes no NaN 
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
-from gla_core.ops import _checks
-from gla_core.ops._abstract_op import AbstractOp, bypasses_torch, library, needs_gradient, request_text
+from gla_core.ops import _autocast, _checks
+from gla_core.ops._abstract_op import AbstractOp, needs_gradient, request_text
+from gla_core.ops._results import Result, Results
+from gla_core.ops._torch_op import TorchOp, bypasses_torch, refuse_tangents, torch_op
 
 
 def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tensor:
     """Softmax of x along dim, differentiable.
+
+    Under autocast it computes and returns float32, as PyTorch's softmax does on a GPU.
 
     Args:
         x: any shape of at least one dimension; float64, float32, float16 or bfloat16.
@@ -38,14 +43,28 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
     Raises:
         ValueError, TypeError: x of a wrong rank, dtype or layout, dim out of range.
         NoBackendError, UnknownBackendError: nobody can serve the request.
+        NotImplementedError: x carries a tangent of forward-mode AD.
 
     Example:
         >>> gla.online_softmax(torch.tensor([0.0, 0.0, float("-inf")]))
         tensor([0.5000, 0.5000, 0.0000])
     """
-    if not needs_gradient(x) and bypasses_torch(x):
+    if _autocast.in_force():
+        x = _autocast.wide(x)
+    refuse_tangents(x)
+    dim = _from_the_front(x, dim)
+    needs_grad = needs_gradient(x)
+    if not needs_grad and bypasses_torch(x):
         return _run(x, dim, False, backend)
-    return torch.ops.gla.online_softmax.default(x, dim, needs_gradient(x), request_text(backend))
+    return _torch_softmax(x, dim, needs_grad, request_text(backend))
+
+
+def _from_the_front(x: Any, dim: Any) -> Any:
+    """The dimension of x counted from 0, where dim is one at all."""
+    if isinstance(dim, bool | Tensor) or not hasattr(dim, "__index__"):
+        return dim
+    dim = operator.index(dim)
+    return dim + x.ndim if dim < 0 and isinstance(x, Tensor) and -x.ndim <= dim else dim
 
 
 def _describe(x: Any, dim: Any = -1) -> OpCall:
@@ -71,13 +90,15 @@ def _check_values(x: Tensor, dim: int) -> None:
     _checks.no_nan(x=x)
 
 
-SOFTMAX = AbstractOp("online_softmax", _describe, _check_values)
+def _results(x: Tensor, dim: int) -> Results:
+    return (Result("y", x.shape, x.dtype),)
+
+
+SOFTMAX = AbstractOp("online_softmax", _describe, _results, _check_values)
 
 
 def _run(x: Tensor, dim: int, needs_grad: bool = False, backend: str | None = None) -> Tensor:
-    if isinstance(dim, int) and dim < 0 and isinstance(x, Tensor) and -x.ndim <= dim:
-        dim += x.ndim
-    return SOFTMAX.run((x, dim), needs_grad, backend)
+    return SOFTMAX.run((x, _from_the_front(x, dim)), needs_grad, backend)
 
 
 def _fake(x: Tensor, dim: int, needs_grad: bool = False, backend: str = "") -> Tensor:
@@ -98,10 +119,17 @@ def _backward(ctx: Any, dy: Tensor) -> tuple:
     return dx.to(x.dtype), None, None, None
 
 
-library.define(
+def _vmap(call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Tensor, int]:
+    x, dim, *rest = args
+    x = x.movedim(in_dims[0], 0)
+    return call(x, dim % (x.ndim - 1) + 1, *rest), 0
+
+
+_torch_softmax = torch_op(
     "online_softmax(Tensor x, int dim, bool needs_grad=False, str backend='') -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _run,
+    _fake,
+    _setup_context,
+    _backward,
+    _vmap,
 )
-library.impl("online_softmax", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("gla::online_softmax", _fake, lib=library)
-torch.library.register_autograd("gla::online_softmax", _backward, setup_context=_setup_context, lib=library)

@@ -17,14 +17,16 @@ left alone and a new tensor of the same shape is returned, the rows nobody addre
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
-from gla_core.ops import _checks
-from gla_core.ops._abstract_op import AbstractOp, bypasses_torch, library, needs_gradient
+from gla_core.ops import _autocast, _checks
+from gla_core.ops._abstract_op import AbstractOp, needs_gradient, request_text
+from gla_core.ops._results import Result, Results
+from gla_core.ops._torch_op import bypasses_torch, refuse_in_place, refuse_tangents, torch_op
 
 
 def recurrent_gla_step(
@@ -39,6 +41,8 @@ def recurrent_gla_step(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advance a state by one token per row. Not differentiable: train with `chunk_gla`.
+
+    Under autocast q, k and v are cast to its dtype, which is then o's; g keeps float32, and the state its dtype.
 
     Args:
         q: queries [B, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
@@ -59,22 +63,25 @@ def recurrent_gla_step(
         ValueError, TypeError: an argument of a wrong shape, dtype, device or layout.
         RuntimeError: an input requires a gradient.
         NoBackendError, UnknownBackendError: nobody can serve the request.
+        NotImplementedError: an input carries a tangent of forward-mode AD.
 
     Example:
         >>> state = torch.zeros(2, 4, 32, 32)
         >>> o, state = gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state)
     """
+    if _autocast.in_force():
+        q, k, v, g = _autocast.tokens(q, k, v, g)
+    refuse_tangents(q, k, v, g, state)
+    scale = _checks.plain_number(scale)
     if needs_gradient(q, k, v, g, state):
-        raise RuntimeError(
-            "recurrent_gla_step has no backward and an input requires a gradient; "
-            "train with chunk_gla, or decode under torch.no_grad()"
-        )
+        _no_backward()
     if bypasses_torch(q):
         return _run(q, k, v, g, state, scale, state_indices, inplace, backend)
+    args = (q, k, v, g, state, scale, state_indices, request_text(backend))
     if inplace:
-        args = (q, k, v, g, state, scale, state_indices, backend or "")
-        return torch.ops.gla.recurrent_gla_step_.default(*args), state
-    return torch.ops.gla.recurrent_gla_step.default(q, k, v, g, state, scale, state_indices, backend or "")
+        refuse_in_place()
+        return _torch_step_inplace(*args), state
+    return _torch_step(*args)
 
 
 def _describe(
@@ -133,7 +140,21 @@ def _check_values(
             raise ValueError(f"state_indices is {used}; expected no state twice")
 
 
-STEP = AbstractOp("recurrent_gla_step", _describe, _check_values)
+def _results(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float | None,
+    state_indices: Tensor | None,
+    inplace: bool = False,
+) -> Results:
+    o = Result("o", (*q.shape[:2], v.shape[2]), v.dtype)
+    return o, Result("state", state.shape, state.dtype, written=state if inplace else None)
+
+
+STEP = AbstractOp("recurrent_gla_step", _describe, _results, _check_values)
 
 
 def _run(
@@ -155,7 +176,7 @@ def _run(
     return o, state
 
 
-def _torch_functional(
+def _run_functional(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -168,7 +189,7 @@ def _torch_functional(
     return _run(q, k, v, g, state, scale, state_indices, False, backend)
 
 
-def _torch_inplace(
+def _run_inplace(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -181,27 +202,34 @@ def _torch_inplace(
     return _run(q, k, v, g, state, scale, state_indices, True, backend)[0]
 
 
-def _fake_functional(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, *rest: Any) -> tuple:
-    return _fake_inplace(q, k, v, g, state, *rest), state.new_empty(state.shape)
+def _fake_functional(q: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    described = args[:6]  # without backend
+    _describe(q, *described)
+    return tuple(q.new_empty(x.shape, dtype=x.dtype) for x in _results(q, *described) if x is not None)
 
 
-def _fake_inplace(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, *rest: Any) -> Tensor:
-    scale, state_indices = rest[:2]
-    dims = _describe(q, k, v, g, state, scale, state_indices).dims
-    return v.new_empty([dims["B"], dims["Hq"], dims["V"]])
+def _fake_inplace(q: Tensor, *args: Any) -> Tensor:
+    return _fake_functional(q, *args)[0]
 
 
-library.define(
+def _no_backward(*_: Any) -> NoReturn:
+    raise RuntimeError(
+        "recurrent_gla_step has no backward and an input requires a gradient; "
+        "train with chunk_gla, or decode under torch.no_grad()"
+    )
+
+
+_torch_step = torch_op(
     "recurrent_gla_step(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor state, float? scale, "
     "Tensor? state_indices, str backend='') -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _run_functional,
+    _fake_functional,
+    backward=_no_backward,
 )
-library.define(
+_torch_step_inplace = torch_op(
     "recurrent_gla_step_(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor(a!) state, float? scale, "
     "Tensor? state_indices, str backend='') -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _run_inplace,
+    _fake_inplace,
+    vmap=refuse_in_place,
 )
-library.impl("recurrent_gla_step", _torch_functional, "CompositeExplicitAutograd")
-library.impl("recurrent_gla_step_", _torch_inplace, "CompositeExplicitAutograd")
-torch.library.register_fake("gla::recurrent_gla_step", _fake_functional, lib=library)
-torch.library.register_fake("gla::recurrent_gla_step_", _fake_inplace, lib=library)

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
-from gla_core.ops import _checks
-from gla_core.ops._abstract_op import AbstractOp, bypasses_torch, library, needs_gradient, request_text
+from gla_core.ops import _autocast, _checks
+from gla_core.ops._abstract_op import AbstractOp, needs_gradient, request_text
+from gla_core.ops._results import Result, Results
+from gla_core.ops._torch_op import bypasses_torch, no_second_derivative, refuse_tangents, torch_op
 
 _KEY_BLOCK = 512  # keys per step of the backward: bounds its memory at O(Tq * _KEY_BLOCK)
 
@@ -39,6 +41,8 @@ def softmax_attention(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention, differentiable in q, k and v through both results.
+
+    Under autocast q, k and v are cast to its dtype, which is then o's.
 
     Args:
         q: queries [B, Tq, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
@@ -55,15 +59,20 @@ def softmax_attention(
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or layout.
         NoBackendError, UnknownBackendError: nobody can serve the request.
+        NotImplementedError: an input carries a tangent of forward-mode AD.
 
     Example:
         >>> q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
         >>> o, lse = gla.softmax_attention(q, k, v, causal=True)
     """
+    if _autocast.in_force():
+        q, k, v, _ = _autocast.tokens(q, k, v, None)
+    refuse_tangents(q, k, v)
+    scale = _checks.plain_number(scale)
     needs_grad = needs_gradient(q, k, v)
     if not needs_grad and bypasses_torch(q):
         return _run(q, k, v, scale, causal, False, backend)
-    return torch.ops.gla.softmax_attention.default(q, k, v, scale, causal, needs_grad, request_text(backend))
+    return _torch_attention(q, k, v, scale, causal, needs_grad, request_text(backend))
 
 
 def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +127,12 @@ def _check_values(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -
     _checks.no_nan(q=q, k=k, v=v)
 
 
-ATTENTION = AbstractOp("softmax_attention", _describe, _check_values)
+def _results(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Results:
+    rows = q.shape[:3]
+    return Result("o", (*rows, v.shape[3]), v.dtype), Result("lse", rows, _checks.state_dtype(q))
+
+
+ATTENTION = AbstractOp("softmax_attention", _describe, _results, _check_values)
 
 
 def _run(
@@ -134,18 +148,10 @@ def _run(
     return ATTENTION.run((q, k, v, scale, causal), needs_grad, backend)
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    causal: bool,
-    needs_grad: bool = False,
-    backend: str = "",
-) -> tuple[Tensor, Tensor]:
-    dims = _describe(q, k, v, scale, causal).dims
-    rows = [dims["B"], dims["Tq"], dims["Hq"]]
-    return v.new_empty([*rows, dims["V"]]), q.new_empty(rows, dtype=_checks.state_dtype(q))
+def _fake(q: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    described = args[:4]  # without needs_grad and backend
+    _describe(q, *described)
+    return tuple(q.new_empty(x.shape, dtype=x.dtype) for x in _results(q, *described) if x is not None)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -155,7 +161,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _backward(ctx: Any, do: Tensor, dlse: Tensor) -> tuple:
-    grads = torch.ops.gla.softmax_attention_bwd.default(*ctx.saved_tensors, ctx.scale, ctx.causal, do, dlse)
+    grads = _torch_attention_bwd(*ctx.saved_tensors, ctx.scale, ctx.causal, do, dlse)
     return *grads, None, None, None, None
 
 
@@ -165,7 +171,7 @@ def _attention_bwd(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    scale: float | None,
+    scale: Any,
     causal: bool,
     do: Tensor,
     dlse: Tensor,
@@ -201,27 +207,27 @@ def _attention_bwd(
     return dq.reshape(q.shape).to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
+def _run_attention_bwd(q: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    with _autocast.off(q.device.type):
+        return _attention_bwd(q, *args)
+
+
 def _fake_attention_bwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _no_second_derivative(ctx: Any, *grads: Tensor) -> tuple:
-    raise RuntimeError("softmax_attention has no second derivative; do not pass create_graph=True through it")
-
-
-library.define(
+_torch_attention = torch_op(
     "softmax_attention(Tensor q, Tensor k, Tensor v, float? scale, bool causal, bool needs_grad=False, "
     "str backend='') -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _run,
+    _fake,
+    _setup_context,
+    _backward,
 )
-library.define(
+_torch_attention_bwd = torch_op(
     "softmax_attention_bwd(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, float? scale, bool causal, "
     "Tensor do, Tensor dlse) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _run_attention_bwd,
+    _fake_attention_bwd,
+    backward=no_second_derivative("softmax_attention"),
 )
-library.impl("softmax_attention", _run, "CompositeExplicitAutograd")
-library.impl("softmax_attention_bwd", _attention_bwd, "CompositeExplicitAutograd")
-torch.library.register_fake("gla::softmax_attention", _fake, lib=library)
-torch.library.register_fake("gla::softmax_attention_bwd", _fake_attention_bwd, lib=library)
-torch.library.register_autograd("gla::softmax_attention", _backward, setup_context=_setup_context, lib=library)
-torch.library.register_autograd("gla::softmax_attention_bwd", _no_second_derivative, lib=library)

@@ -53,11 +53,13 @@ def chunk_gla_fwd(
     B, T, H, K = k.shape
     V = v.shape[3]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())  # no more than the power of two that holds T
-    segments = dense(T, C) if cu_seqlens is None else packed(T, C, cu_seqlens)
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     o = v.new_empty(B, T, q.shape[2], V)
     final = v.new_empty(N, H, K, V, dtype=dtype)
+    if N == 0:
+        return o.zero_(), final if output_final_state else None  # any token there is belongs to no sequence
+    C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())  # no more than the power of two that holds T
+    segments = dense(T, C) if cu_seqlens is None else packed(T, C, cu_seqlens)
     queries, outputs = (x.unflatten(2, (H, -1)) for x in (q, o))  # [B, T, H, G, K], [B, T, H, G, V]
     for rows, heads in pieces(B, H, T * max(K, V), PIECE):
         tokens = (rows, slice(None), heads)

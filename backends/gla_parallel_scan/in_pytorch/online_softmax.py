@@ -24,12 +24,11 @@ def online_softmax(x: Tensor, dim: int) -> Tensor:
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     last = x.movedim(dim, -1)
-    rows = last.reshape(-1, last.shape[-1])  # [R, columns]
-    y = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-    step = max(1, BLOCK // rows.shape[1])
-    for x_block, y_block in zip(rows.split(step), y.split(step), strict=True):
-        y_block.copy_(_softmax(x_block))
-    return y.view(last.shape).movedim(-1, dim).contiguous()
+    y = torch.empty(last.shape, dtype=x.dtype, device=x.device)
+    step = max(1, BLOCK // last.shape[-1])
+    for x_block, y_block in zip(*(z.reshape(-1, z.shape[-1]).split(step) for z in (last, y)), strict=True):
+        y_block.copy_(_softmax(x_block))  # [rows of the block, columns]
+    return y if dim == x.ndim - 1 else y.movedim(-1, dim).clone(memory_format=torch.contiguous_format)
 
 
 def _softmax(x: Tensor) -> Tensor:

@@ -46,4 +46,4 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scal
     if new is not state:
         state.copy_(new)
     queries = q.to(dtype).unflatten(1, (k.shape[1], -1))  # [B, H, G, K]
-    return (scale * (queries @ new)).flatten(1, 2).to(v.dtype)
+    return (scale * (queries @ new)).flatten(1, 2).to(v.dtype, copy=True)

@@ -28,7 +28,8 @@ class Segments:
     """A cut of T tokens into n segments of C tokens.
 
     Attributes:
-        place: [T], the place among the n * C of a row that each token takes; None if token t takes place t.
+        tokens: those that belong to a sequence.
+        place: of each of them among the n * C of a row; None if token t takes place t.
         slots: number of slots.
         initial, final: the slots of the states that enter and leave the sequences.
         entering, own: the slots of the states that enter the segments, and of those that they build from zero.
@@ -38,6 +39,7 @@ class Segments:
     T: int
     C: int
     n: int
+    tokens: slice
     place: Tensor | None
     slots: int
     initial: Index
@@ -49,11 +51,11 @@ class Segments:
     def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy of x [B, T, H, ...] as [n, R, H, C, ...]; places that no token takes hold 0."""
         B, T, H, *inner = x.shape
-        empty = x.new_empty if self.n * self.C == T else x.new_zeros
+        empty = x.new_empty if self.n * self.C == (T if self.place is None else len(self.place)) else x.new_zeros
         segments = empty(self.n, B, H, self.C, *inner, dtype=dtype)
         rows = segments.movedim((1, 0, 3), (0, 1, 2))  # [R, n, C, H, ...]
         if self.place is not None:
-            rows[:, self.place // self.C, self.place % self.C] = x.to(dtype)
+            rows[:, self.place // self.C, self.place % self.C] = x[:, self.tokens].to(dtype)
             return segments
         whole, rest = divmod(T, self.C)
         rows[:, :whole] = x[:, : whole * self.C].unflatten(1, (whole, self.C))
@@ -62,10 +64,11 @@ class Segments:
         return segments
 
     def join(self, x: Tensor, scale: float, out: Tensor) -> None:
-        """Write scale * x, with x [n, R, H, C, ...], to out [B, T, H, ...]."""
+        """Write scale * x, with x [n, R, H, C, ...], to out [B, T, H, ...]; 0 for tokens of no sequence."""
         rows = x.movedim((1, 0, 3), (0, 1, 2))  # [R, n, C, H, ...]
         if self.place is not None:
-            torch.mul(rows[:, self.place // self.C, self.place % self.C], scale, out=out)
+            out[:, : self.tokens.start] = out[:, self.tokens.stop :] = 0
+            torch.mul(rows[:, self.place // self.C, self.place % self.C], scale, out=out[:, self.tokens])
             return
         whole, rest = divmod(self.T, self.C)
         torch.mul(rows[:, :whole], scale, out=out[:, : whole * self.C].unflatten(1, (whole, self.C)))
@@ -93,17 +96,18 @@ def dense(T: int, C: int) -> Segments:
     """The cut of rows of T tokens, a sequence each."""
     n = -(-T // C)
     initial, final, entering, own = slice(0, 1), slice(n, None), slice(0, n), slice(1, None)
-    return Segments(T, C, n, None, n + 1, initial, final, entering, own, opens=None)
+    return Segments(T, C, n, slice(0, T), None, n + 1, initial, final, entering, own, opens=None)
 
 
 def packed(T: int, C: int, cu_seqlens: Tensor) -> Segments:
     """The cut of one row of sequences. It reads how many segments there are, which on a CPU waits for nothing."""
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.long().diff()  # [N], [N]
+    tokens = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
     segments = (lengths + C - 1) // C  # [N], how many each sequence has
     first = segments.cumsum(0) - segments  # [N], the first of each
     number = torch.arange(len(starts))  # [N]
     n, initial = int(segments.sum()), first + number  # and [N]
-    place = torch.arange(T) + (first * C - starts).repeat_interleave(lengths)  # [T]
+    place = torch.arange(tokens.start, tokens.stop) + (first * C - starts).repeat_interleave(lengths)
     own = 1 + torch.arange(n) + number.repeat_interleave(segments)  # [n]
     opens = torch.zeros(n + len(starts), dtype=torch.bool).index_fill_(0, initial, True)  # [slots]
-    return Segments(T, C, n, place, n + len(starts), initial, initial + segments, own - 1, own, opens)
+    return Segments(T, C, n, tokens, place, n + len(starts), initial, initial + segments, own - 1, own, opens)

@@ -1,0 +1,76 @@
+"""What a backend has to return, and the check that it does: fresh, contiguous tensors of the right shape and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.errors import BackendError
+
+
+class Result(NamedTuple):
+    """A tensor that an op returns, on the device of its inputs; `written` is the argument that it is, if it is one."""
+
+    name: str
+    shape: Sequence[int]
+    dtype: torch.dtype
+    written: Tensor | None = None
+
+
+Results = tuple[Result | None, ...]
+"""What an op returns, in order; None where it returns None."""
+
+
+def check(who: str, found: Any, expected: Results, args: Sequence[Any]) -> None:
+    """Raise BackendError unless `found`, returned for `args` by `who`, is what is expected."""
+    if len(expected) == 1:
+        found = (found,)
+    if not isinstance(found, tuple | list) or len(found) != len(expected):
+        names = ", ".join("None" if result is None else result.name for result in expected)
+        raise BackendError(f"{who} returned {_kind(found)}; expected a tuple ({names})")
+    taken = {_memory(x): "an input" for x in args if isinstance(x, Tensor)}
+    device = args[0].device
+    for x, result in zip(found, expected, strict=True):
+        if result is None:
+            if x is not None:
+                raise BackendError(f"{who} returned {_kind(x)} where nothing was asked for; expected None")
+            continue
+        wrong = _wrong(x, result, device, taken)
+        if wrong is not None:
+            raise BackendError(f"{who} returned {wrong}")
+        taken[_memory(x)] = f"its {result.name}"
+
+
+def _wrong(x: Any, result: Result, device: torch.device, taken: dict[int | None, str]) -> str | None:
+    name = result.name
+    if not isinstance(x, Tensor):
+        return f"{_kind(x)} for {name}; expected a tensor"
+    if result.written is not None:
+        return None if x is result.written else f"another tensor for {name}; expected the one it was given, written"
+    if tuple(x.shape) != tuple(result.shape):
+        return f"{name} of shape {list(x.shape)}; expected {list(result.shape)}"
+    if x.dtype != result.dtype:
+        return f"{name} as {x.dtype}; expected {result.dtype}"
+    if x.device != device:
+        return f"{name} on {x.device}; expected {device}"
+    if not x.is_contiguous():
+        return f"{name} with strides {tuple(x.stride())}; expected a contiguous tensor"
+    if _memory(x) is not None and _memory(x) in taken:
+        return f"{name} in the memory of {taken[_memory(x)]}; expected a tensor of its own"
+    if x._is_view():
+        return f"{name} as a view of another tensor; expected a fresh one, such as its clone()"
+    return None
+
+
+def _memory(x: Tensor) -> int | None:
+    """The address of a tensor's memory; None where it has none."""
+    return x.untyped_storage().data_ptr() or None
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, tuple | list):
+        return f"{len(x)} values"
+    return "None" if x is None else f"a {type(x).__name__}"

@@ -1,0 +1,126 @@
+"""A torch.library op of ours, from one call: its schema, what runs it, its fake, its gradient, and torch.func's part.
+
+PyTorch takes an op through its dispatcher everywhere but under torch.func, whose transforms take a gradient from an
+`autograd.Function` alone. So an op with a gradient is both, made of the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_library = torch.library.Library("gla", "DEF")
+
+_transformed = torch._C._are_functorch_transforms_active
+_modes = torch._C._len_torch_dispatch_stack
+
+TorchOp = Callable[..., Any]
+
+
+def torch_op(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., tuple] | None = None,
+    vmap: Callable[..., tuple[Any, Any]] | None = None,
+) -> TorchOp:
+    """Define `gla::<name>` and return the function that calls it.
+
+    Args:
+        schema: as torch.library reads it; begins with the name.
+        run: takes real tensors. fake: takes tensors without values, and returns such.
+        setup_context, backward: as of `torch.library.register_autograd`; `backward` alone where it only refuses.
+        vmap: as of `torch.library.register_vmap`; by default the new dimension joins the batch, which is the first
+            dimension of every tensor.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"gla::{name}", fake, lib=_library)
+    call: TorchOp = getattr(torch.ops.gla, name).default
+
+    def batched(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
+        return (vmap or _join_batch)(call, info.batch_size, in_dims, args)
+
+    torch.library.register_vmap(f"gla::{name}", batched, lib=_library)
+    if backward is not None:
+        setup_context = setup_context or _keep_nothing
+        torch.library.register_autograd(f"gla::{name}", backward, setup_context=setup_context, lib=_library)
+        call = _transformable(name, call, setup_context, backward, batched)
+    return call
+
+
+def _transformable(name: str, op: TorchOp, setup_context: Callable, backward: Callable, vmap: Callable) -> TorchOp:
+    """The op, as an `autograd.Function` where torch.func transforms it."""
+    members = {"forward": op, "setup_context": setup_context, "backward": backward, "vmap": vmap, "jvp": _refuse_jvp}
+    function = type(name, (torch.autograd.Function,), {key: staticmethod(f) for key, f in members.items()})
+
+    def call(*args: Any) -> Any:
+        if not torch.compiler.is_compiling() and _transformed():
+            return function.apply(*args)
+        return op(*args)
+
+    return call
+
+
+def _keep_nothing(ctx: Any, inputs: tuple, output: Any) -> None: ...
+
+
+def bypasses_torch(x: Any) -> bool:
+    """Whether the public function may call the backend itself: x is a plain tensor, and nobody listens to torch ops."""
+    if torch.compiler.is_compiling() or _modes() or _transformed():
+        return False
+    return type(x) is Tensor or not isinstance(x, Tensor)
+
+
+def no_second_derivative(op: str) -> Callable[..., tuple]:
+    """The `backward` of the backward of an op."""
+
+    def refuse(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise RuntimeError(f"{op} has no second derivative; do not pass create_graph=True through it")
+
+    return refuse
+
+
+def refuse_tangents(*tensors: Any) -> None:
+    """Raise NotImplementedError for a tensor that carries a tangent of forward-mode AD."""
+    if forward_ad._current_level < 0 or _transformed():  # torch.func asks the op itself
+        return
+    for x in tensors:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            _refuse_jvp()
+
+
+def _refuse_jvp(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "the ops of gla_core have no forward-mode derivative (torch.func.jvp, dual tensors); use reverse mode: "
+        "backward(), torch.func.grad or vjp"
+    )
+
+
+def refuse_in_place(*_: Any) -> Any:
+    """Raise NotImplementedError where torch.func transforms an op that writes into its arguments; also its `vmap`."""
+    if _transformed():
+        raise NotImplementedError("torch.func transforms no step in place; call it with inplace=False")
+
+
+def _join_batch(call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
+    joined = []
+    for x, dim in zip(args, in_dims, strict=True):
+        if isinstance(x, Tensor) and not x.is_floating_point():
+            raise NotImplementedError(
+                "torch.vmap goes over neither packed sequences (cu_seqlens) nor a pool of states (state_indices); "
+                "give them a batch dimension, or call the op once for each"
+            )
+        if isinstance(x, Tensor):
+            x = (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+        joined.append(x)
+    results = call(*joined)
+    # What stands for no result is empty, and of one dimension.
+    parts = [x if x.ndim == 1 else x.unflatten(0, (size, x.shape[0] // size)) for x in results]
+    return tuple(parts), tuple(None if x.ndim == 1 else 0 for x in results)
