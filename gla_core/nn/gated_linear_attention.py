@@ -205,7 +205,8 @@ class GatedLinearAttention(nn.Module):
         if state is not None:
             self._check_state(state, dims["N"])
         q, k, v, g, conv = self._op_inputs(x, None if state is None else state.conv, cu_seqlens)
-        initial = None if state is None else state.recurrent
+        # Half precision, which FSDP2's mixed precision makes of every input, is widened.
+        initial = None if state is None else state.recurrent.to(_at_least_float32(state.recurrent))
         o, recurrent = chunk_gla(
             q,
             k,
@@ -281,7 +282,7 @@ class GatedLinearAttention(nn.Module):
     def _log_gate(self, x: Tensor) -> Tensor:
         """The log of the forget gate, in float32 (float64 with float64): half precision loses what is near 0."""
         logits = self.gk_proj(x)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.to(_at_least_float32(logits))
         g = F.logsigmoid(logits) / self.gate_logit_normalizer
         return g if self.clamp_min is None else g.clamp(min=self.clamp_min)
 
@@ -315,6 +316,10 @@ class GatedLinearAttention(nn.Module):
             for name, convolution, inputs in zip("qkv", self._convolutions(), state.conv, strict=True):
                 dims = {"N": N, "conv_size-1": self.conv_size - 1, "width": convolution.width}
                 _checks.tensor(f"state.conv of {name}", inputs, "N conv_size-1 width", dims)
+
+
+def _at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _check_positive(**sizes: int) -> None:
