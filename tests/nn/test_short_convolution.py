@@ -45,6 +45,26 @@ def test_any_offsets_stay_inside(offsets: list[int]) -> None:
     assert y.isfinite().all()
 
 
+def test_compile_packed() -> None:
+    torch._dynamo.reset()
+    convolution = ShortConvolution(7, 3, bias=True)
+
+    def run(x: torch.Tensor, history: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return convolution(x, history, packing(cu_seqlens, x.shape[1], 3))
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for i, offsets in enumerate([[0, 2, 3, 3, 6, 11], [0, 1, 2, 11, 11, 13, 19]]):
+        x = torch.randn(1, offsets[-1], 7, requires_grad=True)
+        history = torch.randn(len(offsets) - 1, 2, 7, requires_grad=True)
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            out = compiled(x, history, torch.tensor(offsets))
+        expected = run(x, history, torch.tensor(offsets))
+        torch.testing.assert_close(out, expected)
+        wanted = (x, history, *convolution.parameters())
+        grads, expected_grads = (torch.autograd.grad(y.sum() + h.sum(), wanted) for y, h in (out, expected))
+        torch.testing.assert_close(grads, expected_grads)
+
+
 def test_history_does_not_keep_the_rows_alive() -> None:
     _, history = ShortConvolution(3, 4)(torch.randn(1, 500, 3))
     assert history.untyped_storage().nbytes() == 3 * 3 * 4
