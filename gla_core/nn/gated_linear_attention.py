@@ -184,14 +184,14 @@ class GatedLinearAttention(nn.Module):
         """Read whole sequences: training and prefill. Differentiable, through the states too.
 
         Args:
-            x: [B, T, hidden_size], of the parameters' dtype.
+            x: [B, T, hidden_size], of the parameters' dtype (under torch.autocast, of any).
             state: of the N sequences before their first token here; zeros by default.
             output_final_state: also return the state after the last tokens.
             cu_seqlens: [N+1] int32 or int64 on x's device, B = 1: sequence i is rows cu_seqlens[i] to cu_seqlens[i+1].
-                Empty sequences are legal. Without it N = B.
+                Empty sequences are legal. Rows outside all sequences are padding: their y is 0. Without it N = B.
 
         Returns:
-            y [B, T, hidden_size] as x, and the state (None unless asked for).
+            y [B, T, hidden_size] as x (under torch.autocast, of its dtype), and the state (None unless asked for).
 
         Raises:
             ValueError, TypeError: an argument of a wrong shape or dtype.
@@ -228,12 +228,14 @@ class GatedLinearAttention(nn.Module):
     def step(self, x: Tensor, state: GLAState) -> tuple[Tensor, GLAState]:
         """Read one token of each sequence: decoding. Runs under torch.no_grad(), as its op has no backward.
 
+        Under FSDP2 call `torch.distributed.fsdp.register_fsdp_forward_method(layer, "step")` first.
+
         Args:
-            x: [B, hidden_size], of the parameters' dtype.
+            x: [B, hidden_size], as in `forward`.
             state: of the B sequences, from `forward`, `step` or `initial_state`.
 
         Returns:
-            y [B, hidden_size] as x, and the new state; the state given is left alone.
+            y [B, hidden_size] as in `forward`, and the new state; the state given is left alone.
 
         Raises:
             As `forward`.

@@ -11,7 +11,7 @@ import gla_core as gla
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 
-q, k, v = torch.randn(3, 2, 100, 4, 32).unbind()
+q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
 g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 16
 x = torch.randn(2, 100, 128)
 
