@@ -12,12 +12,15 @@ parameters have the names and shapes of those of flash-linear-attention's layer,
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
+from gla_core.dispatch import request
+from gla_core.nn._typed_call import as_typed
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution, packing
 from gla_core.ops import _checks
@@ -36,6 +39,9 @@ class GLAState(NamedTuple):
 
     recurrent: Tensor
     conv: tuple[Tensor, Tensor, Tensor] | None = None
+
+
+torch.serialization.add_safe_globals([GLAState])  # so that torch.load reads it with weights_only=True, its default
 
 
 class GatedLinearAttention(nn.Module):
@@ -58,9 +64,11 @@ class GatedLinearAttention(nn.Module):
         gate_low_rank_dim: rank of the projection that makes the forget gate.
         clamp_min: least value of the log gate after that division, at most 0; None for no bound.
         backend: a request handed to every op, such as "reference"; see `gla_core.use_backend`.
+        device, dtype: of the parameters, as in torch's own modules.
 
     Raises:
         ValueError: sizes that do not fit together.
+        ValueError, UnknownOpError, UnknownBackendError: `backend` cannot be read or met.
 
     Example:
         >>> layer = gla.nn.GatedLinearAttention(hidden_size=256, num_heads=4)
@@ -85,6 +93,8 @@ class GatedLinearAttention(nn.Module):
         gate_low_rank_dim: int = 16,
         clamp_min: float | None = None,
         backend: str | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -101,6 +111,8 @@ class GatedLinearAttention(nn.Module):
             raise ValueError(f"gate_logit_normalizer is {gate_logit_normalizer}; expected a number above 0")
         if clamp_min is not None and not clamp_min <= 0:
             raise ValueError(f"clamp_min is {clamp_min}; expected at most 0: it bounds the log of a forget gate")
+        if backend is not None:
+            request.check(backend, "backend=")
 
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_k_dim = _head_width("expand_k", expand_k, hidden_size, num_heads)
@@ -112,23 +124,55 @@ class GatedLinearAttention(nn.Module):
 
         key_dim, value_dim = num_heads * self.head_k_dim, num_heads * self.head_v_dim
         kv_key_dim, kv_value_dim = num_kv_heads * self.head_k_dim, num_kv_heads * self.head_v_dim
-        self.q_proj = nn.Linear(hidden_size, key_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, kv_key_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, kv_value_dim, bias=False)
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, key_dim, bias=False, **where)
+        self.k_proj = nn.Linear(hidden_size, kv_key_dim, bias=False, **where)
+        self.v_proj = nn.Linear(hidden_size, kv_value_dim, bias=False, **where)
         if use_short_conv:
-            self.q_conv1d = ShortConvolution(key_dim, conv_size, conv_bias)
-            self.k_conv1d = ShortConvolution(kv_key_dim, conv_size, conv_bias)
-            self.v_conv1d = ShortConvolution(kv_value_dim, conv_size, conv_bias)
+            self.q_conv1d = ShortConvolution(key_dim, conv_size, conv_bias, **where)
+            self.k_conv1d = ShortConvolution(kv_key_dim, conv_size, conv_bias, **where)
+            self.v_conv1d = ShortConvolution(kv_value_dim, conv_size, conv_bias, **where)
         self.gk_proj = nn.Sequential(
-            nn.Linear(hidden_size, gate_low_rank_dim, bias=False), nn.Linear(gate_low_rank_dim, kv_key_dim)
+            nn.Linear(hidden_size, gate_low_rank_dim, bias=False, **where),
+            nn.Linear(gate_low_rank_dim, kv_key_dim, **where),
         )
-        norm = RMSNormGated(self.head_v_dim, norm_eps, elementwise_affine)
+        norm = RMSNormGated(self.head_v_dim, norm_eps, elementwise_affine, **where)
         if use_output_gate:
-            self.g_proj = nn.Linear(hidden_size, value_dim, bias=False)
+            self.g_proj = nn.Linear(hidden_size, value_dim, bias=False, **where)
             self.g_norm_swish_gate = norm
         else:
             self.g_norm = norm
-        self.o_proj = nn.Linear(value_dim, hidden_size, bias=False)
+        self.o_proj = nn.Linear(value_dim, hidden_size, bias=False, **where)
+
+    def reset_parameters(self) -> None:
+        """Set every parameter as the constructor does, such as after `to_empty`."""
+        for module in self.modules():
+            if module is not self and callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+
+    @overload
+    def forward(
+        self, x: Tensor, state: GLAState | None, output_final_state: Literal[True], cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, GLAState]: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: GLAState | None = None,
+        *,
+        output_final_state: Literal[True],
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, GLAState]: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: GLAState | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, GLAState | None]: ...
 
     def forward(
         self,
@@ -140,14 +184,14 @@ class GatedLinearAttention(nn.Module):
         """Read whole sequences: training and prefill. Differentiable, through the states too.
 
         Args:
-            x: [B, T, hidden_size], of the parameters' dtype.
+            x: [B, T, hidden_size], of the parameters' dtype (under torch.autocast, of any).
             state: of the N sequences before their first token here; zeros by default.
             output_final_state: also return the state after the last tokens.
             cu_seqlens: [N+1] int32 or int64 on x's device, B = 1: sequence i is rows cu_seqlens[i] to cu_seqlens[i+1].
-                Empty sequences are legal. Without it N = B.
+                Empty sequences are legal. Rows outside all sequences are padding: their y is 0. Without it N = B.
 
         Returns:
-            y [B, T, hidden_size] as x, and the state (None unless asked for).
+            y [B, T, hidden_size] as x (under torch.autocast, of its dtype), and the state (None unless asked for).
 
         Raises:
             ValueError, TypeError: an argument of a wrong shape or dtype.
@@ -161,7 +205,8 @@ class GatedLinearAttention(nn.Module):
         if state is not None:
             self._check_state(state, dims["N"])
         q, k, v, g, conv = self._op_inputs(x, None if state is None else state.conv, cu_seqlens)
-        initial = None if state is None else state.recurrent
+        # Half precision, which FSDP2's mixed precision makes of every input, is widened.
+        initial = None if state is None else state.recurrent.to(_at_least_float32(state.recurrent))
         o, recurrent = chunk_gla(
             q,
             k,
@@ -174,16 +219,23 @@ class GatedLinearAttention(nn.Module):
         )
         return self._output(o, x), None if recurrent is None else GLAState(recurrent, conv)
 
+    if TYPE_CHECKING:
+
+        @as_typed(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     @torch.no_grad()
     def step(self, x: Tensor, state: GLAState) -> tuple[Tensor, GLAState]:
         """Read one token of each sequence: decoding. Runs under torch.no_grad(), as its op has no backward.
 
+        Under FSDP2 call `torch.distributed.fsdp.register_fsdp_forward_method(layer, "step")` first.
+
         Args:
-            x: [B, hidden_size], of the parameters' dtype.
+            x: [B, hidden_size], as in `forward`.
             state: of the B sequences, from `forward`, `step` or `initial_state`.
 
         Returns:
-            y [B, hidden_size] as x, and the new state; the state given is left alone.
+            y [B, hidden_size] as in `forward`, and the new state; the state given is left alone.
 
         Raises:
             As `forward`.
@@ -196,13 +248,20 @@ class GatedLinearAttention(nn.Module):
         o, recurrent = recurrent_gla_step(q, k, v, g, state.recurrent, backend=self.backend)
         return self._output(o, x), GLAState(recurrent, conv)
 
-    def initial_state(self, batch_size: int) -> GLAState:
-        """The state before the first token of `batch_size` sequences: zeros, on the parameters' device."""
-        weight = self.q_proj.weight
-        recurrent = weight.new_zeros(batch_size, *self._state_shape(), dtype=_checks.state_dtype(weight))
+    def initial_state(self, batch_size: int, device: Device = None) -> GLAState:
+        """The state before the first token of `batch_size` sequences: zeros.
+
+        Args:
+            batch_size: N.
+            device: where x will be; by default the device of the layer's first floating-point parameter.
+        """
+        like = next((p for p in self.parameters() if p.dtype in _checks.FLOATS), torch.empty(0))
+        device = like.device if device is None else device
+        recurrent = torch.zeros(batch_size, *self._state_shape(), device=device, dtype=_checks.state_dtype(like))
         if not self.use_short_conv:
             return GLAState(recurrent)
-        q, k, v = (weight.new_zeros(batch_size, self.conv_size - 1, c.width) for c in self._convolutions())
+        widths = (convolution.width for convolution in self._convolutions())
+        q, k, v = (torch.zeros(batch_size, self.conv_size - 1, w, device=device, dtype=like.dtype) for w in widths)
         return GLAState(recurrent, (q, k, v))
 
     def _op_inputs(
@@ -225,7 +284,7 @@ class GatedLinearAttention(nn.Module):
     def _log_gate(self, x: Tensor) -> Tensor:
         """The log of the forget gate, in float32 (float64 with float64): half precision loses what is near 0."""
         logits = self.gk_proj(x)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.to(_at_least_float32(logits))
         g = F.logsigmoid(logits) / self.gate_logit_normalizer
         return g if self.clamp_min is None else g.clamp(min=self.clamp_min)
 
@@ -259,6 +318,10 @@ class GatedLinearAttention(nn.Module):
             for name, convolution, inputs in zip("qkv", self._convolutions(), state.conv, strict=True):
                 dims = {"N": N, "conv_size-1": self.conv_size - 1, "width": convolution.width}
                 _checks.tensor(f"state.conv of {name}", inputs, "N conv_size-1 width", dims)
+
+
+def _at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _check_positive(**sizes: int) -> None:

@@ -5,9 +5,14 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.0
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
+
+from gla_core.nn._typed_call import as_typed
 
 
 class RMSNormGated(nn.Module):
@@ -17,6 +22,7 @@ class RMSNormGated(nn.Module):
         width: size of the last dimension.
         eps: added to the mean square.
         elementwise_affine: whether there is a `weight` [width].
+        device, dtype: of the weight, as in torch's own modules.
 
     Example:
         >>> norm = RMSNormGated(64)
@@ -25,10 +31,24 @@ class RMSNormGated(nn.Module):
 
     weight: nn.Parameter | None
 
-    def __init__(self, width: int, eps: float = 1e-5, elementwise_affine: bool = True) -> None:
+    def __init__(
+        self,
+        width: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.width, self.eps = width, eps
-        self.register_parameter("weight", nn.Parameter(torch.ones(width)) if elementwise_affine else None)
+        weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if elementwise_affine else None
+        self.register_parameter("weight", weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Ones."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Norm x [..., width], gate likewise; computed in float32 (float64 with float64), returned in x's dtype."""
@@ -38,6 +58,11 @@ class RMSNormGated(nn.Module):
         if gate is not None:
             y = y * F.silu(gate.to(dtype))
         return y.to(x.dtype)
+
+    if TYPE_CHECKING:
+
+        @as_typed(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def extra_repr(self) -> str:
         return f"{self.width}, eps={self.eps}, elementwise_affine={self.weight is not None}"

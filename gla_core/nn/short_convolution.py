@@ -4,18 +4,22 @@ What precedes a sequence is its history: the W - 1 inputs before its first token
 batch every sequence is given room for its history in front of it,
 
     x           a0 a1 a2 b0 c0 c1                            T tokens of N sequences, W = 3
-    with room   .. .. a0 a1 a2 .. .. b0 .. .. c0 c1          T + N (W - 1) rows
+    with room   .. .. .. .. a0 a1 a2 .. .. b0 .. .. c0 c1    T + (N + 1) (W - 1) rows
 
-so that one convolution over the row reads the right inputs everywhere. The positions are arithmetic on the device.
+so that one convolution over the row reads the right inputs everywhere. The first room is for tokens in front of the
+first sequence, which belong to nobody, as those behind the last. The positions are arithmetic on the device.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
+
+from gla_core.nn._typed_call import as_typed
 
 
 class Packing(NamedTuple):
@@ -33,14 +37,16 @@ class Packing(NamedTuple):
 
 
 def packing(cu_seqlens: Tensor, T: int, W: int) -> Packing:
-    """The `Packing` of T tokens with offsets cu_seqlens [N+1], for a convolution of width W."""
-    offsets = cu_seqlens.long()
+    """The `Packing` of T tokens with offsets cu_seqlens [N+1], for a convolution of width W.
+
+    No offset, however wrong, leads outside the rows: what is said of it is left to the op that follows.
+    """
+    offsets = cu_seqlens.long().clamp(0, T)
     N, room = offsets.shape[0] - 1, W - 1
     tokens = torch.arange(T, device=offsets.device)
-    # Tokens past the last offset belong to nobody; clamped, they stay inside the tensor.
-    sequence = torch.searchsorted(offsets[1:], tokens, right=True).clamp(max=N - 1)  # [T]
-    rooms = torch.arange(N * room, device=offsets.device).view(N, room)
-    return Packing(tokens + (sequence + 1) * room, offsets[:-1, None] + rooms, offsets[1:, None] + rooms)
+    begun = torch.searchsorted(offsets[:-1], tokens, right=True)  # [T], sequences that begin at or before a token
+    rooms = torch.arange(room, (N + 1) * room, device=offsets.device).view(N, room)
+    return Packing(tokens + (begun + 1) * room, offsets[:-1, None] + rooms, offsets[1:, None] + rooms)
 
 
 class ShortConvolution(nn.Module):
@@ -50,6 +56,7 @@ class ShortConvolution(nn.Module):
         width: number of channels D.
         kernel_size: tokens W that an output sees.
         bias: whether there is a `bias` [D] beside the `weight` [D, 1, W] (laid out as in `nn.Conv1d`).
+        device, dtype: of the parameters, as in torch's own modules.
 
     Example:
         >>> convolution = ShortConvolution(512, 4)
@@ -59,11 +66,18 @@ class ShortConvolution(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, width: int, kernel_size: int, bias: bool = False) -> None:
+    def __init__(
+        self,
+        width: int,
+        kernel_size: int,
+        bias: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.width, self.kernel_size = width, kernel_size
-        self.weight = nn.Parameter(torch.empty(width, 1, kernel_size))
-        self.register_parameter("bias", nn.Parameter(torch.empty(width)) if bias else None)
+        self.weight = nn.Parameter(torch.empty(width, 1, kernel_size, device=device, dtype=dtype))
+        self.register_parameter("bias", nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -92,9 +106,14 @@ class ShortConvolution(nn.Module):
             return self._convolve(rows), rows[:, x.shape[1] :].clone()  # a view would keep all rows alive
         order = torch.cat([packing.histories.flatten(), packing.tokens])
         rows = torch.cat([history.flatten(0, 1), x[0]])
-        rows = torch.zeros_like(rows).index_copy(0, order, rows)  # [T + N (W - 1), D]
+        rows = rows.new_zeros(room + rows.shape[0], self.width).index_copy(0, order, rows)  # [T + (N + 1) (W - 1), D]
         y = self._convolve(rows[None]).index_select(1, packing.tokens - room)
         return y, rows[packing.last]
+
+    if TYPE_CHECKING:
+
+        @as_typed(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _convolve(self, rows: Tensor) -> Tensor:
         """[B, n + W - 1, D] to [B, n, D]."""

@@ -21,10 +21,10 @@ def test_is_a_causal_conv1d_with_silu(W: int, T: int, bias: bool) -> None:
 
 
 def test_packing_by_hand() -> None:
-    places = packing(torch.tensor([0, 3, 3, 4]), 4, 3)  # .. .. a0 a1 a2 .. .. .. .. c0
-    assert places.tokens.tolist() == [2, 3, 4, 9]
-    assert places.histories.tolist() == [[0, 1], [5, 6], [7, 8]]
-    assert places.last.tolist() == [[3, 4], [5, 6], [8, 9]]
+    places = packing(torch.tensor([1, 4, 4, 5]), 6, 3)  # x .. .. a0 a1 a2 .. .. .. .. c0 x, behind one more .. ..
+    assert places.tokens.tolist() == [2, 5, 6, 7, 12, 13]
+    assert places.histories.tolist() == [[3, 4], [8, 9], [10, 11]]
+    assert places.last.tolist() == [[6, 7], [8, 9], [11, 12]]
 
 
 def test_packed_inputs_and_histories_get_their_gradients() -> None:
@@ -36,13 +36,33 @@ def test_packed_inputs_and_histories_get_their_gradients() -> None:
     assert torch.autograd.gradcheck(lambda x, history, *_: convolution(x, history, places), inputs)
 
 
-def test_tokens_past_the_last_offset_touch_no_sequence() -> None:
-    convolution = ShortConvolution(3, 4)
-    x = torch.randn(1, 9, 3)
-    y, history = convolution(x, packing=packing(torch.tensor([0, 2, 6]), 9, 4))
-    expected_y, expected_history = convolution(x[:, :6], packing=packing(torch.tensor([0, 2, 6]), 6, 4))
-    torch.testing.assert_close(y[:, :6], expected_y)
-    assert torch.equal(history, expected_history)
+@pytest.mark.parametrize("offsets", [[0, 2, 6], [2, 3], [9], [7, 20, -5, 3]])
+def test_any_offsets_stay_inside(offsets: list[int]) -> None:
+    places = packing(torch.tensor(offsets), 9, 4)
+    y, history = ShortConvolution(3, 4)(torch.randn(1, 9, 3), packing=places)
+    assert y.shape == (1, 9, 3)
+    assert history.shape == (len(offsets) - 1, 3, 3)
+    assert y.isfinite().all()
+
+
+def test_compile_packed() -> None:
+    torch._dynamo.reset()
+    convolution = ShortConvolution(7, 3, bias=True)
+
+    def run(x: torch.Tensor, history: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return convolution(x, history, packing(cu_seqlens, x.shape[1], 3))
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for i, offsets in enumerate([[0, 2, 3, 3, 6, 11], [0, 1, 2, 11, 11, 13, 19]]):
+        x = torch.randn(1, offsets[-1], 7, requires_grad=True)
+        history = torch.randn(len(offsets) - 1, 2, 7, requires_grad=True)
+        with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
+            out = compiled(x, history, torch.tensor(offsets))
+        expected = run(x, history, torch.tensor(offsets))
+        torch.testing.assert_close(out, expected)
+        wanted = (x, history, *convolution.parameters())
+        grads, expected_grads = (torch.autograd.grad(y.sum() + h.sum(), wanted) for y, h in (out, expected))
+        torch.testing.assert_close(grads, expected_grads)
 
 
 def test_history_does_not_keep_the_rows_alive() -> None:

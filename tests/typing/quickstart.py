@@ -1,0 +1,60 @@
+"""What a user's type checker sees. `make check` reads this file; nothing runs it."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+import torch
+from torch import Tensor
+
+import gla_core as gla
+from gla_core.nn.rms_norm import RMSNormGated
+from gla_core.nn.short_convolution import ShortConvolution
+
+q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
+g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 16
+x = torch.randn(2, 100, 128)
+
+
+def ops(wanted: bool) -> None:
+    assert_type(gla.chunk_gla(q, k, v, g), tuple[Tensor, None])
+    assert_type(gla.chunk_gla(q, k, v, g, output_final_state=wanted), tuple[Tensor, Tensor | None])
+    o, state = gla.chunk_gla(q, k, v, g, output_final_state=True)
+    assert_type(o, Tensor)
+    assert_type(state, Tensor)
+    assert_type(gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state), tuple[Tensor, Tensor])
+    assert_type(gla.linear_attention(q, k, v), tuple[Tensor, None])
+    assert_type(gla.linear_attention(q, k, v, output_final_state=True), tuple[Tensor, Tensor])
+    assert_type(gla.online_softmax(x), Tensor)
+    assert_type(gla.softmax_attention(q, k, v), tuple[Tensor, Tensor])
+
+
+def layers(wanted: bool) -> None:
+    layer = gla.nn.GatedLinearAttention(hidden_size=128, num_heads=4, device="cpu", dtype=torch.float32)
+    y, state = layer(x, output_final_state=True)
+    assert_type(y, Tensor)
+    assert_type(state, gla.nn.GLAState)
+    y1, state = layer.step(x[:, 0], state)
+    assert_type(y1, Tensor)
+    y, state = layer(x, state, True)
+    assert_type(state, gla.nn.GLAState)
+    assert_type(layer(x), tuple[Tensor, gla.nn.GLAState | None])
+    assert_type(layer(x, state, wanted), tuple[Tensor, gla.nn.GLAState | None])
+    assert_type(layer.forward(x, output_final_state=True), tuple[Tensor, gla.nn.GLAState])
+    y.square().mean().backward()
+    assert_type(RMSNormGated(32)(q, gate=q), Tensor)
+    assert_type(ShortConvolution(128, 4)(x), tuple[Tensor, Tensor])
+
+
+@gla.use_backend("reference")
+def evaluate(x: Tensor, times: int = 1) -> Tensor:
+    return gla.online_softmax(x) * times
+
+
+def requests() -> None:
+    assert_type(evaluate(x, times=2), Tensor)
+    with gla.use_backend("online_softmax=reference"):
+        assert_type(gla.online_softmax(x, backend="reference"), Tensor)
+    for info in gla.backends():
+        assert_type(info.name, str)
+    assert_type(gla.explain("chunk_gla_fwd", q, k, v, g), gla.Explanation)
