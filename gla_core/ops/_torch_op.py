@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from gla_core.ops import _autocast
+
 _library = torch.library.Library("gla", "DEF")
 
 _transformed = torch._C._are_functorch_transforms_active
@@ -72,8 +74,10 @@ def _keep_nothing(ctx: Any, inputs: tuple, output: Any) -> None: ...
 
 
 def bypasses_torch(x: Any) -> bool:
-    """Whether the public function may call the backend itself: x is a plain tensor, and nobody listens to torch ops."""
+    """Whether the public function may call the backend itself: x is a plain tensor, and nothing else hears of ops."""
     if torch.compiler.is_compiling() or _modes() or _transformed():
+        return False
+    if _autocast.in_force() or forward_ad._current_level >= 0:
         return False
     return type(x) is Tensor or not isinstance(x, Tensor)
 

@@ -119,16 +119,13 @@ def chunk_gla(
         >>> g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 16
         >>> o, state = gla.chunk_gla(q, k, v, g, output_final_state=True)
     """
-    if _autocast.in_force():
-        q, k, v, g = _autocast.tokens(q, k, v, g)
-    refuse_tangents(q, k, v, g, initial_state)
-    scale = _checks.plain_number(scale)
     needs_grad = needs_gradient(q, k, v, g, initial_state)
     if not needs_grad and bypasses_torch(q):
         return _run_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, False, backend)
-    o, state = _torch_fwd(
-        q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, needs_grad, request_text(backend)
-    )
+    q, k, v, g = _autocast.tokens(q, k, v, g)
+    refuse_tangents(q, k, v, g, initial_state)
+    scale, request = _checks.plain_number(scale), request_text(backend)
+    o, state = _torch_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, needs_grad, request)
     return o, state if output_final_state else None
 
 

@@ -49,14 +49,12 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
         >>> gla.online_softmax(torch.tensor([0.0, 0.0, float("-inf")]))
         tensor([0.5000, 0.5000, 0.0000])
     """
-    if _autocast.in_force():
-        x = _autocast.wide(x)
-    refuse_tangents(x)
-    dim = _from_the_front(x, dim)
     needs_grad = needs_gradient(x)
     if not needs_grad and bypasses_torch(x):
         return _run(x, dim, False, backend)
-    return _torch_softmax(x, dim, needs_grad, request_text(backend))
+    x = _autocast.wide(x)
+    refuse_tangents(x)
+    return _torch_softmax(x, _from_the_front(x, dim), needs_grad, request_text(backend))
 
 
 def _from_the_front(x: Any, dim: Any) -> Any:

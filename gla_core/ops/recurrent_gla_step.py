@@ -69,15 +69,13 @@ def recurrent_gla_step(
         >>> state = torch.zeros(2, 4, 32, 32)
         >>> o, state = gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state)
     """
-    if _autocast.in_force():
-        q, k, v, g = _autocast.tokens(q, k, v, g)
-    refuse_tangents(q, k, v, g, state)
-    scale = _checks.plain_number(scale)
     if needs_gradient(q, k, v, g, state):
         _no_backward()
     if bypasses_torch(q):
         return _run(q, k, v, g, state, scale, state_indices, inplace, backend)
-    args = (q, k, v, g, state, scale, state_indices, request_text(backend))
+    q, k, v, g = _autocast.tokens(q, k, v, g)
+    refuse_tangents(q, k, v, g, state)
+    args = (q, k, v, g, state, _checks.plain_number(scale), state_indices, request_text(backend))
     if inplace:
         refuse_in_place()
         return _torch_step_inplace(*args), state

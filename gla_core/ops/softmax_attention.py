@@ -65,14 +65,12 @@ def softmax_attention(
         >>> q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
         >>> o, lse = gla.softmax_attention(q, k, v, causal=True)
     """
-    if _autocast.in_force():
-        q, k, v, _ = _autocast.tokens(q, k, v, None)
-    refuse_tangents(q, k, v)
-    scale = _checks.plain_number(scale)
     needs_grad = needs_gradient(q, k, v)
     if not needs_grad and bypasses_torch(q):
         return _run(q, k, v, scale, causal, False, backend)
-    return _torch_attention(q, k, v, scale, causal, needs_grad, request_text(backend))
+    q, k, v, _ = _autocast.tokens(q, k, v, None)
+    refuse_tangents(q, k, v)
+    return _torch_attention(q, k, v, _checks.plain_number(scale), causal, needs_grad, request_text(backend))
 
 
 def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
