@@ -71,6 +71,18 @@ def _combine(argument: str, context: tuple[str, ...], variable: str) -> Request:
     return Request(choices, ";".join(f"{op}={choice}@{choice.source}" for op, choice in choices.items()))
 
 
+def check(request: str, source: str) -> None:
+    """Raise unless a request can be read and every backend that it names is there; `source` is who asks.
+
+    Raises:
+        TypeError, ValueError: it is no string, or cannot be read.
+        UnknownOpError, UnknownBackendError: it names what does not exist.
+    """
+    for choice in parse(request, source).values():
+        for name in choice.names:
+            registry.get(name, f"{choice.source}: ")
+
+
 def parse(text: str, source: str) -> dict[str, Choice]:
     """Parse a request. Raises ValueError for bad grammar and UnknownOpError for an op that does not exist."""
     if not isinstance(text, str):
@@ -118,9 +130,7 @@ class use_backend:
     """
 
     def __init__(self, request: str) -> None:
-        for choice in parse(request, "use_backend").values():
-            for name in choice.names:
-                registry.get(name, f"{choice.source}: ")
+        check(request, "use_backend")
         self._request = request
 
     def __enter__(self) -> None:
