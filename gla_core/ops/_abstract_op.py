@@ -17,7 +17,7 @@ from torch import Tensor
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend, OpCall
 from gla_core.dispatch.environment import environment
-from gla_core.dispatch.request import Request, current_request
+from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
 
 library = torch.library.Library("gla", "DEF")
@@ -129,7 +129,7 @@ def request_text(backend: str | None) -> str:
     only what the call itself names.
     """
     if torch.compiler.is_compiling():
-        return backend or ""
+        return request_in_graph(backend)
     return current_request(backend).spec
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import contextvars
 import itertools
 import threading
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -436,21 +439,95 @@ def test_a_generator_is_not_decorated_in_silence(spies):
         yield
 
     for generator in (steps, async_steps):
-        with pytest.raises(TypeError, match=f"cannot decorate the generator {generator.__name__}; use a with block"):
+        with pytest.raises(TypeError, match=f"cannot decorate the generator {generator.__name__}, .*pass backend="):
             gla.use_backend("b")(generator)
 
 
-def test_a_generator_that_ends_inside_another_block_takes_only_its_own_request_away(x, spies):
-    def tokens():
-        with gla.use_backend("b"):
-            yield
+def tokens(block):
+    with block:
+        yield
 
-    steps = tokens()
+
+def asked():
+    """The request in force for online_softmax."""
+    return str(current_request().choice("online_softmax"))
+
+
+def in_a_thread(work):
+    """What `work` returns in a thread of its own."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(timeout=10)
+
+
+@pytest.fixture(params=["one object", "an object each"])
+def b(request, spies):
+    """Makes what a block under "b" is entered by."""
+    shared = gla.use_backend("b")
+    return (lambda: shared) if request.param == "one object" else lambda: gla.use_backend("b")
+
+
+def test_a_generator_that_ends_inside_other_blocks_ends_only_its_own(b):
+    steps = tokens(b())
     next(steps)
-    with gla.use_backend("c"):
+    assert asked() == "b"  # a block around a yield holds for the consumer too, until the generator goes on
+    with b(), gla.use_backend("c"), b():
         assert next(steps, "ended") == "ended"
-        assert gla.explain("online_softmax", x).winner == "c"
-    assert gla.explain("online_softmax", x).winner == "a"
+        assert asked() == "b"
+    assert asked() == "auto"
+
+
+def test_generators_end_in_any_order(b):
+    first, second = tokens(b()), tokens(gla.use_backend("c"))
+    next(first)
+    with b():
+        next(second)
+        first.close()
+        assert asked() == "c"
+        second.close()
+        assert asked() == "b"
+    assert asked() == "auto"
+
+
+def test_a_generator_closed_by_another_thread_ends_its_block_and_none_of_that_threads(b):
+    steps = tokens(b())
+    next(steps)
+
+    def close():
+        with b():
+            steps.close()
+            inside = asked()
+        return inside, asked()
+
+    assert in_a_thread(close) == ("b", "auto")
+    assert asked() == "auto"
+
+
+def test_a_generator_closed_by_a_task_ends_its_block_and_none_of_that_task(b):
+    async def main():
+        steps = tokens(b())
+        next(steps)
+
+        async def close():  # in a copy of the context
+            with b():
+                steps.close()
+                inside = asked()
+            return inside, asked()
+
+        return await asyncio.create_task(close()), asked()
+
+    assert asyncio.run(main()) == (("b", "auto"), "auto")
+
+
+def test_exit_stacks_of_one_object_end_in_any_order(spies):
+    shared, outer, inner = gla.use_backend("b"), contextlib.ExitStack(), contextlib.ExitStack()
+    outer.enter_context(shared)
+    with gla.use_backend("c"):
+        inner.enter_context(shared)
+        inner.close()
+        assert asked() == "c"
+        outer.close()
+        assert asked() == "c"
+    assert asked() == "auto"
 
 
 # threads and tasks
@@ -523,6 +600,23 @@ def test_a_task_keeps_the_request_it_was_started_under(spies, x):
         return await task, await look()
 
     assert asyncio.run(main()) == ("b", "a")
+
+
+# recomputation
+
+
+def test_a_checkpoint_recomputes_under_the_block_it_is_given(spies, qkvg):
+    def forward(*inputs):
+        return gla.chunk_gla(*inputs)[0]
+
+    def blocks():
+        return gla.use_backend("b"), gla.use_backend("b")
+
+    o = torch.utils.checkpoint.checkpoint(forward, *qkvg(grad=True), use_reentrant=False, context_fn=blocks)
+    with gla.use_backend("c"):
+        o.sum().backward()
+    assert spies["b"].calls == ["chunk_gla_fwd", "chunk_gla_fwd", "chunk_gla_bwd"]
+    assert spies["c"].calls == []
 
 
 # the text of a request
