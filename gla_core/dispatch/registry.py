@@ -6,6 +6,7 @@ with its traceback, and everything else goes on working. Afterwards the registry
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import inspect
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import pluggy
+import torch
 
 from gla_core.dispatch import hookspecs
 from gla_core.dispatch.backend import DEVICE_FACTS, OP_PARAMETERS, Backend, Capabilities, CostModel, is_constant
@@ -144,33 +146,50 @@ def check_backend(backend: object, taken: Iterable[str] = ()) -> None:
         raise BackendError(f"backend name {name!r} must be an identifier other than 'auto'")
     if name in taken:
         raise BackendError(f"backend name {name!r} is already in use; choose another")
+    if not isinstance(backend.version, str):
+        raise BackendError(f"backend {name!r}: version is {backend.version!r}; expected a string")
     _check_capabilities(name, backend.capabilities)
+    if not callable(backend.supports):
+        raise BackendError(f"backend {name!r}: supports is {backend.supports!r}; expected a function of an OpCall")
     if not isinstance(backend.ops, Mapping):
         raise BackendError(f"backend {name!r}: ops is {type(backend.ops).__name__}; expected a mapping")
     for op, function in backend.ops.items():
         if op not in OP_PARAMETERS:
-            raise UnknownOpError(f"backend {name!r} implements an unknown op {op!r}{nearest(op, OP_PARAMETERS)}")
+            raise UnknownOpError(f"backend {name!r} implements an unknown op {op!r}{nearest(str(op), OP_PARAMETERS)}")
         _check_signature(name, op, function)
     _check_cost(name, backend.cost)
 
 
-_CAPABILITY_TYPES = {
-    "devices": (frozenset, set, type(None)),
-    "dtypes": (frozenset, set),
-    "min_compute_capability": (tuple,),
-    "key_widths": (range,),
-    "value_widths": (range,),
+def _is_set_of(kind: type, value: object) -> bool:
+    return isinstance(value, frozenset | set) and len(value) > 0 and all(isinstance(x, kind) for x in value)
+
+
+def _is_widths(value: object) -> bool:
+    return isinstance(value, range) and len(value) > 0
+
+
+def _is_compute_capability(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(x, int) for x in value)
+
+
+_CAPABILITIES: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "devices": (lambda x: x is None or _is_set_of(str, x), "None or a set of device types such as 'cuda', not empty"),
+    "dtypes": (lambda x: _is_set_of(torch.dtype, x), "a set of torch.dtype, not empty"),
+    "min_compute_capability": (_is_compute_capability, "two integers such as (8, 0)"),
+    "key_widths": (_is_widths, "a range, not empty"),
+    "value_widths": (_is_widths, "a range, not empty"),
 }
+_FLAG = (lambda x: isinstance(x, bool), "True or False")
 
 
 def _check_capabilities(name: str, can: object) -> None:
     if not isinstance(can, Capabilities):
         raise BackendError(f"backend {name!r}: capabilities is {type(can).__name__}; expected Capabilities")
-    for field, types in _CAPABILITY_TYPES.items():
-        value = getattr(can, field)
-        if not isinstance(value, types):
-            expected = " or ".join(t.__name__ for t in types)
-            raise BackendError(f"backend {name!r}: capability {field} is {type(value).__name__}; expected {expected}")
+    for field in dataclasses.fields(can):
+        is_right, expected = _CAPABILITIES.get(field.name, _FLAG)
+        value = getattr(can, field.name)
+        if not is_right(value):
+            raise BackendError(f"backend {name!r}: capability {field.name} is {value!r}; expected {expected}")
 
 
 def _check_signature(name: str, op: str, function: Callable) -> None:
@@ -198,7 +217,7 @@ def _check_cost(name: str, cost: object) -> None:
         for op, constants in _items(name, ops, f"constants of {kind!r}"):
             if op not in OP_PARAMETERS:
                 raise UnknownOpError(
-                    f"backend {name!r} has constants of an unknown op {op!r}{nearest(op, OP_PARAMETERS)}"
+                    f"backend {name!r} has constants of an unknown op {op!r}{nearest(str(op), OP_PARAMETERS)}"
                 )
             for constant, value in _items(name, constants, f"constants of {kind!r}, {op}"):
                 if constant in DEVICE_FACTS:
