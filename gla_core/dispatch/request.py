@@ -54,6 +54,12 @@ class Request:
     def choice(self, op: str) -> Choice:
         return self.choices.get(op) or self.choices[ANY_OP]
 
+    def allowing(self, name: str, op: str) -> str:
+        """The text of this request with one more backend for an op, to be tried last."""
+        texts = {each: str(choice) for each, choice in self.choices.items() if choice.source != "default"}
+        texts[op if op in texts else ANY_OP] += f",{name}"
+        return texts[ANY_OP] if len(texts) == 1 and ANY_OP in texts else ";".join(f"{o}={t}" for o, t in texts.items())
+
 
 def current_request(argument: str | None = None) -> Request:
     """The request in force here: `argument` (a call's `backend=`) over `use_backend` over GLA_BACKEND over auto."""

@@ -119,7 +119,8 @@ def test_a_strict_request_that_cannot_be_met_is_an_error_with_the_refusal(spy, x
     with pytest.raises(gla.NoBackendError) as error:
         gla.online_softmax(x, backend="half")
     assert str(error.value) == (
-        "no backend can run online_softmax (request: half, from backend=):\n  half: computes float16; x is float32"
+        "no backend can run online_softmax (request: half, from backend=); 'half,reference' would run it:\n"
+        "  half: computes float16; x is float32"
     )
     assert half.calls == []
     gla.online_softmax(x.half(), backend="half")
@@ -169,7 +170,7 @@ def test_a_list_that_none_can_serve_is_an_error_with_every_refusal(spy, x):
     with pytest.raises(gla.NoBackendError) as error:
         gla.online_softmax(x, backend="half,gpu")
     assert str(error.value) == (
-        "no backend can run online_softmax (request: half,gpu, from backend=):\n"
+        "no backend can run online_softmax (request: half,gpu, from backend=); 'half,gpu,reference' would run it:\n"
         "  half: computes float16; x is float32\n"
         "  gpu: needs a cuda device; x is on cpu"
     )
