@@ -160,11 +160,6 @@ def request_in_graph(argument: str | None) -> str:
     return _IN_GRAPH.join((argument or "", *_traced))
 
 
-def _frame_of_caller() -> int:
-    # Tells the entries of one object apart: a `with` enters and leaves in one frame, wherever that frame runs.
-    return 0 if torch.compiler.is_compiling() else id(sys._getframe(2))
-
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -180,9 +175,10 @@ class use_backend:
     again, perhaps after the block: give it the block as well, by
     `context_fn=lambda: (gla.use_backend("a"), gla.use_backend("a"))` with `use_reentrant=False`.
 
-    A graph compiled by `torch.compile` holds the calls' `backend=` and the blocks in the compiled function (made there,
-    and not around a `yield`). For all else it takes the request in force where and when it runs; its backward may run
-    on a thread of autograd's (it does on a GPU), which sees GLA_BACKEND but no block around the call.
+    A graph compiled by `torch.compile` holds the `backend=` of its calls, and the blocks that are written in the
+    compiled function as below (not around a `yield`, and no object made outside). For all else it takes the request in
+    force where and when it runs. Its backward on a GPU runs on autograd's own threads, which see GLA_BACKEND and what
+    the graph holds, but no block around the call.
 
     Args:
         request: a request in the grammar of this module.
@@ -205,13 +201,18 @@ class use_backend:
         self._entered: list[_Block] = []  # by nested blocks, threads and tasks at once
 
     def __enter__(self) -> None:
-        block = _Block(self._request, _frame_of_caller())
+        # The frame of the `with` tells the entries of one object apart, wherever that frame goes on.
+        frame = 0 if torch.compiler.is_compiling() else id(sys._getframe(1))
+        block = _Block(self._request, frame)
         self._entered.append(block)
         block.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        frame = _frame_of_caller()
-        mine = [block for block in self._entered if block.frame == frame]
+        if torch.compiler.is_compiling():
+            self._entered.pop().__exit__()
+            return
+        frame = id(sys._getframe(1))
+        mine = [block for block in self._entered.copy() if block.frame == frame]
         if not mine:  # an ExitStack leaves in another frame
             mine = [block for block in reversed(_context.get()) if block in self._entered]
         for block in mine[-1:]:
