@@ -85,7 +85,8 @@ def installed() -> dict[str, Backend]:
 
 def get(name: str, source: str = "") -> Backend:
     """The backend called `name`. Raises UnknownBackendError with the nearest spelling."""
-    found, known = _discover(), installed()
+    found = _discover()
+    known = {**found.backends, **_registered}
     if name in known:
         return known[name]
     if name in found.quarantine:
