@@ -126,7 +126,7 @@ def request_text(backend: str | None) -> str:
     """The `backend` argument of a torch op.
 
     Eagerly it is the whole request in force, so that the backward runs under the forward's; a compiled graph holds
-    only what the call itself names.
+    only what the call itself and the blocks compiled with it name.
     """
     if torch.compiler.is_compiling():
         return request_in_graph(backend)
