@@ -158,7 +158,7 @@ def seconds_or_none(formula: Callable[..., float | None], *args: object) -> floa
     try:
         predicted = formula(*args)
         seconds = math.nan if predicted is None else float(predicted)
-    except Exception:  # no prediction is always legal
+    except (Exception, SystemExit):  # no prediction is always legal
         return None
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
@@ -196,7 +196,7 @@ class Backend:
             return reason
         try:
             reason = self.supports(call)
-        except Exception as error:  # a fault in one backend must not take the others down
+        except (Exception, SystemExit) as error:  # a fault in one backend must not take the others down
             return f"its supports() raised {type(error).__name__}: {error}"
         if reason is None or (isinstance(reason, str) and reason):
             return reason
@@ -249,9 +249,10 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _any_of(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+    *others, last = names or ["none"]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _span(widths: range) -> str:
     steps = f" in steps of {widths.step}" if widths.step != 1 else ""
-    return f"from {widths[0]} to {widths[-1]}{steps}" if len(widths) else "of no width"
+    return f"from {widths[0]} to {widths[-1]}{steps}"

@@ -29,6 +29,7 @@ STAND_IN = "NVIDIA H200"
 """The device whose constants serve on a CUDA device that nobody has measured."""
 
 _lock = threading.Lock()  # of writing
+registry.survive_fork(_lock)
 _read_once: dict[str, dict] = {}
 
 
@@ -161,7 +162,7 @@ def _file() -> dict:
 
 def _read(file: Path) -> dict:
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text()) if file.is_file() else {}  # to open a FIFO waits for its writer
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

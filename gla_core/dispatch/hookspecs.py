@@ -20,7 +20,8 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 def gla_register_backends() -> list[Backend]:
     """Return the backends that this package offers.
 
-    Called once, when a backend is first needed. It must not import triton or touch a device: import kernels inside
-    the op functions. An exception quarantines the package and leaves all others working.
+    Called when a backend is first needed, perhaps by several threads at once, and again after
+    `gla.reload_environment()`. It must not import triton or touch a device: import kernels inside the op functions. An
+    exception quarantines the package and leaves all others working.
     """
     raise NotImplementedError

@@ -6,15 +6,19 @@ with its traceback, and everything else goes on working. Afterwards the registry
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import inspect
+import os
+import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pluggy
+import torch
 
 from gla_core.dispatch import hookspecs
 from gla_core.dispatch.backend import DEVICE_FACTS, OP_PARAMETERS, Backend, Capabilities, CostModel, is_constant
@@ -46,40 +50,69 @@ class BackendInfo:
     error: str | None = None
 
 
-_lock = threading.RLock()
-_discovered: dict[str, Backend] | None = None  # from entry points; None until the first use
+@dataclass(slots=True)
+class _Found:
+    """What one discovery found: backends and the plugins they came by, tracebacks of plugins in quarantine by name.
+
+    Not `whole` if a plugin was itself just being imported, by who asked; it can be looked at only later.
+    """
+
+    backends: dict[str, Backend] = field(default_factory=dict)
+    plugin_of: dict[str, str] = field(default_factory=dict)
+    quarantine: dict[str, str] = field(default_factory=dict)
+    blocked: list[str] = field(default_factory=list)
+    whole: bool = True
+
+
+def survive_fork(lock: threading.Lock | threading.RLock) -> None:
+    """Fork only while nobody holds `lock`; the child could never acquire it."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+
+_lock = threading.RLock()  # of replacing these values; never held while a plugin's code runs
+_discovered: _Found | None = None  # from entry points; None until the first use
+_reloads = 0
 _registered: dict[str, Backend] = {}  # at run time
-_plugin_of: dict[str, str] = {}
-_quarantine: dict[str, str] = {}  # entry-point name to traceback
+_in_progress = threading.local()  # found: what this thread has discovered so far
+survive_fork(_lock)
 
 
 def installed() -> dict[str, Backend]:
     """The backends that work, by name. Discovers them on the first call."""
-    with _lock:
-        return {**_discover(), **_registered}
+    return {**_discover().backends, **_registered}
 
 
 def get(name: str, source: str = "") -> Backend:
     """The backend called `name`. Raises UnknownBackendError with the nearest spelling."""
-    known = installed()
+    found = _discover()
+    known = {**found.backends, **_registered}
     if name in known:
         return known[name]
-    if name in _quarantine:
-        cause = _quarantine[name].strip().splitlines()[-1]
+    if name in found.quarantine:
+        cause = found.quarantine[name].strip().splitlines()[-1]
         raise UnknownBackendError(
             f"{source}backend {name!r} failed to load: {cause} (`gla doctor` shows the traceback)"
         )
+    if name in found.blocked:
+        raise UnknownBackendError(
+            f"{source}backend {name!r} is blocked by GLA_BLOCK_PLUGINS; remove it from that environment variable"
+        )
+    blocked = f"; plugins blocked by GLA_BLOCK_PLUGINS: {', '.join(found.blocked)}" if found.blocked else ""
     raise UnknownBackendError(
-        f"{source}unknown backend {name!r}{nearest(name, [*known, 'auto'])} (installed: {', '.join(known) or 'none'})"
+        f"{source}unknown backend {name!r}{nearest(name, [*known, 'auto'])} "
+        f"(installed: {', '.join(known) or 'none'}{blocked})"
     )
 
 
 def backends() -> list[BackendInfo]:
     """What is installed: working backends first, then plugins in quarantine with their load errors."""
+    found = _discover()
     working = [
-        BackendInfo(b.name, b.version, tuple(b.ops), b.capabilities, _plugin_of[b.name]) for b in installed().values()
+        BackendInfo(b.name, b.version, tuple(b.ops), b.capabilities, found.plugin_of.get(b.name, "register()"))
+        for b in {**found.backends, **_registered}.values()
     ]
-    return working + [BackendInfo(name, None, (), None, name, error) for name, error in _quarantine.items()]
+    return working + [BackendInfo(name, None, (), None, name, error) for name, error in found.quarantine.items()]
 
 
 class Registration:
@@ -91,11 +124,13 @@ class Registration:
 
     def unregister(self) -> None:
         """Remove the backend; does nothing the second time."""
+        global _registered
         with _lock:
-            if self._active:
-                self._active = False
-                del _registered[self.backend.name]
-                changed()
+            if not self._active:
+                return
+            self._active = False
+            _registered = {name: backend for name, backend in _registered.items() if name != self.backend.name}
+        changed()
 
     def __enter__(self) -> Backend:
         return self.backend
@@ -118,21 +153,23 @@ def register(backend: Backend) -> Registration:
         >>> with gla.register(Backend("mine", "1.0", {"online_softmax": mine})):
         ...     gla.online_softmax(x, backend="mine")
     """
+    global _registered
+    check_backend(backend, taken=installed())
     with _lock:
-        check_backend(backend, taken=installed())
-        _registered[backend.name] = backend
-        _plugin_of[backend.name] = "register()"
-        changed()
+        _check_free(backend.name, _registered)  # another thread may have been as quick
+        _registered = {**_registered, backend.name: backend}
+    changed()
     return Registration(backend)
 
 
 def rediscover() -> None:
     """Forget what discovery found, so that the next use looks again; run-time registrations stay."""
-    global _discovered
-    with _lock:
-        _discovered = None
-        _quarantine.clear()
-        changed()
+    global _discovered, _reloads
+    if getattr(_in_progress, "found", None) is None:  # a plugin that calls this is being looked at already
+        with _lock:
+            _discovered = None
+            _reloads += 1
+    changed()
 
 
 def check_backend(backend: object, taken: Iterable[str] = ()) -> None:
@@ -142,35 +179,56 @@ def check_backend(backend: object, taken: Iterable[str] = ()) -> None:
     name = backend.name
     if not (isinstance(name, str) and name.isidentifier()) or name == "auto":
         raise BackendError(f"backend name {name!r} must be an identifier other than 'auto'")
-    if name in taken:
-        raise BackendError(f"backend name {name!r} is already in use; choose another")
+    _check_free(name, taken)
+    if not isinstance(backend.version, str):
+        raise BackendError(f"backend {name!r}: version is {backend.version!r}; expected a string")
     _check_capabilities(name, backend.capabilities)
+    if not callable(backend.supports):
+        raise BackendError(f"backend {name!r}: supports is {backend.supports!r}; expected a function of an OpCall")
     if not isinstance(backend.ops, Mapping):
         raise BackendError(f"backend {name!r}: ops is {type(backend.ops).__name__}; expected a mapping")
     for op, function in backend.ops.items():
         if op not in OP_PARAMETERS:
-            raise UnknownOpError(f"backend {name!r} implements an unknown op {op!r}{nearest(op, OP_PARAMETERS)}")
+            raise UnknownOpError(f"backend {name!r} implements an unknown op {op!r}{nearest(str(op), OP_PARAMETERS)}")
         _check_signature(name, op, function)
     _check_cost(name, backend.cost)
 
 
-_CAPABILITY_TYPES = {
-    "devices": (frozenset, set, type(None)),
-    "dtypes": (frozenset, set),
-    "min_compute_capability": (tuple,),
-    "key_widths": (range,),
-    "value_widths": (range,),
+def _check_free(name: str, taken: Iterable[str]) -> None:
+    if name in taken:
+        raise BackendError(f"backend name {name!r} is already in use; choose another")
+
+
+def _is_set_of(kind: type, value: object) -> bool:
+    return isinstance(value, frozenset | set) and len(value) > 0 and all(isinstance(x, kind) for x in value)
+
+
+def _is_widths(value: object) -> bool:
+    return isinstance(value, range) and len(value) > 0
+
+
+def _is_compute_capability(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(x, int) for x in value)
+
+
+_CAPABILITIES: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "devices": (lambda x: x is None or _is_set_of(str, x), "None or a set of device types such as 'cuda', not empty"),
+    "dtypes": (lambda x: _is_set_of(torch.dtype, x), "a set of torch.dtype, not empty"),
+    "min_compute_capability": (_is_compute_capability, "two integers such as (8, 0)"),
+    "key_widths": (_is_widths, "a range, not empty"),
+    "value_widths": (_is_widths, "a range, not empty"),
 }
+_FLAG = (lambda x: isinstance(x, bool), "True or False")
 
 
 def _check_capabilities(name: str, can: object) -> None:
     if not isinstance(can, Capabilities):
         raise BackendError(f"backend {name!r}: capabilities is {type(can).__name__}; expected Capabilities")
-    for field, types in _CAPABILITY_TYPES.items():
-        value = getattr(can, field)
-        if not isinstance(value, types):
-            expected = " or ".join(t.__name__ for t in types)
-            raise BackendError(f"backend {name!r}: capability {field} is {type(value).__name__}; expected {expected}")
+    for capability in (each.name for each in dataclasses.fields(can)):
+        is_right, expected = _CAPABILITIES.get(capability, _FLAG)
+        value = getattr(can, capability)
+        if not is_right(value):
+            raise BackendError(f"backend {name!r}: capability {capability} is {value!r}; expected {expected}")
 
 
 def _check_signature(name: str, op: str, function: Callable) -> None:
@@ -198,7 +256,7 @@ def _check_cost(name: str, cost: object) -> None:
         for op, constants in _items(name, ops, f"constants of {kind!r}"):
             if op not in OP_PARAMETERS:
                 raise UnknownOpError(
-                    f"backend {name!r} has constants of an unknown op {op!r}{nearest(op, OP_PARAMETERS)}"
+                    f"backend {name!r} has constants of an unknown op {op!r}{nearest(str(op), OP_PARAMETERS)}"
                 )
             for constant, value in _items(name, constants, f"constants of {kind!r}, {op}"):
                 if constant in DEVICE_FACTS:
@@ -222,28 +280,36 @@ def changed() -> None:
         callback()
 
 
-def _discover() -> dict[str, Backend]:
+def _discover() -> _Found:
+    """What is known of the plugins. Threads that are first at once each look, and keep what the quickest has found."""
     global _discovered
-    if _discovered is None:
-        _discovered = {}  # at once: a plugin may ask for the backends while it is imported
-        try:
-            _load_all(_discovered)
-        except BaseException:  # an interrupt, or a warning made an error: the next use starts again
-            _discovered = None
-            _quarantine.clear()
-            raise
-    return _discovered
+    found = _discovered or getattr(_in_progress, "found", None)
+    if found is not None:
+        return found
+    reloads, found = _reloads, _load_all()
+    with _lock:
+        if _discovered is None and found.whole and reloads == _reloads:
+            _discovered = found
+    changed()
+    return _discovered or found
 
 
-def _load_all(found: dict[str, Backend]) -> None:
-    blocked = environment().blocked_plugins
-    entry_points = sorted(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINTS), key=_own_first)
-    for unknown in sorted(blocked - {e.name for e in entry_points}):
-        known = nearest(unknown, (e.name for e in entry_points))
-        warnings.warn(f"GLA_BLOCK_PLUGINS names no installed plugin {unknown!r}{known}", stacklevel=3)
-    for entry_point in entry_points:
-        if entry_point.name not in blocked:
-            _load(entry_point, found)
+def _load_all() -> _Found:
+    found = _in_progress.found = _Found()  # at once: a plugin may ask for the backends while it is imported
+    try:
+        blocked = environment().blocked_plugins
+        entry_points = sorted(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINTS), key=_own_first)
+        for unknown in sorted(blocked - {e.name for e in entry_points}):
+            known = nearest(unknown, (e.name for e in entry_points))
+            warnings.warn(f"GLA_BLOCK_PLUGINS names no installed plugin {unknown!r}{known}", stacklevel=3)
+        for entry_point in entry_points:
+            if entry_point.name in blocked:
+                found.blocked.append(entry_point.name)
+            else:
+                _load(entry_point, found)
+    finally:
+        _in_progress.found = None
+    return found
 
 
 def _own_first(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str]:
@@ -252,18 +318,30 @@ def _own_first(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str]:
     return (not own, entry_point.name)
 
 
-def _load(entry_point: importlib.metadata.EntryPoint, found: dict[str, Backend]) -> None:
+def _load(entry_point: importlib.metadata.EntryPoint, found: _Found) -> None:
     """Add the backends of one plugin to `found`, all or none of them."""
     new: dict[str, Backend] = {}
     try:
         for backend in _call_hook(entry_point):
-            check_backend(backend, taken=[*found, *new, *_registered])
+            check_backend(backend, taken=[*found.backends, *new, *_registered])
             new[backend.name] = backend
     except (Exception, SystemExit):  # SystemExit: a plugin's sys.exit() must not end the program
-        _quarantine[entry_point.name] = _quarantine.get(entry_point.name, "") + traceback.format_exc()
+        if _is_being_imported(entry_point.module):
+            found.whole = False
+        else:
+            said_before = found.quarantine.get(entry_point.name, "")
+            found.quarantine[entry_point.name] = said_before + traceback.format_exc()
         return
-    found.update(new)
-    _plugin_of.update(dict.fromkeys(new, entry_point.name))
+    found.backends.update(new)
+    found.plugin_of.update(dict.fromkeys(new, entry_point.name))
+
+
+def _is_being_imported(module: str) -> bool:
+    """Whether a module or a package that it is in is not yet imported to its end: by this thread, which asked there."""
+    parts = module.split(".")
+    names = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    specs = [getattr(sys.modules.get(name), "__spec__", None) for name in names]
+    return any(getattr(spec, "_initializing", False) for spec in specs)
 
 
 def _call_hook(entry_point: importlib.metadata.EntryPoint) -> list[Backend]:

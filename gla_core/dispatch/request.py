@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
 
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import OP_PARAMETERS
@@ -22,7 +26,8 @@ from gla_core.dispatch.errors import UnknownOpError, nearest
 AUTO = "auto"
 ANY_OP = "*"
 
-_context: ContextVar[tuple[str, ...]] = ContextVar("gla_use_backend", default=())  # innermost first
+_IN_GRAPH = "\x1f"  # parts a call's `backend=` from the blocks that a compiled graph holds; nobody types it
+_context: ContextVar[tuple[_Block, ...]] = ContextVar("gla_use_backend", default=())  # innermost first
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +54,20 @@ class Request:
     def choice(self, op: str) -> Choice:
         return self.choices.get(op) or self.choices[ANY_OP]
 
+    def allowing(self, name: str, op: str) -> str:
+        """The text of this request with one more backend for an op, to be tried last."""
+        texts = {each: str(choice) for each, choice in self.choices.items() if choice.source != "default"}
+        texts[op if op in texts else ANY_OP] += f",{name}"
+        return texts[ANY_OP] if len(texts) == 1 and ANY_OP in texts else ";".join(f"{o}={t}" for o, t in texts.items())
+
 
 def current_request(argument: str | None = None) -> Request:
     """The request in force here: `argument` (a call's `backend=`) over `use_backend` over GLA_BACKEND over auto."""
     if argument is not None and not isinstance(argument, str):
         raise _not_a_string("backend=", argument)
-    return _combine(argument or "", _context.get(), environment().backend)
+    blocks = _context.get()
+    requests = tuple(block.request for block in blocks if not block.ended) if blocks else ()
+    return _combine(argument or "", requests, environment().backend)
 
 
 def _not_a_string(source: str, value: object) -> TypeError:
@@ -64,8 +77,9 @@ def _not_a_string(source: str, value: object) -> TypeError:
 @functools.lru_cache(maxsize=4096)
 def _combine(argument: str, context: tuple[str, ...], variable: str) -> Request:
     choices = {ANY_OP: Choice((), "default")}
-    layers = [(variable, "GLA_BACKEND"), *((text, "use_backend") for text in reversed(context)), (argument, "backend=")]
-    for text, source in layers:
+    argument, *in_graph = argument.split(_IN_GRAPH)
+    blocks = ((text, "use_backend") for text in reversed((*in_graph, *context)))
+    for text, source in [(variable, "GLA_BACKEND"), *blocks, (argument, "backend=")]:
         stronger = parse(text, source) if text else {}
         choices = stronger if ANY_OP in stronger else {**choices, **stronger}
     return Request(choices, ";".join(f"{op}={choice}@{choice.source}" for op, choice in choices.items()))
@@ -110,17 +124,68 @@ def _parse_names(names: str, source: str, text: str) -> Choice:
     return Choice(listed, said_by or source)
 
 
+class _Block:
+    """A request in force from entering to leaving, once. A generator's is left wherever the generator is closed."""
+
+    def __init__(self, request: str, frame: int = 0) -> None:
+        self.request, self.frame, self.ended = request, frame, False
+
+    def __enter__(self) -> None:
+        global _traced
+        if torch.compiler.is_compiling():
+            _traced = (self.request, *_traced)
+        else:
+            self._token = _context.set((self, *_context.get()))
+
+    def __exit__(self, *_: object) -> None:
+        global _traced
+        if torch.compiler.is_compiling():
+            _traced = _traced[1:]
+            return
+        others = tuple(block for block in _context.get() if block is not self)
+        try:
+            _context.reset(self._token)
+        except ValueError:  # entered in another context, which cannot be changed from here
+            self.ended = True
+        else:
+            _context.set(others)
+
+
+_traced: tuple[str, ...] = ()
+"""The blocks around what torch.compile is tracing, innermost first; code that runs finds it empty."""
+
+
+def request_in_graph(argument: str | None) -> str:
+    """What a graph being compiled holds of the request: the call's `backend=`, and the blocks in the same graph."""
+    return _IN_GRAPH.join((argument or "", *_traced))
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
 class use_backend:
     """Run the ops inside a `with` block, or a decorated function, under a request.
 
     Blocks nest: the innermost that names an op decides it. Threads and asyncio tasks do not see each other's blocks.
-    The decorator serves coroutine functions too, but no generators (TypeError), whose steps run at their caller's.
+    The decorator serves coroutine functions too, but no generators (TypeError), whose steps run at their caller's; and
+    a block around a `yield` holds for the consumer too, until the generator goes on, as Python has it.
+
+    A backward runs under the request of its forward, wherever it is called. `torch.utils.checkpoint` runs the forward
+    again, perhaps after the block: give it the block as well, by
+    `context_fn=lambda: (gla.use_backend("a"), gla.use_backend("a"))` with `use_reentrant=False`.
+
+    A graph compiled by `torch.compile` holds the `backend=` of its calls, and the blocks that are written in the
+    compiled function as below (not around a `yield`, and no object made outside). For all else it takes the request in
+    force where and when it runs. Its backward on a GPU runs on autograd's own threads, which see GLA_BACKEND and what
+    the graph holds, but no block around the call.
 
     Args:
         request: a request in the grammar of this module.
 
     Raises:
-        ValueError, UnknownOpError, UnknownBackendError: on creation, for a request that cannot be read or met.
+        TypeError, ValueError, UnknownOpError, UnknownBackendError: on creation, for a request that cannot be read or
+            met; in a compiled function, when the op runs.
 
     Example:
         >>> with gla.use_backend("reference"):
@@ -130,35 +195,48 @@ class use_backend:
     """
 
     def __init__(self, request: str) -> None:
-        check(request, "use_backend")
+        if not torch.compiler.is_compiling():
+            check(request, "use_backend")
         self._request = request
+        self._entered: list[_Block] = []  # by nested blocks, threads and tasks at once
 
     def __enter__(self) -> None:
-        _context.set((self._request, *_context.get()))
+        # The frame of the `with` tells the entries of one object apart, wherever that frame goes on.
+        frame = 0 if torch.compiler.is_compiling() else id(sys._getframe(1))
+        block = _Block(self._request, frame)
+        self._entered.append(block)
+        block.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        context = list(_context.get())
-        if self._request in context:  # the innermost of ours: generators end their blocks in any order
-            context.remove(self._request)
-        _context.set(tuple(context))
+        if torch.compiler.is_compiling():
+            self._entered.pop().__exit__()
+            return
+        frame = id(sys._getframe(1))
+        mine = [block for block in self._entered.copy() if block.frame == frame]
+        if not mine:  # an ExitStack leaves in another frame
+            mine = [block for block in reversed(_context.get()) if block in self._entered]
+        for block in mine[-1:]:
+            self._entered.remove(block)
+            block.__exit__()
 
-    def __call__(self, function: Callable) -> Callable:
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"use_backend cannot decorate the generator {function.__name__}; use a with block inside it"
+                f"use_backend cannot decorate the generator {function.__name__}, whose steps run at their caller's; "
+                "pass backend= to the calls inside it, or put the block around the loop that consumes it"
             )
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
-            async def run_async(*args: object, **kwargs: object) -> object:
-                with self:
+            async def run_async(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+                with _Block(self._request):
                     return await function(*args, **kwargs)
 
-            return run_async
+            return cast("Callable[_P, _R]", run_async)
 
         @functools.wraps(function)
-        def run(*args: object, **kwargs: object) -> object:
-            with self:
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with _Block(self._request):
                 return function(*args, **kwargs)
 
         return run

@@ -112,7 +112,7 @@ def select(call: OpCall, request: Request) -> Backend:
         if reason is None:
             return backend
         refusals.append((backend.name, reason))
-    raise NoBackendError(_nobody(call.op, choice, refusals))
+    raise NoBackendError(_nobody(call, request, refusals))
 
 
 def explain_call(call: OpCall, request: Request) -> Explanation:
@@ -123,9 +123,8 @@ def explain_call(call: OpCall, request: Request) -> Explanation:
     able = [c for c in candidates if c.refusal is None]
     if not able:
         refusals = [(c.name, c.refusal or "") for c in candidates]
-        return Explanation(
-            call, str(choice), choice.source, tuple(candidates), None, _nobody(call.op, choice, refusals)
-        )
+        why = _nobody(call, request, refusals)
+        return Explanation(call, str(choice), choice.source, tuple(candidates), None, why)
     # Those that cannot run are listed last, in the order in which they were looked at.
     candidates.sort(key=lambda c: c.refusal is not None)
     why = _why(able, choice)
@@ -178,9 +177,18 @@ def _launch_class(backend: Backend, call: OpCall) -> Hashable:
     return (backend.name, call.op, call.device, call.dtype, call.variable_length, fixed)
 
 
-def _nobody(op: str, choice: Choice, refusals: list[tuple[str, Reason]]) -> str:
+def _nobody(call: OpCall, request: Request, refusals: list[tuple[str, Reason]]) -> str:
+    choice = request.choice(call.op)
     listed = "".join(f"\n  {name}: {reason}" for name, reason in refusals) or "\n  no backend is installed"
-    return f"no backend can run {op} (request: {choice}, from {choice.source}):{listed}"
+    able = _first_able(call) if choice.names else None
+    proposal = f"; {request.allowing(able, call.op)!r} would run it" if able else ""
+    return f"no backend can run {call.op} (request: {choice}, from {choice.source}){proposal}:{listed}"
+
+
+def _first_able(call: OpCall) -> str | None:
+    """The backend that `auto` would take."""
+    auto = Choice((), "")
+    return next((b.name for b in _in_order(call, auto) if _refusal(b, call, auto) is None), None)
 
 
 def _why(able: list[Candidate], choice: Choice) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend, OpCall
 from gla_core.dispatch.environment import environment
-from gla_core.dispatch.request import Request, current_request
+from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
 from gla_core.ops import _autocast, _results
 
@@ -129,10 +129,10 @@ def request_text(backend: str | None) -> str:
     """The `backend` argument of a torch op.
 
     Eagerly it is the whole request in force, so that the backward runs under the forward's; a compiled graph holds
-    only what the call itself names.
+    only what the call itself and the blocks compiled with it name.
     """
     if torch.compiler.is_compiling():
-        return backend or ""
+        return request_in_graph(backend)
     return current_request(backend).spec
 
 

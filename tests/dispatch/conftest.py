@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,6 +136,21 @@ def gla_register_backends():
 """
 
     return source
+
+
+@pytest.fixture
+def in_time() -> Callable[[Callable], object]:
+    """`in_time(work)` is what `work` returns in a thread of its own; it fails, and does not hang, on a deadlock."""
+
+    def run(work: Callable) -> object:
+        returned: list[object] = []
+        thread = threading.Thread(target=lambda: returned.append(work()), daemon=True)
+        thread.start()
+        thread.join(timeout=10)
+        assert returned, "it hangs" if thread.is_alive() else "it raised"
+        return returned[0]
+
+    return run
 
 
 @pytest.fixture

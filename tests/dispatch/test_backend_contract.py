@@ -57,7 +57,6 @@ def gla_backend(supports=lambda call: None, cost=None, **capabilities):
             {"dims": {**DIMS, "K": 24}},
             "computes K from 16 to 256 in steps of 16; K is 24",
         ),
-        ({"key_widths": range(0)}, {}, "computes K of no width; K is 32"),
         ({"value_widths": range(1, 33)}, {}, "computes V from 1 to 32; V is 48"),
         (
             {"variable_length": False},
@@ -172,13 +171,13 @@ def test_supports_is_asked_only_within_the_capabilities():
     assert asked == [half]
 
 
-def test_supports_that_raises_is_a_refusal():
+@pytest.mark.parametrize("error", [KeyError("no table for this device"), SystemExit("no licence")])
+def test_supports_that_raises_is_a_refusal(error):
     def supports(call):
-        raise KeyError("no table for this device")
+        raise error
 
-    assert gla_backend(supports=supports).refusal(CPU_CALL) == (
-        "its supports() raised KeyError: 'no table for this device'"
-    )
+    said = f"its supports() raised {type(error).__name__}: {error}"
+    assert gla_backend(supports=supports).refusal(CPU_CALL) == said
 
 
 @pytest.mark.parametrize("answer", [True, False, 0, ""])
@@ -353,19 +352,35 @@ def test_capabilities_of_another_type_are_an_error():
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "expected"),
     [
-        {"devices": "cuda"},  # would read as the letters c, u, d and a
-        {"dtypes": torch.float32},
-        {"key_widths": 64},
-        {"value_widths": {64, 128}},
-        {"min_compute_capability": 8.0},
+        ({"devices": "cuda"}, "None or a set of device types"),  # would read as the letters c, u, d and a
+        ({"devices": frozenset()}, "None or a set of device types such as 'cuda', not empty"),
+        ({"devices": {torch.device("cpu")}}, "None or a set of device types"),
+        ({"dtypes": torch.float32}, "a set of torch.dtype"),
+        ({"dtypes": frozenset()}, "a set of torch.dtype, not empty"),
+        ({"dtypes": {"float32"}}, "a set of torch.dtype"),
+        ({"key_widths": 64}, "a range"),
+        ({"key_widths": range(0)}, "a range, not empty"),
+        ({"value_widths": {64, 128}}, "a range"),
+        ({"min_compute_capability": 8.0}, r"two integers such as \(8, 0\)"),
+        ({"min_compute_capability": (8,)}, "two integers"),
+        ({"min_compute_capability": ("8", "0")}, "two integers"),
+        ({"gradients": "no"}, "True or False"),
+        ({"cuda_graphs": None}, "True or False"),
     ],
 )
-def test_a_capability_of_another_type_is_an_error_that_names_it(fields):
+def test_a_capability_of_another_form_is_an_error_that_names_it(fields, expected):
     (field,) = fields
-    with pytest.raises(gla.BackendError, match=field):
+    with pytest.raises(gla.BackendError, match=f"backend 'mine': capability {field} is .*; expected {expected}"):
         gla.register(Backend("mine", "1.0", {"online_softmax": softmax}, Capabilities(**fields))).unregister()
+
+
+@pytest.mark.parametrize(("field", "value"), [("version", 1.0), ("version", None), ("supports", None)])
+def test_another_field_of_a_wrong_type_is_an_error_that_names_it(field, value):
+    backend = dataclasses.replace(Backend("mine", "1.0", {"online_softmax": softmax}), **{field: value})
+    with pytest.raises(gla.BackendError, match=f"backend 'mine': {field} is {value}; expected"):
+        gla.register(backend).unregister()
 
 
 def test_a_failed_registration_registers_nothing():

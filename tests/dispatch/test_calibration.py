@@ -253,6 +253,13 @@ def test_a_folder_in_its_place_is_a_miss(mine):
         store(SHIPPED)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_in_its_place_is_a_miss_and_is_not_waited_for(mine, in_time):
+    calibration.path().parent.mkdir()
+    os.mkfifo(calibration.path())
+    assert in_time(lambda: calibration.predict(mine, CALL).source) == "shipped for cpu"
+
+
 def test_no_home_is_a_miss(mine, monkeypatch):
     monkeypatch.delenv("GLA_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 import threading
+import time
 import warnings
 
 import pytest
 import torch
 
 import gla_core as gla
+from gla_core.dispatch import calibration, registry
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 
 SOFTMAX = "{'online_softmax': softmax}"
@@ -87,28 +90,82 @@ def test_a_new_plugin_is_seen_after_reload_environment(install, plugin_source, x
     assert info("mine") is not None
 
 
-def test_threads_that_come_at_once_share_one_discovery(install, plugin_source, x):
-    module = install("mine", "import time; time.sleep(0.05)\n" + plugin_source(MINE))
+def test_threads_that_come_at_once_find_the_same_backends(install, plugin_source, x):
+    install("mine", "import time; time.sleep(0.05)\n" + plugin_source(MINE))
     gla.reload_environment()
     start, seen = threading.Barrier(8), []
 
     def call():
         start.wait()
-        seen.append(gla.online_softmax(x, backend="mine").sum().item())
+        seen.append((gla.online_softmax(x, backend="mine").sum().item(), id(registry.get("mine"))))
 
     threads = [threading.Thread(target=call) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == pytest.approx([2.0] * 8)
-    assert sys.modules[module].hook_calls == 1
+    assert seen == [(2.0, id(registry.get("mine")))] * 8
 
 
 def test_a_plugin_may_use_the_library_while_it_is_imported(install, plugin_source, x):
     install("mine", "import gla_core\nnames = [b.name for b in gla_core.backends()]\n" + plugin_source(MINE))
     gla.reload_environment()
     assert gla.online_softmax(x, backend="mine").shape == x.shape
+
+
+ASKS = "import gla_core, time; time.sleep(0.1); names = [b.name for b in gla_core.backends()]\n"
+
+
+def test_a_plugin_that_asks_for_the_backends_while_its_user_imports_it_is_found_later(
+    install, plugin_source, own_backends
+):
+    module = install("mine", ASKS + plugin_source(MINE))
+    gla.reload_environment()
+    assert importlib.import_module(module).names == own_backends
+    assert info("mine").error is None
+
+
+def test_a_plugin_imported_by_one_thread_while_another_makes_its_first_call_is_no_deadlock(
+    install, plugin_source, x, in_time
+):
+    module = install("mine", ASKS + plugin_source(MINE))
+    gla.reload_environment()
+    thread = threading.Thread(target=importlib.import_module, args=(module,), daemon=True)
+    thread.start()
+    while module not in sys.modules:
+        time.sleep(0.001)
+    assert in_time(lambda: gla.online_softmax(x, backend="mine").shape) == x.shape
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_a_hook_may_reload_the_environment(install, plugin_source, x):
+    module = install("mine", plugin_source(f"__import__('gla_core').reload_environment() or {MINE}"))
+    gla.reload_environment()
+    for _ in range(3):
+        assert gla.online_softmax(x, backend="mine").shape == x.shape
+    assert sys.modules[module].hook_calls == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("lock", [registry._lock, calibration._lock])
+def test_a_child_forked_while_another_thread_holds_a_lock_can_go_on(lock):
+    held = threading.Event()
+
+    def hold():
+        with lock:
+            held.set()
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(timeout=10)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if lock.acquire(timeout=10) else 1)
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_an_interrupted_discovery_starts_again_at_the_next_use(install, tmp_path, x):
@@ -309,6 +366,19 @@ def test_our_own_can_be_blocked_too(monkeypatch, own_backends, x):
     with pytest.raises(gla.NoBackendError, match="no backend is installed"):
         gla.online_softmax(x)
     assert gla.explain("online_softmax", x).winner is None
+
+
+def test_a_blocked_backend_asked_for_by_name_is_an_error_that_names_the_variable(monkeypatch, x):
+    monkeypatch.setenv("GLA_BLOCK_PLUGINS", "reference,triton_fused")
+    gla.reload_environment()
+    with pytest.raises(gla.UnknownBackendError, match=r"backend 'reference' is blocked by GLA_BLOCK_PLUGINS"):
+        gla.online_softmax(x, backend="reference")
+    with pytest.raises(gla.UnknownBackendError) as error:
+        gla.use_backend("zzzzzz")
+    assert str(error.value) == (
+        "use_backend: unknown backend 'zzzzzz' "
+        "(installed: parallel_scan; plugins blocked by GLA_BLOCK_PLUGINS: reference, triton_fused)"
+    )
 
 
 def test_blocking_what_is_not_installed_warns_once_with_the_nearest_spelling(monkeypatch, x):

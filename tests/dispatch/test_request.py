@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import itertools
 import threading
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,7 +119,8 @@ def test_a_strict_request_that_cannot_be_met_is_an_error_with_the_refusal(spy, x
     with pytest.raises(gla.NoBackendError) as error:
         gla.online_softmax(x, backend="half")
     assert str(error.value) == (
-        "no backend can run online_softmax (request: half, from backend=):\n  half: computes float16; x is float32"
+        "no backend can run online_softmax (request: half, from backend=); 'half,reference' would run it:\n"
+        "  half: computes float16; x is float32"
     )
     assert half.calls == []
     gla.online_softmax(x.half(), backend="half")
@@ -167,7 +170,7 @@ def test_a_list_that_none_can_serve_is_an_error_with_every_refusal(spy, x):
     with pytest.raises(gla.NoBackendError) as error:
         gla.online_softmax(x, backend="half,gpu")
     assert str(error.value) == (
-        "no backend can run online_softmax (request: half,gpu, from backend=):\n"
+        "no backend can run online_softmax (request: half,gpu, from backend=); 'half,gpu,reference' would run it:\n"
         "  half: computes float16; x is float32\n"
         "  gpu: needs a cuda device; x is on cpu"
     )
@@ -284,7 +287,7 @@ def test_a_misspelled_auto_is_pointed_out(x):
 
 
 def test_a_name_like_no_other_gets_no_suggestion(x):
-    with pytest.raises(gla.UnknownBackendError, match=r"unknown backend 'zzzzzz' \(installed: reference\)"):
+    with pytest.raises(gla.UnknownBackendError, match=r"unknown backend 'zzzzzz' \(installed: reference; "):
         gla.online_softmax(x, backend="zzzzzz")
 
 
@@ -436,21 +439,89 @@ def test_a_generator_is_not_decorated_in_silence(spies):
         yield
 
     for generator in (steps, async_steps):
-        with pytest.raises(TypeError, match=f"cannot decorate the generator {generator.__name__}; use a with block"):
+        with pytest.raises(TypeError, match=f"cannot decorate the generator {generator.__name__}, .*pass backend="):
             gla.use_backend("b")(generator)
 
 
-def test_a_generator_that_ends_inside_another_block_takes_only_its_own_request_away(x, spies):
-    def tokens():
-        with gla.use_backend("b"):
-            yield
+def tokens(block):
+    with block:
+        yield
 
-    steps = tokens()
+
+def asked():
+    """The request in force for online_softmax."""
+    return str(current_request().choice("online_softmax"))
+
+
+@pytest.fixture(params=["one object", "an object each"])
+def b(request, spies):
+    """Makes what a block under "b" is entered by."""
+    shared = gla.use_backend("b")
+    return (lambda: shared) if request.param == "one object" else lambda: gla.use_backend("b")
+
+
+def test_a_generator_that_ends_inside_other_blocks_ends_only_its_own(b):
+    steps = tokens(b())
     next(steps)
-    with gla.use_backend("c"):
+    assert asked() == "b"  # a block around a yield holds for the consumer too, until the generator goes on
+    with b(), gla.use_backend("c"), b():
         assert next(steps, "ended") == "ended"
-        assert gla.explain("online_softmax", x).winner == "c"
-    assert gla.explain("online_softmax", x).winner == "a"
+        assert asked() == "b"
+    assert asked() == "auto"
+
+
+def test_generators_end_in_any_order(b):
+    first, second = tokens(b()), tokens(gla.use_backend("c"))
+    next(first)
+    with b():
+        next(second)
+        first.close()
+        assert asked() == "c"
+        second.close()
+        assert asked() == "b"
+    assert asked() == "auto"
+
+
+def test_a_generator_closed_by_another_thread_ends_its_block_and_none_of_that_threads(b, in_time):
+    steps = tokens(b())
+    next(steps)
+
+    def close():
+        with b():
+            steps.close()
+            inside = asked()
+        return inside, asked()
+
+    assert in_time(close) == ("b", "auto")
+    assert asked() == "auto"
+
+
+def test_a_generator_closed_by_a_task_ends_its_block_and_none_of_that_task(b):
+    async def main():
+        steps = tokens(b())
+        next(steps)
+
+        async def close():  # in a copy of the context
+            with b():
+                steps.close()
+                inside = asked()
+            return inside, asked()
+
+        return await asyncio.create_task(close()), asked()
+
+    assert asyncio.run(main()) == (("b", "auto"), "auto")
+
+
+def test_exit_stacks_of_one_object_end_in_any_order(spies):
+    shared, outer, inner = gla.use_backend("b"), contextlib.ExitStack(), contextlib.ExitStack()
+    outer.enter_context(shared)
+    with gla.use_backend("c"):
+        inner.enter_context(shared)
+        inner.close()
+        assert asked() == "c"
+        outer.close()
+        assert asked() == "c"
+    assert asked() == "auto"
 
 
 # threads and tasks
@@ -523,6 +594,23 @@ def test_a_task_keeps_the_request_it_was_started_under(spies, x):
         return await task, await look()
 
     assert asyncio.run(main()) == ("b", "a")
+
+
+# recomputation
+
+
+def test_a_checkpoint_recomputes_under_the_block_it_is_given(spies, qkvg):
+    def forward(*inputs):
+        return gla.chunk_gla(*inputs)[0]
+
+    def blocks():
+        return gla.use_backend("b"), gla.use_backend("b")
+
+    o = torch.utils.checkpoint.checkpoint(forward, *qkvg(grad=True), use_reentrant=False, context_fn=blocks)
+    with gla.use_backend("c"):
+        o.sum().backward()
+    assert spies["b"].calls == ["chunk_gla_fwd", "chunk_gla_fwd", "chunk_gla_bwd"]
+    assert spies["c"].calls == []
 
 
 # the text of a request

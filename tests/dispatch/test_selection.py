@@ -410,6 +410,34 @@ def test_a_strict_backend_without_backward_is_refused_before_the_forward(spy, qk
     assert len(forward_only.calls) == 2
 
 
+@pytest.mark.parametrize(
+    ("request_", "proposed"),
+    [
+        ("forward_only", "forward_only,whole"),
+        ("chunk_gla_fwd=forward_only;*=forward_only", "chunk_gla_fwd=forward_only;*=forward_only,whole"),
+        ("*=auto;chunk_gla_bwd=forward_only", "*=auto;chunk_gla_bwd=forward_only,whole"),
+        ("chunk_gla_bwd=forward_only", "chunk_gla_bwd=forward_only,whole"),
+    ],
+)
+def test_a_strict_request_that_cannot_train_is_refused_with_one_that_can(spy, qkvg, request_, proposed):
+    forward_only = spy("forward_only", ops=["chunk_gla_fwd"], cost=lambda call: 1.0)
+    whole = spy("whole", cost=lambda call: 2.0)
+    inputs = qkvg(grad=True)
+    with pytest.raises(gla.NoBackendError) as error:
+        gla.chunk_gla(*inputs, backend=request_)
+    assert f"; {proposed!r} would run it:\n" in str(error.value)
+    grads_of(inputs, gla.chunk_gla(*inputs, backend=proposed)[0])
+    assert (forward_only.calls, whole.calls) == (["chunk_gla_fwd"], ["chunk_gla_bwd"])
+
+
+def test_where_nobody_can_run_a_call_no_request_is_proposed(spy, x, monkeypatch, own_backends):
+    spy("half", dtypes=frozenset({torch.float16}))
+    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
+    gla.reload_environment()
+    with pytest.raises(gla.NoBackendError, match=r"\(request: half, from backend=\):\n"):
+        gla.online_softmax(x, backend="half")
+
+
 @pytest.mark.parametrize("request_", ["auto", "forward_only,whole", "chunk_gla_fwd=forward_only;chunk_gla_bwd=whole"])
 def test_a_backend_without_backward_serves_where_the_request_leaves_the_backward_to_another(spy, qkvg, request_):
     forward_only = spy("forward_only", ops=["chunk_gla_fwd"], cost=lambda call: 1.0)
