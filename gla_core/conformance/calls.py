@@ -30,6 +30,12 @@ def chunk(case: Case, **changes: object) -> GlaInputs:
     return chunk_inputs(case.workload, dtype=case.dtype, device=case.device, **changes)
 
 
+def tokens(x: GlaInputs, start: int | None, stop: int | None, initial_state: Tensor | None = None) -> GlaInputs:
+    """The inputs of one stretch of tokens, from a state of its own."""
+    parts = {name: None if (y := getattr(x, name)) is None else y[:, start:stop] for name in "qkvg"}
+    return GlaInputs(**parts, initial_state=initial_state, cu_seqlens=None)
+
+
 def forward(x: GlaInputs, request: str, scale: float | None = None) -> Named:
     """Output o and the final state."""
     o, state = gla.chunk_gla(x.q, x.k, x.v, x.g, scale, x.initial_state, True, x.cu_seqlens, backend=request)
@@ -52,6 +58,13 @@ def gradients(x: GlaInputs, request: str, wanted: tuple[str, ...] = CHUNK_LEAVES
     assert state is not None
     found = torch.autograd.grad((o, state), list(leaves.values()), loss_gradients(x))
     return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
+
+
+def backward(x: GlaInputs, backend: Backend, do: Tensor, dstate: Tensor | None) -> Named:
+    """What the op chunk_gla_bwd itself returns for the inputs that are there."""
+    args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, do, dstate, backend.name)
+    found = zip(CHUNK_LEAVES, torch.ops.gla.chunk_gla_bwd.default(*args), strict=True)
+    return {f"d{name}": d for name, d in found if getattr(x, name) is not None}
 
 
 def loss_gradients(x: GlaInputs) -> tuple[Tensor, Tensor]:
@@ -80,13 +93,14 @@ def expected_gradients(case: Case) -> Named:
     return oracle_gradients(chunk(case))
 
 
-def oracle_gradients(x: GlaInputs) -> Named:
+def oracle_gradients(x: GlaInputs, seeds: tuple[Tensor, Tensor] | None = None) -> Named:
+    """The oracle's gradients for do and dstate, by default those of `loss_gradients`."""
     leaves = {name: getattr(x, name) for name in CHUNK_LEAVES if getattr(x, name) is not None}
     leaves = {name: y.detach().double().requires_grad_() for name, y in leaves.items()}
     y = dataclasses.replace(x, **leaves)
     outs = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
     outs = tuple(out + 0 * sum(leaf.sum() for leaf in leaves.values()) for out in outs)  # T = 0 uses no input
-    seeds = tuple(d.double() for d in loss_gradients(x))
+    seeds = tuple(d.double() for d in seeds or loss_gradients(x))
     found = torch.autograd.grad(outs, list(leaves.values()), seeds)
     return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
 

@@ -58,7 +58,7 @@ def _next_state(k: Tensor, v: Tensor, alpha: Tensor, state: Tensor) -> Tensor:
 
 
 def _read(q: Tensor, state: Tensor, scale: float) -> Tensor:
-    """o [..., Hq, V] of queries q [..., Hq, K] and states [..., H, K, V]."""
+    """Outputs [..., Hq, V] of queries q [..., Hq, K] and states [..., H, K, V]."""
     q = q.unflatten(-2, (state.shape[-3], -1))  # [..., H, Hq/H, K]
     return scale * (q @ state).flatten(-3, -2)
 
