@@ -27,7 +27,7 @@ CHUNK_LEAVES = ("q", "k", "v", "g", "initial_state")
 
 
 def chunk(case: Case, **changes: object) -> GlaInputs:
-    return chunk_inputs(case.workload, dtype=case.dtype, device=case.device, **changes)
+    return chunk_inputs(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
 
 
 def tokens(x: GlaInputs, start: int | None, stop: int | None, initial_state: Tensor | None = None) -> GlaInputs:
@@ -109,7 +109,7 @@ def oracle_gradients(x: GlaInputs, seeds: tuple[Tensor, Tensor] | None = None) -
 
 
 def step(case: Case, **changes: object) -> dict[str, Tensor | None]:
-    return step_inputs(case.workload, dtype=case.dtype, device=case.device, **changes)
+    return step_inputs(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
 
 
 def run_step(x: dict, request: str, scale: float | None = None, inplace: bool = False) -> Named:
@@ -132,11 +132,11 @@ def expected_step(x: dict, scale: float | None = None) -> Named:
 
 
 def softmax(case: Case, **changes: object) -> tuple[Tensor, int]:
-    return softmax_inputs(case.workload, dtype=case.dtype, device=case.device, **changes)
+    return softmax_inputs(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
 
 
 def attention(case: Case, **changes: object) -> tuple[Tensor, Tensor, Tensor, bool]:
-    return attention_inputs(case.workload, dtype=case.dtype, device=case.device, **changes)
+    return attention_inputs(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
 
 
 def run_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, request: str, scale: float | None = None) -> Named:

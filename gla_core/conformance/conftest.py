@@ -109,7 +109,8 @@ def layout() -> Callable[..., None]:
             got, wanted = (tuple(x.shape), short(x.dtype), x.device.type), (tuple(shape), short(dtype), device)
             assert got == wanted, f"{name} has shape, dtype and device {got}; expected {wanted}"
             assert x.is_contiguous(), f"{name} has strides {x.stride()}; expected a contiguous tensor"
-            assert not x._is_view(), f"{name} is a view of another tensor; expected a tensor of its own"
+            is_view = x._is_view()
+            assert not is_view, f"{name} is a view of another tensor; expected a tensor of its own"
             if x.numel():
                 owner = memory.setdefault(x.untyped_storage().data_ptr(), name)
                 assert owner == name, f"{name} shares memory with {owner}"
