@@ -1,12 +1,8 @@
-"""What goes wrong only far along: thousands of tokens, keys, queries or columns, narrow, so that a CPU can afford them.
-
-A long sequence is judged by the oracle where it begins and where it ends, and as a whole by the same sequence in two
-calls. Its gates leave nothing of a state after `FORGOTTEN` tokens, so the oracle starts as far before the end.
-"""
+"""What goes wrong only far along: thousands of tokens, keys, queries or columns, narrow, so that a CPU can afford them."""
 
 from __future__ import annotations
 
-import torch
+import os
 
 import gla_core as gla
 from gla_core.conformance import oracle
@@ -21,72 +17,48 @@ from gla_core.conformance.calls import (
     oracle_gradients,
     run_attention,
     softmax,
-    tokens,
-    training_request,
 )
 from gla_core.conformance.cases import over
 from gla_core.conformance.tolerances import FORWARD, GRADIENT
 
-FORGOTTEN = 600
-"""Tokens over which mild gates, about exp(-0.05) each, multiply to less than 1e-12."""
-
-BEYOND_16_BITS = 70_001
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Kernels of Triton then take milliseconds for each token, the least in half precision."""
 
 
 def long_inputs(case):
-    """Thousands of tokens; on a CUDA device more than 16 bits can count. Also where to cut them in two."""
-    x = chunk(case, T=BEYOND_16_BITS) if case.device == "cuda" else chunk(case)
-    return x, x.q.shape[1] * 2 // 5
+    """Thousands of tokens; on a CUDA device more than 16 bits can count."""
+    if case.device == "cuda":
+        return chunk(case, T=70_001)
+    return chunk(case, T=1100) if INTERPRETED else chunk(case)
 
 
-def first(out):
-    return {name: y[:, :FORGOTTEN] for name, y in out.items() if "state" not in name}
+def with_ends(out):
+    """The results, and the last of them for themselves: a norm over all hides what only a few get wrong."""
+    return out | {f"last of {name}": x[:, -50:] for name, x in out.items() if "state" not in name}
 
 
-def last(out):
-    return {name: y[:, -FORGOTTEN:] for name, y in out.items() if "state" not in name}
-
-
-@over("chunk_gla_fwd", tag="narrow", one_dtype=True)
+@over("chunk_gla_fwd", tag="narrow", one_dtype=True, half=INTERPRETED)
 def test_long_sequence(backend, case, measure):
-    x, cut = long_inputs(case)
-    out = forward(x, backend.name)
-    before = forward(tokens(x, None, cut, x.initial_state), backend.name)
-    after = forward(tokens(x, cut, None, before["state"]), backend.name)
-    joined = {"o": torch.cat([before["o"], after["o"]], dim=1), "state": after["state"]}
-    measure(out, joined, 2 * FORWARD[case.dtype])
-    start = oracle_forward(tokens(x, None, FORGOTTEN, x.initial_state))
-    end = oracle_forward(tokens(x, -2 * FORGOTTEN, None))
-    measure(first(out), first(start), FORWARD[case.dtype])
-    measure({**last(out), "state": out["state"]}, {**last(end), "state": end["state"]}, FORWARD[case.dtype])
+    x = long_inputs(case)
+    measure(with_ends(forward(x, backend.name)), with_ends(oracle_forward(x)), FORWARD[case.dtype])
 
 
-@over("chunk_gla_bwd", tag="narrow", one_dtype=True)
+@over("chunk_gla_bwd", tag="narrow", one_dtype=True, half=INTERPRETED)
 def test_gradients_of_long_sequence(backend, case, measure):
-    x, cut = long_inputs(case)
-    do, dstate = loss_gradients(x)
-    out = backward(x, backend, do, dstate)
-    state = forward(tokens(x, None, cut, x.initial_state), training_request(backend))["state"]
-    after = backward(tokens(x, cut, None, state), backend, do[:, cut:], dstate)
-    before = backward(tokens(x, None, cut, x.initial_state), backend, do[:, :cut], after.pop("dinitial_state"))
-    joined = {name: torch.cat([before[name], d], dim=1) for name, d in after.items()}
-    joined["dinitial_state"] = before["dinitial_state"]
-    measure(out, joined, 2 * GRADIENT[case.dtype])
-    span = 2 * FORGOTTEN
-    start = oracle_gradients(tokens(x, None, span, x.initial_state), (do[:, :span], torch.zeros_like(dstate)))
-    end = oracle_gradients(tokens(x, -span, None), (do[:, -span:], dstate))
-    measure(first(out), first(start), GRADIENT[case.dtype])
-    measure(last(out), last(end), GRADIENT[case.dtype])
+    x = long_inputs(case)
+    out = backward(x, backend, *loss_gradients(x))
+    measure(with_ends(out), with_ends(oracle_gradients(x)), GRADIENT[case.dtype])
 
 
 @over("online_softmax", tag="narrow", one_dtype=True)
 def test_long_rows(backend, case, measure):
     x, dim = softmax(case)
-    y, ref = gla.online_softmax(x, dim, backend=backend.name), oracle.softmax(x, dim)
-    measure({"y": y, "last y": y[:, -1000:]}, {"y": ref, "last y": ref[:, -1000:]}, FORWARD[case.dtype])
+    y = gla.online_softmax(x, dim, backend=backend.name)
+    measure(with_ends({"y": y}), with_ends({"y": oracle.softmax(x, dim)}), FORWARD[case.dtype])
 
 
 @over("softmax_attention", tag="narrow", one_dtype=True)
 def test_many_keys_or_queries(backend, case, measure):
     q, k, v, causal = attention(case)
-    measure(run_attention(q, k, v, causal, backend.name), expected_attention(q, k, v, causal), FORWARD[case.dtype])
+    out, expected = run_attention(q, k, v, causal, backend.name), expected_attention(q, k, v, causal)
+    measure(with_ends(out), with_ends(expected), FORWARD[case.dtype])
