@@ -1,4 +1,4 @@
-"""What goes wrong only far along: thousands of tokens, keys, queries or columns, narrow, so that a CPU can afford them."""
+"""What goes wrong only far along: thousands of tokens, keys, queries or columns, narrow so that a CPU affords them."""
 
 from __future__ import annotations
 
