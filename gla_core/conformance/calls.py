@@ -27,7 +27,13 @@ CHUNK_LEAVES = ("q", "k", "v", "g", "initial_state")
 
 
 def chunk(case: Case, **changes: object) -> GlaInputs:
-    return chunk_inputs(case.workload, dtype=case.dtype, device=case.device, **changes)
+    return chunk_inputs(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
+
+
+def tokens(x: GlaInputs, start: int | None, stop: int | None, initial_state: Tensor | None = None) -> GlaInputs:
+    """The inputs of one stretch of tokens, from a state of its own."""
+    parts = {name: None if (y := getattr(x, name)) is None else y[:, start:stop] for name in "qkvg"}
+    return GlaInputs(**parts, initial_state=initial_state, cu_seqlens=None)
 
 
 def forward(x: GlaInputs, request: str, scale: float | None = None) -> Named:
@@ -52,6 +58,13 @@ def gradients(x: GlaInputs, request: str, wanted: tuple[str, ...] = CHUNK_LEAVES
     assert state is not None
     found = torch.autograd.grad((o, state), list(leaves.values()), loss_gradients(x))
     return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
+
+
+def backward(x: GlaInputs, backend: Backend, do: Tensor, dstate: Tensor | None) -> Named:
+    """What the op chunk_gla_bwd itself returns for the inputs that are there."""
+    args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, do, dstate, backend.name)
+    found = zip(CHUNK_LEAVES, torch.ops.gla.chunk_gla_bwd.default(*args), strict=True)
+    return {f"d{name}": d for name, d in found if getattr(x, name) is not None}
 
 
 def loss_gradients(x: GlaInputs) -> tuple[Tensor, Tensor]:
@@ -95,7 +108,7 @@ def oracle_gradients(x: GlaInputs) -> Named:
 
 
 def step(case: Case, **changes: object) -> dict[str, Tensor | None]:
-    return step_inputs(case.workload, dtype=case.dtype, device=case.device, **changes)
+    return step_inputs(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
 
 
 def run_step(x: dict, request: str, scale: float | None = None, inplace: bool = False) -> Named:
@@ -118,11 +131,11 @@ def expected_step(x: dict, scale: float | None = None) -> Named:
 
 
 def softmax(case: Case, **changes: object) -> tuple[Tensor, int]:
-    return softmax_inputs(case.workload, dtype=case.dtype, device=case.device, **changes)
+    return softmax_inputs(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
 
 
 def attention(case: Case, **changes: object) -> tuple[Tensor, Tensor, Tensor, bool]:
-    return attention_inputs(case.workload, dtype=case.dtype, device=case.device, **changes)
+    return attention_inputs(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
 
 
 def run_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, request: str, scale: float | None = None) -> Named:

@@ -6,6 +6,7 @@ What they do not allow becomes a refusal: the call is made all the same, and has
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -84,7 +85,9 @@ def cases(
     also: str | None = None,
     tag: str | None = None,
     one_dtype: bool = False,
-    narrow: bool = False,
+    in_turn: bool = False,
+    half: bool = False,
+    no_float64: bool = False,
     gradients: bool = False,
     deterministic: bool = False,
     at_size: bool = False,
@@ -97,7 +100,9 @@ def cases(
         names: only these workloads. tag: only those with this tag.
         also: another op that the backend must implement.
         one_dtype: one dtype only, for what does not depend on it.
-        narrow: float64 left out. gradients: none for a backend without.
+        in_turn: one dtype for each workload, every dtype in turn; all of them on a CUDA device, which is quick.
+        half: bfloat16, or else float16, alone. no_float64: all others.
+        gradients: none for a backend without.
         deterministic: none for a backend that does not claim to be so.
         at_size: the large workloads, on a CUDA device only, each in its own dtype.
         cuda: on a CUDA device only. graphs: there, and if the backend claims to be captured into CUDA graphs.
@@ -112,9 +117,15 @@ def cases(
     if at_size:
         found = [Case(op, w, w.sizes["dtype"], device) for w in _at_size(op)]
     else:
-        workloads = (fitted(w, can) for w in _small(op, names, tag))
-        dtypes = [d for d in dtypes_of(can) if not (narrow and d == torch.float64)]
-        found = [Case(op, w, d, device) for w in workloads for d in dtypes[: 1 if one_dtype else None]]
+        workloads = [fitted(w, can) for w in _small(op, names, tag)]
+        dtypes = [d for d in dtypes_of(can) if not (no_float64 and d == torch.float64)]
+        if half:
+            dtypes = [d for d in (torch.bfloat16, torch.float16) if d in dtypes]
+        if one_dtype or half:
+            dtypes = dtypes[:1]
+        one_each = zip(workloads, itertools.cycle(dtypes), strict=False)
+        pairs = one_each if in_turn and device != "cuda" else itertools.product(workloads, dtypes)
+        found = [Case(op, w, d, device) for w, d in pairs]
     return [case for case in found if excluded(backend, case) is None]
 
 
@@ -148,8 +159,8 @@ def _nearest(width: int, widths: range) -> int:
 
 
 def _small(op: str, names: Iterable[str] = (), tag: str | None = None) -> list[Workload]:
-    wanted = [w for w in select(_public(op)) if w.tags & SMALL]
-    return [w for w in wanted if (not names or w.name in names) and (tag is None or tag in w.tags)]
+    wanted = [w for w in select(_public(op)) if (w.tags & SMALL if tag is None else tag in w.tags)]
+    return [w for w in wanted if not names or w.name in names]
 
 
 def _at_size(op: str) -> list[Workload]:
@@ -191,5 +202,5 @@ def _dims(op: str, sizes: dict) -> dict[str, int]:
         return {"B": sizes["B"], **dims, "P": sizes.get("pool", sizes["B"])}
     lengths = sizes.get("lengths")
     if lengths is not None:
-        return {"B": 1, "T": sum(lengths), **dims, "N": len(lengths)}
+        return {"B": 1, "T": sum(lengths) + sizes.get("padding", 0), **dims, "N": len(lengths)}
     return {"B": sizes["B"], "T": sizes["T"], **dims, "N": sizes["B"]}

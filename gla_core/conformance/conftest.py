@@ -95,14 +95,26 @@ def measure(record_property: Callable[[str, object], None]) -> Measure:
 
 @pytest.fixture
 def layout() -> Callable[..., None]:
-    """Check shape, dtype and device of tensors against others, and that they are contiguous."""
+    """Check results: shape, dtype, device, contiguous, in memory of their own. To be called last: it changes them."""
 
-    def layout(out: dict[str, Tensor], like: dict[str, tuple[tuple[int, ...], torch.dtype]], device: str) -> None:
+    def layout(
+        out: dict[str, Tensor],
+        like: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        device: str,
+        inputs: dict[str, Tensor],
+    ) -> None:
+        memory = {y.untyped_storage().data_ptr(): f"the input {name}" for name, y in inputs.items() if y.numel()}
         for name, (shape, dtype) in like.items():
             x = out[name]
             got, wanted = (tuple(x.shape), short(x.dtype), x.device.type), (tuple(shape), short(dtype), device)
             assert got == wanted, f"{name} has shape, dtype and device {got}; expected {wanted}"
             assert x.is_contiguous(), f"{name} has strides {x.stride()}; expected a contiguous tensor"
+            is_view = x._is_view()
+            assert not is_view, f"{name} is a view of another tensor; expected a tensor of its own"
+            if x.numel():
+                owner = memory.setdefault(x.untyped_storage().data_ptr(), name)
+                assert owner == name, f"{name} shares memory with {owner}"
+            x.mul_(2)
 
     return layout
 

@@ -63,6 +63,7 @@ def gla_inputs(
     gate_dtype: torch.dtype | None = None,
     gates: str = "mild",
     lengths: tuple[int, ...] | None = None,
+    padding: int = 0,
     initial_state: bool = False,
     device: str | torch.device = "cpu",
     seed: int = 0,
@@ -71,11 +72,11 @@ def gla_inputs(
 
     Args:
         G: query heads per key/value head. gate_dtype: dtype of g, by default as q.
-        lengths: packs sequences of these lengths; B and T then follow from them.
+        lengths: packs sequences of these lengths; B and T then follow from them. padding: rows after the last one.
         initial_state: whether there is one.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    B, T, N = (B, T, B) if lengths is None else (1, sum(lengths), len(lengths))
+    B, T, N = (B, T, B) if lengths is None else (1, sum(lengths) + padding, len(lengths))
     q, k, v = (normal(shape, dtype, generator) for shape in ((B, T, H * G, K), (B, T, H, K), (B, T, H, V)))
     g = gate((B, T, H, K), gates, gate_dtype or dtype, generator)
     state_dtype = torch.float64 if dtype == torch.float64 else torch.float32

@@ -26,7 +26,7 @@ def chunk_gla(
         As `gla_core.chunk_gla`, of any dtype and device; computed in float64.
 
     Returns:
-        o [B, T, Hq, V] and the final state [N, H, K, V], both float64.
+        o [B, T, Hq, V] and the final state [N, H, K, V], both float64. o is 0 in rows that belong to no sequence.
     """
     if cu_seqlens is not None:
         return _packed_chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
@@ -34,11 +34,12 @@ def chunk_gla(
     alpha = torch.ones_like(k) if g is None else g.double().exp()
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     state = _zero_state(q, k, v) if initial_state is None else initial_state.double()
-    o = []
-    for t in range(q.shape[1]):
-        o_t, state = recurrent_gla_step(q[:, t], k[:, t], v[:, t], alpha[:, t], state, factor)
-        o.append(o_t)
-    return torch.stack(o, dim=1) if o else q.new_zeros(*q.shape[:3], v.shape[-1]), state
+    states = []
+    for k_t, v_t, alpha_t in zip(k.unbind(1), v.unbind(1), alpha.unbind(1), strict=True):
+        state = _next_state(k_t, v_t, alpha_t, state)
+        states.append(state)
+    o = _read(q, torch.stack(states, dim=1), factor) if states else _zero_rows(q, v, 0)
+    return o, state
 
 
 def recurrent_gla_step(
@@ -48,9 +49,18 @@ def recurrent_gla_step(
 
     Returns o [B, Hq, V] and the new state. Computes in the dtype given.
     """
-    state = alpha[..., :, None] * state + k[..., :, None] * v[..., None, :]
-    per_query_head = state.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # [B, Hq, K, V]
-    return scale * torch.einsum("bhk,bhkv->bhv", q, per_query_head), state
+    state = _next_state(k, v, alpha, state)
+    return _read(q, state, scale), state
+
+
+def _next_state(k: Tensor, v: Tensor, alpha: Tensor, state: Tensor) -> Tensor:
+    return alpha[..., :, None] * state + k[..., :, None] * v[..., None, :]
+
+
+def _read(q: Tensor, state: Tensor, scale: float) -> Tensor:
+    """Outputs [..., Hq, V] of queries q [..., Hq, K] and states [..., H, K, V]."""
+    q = q.unflatten(-2, (state.shape[-3], -1))  # [..., H, Hq/H, K]
+    return scale * (q @ state).flatten(-3, -2)
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -82,15 +92,20 @@ def _packed_chunk_gla(
     initial_state: Tensor | None,
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Each sequence on its own."""
-    o, states = [chunk_gla(q[:, :0], k[:, :0], v[:, :0])[0]], [_zero_state(q, k, v)[:0]]
+    """Each sequence on its own; rows before the first and after the last belong to none."""
+    o, states = [_zero_rows(q, v, int(cu_seqlens[0]))], [_zero_state(q, k, v)[:0]]
     for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         gate = None if g is None else g[:, a:b]
         before = None if initial_state is None else initial_state[i : i + 1]
         o_i, state = chunk_gla(q[:, a:b], k[:, a:b], v[:, a:b], gate, scale, before)
         o.append(o_i)
         states.append(state)
+    o.append(_zero_rows(q, v, q.shape[1] - int(cu_seqlens[-1])))
     return torch.cat(o, dim=1), torch.cat(states)
+
+
+def _zero_rows(q: Tensor, v: Tensor, rows: int) -> Tensor:
+    return torch.zeros(q.shape[0], rows, q.shape[2], v.shape[-1], dtype=torch.float64, device=q.device)
 
 
 def _zero_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

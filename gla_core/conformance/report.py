@@ -18,6 +18,7 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance.cases import DTYPES, dtypes_of, short
+from gla_core.conformance.subject import sources
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 
 FORMAT = 1
@@ -48,6 +49,8 @@ class Report:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section(f"conformance of {self._backend.name} {self._backend.version} on {self._device}")
+        for line in sources(self._backend):
+            terminalreporter.write_line(line)
         for line in table(self.rows):
             terminalreporter.write_line(line)
         for line in not_declared(self._backend):

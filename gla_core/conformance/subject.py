@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -19,6 +23,23 @@ def subject(config: pytest.Config) -> tuple[Backend, str]:
     except LookupError as error:
         raise pytest.UsageError(error.args[0]) from None
     return backend, _device(backend, config.getoption("gla_device"))
+
+
+def sources(backend: Backend) -> list[str]:
+    """Where the code that is judged lies, a line for each file."""
+    files: dict[str, list[str]] = {}
+    for op, function in backend.ops.items():
+        files.setdefault(_file(function), []).append(op)
+    return [f"judges {', '.join(ops)} from {file}" for file, ops in files.items()]
+
+
+def _file(function: Callable) -> str:
+    function = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial
+    try:
+        return inspect.getfile(function)
+    except TypeError:  # compiled, or an object that can be called
+        module = sys.modules.get(getattr(function, "__module__", type(function).__module__) or "")
+        return getattr(module, "__file__", None) or "no file"
 
 
 def _device(backend: Backend, asked: str | None) -> str:

@@ -11,6 +11,7 @@ import torch
 import gla_core as gla
 from gla_core.conformance.calls import (
     CHUNK_LEAVES,
+    backward,
     chunk,
     expected_forward,
     expected_gradients,
@@ -24,6 +25,7 @@ from gla_core.conformance.calls import (
     run_step,
     stir,
     three_runs,
+    tokens,
     training_request,
 )
 from gla_core.conformance.cases import over
@@ -42,8 +44,16 @@ def test_values(backend, case, measure, layout):
     out = forward(x, backend.name)
     states = (len(x.cu_seqlens) - 1 if x.cu_seqlens is not None else len(x.q), *x.k.shape[2:], x.v.shape[-1])
     like = {"o": ((*x.q.shape[:3], x.v.shape[-1]), case.dtype), "state": (states, state_dtype(case.dtype))}
-    layout(out, like, case.device)
     measure(out, expected_forward(case), FORWARD[case.dtype])
+    layout(out, like, case.device, present(x))
+
+
+@over(FWD, "short", "no_token", "packed", one_dtype=True, gradients=True)
+def test_results_can_be_changed_in_place(backend, case):
+    """Where autograd watches, too."""
+    x = chunk(case)
+    for y in forward(dataclasses.replace(x, q=x.q.requires_grad_()), training_request(backend)).values():
+        y.mul_(2)
 
 
 @over(FWD, at_size=True)
@@ -58,7 +68,7 @@ def test_values_at_size(backend, case, measure):
     measure(out, ref, FORWARD[case.dtype])
 
 
-@over(FWD, "short", "strong", "packed")
+@over(FWD, "short", "strong", "packed", in_turn=True)
 @pytest.mark.parametrize("scale", [1.0, -0.3, 0.0])
 def test_scale(backend, case, scale, measure):
     x = chunk(case)
@@ -79,22 +89,18 @@ def test_state_only_if_asked(backend, case, measure):
     measure({"o": o}, {"o": expected_forward(case)["o"]}, FORWARD[case.dtype])
 
 
-@over(FWD, "last_chunk_partial", "grouped", "ungated", "extreme", "minus_infinity")
+@over(FWD, "last_chunk_partial", "grouped", "ungated", "extreme", "minus_infinity", in_turn=True)
 @pytest.mark.parametrize("cut", [1, 63, 64, 77])
 def test_state_hand_off(backend, case, cut, measure):
     """One call equals two calls joined by the state."""
     x = chunk(case)
-    first, rest = (
-        dataclasses.replace(x, **{name: None if (y := getattr(x, name)) is None else y[:, part] for name in "qkvg"})
-        for part in (slice(cut), slice(cut, None))
-    )
-    before = forward(first, backend.name)
-    after = forward(dataclasses.replace(rest, initial_state=before["state"]), backend.name)
+    before = forward(tokens(x, None, cut, x.initial_state), backend.name)
+    after = forward(tokens(x, cut, None, before["state"]), backend.name)
     joined = {"o": torch.cat([before["o"], after["o"]], dim=1), "state": after["state"]}
     measure(joined, expected_forward(case), FORWARD[case.dtype])
 
 
-@over(FWD, "short", "one_more_than_a_chunk", "grouped", "minus_infinity", also="recurrent_gla_step")
+@over(FWD, "short", "one_more_than_a_chunk", "grouped", "minus_infinity", also="recurrent_gla_step", in_turn=True)
 def test_chunk_equals_steps(backend, case, measure):
     x = chunk(case, initial_state=True)
     state, o = x.initial_state, []
@@ -113,17 +119,36 @@ def test_packed_equals_separate(backend, case, measure):
     offsets = x.cu_seqlens.tolist()
     parts = []
     for i, (a, b) in enumerate(itertools.pairwise(offsets)):
-        rows = {name: None if (y := getattr(x, name)) is None else y[:, a:b] for name in "qkvg"}
         initial = None if x.initial_state is None else x.initial_state[i : i + 1]
-        parts.append(forward(dataclasses.replace(x, **rows, initial_state=initial, cu_seqlens=None), backend.name))
+        parts.append(forward(tokens(x, a, b, initial), backend.name))
     separate = {"o": torch.cat([p["o"] for p in parts], 1), "state": torch.cat([p["state"] for p in parts])}
-    measure(forward(x, backend.name), separate, 2 * FORWARD[case.dtype])
+    out = forward(x, backend.name)
+    measure({**out, "o": out["o"][:, : offsets[-1]]}, separate, 2 * FORWARD[case.dtype])
 
 
 @over(FWD, tag="packed", one_dtype=True)
 def test_packed_offsets_may_be_int32(backend, case, measure):
     x = chunk(case)
     out = forward(dataclasses.replace(x, cu_seqlens=x.cu_seqlens.int()), backend.name)
+    measure(out, expected_forward(case), FORWARD[case.dtype])
+
+
+def with_nan_in_padding(x, *more):
+    """Fill the rows that belong to no sequence with NaN, in place; returns the number of the first."""
+    end = int(x.cu_seqlens[-1])
+    for y in (x.q, x.k, x.v, x.g, *more):
+        y[:, end:] = torch.nan
+    return end
+
+
+@over(FWD, "padded")
+def test_padding(backend, case, measure):
+    """Rows after the last sequence hold anything; their o is 0, and the sequences are as without them."""
+    x = chunk(case)
+    end = with_nan_in_padding(x)
+    out = forward(x, backend.name)
+    padding = out["o"][:, end:]
+    measure({"o of the padding": padding}, {"o of the padding": torch.zeros_like(padding)}, 0)
     measure(out, expected_forward(case), FORWARD[case.dtype])
 
 
@@ -134,12 +159,12 @@ def strided(x):
     return dataclasses.replace(x, **views)
 
 
-@over(FWD)
+@over(FWD, in_turn=True)
 def test_strided_views(backend, case, measure):
     measure(forward(strided(chunk(case)), backend.name), expected_forward(case), FORWARD[case.dtype])
 
 
-@over(FWD)
+@over(FWD, in_turn=True)
 def test_no_uninitialised_output(backend, case, measure):
     x = chunk(case)
     with poisoned(backend, case.device):
@@ -147,7 +172,7 @@ def test_no_uninitialised_output(backend, case, measure):
     measure(out, expected_forward(case), FORWARD[case.dtype])
 
 
-@over(FWD, deterministic=True)
+@over(FWD, deterministic=True, in_turn=True)
 def test_same_bits(backend, case, measure):
     x = chunk(case)
     first, *again = three_runs(lambda: forward(x, backend.name), case.device)
@@ -155,7 +180,7 @@ def test_same_bits(backend, case, measure):
         measure(out, first, 0)
 
 
-@over(FWD)
+@over(FWD, in_turn=True)
 def test_inputs_unchanged(backend, case, measure):
     x, before = chunk(case), chunk(case)
     forward(x, backend.name)
@@ -166,7 +191,7 @@ def present(x):
     return {f.name: y for f in dataclasses.fields(x) if (y := getattr(x, f.name)) is not None}
 
 
-@over(FWD, "one_chunk", "last_chunk_partial", "odd_widths", "grouped")
+@over(FWD, "one_chunk", "last_chunk_partial", "odd_widths", "grouped", in_turn=True)
 @pytest.mark.parametrize("cut", [1, 41, 63])
 def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
     """After alpha = 0 nothing earlier is left, to the last bit."""
@@ -199,30 +224,33 @@ def test_gradient_of_one_input(backend, case, name, measure):
     measure(gradients(x, training_request(backend), (name,)), {f"d{name}": expected[f"d{name}"]}, GRADIENT[case.dtype])
 
 
-def backward(x, backend, dstate=True):
-    """The torch op's own results, in the order of its inputs."""
-    do, d = loss_gradients(x)
-    args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, do, d if dstate else None, backend.name)
-    out = zip(CHUNK_LEAVES, torch.ops.gla.chunk_gla_bwd.default(*args), strict=True)
-    return {f"d{name}": d for name, d in out if getattr(x, name) is not None}
-
-
-@over(BWD)
+@over(BWD, in_turn=True)
 def test_gradient_layout(backend, case, layout):
     x = chunk(case)
+    do, dstate = loss_gradients(x)
     like = {f"d{name}": (y.shape, y.dtype) for name, y in present(x).items() if name != "cu_seqlens"}
-    layout(backward(x, backend), like, case.device)
+    layout(backward(x, backend, do, dstate), like, case.device, {**present(x), "do": do, "dstate": dstate})
 
 
-@over(BWD, "short", "packed", "extreme")
+@over(BWD, "short", "packed", "extreme", in_turn=True)
 def test_gradients_without_final_state(backend, case, measure):
     """No gradient of the final state is a gradient of zeros."""
     x = chunk(case)
-    do, d = loss_gradients(x)
-    args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, do, torch.zeros_like(d), backend.name)
-    zeros = dict(zip((f"d{n}" for n in CHUNK_LEAVES), torch.ops.gla.chunk_gla_bwd.default(*args), strict=True))
-    out = backward(x, backend, dstate=False)
-    measure(out, {name: zeros[name] for name in out}, 2 * GRADIENT[case.dtype])
+    do, dstate = loss_gradients(x)
+    zeros = backward(x, backend, do, torch.zeros_like(dstate))
+    measure(backward(x, backend, do, None), zeros, 2 * GRADIENT[case.dtype])
+
+
+@over(BWD, "padded")
+def test_gradients_of_padding(backend, case, measure):
+    """Exactly 0, whatever the padding and its do hold."""
+    x = chunk(case)
+    do, dstate = loss_gradients(x)
+    end = with_nan_in_padding(x, do)
+    out = backward(x, backend, do, dstate)
+    padding = {f"{name} of the padding": d[:, end:] for name, d in out.items() if name != "dinitial_state"}
+    measure(padding, {name: torch.zeros_like(d) for name, d in padding.items()}, 0)
+    measure(out, expected_gradients(case), GRADIENT[case.dtype])
 
 
 @over(BWD, "short", "packed", "extreme")
@@ -235,44 +263,43 @@ def test_gradients_of_float32_gates(backend, case, measure):
     measure(out, expected, GRADIENT[case.dtype])
 
 
-@over(BWD)
+@over(BWD, in_turn=True)
 def test_gradients_of_strided_views(backend, case, measure):
     out = gradients(strided(chunk(case)), training_request(backend))
     measure(out, expected_gradients(case), GRADIENT[case.dtype])
 
 
-@over(BWD)
+@over(BWD, in_turn=True)
 def test_no_uninitialised_gradient(backend, case, measure):
     x = chunk(case)
     with poisoned(backend, case.device):
-        out = backward(x, backend)
+        out = backward(x, backend, *loss_gradients(x))
     measure(out, expected_gradients(case), GRADIENT[case.dtype])
 
 
-@over(BWD, deterministic=True)
+@over(BWD, deterministic=True, in_turn=True)
 def test_gradients_same_bits(backend, case, measure):
     x = chunk(case)
-    first, *again = three_runs(lambda: backward(x, backend), case.device)
+    first, *again = three_runs(lambda: backward(x, backend, *loss_gradients(x)), case.device)
     for out in again:
         measure(out, first, 0)
 
 
-@over(BWD)
+@over(BWD, in_turn=True)
 def test_inputs_unchanged_by_backward(backend, case, measure):
     x, before = chunk(case), chunk(case)
     stir(float("nan"), case.device)
-    backward(x, backend)
+    backward(x, backend, *loss_gradients(x))
     measure(present(x), present(before), 0)
 
 
-@over(BWD, "one_chunk", "last_chunk_partial", "grouped")
+@over(BWD, "one_chunk", "last_chunk_partial", "grouped", in_turn=True)
 @pytest.mark.parametrize("cut", [1, 41, 63])
 def test_no_gradient_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
     x = chunk(case, initial_state=True)
     x.g[:, cut] = -torch.inf
     do, _ = loss_gradients(x)
     do[:, :cut] = 0
-    args = (x.q, x.k, x.v, x.g, None, x.initial_state, None, do, None, backend.name)
-    _, dk, dv, _, dinitial = torch.ops.gla.chunk_gla_bwd.default(*args)
-    early = {"dk": dk[:, :cut], "dv": dv[:, :cut], "dinitial_state": dinitial}
+    out = backward(x, backend, do, None)
+    early = {"dk": out["dk"][:, :cut], "dv": out["dv"][:, :cut], "dinitial_state": out["dinitial_state"]}
     measure(early, {name: torch.zeros_like(d) for name, d in early.items()}, 0)

@@ -27,8 +27,15 @@ def expected(x, dim):
 def test_values(backend, case, measure, layout):
     x, dim = softmax(case)
     out = run(x, dim, backend)
-    layout(out, {"y": (x.shape, x.dtype)}, case.device)
     measure(out, expected(x, dim), FORWARD[case.dtype])
+    layout(out, {"y": (x.shape, x.dtype)}, case.device, {"x": x})
+
+
+@over(SOFTMAX, "small", "other_dimension", "nothing", one_dtype=True, gradients=True)
+def test_results_can_be_changed_in_place(backend, case):
+    """Where autograd watches, too."""
+    x, dim = softmax(case)
+    run(x.requires_grad_(), dim, backend)["y"].mul_(2)
 
 
 @over(SOFTMAX, at_size=True)
@@ -65,14 +72,14 @@ def test_large_values(backend, case, shift, measure):
     measure(run(x, dim, backend), expected(x, dim), FORWARD[case.dtype])
 
 
-@over(SOFTMAX, "other_dimension")
+@over(SOFTMAX, "other_dimension", in_turn=True)
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
 def test_every_dimension(backend, case, dim, measure):
     x, _ = softmax(case)
     measure(run(x, dim, backend), expected(x, dim), FORWARD[case.dtype])
 
 
-@over(SOFTMAX, "small", "odd_columns", "other_dimension")
+@over(SOFTMAX, "small", "odd_columns", "other_dimension", in_turn=True)
 def test_strided_views(backend, case, measure):
     x, dim = softmax(case)
     view = torch.nn.functional.pad(x, (3, 2))[..., 3:-2]
@@ -91,7 +98,7 @@ def test_gradients(backend, case, measure):
     measure({"dx": dx}, {"dx": ref}, GRADIENT[case.dtype])
 
 
-@over(SOFTMAX)
+@over(SOFTMAX, in_turn=True)
 def test_no_uninitialised_output(backend, case, measure):
     x, dim = softmax(case)
     with poisoned(backend, case.device):
@@ -99,7 +106,7 @@ def test_no_uninitialised_output(backend, case, measure):
     measure(out, expected(x, dim), FORWARD[case.dtype])
 
 
-@over(SOFTMAX, deterministic=True)
+@over(SOFTMAX, deterministic=True, in_turn=True)
 def test_same_bits(backend, case, measure):
     x, dim = softmax(case)
     first, *again = three_runs(lambda: run(x, dim, backend), case.device)
@@ -107,7 +114,7 @@ def test_same_bits(backend, case, measure):
         measure(out, first, 0)
 
 
-@over(SOFTMAX)
+@over(SOFTMAX, in_turn=True)
 def test_inputs_unchanged(backend, case, measure):
     x, dim = softmax(case)
     run(x, dim, backend)

@@ -19,8 +19,8 @@ def test_values(backend, case, measure, layout):
     x = step(case)
     out = run_step(x, backend.name)
     like = {"o": ((*x["q"].shape[:2], x["v"].shape[-1]), case.dtype), "state": (x["state"].shape, x["state"].dtype)}
-    layout(out, like, case.device)
     measure(out, expected_step(x), FORWARD[case.dtype])
+    layout(out, like, case.device, {name: y for name, y in x.items() if y is not None})
 
 
 @over(STEP, at_size=True)
@@ -52,7 +52,7 @@ def guarded_pool(case):
     return x, memory
 
 
-@over(STEP)
+@over(STEP, in_turn=True)
 @pytest.mark.parametrize("skipped", [-1, -2, 6, 8])
 def test_inplace_writes_only_addressed_rows(backend, case, skipped, measure):
     """Row 5 is nobody's, and an index outside the pool skips its row: it writes nothing, and its o is 0."""
@@ -68,7 +68,7 @@ def test_inplace_writes_only_addressed_rows(backend, case, skipped, measure):
     measure({"o of a skipped row": out["o"][1:2]}, {"o of a skipped row": torch.zeros_like(out["o"][1:2])}, 0)
 
 
-@over(STEP)
+@over(STEP, in_turn=True)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 def test_a_pool_not_inplace(backend, case, index_dtype, measure):
     x, memory = guarded_pool(case)
@@ -79,7 +79,7 @@ def test_a_pool_not_inplace(backend, case, index_dtype, measure):
     measure({"pool": memory}, {"pool": before}, 0)
 
 
-@over(STEP, narrow=True)
+@over(STEP, no_float64=True)
 def test_bfloat16_state(backend, case, measure):
     x = step(case)
     x["state"] = x["state"].bfloat16()
@@ -91,7 +91,7 @@ def test_bfloat16_state(backend, case, measure):
         measure({"state": out["state"]}, {"state": expected["state"]}, FORWARD[torch.bfloat16])
 
 
-@over(STEP, "small", "odd_widths", "pool")
+@over(STEP, "small", "odd_widths", "pool", in_turn=True)
 @pytest.mark.parametrize("scale", [1.0, -0.3, 0.0])
 def test_scale(backend, case, scale, measure):
     x = step(case)
@@ -114,7 +114,7 @@ def test_steps_in_a_row(backend, case, measure):
     measure({"o": torch.stack(outs, 1), "state": x.initial_state}, {"o": o, "state": state}, FORWARD[case.dtype])
 
 
-@over(STEP)
+@over(STEP, in_turn=True)
 def test_strided_views(backend, case, measure):
     """Tokens sliced out of [B, 3, H, ...], and states transposed from [H, P, K, V], in place and not."""
     x = step(case)
@@ -125,7 +125,7 @@ def test_strided_views(backend, case, measure):
         measure(out, expected_step(x), FORWARD[case.dtype])
 
 
-@over(STEP)
+@over(STEP, in_turn=True)
 def test_no_uninitialised_output(backend, case, measure):
     x = step(case)
     with poisoned(backend, case.device):
@@ -133,7 +133,7 @@ def test_no_uninitialised_output(backend, case, measure):
     measure(out, expected_step(x), FORWARD[case.dtype])
 
 
-@over(STEP, deterministic=True)
+@over(STEP, deterministic=True, in_turn=True)
 def test_same_bits(backend, case, measure):
     x = step(case)
     first, *again = three_runs(lambda: run_step(x, backend.name), case.device)
@@ -141,7 +141,7 @@ def test_same_bits(backend, case, measure):
         measure(out, first, 0)
 
 
-@over(STEP)
+@over(STEP, in_turn=True)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_inputs_unchanged(backend, case, inplace, measure):
     x, before = step(case), step(case)

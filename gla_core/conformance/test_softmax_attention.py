@@ -27,8 +27,17 @@ def test_values(backend, case, measure, layout):
     q, k, v, causal = attention(case)
     out = run_attention(q, k, v, causal, backend.name)
     lse_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
-    layout(out, {"o": ((*q.shape[:3], v.shape[-1]), case.dtype), "lse": (q.shape[:3], lse_dtype)}, case.device)
     measure(out, expected_attention(q, k, v, causal), FORWARD[case.dtype])
+    like = {"o": ((*q.shape[:3], v.shape[-1]), case.dtype), "lse": (q.shape[:3], lse_dtype)}
+    layout(out, like, case.device, {"q": q, "k": k, "v": v})
+
+
+@over(ATTENTION, "small", "grouped", one_dtype=True, gradients=True)
+def test_results_can_be_changed_in_place(backend, case):
+    """Where autograd watches, too."""
+    q, k, v, causal = attention(case)
+    for y in run_attention(q.requires_grad_(), k, v, causal, backend.name).values():
+        y.mul_(2)
 
 
 @over(ATTENTION, at_size=True)
@@ -47,7 +56,7 @@ def test_values_at_size(backend, case, measure):
     measure(out, ref, FORWARD[case.dtype])
 
 
-@over(ATTENTION, "small", "odd")
+@over(ATTENTION, "small", "odd", in_turn=True)
 @pytest.mark.parametrize("scale", [1.0, -0.3, 0.0])
 def test_scale(backend, case, scale, measure):
     q, k, v, causal = attention(case)
@@ -74,7 +83,7 @@ def test_large_scores(backend, case, measure):
     measure(run_attention(q, k, v, causal, backend.name), expected_attention(q, k, v, causal), FORWARD[case.dtype])
 
 
-@over(ATTENTION, "not_causal", "one_query")
+@over(ATTENTION, "not_causal", "one_query", in_turn=True)
 @pytest.mark.parametrize("cut", [1, 40])
 def test_merged_parts_equal_the_whole(backend, case, cut, measure):
     q, k, v, _ = attention(case)
@@ -83,7 +92,7 @@ def test_merged_parts_equal_the_whole(backend, case, cut, measure):
     measure({"o": o, "lse": lse}, expected_attention(q, k, v, False), 2 * FORWARD[case.dtype])
 
 
-@over(ATTENTION)
+@over(ATTENTION, in_turn=True)
 def test_strided_views(backend, case, measure):
     q, k, v, causal = attention(case)
     out = run_attention(*map(heads_first, (q, k, v)), causal, backend.name)
@@ -104,7 +113,7 @@ def test_gradients(backend, case, measure):
     measure(dict(zip(names, found, strict=True)), dict(zip(names, ref, strict=True)), GRADIENT[case.dtype])
 
 
-@over(ATTENTION)
+@over(ATTENTION, in_turn=True)
 def test_no_uninitialised_output(backend, case, measure):
     q, k, v, causal = attention(case)
     with poisoned(backend, case.device):
@@ -112,7 +121,7 @@ def test_no_uninitialised_output(backend, case, measure):
     measure(out, expected_attention(q, k, v, causal), FORWARD[case.dtype])
 
 
-@over(ATTENTION, deterministic=True)
+@over(ATTENTION, deterministic=True, in_turn=True)
 def test_same_bits(backend, case, measure):
     q, k, v, causal = attention(case)
     first, *again = three_runs(lambda: run_attention(q, k, v, causal, backend.name), case.device)
@@ -120,7 +129,7 @@ def test_same_bits(backend, case, measure):
         measure(out, first, 0)
 
 
-@over(ATTENTION)
+@over(ATTENTION, in_turn=True)
 def test_inputs_unchanged(backend, case, measure):
     x, before = attention(case)[:3], attention(case)[:3]
     run_attention(*x, attention(case)[3], backend.name)

@@ -6,6 +6,7 @@ A workload is an op, the sizes of its arguments, and tags that say what it is th
     train     as in training a model                       packed    sequences of several lengths in one row
     prefill   as in absorbing prompts                      extreme   gates that break factored forms
     decode    one token at a time                          long      sequences or rows longer than a tile by far
+    narrow    thousands of tokens, keys or columns and little else: for what goes wrong only far along
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from gla_core.conformance.inputs import GlaInputs, gla_inputs, normal
 
-TAGS = ("ci", "train", "prefill", "decode", "long", "odd", "packed", "extreme")
+TAGS = ("ci", "train", "prefill", "decode", "long", "odd", "packed", "extreme", "narrow")
 OPS = ("chunk_gla", "recurrent_gla_step", "online_softmax", "softmax_attention")
 """Public ops. chunk_gla stands for chunk_gla_fwd, and for chunk_gla_bwd where gradients are taken."""
 
@@ -76,7 +77,12 @@ CHUNK_GLA = (
     _workload(
         "chunk_gla", "packed", "ci packed odd", lengths=(0, 65, 1, 0, 130, 3), H=2, K=16, V=16, initial_state=True
     ),
+    _workload(
+        "chunk_gla", "padded", "packed odd", lengths=(20, 0, 66), padding=40, H=2, K=16, V=16, initial_state=True
+    ),
     _workload("chunk_gla", "packed_grouped", "ci packed", lengths=(40, 64, 90), H=2, G=2, K=16, V=32, gates="-inf"),
+    _workload("chunk_gla", "narrow_mild", "narrow", B=1, T=2600, H=1, K=8, V=8, initial_state=True),
+    _workload("chunk_gla", "narrow_strong", "narrow", B=1, T=2600, H=1, K=8, V=8, gates="strong", initial_state=True),
     _workload("chunk_gla", "model_512", "train", B=1, T=512, H=4, K=128, V=128, **HALF),
     _workload("chunk_gla", "train_b8_t4096_h16", "train", B=8, T=4096, H=16, K=128, V=128, **HALF),
     _workload("chunk_gla", "train_b16_t4096_h16", "train", B=16, T=4096, H=16, K=128, V=128, **HALF),
@@ -107,6 +113,7 @@ ONLINE_SOFTMAX = (
     _workload("online_softmax", "other_dimension", "ci odd", shape=(3, 50, 7), dim=1),
     _workload("online_softmax", "nothing", "ci odd", shape=(0, 4)),
     _workload("online_softmax", "minus_infinity", "ci extreme", shape=(4, 3000), masked=True),
+    _workload("online_softmax", "many_columns", "narrow", shape=(2, 50_001)),
     *(
         _workload("online_softmax", f"rows_8192_columns_{n}", "train", shape=(8192, n), dtype=torch.bfloat16)
         for n in (1024, 4096, 16384, 50257, 65536)  # 50257: words of GPT-2, rows that are not aligned
@@ -119,6 +126,8 @@ SOFTMAX_ATTENTION = (
     _workload("softmax_attention", "odd", "ci odd", B=1, Tq=65, Tk=131, H=1, K=19, V=37, causal=True),
     _workload("softmax_attention", "grouped", "ci", B=2, Tq=40, Tk=40, H=2, G=3, K=16, V=16, causal=True),
     _workload("softmax_attention", "one_query", "ci decode", B=2, Tq=1, Tk=300, H=2, K=16, V=16, causal=True),
+    _workload("softmax_attention", "many_keys", "narrow", B=1, Tq=3, Tk=5001, H=1, K=8, V=8, causal=True),
+    _workload("softmax_attention", "many_queries", "narrow", B=1, Tq=2501, Tk=20, H=1, K=8, V=8),
     _workload(
         "softmax_attention",
         "causal_b4_t4096_h16",

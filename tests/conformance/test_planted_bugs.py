@@ -1,14 +1,17 @@
-"""Deliberately wrong backends, each the reference with one bug: the kit must name it. About 50 s."""
+"""Deliberately wrong backends, each the reference with one bug: the kit must name it."""
 
 from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
 
 import gla_core as gla
+from gla_core import conformance
 from gla_core.conformance.run import run
 from gla_core.dispatch.backend import Backend, Capabilities
 from gla_core.dispatch.registry import get
@@ -128,6 +131,88 @@ def output_not_contiguous(q, k, v, g, scale, initial_state, output_final_state, 
     return o.transpose(1, 2).contiguous().transpose(1, 2), state
 
 
+LATE = 1000
+"""Tokens, columns or keys that are right."""
+
+
+def output_wrong_from_late(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    o[:, LATE:] *= 1.1
+    return o, state
+
+
+def state_not_decayed_from_late(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+    if g is not None:
+        g = g.clone()
+        g[:, LATE:] = 0
+    return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def output_is_a_view(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    return torch.cat([o, o])[: len(o)], state
+
+
+def results_share_memory(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    memory = torch.cat([o.flatten(), state.flatten()]).untyped_storage()
+    return o.new_empty(0).set_(memory, 0, o.shape), o.new_empty(0).set_(memory, o.numel(), state.shape)
+
+
+def initial_state_returned_without_tokens(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    return o, initial_state if q.shape[1] == 0 and output_final_state else state
+
+
+def no_state_returned(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+    return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)[0], None
+
+
+def output_in_another_dtype(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    return o.double(), state
+
+
+def products_in_half_precision(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+    with torch.autocast("cpu", torch.bfloat16, enabled=q.dtype == torch.bfloat16):
+        return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def padding_not_written(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    if cu_seqlens is not None:
+        o[:, cu_seqlens[-1] :] = v[:, cu_seqlens[-1] :]
+    return o, state
+
+
+def gradients_wrong_from_late(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate):
+    dq, dk, dv, dg, dinitial = BWD(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate)
+    dk[:, LATE:] *= 1.1
+    return dq, dk, dv, dg, dinitial
+
+
+def gradient_of_padding_not_written(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate):
+    dq, dk, dv, dg, dinitial = BWD(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate)
+    if cu_seqlens is not None:
+        dq[:, cu_seqlens[-1] :] = 1
+    return dq, dk, dv, dg, dinitial
+
+
+def gradient_is_the_gradient_of_the_state(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate):
+    *found, dinitial = BWD(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate)
+    return *found, dstate if q.shape[1] == 0 else dinitial
+
+
+def last_columns_left_out(x, dim):
+    y = SOFTMAX(x, dim)
+    y.narrow(dim, min(LATE, y.shape[dim]), max(0, y.shape[dim] - LATE)).zero_()
+    return y
+
+
+def late_keys_left_out(q, k, v, scale, causal):
+    return ATTENTION(q, k[:, :LATE], v[:, :LATE], scale, causal and k.shape[1] <= LATE)
+
+
 def gradient_of_g_missing(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate):
     dq, dk, dv, dg, dinitial = BWD(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate)
     return dq, dk, dv, None if dg is None else torch.zeros_like(dg), dinitial
@@ -189,7 +274,7 @@ def mask_aligned_at_the_first_key(q, k, v, scale, causal):
     return ATTENTION(q, k[:, :Tq], v[:, :Tq], scale, True)
 
 
-PLANTED = [  # the bug, the op it is in, and the case that must name it
+PLANTED = [  # the bug, the op it is in, and (the beginning of) the case that must name it
     (wrong_scale, "chunk_gla_fwd", "test_values[short-float32]"),
     (default_scale_always, "chunk_gla_fwd", "test_scale[short-float32-1.0]"),
     (current_token_excluded, "chunk_gla_fwd", "test_values[short-float32]"),
@@ -207,6 +292,18 @@ PLANTED = [  # the bug, the op it is in, and the case that must name it
     (input_scaled_in_place, "chunk_gla_fwd", "test_inputs_unchanged[short-float32]"),
     (strides_ignored, "chunk_gla_fwd", "test_strided_views[short-float32]"),
     (output_not_contiguous, "chunk_gla_fwd", "test_values[short-float32]"),
+    (output_wrong_from_late, "chunk_gla_fwd", "test_long_sequence[narrow_mild-"),
+    (state_not_decayed_from_late, "chunk_gla_fwd", "test_long_sequence[narrow_strong-"),
+    (output_is_a_view, "chunk_gla_fwd", "test_values[short-float32]"),
+    (results_share_memory, "chunk_gla_fwd", "test_values[short-float32]"),
+    (initial_state_returned_without_tokens, "chunk_gla_fwd", "test_values[no_token-float32]"),
+    (no_state_returned, "chunk_gla_fwd", "test_values[short-float32]"),
+    (output_in_another_dtype, "chunk_gla_fwd", "test_values[short-float32]"),
+    (products_in_half_precision, "chunk_gla_fwd", "test_autocast_of_chunk_gla[ungated-bfloat16]"),
+    (padding_not_written, "chunk_gla_fwd", "test_padding[padded-float32]"),
+    (gradients_wrong_from_late, "chunk_gla_bwd", "test_gradients_of_long_sequence[narrow_mild-"),
+    (gradient_of_padding_not_written, "chunk_gla_bwd", "test_gradients_of_padding[padded-float32]"),
+    (gradient_is_the_gradient_of_the_state, "chunk_gla_bwd", "test_gradient_layout[no_token-"),
     (gradient_of_g_missing, "chunk_gla_bwd", "test_gradients[short-float32]"),
     (gradient_of_state_ignored, "chunk_gla_bwd", "test_gradients[short-float32]"),
     (gradient_row_not_written, "chunk_gla_bwd", "test_no_uninitialised_gradient[short-float32]"),
@@ -220,61 +317,70 @@ PLANTED = [  # the bug, the op it is in, and the case that must name it
     (always_in_place, "recurrent_gla_step", "test_inputs_unchanged[small-float32-False]"),
     (nan_for_a_tile_of_minus_infinity, "online_softmax", "test_values[minus_infinity-float32]"),
     (no_maximum_taken_off, "online_softmax", "test_large_values[small-float32-30000.0]"),
+    (last_columns_left_out, "online_softmax", "test_long_rows[many_columns-float32]"),
+    (late_keys_left_out, "softmax_attention", "test_many_keys_or_queries[many_keys-float32]"),
     (logarithm_to_base_two, "softmax_attention", "test_values[small-float32]"),
     (mask_aligned_at_the_first_key, "softmax_attention", "test_values[odd-float32]"),
 ]
-MODULES = {op: "test_" + op.removesuffix("_fwd").removesuffix("_bwd") for op in REFERENCE}
 
-
-def judge(backend, op, case, path):
-    """Exit code and the report's rows for one case."""
-    test, _, parameters = case.partition("[")
-    workload = parameters.partition("-")[0]
-    with gla.register(backend):
-        code = run("planted", report=str(path), select=f"{test} and {workload}", module=MODULES[op])
-    return code, {row["id"]: row for row in json.loads(path.read_text())["cases"]}
+QUANTITIES = {  # for some bugs, what the case reports over its budget
+    "state_in_bfloat16": {"state"},
+    "gradient_of_g_missing": {"dg"},
+    "logarithm_to_base_two": {"lse"},
+    "padding_not_written": {"o of the padding"},
+}
+NAMING = ("AssertionError", "assert", "gla_core.dispatch.errors.BackendError")
+"""How the message of a case that names a bug begins; the core itself refuses what is no result at all."""
 
 
 def planted(op, function):
-    functions = {**REFERENCE, op: function}
-    return Backend("planted", "0", functions, Capabilities(dtypes=frozenset({torch.float32})))
+    can = Capabilities(dtypes=frozenset({torch.float32, torch.bfloat16}))
+    return Backend("planted", "0", {**REFERENCE, op: function}, can)
 
 
-@pytest.mark.parametrize(("function", "op", "case"), [pytest.param(*bug, id=bug[0].__name__) for bug in PLANTED])
-def test_the_bug_is_named(function, op, case, tmp_path):
-    code, rows = judge(planted(op, function), op, case, tmp_path / "report.json")
-    assert code == 1
-    assert rows[case]["outcome"] == "failed"
-    assert rows[case]["reason"].startswith(("AssertionError", "assert"))
+class Judge:
+    """A pytest plugin that collects the kit once, and then runs one case on one wrong backend after the other."""
+
+    def __init__(self, collected_on):
+        self._collected_on = collected_on
+        self.reports = {}
+
+    def pytest_runtestloop(self, session):
+        self._collected_on.unregister()
+        for function, op, case in PLANTED:
+            self.reports[function.__name__] = self._run(_item(session, op, case), planted(op, function))
+        for op, case in {(op, case) for _, op, case in PLANTED}:
+            self.reports[op, case] = self._run(_item(session, op, case), planted(op, REFERENCE[op]))
+        return True
+
+    def _run(self, item, backend):
+        item.user_properties.clear()
+        with gla.register(backend):
+            setup, call, teardown = runtestprotocol(item, log=False)
+        assert (setup.outcome, teardown.outcome) == ("passed", "passed")
+        return call
 
 
-def test_the_same_cases_pass_without_a_bug(tmp_path):
-    for op, case in {(op, case) for _, op, case in PLANTED}:
-        code, rows = judge(planted(op, REFERENCE[op]), op, case, tmp_path / "report.json")
-        assert code == 0, case
-        assert rows[case]["outcome"] == "passed"
+def _item(session, op, case):
+    items = [item for item in session.items if item.name.startswith(case) and item.callspec.params["case"].op == op]
+    return items[0]
 
 
-@pytest.mark.parametrize(
-    ("function", "op", "case", "quantities"),
-    [
-        (state_in_bfloat16, "chunk_gla_fwd", "test_values[short-float32]", {"state"}),
-        (gradient_of_g_missing, "chunk_gla_bwd", "test_gradients[short-float32]", {"dg"}),
-        (logarithm_to_base_two, "softmax_attention", "test_values[small-float32]", {"lse"}),
-    ],
-)
-def test_the_report_says_which_result_is_wrong(function, op, case, quantities, tmp_path):
-    _, rows = judge(planted(op, function), op, case, tmp_path / "report.json")
-    over = {e["quantity"] for e in rows[case]["errors"] if e["error"] is None or e["error"] > e["budget"]}
-    assert over == quantities
+def over_budget(report):
+    errors = [value for name, value in report.user_properties if name == "error"]
+    return {error["quantity"] for error in errors if not error["error"] <= error["budget"]}
 
 
-def test_a_small_chunk_without_a_rest_does_not_show_the_dropped_one(tmp_path):
-    """The bug is named by the case it is in, and by no other."""
-    backend = planted("chunk_gla_fwd", last_partial_chunk_dropped)
-    code, rows = judge(backend, "chunk_gla_fwd", "test_values[one_chunk-float32]", tmp_path / "report.json")
-    assert code == 0
-    assert rows["test_values[one_chunk-float32]"]["outcome"] == "passed"
+def test_every_bug_is_named_and_without_it_the_same_cases_pass():
+    judge = Judge(gla.register(planted("chunk_gla_fwd", FWD)))
+    settings = ("-c", str(Path(conformance.__file__).with_name("pytest.ini")))
+    pytest.main(["-q", *settings, "--pyargs", "gla_core.conformance", "--gla-backend", "planted"], [judge])
+    messages = {function.__name__: judge.reports[function.__name__].longrepr for function, *_ in PLANTED}
+    messages = {name: longrepr and longrepr.reprcrash.message for name, longrepr in messages.items()}
+    assert {name: text for name, text in messages.items() if not (text or "").startswith(NAMING)} == {}
+    assert {name: over_budget(judge.reports[name]) for name in QUANTITIES} == QUANTITIES
+    without = {case: judge.reports[op, case] for _, op, case in PLANTED}
+    assert {case: report.longreprtext for case, report in without.items() if not report.passed} == {}
 
 
 def test_a_backend_that_refuses_all_it_declares_does_not_pass(tmp_path):

@@ -1,0 +1,64 @@
+"""What goes wrong only far along: thousands of tokens, keys, queries or columns, narrow so that a CPU affords them."""
+
+from __future__ import annotations
+
+import os
+
+import gla_core as gla
+from gla_core.conformance import oracle
+from gla_core.conformance.calls import (
+    attention,
+    backward,
+    chunk,
+    expected_attention,
+    forward,
+    loss_gradients,
+    oracle_forward,
+    oracle_gradients,
+    run_attention,
+    softmax,
+)
+from gla_core.conformance.cases import over
+from gla_core.conformance.tolerances import FORWARD, GRADIENT
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Kernels of Triton then take milliseconds for each token, the least in half precision."""
+
+
+def long_inputs(case):
+    """Thousands of tokens; on a CUDA device more than 16 bits can count."""
+    if case.device == "cuda":
+        return chunk(case, T=70_001)
+    return chunk(case, T=1100) if INTERPRETED else chunk(case)
+
+
+def with_ends(out):
+    """The results, and the last of them for themselves: a norm over all hides what only a few get wrong."""
+    return out | {f"last of {name}": x[:, -50:] for name, x in out.items() if "state" not in name}
+
+
+@over("chunk_gla_fwd", tag="narrow", one_dtype=True, half=INTERPRETED)
+def test_long_sequence(backend, case, measure):
+    x = long_inputs(case)
+    measure(with_ends(forward(x, backend.name)), with_ends(oracle_forward(x)), FORWARD[case.dtype])
+
+
+@over("chunk_gla_bwd", tag="narrow", one_dtype=True, half=INTERPRETED)
+def test_gradients_of_long_sequence(backend, case, measure):
+    x = long_inputs(case)
+    out = backward(x, backend, *loss_gradients(x))
+    measure(with_ends(out), with_ends(oracle_gradients(x)), GRADIENT[case.dtype])
+
+
+@over("online_softmax", tag="narrow", one_dtype=True)
+def test_long_rows(backend, case, measure):
+    x, dim = softmax(case)
+    y = gla.online_softmax(x, dim, backend=backend.name)
+    measure(with_ends({"y": y}), with_ends({"y": oracle.softmax(x, dim)}), FORWARD[case.dtype])
+
+
+@over("softmax_attention", tag="narrow", one_dtype=True)
+def test_many_keys_or_queries(backend, case, measure):
+    q, k, v, causal = attention(case)
+    out, expected = run_attention(q, k, v, causal, backend.name), expected_attention(q, k, v, causal)
+    measure(with_ends(out), with_ends(expected), FORWARD[case.dtype])
