@@ -30,7 +30,8 @@ BACKENDS = ["triton_fused", "parallel_scan"]
     [("cpu", 0), *(pytest.param("cuda", i, marks=pytest.mark.gpu) for i in range(1000 // BATCH))],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.usefixtures("where_kernels_run", "short_segments")
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.kernels
 def test_random_cases(device, batch, backend):
     with gla.use_backend(backend):
         missed = [case for seed in range(batch * BATCH, (batch + 1) * BATCH) for case in misses(seed, device)]

@@ -14,7 +14,7 @@ from gla_core.conformance.tolerances import FORWARD, relative_error
 module = pytest.importorskip("gla_parallel_scan.online_softmax", reason="needs triton")
 online_softmax = module.online_softmax
 
-pytestmark = pytest.mark.usefixtures("where_kernels_run")
+pytestmark = pytest.mark.kernels
 
 
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -14,7 +14,7 @@ from gla_core.conformance.tolerances import FORWARD, relative_error
 module = pytest.importorskip("gla_parallel_scan.softmax_attention", reason="needs triton")
 softmax_attention = module.softmax_attention
 
-pytestmark = pytest.mark.usefixtures("where_kernels_run")
+pytestmark = pytest.mark.kernels
 
 
 @pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)

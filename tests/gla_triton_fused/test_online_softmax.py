@@ -15,7 +15,7 @@ module = pytest.importorskip("gla_triton_fused.online_softmax", reason="needs tr
 online_softmax = module.online_softmax
 MOST, ODD = module.MOST_ON_CHIP, module.MOST_ODD_ON_CHIP
 
-pytestmark = pytest.mark.usefixtures("where_kernels_run")
+pytestmark = pytest.mark.kernels
 
 
 def random(*shape, device, dtype=torch.float32, seed=0):

@@ -19,7 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Where a device rounds to the nearest bfloat16, Triton's interpreter rounds towards zero.
 STATE_BUDGET = {**FORWARD, torch.bfloat16: (2 if INTERPRETED else 1) * FORWARD[torch.bfloat16]}
 
-pytestmark = pytest.mark.usefixtures("where_kernels_run")
+pytestmark = pytest.mark.kernels
 
 
 def step(q, k, v, g, state, scale=0.3, state_indices=None, inplace=False):

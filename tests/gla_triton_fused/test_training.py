@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 REQUEST = "chunk_gla_fwd=triton_fused;*=auto"
 
 
-@pytest.mark.usefixtures("where_kernels_run")
+@pytest.mark.kernels
 @pytest.mark.parametrize("gates", GATES)
 def test_gradients(device, gates):
     dtype, T = (torch.bfloat16, 300) if device == "cuda" else (torch.float32, 40)
