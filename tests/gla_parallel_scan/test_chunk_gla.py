@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+DTYPE = torch.float16 if INTERPRETED else torch.float32  # an interpreter takes its time for float32, token by token
 SEGMENT = 16 if INTERPRETED else 64
 WIDTHS = [(1, 1, 1), (19, 37, 2), (256, 40, 1)]
 WIDTHS += [(20, 140, 1)] if INTERPRETED else [(16, 200, 1), (100, 64, 1), (128, 128, 3), (512, 512, 1)]
@@ -76,7 +77,7 @@ def test_widths(device, K, V, G, dtype):
     check(*inputs(device, B=1, T=T, H=1, K=K, V=V, G=G, dtype=dtype))
 
 
-@pytest.mark.parametrize("gates", ["mild", "-inf"] if INTERPRETED else GATES)
+@pytest.mark.parametrize("gates", ["mild"] if INTERPRETED else GATES)
 @pytest.mark.parametrize(("K", "V", "G"), [(19, 37, 2)] if INTERPRETED else [(32, 32, 1), (19, 37, 2), (256, 128, 1)])
 def test_tf32(device, K, V, G, gates, tf32_allowed):
     """Float32 in chunks, its operands rounded to TF32."""
@@ -88,23 +89,23 @@ def test_tf32(device, K, V, G, gates, tf32_allowed):
 @pytest.mark.parametrize("T", [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 17 * SEGMENT + 7])
 def test_lengths(device, T):
     """From one segment to more than the scan has on their way at a time."""
-    check(*inputs(device, T=T, H=1, gates="strong", initial_state=True))
+    check(*inputs(device, T=T, H=1, gates="strong", dtype=DTYPE, initial_state=True))
 
 
 @pytest.mark.parametrize(
     "lengths",
     [(0,), (0, 0, 5), (2 * SEGMENT + 3, 2, 0, SEGMENT)] + ([] if INTERPRETED else [(1, 1, 1), (16, 0, 33), (32, 64)]),
 )
-@pytest.mark.parametrize("gates", ["-inf"] + ([] if INTERPRETED else ["none", "mild"]))
+@pytest.mark.parametrize("gates", ["mild"] if INTERPRETED else ["none", "mild", "-inf"])
 def test_packed(device, lengths, gates):
-    x = inputs(device, lengths=lengths, gates=gates, initial_state=True)
+    x = inputs(device, lengths=lengths, gates=gates, dtype=DTYPE, initial_state=True)
     check(*x)
     check(*x[:5], x[5].int())
 
 
 @pytest.mark.parametrize("sizes", [{"T": 3 * SEGMENT}, {"T": SEGMENT + 1}, {"lengths": (2 * SEGMENT, 0, 40, 3)}])
 def test_no_final_state_is_asked_for(device, sizes):
-    x = inputs(device, **sizes, H=1, initial_state=True)
+    x = inputs(device, **sizes, dtype=DTYPE, initial_state=True)
     o, state = forward(*x, final=False)
     assert torch.equal(o, forward(*x)[0])
     assert state is None
@@ -151,7 +152,7 @@ def test_large_float16_values(device):
 
 def test_no_neighbour_in_a_pack_is_heard(device):
     """Not even one that is infinite or not a number."""
-    q, k, v, g, state, offsets = inputs(device, lengths=(20, 13, SEGMENT + 6), initial_state=True)
+    q, k, v, g, state, offsets = inputs(device, lengths=(20, 13, 70), dtype=DTYPE, initial_state=True)
     ref = forward(q, k, v, g, state, offsets)
     for x in (q, k, v, g):
         x[:, 20:30], x[:, 30:33] = torch.nan, torch.inf
@@ -161,10 +162,10 @@ def test_no_neighbour_in_a_pack_is_heard(device):
     assert torch.equal(final[::2], ref[1][::2])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [DTYPE] if INTERPRETED else DTYPES, ids=str)
 def test_strides(device, dtype):
     """Heads first, a slice of something wider, a batch that repeats, a state with room between its rows."""
-    T = SEGMENT + 3 if INTERPRETED else 3 * SEGMENT + 2
+    T = SEGMENT + 1 if INTERPRETED else 3 * SEGMENT + 2
     q, k, v, g, state, _ = inputs(device, B=2, T=T, H=2, G=2, K=32, V=32, dtype=dtype, initial_state=True)
     ref = forward(q, k, v, g, state)
     wide = torch.nn.functional.pad(state, (0, 0, 1, 2))[:, :, 1:-2]
@@ -187,12 +188,12 @@ def test_the_same_bits_every_run(gates, dtype):
             assert torch.equal(a, b)
 
 
-@settings(max_examples=8 if INTERPRETED else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6 if INTERPRETED else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    K=st.integers(1, 70),
-    V=st.integers(1, 70),
+    K=st.integers(1, 40 if INTERPRETED else 70),
+    V=st.integers(1, 40 if INTERPRETED else 70),
     G=st.integers(1, 3),
-    lengths=st.lists(st.integers(0, 2 * SEGMENT if INTERPRETED else 4 * SEGMENT), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(0, 20 if INTERPRETED else 4 * SEGMENT), min_size=1, max_size=3),
     packed=st.booleans(),
     gates=st.sampled_from(GATES),
     dtype=st.sampled_from(DTYPES),

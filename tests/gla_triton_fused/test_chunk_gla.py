@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 CHUNK = 16 if INTERPRETED else 64  # tokens of the longest
+DTYPE = torch.float16 if INTERPRETED else torch.float32  # an interpreter takes its time for float32, token by token
 WIDTHS = [(1, 1, 1), (19, 37, 2), (256, 40, 1)]
 WIDTHS += [(512, 20, 1)] if INTERPRETED else [(16, 200, 1), (100, 64, 1), (128, 128, 3), (512, 512, 1)]
 
@@ -76,7 +77,7 @@ def test_widths(device, K, V, G, dtype):
     check(*inputs(device, B=1, T=T, H=1, K=K, V=V, G=G, dtype=dtype))
 
 
-@pytest.mark.parametrize("gates", ["mild", "-inf"] if INTERPRETED else GATES)
+@pytest.mark.parametrize("gates", ["mild"] if INTERPRETED else GATES)
 @pytest.mark.parametrize(("K", "V", "G"), [(19, 37, 2)] if INTERPRETED else [(32, 32, 1), (19, 37, 2), (256, 128, 1)])
 def test_tf32(device, K, V, G, gates, tf32_allowed):
     """Float32 in chunks, its operands rounded to TF32."""
@@ -87,13 +88,13 @@ def test_tf32(device, K, V, G, gates, tf32_allowed):
 
 @pytest.mark.parametrize("T", [1, 15, 16, 17] if INTERPRETED else [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65])
 def test_lengths(device, T):
-    check(*inputs(device, T=T, gates="strong", initial_state=True))
+    check(*inputs(device, T=T, gates="strong", dtype=DTYPE, initial_state=True))
 
 
 @pytest.mark.parametrize("lengths", [(0,), (0, 0, 5), (16, 0, 33)] + ([] if INTERPRETED else [(1, 1, 1), (70, 2)]))
 @pytest.mark.parametrize("gates", ["none", "-inf"] + ([] if INTERPRETED else ["mild"]))
 def test_packed(device, lengths, gates):
-    check(*inputs(device, lengths=lengths, gates=gates, initial_state=True))
+    check(*inputs(device, lengths=lengths, gates=gates, dtype=DTYPE, initial_state=True))
 
 
 @pytest.mark.parametrize(("B", "T"), [(0, 5), (2, 0), (0, 0)])
@@ -136,7 +137,7 @@ def test_large_float16_values(device):
 
 def test_no_neighbour_in_a_pack_is_heard(device):
     """Not even one that is infinite or not a number."""
-    q, k, v, g, state, offsets = inputs(device, lengths=(20, 13, 40), initial_state=True)
+    q, k, v, g, state, offsets = inputs(device, lengths=(20, 13, 40), dtype=DTYPE, initial_state=True)
     ref = forward(q, k, v, g, state, offsets)
     for x in (q, k, v, g):
         x[:, 20:30], x[:, 30:33] = torch.nan, torch.inf
@@ -149,7 +150,7 @@ def test_no_neighbour_in_a_pack_is_heard(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strides(device, dtype):
     """Heads first, a slice of something wider, a batch that repeats, a state with room between its rows."""
-    q, k, v, g, state, _ = inputs(device, B=2, T=CHUNK + 3, H=2, G=2, K=32, V=32, dtype=dtype, initial_state=True)
+    q, k, v, g, state, _ = inputs(device, B=2, T=9 if INTERPRETED else 50, H=2, G=2, K=32, V=32, dtype=dtype, initial_state=True)
     ref = forward(q, k, v, g, state)
     wide = torch.nn.functional.pad(state, (0, 0, 1, 2))[:, :, 1:-2]
     for padding in (8, 3):  # rows on multiples of 16 bytes, and not
@@ -171,12 +172,12 @@ def test_the_same_bits_every_run(gates, dtype):
             assert torch.equal(a, b)
 
 
-@settings(max_examples=8 if INTERPRETED else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6 if INTERPRETED else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    K=st.integers(1, 70),
-    V=st.integers(1, 70),
+    K=st.integers(1, 40 if INTERPRETED else 70),
+    V=st.integers(1, 40 if INTERPRETED else 70),
     G=st.integers(1, 3),
-    lengths=st.lists(st.integers(0, CHUNK + 6), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(0, 20 if INTERPRETED else 70), min_size=1, max_size=3),
     packed=st.booleans(),
     gates=st.sampled_from(GATES),
     dtype=st.sampled_from(DTYPES),
