@@ -40,7 +40,7 @@ def test_columns_at_the_edges_of_tiles(device, dtype, columns):
     check(random(3, columns, device=device, dtype=dtype), 1)
 
 
-@pytest.mark.parametrize("columns", [ODD + 1, 4 * 4096 - 7, 4 * 4096 + 7, 2 * MOST + 1])
+@pytest.mark.parametrize("columns", [ODD + 1, 4 * 4096 + 7] + ([] if INTERPRETED else [4 * 4096 - 7, 2 * MOST + 1]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_begin_anywhere(device, columns, dtype):
     """Ends of every length on both sides of the aligned tiles; and rows with a gap between them."""
@@ -64,9 +64,10 @@ def test_special_values_as_in_torch(device, columns, special):
     torch.testing.assert_close(online_softmax(x, 1), torch.softmax(x, 1), equal_nan=True)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("columns", [300, MOST + 300, MOST + 304])
-def test_the_same_bits_every_run(device, columns):
-    x = random(3, columns, device=device)
+def test_the_same_bits_every_run(columns):
+    x = random(3, columns, device="cuda")
     first = online_softmax(x, 1)
     assert all(torch.equal(first, online_softmax(x, 1)) for _ in range(3))
 
