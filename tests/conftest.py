@@ -43,7 +43,9 @@ def pytest_terminal_summary(terminalreporter, config):
     if INTERPRETED:
         terminalreporter.write_line("Triton's kernels alone, interpreted; without TRITON_INTERPRET all other tests run")
     else:
-        terminalreporter.write_line("left out without a GPU: Triton's kernels, interpreted by TRITON_INTERPRET=1 pytest")
+        terminalreporter.write_line(
+            "left out without a GPU: Triton's kernels, interpreted by TRITON_INTERPRET=1 pytest"
+        )
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

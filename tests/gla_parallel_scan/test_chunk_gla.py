@@ -188,7 +188,9 @@ def test_the_same_bits_every_run(gates, dtype):
             assert torch.equal(a, b)
 
 
-@settings(max_examples=6 if INTERPRETED else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6 if INTERPRETED else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     K=st.integers(1, 40 if INTERPRETED else 70),
     V=st.integers(1, 40 if INTERPRETED else 70),

@@ -59,7 +59,10 @@ def test_more_sequences_than_a_program_sees_at_a_time(cut, device):
 
 @pytest.mark.kernels
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lengths=st.lists(st.integers(0, 200), min_size=1, max_size=300 if torch.cuda.is_available() else 30), length=st.sampled_from([16, 64, 128]))
+@given(
+    lengths=st.lists(st.integers(0, 200), min_size=1, max_size=300 if torch.cuda.is_available() else 30),
+    length=st.sampled_from([16, 64, 128]),
+)
 def test_any_boundaries(cut, lengths, length):
     check(cut(lengths, length), lengths, length)
 

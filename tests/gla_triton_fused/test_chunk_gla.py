@@ -66,7 +66,11 @@ def inputs(device, **sizes):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gates", GATES)
 def test_gates(device, gates, dtype):
-    check(*inputs(device, T=CHUNK + 11, K=32, V=32, gates=gates, gate_dtype=torch.float32, dtype=dtype, initial_state=True))
+    check(
+        *inputs(
+            device, T=CHUNK + 11, K=32, V=32, gates=gates, gate_dtype=torch.float32, dtype=dtype, initial_state=True
+        )
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -150,7 +154,9 @@ def test_no_neighbour_in_a_pack_is_heard(device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strides(device, dtype):
     """Heads first, a slice of something wider, a batch that repeats, a state with room between its rows."""
-    q, k, v, g, state, _ = inputs(device, B=2, T=9 if INTERPRETED else 50, H=2, G=2, K=32, V=32, dtype=dtype, initial_state=True)
+    q, k, v, g, state, _ = inputs(
+        device, B=2, T=9 if INTERPRETED else 50, H=2, G=2, K=32, V=32, dtype=dtype, initial_state=True
+    )
     ref = forward(q, k, v, g, state)
     wide = torch.nn.functional.pad(state, (0, 0, 1, 2))[:, :, 1:-2]
     for padding in (8, 3):  # rows on multiples of 16 bytes, and not
@@ -172,7 +178,9 @@ def test_the_same_bits_every_run(gates, dtype):
             assert torch.equal(a, b)
 
 
-@settings(max_examples=6 if INTERPRETED else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6 if INTERPRETED else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     K=st.integers(1, 40 if INTERPRETED else 70),
     V=st.integers(1, 40 if INTERPRETED else 70),

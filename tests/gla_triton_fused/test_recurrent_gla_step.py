@@ -62,7 +62,9 @@ def strided(x, spare):
     return view.copy_(x)
 
 
-@settings(max_examples=15 if INTERPRETED else 60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15 if INTERPRETED else 60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     B=st.integers(0, 4),
     H=st.integers(1, 3),
