@@ -1,18 +1,32 @@
-# make demo    install into .venv and train a small language model on the CPU
-# make test    the tests
-# make check   format, lint, types, direction of imports
-# make bench   the benchmarks; writes .benchmarks/
+# make demo         install into .venv and train a small language model on the CPU
+# make test         the tests as users see the library; without a GPU, then those of Triton kernels, interpreted
+# make conformance  the conformance kit on every backend here, whole; of the interpreted ones `make test` runs a sample
+# make check        format, lint, types, direction of imports
+# make bench        the benchmarks; writes .benchmarks/
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+KIT := --pyargs gla_core.conformance --gla-backend
+GPU := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 
-.PHONY: demo test check bench format
+.PHONY: demo test conformance check bench format
 
 demo: $(INSTALLED)
 	$(BIN)/gla demo
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+	$(PYTEST)
+	$(GPU) || TRITON_INTERPRET=1 $(PYTEST)
+
+conformance: $(INSTALLED)
+	$(PYTEST) $(KIT) reference
+	$(PYTEST) $(KIT) parallel_scan
+	if $(GPU); then \
+		for name in reference parallel_scan triton_fused; do $(BIN)/pytest $(KIT) $$name --gla-device cuda || exit 1; done; \
+	else \
+		for name in parallel_scan triton_fused; do TRITON_INTERPRET=1 $(PYTEST) $(KIT) $$name || exit 1; done; \
+	fi
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -1,33 +1,51 @@
-"""Shared fixtures. Tests marked `gpu` run where there is a CUDA device and are deselected elsewhere."""
+"""Shared fixtures, and which tests run where.
+
+Tests marked `kernels` launch Triton kernels: compiled on a GPU, interpreted elsewhere. Interpreting is decided for good
+when the kernels are imported, and changes what `auto` picks, so it takes a run of its own, with TRITON_INTERPRET=1, and
+every other test sees what users see. Tests marked `gpu` need a CUDA device.
+"""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # Triton's kernels then run on the CPU; to be set before triton is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import gla_core as gla
 
-# A kernel is interpreted or compiled for good when its module is imported, and some tests change the variable.
-if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    for op in ("chunk_gla", "online_softmax", "softmax_attention"):
-        importlib.import_module(f"gla_triton_fused.{op}")
-        importlib.import_module(f"gla_parallel_scan.{op}")
-    importlib.import_module("gla_triton_shared.recurrent_gla_step")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GPU = torch.cuda.is_available() and not INTERPRETED
+
+
+def runs_here(item):
+    if not item.path.is_relative_to(Path(__file__).parent):  # the conformance kit, run from this repository
+        return True
+    if item.get_closest_marker("gpu"):
+        return GPU
+    if not item.get_closest_marker("kernels"):
+        return not INTERPRETED
+    device = item.callspec.params.get("device") if hasattr(item, "callspec") else None
+    return device != "cpu" if GPU else INTERPRETED
 
 
 def pytest_collection_modifyitems(config, items):
-    if torch.cuda.is_available():
+    left_out = [item for item in items if not runs_here(item)]
+    items[:] = [item for item in items if runs_here(item)]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if GPU or config.getoption("gla_backend"):
         return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=gpu)
+    if INTERPRETED:
+        terminalreporter.write_line("Triton's kernels alone, interpreted; without TRITON_INTERPRET all other tests run")
+    else:
+        terminalreporter.write_line(
+            "left out without a GPU: Triton's kernels, interpreted by TRITON_INTERPRET=1 pytest"
+        )
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -71,13 +89,6 @@ def plain_terminal(monkeypatch):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "250")
-
-
-@pytest.fixture
-def where_kernels_run(device):
-    """Skip where they do not: compiled they need a GPU, and interpreted nothing is learnt on one."""
-    if (device == "cpu") != (os.environ.get("TRITON_INTERPRET") == "1"):
-        pytest.skip("kernels run compiled on cuda, and with TRITON_INTERPRET=1 on cpu")
 
 
 @pytest.fixture

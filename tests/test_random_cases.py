@@ -30,10 +30,12 @@ BACKENDS = ["triton_fused", "parallel_scan"]
     [("cpu", 0), *(pytest.param("cuda", i, marks=pytest.mark.gpu) for i in range(1000 // BATCH))],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.usefixtures("where_kernels_run", "short_segments")
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.kernels
 def test_random_cases(device, batch, backend):
+    seeds = range(batch * BATCH, (batch + 1) * BATCH) if device == "cuda" else range(8)
     with gla.use_backend(backend):
-        missed = [case for seed in range(batch * BATCH, (batch + 1) * BATCH) for case in misses(seed, device)]
+        missed = [case for seed in seeds for case in misses(seed, device)]
     assert not missed
 
 
@@ -51,7 +53,7 @@ def misses(seed, device):
 
 def chunk_gla(draw, dtype, device, seed):
     K, V = draw.choice(WIDTHS if device == "cuda" else WIDTHS[:2])
-    longest = 300 if device == "cuda" else 40
+    longest = 300 if device == "cuda" else 20
     sizes = {"K": K, "V": V, "H": draw.randint(1, 3), "G": draw.choice([1, 1, 1, 3]), "gates": draw.choice(GATES)}
     if draw.random() < 0.4:
         sizes["lengths"] = tuple(draw.choice([0, 1, draw.randint(2, longest)]) for _ in range(draw.randint(1, 5)))

@@ -15,11 +15,11 @@ pytest.importorskip("triton")
 REQUEST = "chunk_gla_fwd=triton_fused;*=auto"
 
 
-@pytest.mark.usefixtures("where_kernels_run")
+@pytest.mark.kernels
 @pytest.mark.parametrize("gates", GATES)
 def test_gradients(device, gates):
-    dtype, T = (torch.bfloat16, 300) if device == "cuda" else (torch.float32, 40)
-    sizes = {"B": 2, "T": T, "K": 64, "V": 64, "dtype": dtype, "gate_dtype": torch.float32, "device": device}
+    dtype, T, K = (torch.bfloat16, 300, 64) if device == "cuda" else (torch.float32, 10, 16)
+    sizes = {"B": 2, "T": T, "K": K, "V": K, "dtype": dtype, "gate_dtype": torch.float32, "device": device}
     x = gla_inputs(gates=gates, initial_state=True, **sizes)
     expected = oracle_gradients(x)
     found = gradients(x, REQUEST)

@@ -1,0 +1,37 @@
+"""The conformance kit on our own backends: all of it, and a sample of it where kernels are interpreted.
+
+On the reference tests/conformance runs it; `make conformance` runs all of it on all of them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# Every property, on the smallest workload of each op. What an interpreter computes twice is the same.
+SAMPLE = "(short or small or test_refusals) and not same_bits and not unchanged and not dynamic"
+
+
+def kit(backend, device, tests=""):
+    """Run the tests of the kit that the expression names."""
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "gla_core.conformance"]
+    run += ["--gla-backend", backend, "--gla-device", device, "-k", tests]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+@pytest.mark.kernels
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
+def test_kernels(backend, device):
+    kit(backend, device, SAMPLE if device == "cpu" else "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_parallel_scan_in_pytorch():
+    kit("parallel_scan", "cpu")
