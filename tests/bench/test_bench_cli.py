@@ -7,8 +7,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from gla_command import app
 from gla_core.bench import results
-from gla_core.cli import app
 
 
 def run(*arguments):

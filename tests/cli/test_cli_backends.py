@@ -83,7 +83,7 @@ def test_an_unknown_command_is_a_usage_error(run):
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_its_packages_it_says_how_to_install_them(package):
-    code = f"import sys; sys.modules[{package!r}] = None; from gla_core.cli import main; main()"
+    code = f"import sys; sys.modules[{package!r}] = None; from gla_command import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
     assert done.returncode == 2
     assert "pip install 'gla-core[cli]'" in done.stderr

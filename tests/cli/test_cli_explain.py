@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.cli_calls import SHAPES, describe_call
+from gla_core.cli.calls import SHAPES, describe_call
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 
 NO_CUDA = "PyTorch sees no CUDA device here"

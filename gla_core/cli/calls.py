@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 
 import gla_core as gla
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import KnownDevice, OpCall
+from gla_core.dispatch.calibration import KNOWN_DEVICES
 from gla_core.dispatch.errors import nearest
 
 SHAPES: Mapping[str, tuple[str, ...]] = {
@@ -17,11 +18,39 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
     "softmax_attention": ("B", "T", "H", "K", "V"),
     "online_softmax": ("ROWS", "COLUMNS"),
 }
+CHUNK_GLA = ("chunk_gla_fwd", "chunk_gla_bwd")
+"""The abstract ops of the public op chunk_gla; those of every other are one, of the same name."""
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 
-def describe_call(op: str, shape: str, query_heads: int | None, dtype: str, device: str, varlen: int | None) -> OpCall:
-    """The call that the numbers of a command line describe. Raises ValueError or UnknownOpError for bad ones."""
+def public_op(op: str) -> str:
+    """The public op that an op's name stands for: chunk_gla for chunk_gla_fwd and chunk_gla_bwd."""
+    return "chunk_gla" if op in CHUNK_GLA else op
+
+
+def abstract_ops(op: str) -> tuple[str, ...]:
+    """The abstract ops that an op's name stands for: chunk_gla_fwd and chunk_gla_bwd for chunk_gla."""
+    return CHUNK_GLA if op == "chunk_gla" else (op,)
+
+
+def describe_call(
+    op: str,
+    shape: str,
+    query_heads: int | None = None,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    varlen: int | None = None,
+    assume: str | None = None,
+) -> OpCall:
+    """The call that the numbers of a command line describe; chunk_gla stands for chunk_gla_fwd.
+
+    Args:
+        assume: name of a CUDA device that is to be thought of as being here.
+
+    Raises:
+        ValueError, UnknownOpError: numbers or names that describe no call.
+    """
+    op = abstract_ops(op)[0]
     if op not in SHAPES:
         raise gla.UnknownOpError(f"unknown op {op!r}{nearest(op, SHAPES)} (there are {', '.join(SHAPES)})")
     if dtype not in DTYPES:
@@ -36,13 +65,28 @@ def describe_call(op: str, shape: str, query_heads: int | None, dtype: str, devi
     wide = torch.float64 if dtype == "float64" else torch.float32
     return OpCall(
         op=op,
-        device=device_of(device),
+        device=device_of(device) if assume is None else _assumed_place(device),
+        assumed=None if assume is None else _assumed(assume),
         dtype=DTYPES[dtype],
         dims=_dims(op, sizes, query_heads, varlen),
         gate_dtype=wide if "gla" in op else None,
         state_dtype=wide if op == "recurrent_gla_step" else None,
         variable_length=varlen is not None,
     )
+
+
+def _assumed(name: str) -> KnownDevice:
+    if name not in KNOWN_DEVICES:
+        raise ValueError(
+            f"--assume {name!r} is no known device{nearest(name, KNOWN_DEVICES)} (there are {', '.join(KNOWN_DEVICES)})"
+        )
+    return KNOWN_DEVICES[name]
+
+
+def _assumed_place(device: str) -> torch.device:
+    if device not in ("auto", "cuda"):
+        raise ValueError(f"--assume names a CUDA device; leave out --device {device}")
+    return torch.device("cuda", 0)
 
 
 def _sizes(op: str, shape: str) -> dict[str, int]:
