@@ -152,7 +152,9 @@ def measure_case(case: Case, device: torch.device, bandwidth: float | None = Non
         return dataclasses.replace(row, error=_refusals(error))
     except Exception as error:  # out of memory, a kernel that cannot be built, a baseline that cannot serve this
         lines = str(error).strip().splitlines() or [""]
-        return dataclasses.replace(row, error=f"{type(error).__name__}: {' '.join(lines)[:300]}")
+        row = dataclasses.replace(row, error=f"{type(error).__name__}: {' '.join(lines)[:300]}")
+        gc.collect()  # tensors that the error still held
+        return row
     finally:
         _free(device)
     row = dataclasses.replace(row, seconds=timing.seconds, calls=timing.calls)
@@ -293,7 +295,7 @@ def leaves(arguments: dict[str, Any]) -> list[Tensor]:
 
 
 def _free(device: torch.device) -> None:
-    """Give memory back, so that one case does not starve the next."""
-    gc.collect()
+    """Give a CUDA device's memory back, so that one case does not starve the next."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -119,16 +120,17 @@ def _dims(op: str, sizes: dict[str, int], query_heads: int | None, varlen: int |
 
 
 def device_of(name: str) -> torch.device:
+    """The device that a command line names, whether it is here or not. Raises ValueError for what names none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+    if re.fullmatch("cpu|cuda(:[0-9]{1,2})?", name) is None:
         raise ValueError(f"unknown device {name!r}; expected auto, cpu, cuda or cuda:1")
-    if kind == "cpu":
+    if name == "cpu":
         return torch.device("cpu")
-    if torch.cuda.is_available() and int(index or 0) >= torch.cuda.device_count():
+    index = int(name.removeprefix("cuda").removeprefix(":") or 0)
+    if torch.cuda.is_available() and index >= torch.cuda.device_count():
         raise ValueError(f"there is no device {name!r}; this machine has {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", int(index or 0))
+    return torch.device("cuda", index)
 
 
 def device_here(name: str) -> torch.device:

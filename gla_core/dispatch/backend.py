@@ -235,12 +235,11 @@ def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:
     if call.device.type == "cuda" and call.assumed is None and not torch.cuda.is_available():
         return f"PyTorch sees no CUDA device here; the call is for {call.device}"
     if call.device.type == "cuda" and can.min_compute_capability > (0, 0):
-        have = (
-            torch.cuda.get_device_capability(call.device) if call.assumed is None else call.assumed.compute_capability
-        )
+        place = call.device if call.assumed is None else f"the assumed {call.assumed.name}"
+        have = call.assumed.compute_capability if call.assumed else torch.cuda.get_device_capability(call.device)
         if have < can.min_compute_capability:
             need = can.min_compute_capability
-            return f"needs compute capability {need[0]}.{need[1]}; {call.device} has {have[0]}.{have[1]}"
+            return f"needs compute capability {need[0]}.{need[1]}; {place} has {have[0]}.{have[1]}"
     for name, widths in (("K", can.key_widths), ("V", can.value_widths)):
         if name in call.dims and call.dims[name] not in widths:
             return f"computes {name} {_span(widths)}; {name} is {call.dims[name]}"
