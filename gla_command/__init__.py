@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 try:
     import rich  # noqa: F401 - what the subcommands print with
@@ -70,7 +70,7 @@ def _in_a_line(command: str) -> Iterator[None]:
         _end(command, KeyboardInterrupt("interrupted"), 130)
 
 
-def _end(command: str, error: BaseException, code: int) -> None:
+def _end(command: str, error: BaseException, code: int) -> NoReturn:
     said = error.args[0] if isinstance(error, LookupError) and error.args else error
     typer.echo(f"gla {command}: {said}", err=True)
     raise typer.Exit(code) from None
