@@ -9,7 +9,6 @@ be calibrated); 2 the question was wrong; 130 interrupted.
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import sys
 import warnings
@@ -37,7 +36,9 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"gla_core {importlib.metadata.version('gla-core')}")
+        from importlib.metadata import version
+
+        typer.echo(f"gla_core {version('gla-core')}")
         raise typer.Exit
 
 
@@ -71,8 +72,9 @@ def _in_a_line(command: str) -> Iterator[None]:
 
 
 def _end(command: str, error: BaseException, code: int) -> NoReturn:
-    said = error.args[0] if isinstance(error, LookupError) and error.args else error
-    typer.echo(f"gla {command}: {said}", err=True)
+    from gla_core.terminal import message
+
+    typer.echo(f"gla {command}: {message(error)}", err=True)
     raise typer.Exit(code) from None
 
 

@@ -29,9 +29,9 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def message(error: Exception) -> str:
-    """What an error says; `str()` of a LookupError would put it between quotes."""
-    return str(error.args[0]) if error.args else str(error)
+def message(error: BaseException) -> str:
+    """What an error says; `str()` of a KeyError would put it between quotes."""
+    return str(error.args[0]) if isinstance(error, LookupError) and error.args else str(error)
 
 
 def print_table(

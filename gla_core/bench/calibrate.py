@@ -285,7 +285,7 @@ def _print(fits: Sequence[Fit], samples: Sequence[Sample], console: Console) -> 
         for found in fits
     ]
     title = "predicted against measured times, as factors"
-    print_table(console, rows, title, spare=("shapes", "before"), prose=("worst at",))
+    print_table(console, rows, title, spare=("shapes", "before", "worst at"), prose=("worst at",))
     left_out: dict[tuple[str, str, str], list[OpCall]] = {}
     for sample in samples:
         if sample.error is not None:
