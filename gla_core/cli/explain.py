@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from typing import Any
 
@@ -63,9 +64,11 @@ def _least_bytes(call: OpCall) -> int:
     return floor_bytes(public_op(call.op), sizes, backward=call.op == "chunk_gla_bwd")
 
 
-def _memory(device: torch.device) -> int:
+def _memory(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
+    if not hasattr(os, "sysconf"):  # Windows does not say
+        return math.inf
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -66,6 +66,7 @@ class Report:
         """Write the report; then, below all that pytest itself prints, what it says in short."""
         result = yield
         if self._path is not None:
+            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
             Path(self._path).write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
         terminal = session.config.pluginmanager.get_plugin("terminalreporter")
         if terminal is not None and (self.rows or self._broken):

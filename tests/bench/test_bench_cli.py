@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import gla_core as gla
 from gla_command import app
-from gla_core.bench import measure, results
+from gla_core.bench import measure, results, suite
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend
 
@@ -103,6 +103,15 @@ def test_a_refusal_stands_once_below_the_tables(half):
 
 def test_nobody_could_be_timed(half):
     assert run(*SHORT, "--backend", "half", "--direction", "forward+backward").exit_code == 1
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch):
+    def measure_case(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "measure_case", measure_case)
+    result = run(*SHORT)
+    assert (result.exit_code, result.stderr) == (130, "gla bench: interrupted\n")
 
 
 def test_a_narrow_terminal_shows_names_and_times(monkeypatch, half):

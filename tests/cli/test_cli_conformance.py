@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import gla_core as gla
@@ -15,9 +17,11 @@ def conformance(run, *arguments):
         return run("conformance", *arguments)
 
 
-def test_failures_are_a_line_each_and_the_verdict_comes_last(run):
-    result = conformance(run, "wrong", *CHOSEN)
+def test_failures_are_a_line_each_and_the_verdict_comes_last(run, tmp_path):
+    report = tmp_path / "new" / "report.json"
+    result = conformance(run, "wrong", *CHOSEN, "--report", report)
     assert result.exit_code == 1
+    assert json.loads(report.read_text())["counts"]["failed"] == 1
     lines = result.output.splitlines()
     (failed,) = [line for line in lines if line.startswith("FAILED")]
     assert failed == "FAILED test_online_softmax.py::test_values[small-float32]: y is off by 0.01; the budget is 1e-05"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 
 import gla_core as gla
 from gla_core.cli import explain
-from gla_core.cli.calls import SHAPES, describe_call
+from gla_core.cli.calls import DTYPES, SHAPES, describe_call
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 
 NO_CUDA = "PyTorch sees no CUDA device here"
@@ -22,6 +23,10 @@ def without_cuda(monkeypatch):
 
 def test_every_op_has_a_shape():
     assert SHAPES.keys() == OP_PARAMETERS.keys()
+
+
+def test_the_help_names_every_op_and_dtype(run):
+    assert set(re.findall(r"\w+", run("explain", "--help").output)) >= {"chunk_gla", *SHAPES, *DTYPES}
 
 
 def test_it_prints_the_explanation(run):
