@@ -32,6 +32,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	$(BIN)/mypy --follow-imports=silent tests/typing
 	$(BIN)/lint-imports
 
 bench: $(INSTALLED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -46,10 +47,18 @@ def test_it_carries_the_core_the_backends_and_the_type_marker(wheel, own_backend
         "gla_core",
         *(f"gla_{name}" for name in own_backends),
         "gla_triton_shared",
+        "gla_command",
         "pytest_gla_core",
         f"gla_core-{'0.1.0'}.dist-info",
     }
     assert "gla_core/py.typed" in names
+
+
+def test_the_links_of_its_readme_work_outside_of_the_repository(wheel):
+    (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA"))
+    targets = re.findall(r"\]\(([^)]+)\)", zipfile.ZipFile(wheel).read(metadata).decode())
+    assert any(target.endswith(".png") for target in targets)
+    assert [target for target in targets if not target.startswith("https://")] == []
 
 
 def test_it_runs_in_a_fresh_environment(wheel, own_backends, tmp_path):

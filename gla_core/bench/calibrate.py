@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from gla_core.bench.calibration_shapes import shapes
 from gla_core.bench.calls import time_call
@@ -27,6 +25,8 @@ from gla_core.bench.fit import error, fit
 from gla_core.dispatch import calibration, registry
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, CostModel, OpCall
 from gla_core.dispatch.errors import UnknownOpError, nearest
+from gla_core.files import check_writable
+from gla_core.terminal import print_table
 
 _LONGEST = 10  # budgets that one call may be predicted to take
 _ROUNDS = 2  # of measuring all tasks, far apart in time
@@ -242,6 +242,10 @@ def run_calibrate(options: Options, console: Console) -> bool:
     names = dict.fromkeys(task.backend for task in tasks)
     if options.json is not None and options.json.suffix == ".json" and len(names) > 1:
         raise ValueError(f"{options.json} is one file for {', '.join(names)}; name a folder, or one --backend")
+    if options.json is not None:
+        check_writable("--json", options.json, folder=options.json.suffix != ".json")
+    if not options.dry_run:
+        check_writable("the cache", calibration.path())
     kind = calibration.device_kind(options.device)
     console.print(f"{kind}: {len(tasks)} measurements of {', '.join(names)}", soft_wrap=True)
     rounds = [
@@ -267,13 +271,21 @@ def run_calibrate(options: Options, console: Console) -> bool:
 
 
 def _print(fits: Sequence[Fit], samples: Sequence[Sample], console: Console) -> None:
-    columns = ("op", "backend", "shapes", "before", "median", "worst", "worst at", "constants")
-    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, title="predicted against measured times, as factors")
-    for found in fits:
-        factors = (f"{x:.2f}" for x in (found.before, found.median, found.worst))
-        constants = "\n".join(f"{name} {value:.3g}" for name, value in found.constants.items())
-        table.add_row(found.op, found.backend, str(found.samples), *factors, describe(found.worst_call), constants)
-    console.print(table)
+    rows = [
+        {
+            "op": found.op,
+            "backend": found.backend,
+            "shapes": found.samples,
+            "before": f"{found.before:.2f}",
+            "median": f"{found.median:.2f}",
+            "worst": f"{found.worst:.2f}",
+            "worst at": describe(found.worst_call),
+            "constants": "\n".join(f"{name} {value:.3g}" for name, value in found.constants.items()),
+        }
+        for found in fits
+    ]
+    title = "predicted against measured times, as factors"
+    print_table(console, rows, title, spare=("shapes", "before", "worst at"), prose=("worst at",))
     left_out: dict[tuple[str, str, str], list[OpCall]] = {}
     for sample in samples:
         if sample.error is not None:

@@ -17,6 +17,7 @@ import torch
 import gla_core as gla
 from gla_core.bench.baselines import BASELINES
 from gla_core.bench.suite import Row, with_ratios
+from gla_core.dispatch import calibration
 
 HEADER = ("workload", "direction", "backend", "time", "GB/s", "of floor")
 
@@ -70,10 +71,7 @@ def describe_run(device: torch.device, copy_bandwidth: float | None, commit: str
 
 def write(path: Path, results: Results) -> None:
     """Write results as JSON. A reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(json.dumps(dataclasses.asdict(results), indent=1) + "\n")
-    unfinished.replace(path)
+    calibration.write_json(path, dataclasses.asdict(results))
 
 
 def read(path: Path) -> Results:
@@ -99,6 +97,24 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         ]
         for row in rows
     ]
+
+
+def failures(rows: Sequence[Row]) -> list[str]:
+    """A line for each backend and reason of the rows with an error; it counts the ops, directions and workloads."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.error is not None:
+            groups.setdefault((row.backend, row.error.removeprefix(f"{row.backend}: ")), []).append(row)
+    return [f"{backend}: {error} ({_concerned(group)})" for (backend, error), group in groups.items()]
+
+
+def _concerned(rows: Sequence[Row]) -> str:
+    directions: dict[str, dict[str, None]] = {}
+    for row in rows:
+        directions.setdefault(row.op, {})[row.direction] = None
+    workloads = list(dict.fromkeys((row.op, row.workload) for row in rows))
+    which = workloads[0][1] if len(workloads) == 1 else f"{len(workloads)} workloads"
+    return "; ".join([*(f"{op} {', '.join(of_op)}" for op, of_op in directions.items()), which])
 
 
 def markdown(rows: Sequence[Row]) -> str:

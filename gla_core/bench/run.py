@@ -1,4 +1,4 @@
-"""The command `gla bench`: choose cases, measure them under a progress bar, print a table."""
+"""The command `gla bench`: choose cases, measure them under a progress bar, print tables and who was refused."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from gla_core.bench import measure, plots, results, suite
+from gla_core.bench.baselines import BASELINES
 from gla_core.bench.suite import DIRECTIONS, TIMED, Case, Row
 from gla_core.conformance import workloads
 from gla_core.conformance.workloads import OPS, TAGS, Workload
 from gla_core.dispatch import registry
 from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.dispatch.request import current_request
+from gla_core.files import check_writable
+from gla_core.terminal import print_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +45,18 @@ class Options:
     plot: Path | None = None
 
 
-def run_bench(options: Options, console: Console) -> results.Results:
-    """Measure, print the table, and write the files that were asked for.
+def run_bench(options: Options, console: Console) -> bool:
+    """Measure, print tables, and write the files that were asked for; whether any backend could be timed.
 
     Raises:
         ValueError, LookupError: an op, tag, workload, direction or backend that does not exist; nothing to measure;
-            plots without matplotlib. Raised before anything is measured.
+            a file that cannot be written; plots without matplotlib. Raised before anything is measured.
     """
     chosen = choose(options)
+    if options.json is not None:
+        check_writable("--json", options.json)
     if options.plot is not None:
+        check_writable("--plot", options.plot, folder=True)
         plots.pyplot()
     bandwidth = measure.copy_bandwidth(options.device)
     found = results.describe_run(options.device, bandwidth)
@@ -64,12 +68,11 @@ def run_bench(options: Options, console: Console) -> results.Results:
         found = found.with_rows(rows)
         if options.json is not None:
             results.write(options.json, found)
-    for op, of_op in by_op(found.rows):
-        print_table(op, of_op, console)
+    print_rows(found.rows, console)
     if options.plot is not None:
         for path in plots.plot(found, options.plot):
             console.print(f"wrote {path}", soft_wrap=True)
-    return found
+    return any(row.seconds is not None and row.backend not in BASELINES for row in rows)
 
 
 def choose(options: Options) -> list[Case]:
@@ -119,13 +122,15 @@ def by_op(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
             yield op, found
 
 
-def print_table(title: str, rows: Sequence[Row], console: Console) -> None:
-    """Print rows as `results.table` gives them; numbers to the right."""
-    header, body = results.table(rows)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    for i, name in enumerate(header):
-        right = i >= 3 and name != "error"
-        table.add_column(name, justify="right" if right else "left", no_wrap=right or i == 1, overflow="fold")
-    for line in body:
-        table.add_row(*line)
-    console.print(table)
+def print_rows(rows: Sequence[Row], console: Console) -> None:
+    """Print a table for each op and direction, and below them, once each, what could not be measured and why."""
+    timed = [row for row in rows if row.error is None]
+    for op, of_op in by_op(timed):
+        for direction in dict.fromkeys(row.direction for row in of_op):
+            header, body = results.table([row for row in of_op if row.direction == direction])
+            lines = [dict(zip(header, line, strict=True)) for line in body]
+            for line in lines:
+                del line["direction"]
+            print_table(console, lines, f"{op}, {direction}", spare=header[4:], numbers=header[3:])
+    for line in results.failures(rows):
+        console.print(line, soft_wrap=True)

@@ -56,7 +56,8 @@ class Row:
 
     Attributes:
         workload, op, direction: what was measured.
-        backend: the backend that really ran, or the baseline; the request where nobody could.
+        backend: the backend that really ran, or the baseline; the request where nobody could. Where a backward was run
+            by another backend than its forward, both, as in "parallel_scan+reference".
         seconds: median of `calls` calls; None where there is an error.
         gigabytes_per_second: bytes of the memory floor over seconds.
         floor_fraction: seconds of the memory floor, at the copy bandwidth of the same run, over seconds.
@@ -143,12 +144,17 @@ def measure_case(case: Case, device: torch.device, bandwidth: float | None = Non
     """
     row = Row(workload=case.workload.name, op=case.workload.op, backend=case.backend, direction=case.direction)
     try:
-        backend = resolve(case, device)
-        row = dataclasses.replace(row, backend=backend)
-        timing = _time(dataclasses.replace(case, backend=backend), device, budget)
+        row = dataclasses.replace(row, backend=resolve(case, device))
+        # A graph is captured from what ran before it; everything else is timed as the user asked for it.
+        timed = dataclasses.replace(case, backend=row.backend) if case.direction.endswith("_graph") else case
+        timing = _time(timed, device, budget)
+    except gla.NoBackendError as error:
+        return dataclasses.replace(row, error=_refusals(error))
     except Exception as error:  # out of memory, a kernel that cannot be built, a baseline that cannot serve this
         lines = str(error).strip().splitlines() or [""]
-        return dataclasses.replace(row, error=f"{type(error).__name__}: {' '.join(lines)[:300]}")
+        row = dataclasses.replace(row, error=f"{type(error).__name__}: {' '.join(lines)[:300]}")
+        gc.collect()  # tensors that the error still held
+        return row
     finally:
         _free(device)
     row = dataclasses.replace(row, seconds=timing.seconds, calls=timing.calls)
@@ -180,17 +186,33 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
+def _refusals(error: gla.NoBackendError) -> str:
+    """What the error says of each backend, as "name: reason", in a line."""
+    first, *reasons = (line.strip() for line in str(error).splitlines())
+    return "; ".join(reasons) or first
+
+
 def resolve(case: Case, device: torch.device) -> str:
-    """The name of what runs a case: a baseline, or the backend that its request selects.
+    """The name of what runs a case: a baseline, or the backends that its request selects, joined by "+".
 
     Raises:
         NoBackendError, UnknownBackendError: nobody can run it, with the reason.
     """
     if case.backend in BASELINES:
         return case.backend
-    arguments = make_arguments(case.workload, device, case.direction in ("forward+backward", "first_backward"))
-    circumstances = {"capturing": True} if case.direction.endswith("_graph") else {}
-    explanation = gla.explain(_forward_op(case.workload.op), **arguments, backend=case.backend, **circumstances)
+    backward = case.direction in ("forward+backward", "first_backward")
+    arguments = make_arguments(case.workload, device, backward)
+    arguments["capturing"] = case.direction.endswith("_graph")
+    ops = [_forward_op(case.workload.op)]
+    if backward and case.workload.op == "chunk_gla":
+        ops.append("chunk_gla_bwd")
+    return "+".join(dict.fromkeys(_winner(op, arguments, case.backend) for op in ops))
+
+
+def _winner(op: str, arguments: dict[str, Any], request: str) -> str:
+    if op == "chunk_gla_bwd":
+        arguments = {name: value for name, value in arguments.items() if name != "output_final_state"}
+    explanation = gla.explain(op, **arguments, backend=request)
     if explanation.winner is None:
         raise gla.NoBackendError(explanation.why)
     return explanation.winner
@@ -273,7 +295,7 @@ def leaves(arguments: dict[str, Any]) -> list[Tensor]:
 
 
 def _free(device: torch.device) -> None:
-    """Give memory back, so that one case does not starve the next."""
-    gc.collect()
+    """Give a CUDA device's memory back, so that one case does not starve the next."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 from collections import defaultdict
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import gla_core as gla
 from gla_core.conformance.cases import DTYPES, dtypes_of, short
 from gla_core.conformance.subject import sources
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
+from gla_core.files import check_writable
 
 FORMAT = 1
 """Version of the layout of the JSON report."""
@@ -30,11 +32,20 @@ class Report:
 
     Args:
         path: file to write. commit: source revision to note.
+
+    Raises:
+        pytest.UsageError: the file cannot be written.
     """
 
     def __init__(self, backend: Backend, device: str, path: str | None = None, commit: str | None = None) -> None:
+        if path is not None:
+            try:
+                check_writable("--report", Path(path))
+            except ValueError as error:
+                raise pytest.UsageError(str(error)) from None
         self._backend, self._device, self._path, self._commit = backend, device, path, commit
         self.rows: list[dict[str, Any]] = []
+        self._broken: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties: list[tuple[str, Any]] = list(report.user_properties)
@@ -47,20 +58,43 @@ class Report:
         row = {**case, "outcome": outcome, "reason": _reason(report) or "".join(reason) or None, "errors": errors}
         self.rows.append(row)
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        terminalreporter.section(f"conformance of {self._backend.name} {self._backend.version} on {self._device}")
-        for line in sources(self._backend):
-            terminalreporter.write_line(line)
-        for line in table(self.rows):
-            terminalreporter.write_line(line)
-        for line in not_declared(self._backend):
-            terminalreporter.write_line(f"not declared: {line}")
-        for reason, count in _count(row["reason"] for row in self.rows if row["outcome"] == "open"):
-            terminalreporter.write_line(f"open: {reason} ({count} cases)")
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._broken.append(f"{Path(report.fspath).name}: {_reason(report)}")
 
-    def pytest_sessionfinish(self) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, Any, Any]:
+        """Write the report; then, below all that pytest itself prints, what it says in short."""
+        result = yield
         if self._path is not None:
+            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
             Path(self._path).write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
+        terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is not None and (self.rows or self._broken):
+            terminal.section(f"conformance of {self._backend.name} {self._backend.version} on {self._device}")
+            for line in self._lines(not terminal.hasopt("f")):
+                terminal.write_line(line)
+        return result
+
+    def _lines(self, with_failures: bool) -> Iterator[str]:
+        yield from sources(self._backend)
+        if with_failures:  # pytest does not list them
+            yield from map(_failure, (row for row in self.rows if row["outcome"] == "failed"))
+            yield from (f"ERROR {broken}" for broken in self._broken)
+        yield from (f"not declared: {line}" for line in not_declared(self._backend))
+        for reason, count in _count(row["reason"] for row in self.rows if row["outcome"] == "open"):
+            yield f"open: {reason} ({count} cases)"
+        yield from table(self.rows)
+        yield self._verdict()
+
+    def _verdict(self) -> str:
+        found, name = counts(self.rows), self._backend.name
+        still_open = f"; {found['open']} are open" if found["open"] else ""
+        if self._broken:
+            return f"{name} could not be judged: {len(self._broken)} files of the kit could not be collected"
+        if found["failed"]:
+            return f"{name} FAILED {found['failed']} of {len(self.rows)} cases{still_open}"
+        return f"{name} passed {found['passed']} of {len(self.rows)} cases{still_open}"
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON holds it."""
@@ -104,15 +138,17 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The summary as lines of text."""
-    lines = [f"{'op':<20}{'property':<46}{'cases':>6}{'failed':>8}{'open':>6}{'error/budget':>14}"]
-    for row in summary(rows):
-        worst = row["worst error / budget"]
-        ratio = "-" if worst is None else worst if isinstance(worst, str) else f"{worst:.2f}"
-        lines.append(
-            f"{row['op']:<20}{row['property']:<46}{row['cases']:>6}{row['failed'] or '-':>8}{row['open'] or '-':>6}"
-            f"{ratio:>14}"
-        )
+    """The summary as lines of text: under each op its properties."""
+    found = summary(rows)
+    widest = max((len(row["property"]) for row in found), default=0)
+    lines = []
+    for op in dict.fromkeys(row["op"] for row in found):
+        lines.append(f"{op:<{widest + 2}} cases  failed  open  error/budget")
+        for row in (row for row in found if row["op"] == op):
+            worst = row["worst error / budget"]
+            ratio = "-" if worst is None else worst if isinstance(worst, str) else f"{worst:.2f}"
+            failed, still_open = row["failed"] or "-", row["open"] or "-"
+            lines.append(f"  {row['property']:<{widest}} {row['cases']:>5}  {failed:>6}  {still_open:>4}  {ratio:>12}")
     return lines
 
 
@@ -169,7 +205,13 @@ def _finite(error: dict[str, Any]) -> dict[str, Any]:
     return error if math.isfinite(error["error"]) else {**error, "error": None}
 
 
-def _reason(report: pytest.TestReport) -> str | None:
+def _failure(row: dict[str, Any]) -> str:
+    """A failed case in a line."""
+    reason = (row["reason"] or "no reason given").removeprefix("AssertionError: ")
+    return f"FAILED {row['test'].split('::')[0]}::{row['id']}: {reason}"
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str | None:
     """What a failure or a skip says, in a line without paths."""
     if report.skipped and isinstance(report.longrepr, tuple):
         text = str(report.longrepr[2]).removeprefix("Skipped: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,16 @@ def run(
     commit: str | None = None,
     module: str | None = None,
     verbose: bool = False,
+    options: Sequence[str] = (),
 ) -> int:
-    """Judge a backend, printing as pytest does.
+    """Judge a backend, printing as pytest does, and then the failures, a line each, a table and the verdict.
 
     Args:
         name: a backend. device: cpu or cuda; cpu by default, unless the backend does not run there.
         report: file for the JSON report. commit: source revision to note in it.
         select: an expression over names of tests, workloads and dtypes, as pytest's -k.
         module: one of the kit's, such as "test_chunk_gla". verbose: a line per case.
+        options: further ones of pytest, such as ("-n", "6").
 
     Returns:
         0 every case passed or is open, 1 some failed, 2 the device does not fit or nothing was selected, 130
@@ -36,18 +39,18 @@ def run(
         UnknownBackendError: no such backend.
     """
     registry.get(name)
-    options = {
+    asked = {
         "--gla-backend": name,
         "--gla-device": device,
         "--gla-report": report,
         "--gla-commit": commit,
         "-k": select,
     }
-    arguments = [text for option, value in options.items() if value for text in (option, value)]
+    arguments = [text for option, value in asked.items() if value for text in (option, value)]
     # The kit's own settings, so that those of the folder it is run in do not change it.
     settings = str(Path(__file__).with_name("pytest.ini"))
-    how = ["-v" if verbose else "-q", "--tb=short", "--disable-warnings", "-p", "pytest_gla_core", "-c", settings]
+    how = ["-v" if verbose else "-q", "--tb=no", "-rN", "--disable-warnings", "-p", "pytest_gla_core", "-c", settings]
     tests = "gla_core.conformance" + (f".{module}" if module else "")
-    code = pytest.main([*how, "--pyargs", tests, *arguments])
+    code = pytest.main([*how, "--pyargs", tests, *arguments, *options])
     known = {pytest.ExitCode.OK: PASSED, pytest.ExitCode.TESTS_FAILED: FAILED, pytest.ExitCode.INTERRUPTED: INTERRUPTED}
     return known.get(pytest.ExitCode(code), USAGE)

@@ -71,6 +71,15 @@ class Capabilities:
     cuda_graphs: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class KnownDevice:
+    """A CUDA device that need not be here for a call on it to be explained: what is known of it by its name."""
+
+    name: str
+    multiprocessors: int
+    compute_capability: tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCall:
     """What is known of a call before it runs: enough to refuse it or to predict its time, and no tensor.
@@ -89,6 +98,7 @@ class OpCall:
         deterministic: whether the user has asked PyTorch for deterministic algorithms.
         capturing: whether a CUDA graph is being captured.
         float32_matmul_precision: what `torch.get_float32_matmul_precision()` says; 'highest' means no TF32.
+        assumed: the device that `device` is taken to be, whatever is here; None in every call that is to run.
     """
 
     op: str
@@ -103,6 +113,7 @@ class OpCall:
     deterministic: bool = False
     capturing: bool = False
     float32_matmul_precision: str = "highest"
+    assumed: KnownDevice | None = None
 
 
 def supports_everything(call: OpCall) -> Reason | None:
@@ -221,13 +232,14 @@ def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:
         return f"needs a {_any_of(sorted(can.devices))} device; {subject} is on {call.device}"
     if call.dtype not in can.dtypes:
         return f"computes {_any_of(sorted(map(_short, can.dtypes)))}; {subject} is {_short(call.dtype)}"
-    if call.device.type == "cuda" and not torch.cuda.is_available():
+    if call.device.type == "cuda" and call.assumed is None and not torch.cuda.is_available():
         return f"PyTorch sees no CUDA device here; the call is for {call.device}"
     if call.device.type == "cuda" and can.min_compute_capability > (0, 0):
-        have = torch.cuda.get_device_capability(call.device)
+        place = call.device if call.assumed is None else f"the assumed {call.assumed.name}"
+        have = call.assumed.compute_capability if call.assumed else torch.cuda.get_device_capability(call.device)
         if have < can.min_compute_capability:
             need = can.min_compute_capability
-            return f"needs compute capability {need[0]}.{need[1]}; {call.device} has {have[0]}.{have[1]}"
+            return f"needs compute capability {need[0]}.{need[1]}; {place} has {have[0]}.{have[1]}"
     for name, widths in (("K", can.key_widths), ("V", can.value_widths)):
         if name in call.dims and call.dims[name] not in widths:
             return f"computes {name} {_span(widths)}; {name} is {call.dims[name]}"

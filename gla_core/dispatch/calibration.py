@@ -22,11 +22,14 @@ from typing import Any
 import torch
 
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import Backend, Constants, CostModel, OpCall, is_constant
+from gla_core.dispatch.backend import Backend, Constants, CostModel, KnownDevice, OpCall, is_constant
 from gla_core.dispatch.environment import environment
 
 STAND_IN = "NVIDIA H200"
 """The device whose constants serve on a CUDA device that nobody has measured."""
+
+KNOWN_DEVICES = {device.name: device for device in (KnownDevice(STAND_IN, 132, (9, 0)),)}
+"""Devices, by name, that a call can be explained for where there is none: `OpCall.assumed`."""
 
 _lock = threading.Lock()  # of writing
 registry.survive_fork(_lock)
@@ -62,8 +65,8 @@ def predict(backend: Backend, call: OpCall) -> Prediction:
 def constants_for(backend: Backend, call: OpCall) -> tuple[Constants, str | None]:
     """What the formula of a backend's `CostModel` receives for a call, and where its constants come from."""
     assert isinstance(backend.cost, CostModel)
-    kind, facts = device_kind(call.device), device_facts(call.device)
-    known = calibrated(backend, call.op, call.device)
+    kind, facts = _device(call.device) if call.assumed is None else _described(call.assumed)
+    known = calibrated(backend, call.op, call.device) if call.assumed is None else None
     if known is not None:
         return {**known, **facts}, "calibrated on this machine"
     shipped = backend.cost.constants
@@ -109,8 +112,13 @@ def _device(device: torch.device) -> tuple[str, Constants]:
     if device.type != "cuda":
         return device.type, {"multiprocessors": 1.0, "compute_capability": 0.0}
     found = torch.cuda.get_device_properties(device)
-    capability = found.major + found.minor / 10
-    return found.name, {"multiprocessors": float(found.multi_processor_count), "compute_capability": capability}
+    return _described(KnownDevice(found.name, found.multi_processor_count, (found.major, found.minor)))
+
+
+def _described(device: KnownDevice) -> tuple[str, Constants]:
+    major, minor = device.compute_capability
+    facts = {"multiprocessors": float(device.multiprocessors), "compute_capability": major + minor / 10}
+    return device.name, facts
 
 
 # ---- the file

@@ -79,9 +79,11 @@ class Explanation:
     def __str__(self) -> str:
         dims = " ".join(f"{name}={size}" for name, size in self.call.dims.items())
         dtype = str(self.call.dtype).removeprefix("torch.")
+        assumed = self.call.assumed
+        place = self.call.device if assumed is None else f"{assumed.name} (assumed)"
         packed = ", packed" if self.call.variable_length else ""
         lines = [
-            f"{self.call.op}  {dims}  {dtype} on {self.call.device}{packed}",
+            f"{self.call.op}  {dims}  {dtype} on {place}{packed}",
             f"request: {self.request} ({self.source})",
         ]
         for candidate in self.candidates:

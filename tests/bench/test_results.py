@@ -10,6 +10,7 @@ import torch
 
 import gla_core as gla
 from gla_core.bench import plots, results
+from gla_core.bench.suite import Row
 
 
 def test_what_is_written_is_read(tmp_path, synthetic):
@@ -67,6 +68,23 @@ def test_columns_that_say_nothing_are_left_out(synthetic):
     header, body = results.table(synthetic.rows[3:])
     assert header == ["workload", "direction", "backend", "time", "GB/s", "of floor"]
     assert [len(line) for line in body] == [6]
+
+
+def test_a_failure_is_a_line_with_what_it_concerns():
+    def row(op, workload, backend, direction, error):
+        return Row(op=op, workload=workload, backend=backend, direction=direction, error=error)
+
+    rows = [
+        row("chunk_gla", "a", "mine", "forward", "mine: is asleep"),
+        row("chunk_gla", "b", "mine", "forward", "mine: is asleep"),
+        row("recurrent_gla_step", "a", "mine", "step", "mine: is asleep"),
+        row("chunk_gla", "a", "auto", "forward+backward", "mine: is asleep; other: is away"),
+        row("chunk_gla", "a", "mine", "host", None),
+    ]
+    assert results.failures(rows) == [
+        "mine: is asleep (chunk_gla forward; recurrent_gla_step step; 3 workloads)",
+        "auto: mine: is asleep; other: is away (chunk_gla forward+backward; a)",
+    ]
 
 
 def test_markdown(synthetic):

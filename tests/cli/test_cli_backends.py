@@ -1,9 +1,9 @@
-"""gla backends, gla --version, help, and a gla without its extra."""
+"""gla backends, gla --version, help, and a gla without its extra. What imports nothing of torch is quick."""
 
 from __future__ import annotations
 
 import json
-import os
+import runpy
 import subprocess
 import sys
 
@@ -64,16 +64,37 @@ def test_settings_that_cannot_be_read_are_a_usage_error(run, monkeypatch):
     assert "GLA_CHECK is 'maybe'; expected 0 or 1" in result.output
 
 
-def test_version(run):
-    result = run("--version")
-    assert (result.exit_code, result.stdout) == (0, f"gla_core {gla.__version__}\n")
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_narrow_terminal_shows_every_name_whole(run, monkeypatch, own_backends, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    table = run("backends").output
+    assert max(map(len, table.splitlines())) <= columns
+    words = table.split()
+    assert {*own_backends, "recurrent_gla_step", "softmax_attention", "bfloat16"} <= set(words)
 
 
-@pytest.mark.parametrize("command", ["backends", "explain", "doctor", "demo"])
+def test_what_is_piped_has_a_line_for_each_backend(run, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = run("backends").output.splitlines()
+    (line,) = [line for line in lines if line.strip().startswith("reference")]
+    assert {"chunk_gla_fwd,", "recurrent_gla_step,", "softmax_attention"} <= set(line.split())
+
+
+def test_python_m_gla_core_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gla_core", "--version"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("gla_core", run_name="__main__")
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"gla_core {gla.__version__}\n"
+
+
+COMMANDS = ("backends", "explain", "doctor", "bench", "calibrate", "demo", "conformance")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_help_has_an_example(run, command):
     result = run(command, "--help")
     assert result.exit_code == 0
-    assert "Example" in result.output
     assert f"gla {command}" in result.output.split("Example")[1]
 
 
@@ -81,10 +102,24 @@ def test_an_unknown_command_is_a_usage_error(run):
     assert run("backend").exit_code == 2
 
 
+def python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_help_and_version_import_no_torch():
+    done = python(
+        "import sys; from gla_command import app\n"
+        f"for arguments in (['--version'], ['--help'], *([name, '--help'] for name in {COMMANDS})):\n"
+        "    app(arguments, prog_name='gla', standalone_mode=False)\n"
+        "print(sorted({'torch', 'gla_core'} & set(sys.modules)))"
+    )
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert "Usage: gla conformance" in done.stdout
+
+
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_its_packages_it_says_how_to_install_them(package):
-    code = f"import sys; sys.modules[{package!r}] = None; from gla_core.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
+    done = python(f"import sys; sys.modules[{package!r}] = None; from gla_command import main; main()")
     assert done.returncode == 2
     assert "pip install 'gla-core[cli]'" in done.stderr
     assert package in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
@@ -25,6 +26,7 @@ def predicted(call, c):
 def none_of_ours(isolated, monkeypatch, own_backends):
     """Only made-up backends, which take what they say on a clock that only they move."""
     monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # after each failure; it would take longer than all the rest
     gla.reload_environment()
 
 
@@ -153,14 +155,25 @@ def test_an_interrupt_stores_nothing(run, made_up):
     assert not calibration.path().exists()
 
 
-def test_a_folder_that_cannot_be_written_is_bad_news(run, made_up, monkeypatch):
+@pytest.mark.parametrize("place", ["cache", "--json"])
+def test_a_place_that_cannot_be_written_is_found_before_anything_is_measured(run, made_up, monkeypatch, place):
+    made_up(error=AssertionError("it was measured"))
+    if place == "cache":
+        monkeypatch.setenv("GLA_CACHE_DIR", "/dev/null/here")
+        gla.reload_environment()
+    result = calibrate(run, *(["--json", "/dev/null/here"] if place == "--json" else []))
+    assert result.exit_code == 2
+    assert result.stderr.startswith("gla calibrate: ")
+    assert "/dev/null/here" in result.stderr
+    assert "cannot be written: Not a directory" in result.stderr
+    assert result.stdout == ""
+
+
+def test_chunk_gla_stands_for_both_of_its_ops(run, made_up):
     made_up()
-    monkeypatch.setenv("GLA_CACHE_DIR", "/dev/null/here")
-    gla.reload_environment()
-    result = calibrate(run)
-    assert result.exit_code == 1
-    assert "gla calibrate: " in result.output
-    assert "/dev/null/here" in result.output
+    result = calibrate(run, "--op", "chunk_gla", "--op", "online_softmax")
+    assert result.exit_code == 0
+    assert set(constants()["mine 1.0"]) == {"online_softmax"}
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 
 import gla_core as gla
-from gla_core.cli_calls import SHAPES, describe_call
+from gla_core.cli import explain
+from gla_core.cli.calls import DTYPES, SHAPES, describe_call
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 
 NO_CUDA = "PyTorch sees no CUDA device here"
@@ -21,6 +23,10 @@ def without_cuda(monkeypatch):
 
 def test_every_op_has_a_shape():
     assert SHAPES.keys() == OP_PARAMETERS.keys()
+
+
+def test_the_help_names_every_op_and_dtype(run):
+    assert set(re.findall(r"\w+", run("explain", "--help").output)) >= {"chunk_gla", *SHAPES, *DTYPES}
 
 
 def test_it_prints_the_explanation(run):
@@ -61,6 +67,11 @@ def test_packed_sequences_describe_the_same_call_as_tensors():
     assert describe_call("chunk_gla_bwd", "1,64,4,16,32", None, "float64", "cpu", 3) == call
 
 
+def test_chunk_gla_stands_for_its_forward():
+    short, long = (describe_call(op, "1,64,4,16,32", device="cpu") for op in ("chunk_gla", "chunk_gla_fwd"))
+    assert short == long
+
+
 def test_json(run):
     result = run("explain", "online_softmax", "--shape", "3,9", "--device", "cpu", "--backend", "reference", "--json")
     assert result.exit_code == 0
@@ -71,6 +82,7 @@ def test_json(run):
         "dims": {"rows": 3, "columns": 9},
         "dtype": "bfloat16",
         "device": "cpu",
+        "assumed": None,
         "variable_length": False,
         "request": "reference",
         "source": "backend=",
@@ -118,6 +130,47 @@ def test_cuda_without_cuda_is_refused_plainly(run, without_cuda, own_backends):
     assert all(refusal.startswith(NO_CUDA) for refusal in refusals.values())
 
 
+def test_a_device_that_is_not_here_is_assumed(run, without_cuda, own_backends):
+    result = run("explain", "chunk_gla", "--shape", "8,4096,16,128,128", "--assume", "NVIDIA H200", "--json")
+    assert result.exit_code == 0
+    explanation = json.loads(result.stdout)
+    assert (explanation["device"], explanation["assumed"]) == ("cuda:0", "NVIDIA H200")
+    candidates = {candidate["name"]: candidate for candidate in explanation["candidates"]}
+    assert candidates["reference"]["constants"] == "shipped for NVIDIA H200"
+    assert candidates["reference"]["seconds"] == pytest.approx(7.7e-3, rel=0.1)  # measured on one: 7.72 ms
+    assert not any((candidates[name]["refusal"] or "").startswith(NO_CUDA) for name in own_backends)
+
+
+def test_an_assumed_device_has_a_compute_capability(run, without_cuda):
+    newer = Capabilities(devices=frozenset({"cuda"}), min_compute_capability=(10, 0))
+    with gla.register(Backend("newer", "1", {"online_softmax": lambda x, dim: x}, newer)):
+        result = run("explain", "online_softmax", "--shape", "3,9", "--assume", "NVIDIA H200", "--backend", "newer")
+    assert result.exit_code == 1
+    assert "on NVIDIA H200 (assumed)" in result.output
+    assert "needs compute capability 10.0; the assumed NVIDIA H200 has 9.0" in result.output
+
+
+def test_what_does_not_fit_into_memory_is_not_measured(run, monkeypatch):
+    monkeypatch.setattr(explain, "arguments_for", lambda call: pytest.fail("memory was asked for"))
+    shape = ("chunk_gla_bwd", "--shape", "8,40960000,16,128,128", "--dtype", "bfloat16", "--device", "cpu")
+    result = run("explain", *shape, "--measure")
+    assert result.exit_code == 2
+    # Of q k v g do in and dq dk dv dg out, and of the forward before: 4352 bytes for a token of a head.
+    assert f"this call needs at least {4352 * 8 * 40960000 * 16 / 2**30:,.1f} GiB and cpu has" in result.output
+
+
+def test_memory_that_others_hold_is_no_traceback(run, monkeypatch):
+    def arguments_for(call):
+        raise RuntimeError("can't allocate memory\nC++ frames")
+
+    monkeypatch.setattr(explain, "arguments_for", arguments_for)
+    result = run("explain", "online_softmax", "--shape", "2,3", "--device", "cpu", "--measure")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "gla explain: this call cannot be measured: can't allocate memory\n",
+    )
+
+
 def test_a_typo_is_found_without_cuda_too(run, without_cuda):
     arguments = ("explain", "online_softmax", "--shape", "3,9", "--device", "cuda", "--backend", "refrence")
     assert run(*arguments).exit_code == 2
@@ -143,6 +196,10 @@ def test_a_typo_is_found_without_cuda_too(run, without_cuda):
         (["online_softmax", "--shape", "1,2", "--backend", "refrence"], "'refrence'; did you mean 'reference'?"),
         (["online_softmax", "--shape", "1,2", "--backend", "a b"], "cannot read 'a b'"),
         (["online_softmax", "--shape", "1,2", "--backend", "softmx=reference"], "unknown op 'softmx'"),
+        (["online_softmax", "--shape", "1,2", "--device", "cuda:99999999999999999999"], "unknown device 'cuda:9999"),
+        (["online_softmax", "--shape", "1,2", "--assume", "H200"], "did you mean 'NVIDIA H200'? (there are"),
+        (["online_softmax", "--shape", "1,2", "--assume", "NVIDIA H200", "--device", "cpu"], "leave out --device cpu"),
+        (["online_softmax", "--shape", "1,2", "--assume", "NVIDIA H200", "--measure"], "leave out --measure"),
         (["online_softmax"], "--shape"),
     ],
 )  # fmt: skip

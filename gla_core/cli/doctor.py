@@ -1,4 +1,4 @@
-"""The facts behind `gla backends` and `gla doctor`: what is installed here, what is set, and what is wrong."""
+"""`gla doctor`: what is installed here, what is set, and what is wrong."""
 
 from __future__ import annotations
 
@@ -11,29 +11,44 @@ from typing import Any
 import torch
 
 import gla_core as gla
+from gla_core.cli.backends import backend_row, last_line
 from gla_core.dispatch import calibration, registry
 from gla_core.dispatch.backend import CostModel
 from gla_core.dispatch.environment import VARIABLES, Environment, environment
 from gla_core.dispatch.errors import nearest
 from gla_core.dispatch.request import current_request
-from gla_core.ops._checks import FLOATS
+from gla_core.terminal import message, new_console, print_json, print_table
 
 
-def backend_row(info: gla.BackendInfo) -> dict[str, Any]:
-    can = info.capabilities
-    return {
-        "name": info.name,
-        "version": info.version,
-        "ops": list(info.ops),
-        "devices": [] if can is None else sorted(can.devices) if can.devices is not None else ["any"],
-        "dtypes": [] if can is None else [str(dtype).removeprefix("torch.") for dtype in FLOATS if dtype in can.dtypes],
-        "plugin": info.plugin,
-        "load error": None if info.error is None else last_line(info.error),
-    }
+def doctor(as_json: bool) -> bool:
+    """Print the state of this installation; whether all is well."""
+    report = examine()
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+    return not report["problems"]
 
 
-def last_line(traceback: str) -> str:
-    return traceback.strip().splitlines()[-1]
+def _print(report: dict[str, Any]) -> None:
+    console = new_console()
+    console.print("  ".join(f"{name} {number}" for name, number in report["versions"].items()), soft_wrap=True)
+    for device in report["devices"]:
+        facts = ", ".join(f"{name} {value}" for name, value in device.items() if name != "device")
+        console.print(f"{device['device']}: {facts}", soft_wrap=True)
+    variables = [{**row, "value": row["value"] or "unset"} for row in report["variables"]]
+    print_table(console, variables, prose=("value", "effect"))
+    print_table(console, report["request"])
+    shown = ("name", "version", "ops", "devices", "plugin")
+    print_table(
+        console, [{name: row[name] for name in shown} for row in report["backends"]], spare=("plugin", "version")
+    )
+    print_table(console, report["calibration"])
+    for name, error in report["quarantine"].items():
+        console.print(f"plugin {name!r} failed to load:\n{error}", soft_wrap=True)
+    for problem in report["problems"]:
+        console.print(f"problem: {problem}", style="red", soft_wrap=True)
+    console.print("something is wrong" if report["problems"] else "all is well")
 
 
 def examine() -> dict[str, Any]:
@@ -134,7 +149,3 @@ def request_in_force() -> list[dict[str, str]]:
         for name in choice.names:
             registry.get(name)
     return [{"op": op, "request": str(choice), "source": choice.source} for op, choice in choices.items()]
-
-
-def message(error: Exception) -> str:
-    return str(error.args[0]) if error.args else str(error)

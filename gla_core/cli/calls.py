@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
 
 import gla_core as gla
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import KnownDevice, OpCall
+from gla_core.dispatch.calibration import KNOWN_DEVICES
 from gla_core.dispatch.errors import nearest
 
 SHAPES: Mapping[str, tuple[str, ...]] = {
@@ -17,11 +19,39 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
     "softmax_attention": ("B", "T", "H", "K", "V"),
     "online_softmax": ("ROWS", "COLUMNS"),
 }
+CHUNK_GLA = ("chunk_gla_fwd", "chunk_gla_bwd")
+"""The abstract ops of the public op chunk_gla; those of every other are one, of the same name."""
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 
-def describe_call(op: str, shape: str, query_heads: int | None, dtype: str, device: str, varlen: int | None) -> OpCall:
-    """The call that the numbers of a command line describe. Raises ValueError or UnknownOpError for bad ones."""
+def public_op(op: str) -> str:
+    """The public op that an op's name stands for: chunk_gla for chunk_gla_fwd and chunk_gla_bwd."""
+    return "chunk_gla" if op in CHUNK_GLA else op
+
+
+def abstract_ops(op: str) -> tuple[str, ...]:
+    """The abstract ops that an op's name stands for: chunk_gla_fwd and chunk_gla_bwd for chunk_gla."""
+    return CHUNK_GLA if op == "chunk_gla" else (op,)
+
+
+def describe_call(
+    op: str,
+    shape: str,
+    query_heads: int | None = None,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    varlen: int | None = None,
+    assume: str | None = None,
+) -> OpCall:
+    """The call that the numbers of a command line describe; chunk_gla stands for chunk_gla_fwd.
+
+    Args:
+        assume: name of a CUDA device that is to be thought of as being here.
+
+    Raises:
+        ValueError, UnknownOpError: numbers or names that describe no call.
+    """
+    op = abstract_ops(op)[0]
     if op not in SHAPES:
         raise gla.UnknownOpError(f"unknown op {op!r}{nearest(op, SHAPES)} (there are {', '.join(SHAPES)})")
     if dtype not in DTYPES:
@@ -36,13 +66,28 @@ def describe_call(op: str, shape: str, query_heads: int | None, dtype: str, devi
     wide = torch.float64 if dtype == "float64" else torch.float32
     return OpCall(
         op=op,
-        device=device_of(device),
+        device=device_of(device) if assume is None else _assumed_place(device),
+        assumed=None if assume is None else _assumed(assume),
         dtype=DTYPES[dtype],
         dims=_dims(op, sizes, query_heads, varlen),
         gate_dtype=wide if "gla" in op else None,
         state_dtype=wide if op == "recurrent_gla_step" else None,
         variable_length=varlen is not None,
     )
+
+
+def _assumed(name: str) -> KnownDevice:
+    if name not in KNOWN_DEVICES:
+        raise ValueError(
+            f"--assume {name!r} is no known device{nearest(name, KNOWN_DEVICES)} (there are {', '.join(KNOWN_DEVICES)})"
+        )
+    return KNOWN_DEVICES[name]
+
+
+def _assumed_place(device: str) -> torch.device:
+    if device not in ("auto", "cuda"):
+        raise ValueError(f"--assume names a CUDA device; leave out --device {device}")
+    return torch.device("cuda", 0)
 
 
 def _sizes(op: str, shape: str) -> dict[str, int]:
@@ -75,16 +120,17 @@ def _dims(op: str, sizes: dict[str, int], query_heads: int | None, varlen: int |
 
 
 def device_of(name: str) -> torch.device:
+    """The device that a command line names, whether it is here or not. Raises ValueError for what names none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+    if re.fullmatch("cpu|cuda(:[0-9]{1,2})?", name) is None:
         raise ValueError(f"unknown device {name!r}; expected auto, cpu, cuda or cuda:1")
-    if kind == "cpu":
+    if name == "cpu":
         return torch.device("cpu")
-    if torch.cuda.is_available() and int(index or 0) >= torch.cuda.device_count():
+    index = int(name.removeprefix("cuda").removeprefix(":") or 0)
+    if torch.cuda.is_available() and index >= torch.cuda.device_count():
         raise ValueError(f"there is no device {name!r}; this machine has {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", int(index or 0))
+    return torch.device("cuda", index)
 
 
 def device_here(name: str) -> torch.device:

@@ -1,0 +1,6 @@
+"""`python -m gla_core` is the command `gla`."""
+
+from gla_command import main
+
+if __name__ == "__main__":
+    main()

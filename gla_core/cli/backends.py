@@ -1,0 +1,42 @@
+"""`gla backends`: what is installed, and what failed to load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gla_core as gla
+from gla_core.ops._checks import FLOATS
+from gla_core.terminal import new_console, print_json, print_table
+
+
+def backends(as_json: bool) -> bool:
+    """Print what is installed; whether every plugin could be loaded."""
+    rows = [backend_row(info) for info in gla.backends()]
+    broken = [row for row in rows if row["load error"]]
+    if as_json:
+        print_json(rows)
+    else:
+        console = new_console()
+        print_table(console, [row for row in rows if row not in broken], spare=("plugin", "version"))
+        for row in broken:
+            console.print(f"plugin {row['name']!r} failed to load: {row['load error']}", soft_wrap=True)
+    return not broken
+
+
+def backend_row(info: gla.BackendInfo) -> dict[str, Any]:
+    """What is known of a backend, by the names of columns."""
+    can = info.capabilities
+    return {
+        "name": info.name,
+        "version": info.version,
+        "ops": list(info.ops),
+        "devices": [] if can is None else sorted(can.devices) if can.devices is not None else ["any"],
+        "dtypes": [] if can is None else [str(dtype).removeprefix("torch.") for dtype in FLOATS if dtype in can.dtypes],
+        "plugin": info.plugin,
+        "load error": None if info.error is None else last_line(info.error),
+    }
+
+
+def last_line(traceback: str) -> str:
+    """The line of a traceback that says what went wrong."""
+    return traceback.strip().splitlines()[-1]
