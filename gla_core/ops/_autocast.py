@@ -40,7 +40,7 @@ def wide(x: Any) -> Any:
 
 def _dtype(device_type: str) -> torch.dtype | None:
     """The dtype that autocast casts to on such devices; None where it is off."""
-    if not in_force() or not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+    if not in_force() or device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
