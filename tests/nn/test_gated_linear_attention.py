@@ -513,7 +513,7 @@ def test_log_gate_is_float32_in_bfloat16() -> None:
 def test_autocast(name: str, dtype: torch.dtype, tolerance: float, device: str) -> None:
     layer = make_layer(name, torch.float32).to(device)
     lengths = [12, 5]
-    sequences = torch.randn(2, 24, 16, device=device)
+    sequences = torch.randn(2, 24, 16).to(device)  # the same on every device
     pieces = [s.split([n, 7, 1, 16 - n]) for s, n in zip(sequences, lengths, strict=True)]  # packed, batched, a step
     packed, more, token = (torch.cat([piece[i] for piece in pieces]) for i in range(3))
     with torch.autocast(device, dtype):
@@ -529,7 +529,7 @@ def test_autocast(name: str, dtype: torch.dtype, tolerance: float, device: str) 
     assert (ys - expected).norm() < tolerance * expected.norm()
 
     differentiable = torch.cat([torch.arange(n + 8) < n + 7 for n in lengths])  # all but the steps
-    dy = torch.randn_like(expected)[differentiable]
+    dy = torch.randn(expected.shape).to(device)[differentiable]
     grads, expected_grads = (
         torch.autograd.grad(out[differentiable], list(layer.parameters()), dy.to(out.dtype)) for out in (ys, expected)
     )
