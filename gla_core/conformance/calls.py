@@ -33,7 +33,7 @@ def chunk(case: Case, **changes: object) -> GlaInputs:
 def tokens(x: GlaInputs, start: int | None, stop: int | None, initial_state: Tensor | None = None) -> GlaInputs:
     """The inputs of one stretch of tokens, from a state of its own."""
     parts = {name: None if (y := getattr(x, name)) is None else y[:, start:stop] for name in "qkvg"}
-    return GlaInputs(**parts, initial_state=initial_state, cu_seqlens=None)
+    return dataclasses.replace(x, **parts, initial_state=initial_state, cu_seqlens=None)
 
 
 def forward(x: GlaInputs, request: str, scale: float | None = None) -> Named:
