@@ -32,8 +32,8 @@ def chunk(case: Case, **changes: object) -> GlaInputs:
 
 def tokens(x: GlaInputs, start: int | None, stop: int | None, initial_state: Tensor | None = None) -> GlaInputs:
     """The inputs of one stretch of tokens, from a state of its own."""
-    q, k, v = (y[:, start:stop] for y in (x.q, x.k, x.v))
-    return GlaInputs(q, k, v, None if x.g is None else x.g[:, start:stop], initial_state, None)
+    parts = {name: None if (y := getattr(x, name)) is None else y[:, start:stop] for name in "qkvg"}
+    return dataclasses.replace(x, **parts, initial_state=initial_state, cu_seqlens=None)
 
 
 def forward(x: GlaInputs, request: str, scale: float | None = None) -> Named:

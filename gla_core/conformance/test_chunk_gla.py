@@ -48,7 +48,7 @@ def test_values(backend, case, measure, layout):
     layout(out, like, case.device, present(x))
 
 
-@over(FWD, "short", "no_token", "packed", one_dtype=True, gradients=True)
+@over(FWD, "short", "no_token", one_dtype=True, gradients=True)
 def test_results_can_be_changed_in_place(backend, case):
     """Where autograd watches, too."""
     x = chunk(case)
@@ -89,7 +89,7 @@ def test_state_only_if_asked(backend, case, measure):
     measure({"o": o}, {"o": expected_forward(case)["o"]}, FORWARD[case.dtype])
 
 
-@over(FWD, "last_chunk_partial", "grouped", "ungated", "extreme", "minus_infinity", in_turn=True)
+@over(FWD, "last_chunk_partial", "grouped", "minus_infinity", in_turn=True)
 @pytest.mark.parametrize("cut", [1, 63, 64, 77])
 def test_state_hand_off(backend, case, cut, measure):
     """One call equals two calls joined by the state."""
@@ -146,7 +146,8 @@ def test_padding(backend, case, measure):
     """Rows after the last sequence hold anything; their o is 0, and the sequences are as without them."""
     x = chunk(case)
     end = with_nan_in_padding(x)
-    out = forward(x, backend.name)
+    with poisoned(backend, case.device):
+        out = forward(x, backend.name)
     padding = out["o"][:, end:]
     measure({"o of the padding": padding}, {"o of the padding": torch.zeros_like(padding)}, 0)
     measure(out, expected_forward(case), FORWARD[case.dtype])
@@ -247,7 +248,8 @@ def test_gradients_of_padding(backend, case, measure):
     x = chunk(case)
     do, dstate = loss_gradients(x)
     end = with_nan_in_padding(x, do)
-    out = backward(x, backend, do, dstate)
+    with poisoned(backend, case.device):
+        out = backward(x, backend, do, dstate)
     padding = {f"{name} of the padding": d[:, end:] for name, d in out.items() if name != "dinitial_state"}
     measure(padding, {name: torch.zeros_like(d) for name, d in padding.items()}, 0)
     measure(out, expected_gradients(case), GRADIENT[case.dtype])

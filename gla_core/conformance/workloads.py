@@ -68,11 +68,11 @@ CHUNK_GLA = (
     _workload("chunk_gla", "width_one", "ci odd", B=1, T=70, H=1, K=1, V=1),
     _workload("chunk_gla", "wide", "odd", B=1, T=130, H=1, K=256, V=200),
     _workload("chunk_gla", "grouped", "ci", B=2, T=100, H=2, G=3, K=16, V=32, initial_state=True),
-    _workload("chunk_gla", "ungated", "ci", B=2, T=150, H=2, K=32, V=32, gates="none", initial_state=True),
-    _workload("chunk_gla", "strong", "ci", B=2, T=150, H=2, K=32, V=32, gates="strong", initial_state=True),
-    _workload("chunk_gla", "extreme", "ci extreme", B=2, T=150, H=2, K=32, V=32, gates="extreme", initial_state=True),
+    _workload("chunk_gla", "ungated", "ci", B=1, T=150, H=2, K=32, V=32, gates="none", initial_state=True),
+    _workload("chunk_gla", "strong", "ci", B=1, T=150, H=2, K=32, V=32, gates="strong", initial_state=True),
+    _workload("chunk_gla", "extreme", "ci extreme", B=1, T=150, H=2, K=32, V=32, gates="extreme", initial_state=True),
     _workload(
-        "chunk_gla", "minus_infinity", "ci extreme", B=2, T=150, H=2, K=32, V=32, gates="-inf", initial_state=True
+        "chunk_gla", "minus_infinity", "ci extreme", B=1, T=150, H=2, K=32, V=32, gates="-inf", initial_state=True
     ),
     _workload(
         "chunk_gla", "packed", "ci packed odd", lengths=(0, 65, 1, 0, 130, 3), H=2, K=16, V=16, initial_state=True

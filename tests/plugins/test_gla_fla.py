@@ -43,6 +43,12 @@ def fake_fla(monkeypatch):
         monkeypatch.setitem(sys.modules, name, value)
     monkeypatch.setitem(sys.modules, chunk.__name__, chunk)
 
+    def unwritten(x, cu_seqlens):
+        """As memory was, where a row belongs to no sequence."""
+        if cu_seqlens is not None:
+            x[:, cu_seqlens[-1] :] = 7
+        return x
+
     def chunk_gla(
         q,
         k,
@@ -60,7 +66,7 @@ def fake_fla(monkeypatch):
         assert q.shape == k.shape == g.shape
         assert not torch.is_grad_enabled()
         o, state = oracle.chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
-        return o.to(v.dtype), state.float() if output_final_state else None
+        return unwritten(o.to(v.dtype), cu_seqlens), state.float() if output_final_state else None
 
     def fused_recurrent_gla(
         q,
@@ -91,8 +97,10 @@ def fake_fla(monkeypatch):
         return torch.tensor([(i, j) for i, n in enumerate(lengths) for j in range(-(-n // chunk_size))])
 
     def chunk_local_cumsum(g, chunk_size, reverse=False, scale=None, cu_seqlens=None):
-        sums = [g[:, a:b].float().cumsum(1) * scale for a, b in bounds(g.shape[1], cu_seqlens, chunk_size)]
-        return torch.cat(sums, dim=1)
+        sums = torch.full_like(g, 7, dtype=torch.float32)
+        for a, b in bounds(g.shape[1], cu_seqlens, chunk_size):
+            sums[:, a:b] = g[:, a:b].float().cumsum(1) * scale
+        return sums
 
     def chunk_gla_fwd_intra_gk(q, k, g, scale, cu_seqlens=None, chunk_size=64, chunk_indices=None):
         calls.append("chunk_gla_fwd_intra_gk")
@@ -122,15 +130,18 @@ def fake_fla(monkeypatch):
         assert torch.equal(A, chunk_gla_fwd_intra_gk(q, k, g_cumsum, scale, cu_seqlens, chunk_size))
         if cu_seqlens is not None:
             assert torch.equal(chunk_indices, prepare_chunk_indices(cu_seqlens, chunk_size))
-        parts = [g_cumsum[:, a:b] for a, b in bounds(q.shape[1], cu_seqlens, chunk_size)]
-        gate = torch.cat([torch.diff(p, dim=1, prepend=torch.zeros_like(p[:, :1])) for p in parts], 1) / RCP_LN2
+        gate = torch.zeros_like(g_cumsum)
+        for a, b in bounds(q.shape[1], cu_seqlens, chunk_size):
+            part = g_cumsum[:, a:b]
+            gate[:, a:b] = torch.diff(part, dim=1, prepend=torch.zeros_like(part[:, :1])) / RCP_LN2
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, gate, initial_state) if x is not None]
         with torch.enable_grad():
             state = leaves[4] if initial_state is not None else None
             outputs = oracle.chunk_gla(*leaves[:4], scale, state, cu_seqlens)
             weights = (do.double(), torch.zeros_like(outputs[1]) if dht is None else dht.double())
             dq, dk, dv, dg, *dstate = torch.autograd.grad(outputs, leaves, weights)
-        return dq.float(), dk.float(), dv, dg.float(), dstate[0] if dstate else None
+        dq, dk, dv, dg = (unwritten(d, cu_seqlens) for d in (dq.float(), dk.float(), dv, dg.float()))
+        return dq, dk, dv, dg, dstate[0] if dstate else None
 
     ops.chunk_gla, ops.fused_recurrent_gla, ops.calls = chunk_gla, fused_recurrent_gla, calls
     chunk.prepare_chunk_indices, chunk.chunk_local_cumsum = prepare_chunk_indices, chunk_local_cumsum
@@ -296,6 +307,7 @@ CASES = {
     "shorter than a chunk": {"B": 1, "T": 5, "initial_state": True},
     "ungated": {"B": 2, "T": 20, "gates": "none", "initial_state": True},
     "packed": {"lengths": (0, 65, 1, 0, 30), "initial_state": True},
+    "padded": {"lengths": (20, 0, 66), "padding": 9},
 }
 
 
@@ -359,6 +371,7 @@ def test_step(module, fake_fla, inplace, gates):
     o_ref, new_ref = oracle.chunk_gla(x.q, x.k, x.v, x.g, 0.3, before)
     assert relative_error(o, o_ref[:, 0]) < 1e-6
     assert relative_error(new, new_ref) < 1e-6
+    assert not o._is_view()
     assert (new is state) == inplace
     assert torch.equal(state, new if inplace else before)
 

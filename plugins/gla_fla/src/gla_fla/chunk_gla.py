@@ -29,7 +29,7 @@ def chunk_gla_fwd(
     if not q.numel():
         return v.new_empty(v.shape), _copy_or_zeros(initial_state, k, v, cu_seqlens) if output_final_state else None
     with torch.no_grad():
-        return native.chunk_gla(
+        o, final_state = native.chunk_gla(
             q,
             k,
             v,
@@ -39,6 +39,8 @@ def chunk_gla_fwd(
             output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
         )
+        _clear_padding(cu_seqlens, o)
+        return o, final_state
 
 
 def chunk_gla_bwd(
@@ -69,7 +71,9 @@ def chunk_gla_bwd(
             do=do.contiguous(),
             dstate=None if dstate is None else dstate.contiguous(),
         )
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if g is None else dg.to(g.dtype), dinitial_state
+        dq, dk, dv, dg = dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if g is None else dg.to(g.dtype)
+        _clear_padding(cu_seqlens, dq, dk, dv, dg)
+        return dq, dk, dv, dg, dinitial_state
 
 
 def _backward(
@@ -111,6 +115,16 @@ def _backward(
 def _gate(g: Tensor | None, k: Tensor) -> Tensor:
     # FLA's chunk_gla has no ungated form.
     return k.new_zeros(k.shape, dtype=torch.float32) if g is None else g
+
+
+def _clear_padding(cu_seqlens: Tensor | None, *results: Tensor | None) -> None:
+    """Set to 0, in place, the rows that belong to no sequence: FLA does not write them."""
+    if cu_seqlens is None:
+        return
+    for x in results:
+        if x is not None:
+            row = torch.arange(x.shape[1], device=x.device)
+            x.masked_fill_(((row < cu_seqlens[0]) | (row >= cu_seqlens[-1]))[:, None, None], 0)
 
 
 def _copy_or_zeros(state: Tensor | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -31,4 +31,4 @@ def recurrent_gla_step(
             initial_state=state,
             output_final_state=True,
         )
-        return o[:, 0], state.copy_(new_state) if inplace else new_state
+        return o.squeeze_(1), state.copy_(new_state) if inplace else new_state
