@@ -189,7 +189,7 @@ def test_the_same_bits_every_run(gates, dtype):
 
 
 @settings(
-    max_examples=6 if INTERPRETED else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=4 if INTERPRETED else 15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     K=st.integers(1, 40 if INTERPRETED else 70),
