@@ -44,7 +44,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line("Triton's kernels alone, interpreted; without TRITON_INTERPRET all other tests run")
     else:
         terminalreporter.write_line(
-            "left out without a GPU: Triton's kernels, interpreted by TRITON_INTERPRET=1 pytest"
+            "left out without a GPU: Triton's kernels; TRITON_INTERPRET=1 pytest interprets them"
         )
 
 
