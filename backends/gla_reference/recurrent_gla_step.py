@@ -28,7 +28,8 @@ def recurrent_gla_step(
     if state_indices is None:
         o, new = _step(q, k, v, g, state, scale)
         return (o, state.copy_(new)) if inplace else (o, new)
-    return _step_in_pool(q, k, v, g, state if inplace else state.clone(), scale, state_indices.long())
+    pool = state if inplace else state.clone(memory_format=torch.contiguous_format)
+    return _step_in_pool(q, k, v, g, pool, scale, state_indices.long())
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -39,7 +40,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scal
     kept = state.to(dtype) if g is None else g.to(dtype).exp()[..., None] * state.to(dtype)
     new = kept + update
     o = scale * einsum(queries, new, "b h g k, b h k v -> b h g v")
-    return o.flatten(1, 2).to(v.dtype, copy=True), new.to(state.dtype)
+    return o.flatten(1, 2).to(v.dtype, copy=True), new.to(state.dtype).contiguous()
 
 
 def _step_in_pool(

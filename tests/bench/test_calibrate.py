@@ -36,7 +36,7 @@ def made_up(monkeypatch):
             if columns == fails_at:
                 raise RuntimeError("out of paper\nand ink")
             now[0] += true["launch"] + rows * columns / true["rate"]
-            return x
+            return torch.empty_like(x)
 
         fields.setdefault("cost", CostModel(seconds, {"cpu": {"online_softmax": SHIPPED}}))
         backend = Backend(name, "1.0", {"online_softmax": online_softmax}, **fields)

@@ -40,7 +40,7 @@ def made_up(monkeypatch):
             if error is not None and x.shape[1] >= fails_at:
                 raise error
             now[0] += true["launch"] + x.numel() / true["rate"]
-            return x
+            return torch.empty_like(x)
 
         handles.append(
             gla.register(
