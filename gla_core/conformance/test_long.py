@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import (
@@ -17,6 +19,7 @@ from gla_core.conformance.calls import (
     oracle_gradients,
     run_attention,
     softmax,
+    tokens,
 )
 from gla_core.conformance.cases import over
 from gla_core.conformance.tolerances import FORWARD, GRADIENT
@@ -41,6 +44,16 @@ def with_ends(out):
 def test_long_sequence(backend, case, measure):
     x = long_inputs(case)
     measure(with_ends(forward(x, backend.name)), with_ends(oracle_forward(x)), FORWARD[case.dtype])
+
+
+@over("chunk_gla_fwd", "narrow_mild", tag="narrow", one_dtype=True, half=INTERPRETED)
+def test_long_sequence_in_two_calls(backend, case, measure):
+    x = long_inputs(case)
+    cut = x.q.shape[1] - 700
+    before = forward(tokens(x, None, cut, x.initial_state), backend.name)
+    after = forward(tokens(x, cut, None, before["state"]), backend.name)
+    joined = {"o": torch.cat([before["o"], after["o"]], dim=1), "state": after["state"]}
+    measure(with_ends(joined), with_ends(forward(x, backend.name)), 2 * FORWARD[case.dtype])
 
 
 @over("chunk_gla_bwd", tag="narrow", one_dtype=True, half=INTERPRETED)
