@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -223,6 +224,25 @@ def test_values_are_checked_on_request(function, arguments, message, check_value
 @pytest.mark.parametrize(("function", "arguments", "message"), BAD_VALUES[:2] + BAD_VALUES[5:])
 def test_values_are_not_read_otherwise(function, arguments, message):
     function(**arguments)
+
+
+def test_values_of_meta_tensors_are_not_checked(check_values):
+    meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in packed_arguments().items()}
+    assert gla.chunk_gla(**meta)[0].device.type == "meta"
+    assert gla.online_softmax(torch.empty(3, 4, device="meta")).shape == (3, 4)
+
+
+@pytest.mark.parametrize("half", [np.float32(0.5), np.float64(0.5), Fraction(1, 2)])
+def test_numbers_of_other_libraries_are_numbers(half):
+    q = chunk_arguments()["q"].clone().requires_grad_()
+    for arguments in (chunk_arguments(), chunk_arguments(q=q)):
+        assert torch.equal(gla.chunk_gla(**arguments, scale=half)[0], gla.chunk_gla(**arguments, scale=0.5)[0])
+    attention = attention_arguments()
+    assert torch.equal(*(gla.softmax_attention(**attention, scale=scale)[0] for scale in (half, 0.5)))
+    step = step_arguments()
+    assert torch.equal(*(gla.recurrent_gla_step(**step, scale=scale)[0] for scale in (half, 0.5)))
+    x = torch.randn(3, 4)
+    assert torch.equal(gla.online_softmax(x, np.int64(-2)), gla.online_softmax(x, 0))
 
 
 def test_good_values_pass_the_checks(check_values):
