@@ -32,7 +32,7 @@ import gla_core as gla
 from gla_core.bench import measure, plots, results
 from gla_core.bench.baselines import BASELINES, has_fla
 from gla_core.bench.first_call import first_call
-from gla_core.bench.run import by_op, print_table
+from gla_core.bench.run import print_rows
 from gla_core.bench.suite import Case, Row, implementing, measure_case
 from gla_core.conformance.workloads import WORKLOADS, Workload, select
 
@@ -254,8 +254,7 @@ def main() -> None:
         wanted,
         options.seconds,
     )
-    for op, rows in by_op(found.rows):
-        print_table(op, rows, console)
+    print_rows(found.rows, console)
     try:
         plots.plot(found, path.with_suffix(""))
     except ValueError as error:

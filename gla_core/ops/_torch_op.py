@@ -12,13 +12,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from gla_core.ops import _autocast
 
 _library = torch.library.Library("gla", "DEF")
 
+# Asked in every call: names of this module cost half of what attributes of torch's do.
 _transformed = torch._C._are_functorch_transforms_active
 _modes = torch._C._len_torch_dispatch_stack
+_autocast_in_force = _autocast.in_force
 
 TorchOp = Callable[..., Any]
 
@@ -63,7 +66,7 @@ def _transformable(name: str, op: TorchOp, setup_context: Callable, backward: Ca
     function = type(name, (torch.autograd.Function,), {key: staticmethod(f) for key, f in members.items()})
 
     def call(*args: Any) -> Any:
-        if not torch.compiler.is_compiling() and _transformed():
+        if not is_compiling() and _transformed():
             return function.apply(*args)
         return op(*args)
 
@@ -75,9 +78,9 @@ def _keep_nothing(ctx: Any, inputs: tuple, output: Any) -> None: ...
 
 def bypasses_torch(x: Any) -> bool:
     """Whether the public function may call the backend itself: x is a plain tensor, and nothing else hears of ops."""
-    if torch.compiler.is_compiling() or _modes() or _transformed():
+    if is_compiling() or _modes() or _transformed():
         return False
-    if _autocast.in_force() or forward_ad._current_level >= 0:
+    if _autocast_in_force() or forward_ad._current_level >= 0:
         return False
     return type(x) is Tensor or not isinstance(x, Tensor)
 
