@@ -19,11 +19,10 @@ from gla_core.dispatch.backend import Backend, OpCall
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
-from gla_core.ops import _autocast, _results
+from gla_core.ops import _results
 
 _deterministic = torch.are_deterministic_algorithms_enabled
 _precision = torch.get_float32_matmul_precision
-_autocast_in_force = _autocast.in_force
 
 _MOST_PLANS = 8192  # a server that sees every sequence length must not grow without end
 _plans: dict[Hashable, tuple[Callable, Backend, OpCall]] = {}
@@ -88,11 +87,7 @@ class AbstractOp:
         if self._check_values is not None and environment().check_values and call.device.type != "meta":
             self._check_values(*args)
         try:
-            if _autocast_in_force():
-                with _autocast.off(call.device.type):  # a backend's own products keep the precision of its code
-                    found = function(*args)
-            else:
-                found = function(*args)
+            found = function(*args)
         except Exception as error:
             if request.choice(self.name).names or not is_launch_failure(error):
                 raise

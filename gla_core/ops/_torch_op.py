@@ -38,14 +38,14 @@ def torch_op(
 
     Args:
         schema: as torch.library reads it; begins with the name.
-        run: takes real tensors. fake: takes tensors without values, and returns such.
+        run: takes real tensors, the first argument among them. fake: takes tensors without values, and returns such.
         setup_context, backward: as of `torch.library.register_autograd`; `backward` alone where it only refuses.
         vmap: as of `torch.library.register_vmap`; by default the new dimension joins the batch, which is the first
             dimension of every tensor.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, _without_autocast(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"gla::{name}", fake, lib=_library)
     call: TorchOp = getattr(torch.ops.gla, name).default
 
@@ -58,6 +58,18 @@ def torch_op(
         torch.library.register_autograd(f"gla::{name}", backward, setup_context=setup_context, lib=_library)
         call = _transformable(name, call, setup_context, backward, batched)
     return call
+
+
+def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Matrix products inside `run` keep the precision that its code says."""
+
+    def run_without_autocast(x: Tensor, *args: Any) -> Any:
+        if not _autocast_in_force():
+            return run(x, *args)
+        with _autocast.off(x.device.type):
+            return run(x, *args)
+
+    return run_without_autocast
 
 
 def _transformable(name: str, op: TorchOp, setup_context: Callable, backward: Callable, vmap: Callable) -> TorchOp:

@@ -61,8 +61,9 @@ def _from_the_front(x: Any, dim: Any) -> Any:
     """The dimension of x counted from 0, where dim is one at all."""
     if not isinstance(dim, int) and not isinstance(dim, Tensor) and hasattr(dim, "__index__"):
         dim = operator.index(dim)  # of numpy, for example
-    negative = isinstance(dim, int) and not isinstance(dim, bool) and dim < 0
-    return dim + x.ndim if negative and isinstance(x, Tensor) and -x.ndim <= dim else dim
+    if isinstance(dim, int) and dim < 0 and isinstance(x, Tensor) and -x.ndim <= dim:
+        return dim + x.ndim
+    return dim
 
 
 def _describe(x: Any, dim: Any = -1) -> OpCall:

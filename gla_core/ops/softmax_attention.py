@@ -205,11 +205,6 @@ def _attention_bwd(
     return dq.reshape(q.shape).to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-def _run_attention_bwd(q: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    with _autocast.off(q.device.type):
-        return _attention_bwd(q, *args)
-
-
 def _fake_attention_bwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
@@ -225,7 +220,7 @@ _torch_attention = torch_op(
 _torch_attention_bwd = torch_op(
     "softmax_attention_bwd(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, float? scale, bool causal, "
     "Tensor do, Tensor dlse) -> (Tensor, Tensor, Tensor)",
-    _run_attention_bwd,
+    _attention_bwd,
     _fake_attention_bwd,
     backward=no_second_derivative("softmax_attention"),
 )
