@@ -3,7 +3,8 @@
 A backend is a value: a name, a version, a mapping from abstract op names to plain functions, and data that says
 where those functions work. The functions take exactly the parameters listed in `OP_PARAMETERS`, positionally; their
 meaning is documented in `gla_core/ops/<op>.py`. All tensor arguments have been checked when a function is called,
-`scale` is always a float, and every tensor returned must be contiguous.
+`scale` is always a float, and autocast is off. Every tensor returned must be contiguous and in memory of its own: no
+input, and no view of another tensor. The core checks what comes back, once for each signature.
 """
 
 from __future__ import annotations

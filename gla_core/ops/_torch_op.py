@@ -19,7 +19,7 @@ from gla_core.ops import _autocast
 _library = torch.library.Library("gla", "DEF")
 
 # Asked in every call: names of this module cost half of what attributes of torch's do.
-_transformed = torch._C._are_functorch_transforms_active
+transformed = torch._C._are_functorch_transforms_active  # by torch.func
 _modes = torch._C._len_torch_dispatch_stack
 _autocast_in_force = _autocast.in_force
 
@@ -78,7 +78,7 @@ def _transformable(name: str, op: TorchOp, setup_context: Callable, backward: Ca
     function = type(name, (torch.autograd.Function,), {key: staticmethod(f) for key, f in members.items()})
 
     def call(*args: Any) -> Any:
-        if not is_compiling() and _transformed():
+        if not is_compiling() and transformed():
             return function.apply(*args)
         return op(*args)
 
@@ -90,7 +90,7 @@ def _keep_nothing(ctx: Any, inputs: tuple, output: Any) -> None: ...
 
 def bypasses_torch(x: Any) -> bool:
     """Whether the public function may call the backend itself: x is a plain tensor, and nothing else hears of ops."""
-    if is_compiling() or _modes() or _transformed():
+    if is_compiling() or _modes() or transformed():
         return False
     if _autocast_in_force() or forward_ad._current_level >= 0:
         return False
@@ -108,7 +108,7 @@ def no_second_derivative(op: str) -> Callable[..., tuple]:
 
 def refuse_tangents(*tensors: Any) -> None:
     """Raise NotImplementedError for a tensor that carries a tangent of forward-mode AD."""
-    if forward_ad._current_level < 0 or _transformed():  # torch.func asks the op itself
+    if forward_ad._current_level < 0 or transformed():  # torch.func asks the op itself
         return
     for x in tensors:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
@@ -122,10 +122,9 @@ def _refuse_jvp(*_: Any) -> NoReturn:
     )
 
 
-def refuse_in_place(*_: Any) -> Any:
-    """Raise NotImplementedError where torch.func transforms an op that writes into its arguments; also its `vmap`."""
-    if _transformed():
-        raise NotImplementedError("torch.func transforms no step in place; call it with inplace=False")
+def refuse_in_place(*_: Any) -> NoReturn:
+    """Raise NotImplementedError for an op that writes into its arguments; also its `vmap`."""
+    raise NotImplementedError("torch.func transforms no step in place; call it with inplace=False")
 
 
 def _join_batch(call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:

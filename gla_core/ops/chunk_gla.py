@@ -19,7 +19,8 @@ A backend's functions receive and return
     chunk_gla_bwd(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate)
         -> (dq, dk, dv, dg or None, dinitial_state or None)
 
-with dstate the gradient of the final state, or None; each gradient has its input's shape and dtype.
+with dstate the gradient of the final state, or None; each gradient has its input's shape and dtype. Rows outside
+cu_seqlens[0] to cu_seqlens[N] belong to no sequence: whatever they hold, their o and their gradients are 0.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from gla_core.dispatch.backend import OpCall
 from gla_core.ops import _autocast, _checks
 from gla_core.ops._abstract_op import AbstractOp, needs_gradient, request_text
 from gla_core.ops._results import Result, Results
-from gla_core.ops._torch_op import bypasses_torch, refuse_in_place, refuse_tangents, torch_op
+from gla_core.ops._torch_op import bypasses_torch, refuse_in_place, refuse_tangents, torch_op, transformed
 
 
 def recurrent_gla_step(
@@ -76,8 +76,9 @@ def recurrent_gla_step(
     q, k, v, g = _autocast.tokens(q, k, v, g)
     refuse_tangents(q, k, v, g, state)
     args = (q, k, v, g, state, _checks.plain_number(scale), state_indices, request_text(backend))
-    if inplace:
+    if inplace and transformed():
         refuse_in_place()
+    if inplace:
         return _torch_step_inplace(*args), state
     return _torch_step(*args)
 

@@ -22,7 +22,7 @@ def test_failures_are_a_line_each_and_the_verdict_comes_last(run, tmp_path):
     result = conformance(run, "wrong", *CHOSEN, "--report", report)
     assert result.exit_code == 1
     assert json.loads(report.read_text())["counts"]["failed"] == 1
-    lines = result.stdout.splitlines()
+    lines = result.stdout.rstrip().splitlines()
     (failed,) = [line for line in lines if line.startswith("FAILED")]
     assert failed == "FAILED test_online_softmax.py::test_values[small-float32]: y is off by 0.01; the budget is 1e-05"
     assert [line.split() for line in lines[-4:-1]] == [

@@ -131,6 +131,11 @@ def in_place(q, x):
     return gla.recurrent_gla_step(q[:, 0], x.k[:, 0], x.v[:, 0], None, x.initial_state, inplace=True)[0]
 
 
+def in_place_op(q, x):
+    args = (q[:, 0], x.k[:, 0], x.v[:, 0], None, x.initial_state, None, None)
+    return torch.ops.gla.recurrent_gla_step_.default(*args)
+
+
 def in_pool(q, x):
     return gla.recurrent_gla_step(
         q[:, 0], x.k[:, 0], x.v[:, 0], None, x.initial_state, state_indices=torch.tensor([1, 0])
@@ -143,6 +148,7 @@ def in_pool(q, x):
         (lambda x: vmap(lambda q: packed(q, x))(several(x.q)), NotImplementedError, "packed sequences"),
         (lambda x: vmap(lambda q: in_pool(q, x))(several(x.q)), NotImplementedError, "a pool of states"),
         (lambda x: vmap(lambda q: in_place(q, x))(several(x.q)), NotImplementedError, "no step in place"),
+        (lambda x: vmap(lambda q: in_place_op(q, x))(several(x.q)), NotImplementedError, "no step in place"),
         (lambda x: jvp(lambda q: in_place(q, x), (x.q,), (x.q,)), NotImplementedError, "no step in place"),
         (lambda x: grad(lambda q: in_pool(q, x).sum())(x.q), RuntimeError, "train with chunk_gla"),
         (lambda x: grad(lambda q: grad(loss)(q, *leaves(x)[1:]).sum())(x.q), RuntimeError, "no second derivative"),
