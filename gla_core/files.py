@@ -1,7 +1,9 @@
-"""Whether a file can be written, asked before the work whose results it is to hold."""
+"""Files of results: whether one can be written, asked before the work, and writing it whole."""
 
 from __future__ import annotations
 
+import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -24,3 +26,14 @@ def check_writable(option: str, path: Path, folder: bool = False) -> None:
         tempfile.TemporaryFile(dir=next(p for p in (place, *place.parents) if p.exists())).close()
     except OSError as error:
         raise ValueError(f"{option} {path} cannot be written: {error.strerror}; name another path") from None
+
+
+def write_json(target: Path, value: object) -> None:
+    """Write a JSON file so that a reader finds the old one or the new one, never half of one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
+    try:
+        unfinished.write_text(json.dumps(value, indent=1) + "\n")
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from gla_core.bench.fit import error, fit
 from gla_core.dispatch import calibration, registry
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, CostModel, OpCall
 from gla_core.dispatch.errors import UnknownOpError, nearest
-from gla_core.files import check_writable
+from gla_core.files import check_writable, write_json
 from gla_core.terminal import print_table
 
 _LONGEST = 10  # budgets that one call may be predicted to take
@@ -182,7 +182,7 @@ def write_constants(fits: Sequence[Fit], device: torch.device, target: Path) -> 
         of_device = content.setdefault(calibration.device_kind(device), {})
         of_device.update((f.op, {c: _rounded(x) for c, x in f.constants.items()}) for f in fits if f.backend == name)
         written.append(target if target.suffix == ".json" else target / f"{name}.json")
-        calibration.write_json(written[-1], content)
+        write_json(written[-1], content)
     return written
 
 

@@ -17,7 +17,7 @@ import torch
 import gla_core as gla
 from gla_core.bench.baselines import BASELINES
 from gla_core.bench.suite import Row, with_ratios
-from gla_core.dispatch import calibration
+from gla_core.files import write_json
 
 HEADER = ("workload", "direction", "backend", "time", "GB/s", "of floor")
 
@@ -71,7 +71,7 @@ def describe_run(device: torch.device, copy_bandwidth: float | None, commit: str
 
 def write(path: Path, results: Results) -> None:
     """Write results as JSON. A reader never sees half a file."""
-    calibration.write_json(path, dataclasses.asdict(results))
+    write_json(path, dataclasses.asdict(results))
 
 
 def read(path: Path) -> Results:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend, Constants, CostModel, KnownDevice, OpCall, is_constant
 from gla_core.dispatch.environment import environment
+from gla_core.files import write_json
 
 STAND_IN = "NVIDIA H200"
 """The device whose constants serve on a CUDA device that nobody has measured."""
@@ -148,17 +148,6 @@ def store(fitted: Mapping[str, Mapping[str, Constants]], device: torch.device) -
         write_json(path(), content)
     registry.changed()  # the next call of every signature is ranked anew
     return path()
-
-
-def write_json(target: Path, value: object) -> None:
-    """Write a JSON file so that a reader finds the old one or the new one, never half of one."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
-    try:
-        unfinished.write_text(json.dumps(value, indent=1) + "\n")
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _file() -> dict:

@@ -1,6 +1,6 @@
 """The public ops, one file each."""
 
-from gla_core.ops import _flops  # noqa: F401 -- registers them
+from gla_core.ops._flops import register_with_counter
 from gla_core.ops.chunk_gla import BACKWARD, FORWARD, chunk_gla
 from gla_core.ops.linear_attention import linear_attention
 from gla_core.ops.online_softmax import SOFTMAX, online_softmax
@@ -16,5 +16,7 @@ __all__ = [
     "recurrent_gla_step",
     "softmax_attention",
 ]
+
+register_with_counter()
 
 ABSTRACT_OPS = {op.name: op for op in (FORWARD, BACKWARD, STEP, SOFTMAX, ATTENTION)}

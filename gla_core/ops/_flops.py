@@ -80,7 +80,9 @@ class _WhenImported:
         return spec
 
 
-if _COUNTER in sys.modules:
-    _register(sys.modules[_COUNTER])
-else:
-    sys.meta_path.insert(0, _WhenImported())  # pyright: ignore[reportArgumentType]
+def register_with_counter() -> None:
+    """Register the formulas with PyTorch's counter, now or as soon as it is imported."""
+    if _COUNTER in sys.modules:
+        _register(sys.modules[_COUNTER])
+    else:
+        sys.meta_path.insert(0, _WhenImported())  # pyright: ignore[reportArgumentType]

@@ -24,6 +24,11 @@ Results = tuple[Result | None, ...]
 """What an op returns, in order; None where it returns None."""
 
 
+def empty(like: Tensor, results: Results) -> tuple[Tensor | None, ...]:
+    """The results, unwritten, on the device of `like`: what a fake returns."""
+    return tuple(None if x is None else like.new_empty(x.shape, dtype=x.dtype) for x in results)
+
+
 def check(who: str, found: Any, expected: Results, args: Sequence[Any]) -> None:
     """Raise BackendError unless `found`, returned for `args` by `who`, is what is expected."""
     if len(expected) == 1:

@@ -25,6 +25,7 @@ cu_seqlens[0] to cu_seqlens[N] belong to no sequence: whatever they hold, their 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, overload
 
 from torch import Tensor
@@ -32,7 +33,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import OpCall
 from gla_core.ops import _autocast, _checks
 from gla_core.ops._abstract_op import AbstractOp, needs_gradient, request_text
-from gla_core.ops._results import Result, Results
+from gla_core.ops._results import Result, Results, empty
 from gla_core.ops._torch_op import bypasses_torch, no_second_derivative, refuse_tangents, torch_op
 
 
@@ -217,9 +218,8 @@ def _results(
 ) -> Results:
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     o = Result("o", (*q.shape[:3], v.shape[3]), v.dtype)
-    return o, Result(
-        "final_state", (N, *k.shape[2:], v.shape[3]), _checks.state_dtype(q)
-    ) if output_final_state else None
+    state = Result("final_state", (N, *k.shape[2:], v.shape[3]), _checks.state_dtype(q))
+    return o, state if output_final_state else None
 
 
 def _results_bwd(
@@ -257,9 +257,8 @@ def _run_fwd(
     return FORWARD.run((q, k, v, g, scale, initial_state, output_final_state, cu_seqlens), needs_grad, backend)
 
 
-def _run_torch_fwd(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    o, state = _run_fwd(q, *args)
-    return o, _no_state(q) if state is None else state
+def _run_torch_fwd(q: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return _without_none(q, _run_fwd(q, *args))
 
 
 def _run_torch_bwd(
@@ -273,31 +272,27 @@ def _run_torch_bwd(
     do: Tensor,
     dstate: Tensor | None,
     backend: str = "",
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     scale = _checks.scale_or_default(q, scale)
-    dq, dk, dv, dg, dinitial = BACKWARD.run((q, k, v, g, scale, initial_state, cu_seqlens, do, dstate), backend=backend)
-    return dq, dk, dv, _no_state(q) if dg is None else dg, _no_state(q) if dinitial is None else dinitial
+    found = BACKWARD.run((q, k, v, g, scale, initial_state, cu_seqlens, do, dstate), backend=backend)
+    return _without_none(q, found)
 
 
-def _no_state(q: Tensor) -> Tensor:
+def _without_none(q: Tensor, results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
     # A torch op cannot return None, so an empty tensor stands for it.
-    return q.new_empty(0, dtype=_checks.state_dtype(q))
-
-
-def _empty(q: Tensor, results: Results) -> tuple[Tensor, ...]:
-    return tuple(_no_state(q) if x is None else q.new_empty(x.shape, dtype=x.dtype) for x in results)
+    return tuple(q.new_empty(0, dtype=_checks.state_dtype(q)) if x is None else x for x in results)
 
 
 def _fake_fwd(q: Tensor, *args: Any) -> tuple[Tensor, ...]:
     described = args[:7]  # without needs_grad and backend
     _describe(q, *described)
-    return _empty(q, _results(q, *described))
+    return _without_none(q, empty(q, _results(q, *described)))
 
 
 def _fake_bwd(q: Tensor, *args: Any) -> tuple[Tensor, ...]:
     described = args[:8]  # without backend
     _describe_bwd(q, *described)
-    return _empty(q, _results_bwd(q, *described))
+    return _without_none(q, empty(q, _results_bwd(q, *described)))
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

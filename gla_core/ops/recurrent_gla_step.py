@@ -25,7 +25,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import OpCall
 from gla_core.ops import _autocast, _checks
 from gla_core.ops._abstract_op import AbstractOp, needs_gradient, request_text
-from gla_core.ops._results import Result, Results
+from gla_core.ops._results import Result, Results, empty
 from gla_core.ops._torch_op import bypasses_torch, refuse_in_place, refuse_tangents, torch_op, transformed
 
 
@@ -76,9 +76,9 @@ def recurrent_gla_step(
     q, k, v, g = _autocast.tokens(q, k, v, g)
     refuse_tangents(q, k, v, g, state)
     args = (q, k, v, g, state, _checks.plain_number(scale), state_indices, request_text(backend))
-    if inplace and transformed():
-        refuse_in_place()
     if inplace:
+        if transformed():
+            refuse_in_place()
         return _torch_step_inplace(*args), state
     return _torch_step(*args)
 
@@ -201,13 +201,13 @@ def _run_inplace(
     return _run(q, k, v, g, state, scale, state_indices, True, backend)[0]
 
 
-def _fake_functional(q: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _fake_functional(q: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     described = args[:6]  # without backend
     _describe(q, *described)
-    return tuple(q.new_empty(x.shape, dtype=x.dtype) for x in _results(q, *described) if x is not None)
+    return empty(q, _results(q, *described))
 
 
-def _fake_inplace(q: Tensor, *args: Any) -> Tensor:
+def _fake_inplace(q: Tensor, *args: Any) -> Tensor | None:
     return _fake_functional(q, *args)[0]
 
 

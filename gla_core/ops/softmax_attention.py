@@ -26,7 +26,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import OpCall
 from gla_core.ops import _autocast, _checks
 from gla_core.ops._abstract_op import AbstractOp, needs_gradient, request_text
-from gla_core.ops._results import Result, Results
+from gla_core.ops._results import Result, Results, empty
 from gla_core.ops._torch_op import bypasses_torch, no_second_derivative, refuse_tangents, torch_op
 
 _KEY_BLOCK = 512  # keys per step of the backward: bounds its memory at O(Tq * _KEY_BLOCK)
@@ -146,10 +146,10 @@ def _run(
     return ATTENTION.run((q, k, v, scale, causal), needs_grad, backend)
 
 
-def _fake(q: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _fake(q: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
     described = args[:4]  # without needs_grad and backend
     _describe(q, *described)
-    return tuple(q.new_empty(x.shape, dtype=x.dtype) for x in _results(q, *described) if x is not None)
+    return empty(q, _results(q, *described))
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import gla_core as gla
 from gla_core.dispatch import calibration
 from gla_core.dispatch.backend import Backend, CostModel, OpCall
+from gla_core.files import write_json
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
@@ -283,7 +284,7 @@ def test_no_content_is_an_error(mine, value, depth):
     """Anything at any depth of a file that is otherwise right."""
     for key in ("rate", "online_softmax", "mine 1.0", calibration._conditions("cpu"))[4 - depth :]:
         value = {key: value}
-    calibration.write_json(calibration.path(), value)
+    write_json(calibration.path(), value)
     calibration._forget()
     assert calibration.predict(mine, CALL).seconds is not None
     store({"launch": 1.0, "rate": 6.0})

@@ -162,7 +162,7 @@ def test_places_of_packed_tokens():
     """Each token has a place of its own, and each sequence starts a segment."""
     lengths = torch.tensor([5, 0, 64, 65, 1])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
-    cut = packed(135, 64, offsets)
+    cut = packed(64, offsets)
     x = torch.arange(1.0, 136).reshape(1, 135, 1, 1)
     rows = cut.cut(x, torch.float64)  # [n, 1, 1, 64, 1]
     assert (cut.n, cut.slots) == (5, 10)

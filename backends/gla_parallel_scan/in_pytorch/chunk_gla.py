@@ -59,7 +59,7 @@ def chunk_gla_fwd(
     if N == 0:
         return o.zero_(), final if output_final_state else None  # any token there is belongs to no sequence
     C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())  # no more than the power of two that holds T
-    segments = dense(T, C) if cu_seqlens is None else packed(T, C, cu_seqlens)
+    segments = dense(T, C) if cu_seqlens is None else packed(C, cu_seqlens)
     queries, outputs = (x.unflatten(2, (H, -1)) for x in (q, o))  # [B, T, H, G, K], [B, T, H, G, V]
     for rows, heads in pieces(B, H, T * max(K, V), PIECE):
         tokens = (rows, slice(None), heads)

@@ -25,7 +25,7 @@ Index = Tensor | slice
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """A cut of T tokens into n segments of C tokens.
+    """A cut of rows of tokens into n segments of C tokens.
 
     Attributes:
         tokens: those that belong to a sequence.
@@ -36,7 +36,6 @@ class Segments:
         opens: [slots], whether a slot is that of an initial state; None if that is the first slot alone.
     """
 
-    T: int
     C: int
     n: int
     tokens: slice
@@ -51,7 +50,8 @@ class Segments:
     def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy of x [B, T, H, ...] as [n, R, H, C, ...]; places that no token takes hold 0."""
         B, T, H, *inner = x.shape
-        empty = x.new_empty if self.n * self.C == (T if self.place is None else len(self.place)) else x.new_zeros
+        full = self.n * self.C == self.tokens.stop - self.tokens.start
+        empty = x.new_empty if full else x.new_zeros
         segments = empty(self.n, B, H, self.C, *inner, dtype=dtype)
         rows = segments.movedim((1, 0, 3), (0, 1, 2))  # [R, n, C, H, ...]
         if self.place is not None:
@@ -70,7 +70,7 @@ class Segments:
             out[:, : self.tokens.start] = out[:, self.tokens.stop :] = 0
             torch.mul(rows[:, self.place // self.C, self.place % self.C], scale, out=out[:, self.tokens])
             return
-        whole, rest = divmod(self.T, self.C)
+        whole, rest = divmod(self.tokens.stop, self.C)
         torch.mul(rows[:, :whole], scale, out=out[:, : whole * self.C].unflatten(1, (whole, self.C)))
         if rest:
             torch.mul(rows[:, whole, :rest], scale, out=out[:, whole * self.C :])
@@ -96,10 +96,10 @@ def dense(T: int, C: int) -> Segments:
     """The cut of rows of T tokens, a sequence each."""
     n = -(-T // C)
     initial, final, entering, own = slice(0, 1), slice(n, None), slice(0, n), slice(1, None)
-    return Segments(T, C, n, slice(0, T), None, n + 1, initial, final, entering, own, opens=None)
+    return Segments(C, n, slice(0, T), None, n + 1, initial, final, entering, own, opens=None)
 
 
-def packed(T: int, C: int, cu_seqlens: Tensor) -> Segments:
+def packed(C: int, cu_seqlens: Tensor) -> Segments:
     """The cut of one row of sequences. It reads how many segments there are, which on a CPU waits for nothing."""
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.long().diff()  # [N], [N]
     tokens = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
@@ -110,4 +110,4 @@ def packed(T: int, C: int, cu_seqlens: Tensor) -> Segments:
     place = torch.arange(tokens.start, tokens.stop) + (first * C - starts).repeat_interleave(lengths)
     own = 1 + torch.arange(n) + number.repeat_interleave(segments)  # [n]
     opens = torch.zeros(n + len(starts), dtype=torch.bool).index_fill_(0, initial, True)  # [slots]
-    return Segments(T, C, n, tokens, place, n + len(starts), initial, initial + segments, own - 1, own, opens)
+    return Segments(C, n, tokens, place, n + len(starts), initial, initial + segments, own - 1, own, opens)
