@@ -12,7 +12,7 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance import oracle
-from gla_core.conformance.inputs import gla_inputs
+from gla_core.workloads.inputs import gla_inputs
 
 H, K, V = 4, 64, 64
 
@@ -58,7 +58,7 @@ def bench_forward_against_the_loop(benchmark):
 
 PEAK = """
 import resource, sys, torch, gla_core as gla
-from gla_core.conformance.inputs import gla_inputs
+from gla_core.workloads.inputs import gla_inputs
 T, backward = int(sys.argv[1]), sys.argv[2] == "True"
 x = gla_inputs(B=1, T=T, H=4, K=64, V=64)
 leaves = [y.requires_grad_(backward) for y in (x.q, x.k, x.v, x.g)]

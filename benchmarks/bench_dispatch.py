@@ -11,8 +11,8 @@ import torch
 
 import gla_core as gla
 from gla_core.bench import suite
-from gla_core.conformance.workloads import select
 from gla_core.dispatch.backend import Backend
+from gla_core.workloads.named import select
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = [w for w in select() if (w.op, w.name) in {("chunk_gla", "one_chunk"), ("recurrent_gla_step", "small")}]

@@ -34,7 +34,7 @@ from gla_core.bench.baselines import BASELINES, has_fla
 from gla_core.bench.first_call import first_call
 from gla_core.bench.run import print_rows
 from gla_core.bench.suite import Case, Row, implementing, measure_case
-from gla_core.conformance.workloads import WORKLOADS, Workload, select
+from gla_core.workloads.named import WORKLOADS, Workload, select
 
 BY_NAME = {(w.op, w.name): w for w in WORKLOADS}
 HEADS_16 = ("train_b8_t4096_h16", "prefill_b1_t8192_h16")  # the shapes of DESIGN section 10, by what FLA tunes once for

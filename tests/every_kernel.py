@@ -15,10 +15,10 @@ import sys
 import torch
 
 import gla_core as gla
-from gla_core.conformance.inputs import gla_inputs
+from gla_core.workloads.inputs import gla_inputs
 from gla_parallel_scan import chunk_gla as scanned
-from gla_triton_shared import chunk_gla as general
-from gla_triton_shared import chunk_gla_whole as whole
+from gla_triton_kernels.chunk_gla import forward as general
+from gla_triton_kernels.chunk_gla import one_pass as whole
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SUITS_HOPPER = scanned._suits_hopper

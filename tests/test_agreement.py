@@ -7,7 +7,7 @@ import torch
 
 from gla_core.bench.suite import CUDA_TAGS, bound, make_arguments
 from gla_core.conformance.tolerances import FORWARD, relative_error
-from gla_core.conformance.workloads import WORKLOADS
+from gla_core.workloads.named import WORKLOADS
 
 pytest.importorskip("triton")
 

@@ -40,7 +40,7 @@ class Device:
 def gpu(monkeypatch):
     from triton.runtime.driver import driver
 
-    from gla_triton_shared import launch
+    from gla_triton_kernels.runtime import launch
 
     monkeypatch.setattr(launch, "_calls", {})
     monkeypatch.setattr(launch, "_encoded", {})
@@ -80,8 +80,8 @@ def tensor(T=16):
 
 def keep(gpu, x, y, key="key"):
     """As a backend does after its first launch, of which this returns what the device was told."""
-    from gla_triton_shared.launch import Launched, remember_call
-    from gla_triton_shared.tma import tiles
+    from gla_triton_kernels.runtime.launch import Launched, remember_call
+    from gla_triton_kernels.runtime.tma import tiles
 
     kernel, descriptor = compiled(gpu, *TYPES), tiles(x, 8, 8)
     # Triton's own way
@@ -91,7 +91,7 @@ def keep(gpu, x, y, key="key"):
 
 
 def again(x, y, key="key"):
-    from gla_triton_shared.launch import launch_again
+    from gla_triton_kernels.runtime.launch import launch_again
 
     return launch_again(key, (x, None, y), 0.5)
 
@@ -130,7 +130,7 @@ def test_maps_of_other_shapes_at_the_same_address_are_others(gpu):
 
 
 def test_maps_are_few_and_hold_no_tensors(gpu, monkeypatch):
-    from gla_triton_shared import launch
+    from gla_triton_kernels.runtime import launch
 
     monkeypatch.setattr(launch, "_MOST", 3)
     x, y = tensor(), tensor()
@@ -156,8 +156,8 @@ def test_what_is_not_launched_again(gpu):
 
 
 def test_a_triton_that_launches_otherwise(gpu):
-    from gla_triton_shared.launch import Launched, remember_call
-    from gla_triton_shared.tma import tiles
+    from gla_triton_kernels.runtime.launch import Launched, remember_call
+    from gla_triton_kernels.runtime.tma import tiles
 
     x, y = tensor(), tensor()
     kernel = compiled(gpu, *TYPES)
@@ -168,7 +168,7 @@ def test_a_triton_that_launches_otherwise(gpu):
 
 def remember_two(gpu, x, y, scratch):
     """A call of two kernels, which hand something over in `scratch`."""
-    from gla_triton_shared.launch import Launched, remember_call
+    from gla_triton_kernels.runtime.launch import Launched, remember_call
 
     first = Launched(compiled(gpu, "*fp32", "*fp32"), (5, 1, 1), (x, scratch), (), (1, 2))
     second = Launched(compiled(gpu, "*fp32", "*fp32"), (6, 1, 1), (scratch, y), (0.5,), (3,))
@@ -176,7 +176,7 @@ def remember_two(gpu, x, y, scratch):
 
 
 def test_a_call_of_several_launches(gpu):
-    from gla_triton_shared.launch import launch_again
+    from gla_triton_kernels.runtime.launch import launch_again
 
     x, y, scratch = tensor(), tensor(), torch.empty(3, 5, dtype=torch.float64)
     remember_two(gpu, x, y, scratch)
@@ -190,7 +190,7 @@ def test_a_call_of_several_launches(gpu):
 
 def test_calls_that_cannot_be_told_apart_are_not_kept(gpu):
     """Which of its tensors a launch has taken must be plain, and that it may be allocated anew."""
-    from gla_triton_shared.launch import launch_again
+    from gla_triton_kernels.runtime.launch import launch_again
 
     x, y = tensor(), tensor()
     remember_two(gpu, x, x, tensor())
@@ -257,7 +257,7 @@ def test_profilers_hear_of_every_launch(heard):
 
 
 def chunk_inputs(T, seed):
-    from gla_core.conformance.inputs import gla_inputs
+    from gla_core.workloads.inputs import gla_inputs
 
     torch.manual_seed(seed)
     x = gla_inputs(B=2, T=T, H=2, K=128, V=128, dtype=torch.bfloat16, device="cuda", initial_state=True)
@@ -268,13 +268,13 @@ def chunk_inputs(T, seed):
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_tensor_maps_follow_their_tensors(backend, monkeypatch):
     """Freed memory is handed out again to tensors of other shapes; kept launches give what new ones do."""
-    from gla_triton_shared import launch
+    from gla_triton_kernels.runtime import launch
 
     calls = [(T, seed) for T in (1024, 640, 1024, 512) for seed in range(3)]
     with gla.use_backend(backend):
         found = [gla.chunk_gla(*chunk_inputs(*call)) for call in calls * 2]
         assert len(launch._encoded) > 0
-        monkeypatch.setattr("gla_triton_shared.chunk_gla_whole.launch_again", lambda *_: False)
+        monkeypatch.setattr("gla_triton_kernels.chunk_gla.one_pass.launch_again", lambda *_: False)
         for i, call in enumerate(calls):
             for once, twice, new in zip(
                 found[i], found[i + len(calls)], gla.chunk_gla(*chunk_inputs(*call)), strict=True

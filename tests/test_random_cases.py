@@ -13,8 +13,8 @@ import torch
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import heads_first
-from gla_core.conformance.inputs import GATES, gla_inputs, normal
 from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.workloads.inputs import GATES, gla_inputs, normal
 
 pytest.importorskip("triton")
 

@@ -46,7 +46,7 @@ def test_it_carries_the_core_the_backends_and_the_type_marker(wheel, own_backend
     assert {name.split("/")[0] for name in names} == {
         "gla_core",
         *(f"gla_{name}" for name in own_backends),
-        "gla_triton_shared",
+        "gla_triton_kernels",
         "gla_command",
         "pytest_gla_core",
         f"gla_core-{'0.1.0'}.dist-info",

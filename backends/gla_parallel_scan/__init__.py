@@ -1,6 +1,6 @@
 """Sequences in segments, all at once: states are built side by side, spilled, scanned, and outputs made from them.
 
-Each op stands in the file of its name: Triton kernels there, the same algorithm for a CPU under `in_pytorch`. Either is
+Each op stands in the file of its name: Triton kernels there, the same algorithm for a CPU under `pytorch`. Either is
 imported when its op is first called.
 """
 
@@ -56,8 +56,8 @@ def _interpreted() -> bool:
 def _module(x: Tensor, op: str) -> Any:
     """The module that computes an op where x is."""
     if not (x.is_cuda or _interpreted()):
-        return _imported(f"gla_parallel_scan.in_pytorch.{op}")
-    return _imported(f"{'gla_triton_shared' if op == 'recurrent_gla_step' else 'gla_parallel_scan'}.{op}")
+        return _imported(f"gla_parallel_scan.pytorch.{op}")
+    return _imported(f"gla_parallel_scan.{op}")
 
 
 @functools.cache

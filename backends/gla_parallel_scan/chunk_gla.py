@@ -8,7 +8,7 @@ With g_t the log gates of a segment of tokens 1 to L,
     (3)  the outputs of every segment, from the state S_i that enters it
 
 where (1) builds every segment's state from zero and its decay, to memory, (2) scans them in place, and (3) is a
-kernel of gla_triton_shared. Sequences that fill the device stay whole and take (3) alone.
+kernel of gla_triton_kernels. Sequences that fill the device stay whole and take (3) alone.
 
 A program of (1) computes a block [BK, BV] of S. It walks its segment backwards in chunks of C tokens, so that S is
 never scaled: with W the sum of the gates of the chunks after this one, and x_s that of the gates in the chunk after s,
@@ -37,11 +37,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_parallel_scan._plan import blocks_of, segment_length
-from gla_parallel_scan._segments import Segments, plan
-from gla_triton_shared import chunk_gla as general
-from gla_triton_shared import chunk_gla_whole as whole
-from gla_triton_shared.launch import (
+from gla_triton_kernels.chunk_gla import forward as general
+from gla_triton_kernels.chunk_gla import one_pass as whole
+from gla_triton_kernels.chunk_gla.segment_length import blocks_of, segment_length
+from gla_triton_kernels.chunk_gla.segments import Segments, plan
+from gla_triton_kernels.runtime.launch import (
     Launched,
     capability,
     float32_precision,
@@ -49,7 +49,7 @@ from gla_triton_shared.launch import (
     multiprocessors,
     power_of_two,
 )
-from gla_triton_shared.tma import addressable, tiles
+from gla_triton_kernels.runtime.tma import addressable, tiles
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FORGET = tl.constexpr(120.0)
@@ -114,7 +114,7 @@ def _suits_hopper(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> bool:
 @functools.cache
 def _hopper() -> ModuleType:
     """The module for Hopper, imported where it can be used."""
-    from gla_parallel_scan import chunk_gla_hopper
+    from gla_triton_kernels.chunk_gla import states_sm90 as chunk_gla_hopper
 
     return chunk_gla_hopper
 

@@ -1,4 +1,4 @@
-"""Predicted seconds of segments that are worked on all at once; gla_triton_shared/cost.py says how a kernel counts.
+"""Predicted seconds of segments that are worked on all at once; gla_triton_kernels/cost.py says how a kernel counts.
 
 On a CPU the operations of `in_pytorch` run one after another:
 
@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from gla_core.dispatch.backend import OpCall
-from gla_parallel_scan._plan import CHUNK, blocks_of, segment_length
-from gla_parallel_scan.in_pytorch.pieces import piece
-from gla_triton_shared.cost import (
+from gla_parallel_scan.pytorch.pieces import piece
+from gla_triton_kernels.chunk_gla.segment_length import CHUNK, blocks_of, segment_length
+from gla_triton_kernels.cost import (
     Constants,
     Walk,
     attention_bytes,

@@ -4,7 +4,7 @@
     o = sum_p w_p o_p / z        lse = m + log z
 
 A few rows of queries read keys and values as fast as they come only if all multiprocessors have some of the keys. The
-kernel that attends to a piece is that of ../gla_triton_shared/softmax_attention.py.
+kernel that attends to a piece is that of ../gla_triton_kernels/softmax_attention.py.
 
 B batch   Tq, Tk queries and keys   H key/value heads   G query heads per key/value head   V value width
 P pieces   BP pieces that are merged at a time   BV a block of V
@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_shared import softmax_attention as general
-from gla_triton_shared.launch import device_of, launch, multiprocessors, power_of_two
+from gla_triton_kernels.runtime.launch import device_of, launch, multiprocessors, power_of_two
+from gla_triton_kernels.softmax_attention import forward as general
 
 PROGRAMS = 4
 """Programs per multiprocessor: two waves of two."""

@@ -59,8 +59,7 @@ def _supports(call: OpCall) -> Reason | None:
 @functools.cache
 def _module(op: str) -> Any:
     """The module with the kernels of an op, imported at its first use."""
-    package = "gla_triton_shared" if op == "recurrent_gla_step" else "gla_triton_fused"
-    return importlib.import_module(f"{package}.{op}")
+    return importlib.import_module(f"gla_triton_fused.{op}")
 
 
 def _chunk_gla_fwd(

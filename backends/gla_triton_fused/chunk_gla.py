@@ -1,10 +1,10 @@
-"""Gated linear attention over whole sequences in one pass, the state on chip: the kernels of gla_triton_shared."""
+"""Gated linear attention over whole sequences in one pass, the state on chip: the kernels of gla_triton_kernels."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from gla_triton_shared import chunk_gla_whole as whole
+from gla_triton_kernels.chunk_gla import one_pass as whole
 
 
 def chunk_gla_fwd(

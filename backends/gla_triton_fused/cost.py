@@ -1,4 +1,4 @@
-"""Predicted seconds of the fused kernels; gla_triton_shared/cost.py says how the time of a kernel is counted."""
+"""Predicted seconds of the fused kernels; gla_triton_kernels/cost.py says how the time of a kernel is counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from gla_core.dispatch.backend import OpCall
-from gla_triton_shared.cost import (
+from gla_triton_kernels.cost import (
     Constants,
     attention_bytes,
     attention_products,

@@ -1,6 +1,6 @@
 """Softmax attention in one pass over the keys.
 
-The kernel is that of ../gla_triton_shared/softmax_attention.py. On compute capability 9.0, softmax_attention_hopper.py
+The kernel is that of ../gla_triton_kernels/softmax_attention.py. On compute capability 9.0, softmax_attention_hopper.py
 takes the calls that suit it.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_triton_fused import softmax_attention_hopper as hopper
-from gla_triton_shared import softmax_attention as general
-from gla_triton_shared.launch import device_of
+from gla_triton_kernels.runtime.launch import device_of
+from gla_triton_kernels.softmax_attention import forward as general
+from gla_triton_kernels.softmax_attention import forward_sm90 as hopper
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

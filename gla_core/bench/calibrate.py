@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from gla_core.bench.calibration_shapes import shapes
 from gla_core.bench.calls import time_call
 from gla_core.bench.fit import error, fit
 from gla_core.dispatch import calibration, registry
@@ -27,6 +26,7 @@ from gla_core.dispatch.backend import OP_PARAMETERS, Backend, CostModel, OpCall
 from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.files import check_writable, write_json
 from gla_core.terminal import print_table
+from gla_core.workloads.calibration import shapes
 
 _LONGEST = 10  # budgets that one call may be predicted to take
 _ROUNDS = 2  # of measuring all tasks, far apart in time

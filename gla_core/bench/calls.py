@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gla_core.bench import measure
-from gla_core.conformance.inputs import gate, normal
 from gla_core.dispatch.backend import OP_PARAMETERS, OpCall
 from gla_core.ops import ABSTRACT_OPS
+from gla_core.workloads.inputs import gate, normal
 
 Arguments = tuple[Any, ...]
 """What a backend's function receives, in the order of `OP_PARAMETERS`."""

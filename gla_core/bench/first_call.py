@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from gla_core.conformance.workloads import Workload, select
+from gla_core.workloads.named import Workload, select
 
 
 def first_call(

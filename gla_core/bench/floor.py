@@ -25,7 +25,7 @@ def floor_bytes(op: str, sizes: Mapping[str, Any], backward: bool = False) -> in
     """The least bytes that a call moves.
 
     Args:
-        op: a public op, as in `gla_core.conformance.workloads.OPS`.
+        op: a public op, as in `gla_core.workloads.named.OPS`.
         sizes: sizes, dtypes and what else shapes the arguments, as in `Workload.sizes`; what is left out has the
             default of the function that makes the inputs. A chunk_gla with an initial state also returns the final one.
         backward: count the forward and its backward. recurrent_gla_step has none.

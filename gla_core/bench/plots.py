@@ -10,7 +10,7 @@ from typing import Any
 
 from gla_core.bench.results import Results
 from gla_core.bench.suite import TIMED, Row
-from gla_core.conformance.workloads import select
+from gla_core.workloads.named import select
 
 
 def pyplot() -> Any:

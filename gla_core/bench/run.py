@@ -13,13 +13,13 @@ from rich.progress import track
 from gla_core.bench import measure, plots, results, suite
 from gla_core.bench.baselines import BASELINES
 from gla_core.bench.suite import DIRECTIONS, TIMED, Case, Row
-from gla_core.conformance import workloads
-from gla_core.conformance.workloads import OPS, TAGS, Workload
 from gla_core.dispatch import registry
 from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.dispatch.request import current_request
 from gla_core.files import check_writable
 from gla_core.terminal import print_table
+from gla_core.workloads import named as workloads
+from gla_core.workloads.named import OPS, TAGS, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,8 @@ from gla_core.bench import measure
 from gla_core.bench.baselines import BASELINES, baselines
 from gla_core.bench.first_call import first_call
 from gla_core.bench.floor import floor_bytes
-from gla_core.conformance import workloads
-from gla_core.conformance.workloads import Workload
+from gla_core.workloads import named as workloads
+from gla_core.workloads.named import Workload
 
 Call = Callable[[], tuple[Tensor, ...]]
 

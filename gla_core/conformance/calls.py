@@ -14,9 +14,9 @@ from torch import Tensor
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.cases import Case
-from gla_core.conformance.inputs import GlaInputs, normal
-from gla_core.conformance.workloads import attention_inputs, chunk_inputs, softmax_inputs, step_inputs
 from gla_core.dispatch.backend import Backend
+from gla_core.workloads.inputs import GlaInputs, normal
+from gla_core.workloads.named import attention_inputs, chunk_inputs, softmax_inputs, step_inputs
 
 Named = dict[str, Tensor]
 

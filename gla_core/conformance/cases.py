@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from gla_core.conformance.workloads import Workload, select
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities, OpCall, supports_everything
+from gla_core.workloads.named import Workload, select
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DIFFERENTIABLE = ("chunk_gla_fwd", "online_softmax", "softmax_attention")

@@ -9,8 +9,8 @@ import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import poisoned, softmax, three_runs
 from gla_core.conformance.cases import over
-from gla_core.conformance.inputs import normal
 from gla_core.conformance.tolerances import FORWARD, GRADIENT
+from gla_core.workloads.inputs import normal
 
 SOFTMAX = "online_softmax"
 

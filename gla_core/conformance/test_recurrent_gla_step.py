@@ -8,8 +8,8 @@ import torch
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import expected_step, poisoned, run_step, step, three_runs
 from gla_core.conformance.cases import over
-from gla_core.conformance.inputs import gla_inputs
 from gla_core.conformance.tolerances import FORWARD
+from gla_core.workloads.inputs import gla_inputs
 
 STEP = "recurrent_gla_step"
 

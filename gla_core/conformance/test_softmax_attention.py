@@ -16,8 +16,8 @@ from gla_core.conformance.calls import (
     three_runs,
 )
 from gla_core.conformance.cases import over
-from gla_core.conformance.inputs import normal
 from gla_core.conformance.tolerances import FORWARD, GRADIENT
+from gla_core.workloads.inputs import normal
 
 ATTENTION = "softmax_attention"
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import pluggy
 import torch
@@ -95,6 +96,7 @@ class OpCall:
         gate_dtype, state_dtype: dtype of g and of the state given, None where there is none.
         variable_length: whether `cu_seqlens` is given.
         indexed: whether `state_indices` are given.
+        scalars: arguments that are neither tensors nor the scale, by name, such as causal or output_final_state.
         needs_grad: whether a gradient will be asked for.
         deterministic: whether the user has asked PyTorch for deterministic algorithms.
         capturing: whether a CUDA graph is being captured.
@@ -110,6 +112,7 @@ class OpCall:
     state_dtype: torch.dtype | None = None
     variable_length: bool = False
     indexed: bool = False
+    scalars: Mapping[str, Any] = field(default_factory=dict)
     needs_grad: bool = False
     deterministic: bool = False
     capturing: bool = False

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import gla_core as gla
 from gla_core.bench import calls
-from gla_core.bench.calibration_shapes import shapes
 from gla_core.dispatch.backend import OP_PARAMETERS, OpCall
 from gla_core.ops import ABSTRACT_OPS
+from gla_core.workloads.calibration import shapes
 
 CPU = torch.device("cpu")
 size = st.integers(1, 4)

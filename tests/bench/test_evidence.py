@@ -10,7 +10,7 @@ import torch
 
 from gla_core.bench import measure, results, suite
 from gla_core.bench.suite import Case
-from gla_core.conformance.workloads import select
+from gla_core.workloads.named import select
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -8,7 +8,7 @@ import torch
 import gla_core as gla
 from gla_core.bench.floor import floor_bytes, floor_seconds
 from gla_core.bench.suite import leaves, make_arguments
-from gla_core.conformance.workloads import HALF, select
+from gla_core.workloads.named import HALF, select
 
 BANDWIDTH = 4.23e12  # as the table gives it, to three digits
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.bench import calibration_shapes
 from gla_core.dispatch.backend import Backend, CostModel, OpCall
+from gla_core.workloads import calibration as calibration_shapes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ from gla_core.bench import baselines, first_call, measure, suite
 from gla_core.bench.suite import Case, Row
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import relative_error
-from gla_core.conformance.workloads import Workload, select
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend, Capabilities
+from gla_core.workloads.named import Workload, select
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

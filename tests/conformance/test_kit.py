@@ -17,9 +17,9 @@ import gla_core as gla
 from gla_core.conformance.cases import Case, cases, excluded, fitted, refusals
 from gla_core.conformance.run import run
 from gla_core.conformance.subject import sources
-from gla_core.conformance.workloads import select
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 from gla_core.dispatch.registry import get
+from gla_core.workloads.named import select
 
 PLUGIN = """
 import torch

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import heads_first
-from gla_core.conformance.inputs import GATES, gla_inputs
 from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.workloads.inputs import GATES, gla_inputs
 
 pytest.importorskip("triton")
 
@@ -31,7 +31,7 @@ def short_segments(monkeypatch):
     """Of the general kernels, with tiles wherever they can be had."""
     monkeypatch.setattr("gla_parallel_scan.chunk_gla._length", lambda *_: SEGMENT)
     monkeypatch.setattr("gla_parallel_scan.chunk_gla._suits_hopper", lambda *_: False)
-    monkeypatch.setattr("gla_triton_shared.chunk_gla.WORTH_TILING", 0)
+    monkeypatch.setattr("gla_triton_kernels.chunk_gla.forward.WORTH_TILING", 0)
 
 
 def forward(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, final=True):

@@ -9,8 +9,8 @@ import torch
 
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import heads_first
-from gla_core.conformance.inputs import GATES, gla_inputs
 from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.workloads.inputs import GATES, gla_inputs
 
 BUDGET = FORWARD[torch.bfloat16]
 DECAYS = 2e-4  # exp of a float32 sum of up to -100
@@ -38,7 +38,7 @@ def inputs(**sizes):
 
 def cut(B, T, length, cu_seqlens=None):
     """Segments, and where each is: (batch, first row, end)."""
-    from gla_parallel_scan._segments import plan
+    from gla_triton_kernels.chunk_gla.segments import plan
 
     segments = plan(B, T, length, cu_seqlens)
     if segments.bounds is None:
@@ -56,7 +56,7 @@ def state_from_zero(k, v, g):
 
 
 def build(k, v, g, segments, skip_last=False):
-    from gla_parallel_scan import chunk_gla_hopper
+    from gla_triton_kernels.chunk_gla import states_sm90 as chunk_gla_hopper
 
     assert chunk_gla_hopper.suits(k, k, v, g)
     H, K, V = *k.shape[2:], v.shape[3]

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import heads_first
-from gla_core.conformance.inputs import GATES, gla_inputs, normal
 from gla_core.conformance.tolerances import FORWARD, relative_error
-from gla_parallel_scan.in_pytorch.chunk_gla import chunk_gla_fwd
-from gla_parallel_scan.in_pytorch.online_softmax import online_softmax
-from gla_parallel_scan.in_pytorch.recurrent_gla_step import recurrent_gla_step
-from gla_parallel_scan.in_pytorch.scan import scan_states
-from gla_parallel_scan.in_pytorch.segments import packed
-from gla_parallel_scan.in_pytorch.softmax_attention import softmax_attention
+from gla_core.workloads.inputs import GATES, gla_inputs, normal
+from gla_parallel_scan.pytorch.chunk_gla import chunk_gla_fwd
+from gla_parallel_scan.pytorch.online_softmax import online_softmax
+from gla_parallel_scan.pytorch.recurrent_gla_step import recurrent_gla_step
+from gla_parallel_scan.pytorch.scan import scan_states
+from gla_parallel_scan.pytorch.segments import packed
+from gla_parallel_scan.pytorch.softmax_attention import softmax_attention
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -24,11 +24,11 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Heads and sequences come one at a time, keys and columns a few at a time."""
-    monkeypatch.setattr("gla_parallel_scan.in_pytorch.chunk_gla.PIECE", 1)
-    monkeypatch.setattr("gla_parallel_scan.in_pytorch.online_softmax.PIECE", 7)
-    monkeypatch.setattr("gla_parallel_scan.in_pytorch.online_softmax.BLOCK", 64)
+    monkeypatch.setattr("gla_parallel_scan.pytorch.chunk_gla.PIECE", 1)
+    monkeypatch.setattr("gla_parallel_scan.pytorch.online_softmax.PIECE", 7)
+    monkeypatch.setattr("gla_parallel_scan.pytorch.online_softmax.BLOCK", 64)
     for name, size in (("PIECE", 64), ("QUERIES", 5), ("KEYS", 8)):
-        monkeypatch.setattr(f"gla_parallel_scan.in_pytorch.softmax_attention.{name}", size)
+        monkeypatch.setattr(f"gla_parallel_scan.pytorch.softmax_attention.{name}", size)
 
 
 # ---- the scan
@@ -153,7 +153,7 @@ def test_pieces(monkeypatch):
     x = arguments(B=3, T=70, H=3, G=2, initial_state=True)
     ref = forward(*x)
     for most in (1, 70 * 16, 2 * 70 * 16, 4 * 70 * 16):
-        monkeypatch.setattr("gla_parallel_scan.in_pytorch.chunk_gla.PIECE", most)
+        monkeypatch.setattr("gla_parallel_scan.pytorch.chunk_gla.PIECE", most)
         for a, b in zip(forward(*x), ref, strict=True):
             torch.testing.assert_close(a, b)
 

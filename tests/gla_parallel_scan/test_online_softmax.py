@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gla_core.conformance import oracle
-from gla_core.conformance.inputs import normal
 from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.workloads.inputs import normal
 
-module = pytest.importorskip("gla_parallel_scan.online_softmax", reason="needs triton")
+module = pytest.importorskip("gla_triton_kernels.online_softmax.pieces", reason="needs triton")
 online_softmax = module.online_softmax
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -9,14 +9,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gla_parallel_scan._plan import CHUNK, segment_length
+from gla_triton_kernels.chunk_gla.segment_length import CHUNK, segment_length
 
 pytest.importorskip("triton")
 
 
 @pytest.fixture
 def cut(device):
-    from gla_parallel_scan._segments import plan
+    from gla_triton_kernels.chunk_gla.segments import plan
 
     def cut(lengths, length, dtype=torch.int64):
         return plan(1, sum(lengths), length, torch.tensor([0, *lengths], device=device).cumsum(0).to(dtype))
@@ -68,7 +68,7 @@ def test_any_boundaries(cut, lengths, length):
 
 
 def test_equal_sequences_are_cut_on_the_host():
-    from gla_parallel_scan._segments import plan
+    from gla_triton_kernels.chunk_gla.segments import plan
 
     segments = plan(3, 130, 64, None)
     assert (segments.per_sequence, segments.count, segments.bounds, segments.first) == (3, 9, None, None)

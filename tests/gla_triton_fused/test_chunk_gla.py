@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import heads_first
-from gla_core.conformance.inputs import GATES, gla_inputs
 from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.workloads.inputs import GATES, gla_inputs
 
 pytest.importorskip("triton")
 
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.kernels
 
 @pytest.fixture(autouse=True)
 def the_general_kernel(monkeypatch):
-    monkeypatch.setattr("gla_triton_shared.chunk_gla_whole.WORTH_WHOLE_CHUNKS", 2**40)
-    monkeypatch.setattr("gla_triton_shared.chunk_gla.WORTH_TILING", 0)  # tiles wherever they can be had
+    monkeypatch.setattr("gla_triton_kernels.chunk_gla.one_pass.WORTH_WHOLE_CHUNKS", 2**40)
+    monkeypatch.setattr("gla_triton_kernels.chunk_gla.forward.WORTH_TILING", 0)  # tiles wherever they can be had
 
 
 def forward(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3):

@@ -7,8 +7,8 @@ import torch
 
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import heads_first
-from gla_core.conformance.inputs import GATES, gla_inputs
 from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.workloads.inputs import GATES, gla_inputs
 
 BUDGET = FORWARD[torch.bfloat16]
 pytestmark = pytest.mark.gpu
@@ -22,7 +22,7 @@ def hopper():
 
 @pytest.fixture(autouse=True)
 def whatever_the_length(monkeypatch):
-    monkeypatch.setattr("gla_triton_shared.chunk_gla_whole.WORTH_WHOLE_CHUNKS", 0)
+    monkeypatch.setattr("gla_triton_kernels.chunk_gla.one_pass.WORTH_WHOLE_CHUNKS", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,8 @@ def inputs(**sizes):
 
 def forward(q, k, v, g, scale, initial_state, cu_seqlens):
     from gla_triton_fused.chunk_gla import chunk_gla_fwd
-    from gla_triton_shared import chunk_gla_hopper, chunk_gla_hopper_wide
+    from gla_triton_kernels.chunk_gla import forward_sm90 as chunk_gla_hopper
+    from gla_triton_kernels.chunk_gla import forward_sm90_wide as chunk_gla_hopper_wide
 
     assert chunk_gla_hopper.suits(q, k, v, g) or chunk_gla_hopper_wide.suits(q, k, v, g)
     return chunk_gla_fwd(q, k, v, g, scale, initial_state, True, cu_seqlens)
@@ -145,7 +146,7 @@ def test_more_than_2_to_the_31_elements():
 
 
 def test_refused():
-    from gla_triton_shared.chunk_gla_hopper import suits
+    from gla_triton_kernels.chunk_gla.forward_sm90 import suits
 
     q, k, v, g, *_ = inputs(T=10, K=64, V=64)
     assert suits(q, k, v, g)

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gla_core.conformance import oracle
-from gla_core.conformance.inputs import GATES, gla_inputs
 from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.workloads.inputs import GATES, gla_inputs
 
 pytest.importorskip("triton")
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.kernels
 
 
 def step(q, k, v, g, state, scale=0.3, state_indices=None, inplace=False):
-    from gla_triton_shared.recurrent_gla_step import recurrent_gla_step
+    from gla_triton_kernels.recurrent_gla_step.step import recurrent_gla_step
 
     return recurrent_gla_step(q, k, v, g, state, scale, state_indices, inplace)
 

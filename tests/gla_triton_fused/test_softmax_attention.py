@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gla_core.conformance import oracle
-from gla_core.conformance.inputs import normal
 from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.workloads.inputs import normal
 
 module = pytest.importorskip("gla_triton_fused.softmax_attention", reason="needs triton")
 softmax_attention = module.softmax_attention

@@ -7,8 +7,8 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance.calls import gradients, oracle_gradients
-from gla_core.conformance.inputs import GATES, gla_inputs
 from gla_core.conformance.tolerances import GRADIENT, relative_error
+from gla_core.workloads.inputs import GATES, gla_inputs
 
 pytest.importorskip("triton")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.conformance.inputs import gla_inputs
+from gla_core.workloads.inputs import gla_inputs
 
 DTYPES = [torch.bfloat16, torch.float16]
 

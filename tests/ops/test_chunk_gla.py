@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import gla_core as gla
 from gla_core.conformance import oracle
-from gla_core.conformance.inputs import GATES, GlaInputs, gla_inputs
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
+from gla_core.workloads.inputs import GATES, GlaInputs, gla_inputs
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

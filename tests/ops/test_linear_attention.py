@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.conformance.inputs import gla_inputs
 from gla_core.conformance.tolerances import relative_error
+from gla_core.workloads.inputs import gla_inputs
 
 
 def direct(q, k, v, feature_map, normalize, scale):

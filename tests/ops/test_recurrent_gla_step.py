@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import gla_core as gla
 from gla_core.conformance import oracle
-from gla_core.conformance.inputs import GATES, gla_inputs
 from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.workloads.inputs import GATES, gla_inputs
 
 
 def step_inputs(**shape):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.conformance.inputs import gla_inputs
 from gla_core.dispatch.backend import Backend
 from gla_core.dispatch.registry import get
+from gla_core.workloads.inputs import gla_inputs
 
 OWN = ["auto", "reference", "parallel_scan"]
 FWD, STEP = get("reference").ops["chunk_gla_fwd"], get("reference").ops["recurrent_gla_step"]

@@ -7,10 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gla_core as gla
-from gla_core.conformance.inputs import gla_inputs
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS
+from gla_core.workloads.inputs import gla_inputs
 
 
 def token(x):

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
 import gla_core as gla
-from gla_core.conformance.inputs import gla_inputs
+from gla_core.workloads.inputs import gla_inputs
 
 BACKENDS = ["auto", "reference", "parallel_scan,reference"]
 

@@ -16,10 +16,10 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance import oracle
-from gla_core.conformance.inputs import gla_inputs
 from gla_core.conformance.tolerances import relative_error
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import LaunchError, OpCall
+from gla_core.workloads.inputs import gla_inputs
 
 SOURCE = Path(__file__).parents[2] / "plugins" / "gla_fla" / "src"
 RCP_LN2 = 1.4426950216

@@ -7,8 +7,8 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance import oracle
-from gla_core.conformance.inputs import gla_inputs
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
+from gla_core.workloads.inputs import gla_inputs
 from gla_fla import native
 
 pytestmark = pytest.mark.gpu

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 import gla_core as gla
-from gla_core.conformance.workloads import WORKLOADS, Workload, chunk_inputs, step_inputs
+from gla_core.workloads.named import WORKLOADS, Workload, chunk_inputs, step_inputs
 from gla_fla import native
 
 TUNABLE = {w.name: w for w in WORKLOADS if w.op in ("chunk_gla", "recurrent_gla_step") and "ci" not in w.tags}

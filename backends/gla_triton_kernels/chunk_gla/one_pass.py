@@ -11,8 +11,9 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from gla_triton_shared import chunk_gla as general
-from gla_triton_shared.launch import (
+from gla_triton_kernels.chunk_gla import forward as general
+from gla_triton_kernels.chunk_gla.padding import clear_padding
+from gla_triton_kernels.runtime.launch import (
     Launched,
     capability,
     device_of,
@@ -21,7 +22,6 @@ from gla_triton_shared.launch import (
     layouts,
     remember_call,
 )
-from gla_triton_shared.padding import clear_padding
 
 WORTH_WHOLE_CHUNKS = 96
 """Tokens of an average sequence from which on Hopper's kernels, with chunks of 64, are faster; up to K = 64, twice as
@@ -83,8 +83,8 @@ def run(
     tokens = B * T / (B if cu_seqlens is None else len(cu_seqlens) - 1)
     fewest = WORTH_WHOLE_CHUNKS * (1 if K > 64 else 2)
     if capability(q.device) == (9, 0) and tokens >= fewest:
-        from gla_triton_shared import chunk_gla_hopper as hopper
-        from gla_triton_shared import chunk_gla_hopper_wide as wide
+        from gla_triton_kernels.chunk_gla import forward_sm90 as hopper
+        from gla_triton_kernels.chunk_gla import forward_sm90_wide as wide
 
         if hopper.suits(q, k, v, g):
             return hopper.run(q, k, v, g, scale, initial_state, cu_seqlens, o, final_state)

@@ -31,8 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_shared.launch import capability, launch
-from gla_triton_shared.tma import addressable, shared_tiles
+from gla_triton_kernels.runtime.launch import capability, launch
+from gla_triton_kernels.runtime.tma import addressable, shared_tiles
 
 ROWS = 64  # of one warpgroup, the least of wgmma
 STAGES = 2

@@ -25,9 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_shared.launch import capability, float32_precision, launch, power_of_two
-from gla_triton_shared.tf32 import nearest_tf32
-from gla_triton_shared.tma import addressable, tiles
+from gla_triton_kernels.runtime.launch import capability, float32_precision, launch, power_of_two
+from gla_triton_kernels.runtime.tf32 import nearest_tf32
+from gla_triton_kernels.runtime.tma import addressable, tiles
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)

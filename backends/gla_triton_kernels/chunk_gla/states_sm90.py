@@ -40,13 +40,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_shared import chunk_gla_hopper as outputs
-from gla_triton_shared.chunk_gla_hopper import FORGET, LOG2E, clear_rows, let_dependents_start, plus
-from gla_triton_shared.launch import Launched, launched
-from gla_triton_shared.tma import shared_tiles
+from gla_triton_kernels.chunk_gla import forward_sm90 as outputs
+from gla_triton_kernels.chunk_gla.forward_sm90 import FORGET, LOG2E, clear_rows, let_dependents_start, plus
+from gla_triton_kernels.runtime.launch import Launched, launched
+from gla_triton_kernels.runtime.tma import shared_tiles
 
 if TYPE_CHECKING:
-    from gla_parallel_scan._segments import Segments
+    from gla_triton_kernels.chunk_gla.segments import Segments
 
 CHUNK = 64
 PART = 64  # keys that a warpgroup holds: the rows of the least wgmma

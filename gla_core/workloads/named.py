@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gla_core.conformance.inputs import GlaInputs, gla_inputs, normal
+from gla_core.workloads.inputs import GlaInputs, gla_inputs, normal
 
 TAGS = ("ci", "train", "prefill", "decode", "long", "odd", "packed", "extreme", "narrow")
 OPS = ("chunk_gla", "recurrent_gla_step", "online_softmax", "softmax_attention")

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_parallel_scan.in_pytorch.online_softmax import finite
-from gla_parallel_scan.in_pytorch.pieces import pieces
+from gla_parallel_scan.pytorch.online_softmax import finite
+from gla_parallel_scan.pytorch.pieces import pieces
 
 QUERIES = 256
 KEYS = 1024

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gla_parallel_scan.in_pytorch.scan import scan_states
+from gla_parallel_scan.pytorch.scan import scan_states
 
 Index = Tensor | slice
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_shared.launch import Launched, launched
+from gla_triton_kernels.runtime.launch import Launched, launched
 
 ROWS = 64
 

@@ -28,9 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_shared.chunk_gla_hopper import CHUNK, REACH, enter_ends, enter_frame
-from gla_triton_shared.launch import Launched, capability, launched
-from gla_triton_shared.tma import addressable, shared_tiles
+from gla_triton_kernels.chunk_gla.forward_sm90 import CHUNK, REACH, enter_ends, enter_frame
+from gla_triton_kernels.runtime.launch import Launched, capability, launched
+from gla_triton_kernels.runtime.tma import addressable, shared_tiles
 
 SLICE = 128
 STAGES = gl.constexpr(4)  # slices of qg and kg on their way; A and v take half as many

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_triton_shared.launch import capability, device_of, launch, launch_again, power_of_two, remember
+from gla_triton_kernels.runtime.launch import capability, device_of, launch, launch_again, power_of_two, remember
 
 
 def recurrent_gla_step(

@@ -39,8 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_shared.launch import Launched, capability, launched
-from gla_triton_shared.tma import addressable, shared_tiles
+from gla_triton_kernels.runtime.launch import Launched, capability, launched
+from gla_triton_kernels.runtime.tma import addressable, shared_tiles
 
 CHUNK = 64  # rows of the least wgmma
 LOG2_C = gl.constexpr(6)

@@ -26,8 +26,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_parallel_scan.in_pytorch.pieces import pieces
-from gla_parallel_scan.in_pytorch.segments import Segments, dense, packed
+from gla_parallel_scan.pytorch.pieces import pieces
+from gla_parallel_scan.pytorch.segments import Segments, dense, packed
 
 SEGMENT = 64
 PIECE = 2**18

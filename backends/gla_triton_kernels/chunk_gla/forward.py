@@ -46,9 +46,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_shared.launch import Launched, capability, float32_precision, launched, power_of_two
-from gla_triton_shared.tf32 import nearest_tf32
-from gla_triton_shared.tma import addressable, tiles
+from gla_triton_kernels.runtime.launch import Launched, capability, float32_precision, launched, power_of_two
+from gla_triton_kernels.runtime.tf32 import nearest_tf32
+from gla_triton_kernels.runtime.tma import addressable, tiles
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MAX_DECAY = tl.constexpr(60.0)

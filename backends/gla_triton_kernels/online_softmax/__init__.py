@@ -1,0 +1,1 @@
+"""Softmax along one dimension: rows in one pass, and rows in pieces."""

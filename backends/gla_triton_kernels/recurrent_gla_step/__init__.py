@@ -1,0 +1,1 @@
+"""One token of gated linear attention, for decoding."""

@@ -1,0 +1,1 @@
+"""What launches need of the device and of Triton, whatever the op."""

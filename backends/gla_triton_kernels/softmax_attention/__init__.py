@@ -1,0 +1,1 @@
+"""Softmax attention over blocks of keys, and over pieces of them."""

@@ -1,0 +1,1 @@
+"""What is run: random inputs, named workloads for kit and benchmarks, and the calls that calibration measures."""
