@@ -40,12 +40,12 @@ class Device:
 def gpu(monkeypatch):
     from triton.runtime.driver import driver
 
-    from gla_triton_kernels.runtime import launch
+    from gla_triton_kernels.runtime import replay
 
-    monkeypatch.setattr(launch, "_calls", {})
-    monkeypatch.setattr(launch, "_encoded", {})
+    monkeypatch.setattr(replay, "_calls", {})
+    monkeypatch.setattr(replay, "_encoded", {})
     fake = Device()
-    monkeypatch.setattr(launch, "_current_device", lambda: fake.index)
+    monkeypatch.setattr(replay, "_current_device", lambda: fake.index)
     monkeypatch.setattr(driver, "_active", fake)
     return fake
 
@@ -80,20 +80,21 @@ def tensor(T=16):
 
 def keep(gpu, x, y, key="key"):
     """As a backend does after its first launch, of which this returns what the device was told."""
-    from gla_triton_kernels.runtime.launch import Launched, remember_call
+    from gla_triton_kernels.runtime.launch import Launch
+    from gla_triton_kernels.runtime.replay import record
     from gla_triton_kernels.runtime.tma import tiles
 
     kernel, descriptor = compiled(gpu, *TYPES), tiles(x, 8, 8)
     # Triton's own way
     kernel.run(*GRID, 7, kernel.function, kernel.packed_metadata, None, None, None, descriptor, 0, y.data_ptr(), 0.5, 9)
-    remember_call(key, (x, None, y), [Launched(kernel, GRID, (descriptor, None, y), (0.5,), (9,))])
+    record(key, (x, None, y), [Launch(kernel, GRID, (descriptor, None, y), (0.5,), (9,))])
     return gpu.launched.pop()
 
 
 def again(x, y, key="key"):
-    from gla_triton_kernels.runtime.launch import launch_again
+    from gla_triton_kernels.runtime.replay import replay
 
-    return launch_again(key, (x, None, y), 0.5)
+    return replay(key, (x, None, y), 0.5)
 
 
 def test_a_kernel_is_told_what_triton_would_tell_it(gpu):
@@ -130,15 +131,15 @@ def test_maps_of_other_shapes_at_the_same_address_are_others(gpu):
 
 
 def test_maps_are_few_and_hold_no_tensors(gpu, monkeypatch):
-    from gla_triton_kernels.runtime import launch
+    from gla_triton_kernels.runtime import replay
 
-    monkeypatch.setattr(launch, "_MOST", 3)
+    monkeypatch.setattr(replay, "_MOST", 3)
     x, y = tensor(), tensor()
     keep(gpu, x, y)
     others = [tensor() for _ in range(20)]
     for other in others:
         assert again(other, y)
-        assert len(launch._encoded) <= 3
+        assert len(replay._encoded) <= 3
     assert again(x, y)
     gone = weakref.ref(x)
     del x
@@ -156,31 +157,33 @@ def test_what_is_not_launched_again(gpu):
 
 
 def test_a_triton_that_launches_otherwise(gpu):
-    from gla_triton_kernels.runtime.launch import Launched, remember_call
+    from gla_triton_kernels.runtime.launch import Launch
+    from gla_triton_kernels.runtime.replay import record
     from gla_triton_kernels.runtime.tma import tiles
 
     x, y = tensor(), tensor()
     kernel = compiled(gpu, *TYPES)
     kernel.run.launch = gpu.launch
-    remember_call("key", (x, None, y), [Launched(kernel, GRID, (tiles(x, 8, 8), None, y), (0.5,), (9,))])
+    record("key", (x, None, y), [Launch(kernel, GRID, (tiles(x, 8, 8), None, y), (0.5,), (9,))])
     assert not again(x, y)
 
 
 def remember_two(gpu, x, y, scratch):
     """A call of two kernels, which hand something over in `scratch`."""
-    from gla_triton_kernels.runtime.launch import Launched, remember_call
+    from gla_triton_kernels.runtime.launch import Launch
+    from gla_triton_kernels.runtime.replay import record
 
-    first = Launched(compiled(gpu, "*fp32", "*fp32"), (5, 1, 1), (x, scratch), (), (1, 2))
-    second = Launched(compiled(gpu, "*fp32", "*fp32"), (6, 1, 1), (scratch, y), (0.5,), (3,))
-    remember_call("two", (x, y), [first, second])
+    first = Launch(compiled(gpu, "*fp32", "*fp32"), (5, 1, 1), (x, scratch), (), (1, 2))
+    second = Launch(compiled(gpu, "*fp32", "*fp32"), (6, 1, 1), (scratch, y), (0.5,), (3,))
+    record("two", (x, y), [first, second])
 
 
 def test_a_call_of_several_launches(gpu):
-    from gla_triton_kernels.runtime.launch import launch_again
+    from gla_triton_kernels.runtime.replay import replay
 
     x, y, scratch = tensor(), tensor(), torch.empty(3, 5, dtype=torch.float64)
     remember_two(gpu, x, y, scratch)
-    assert launch_again("two", (y, x), 0.25)
+    assert replay("two", (y, x), 0.25)
     (first_grid, *first), (second_grid, *second) = gpu.launched
     handed_over = first[-3]
     assert handed_over not in (0, x.data_ptr(), y.data_ptr(), scratch.data_ptr())
@@ -190,15 +193,15 @@ def test_a_call_of_several_launches(gpu):
 
 def test_calls_that_cannot_be_told_apart_are_not_kept(gpu):
     """Which of its tensors a launch has taken must be plain, and that it may be allocated anew."""
-    from gla_triton_kernels.runtime.launch import launch_again
+    from gla_triton_kernels.runtime.replay import replay
 
     x, y = tensor(), tensor()
     remember_two(gpu, x, x, tensor())
-    assert not launch_again("two", (x, y), 0.5)
+    assert not replay("two", (x, y), 0.5)
     remember_two(gpu, x, y, tensor().mT)
-    assert not launch_again("two", (x, y), 0.5)
+    assert not replay("two", (x, y), 0.5)
     remember_two(gpu, x, y, tensor())
-    assert launch_again("two", (x, x), 0.5)
+    assert replay("two", (x, x), 0.5)
 
 
 @pytest.fixture
@@ -268,13 +271,13 @@ def chunk_inputs(T, seed):
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_tensor_maps_follow_their_tensors(backend, monkeypatch):
     """Freed memory is handed out again to tensors of other shapes; kept launches give what new ones do."""
-    from gla_triton_kernels.runtime import launch
+    from gla_triton_kernels.runtime import replay
 
     calls = [(T, seed) for T in (1024, 640, 1024, 512) for seed in range(3)]
     with gla.use_backend(backend):
         found = [gla.chunk_gla(*chunk_inputs(*call)) for call in calls * 2]
-        assert len(launch._encoded) > 0
-        monkeypatch.setattr("gla_triton_kernels.chunk_gla.one_pass.launch_again", lambda *_: False)
+        assert len(replay._encoded) > 0
+        monkeypatch.setattr("gla_triton_kernels.chunk_gla.one_pass.replay", lambda *_: False)
         for i, call in enumerate(calls):
             for once, twice, new in zip(
                 found[i], found[i + len(calls)], gla.chunk_gla(*chunk_inputs(*call)), strict=True

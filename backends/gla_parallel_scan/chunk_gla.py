@@ -41,14 +41,9 @@ from gla_triton_kernels.chunk_gla import forward as general
 from gla_triton_kernels.chunk_gla import one_pass as whole
 from gla_triton_kernels.chunk_gla.segment_length import blocks_of, segment_length
 from gla_triton_kernels.chunk_gla.segments import Segments, plan
-from gla_triton_kernels.runtime.launch import (
-    Launched,
-    capability,
-    float32_precision,
-    launched,
-    multiprocessors,
-    power_of_two,
-)
+from gla_triton_kernels.runtime.architecture import gpu_of, tf32_allowed
+from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.sizes import power_of_two
 from gla_triton_kernels.runtime.tma import addressable, tiles
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -82,7 +77,7 @@ def _fill(
     cu_seqlens: Tensor | None,
     o: Tensor,
     final: Tensor | None,
-) -> list[Launched]:
+) -> list[Launch]:
     """Fill o, and the final state if there is one, and return what was launched."""
     B, T, Hq, K = q.shape
     H, V = v.shape[2:]
@@ -102,13 +97,13 @@ def _fill(
     return [*segments.launches, *built, *scanned, *written]
 
 
-def _outputs(on_hopper: bool, *args: Any) -> list[Launched]:
+def _outputs(on_hopper: bool, *args: Any) -> list[Launch]:
     run = _hopper().outputs.run if on_hopper else general.run
     return run(*args)
 
 
 def _suits_hopper(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> bool:
-    return capability(q.device) == (9, 0) and _hopper().suits(q, k, v, g)
+    return gpu_of(q.device).architecture.has_wgmma and _hopper().suits(q, k, v, g)
 
 
 @functools.cache
@@ -126,12 +121,12 @@ def _length(
     if device.type != "cuda":
         return INTERPRETED_LENGTH
     blocks, at_once = blocks_of(H, Hq, K, V, on_hopper)
-    return segment_length(N, T, blocks, at_once * multiprocessors(device), packed)
+    return segment_length(N, T, blocks, at_once * gpu_of(device).multiprocessors, packed)
 
 
 def _overlaps(device: torch.device) -> bool:
     """Whether a kernel may be launched while the one before it ends (programmatic dependent launch)."""
-    return capability(device) >= (9, 0)
+    return gpu_of(device).architecture.overlaps_kernels
 
 
 # ---- (1) states of segments from zero
@@ -139,15 +134,15 @@ def _overlaps(device: torch.device) -> bool:
 
 def build_states(
     k: Tensor, v: Tensor, g: Tensor | None, segments: Segments, S: Tensor, D: Tensor | None, skip_last: bool = False
-) -> list[Launched]:
+) -> list[Launch]:
     """Fill the segments' states from zero S [I, H, K, V] and decays D [I, H, K], and return what was launched.
 
     Args:
         skip_last: whether those of a sequence's last segment may be left out.
     """
     bounds, length = segments.bounds, segments.length
-    tokenwise = k.dtype == torch.float32 and float32_precision() == "ieee"
-    tileable = bounds is None and v.numel() >= general.WORTH_TILING and capability(k.device) >= (9, 0)
+    tokenwise = k.dtype == torch.float32 and not tf32_allowed()
+    tileable = bounds is None and v.numel() >= general.WORTH_TILING and gpu_of(k.device).architecture.has_tma
     tiled = (k, v, g) if tileable and all(x is None or addressable(x) for x in (k, v, g)) else (None,) * 3
     H, K, V = *k.shape[2:], v.shape[3]
     config = _configure(K, V, k.dtype, length)
@@ -157,7 +152,7 @@ def build_states(
     grid = (-(-K // BK) * -(-V // BV) * segments.count * H, 1, 1)
     constants = (K, V, C, BK, BV, config.operand, tokenwise, skip_last, config.stages, _overlaps(k.device))
     integers = (k.shape[1], length, segments.per_sequence, H, *strides, *constants)
-    return [launched(_states_kernel, grid, (k, v, g, bounds, S, D, *maps), (), integers, num_warps=config.warps)]
+    return [launch(_states_kernel, grid, (k, v, g, bounds, S, D, *maps), (), integers, num_warps=config.warps)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +172,7 @@ def _configure(K: int, V: int, dtype: torch.dtype, length: int) -> _Config:
     C, BK, BV = min(32, power_of_two(length, 16)), min(64, power_of_two(K, 16)), min(64, power_of_two(V, 16))
     if dtype == torch.bfloat16:
         return _Config(C, BK, BV, tl.bfloat16, warps=4, stages=3)
-    if dtype == torch.float32 and float32_precision() == "ieee":
+    if dtype == torch.float32 and not tf32_allowed():
         return _Config(C, min(128, power_of_two(K, 16)), BV, tl.float32, warps=4, stages=4)
     # At most 32 wide: with 64 rows, wgmma would take TF32 operands from registers, which Triton 3.6 gets wrong.
     return _Config(C, BK, min(32, BV), tl.float32, warps=4, stages=3)
@@ -298,7 +293,7 @@ def _sum_of_later(g, later):
 
 def scan_states(
     S: Tensor, D: Tensor | None, segments: Segments, initial_state: Tensor | None, final_state: Tensor | None
-) -> list[Launched]:
+) -> list[Launch]:
     """Replace states from zero S [I, H, K, V] by entering states, and fill final_state if there is one."""
     _, H, K, V = S.shape
     N = segments.count // segments.per_sequence if segments.first is None else len(segments.first) - 1
@@ -311,7 +306,7 @@ def scan_states(
     integers = (segments.per_sequence, *strides, H, K, V, BK, BV, group, overlaps)
     grid = (-(-K // BK) * -(-V // BV) * N * H, 1, 1)
     options = {"launch_pdl": True} if overlaps else {}
-    return [launched(_scan_kernel, grid, tensors, (), integers, num_warps=4, **options)]
+    return [launch(_scan_kernel, grid, tensors, (), integers, num_warps=4, **options)]
 
 
 @triton.jit(do_not_specialize=["segments", "H"])

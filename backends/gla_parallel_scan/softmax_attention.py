@@ -20,7 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_kernels.runtime.launch import device_of, launch, multiprocessors, power_of_two
+from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.runtime.launch import launch, on_device_of
+from gla_triton_kernels.runtime.sizes import power_of_two
 from gla_triton_kernels.softmax_attention import forward as general
 
 PROGRAMS = 4
@@ -41,7 +43,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
         return o, lse
     if scale < 0:  # the kernel takes the greatest product for the greatest score
         q, scale = -q, -scale
-    with device_of(q):
+    with on_device_of(q):
         cut = general.blocks(q, v)
         if cut.BR <= FEW_ROWS and q.dtype != torch.float32:
             cut = cut._replace(num_stages=3)
@@ -63,7 +65,7 @@ def _piece(q: Tensor, v: Tensor, causal: bool, cut: general.Blocks) -> int:
     tiles = -(-Tq * (Hq // H) // cut.BR) * B * H
     seen = max(1, Tk - min(Tq, Tk) // 2 if causal else Tk)  # by the tiles' rows, on average
     programs = 3 if cut.num_stages == 3 else PROGRAMS  # three share a multiprocessor
-    keys = tiles * seen / (programs * multiprocessors(q.device))
+    keys = tiles * seen / (programs * gpu_of(q.device).multiprocessors)
     return max(FEWEST_BLOCKS, -(-int(keys) // cut.BT)) * cut.BT
 
 
@@ -72,7 +74,7 @@ def _merge(parts: Tensor, part_lses: Tensor, o: Tensor, lse: Tensor) -> None:
     P, V = parts.shape[0], o.shape[-1]
     BV = min(power_of_two(V), 64)
     BP = min(power_of_two(P), 64)
-    launch(_merge_pieces, (lse.numel(), -(-V // BV)), parts, part_lses, o, lse, P, V, BP, BV, num_warps=4)
+    launch(_merge_pieces, (lse.numel(), -(-V // BV), 1), (parts, part_lses, o, lse), (), (P, V, BP, BV), num_warps=4)
 
 
 @triton.jit(do_not_specialize=["P"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_triton_kernels.runtime.launch import device_of
+from gla_triton_kernels.runtime.launch import on_device_of
 from gla_triton_kernels.softmax_attention import forward as general
 from gla_triton_kernels.softmax_attention import forward_sm90 as hopper
 
@@ -18,7 +18,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
     """See gla_core/ops/softmax_attention.py."""
     if scale < 0:  # the kernels take the greatest product for the greatest score
         q, scale = -q, -scale
-    with device_of(q):
+    with on_device_of(q):
         if hopper.suits(q, k, v):
             return hopper.softmax_attention(q, k, v, scale, causal)
         o = v.new_empty((*q.shape[:3], v.shape[3]))

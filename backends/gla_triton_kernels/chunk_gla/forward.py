@@ -38,7 +38,6 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,7 +45,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_kernels.runtime.launch import Launched, capability, float32_precision, launched, power_of_two
+from gla_triton_kernels.runtime.architecture import gpu_of, tf32_allowed
+from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.sizes import power_of_two
 from gla_triton_kernels.runtime.tf32 import nearest_tf32
 from gla_triton_kernels.runtime.tma import addressable, tiles
 
@@ -67,15 +68,15 @@ def run(
     o: Tensor,
     final_state: Tensor | None,
     segment: int | None = None,
-) -> list[Launched]:
+) -> list[Launch]:
     """Fill o, and final_state if there is one, and return what was launched; see gla_core/ops/chunk_gla.py.
 
     Args:
         segment: tokens of a segment. The states are then those of segments, N = B * ceil(T / segment) in order. Whole
             sequences by default; with cu_seqlens it is that which tells where segments begin.
     """
-    tokenwise = q.dtype == torch.float32 and float32_precision() == "ieee"
-    tileable = cu_seqlens is None and v.numel() >= WORTH_TILING and capability(q.device) >= (9, 0)
+    tokenwise = q.dtype == torch.float32 and not tf32_allowed()
+    tileable = cu_seqlens is None and v.numel() >= WORTH_TILING and gpu_of(q.device).architecture.has_tma
     plain = (q, k, v, g, initial_state, cu_seqlens, o, final_state)
     tiled = (q, k, v, g, o) if tileable and all(x is None or addressable(x) for x in (q, k, v, g, o)) else (None,) * 5
     B, T, Hq, K = q.shape
@@ -103,7 +104,7 @@ def run(
         config.keys_first,
         config.stages,
     )
-    return [launched(_chunk_gla_fwd_kernel, grid, (*plain, *maps), (scale,), integers, num_warps=config.warps)]
+    return [launch(_chunk_gla_fwd_kernel, grid, (*plain, *maps), (scale,), integers, num_warps=config.warps)]
 
 
 # ---- launch parameters
@@ -128,7 +129,7 @@ def configure(BK: int, V: int, length: int, heads: int, in_bfloat16: bool, devic
         length: tokens of an average sequence. heads: key/value heads of all sequences.
     """
     config = _widest(BK, V, heads, in_bfloat16)
-    if _has_little_shared_memory(device):
+    if gpu_of(device).architecture.has_little_shared_memory:
         config = replace(config, C=min(config.C, 32), stages=1)
     return replace(config, C=min(config.C, power_of_two(length, 16)), BV=min(config.BV, power_of_two(V, 16)))
 
@@ -155,12 +156,6 @@ def _widest(BK: int, V: int, heads: int, in_bfloat16: bool) -> Config:
     if BK == 128 and V > 64 and programs >= 512:
         return Config(C=32, BV=128, warps=4, stages=2, triangle=True)
     return Config(C=64, BV=64, warps=4, stages=2 if BK == 128 else 3, triangle=True)
-
-
-@functools.cache
-def _has_little_shared_memory(device: torch.device) -> bool:
-    """Less than an A100's 163 KiB, as on consumer GPUs."""
-    return device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 2**17
 
 
 # ---- the kernel

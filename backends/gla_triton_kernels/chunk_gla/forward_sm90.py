@@ -39,7 +39,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_kernels.runtime.launch import Launched, capability, launched
+from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.tma import addressable, shared_tiles
 
 CHUNK = 64  # rows of the least wgmma
@@ -57,7 +58,7 @@ def suits(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> bool:
     """Whether this kernel computes the call: bfloat16 on compute capability 9.0, K up to 128, strides fit for TMA."""
     return (
         q.dtype == torch.bfloat16
-        and capability(q.device) == (9, 0)
+        and gpu_of(q.device).architecture.has_wgmma
         and q.shape == k.shape
         and q.shape[3] <= 128
         and v.shape[3] % 8 == 0  # rows of o of 16 bytes
@@ -77,7 +78,7 @@ def run(
     final_state: Tensor | None,
     segment: int | None = None,
     after: bool = False,
-) -> list[Launched]:
+) -> list[Launch]:
     """Fill o, and final_state if there is one, for a call that `suits` accepts; as chunk_gla.run.
 
     Args:
@@ -98,7 +99,7 @@ def run(
     integers = (*strides, T, segment, segments, H, K, V, 4 if BK == 64 and W == 32 else 2)
     options = {"launch_pdl": True} if after else {}
     kernel = _chunk_gla_fwd_kernel
-    return [launched(kernel, grid, tensors, (scale,), integers, num_warps=4, maxnreg=128, **options)]
+    return [launch(kernel, grid, tensors, (scale,), integers, num_warps=4, maxnreg=128, **options)]
 
 
 @gluon.jit

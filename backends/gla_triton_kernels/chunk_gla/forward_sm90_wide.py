@@ -29,7 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_triton_kernels.chunk_gla.forward_sm90 import CHUNK, REACH, enter_ends, enter_frame
-from gla_triton_kernels.runtime.launch import Launched, capability, launched
+from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.tma import addressable, shared_tiles
 
 SLICE = 128
@@ -40,7 +41,7 @@ def suits(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> bool:
     """Whether these kernels compute the call: bfloat16 on compute capability 9.0, strides fit for TMA."""
     return (
         q.dtype == torch.bfloat16
-        and capability(q.device) == (9, 0)
+        and gpu_of(q.device).architecture.has_wgmma
         and q.shape == k.shape
         and SLICE < q.shape[3] <= 2 * SLICE
         and q.shape[3] % 8 == v.shape[3] % 8 == 0  # rows of qg, kg and o of 16 bytes
@@ -57,7 +58,7 @@ def run(
     initial_state: Tensor | None,
     o: Tensor,
     final_state: Tensor | None,
-) -> list[Launched]:
+) -> list[Launch]:
     """Fill o, and final_state if there is one, for a call that `suits` accepts; see gla_core/ops/chunk_gla.py."""
     B, T, H, K = k.shape
     V = v.shape[3]
@@ -67,12 +68,12 @@ def run(
     scores = q.new_empty(B, chunks * CHUNK, H, CHUNK)
     decays = g.new_empty(B, H, chunks, 2, 2 * SLICE, dtype=torch.float32)  # before and after kg^T v is added
     tiled = (*(shared_tiles(x, CHUNK, SLICE) for x in (q, k, g, qg, kg)), shared_tiles(scores, CHUNK, CHUNK))
-    gates = launched(_gate_kernel, (chunks, B * H, 1), (*tiled, decays), (), (H,), num_warps=4)
+    gates = launch(_gate_kernel, (chunks, B * H, 1), (*tiled, decays), (), (H,), num_warps=4)
     grid = (-(-V // (2 * W)), B * H, 1)
     tiled = (shared_tiles(x, CHUNK, width) for x, width in ((qg, SLICE), (kg, SLICE), (scores, CHUNK), (v, W), (o, W)))
     tensors = (*tiled, decays, initial_state, final_state)
     integers = (*((0, 0, 0) if initial_state is None else initial_state.stride()[:3]), chunks, H, K, V)
-    state = launched(_state_kernel, grid, tensors, (scale,), integers, num_warps=4, maxnreg=168)
+    state = launch(_state_kernel, grid, tensors, (scale,), integers, num_warps=4, maxnreg=168)
     return [gates, state]
 
 

@@ -13,15 +13,9 @@ from torch import Tensor
 
 from gla_triton_kernels.chunk_gla import forward as general
 from gla_triton_kernels.chunk_gla.padding import clear_padding
-from gla_triton_kernels.runtime.launch import (
-    Launched,
-    capability,
-    device_of,
-    float32_precision,
-    launch_again,
-    layouts,
-    remember_call,
-)
+from gla_triton_kernels.runtime.architecture import gpu_of, tf32_allowed
+from gla_triton_kernels.runtime.launch import Launch, on_device_of
+from gla_triton_kernels.runtime.replay import layouts, record, replay
 
 WORTH_WHOLE_CHUNKS = 96
 """Tokens of an average sequence from which on Hopper's kernels, with chunks of 64, are faster; up to K = 64, twice as
@@ -29,7 +23,7 @@ many."""
 
 
 def chunk_gla_fwd(
-    fill: Callable[..., list[Launched]],
+    fill: Callable[..., list[Launch]],
     settings: Hashable,
     q: Tensor,
     k: Tensor,
@@ -55,15 +49,15 @@ def chunk_gla_fwd(
         return o.zero_(), final  # any token there is belongs to no sequence
     key: Hashable = (
         *(fill, settings, q.device, layouts(q, k, v, g, initial_state, cu_seqlens), output_final_state),
-        *(float32_precision(), general.WORTH_TILING, WORTH_WHOLE_CHUNKS),
+        *(tf32_allowed(), general.WORTH_TILING, WORTH_WHOLE_CHUNKS),
     )
     tensors = (q, k, v, g, initial_state, cu_seqlens, o, final)
-    with device_of(q):
-        if not launch_again(key, tensors, scale):
+    with on_device_of(q):
+        if not replay(key, tensors, scale):
             launches = fill(q, k, v, g, scale, initial_state, cu_seqlens, o, final)
             if cu_seqlens is not None and T > 0:
                 launches = [*launches, *clear_padding(o, cu_seqlens)]
-            remember_call(key, tensors, launches)
+            record(key, tensors, launches)
     return o, final
 
 
@@ -77,12 +71,12 @@ def run(
     cu_seqlens: Tensor | None,
     o: Tensor,
     final_state: Tensor | None,
-) -> list[Launched]:
+) -> list[Launch]:
     """Fill o, and final_state if there is one; see gla_core/ops/chunk_gla.py."""
     B, T, _, K = q.shape
     tokens = B * T / (B if cu_seqlens is None else len(cu_seqlens) - 1)
     fewest = WORTH_WHOLE_CHUNKS * (1 if K > 64 else 2)
-    if capability(q.device) == (9, 0) and tokens >= fewest:
+    if gpu_of(q.device).architecture.has_wgmma and tokens >= fewest:
         from gla_triton_kernels.chunk_gla import forward_sm90 as hopper
         from gla_triton_kernels.chunk_gla import forward_sm90_wide as wide
 

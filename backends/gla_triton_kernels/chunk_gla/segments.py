@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_kernels.runtime.launch import Launched, launched
+from gla_triton_kernels.runtime.launch import Launch, launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Segments:
     per_sequence: int
     bounds: Tensor | None = None
     first: Tensor | None = None
-    launches: tuple[Launched, ...] = ()
+    launches: tuple[Launch, ...] = ()
 
 
 def plan(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Segments:
@@ -56,8 +56,8 @@ def plan(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Segments:
     first = torch.empty(N + 1, dtype=torch.int32, device=cu_seqlens.device)
     BI, BN = 16, 256
     grid, integers = (-(-(count + 1) // BI), 1, 1), (N, count, length, BI, BN)
-    launch = launched(_bounds_kernel, grid, (cu_seqlens, bounds, first), (), integers)
-    return Segments(length, count, 0, bounds, first, (launch,))
+    launched = launch(_bounds_kernel, grid, (cu_seqlens, bounds, first), (), integers)
+    return Segments(length, count, 0, bounds, first, (launched,))
 
 
 @triton.jit(do_not_specialize=["N", "count", "length"])

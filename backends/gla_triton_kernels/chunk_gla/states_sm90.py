@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_triton_kernels.chunk_gla import forward_sm90 as outputs
 from gla_triton_kernels.chunk_gla.forward_sm90 import FORGET, LOG2E, clear_rows, let_dependents_start, plus
-from gla_triton_kernels.runtime.launch import Launched, launched
+from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ suits = outputs.suits
 
 def build_states(
     k: Tensor, v: Tensor, g: Tensor | None, segments: Segments, S: Tensor, D: Tensor | None, skip_last: bool = False
-) -> list[Launched]:
+) -> list[Launch]:
     """Fill S [count, H, K, V] and D [count, H, K] for a call that `suits` accepts; D is not needed without g.
 
     Those of empty segments are left as they are.
@@ -82,7 +82,7 @@ def build_states(
     tensors = (shared_tiles(k, CHUNK, PART), shared_tiles(v, CHUNK, BV), gates, S, None if g is None else D, bounds)
     least = segments.length if skip_last else 1
     integers = (T, segments.length, a_sequence, built, least, H, K, V, parts, stages)
-    return [launched(_build_states_kernel, (blocks, 1, 1), tensors, (), integers, num_warps=4, maxnreg=128)]
+    return [launch(_build_states_kernel, (blocks, 1, 1), tensors, (), integers, num_warps=4, maxnreg=128)]
 
 
 @gluon.jit

@@ -22,7 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gla_triton_kernels.online_softmax.rows import as_rows, maximum_and_sum, place
-from gla_triton_kernels.runtime.launch import device_of, launch, launch_again, power_of_two, remember
+from gla_triton_kernels.runtime.launch import launch, on_device_of
+from gla_triton_kernels.runtime.replay import record, replay
+from gla_triton_kernels.runtime.sizes import power_of_two
 
 MOST_ON_CHIP = 2**14
 """Columns of a row that are held on chip: with more, one block fills a multiprocessor, and loads wait for stores."""
@@ -36,8 +38,8 @@ def online_softmax(x: Tensor, dim: int) -> Tensor:
     """See gla_core/ops/online_softmax.py."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     key = ("online_softmax", x.device, x.dtype, x.shape, x.stride(), dim)
-    if not launch_again(key, (x, y)) and x.numel():
-        with device_of(x):
+    if not replay(key, (x, y)) and x.numel():
+        with on_device_of(x):
             _launch(x, y, dim, key)
     return y
 
@@ -55,9 +57,9 @@ def _launch(x: Tensor, y: Tensor, dim: int, key: Hashable) -> None:
         on_chip = BN >= N
         kernel = _softmax_on_chip if on_chip else _softmax_in_two_sweeps
         grid, integers = (-(-R // BR) * D1 * D0, 1, 1), (D1, R, N, *strides, BR, BN, *(() if on_chip else (G,)))
-    compiled = launch(kernel, grid, source, y, *integers, **options)
+    launched = launch(kernel, grid, (source, y), (), integers, **options)
     if source is x:
-        remember(key, compiled, grid, (x, y), integers)
+        record(key, (x, y), [launched])
 
 
 def _tile(R: int, N: int, contiguous: bool, G: int) -> tuple[int, int, dict[str, int]]:

@@ -27,16 +27,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_triton_kernels.online_softmax.rows import LOWEST, Rows, as_rows, maximum_and_sum, merged, place
-from gla_triton_kernels.runtime.launch import (
-    Launched,
-    capability,
-    device_of,
-    launch_again,
-    launched,
-    multiprocessors,
-    power_of_two,
-    remember_call,
-)
+from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.runtime.launch import Launch, launch, on_device_of
+from gla_triton_kernels.runtime.replay import record, replay
+from gla_triton_kernels.runtime.sizes import power_of_two
 
 PROGRAMS = 16
 """Programs of the first kernel per multiprocessor: two waves of eight."""
@@ -46,33 +40,33 @@ def online_softmax(x: Tensor, dim: int) -> Tensor:
     """See gla_core/ops/online_softmax.py."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     key = ("online_softmax in pieces", x.device, x.dtype, x.shape, x.stride(), dim)
-    if not launch_again(key, (x, y)) and x.numel():
-        with device_of(x):
+    if not replay(key, (x, y)) and x.numel():
+        with on_device_of(x):
             source, rows = as_rows(x, y, dim)
             launches = _launch(source, y, rows)
             if source is x:
-                remember_call(key, (x, y), launches)
+                record(key, (x, y), launches)
     return y
 
 
-def _launch(x: Tensor, y: Tensor, rows: Rows) -> list[Launched]:
+def _launch(x: Tensor, y: Tensor, rows: Rows) -> list[Launch]:
     D0, D1, R, N, strides = rows
     BR, BN, num_warps = _tile(R, N, rows.contiguous, 4096)
     blocks = D0 * D1 * -(-R // BR)
-    columns = max(blocks * N // (PROGRAMS * multiprocessors(x.device)), 4 * math.isqrt(N))
+    columns = max(blocks * N // (PROGRAMS * gpu_of(x.device).multiprocessors), 4 * math.isqrt(N))
     tiles = -(-columns // BN)
     P = -(-N // (tiles * BN))
     m, z = (torch.empty(D0 * D1 * R, P, dtype=torch.float32, device=x.device) for _ in range(2))
-    overlaps = capability(x.device) >= (9, 0)
+    overlaps = gpu_of(x.device).architecture.overlaps_kernels
     integers = (D1, R, N, P, tiles, *strides, BR, BN, rows.lane(x.itemsize), overlaps)
-    summed = launched(_sum_pieces, (blocks * P, 1, 1), (x, m, z), (), integers, num_warps=num_warps)
+    summed = launch(_sum_pieces, (blocks * P, 1, 1), (x, m, z), (), integers, num_warps=num_warps)
 
     BR, BN, num_warps = _tile(R, N, rows.contiguous, 8192)
     tiles = -(-4 * P // BN)  # a program reads all sums of its rows, which has to be little beside what it writes
     W = -(-N // (tiles * BN))
     integers = (D1, R, N, P, W, tiles, *strides, BR, BN, power_of_two(P), overlaps)
     options = {"launch_pdl": True} if overlaps else {}
-    written = launched(_write, (blocks * W, 1, 1), (x, y, m, z), (), integers, num_warps=num_warps, **options)
+    written = launch(_write, (blocks * W, 1, 1), (x, y, m, z), (), integers, num_warps=num_warps, **options)
     return [summed, written]
 
 

@@ -19,7 +19,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_triton_kernels.runtime.launch import capability, device_of, launch, launch_again, power_of_two, remember
+from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.runtime.launch import launch, on_device_of
+from gla_triton_kernels.runtime.replay import record, replay
+from gla_triton_kernels.runtime.sizes import power_of_two
 
 
 def recurrent_gla_step(
@@ -62,12 +65,12 @@ def _step(
         None if g is None else (g.dtype, g.stride()),
         None if state_indices is None else state_indices.dtype,
     )
-    if launch_again(key, tensors, scale):
+    if replay(key, tensors, scale):
         return
-    with device_of(q):
+    with on_device_of(q):
         grid, integers, options = _parameters(q, k, v, g, state)
-        kernel = launch(_recurrent_gla_step, grid, *tensors, scale, *integers, **options)
-        remember(key, kernel, grid, tensors, integers)
+        launched = launch(_recurrent_gla_step, grid, tensors, (scale,), integers, **options)
+        record(key, tensors, [launched])
 
 
 def _parameters(
@@ -79,7 +82,7 @@ def _parameters(
     BV, num_warps = _tile(B * H, BK, power_of_two(V), state)
     strides = [stride for x in (q, k, v, q if g is None else g) for stride in x.stride()[:2]]
     # From Hopper on, a kernel may be launched while the one before it ends (programmatic dependent launch).
-    overlaps = capability(q.device) >= (9, 0)
+    overlaps = gpu_of(q.device).architecture.overlaps_kernels
     integers = (P, *strides, *state.stride()[:3], H, Hq // H, K, V, BK, BV, overlaps)
     options = {"num_warps": num_warps, **({"launch_pdl": True} if overlaps else {})}
     return (B * H * -(-V // BV), 1, 1), integers, options

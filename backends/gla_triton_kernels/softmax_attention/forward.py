@@ -25,7 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_kernels.runtime.launch import capability, float32_precision, launch, power_of_two
+from gla_triton_kernels.runtime.architecture import Architecture, gpu_of, tf32_allowed
+from gla_triton_kernels.runtime.launch import launch
+from gla_triton_kernels.runtime.sizes import power_of_two
 from gla_triton_kernels.runtime.tf32 import nearest_tf32
 from gla_triton_kernels.runtime.tma import addressable, tiles
 
@@ -52,9 +54,9 @@ def blocks(q: Tensor, v: Tensor) -> Blocks:
     """The blocks for these queries [B, Tq, H * G, K] and values [B, Tk, H, V]."""
     rows = q.shape[1] * (q.shape[2] // v.shape[2])
     width = power_of_two(max(q.shape[3], v.shape[3]), 64)
-    table = HALF if q.dtype != torch.float32 else FLOAT32 if float32_precision() == "ieee" else TF32
+    table = HALF if q.dtype != torch.float32 else FLOAT32 if not tf32_allowed() else TF32
     BR, BT, num_warps = table[width]
-    if width > 128 and capability(q.device) < (9, 0):  # less shared memory
+    if width > 128 and gpu_of(q.device).architecture < Architecture.SM90:  # less shared memory
         BT = max(16, BT // 2)
     if rows < BR:
         return Blocks(power_of_two(rows, 16), BT, min(num_warps, 4))
@@ -83,18 +85,18 @@ def run(
     """
     (_, Tq, Hq, K), (B, Tk, H, V) = q.shape, v.shape
     BR, BT, num_warps, num_stages = cut
-    precision = float32_precision() if q.dtype == torch.float32 else "tf32"
-    tma = capability(q.device) >= (9, 0) and q.dtype != torch.float32 and addressable(k) and addressable(v)
+    precision = "ieee" if q.dtype == torch.float32 and not tf32_allowed() else "tf32"
+    tma = gpu_of(q.device).architecture.has_tma and q.dtype != torch.float32 and addressable(k) and addressable(v)
     width = power_of_two(max(K, V), 64)
     # Triton 3.6 on Hopper miscompiles blocks of pointers with V up to 32 and K above it, so both are as wide there.
     BK, BV = (power_of_two(K, 16), power_of_two(V, 16)) if tma else (width, width)
     keys, values = (tiles(k, BT, BK), tiles(v, BT, BV)) if tma else (k, v)
     pieces = 1 if piece is None else -(-Tk // piece)
-    arguments = (q, keys, values, o, lse, scale, B, Tq, Tk, H, Hq // H, piece)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     constants = (K, V, causal, BR, BT, BK, BV, tma, precision)
-    grid = (pieces * B * H * -(-Tq * (Hq // H) // BR),)
-    launch(_attention, grid, *arguments, *strides, *constants, num_warps=num_warps, num_stages=num_stages)
+    integers = (B, Tq, Tk, H, Hq // H, piece, *strides, *constants)
+    grid, tensors = (pieces * B * H * -(-Tq * (Hq // H) // BR), 1, 1), (q, keys, values, o, lse)
+    launch(_attention, grid, tensors, (scale,), integers, num_warps=num_warps, num_stages=num_stages)
 
 
 @triton.jit(do_not_specialize=["scale", "B", "Tq", "Tk", "H", "piece"])

@@ -31,7 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_kernels.runtime.launch import capability, launch
+from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.runtime.launch import launch
 from gla_triton_kernels.runtime.tma import addressable, shared_tiles
 
 ROWS = 64  # of one warpgroup, the least of wgmma
@@ -43,7 +44,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 def suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether this kernel computes the call: halves on compute capability 9.0, many queries, strides fit for TMA."""
     return (
-        capability(q.device) == (9, 0)
+        gpu_of(q.device).architecture.has_wgmma
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[1] > ROWS
         and min(q.numel(), v.numel()) > 0
@@ -64,19 +65,10 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
     BT = 128 if BK <= 128 else 64
     launch(
         _attention,
-        (-(-Tq // (2 * ROWS)) * B * Hq,),
-        shared_tiles(q, ROWS, BK),
-        shared_tiles(k, BT, BK),
-        shared_tiles(v, BT, BV),
-        shared_tiles(o, ROWS, BV),
-        lse,
-        scale,
-        Tq,
-        Tk,
-        Hq,
-        Hq // H,
-        causal,
-        STAGES,
+        (-(-Tq // (2 * ROWS)) * B * Hq, 1, 1),
+        (shared_tiles(q, ROWS, BK), shared_tiles(k, BT, BK), shared_tiles(v, BT, BV), shared_tiles(o, ROWS, BV), lse),
+        (scale,),
+        (Tq, Tk, Hq, Hq // H, causal, STAGES),
         num_warps=4,
         maxnreg=168,
     )
