@@ -25,11 +25,13 @@ Arguments = tuple[Any, ...]
 def complete(call: OpCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
     """Arguments that describe `call` as a backend receives them, with what was left out filled in."""
     spec = ABSTRACT_OPS[call.op]
-    given = spec.complete(tuple(args), kwargs)
-    for argument in spec.arguments:
-        if argument.type == "Tensor" and given[argument.name] is None:
-            given[argument.name] = torch.randn(spec.shape(argument, call), dtype=call.dtype, device=call.device)
-    return spec.prepared(tuple(given.values()))
+    given = [
+        torch.randn(spec.shape(argument, call), dtype=call.dtype, device=call.device)
+        if x is None and argument.type == "Tensor"
+        else x
+        for argument, x in zip(spec.arguments, spec.complete(tuple(args), kwargs), strict=True)
+    ]
+    return spec.prepared(tuple(given))
 
 
 def run_once(backend: str, call: OpCall) -> None:

@@ -195,8 +195,8 @@ def torch_op(case: Case, request: str) -> tuple[Any, tuple]:
     for argument in spec.arguments if case.needs_grad else ():
         if argument.differentiable and given[argument.name] is not None:
             given[argument.name].requires_grad_()
-    given = spec.complete((), {name: x for name, x in given.items() if name in spec.parameters})
-    given |= {"needs_grad": case.needs_grad, "backend": request}
+    taken = spec.complete((), {name: x for name, x in given.items() if name in spec.parameters})
+    given = {**dict(zip(spec.parameters, taken, strict=True)), "needs_grad": case.needs_grad, "backend": request}
     return op, tuple(given[argument.name] for argument in op._schema.arguments)
 
 

@@ -132,7 +132,8 @@ def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Bac
     """
     asked = [registry.get(name, f"{choice.source}: ") for name in choice.names] or registry.installed().values()
     found = [(backend, _candidate(backend, call, choice, predicted)) for backend in asked]
-    return sorted(found, key=lambda pair: _rank(*pair, ranked=not choice.names))
+    found.sort(key=lambda pair: pair[1].refusal is not None)
+    return found if choice.names else sorted(found, key=lambda pair: _rank(*pair))
 
 
 def _candidate(backend: Backend, call: OpCall, choice: Choice, predicted: bool) -> Candidate:
@@ -145,9 +146,7 @@ def _candidate(backend: Backend, call: OpCall, choice: Choice, predicted: bool) 
     return Candidate(backend.name, prediction.seconds, None, prediction.source)
 
 
-def _rank(backend: Backend, candidate: Candidate, ranked: bool) -> tuple:
-    if not ranked:
-        return (candidate.refusal is not None,)
+def _rank(backend: Backend, candidate: Candidate) -> tuple:
     seconds = candidate.seconds
     unnamed = backend.capabilities.devices is None
     return (candidate.refusal is not None, seconds is None, seconds or 0.0, unnamed, backend.name)

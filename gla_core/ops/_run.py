@@ -42,9 +42,16 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
     """Run an op on all its arguments, in order, by the backend that the request in force selects."""
     plans = _plans
     request = current_request(backend)
-    x = args[0]
-    capturing = getattr(x, "is_cuda", False) and torch.cuda.is_current_stream_capturing()
-    key = _signature([spec.name, request.spec, needs_grad, capturing, _deterministic(), _precision()], args)
+    capturing = getattr(args[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing()
+    signature: list[Hashable] = [spec.name, request.spec, needs_grad, capturing, _deterministic(), _precision()]
+    for x in args:  # what decides whether a call is legal and who runs it: everything but values
+        kind = type(x)
+        signature.append(kind)  # 1, 1.0 and True are equal, and only one of them may be legal
+        if kind is Tensor or isinstance(x, Tensor):
+            signature += x.shape, x.dtype, x.device, x.is_contiguous() or x.stride()[-1:]
+        elif kind is not float:
+            signature.append(x)
+    key = tuple(signature)
     try:
         known = plans.get(key)
     except TypeError:  # an argument that cannot be hashed has a wrong type; the description says which
@@ -70,32 +77,24 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
     return found
 
 
-def _signature(key: list[Hashable], args: tuple) -> tuple[Hashable, ...]:
-    """The circumstances in `key`, and what decides whether a call is legal and who runs it: everything but values."""
-    for x in args:
-        kind = type(x)
-        key.append(kind)  # 1, 1.0 and True are equal, and only one of them may be legal
-        if kind is Tensor or isinstance(x, Tensor):
-            key += x.shape, x.dtype, x.device, x.is_contiguous() or x.stride()[-1:]
-        elif kind is not float:
-            key.append(x)
-    return tuple(key)
-
-
 def _plan(
     spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request: Request
 ) -> tuple[Callable, Backend, OpCall]:
-    call = in_circumstances(spec.describe(*args), needs_grad, capturing)
+    call = spec.describe(*args, **circumstances(needs_grad, capturing))
     if needs_grad and spec.backward is not None:
         select(dataclasses.replace(call, op=spec.backward), request)  # so that its absence is found before a launch
     chosen = select(call, request)
     return chosen.ops[spec.name], chosen, call
 
 
-def in_circumstances(call: OpCall, needs_grad: bool, capturing: bool) -> OpCall:
-    """The call, with what PyTorch's settings add to it."""
-    settings = {"deterministic": _deterministic(), "float32_matmul_precision": _precision()}
-    return dataclasses.replace(call, needs_grad=needs_grad, capturing=capturing, **settings)
+def circumstances(needs_grad: bool, capturing: bool) -> dict[str, Any]:
+    """What an `OpCall` says beside its arguments, PyTorch's settings included."""
+    return {
+        "needs_grad": needs_grad,
+        "capturing": capturing,
+        "deterministic": _deterministic(),
+        "float32_matmul_precision": _precision(),
+    }
 
 
 # ---- for the public functions

@@ -7,6 +7,7 @@ the sizes that a command line takes, the bytes of the memory floor, and the shap
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Mapping
@@ -81,15 +82,6 @@ class Argument:
     differentiable: bool = False
     in_call: bool = True
 
-    @property
-    def is_tensor(self) -> bool:
-        return self.dtype is not None
-
-    @property
-    def is_scalar(self) -> bool:
-        """Whether `OpCall.scalars` holds it."""
-        return self.in_call and not self.is_tensor
-
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -119,10 +111,7 @@ class Expected(NamedTuple):
     written: Tensor | None = None
 
 
-def _no_further_sizes(given: Mapping[str, Any], sizes: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OpSpec:
     """An abstract op.
 
@@ -144,21 +133,32 @@ class OpSpec:
     arguments: tuple[Argument, ...]
     results: tuple[Result, ...]
     sizes: Mapping[str, str]
-    bind: Callable[[Mapping[str, Any], dict[str, Any]], None] = _no_further_sizes
+    bind: Callable[[Mapping[str, Any], dict[str, Any]], None] = lambda given, sizes: None
     prepare: Callable[..., tuple] | None = None
     check_values: Callable[..., None] | None = None
     flops: Callable[..., int] | None = None
     backward: str | None = None
 
-    @property
+    @functools.cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the arguments, in order."""
         return tuple(argument.name for argument in self.arguments)
 
-    @property
+    @functools.cached_property
     def differentiable(self) -> bool:
         """Whether autograd takes a gradient of any argument."""
         return any(argument.differentiable for argument in self.arguments)
+
+    @functools.cached_property
+    def scalars(self) -> dict[str, Any]:
+        """The arguments that `OpCall.scalars` holds, with their defaults."""
+        return {a.name: a.default for a in self.arguments if a.dtype is None and a.in_call}
+
+    @functools.cached_property
+    def _states_last(self) -> tuple[Argument, ...]:
+        """The arguments in the order in which they are checked: how many states there are follows from all else."""
+        states = (STATE, POOL, CHECKPOINTS, STATE_GRADIENT)
+        return tuple(sorted(self.arguments, key=lambda argument: argument.dtype in states))
 
     @property
     def command_line_sizes(self) -> tuple[str, ...]:
@@ -173,8 +173,8 @@ class OpSpec:
         """The argument that follows a rule, if one does."""
         return next((argument for argument in self.arguments if argument.dtype is dtype), None)
 
-    def complete(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by name, what was left out filled in. Raises TypeError as a call of a function does."""
+    def complete(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+        """All arguments, in order, what was left out filled in. Raises TypeError as a call of a function does."""
         names = self.parameters
         given = dict(zip(names, args, strict=False))
         wrong = [name for name in kwargs if name not in names or name in given]
@@ -185,7 +185,7 @@ class OpSpec:
         missing = [a.name for a in self.arguments if a.name not in given and a.default is _REQUIRED]
         if missing:
             raise TypeError(f"{self.name} misses {', '.join(missing)}")
-        return {a.name: given.get(a.name, a.default) for a in self.arguments}
+        return tuple(given.get(a.name, a.default) for a in self.arguments)
 
     def prepared(self, args: tuple) -> tuple:
         """The arguments as a backend receives them."""
@@ -196,73 +196,63 @@ class OpSpec:
             args = (*args[:at], scale_or_default(args[0], args[at]), *args[at + 1 :])
         return args
 
-    def describe(self, *args: Any, **kwargs: Any) -> OpCall:
-        """Check the arguments, reading no values, and describe the call.
+    def describe(self, *args: Any, **circumstances: Any) -> OpCall:
+        """Check all arguments, in order, reading no values, and describe the call.
+
+        Args:
+            circumstances: what else decides who runs the call, by the names of `OpCall`.
 
         Raises:
             ValueError, TypeError: an argument of a wrong type, shape, dtype, device or layout.
         """
-        given = self.complete(args, kwargs)
-        sizes = self._sizes(given)
-        x = given[self.parameters[0]]
-        self._check_memory(given, x)
-        dtypes = {rule: self._dtype_of(rule, given) for rule in (GATE, STATE, POOL, OFFSETS, INDICES)}
+        given = dict(zip(self.parameters, args, strict=True))
+        sizes = self._check(given)
+        dtypes = {a.dtype: x.dtype for a in self.arguments if a.dtype and (x := given[a.name]) is not None}
         return OpCall(
             op=self.name,
-            device=x.device,
-            dtype=x.dtype,
+            device=args[0].device,
+            dtype=args[0].dtype,
             dims={name: sizes[name] for name in self.sizes},
-            gate_dtype=dtypes[GATE],
-            state_dtype=dtypes[STATE] or dtypes[POOL],
-            variable_length=dtypes[OFFSETS] is not None,
-            indexed=dtypes[INDICES] is not None,
-            scalars={a.name: given[a.name] for a in self.arguments if a.is_scalar},
+            gate_dtype=dtypes.get(GATE),
+            state_dtype=dtypes.get(STATE) or dtypes.get(POOL),
+            variable_length=OFFSETS in dtypes,
+            indexed=INDICES in dtypes,
+            scalars={name: given[name] for name in self.scalars},
             checkpoints=any(r.dtype is CHECKPOINTS and (r.when is None or r.when(given)) for r in self.results),
+            **circumstances,
         )
 
     def expected(self, *args: Any) -> tuple[Expected | None, ...]:
         """What a backend has to return for these arguments, in order; None where nothing is asked for."""
-        given = self.complete(args, {})
-        sizes, first = self._sizes(given), given[self.parameters[0]].dtype
-        return tuple(_expected(result, given, sizes, first) for result in self.results)
+        given = dict(zip(self.parameters, args, strict=True))
+        sizes = self._check(given)
+        return tuple(_expected(result, given, sizes, args[0].dtype) for result in self.results)
 
-    def _dtype_of(self, rule: DType, given: Mapping[str, Any]) -> torch.dtype | None:
-        argument = self.has(rule)
-        x = None if argument is None else given[argument.name]
-        return None if x is None else x.dtype
-
-    def _sizes(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Check types, shapes and dtypes, and bind sizes; how many states there are follows from all else."""
+    def _check(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Raise unless every argument is as it is described; returns the sizes that the shapes bind."""
         sizes: dict[str, Any] = {}
-        first = self.arguments[0].name
-        states = [a for a in self.arguments if a.dtype in (STATE, POOL, CHECKPOINTS, STATE_GRADIENT)]
-        for argument in self.arguments:
-            if argument not in states:
-                _check(argument, given[argument.name], sizes, first, given[first])
+        first, bound = self.parameters[0], False
+        for argument in self._states_last:
+            if not bound and argument.dtype in (STATE, POOL, CHECKPOINTS, STATE_GRADIENT):
+                self._bind(given, sizes)
+                bound = True
+            x = given[argument.name]
+            if argument.dtype is None:
+                _check_scalar(argument, x)
+            elif x is not None or argument.default is not None:
+                _check_tensor(argument, x, sizes, first, given[first])
+        if not bound:
+            self._bind(given, sizes)
+        return sizes
+
+    def _bind(self, given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+        """Check sizes against each other, and bind those that no shape names."""
         for name in WIDTHS:
             if sizes.get(name, 1) < 1:
                 raise ValueError(f"{name} is {sizes[name]}; expected at least 1")
         if "Hq" in sizes and sizes["Hq"] % sizes["H"] != 0:
-            raise ValueError(f"{first} has {sizes['Hq']} heads; expected a multiple of k's {sizes['H']}")
+            raise ValueError(f"{self.parameters[0]} has {sizes['Hq']} heads; expected a multiple of k's {sizes['H']}")
         self.bind(given, sizes)
-        for argument in states:
-            _check(argument, given[argument.name], sizes, first, given[first])
-        return sizes
-
-    def _check_memory(self, given: Mapping[str, Any], first: Tensor) -> None:
-        """Check that all tensors are on one device, and their last dimensions contiguous."""
-        for argument in self.arguments:
-            name, x = argument.name, given[argument.name]
-            if not argument.is_tensor or x is None:
-                continue
-            if x.device != first.device:
-                where = f"{name} is on {x.device} and {self.arguments[0].name} is on {first.device}"
-                raise ValueError(f"{where}; move them to one device")
-            if not (x.is_contiguous() or x.stride(-1) == 1):
-                raise ValueError(
-                    f"{name} has strides {tuple(x.stride())}; its last dimension must be contiguous: "
-                    f"call {name}.contiguous()"
-                )
 
     # ---- what follows from the description alone
 
@@ -272,8 +262,7 @@ class OpSpec:
         Args:
             facts: what else there is, by the names of `OpCall`; `scalars` only as far as they are not the defaults.
         """
-        scalars = {a.name: a.default for a in self.arguments if a.is_scalar}
-        scalars |= facts.pop("scalars", {})
+        scalars = {**self.scalars, **facts.pop("scalars", {})}
         facts = {
             "gate_dtype": wide(dtype) if self.has(GATE) else None,
             "state_dtype": wide(dtype) if self.has(POOL) else None,
@@ -322,20 +311,22 @@ def scale_or_default(q: Any, scale: Any) -> float:
         return 1.0  # the checks that follow refuse this q
 
 
-def _check(argument: Argument, x: Any, sizes: dict[str, Any], first: str, first_value: Any) -> None:
-    """Raise unless x may be an argument; bind the sizes in its shape."""
+def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str, first_value: Tensor) -> None:
+    """Check shape, dtype, device and layout of a tensor, given the op's first one; bind the sizes in its shape."""
     name = argument.name
-    if argument.dtype is None:
-        _check_scalar(argument, x)
-    elif x is None and argument.default is None:
-        return
-    else:
-        if argument.shape is not None:
-            _checks.tensor(name, x, argument.shape, sizes)
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is {type(x).__name__}; expected a tensor")
-        reason = argument.dtype.reason.format(first=first, dtype=first_value.dtype)
-        _checks.dtype(name, x, argument.dtype.allowed(first_value.dtype), reason)
+    assert argument.dtype is not None
+    if argument.shape is not None:
+        _checks.tensor(name, x, argument.shape, sizes)
+    elif not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}; expected a tensor")
+    reason = argument.dtype.reason.format(first=first, dtype=first_value.dtype)
+    _checks.dtype(name, x, argument.dtype.allowed(first_value.dtype), reason)
+    if x.device != first_value.device:
+        raise ValueError(f"{name} is on {x.device} and {first} is on {first_value.device}; move them to one device")
+    if not (x.is_contiguous() or x.stride(-1) == 1):
+        raise ValueError(
+            f"{name} has strides {tuple(x.stride())}; its last dimension must be contiguous: call {name}.contiguous()"
+        )
 
 
 _SCALARS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
