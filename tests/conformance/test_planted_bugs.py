@@ -442,8 +442,8 @@ def test_every_bug_is_named_and_without_it_the_same_cases_pass():
 def test_a_backend_that_refuses_all_it_declares_does_not_pass(tmp_path):
     backend = Backend("planted", "0", REFERENCE, Capabilities(), supports=lambda call: "not today")
     with gla.register(backend):
-        code = run("planted", report=str(tmp_path / "report.json"), module="test_refusals")
+        code = run("planted", report=str(tmp_path / "cases.jsonl"), module="test_refusals")
     assert code == 1
-    rows = json.loads((tmp_path / "report.json").read_text())["cases"]
+    rows = map(json.loads, (tmp_path / "cases.jsonl").read_text().splitlines())
     failed = {row["op"] for row in rows if row["outcome"] == "failed"}
     assert failed == set(REFERENCE)
