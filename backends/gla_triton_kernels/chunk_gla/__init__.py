@@ -1,1 +1,20 @@
-"""Gated linear attention over sequences, and over segments of them: one file per kernel and architecture."""
+"""Gated linear attention over sequences, and over segments of them: one file per kernel and architecture.
+
+    plan.py, cost.py       which kernels a call takes, and its predicted time; neither imports Triton
+    call.py                what every call goes through
+    forward*.py            outputs, and the state that leaves, from the state that enters
+    states*.py, scan.py    states of segments from zero, and the states that enter segments from these
+
+Modules are imported when they are first asked for: importing this package imports no Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
