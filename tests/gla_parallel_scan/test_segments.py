@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
-from gla_triton_kernels.chunk_gla.segment_length import CHUNK, segment_length
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from gla_triton_kernels.chunk_gla.segment_length import CHUNK, segment_length
 
 pytest.importorskip("triton")
 

@@ -212,9 +212,9 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
         blocks, at_once = H * -(-V // 128), 1
     else:
         blocks, at_once = H * -(-V // 64), 4 if Hq > H and K <= 128 < 2 * V else 2
-    length = INTERPRETED_SEGMENT
-    if gpu.architecture is not Architecture.INTERPRETED:
-        length = segment_length(N, T, blocks, at_once * gpu.multiprocessors, call.variable_length)
+    length = segment_length(N, T, blocks, at_once * gpu.multiprocessors, call.variable_length)
+    if gpu.architecture is Architecture.INTERPRETED:
+        length = min(length, INTERPRETED_SEGMENT)
     if length >= T:
         return plan_one_pass(call, gpu, aligned)
     segments = N + T // length if call.variable_length else N * -(-T // length)  # of packed sequences at most
