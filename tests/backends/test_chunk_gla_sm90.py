@@ -11,26 +11,12 @@ from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import GATES, gla_inputs
 
 BUDGET = FORWARD[torch.bfloat16]
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90", "poisoned")]
 
 
 @pytest.fixture(autouse=True)
 def whatever_the_length(monkeypatch):
     monkeypatch.setattr("gla_triton_kernels.chunk_gla.one_pass.WORTH_WHOLE_CHUNKS", 0)
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """New tensors are filled with NaN, so that what is not written shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(**sizes):

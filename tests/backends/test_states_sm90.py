@@ -14,21 +14,7 @@ from gla_core.workloads.inputs import GATES, gla_inputs
 
 BUDGET = FORWARD[torch.bfloat16]
 DECAYS = 2e-4  # exp of a float32 sum of up to -100
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """New tensors are filled with NaN, so that what is not written shows."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90", "poisoned")]
 
 
 def inputs(**sizes):
