@@ -111,15 +111,6 @@ def change_plans(monkeypatch):
 
 
 @pytest.fixture
-def general_kernels(change_plans):
-    """chunk_gla takes the kernels for every GPU, and moves tiles by TMA wherever it can."""
-    from gla_triton_kernels.chunk_gla.plan import Kernel
-
-    change_plans("best_kernel", lambda *_: Kernel.FORWARD)
-    change_plans("TMA_ELEMENTS", 0)
-
-
-@pytest.fixture
 def short_segments(change_plans):
     """parallel_scan cuts sequences of a hundred tokens too, on a GPU."""
     from gla_triton_kernels.chunk_gla.plan import segment_length
