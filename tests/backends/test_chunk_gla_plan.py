@@ -1,4 +1,4 @@
-"""Which kernels chunk_gla takes: the table for each architecture, and that launcher and cost model read the same plan."""
+"""Which kernels chunk_gla takes, by architecture; launcher and cost model read the same plan."""
 
 from __future__ import annotations
 
