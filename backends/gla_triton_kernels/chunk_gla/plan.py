@@ -10,7 +10,7 @@ C tokens a chunk   BK, BV keys and values of a block
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -106,8 +106,8 @@ def plan_one_pass(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     """
     B, T, K, N = (call.dims[name] for name in ("B", "T", "K", "N"))
     fewest = SM90_TOKENS * (1 if K > 64 else 2)
-    kernel = best_kernel(call, gpu, aligned) if fewest * max(N, 1) <= B * T else Kernel.FORWARD
-    return Plan(_outputs(kernel, call, gpu, aligned, N))
+    kernel = best_kernel(call, gpu, aligned) if B * T >= fewest * max(N, 1) else Kernel.FORWARD
+    return Plan(_forward(call, gpu, aligned, N) if kernel is Kernel.FORWARD else _forward_sm90(call, kernel))
 
 
 def best_kernel(call: OpCall, gpu: Gpu, aligned: bool) -> Kernel:
@@ -122,62 +122,48 @@ def best_kernel(call: OpCall, gpu: Gpu, aligned: bool) -> Kernel:
     return Kernel.FORWARD_SM90_WIDE if wide else Kernel.FORWARD
 
 
-def _outputs(kernel: Kernel, call: OpCall, gpu: Gpu, aligned: bool, sequences: int) -> KernelPlan:
-    """Launch parameters of a kernel that computes outputs, of so many sequences or segments."""
+def _forward_sm90(call: OpCall, kernel: Kernel) -> KernelPlan:
+    """Launch parameters of the kernels for SM90 that compute outputs; the one for wide heads takes keys in slices."""
+    BK, BV = (64 if call.dims["K"] <= 64 else 128), (64 if call.dims["V"] <= 64 else 128)
+    stages = 4 if BK == BV == 64 else 2  # as many as shared memory holds
+    return KernelPlan(kernel=kernel, C=64, BK=BK, BV=BV, stages=stages, tma=True)
+
+
+def _forward(call: OpCall, gpu: Gpu, aligned: bool, sequences: int) -> KernelPlan:
+    """Launch parameters of the general kernel that computes outputs, of so many sequences or segments."""
     B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
-    BV = 64 if V <= 64 else 128
-    if kernel is Kernel.FORWARD_SM90:
-        BK = 64 if K <= 64 else 128
-        stages = 4 if BK == BV == 64 else 2  # as many as shared memory holds
-        return KernelPlan(kernel=kernel, C=64, BK=BK, BV=BV, stages=stages, tma=True)
-    if kernel is Kernel.FORWARD_SM90_WIDE:
-        return KernelPlan(kernel=kernel, C=64, BK=128, BV=BV, tma=True)
-    length = B * T // max(sequences, 1)
-    widest = _widest(power_of_two(K, 16), V, sequences * H, length, call.dtype)
-    little = gpu.architecture.has_little_shared_memory
-    return replace(
-        widest,
-        C=min(widest.C, power_of_two(length, 16), 32 if little else widest.C),
-        BV=min(widest.BV, power_of_two(V, 16)),
-        stages=1 if little else widest.stages,
-        tokenwise=_tokenwise(call),
-        tma=_worth_tma(call, gpu, aligned),
-    )
-
-
-def _widest(BK: int, V: int, heads: int, length: int, dtype: torch.dtype) -> KernelPlan:
-    """Launch parameters of the general kernel, before C and BV are cut to what there is.
-
-    Args:
-        heads: of all sequences. length: tokens of an average sequence.
-    """
-    kernel = Kernel.FORWARD
+    BK, blocks, length = power_of_two(K, 16), sequences * H * -(-V // 64), B * T // max(sequences, 1)
     # What bfloat16 costs in accuracy does not average out over few terms.
-    if dtype != torch.bfloat16 or BK <= 32 or (length <= 16 and BK <= 128):
+    in_bfloat16 = call.dtype == torch.bfloat16 and BK > 32 and (length > 16 or BK > 128)
+    if not in_bfloat16:
         # At most 32 wide: with 64 rows, wgmma would take TF32 operands from registers, which Triton 3.6 gets wrong.
-        BV, warps, stages = {256: (32, 8, 2), 512: (16, 8, 1)}.get(BK, (32, 4, 2))
-        return KernelPlan(kernel=kernel, C=16, BK=BK, BV=BV, warps=warps, stages=stages, operand=torch.float32)
-    if BK == 512:
-        return KernelPlan(kernel=kernel, C=16, BK=BK, BV=32, warps=8)
-    if BK == 256:
-        return KernelPlan(kernel=kernel, C=16, BK=BK, BV=128, warps=8, stages=3, triangle=True, keys_first=V > 64)
-    blocks = heads * -(-V // 64)
-    if blocks <= FEW_BLOCKS:
-        return KernelPlan(kernel=kernel, C=32 if BK == 128 else 64, BK=BK, BV=32, stages=3, triangle=True)
-    if BK == 128 and V > 64 and blocks >= MANY_BLOCKS:
-        return KernelPlan(kernel=kernel, C=32, BK=BK, BV=128, triangle=True)
-    return KernelPlan(kernel=kernel, C=64, BK=BK, BV=64, stages=2 if BK == 128 else 3, triangle=True)
-
-
-def _tokenwise(call: OpCall) -> bool:
-    """Whether no matrix unit may be used."""
-    return call.dtype == torch.float32 and call.float32_matmul_precision == "highest"
-
-
-def _worth_tma(call: OpCall, gpu: Gpu, aligned: bool) -> bool:
-    """Whether a general kernel moves tiles by TMA, which knows no ends of packed sequences."""
-    B, T, H, V = (call.dims[name] for name in ("B", "T", "H", "V"))
-    return gpu.architecture.has_tma and aligned and not call.variable_length and B * T * H * V >= TMA_ELEMENTS
+        C, BV, warps, stages = {256: (16, 32, 8, 2), 512: (16, 16, 8, 1)}.get(BK, (16, 32, 4, 2))
+    elif BK == 512:
+        C, BV, warps, stages = 16, 32, 8, 2
+    elif BK == 256:
+        C, BV, warps, stages = 16, 128, 8, 3
+    elif blocks <= FEW_BLOCKS:
+        C, BV, warps, stages = 32 if BK == 128 else 64, 32, 4, 3
+    elif blocks >= MANY_BLOCKS and BK == 128 and V > 64:
+        C, BV, warps, stages = 32, 128, 4, 2
+    else:
+        C, BV, warps, stages = 64, 64, 4, 2 if BK == 128 else 3
+    if gpu.architecture.has_little_shared_memory:
+        C, stages = min(C, 32), 1
+    return KernelPlan(
+        kernel=Kernel.FORWARD,
+        C=min(C, power_of_two(length, 16)),
+        BK=BK,
+        BV=min(BV, power_of_two(V, 16)),
+        warps=warps,
+        stages=stages,
+        operand=torch.bfloat16 if in_bfloat16 else torch.float32,
+        tokenwise=call.dtype == torch.float32 and call.float32_matmul_precision == "highest",
+        # TMA knows no ends of packed sequences.
+        tma=gpu.architecture.has_tma and aligned and not call.variable_length and B * T * H * V >= TMA_ELEMENTS,
+        triangle=in_bfloat16 and BK <= 256,
+        keys_first=in_bfloat16 and BK == 256 and V > 64,
+    )
 
 
 # ---- forward: segments and a scan
@@ -218,8 +204,8 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     if length >= T:
         return plan_one_pass(call, gpu, aligned)
     segments = N + T // length if call.variable_length else N * -(-T // length)  # of packed sequences at most
-    outputs = _outputs(Kernel.FORWARD_SM90 if sm90 else Kernel.FORWARD, call, gpu, aligned, segments)
-    states = _states_sm90(call) if sm90 else _states(call, gpu, aligned, length)
+    outputs = _forward_sm90(call, Kernel.FORWARD_SM90) if sm90 else _forward(call, gpu, aligned, segments)
+    states = _states_sm90(call) if sm90 else _states(call, length, outputs)
     return Plan(outputs, SegmentPlan(length, states, gpu.architecture.overlaps_kernels))
 
 
@@ -249,23 +235,25 @@ def _time_of_cut(segments: int, chunks: int, blocks: int, at_once: int) -> float
     return waves * length if segments == 1 else waves * ((1 + BUILDING) * length + SPILLING) + LAUNCHING
 
 
-def _states(call: OpCall, gpu: Gpu, aligned: bool, length: int) -> KernelPlan:
-    """Launch parameters of the general kernel that builds states."""
-    K, V = call.dims["K"], call.dims["V"]
-    plan = KernelPlan(
+def _states(call: OpCall, length: int, outputs: KernelPlan) -> KernelPlan:
+    """Launch parameters of the general kernel that builds states, beside those of the one that computes outputs."""
+    BK, BV, stages, operand = 64, 64, 3, torch.float32
+    if call.dtype == torch.bfloat16:
+        operand = torch.bfloat16
+    elif outputs.tokenwise:
+        BK, stages = 128, 4
+    else:
+        BV = 32  # with TF32 operands; see _forward
+    return KernelPlan(
         kernel=Kernel.STATES,
         C=min(32, power_of_two(length, 16)),
-        BK=min(64, power_of_two(K, 16)),
-        BV=min(64, power_of_two(V, 16)),
-        stages=3,
-        tma=_worth_tma(call, gpu, aligned),
+        BK=min(BK, power_of_two(call.dims["K"], 16)),
+        BV=min(BV, power_of_two(call.dims["V"], 16)),
+        stages=stages,
+        operand=operand,
+        tokenwise=outputs.tokenwise,
+        tma=outputs.tma,
     )
-    if call.dtype == torch.bfloat16:
-        return plan
-    if _tokenwise(call):
-        return replace(plan, BK=min(128, power_of_two(K, 16)), stages=4, operand=torch.float32, tokenwise=True)
-    # At most 32 wide: see _widest.
-    return replace(plan, BV=min(32, plan.BV), operand=torch.float32)
 
 
 def _states_sm90(call: OpCall) -> KernelPlan:
