@@ -39,7 +39,7 @@ class KernelPlan:
         warps: of a block; those that are specialised come on top.
         stages: chunks on their way from memory at a time.
         operand: what matrices are multiplied in; float32 stands for TF32.
-        tokenwise: token by token, without matrix units; C is then not used.
+        tokenwise: token by token, without matrix units.
         tma: tiles are moved by TMA, not through pointers.
         triangle: gates are summed by a product with a triangle, not by a scan.
         keys_first: the state's keys make the rows of the matrix instruction, not its values.
@@ -105,8 +105,9 @@ def plan_one_pass(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
         aligned: whether TMA can address q, k, v, g and o.
     """
     B, T, K, N = (call.dims[name] for name in ("B", "T", "K", "N"))
-    fewest = SM90_TOKENS * (1 if K > 64 else 2)
-    kernel = best_kernel(call, gpu, aligned) if B * T >= fewest * max(N, 1) else Kernel.FORWARD
+    tokens = B * T / max(N, 1)
+    enough = tokens >= SM90_TOKENS * (1 if K > 64 else 2)
+    kernel = best_kernel(call, gpu, aligned) if enough else Kernel.FORWARD
     return Plan(_forward(call, gpu, aligned, N) if kernel is Kernel.FORWARD else _forward_sm90(call, kernel))
 
 
@@ -194,7 +195,7 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     """
     T, H, Hq, K, V, N = (call.dims[name] for name in ("T", "H", "Hq", "K", "V", "N"))
     sm90 = best_kernel(call, gpu, aligned) is Kernel.FORWARD_SM90
-    if sm90:
+    if sm90:  # blocks of a sequence, and how many a multiprocessor runs at once
         blocks, at_once = H * -(-V // 128), 1
     else:
         blocks, at_once = H * -(-V // 64), 4 if Hq > H and K <= 128 < 2 * V else 2
