@@ -8,13 +8,6 @@
 Modules are imported when they are first asked for: importing this package imports no Triton.
 """
 
-from __future__ import annotations
+from gla_triton_kernels.runtime.lazy import modules_of
 
-import importlib
-from types import ModuleType
-
-
-def __getattr__(name: str) -> ModuleType:
-    if name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")
+__getattr__ = modules_of(__name__)
