@@ -44,7 +44,7 @@ def forward(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute chunk_gla_fwd one way; see gla_core/ops/chunk_gla.py."""
+    """chunk_gla_fwd, computed as `way` does it; see gla_core/ops/chunk_gla.py."""
     B, T, Hq, K = q.shape
     H, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
