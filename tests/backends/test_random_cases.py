@@ -22,14 +22,12 @@ WIDTHS = [(16, 16), (19, 37), (64, 64), (128, 128), (40, 200), (96, 8), (256, 64
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPS = ["chunk_gla"] * 7 + ["recurrent_gla_step", "softmax_attention", "online_softmax"]
 BATCH = 20
-BACKENDS = ["triton_fused", "parallel_scan"]
 
 
 @pytest.mark.parametrize(
     ("device", "batch"),
     [("cpu", 0), *(pytest.param("cuda", i, marks=pytest.mark.gpu) for i in range(1000 // BATCH))],
 )
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.kernels
 def test_random_cases(device, batch, backend):
