@@ -152,7 +152,7 @@ def _double(q: Tensor, k: Tensor, block_decay: Tensor, L: int) -> Tensor:
     """Join neighbouring blocks of L in place, by the associative rule of the gates.
 
     Rows of q [.., C, (G,) K], decayed from the start of their block, gain the whole block to their left; rows of
-    k [.., C, K], decayed to the end of theirs, gain the whole block to their right. whole [.., C/L, K] holds the
+    k [.., C, K], decayed to the end of theirs, gain the whole block to their right. block_decay [.., C/L, K] holds the
     products over the blocks; returns those over the joined blocks [.., C/2L, K].
     """
     left_decay, right_decay = _left(block_decay, 1), _right(block_decay, 1)  # [R, H, n, m, 1, K]
