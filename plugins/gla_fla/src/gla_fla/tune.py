@@ -116,12 +116,12 @@ def compile_share(workloads: Sequence[Workload], backward: bool, share: int, sha
 def compile_only(share: int, shares: int) -> None:
     """Make Triton's autotuner, in this process, compile every `shares`-th configuration and launch none."""
     autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
-    turn = itertools.count()  # goes on from kernel to kernel, so that the shares are even
+    counter = itertools.count()  # goes on from kernel to kernel, so that the shares are even
 
     def run(tuner: Any, *args: Any, **kwargs: Any) -> None:
         tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
         for config in tuner.prune_configs(kwargs):
-            if next(turn) % shares != share:
+            if next(counter) % shares != share:
                 continue
             try:
                 tuner.fn.run(*args, **{**kwargs, "warmup": True}, **config.all_kwargs())
