@@ -15,9 +15,12 @@ from gla_core.bench.measure import clock, synchronize
 from gla_core.workloads.named import Workload, select
 
 
-def first_calls(workload: Workload, backend: str, device: torch.device) -> dict[str, float]:
-    """Seconds of a call and, where the backend has a backward, of its backward."""
-    differentiable = suite.has_backward(workload.op, backend)
+def first_calls(workload: Workload, backend: str, device: torch.device, backward: bool = True) -> dict[str, float]:
+    """Seconds of a call, as first_call, and of its backward, if asked for and there is one, as first_backward.
+
+    What this process has imported, compiled and tuned before is not in them.
+    """
+    differentiable = backward and suite.has_backward(workload.op, backend)
     arguments = suite.make_arguments(workload, device, gradients=differentiable)
     function = suite.bound(workload.op, backend, arguments)
     synchronize(device)
