@@ -87,8 +87,11 @@ def _chunk_gla_fwd(
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    return _module(q, "chunk_gla").chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    checkpoint_every: int | None,
+) -> tuple[Tensor, Tensor | None, None]:
+    return *_module(q, "chunk_gla").chunk_gla_fwd(
+        q, k, v, g, scale, initial_state, output_final_state, cu_seqlens
+    ), None
 
 
 def _recurrent_gla_step(

@@ -85,7 +85,7 @@ def installed() -> dict[str, Backend]:
 
 def get(name: str, source: str = "") -> Backend:
     """The backend called `name`. Raises UnknownBackendError with the nearest spelling."""
-    found = _discover()
+    found = _discovered or _discover()
     known = {**found.backends, **_registered}
     if name in known:
         return known[name]
