@@ -183,15 +183,22 @@ def check_backend(backend: object, taken: Iterable[str] = ()) -> None:
     if not isinstance(backend.version, str):
         raise BackendError(f"backend {name!r}: version is {backend.version!r}; expected a string")
     _check_capabilities(name, backend.capabilities)
+    for op, can in _items(name, backend.op_capabilities, "op_capabilities"):
+        _check_op(f"backend {name!r} has capabilities of", op)
+        _check_capabilities(name, can)
     if not callable(backend.supports):
         raise BackendError(f"backend {name!r}: supports is {backend.supports!r}; expected a function of an OpCall")
     if not isinstance(backend.ops, Mapping):
         raise BackendError(f"backend {name!r}: ops is {type(backend.ops).__name__}; expected a mapping")
     for op, function in backend.ops.items():
-        if op not in OP_PARAMETERS:
-            raise UnknownOpError(f"backend {name!r} implements an unknown op {op!r}{nearest(str(op), OP_PARAMETERS)}")
+        _check_op(f"backend {name!r} implements", op)
         _check_signature(name, op, function)
     _check_cost(name, backend.cost)
+
+
+def _check_op(who: str, op: object) -> None:
+    if op not in OP_PARAMETERS:
+        raise UnknownOpError(f"{who} an unknown op {op!r}{nearest(str(op), OP_PARAMETERS)}")
 
 
 def _check_free(name: str, taken: Iterable[str]) -> None:
@@ -254,10 +261,7 @@ def _check_cost(name: str, cost: object) -> None:
         raise BackendError(f"backend {name!r}: the formula of cost is {type(cost.formula).__name__}, not a function")
     for kind, ops in _items(name, cost.constants, "constants"):
         for op, constants in _items(name, ops, f"constants of {kind!r}"):
-            if op not in OP_PARAMETERS:
-                raise UnknownOpError(
-                    f"backend {name!r} has constants of an unknown op {op!r}{nearest(str(op), OP_PARAMETERS)}"
-                )
+            _check_op(f"backend {name!r} has constants of", op)
             for constant, value in _items(name, constants, f"constants of {kind!r}, {op}"):
                 if constant in DEVICE_FACTS:
                     raise BackendError(f"backend {name!r}: the constant {constant!r} of {op} is the core's; rename it")
