@@ -15,25 +15,18 @@ import torch
 
 from gla_core.dispatch.backend import OpCall
 from gla_parallel_scan.pytorch.pieces import piece
-from gla_triton_kernels.chunk_gla.segment_length import CHUNK, blocks_of, segment_length
+from gla_triton_kernels.chunk_gla import cost as chunk_gla
 from gla_triton_kernels.cost import (
     Constants,
-    Walk,
     attention_bytes,
     attention_keys,
     attention_products,
-    chunk_gla_bytes,
-    chunk_gla_host,
-    chunk_gla_walk,
-    hopper_suits,
     in_all,
     recurrent_gla_step,
-    walk_seconds,
-    whole_seconds,
 )
 
-PIECE = 2**18
-"""As in in_pytorch/chunk_gla.py."""
+PIECE, SEGMENT = 2**18, 64
+"""As in pytorch/chunk_gla.py."""
 UNALIGNED = 3
 """Times as long; measured on an H200 with 50257 columns."""
 
@@ -46,36 +39,6 @@ def predicted_seconds(call: OpCall, c: Constants) -> float | None:
 
 
 # ---- on a GPU
-
-
-def _chunk_gla_fwd(call: OpCall, c: Constants) -> float:
-    """Three kernels: states of segments from zero, their scan, the outputs. Sequences that fill the device stay whole.
-
-    Constants: those of a walk; build_step, seconds of 64 tokens in the first kernel on Hopper; build, a step of it as a
-    part of one of the third elsewhere, and build_start before the first; scan_step, seconds of a segment in the second.
-    """
-    B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
-    packed, on_hopper = call.variable_length, hopper_suits(call, c)
-    blocks, at_once = blocks_of(H, Hq, K, V, on_hopper)
-    length = segment_length(N, T, blocks, at_once * int(c["multiprocessors"]), packed)
-    if length >= T:
-        return whole_seconds(call, c)
-    # Of a packed sequence the last segment is short, and half as long as the others where sequences are long.
-    segments = max(N, T / length + N / 2) if packed else N * math.ceil(T / length)
-    mean = T / segments if packed else length
-    longest = max(1, min(c["uneven"], length / mean))
-    walk = chunk_gla_walk(call, on_hopper, segments, mean, c)
-    outputs = walk_seconds(call, walk, segments, mean, chunk_gla_bytes(call), c, longest)
-    if on_hopper:
-        walk = Walk(CHUNK, 128, c["hopper_start"], c["build_step"])
-    else:
-        walk = walk._replace(start=c["build_start"], step=c["build"] * walk.step)
-    built = max(0, T / length - N / 2) if packed else segments - N  # segments with another one after them
-    read = B * T * H * ((K + V) * call.dtype.itemsize + (K * call.gate_dtype.itemsize if call.gate_dtype else 0))
-    build = walk_seconds(call, walk, built, length, read, c) if built else c["launch"]
-    states = 4 * segments * H * K * V * 4  # bytes: each is written, scanned and read
-    scan = c["launch"] + segments / max(N, 1) * c["scan_step"] + states / c["bandwidth"]
-    return in_all(call, build + scan + outputs, chunk_gla_host(4 if packed else 3, c))
 
 
 def _online_softmax(call: OpCall, c: Constants) -> float:
@@ -105,7 +68,7 @@ def _softmax_attention(call: OpCall, c: Constants) -> float:
 
 
 _BY_TRITON: Mapping[str, Callable[[OpCall, Constants], float]] = {
-    "chunk_gla_fwd": _chunk_gla_fwd,
+    "chunk_gla_fwd": chunk_gla.segments,
     "recurrent_gla_step": recurrent_gla_step,
     "online_softmax": _online_softmax,
     "softmax_attention": _softmax_attention,
@@ -127,7 +90,7 @@ def _chunk_gla_in_pytorch(call: OpCall) -> tuple[float, float]:
     A state is held for each segment, and for each sequence the one that enters it.
     """
     B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
-    C = min(CHUNK, 1 << max(T - 1, 0).bit_length())
+    C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())
     n = T // C + N if call.variable_length else -(-T // C)
     rows, heads = piece(B, H, T * max(K, V), PIECE)
     pieces = math.ceil(B / rows) * math.ceil(H / heads)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 import torch
 
 from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels.chunk_gla import cost as chunk_gla
 from gla_triton_kernels.cost import (
     Constants,
     attention_bytes,
     attention_products,
     in_all,
     recurrent_gla_step,
-    whole_seconds,
 )
 
 MOST_ON_CHIP = 2**14
@@ -55,7 +55,7 @@ def _softmax_attention(call: OpCall, c: Constants) -> float:
 
 
 _SECONDS: Mapping[str, Callable[[OpCall, Constants], float]] = {
-    "chunk_gla_fwd": whole_seconds,
+    "chunk_gla_fwd": chunk_gla.one_pass,
     "recurrent_gla_step": recurrent_gla_step,
     "online_softmax": _online_softmax,
     "softmax_attention": _softmax_attention,

@@ -155,6 +155,10 @@ class OpSpec:
         return {a.name: a.default for a in self.arguments if a.dtype is None and a.in_call}
 
     @functools.cached_property
+    def _scale_at(self) -> int | None:
+        return self.parameters.index("scale") if "scale" in self.parameters else None
+
+    @functools.cached_property
     def _states_last(self) -> tuple[Argument, ...]:
         """The arguments in the order in which they are checked: how many states there are follows from all else."""
         states = (STATE, POOL, CHECKPOINTS, STATE_GRADIENT)
@@ -191,8 +195,8 @@ class OpSpec:
         """The arguments as a backend receives them."""
         if self.prepare is not None:
             args = self.prepare(*args)
-        if "scale" in self.parameters:
-            at = self.parameters.index("scale")
+        at = self._scale_at
+        if at is not None and type(args[at]) is not float:
             args = (*args[:at], scale_or_default(args[0], args[at]), *args[at + 1 :])
         return args
 

@@ -18,6 +18,7 @@ from gla_core.conformance import oracle
 from gla_core.conformance.calls import heads_first
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import GATES, gla_inputs
+from gla_triton_kernels.chunk_gla.plan import Kernel
 
 pytest.importorskip("triton")
 
@@ -34,12 +35,11 @@ pytestmark = pytest.mark.kernels
 
 
 @pytest.fixture
-def forward(backend, monkeypatch):
-    """The backend's chunk_gla_fwd by general kernels, with tiles wherever they can be had."""
-    monkeypatch.setattr("gla_triton_kernels.chunk_gla.one_pass.WORTH_WHOLE_CHUNKS", 2**40)
-    monkeypatch.setattr("gla_triton_kernels.chunk_gla.forward.WORTH_TILING", 0)
-    monkeypatch.setattr("gla_parallel_scan.chunk_gla._length", lambda *_: CHUNK)
-    monkeypatch.setattr("gla_parallel_scan.chunk_gla._suits_hopper", lambda *_: False)
+def forward(backend, change_plans):
+    """The backend's chunk_gla_fwd by general kernels, with TMA wherever it can be had."""
+    change_plans("best_kernel", lambda *_: Kernel.FORWARD)
+    change_plans("TMA_ELEMENTS", 0)
+    change_plans("segment_length", lambda *_: CHUNK)
     chunk_gla_fwd = importlib.import_module(f"gla_{backend}.chunk_gla").chunk_gla_fwd
 
     def forward(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, final=True):
@@ -133,8 +133,8 @@ def test_nothing_to_do(forward, device, B, T):
 
 
 @pytest.mark.parametrize("decay", [1.0, 59.0, 61.0, 300.0, 700.0])
-@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else DTYPES, ids=str)  # float32 knows no frames
-def test_either_side_of_the_largest_decay_of_a_frame(forward, device, decay, dtype):
+@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else DTYPES, ids=str)  # float32 goes token by token
+def test_either_side_of_the_largest_decay_of_a_mild_chunk(forward, device, decay, dtype):
     """In some channels of a chunk of any length from 16 to 64."""
     q, k, v, g, state, _ = inputs(device, T=2 * CHUNK, K=32, dtype=dtype, gate_dtype=torch.float32, initial_state=True)
     for C, channel in ((16, 3), (32, 7), (64, 20)):
@@ -160,7 +160,7 @@ def test_mild_and_infinite_gates_in_one_row(forward, device):
 
 @pytest.mark.parametrize("tokens", sorted({CHUNK, 64}))
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float16], ids=str)
-def test_large_values_in_a_frame_of_large_decay(forward, device, dtype, tokens):
+def test_large_values_in_a_mild_chunk_of_large_decay(forward, device, dtype, tokens):
     q, k, v, g, _, _ = inputs(device, T=2 * CHUNK, K=64, dtype=dtype, gate_dtype=torch.float32)
     g[:] = -58.0 / tokens
     check(forward, 1e4 * q, 1e4 * k, 1e4 * v, g)

@@ -9,14 +9,23 @@ from gla_core.conformance import oracle
 from gla_core.conformance.calls import heads_first
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import GATES, gla_inputs
+from gla_triton_kernels.chunk_gla.plan import Kernel, best_kernel
 
 BUDGET = FORWARD[torch.bfloat16]
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90", "poisoned")]
 
 
 @pytest.fixture(autouse=True)
-def whatever_the_length(monkeypatch):
-    monkeypatch.setattr("gla_triton_kernels.chunk_gla.one_pass.WORTH_WHOLE_CHUNKS", 0)
+def sm90_kernels(change_plans):
+    """Whatever the length of sequences; a call that would take the general kernel fails."""
+
+    def sm90_kernel(*call):
+        kernel = best_kernel(*call)
+        assert kernel is not Kernel.FORWARD
+        return kernel
+
+    change_plans("best_kernel", sm90_kernel)
+    change_plans("SM90_TOKENS", 0)
 
 
 def inputs(**sizes):
@@ -26,10 +35,7 @@ def inputs(**sizes):
 
 def forward(q, k, v, g, scale, initial_state, cu_seqlens):
     from gla_triton_fused.chunk_gla import chunk_gla_fwd
-    from gla_triton_kernels.chunk_gla import forward_sm90 as chunk_gla_hopper
-    from gla_triton_kernels.chunk_gla import forward_sm90_wide as chunk_gla_hopper_wide
 
-    assert chunk_gla_hopper.suits(q, k, v, g) or chunk_gla_hopper_wide.suits(q, k, v, g)
     return chunk_gla_fwd(q, k, v, g, scale, initial_state, True, cu_seqlens)
 
 
@@ -91,7 +97,7 @@ def test_a_packed_sequence_sees_nothing_of_the_next():
     assert relative_error(states[:1], ref_state) <= BUDGET
 
 
-def test_mild_and_other_chunks_take_turns():
+def test_mild_and_other_chunks_by_turns():
     q, k, v, g, state, _ = inputs(T=64 * 6, K=128, V=128, initial_state=True)
     g[:, 64:128] *= 400
     g[:, 200, :, 5] = -torch.inf
@@ -100,7 +106,7 @@ def test_mild_and_other_chunks_take_turns():
 
 
 @pytest.mark.parametrize("decay", [1.0, 79.0, 81.0, 7000.0])
-def test_either_side_of_the_reach_of_a_frame(decay):
+def test_either_side_of_the_largest_decay_of_a_mild_chunk(decay):
     q, k, v, g, state, _ = inputs(T=128, K=128, V=128, initial_state=True)
     g[..., 3] = -decay / 64
     check(q, k, v, g, state)
@@ -129,15 +135,3 @@ def test_more_than_2_to_the_31_elements():
     ref_o, ref_state = oracle.chunk_gla(*(x[:, long:] for x in (q, k, v, g)), 0.3)
     assert relative_error(o[:, long:], ref_o) <= BUDGET
     assert relative_error(states[1:], ref_state) <= BUDGET
-
-
-def test_refused():
-    from gla_triton_kernels.chunk_gla.forward_sm90 import suits
-
-    q, k, v, g, *_ = inputs(T=10, K=64, V=64)
-    assert suits(q, k, v, g)
-    assert not suits(*(x.half() for x in (q, k, v, g)))
-    assert not suits(q.repeat(1, 1, 2, 1), k, v, g)
-    assert not suits(q, k, v[..., :60].contiguous(), g)
-    assert not suits(q[..., 1:-7], k[..., 1:-7], v, g[..., 1:-7])
-    assert not suits(q, k, v, g[:, :, :1].expand_as(g))

@@ -277,7 +277,7 @@ def test_tensor_maps_follow_their_tensors(backend, monkeypatch):
     with gla.use_backend(backend):
         found = [gla.chunk_gla(*chunk_inputs(*call)) for call in calls * 2]
         assert len(replay._encoded) > 0
-        monkeypatch.setattr("gla_triton_kernels.chunk_gla.one_pass.replay", lambda *_: False)
+        monkeypatch.setattr("gla_triton_kernels.chunk_gla.call.replay", lambda *_: False)
         for i, call in enumerate(calls):
             for once, twice, new in zip(
                 found[i], found[i + len(calls)], gla.chunk_gla(*chunk_inputs(*call)), strict=True

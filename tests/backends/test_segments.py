@@ -9,17 +9,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gla_triton_kernels.chunk_gla.segment_length import CHUNK, segment_length
+from gla_triton_kernels.chunk_gla.plan import SEGMENT_UNIT, segment_length
 
 pytest.importorskip("triton")
 
 
 @pytest.fixture
 def cut(device):
-    from gla_triton_kernels.chunk_gla.segments import plan
+    from gla_triton_kernels.chunk_gla import segments
 
     def cut(lengths, length, dtype=torch.int64):
-        return plan(1, sum(lengths), length, torch.tensor([0, *lengths], device=device).cumsum(0).to(dtype))
+        return segments.cut(1, sum(lengths), length, torch.tensor([0, *lengths], device=device).cumsum(0).to(dtype))
 
     return cut
 
@@ -68,9 +68,9 @@ def test_any_boundaries(cut, lengths, length):
 
 
 def test_equal_sequences_are_cut_on_the_host():
-    from gla_triton_kernels.chunk_gla.segments import plan
+    from gla_triton_kernels.chunk_gla.segments import cut
 
-    segments = plan(3, 130, 64, None)
+    segments = cut(3, 130, 64, None)
     assert (segments.per_sequence, segments.count, segments.bounds, segments.first) == (3, 9, None, None)
 
 
@@ -78,7 +78,7 @@ def test_a_segment_is_whole_chunks_or_all():
     tokens = [1, 63, 64, 65, 2048, 8192, 65536]
     for sequences, T, blocks, packed in itertools.product([1, 2, 8, 64], tokens, [1, 8, 33, 512], [False, True]):
         length = segment_length(sequences, T, blocks, 132, packed)
-        assert length % CHUNK == 0 or length >= T, (sequences, T, blocks, packed)
+        assert length % SEGMENT_UNIT == 0 or length >= T, (sequences, T, blocks, packed)
 
 
 def pieces(sequences, T, blocks):

@@ -10,7 +10,9 @@ import torch
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import heads_first
 from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.dispatch.backend import OpCall
 from gla_core.workloads.inputs import GATES, gla_inputs
+from gla_triton_kernels.chunk_gla.plan import SegmentPlan, _states_sm90
 
 BUDGET = FORWARD[torch.bfloat16]
 DECAYS = 2e-4  # exp of a float32 sum of up to -100
@@ -24,9 +26,9 @@ def inputs(**sizes):
 
 def cut(B, T, length, cu_seqlens=None):
     """Segments, and where each is: (batch, first row, end)."""
-    from gla_triton_kernels.chunk_gla.segments import plan
+    from gla_triton_kernels.chunk_gla import segments as triton_segments
 
-    segments = plan(B, T, length, cu_seqlens)
+    segments = triton_segments.cut(B, T, length, cu_seqlens)
     if segments.bounds is None:
         return segments, [(b, t, min(t + length, T)) for b in range(B) for t in range(0, T, length)]
     bounds = segments.bounds.tolist()
@@ -42,13 +44,17 @@ def state_from_zero(k, v, g):
 
 
 def build(k, v, g, segments, skip_last=False):
-    from gla_triton_kernels.chunk_gla import states_sm90 as chunk_gla_hopper
+    from gla_triton_kernels.chunk_gla import states_sm90
+    from gla_triton_kernels.chunk_gla.call import Tensors
 
-    assert chunk_gla_hopper.suits(k, k, v, g)
     H, K, V = *k.shape[2:], v.shape[3]
     S = torch.empty(segments.count, H, K, V, device="cuda")
     D = None if g is None else torch.empty(segments.count, H, K, device="cuda")
-    chunk_gla_hopper.build_states(k, v, g, segments, S, D, skip_last)
+    gate_dtype = None if g is None else g.dtype
+    call = OpCall(op="chunk_gla_fwd", device=k.device, dtype=k.dtype, dims={"K": K, "V": V}, gate_dtype=gate_dtype)
+    plan = SegmentPlan(segments.length, _states_sm90(call), overlap=True)
+    x = Tensors(k, k, v, g, None, None, v, None if skip_last else S)  # of which states take k, v and g
+    states_sm90.run(plan, x, segments, S, D)
     return S, D
 
 
@@ -109,11 +115,11 @@ def test_the_last_segment_is_left_out():
 @pytest.mark.parametrize("final", [True, False])
 @pytest.mark.parametrize("gates", ["none", "mild", "extreme", "-inf"])
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 700}, {"lengths": (0, 300, 1, 0, 130, 500)}], ids=str)
-def test_outputs_of_segments(sizes, gates, final, monkeypatch):
+def test_outputs_of_segments(sizes, gates, final, change_plans):
     """The three kernels one after the other, also where each starts before the one before it is done."""
     from gla_parallel_scan import chunk_gla
 
-    monkeypatch.setattr(chunk_gla, "_length", lambda *_: 128)
+    change_plans("segment_length", lambda *_: 128)
     q, k, v, g, state, offsets = inputs(K=128, V=128, gates=gates, initial_state=True, **sizes)
     ref_o, ref_state = oracle.chunk_gla(q, k, v, g, 0.3, state, offsets)
     o, end = chunk_gla.chunk_gla_fwd(q, k, v, g, 0.3, state, final, offsets)
