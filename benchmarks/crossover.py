@@ -2,7 +2,7 @@
 
 python3 benchmarks/crossover.py benchmarks/results/selection-h200.json
 
-The points were measured by benchmarks/selection.py; what `auto` picked is filled, and a line stands where the pick
+The points are those of `evidence.py selection`; what `auto` picked is filled, and a line stands where the pick
 changes. The picture is written beside the file, into the folder of its name.
 """
 
@@ -93,7 +93,7 @@ def _line(axes: Any, rows: Sequence[Row], name: str, colour: str) -> None:
 def main() -> None:
     """Draw each file that is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="written by benchmarks/selection.py")
+    parser.add_argument("results", type=Path, nargs="+", help="written by benchmarks/evidence.py selection")
     for path in parser.parse_args().results:
         print(f"wrote {draw(path)}")
 

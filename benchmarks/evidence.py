@@ -1,268 +1,108 @@
-"""A table of one device, as a file: FLA, PyTorch and the backends over the workloads of models.
+"""Measure, on this device, what benchmarks/results holds.
 
-    python3 benchmarks/evidence.py --out DIR [--minutes 9] [--backends reference,gla_fla] [--commit HASH] [--cache DIR]
-                                   [--name baseline] [--workloads NAME,..] [--directions forward,..] [--seconds 1]
+    python3 benchmarks/evidence.py times [--name baseline] [--backends reference,gla_fla] [--workloads NAME,..] ...
+    python3 benchmarks/evidence.py selection [--passes 3]
+    python3 benchmarks/evidence.py selection --share 0/8    one of 8 processes that fill Triton's cache first
 
-writes DIR/<name>-<device>.json after every row, the most important rows first. A second run with the same DIR goes on
-where the first one ended: rows without an error are kept if device and versions are the same.
+times       FLA, PyTorch and the backends over the workloads of models: see times.py
+selection   whether the backend that `auto` picks is the fastest: see selection.py
 
-The first measurement is FLA's first call, in an empty Triton cache that the rest of the run then shares for what is
-compiled. FLA's tuning keys hold neither B nor T, so what it chose for one workload would be used for all: each workload
-of FLA is tuned and timed in a process of its own that keeps no result (FLA_CACHE_RESULTS=0), alone on the device.
-`python -m gla_fla.tune` compiles beforehand, in parallel.
+Both write their file after every row, and go on where an earlier run like this one ended. The reports of the
+conformance kit beside them are written by `gla conformance NAME --report`, the pages and pictures made of all of them
+by readme_tables.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import functools
 import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+import selection
+import times
 import torch
 from rich.console import Console
 
 import gla_core as gla
-from gla_core.bench import measure, plots, results
-from gla_core.bench.baselines import BASELINES, has_fla
-from gla_core.bench.first_call import first_call
 from gla_core.bench.run import print_rows
-from gla_core.bench.suite import Case, Row, implementing, measure_case
-from gla_core.workloads.named import WORKLOADS, Workload, select
-
-BY_NAME = {(w.op, w.name): w for w in WORKLOADS}
-HEADS_16 = ("train_b8_t4096_h16", "prefill_b1_t8192_h16")  # the shapes of DESIGN section 10, by what FLA tunes once for
-HEADS_8 = ("long_b1_t65536_h8", "prefill_b2_t2048_h8")
-SHORT = (  # the host may decide their time
-    "train_b16_t1024_h8",
-    "train_b4_t2048_h16_k64_v64",
-    "prefill_b2_t2048_h8",
-    "prefill_b1_t8192_h16",
-)
-BOTH = ("forward", "forward+backward")
-TUNED = ("fla", "gla_fla")  # autotuned by FLA
-SECONDS = {"reference": 0.2}  # of timed calls; for all others as asked, 1 by default
+from gla_core.bench.suite import Case
 
 
-def plan(backends: list[str], device: torch.device) -> list[Case]:
-    """What to measure, the most important first."""
-    others = [name for name in backends if name not in BASELINES]
-    names = [*(["fla"] if device.type == "cuda" and has_fla() else []), *others]
-    found = [
-        *_cases("chunk_gla", HEADS_16, names, BOTH),
-        *_cases("recurrent_gla_step", _tagged("recurrent_gla_step", "decode"), names, ("step", "step_graph")),
-        *_cases("recurrent_gla_step", ["decode_b1"], names, ["host"]),
-        *_cases("chunk_gla", HEADS_8, names, BOTH),
-        *_cases("chunk_gla", ["prefill_b2_t2048_h8"], names, ["host"]),
-        *(
-            case
-            for op in ("online_softmax", "softmax_attention")
-            for case in _cases(op, _tagged(op, "train", "long"), ["torch", *others], BOTH)
-        ),
-        *_cases("chunk_gla", SHORT, names, ["forward_graph"]),
-        *_cases("online_softmax", ["rows_8192_columns_1024"], ["torch", *others], ["forward_graph"]),
-        *_cases("chunk_gla", _tagged("chunk_gla", "train", "prefill", "long"), names, BOTH),
-        *_cases("recurrent_gla_step", ["decode_b64"], names, ["first_call"]),
-        *_cases("chunk_gla", HEADS_16[:1], others, ("first_call", "first_backward")),
-    ]
-    return list({(case.workload.op, str(case)): case for case in found}.values())
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line, measure, print what was found."""
+    options = _parser().parse_args(arguments)
+    options.run(options)
 
 
-def _cases(op: str, workloads: Sequence[str], names: Sequence[str], directions: Sequence[str]) -> Iterator[Case]:
-    able = {*implementing(op), *(name for name in BASELINES if op in BASELINES[name])}
-    for workload in workloads:
-        for direction in directions:
-            for name in names:
-                if name in able:
-                    yield Case(BY_NAME[op, workload], name, direction)
-
-
-def _tagged(op: str, *tags: str) -> list[str]:
-    return [w.name for w in select(op) if w.tags.intersection(tags) and "ci" not in w.tags]
-
-
-class Record:
-    """The rows so far, in the file after each of them."""
-
-    def __init__(self, path: Path, run: results.Results) -> None:
-        self.path, self.run = path, run
-        self.rows = [row for row in _earlier(path, run) if row.error is None]
-
-    def add(self, *rows: Row) -> None:
-        self.rows += rows
-        self.run = self.run.with_rows(self.rows)
-        results.write(self.path, self.run)
-
-    def holds(self, workload: Workload, backend: str, direction: str) -> bool:
-        key = (workload.op, workload.name, direction)
-        return any(row.key == key and row.backend == backend for row in self.rows)
-
-
-def _earlier(path: Path, run: results.Results) -> tuple[Row, ...]:
-    """The rows of an earlier run like this one."""
-    if not path.exists():
-        return ()
-    before = results.read(path)
-    same = ("device", "driver", "torch", "triton", "fla", "gla_core", "commit")
-    return before.rows if all(getattr(before, name) == getattr(run, name) for name in same) else ()
-
-
-def first_call_rows(
-    workload: Workload, backend: str, device: torch.device, cache: Path | None, timeout: float
-) -> list[Row]:
-    """Both first calls from one process; what it compiled stays in `cache`."""
-    row = Row(workload=workload.name, op=workload.op, backend=backend, direction="first_call", calls=1)
-    try:
-        seconds = first_call(workload, backend, device, cache, timeout)
-    except Exception as error:
-        return [dataclasses.replace(row, calls=0, error=f"{type(error).__name__}: {error}"[:300])]
-    return [dataclasses.replace(row, direction=name, seconds=value) for name, value in seconds.items()]
-
-
-def run(
-    out: Path,
-    cache: Path,
-    minutes: float,
-    backends: list[str],
-    commit: str | None,
-    device: torch.device,
-    say: Callable[[str], None],
-    name: str = "baseline",
-    wanted: Callable[[Case], bool] = lambda case: True,
-    seconds: float = 1.0,
-) -> tuple[Path, results.Results]:
-    """Measure what is `wanted` of the plan and fits into `minutes`; no measurement begins after that."""
-    end = time.monotonic() + 60 * minutes
-    cache.mkdir(parents=True, exist_ok=True)
-    fresh = cache if not any(cache.iterdir()) else None
-    os.environ["TRITON_CACHE_DIR"] = str(cache)
-    bandwidth = measure.copy_bandwidth(device, budget=2.0)
-    described = results.describe_run(device, bandwidth, commit)
-    path = out / f"{name}-{described.device.lower().removeprefix('nvidia ').replace(' ', '-')}.json"
-    record = Record(path, described)
-    record.add()
-    say(f"{record.run.device}: copies at {bandwidth / 1e12:.3f} TB/s; writing {path}")
-    planned = filter(wanted, plan(backends, device))
-    todo = [c for c in planned if not record.holds(c.workload, c.backend, c.direction)]
-    first = BY_NAME["chunk_gla", HEADS_16[0]]
-    first_wanted = wanted(Case(first, "fla", "first_call"))
-    if first_wanted and any(c.backend == "fla" for c in todo) and not record.holds(first, "fla", "first_backward"):
-        record.add(*first_call_rows(first, "fla", device, fresh, 0.7 * 60 * minutes))
-        told = [row.error or results.time_text(row.seconds) for row in record.rows if row.key[2].startswith("first_")]
-        say(f"first call of FLA, then its backward: {', '.join(told)}")
-    groups = in_processes(todo)
-    for i, group in enumerate(groups):
-        if time.monotonic() > end:
-            left = sum(map(len, groups[i:]))
-            say(f"out of time: {left} measurements left out, from {group[0]} on")
-            break
-        start = time.monotonic()
-        if group[0].backend in TUNED:
-            rows = measure_apart(group, bandwidth, seconds)
-        else:
-            rows = measure_here(group, device, bandwidth, seconds)
-        record.add(*rows)
-        for row in rows:
-            say(f"{row.workload}-{row.backend}-{row.direction}: {row.error or results.time_text(row.seconds)}")
-        say(f"  {time.monotonic() - start:.1f} s")
-    return path, record.run
-
-
-def in_processes(todo: Sequence[Case]) -> list[list[Case]]:
-    """The cases in order, those of one workload that FLA tunes for taken together."""
-    groups: dict[object, list[Case]] = {}
-    for case in todo:
-        apart = case.backend in TUNED and not case.direction.startswith("first_")
-        key = (case.workload.op, case.workload.name if apart else str(case))
-        groups.setdefault(key, []).append(case)
-    return list(groups.values())
-
-
-def measure_here(cases: Sequence[Case], device: torch.device, bandwidth: float, seconds: float = 1.0) -> list[Row]:
-    """Measure in this process."""
-    return [measure_case(case, device, bandwidth, SECONDS.get(case.backend, seconds)) for case in cases]
-
-
-def measure_apart(cases: Sequence[Case], bandwidth: float, seconds: float = 1.0, timeout: float = 400.0) -> list[Row]:
-    """Measure in a process of its own, which tunes FLA for these cases alone."""
-    asked = [[case.workload.op, case.workload.name, case.backend, case.direction] for case in cases]
-    command = [sys.executable, __file__, "--measure", json.dumps([bandwidth, seconds, asked])]
-    environment = {**os.environ, "FLA_CACHE_RESULTS": "0"}
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=True)
-        return [Row(**fields) for fields in json.loads(done.stdout.strip().splitlines()[-1])]
-    except (subprocess.SubprocessError, ValueError, IndexError) as error:
-        reason = f"{type(error).__name__}: {error}"[:300]
-        return [Row(workload=name, op=op, backend=by, direction=way, error=reason) for op, name, by, way in asked]
-
-
-def measure_asked(text: str) -> None:
-    """What `measure_apart` runs: prints rows as JSON."""
-    bandwidth, seconds, asked = json.loads(text)
-    found = [Case(BY_NAME[op, name], backend, direction) for op, name, backend, direction in asked]
-    rows = measure_here(found, torch.device("cuda" if torch.cuda.is_available() else "cpu"), bandwidth, seconds)
-    print(json.dumps([dataclasses.asdict(row) for row in rows]))
-
-
-def main() -> None:
-    """Read the command line, measure, print the table, and draw where matplotlib is installed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results file")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin no measurement after this long")
-    parser.add_argument("--backends", default="reference,gla_fla", help="separated by commas; FLA itself comes anyway")
-    parser.add_argument("--commit", help="of the source, where it cannot be asked of git")
-    parser.add_argument("--cache", type=Path, help="Triton's cache, to share between runs; a new one by default")
-    parser.add_argument("--name", default="baseline", help="first part of the file's name")
-    parser.add_argument("--workloads", type=_names, help="these alone, separated by commas")
-    parser.add_argument("--directions", type=_names, help="these alone, such as forward,step_graph")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of timed calls per row")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)  # cases as JSON, in a process of their own
-    options = parser.parse_args()
-    if options.measure:
-        measure_asked(options.measure)
-        return
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def measure_times(options: argparse.Namespace) -> None:
+    """Measure with times.py, and print the table."""
     console = Console(markup=False, highlight=False, width=150)
-
-    def say(line: str) -> None:
-        console.print(line, soft_wrap=True)
-
-    backends = options.backends.split(",")
-    for name in set(backends) - {info.name for info in gla.backends() if info.error is None}:
+    say = functools.partial(console.print, soft_wrap=True)
+    for name in set(options.backends) - {info.name for info in gla.backends() if info.error is None}:
         say(f"there is no backend {name!r} here; it is left out")
-    cache = options.cache or Path(tempfile.mkdtemp(prefix="triton-"))
 
     def wanted(case: Case) -> bool:
         named = options.workloads is None or case.workload.name in options.workloads
         return named and (options.directions is None or case.direction in options.directions)
 
-    path, found = run(
+    _, found = times.run(
         options.out,
-        cache,
+        options.cache or Path(tempfile.mkdtemp(prefix="triton-")),
         options.minutes,
-        backends,
+        options.backends,
         options.commit,
-        device,
+        torch.device(options.device),
         say,
         options.name,
         wanted,
         options.seconds,
     )
     print_rows(found.rows, console)
-    try:
-        plots.plot(found, path.with_suffix(""))
-    except ValueError as error:
-        say(str(error))
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split(","))
+def measure_selection(options: argparse.Namespace) -> None:
+    """Measure with selection.py, and print its summary; or compile a share of what it runs."""
+    device, say = torch.device(options.device), functools.partial(print, flush=True)
+    if options.share is not None:
+        first, step = map(int, options.share.split("/"))
+        selection.compile_share(device, (first, step), say)
+        return
+    path = selection.run(options.out, device, options.seconds, options.minutes, options.commit, say, options.passes)
+    for part, found in json.loads(path.read_text())["summary"].items():
+        say(selection.in_words(part, found))
+
+
+def _parser() -> argparse.ArgumentParser:
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results file")
+    shared.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    shared.add_argument("--minutes", type=float, default=9.0, help="begin no measurement after this long")
+    shared.add_argument("--commit", help="of the source, where it cannot be asked of git")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+
+    of_times = commands.add_parser("times", parents=[shared])
+    of_times.set_defaults(run=measure_times)
+    of_times.add_argument("--seconds", type=float, default=1.0, help="of timed calls per row")
+    of_times.add_argument("--name", default="baseline", help="first part of the file's name")
+    of_times.add_argument("--backends", type=_names, default=["reference", "gla_fla"], help="FLA itself comes anyway")
+    of_times.add_argument("--workloads", type=_names, help="these alone, separated by commas")
+    of_times.add_argument("--directions", type=_names, help="these alone, such as forward,step_graph")
+    of_times.add_argument("--cache", type=Path, help="Triton's cache, to share between runs; a new one by default")
+
+    of_selection = commands.add_parser("selection", parents=[shared])
+    of_selection.set_defaults(run=measure_selection)
+    of_selection.add_argument("--seconds", type=float, default=0.05, help="of timed calls for each backend and call")
+    of_selection.add_argument("--passes", type=int, default=1, help="over all calls; the quickest time counts")
+    of_selection.add_argument("--share", help="i/n: run the i-th of n shares of the calls once, and measure nothing")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def newest(folder: Path) -> Results | None:
 
 def pictures_of(folder: Path) -> Path:
     """Where the pictures of `DEVICE` are."""
-    return folder / DEVICE.lower().removeprefix("nvidia ").replace(" ", "-")
+    return folder / results.short_name(DEVICE)
 
 
 def between_markers(page: str) -> str | None:
@@ -201,7 +201,7 @@ def _selection(found: dict[str, Any], path: Path) -> str:
         f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}. "
         "The time of the backend that is picked over that of the fastest; the grid is one of chunk_gla_fwd, of shapes "
         "that no constant was fitted to. "
-        f"Written by `benchmarks/selection.py` into `benchmarks/results/{path.name}`.\n",
+        f"Written by `benchmarks/evidence.py selection` into `benchmarks/results/{path.name}`.\n",
         "| calls | measured | within 5 % of the fastest | slowest pick |\n| --- | ---: | ---: | ---: |",
     ]
     for part, of_part in found["summary"].items():

@@ -1,7 +1,6 @@
 """Is the backend that `auto` picks the fastest? Times of every backend that can run each call of a grid.
 
-python3 benchmarks/selection.py --out benchmarks/results
-python3 benchmarks/selection.py --compile-only --share 0/8      one of 8 processes that fill Triton's cache first
+`evidence.py selection` runs it.
 
 The shapes of the grid are drawn at random, from a fixed seed, over B*H from 1 to 512 and T from 1 to 131,072 (smaller
 on a CPU); `gla calibrate` uses none of them. The file holds two more parts: other ops, and the lengths of the
@@ -11,7 +10,6 @@ a version, the commit or a constant has changed.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import gc
@@ -270,7 +268,7 @@ def run(
     """Measure what is not in the file yet, then all of it again; no measurement begins after `minutes`."""
     end = time.monotonic() + 60 * minutes
     head = header(device, commit)
-    path = out / f"selection-{_short_name(head['device']) if device.type == 'cuda' else 'cpu'}.json"
+    path = out / f"selection-{results.short_name(head['device']) if device.type == 'cuda' else 'cpu'}.json"
     rows = {key(row): row for row in earlier_rows(path, head)}
     missing = [(part, call) for part, call in calls(device) if key({"part": part, **as_json(call)}) not in rows]
     for part, call in itertools.chain(missing, *(calls(device) for _ in range(passes - 1))):
@@ -344,35 +342,9 @@ def describe(row: Row) -> str:
     return f"{line}: {times}{wrong}"
 
 
-def _short_name(device: str) -> str:
-    return device.lower().removeprefix("nvidia ").replace(" ", "-")
-
-
-def main() -> None:
-    """Read the command line, measure, print what was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results file")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seconds", type=float, default=0.05, help="of timed calls for each backend and call")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin no measurement after this long")
-    parser.add_argument("--passes", type=int, default=1, help="over all calls; the quickest time of a backend counts")
-    parser.add_argument("--commit", help="of the source, where it cannot be asked of git")
-    parser.add_argument("--compile-only", action="store_true", help="run each call once and measure nothing")
-    parser.add_argument("--share", default="0/1", help="i/n: with --compile-only, the i-th of n shares")
-    options = parser.parse_args()
-    device = torch.device(options.device)
-    say = functools.partial(print, flush=True)
-    if options.compile_only:
-        first, step = map(int, options.share.split("/"))
-        compile_share(device, (first, step), say)
-        return
-    path = run(options.out, device, options.seconds, options.minutes, options.commit, say, options.passes)
-    for part, found in json.loads(path.read_text())["summary"].items():
-        say(
-            f"{part}: {found['calls']} calls of {found['shapes']} shapes; the pick is within {CLOSE - 1:.0%} of the "
-            f"fastest on {found['close']:.1%}, and {found['worst']:.2f} times as slow at worst"
-        )
-
-
-if __name__ == "__main__":
-    main()
+def in_words(part: str, found: Row) -> str:
+    """The summary of a part in a sentence."""
+    return (
+        f"{part}: {found['calls']} calls of {found['shapes']} shapes; the pick is within {CLOSE - 1:.0%} of the "
+        f"fastest on {found['close']:.1%}, and {found['worst']:.2f} times as slow at worst"
+    )

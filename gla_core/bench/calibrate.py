@@ -28,8 +28,8 @@ from gla_core.files import check_writable, write_json
 from gla_core.terminal import print_table
 from gla_core.workloads.calibration import shapes
 
-_LONGEST = 10  # budgets that one call may be predicted to take
-_ROUNDS = 2  # of measuring all tasks, far apart in time
+_MOST_BUDGETS = 10  # that one call may be predicted to take
+_PASSES = 2  # over all tasks, far apart in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def measure_task(task: Task, budget: float = 0.1) -> Sample:
     Args:
         budget: seconds of timed calls; what compiles comes on top.
     """
-    longest = _LONGEST * budget
+    longest = _MOST_BUDGETS * budget
     if (_predicted_by_start(task) or 0.0) > longest:
         return Sample(task.backend, task.call, error=f"predicted to take over {longest:.2g} s a call")
     try:
@@ -248,14 +248,14 @@ def run_calibrate(options: Options, console: Console) -> bool:
         check_writable("the cache", calibration.path())
     kind = calibration.device_kind(options.device)
     console.print(f"{kind}: {len(tasks)} measurements of {', '.join(names)}", soft_wrap=True)
-    rounds = [
+    passes = [
         [
-            measure_task(task, (options.seconds or 0.1) / _ROUNDS)
-            for task in track(tasks, f"measuring, round {i} of {_ROUNDS}", console=console, transient=True)
+            measure_task(task, (options.seconds or 0.1) / _PASSES)
+            for task in track(tasks, f"measuring, pass {i} of {_PASSES}", console=console, transient=True)
         ]
-        for i in range(1, _ROUNDS + 1)
+        for i in range(1, _PASSES + 1)
     ]
-    samples = [quickest(of_task) for of_task in zip(*rounds, strict=True)]
+    samples = [quickest(of_task) for of_task in zip(*passes, strict=True)]
     fits = fit_samples(samples, options.device)
     _print(fits, samples, console)
     if fits and options.json is not None:

@@ -3,7 +3,7 @@
 Least squares, but a log beyond `FAR` counts in proportion (Huber, "Robust estimation of a location parameter", 1964):
 a few calls that a formula does not describe then spoil no others. The search is that of Levenberg and Marquardt ("An
 algorithm for least-squares estimation of nonlinear parameters", 1963) over the logs of the constants, which stay
-positive. A formula with max() has valleys besides the deepest, so it begins at several places.
+positive. A formula with max() has several local minima, so the search begins at several places.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Errors = Callable[[Tensor], Tensor]
 """From the logs of constant / start, [constants], to those of predicted / measured, [samples]."""
 
 FAR = 0.1
-_PULL = 1e-3  # towards the start: what no sample depends on stays there, and nothing vanishes
-_STEP = 1e-5  # of a derivative
-_ROUNDS = 60  # steps of a search, at most
-_HELPS = 1e-6  # relative decrease of the loss below which a step is the last
-_DAMPING = (1e-6, 1e6)
-_LEAPS = (-2.0, -1.0, -0.4, 0.4, 1.0, 2.0)
-_GUESSES = 60  # random places, of which so many are searched as well
+_REGULARISATION = 1e-3  # weight of the squared distance from the start: what no sample depends on stays there
+_DIFFERENCE = 1e-5  # for the finite differences of a derivative
+_MOST_STEPS = 60  # of a search
+_TOLERANCE = 1e-6  # relative decrease of the loss below which a search has converged
+_DAMPING = (1e-6, 1e6)  # least and most
+_RESTARTS = (-2.0, -1.0, -0.4, 0.4, 1.0, 2.0)  # changes of one constant after which to search again
+_RANDOM_STARTS = 60  # of which the best few are searched
 _SEARCHED = 3
 
 
@@ -51,9 +51,9 @@ def fit(
         return torch.tensor([error(formula, constants, s) for s in samples], dtype=torch.float64)
 
     random = Random(0)
-    places = [torch.tensor([random.uniform(-2, 2) for _ in start], dtype=torch.float64) for _ in range(_GUESSES)]
-    places.sort(key=lambda x: _loss(errors(x), x))
-    found = [_valleys(errors, x) for x in (torch.zeros(len(start), dtype=torch.float64), *places[:_SEARCHED])]
+    starts = [torch.tensor([random.uniform(-2, 2) for _ in start], dtype=torch.float64) for _ in range(_RANDOM_STARTS)]
+    starts.sort(key=lambda x: _loss(errors(x), x))
+    found = [_minimum(errors, x) for x in (torch.zeros(len(start), dtype=torch.float64), *starts[:_SEARCHED])]
     return _shifted(start, min(found, key=lambda x: _loss(errors(x), x)))
 
 
@@ -66,30 +66,30 @@ def error(formula: Formula, constants: Constants, sample: tuple[OpCall, float]) 
 
 def _loss(e: Tensor, x: Tensor) -> float:
     far = e.abs()
-    return float(torch.where(far < FAR, e * e, FAR * (2 * far - FAR)).sum() + _PULL * (x * x).sum())
+    return float(torch.where(far < FAR, e * e, FAR * (2 * far - FAR)).sum() + _REGULARISATION * (x * x).sum())
 
 
-def _valleys(errors: Errors, x: Tensor) -> Tensor:
-    """The bottom of a valley from which no leap of one constant leads into a deeper one."""
+def _minimum(errors: Errors, x: Tensor) -> Tensor:
+    """A local minimum below which no change of one constant by one of `_RESTARTS` leads."""
     while True:
-        x = _search(errors, x)
-        e = errors(x)
-        leaps = [x + leap * way for way in torch.eye(len(x), dtype=x.dtype) for leap in _LEAPS]
-        best = min(leaps, key=lambda y: _loss(errors(y), y), default=x)
-        if not _loss(errors(best), best) < _loss(e, x) * (1 - _HELPS):
+        x = _local_minimum(errors, x)
+        changed = [x + change * axis for axis in torch.eye(len(x), dtype=x.dtype) for change in _RESTARTS]
+        best = min(changed, key=lambda y: _loss(errors(y), y), default=x)
+        if not _loss(errors(best), best) < _loss(errors(x), x) * (1 - _TOLERANCE):
             return x
         x = best
 
 
-def _search(errors: Errors, x: Tensor) -> Tensor:
-    """The bottom of the valley that x lies in."""
+def _local_minimum(errors: Errors, x: Tensor) -> Tensor:
+    """The minimum that damped least-squares steps from x lead to."""
     e, damping = errors(x), 1e-2
     loss = _loss(e, x)
-    for _ in range(_ROUNDS):
-        slopes = torch.stack([(errors(y) - e) / _STEP for y in x + _STEP * torch.eye(len(x), dtype=x.dtype)], 1)
+    for _ in range(_MOST_STEPS):
+        near = x + _DIFFERENCE * torch.eye(len(x), dtype=x.dtype)
+        slopes = torch.stack([(errors(y) - e) / _DIFFERENCE for y in near], 1)  # [samples, constants]
         weights = (FAR / e.abs().clamp(min=FAR))[:, None]  # [samples, 1]
-        curvature = slopes.T @ (weights * slopes) + _PULL * torch.eye(len(x), dtype=x.dtype)
-        gradient = (slopes.T @ (weights * e[:, None]))[:, 0] + _PULL * x
+        curvature = slopes.T @ (weights * slopes) + _REGULARISATION * torch.eye(len(x), dtype=x.dtype)
+        gradient = (slopes.T @ (weights * e[:, None]))[:, 0] + _REGULARISATION * x
         before = loss
         while damping < _DAMPING[1]:
             # No step is longer than to twice or half: far away, the slopes are others.
@@ -101,7 +101,7 @@ def _search(errors: Errors, x: Tensor) -> Tensor:
                 damping = max(_DAMPING[0], damping / 5)
                 break
             damping *= 4
-        if not loss < before * (1 - _HELPS):
+        if not loss < before * (1 - _TOLERANCE):
             break
     return x
 

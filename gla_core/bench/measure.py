@@ -1,7 +1,7 @@
 """Time of a callable: device events on a CUDA device, the wall clock elsewhere; always a median after warm-up.
 
-A measurement takes a list of callables that do the same on different tensors, and calls them in turn. `rotations` says
-how many are needed so that no call finds its inputs in the device's cache.
+A measurement takes a list of callables that do the same on different tensors, and calls them in a cycle. `rotations`
+says how many are needed so that no call finds its inputs in the device's cache.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def time_calls(calls: Sequence[Call], device: torch.device, budget: float = 0.5)
     than the device is timed by the host.
 
     Args:
-        calls: taken in turn; see the module.
+        calls: made one after another; see the module.
         budget: seconds to spend after the first call, which may compile.
     """
-    turn = itertools.cycle(calls)
-    next(turn)()
-    number = _affordable(_warm_up(turn, device, budget / 5), budget)
+    cycle = itertools.cycle(calls)
+    next(cycle)()
+    number = _affordable(_warm_up(cycle, device, budget / 5), budget)
     sample = _device_samples if device.type == "cuda" else _wall_samples
-    return Timing(statistics.median(sample(turn, device, number)), number)
+    return Timing(statistics.median(sample(cycle, device, number)), number)
 
 
 def time_graph(calls: Sequence[Call], device: torch.device, budget: float = 0.5) -> Timing:
@@ -74,14 +74,14 @@ def time_graph(calls: Sequence[Call], device: torch.device, budget: float = 0.5)
 
 def time_host(calls: Sequence[Call], device: torch.device, budget: float = 0.5) -> Timing:
     """Seconds the host needs for one call, without waiting for the device. For shapes on which the device keeps up."""
-    turn = itertools.cycle(calls)
-    next(turn)()
-    bursts = _affordable(_BURST * _warm_up(turn, device, budget / 5), budget)
+    cycle = itertools.cycle(calls)
+    next(cycle)()
+    bursts = _affordable(_BURST * _warm_up(cycle, device, budget / 5), budget)
     samples = []
     for _ in range(bursts):
         start = clock()
         for _ in range(_BURST):
-            next(turn)()
+            next(cycle)()
         samples.append((clock() - start) / _BURST)
         synchronize(device)
     return Timing(statistics.median(samples), bursts * _BURST)
@@ -117,12 +117,12 @@ def _affordable(estimate: float, budget: float) -> int:
     return max(FEWEST, min(MOST, round(budget / max(estimate, 1e-9))))
 
 
-def _warm_up(turn: Iterator[Call], device: torch.device, budget: float) -> float:
+def _warm_up(cycle: Iterator[Call], device: torch.device, budget: float) -> float:
     """Call for `budget` seconds, at least twice; an estimate of the seconds of a call."""
     synchronize(device)
     start, number = clock(), 0
     while number < 2 or (clock() - start < budget and number < MOST):
-        next(turn)()
+        next(cycle)()
         number += 1
         if number % _BURST == 0:  # or the host runs ahead of its budget
             synchronize(device)
@@ -130,19 +130,19 @@ def _warm_up(turn: Iterator[Call], device: torch.device, budget: float) -> float
     return (clock() - start) / number
 
 
-def _wall_samples(turn: Iterator[Call], device: torch.device, number: int) -> list[float]:
+def _wall_samples(cycle: Iterator[Call], device: torch.device, number: int) -> list[float]:
     samples = []
-    for call in itertools.islice(turn, number):
+    for call in itertools.islice(cycle, number):
         start = clock()
         call()
         samples.append(clock() - start)
     return samples
 
 
-def _device_samples(turn: Iterator[Call], device: torch.device, number: int) -> list[float]:
+def _device_samples(cycle: Iterator[Call], device: torch.device, number: int) -> list[float]:
     with torch.cuda.device(device):
         pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(number)]
-        for (start, end), call in zip(pairs, turn, strict=False):
+        for (start, end), call in zip(pairs, cycle, strict=False):
             start.record()
             call()
             end.record()

@@ -69,6 +69,11 @@ def describe_run(device: torch.device, copy_bandwidth: float | None, commit: str
     )
 
 
+def short_name(device: str) -> str:
+    """The name of a device as names of files hold it: h200 for NVIDIA H200."""
+    return device.lower().removeprefix("nvidia ").replace(" ", "-")
+
+
 def write(path: Path, results: Results) -> None:
     """Write results as JSON. A reader never sees half a file."""
     write_json(path, dataclasses.asdict(results))

@@ -13,9 +13,8 @@ from rich.progress import track
 from gla_core.bench import measure, plots, results, suite
 from gla_core.bench.baselines import BASELINES
 from gla_core.bench.suite import DIRECTIONS, TIMED, Case, Row
-from gla_core.dispatch import registry
 from gla_core.dispatch.errors import UnknownOpError, nearest
-from gla_core.dispatch.request import current_request
+from gla_core.dispatch.request import check
 from gla_core.files import check_writable
 from gla_core.terminal import print_table
 from gla_core.workloads import named as workloads
@@ -82,9 +81,7 @@ def choose(options: Options) -> list[Case]:
     if options.op is not None and options.op not in OPS:
         raise UnknownOpError(f"unknown op {options.op!r}{nearest(options.op, OPS)} (there are {', '.join(OPS)})")
     for request in options.backends:
-        for choice in current_request(request).choices.values():
-            for name in choice.names:
-                registry.get(name)
+        check(request, "--backend")
     chosen = _workloads(options)
     found = suite.cases(
         chosen, options.device, options.backends or None, options.directions or TIMED, options.baselines

@@ -16,7 +16,7 @@ from gla_core.dispatch import calibration, registry
 from gla_core.dispatch.backend import CostModel
 from gla_core.dispatch.environment import VARIABLES, Environment, environment
 from gla_core.dispatch.errors import nearest
-from gla_core.dispatch.request import current_request
+from gla_core.dispatch.request import check, current_request
 from gla_core.terminal import message, new_console, print_json, print_table
 
 
@@ -144,8 +144,5 @@ def _effects(settings: Environment) -> dict[str, str]:
 
 def request_in_force() -> list[dict[str, str]]:
     """What the ops run under here, and who says so. Raises for a request that cannot be read or met."""
-    choices = current_request().choices
-    for choice in choices.values():
-        for name in choice.names:
-            registry.get(name)
+    choices = check(current_request().spec, "GLA_BACKEND")
     return [{"op": op, "request": str(choice), "source": choice.source} for op, choice in choices.items()]

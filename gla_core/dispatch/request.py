@@ -85,16 +85,18 @@ def _combine(argument: str, context: tuple[str, ...], variable: str) -> Request:
     return Request(choices, ";".join(f"{op}={choice}@{choice.source}" for op, choice in choices.items()))
 
 
-def check(request: str, source: str) -> None:
-    """Raise unless a request can be read and every backend that it names is there; `source` is who asks.
+def check(request: str, source: str) -> dict[str, Choice]:
+    """The choices of a request of which every backend is there; `source` is who asks.
 
     Raises:
         TypeError, ValueError: it is no string, or cannot be read.
         UnknownOpError, UnknownBackendError: it names what does not exist.
     """
-    for choice in parse(request, source).values():
+    choices = parse(request, source)
+    for choice in choices.values():
         for name in choice.names:
             registry.get(name, f"{choice.source}: ")
+    return choices
 
 
 def parse(text: str, source: str) -> dict[str, Choice]:

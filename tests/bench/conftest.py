@@ -17,8 +17,9 @@ def isolated(fresh_registry, plain_terminal):
 
 
 @pytest.fixture
-def script():
+def script(monkeypatch):
     """Import a script of the folder benchmarks."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as where one is run
 
     def load(name):
         spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.bench import baselines, first_call, measure, suite
+from gla_core.bench import baselines, first_call, first_call_process, measure, suite
 from gla_core.bench.suite import Case, Row
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import relative_error
@@ -245,7 +245,7 @@ def test_the_first_call_of_a_process(tmp_path):
 
 def test_the_first_call_of_a_backend_without_a_backward():
     with gla.register(Backend("half", "1", {"chunk_gla_fwd": registry.get("reference").ops["chunk_gla_fwd"]})):
-        assert set(first_call._measure("chunk_gla", "short", "half", CPU)) == {"first_call"}
+        assert set(first_call_process.first_calls(SHORT, "half", CPU)) == {"first_call"}
 
 
 def test_a_first_call_that_fails_says_why(monkeypatch):
@@ -267,7 +267,14 @@ def test_the_first_call_has_a_cache_of_its_own(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", run)
     row = suite.measure_case(Case(STEP, "reference", "first_call"), CPU)
     assert (row.seconds, row.calls, row.error) == (2.5, 1, None)
-    assert seen["command"] == ["-m", "gla_core.bench.first_call", "recurrent_gla_step", "pool", "reference", "cpu"]
+    assert seen["command"] == [
+        "-m",
+        "gla_core.bench.first_call_process",
+        "recurrent_gla_step",
+        "pool",
+        "reference",
+        "cpu",
+    ]
     first_call.first_call(STEP, "reference", CPU, tmp_path)
     assert seen["cache"] == str(tmp_path)
 

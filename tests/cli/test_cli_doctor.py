@@ -63,7 +63,7 @@ def test_an_unknown_variable(run, monkeypatch):
 def test_a_backend_that_is_not_installed(run, monkeypatch):
     monkeypatch.setenv("GLA_BACKEND", "refrence")
     (problem,) = examine(run, 1)["problems"]
-    assert problem.startswith("unknown backend 'refrence'; did you mean 'reference'?")
+    assert problem.startswith("GLA_BACKEND: unknown backend 'refrence'; did you mean 'reference'?")
 
 
 def test_a_setting_that_cannot_be_read(run, monkeypatch):

@@ -19,7 +19,7 @@ import gla_parallel_scan
 import gla_reference
 import gla_triton_fused
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities, hookimpl
+from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities, LaunchError, hookimpl
 
 
 @pytest.fixture(autouse=True)
@@ -170,3 +170,42 @@ def qkvg() -> Callable[..., tuple[Tensor, ...]]:
         return tuple(t.requires_grad_(grad) for t in (q, k, v, g))
 
     return make
+
+
+@pytest.fixture
+def spies(spy: Callable[..., Spy]) -> dict[str, Spy]:
+    return {name: spy(name) for name in "abcd"}
+
+
+@pytest.fixture
+def ran(spies: dict[str, Spy], x: Tensor) -> Callable[..., str]:
+    """`ran(call)` is the name of the spy that ran online_softmax during `call`, "reference" if none did."""
+
+    def run(call: Callable = lambda: gla.online_softmax(x)) -> str:
+        for each in spies.values():
+            each.calls.clear()
+        call()
+        names = [name for name, each in spies.items() for _ in each.calls]
+        assert len(names) <= 1
+        return names[0] if names else "reference"
+
+    return run
+
+
+@pytest.fixture
+def flaky(spy: Callable[..., Spy]) -> tuple[Spy, Spy]:
+    """A backend that auto prefers and that cannot be launched, and the one that comes next."""
+    cannot = LaunchError("needs 300 KB of shared memory")
+    return spy("flaky", cost=lambda call: 1.0, error=cannot), spy("sound", cost=lambda call: 2.0)
+
+
+@pytest.fixture
+def info() -> Callable[[str], gla.BackendInfo | None]:
+    """`info(name)` is what `gla.backends()` says of the backend called so, None if it is not there."""
+
+    def find(name: str) -> gla.BackendInfo | None:
+        found = [b for b in gla.backends() if b.name == name]
+        assert len(found) <= 1
+        return found[0] if found else None
+
+    return find

@@ -1,8 +1,9 @@
-"""explain(measure=True): measured times beside predicted ones."""
+"""What `explain` says: who would run a call, who would not and why; and measured times beside predicted ones."""
 
 from __future__ import annotations
 
 import time
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,195 @@ import gla_core as gla
 from gla_core.dispatch.selection import Candidate
 
 pytestmark = pytest.mark.usefixtures("only_reference")
+
+
+# who would run it
+
+
+def summary(explanation):
+    return explanation.request, explanation.source, explanation.winner, explanation.why
+
+
+def test_explain_auto_by_time(spy, x):
+    spy("fast", cost=lambda call: 1.5e-6)
+    spy("slow", cost=lambda call: 2e-3)
+    spy("half", dtypes=frozenset({torch.float16}), cost=lambda call: 1e-9)
+    explanation = gla.explain("online_softmax", x)
+    assert summary(explanation) == ("auto", "default", "fast", "fast: the least predicted time")
+    assert [(c.name, c.seconds, c.refusal) for c in explanation.candidates if c.name != "half"] == [
+        ("fast", 1.5e-6, None),
+        ("slow", 2e-3, None),
+        ("reference", None, None),
+    ]
+    assert explanation.candidates[-1].name == "half"
+    assert str(explanation).splitlines() == [
+        "online_softmax  rows=2 columns=3  float32 on cpu",
+        "request: auto (default)",
+        " -> fast             can run; predicts 1.5 us",
+        "    slow             can run; predicts 2.00 ms",
+        "    reference        can run; predicts no time",
+        "    half             computes float16; x is float32",
+        "fast: the least predicted time",
+    ]
+
+
+def test_explain_auto_with_one_backend(x):
+    assert summary(gla.explain("online_softmax", x)) == (
+        "auto",
+        "default",
+        "reference",
+        "reference: the only backend that can run this",
+    )
+
+
+def test_explain_auto_without_predictions(spy, x):
+    spy("mine", devices=frozenset({"cpu"}))
+    explanation = gla.explain("online_softmax", x)
+    assert explanation.winner == "mine"
+    assert explanation.why == (
+        "mine: no backend predicts its time; one written for named devices comes first, then by name"
+    )
+
+
+def test_explain_one_name(spy, x):
+    spy("mine")
+    explanation = gla.explain("online_softmax", x, backend="mine")
+    assert summary(explanation) == ("mine", "backend=", "mine", "mine: the one asked for, by backend=")
+    assert [c.name for c in explanation.candidates] == ["mine"]
+
+
+def test_explain_a_list(spy, x):
+    spy("half", dtypes=frozenset({torch.float16}))
+    spy("mine")
+    with gla.use_backend("online_softmax=half,mine,reference"):
+        explanation = gla.explain("online_softmax", x)
+    assert summary(explanation) == (
+        "half,mine,reference",
+        "use_backend",
+        "mine",
+        "mine: the first of the list that can run, by use_backend",
+    )
+    assert [(c.name, c.refusal) for c in explanation.candidates] == [
+        ("mine", None),
+        ("reference", None),
+        ("half", "computes float16; x is float32"),
+    ]
+
+
+def test_explain_when_none_can_run_says_what_the_call_would(spy, x):
+    spy("half", dtypes=frozenset({torch.float16}))
+    spy("gpu", devices=frozenset({"cuda"}))
+    explanation = gla.explain("online_softmax", x, backend="half,gpu")
+    assert explanation.winner is None
+    assert "->" not in str(explanation)
+    assert "half             computes float16; x is float32" in str(explanation)
+    with pytest.raises(gla.NoBackendError) as error:
+        gla.online_softmax(x, backend="half,gpu")
+    assert explanation.why == str(error.value)
+
+
+def test_explain_says_that_sequences_are_packed(qkvg):
+    explanation = gla.explain("chunk_gla_fwd", *qkvg(T=6), cu_seqlens=torch.tensor([0, 2, 6]))
+    assert str(explanation).splitlines()[0] == "chunk_gla_fwd  B=1 T=6 H=2 Hq=2 K=4 V=3 N=2  float32 on cpu, packed"
+    assert explanation.call.variable_length
+
+
+def test_explain_runs_nothing_and_warns_of_nothing(flaky, x, qkvg):
+    cannot, sound = flaky
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gla.explain("online_softmax", x)
+        gla.explain("chunk_gla_bwd", *qkvg())
+    assert cannot.calls == sound.calls == []
+
+
+def test_explain_an_unknown_op_is_an_error_with_the_nearest_spelling(qkvg):
+    with pytest.raises(gla.UnknownOpError, match=r"'chunk_gla'; did you mean 'chunk_gla_(fwd|bwd)'\?.*online_softmax"):
+        gla.explain("chunk_gla", *qkvg())
+
+
+def test_explain_an_unknown_backend_is_an_error(x):
+    with pytest.raises(gla.UnknownBackendError, match="did you mean 'reference'"):
+        gla.explain("online_softmax", x, backend="refrence")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v, g: (q[0], k, v, g),
+        lambda q, k, v, g: (q, k[:, 1:], v, g),
+        lambda q, k, v, g: (q, k, v.half(), g),
+        lambda q, k, v, g: (q, k, v, g.transpose(2, 3)),
+        lambda q, k, v, g: (q, k, [v], g),
+        lambda q, k, v, g: (q.int(), k.int(), v.int(), g),
+        lambda q, k, v, g: (q, k, v, g, "scale"),
+    ],
+)
+def test_explain_raises_for_bad_arguments_as_the_call_does(qkvg, change):
+    args = change(*qkvg())
+    with pytest.raises((ValueError, TypeError)) as by_call:
+        gla.chunk_gla(*args)
+    with pytest.raises(type(by_call.value)) as by_explain:
+        gla.explain("chunk_gla_fwd", *args)
+    assert str(by_explain.value) == str(by_call.value)
+
+
+def test_explain_agrees_with_who_runs(spy, qkvg):
+    spies = {
+        "short": spy("short", cost=lambda call: call.dims["T"] * 1e-6),
+        "long": spy("long", cost=lambda call: 50e-6, key_widths=range(8, 65, 8)),
+        "dense": spy("dense", cost=lambda call: 20e-6, variable_length=False, grouped_queries=False),
+        "trained": spy("trained", cost=lambda call: 1e-9, supports=lambda c: None if c.needs_grad else "train first"),
+        "untrained": spy("untrained", cost=lambda call: 1e-8, gradients=False, value_widths=range(7, 8)),
+    }
+    winners = set()
+    for T in (0, 1, 19, 21, 70):
+        for K, V, Hq in ((4, 3, 2), (8, 3, 2), (8, 3, 4), (4, 7, 2), (256, 3, 4)):
+            for packed in (None, torch.tensor([0, T])):
+                for request in (None, "dense,long,reference"):
+                    inputs = qkvg(T=T, K=K, V=V, Hq=Hq)
+                    winner = gla.explain("chunk_gla_fwd", *inputs, cu_seqlens=packed, backend=request).winner
+                    gla.chunk_gla(*inputs, cu_seqlens=packed, backend=request)
+                    ran = [name for name, each in spies.items() if each.calls] or ["reference"]
+                    assert ran == [winner], (T, K, V, Hq, packed, request)
+                    winners.add(winner)
+                    for each in spies.values():
+                        each.calls.clear()
+    assert winners == {"short", "long", "dense", "untrained", "reference"}
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_explain_agrees_with_who_runs_where_inputs_require_a_gradient(spy, qkvg, grad_mode):
+    no_gradient = spy("no_gradient", cost=lambda call: 1.0, gradients=False)
+    inputs = qkvg(grad=True)
+    with torch.set_grad_enabled(grad_mode):
+        winner = gla.explain("chunk_gla_fwd", *inputs).winner
+        gla.chunk_gla(*inputs)
+    assert winner == ("no_gradient" if no_gradient.calls else "reference")
+
+
+def test_explain_agrees_with_who_runs_under_deterministic_algorithms(spy, x):
+    atomics = spy("atomics", cost=lambda call: 1.0, deterministic=False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        winner = gla.explain("online_softmax", x).winner
+        gla.online_softmax(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert winner == ("atomics" if atomics.calls else "reference")
+
+
+def test_explain_agrees_that_none_can_run_where_the_backward_is_missing(spy, qkvg):
+    spy("forward_only", ops=["chunk_gla_fwd"])
+    inputs = qkvg(grad=True)
+    explanation = gla.explain("chunk_gla_fwd", *inputs, backend="forward_only")
+    with pytest.raises(gla.NoBackendError, match="does not implement chunk_gla_bwd"):
+        gla.chunk_gla(*inputs, backend="forward_only")
+    assert explanation.winner is None
+    assert "does not implement chunk_gla_bwd" in str(explanation)
+
+
+# explain(measure=True)
 
 
 @pytest.fixture

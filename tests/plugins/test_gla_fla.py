@@ -463,16 +463,17 @@ def test_tuning_reports_each_workload_and_goes_on_after_a_failure(module, fake_f
     tune = module("tune")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
 
-    def first_calls(workload, backward):
+    def first_calls(workload, backend, device, backward):
+        assert (backend, device.type, backward) == ("gla_fla", "cuda", False)
         if workload.name == "decode_b8":
             raise RuntimeError("out of memory")
-        yield "step", 1.25
+        return {"first_call": 1.25}
 
-    monkeypatch.setattr(tune, "_first_calls", first_calls)
+    monkeypatch.setattr(tune, "first_calls", first_calls)
     assert tune.main(["--workload", "decode_b8", "decode_b1", "--processes", "0"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "recurrent_gla_step decode_b8: failed: RuntimeError: out of memory",
-        "recurrent_gla_step decode_b1: step 1.25 s",
+        "recurrent_gla_step decode_b1: first_call 1.25 s",
     ]
 
 

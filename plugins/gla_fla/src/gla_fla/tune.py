@@ -21,17 +21,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-import gla_core as gla
-from gla_core.workloads.inputs import chunk_inputs, step_inputs
+from gla_core.bench.first_call_process import first_calls
 from gla_core.workloads.named import WORKLOADS, Workload
 from gla_fla import native
 
+CUDA = torch.device("cuda")
 TUNABLE = {w.name: w for w in WORKLOADS if w.op in ("chunk_gla", "recurrent_gla_step") and "ci" not in w.tags}
 
 _SHORT = 256  # tokens, in the processes that only compile: no kernel of FLA is compiled for its T
@@ -93,7 +93,8 @@ def tune(workloads: Sequence[Workload], backward: bool) -> int:
     failed = 0
     for workload in workloads:
         try:
-            seconds = " ".join(f"{part} {took:.2f} s" for part, took in _first_calls(workload, backward))
+            found = first_calls(workload, "gla_fla", CUDA, backward)
+            seconds = " ".join(f"{part} {took:.2f} s" for part, took in found.items())
         except Exception as error:
             failed, seconds = 1, f"failed: {type(error).__name__}: {error}"
         print(f"{workload.op} {workload.name}: {seconds}", flush=True)
@@ -107,7 +108,7 @@ def compile_share(workloads: Sequence[Workload], backward: bool, share: int, sha
     for workload in workloads:
         shorter = {"T": min(_SHORT, workload.sizes["T"])} if "T" in workload.sizes else {}
         try:
-            list(_first_calls(workload, backward, **shorter))
+            first_calls(replace(workload, sizes={**workload.sizes, **shorter}), "gla_fla", CUDA, backward)
         except Exception as error:
             failed = 1
             print(f"compiling {workload.name}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -117,12 +118,12 @@ def compile_share(workloads: Sequence[Workload], backward: bool, share: int, sha
 def compile_only(share: int, shares: int) -> None:
     """Make Triton's autotuner, in this process, compile every `shares`-th configuration and launch none."""
     autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
-    turn = itertools.count()  # goes on from kernel to kernel, so that the shares are even
+    counter = itertools.count()  # goes on from kernel to kernel, so that the shares are even
 
     def run(tuner: Any, *args: Any, **kwargs: Any) -> None:
         tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
         for config in tuner.prune_configs(kwargs):
-            if next(turn) % shares != share:
+            if next(counter) % shares != share:
                 continue
             try:
                 tuner.fn.run(*args, **{**kwargs, "warmup": True}, **config.all_kwargs())
@@ -130,33 +131,6 @@ def compile_only(share: int, shares: int) -> None:
                 continue
 
     autotuner.run = run
-
-
-def _first_calls(workload: Workload, backward: bool, **changes: object) -> Iterator[tuple[str, float]]:
-    """Make them, and yield what each was and its seconds."""
-    if workload.op == "recurrent_gla_step":
-        inputs: dict[str, Any] = step_inputs(workload, device="cuda", **changes)
-        yield "step", _seconds(lambda: gla.recurrent_gla_step(**inputs, backend="gla_fla"))
-        return
-    x = chunk_inputs(workload, device="cuda", **changes)
-    leaves = [t.requires_grad_(backward) for t in (x.q, x.k, x.v, x.g, x.initial_state) if t is not None]
-    outputs: list[Tensor] = []
-
-    def forward() -> None:
-        o, _ = gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, False, x.cu_seqlens, backend="gla_fla")
-        outputs.append(o)
-
-    yield "forward", _seconds(forward)
-    if backward:
-        yield "backward", _seconds(lambda: torch.autograd.grad(outputs, leaves, [torch.ones_like(o) for o in outputs]))
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def _environment() -> dict[str, str]:

@@ -1,0 +1,70 @@
+"""Every op by every backend, over the shared workloads: those tagged ci on a CPU, those of models on a CUDA device.
+
+On a CUDA device the figure to read is `device_seconds` in `extra_info`, measured with device events; pytest-benchmark's
+own times are those of a call that waits for the device. `-k chunk_gla` takes one op, `-k parallel_scan` one backend.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from gla_core.bench import measure, suite
+from gla_core.bench.baselines import baselines
+from gla_core.workloads.named import Workload
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BUDGET = 0.1 if DEVICE.type == "cpu" else 0.5
+DIRECTIONS = ("forward", "forward+backward", "step")
+LONG = Workload("long_on_a_cpu", "chunk_gla", frozenset(), {"B": 1, "T": 2048, "H": 4, "K": 64, "V": 64})
+CHOSEN = [*suite.default_workloads(None, DEVICE), *([LONG] if DEVICE.type == "cpu" else [])]
+
+
+def runnable(case):
+    """Whether the backend accepts the call."""
+    try:
+        return suite.resolve(case, DEVICE) == case.backend
+    except RuntimeError:
+        return False
+
+
+def pytest_generate_tests(metafunc):
+    cases = [case for case in suite.cases(CHOSEN, DEVICE, None, DIRECTIONS, False) if runnable(case)]
+    metafunc.parametrize("case", cases, ids=lambda case: f"{case.workload.op}-{case}")
+
+
+@functools.cache
+def bandwidth():
+    return measure.copy_bandwidth(DEVICE)
+
+
+@functools.cache
+def baseline_seconds(op, name, backend, direction):
+    (workload,) = [w for w in CHOSEN if (w.op, w.name) == (op, name)]
+    return suite.measure_case(suite.Case(workload, backend, direction), DEVICE, None, BUDGET).seconds
+
+
+def bench_op(benchmark, case):
+    """`extra_info` says who ran it, how far it is from the floor and from what is to be beaten."""
+    workload, info = case.workload, benchmark.extra_info
+    row = suite.measure_case(case, DEVICE, bandwidth(), BUDGET)
+    assert row.seconds is not None, row.error
+    info["backend"] = row.backend
+    info["device_seconds"] = row.seconds
+    info["GB/s"] = row.gigabytes_per_second
+    info["floor_fraction"] = row.floor_fraction
+    for name in baselines(workload.op, DEVICE):
+        seconds = baseline_seconds(workload.op, workload.name, name, case.direction)
+        info[f"ratio_to_{name}"] = seconds and seconds / row.seconds
+    if case.direction == "step" and DEVICE.type == "cuda":
+        graph = suite.measure_case(suite.Case(workload, case.backend, "step_graph"), DEVICE, bandwidth(), BUDGET)
+        info["graph_seconds"], info["graph_error"] = graph.seconds, graph.error
+    direction = case.direction if case.direction == "forward+backward" else "forward"
+    call = suite.make_call(workload, case.backend, direction, DEVICE)
+
+    def call_and_wait():
+        call()
+        measure.synchronize(DEVICE)
+
+    benchmark.pedantic(call_and_wait, rounds=20, warmup_rounds=2)

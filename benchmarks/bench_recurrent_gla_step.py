@@ -1,7 +1,0 @@
-"""One token of gated linear attention: every backend over the shared workloads."""
-
-from __future__ import annotations
-
-
-def bench_workload(case, run_case):
-    run_case(case)

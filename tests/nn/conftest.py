@@ -1,0 +1,66 @@
+"""Small layers of every kind, and how their states are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gla_core.nn import GatedLinearAttention, GLAState
+
+SMALL = {"hidden_size": 16, "expand_k": 0.5, "expand_v": 1.0, "num_heads": 2, "gate_low_rank_dim": 3}
+LAYERS = {
+    "plain": {},
+    "no_gate": {"use_output_gate": False},
+    "grouped": {"num_heads": 4, "num_kv_heads": 2},
+    "multi_query": {"num_heads": 4, "num_kv_heads": 1, "use_short_conv": True},
+    "conv": {"use_short_conv": True},
+    "conv_bias": {"use_short_conv": True, "conv_bias": True, "conv_size": 3},
+    "conv_of_one": {"use_short_conv": True, "conv_size": 1},
+    "not_affine": {"elementwise_affine": False, "norm_eps": 0.1},
+    "other_gate": {"gate_logit_normalizer": 0.5, "clamp_min": -1.0, "expand_k": 1.0, "expand_v": 2.0},
+}
+
+
+@pytest.fixture
+def small() -> dict:
+    """The sizes of a small layer."""
+    return SMALL
+
+
+@pytest.fixture(params=LAYERS)
+def name(request: pytest.FixtureRequest) -> str:
+    """The name of a kind of layer: every one, unless a test names some."""
+    return request.param
+
+
+@pytest.fixture
+def options(name: str) -> dict:
+    """The arguments of that kind of layer."""
+    return {**SMALL, **LAYERS[name]}
+
+
+@pytest.fixture
+def make_layer() -> Callable[..., GatedLinearAttention]:
+    """`make_layer(name, dtype)` is a small layer with every parameter random, so that none is left out unseen."""
+
+    def make(name: str, dtype: torch.dtype = torch.float64) -> GatedLinearAttention:
+        torch.manual_seed(0)
+        layer = GatedLinearAttention(**{**SMALL, **LAYERS[name]})
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        return layer.to(dtype)
+
+    return make
+
+
+@pytest.fixture
+def assert_same_state() -> Callable[..., None]:
+    def compare(state: GLAState, expected: GLAState, **tolerance: float) -> None:
+        torch.testing.assert_close(state.recurrent, expected.recurrent, **tolerance)
+        assert (state.conv is None) == (expected.conv is None)
+        for inputs, expected_inputs in zip(state.conv or (), expected.conv or (), strict=True):
+            torch.testing.assert_close(inputs, expected_inputs, **tolerance)
+
+    return compare
