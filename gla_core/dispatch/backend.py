@@ -190,6 +190,7 @@ class Backend:
         supports: called with an `OpCall` that the capabilities allow; a `Reason` refuses it, None accepts it.
         cost: optionally predicts the time of an `OpCall` in seconds, by which `auto` ranks: a `CostModel`, whose
             constants can be calibrated, or a function that takes the call.
+        notes: optionally what `gla doctor` says of this backend here, such as what slows it down; may take its time.
 
     Example:
         >>> backend = Backend("mine", "1.0", {"online_softmax": my_softmax}, Capabilities(devices=frozenset({"cpu"})))
@@ -201,6 +202,7 @@ class Backend:
     capabilities: Capabilities = field(default_factory=Capabilities)
     supports: Callable[[OpCall], Reason | None] = supports_everything
     cost: CostModel | Callable[[OpCall], float | None] | None = None
+    notes: Callable[[], list[str]] | None = None
 
     def refusal(self, call: OpCall) -> Reason | None:
         """Why this backend cannot run `call`, or None if it can."""

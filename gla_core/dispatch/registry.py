@@ -192,6 +192,8 @@ def check_backend(backend: object, taken: Iterable[str] = ()) -> None:
             raise UnknownOpError(f"backend {name!r} implements an unknown op {op!r}{nearest(str(op), OP_PARAMETERS)}")
         _check_signature(name, op, function)
     _check_cost(name, backend.cost)
+    if backend.notes is not None and not callable(backend.notes):
+        raise BackendError(f"backend {name!r}: notes is {type(backend.notes).__name__}; expected a function or None")
 
 
 def _check_free(name: str, taken: Iterable[str]) -> None:

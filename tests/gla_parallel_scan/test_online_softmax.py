@@ -1,4 +1,4 @@
-"""parallel_scan's online_softmax on its own: edges of its pieces and tiles, what its lanes may meet, every layout."""
+"""parallel_scan's online_softmax on its own: edges of its splits and tiles, special values, every layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import normal
 
-module = pytest.importorskip("gla_triton_kernels.online_softmax.pieces", reason="needs triton")
+module = pytest.importorskip("gla_triton_kernels.online_softmax.splits", reason="needs triton")
 online_softmax = module.online_softmax
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -43,7 +43,7 @@ def check(x, dim):
 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_columns_at_the_edges_of_tiles_and_pieces(device, dtype, columns, rows):
+def test_columns_at_the_edges_of_tiles_and_splits(device, dtype, columns, rows):
     check(random(rows, columns, device=device, dtype=dtype), 1)
 
 
@@ -61,7 +61,7 @@ def test_special_values_as_in_torch(device, columns, special):
     torch.testing.assert_close(online_softmax(x, 1), torch.softmax(x, 1), equal_nan=True)
 
 
-def test_pieces_that_are_all_minus_infinity(device):
+def test_splits_that_are_all_minus_infinity(device):
     """They add nothing to a row that has finite entries elsewhere."""
     x = torch.full((3, 100_000), -torch.inf, device=device)
     x[0, 99_999], x[1, 0], x[1, 50_000] = 2.0, -3.0, -3.0
@@ -72,7 +72,7 @@ def test_pieces_that_are_all_minus_infinity(device):
 
 
 def test_a_row_that_rises(device):
-    """Every piece has a greater maximum than those before it; the first ones' exponentials vanish."""
+    """Every split has a greater maximum than those before it; the first ones' exponentials vanish."""
     check(torch.linspace(-300, 300, 100_000, device=device)[None], 1)
 
 

@@ -1,7 +1,8 @@
-"""parallel_scan's softmax_attention on its own: the edges of pieces and blocks, pieces that see nothing, layouts."""
+"""parallel_scan's softmax_attention on its own: the edges of splits and blocks, splits that see nothing, layouts."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import normal
+from gla_parallel_scan import softmax_attention as module
+from gla_parallel_scan.softmax_attention import softmax_attention
 
-module = pytest.importorskip("gla_parallel_scan.softmax_attention", reason="needs triton")
-softmax_attention = module.softmax_attention
+pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 WIDTHS = [(16, 16), (128, 128), (300, 24)]
@@ -52,12 +54,15 @@ def check(q, k, v, causal, scale=None, budget=None):
 
 @pytest.fixture(params=[3] if INTERPRETED else [3, 20])
 def wanted(request, monkeypatch):
-    """The number of pieces that a call is cut into, if it has so many blocks of keys."""
+    """The number of splits that a call takes, if it has so many blocks of keys."""
+    usual = module.plan_splits
 
-    def piece(q, v, causal, cut):
-        return max(1, -(-v.shape[1] // (request.param * cut.BT))) * cut.BT
+    def plan_splits(call, gpu, addressable):
+        plan, Tk = usual(call, gpu, addressable), call.dims["Tk"]
+        split = max(1, -(-Tk // (request.param * plan.BT))) * plan.BT
+        return dataclasses.replace(plan, split=split if split < Tk else None)
 
-    monkeypatch.setattr(module, "_piece", piece)
+    monkeypatch.setattr(module, "plan_splits", plan_splits)
     return request.param
 
 
@@ -77,7 +82,7 @@ def test_tf32(device, tf32_allowed, width, rows):
 @pytest.mark.parametrize("Tq", [1, 33 if INTERPRETED else 129])
 @pytest.mark.parametrize("Tk", [1, 64, 257] if INTERPRETED else [1, 64, 257, 500])
 @pytest.mark.parametrize("causal", [False, True])
-def test_edges_of_pieces_and_blocks(device, dtype, wanted, Tq, Tk, causal):
+def test_edges_of_splits_and_blocks(device, dtype, wanted, Tq, Tk, causal):
     check(*inputs(device, dtype, Tq=Tq, Tk=Tk), causal)
 
 
@@ -118,7 +123,7 @@ def test_any_scale(device, dtype, wanted, scale):
 
 
 @pytest.mark.parametrize("where", ["first", "last", "everywhere"])
-def test_pieces_whose_scores_are_minus_infinity(device, wanted, where):
+def test_splits_whose_scores_are_minus_infinity(device, wanted, where):
     """As torch has them: keys of -inf are not seen by positive queries; a query that sees nothing else is NaN."""
     q, k, v = inputs(device, Tq=7 if INTERPRETED else 70, Tk=400)
     unseen = {"first": slice(300), "last": slice(150, None), "everywhere": slice(None)}[where]
