@@ -44,7 +44,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(replay, "_calls", {})
     fake = Device()
-    monkeypatch.setattr(replay, "_current_device", lambda: fake.index)
+    monkeypatch.setattr(replay, "current_device", lambda: fake.index)
     monkeypatch.setattr(driver, "_active", fake)
     return fake
 

@@ -23,7 +23,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from gla_triton_kernels.runtime.architecture import interpreted
-from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.launch import Launch, current_device
 
 ALIGNMENT = 16
 """Bytes. Triton compiles for addresses that are multiples of it, or that are not: only the former are replayed."""
@@ -31,7 +31,6 @@ _MOST_CALLS = 4096
 _MOST_MAPS = 1024
 _NONE = -1
 """The place of a None among the tensors of a call: behind them."""
-_current_device = torch.accelerator.current_device_index  # a third of the time of torch.cuda.current_device
 
 
 class _TensorMap:
@@ -126,7 +125,7 @@ def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[L
     places.update({id(x): len(tensors) + i for i, x in enumerate(scratch)})
     recorded = tuple(_recorded(launch, places) for launch in launches)
     allocated = tuple({"size": x.shape, "stride": x.stride(), "dtype": x.dtype, "device": x.device} for x in scratch)
-    _put(_calls, key, _RecordedCall(_current_device(), allocated, recorded), _MOST_CALLS)
+    _put(_calls, key, _RecordedCall(current_device(), allocated, recorded), _MOST_CALLS)
 
 
 def _recorded(launch: Launch, places: dict[int, int]) -> _RecordedLaunch:
@@ -160,7 +159,7 @@ def replay(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> b
         current one, or a profiler listens.
     """
     call = _calls.get(key)
-    if call is None or call.device != _current_device() or _profiled():
+    if call is None or call.device != current_device() or _profiled():
         return False
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
     if math.gcd(ALIGNMENT, *addresses) != ALIGNMENT:
