@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gla_core.bench.plots import pyplot
+from gla_core.bench.plots import colours, pyplot
 
 MOST_SLOWER = 10
 """Backends that never come within so many times of the fastest are not drawn."""
@@ -57,8 +57,8 @@ def draw(path: Path) -> Path:
     figure, all_axes = plt.subplots(1, len(of_heads), figsize=(3.2 * len(of_heads), 3.6), sharey=True, squeeze=False)
     names = drawn([row for rows in of_heads.values() for row in rows])
     for axes, (heads, rows) in zip(all_axes[0], of_heads.items(), strict=True):
-        for number, name in enumerate(names):
-            _line(axes, rows, name, f"C{number}")
+        for name, colour in colours(names).items():
+            _line(axes, rows, name, colour)
         for T in switches(rows):
             axes.axvline(T, color="black", linestyle=":", linewidth=1)
         axes.set_xscale("log", base=2)

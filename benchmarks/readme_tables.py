@@ -1,48 +1,132 @@
-"""The results section of the README, generated from the files under benchmarks/results.
+"""The README's table and docs/results.md, generated from the files under benchmarks/results, and their pictures.
 
-python3 benchmarks/readme_tables.py                    print it
-python3 benchmarks/readme_tables.py --write README.md  put it between the markers
+python3 benchmarks/readme_tables.py          print what docs/results.md holds
+python3 benchmarks/readme_tables.py --write  put it between the markers of both pages, and draw (needs matplotlib)
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gla_core.bench import results
+from gla_core.bench import plots, results
+from gla_core.bench.baselines import BASELINES
 from gla_core.bench.results import Results
 from gla_core.bench.run import by_op
 from gla_core.bench.suite import Row
+from gla_core.conformance.summary import ratio_text
 
+ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / "results"
-OURS = ("triton_fused", "parallel_scan")
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 MARKED = re.compile(f"{re.escape(BEGIN)}\n(.*?){re.escape(END)}", re.DOTALL)
 
+DEVICE = "NVIDIA H200"
+"""The device of the README's table and of the pictures."""
+OURS = ("triton_fused", "parallel_scan")
+TRAINED = ("chunk_gla", "forward+backward")
+HEADLINE = (
+    ("chunk_gla", "train_b8_t4096_h16", "forward"),
+    ("chunk_gla", "train_b8_t4096_h16", "forward+backward"),
+    ("chunk_gla", "long_b1_t65536_h8", "forward"),
+    ("chunk_gla", "prefill_b1_t8192_h16", "forward"),
+    ("chunk_gla", "packed_64_t65536_h8", "forward"),
+    ("recurrent_gla_step", "decode_b64", "step_graph"),
+    ("recurrent_gla_step", "decode_b1024", "step_graph"),
+    ("online_softmax", "rows_8192_columns_50257", "forward"),
+    ("softmax_attention", "causal_b4_t4096_h16", "forward"),
+)
+IN_WORDS = {"forward": "forward", "forward+backward": "forward and backward", "step_graph": "in a CUDA graph"}
+
+
+def headline(folder: Path) -> str:
+    """Markdown of the README's table: the quickest of ours beside the baseline, and what the kit found."""
+    found = newest(folder)
+    lines = ["| call | baseline | quickest of ours | times as fast |", "| --- | ---: | ---: | ---: |"]
+    for key in HEADLINE:
+        ours = [row for row in found.rows if row.key == key and row.ratio_to] if found else []
+        if ours:
+            lines.append(_headline(min(ours, key=lambda row: row.seconds or 0)))
+    if found is None or len(lines) == 2:
+        return ""
+    told = f"{found.device}, torch {found.torch}, triton {found.triton}, fla {found.fla}; medians. "
+    return "\n".join(lines) + f"\n\n{told}{_how_right(folder)}\n"
+
 
 def render(folder: Path) -> str:
-    """Markdown of every table of times in the folder, ending in a line end; '' where there is none."""
-    selections = sorted(folder.glob("selection-*.json"))
-    tables = [p for p in sorted(folder.glob("*.json")) if p not in selections and not p.match("conformance-*")]
-    sections = [_section(results.read(path), path) for path in tables]
-    return "".join(sections + [_selection(json.loads(path.read_text()), path) for path in selections])
+    """Markdown of everything in the folder, ending in a line end; '' where there is nothing."""
+    times = [_section(results.read(path), path) for path in _files_of_times(folder)]
+    kit = _conformance(sorted(folder.glob("conformance-*.json")))
+    selections = [_selection(json.loads(path.read_text()), path) for path in sorted(folder.glob("selection-*.json"))]
+    return "\n".join([*_pictures(pictures_of(folder)), *kit, *selections, *times])
 
 
-def between_markers(readme: str) -> str | None:
+def newest(folder: Path) -> Results | None:
+    """The last measurement of each call and backend on `DEVICE`, in one; of the reference, training alone.
+
+    Each row keeps the ratio to the baseline of its own run. Calls that none of ours was measured at are left out.
+    """
+    runs = [found for path in _files_of_times(folder) if (found := results.read(path)).device == DEVICE]
+    runs.sort(key=lambda found: found.date)
+    rows = {(row.key, row.backend): row for found in runs for row in found.rows if row.error is None and _shown(row)}
+    measured = {row.key for row in rows.values() if row.backend not in BASELINES}
+    baselines_first = sorted(rows.values(), key=lambda row: row.backend not in BASELINES)
+    kept = tuple(row for row in baselines_first if row.key in measured)
+    return dataclasses.replace(runs[-1], rows=kept) if runs else None
+
+
+def pictures_of(folder: Path) -> Path:
+    """Where the pictures of `DEVICE` are."""
+    return folder / DEVICE.lower().removeprefix("nvidia ").replace(" ", "-")
+
+
+def between_markers(page: str) -> str | None:
     """What stands between the markers, None where there are none."""
-    found = MARKED.search(readme)
+    found = MARKED.search(page)
     return found and found[1]
 
 
-def insert(readme: str, generated: str) -> str:
-    """The README with `generated` between its markers. Raises ValueError where there are none."""
-    if between_markers(readme) is None:
-        raise ValueError(f"the README has no markers; put {BEGIN} and {END} on lines of their own")
-    return MARKED.sub(lambda _: f"{BEGIN}\n{generated}{END}", readme)
+def insert(page: str, generated: str) -> str:
+    """The page with `generated` between its markers. Raises ValueError where there are none."""
+    if between_markers(page) is None:
+        raise ValueError(f"the page has no markers; put {BEGIN} and {END} on lines of their own")
+    return MARKED.sub(lambda _: f"{BEGIN}\n{generated}{END}", page)
+
+
+def _files_of_times(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*.json")) if not path.name.startswith(("selection-", "conformance-"))]
+
+
+def _shown(row: Row) -> bool:
+    of_training = (row.op, row.direction) == TRAINED and row.backend.endswith("reference")
+    return row.backend in (*BASELINES, *OURS) or of_training
+
+
+def _headline(row: Row) -> str:
+    (baseline, ratio), *_ = row.ratio_to.items()
+    theirs, time = results.time_text((row.seconds or 0) * ratio), results.time_text(row.seconds)
+    call = f"`{row.op}` {IN_WORDS[row.direction]}: {plots.in_words(row.op, row.workload)}"
+    return f"| {call} | {baseline} {theirs} | {row.backend} {time} | {ratio:.2f} |"
+
+
+def _how_right(folder: Path) -> str:
+    """A sentence of what the kit found on `DEVICE`; '' where it did not run."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("conformance-*.json"))]
+    found = [report for report in found if report["device"]["name"] == DEVICE]
+    if not found:
+        return ""
+    parts = []
+    for report in found:
+        counts = report["counts"]
+        others = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("failed", "open") if counts[outcome])
+        parts.append(f"`{report['backend']['name']}` {counts['passed']}" + (f" ({others})" if others else ""))
+    return f"Cases of the conformance kit passed there: {', '.join(parts)}."
 
 
 def _section(found: Results, path: Path) -> str:
@@ -53,7 +137,7 @@ def _section(found: Results, path: Path) -> str:
     bandwidth = f"; copies at {found.copy_bandwidth / 1e12:.2f} TB/s" if found.copy_bandwidth else ""
     commit = f" at {found.commit[:10]}" if found.commit else ""
     lines = [
-        f"### {path.stem.rpartition('-')[0]}, {found.device}\n",
+        f"## Times: {path.stem.rpartition('-')[0]}, {found.device}\n",
         f"gla_core {found.gla_core}{commit}, {versions}{driver}, {found.date[:10]}{bandwidth}. Medians. "
         "GB/s counts each input and output once; 'of floor' is that over the copy bandwidth; "
         "'× fla' is the time of FLA over that of the row. "
@@ -63,7 +147,7 @@ def _section(found: Results, path: Path) -> str:
     for op, rows in by_op(found.rows):
         summary = f"<summary>{op}: {len(rows)} measurements</summary>"
         lines.append(f"<details>{summary}\n\n{results.markdown(rows)}\n\n</details>\n")
-    return "\n".join(lines + _pictures(path))
+    return "\n".join(lines)
 
 
 def _beside_baselines(rows: Sequence[Row]) -> list[str]:
@@ -83,9 +167,37 @@ def _beside_baselines(rows: Sequence[Row]) -> list[str]:
     return ["\n".join(lines) + "\n"] if ours else []
 
 
+def _conformance(paths: Sequence[Path]) -> list[str]:
+    """A table of what the kit found of each backend, and where errors come closest to their budgets."""
+    if not paths:
+        return []
+    lines = [
+        "## Conformance\n",
+        "Cases of the kit, and the largest error of values and of gradients as a part of its budget. "
+        "Written by `gla conformance NAME --report` into `benchmarks/results/conformance-*.json`.\n",
+        "| backend | device | gla_core at | cases | passed | failed | open | values | gradients |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for path in paths:
+        found = json.loads(path.read_text())
+        counts = found["counts"]
+        numbers = [sum(counts[name] for name in ("passed", "failed", "open"))]
+        numbers += [counts[name] for name in ("passed", "failed", "open")]
+        worst = [_worst(found["properties"], name) for name in ("values", "gradients")]
+        cells = [found["backend"]["name"], found["device"]["name"], (found["commit"] or "-")[:10], *numbers, *worst]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return ["\n".join(lines) + "\n"]
+
+
+def _worst(properties: Sequence[dict[str, Any]], name: str) -> str:
+    """The largest error of a property over all ops, as a part of its budget; "-" where nothing was measured."""
+    texts = [ratio_text(row["worst"]) for row in properties if row["property"] == name and row["worst"]]
+    return max(texts, key=lambda text: float("inf") if text == "infinite" else float(text), default="-")
+
+
 def _selection(found: dict[str, Any], path: Path) -> str:
     lines = [
-        f"### What auto picks, {found['device']}\n",
+        f"## What auto picks, {found['device']}\n",
         f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}. "
         "The time of the backend that is picked over that of the fastest; the grid is one of chunk_gla_fwd, of shapes "
         "that no constant was fitted to. "
@@ -95,25 +207,27 @@ def _selection(found: dict[str, Any], path: Path) -> str:
     for part, of_part in found["summary"].items():
         cells = (part, str(of_part["calls"]), f"{of_part['close']:.1%}", f"{of_part['worst']:.2f} ×")
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_pictures(path)])
+    return "\n".join([*lines, "", *_pictures(path.with_suffix(""))])
 
 
-def _pictures(path: Path) -> list[str]:
-    """Those in the folder of a results file."""
-    pictures = sorted((path.parent / path.stem).glob("*.png"))
-    return [f"![{p.stem}](benchmarks/results/{path.stem}/{p.name})\n" for p in pictures]
+def _pictures(folder: Path) -> list[str]:
+    """Those in a folder of benchmarks/results, as docs/results.md shows them."""
+    pictures = sorted(folder.glob("*.png"))
+    return [f"![{p.stem}](../benchmarks/results/{folder.name}/{p.name})\n" for p in pictures]
 
 
 def main() -> None:
-    """Print the section, or write it into a README."""
+    """Print the page, or write both pages and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="a README with markers")
-    options = parser.parse_args()
-    generated = render(FOLDER)
-    if options.write is None:
-        print(generated, end="")
-    else:
-        options.write.write_text(insert(options.write.read_text(), generated))
+    parser.add_argument("--write", action="store_true", help="write README.md, docs/results.md and the pictures")
+    if not parser.parse_args().write:
+        print(render(FOLDER), end="")
+        return
+    found = newest(FOLDER)
+    if found is not None:
+        plots.plot(found, pictures_of(FOLDER))
+    README.write_text(insert(README.read_text(), headline(FOLDER)))
+    PAGE.write_text(insert(PAGE.read_text(), render(FOLDER)))
 
 
 if __name__ == "__main__":

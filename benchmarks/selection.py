@@ -27,12 +27,13 @@ from typing import Any
 import torch
 
 from gla_core.bench import calibrate, measure, results
-from gla_core.bench.calls import arguments_for, calls_for, run_once
+from gla_core.bench.calls import calls_for, run_once
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import CostModel, OpCall
 from gla_core.dispatch.calibration import constants_for
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Explanation, explain_call
+from gla_core.workloads.inputs import random_arguments
 
 CLOSE = 1.05
 """A pick that takes up to so many times as long as the fastest counts as right."""
@@ -197,7 +198,7 @@ def _time(
 
     Rounds are medians, by turns. Whatever else a machine does for a while makes times longer, never shorter.
     """
-    arguments = arguments_for(call)
+    arguments = random_arguments(call)
     timer = measure.time_graph if call.capturing else measure.time_calls
     rounds = 1 if call.capturing else ROUNDS
     calls_of: dict[str, list] = {}

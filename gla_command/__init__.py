@@ -300,7 +300,10 @@ def conformance(
         list[str] | None, typer.Argument(help="After --: options of pytest, such as -x, -n 6, --tb=short.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cpu unless the backend does not run there.")] = None,
-    report: Annotated[str | None, typer.Option(help="Write a JSON report to this file.")] = None,
+    report: Annotated[
+        str | None,
+        typer.Option(help="Write a JSON summary to this file; every case, a line each, if it ends in .jsonl."),
+    ] = None,
     select: Annotated[str | None, typer.Option("-k", help="Names of tests, workloads, dtypes, as pytest's -k.")] = None,
     commit: Annotated[str | None, typer.Option(help="Source revision to note in the report.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line per case.")] = False,

@@ -12,7 +12,7 @@ from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Candidate, Explanation, explain_call
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops._abstract_op import needs_gradient
+from gla_core.ops._run import circumstances, needs_gradient
 
 
 def explain(
@@ -42,10 +42,11 @@ def explain(
         raise UnknownOpError(f"unknown op {op!r}{nearest(op, ABSTRACT_OPS)} (there are {', '.join(ABSTRACT_OPS)})")
     needs_grad = needs_gradient(*(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
     request = current_request(backend)
-    call = ABSTRACT_OPS[op].call(*args, needs_grad=needs_grad, capturing=capturing, **kwargs)
+    spec = ABSTRACT_OPS[op]
+    call = spec.describe(*spec.complete(args, kwargs), **circumstances(needs_grad, capturing))
     explanation = explain_call(call, request)
-    if needs_grad and ABSTRACT_OPS[op].backward is not None and explanation.winner is not None:
-        backward = explain_call(dataclasses.replace(call, op=ABSTRACT_OPS[op].backward), request)
+    if needs_grad and spec.backward is not None and explanation.winner is not None:
+        backward = explain_call(dataclasses.replace(call, op=spec.backward), request)
         if backward.winner is None:  # a call finds this out before it launches the forward
             explanation = dataclasses.replace(explanation, winner=None, why=backward.why)
     if not measure:

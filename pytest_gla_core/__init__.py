@@ -14,7 +14,9 @@ def pytest_addoption(parser: Any) -> None:
     group = parser.getgroup("gla_core", "conformance of gla_core backends (pytest --pyargs gla_core.conformance)")
     group.addoption("--gla-backend", metavar="NAME", help="the backend to judge")
     group.addoption("--gla-device", metavar="DEVICE", help="cpu or cuda; cpu unless the backend does not run there")
-    group.addoption("--gla-report", metavar="FILE", help="write a JSON report")
+    group.addoption(
+        "--gla-report", metavar="FILE", help="write a JSON summary; every case, a line each, if it ends in .jsonl"
+    )
     group.addoption("--gla-commit", metavar="ID", help="source revision to note in the report")
 
 

@@ -7,6 +7,7 @@ every other test sees what users see. Tests marked `gpu` need a CUDA device.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from pathlib import Path
@@ -100,9 +101,18 @@ def tf32_allowed():
 
 
 @pytest.fixture
-def short_segments(monkeypatch):
-    """parallel_scan cuts sequences of a hundred tokens too, on a GPU."""
+def change_plans(monkeypatch):
+    """Sets a name of the module that plans chunk_gla; launches of other plans are not replayed then."""
     pytest.importorskip("triton")
-    cut = importlib.import_module("gla_parallel_scan.chunk_gla")
-    usual = cut._length
-    monkeypatch.setattr(cut, "_length", lambda *call: min(128, usual(*call)))
+    replay = importlib.import_module("gla_triton_kernels.runtime.replay")
+    plan = importlib.import_module("gla_triton_kernels.chunk_gla.plan")
+    monkeypatch.setattr(replay, "_calls", {})
+    return functools.partial(monkeypatch.setattr, plan)
+
+
+@pytest.fixture
+def short_segments(change_plans):
+    """parallel_scan cuts sequences of a hundred tokens too, on a GPU."""
+    from gla_triton_kernels.chunk_gla.plan import segment_length
+
+    change_plans("segment_length", lambda *sizes: min(128, segment_length(*sizes)))

@@ -16,28 +16,26 @@ import torch
 
 import gla_core as gla
 from gla_core.workloads.inputs import gla_inputs
-from gla_parallel_scan import chunk_gla as scanned
-from gla_triton_kernels.chunk_gla import forward as general
-from gla_triton_kernels.chunk_gla import one_pass as whole
+from gla_triton_kernels.chunk_gla import plan
+from gla_triton_kernels.runtime import replay
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SUITS_HOPPER = scanned._suits_hopper
+BEST_KERNEL = plan.best_kernel
 WIDTHS = ((16, 16), (64, 64), (128, 128), (256, 128), (512, 64))
 
 
 def general_chunks() -> None:
-    """The kernel for every GPU, with each row of its table."""
-    whole.WORTH_WHOLE_CHUNKS = 2**40
-    scanned._suits_hopper = lambda *call: False
+    """The kernels for every GPU, with each row of their table."""
+    plan.best_kernel = lambda *call: plan.Kernel.FORWARD
     chunks()
-    general.WORTH_TILING = 0
+    plan.TMA_ELEMENTS = 0
     chunk(gla_inputs(B=1, T=70, H=2, K=128, V=128, dtype=torch.bfloat16, device="cuda"))
 
 
 def hopper_chunks() -> None:
     """The kernels for compute capability 9.0."""
-    whole.WORTH_WHOLE_CHUNKS = 0
-    scanned._suits_hopper = SUITS_HOPPER
+    plan.best_kernel = BEST_KERNEL
+    plan.SM90_TOKENS = 0
     chunks()
 
 
@@ -51,6 +49,7 @@ def chunks() -> None:
 
 
 def chunk(x) -> None:
+    replay._calls.clear()  # they are of other plans
     gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
 
 
@@ -88,7 +87,7 @@ PARTS = {run.__name__: run for run in (general_chunks, hopper_chunks, steps, sof
 
 if __name__ == "__main__":
     backend, *names = sys.argv[1:]
-    scanned._length = lambda *call: 64  # or so few tokens would stay one segment
+    plan.segment_length = lambda *sizes: 64  # or so few tokens would stay one segment
     with gla.use_backend(backend):
         for precision in ("highest", "high"):
             torch.set_float32_matmul_precision(precision)

@@ -1,4 +1,4 @@
-"""Every Python block of the README runs, and the names it gives are real."""
+"""Every Python block of the README and of docs/ runs, and the names and links that they give are real."""
 
 from __future__ import annotations
 
@@ -10,17 +10,29 @@ import pytest
 import gla_core as gla
 from gla_core.dispatch.backend import OP_PARAMETERS
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))}
+BLOCKS = [
+    pytest.param(block, id=f"{page} block {i}")
+    for page, text in PAGES.items()
+    for i, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=[f"block {i}" for i in range(len(BLOCKS))])
+@pytest.mark.parametrize("block", BLOCKS)
 def test_blocks_run(block):
-    exec(compile(block, "README.md", "exec"), {})
+    exec(compile(block, "a page", "exec"), {})
 
 
 def test_the_quickstart_has_ten_lines():
-    assert len(list(filter(str.strip, BLOCKS[0].splitlines()))) == 10
+    quickstart = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert quickstart is not None
+    assert len(list(filter(str.strip, quickstart[1].splitlines()))) == 10
+
+
+def test_the_readme_is_read_in_one_go():
+    assert len(README.splitlines()) <= 200
 
 
 def test_the_table_of_ops_is_the_contract(own_backends):
@@ -34,7 +46,15 @@ def test_the_table_of_ops_is_the_contract(own_backends):
         assert cells.split(" | ")[1:] == ["yes" if op in ops[name] else "no" for name in columns], op
 
 
-def test_the_files_it_names_exist():
-    root = Path(__file__).parents[1]
-    for path in re.findall(r"\b((?:gla_core|backends)/[\w/]+(?:\.py|/))", README):
-        assert (root / path).exists(), path
+@pytest.mark.parametrize("page", PAGES)
+def test_the_files_it_names_exist(page):
+    named = re.findall(
+        r"(?<![\w/])((?:gla_core|backends|benchmarks|tests|plugins)/[\w/]+(?:\.py|\.json|/))", PAGES[page]
+    )
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_links_lead_somewhere(page):
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]) if not re.match(r"\w+:|#", link)]
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import gla_triton_kernels as kernels
 from gla_core.dispatch.backend import Backend, Capabilities, CostModel, OpCall, Reason, hookimpl, shipped_constants
-from gla_parallel_scan import online_softmax, pytorch, recurrent_gla_step, softmax_attention
+from gla_parallel_scan import chunk_gla, online_softmax, pytorch, recurrent_gla_step, softmax_attention
 from gla_parallel_scan.cost import predicted_seconds
 from gla_triton_kernels.runtime.architecture import interpreted
 
@@ -28,7 +28,7 @@ def gla_register_backends() -> list[Backend]:
             name="parallel_scan",
             version="0.1.0",
             ops={
-                "chunk_gla_fwd": _by_device(_chunk_gla_fwd, pytorch.chunk_gla.chunk_gla_fwd),
+                "chunk_gla_fwd": _by_device(chunk_gla.chunk_gla_fwd, pytorch.chunk_gla.chunk_gla_fwd),
                 "recurrent_gla_step": _by_device(
                     recurrent_gla_step.recurrent_gla_step, pytorch.recurrent_gla_step.recurrent_gla_step
                 ),
@@ -69,19 +69,3 @@ def _supports(call: OpCall) -> Reason | None:
         if call.dims.get(name, 0) > kernels.MAX_WIDTH:
             return f"computes {name} up to {kernels.MAX_WIDTH} on a GPU; {name} is {call.dims[name]}"
     return kernels.missing()
-
-
-def _chunk_gla_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """That of chunk_gla.py, which imports Triton."""
-    from gla_parallel_scan.chunk_gla import chunk_gla_fwd
-
-    return chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)

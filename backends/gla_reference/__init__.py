@@ -22,7 +22,9 @@ def gla_register_backends() -> list[Backend]:
             version="0.1.0",
             ops={op.__name__: op for op in ops},
             capabilities=Capabilities(
-                dtypes=frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16}), cuda_graphs=True
+                dtypes=frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16}),
+                checkpoints=True,
+                cuda_graphs=True,
             ),
             cost=CostModel(predicted_seconds, shipped_constants("gla_reference")),
         )

@@ -56,6 +56,20 @@ class Dense:
             state = torch.addcmul(update_c, decay_c, state)
         return entering, state
 
+    def checkpoints(self, entering: Tensor, L: int) -> Tensor:
+        """The checkpoints every L tokens [B, ceil(T / L), H, K, V], from the states that enter chunks, as of `scan`."""
+        return entering[:, :, :: L // self.C].transpose(1, 2)
+
+    def resume(self, checkpoints: Tensor, L: int, decay: Tensor, update: Tensor) -> Tensor:
+        """The states that enter all chunks [R, H, n, K, V], from checkpoints every L tokens; else as in `scan`."""
+        entering, every = torch.empty_like(update), L // self.C
+        entering[:, :, ::every] = checkpoints.transpose(1, 2)
+        for i in range(1, every):
+            count = entering[:, :, i::every].shape[2]
+            before = [x[:, :, i - 1 :: every][:, :, :count] for x in (update, decay[..., None], entering)]
+            entering[:, :, i::every] = torch.addcmul(*before)
+        return entering
+
 
 class Packed:
     """All sequences in one row. There are at most T // C + N chunks; those left over belong to a sequence N of none."""
@@ -69,6 +83,7 @@ class Packed:
         number = torch.arange(self.n, device=starts.device)  # [n]
         self.sequence = torch.searchsorted(ends, number, right=True)  # [n], N for a chunk left over
         first = torch.cat([ends - chunks, ends[-1:]])[self.sequence] if self.N else number  # [n], of its sequence
+        self.starts, self.position = starts, number - first  # [N+1], [n]: which chunk of its sequence
         last = torch.cat([ends - 1, ends[-1:]])[self.sequence] if self.N else number
         self.is_first, self.is_last = number == first, number == last
         tokens = torch.arange(C, device=starts.device)  # [C]
@@ -102,3 +117,28 @@ class Packed:
             current = torch.addcmul(update[:, :, c], decay[:, :, c, :, None], current)
             leaving.index_copy_(0, sequence, current)
         return entering, leaving[: self.N]
+
+    def checkpoints(self, entering: Tensor, L: int) -> Tensor:
+        """As `Dense.checkpoints`, in N + T // L rows as gla_core/ops/chunk_gla.py says; rows of no checkpoint are 0."""
+        rows = self._checkpoint_rows(L)
+        found = entering.new_zeros(1, self.N + self.T // L + 1, *entering.shape[1:2], *entering.shape[3:])
+        found[:, rows] = entering.transpose(1, 2)  # what is no checkpoint goes to the last row
+        return found[:, :-1]
+
+    def resume(self, checkpoints: Tensor, L: int, decay: Tensor, update: Tensor) -> Tensor:
+        """As `Dense.resume`."""
+        every = L // self.C
+        padded = torch.cat([checkpoints, checkpoints.new_zeros(1, 1, *checkpoints.shape[2:])], dim=1)
+        entering = padded[:, self._checkpoint_rows(L)].transpose(1, 2).to(update.dtype)
+        for i in range(1, every):
+            after = torch.addcmul(update, decay[..., None], entering)[:, :, :-1]
+            here = (self.position[1:] % every == i)[:, None, None]
+            entering[:, :, 1:] = torch.where(here, after, entering[:, :, 1:])
+        return entering
+
+    def _checkpoint_rows(self, L: int) -> Tensor:
+        """The row of each chunk's entering state [n] among the checkpoints; one more than there are if it is none."""
+        every = L // self.C
+        row = self.sequence + self.starts[self.sequence] // L + self.position // every
+        is_one = (self.sequence < self.N) & (self.position % every == 0)
+        return torch.where(is_one, row, self.N + self.T // L)

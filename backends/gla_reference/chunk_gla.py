@@ -45,7 +45,8 @@ def chunk_gla_fwd(
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+    checkpoint_every: int | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """See gla_core/ops/chunk_gla.py."""
     chunks, qc, kc, vc, alpha = _split(q, k, v, g, scale, cu_seqlens)
 
@@ -61,7 +62,11 @@ def chunk_gla_fwd(
     o = (_rows(A) @ vc).add_(_rows(q_in) @ entering)  # [R, H, n, C*G, V]
     o = o.unflatten(-2, (-1, qc.shape[-2]))  # [R, H, n, C, G, V]
     o = _join(chunks, o, q.shape[:3], v.dtype)
-    return o, _fresh(final) if output_final_state else None
+    checkpoints = None
+    if checkpoint_every is not None:
+        dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else entering.dtype
+        checkpoints = _fresh(chunks.checkpoints(entering, checkpoint_every), dtype)
+    return o, _fresh(final) if output_final_state else None, checkpoints
 
 
 def chunk_gla_bwd(
@@ -72,6 +77,8 @@ def chunk_gla_bwd(
     scale: float,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    checkpoints: Tensor | None,
+    checkpoint_every: int | None,
     do: Tensor,
     dstate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -98,7 +105,11 @@ def chunk_gla_bwd(
     decay = whole.squeeze(-2)  # [R, H, n, K]
 
     start = _state(initial_state, q, k, v, chunks.N)  # [N, H, K, V]
-    entering, _ = chunks.scan(start, decay, k_out.mT @ vc)  # [R, H, n, K, V]
+    update = k_out.mT @ vc  # [R, H, n, K, V]
+    if checkpoints is None or checkpoint_every is None:
+        entering, _ = chunks.scan(start, decay, update)  # [R, H, n, K, V]
+    else:
+        entering = chunks.resume(checkpoints, checkpoint_every, decay, update)
     dfinal = torch.zeros_like(start) if dstate is None else dstate
     leaving, dinitial = chunks.scan(dfinal, decay, _rows(q_in).mT @ _rows(doc), reverse=True)  # gradients of states
     dv = _rows(A).mT @ _rows(doc) + k_out @ leaving  # [R, H, n, C, V]
@@ -209,9 +220,9 @@ def _join(chunks: Dense | Packed, x: Tensor, tokens: tuple[int, ...], dtype: tor
     return out
 
 
-def _fresh(state: Tensor) -> Tensor:
-    """A copy: the state may be the one that was given, or a part of a larger tensor."""
-    return state.clone(memory_format=torch.contiguous_format)
+def _fresh(states: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy: states may be those that were given, or a part of a larger tensor."""
+    return states.to(dtype or states.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def _state(initial: Tensor | None, q: Tensor, k: Tensor, v: Tensor, N: int) -> Tensor:

@@ -6,11 +6,9 @@ imported when an op is first called.
 
 from __future__ import annotations
 
-from torch import Tensor
-
 import gla_triton_kernels as kernels
 from gla_core.dispatch.backend import Backend, Capabilities, CostModel, OpCall, Reason, hookimpl, shipped_constants
-from gla_triton_fused import online_softmax, recurrent_gla_step, softmax_attention
+from gla_triton_fused import chunk_gla, online_softmax, recurrent_gla_step, softmax_attention
 from gla_triton_fused.cost import predicted_seconds
 from gla_triton_kernels.runtime.architecture import interpreted
 
@@ -22,7 +20,7 @@ def gla_register_backends() -> list[Backend]:
             name="triton_fused",
             version="0.1.0",
             ops={
-                "chunk_gla_fwd": _chunk_gla_fwd,
+                "chunk_gla_fwd": chunk_gla.chunk_gla_fwd,
                 "recurrent_gla_step": recurrent_gla_step.recurrent_gla_step,
                 "online_softmax": online_softmax.online_softmax,
                 "softmax_attention": softmax_attention.softmax_attention,
@@ -44,19 +42,3 @@ def gla_register_backends() -> list[Backend]:
 
 def _supports(call: OpCall) -> Reason | None:
     return kernels.missing()
-
-
-def _chunk_gla_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """That of chunk_gla.py, which imports Triton."""
-    from gla_triton_fused.chunk_gla import chunk_gla_fwd
-
-    return chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.conformance import oracle
-
 
 def loop_chunk_gla(
     q: Tensor,
@@ -38,7 +36,7 @@ def loop_chunk_gla(
         if state is None:
             state = k.new_zeros(q.shape[0], *k.shape[2:], v.shape[-1])
         for t in range(start, end):
-            o, state = oracle.recurrent_gla_step(q[:, t], k[:, t], v[:, t], alpha[:, t], state, scale)
+            o, state = _step(q[:, t], k[:, t], v[:, t], alpha[:, t], state, scale)
             outputs.append(o)
         states.append(state)
     o = torch.stack(outputs, dim=1) if outputs else v.new_empty(*q.shape[:3], v.shape[-1])
@@ -49,17 +47,24 @@ def _entering(initial_state: Tensor | None, sequence: int, packed: bool) -> Tens
     return initial_state[sequence : sequence + 1] if packed and initial_state is not None else initial_state
 
 
+def _step(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One token of q [B, Hq, K], k and alpha [B, H, K], v [B, H, V]; returns o [B, Hq, V] and the new state."""
+    state = alpha[..., :, None] * state + k[..., :, None] * v[..., None, :]  # [B, H, K, V]
+    queries = q.unflatten(1, (k.shape[1], -1))  # [B, H, Hq/H, K]
+    return scale * (queries @ state).flatten(1, 2), state
+
+
 def loop_recurrent_gla_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, state_indices: Tensor | None, inplace: bool
 ) -> tuple[Tensor, ...]:
     """One round of the loop, which writes `state`; rows with a negative index are left out."""
     alpha, scale = torch.ones_like(k) if g is None else g.exp(), q.shape[-1] ** -0.5
     if state_indices is None:
-        o, new = oracle.recurrent_gla_step(q, k, v, alpha, state, scale)
+        o, new = _step(q, k, v, alpha, state, scale)
         return o, state.copy_(new)
     served = state_indices >= 0
     rows = state_indices[served]
-    answer, new = oracle.recurrent_gla_step(q[served], k[served], v[served], alpha[served], state[rows], scale)
+    answer, new = _step(q[served], k[served], v[served], alpha[served], state[rows], scale)
     state[rows] = new
     o = v.new_zeros(*q.shape[:2], v.shape[-1])
     o[served] = answer

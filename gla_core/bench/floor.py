@@ -11,14 +11,13 @@ not counted. softmax_attention is bound by arithmetic and not by this floor, exc
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-Bytes = tuple[int, int]
-"""Bytes of the inputs and of the outputs."""
+from gla_core.ops import ABSTRACT_OPS
+from gla_core.workloads.inputs import describe
 
 
 def floor_bytes(op: str, sizes: Mapping[str, Any], backward: bool = False) -> int:
@@ -26,8 +25,7 @@ def floor_bytes(op: str, sizes: Mapping[str, Any], backward: bool = False) -> in
 
     Args:
         op: a public op, as in `gla_core.workloads.named.OPS`.
-        sizes: sizes, dtypes and what else shapes the arguments, as in `Workload.sizes`; what is left out has the
-            default of the function that makes the inputs. A chunk_gla with an initial state also returns the final one.
+        sizes: as in `Workload.sizes`. A chunk_gla with an initial state also returns the final one.
         backward: count the forward and its backward. recurrent_gla_step has none.
 
     Raises:
@@ -37,11 +35,14 @@ def floor_bytes(op: str, sizes: Mapping[str, Any], backward: bool = False) -> in
         >>> floor_bytes("online_softmax", {"shape": (8, 1024), "dtype": torch.bfloat16})
         32768
     """
-    if op not in _COUNT:
-        raise ValueError(f"op is {op!r}; expected one of {', '.join(_COUNT)}")
-    if backward and op == "recurrent_gla_step":
-        raise ValueError("recurrent_gla_step has no backward; leave out backward=True")
-    inputs, outputs = _COUNT[op](sizes)
+    known = {spec.public: spec for spec in reversed(ABSTRACT_OPS.values())}
+    if op not in known:
+        raise ValueError(f"op is {op!r}; expected one of {', '.join(reversed(known))}")
+    if backward and not known[op].differentiable:
+        raise ValueError(f"{op} has no backward; leave out backward=True")
+    if sizes.get("rows") is not None:  # of a pool, the states of the rows that are served
+        sizes = {**sizes, "B": sum(row >= 0 for row in sizes["rows"])}
+    inputs, outputs = known[op].floor_bytes(describe(known[op].name, sizes, torch.device("cpu")))
     # backward: inputs again, gradients of the outputs, and gradients that are as large as the inputs
     return inputs + outputs + (backward and 2 * inputs + outputs)
 
@@ -49,63 +50,3 @@ def floor_bytes(op: str, sizes: Mapping[str, Any], backward: bool = False) -> in
 def floor_seconds(op: str, sizes: Mapping[str, Any], bandwidth: float, backward: bool = False) -> float:
     """Seconds to move `floor_bytes` at `bandwidth` bytes per second, read and written together."""
     return floor_bytes(op, sizes, backward) / bandwidth
-
-
-def _chunk_gla(sizes: Mapping[str, Any]) -> Bytes:
-    lengths = sizes.get("lengths")
-    B, T = (sizes.get("B", 2), sizes.get("T", 100)) if lengths is None else (1, sum(lengths))
-    N = B if lengths is None else len(lengths)
-    inputs, outputs = _tokens(B * T, sizes)
-    state = N * _state(sizes) if sizes.get("initial_state", False) else 0
-    return inputs + state, outputs + state
-
-
-def _recurrent_gla_step(sizes: Mapping[str, Any]) -> Bytes:
-    B, rows = sizes.get("B", 2), sizes.get("rows")
-    served = B if rows is None else sum(row >= 0 for row in rows)
-    inputs, outputs = _tokens(served, sizes)
-    return inputs + served * _state(sizes), outputs + served * _state(sizes)
-
-
-def _online_softmax(sizes: Mapping[str, Any]) -> Bytes:
-    x = math.prod(sizes["shape"]) * _itemsize(sizes)
-    return x, x
-
-
-def _softmax_attention(sizes: Mapping[str, Any]) -> Bytes:
-    B, Tq, Tk, H, K, V = (sizes[name] for name in ("B", "Tq", "Tk", "H", "K", "V"))
-    queries, keys, size = B * Tq * H * sizes.get("G", 1), B * Tk * H, _itemsize(sizes)
-    return (queries * K + keys * (K + V)) * size, queries * (V * size + _wide(sizes).itemsize)  # o and lse
-
-
-_COUNT: Mapping[str, Callable[[Mapping[str, Any]], Bytes]] = {
-    "chunk_gla": _chunk_gla,
-    "recurrent_gla_step": _recurrent_gla_step,
-    "online_softmax": _online_softmax,
-    "softmax_attention": _softmax_attention,
-}
-
-
-def _tokens(tokens: int, sizes: Mapping[str, Any]) -> Bytes:
-    """Of so many tokens: q k v g in, o out."""
-    H, K, V = (sizes.get(name, default) for name, default in (("H", 2), ("K", 16), ("V", 16)))
-    Hq, size = H * sizes.get("G", 1), _itemsize(sizes)
-    gate = 0 if sizes.get("gates") == "none" else (sizes.get("gate_dtype") or _dtype(sizes)).itemsize
-    return tokens * (Hq * K * size + H * (K + V) * size + H * K * gate), tokens * Hq * V * size
-
-
-def _state(sizes: Mapping[str, Any]) -> int:
-    """The state of one sequence."""
-    return sizes.get("H", 2) * sizes.get("K", 16) * sizes.get("V", 16) * _wide(sizes).itemsize
-
-
-def _dtype(sizes: Mapping[str, Any]) -> torch.dtype:
-    return sizes.get("dtype", torch.float32)
-
-
-def _itemsize(sizes: Mapping[str, Any]) -> int:
-    return _dtype(sizes).itemsize
-
-
-def _wide(sizes: Mapping[str, Any]) -> torch.dtype:
-    return torch.float64 if _dtype(sizes) == torch.float64 else torch.float32

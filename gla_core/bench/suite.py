@@ -28,8 +28,9 @@ from gla_core.bench import measure
 from gla_core.bench.baselines import BASELINES, baselines
 from gla_core.bench.first_call import first_call
 from gla_core.bench.floor import floor_bytes
-from gla_core.workloads import named as workloads
-from gla_core.workloads.named import Workload
+from gla_core.ops import ABSTRACT_OPS, OpSpec
+from gla_core.workloads.inputs import arguments as arguments_of
+from gla_core.workloads.named import Workload, select
 
 Call = Callable[[], tuple[Tensor, ...]]
 
@@ -84,7 +85,7 @@ class Row:
 
 def default_workloads(op: str | None, device: torch.device) -> list[Workload]:
     """Those tagged ci on a CPU, and those of models on a CUDA device, where there is anything to compute."""
-    found = workloads.select(op, ["ci"]) if device.type == "cpu" else workloads.select(op)
+    found = select(op, ["ci"]) if device.type == "cpu" else select(op)
     return [w for w in found if not is_empty(w) and (device.type == "cpu" or w.tags.intersection(CUDA_TAGS) - {"ci"})]
 
 
@@ -117,21 +118,27 @@ def cases(
 
 def implementing(op: str) -> list[str]:
     """Names of the backends that implement a public op."""
-    return [info.name for info in gla.backends() if _forward_op(op) in info.ops]
+    return [info.name for info in gla.backends() if forward_spec(op).name in info.ops]
 
 
 def has_backward(op: str, backend: str) -> bool:
-    """Whether a baseline or backend differentiates a public op; the core does so itself for all but chunk_gla."""
-    if op != "chunk_gla" or backend in BASELINES:
-        return op != "recurrent_gla_step"
-    return any(info.name == backend and "chunk_gla_bwd" in info.ops for info in gla.backends())
+    """Whether a baseline or backend differentiates a public op; the core does so itself where no op is for it."""
+    spec = forward_spec(op)
+    if spec.backward is None or backend in BASELINES:
+        return spec.differentiable
+    return any(info.name == backend and spec.backward in info.ops for info in gla.backends())
+
+
+def forward_spec(op: str) -> OpSpec:
+    """The abstract op that the forward of a public op is."""
+    return next(spec for spec in ABSTRACT_OPS.values() if spec.public == op)
 
 
 def _directions(op: str, device: torch.device, wanted: Sequence[str]) -> list[str]:
-    if op == "recurrent_gla_step":
-        possible = ("step", "step_graph", "host", "first_call")
-    else:
+    if forward_spec(op).differentiable:
         possible = ("forward", "forward_graph", "forward+backward", "host", "first_call", "first_backward")
+    else:
+        possible = ("step", "step_graph", "host", "first_call")
     return [d for d in possible if d in wanted and (not d.endswith("_graph") or device.type == "cuda")]
 
 
@@ -203,15 +210,14 @@ def resolve(case: Case, device: torch.device) -> str:
     backward = case.direction in ("forward+backward", "first_backward")
     arguments = make_arguments(case.workload, device, backward)
     arguments["capturing"] = case.direction.endswith("_graph")
-    ops = [_forward_op(case.workload.op)]
-    if backward and case.workload.op == "chunk_gla":
-        ops.append("chunk_gla_bwd")
+    spec = forward_spec(case.workload.op)
+    ops = [spec.name, *([spec.backward] if backward and spec.backward is not None else [])]
     return "+".join(dict.fromkeys(_winner(op, arguments, case.backend) for op in ops))
 
 
 def _winner(op: str, arguments: dict[str, Any], request: str) -> str:
-    if op == "chunk_gla_bwd":
-        arguments = {name: value for name, value in arguments.items() if name != "output_final_state"}
+    taken = (*ABSTRACT_OPS[op].parameters, "capturing")
+    arguments = {name: value for name, value in arguments.items() if name in taken}
     explanation = gla.explain(op, **arguments, backend=request)
     if explanation.winner is None:
         raise gla.NoBackendError(explanation.why)
@@ -220,19 +226,9 @@ def _winner(op: str, arguments: dict[str, Any], request: str) -> str:
 
 def make_arguments(workload: Workload, device: torch.device, gradients: bool = False, seed: int = 0) -> dict[str, Any]:
     """Arguments of the public op by name, without `backend`; floating-point ones require a gradient if asked."""
-    changes = {"device": device, "seed": seed}
-    arguments: dict[str, Any]
-    if workload.op == "chunk_gla":
-        x = workloads.chunk_inputs(workload, **changes)
-        names = ("q", "k", "v", "g", "initial_state", "cu_seqlens")
-        arguments = {name: getattr(x, name) for name in names}
-        arguments["output_final_state"] = x.initial_state is not None
-    elif workload.op == "recurrent_gla_step":
-        arguments = {**workloads.step_inputs(workload, **changes), "inplace": True}
-    elif workload.op == "online_softmax":
-        arguments = dict(zip(("x", "dim"), workloads.softmax_inputs(workload, **changes), strict=True))
-    else:
-        arguments = dict(zip(("q", "k", "v", "causal"), workloads.attention_inputs(workload, **changes), strict=True))
+    arguments = arguments_of(workload, device=device, seed=seed)
+    if "inplace" in forward_spec(workload.op).parameters:
+        arguments["inplace"] = True
     for x in leaves(arguments) if gradients else ():
         x.requires_grad_()
     return arguments
@@ -267,11 +263,12 @@ def bound(op: str, backend: str, arguments: dict[str, Any]) -> Call:
             raise ValueError(f"the baseline {backend!r} has no {op}")
         return functools.partial(BASELINES[backend][op], **arguments)
     public = functools.partial(getattr(gla, op), **arguments, backend=backend)
-    if op == "online_softmax":
-        return lambda: (public(),)
-    if op == "chunk_gla" and not arguments["output_final_state"]:
-        return lambda: public()[:1]
-    return public
+
+    def tensors() -> tuple[Tensor, ...]:
+        found = public()
+        return tuple(x for x in (found if isinstance(found, tuple) else (found,)) if x is not None)
+
+    return tensors
 
 
 def _time(case: Case, device: torch.device, budget: float) -> measure.Timing:
@@ -283,10 +280,6 @@ def _time(case: Case, device: torch.device, budget: float) -> measure.Timing:
     if case.direction.endswith("_graph"):
         return measure.time_graph(calls, device, budget)
     return (measure.time_host if case.direction == "host" else measure.time_calls)(calls, device, budget)
-
-
-def _forward_op(op: str) -> str:
-    return "chunk_gla_fwd" if op == "chunk_gla" else op
 
 
 def leaves(arguments: dict[str, Any]) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 import torch
 
@@ -11,27 +10,22 @@ import gla_core as gla
 from gla_core.dispatch.backend import KnownDevice, OpCall
 from gla_core.dispatch.calibration import KNOWN_DEVICES
 from gla_core.dispatch.errors import nearest
+from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops._spec import OFFSETS, WIDTHS
 
-SHAPES: Mapping[str, tuple[str, ...]] = {
-    "chunk_gla_fwd": ("B", "T", "H", "K", "V"),
-    "chunk_gla_bwd": ("B", "T", "H", "K", "V"),
-    "recurrent_gla_step": ("B", "H", "K", "V"),
-    "softmax_attention": ("B", "T", "H", "K", "V"),
-    "online_softmax": ("ROWS", "COLUMNS"),
-}
-CHUNK_GLA = ("chunk_gla_fwd", "chunk_gla_bwd")
-"""The abstract ops of the public op chunk_gla; those of every other are one, of the same name."""
+SHAPES = {op: spec.command_line_sizes for op, spec in ABSTRACT_OPS.items()}
+"""The sizes that describe a call of each abstract op."""
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 
 def public_op(op: str) -> str:
     """The public op that an op's name stands for: chunk_gla for chunk_gla_fwd and chunk_gla_bwd."""
-    return "chunk_gla" if op in CHUNK_GLA else op
+    return ABSTRACT_OPS[op].public if op in ABSTRACT_OPS else op
 
 
-def abstract_ops(op: str) -> tuple[str, ...]:
+def abstract_ops(op: str) -> list[str]:
     """The abstract ops that an op's name stands for: chunk_gla_fwd and chunk_gla_bwd for chunk_gla."""
-    return CHUNK_GLA if op == "chunk_gla" else (op,)
+    return [op] if op in ABSTRACT_OPS else [name for name, spec in ABSTRACT_OPS.items() if spec.public == op] or [op]
 
 
 def describe_call(
@@ -59,19 +53,15 @@ def describe_call(
     sizes = _sizes(op, shape)
     if query_heads is not None and "H" not in sizes:
         raise ValueError(f"--query-heads does not go with {op}, which has no heads")
-    if varlen is not None and not op.startswith("chunk_gla"):
+    if varlen is not None and ABSTRACT_OPS[op].has(OFFSETS) is None:
         raise ValueError(f"--varlen does not go with {op}; only chunk_gla_fwd and chunk_gla_bwd take packed sequences")
     if varlen is not None and (varlen < 0 or sizes["B"] != 1):
         raise ValueError(f"--varlen {varlen} packs sequences along T: expected B = 1 and not B = {sizes['B']}")
-    wide = torch.float64 if dtype == "float64" else torch.float32
-    return OpCall(
-        op=op,
-        device=device_of(device) if assume is None else _assumed_place(device),
+    return ABSTRACT_OPS[op].call(
+        _with_heads(sizes, query_heads) | ({} if varlen is None else {"N": varlen}),
+        device_of(device) if assume is None else _assumed_place(device),
+        DTYPES[dtype],
         assumed=None if assume is None else _assumed(assume),
-        dtype=DTYPES[dtype],
-        dims=_dims(op, sizes, query_heads, varlen),
-        gate_dtype=wide if "gla" in op else None,
-        state_dtype=wide if op == "recurrent_gla_step" else None,
         variable_length=varlen is not None,
     )
 
@@ -98,25 +88,17 @@ def _sizes(op: str, shape: str) -> dict[str, int]:
             f"--shape {shape!r} has {len(parts)} values; {op} expects {len(names)} whole numbers: {','.join(names)}"
         )
     sizes = dict(zip(names, map(int, parts), strict=True))
-    for name in ("H", "K", "V"):
+    for name in WIDTHS:
         if sizes.get(name) == 0:
             raise ValueError(f"--shape {shape!r}: {name} is 0; expected at least 1")
     return sizes
 
 
-def _dims(op: str, sizes: dict[str, int], query_heads: int | None, varlen: int | None) -> dict[str, int]:
-    """The sizes by the names of `OpCall.dims`."""
-    if op == "online_softmax":
-        return {"rows": sizes["ROWS"], "columns": sizes["COLUMNS"]}
-    B, H, K, V = (sizes[name] for name in "BHKV")
-    Hq = H if query_heads is None else query_heads
-    if Hq < 1 or Hq % H != 0:
-        raise ValueError(f"--query-heads is {Hq}; expected a multiple of H = {H}")
-    if op == "recurrent_gla_step":
-        return {"B": B, "H": H, "Hq": Hq, "K": K, "V": V, "P": B}
-    if op == "softmax_attention":
-        return {"B": B, "Tq": sizes["T"], "Tk": sizes["T"], "H": H, "Hq": Hq, "K": K, "V": V}
-    return {"B": B, "T": sizes["T"], "H": H, "Hq": Hq, "K": K, "V": V, "N": B if varlen is None else varlen}
+def _with_heads(sizes: dict[str, int], query_heads: int | None) -> dict[str, int]:
+    """The sizes, and the query heads if there are any."""
+    if query_heads is not None and (query_heads < 1 or query_heads % sizes["H"] != 0):
+        raise ValueError(f"--query-heads is {query_heads}; expected a multiple of H = {sizes['H']}")
+    return sizes if query_heads is None else {**sizes, "Hq": query_heads}
 
 
 def device_of(name: str) -> torch.device:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 import gla_core as gla
-from gla_core.bench.calls import arguments_for
-from gla_core.bench.floor import floor_bytes
-from gla_core.cli.calls import device_here, public_op
+from gla_core.cli.calls import device_here
 from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import explain_call
 from gla_core.explanation import with_measured_times
+from gla_core.ops import ABSTRACT_OPS
 from gla_core.terminal import print_json
+from gla_core.workloads.inputs import random_arguments
 
 
 def explain(call: OpCall, backend: str | None, measure: bool, as_json: bool) -> bool:
@@ -41,27 +41,17 @@ def _measured(explanation: gla.Explanation) -> gla.Explanation:
     if call.assumed is not None:
         raise ValueError(f"nothing can be measured on a {call.assumed.name} that is not here; leave out --measure")
     device_here(str(call.device))
-    needed, memory = _least_bytes(call), _memory(call.device)
+    needed, memory = sum(ABSTRACT_OPS[call.op].floor_bytes(call)), _memory(call.device)
     if needed > memory:
         raise ValueError(
             f"this call needs at least {needed / 2**30:,.1f} GiB and {call.device} has {memory / 2**30:,.1f} GiB; "
             "leave out --measure, or choose a smaller --shape"
         )
     try:
-        arguments = arguments_for(call)
+        arguments = random_arguments(call)
     except RuntimeError as error:  # others hold the memory
         raise ValueError(f"this call cannot be measured: {str(error).strip().splitlines()[0]}") from None
     return with_measured_times(explanation, arguments)
-
-
-def _least_bytes(call: OpCall) -> int:
-    """Of the inputs and outputs."""
-    sizes: dict[str, Any] = {**call.dims, "dtype": call.dtype, "gate_dtype": call.gate_dtype}
-    if call.op == "online_softmax":
-        sizes["shape"] = (call.dims["rows"], call.dims["columns"])
-    else:
-        sizes["G"] = call.dims["Hq"] // call.dims["H"]
-    return floor_bytes(public_op(call.op), sizes, backward=call.op == "chunk_gla_bwd")
 
 
 def _memory(device: torch.device) -> float:

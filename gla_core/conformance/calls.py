@@ -15,11 +15,20 @@ import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.cases import Case
 from gla_core.dispatch.backend import Backend
-from gla_core.workloads.inputs import GlaInputs, normal
-from gla_core.workloads.named import attention_inputs, chunk_inputs, softmax_inputs, step_inputs
+from gla_core.ops import ABSTRACT_OPS
+from gla_core.workloads.inputs import (
+    GlaInputs,
+    arguments,
+    attention_inputs,
+    chunk_inputs,
+    normal,
+    softmax_inputs,
+    step_inputs,
+)
 
 Named = dict[str, Tensor]
 
+CHECKPOINT_EVERY = 64
 CHUNK_LEAVES = ("q", "k", "v", "g", "initial_state")
 
 
@@ -60,9 +69,34 @@ def gradients(x: GlaInputs, request: str, wanted: tuple[str, ...] = CHUNK_LEAVES
     return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
 
 
-def backward(x: GlaInputs, backend: Backend, do: Tensor, dstate: Tensor | None) -> Named:
+def checkpoints(x: GlaInputs, request: str, every: int) -> Named:
+    """Checkpoints, and o and the final state beside them."""
+    o, state, found = gla.chunk_gla(
+        x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens, request, checkpoint_every=every
+    )
+    assert state is not None
+    return {"o": o, "state": state, "checkpoints": found}
+
+
+def expected_checkpoints(x: GlaInputs, every: int) -> Tensor:
+    """The oracle's checkpoints, float64."""
+    return oracle.chunk_gla_checkpoints(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, every)
+
+
+def checkpoint_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.bfloat16, torch.float64) else torch.float32
+
+
+def backward(
+    x: GlaInputs,
+    backend: Backend,
+    do: Tensor,
+    dstate: Tensor | None,
+    checkpoints: Tensor | None = None,
+    every: int | None = None,
+) -> Named:
     """What the op chunk_gla_bwd itself returns for the inputs that are there."""
-    args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, do, dstate, backend.name)
+    args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, checkpoints, every, do, dstate, backend.name)
     found = zip(CHUNK_LEAVES, torch.ops.gla.chunk_gla_bwd.default(*args), strict=True)
     return {f"d{name}": d for name, d in found if getattr(x, name) is not None}
 
@@ -153,27 +187,17 @@ def expected_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
 
 def torch_op(case: Case, request: str) -> tuple[Any, tuple]:
     """The torch op of a case and its arguments; those that take gradients require one where the case needs it."""
-    ops = torch.ops.gla
-    if case.op == "online_softmax":
-        x, dim = softmax(case)
-        return ops.online_softmax.default, (*_leaves(case, x), dim, case.needs_grad, request)
-    if case.op == "softmax_attention":
-        *qkv, causal = attention(case)
-        return ops.softmax_attention.default, (*_leaves(case, *qkv), None, causal, case.needs_grad, request)
-    if case.op == "recurrent_gla_step":
-        x = step(case)
-        token = tuple(x[name] for name in ("q", "k", "v", "g", "state"))
-        return ops.recurrent_gla_step.default, (*token, None, x["state_indices"], request)
-    x = chunk(case)
-    if case.op == "chunk_gla_bwd":
-        args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, *loss_gradients(x), request)
-        return ops.chunk_gla_bwd.default, args
-    q, k, v, g, initial = _leaves(case, x.q, x.k, x.v, x.g, x.initial_state)
-    return ops.chunk_gla_fwd.default, (q, k, v, g, None, initial, True, x.cu_seqlens, case.needs_grad, request)
-
-
-def _leaves(case: Case, *tensors: Tensor | None) -> list[Tensor | None]:
-    return [y.requires_grad_() if case.needs_grad and y is not None else y for y in tensors]
+    spec, op = ABSTRACT_OPS[case.op], getattr(torch.ops.gla, case.op).default
+    given = arguments(case.workload, dtype=case.dtype, device=case.device)
+    given |= {"output_final_state": True, "checkpoint_every": CHECKPOINT_EVERY if case.checkpoints else None}
+    if "do" in spec.parameters:
+        given |= dict(zip(("do", "dstate"), loss_gradients(chunk(case)), strict=True))
+    for argument in spec.arguments if case.needs_grad else ():
+        if argument.differentiable and given[argument.name] is not None:
+            given[argument.name].requires_grad_()
+    taken = spec.complete((), {name: x for name, x in given.items() if name in spec.parameters})
+    given = {**dict(zip(spec.parameters, taken, strict=True)), "needs_grad": case.needs_grad, "backend": request}
+    return op, tuple(given[argument.name] for argument in op._schema.arguments)
 
 
 # ---- views and memory
@@ -190,7 +214,7 @@ def poisoned(backend: Backend, device: str) -> Iterator[None]:
 
     PyTorch fills it, for a backend that is deterministic; otherwise as far as freed memory is used again.
     """
-    stir(float("nan"), device)
+    fill_freed_memory(float("nan"), device)
     if not backend.capabilities.deterministic:  # it would be refused under use_deterministic_algorithms
         yield
         return
@@ -206,7 +230,7 @@ def poisoned(backend: Backend, device: str) -> Iterator[None]:
         settings.fill_uninitialized_memory = fill
 
 
-def stir(value: float, device: str) -> None:
+def fill_freed_memory(value: float, device: str) -> None:
     """Leave `value` behind in freed memory of many sizes."""
     held = [torch.full((1 << size,), value, device=device) for size in range(4, 19) for _ in range(2)]
     del held
@@ -216,6 +240,6 @@ def three_runs(function: Callable[[], Named], device: str) -> list[Named]:
     """The results of three runs, each with different values in freed memory."""
     results = []
     for value in (float("nan"), 0.0, 1e30):
-        stir(value, device)
+        fill_freed_memory(value, device)
         results.append(function())
     return results

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities, OpCall, supports_everything
+from gla_core.dispatch.backend import Backend, Capabilities, OpCall, supports_everything
+from gla_core.ops import ABSTRACT_OPS, OpSpec
+from gla_core.ops._spec import CHECKPOINTS
+from gla_core.workloads.inputs import describe
 from gla_core.workloads.named import Workload, select
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-DIFFERENTIABLE = ("chunk_gla_fwd", "online_softmax", "softmax_attention")
 SMALL = frozenset({"ci", "odd", "packed", "extreme"})
 AT_SIZE = frozenset({"train", "prefill", "decode", "long"})
 
@@ -37,35 +39,16 @@ class Case:
     device: str
     needs_grad: bool = False
     deterministic: bool = False
+    checkpoints: bool = False
 
     def __str__(self) -> str:
         return f"{self.workload.name}-{short(self.dtype)}"
 
     def describe(self) -> OpCall:
         """What the core will know of the call."""
-        sizes = self.workload.sizes
-        return OpCall(
-            op=self.op,
-            device=torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu"),
-            dtype=self.dtype,
-            dims=_dims(self.op, sizes),
-            gate_dtype=self._gate_dtype(),
-            state_dtype=self._state_dtype(),
-            variable_length=sizes.get("lengths") is not None,
-            indexed=sizes.get("rows") is not None,
-            needs_grad=self.needs_grad,
-            deterministic=self.deterministic,
-        )
-
-    def _gate_dtype(self) -> torch.dtype | None:
-        sizes = self.workload.sizes
-        has_gate = "gla" in self.op and sizes.get("gates") != "none"
-        return sizes.get("gate_dtype", self.dtype) if has_gate else None
-
-    def _state_dtype(self) -> torch.dtype | None:
-        if self.op != "recurrent_gla_step" and not self.workload.sizes.get("initial_state"):
-            return None
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        place = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+        asked = {"needs_grad": self.needs_grad, "deterministic": self.deterministic, "checkpoints": self.checkpoints}
+        return describe(self.op, {**self.workload.sizes, "dtype": self.dtype}, place, **asked)
 
 
 def short(dtype: torch.dtype) -> str:
@@ -93,6 +76,7 @@ def cases(
     at_size: bool = False,
     cuda: bool = False,
     graphs: bool = False,
+    checkpoints: bool = False,
 ) -> list[Case]:
     """The cases of an op that the backend's capabilities allow.
 
@@ -106,11 +90,15 @@ def cases(
         deterministic: none for a backend that does not claim to be so.
         at_size: the large workloads, on a CUDA device only, each in its own dtype.
         cuda: on a CUDA device only. graphs: there, and if the backend claims to be captured into CUDA graphs.
+        checkpoints: none for a backend that returns none.
     """
-    can = backend.capabilities
+    can = backend.can(op)
+    is_backward = any(spec.backward == op for spec in ABSTRACT_OPS.values())
     if op not in backend.ops or (also is not None and also not in backend.ops):
         return []
-    if (deterministic and not can.deterministic) or ((gradients or op == "chunk_gla_bwd") and not can.gradients):
+    if (deterministic and not can.deterministic) or ((gradients or is_backward) and not can.gradients):
+        return []
+    if checkpoints and not can.checkpoints:
         return []
     if (graphs and not can.cuda_graphs) or (device != "cuda" and (cuda or graphs or at_size)):
         return []
@@ -131,7 +119,7 @@ def cases(
 
 def refusals(backend: Backend, device: str) -> list[Case]:
     """Cases that the capabilities exclude: one for each way in which a call may lie beyond them."""
-    return [case for op in OP_PARAMETERS for case in _tried(backend, device, op) if excluded(backend, case)]
+    return [case for op in ABSTRACT_OPS for case in _tried(backend, device, op) if excluded(backend, case)]
 
 
 def excluded(backend: Backend, case: Case) -> str | None:
@@ -159,16 +147,16 @@ def _nearest(width: int, widths: range) -> int:
 
 
 def _small(op: str, names: Iterable[str] = (), tag: str | None = None) -> list[Workload]:
-    wanted = [w for w in select(_public(op)) if (w.tags & SMALL if tag is None else tag in w.tags)]
+    wanted = [w for w in select(ABSTRACT_OPS[op].public) if (w.tags & SMALL if tag is None else tag in w.tags)]
     return [w for w in wanted if not names or w.name in names]
 
 
 def _at_size(op: str) -> list[Workload]:
-    return [w for w in select(_public(op)) if w.tags & AT_SIZE and not w.tags & SMALL]
+    return [w for w in select(ABSTRACT_OPS[op].public) if w.tags & AT_SIZE and not w.tags & SMALL]
 
 
 def _tried(backend: Backend, device: str, op: str) -> list[Case]:
-    can = backend.capabilities
+    can, spec = backend.can(op), ABSTRACT_OPS[op]
     dtype = dtypes_of(can)[0] if can.dtypes else torch.float32
     plain = Case(op, fitted(_small(op)[0], can), dtype, device)
     if op not in backend.ops:
@@ -178,29 +166,11 @@ def _tried(backend: Backend, device: str, op: str) -> list[Case]:
         *(dataclasses.replace(plain, workload=w) for w in _small(op)),
         *(dataclasses.replace(plain, dtype=d) for d in DTYPES),
         *(dataclasses.replace(plain, device=d) for d in sorted(other_devices - {device})),
-        *([dataclasses.replace(plain, needs_grad=True)] if op in DIFFERENTIABLE else []),
+        *([dataclasses.replace(plain, needs_grad=True)] if spec.differentiable else []),
         dataclasses.replace(plain, deterministic=True),
+        *([dataclasses.replace(plain, checkpoints=True)] if _can_return_checkpoints(spec) else []),
     ]
 
 
-def _public(op: str) -> str:
-    return op.removesuffix("_fwd").removesuffix("_bwd")
-
-
-def _dims(op: str, sizes: dict) -> dict[str, int]:
-    if op == "online_softmax":
-        shape, dim = sizes["shape"], sizes.get("dim", -1)
-        columns = shape[dim]
-        rows = 1
-        for size in (*shape[:dim], *shape[dim % len(shape) + 1 :]):
-            rows *= size
-        return {"rows": rows, "columns": columns}
-    dims = {"H": sizes["H"], "Hq": sizes["H"] * sizes.get("G", 1), "K": sizes["K"], "V": sizes["V"]}
-    if op == "softmax_attention":
-        return {"B": sizes["B"], "Tq": sizes["Tq"], "Tk": sizes["Tk"], **dims}
-    if op == "recurrent_gla_step":
-        return {"B": sizes["B"], **dims, "P": sizes.get("pool", sizes["B"])}
-    lengths = sizes.get("lengths")
-    if lengths is not None:
-        return {"B": 1, "T": sum(lengths) + sizes.get("padding", 0), **dims, "N": len(lengths)}
-    return {"B": sizes["B"], "T": sizes["T"], **dims, "N": sizes["B"]}
+def _can_return_checkpoints(spec: OpSpec) -> bool:
+    return any(result.dtype is CHECKPOINTS for result in spec.results)

@@ -42,6 +42,36 @@ def chunk_gla(
     return o, state
 
 
+def chunk_gla_checkpoints(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    every: int,
+) -> Tensor:
+    """The states that enter every `every` tokens of a sequence [B, n, H, K, V], in float64; 0 in rows of none."""
+    T = q.shape[1]
+    if cu_seqlens is None:
+        ends = range(0, T, every)
+        states = [chunk_gla(q[:, :t], k[:, :t], v[:, :t], _upto(g, t), None, initial_state)[1] for t in ends]
+        return torch.stack(states, dim=1) if states else _zero_state(q, k, v)[:, None][:, :0]
+    N = len(cu_seqlens) - 1
+    found = _zero_state(q, k, v)[:, None].repeat(1, N + T // every, 1, 1, 1)
+    for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        gate = None if g is None else g[:, a:b]
+        before = None if initial_state is None else initial_state[i : i + 1]
+        own = chunk_gla_checkpoints(q[:, a:b], k[:, a:b], v[:, a:b], gate, before, None, every)
+        first = i + a // every
+        found[:, first : first + own.shape[1]] = own
+    return found
+
+
+def _upto(g: Tensor | None, t: int) -> Tensor | None:
+    return None if g is None else g[:, :t]
+
+
 def recurrent_gla_step(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, state: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:

@@ -1,15 +1,13 @@
-"""What a run of the kit found: a JSON report, and a table at the end of the run."""
+"""What a run of the kit found: a summary or every case as JSON, and a table at the end of the run."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
 import json
-import math
 import platform
 import re
 import subprocess
-from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,18 +18,20 @@ import torch
 import gla_core as gla
 from gla_core.conformance.cases import DTYPES, dtypes_of, short
 from gla_core.conformance.subject import sources
+from gla_core.conformance.summary import case_name, counts, finite, properties, reasons, table
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
-from gla_core.files import check_writable
+from gla_core.files import check_writable, write_json
 
-FORMAT = 1
-"""Version of the layout of the JSON report."""
+FORMAT = 2
+"""Version of the layout of the summary."""
 
 
 class Report:
     """A pytest plugin that gathers the outcome of every case, prints a table, and writes JSON if asked.
 
     Args:
-        path: file to write. commit: source revision to note.
+        path: file to write: a summary, or, if it ends in .jsonl, a line for every case.
+        commit: source revision to note in the summary.
 
     Raises:
         pytest.UsageError: the file cannot be written.
@@ -67,8 +67,7 @@ class Report:
         """Write the report; then, below all that pytest itself prints, what it says in short."""
         result = yield
         if self._path is not None:
-            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
-            Path(self._path).write_text(json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
+            self._write(Path(self._path))
         terminal = session.config.pluginmanager.get_plugin("terminalreporter")
         if terminal is not None and (self.rows or self._broken):
             terminal.section(f"conformance of {self._backend.name} {self._backend.version} on {self._device}")
@@ -76,14 +75,21 @@ class Report:
                 terminal.write_line(line)
         return result
 
+    def _write(self, path: Path) -> None:
+        if path.suffix != ".jsonl":
+            write_json(path, self.summary())
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cases = ({**row, "errors": [finite(error) for error in row["errors"]]} for row in self.rows)
+        path.write_text("".join(json.dumps(case, allow_nan=False) + "\n" for case in cases))
+
     def _lines(self, with_failures: bool) -> Iterator[str]:
         yield from sources(self._backend)
         if with_failures:  # pytest does not list them
             yield from map(_failure, (row for row in self.rows if row["outcome"] == "failed"))
             yield from (f"ERROR {broken}" for broken in self._broken)
         yield from (f"not declared: {line}" for line in not_declared(self._backend))
-        for reason, count in _count(row["reason"] for row in self.rows if row["outcome"] == "open"):
-            yield f"open: {reason} ({count} cases)"
+        yield from (f"open: {why['reason']} ({why['cases']} cases)" for why in reasons(self.rows, "open"))
         yield from table(self.rows)
         yield self._verdict()
 
@@ -96,8 +102,8 @@ class Report:
             return f"{name} FAILED {found['failed']} of {len(self.rows)} cases{still_open}"
         return f"{name} passed {found['passed']} of {len(self.rows)} cases{still_open}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """The report as JSON holds it."""
+    def summary(self) -> dict[str, Any]:
+        """The run as a summary holds it; `gla_core/conformance/README.md` says what its keys mean."""
         return {
             "format": FORMAT,
             "backend": {"name": self._backend.name, "version": self._backend.version},
@@ -108,48 +114,10 @@ class Report:
             "declared": _declared(self._backend),
             "not_declared": not_declared(self._backend),
             "counts": counts(self.rows),
-            "summary": summary(self.rows),
-            "cases": [{**row, "errors": [_finite(error) for error in row["errors"]]} for row in self.rows],
+            "failed": reasons(self.rows, "failed"),
+            "open": reasons(self.rows, "open"),
+            "properties": properties(self.rows),
         }
-
-
-def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """How many cases passed, failed and stayed open; refusals are among those that passed."""
-    found = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in ("passed", "failed", "open")}
-    return {**found, "refusals": sum(row["test"].startswith("test_refusals.py") for row in rows)}
-
-
-def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per op and property: cases, failures, cases left open, and the worst error as a part of its budget."""
-    groups = defaultdict(list)
-    for row in rows:
-        groups[row["op"], row["test"].split("::")[-1].removeprefix("test_").replace("_", " ")].append(row)
-    return [
-        {
-            "op": op,
-            "property": name,
-            "cases": len(group),
-            "failed": sum(row["outcome"] == "failed" for row in group),
-            "open": sum(row["outcome"] == "open" for row in group),
-            "worst error / budget": _worst(group),
-        }
-        for (op, name), group in groups.items()
-    ]
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    """The summary as lines of text: under each op its properties."""
-    found = summary(rows)
-    widest = max((len(row["property"]) for row in found), default=0)
-    lines = []
-    for op in dict.fromkeys(row["op"] for row in found):
-        lines.append(f"{op:<{widest + 2}} cases  failed  open  error/budget")
-        for row in (row for row in found if row["op"] == op):
-            worst = row["worst error / budget"]
-            ratio = "-" if worst is None else worst if isinstance(worst, str) else f"{worst:.2f}"
-            failed, still_open = row["failed"] or "-", row["open"] or "-"
-            lines.append(f"  {row['property']:<{widest}} {row['cases']:>5}  {failed:>6}  {still_open:>4}  {ratio:>12}")
-    return lines
 
 
 def not_declared(backend: Backend) -> list[str]:
@@ -187,28 +155,10 @@ def _span(can: Capabilities, name: str) -> str | None:
     return None if widths == getattr(Capabilities(), name) else str(widths)
 
 
-def _worst(rows: list[dict[str, Any]]) -> float | str | None:
-    ratios = [_ratio(error) for row in rows for error in row["errors"]]
-    if not ratios:
-        return None
-    return max(ratios) if math.isfinite(max(ratios)) else "infinite"
-
-
-def _ratio(error: dict[str, Any]) -> float:
-    if error["budget"] == 0:
-        return math.inf if error["error"] else 0.0
-    return error["error"] / error["budget"]
-
-
-def _finite(error: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: an error that is none, or not a number, is null."""
-    return error if math.isfinite(error["error"]) else {**error, "error": None}
-
-
 def _failure(row: dict[str, Any]) -> str:
     """A failed case in a line."""
     reason = (row["reason"] or "no reason given").removeprefix("AssertionError: ")
-    return f"FAILED {row['test'].split('::')[0]}::{row['id']}: {reason}"
+    return f"FAILED {case_name(row)}: {reason}"
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str | None:
@@ -222,13 +172,6 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str | None:
         return None
     first = text.strip().splitlines()[0] if text.strip() else ""
     return re.sub(r"(?:/[^\s/'\":]+)+/([^\s/'\":]+)", r"\1", first)[:300]
-
-
-def _count(reasons: Any) -> list[tuple[str, int]]:
-    found: dict[str, int] = {}
-    for reason in reasons:
-        found[reason] = found.get(reason, 0) + 1
-    return list(found.items())
 
 
 def _versions() -> dict[str, str | None]:

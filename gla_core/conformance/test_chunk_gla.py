@@ -12,9 +12,13 @@ import gla_core as gla
 from gla_core.conformance.calls import (
     CHUNK_LEAVES,
     backward,
+    checkpoint_dtype,
+    checkpoints,
     chunk,
+    expected_checkpoints,
     expected_forward,
     expected_gradients,
+    fill_freed_memory,
     forward,
     gradients,
     heads_first,
@@ -23,7 +27,6 @@ from gla_core.conformance.calls import (
     oracle_gradients,
     poisoned,
     run_step,
-    stir,
     three_runs,
     tokens,
     training_request,
@@ -207,6 +210,33 @@ def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
     measure(outs[0], oracle_forward(x), FORWARD[case.dtype])
 
 
+# ---- checkpoints
+
+
+@over(FWD, checkpoints=True, in_turn=True)
+@pytest.mark.parametrize("every", [64, 128])
+def test_checkpoints(backend, case, every, measure, layout):
+    """The states that enter every 64 or 128 tokens of a sequence; rows that no sequence has are 0."""
+    x = chunk(case)
+    with poisoned(backend, case.device):
+        out = checkpoints(x, backend.name, every)
+    expected = expected_checkpoints(x, every)
+    measure(out, {**expected_forward(case), "checkpoints": expected}, FORWARD[case.dtype])
+    unused = expected == 0
+    measure({"unused rows": out["checkpoints"][unused]}, {"unused rows": expected[unused]}, 0)
+    layout(out, {"checkpoints": (expected.shape, checkpoint_dtype(case.dtype))}, case.device, present(x))
+
+
+@over(BWD, in_turn=True)
+@pytest.mark.parametrize("every", [64, 128])
+def test_gradients_from_checkpoints(backend, case, every, measure):
+    """Whoever has made them: here the oracle."""
+    x = chunk(case)
+    given = expected_checkpoints(x, every).to(checkpoint_dtype(case.dtype))
+    out = backward(x, backend, *loss_gradients(x), checkpoints=given, every=every)
+    measure(out, expected_gradients(case), GRADIENT[case.dtype])
+
+
 # ---- gradients
 
 
@@ -290,7 +320,7 @@ def test_gradients_same_bits(backend, case, measure):
 @over(BWD, in_turn=True)
 def test_inputs_unchanged_by_backward(backend, case, measure):
     x, before = chunk(case), chunk(case)
-    stir(float("nan"), case.device)
+    fill_freed_memory(float("nan"), case.device)
     backward(x, backend, *loss_gradients(x))
     measure(present(x), present(before), 0)
 

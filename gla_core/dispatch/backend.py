@@ -1,8 +1,9 @@
 """The contract between the core and a backend. A backend imports this module and nothing else of the core.
 
 A backend is a value: a name, a version, a mapping from abstract op names to plain functions, and data that says
-where those functions work. The functions take exactly the parameters listed in `OP_PARAMETERS`, positionally; their
-meaning is documented in `gla_core/ops/<op>.py`. All tensor arguments have been checked when a function is called,
+where those functions work. The functions take exactly the parameters listed in `OP_PARAMETERS`, positionally; what
+they mean, and what is returned, is documented in `gla_core/ops/<op>.py`. All arguments have been checked when a
+function is called,
 `scale` is always a float, and autocast is off. Every tensor returned must be contiguous and in memory of its own: no
 input, and no view of another tensor. The core checks what comes back, once for each signature.
 """
@@ -22,15 +23,15 @@ import torch
 
 hookimpl = pluggy.HookimplMarker("gla_core")
 
-OP_PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "chunk_gla_fwd": ("q", "k", "v", "g", "scale", "initial_state", "output_final_state", "cu_seqlens"),
-        "chunk_gla_bwd": ("q", "k", "v", "g", "scale", "initial_state", "cu_seqlens", "do", "dstate"),
-        "recurrent_gla_step": ("q", "k", "v", "g", "state", "scale", "state_indices", "inplace"),
-        "online_softmax": ("x", "dim"),
-        "softmax_attention": ("q", "k", "v", "scale", "causal"),
-    }
-)
+_parameters: dict[str, tuple[str, ...]] = {}
+OP_PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(_parameters)
+"""The parameters of each abstract op, in order; gla_core/ops declares them when it is imported."""
+
+
+def declare_op(name: str, parameters: tuple[str, ...]) -> None:
+    """Make an abstract op known to backends and requests."""
+    _parameters[name] = parameters
+
 
 Reason = str
 """A refusal: a sentence a user can act on, such as 'needs a CUDA device; q is on cpu'."""
@@ -56,6 +57,7 @@ class Capabilities:
         variable_length: packed sequences (`cu_seqlens`).
         grouped_queries: more query heads than key/value heads.
         gradients: the forward may be used where a gradient is needed, by this backend's backward or another's.
+        checkpoints: `chunk_gla_fwd` returns checkpoints where `checkpoint_every` is given.
         deterministic: the same inputs give the same bits. A backend that says False is refused under
             `torch.use_deterministic_algorithms(True)`.
         cuda_graphs: may be captured into a CUDA graph.
@@ -69,6 +71,7 @@ class Capabilities:
     variable_length: bool = True
     grouped_queries: bool = True
     gradients: bool = True
+    checkpoints: bool = False
     deterministic: bool = True
     cuda_graphs: bool = False
 
@@ -90,13 +93,13 @@ class OpCall:
         op: abstract op name.
         device: device of every tensor of the call.
         dtype: dtype of q (or x).
-        dims: sizes by the names of DESIGN section 3: B, T, H, Hq, K, V, N for `chunk_gla_fwd` and `chunk_gla_bwd`;
-            B, H, Hq, K, V, P for `recurrent_gla_step`; B, Tq, Tk, H, Hq, K, V for `softmax_attention`; rows and
-            columns for `online_softmax`.
+        dims: sizes by name, as gla_core/ops/<op>.py lists them: B, T, H, Hq, K, V, N for `chunk_gla_fwd` and
+            `chunk_gla_bwd`, rows and columns for `online_softmax`.
         gate_dtype, state_dtype: dtype of g and of the state given, None where there is none.
         variable_length: whether `cu_seqlens` is given.
         indexed: whether `state_indices` are given.
         scalars: arguments that are neither tensors nor the scale, by name, such as causal or output_final_state.
+        checkpoints: whether checkpoints are to be returned.
         needs_grad: whether a gradient will be asked for.
         deterministic: whether the user has asked PyTorch for deterministic algorithms.
         capturing: whether a CUDA graph is being captured.
@@ -113,6 +116,7 @@ class OpCall:
     variable_length: bool = False
     indexed: bool = False
     scalars: Mapping[str, Any] = field(default_factory=dict)
+    checkpoints: bool = False
     needs_grad: bool = False
     deterministic: bool = False
     capturing: bool = False
@@ -190,6 +194,7 @@ class Backend:
         supports: called with an `OpCall` that the capabilities allow; a `Reason` refuses it, None accepts it.
         cost: optionally predicts the time of an `OpCall` in seconds, by which `auto` ranks: a `CostModel`, whose
             constants can be calibrated, or a function that takes the call.
+        op_capabilities: the capabilities of ops that differ from the others, by abstract op name.
         notes: optionally what `gla doctor` says of this backend here, such as what slows it down; may take its time.
 
     Example:
@@ -202,13 +207,18 @@ class Backend:
     capabilities: Capabilities = field(default_factory=Capabilities)
     supports: Callable[[OpCall], Reason | None] = supports_everything
     cost: CostModel | Callable[[OpCall], float | None] | None = None
+    op_capabilities: Mapping[str, Capabilities] = field(default_factory=dict)
     notes: Callable[[], list[str]] | None = None
+
+    def can(self, op: str) -> Capabilities:
+        """Where the function of an op works."""
+        return self.op_capabilities.get(op, self.capabilities)
 
     def refusal(self, call: OpCall) -> Reason | None:
         """Why this backend cannot run `call`, or None if it can."""
         if call.op not in self.ops:
             return f"does not implement {call.op}; it implements {', '.join(self.ops) or 'no op'}"
-        reason = _capability_refusal(self.capabilities, call)
+        reason = _capability_refusal(self.can(call.op), call)
         if reason is not None:
             return reason
         try:
@@ -233,7 +243,7 @@ class Backend:
 
 
 def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:
-    subject = "x" if call.op == "online_softmax" else "q"
+    subject = OP_PARAMETERS[call.op][0]
     if can.devices is not None and call.device.type not in can.devices:
         return f"needs a {_any_of(sorted(can.devices))} device; {subject} is on {call.device}"
     if call.dtype not in can.dtypes:
@@ -255,6 +265,8 @@ def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:
         return f"has no grouped queries; q has {call.dims['Hq']} heads and k has {call.dims['H']}"
     if call.needs_grad and not can.gradients:
         return "has no gradients; call it under torch.no_grad()"
+    if call.checkpoints and not can.checkpoints:
+        return "returns no checkpoints; call it without checkpoint_every"
     if call.deterministic and not can.deterministic:
         return "is not deterministic; torch.use_deterministic_algorithms is on"
     if call.capturing and not can.cuda_graphs:

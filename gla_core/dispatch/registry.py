@@ -85,7 +85,7 @@ def installed() -> dict[str, Backend]:
 
 def get(name: str, source: str = "") -> Backend:
     """The backend called `name`. Raises UnknownBackendError with the nearest spelling."""
-    found = _discover()
+    found = _discovered or _discover()
     known = {**found.backends, **_registered}
     if name in known:
         return known[name]
@@ -183,17 +183,24 @@ def check_backend(backend: object, taken: Iterable[str] = ()) -> None:
     if not isinstance(backend.version, str):
         raise BackendError(f"backend {name!r}: version is {backend.version!r}; expected a string")
     _check_capabilities(name, backend.capabilities)
+    for op, can in _items(name, backend.op_capabilities, "op_capabilities"):
+        _check_op(f"backend {name!r} has capabilities of", op)
+        _check_capabilities(name, can)
     if not callable(backend.supports):
         raise BackendError(f"backend {name!r}: supports is {backend.supports!r}; expected a function of an OpCall")
     if not isinstance(backend.ops, Mapping):
         raise BackendError(f"backend {name!r}: ops is {type(backend.ops).__name__}; expected a mapping")
     for op, function in backend.ops.items():
-        if op not in OP_PARAMETERS:
-            raise UnknownOpError(f"backend {name!r} implements an unknown op {op!r}{nearest(str(op), OP_PARAMETERS)}")
+        _check_op(f"backend {name!r} implements", op)
         _check_signature(name, op, function)
     _check_cost(name, backend.cost)
     if backend.notes is not None and not callable(backend.notes):
         raise BackendError(f"backend {name!r}: notes is {type(backend.notes).__name__}; expected a function or None")
+
+
+def _check_op(who: str, op: object) -> None:
+    if op not in OP_PARAMETERS:
+        raise UnknownOpError(f"{who} an unknown op {op!r}{nearest(str(op), OP_PARAMETERS)}")
 
 
 def _check_free(name: str, taken: Iterable[str]) -> None:
@@ -256,10 +263,7 @@ def _check_cost(name: str, cost: object) -> None:
         raise BackendError(f"backend {name!r}: the formula of cost is {type(cost.formula).__name__}, not a function")
     for kind, ops in _items(name, cost.constants, "constants"):
         for op, constants in _items(name, ops, f"constants of {kind!r}"):
-            if op not in OP_PARAMETERS:
-                raise UnknownOpError(
-                    f"backend {name!r} has constants of an unknown op {op!r}{nearest(str(op), OP_PARAMETERS)}"
-                )
+            _check_op(f"backend {name!r} has constants of", op)
             for constant, value in _items(name, constants, f"constants of {kind!r}, {op}"):
                 if constant in DEVICE_FACTS:
                     raise BackendError(f"backend {name!r}: the constant {constant!r} of {op} is the core's; rename it")

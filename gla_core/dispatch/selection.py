@@ -7,7 +7,7 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from gla_core.dispatch import registry
@@ -108,37 +108,48 @@ class Explanation:
 def select(call: OpCall, request: Request) -> Backend:
     """The backend that runs `call`. Raises NoBackendError with every refusal, UnknownBackendError for a typo."""
     choice = request.choice(call.op)
-    refusals: list[tuple[str, Reason]] = []
-    for backend in _in_order(call, choice):
-        reason = _refusal(backend, call, choice)
-        if reason is None:
-            return backend
-        refusals.append((backend.name, reason))
-    raise NoBackendError(_nobody(call, request, refusals))
+    found = _candidates(call, choice, predicted=not choice.names)
+    if not found or found[0][1].refusal is not None:
+        raise NoBackendError(_nobody(call, request, [candidate for _, candidate in found]))
+    return found[0][0]
 
 
 def explain_call(call: OpCall, request: Request) -> Explanation:
     """Explain what `select` would do; runs nothing."""
     choice = request.choice(call.op)
-    ordered = _in_order(call, choice)
-    candidates = [_candidate(b, call, choice) for b in ordered]
+    candidates = tuple(candidate for _, candidate in _candidates(call, choice, predicted=True))
     able = [c for c in candidates if c.refusal is None]
-    if not able:
-        refusals = [(c.name, c.refusal or "") for c in candidates]
-        why = _nobody(call, request, refusals)
-        return Explanation(call, str(choice), choice.source, tuple(candidates), None, why)
-    # Those that cannot run are listed last, in the order in which they were looked at.
-    candidates.sort(key=lambda c: c.refusal is not None)
-    why = _why(able, choice)
-    return Explanation(call, str(choice), choice.source, tuple(candidates), able[0].name, why)
+    winner = able[0].name if able else None
+    why = _why(able, choice) if able else _nobody(call, request, candidates)
+    return Explanation(call, str(choice), choice.source, candidates, winner, why)
 
 
-def _candidate(backend: Backend, call: OpCall, choice: Choice) -> Candidate:
-    refusal = _refusal(backend, call, choice)
-    if refusal is not None:
+def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Backend, Candidate]]:
+    """Every backend that is looked at: those that can run the call first, in the order of the choice or by rank.
+
+    Args:
+        predicted: predict their times, without which there is no rank.
+    """
+    asked = [registry.get(name, f"{choice.source}: ") for name in choice.names] or registry.installed().values()
+    found = [(backend, _candidate(backend, call, choice, predicted)) for backend in asked]
+    found.sort(key=lambda pair: pair[1].refusal is not None)
+    return found if choice.names else sorted(found, key=lambda pair: _rank(*pair))
+
+
+def _candidate(backend: Backend, call: OpCall, choice: Choice, predicted: bool) -> Candidate:
+    refusal = backend.refusal(call)
+    if refusal is None and not choice.names:  # an explicit request is tried again, and shows its own error
+        refusal = _cannot_launch.get(_launch_class(backend, call))
+    if refusal is not None or not predicted:
         return Candidate(backend.name, None, refusal)
-    predicted = predict(backend, call)
-    return Candidate(backend.name, predicted.seconds, None, predicted.source)
+    prediction = predict(backend, call)
+    return Candidate(backend.name, prediction.seconds, None, prediction.source)
+
+
+def _rank(backend: Backend, candidate: Candidate) -> tuple:
+    seconds = candidate.seconds
+    unnamed = backend.capabilities.devices is None
+    return (candidate.refusal is not None, seconds is None, seconds or 0.0, unnamed, backend.name)
 
 
 def remember_launch_failure(backend: Backend, call: OpCall, error: Exception) -> None:
@@ -156,32 +167,14 @@ def is_launch_failure(error: Exception) -> bool:
     return kind is RuntimeError and str(error).startswith("Failed to find C compiler")
 
 
-def _in_order(call: OpCall, choice: Choice) -> list[Backend]:
-    if choice.names:
-        return [registry.get(name, f"{choice.source}: ") for name in choice.names]
-    return sorted(registry.installed().values(), key=lambda b: _rank(b, call))
-
-
-def _rank(backend: Backend, call: OpCall) -> tuple[bool, float, bool, str]:
-    seconds = predict(backend, call).seconds if backend.refusal(call) is None else None
-    return (seconds is None, seconds or 0.0, backend.capabilities.devices is None, backend.name)
-
-
-def _refusal(backend: Backend, call: OpCall, choice: Choice) -> Reason | None:
-    reason = backend.refusal(call)
-    if reason is None and not choice.names:  # an explicit request is tried again, and shows its own error
-        reason = _cannot_launch.get(_launch_class(backend, call))
-    return reason
-
-
 def _launch_class(backend: Backend, call: OpCall) -> Hashable:
     fixed = tuple((name, size) for name, size in call.dims.items() if name not in _GROWING_DIMS)
     return (backend.name, call.op, call.device, call.dtype, call.variable_length, fixed)
 
 
-def _nobody(call: OpCall, request: Request, refusals: list[tuple[str, Reason]]) -> str:
+def _nobody(call: OpCall, request: Request, candidates: Iterable[Candidate]) -> str:
     choice = request.choice(call.op)
-    listed = "".join(f"\n  {name}: {reason}" for name, reason in refusals) or "\n  no backend is installed"
+    listed = "".join(f"\n  {c.name}: {c.refusal}" for c in candidates) or "\n  no backend is installed"
     able = _first_able(call) if choice.names else None
     proposal = f"; {request.allowing(able, call.op)!r} would run it" if able else ""
     return f"no backend can run {call.op} (request: {choice}, from {choice.source}){proposal}:{listed}"
@@ -189,8 +182,8 @@ def _nobody(call: OpCall, request: Request, refusals: list[tuple[str, Reason]]) 
 
 def _first_able(call: OpCall) -> str | None:
     """The backend that `auto` would take."""
-    auto = Choice((), "")
-    return next((b.name for b in _in_order(call, auto) if _refusal(b, call, auto) is None), None)
+    found = _candidates(call, Choice((), ""), predicted=True)
+    return found[0][0].name if found and found[0][1].refusal is None else None
 
 
 def _why(able: list[Candidate], choice: Choice) -> str:

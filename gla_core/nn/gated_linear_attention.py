@@ -201,7 +201,9 @@ class GatedLinearAttention(nn.Module):
         _checks.tensor("x", x, "B T hidden_size", dims)
         dims["N"] = dims["B"]
         if cu_seqlens is not None:  # here and not only in the op, for the convolutions come before it
-            _checks.cu_seqlens(cu_seqlens, dims, of="x")
+            _checks.tensor("cu_seqlens", cu_seqlens, "N+1", dims)
+            _checks.dtype("cu_seqlens", cu_seqlens, _checks.INTEGERS)
+            _checks.packed(dims, of="x")
         if state is not None:
             self._check_state(state, dims["N"])
         q, k, v, g, conv = self._op_inputs(x, None if state is None else state.conv, cu_seqlens)
@@ -257,7 +259,7 @@ class GatedLinearAttention(nn.Module):
         """
         like = next((p for p in self.parameters() if p.dtype in _checks.FLOATS), torch.empty(0))
         device = like.device if device is None else device
-        recurrent = torch.zeros(batch_size, *self._state_shape(), device=device, dtype=_checks.state_dtype(like))
+        recurrent = torch.zeros(batch_size, *self._state_shape(), device=device, dtype=_checks.wide(like.dtype))
         if not self.use_short_conv:
             return GLAState(recurrent)
         widths = (convolution.width for convolution in self._convolutions())

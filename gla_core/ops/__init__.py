@@ -1,6 +1,7 @@
-"""The public ops, one file each."""
+"""The public ops, one file each, and the description of every abstract op."""
 
-from gla_core.ops._flops import register_with_counter
+from gla_core.dispatch.backend import declare_op
+from gla_core.ops._spec import OpSpec
 from gla_core.ops.chunk_gla import BACKWARD, FORWARD, chunk_gla
 from gla_core.ops.linear_attention import linear_attention
 from gla_core.ops.online_softmax import SOFTMAX, online_softmax
@@ -9,6 +10,7 @@ from gla_core.ops.softmax_attention import ATTENTION, merge_attention, softmax_a
 
 __all__ = [
     "ABSTRACT_OPS",
+    "OpSpec",
     "chunk_gla",
     "linear_attention",
     "merge_attention",
@@ -17,6 +19,6 @@ __all__ = [
     "softmax_attention",
 ]
 
-register_with_counter()
-
-ABSTRACT_OPS = {op.name: op for op in (FORWARD, BACKWARD, STEP, SOFTMAX, ATTENTION)}
+ABSTRACT_OPS = {spec.name: spec for spec in (FORWARD, BACKWARD, STEP, SOFTMAX, ATTENTION)}
+for _spec in ABSTRACT_OPS.values():
+    declare_op(_spec.name, _spec.parameters)

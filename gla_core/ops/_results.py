@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gla_core.dispatch.errors import BackendError
+from gla_core.ops._spec import Expected
 
 
-class Result(NamedTuple):
-    """A tensor that an op returns, on the device of its inputs; `written` is the argument that it is, if it is one."""
-
-    name: str
-    shape: Sequence[int]
-    dtype: torch.dtype
-    written: Tensor | None = None
-
-
-Results = tuple[Result | None, ...]
-"""What an op returns, in order; None where it returns None."""
-
-
-def empty(like: Tensor, results: Results) -> tuple[Tensor | None, ...]:
-    """The results, unwritten, on the device of `like`: what a fake returns."""
-    return tuple(None if x is None else like.new_empty(x.shape, dtype=x.dtype) for x in results)
-
-
-def check(who: str, found: Any, expected: Results, args: Sequence[Any]) -> None:
+def check(who: str, found: Any, expected: Sequence[Expected | None], args: Sequence[Any]) -> None:
     """Raise BackendError unless `found`, returned for `args` by `who`, is what is expected."""
     if len(expected) == 1:
         found = (found,)
@@ -49,7 +32,7 @@ def check(who: str, found: Any, expected: Results, args: Sequence[Any]) -> None:
         taken[_memory(x)] = f"its {result.name}"
 
 
-def _wrong(x: Any, result: Result, device: torch.device, taken: dict[int | None, str]) -> str | None:
+def _wrong(x: Any, result: Expected, device: torch.device, taken: dict[int | None, str]) -> str | None:
     name = result.name
     if not isinstance(x, Tensor):
         return f"{_kind(x)} for {name}; expected a tensor"

@@ -1,7 +1,8 @@
-"""A torch.library op of ours, from one call: its schema, what runs it, its fake, its gradient, and torch.func's part.
+"""The torch.library op of an abstract op: its schema, what runs it, its fake, its gradient, and torch.func's part.
 
-PyTorch takes an op through its dispatcher everywhere but under torch.func, whose transforms take a gradient from an
-`autograd.Function` alone. So an op with a gradient is both, made of the same functions.
+PyTorch takes an op through its dispatcher where it compiles, counts or traces; torch.func takes a gradient from an
+`autograd.Function` alone, which is also the quickest way eagerly. So an op with a gradient is both, made of the same
+functions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from gla_core.ops import _autocast
+from gla_core.ops import _autocast, _flops
+from gla_core.ops._checks import wide
+from gla_core.ops._run import run as run_op
+from gla_core.ops._spec import OpSpec
 
 _library = torch.library.Library("gla", "DEF")
 
@@ -26,6 +30,52 @@ _autocast_in_force = _autocast.in_force
 TorchOp = Callable[..., Any]
 
 
+def torch_op_of(
+    spec: OpSpec,
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., tuple] | None = None,
+    vmap: Callable[..., tuple[Any, Any]] | None = None,
+) -> TorchOp:
+    """Define `gla::<name of the op>`, which runs the op under a request, and return the function that calls it.
+
+    It takes the op's arguments, needs_grad where there is a gradient, and the request as a string. An empty tensor
+    stands for a result that is None. The other arguments are as of `torch_op`.
+    """
+    return torch_op(spec.schema(), runner(spec), faker(spec), setup_context, backward, vmap, spec.flops)
+
+
+def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
+    """What runs an op as a torch op; `last` are its last arguments, where the torch op does not take them."""
+    number = len(spec.parameters) - len(last)
+    defaults = (False, "") if spec.differentiable else ("",)  # PyTorch leaves out what is the default
+
+    def run(*args: Any) -> Any:
+        values = spec.prepared((*args[:number], *last))
+        rest = args[number:] + defaults[len(args) - number :]
+        found = run_op(spec, values, rest[0] is True, rest[-1])
+        return _without_none(args[0], found) if isinstance(found, tuple | list) else found
+
+    return run
+
+
+def faker(spec: OpSpec, *last: Any) -> Callable[..., Any]:
+    """What stands for an op where tensors have no values; `last` as of `runner`."""
+    number = len(spec.parameters) - len(last)
+
+    def fake(x: Tensor, *args: Any) -> Any:
+        values = (x, *args[: number - 1], *last)
+        spec.describe(*values)
+        empty = [None if e is None else x.new_empty(e.shape, dtype=e.dtype) for e in spec.expected(*values)]
+        return empty[0] if len(empty) == 1 else _without_none(x, empty)
+
+    return fake
+
+
+def _without_none(x: Tensor, results: Any) -> tuple[Tensor, ...]:
+    # A torch op cannot return None.
+    return tuple(x.new_empty(0, dtype=wide(x.dtype)) if result is None else result for result in results)
+
+
 def torch_op(
     schema: str,
     run: Callable[..., Any],
@@ -33,6 +83,7 @@ def torch_op(
     setup_context: Callable[..., None] | None = None,
     backward: Callable[..., tuple] | None = None,
     vmap: Callable[..., tuple[Any, Any]] | None = None,
+    flops: Callable[..., int] | None = None,
 ) -> TorchOp:
     """Define `gla::<name>` and return the function that calls it.
 
@@ -42,12 +93,15 @@ def torch_op(
         setup_context, backward: as of `torch.library.register_autograd`; `backward` alone where it only refuses.
         vmap: as of `torch.library.register_vmap`; by default the new dimension joins the batch, which is the first
             dimension of every tensor.
+        flops: takes the shapes of the tensors, returns the floating-point operations.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, _without_autocast(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"gla::{name}", fake, lib=_library)
     call: TorchOp = getattr(torch.ops.gla, name).default
+    if flops is not None:
+        _flops.count(getattr(torch.ops.gla, name), flops)
 
     def batched(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
         return (vmap or _join_batch)(call, info.batch_size, in_dims, args)
@@ -56,7 +110,7 @@ def torch_op(
     if backward is not None:
         setup_context = setup_context or _keep_nothing
         torch.library.register_autograd(f"gla::{name}", backward, setup_context=setup_context, lib=_library)
-        call = _transformable(name, call, setup_context, backward, batched)
+        call = _differentiable(name, run, call, setup_context, backward, batched)
     return call
 
 
@@ -72,15 +126,26 @@ def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     return run_without_autocast
 
 
-def _transformable(name: str, op: TorchOp, setup_context: Callable, backward: Callable, vmap: Callable) -> TorchOp:
-    """The op, as an `autograd.Function` where torch.func transforms it."""
-    members = {"forward": op, "setup_context": setup_context, "backward": backward, "vmap": vmap, "jvp": _refuse_jvp}
+def _differentiable(
+    name: str, run: Callable, op: TorchOp, setup_context: Callable, backward: Callable, vmap: Callable
+) -> TorchOp:
+    """The op, as an `autograd.Function` for torch.func, and eagerly, where it costs half of what PyTorch's way does."""
+
+    def forward(*args: Any) -> Any:
+        return run(*args) if bypasses_torch(args[0]) else op(*args)
+
+    members = {"forward": forward, "setup_context": setup_context, "backward": backward, "vmap": vmap}
+    members["jvp"] = _refuse_jvp
     function = type(name, (torch.autograd.Function,), {key: staticmethod(f) for key, f in members.items()})
 
     def call(*args: Any) -> Any:
-        if not is_compiling() and transformed():
+        if is_compiling():
+            return op(*args)
+        if transformed():
             return function.apply(*args)
-        return op(*args)
+        if not bypasses_torch(args[0]):
+            return op(*args)
+        return function.apply(*args) if torch.is_grad_enabled() else run(*args)
 
     return call
 

@@ -15,26 +15,53 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 
 A backend's functions receive and return
 
-    chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens) -> (o, final_state or None)
-    chunk_gla_bwd(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate)
+    chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+        -> (o, final_state or None, checkpoints or None)
+    chunk_gla_bwd(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)
         -> (dq, dk, dv, dg or None, dinitial_state or None)
 
 with dstate the gradient of the final state, or None; each gradient has its input's shape and dtype. Rows outside
 cu_seqlens[0] to cu_seqlens[N] belong to no sequence: whatever they hold, their o and their gradients are 0.
+
+**Checkpoints** are the states that enter every L = checkpoint_every tokens of a sequence, [B, n, H, K, V]: the first is
+the sequence's initial state (0 without one), the next the state after L tokens, and so on. L is a multiple of 64.
+
+    n = ceil(T / L)       checkpoint j of sequence b is [b, j]
+    n = N + T // L        with cu_seqlens c: checkpoint j of sequence i is [0, i + c_i // L + j]
+
+so that no two sequences meet, and where a sequence's checkpoints lie follows from its own offset. Rows of n that no
+checkpoint takes are 0. They are bfloat16 with bfloat16 inputs, else as the final state. Any backend may make them and
+any other use them; a backward that is given None, or cannot use them, computes the states it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall
 from gla_core.ops import _autocast, _checks
-from gla_core.ops._abstract_op import AbstractOp, needs_gradient, request_text
-from gla_core.ops._results import Result, Results, empty
-from gla_core.ops._torch_op import bypasses_torch, no_second_derivative, refuse_tangents, torch_op
+from gla_core.ops._run import needs_gradient, request_text, run
+from gla_core.ops._spec import (
+    AS_INPUT,
+    CHECKPOINTS,
+    GATE,
+    INPUT,
+    OFFSETS,
+    STATE,
+    STATE_GRADIENT,
+    Argument,
+    OpSpec,
+    Result,
+    plain_number,
+    scale_or_default,
+)
+from gla_core.ops._torch_op import bypasses_torch, no_second_derivative, refuse_tangents, torch_op_of
+
+CHUNK = 64
+"""Checkpoints are taken every so many tokens, or a multiple."""
 
 
 @overload
@@ -48,6 +75,8 @@ def chunk_gla(
     output_final_state: Literal[False] = False,
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
+    *,
+    checkpoint_every: None = None,
 ) -> tuple[Tensor, None]: ...
 
 
@@ -63,6 +92,7 @@ def chunk_gla(
     output_final_state: Literal[True],
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
+    checkpoint_every: None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -77,7 +107,25 @@ def chunk_gla(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
+    *,
+    checkpoint_every: None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
+
+
+@overload
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+    *,
+    checkpoint_every: int,
+) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
 def chunk_gla(
@@ -90,7 +138,9 @@ def chunk_gla(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    *,
+    checkpoint_every: int | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Gated linear attention, differentiable in q, k, v, g and initial_state.
 
     Under autocast q, k and v are cast to its dtype, which is then o's; g keeps float32.
@@ -107,9 +157,14 @@ def chunk_gla(
             Empty sequences are legal. Rows behind the last offset belong to no sequence: their o, and every gradient
             of them, is 0. Without it N = B.
         backend: a request such as "reference"; see `use_backend`.
+        checkpoint_every: also return the states that enter every so many tokens of a sequence, a multiple of 64.
 
     Returns:
         o [B, T, Hq, V] as v, and the final state [N, H, K, V] as initial_state (None unless asked for).
+        With checkpoint_every = L also the checkpoints [B, n, H, K, V], bfloat16 with bfloat16 inputs, else as the final
+        state: [b, j] is the state that enters token j L of sequence b, n = ceil(T / L). With cu_seqlens
+        [0, i + cu_seqlens[i] // L + j] is that of sequence i, n = N + T // L; all other rows are 0. They carry no
+        gradient.
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype, device or layout.
@@ -120,75 +175,48 @@ def chunk_gla(
         >>> q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
         >>> g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 16
         >>> o, state = gla.chunk_gla(q, k, v, g, output_final_state=True)
+        >>> o, _, checkpoints = gla.chunk_gla(q, k, v, g, checkpoint_every=64)  # [2, 2, 4, 32, 32]
     """
     needs_grad = needs_gradient(q, k, v, g, initial_state)
     if not needs_grad and bypasses_torch(q):
-        return _run_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, False, backend)
-    q, k, v, g = _autocast.tokens(q, k, v, g)
-    refuse_tangents(q, k, v, g, initial_state)
-    scale, request = _checks.plain_number(scale), request_text(backend)
-    o, state = _torch_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, needs_grad, request)
-    return o, state if output_final_state else None
-
-
-def _describe(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any = None,
-    scale: Any = None,
-    initial_state: Any = None,
-    output_final_state: Any = False,
-    cu_seqlens: Any = None,
-    op: str = "chunk_gla_fwd",
-) -> OpCall:
-    """Check the arguments, reading no values, and describe the call."""
-    dims = _checks.queries_keys_values(q, k, v, "B T Hq K", "B T H K", "B T H V")
-    _checks.gate(g, q, "B T H K", dims)
-    _checks.number_or_none("scale", scale)
-    _checks.flag("output_final_state", output_final_state)
-    if cu_seqlens is None:
-        dims["N"] = dims["B"]
+        scale = scale_or_default(q, scale)
+        args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+        found = run(FORWARD, args, False, backend)
     else:
-        _checks.cu_seqlens(cu_seqlens, dims)
-    if initial_state is not None:
-        _checks.tensor("initial_state", initial_state, "N H K V", dims)
-        _checks.dtype("initial_state", initial_state, [_checks.state_dtype(q)], f" with {q.dtype} inputs")
-    _checks.same_device(q=q, k=k, v=v, g=g, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    _checks.last_dimension_contiguous(q=q, k=k, v=v, g=g, initial_state=initial_state, cu_seqlens=cu_seqlens)
-    return OpCall(
-        op=op,
-        device=q.device,
-        dtype=q.dtype,
-        dims={name: dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N")},
-        gate_dtype=None if g is None else g.dtype,
-        state_dtype=None if initial_state is None else initial_state.dtype,
-        variable_length=cu_seqlens is not None,
-    )
+        q, k, v, g = _autocast.tokens(q, k, v, g)
+        refuse_tangents(q, k, v, g, initial_state)
+        args = (q, k, v, g, plain_number(scale), initial_state, output_final_state, cu_seqlens, checkpoint_every)
+        o, state, checkpoints = _torch_fwd(*args, needs_grad, request_text(backend))
+        found = o, state if output_final_state else None, checkpoints
+    return found[:2] if checkpoint_every is None else found
 
 
-def _describe_bwd(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any = None,
-    scale: Any = None,
-    initial_state: Any = None,
-    cu_seqlens: Any = None,
-    do: Any = None,
-    dstate: Any = None,
-) -> OpCall:
-    call = _describe(q, k, v, g, scale, initial_state, False, cu_seqlens, op="chunk_gla_bwd")
-    dims = dict(call.dims)
-    if do is not None:
-        _checks.tensor("do", do, "B T Hq V", dims)
-        _checks.dtype("do", do, [q.dtype], ", as v")
-    if dstate is not None:
-        _checks.tensor("dstate", dstate, "N H K V", dims)
-        _checks.dtype("dstate", dstate, [_checks.state_dtype(q)], f" with {q.dtype} inputs")
-    _checks.same_device(q=q, do=do, dstate=dstate)
-    _checks.last_dimension_contiguous(do=do, dstate=dstate)
-    return call
+_SIZES = {"B": "B", "T": "T", "H": "H", "Hq": "H", "K": "K", "V": "V", "N": "B"}
+_SEQUENCES = (
+    Argument("q", "Tensor", "B T Hq K", INPUT, differentiable=True),
+    Argument("k", "Tensor", "B T H K", AS_INPUT, differentiable=True),
+    Argument("v", "Tensor", "B T H V", AS_INPUT, differentiable=True),
+    Argument("g", "Tensor?", "B T H K", GATE, None, differentiable=True),
+    Argument("scale", "float?", default=None, in_call=False),
+    Argument("initial_state", "Tensor?", "N H K V", STATE, None, differentiable=True),
+)
+_OFFSETS = Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None)
+_INTERVAL = Argument("checkpoint_every", "int?", default=None)
+
+
+def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    """How many sequences and checkpoints there are."""
+    sizes["N"] = sizes["B"]
+    packed, L = given["cu_seqlens"] is not None, given["checkpoint_every"]
+    if packed:
+        _checks.packed(sizes, of="q")
+    if L is None:
+        if given.get("checkpoints") is not None:
+            raise ValueError("checkpoint_every is None; expected the number of tokens between the checkpoints")
+        return
+    if L < 1 or L % CHUNK != 0:
+        raise ValueError(f"checkpoint_every is {L}; expected a multiple of {CHUNK}, or None")
+    sizes["n"] = sizes["N"] + sizes["T"] // L if packed else -(-sizes["T"] // L)
 
 
 def _check_values(
@@ -200,130 +228,81 @@ def _check_values(
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    checkpoint_every: int | None,
 ) -> None:
     _checks.no_nan(q=q, k=k, v=v, g=g, initial_state=initial_state)
     _checks.gate_values(g)
     _checks.offset_values(cu_seqlens, q.shape[1])
 
 
-def _results(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-) -> Results:
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    o = Result("o", (*q.shape[:3], v.shape[3]), v.dtype)
-    state = Result("final_state", (N, *k.shape[2:], v.shape[3]), _checks.state_dtype(q))
-    return o, state if output_final_state else None
+def _forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    """A token adds k^T v to the state of each key/value head, and multiplies it by q for each query head."""
+    B, T, Hq, K = q
+    return 2 * B * T * (Hq + k[2]) * K * v[3]
 
 
-def _results_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    do: Tensor,
-    dstate: Tensor | None,
-) -> Results:
-    inputs = {"dq": q, "dk": k, "dv": v, "dg": g, "dinitial_state": initial_state}
-    return tuple(None if x is None else Result(name, x.shape, x.dtype) for name, x in inputs.items())
+def _backward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    """For each query head dq, and what do adds to dS; for each key/value head dk, dv and the states once more."""
+    B, T, Hq, K = q
+    return 2 * B * T * (2 * Hq + 3 * k[2]) * K * v[3]
 
 
-FORWARD = AbstractOp("chunk_gla_fwd", _describe, _results, _check_values, backward="chunk_gla_bwd")
-BACKWARD = AbstractOp("chunk_gla_bwd", _describe_bwd, _results_bwd)
-
-
-def _run_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    needs_grad: bool = False,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    scale = _checks.scale_or_default(q, scale)
-    return FORWARD.run((q, k, v, g, scale, initial_state, output_final_state, cu_seqlens), needs_grad, backend)
-
-
-def _run_torch_fwd(q: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    return _without_none(q, _run_fwd(q, *args))
-
-
-def _run_torch_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    do: Tensor,
-    dstate: Tensor | None,
-    backend: str = "",
-) -> tuple[Tensor, ...]:
-    scale = _checks.scale_or_default(q, scale)
-    found = BACKWARD.run((q, k, v, g, scale, initial_state, cu_seqlens, do, dstate), backend=backend)
-    return _without_none(q, found)
-
-
-def _without_none(q: Tensor, results: Iterable[Tensor | None]) -> tuple[Tensor, ...]:
-    # A torch op cannot return None, so an empty tensor stands for it.
-    return tuple(q.new_empty(0, dtype=_checks.state_dtype(q)) if x is None else x for x in results)
-
-
-def _fake_fwd(q: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    described = args[:7]  # without needs_grad and backend
-    _describe(q, *described)
-    return _without_none(q, empty(q, _results(q, *described)))
-
-
-def _fake_bwd(q: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    described = args[:8]  # without backend
-    _describe_bwd(q, *described)
-    return _without_none(q, empty(q, _results_bwd(q, *described)))
+FORWARD = OpSpec(
+    name="chunk_gla_fwd",
+    public="chunk_gla",
+    arguments=(*_SEQUENCES, Argument("output_final_state", "bool", default=False), _OFFSETS, _INTERVAL),
+    results=(
+        Result("o", "B T Hq V"),
+        Result("final_state", "N H K V", STATE, when=lambda given: given["output_final_state"]),
+        Result("checkpoints", "B n H K V", CHECKPOINTS, when=lambda given: given["checkpoint_every"] is not None),
+    ),
+    sizes=_SIZES,
+    bind=_bind,
+    check_values=_check_values,
+    flops=_forward_flops,
+    backward="chunk_gla_bwd",
+)
+BACKWARD = OpSpec(
+    name="chunk_gla_bwd",
+    public="chunk_gla",
+    arguments=(
+        *(dataclasses.replace(argument, differentiable=False) for argument in _SEQUENCES),
+        _OFFSETS,
+        Argument("checkpoints", "Tensor?", "B n H K V", CHECKPOINTS, None),
+        _INTERVAL,
+        Argument("do", "Tensor", "B T Hq V", AS_INPUT, None),
+        Argument("dstate", "Tensor?", "N H K V", STATE_GRADIENT, None),
+    ),
+    results=tuple(Result(f"d{name}", like=name) for name in ("q", "k", "v", "g", "initial_state")),
+    sizes=_SIZES,
+    bind=_bind,
+    flops=_backward_flops,
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, _, backend = inputs
-    ctx.save_for_backward(q, k, v, g, initial_state, cu_seqlens)
+    q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every, _, backend = inputs
+    checkpoints = None if checkpoint_every is None else output[2]
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(q, k, v, g, initial_state, cu_seqlens, checkpoints)
     ctx.scale, ctx.backend, ctx.has_final_state = scale, backend, output_final_state
+    ctx.checkpoint_every = checkpoint_every
 
 
-def _backward(ctx: Any, do: Tensor, dstate: Tensor) -> tuple:
-    q, k, v, g, initial_state, cu_seqlens = ctx.saved_tensors
-    dfinal = _checks.with_contiguous_rows(dstate) if ctx.has_final_state else None
-    dq, dk, dv, dg, dinitial = _torch_bwd(
-        q, k, v, g, ctx.scale, initial_state, cu_seqlens, _checks.with_contiguous_rows(do), dfinal, ctx.backend
-    )
+def _backward(ctx: Any, do: Tensor, dstate: Tensor, _: Any) -> tuple:
+    q, k, v, g, initial_state, cu_seqlens, checkpoints = ctx.saved_tensors
+    inputs = (q, k, v, g, ctx.scale, initial_state, cu_seqlens, checkpoints, ctx.checkpoint_every)
+    dfinal = _with_contiguous_rows(dstate) if ctx.has_final_state else None
+    dq, dk, dv, dg, dinitial = _torch_bwd(*inputs, _with_contiguous_rows(do), dfinal, ctx.backend)
     dg = None if g is None else dg
     dinitial = None if initial_state is None else dinitial
-    return dq, dk, dv, dg, None, dinitial, None, None, None, None
+    return dq, dk, dv, dg, None, dinitial, None, None, None, None, None
 
 
-_torch_fwd = torch_op(
-    "chunk_gla_fwd(Tensor q, Tensor k, Tensor v, Tensor? g, float? scale, Tensor? initial_state, "
-    "bool output_final_state, Tensor? cu_seqlens, bool needs_grad=False, str backend='') -> (Tensor, Tensor)",
-    _run_torch_fwd,
-    _fake_fwd,
-    _setup_context,
-    _backward,
-)
-_torch_bwd = torch_op(
-    "chunk_gla_bwd(Tensor q, Tensor k, Tensor v, Tensor? g, float? scale, Tensor? initial_state, "
-    "Tensor? cu_seqlens, Tensor do, Tensor? dstate, str backend='') -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run_torch_bwd,
-    _fake_bwd,
-    backward=no_second_derivative("chunk_gla"),
-)
+def _with_contiguous_rows(x: Tensor) -> Tensor:
+    # Gradients come expanded.
+    return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
+
+
+_torch_fwd = torch_op_of(FORWARD, _setup_context, _backward)
+_torch_bwd = torch_op_of(BACKWARD, backward=no_second_derivative("chunk_gla"))

@@ -15,16 +15,16 @@ all -inf gives NaN, as torch.softmax does; a tile that is all -inf makes no NaN 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall
 from gla_core.ops import _autocast, _checks
-from gla_core.ops._abstract_op import AbstractOp, needs_gradient, request_text
-from gla_core.ops._results import Result, Results
-from gla_core.ops._torch_op import TorchOp, bypasses_torch, refuse_tangents, torch_op
+from gla_core.ops._run import needs_gradient, request_text, run
+from gla_core.ops._spec import INPUT, Argument, OpSpec, Result
+from gla_core.ops._torch_op import TorchOp, bypasses_torch, refuse_tangents, torch_op_of
 
 
 def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tensor:
@@ -51,7 +51,7 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
     """
     needs_grad = needs_gradient(x)
     if not needs_grad and bypasses_torch(x):
-        return _run(x, dim, False, backend)
+        return run(SOFTMAX, (x, _from_the_front(x, dim)), False, backend)
     x = _autocast.wide(x)
     refuse_tangents(x)
     return _torch_softmax(x, _from_the_front(x, dim), needs_grad, request_text(backend))
@@ -66,43 +66,36 @@ def _from_the_front(x: Any, dim: Any) -> Any:
     return dim
 
 
-def _describe(x: Any, dim: Any = -1) -> OpCall:
-    """Check the arguments, reading no values, and describe the call."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is {type(x).__name__}; expected a tensor")
+def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    """Rows and columns of x."""
+    x, dim = given["x"], given["dim"]
     if x.ndim == 0:
         raise ValueError("x has no dimension; expected at least one")
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise TypeError(f"dim is {type(dim).__name__}; expected an integer")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim is {dim}; x has {x.ndim} dimensions: expected {-x.ndim} to {x.ndim - 1}")
-    _checks.dtype("x", x, _checks.FLOATS)
-    _checks.last_dimension_contiguous(x=x)
-    columns = x.shape[dim]
     rows = 1
     for size in (*x.shape[:dim], *x.shape[dim % x.ndim + 1 :]):
         rows = rows * size
-    return OpCall(op="online_softmax", device=x.device, dtype=x.dtype, dims={"rows": rows, "columns": columns})
+    sizes |= {"rows": rows, "columns": x.shape[dim]}
 
 
 def _check_values(x: Tensor, dim: int) -> None:
     _checks.no_nan(x=x)
 
 
-def _results(x: Tensor, dim: int) -> Results:
-    return (Result("y", x.shape, x.dtype),)
-
-
-SOFTMAX = AbstractOp("online_softmax", _describe, _results, _check_values)
-
-
-def _run(x: Tensor, dim: int, needs_grad: bool = False, backend: str | None = None) -> Tensor:
-    return SOFTMAX.run((x, _from_the_front(x, dim)), needs_grad, backend)
-
-
-def _fake(x: Tensor, dim: int, needs_grad: bool = False, backend: str = "") -> Tensor:
-    _describe(x, dim)
-    return x.new_empty(x.shape)
+SOFTMAX = OpSpec(
+    name="online_softmax",
+    public="online_softmax",
+    arguments=(
+        Argument("x", "Tensor", None, INPUT, differentiable=True),
+        Argument("dim", "int", default=-1, in_call=False),
+    ),
+    results=(Result("y", like="x"),),
+    sizes={"rows": "ROWS", "columns": "COLUMNS"},
+    bind=_bind,
+    prepare=lambda x, dim: (x, _from_the_front(x, dim)),
+    check_values=_check_values,
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -124,11 +117,4 @@ def _vmap(call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Tensor
     return call(x, dim % (x.ndim - 1) + 1, *rest), 0
 
 
-_torch_softmax = torch_op(
-    "online_softmax(Tensor x, int dim, bool needs_grad=False, str backend='') -> Tensor",
-    _run,
-    _fake,
-    _setup_context,
-    _backward,
-    _vmap,
-)
+_torch_softmax = torch_op_of(SOFTMAX, _setup_context, _backward, _vmap)

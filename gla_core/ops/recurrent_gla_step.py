@@ -17,16 +17,35 @@ left alone and a new tensor of the same shape is returned, the rows nobody addre
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall
 from gla_core.ops import _autocast, _checks
-from gla_core.ops._abstract_op import AbstractOp, needs_gradient, request_text
-from gla_core.ops._results import Result, Results, empty
-from gla_core.ops._torch_op import bypasses_torch, refuse_in_place, refuse_tangents, torch_op, transformed
+from gla_core.ops._run import needs_gradient, request_text, run
+from gla_core.ops._spec import (
+    AS_INPUT,
+    GATE,
+    INDICES,
+    INPUT,
+    POOL,
+    Argument,
+    OpSpec,
+    Result,
+    plain_number,
+    scale_or_default,
+)
+from gla_core.ops._torch_op import (
+    bypasses_torch,
+    faker,
+    refuse_in_place,
+    refuse_tangents,
+    runner,
+    torch_op,
+    transformed,
+)
 
 
 def recurrent_gla_step(
@@ -72,10 +91,14 @@ def recurrent_gla_step(
     if needs_gradient(q, k, v, g, state):
         _no_backward()
     if bypasses_torch(q):
-        return _run(q, k, v, g, state, scale, state_indices, inplace, backend)
+        args = (q, k, v, g, state, scale_or_default(q, scale), state_indices, inplace)
+        found = run(STEP, args, backend=backend)
+        if inplace:
+            _tell_autograd(state)
+        return found
     q, k, v, g = _autocast.tokens(q, k, v, g)
     refuse_tangents(q, k, v, g, state)
-    args = (q, k, v, g, state, _checks.plain_number(scale), state_indices, request_text(backend))
+    args = (q, k, v, g, state, plain_number(scale), state_indices, request_text(backend))
     if inplace:
         if transformed():
             refuse_in_place()
@@ -83,40 +106,9 @@ def recurrent_gla_step(
     return _torch_step(*args)
 
 
-def _describe(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any = None,
-    state: Any = None,
-    scale: Any = None,
-    state_indices: Any = None,
-    inplace: Any = False,
-) -> OpCall:
-    """Check the arguments, reading no values, and describe the call."""
-    dims = _checks.queries_keys_values(q, k, v, "B Hq K", "B H K", "B H V")
-    _checks.gate(g, q, "B H K", dims)
-    _checks.number_or_none("scale", scale)
-    _checks.flag("inplace", inplace)
-    if state_indices is None:
-        dims["P"] = dims["B"]
-    else:
-        _checks.tensor("state_indices", state_indices, "B", dims)
-        _checks.dtype("state_indices", state_indices, _checks.INDICES)
-    _checks.tensor("state", state, "P H K V", dims)
-    states = [torch.float64] if q.dtype == torch.float64 else [torch.float32, torch.bfloat16]
-    _checks.dtype("state", state, states, f" with {q.dtype} inputs")
-    _checks.same_device(q=q, k=k, v=v, g=g, state=state, state_indices=state_indices)
-    _checks.last_dimension_contiguous(q=q, k=k, v=v, g=g, state=state, state_indices=state_indices)
-    return OpCall(
-        op="recurrent_gla_step",
-        device=q.device,
-        dtype=q.dtype,
-        dims={name: dims[name] for name in ("B", "H", "Hq", "K", "V", "P")},
-        gate_dtype=None if g is None else g.dtype,
-        state_dtype=state.dtype,
-        indexed=state_indices is not None,
-    )
+def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    if given["state_indices"] is None:
+        sizes["P"] = sizes["B"]
 
 
 def _check_values(
@@ -139,76 +131,34 @@ def _check_values(
             raise ValueError(f"state_indices is {used}; expected no state twice")
 
 
-def _results(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float | None,
-    state_indices: Tensor | None,
-    inplace: bool = False,
-) -> Results:
-    o = Result("o", (*q.shape[:2], v.shape[2]), v.dtype)
-    return o, Result("state", state.shape, state.dtype, written=state if inplace else None)
+def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    """A token adds k^T v to the state of each key/value head, and multiplies it by q for each query head."""
+    B, Hq, K = q
+    return 2 * B * (Hq + k[1]) * K * v[2]
 
 
-STEP = AbstractOp("recurrent_gla_step", _describe, _results, _check_values)
-
-
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float | None,
-    state_indices: Tensor | None,
-    inplace: bool,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    scale = _checks.scale_or_default(q, scale)
-    o, state = STEP.run((q, k, v, g, state, scale, state_indices, inplace), backend=backend)
-    if inplace and not state.is_inference():
-        # Kernels write behind autograd's back; whoever saved this state for a backward must be told.
-        torch.autograd.graph.increment_version(state)
-    return o, state
-
-
-def _run_functional(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float | None,
-    state_indices: Tensor | None,
-    backend: str = "",
-) -> tuple[Tensor, Tensor]:
-    return _run(q, k, v, g, state, scale, state_indices, False, backend)
-
-
-def _run_inplace(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float | None,
-    state_indices: Tensor | None,
-    backend: str = "",
-) -> Tensor:
-    return _run(q, k, v, g, state, scale, state_indices, True, backend)[0]
-
-
-def _fake_functional(q: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    described = args[:6]  # without backend
-    _describe(q, *described)
-    return empty(q, _results(q, *described))
-
-
-def _fake_inplace(q: Tensor, *args: Any) -> Tensor | None:
-    return _fake_functional(q, *args)[0]
+STEP = OpSpec(
+    name="recurrent_gla_step",
+    public="recurrent_gla_step",
+    arguments=(
+        Argument("q", "Tensor", "B Hq K", INPUT),
+        Argument("k", "Tensor", "B H K", AS_INPUT),
+        Argument("v", "Tensor", "B H V", AS_INPUT),
+        Argument("g", "Tensor?", "B H K", GATE, None),
+        Argument("state", "Tensor", "P H K V", POOL),
+        Argument("scale", "float?", default=None, in_call=False),
+        Argument("state_indices", "Tensor?", "B", INDICES, None),
+        Argument("inplace", "bool", default=False),
+    ),
+    results=(
+        Result("o", "B Hq V"),
+        Result("state", like="state", written=lambda given: given["inplace"]),
+    ),
+    sizes={"B": "B", "H": "H", "Hq": "H", "K": "K", "V": "V", "P": "B"},
+    bind=_bind,
+    check_values=_check_values,
+    flops=_flops,
+)
 
 
 def _no_backward(*_: Any) -> NoReturn:
@@ -218,17 +168,31 @@ def _no_backward(*_: Any) -> NoReturn:
     )
 
 
-_torch_step = torch_op(
-    "recurrent_gla_step(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor state, float? scale, "
-    "Tensor? state_indices, str backend='') -> (Tensor, Tensor)",
-    _run_functional,
-    _fake_functional,
-    backward=_no_backward,
-)
+def _tell_autograd(state: Tensor) -> None:
+    """Kernels write behind autograd's back; whoever saved this state for a backward must be told."""
+    if not state.is_inference():
+        torch.autograd.graph.increment_version(state)
+
+
+def _run_in_place(*args: Any) -> Tensor:
+    o, state = _in_place(*args)
+    _tell_autograd(state)
+    return o
+
+
+def _fake_in_place(*args: Any) -> Tensor:
+    return _faker(*args)[0]
+
+
+_SCHEMA = STEP.schema(len(STEP.arguments) - 1)  # two torch ops, one for each value of `inplace`
+_in_place, _faker = runner(STEP, True), faker(STEP, False)
+_torch_step = torch_op(_SCHEMA, runner(STEP, False), _faker, backward=_no_backward, flops=STEP.flops)
 _torch_step_inplace = torch_op(
-    "recurrent_gla_step_(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor(a!) state, float? scale, "
-    "Tensor? state_indices, str backend='') -> Tensor",
-    _run_inplace,
-    _fake_inplace,
+    _SCHEMA.replace("step(", "step_(")
+    .replace("Tensor state", "Tensor(a!) state")
+    .replace("(Tensor, Tensor)", "Tensor"),
+    _run_in_place,
+    _fake_in_place,
     vmap=refuse_in_place,
+    flops=STEP.flops,
 )

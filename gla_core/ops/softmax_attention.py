@@ -18,16 +18,16 @@ or with scores that are all -inf, has lse = -inf and o = NaN, as torch.softmax h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall
 from gla_core.ops import _autocast, _checks
-from gla_core.ops._abstract_op import AbstractOp, needs_gradient, request_text
-from gla_core.ops._results import Result, Results, empty
-from gla_core.ops._torch_op import bypasses_torch, no_second_derivative, refuse_tangents, torch_op
+from gla_core.ops._run import needs_gradient, request_text, run
+from gla_core.ops._spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result, plain_number, scale_or_default
+from gla_core.ops._torch_op import bypasses_torch, no_second_derivative, refuse_tangents, torch_op, torch_op_of
 
 _KEY_BLOCK = 512  # keys per step of the backward: bounds its memory at O(Tq * _KEY_BLOCK)
 
@@ -67,10 +67,10 @@ def softmax_attention(
     """
     needs_grad = needs_gradient(q, k, v)
     if not needs_grad and bypasses_torch(q):
-        return _run(q, k, v, scale, causal, False, backend)
+        return run(ATTENTION, (q, k, v, scale_or_default(q, scale), causal), False, backend)
     q, k, v, _ = _autocast.tokens(q, k, v, None)
     refuse_tangents(q, k, v)
-    return _torch_attention(q, k, v, _checks.plain_number(scale), causal, needs_grad, request_text(backend))
+    return _torch_attention(q, k, v, plain_number(scale), causal, needs_grad, request_text(backend))
 
 
 def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,50 +106,35 @@ def _share(o: Tensor, lse: Tensor, total: Tensor) -> Tensor:
     return torch.where(empty[..., None], 0, o) * torch.where(empty, 0, weight)[..., None]
 
 
-def _describe(q: Any, k: Any, v: Any, scale: Any = None, causal: Any = False) -> OpCall:
-    """Check the arguments, reading no values, and describe the call."""
-    dims = _checks.queries_keys_values(q, k, v, "B Tq Hq K", "B Tk H K", "B Tk H V")
-    _checks.number_or_none("scale", scale)
-    _checks.flag("causal", causal)
-    _checks.same_device(q=q, k=k, v=v)
-    _checks.last_dimension_contiguous(q=q, k=k, v=v)
-    return OpCall(
-        op="softmax_attention",
-        device=q.device,
-        dtype=q.dtype,
-        dims={name: dims[name] for name in ("B", "Tq", "Tk", "H", "Hq", "K", "V")},
-    )
-
-
 def _check_values(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> None:
     _checks.no_nan(q=q, k=k, v=v)
 
 
-def _results(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Results:
-    rows = q.shape[:3]
-    return Result("o", (*rows, v.shape[3]), v.dtype), Result("lse", rows, _checks.state_dtype(q))
+def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    B, Tq, Hq, K = q
+    return 2 * B * Hq * Tq * k[1] * (K + v[3])
 
 
-ATTENTION = AbstractOp("softmax_attention", _describe, _results, _check_values)
+def _backward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    B, Tq, Hq, K = q
+    return 2 * B * Hq * Tq * k[1] * (3 * K + 2 * v[3])
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    causal: bool,
-    needs_grad: bool = False,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    scale = _checks.scale_or_default(q, scale)
-    return ATTENTION.run((q, k, v, scale, causal), needs_grad, backend)
-
-
-def _fake(q: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    described = args[:4]  # without needs_grad and backend
-    _describe(q, *described)
-    return empty(q, _results(q, *described))
+ATTENTION = OpSpec(
+    name="softmax_attention",
+    public="softmax_attention",
+    arguments=(
+        Argument("q", "Tensor", "B Tq Hq K", INPUT, differentiable=True),
+        Argument("k", "Tensor", "B Tk H K", AS_INPUT, differentiable=True),
+        Argument("v", "Tensor", "B Tk H V", AS_INPUT, differentiable=True),
+        Argument("scale", "float?", default=None, in_call=False),
+        Argument("causal", "bool", default=False),
+    ),
+    results=(Result("o", "B Tq Hq V"), Result("lse", "B Tq Hq", WIDE)),
+    sizes={"B": "B", "Tq": "T", "Tk": "T", "H": "H", "Hq": "H", "K": "K", "V": "V"},
+    check_values=_check_values,
+    flops=_flops,
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -175,7 +160,7 @@ def _attention_bwd(
     dlse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward of the module's docstring, over blocks of keys. Not an abstract op: no backend has a faster one."""
-    scale = _checks.scale_or_default(q, scale)
+    scale = scale_or_default(q, scale)
     B, Tq, Hq, _ = q.shape
     _, Tk, H, _ = k.shape
     dtype = lse.dtype
@@ -209,18 +194,12 @@ def _fake_attention_bwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Te
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-_torch_attention = torch_op(
-    "softmax_attention(Tensor q, Tensor k, Tensor v, float? scale, bool causal, bool needs_grad=False, "
-    "str backend='') -> (Tensor, Tensor)",
-    _run,
-    _fake,
-    _setup_context,
-    _backward,
-)
+_torch_attention = torch_op_of(ATTENTION, _setup_context, _backward)
 _torch_attention_bwd = torch_op(
     "softmax_attention_bwd(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, float? scale, bool causal, "
     "Tensor do, Tensor dlse) -> (Tensor, Tensor, Tensor)",
     _attention_bwd,
     _fake_attention_bwd,
     backward=no_second_derivative("softmax_attention"),
+    flops=_backward_flops,
 )

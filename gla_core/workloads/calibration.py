@@ -6,11 +6,11 @@ Sizes are powers of two. The grid that judges selection (benchmarks/selection.py
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import torch
 
 from gla_core.dispatch.backend import OpCall
+from gla_core.ops import ABSTRACT_OPS
 
 Sizes = tuple[int, ...]
 
@@ -131,6 +131,13 @@ _SIZES = {
     "online_softmax": {"cuda": _SOFTMAX_CUDA, "cpu": _SOFTMAX_CPU},
     "softmax_attention": {"cuda": _ATTENTION_CUDA, "cpu": _ATTENTION_CPU},
 }
+_NAMES = {
+    "chunk_gla_fwd": ("B", "T", "H", "K", "V", "N"),
+    "chunk_gla_bwd": ("B", "T", "H", "K", "V", "N"),
+    "recurrent_gla_step": ("B", "H", "K", "V"),
+    "online_softmax": ("rows", "columns"),
+    "softmax_attention": ("B", "Tq", "Tk", "H", "K", "V"),
+}
 # For other kernels of the same op: sizes, dtype, query heads per head; on a CUDA device
 _OTHERS: dict[str, tuple[tuple[Sizes, torch.dtype, int], ...]] = {
     "chunk_gla_fwd": tuple(
@@ -142,11 +149,6 @@ _OTHERS: dict[str, tuple[tuple[Sizes, torch.dtype, int], ...]] = {
         ((1, 512, 512, 8, 128, 128), torch.float32, 1),
         ((1, 1, 16384, 8, 128, 128), torch.float32, 1),
     ),
-}
-_NAMES = {
-    "recurrent_gla_step": ("B", "H", "K", "V"),
-    "online_softmax": ("rows", "columns"),
-    "softmax_attention": ("B", "Tq", "Tk", "H", "K", "V"),
 }
 _MOST_CAPTURED = 2**16  # tokens and heads (or rows): above, a graph takes what the eager call takes
 
@@ -161,34 +163,21 @@ def shapes(op: str, device: torch.device) -> list[OpCall]:
 
 
 def _call(op: str, device: torch.device, sizes: Sizes, dtype: torch.dtype, groups: int = 1) -> OpCall:
-    gated = op in ("chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_step")
-    return OpCall(
-        op=op,
-        device=device,
-        dtype=dtype,
-        dims=dict(_dims(op, sizes, groups)),
-        gate_dtype=torch.float32 if gated else None,
-        state_dtype=torch.float32 if op == "recurrent_gla_step" else None,
-        variable_length=op.startswith("chunk_gla") and len(sizes) == 6,
+    """Attention is causal unless there is one query; a decoding step works in place; packed are those with an N."""
+    named = dict(zip(_NAMES[op], sizes, strict=False))
+    usual = {"causal": named.get("Tq", 0) > 1, "inplace": True}
+    return ABSTRACT_OPS[op].call(
+        {**named, "Hq": named.get("H", 0) * groups},
+        device,
+        dtype,
+        variable_length="N" in named,
+        scalars={name: usual[name] for name in ABSTRACT_OPS[op].parameters if name in usual},
     )
 
 
-def _dims(op: str, sizes: Sizes, groups: int) -> Iterator[tuple[str, int]]:
-    """The sizes by the names of `OpCall.dims`, in its order."""
-    if op.startswith("chunk_gla"):
-        B, T, H, K, V, N = sizes if len(sizes) == 6 else (*sizes, sizes[0])
-        yield from {"B": B, "T": T, "H": H, "Hq": H * groups, "K": K, "V": V, "N": N}.items()
-        return
-    for name, size in zip(_NAMES[op], sizes, strict=True):
-        yield name, size
-        if name == "H":
-            yield "Hq", size * groups
-    if op == "recurrent_gla_step":
-        yield "P", sizes[0]
-
-
 def _rows(call: OpCall) -> int:
-    """Tokens and heads, or rows of the softmax: what grows with the work."""
-    if call.op == "online_softmax":
-        return call.dims["rows"] * call.dims["columns"] // 128
-    return call.dims["B"] * call.dims["H"] * call.dims.get("T", call.dims.get("Tk", 1))
+    """Tokens and heads, or 128 numbers of a softmax: what grows with the work."""
+    dims = call.dims
+    if "rows" in dims:
+        return dims["rows"] * dims["columns"] // 128
+    return dims["B"] * dims["H"] * dims.get("T", dims.get("Tk", 1))

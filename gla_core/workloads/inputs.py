@@ -1,11 +1,30 @@
-"""Random inputs for the GLA ops, from a seed: every dtype, gate strength and layout that a backend must serve."""
+"""Random arguments of the ops, from a seed: every dtype, gate strength and layout that a backend must serve.
+
+A workload's sizes hold the dimensions of its op (B, T, H, K ..) and may hold
+
+    G          query heads per key/value head        dtype, gate_dtype   of q (or x) and of g; float32 and as q if not
+    lengths    of sequences that are packed along T; B and T then follow
+    padding    rows after the last of them           gates               strength, one of `GATES`
+    rows       of the pool that decoding serves      pool                states in it
+    shape, dim of x, in online_softmax               masked              tiles, and most of a row, of x are -inf
+    initial_state                                    whether there is one
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from gla_core.dispatch.backend import OpCall
+from gla_core.ops import ABSTRACT_OPS, OpSpec
+from gla_core.ops._checks import wide
+from gla_core.ops._spec import GATE, INDICES, OFFSETS, STATE, Argument
+from gla_core.workloads.named import Workload
 
 GATES = ("none", "mild", "strong", "extreme", "-inf")
 
@@ -47,8 +66,8 @@ def gate(shape: tuple[int, ...], kind: str, dtype: torch.dtype, generator: torch
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Standard normal numbers on the generator's device, drawn in at least float32."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return torch.randn(shape, generator=generator, dtype=wide, device=generator.device).to(dtype)
+    computed = torch.promote_types(dtype, torch.float32)
+    return torch.randn(shape, generator=generator, dtype=computed, device=generator.device).to(dtype)
 
 
 def gla_inputs(
@@ -79,7 +98,146 @@ def gla_inputs(
     B, T, N = (B, T, B) if lengths is None else (1, sum(lengths) + padding, len(lengths))
     q, k, v = (normal(shape, dtype, generator) for shape in ((B, T, H * G, K), (B, T, H, K), (B, T, H, V)))
     g = gate((B, T, H, K), gates, gate_dtype or dtype, generator)
-    state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    state = normal((N, H, K, V), state_dtype, generator) if initial_state else None
+    state = normal((N, H, K, V), wide(dtype), generator) if initial_state else None
     offsets = None if lengths is None else torch.tensor([0, *lengths], device=device).cumsum(0)
     return GlaInputs(q, k, v, g, state, offsets)
+
+
+# ---- of workloads
+
+
+def chunk_inputs(workload: Workload, **changes: object) -> GlaInputs:
+    """Arguments of `chunk_gla`; `changes` override sizes, such as dtype=torch.float16, device="cuda", seed=1."""
+    return gla_inputs(**{**workload.sizes, **changes})
+
+
+def step_inputs(workload: Workload, **changes: object) -> dict[str, Tensor | None]:
+    """Arguments of `recurrent_gla_step`: q, k, v, g, state and state_indices."""
+    sizes = {**workload.sizes, **changes}
+    rows, pool = sizes.pop("rows", None), sizes.pop("pool", None)
+    x = gla_inputs(**{**sizes, "T": 1, "initial_state": True})
+    token = {name: None if y is None else y[:, 0] for name, y in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g))}
+    state = x.initial_state
+    assert state is not None
+    if pool is not None:
+        state = normal((pool, *state.shape[1:]), state.dtype, _generator(sizes))
+    indices = None if rows is None else torch.tensor(rows, device=state.device)
+    return {**token, "state": state, "state_indices": indices}
+
+
+def softmax_inputs(workload: Workload, **changes: object) -> tuple[Tensor, int]:
+    """Arguments x and dim of `online_softmax`."""
+    sizes = {"dim": -1, "dtype": torch.float32, "masked": False, **workload.sizes, **changes}
+    x = normal(sizes["shape"], sizes["dtype"], _generator(sizes))
+    if sizes["masked"]:
+        x[0, : x.shape[1] // 2], x[1, 1:], x[2, -5:] = -torch.inf, -torch.inf, -torch.inf
+    return x, sizes["dim"]
+
+
+def attention_inputs(workload: Workload, **changes: object) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Arguments q, k, v and causal of `softmax_attention`."""
+    sizes = {"G": 1, "causal": False, "dtype": torch.float32, **workload.sizes, **changes}
+    B, Tq, Tk, H, K, V = (sizes[name] for name in ("B", "Tq", "Tk", "H", "K", "V"))
+    generator = _generator(sizes)
+    shapes = ((B, Tq, H * sizes["G"], K), (B, Tk, H, K), (B, Tk, H, V))
+    q, k, v = (normal(shape, sizes["dtype"], generator) for shape in shapes)
+    return q, k, v, sizes["causal"]
+
+
+def _generator(sizes: dict) -> torch.Generator:
+    return torch.Generator(sizes.get("device", "cpu")).manual_seed(sizes.get("seed", 0))
+
+
+def _chunk_arguments(workload: Workload, **changes: object) -> dict[str, Any]:
+    x = chunk_inputs(workload, **changes)
+    given = {name: getattr(x, name) for name in ("q", "k", "v", "g", "initial_state", "cu_seqlens")}
+    return {**given, "output_final_state": x.initial_state is not None}
+
+
+_ARGUMENTS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "chunk_gla": _chunk_arguments,
+    "recurrent_gla_step": step_inputs,
+    "online_softmax": lambda workload, **changes: dict(
+        zip(("x", "dim"), softmax_inputs(workload, **changes), strict=True)
+    ),
+    "softmax_attention": lambda workload, **changes: dict(
+        zip(("q", "k", "v", "causal"), attention_inputs(workload, **changes), strict=True)
+    ),
+}
+
+
+def arguments(workload: Workload, **changes: object) -> dict[str, Any]:
+    """Arguments of the public op by name, without `backend`; `changes` as in `chunk_inputs`."""
+    return _ARGUMENTS[workload.op](workload, **changes)
+
+
+def describe(op: str, sizes: Mapping[str, Any], device: torch.device, **facts: Any) -> OpCall:
+    """The call of an abstract op on a workload's sizes, without its tensors.
+
+    Args:
+        facts: what else there is, by the names of `OpCall`.
+    """
+    spec, dtype = ABSTRACT_OPS[op], sizes.get("dtype", torch.float32)
+    gated = spec.has(GATE) is not None and sizes.get("gates") != "none"
+    given = {
+        "gate_dtype": (sizes.get("gate_dtype") or dtype) if gated else None,
+        "variable_length": sizes.get("lengths") is not None,
+        "indexed": sizes.get("rows") is not None,
+        "scalars": {name: sizes[name] for name in spec.parameters if name in sizes and name != "initial_state"},
+    }
+    if spec.has(STATE) is not None:
+        given["state_dtype"] = wide(dtype) if sizes.get("initial_state") else None
+    return spec.call(_dims(sizes), device, dtype, **{**given, **facts})
+
+
+def _dims(sizes: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes by the names of `OpCall.dims`."""
+    if "shape" in sizes:
+        others = list(sizes["shape"])
+        columns = others.pop(sizes.get("dim", -1))
+        return {"rows": math.prod(others), "columns": columns}
+    dims = {**sizes, "Hq": sizes["H"] * sizes.get("G", 1), "P": sizes.get("pool", sizes.get("B", 1))}
+    lengths = sizes.get("lengths")
+    if lengths is not None:
+        dims |= {"B": 1, "T": sum(lengths) + sizes.get("padding", 0), "N": len(lengths)}
+    return dims
+
+
+# ---- of described calls
+
+
+def random_arguments(call: OpCall, seed: int = 0) -> tuple[Any, ...]:
+    """Random arguments of the sizes and dtypes of `call`, as a backend receives them; the same for the same seed.
+
+    Gates are mild; packed sequences are of different lengths, half to one and a half times their mean.
+    """
+    spec, generator = ABSTRACT_OPS[call.op], torch.Generator(call.device).manual_seed(seed)
+    given = [_random(argument, spec, call, generator) for argument in spec.arguments]
+    return spec.prepared(tuple(given))
+
+
+def _random(argument: Argument, spec: OpSpec, call: OpCall, generator: torch.Generator) -> Any:
+    rule = argument.dtype
+    if rule is None:
+        return call.scalars.get(argument.name, argument.default)
+    if rule is OFFSETS:
+        return _offsets(call.dims["T"], call.dims["N"], generator) if call.variable_length else None
+    if rule is INDICES:
+        return _pool_rows(call.dims["B"], call.dims["P"], generator) if call.indexed else None
+    dtype = rule.in_call(call)
+    if dtype is None:
+        return None
+    shape = spec.shape(argument, call)
+    return gate(shape, "mild", dtype, generator) if rule is GATE else normal(shape, dtype, generator)
+
+
+def _offsets(T: int, N: int, generator: torch.Generator) -> Tensor:
+    shares = torch.rand(N, generator=generator, device=generator.device, dtype=torch.float64) + 0.5
+    ends = (shares.cumsum(0) * (T / shares.sum())).round().int()
+    return torch.nn.functional.pad(ends, (1, 0))
+
+
+def _pool_rows(B: int, P: int, generator: torch.Generator) -> Tensor:
+    """Rows of a pool, no two alike; where it has too few, the last ones of the batch are skipped."""
+    rows = torch.randperm(P, generator=generator, device=generator.device)[:B]
+    return torch.nn.functional.pad(rows, (0, B - len(rows)), value=-1)

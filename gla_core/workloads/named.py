@@ -17,16 +17,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
-
-from gla_core.workloads.inputs import GlaInputs, gla_inputs, normal
 
 TAGS = ("ci", "train", "prefill", "decode", "long", "odd", "packed", "extreme", "narrow")
 OPS = ("chunk_gla", "recurrent_gla_step", "online_softmax", "softmax_attention")
 """Public ops. chunk_gla stands for chunk_gla_fwd, and for chunk_gla_bwd where gradients are taken."""
 
-HALF = {"dtype": torch.bfloat16, "gate_dtype": torch.float32}
-"""As models run: bfloat16 with float32 gates."""
+IN_BFLOAT16 = {"dtype": torch.bfloat16, "gate_dtype": torch.float32}
+"""As models run: gates stay float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +33,7 @@ class Workload:
     Attributes:
         name: unique among the workloads of its op.
         op: one of `OPS`.
-        sizes: arguments of the function that makes its inputs: `gla_inputs`, `step_inputs`, `softmax_inputs` or
-            `attention_inputs`.
+        sizes: what `gla_core.workloads.inputs.arguments` makes its arguments from.
         tags: from `TAGS`.
     """
 
@@ -83,16 +79,16 @@ CHUNK_GLA = (
     _workload("chunk_gla", "packed_grouped", "ci packed", lengths=(40, 64, 90), H=2, G=2, K=16, V=32, gates="-inf"),
     _workload("chunk_gla", "narrow_mild", "narrow", B=1, T=2600, H=1, K=8, V=8, initial_state=True),
     _workload("chunk_gla", "narrow_strong", "narrow", B=1, T=2600, H=1, K=8, V=8, gates="strong", initial_state=True),
-    _workload("chunk_gla", "model_512", "train", B=1, T=512, H=4, K=128, V=128, **HALF),
-    _workload("chunk_gla", "train_b8_t4096_h16", "train", B=8, T=4096, H=16, K=128, V=128, **HALF),
-    _workload("chunk_gla", "train_b16_t4096_h16", "train", B=16, T=4096, H=16, K=128, V=128, **HALF),
-    _workload("chunk_gla", "train_b32_t2048_h4_k256_v512", "train", B=32, T=2048, H=4, K=256, V=512, **HALF),
-    _workload("chunk_gla", "train_b16_t1024_h8", "train", B=16, T=1024, H=8, K=128, V=128, **HALF),
-    _workload("chunk_gla", "train_b4_t2048_h16_k64_v64", "train", B=4, T=2048, H=16, K=64, V=64, **HALF),
-    _workload("chunk_gla", "prefill_b1_t8192_h16", "prefill", B=1, T=8192, H=16, K=128, V=128, **HALF),
-    _workload("chunk_gla", "prefill_b2_t2048_h8", "prefill", B=2, T=2048, H=8, K=128, V=128, **HALF),
-    _workload("chunk_gla", "long_b1_t65536_h8", "prefill long", B=1, T=65536, H=8, K=128, V=128, **HALF),
-    _workload("chunk_gla", "packed_64_t65536_h8", "prefill", lengths=_cut(65536, 64), H=8, K=128, V=128, **HALF),
+    _workload("chunk_gla", "model_512", "train", B=1, T=512, H=4, K=128, V=128, **IN_BFLOAT16),
+    _workload("chunk_gla", "train_b8_t4096_h16", "train", B=8, T=4096, H=16, K=128, V=128, **IN_BFLOAT16),
+    _workload("chunk_gla", "train_b16_t4096_h16", "train", B=16, T=4096, H=16, K=128, V=128, **IN_BFLOAT16),
+    _workload("chunk_gla", "train_b32_t2048_h4_k256_v512", "train", B=32, T=2048, H=4, K=256, V=512, **IN_BFLOAT16),
+    _workload("chunk_gla", "train_b16_t1024_h8", "train", B=16, T=1024, H=8, K=128, V=128, **IN_BFLOAT16),
+    _workload("chunk_gla", "train_b4_t2048_h16_k64_v64", "train", B=4, T=2048, H=16, K=64, V=64, **IN_BFLOAT16),
+    _workload("chunk_gla", "prefill_b1_t8192_h16", "prefill", B=1, T=8192, H=16, K=128, V=128, **IN_BFLOAT16),
+    _workload("chunk_gla", "prefill_b2_t2048_h8", "prefill", B=2, T=2048, H=8, K=128, V=128, **IN_BFLOAT16),
+    _workload("chunk_gla", "long_b1_t65536_h8", "prefill long", B=1, T=65536, H=8, K=128, V=128, **IN_BFLOAT16),
+    _workload("chunk_gla", "packed_64_t65536_h8", "prefill", lengths=_cut(65536, 64), H=8, K=128, V=128, **IN_BFLOAT16),
 )
 RECURRENT_GLA_STEP = (
     _workload("recurrent_gla_step", "small", "ci", B=3, H=2, K=16, V=16),
@@ -102,7 +98,7 @@ RECURRENT_GLA_STEP = (
     _workload("recurrent_gla_step", "pool", "ci packed", B=4, H=2, K=16, V=16, rows=(5, -1, 0, 2), pool=6),
     _workload("recurrent_gla_step", "nobody", "ci odd", B=0, H=2, K=16, V=16),
     *(
-        _workload("recurrent_gla_step", f"decode_b{B}", "decode", B=B, H=16, K=128, V=128, **HALF)
+        _workload("recurrent_gla_step", f"decode_b{B}", "decode", B=B, H=16, K=128, V=128, **IN_BFLOAT16)
         for B in (1, 8, 64, 256, 1024)
     ),
 )
@@ -161,54 +157,3 @@ def select(op: str | None = None, tags: Iterable[str] = ()) -> list[Workload]:
     """The workloads of an op (all by default) that have every one of `tags`."""
     wanted = frozenset(tags)
     return [w for w in WORKLOADS if (op is None or w.op == op) and wanted <= w.tags]
-
-
-def chunk_inputs(workload: Workload, **changes: object) -> GlaInputs:
-    """Arguments of `chunk_gla`; `changes` override sizes, such as dtype=torch.float16, device="cuda", seed=1."""
-    return gla_inputs(**{**workload.sizes, **changes})
-
-
-def step_inputs(workload: Workload, **changes: object) -> dict[str, Tensor | None]:
-    """Arguments of `recurrent_gla_step`: q, k, v, g, state and state_indices."""
-    sizes = {**workload.sizes, **changes}
-    rows, pool = sizes.pop("rows", None), sizes.pop("pool", None)
-    x = gla_inputs(**{**sizes, "T": 1, "initial_state": True})
-    token = {name: None if y is None else y[:, 0] for name, y in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g))}
-    state = x.initial_state
-    assert state is not None
-    if pool is not None:
-        state = normal((pool, *state.shape[1:]), state.dtype, _generator(sizes))
-    indices = None if rows is None else torch.tensor(rows, device=state.device)
-    return {**token, "state": state, "state_indices": indices}
-
-
-def softmax_inputs(workload: Workload, **changes: object) -> tuple[Tensor, int]:
-    """Arguments x and dim of `online_softmax`; 'masked' sets tiles, and most of a row, to -inf."""
-    sizes = {
-        "dim": -1,
-        "dtype": torch.float32,
-        "device": "cpu",
-        "seed": 0,
-        "masked": False,
-        **workload.sizes,
-        **changes,
-    }
-    x = normal(sizes["shape"], sizes["dtype"], _generator(sizes))
-    if sizes["masked"]:
-        x[0, : x.shape[1] // 2], x[1, 1:], x[2, -5:] = -torch.inf, -torch.inf, -torch.inf
-    return x, sizes["dim"]
-
-
-def attention_inputs(workload: Workload, **changes: object) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Arguments q, k, v and causal of `softmax_attention`."""
-    defaults = {"G": 1, "causal": False, "dtype": torch.float32, "device": "cpu", "seed": 0}
-    sizes = {**defaults, **workload.sizes, **changes}
-    B, Tq, Tk, H, K, V = (sizes[name] for name in ("B", "Tq", "Tk", "H", "K", "V"))
-    generator = _generator(sizes)
-    shapes = ((B, Tq, H * sizes["G"], K), (B, Tk, H, K), (B, Tk, H, V))
-    q, k, v = (normal(shape, sizes["dtype"], generator) for shape in shapes)
-    return q, k, v, sizes["causal"]
-
-
-def _generator(sizes: dict) -> torch.Generator:
-    return torch.Generator(sizes.get("device", "cpu")).manual_seed(sizes.get("seed", 0))

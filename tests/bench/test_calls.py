@@ -14,6 +14,7 @@ from gla_core.bench import calls
 from gla_core.dispatch.backend import OP_PARAMETERS, OpCall
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.calibration import shapes
+from gla_core.workloads.inputs import random_arguments
 
 CPU = torch.device("cpu")
 size = st.integers(1, 4)
@@ -21,48 +22,38 @@ size = st.integers(1, 4)
 
 @st.composite
 def op_calls(draw):
-    op = draw(st.sampled_from(list(OP_PARAMETERS)))
+    spec = ABSTRACT_OPS[draw(st.sampled_from(list(OP_PARAMETERS)))]
     dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    if op == "online_softmax":
-        return OpCall(op=op, device=CPU, dtype=dtype, dims={"rows": draw(size), "columns": draw(size)})
-    B, H, K, V = (draw(size) for _ in "BHKV")
-    heads = {"H": H, "Hq": H * draw(size), "K": K, "V": V}
-    if op == "softmax_attention":
-        return OpCall(op=op, device=CPU, dtype=dtype, dims={"B": B, "Tq": draw(size), "Tk": draw(size), **heads})
-    gate_dtype = draw(st.sampled_from([None, dtype, torch.float32]))
-    if op == "recurrent_gla_step":
-        indexed = draw(st.booleans())
-        P = draw(size) if indexed else B
-        return OpCall(
-            op=op,
-            device=CPU,
-            dtype=dtype,
-            dims={"B": B, **heads, "P": P},
-            gate_dtype=gate_dtype,
-            state_dtype=wide,
-            indexed=indexed,
-        )
-    packed = draw(st.booleans())
-    return OpCall(
-        op=op,
-        device=CPU,
-        dtype=dtype,
-        dims={"B": 1 if packed else B, "T": draw(st.integers(0, 9)), **heads, "N": draw(size) if packed else B},
-        gate_dtype=gate_dtype,
-        state_dtype=draw(st.sampled_from([None, wide])),
-        variable_length=packed,
-    )
+    sizes = {name: draw(size) for name in spec.command_line_sizes} | {"T": draw(st.integers(0, 9))}
+    facts, scalars = {}, {}
+    if "Hq" in spec.sizes:
+        sizes["Hq"] = sizes["H"] * draw(size)
+    if "Tq" in spec.sizes:
+        sizes |= {"Tq": draw(size), "Tk": draw(size)}
+        scalars["causal"] = draw(st.booleans())
+    if "g" in spec.parameters:
+        facts["gate_dtype"] = draw(st.sampled_from([None, dtype, torch.float32]))
+    if "state_indices" in spec.parameters and draw(st.booleans()):
+        facts["indexed"], sizes["P"] = True, draw(size)
+    if "initial_state" in spec.parameters:
+        facts["state_dtype"] = draw(st.sampled_from([None, wide]))
+    if "cu_seqlens" in spec.parameters and draw(st.booleans()):
+        facts["variable_length"], sizes["B"], sizes["N"] = True, 1, draw(size)
+    if spec.name == "chunk_gla_fwd":
+        scalars["checkpoint_every"] = draw(st.sampled_from([None, 64]))
+        facts["checkpoints"] = scalars["checkpoint_every"] is not None
+    return spec.call(sizes, CPU, dtype, scalars=scalars, **facts)
 
 
 def described(call, arguments):
-    return ABSTRACT_OPS[call.op].call(*arguments)
+    return ABSTRACT_OPS[call.op].describe(*arguments)
 
 
 @settings(max_examples=100, deadline=None)
 @given(op_calls())
 def test_arguments_are_what_the_call_says(call):
-    arguments = calls.arguments_for(call)
+    arguments = random_arguments(call)
     assert described(call, arguments) == call
     assert len(arguments) == len(OP_PARAMETERS[call.op])
 
@@ -70,10 +61,10 @@ def test_arguments_are_what_the_call_says(call):
 @settings(max_examples=30, deadline=None)
 @given(op_calls())
 def test_the_reference_runs_them_and_leaves_them(call):
-    arguments = calls.arguments_for(call)
+    arguments = random_arguments(call)
     (run,) = calls.calls_for("reference", call, arguments)
     run()
-    again = calls.arguments_for(call)
+    again = random_arguments(call)
     assert all(a.equal(b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(arguments, again, strict=True))
 
 
@@ -89,7 +80,7 @@ def test_calibration_shapes_are_legal_and_distinct(op, kind):
         # As many tokens as fit into a test; what remains is that the sizes go together.
         smaller = {name: min(size, 8) if name in GROWING else size for name, size in call.dims.items()}
         small = dataclasses.replace(call, device=CPU, dims=smaller, capturing=False)
-        assert described(small, calls.arguments_for(small)) == small
+        assert described(small, random_arguments(small)) == small
     assert {call.capturing for call in found} == ({False, True} if kind == "cuda" else {False})
 
 
@@ -109,11 +100,11 @@ def test_packed_sequences_differ_in_length_and_cover_all_tokens():
         dims={"B": 1, "T": 1000, "H": 1, "Hq": 1, "K": 1, "V": 1, "N": 10},
         variable_length=True,
     )
-    offsets = calls.arguments_for(call)[-1]
+    offsets = random_arguments(call)[7]
     lengths = offsets.diff().tolist()
     assert (offsets[0], offsets[-1], sum(lengths)) == (0, 1000, 1000)
     assert 30 < min(lengths) < max(lengths) < 250
-    assert calls.arguments_for(call, seed=1)[-1].tolist() != offsets.tolist()
+    assert random_arguments(call, seed=1)[7].tolist() != offsets.tolist()
 
 
 @pytest.mark.gpu
@@ -122,5 +113,5 @@ def test_packed_sequences_differ_in_length_and_cover_all_tokens():
 def test_times_on_a_gpu(op, capturing):
     cuda = torch.device("cuda", 0)
     call = next(c for c in shapes(op, cuda) if c.capturing == capturing)
-    backend = gla.explain(op, *calls.arguments_for(call), capturing=capturing).winner
+    backend = gla.explain(op, *random_arguments(call), capturing=capturing).winner
     assert 0 < calls.time_call(backend, call, 0.01).seconds < 0.1

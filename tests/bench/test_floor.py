@@ -8,7 +8,7 @@ import torch
 import gla_core as gla
 from gla_core.bench.floor import floor_bytes, floor_seconds
 from gla_core.bench.suite import leaves, make_arguments
-from gla_core.workloads.named import HALF, select
+from gla_core.workloads.named import IN_BFLOAT16, select
 
 BANDWIDTH = 4.23e12  # as the table gives it, to three digits
 
@@ -18,7 +18,7 @@ BANDWIDTH = 4.23e12  # as the table gives it, to three digits
     [(8, 4096, 16, 0.190, 0.540), (1, 65536, 8, 0.190, 0.540), (1, 8192, 16, 0.048, 0.135), (2, 2048, 8, 0.012, 0.034)],
 )
 def test_chunk_gla_is_the_table(B, T, H, forward, both):
-    sizes = {"B": B, "T": T, "H": H, "K": 128, "V": 128, **HALF}
+    sizes = {"B": B, "T": T, "H": H, "K": 128, "V": 128, **IN_BFLOAT16}
     assert floor_bytes("chunk_gla", sizes) == 1536 * B * T * H
     assert floor_bytes("chunk_gla", sizes, backward=True) == 4352 * B * T * H
     # The table is rounded to 1 us, and its bandwidth to 1 part in 800.

@@ -1,7 +1,8 @@
-"""The figures of the README are those of the results files."""
+"""The figures of the README and of docs/results.md are those of the results files."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from gla_core.bench import results
 from gla_core.bench.suite import Row
+from gla_core.workloads.named import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,23 +20,26 @@ def tables(script):
     return script("readme_tables")
 
 
-def test_the_readme_holds_what_the_results_say(tables):
-    generated = tables.render(tables.FOLDER)
-    assert (tables.between_markers((ROOT / "README.md").read_text()) or "") == generated, (
-        "run: python3 benchmarks/readme_tables.py --write README.md"
-    )
+def test_the_pages_hold_what_the_results_say(tables):
+    written = {tables.README: tables.headline(tables.FOLDER), tables.PAGE: tables.render(tables.FOLDER)}
+    for page, generated in written.items():
+        assert tables.between_markers(page.read_text()) == generated, "run: python3 benchmarks/readme_tables.py --write"
+
+
+def test_generated_files_stay_small():
+    """Results are summaries; what nobody reads is not committed."""
+    assert sum(len(path.read_text().splitlines()) for path in ROOT.rglob("benchmarks/results/*.json")) < 15_000
 
 
 def test_no_results_no_section(tables, tmp_path):
-    assert tables.render(tmp_path) == ""
+    assert tables.render(tmp_path) == tables.headline(tmp_path) == ""
 
 
 def test_a_section_names_its_source(tables, tmp_path, synthetic):
     results.write(tmp_path / "baseline-pretend.json", synthetic)
-    results.write(tmp_path / "conformance-pretend.json", synthetic)
     section = tables.render(tmp_path)
-    assert section.startswith("### baseline, NVIDIA Pretend\n")
-    assert section.count("###") == 1
+    assert section.startswith("## Times: baseline, NVIDIA Pretend\n")
+    assert section.count("##") == 1
     for text in (
         "gla_core 0.1.0 at 0123456789, torch 2.11.0, triton 3.6.0, driver 1.2.3, 2026-01-02; copies at 4.00 TB/s",
         "`benchmarks/results/baseline-pretend.json`",
@@ -58,30 +63,100 @@ def test_the_quicker_of_ours_stands_beside_the_baseline(tables, tmp_path, synthe
     assert "mine" not in table
 
 
-def test_pictures_beside_the_results_are_shown(tables, tmp_path, synthetic):
-    results.write(tmp_path / "baseline-pretend.json", synthetic)
-    (tmp_path / "baseline-pretend").mkdir()
-    (tmp_path / "baseline-pretend" / "chunk_gla-time.png").touch()
-    assert tables.render(tmp_path).endswith(
-        "\n\n![chunk_gla-time](benchmarks/results/baseline-pretend/chunk_gla-time.png)\n"
-    )
+def test_pictures_of_the_device_come_first(tables, tmp_path, synthetic):
+    results.write(tmp_path / "baseline-h200.json", synthetic)
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "chunk_gla.png").touch()
+    assert tables.render(tmp_path).startswith("![chunk_gla](../benchmarks/results/h200/chunk_gla.png)\n\n## Times")
 
 
-def test_writing_replaces_what_stands_between_the_markers(tables, tmp_path, synthetic, monkeypatch):
-    results.write(tmp_path / "baseline-pretend.json", synthetic)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
-    monkeypatch.setattr("sys.argv", ["readme_tables.py", "--write", str(readme)])
+@pytest.fixture
+def measured(tables, tmp_path, synthetic):
+    """A folder with an old run and a new one of the device of the README."""
+
+    def row(backend, seconds, direction="forward"):
+        return Row(workload="train_b8_t4096_h16", op="chunk_gla", backend=backend, direction=direction, seconds=seconds)
+
+    def run(name, date, *rows):
+        found = dataclasses.replace(synthetic, device=tables.DEVICE, date=date).with_rows(rows)
+        results.write(tmp_path / f"{name}-h200.json", found)
+
+    both = "forward+backward"
+    training = [row("fla", 4e-3, both), row("reference", 4e-2, both)]
+    run("old", "2026-01-01", row("fla", 3e-3), row("reference", 9e-3), row("triton_fused", 1e-3), *training)
+    run("new", "2026-01-02", row("fla", 2e-3), row("gla_fla", 2e-3), row("triton_fused", 5e-4), row("parallel_scan", 1))
+    return tmp_path
+
+
+def test_the_newest_measurement_of_each_counts(tables, measured):
+    found = tables.newest(measured)
+    assert {(row.direction, row.backend): row.seconds for row in found.rows} == {
+        ("forward", "fla"): 2e-3,
+        ("forward", "triton_fused"): 5e-4,
+        ("forward", "parallel_scan"): 1,
+        ("forward+backward", "fla"): 4e-3,
+        ("forward+backward", "reference"): 4e-2,
+    }
+    assert (found.rows[0].backend, found.date) == ("fla", "2026-01-02")
+
+
+def test_the_headline_is_the_quickest_of_ours_beside_the_baseline(tables, measured):
+    counts = {"passed": 7, "failed": 0, "open": 2, "refusals": 1}
+    report = {"backend": {"name": "mine"}, "device": {"name": tables.DEVICE}, "counts": counts}
+    (measured / "conformance-h200-mine.json").write_text(json.dumps(report))
+    lines = tables.headline(measured).splitlines()
+    assert lines[2:4] == [
+        "| `chunk_gla` forward: 8 sequences of 4096 tokens, 16 heads | fla 2.00 ms | triton_fused 500 us | 4.00 |",
+        "| `chunk_gla` forward and backward: 8 sequences of 4096 tokens, 16 heads "
+        "| fla 4.00 ms | reference 40.0 ms | 0.10 |",
+    ]
+    assert lines[-1].endswith("Cases of the conformance kit passed there: `mine` 7 (2 open).")
+
+
+def test_every_row_of_the_headline_is_a_workload(tables):
+    names = {(workload.op, workload.name) for workload in WORKLOADS}
+    assert {(op, name) for op, name, _ in tables.HEADLINE} <= names
+
+
+def test_conformance_is_told_in_a_line(tables, tmp_path):
+    def worst(error):
+        return {"case": "a", "quantity": "o", "error": error, "budget": 0.01}
+
+    report = {
+        "backend": {"name": "mine"},
+        "device": {"name": "NVIDIA Pretend"},
+        "commit": "0123456789abcdef",
+        "counts": {"passed": 7, "failed": 1, "open": 2, "refusals": 1},
+        "properties": [
+            {"property": "values", "worst": worst(0.004)},
+            {"property": "values", "worst": worst(0.005)},
+            {"property": "gradients", "worst": worst(None)},
+            {"property": "scale", "worst": worst(0.009)},
+        ],
+    }
+    (tmp_path / "conformance-pretend-mine.json").write_text(json.dumps(report))
+    section = tables.render(tmp_path)
+    assert section.startswith("## Conformance\n\n")
+    assert section.endswith("| mine | NVIDIA Pretend | 0123456789 | 10 | 7 | 1 | 2 | 0.50 | infinite |\n")
+
+
+def test_writing_replaces_what_stands_between_the_markers(tables, measured, monkeypatch):
+    pages = measured / "README.md", measured / "results.md"
+    for page in pages:
+        page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    for name, value in (("FOLDER", measured), ("README", pages[0]), ("PAGE", pages[1])):
+        monkeypatch.setattr(tables, name, value)
+    drawn = []
+    monkeypatch.setattr(tables.plots, "plot", lambda found, folder: drawn.append((len(found.rows), folder.name)))
+    monkeypatch.setattr("sys.argv", ["readme_tables.py", "--write"])
     for _ in range(2):  # the second time changes nothing
         tables.main()
-        text = readme.read_text()
-        assert tables.between_markers(text) == tables.render(tmp_path)
-        assert text.startswith(f"before\n{tables.BEGIN}\n###")
-        assert text.endswith(f"\n{tables.END}\nafter\n")
+        for page, generated in zip(pages, (tables.headline(measured), tables.render(measured)), strict=True):
+            assert page.read_text() == f"before\n{tables.BEGIN}\n{generated}{tables.END}\nafter\n"
+    assert drawn == [(5, "h200")] * 2
 
 
-def test_a_readme_without_markers(tables):
+def test_a_page_without_markers(tables):
     assert tables.between_markers("nothing here") is None
     with pytest.raises(ValueError, match="no markers"):
         tables.insert("nothing here", "text")
@@ -96,7 +171,7 @@ def test_a_selection_is_told_in_a_few_lines(tables, tmp_path):
     (tmp_path / "selection-pretend" / "crossover.png").touch()
     section = tables.render(tmp_path)
     assert section.startswith(
-        "### What auto picks, NVIDIA Pretend\n\ngla_core 0.1.0 at 0123456789, torch 2.11.0, 2026-01-02."
+        "## What auto picks, NVIDIA Pretend\n\ngla_core 0.1.0 at 0123456789, torch 2.11.0, 2026-01-02."
     )
     assert "| grid | 120 | 97.5% | 1.21 × |\n" in section
-    assert section.endswith("\n\n![crossover](benchmarks/results/selection-pretend/crossover.png)\n")
+    assert section.endswith("\n\n![crossover](../benchmarks/results/selection-pretend/crossover.png)\n")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-import types
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch
 import gla_core as gla
 from gla_core.bench import plots, results
 from gla_core.bench.suite import Row
+from gla_core.workloads.named import WORKLOADS
 
 
 def test_what_is_written_is_read(tmp_path, synthetic):
@@ -103,46 +104,47 @@ def test_without_matplotlib_plots_say_what_to_install(synthetic, tmp_path, monke
     assert not (tmp_path / "plots").exists()
 
 
-class Pyplot(types.ModuleType):
-    """Takes down what is drawn."""
-
-    def __init__(self):
-        super().__init__("matplotlib.pyplot")
-        self.lines, self.bars = [], []
-
-    def subplots(self, figsize):
-        return self, self
-
-    def plot(self, x, y, marker, label):
-        self.lines.append((label, list(x), list(y)))
-
-    def barh(self, places, values):
-        self.bars.append(list(values))
-
-    def savefig(self, path, **_):
-        path.write_text("a picture")
-
-    def close(self, figure):
-        assert figure is self
-
-    def __getattr__(self, name):
-        if name.startswith(("set_", "legend", "axvline")):
-            return lambda *_, **__: None
-        raise AttributeError(name)
-
-
-def test_plots(synthetic, tmp_path, monkeypatch):
-    pyplot = Pyplot()
-    matplotlib = types.ModuleType("matplotlib")
-    matplotlib.use = lambda backend: None
-    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", pyplot)
+def test_a_picture_for_each_op_that_was_timed(synthetic, tmp_path):
+    pytest.importorskip("matplotlib")
     written = plots.plot(synthetic, tmp_path / "plots")
-    assert [p.name for p in written] == ["chunk_gla-time.png", "chunk_gla-floor.png", "chunk_gla-ratio-to-fla.png"]
-    assert all(p.read_text() == "a picture" for p in written)
-    tokens = 2 * 17 * 2  # B T H of the workload short
-    assert pyplot.lines == [
-        ("fla forward", [17], [pytest.approx(2e-3 / tokens * 1e9)]),
-        ("mine forward", [17], [pytest.approx(5e-4 / tokens * 1e9)]),
-    ]
-    assert pyplot.bars == [[0.4, 0.1], [4.0]]
+    assert [p.name for p in written] == ["chunk_gla.png", "recurrent_gla_step.png"]
+    assert all(p.read_bytes().startswith(b"\x89PNG") for p in written)
+
+
+def test_speed_is_beside_the_first_row(synthetic):
+    fla, mine, *_ = synthetic.rows
+    assert plots.speeds([fla, mine]) == [(fla, 1), (mine, 4)]
+    assert plots.speeds([mine]) == [(mine, 1)]
+    of_another_run = Row(**{**dataclasses.asdict(mine), "ratio_to": {"fla": 3.9}})
+    assert plots.speeds([fla, of_another_run])[1] == (of_another_run, 3.9)  # that of the row's own run
+
+
+@pytest.mark.parametrize(
+    ("op", "workload", "words"),
+    [
+        ("chunk_gla", "train_b8_t4096_h16", "8 sequences of 4096 tokens, 16 heads"),
+        ("chunk_gla", "train_b32_t2048_h4_k256_v512", "32 sequences of 2048 tokens, 4 heads (K 256, V 512)"),
+        ("chunk_gla", "one_token", "1 sequence of 1 token, 1 head (K 16, V 16)"),
+        ("chunk_gla", "packed_64_t65536_h8", "64 packed sequences, 65,536 tokens in all, 8 heads"),
+        ("recurrent_gla_step", "decode_b64", "64 sequences, 16 heads"),
+        ("online_softmax", "rows_8192_columns_50257", "8192 rows of 50,257"),
+        ("online_softmax", "other_dimension", "3 × 50 × 7"),
+        ("softmax_attention", "one_query_131072_keys", "1 query, 131,072 keys, 16 heads"),
+        ("softmax_attention", "causal_b4_t4096_h16", "batch of 4, 4096 queries, 4096 keys, 16 heads, causal"),
+        ("chunk_gla", "of somebody else", "of somebody else"),
+    ],
+)
+def test_workloads_in_words(op, workload, words):
+    assert plots.in_words(op, workload) == words
+
+
+def test_every_named_workload_has_words():
+    for workload in WORKLOADS:
+        assert plots.in_words(workload.op, workload.name) != workload.name
+
+
+def test_one_colour_a_backend():
+    found = plots.colours(["fla", "mine", "triton_fused", "mine", "yours"])
+    assert list(found) == ["fla", "mine", "triton_fused", "yours"]
+    assert len(set(found.values())) == 4
+    assert found["triton_fused"] == plots.colours(["triton_fused"])["triton_fused"]

@@ -151,19 +151,19 @@ def test_an_assumed_device_has_a_compute_capability(run, without_cuda):
 
 
 def test_what_does_not_fit_into_memory_is_not_measured(run, monkeypatch):
-    monkeypatch.setattr(explain, "arguments_for", lambda call: pytest.fail("memory was asked for"))
+    monkeypatch.setattr(explain, "random_arguments", lambda call: pytest.fail("memory was asked for"))
     shape = ("chunk_gla_bwd", "--shape", "8,40960000,16,128,128", "--dtype", "bfloat16", "--device", "cpu")
     result = run("explain", *shape, "--measure")
     assert result.exit_code == 2
-    # Of q k v g do in and dq dk dv dg out, and of the forward before: 4352 bytes for a token of a head.
-    assert f"this call needs at least {4352 * 8 * 40960000 * 16 / 2**30:,.1f} GiB and cpu has" in result.output
+    # Of q k v g do in and dq dk dv dg out: 2816 bytes for a token of a head.
+    assert f"this call needs at least {2816 * 8 * 40960000 * 16 / 2**30:,.1f} GiB and cpu has" in result.output
 
 
 def test_memory_that_others_hold_is_no_traceback(run, monkeypatch):
     def arguments_for(call):
         raise RuntimeError("can't allocate memory\nC++ frames")
 
-    monkeypatch.setattr(explain, "arguments_for", arguments_for)
+    monkeypatch.setattr(explain, "random_arguments", arguments_for)
     result = run("explain", "online_softmax", "--shape", "2,3", "--device", "cpu", "--measure")
     assert (result.exit_code, result.stderr) == (
         2,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import gla_core as gla
+from gla_core.conformance import summary
 from gla_core.conformance.cases import Case, cases, excluded, fitted, refusals
 from gla_core.conformance.run import run
 from gla_core.conformance.subject import sources
@@ -45,13 +46,17 @@ def kit(folder: Path, *arguments: str, module: str = "", path: Path | None = Non
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+def read_cases(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 @pytest.mark.slow
 def test_the_reference_passes_every_case(tmp_path):
     """The whole suite, of every op every small workload in every dtype; the report is whole with several processes."""
-    done = kit(tmp_path, "--gla-backend", "reference", "--gla-report", "report.json", "-n", "2")
+    done = kit(tmp_path, "--gla-backend", "reference", "--gla-report", "cases.jsonl", "-n", "2")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    counts, rows = report["counts"], report["cases"]
+    rows = read_cases(tmp_path / "cases.jsonl")
+    counts = summary.counts(rows)
     assert counts["passed"] > 750
     assert f"{counts['passed']} passed" in done.stdout
     assert (counts["failed"], counts["open"], counts["refusals"]) == (0, 0, len(OP_PARAMETERS))
@@ -63,18 +68,24 @@ def test_the_reference_passes_every_case(tmp_path):
                 assert (op, workload.name, dtype) in values
 
 
-@pytest.fixture
-def sample(tmp_path, capsys):
-    """A part of the suite on the reference: what is printed, and the report."""
-    path = tmp_path / "report.json"
+def sample(path):
+    """Run a part of the suite on the reference, writing a report."""
     assert (
         run("reference", report=str(path), select="gradients and grouped", module="test_chunk_gla", commit="abc1") == 0
     )
-    return capsys.readouterr().out, path.read_text()
+    return path.read_text()
 
 
-def test_the_report_says_what_ran_where_and_every_error_with_its_budget(sample):
-    report = json.loads(sample[1])
+@pytest.fixture
+def sampled(tmp_path, capsys):
+    """What a part of the suite prints, and its summary."""
+    text = sample(tmp_path / "report.json")
+    return capsys.readouterr().out, text
+
+
+def test_the_summary_says_what_ran_where_and_the_worst_error_with_its_budget(sampled):
+    report = json.loads(sampled[1])
+    assert report["format"] == 2
     assert report["backend"] == {"name": "reference", "version": get("reference").version}
     assert report["versions"]["torch"] == torch.__version__
     assert report["versions"]["gla_core"] == gla.__version__
@@ -82,8 +93,18 @@ def test_the_report_says_what_ran_where_and_every_error_with_its_budget(sample):
     assert report["commit"] == "abc1"
     assert report["declared"]["ops"] == list(get("reference").ops)
     assert report["declared"]["dtypes"] == ["float32", "float64", "float16", "bfloat16"]
-    assert report["not_declared"] == []
-    (row,) = [row for row in report["cases"] if row["id"] == "test_gradients[grouped-bfloat16]"]
+    assert report["not_declared"] == report["failed"] == report["open"] == []
+    (found,) = [row for row in report["properties"] if row["property"] == "gradients"]
+    assert (found["op"], found["failed"], found["open"]) == ("chunk_gla_bwd", 0, 0)
+    worst = found["worst"]
+    assert worst["case"].startswith("test_chunk_gla.py::test_gradients[")
+    assert worst["quantity"] in ("dq", "dk", "dv", "dg", "dinitial_state")
+    assert 0 < worst["error"] <= worst["budget"]
+
+
+def test_every_case_has_a_line_with_its_errors_and_their_budgets(tmp_path):
+    sample(tmp_path / "cases.jsonl")
+    (row,) = [row for row in read_cases(tmp_path / "cases.jsonl") if row["id"] == "test_gradients[grouped-bfloat16]"]
     assert (row["test"], row["op"]) == ("test_chunk_gla.py::test_gradients", "chunk_gla_bwd")
     assert (row["workload"], row["dtype"]) == ("grouped", "bfloat16")
     assert [error["quantity"] for error in row["errors"]] == ["dq", "dk", "dv", "dg", "dinitial_state"]
@@ -91,12 +112,12 @@ def test_the_report_says_what_ran_where_and_every_error_with_its_budget(sample):
     assert all(0 < error["error"] <= 5e-3 for error in row["errors"])
 
 
-def test_a_table_and_the_files_that_are_judged_end_the_run_and_the_report_names_no_place(sample):
+def test_a_table_and_the_files_that_are_judged_end_the_run_and_the_report_names_no_place(sampled):
     judged = inspect.getfile(get("reference").ops["online_softmax"])
     for text in ("conformance of reference", "error/budget", "chunk_gla_bwd", f"judges online_softmax from {judged}"):
-        assert text in sample[0]
+        assert text in sampled[0]
     for word in (str(Path(gla.__file__).parents[1]), str(Path.home()), os.uname().nodename, "/tmp/"):
-        assert word not in sample[1]
+        assert word not in sampled[1]
 
 
 @pytest.mark.parametrize("function", [functools.partial(torch.softmax, dtype=None), torch.softmax, str.join])
@@ -120,18 +141,18 @@ def partial(tmp_path_factory):
 
 def test_a_partial_backend_passes_on_what_it_declares(partial, tmp_path):
     done = kit(
-        tmp_path, "--gla-backend", "partial", "--gla-report", "report.json", "-k", "not test_torch", path=partial
+        tmp_path, "--gla-backend", "partial", "--gla-report", "cases.jsonl", "-k", "not test_torch", path=partial
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["backend"] == {"name": "partial", "version": "1.2"}
+    assert "conformance of partial 1.2 on cpu" in done.stdout
+    rows = read_cases(tmp_path / "cases.jsonl")
     ops = [f"op {op}" for op in OP_PARAMETERS if op != "online_softmax"]
     expected = [*ops, "dtype float64", "dtype float16", "dtype bfloat16", "cuda_graphs"]
-    assert report["not_declared"] == expected
-    assert all(f"not declared: {line}" in done.stdout for line in expected)
-    computed = [row for row in report["cases"] if not row["test"].startswith("test_refusals.py")]
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("not declared")] == [f"not declared: {what}" for what in expected]
+    computed = [row for row in rows if not row["test"].startswith("test_refusals.py")]
     assert {(row["op"], row["dtype"]) for row in computed} == {("online_softmax", "float32")}
-    refused = {(r["op"], r["dtype"]): r["reason"] for r in report["cases"] if r["test"].endswith("::test_refused")}
+    refused = {(r["op"], r["dtype"]): r["reason"] for r in rows if r["test"].endswith("::test_refused")}
     assert refused["online_softmax", "float16"] == "computes float32; x is float16"
     assert refused["chunk_gla_bwd", "float32"] == "does not implement chunk_gla_bwd; it implements online_softmax"
     assert {op for op, _ in refused} == set(OP_PARAMETERS)
@@ -157,9 +178,10 @@ def test_a_wrong_question_is_a_usage_error(arguments, message, own_backends, tmp
 
 
 def judge(backend, tmp_path, **options):
+    """The exit code, and every case."""
     with gla.register(backend):
-        code = run(backend.name, report=str(tmp_path / "report.json"), **options)
-    return code, json.loads((tmp_path / "report.json").read_text())
+        code = run(backend.name, report=str(tmp_path / "cases.jsonl"), **options)
+    return code, read_cases(tmp_path / "cases.jsonl")
 
 
 def test_a_case_that_supports_refuses_is_open(tmp_path):
@@ -167,12 +189,15 @@ def test_a_case_that_supports_refuses_is_open(tmp_path):
         return "needs an even number of columns" if call.dims["columns"] % 2 else None
 
     backend = Backend("even", "0", {"online_softmax": get("reference").ops["online_softmax"]}, supports=supports)
-    code, report = judge(backend, tmp_path, module="test_online_softmax", select="test_values and float32")
-    outcomes = {row["workload"]: (row["outcome"], row["reason"]) for row in report["cases"]}
+    code, rows = judge(backend, tmp_path, module="test_online_softmax", select="test_values and float32")
+    outcomes = {row["workload"]: (row["outcome"], row["reason"]) for row in rows}
     assert code == 0
     assert outcomes["minus_infinity"] == ("passed", None)
     assert outcomes["small"] == ("open", "not supported: even: needs an even number of columns")
-    assert report["counts"] == {"passed": 3, "failed": 0, "open": 3, "refusals": 0}
+    assert summary.counts(rows) == {"passed": 3, "failed": 0, "open": 3, "refusals": 0}
+    (why,) = summary.reasons(rows, "open")
+    assert (why["reason"], why["cases"]) == ("not supported: even: needs an even number of columns", 3)
+    assert "test_online_softmax.py::test_values[small-float32]" in why["such as"]
 
 
 @pytest.mark.parametrize(
@@ -190,9 +215,9 @@ def test_a_case_that_supports_refuses_is_open(tmp_path):
 def test_what_the_capabilities_exclude_is_refused_and_the_rest_computed(limits, out, reason, tmp_path):
     ops = {op: get("reference").ops[op] for op in ("chunk_gla_fwd", "chunk_gla_bwd")}
     backend = Backend("limited", "0", ops, Capabilities(dtypes=frozenset({torch.float32}), **limits))
-    code, report = judge(backend, tmp_path, module="test_refusals", select="test_refused")
+    code, rows = judge(backend, tmp_path, module="test_refusals", select="test_refused")
     assert code == 0
-    refused = [row for row in report["cases"] if row["op"] == "chunk_gla_fwd"]
+    refused = [row for row in rows if row["op"] == "chunk_gla_fwd"]
     assert any(row["reason"].startswith(reason) for row in refused)
     computed = {case.workload.name for case in cases(backend, "cpu", "chunk_gla_fwd")}
     assert "minus_infinity" in computed
@@ -243,3 +268,30 @@ def test_the_command(tmp_path, monkeypatch):
         ]
     assert codes == [0, 1, 2, 2, 2]
     assert json.loads(Path("report.json").read_text())["counts"]["passed"] == 1
+
+
+# ---- the summary, of cases that nobody ran
+
+
+def case(name: str, outcome: str = "passed", reason: str | None = None, **errors: float) -> dict:
+    found = [{"quantity": quantity, "error": error, "budget": 0.01} for quantity, error in errors.items()]
+    of_op = {"op": "online_softmax", "test": "test_x.py::test_values", "id": f"test_values[{name}]"}
+    return {**of_op, "outcome": outcome, "reason": reason, "errors": found}
+
+
+def test_the_worst_error_is_the_one_that_is_largest_beside_its_budget():
+    rows = [case("a", y=0.004), case("b", y=0.008, z=0.002), case("c", "failed", "off", y=float("nan"))]
+    (found,) = summary.properties(rows[:2])
+    assert found["worst"] == {"case": "test_x.py::test_values[b]", "quantity": "y", "error": 0.008, "budget": 0.01}
+    assert summary.ratio_text(found["worst"]) == "0.80"
+    (found,) = summary.properties(rows)
+    assert (found["worst"]["case"], found["worst"]["error"]) == ("test_x.py::test_values[c]", None)
+    assert summary.ratio_text(found["worst"]) == "infinite"
+    assert summary.properties([case("a")])[0]["worst"] is None
+
+
+def test_a_reason_is_given_once_and_names_few_of_its_cases():
+    rows = [case(f"{number}", "failed", "off") for number in range(9)]
+    (found,) = summary.reasons(rows, "failed")
+    assert (found["reason"], found["cases"], len(found["such as"])) == ("off", 9, summary.NAMED)
+    assert summary.reasons(rows, "open") == []

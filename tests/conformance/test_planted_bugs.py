@@ -23,12 +23,12 @@ FWD, BWD, STEP, SOFTMAX, ATTENTION = (
 )
 
 
-def wrong_scale(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    return FWD(q, k, v, g, 1.01 * scale, initial_state, output_final_state, cu_seqlens)
+def wrong_scale(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    return FWD(q, k, v, g, 1.01 * scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
 
 
-def default_scale_always(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    return FWD(q, k, v, g, q.shape[-1] ** -0.5, initial_state, output_final_state, cu_seqlens)
+def default_scale_always(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    return FWD(q, k, v, g, q.shape[-1] ** -0.5, initial_state, output_final_state, cu_seqlens, checkpoint_every)
 
 
 def pair(q, k, v, scale):
@@ -38,168 +38,205 @@ def pair(q, k, v, scale):
     return scale * (q * k).sum(-1, keepdim=True) * v
 
 
-def current_token_excluded(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
-    return o - pair(q, k, v, scale), state
+def current_token_excluded(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+    return o - pair(q, k, v, scale), state, checkpoints
 
 
-def next_token_included(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+def next_token_included(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
     o[:, :-1] += pair(q[:, :-1], k[:, 1:], v[:, 1:], scale)
-    return o, state
+    return o, state, checkpoints
 
 
-def gate_one_step_late(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+def gate_one_step_late(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
     late = None if g is None else torch.cat([torch.zeros_like(g[:, :1]), g[:, :-1]], 1)[:, : g.shape[1]]
-    return FWD(q, k, v, late, scale, initial_state, output_final_state, cu_seqlens)
+    return FWD(q, k, v, late, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
 
 
-def last_partial_chunk_dropped(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+def last_partial_chunk_dropped(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
     T = q.shape[1] // 64 * 64
     if cu_seqlens is not None or not T:
-        return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+        return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
     part = (None if x is None else x[:, :T] for x in (q, k, v, g))
-    o, state = FWD(*part, scale, initial_state, output_final_state, None)
-    return torch.cat([o, o.new_zeros(o.shape[0], q.shape[1] - T, *o.shape[2:])], 1), state
+    o, state, checkpoints = FWD(*part, scale, initial_state, output_final_state, None, None)
+    return torch.cat([o, o.new_zeros(o.shape[0], q.shape[1] - T, *o.shape[2:])], 1), state, checkpoints
 
 
-def state_not_reset(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+def state_not_reset(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
     if cu_seqlens is None:
-        return FWD(q, k, v, g, scale, initial_state, output_final_state, None)
+        return FWD(q, k, v, g, scale, initial_state, output_final_state, None, None)
     first = None if initial_state is None else initial_state[:1]
-    o, state = FWD(q, k, v, g, scale, first, output_final_state, None)
-    return o, None if state is None else state.repeat(len(cu_seqlens) - 1, 1, 1, 1)
+    o, state, checkpoints = FWD(q, k, v, g, scale, first, output_final_state, None, None)
+    return o, None if state is None else state.repeat(len(cu_seqlens) - 1, 1, 1, 1), checkpoints
 
 
-def row_not_written(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+def row_not_written(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
     out = torch.empty(o.shape, dtype=o.dtype)
     out[:, :-1] = o[:, :-1]
-    return out, state
+    return out, state, checkpoints
 
 
 runs = itertools.count()
 
 
-def last_bit_changes(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
-    return o * (1 + (next(runs) % 2) * 2**-22), state
+def last_bit_changes(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+    return o * (1 + (next(runs) % 2) * 2**-22), state, checkpoints
 
 
-def wrong_head_grouping(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+def wrong_head_grouping(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
     H, Hq = k.shape[2], q.shape[2]
     order = torch.arange(Hq).view(Hq // H, H).T.flatten()  # query head h reads key head h % H
-    o, state = FWD(q[:, :, order], k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    o, state, checkpoints = FWD(
+        q[:, :, order], k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every
+    )
     out = torch.empty_like(o)
     out[:, :, order] = o
-    return out, state
+    return out, state, checkpoints
 
 
-def state_in_bfloat16(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
-    return o, None if state is None else state.bfloat16().float()
+def state_in_bfloat16(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+    return o, None if state is None else state.bfloat16().float(), checkpoints
 
 
-def initial_state_ignored(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    return FWD(q, k, v, g, scale, None, output_final_state, cu_seqlens)
+def initial_state_ignored(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    return FWD(q, k, v, g, scale, None, output_final_state, cu_seqlens, checkpoint_every)
 
 
-def computed_in_half(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+def computed_in_half(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
     g = None if g is None else g.half()
-    o, state = FWD(q.half(), k.half(), v.half(), g, scale, initial_state, output_final_state, cu_seqlens)
-    return o.float(), state
+    o, state, checkpoints = FWD(
+        q.half(), k.half(), v.half(), g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every
+    )
+    return o.float(), state, checkpoints
 
 
-def gate_clamped(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+def gate_clamped(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
     g = None if g is None else g.clamp(min=-16)
-    return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
 
 
-def input_scaled_in_place(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    result = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+def input_scaled_in_place(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    result = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
     q.mul_(scale)
     return result
 
 
-def strides_ignored(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+def strides_ignored(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
     dense = torch.empty(q.shape).stride()
-    return FWD(q.as_strided(q.shape, dense), k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    return FWD(
+        q.as_strided(q.shape, dense), k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every
+    )
 
 
-def output_not_contiguous(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
-    return o.transpose(1, 2).contiguous().transpose(1, 2), state
+def output_not_contiguous(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+    return o.transpose(1, 2).contiguous().transpose(1, 2), state, checkpoints
 
 
 LATE = 1000
 """Tokens, columns or keys that are right."""
 
 
-def output_wrong_from_late(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+def output_wrong_from_late(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
     o[:, LATE:] *= 1.1
-    return o, state
+    return o, state, checkpoints
 
 
-def state_not_decayed_from_late(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+def state_not_decayed_from_late(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
     if g is not None:
         g = g.clone()
         g[:, LATE:] = 0
-    return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
 
 
-def output_is_a_view(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
-    return torch.cat([o, o])[: len(o)], state
+def output_is_a_view(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+    return torch.cat([o, o])[: len(o)], state, checkpoints
 
 
-def results_share_memory(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+def results_share_memory(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
     memory = torch.cat([o.flatten(), state.flatten()]).untyped_storage()
-    return o.new_empty(0).set_(memory, 0, o.shape), o.new_empty(0).set_(memory, o.numel(), state.shape)
+    return o.new_empty(0).set_(memory, 0, o.shape), o.new_empty(0).set_(memory, o.numel(), state.shape), checkpoints
 
 
-def initial_state_returned_without_tokens(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
-    return o, initial_state if q.shape[1] == 0 and output_final_state else state
+def initial_state_returned_without_tokens(
+    q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every
+):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+    return o, initial_state if q.shape[1] == 0 and output_final_state else state, checkpoints
 
 
-def no_state_returned(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)[0], None
+def no_state_returned(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)[0], None, None
 
 
-def output_in_another_dtype(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
-    return o.double(), state
+def output_in_another_dtype(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+    return o.double(), state, checkpoints
 
 
-def products_in_half_precision(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
+def products_in_half_precision(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
     with torch.autocast("cpu", torch.bfloat16, enabled=q.dtype == torch.bfloat16):
-        return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+        return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
 
 
-def padding_not_written(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+def padding_not_written(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
     if cu_seqlens is not None:
         o[:, cu_seqlens[-1] :] = v[:, cu_seqlens[-1] :]
-    return o, state
+    return o, state, checkpoints
 
 
-def gradients_wrong_from_late(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate):
-    dq, dk, dv, dg, dinitial = BWD(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate)
+def checkpoints_of_the_next_interval(
+    q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every
+):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+    return o, state, None if checkpoints is None else checkpoints.roll(-1, 1)
+
+
+def checkpoints_of_packed_sequences_in_a_row(
+    q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every
+):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+    if checkpoints is not None and cu_seqlens is not None:  # one after the other, without rows in between
+        used = [
+            i + int(a) // checkpoint_every + j
+            for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens))
+            for j in range(-(-int(b - a) // checkpoint_every))
+        ]
+        checkpoints = torch.cat([checkpoints[:, used], torch.zeros_like(checkpoints)], 1)[:, : checkpoints.shape[1]]
+    return o, state, checkpoints.contiguous() if checkpoints is not None else None
+
+
+def gradients_wrong_from_late(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate):
+    dq, dk, dv, dg, dinitial = BWD(
+        q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
+    )
     dk[:, LATE:] *= 1.1
     return dq, dk, dv, dg, dinitial
 
 
-def gradient_of_padding_not_written(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate):
-    dq, dk, dv, dg, dinitial = BWD(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate)
+def gradient_of_padding_not_written(
+    q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
+):
+    dq, dk, dv, dg, dinitial = BWD(
+        q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
+    )
     if cu_seqlens is not None:
         dq[:, cu_seqlens[-1] :] = 1
     return dq, dk, dv, dg, dinitial
 
 
-def gradient_is_the_gradient_of_the_state(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate):
-    *found, dinitial = BWD(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate)
+def gradient_is_the_gradient_of_the_state(
+    q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
+):
+    *found, dinitial = BWD(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)
     return *found, dstate if q.shape[1] == 0 else dinitial
 
 
@@ -213,24 +250,36 @@ def late_keys_left_out(q, k, v, scale, causal):
     return ATTENTION(q, k[:, :LATE], v[:, :LATE], scale, causal and k.shape[1] <= LATE)
 
 
-def gradient_of_g_missing(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate):
-    dq, dk, dv, dg, dinitial = BWD(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate)
+def checkpoints_taken_for_twice_as_many_tokens(
+    q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
+):
+    if checkpoints is not None and cu_seqlens is None:
+        checkpoints = checkpoints.repeat_interleave(2, 1)[:, : checkpoints.shape[1]]
+    return BWD(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)
+
+
+def gradient_of_g_missing(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate):
+    dq, dk, dv, dg, dinitial = BWD(
+        q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
+    )
     return dq, dk, dv, None if dg is None else torch.zeros_like(dg), dinitial
 
 
-def gradient_of_state_ignored(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate):
-    return BWD(q, k, v, g, scale, initial_state, cu_seqlens, do, None)
+def gradient_of_state_ignored(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate):
+    return BWD(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, None)
 
 
-def gradient_row_not_written(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate):
-    dq, dk, dv, dg, dinitial = BWD(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate)
+def gradient_row_not_written(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate):
+    dq, dk, dv, dg, dinitial = BWD(
+        q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
+    )
     out = torch.empty(dv.shape, dtype=dv.dtype)
     out[:, 1:] = dv[:, 1:]
     return dq, dk, out, dg, dinitial
 
 
-def gradient_last_bit_changes(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate):
-    dq, *rest = BWD(q, k, v, g, scale, initial_state, cu_seqlens, do, dstate)
+def gradient_last_bit_changes(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate):
+    dq, *rest = BWD(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)
     return dq * (1 + (next(runs) % 2) * 2**-22), *rest
 
 
@@ -300,6 +349,13 @@ PLANTED = [  # the bug, the op it is in, and (the beginning of) the case that mu
     (no_state_returned, "chunk_gla_fwd", "test_values[short-float32]"),
     (output_in_another_dtype, "chunk_gla_fwd", "test_values[short-float32]"),
     (products_in_half_precision, "chunk_gla_fwd", "test_autocast_of_chunk_gla[ungated-bfloat16]"),
+    (checkpoints_of_the_next_interval, "chunk_gla_fwd", "test_checkpoints[last_chunk_partial-"),
+    (checkpoints_of_packed_sequences_in_a_row, "chunk_gla_fwd", "test_checkpoints[packed-"),
+    (
+        checkpoints_taken_for_twice_as_many_tokens,
+        "chunk_gla_bwd",
+        "test_gradients_from_checkpoints[last_chunk_partial-",
+    ),
     (padding_not_written, "chunk_gla_fwd", "test_padding[padded-float32]"),
     (gradients_wrong_from_late, "chunk_gla_bwd", "test_gradients_of_long_sequence[narrow_mild-"),
     (gradient_of_padding_not_written, "chunk_gla_bwd", "test_gradients_of_padding[padded-float32]"),
@@ -334,7 +390,7 @@ NAMING = ("AssertionError", "assert", "gla_core.dispatch.errors.BackendError")
 
 
 def planted(op, function):
-    can = Capabilities(dtypes=frozenset({torch.float32, torch.bfloat16}))
+    can = Capabilities(dtypes=frozenset({torch.float32, torch.bfloat16}), checkpoints=True)
     return Backend("planted", "0", {**REFERENCE, op: function}, can)
 
 
@@ -386,8 +442,8 @@ def test_every_bug_is_named_and_without_it_the_same_cases_pass():
 def test_a_backend_that_refuses_all_it_declares_does_not_pass(tmp_path):
     backend = Backend("planted", "0", REFERENCE, Capabilities(), supports=lambda call: "not today")
     with gla.register(backend):
-        code = run("planted", report=str(tmp_path / "report.json"), module="test_refusals")
+        code = run("planted", report=str(tmp_path / "cases.jsonl"), module="test_refusals")
     assert code == 1
-    rows = json.loads((tmp_path / "report.json").read_text())["cases"]
+    rows = map(json.loads, (tmp_path / "cases.jsonl").read_text().splitlines())
     failed = {row["op"] for row in rows if row["outcome"] == "failed"}
     assert failed == set(REFERENCE)

@@ -17,9 +17,10 @@ FWD, STEP = get("reference").ops["chunk_gla_fwd"], get("reference").ops["recurre
 
 
 def changed(change):
-    def chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-        o, state = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
-        return change(o, state, q)
+    def chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+        o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+        found = change(o, state, q)
+        return (*found, checkpoints) if isinstance(found, tuple) else found
 
     return Backend("wrong", "0", {"chunk_gla_fwd": chunk_gla_fwd})
 
@@ -27,8 +28,8 @@ def changed(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda o, s, q: None, "returned None; expected a tuple (o, final_state)"),
-        (lambda o, s, q: (o, s, s), "returned 3 values; expected a tuple (o, final_state)"),
+        (lambda o, s, q: None, "returned None; expected a tuple (o, final_state, None)"),
+        (lambda o, s, q: (o, s, s), "returned 4 values; expected a tuple (o, final_state, None)"),
         (lambda o, s, q: (o, None), "returned None for final_state; expected a tensor"),
         (lambda o, s, q: (o.double(), s), "returned o as torch.float64; expected torch.float32"),
         (lambda o, s, q: (o[:, 1:].clone(), s), "returned o of shape [2, 8, 2, 4]; expected [2, 9, 2, 4]"),

@@ -25,15 +25,18 @@ def opcheck_cases():
     ops = torch.ops.gla
     chunk = (grad[0], grad[1], grad[2], grad[3], None, grad[4])
     attention = [torch.randn(2, 6, 2, 4, requires_grad=True) for _ in range(3)]
-    yield "fwd", ops.chunk_gla_fwd, (*chunk, True, None)
-    yield "fwd, no state", ops.chunk_gla_fwd, (*chunk[:3], None, 0.5, None, False, None)
+    yield "fwd", ops.chunk_gla_fwd, (*chunk, True, None, None)
+    yield "fwd, no state", ops.chunk_gla_fwd, (*chunk[:3], None, 0.5, None, False, None, None)
+    yield "fwd, checkpoints", ops.chunk_gla_fwd, (*chunk, True, None, 64)
     yield (
         "fwd, packed",
         ops.chunk_gla_fwd,
-        (packed.q, packed.k, packed.v, packed.g, None, None, True, packed.cu_seqlens),
+        (packed.q, packed.k, packed.v, packed.g, None, None, True, packed.cu_seqlens, 64),
     )
-    yield "bwd", ops.chunk_gla_bwd, (x.q, x.k, x.v, x.g, None, x.initial_state, None, do, dstate)
-    yield "bwd, no gate", ops.chunk_gla_bwd, (x.q, x.k, x.v, None, None, None, None, do, None)
+    yield "bwd", ops.chunk_gla_bwd, (x.q, x.k, x.v, x.g, None, x.initial_state, None, None, None, do, dstate)
+    yield "bwd, no gate", ops.chunk_gla_bwd, (x.q, x.k, x.v, None, None, None, None, None, None, do, None)
+    checkpoints = torch.randn(2, 1, 2, 4, 3)
+    yield "bwd, checkpoints", ops.chunk_gla_bwd, (x.q, x.k, x.v, x.g, None, None, None, checkpoints, 64, do, dstate)
     yield "step", ops.recurrent_gla_step, (*token(x), x.initial_state, None, None)
     yield "step_", ops.recurrent_gla_step_, (*token(x), x.initial_state, None, torch.tensor([1, -1]))
     yield "softmax", ops.online_softmax, (torch.randn(3, 5, requires_grad=True), 0)

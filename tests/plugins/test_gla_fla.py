@@ -188,14 +188,14 @@ def test_without_fla_a_forward_says_what_to_install(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "fla.ops.gla", None)
     x = gla_inputs(B=1, T=1)
     with pytest.raises(LaunchError, match=INSTALL_FLA):
-        module("chunk_gla").chunk_gla_fwd(x.q, x.k, x.v, x.g, 1.0, None, False, None)
+        module("chunk_gla").chunk_gla_fwd(x.q, x.k, x.v, x.g, 1.0, None, False, None, None)
 
 
 def test_without_fla_a_backward_says_what_to_install(module, monkeypatch):
     monkeypatch.setitem(sys.modules, "fla.ops.gla.chunk", None)
     x = gla_inputs(B=1, T=1)
     with pytest.raises(LaunchError, match=INSTALL_FLA):
-        module("chunk_gla").chunk_gla_bwd(x.q, x.k, x.v, x.g, 1.0, None, None, x.v, None)
+        module("chunk_gla").chunk_gla_bwd(x.q, x.k, x.v, x.g, 1.0, None, None, None, None, x.v, None)
 
 
 def test_without_fla_a_step_says_what_to_install(module, monkeypatch):
@@ -315,7 +315,9 @@ CASES = {
 @pytest.mark.parametrize("wants_state", [False, True])
 def test_forward(module, fake_fla, sizes, wants_state):
     x = gla_inputs(**sizes)
-    o, state = module("chunk_gla").chunk_gla_fwd(x.q, x.k, x.v, x.g, 0.3, x.initial_state, wants_state, x.cu_seqlens)
+    o, state, _ = module("chunk_gla").chunk_gla_fwd(
+        x.q, x.k, x.v, x.g, 0.3, x.initial_state, wants_state, x.cu_seqlens, None
+    )
     o_ref, state_ref = oracle.chunk_gla(x.q, x.k, x.v, x.g, 0.3, x.initial_state, x.cu_seqlens)
     assert relative_error(o, o_ref) < 1e-6
     assert fake_fla.calls == ["chunk_gla"]
@@ -332,7 +334,9 @@ def test_backward(module, fake_fla, sizes, with_dstate):
     do = torch.randn_like(x.v).transpose(1, 2).contiguous().transpose(1, 2)
     N = x.q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     dstate = torch.randn(N, *x.k.shape[2:], x.v.shape[-1]) if with_dstate else None
-    gradients = module("chunk_gla").chunk_gla_bwd(x.q, x.k, x.v, x.g, 0.3, x.initial_state, x.cu_seqlens, do, dstate)
+    gradients = module("chunk_gla").chunk_gla_bwd(
+        x.q, x.k, x.v, x.g, 0.3, x.initial_state, x.cu_seqlens, None, None, do, dstate
+    )
     for out, ref in zip(gradients, expected_gradients(x, 0.3, do, dstate), strict=True):
         assert (out is None) == (ref is None)
         assert out is None or (out.is_contiguous() and relative_error(out, ref) < 1e-5)
@@ -340,7 +344,7 @@ def test_backward(module, fake_fla, sizes, with_dstate):
 
 def test_gradients_have_the_dtypes_of_their_inputs(module, fake_fla):
     x = gla_inputs(B=1, T=20, dtype=torch.bfloat16, initial_state=True)
-    gradients = module("chunk_gla").chunk_gla_bwd(x.q, x.k, x.v, x.g, 1.0, x.initial_state, None, x.v, None)
+    gradients = module("chunk_gla").chunk_gla_bwd(x.q, x.k, x.v, x.g, 1.0, x.initial_state, None, None, None, x.v, None)
     assert [t.dtype for t in gradients] == [*[torch.bfloat16] * 4, torch.float32]
 
 
@@ -349,12 +353,14 @@ def test_gradients_have_the_dtypes_of_their_inputs(module, fake_fla):
 def test_calls_without_a_token_never_reach_fla(module, fake_fla, sizes, initial_state):
     x = gla_inputs(**sizes, initial_state=initial_state)
     chunk = module("chunk_gla")
-    o, state = chunk.chunk_gla_fwd(x.q, x.k, x.v, x.g, 1.0, x.initial_state, True, x.cu_seqlens)
+    o, state, _ = chunk.chunk_gla_fwd(x.q, x.k, x.v, x.g, 1.0, x.initial_state, True, x.cu_seqlens, None)
     _, state_ref = oracle.chunk_gla(x.q, x.k, x.v, x.g, 1.0, x.initial_state, x.cu_seqlens)
     assert o.shape == x.v.shape
     assert torch.equal(state.double(), state_ref)
     assert state is not x.initial_state
-    *gradients, dinitial = chunk.chunk_gla_bwd(x.q, x.k, x.v, x.g, 1.0, x.initial_state, x.cu_seqlens, o, state)
+    *gradients, dinitial = chunk.chunk_gla_bwd(
+        x.q, x.k, x.v, x.g, 1.0, x.initial_state, x.cu_seqlens, None, None, o, state
+    )
     assert [t.shape for t in gradients] == [t.shape for t in (x.q, x.k, x.v, x.g)]
     assert torch.equal(dinitial, state) if initial_state else dinitial is None
     assert fake_fla.calls == []

@@ -43,7 +43,8 @@ def chunk_gla_fwd(
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+    checkpoint_every: int | None,
+) -> tuple[Tensor, Tensor | None, None]:
     """See gla_core/ops/chunk_gla.py."""
     B, T, H, K = k.shape
     V = v.shape[3]
@@ -52,7 +53,7 @@ def chunk_gla_fwd(
     o = v.new_empty(B, T, q.shape[2], V)
     final = v.new_empty(N, H, K, V, dtype=dtype)
     if N == 0:
-        return o.zero_(), final if output_final_state else None  # any token there is belongs to no sequence
+        return o.zero_(), final if output_final_state else None, None  # any token there is belongs to no sequence
     C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())  # no more than the power of two that holds T
     segments = dense(T, C) if cu_seqlens is None else packed(C, cu_seqlens)
     queries, outputs = (x.unflatten(2, (H, -1)) for x in (q, o))  # [B, T, H, G, K], [B, T, H, G, V]
@@ -64,7 +65,7 @@ def chunk_gla_fwd(
         initial = None if initial_state is None else initial_state[states]
         o_block, final[states] = _forward(segments, qc, kc, vc, gc, initial)
         segments.join(o_block, scale, outputs[tokens])
-    return o, final if output_final_state else None
+    return o, final if output_final_state else None, None  # no checkpoints, by the capabilities
 
 
 def _forward(

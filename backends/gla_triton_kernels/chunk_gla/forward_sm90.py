@@ -1,12 +1,9 @@
 """Chunked gated linear attention for Hopper: one pass, specialised warps, the state in registers.
 
-    b_t = g_1 + .. + g_t                             within a chunk; S is the state that enters it
-    mild chunk (no channel decays by more than exp(-REACH)): with the frame r = b_C / 2,
-        qg = q exp(b - r)        kg = k exp(r - b)         A = tril(qg kg^T)
-        o = scale (qg (exp(r) S) + A v)                    S' = exp(r) (exp(r) S + kg^T v)
-    any other chunk: no exponent above 0, so that nothing overflows,
-        qg = q exp(b)            kg = k exp(b_C - b)       A: see _any_scores
-        o = scale (qg S + A v)                             S' = exp(b_C) S + kg^T v
+With S the state that enters a chunk, and qg, kg, A, r and b_C as in common_sm90.py,
+
+    mild chunk         o = scale (qg (exp(r) S) + A v)        S' = exp(r) (exp(r) S + kg^T v)
+    any other chunk    o = scale (qg S + A v)                 S' = exp(b_C) S + kg^T v
 
 B batch   T time   H heads   N sequences or segments   K, V key and value width of a head   C rows of a chunk
 W columns of v that one warpgroup holds; a block holds 2 W
@@ -15,11 +12,11 @@ One block per segment (by default a whole sequence), head and 2 W columns of v; 
 in shared memory:
 
     load    one warp: copies q, k, v, g of the next chunks by TMA
-    gate    a warpgroup: sums g and turns q, k into qg, kg where they lie; runs ahead of the state
+    gate    a warpgroup: sums g and turns q, k into qg, kg where they lie, while the state warps are at earlier chunks
     state   two warpgroups, W columns of S, v and o each; S never leaves their registers, and each computes A for itself
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
-the chunked form; gla_triton_fused/README.md for how it was arrived at.
+the chunked form.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -27,8 +24,6 @@ the chunked form; gla_triton_fused/README.md for how it was arrived at.
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -39,97 +34,47 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.chunk_gla.call import Tensors
+from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, decay_any_chunk, decay_mild_chunk, wait_for_predecessor
+from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
+from gla_triton_kernels.chunk_gla.plan import Plan
 from gla_triton_kernels.runtime.launch import Launch, launch
-from gla_triton_kernels.runtime.tma import addressable, shared_tiles
-
-CHUNK = 64  # rows of the least wgmma
-LOG2_C = gl.constexpr(6)
-LOG2E = gl.constexpr(1.4426950408889634)
-# exp(REACH / 2) = 2e17 is the largest factor of a mild chunk. Sums of products of inputs from 1e-9 to 1e9 stay in range
-# with it; entries of A above the diagonal may not, but are dropped before they are used.
-REACH = gl.constexpr(80.0)
-# exp(-FORGET) is 0 in float32, so a gate below counts as -FORGET; the sums stay finite and, 64 * 120 at most, exact to
-# 5e-4, an eighth of bfloat16's rounding.
-FORGET = gl.constexpr(120.0)
+from gla_triton_kernels.runtime.tma import shared_tiles
 
 
-def suits(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> bool:
-    """Whether this kernel computes the call: bfloat16 on compute capability 9.0, K up to 128, strides fit for TMA."""
-    return (
-        q.dtype == torch.bfloat16
-        and gpu_of(q.device).architecture.has_wgmma
-        and q.shape == k.shape
-        and q.shape[3] <= 128
-        and v.shape[3] % 8 == 0  # rows of o of 16 bytes
-        and all(x is None or addressable(x) for x in (q, k, v, g))
-    )
+def run(plan: Plan, x: Tensors, scale: float) -> list[Launch]:
+    """Fill o, and final_state if there is one, and return what was launched; as that of forward.py.
 
-
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    o: Tensor,
-    final_state: Tensor | None,
-    segment: int | None = None,
-    after: bool = False,
-) -> list[Launch]:
-    """Fill o, and final_state if there is one, for a call that `suits` accepts; as chunk_gla.run.
-
-    Args:
-        after: whether to start while the kernel before this one is running, which writes nothing but initial_state.
+    Of segments that overlap, the kernel before this one writes nothing but initial_state.
     """
-    B, T, H, K = k.shape
-    V = v.shape[3]
-    segment = segment or max(T, 1)
+    B, T, H, K = x.k.shape
+    V = x.v.shape[3]
+    kernel, W = plan.outputs, plan.outputs.BV // 2
+    segment = max(T, 1) if plan.segments is None else plan.segments.length
     segments = max(1, -(-T // segment))
-    N = B * segments if cu_seqlens is None else len(cu_seqlens) - 1
-    BK = 64 if K <= 64 else 128
-    W = 32 if V <= 64 else 64
-    grid = (-(-V // (2 * W)) * N * H, 1, 1)
-    loads = (shared_tiles(x, CHUNK, width) for x, width in ((q, BK), (k, BK), (v, W)))
-    gates = None if g is None else shared_tiles(g, CHUNK, BK)
-    tensors = (*loads, gates, shared_tiles(o, CHUNK, W), o, initial_state, final_state, cu_seqlens)
-    strides = (0, 0, 0) if initial_state is None else initial_state.stride()[:3]
-    integers = (*strides, T, segment, segments, H, K, V, 4 if BK == 64 and W == 32 else 2)
-    options = {"launch_pdl": True} if after else {}
-    kernel = _chunk_gla_fwd_kernel
-    return [launch(kernel, grid, tensors, (scale,), integers, num_warps=4, maxnreg=128, **options)]
+    N = B * segments if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    grid = (-(-V // kernel.BV) * N * H, 1, 1)
+    moved = ((x.q, kernel.BK), (x.k, kernel.BK), (x.v, W), (x.g, kernel.BK), (x.o, W))
+    maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
+    tensors = (*maps, x.o, x.initial_state, x.final_state, x.cu_seqlens)
+    strides = (0, 0, 0) if x.initial_state is None else x.initial_state.stride()[:3]
+    integers = (*strides, T, segment, segments, H, K, V, kernel.stages)
+    options = {"launch_pdl": True} if plan.segments is not None and plan.segments.overlap else {}
+    jit = _chunk_gla_fwd_kernel
+    return [launch(jit, grid, tensors, (scale,), integers, num_warps=kernel.warps, maxnreg=128, **options)]
 
 
 @gluon.jit
-def plus(a, b):
-    return a + b
-
-
-@gluon.jit
-def let_dependents_start():
-    """Let the next kernel of the stream start where it was launched with `launch_pdl`: see wait_for_predecessor."""
-    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def wait_for_predecessor():
-    """Wait until the kernel before this one in the stream is done, and all it wrote can be seen."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _gate_tile(spares, slot, g_desc):
+def _gate_tile(scratch_tiles, slot, g_desc):
     """Where g's chunk arrives: it takes the place of two tiles in q's dtype, or of one where g is as narrow."""
-    return spares.index(slot)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
+    return scratch_tiles.index(slot)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
 
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
     """Keep STAGES chunks of q, k, v and g on their way."""
     q_desc, k_desc, v_desc, g_desc = descriptors
-    q_tiles, k_tiles, v_tiles, spares = tiles
+    q_tiles, k_tiles, v_tiles, scratch_tiles = tiles
     g_full, g_empty, full, empty = barriers
     b, h, column, start, n_chunks = place
     C: gl.constexpr = q_desc.block_type.shape[2]
@@ -141,7 +86,9 @@ def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAG
         if HAS_GATE:
             mbarrier.wait(g_empty.index(slot), phase ^ 1)
             mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(g_desc, [b, h, t, 0], g_full.index(slot), _gate_tile(spares, slot, g_desc))
+            tma.async_copy_global_to_shared(
+                g_desc, [b, h, t, 0], g_full.index(slot), _gate_tile(scratch_tiles, slot, g_desc)
+            )
         mbarrier.wait(empty.index(slot), phase ^ 1)
         mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(q_desc, [b, h, t, 0], full.index(slot), q_tiles.index(slot))
@@ -161,12 +108,12 @@ def _gate_warps(
     STAGES: gl.constexpr,
 ):
     """Turn q, k into qg, kg, one chunk after the other, and compute A where the chunk is not mild."""
-    q_tiles, k_tiles, spares, a_tiles, decays, framed = tiles
+    q_tiles, k_tiles, scratch_tiles, a_tiles, decays, mild_flags = tiles
     g_full, g_empty, full, gated = barriers
     C: gl.constexpr = q_tiles.type.shape[3]
     K: gl.constexpr = q_tiles.type.shape[4]
-    # A thread holds runs of rows of two columns, so that sums over rows stay within a few lanes. Of 128 columns a run
-    # is half the rows, or registers spill; of fewer it is short: lanes then do not meet in the banks of shared memory.
+    # A thread holds runs of rows of two columns, so that sums over rows stay within a few threads. Of 128 columns a run
+    # is half the rows, or registers spill; of fewer it is short: threads then do not meet in shared memory's banks.
     RUN: gl.constexpr = C // 2 if K > 64 else 4
     LANES: gl.constexpr = 256 // K
     layout: gl.constexpr = gl.BlockedLayout([RUN, 2], [LANES, 32 // LANES], [1, 4], [1, 0])
@@ -179,20 +126,20 @@ def _gate_warps(
         rows = length - i * C
         if HAS_GATE:
             mbarrier.wait(g_full.index(slot), phase)
-            g = _gate_tile(spares, slot, g_desc).reshape([C, K]).load(layout).to(gl.float32)  # [C, K]
+            g = _gate_tile(scratch_tiles, slot, g_desc).reshape([C, K]).load(layout).to(gl.float32)  # [C, K]
             if PACKED:
                 g = gl.where((row < rows)[:, None], g, 0.0)
-            mild = gl.min(gl.sum(g, 0), 0) > -REACH
+            mild = gl.min(gl.sum(g, 0), 0) > -MILD_DECAY_SM90
             mbarrier.wait(full.index(slot), phase)  # and nobody reads what was written to this slot before
-            framed.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, layout)))
+            mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, layout)))
             if PACKED:
                 clear_rows(k_tile, rows, layout)
             if mild:
                 fence_async_shared()
                 mbarrier.arrive(g_empty.index(slot), count=1)
-                decay = enter_frame(q_tile, k_tile, g)  # [K]
+                decay = decay_mild_chunk(q_tile, k_tile, g)  # [K]
             else:
-                decay, a = enter_ends(q_tile, k_tile, spares.index(slot), g)  # [K], [C, C]
+                decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), g)  # [K], [C, C]
                 a_tiles.index(slot).store(a.to(q_tile.dtype))
                 fence_async_shared()
                 mbarrier.arrive(g_empty.index(slot), count=1)
@@ -206,91 +153,6 @@ def _gate_warps(
 
 
 @gluon.jit
-def enter_frame(q_tile, k_tile, g):
-    """Turn tiles q, k [C, K] of a mild chunk with gates g [C, K] into qg, kg, and return exp(r) [K]."""
-    b = gl.associative_scan(g, 0, plus)  # [C, K]
-    r = 0.5 * gl.sum(g, 0)  # [K]
-    x = (b - r[None, :]) * LOG2E  # [C, K]
-    q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(x)).to(q_tile.dtype))
-    k_tile.store((k_tile.load(g.type.layout).to(gl.float32) * gl.exp2(-x)).to(k_tile.dtype))
-    return gl.exp2(r * LOG2E)
-
-
-@gluon.jit
-def enter_ends(q_tile, k_tile, spare, g):
-    """Turn tiles q, k [C, K] of any chunk with gates g [C, K] into qg, kg, and return exp(b_C) [K] and A [C, C]."""
-    g = gl.maximum(g, -FORGET) * LOG2E
-    b = gl.associative_scan(g, 0, plus)  # [C, K]
-    b_end = gl.sum(g, 0)  # [K]
-    a = _any_scores(q_tile, k_tile, spare, b)  # [C, C]
-    q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b)).to(q_tile.dtype))
-    k_tile.store((k_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b_end[None, :] - b)).to(k_tile.dtype))
-    return gl.exp2(b_end), a
-
-
-@gluon.jit
-def clear_rows(tile, rows, layout: gl.constexpr):
-    """Zero what lies behind the first `rows` rows of a tile: rows of the next sequence."""
-    if rows < tile.shape[0]:
-        row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
-        x = tile.load(layout)
-        tile.store(gl.where((row < rows)[:, None], x, gl.zeros_like(x)))
-
-
-@gluon.jit
-def _any_scores(q_tile, k_tile, spare, b):
-    """A [C, C] with A_ts = sum over d of q_td k_sd exp2(b_td - b_sd) for t >= s, for gates of any strength.
-
-    By repeated halving: in every block of 2 m rows, the rows t of the second half meet the rows s of the first, both
-    decayed to the last row of the first half, by exponents that are not above 0. The diagonal is not decayed.
-    """
-    C: gl.constexpr = b.shape[0]
-    K: gl.constexpr = b.shape[1]
-    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], q_tile.dtype)
-    t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
-    s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
-    spares = spare._reinterpret(q_tile.dtype, [2, C, K], tile)
-    a = gl.zeros([C, C], gl.float32, scores)
-    a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
-    a = gl.where(t == s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
-    for level in gl.static_range(LOG2_C):
-        a += _halves(q_tile, k_tile, spares, b, scores, C >> (level + 1))
-    return a
-
-
-@gluon.jit
-def _halves(q_tile, k_tile, spares, b, scores: gl.constexpr, m: gl.constexpr):
-    """The part of A [C, C] of _any_scores with t and s in the two halves of a block of 2 m rows."""
-    C: gl.constexpr = b.shape[0]
-    t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
-    s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
-    second = (gl.arange(0, C, gl.SliceLayout(1, b.type.layout))[:, None] & m) != 0  # [C, 1]
-    x = _from_middle(b, m)  # [C, K]
-    decay = gl.exp2(gl.where(second, x, -x))
-    q = q_tile.load(b.type.layout).to(gl.float32)  # [C, K]
-    k = k_tile.load(b.type.layout).to(gl.float32)  # [C, K]
-    spares.index(0).store(gl.where(second, q * decay, 0.0).to(q_tile.dtype))
-    spares.index(1).store(gl.where(second, 0.0, k * decay).to(q_tile.dtype))
-    fence_async_shared()
-    a = gl.zeros([C, C], gl.float32, scores)
-    a = warpgroup_mma(spares.index(0), spares.index(1).permute([1, 0]), a, use_acc=False, is_async=True)
-    return gl.where((t & -2 * m) == (s & -2 * m), warpgroup_mma_wait(0, [a]), 0.0)
-
-
-@gluon.jit
-def _from_middle(b, m: gl.constexpr):
-    """Subtract from b [C, K] its row in the middle of each block of 2 m rows: the last of the first half."""
-    C: gl.constexpr = b.shape[0]
-    K: gl.constexpr = b.shape[1]
-    blocks = b.reshape([C // (2 * m), 2 * m, K])
-    row = gl.arange(0, 2 * m, gl.SliceLayout(0, gl.SliceLayout(2, blocks.type.layout)))[None, :, None]
-    # Adding -0.0 changes nothing, which the compiler knows: the sum costs nothing where a thread holds the block.
-    middle = gl.sum(gl.where(row == m - 1, blocks, -0.0), 1)  # [C / 2m, K]
-    return gl.convert_layout((blocks - middle[:, None, :]).reshape([C, K]), b.type.layout)
-
-
-@gluon.jit
 def _state_warps(
     tiles,
     barriers,
@@ -298,13 +160,13 @@ def _state_warps(
     states,
     place,
     sizes,
-    HALF: gl.constexpr,
+    WARPGROUP: gl.constexpr,
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Carry W columns of the state through the sequence and write the outputs."""
-    q_tiles, k_tiles, v_tiles, a_tiles, decays, framed, s_tiles, o_tiles = tiles
+    q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
     initial_state, state_n, state_h, state_k, final_state = states
@@ -318,9 +180,9 @@ def _state_warps(
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
-    s_tile = s_tiles.index(HALF)  # [BK, W], S as an operand
-    o_tile = o_tiles.index(HALF)  # [1, 1, C, W]
-    first = column + HALF * W
+    s_tile = s_tiles.index(WARPGROUP)  # [BK, W], S as an operand
+    o_tile = o_tiles.index(WARPGROUP)  # [1, 1, C, W]
+    first = column + WARPGROUP * W
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     inside = (key < K) & (value < V)
@@ -335,7 +197,7 @@ def _state_warps(
         phase = (i // STAGES) & 1
         q_tile = q_tiles.index(slot).reshape([C, BK])
         k_tile = k_tiles.index(slot).reshape([C, BK])
-        v_tile = v_tiles.index(2 * slot + HALF).reshape([C, W])
+        v_tile = v_tiles.index(2 * slot + WARPGROUP).reshape([C, W])
         rows = length - i * C
         mbarrier.wait(full.index(slot), phase)
         if PACKED:
@@ -345,7 +207,7 @@ def _state_warps(
         a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
         if HAS_GATE:
             decay = decays.index(slot).load(gl.SliceLayout(1, layout))[:, None]  # [BK, 1], exp(r) or exp(b_C)
-            mild = gl.max(framed.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
+            mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
             r = gl.where(mild, decay, 1.0)  # [BK, 1], exp(r)
             s_tile.store((S * r).to(s_tile.dtype))
             S = S * decay
@@ -429,12 +291,12 @@ def _chunk_gla_fwd_kernel(
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, C, W], v_desc.layout)
-    spares = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, C, BK], q_desc.layout) if HAS_GATE else q_tiles
+    scratch_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, C, BK], q_desc.layout) if HAS_GATE else q_tiles
     a_tiles = gl.allocate_shared_memory(dtype, [STAGES, C, C], scores_layout)
     s_tiles = gl.allocate_shared_memory(dtype, [2, BK, W], state_layout)
     o_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, W], o_desc.layout)
     decays = gl.allocate_shared_memory(gl.float32, [STAGES, BK], row_layout)
-    framed = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row_layout)
+    mild_flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row_layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # g has been loaded
     g_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # g has been read
@@ -448,12 +310,12 @@ def _chunk_gla_fwd_kernel(
         mbarrier.init(gated.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
 
-    load_tiles = (q_tiles, k_tiles, v_tiles, spares)
+    load_tiles = (q_tiles, k_tiles, v_tiles, scratch_tiles)
     load_barriers = (g_full, g_empty, full, empty)
     load_place = (b, h, column, start, gl.cdiv(length, C))
-    gate_tiles = (q_tiles, k_tiles, spares, a_tiles, decays, framed)
+    gate_tiles = (q_tiles, k_tiles, scratch_tiles, a_tiles, decays, mild_flags)
     gate_barriers = (g_full, g_empty, full, gated)
-    tiles = (q_tiles, k_tiles, v_tiles, a_tiles, decays, framed, s_tiles, o_tiles)
+    tiles = (q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles)
     barriers = (full, gated, empty)
     outputs = (o_desc, o_ptr, scale)
     states = (initial_state, state_n, state_h, state_k, final_state)

@@ -1,6 +1,6 @@
 """Chunked gated linear attention for Hopper and heads of K from 129 to 256: the gates first, then the state.
 
-The mathematics is that of chunk_gla_hopper.py. A state so wide fills the registers with few columns of v, so a head
+The mathematics is that of forward_sm90.py. A state so wide fills the registers with few columns of v, so a head
 is shared by many blocks, and the gates, computed in each, would take most of the time. They are computed once here:
 
     _gate_kernel     a block per chunk and head: qg, kg, the scores A and the decay of the state, to memory
@@ -17,7 +17,6 @@ W columns of v that one warpgroup holds; a block holds 2 W
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,52 +27,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_kernels.chunk_gla.forward_sm90 import CHUNK, REACH, enter_ends, enter_frame
-from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.chunk_gla.call import Tensors
+from gla_triton_kernels.chunk_gla.common_sm90 import decay_any_chunk, decay_mild_chunk
+from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
+from gla_triton_kernels.chunk_gla.plan import Plan
 from gla_triton_kernels.runtime.launch import Launch, launch
-from gla_triton_kernels.runtime.tma import addressable, shared_tiles
+from gla_triton_kernels.runtime.tma import shared_tiles
 
-SLICE = 128
-STAGES = gl.constexpr(4)  # slices of qg and kg on their way; A and v take half as many
-
-
-def suits(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> bool:
-    """Whether these kernels compute the call: bfloat16 on compute capability 9.0, strides fit for TMA."""
-    return (
-        q.dtype == torch.bfloat16
-        and gpu_of(q.device).architecture.has_wgmma
-        and q.shape == k.shape
-        and SLICE < q.shape[3] <= 2 * SLICE
-        and q.shape[3] % 8 == v.shape[3] % 8 == 0  # rows of qg, kg and o of 16 bytes
-        and all(addressable(x) for x in (q, k, v, g))
-    )
+STAGES = gl.constexpr(4)  # slices of qg and kg on their way: those of two chunks, as A and v
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    scale: float,
-    initial_state: Tensor | None,
-    o: Tensor,
-    final_state: Tensor | None,
-) -> list[Launch]:
-    """Fill o, and final_state if there is one, for a call that `suits` accepts; see gla_core/ops/chunk_gla.py."""
-    B, T, H, K = k.shape
-    V = v.shape[3]
-    chunks = -(-T // CHUNK)
-    W = 32 if V <= 64 else 64
-    qg, kg = q.new_empty(B, T, H, K), q.new_empty(B, T, H, K)
-    scores = q.new_empty(B, chunks * CHUNK, H, CHUNK)
-    decays = g.new_empty(B, H, chunks, 2, 2 * SLICE, dtype=torch.float32)  # before and after kg^T v is added
-    tiled = (*(shared_tiles(x, CHUNK, SLICE) for x in (q, k, g, qg, kg)), shared_tiles(scores, CHUNK, CHUNK))
-    gates = launch(_gate_kernel, (chunks, B * H, 1), (*tiled, decays), (), (H,), num_warps=4)
-    grid = (-(-V // (2 * W)), B * H, 1)
-    tiled = (shared_tiles(x, CHUNK, width) for x, width in ((qg, SLICE), (kg, SLICE), (scores, CHUNK), (v, W), (o, W)))
-    tensors = (*tiled, decays, initial_state, final_state)
-    integers = (*((0, 0, 0) if initial_state is None else initial_state.stride()[:3]), chunks, H, K, V)
-    state = launch(_state_kernel, grid, tensors, (scale,), integers, num_warps=4, maxnreg=168)
+def run(plan: Plan, x: Tensors, scale: float) -> list[Launch]:
+    """Fill o, and final_state if there is one, of whole sequences with gates, and return what was launched."""
+    B, T, H, K = x.k.shape
+    V = x.v.shape[3]
+    C, BK, BV, W = plan.outputs.C, plan.outputs.BK, plan.outputs.BV, plan.outputs.BV // 2
+    chunks = -(-T // C)
+    qg, kg = x.q.new_empty(B, T, H, K), x.q.new_empty(B, T, H, K)
+    scores = x.q.new_empty(B, chunks * C, H, C)
+    decays = x.q.new_empty(B, H, chunks, 2, 2 * BK, dtype=torch.float32)  # before and after kg^T v is added
+    maps = [
+        shared_tiles(y, C, width) for y, width in ((x.q, BK), (x.k, BK), (x.g, BK), (qg, BK), (kg, BK), (scores, C))
+    ]
+    gates = launch(_gate_kernel, (chunks, B * H, 1), (*maps, decays), (), (H,), num_warps=plan.outputs.warps)
+    maps = [shared_tiles(y, C, width) for y, width in ((qg, BK), (kg, BK), (scores, C), (x.v, W), (x.o, W))]
+    tensors = (*maps, decays, x.initial_state, x.final_state)
+    strides = (0, 0, 0) if x.initial_state is None else x.initial_state.stride()[:3]
+    integers, grid = (*strides, chunks, H, K, V), (-(-V // BV), B * H, 1)
+    state = launch(_state_kernel, grid, tensors, (scale,), integers, num_warps=plan.outputs.warps, maxnreg=168)
     return [gates, state]
 
 
@@ -98,9 +79,9 @@ def _gate_kernel(
     h = gl.program_id(1) % H
     q_box = gl.allocate_shared_memory(dtype, [1, 1, C, BK], q_desc.layout)
     k_box = gl.allocate_shared_memory(dtype, [1, 1, C, BK], k_desc.layout)
-    spare = gl.allocate_shared_memory(dtype, [1, 2, C, BK], q_desc.layout)
+    scratch = gl.allocate_shared_memory(dtype, [1, 2, C, BK], q_desc.layout)
     a_box = gl.allocate_shared_memory(dtype, [1, 1, C, C], a_desc.layout)
-    g_box = spare._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
+    g_box = scratch._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
     q_tile = q_box.reshape([C, BK])
     k_tile = k_box.reshape([C, BK])
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -118,15 +99,15 @@ def _gate_kernel(
         tma.async_copy_global_to_shared(g_desc, [b, h, i * C, j * BK], full, g_box)
         mbarrier.wait(full, j)
         g = g_box.reshape([C, BK]).load(layout).to(gl.float32)  # [C, BK]
-        if gl.min(gl.sum(g, 0), 0) > -REACH:
-            after = enter_frame(q_tile, k_tile, g)  # [BK], exp(r)
+        if gl.min(gl.sum(g, 0), 0) > -MILD_DECAY_SM90:
+            after = decay_mild_chunk(q_tile, k_tile, g)  # [BK], exp(r)
             before = after
             fence_async_shared()
             product = gl.zeros([C, C], gl.float32, scores)
             product = warpgroup_mma(q_tile, k_tile.permute([1, 0]), product, use_acc=False, is_async=True)
             A += gl.where(t >= s, warpgroup_mma_wait(0, [product]), 0.0)
         else:
-            before, a = enter_ends(q_tile, k_tile, spare, g)  # [BK], exp(b_C)
+            before, a = decay_any_chunk(q_tile, k_tile, scratch, g)  # [BK], exp(b_C)
             after = gl.full_like(before, 1.0)
             A += a
             fence_async_shared()
@@ -169,7 +150,7 @@ def _load_warp(descriptors, tiles, barriers, place):
 
 
 @gluon.jit
-def _state_warps(tiles, barriers, o_desc, scale, decays, states, place, sizes, HALF: gl.constexpr):
+def _state_warps(tiles, barriers, o_desc, scale, decays, states, place, sizes, WARPGROUP: gl.constexpr):
     """Carry W columns of the state, in two slices, through the sequence and write the outputs."""
     q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles = tiles
     full, empty, v_full, v_empty = barriers
@@ -180,9 +161,9 @@ def _state_warps(tiles, barriers, o_desc, scale, decays, states, place, sizes, H
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
-    s_tile = s_tiles.index(HALF)  # [BK, W], a slice of S as an operand
-    o_tile = o_tiles.index(HALF)  # [1, 1, C, W]
-    first = column + HALF * W
+    s_tile = s_tiles.index(WARPGROUP)  # [BK, W], a slice of S as an operand
+    o_tile = o_tiles.index(WARPGROUP)  # [1, 1, C, W]
+    first = column + WARPGROUP * W
     head = (b * H + h).to(gl.int64)
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))  # [BK]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
@@ -196,7 +177,7 @@ def _state_warps(tiles, barriers, o_desc, scale, decays, states, place, sizes, H
     decays += head * chunks * 4 * BK + key
     for i in range(chunks):
         slot = i % 2
-        v_tile = v_tiles.index(2 * slot + HALF).reshape([C, W])
+        v_tile = v_tiles.index(2 * slot + WARPGROUP).reshape([C, W])
         mbarrier.wait(v_full.index(slot), i // 2 & 1)
         o = gl.zeros([C, W], gl.float32, layout)
         o, S0 = _step(o, S0, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, 2 * i)

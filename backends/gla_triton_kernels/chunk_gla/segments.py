@@ -45,7 +45,7 @@ class Segments:
     launches: tuple[Launch, ...] = ()
 
 
-def plan(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Segments:
+def cut(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Segments:
     """Cut sequences into segments of `length` tokens."""
     if cu_seqlens is None:
         per_sequence = -(-T // length)
@@ -82,8 +82,8 @@ def _bounds_kernel(
         pieces = (end - start + length - 1) // length  # [BN]
         upto = used + tl.cumsum(pieces, 0)  # [BN]
         first = upto - pieces  # [BN]
-        whole = tl.minimum(i[:, None] - first[None, :], pieces[None, :])  # [BI, BN], segments of n before i
-        begin = tl.minimum(start[None, :] + whole * length, end[None, :])  # [BI, BN]
+        before = tl.minimum(i[:, None] - first[None, :], pieces[None, :])  # [BI, BN], segments of n before i
+        begin = tl.minimum(start[None, :] + before * length, end[None, :])  # [BI, BN]
         bound = tl.maximum(bound, tl.max(tl.where(first[None, :] <= i[:, None], begin, 0), 1))
         if tl.program_id(0) == 0:
             tl.store(first_ptr + n + 1, upto, mask=n < N)

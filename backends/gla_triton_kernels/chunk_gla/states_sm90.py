@@ -2,7 +2,7 @@
 
     S = sum over the tokens s of a segment of diag(exp(sum of g after s)) k_s^T v_s,      D = exp(sum of g)
 
-A segment is walked backwards, so that the gates after a token are known when it is met, and S is a plain sum:
+A segment is gone through backwards, so that the gates after a token are known when it is met, and S is a plain sum:
 
     kg_s = k_s exp(R + b_C - b_s)      S += kg^T v      R += b_C          R = 0 at the end of the segment
     b_t = g_1 + .. + g_t               within a chunk
@@ -26,8 +26,6 @@ Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficie
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -40,49 +38,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_kernels.chunk_gla import forward_sm90 as outputs
-from gla_triton_kernels.chunk_gla.forward_sm90 import FORGET, LOG2E, clear_rows, let_dependents_start, plus
+from gla_triton_kernels.chunk_gla.call import Tensors
+from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, let_dependents_start, plus
+from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
+from gla_triton_kernels.chunk_gla.plan import SegmentPlan
+from gla_triton_kernels.chunk_gla.segments import Segments
 from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
-if TYPE_CHECKING:
-    from gla_triton_kernels.chunk_gla.segments import Segments
 
-CHUNK = 64
-PART = 64  # keys that a warpgroup holds: the rows of the least wgmma
-SHARED = 200 * 2**10  # bytes of a multiprocessor's shared memory that tiles may fill
+def run(plan: SegmentPlan, x: Tensors, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
+    """Fill S [count, H, K, V] and D [count, H, K], and return what was launched; D is None without gates.
 
-suits = outputs.suits
-
-
-def build_states(
-    k: Tensor, v: Tensor, g: Tensor | None, segments: Segments, S: Tensor, D: Tensor | None, skip_last: bool = False
-) -> list[Launch]:
-    """Fill S [count, H, K, V] and D [count, H, K] for a call that `suits` accepts; D is not needed without g.
-
-    Those of empty segments are left as they are.
-
-    Args:
-        skip_last: leave out the last segment of every sequence, which nothing but a final state is made of. Where
-            sequences are packed, those that are known to be last by being short.
+    Those of empty segments are left as they are. Where no final state is asked for, so are those of the last segment of
+    every sequence; where sequences are packed, of those that are known to be last by being short.
     """
-    bounds = segments.bounds
-    B, T, H, K = k.shape
-    V = v.shape[3]
-    a_sequence = -(-T // segments.length) if bounds is None else segments.count
+    kernel, bounds, skip_last = plan.states, segments.bounds, x.final_state is None
+    B, T, H, K = x.k.shape
+    V = x.v.shape[3]
+    a_sequence = segments.count if bounds is not None else segments.per_sequence
     built = a_sequence - 1 if skip_last and bounds is None else a_sequence
-    parts = 1 if K <= PART else 2
-    BV = 64 if V <= 64 else 128
-    blocks = (B if bounds is None else 1) * built * H * -(-V // BV)
+    blocks = (B if bounds is None else 1) * built * H * -(-V // kernel.BV)
     if blocks == 0:
         return []
-    size = CHUNK * (k.element_size() * (PART * parts + BV) + (0 if g is None else g.element_size() * PART * parts))
-    stages = min(4, SHARED // (size * (1 if parts == 2 else 2)))
-    gates = None if g is None else shared_tiles(g, CHUNK, PART)
-    tensors = (shared_tiles(k, CHUNK, PART), shared_tiles(v, CHUNK, BV), gates, S, None if g is None else D, bounds)
+    moved = ((x.k, kernel.BK), (x.v, kernel.BV), (x.g, kernel.BK))
+    maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
     least = segments.length if skip_last else 1
-    integers = (T, segments.length, a_sequence, built, least, H, K, V, parts, stages)
-    return [launch(_build_states_kernel, (blocks, 1, 1), tensors, (), integers, num_warps=4, maxnreg=128)]
+    integers = (T, segments.length, a_sequence, built, least, H, K, V, -(-K // kernel.BK), kernel.stages)
+    options = {"num_warps": kernel.warps, "maxnreg": 128}
+    return [launch(_build_states_kernel, (blocks, 1, 1), (*maps, S, D, bounds), (), integers, **options)]
 
 
 @gluon.jit
@@ -139,7 +123,7 @@ def _state_warps(
     PART: gl.constexpr = k_tiles.type.shape[4]
     BV: gl.constexpr = v_tiles.type.shape[4]
     state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
-    # A thread holds whole runs of rows of two columns, so that sums over rows stay within a few lanes.
+    # A thread holds whole runs of rows of two columns, so that sums over rows stay within a few threads.
     layout: gl.constexpr = gl.BlockedLayout([16, 2], [4, 8], [1, 4], [1, 0])
     row = gl.arange(0, C, gl.SliceLayout(1, layout))  # [C]
     R = gl.zeros([PART], gl.float32, gl.SliceLayout(0, layout))  # in units of log 2
@@ -153,7 +137,7 @@ def _state_warps(
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         if HAS_GATE:
             g = g_tiles.index(PARTS * slot + part).reshape([C, PART]).load(layout).to(gl.float32)  # [C, PART]
-            g = gl.maximum(g, -FORGET) * LOG2E
+            g = gl.maximum(g, LEAST_GATE) * LOG2E
             if PACKED:
                 g = gl.where((row < rows)[:, None], g, 0.0)
             b = gl.associative_scan(g, 0, plus)  # [C, PART]

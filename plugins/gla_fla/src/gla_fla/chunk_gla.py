@@ -24,10 +24,12 @@ def chunk_gla_fwd(
     initial_state: Tensor | None,  # [N, H, K, V] float32
     output_final_state: bool,
     cu_seqlens: Tensor | None,  # [N+1]
-) -> tuple[Tensor, Tensor | None]:
+    checkpoint_every: int | None,
+) -> tuple[Tensor, Tensor | None, None]:
     """See gla_core/ops/chunk_gla.py."""
     if not q.numel():
-        return v.new_empty(v.shape), _copy_or_zeros(initial_state, k, v, cu_seqlens) if output_final_state else None
+        final_state = _copy_or_zeros(initial_state, k, v, cu_seqlens) if output_final_state else None
+        return v.new_empty(v.shape), final_state, None
     with torch.no_grad():
         o, final_state = native.chunk_gla(
             q,
@@ -40,7 +42,7 @@ def chunk_gla_fwd(
             cu_seqlens=cu_seqlens,
         )
         _clear_padding(cu_seqlens, o)
-        return o, final_state
+        return o, final_state, None
 
 
 def chunk_gla_bwd(
@@ -51,6 +53,8 @@ def chunk_gla_bwd(
     scale: float,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    checkpoints: Tensor | None,
+    checkpoint_every: int | None,
     do: Tensor,  # [B, T, H, V]
     dstate: Tensor | None,  # [N, H, K, V] float32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 import gla_core as gla
-from gla_core.workloads.named import WORKLOADS, Workload, chunk_inputs, step_inputs
+from gla_core.workloads.inputs import chunk_inputs, step_inputs
+from gla_core.workloads.named import WORKLOADS, Workload
 from gla_fla import native
 
 TUNABLE = {w.name: w for w in WORKLOADS if w.op in ("chunk_gla", "recurrent_gla_step") and "ci" not in w.tags}

@@ -1,0 +1,74 @@
+"""What the general kernels of chunk_gla have in common: loads, stores, and rounding to what is multiplied.
+
+A tensor [B, T, heads, D] is met as tiles, moved by TMA, or as a pointer to its row b of the batch with two strides.
+
+C rows of a tile   D width of a head   BD columns of a tile
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from gla_triton_kernels.runtime.tf32 import nearest_tf32
+
+OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+"""What a kernel is told of the type that a plan multiplies matrices in."""
+
+
+@triton.jit
+def operand(x, dtype: tl.constexpr):
+    """Round x to what the matrix units take: dtype, or TF32 where that is float32."""
+    x = x.to(dtype)
+    return nearest_tf32(x) if dtype == tl.float32 else x
+
+
+@triton.jit
+def load_tile(
+    tiles, ptr, stride_t, stride_h, b, t, head, column, end, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr
+):
+    """Rows t to t + C and columns from `column` on of one head, [C, BD]; 0 from row `end` and column D on."""
+    if tiles is not None:
+        return tiles.load([b, head, t, column]).reshape(C, BD)
+    else:  # noqa: RET505 -- one branch is compiled
+        offsets = _offsets(stride_t, stride_h, t, head, column, C, BD)  # [C, BD]
+        return tl.load(ptr + offsets, mask=_inside(t, column, end, D, C, BD), other=0.0)
+
+
+@triton.jit
+def store_tile(
+    tiles, ptr, stride_t, stride_h, b, t, head, column, end, x, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr
+):
+    """Write x [C, BD] where `load_tile` would read it."""
+    x = x.to(ptr.dtype.element_ty)
+    if tiles is not None:
+        tiles.store([b, head, t, column], x.reshape(1, 1, C, BD))
+    else:
+        offsets = _offsets(stride_t, stride_h, t, head, column, C, BD)  # [C, BD]
+        tl.store(ptr + offsets, x, mask=_inside(t, column, end, D, C, BD))
+
+
+@triton.jit
+def _offsets(stride_t, stride_h, t, head, column, C: tl.constexpr, BD: tl.constexpr):
+    """Offsets of a tile [C, BD]."""
+    rows = (t + tl.arange(0, C)).to(tl.int64)[:, None]  # [C, 1]
+    return tl.cast(head, tl.int64) * stride_h + rows * stride_t + (column + tl.arange(0, BD))[None, :]
+
+
+@triton.jit
+def _inside(t, column, end, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
+    """What of a tile [C, BD] lies before row `end` and column D."""
+    rows = (t + tl.arange(0, C) < end)[:, None]  # [C, 1]
+    if D % BD == 0:
+        return rows
+    else:  # noqa: RET505 -- one branch is compiled
+        return rows & (column + tl.arange(0, BD) < D)[None, :]  # [C, BD]
+
+
+@triton.jit
+def load_row(ptr, stride_t, stride_h, t, head, column, D: tl.constexpr, BD: tl.constexpr):
+    """Row t of one head from `column` on, [BD], in float32; 0 from column D on."""
+    columns = column + tl.arange(0, BD)  # [BD]
+    row = ptr + tl.cast(t, tl.int64) * stride_t + tl.cast(head, tl.int64) * stride_h
+    return tl.load(row + columns, mask=columns < D, other=0.0).to(tl.float32)

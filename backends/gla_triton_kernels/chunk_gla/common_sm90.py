@@ -1,0 +1,124 @@
+"""What the kernels for SM90 have in common: decays and scores of a chunk, rows cleared, kernels that overlap.
+
+    b_t = g_1 + .. + g_t                             within a chunk
+    mild chunk (no channel decays by more than MILD_DECAY_SM90): with r = b_C / 2,
+        qg = q exp(b - r)        kg = k exp(r - b)         A = tril(qg kg^T)
+    any chunk: no exponent above 0, so that nothing overflows,
+        qg = q exp(b)            kg = k exp(b_C - b)       A: see _scores_by_halving
+
+C rows of a chunk   K key width of a head, or of a slice of it
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
+
+LOG2_C = gl.constexpr(6)  # of the 64 rows of a chunk
+
+
+@gluon.jit
+def plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def let_dependents_start():
+    """Let the next kernel of the stream start where it was launched with `launch_pdl`: see wait_for_predecessor."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_predecessor():
+    """Wait until the kernel before this one in the stream is done, and all it wrote can be seen."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def decay_mild_chunk(q_tile, k_tile, g):
+    """Turn tiles q, k [C, K] of a mild chunk with gates g [C, K] into qg, kg, and return exp(r) [K]."""
+    b = gl.associative_scan(g, 0, plus)  # [C, K]
+    r = 0.5 * gl.sum(g, 0)  # [K]
+    x = (b - r[None, :]) * LOG2E  # [C, K]
+    q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(x)).to(q_tile.dtype))
+    k_tile.store((k_tile.load(g.type.layout).to(gl.float32) * gl.exp2(-x)).to(k_tile.dtype))
+    return gl.exp2(r * LOG2E)
+
+
+@gluon.jit
+def decay_any_chunk(q_tile, k_tile, scratch, g):
+    """Turn tiles q, k [C, K] of any chunk with gates g [C, K] into qg, kg, and return exp(b_C) [K] and A [C, C]."""
+    g = gl.maximum(g, LEAST_GATE) * LOG2E
+    b = gl.associative_scan(g, 0, plus)  # [C, K]
+    b_end = gl.sum(g, 0)  # [K]
+    a = _scores_by_halving(q_tile, k_tile, scratch, b)  # [C, C]
+    q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b)).to(q_tile.dtype))
+    k_tile.store((k_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b_end[None, :] - b)).to(k_tile.dtype))
+    return gl.exp2(b_end), a
+
+
+@gluon.jit
+def clear_rows(tile, rows, layout: gl.constexpr):
+    """Zero what lies behind the first `rows` rows of a tile: rows of the next sequence."""
+    if rows < tile.shape[0]:
+        row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+        x = tile.load(layout)
+        tile.store(gl.where((row < rows)[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def _scores_by_halving(q_tile, k_tile, scratch, b):
+    """A [C, C] with A_ts = sum over d of q_td k_sd exp2(b_td - b_sd) for t >= s, for gates of any strength.
+
+    By repeated halving: in every block of 2 m rows, the rows t of the second half meet the rows s of the first, both
+    decayed to the last row of the first half, by exponents that are not above 0. The diagonal is not decayed.
+    """
+    C: gl.constexpr = b.shape[0]
+    K: gl.constexpr = b.shape[1]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], q_tile.dtype)
+    t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+    s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
+    halves = scratch._reinterpret(q_tile.dtype, [2, C, K], tile)
+    a = gl.zeros([C, C], gl.float32, scores)
+    a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
+    a = gl.where(t == s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
+    for level in gl.static_range(LOG2_C):
+        a += _scores_across_halves(q_tile, k_tile, halves, b, scores, C >> (level + 1))
+    return a
+
+
+@gluon.jit
+def _scores_across_halves(q_tile, k_tile, halves, b, scores: gl.constexpr, m: gl.constexpr):
+    """The part of A [C, C] of _scores_by_halving with t and s in the two halves of a block of 2 m rows."""
+    C: gl.constexpr = b.shape[0]
+    t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+    s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
+    second = (gl.arange(0, C, gl.SliceLayout(1, b.type.layout))[:, None] & m) != 0  # [C, 1]
+    x = _relative_to_middle(b, m)  # [C, K]
+    decay = gl.exp2(gl.where(second, x, -x))
+    q = q_tile.load(b.type.layout).to(gl.float32)  # [C, K]
+    k = k_tile.load(b.type.layout).to(gl.float32)  # [C, K]
+    halves.index(0).store(gl.where(second, q * decay, 0.0).to(q_tile.dtype))
+    halves.index(1).store(gl.where(second, 0.0, k * decay).to(q_tile.dtype))
+    fence_async_shared()
+    a = gl.zeros([C, C], gl.float32, scores)
+    a = warpgroup_mma(halves.index(0), halves.index(1).permute([1, 0]), a, use_acc=False, is_async=True)
+    return gl.where((t & -2 * m) == (s & -2 * m), warpgroup_mma_wait(0, [a]), 0.0)
+
+
+@gluon.jit
+def _relative_to_middle(b, m: gl.constexpr):
+    """Subtract from b [C, K] its row in the middle of each block of 2 m rows: the last of the first half."""
+    C: gl.constexpr = b.shape[0]
+    K: gl.constexpr = b.shape[1]
+    blocks = b.reshape([C // (2 * m), 2 * m, K])
+    row = gl.arange(0, 2 * m, gl.SliceLayout(0, gl.SliceLayout(2, blocks.type.layout)))[None, :, None]
+    # Adding -0.0 changes nothing, which the compiler knows: the sum costs nothing where a thread holds the block.
+    middle = gl.sum(gl.where(row == m - 1, blocks, -0.0), 1)  # [C / 2m, K]
+    return gl.convert_layout((blocks - middle[:, None, :]).reshape([C, K]), b.type.layout)

@@ -1,0 +1,270 @@
+"""Which kernels compute a call of chunk_gla, and with which launch parameters: decided here alone, without Triton.
+
+The launcher runs a plan (call.py and the backends) and the cost model prices the same one (cost.py). All thresholds and
+launch parameters were measured on an H200 with its 132 multiprocessors; other GPUs take the same where nothing is said.
+
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width of a head
+C tokens a chunk   BK, BV keys and values of a block
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from gla_triton_kernels.runtime.sizes import power_of_two
+
+
+class Kernel(enum.StrEnum):
+    """The modules of this package that hold a kernel that is chosen by a plan."""
+
+    FORWARD = "forward"
+    FORWARD_SM90 = "forward_sm90"
+    FORWARD_SM90_WIDE = "forward_sm90_wide"
+    STATES = "states"
+    STATES_SM90 = "states_sm90"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelPlan:
+    """A kernel and its launch parameters.
+
+    Attributes:
+        C: tokens a chunk.
+        BK, BV: keys and values of a head that a block, or a warpgroup's slice of it, computes at once.
+        warps: of a block; those that are specialised come on top.
+        stages: chunks on their way from memory at a time.
+        operand: what matrices are multiplied in; float32 stands for TF32.
+        tokenwise: token by token, without matrix units.
+        tma: tiles are moved by TMA, not through pointers.
+        triangle: gates are summed by a product with a triangle, not by a scan.
+        keys_first: the state's keys make the rows of the matrix instruction, not its values.
+    """
+
+    kernel: Kernel
+    C: int
+    BK: int
+    BV: int
+    warps: int = 4
+    stages: int = 2
+    operand: torch.dtype = torch.bfloat16
+    tokenwise: bool = False
+    tma: bool = False
+    triangle: bool = False
+    keys_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """How the states that enter segments are found.
+
+    Attributes:
+        length: tokens of a segment.
+        states: builds the states of segments from zero; a scan makes entering states of them.
+        overlap: each kernel is launched while the one before it ends (programmatic dependent launch).
+    """
+
+    length: int
+    states: KernelPlan
+    overlap: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a call is computed.
+
+    Attributes:
+        outputs: computes outputs, and the state that leaves, from the state that enters a sequence or segment.
+        segments: how sequences are cut into segments; None where they stay whole.
+    """
+
+    outputs: KernelPlan
+    segments: SegmentPlan | None = None
+
+
+# ---- forward: whole sequences
+
+SM90_TOKENS = 96
+"""Tokens of an average sequence from which on the kernels for SM90 are faster; up to K = 64, twice as many."""
+TMA_ELEMENTS = 2**22
+"""Elements of v from which on faster loads outweigh the host's time for tensor maps."""
+FEW_BLOCKS = 66
+"""Up to so many blocks of 64 values do not fill a device: there are more of them with less of V each."""
+MANY_BLOCKS = 512
+"""From so many blocks of 64 values on, blocks of 128 still fill a device, and read q, k and g half as often."""
+
+
+def plan_one_pass(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
+    """Whole sequences in one pass.
+
+    Args:
+        aligned: whether TMA can address q, k, v, g and o.
+    """
+    B, T, K, N = (call.dims[name] for name in ("B", "T", "K", "N"))
+    tokens = B * T / max(N, 1)
+    enough = tokens >= SM90_TOKENS * (1 if K > 64 else 2)
+    kernel = best_kernel(call, gpu, aligned) if enough else Kernel.FORWARD
+    return Plan(_forward(call, gpu, aligned, N) if kernel is Kernel.FORWARD else _forward_sm90(call, kernel))
+
+
+def best_kernel(call: OpCall, gpu: Gpu, aligned: bool) -> Kernel:
+    """The kernel that computes the outputs of long sequences: the one for this architecture if it takes the call."""
+    H, Hq, K, V = (call.dims[name] for name in ("H", "Hq", "K", "V"))
+    specialised = gpu.architecture.has_wgmma and call.dtype == torch.bfloat16 and Hq == H
+    if not (specialised and aligned and V % 8 == 0):  # rows of o of 16 bytes
+        return Kernel.FORWARD
+    if K <= 128:
+        return Kernel.FORWARD_SM90
+    wide = K <= 256 and K % 8 == 0 and call.gate_dtype is not None and not call.variable_length
+    return Kernel.FORWARD_SM90_WIDE if wide else Kernel.FORWARD
+
+
+def _forward_sm90(call: OpCall, kernel: Kernel) -> KernelPlan:
+    """Launch parameters of the kernels for SM90 that compute outputs; the one for wide heads takes keys in slices."""
+    BK, BV = (64 if call.dims["K"] <= 64 else 128), (64 if call.dims["V"] <= 64 else 128)
+    stages = 4 if BK == BV == 64 else 2  # as many as shared memory holds
+    return KernelPlan(kernel=kernel, C=64, BK=BK, BV=BV, stages=stages, tma=True)
+
+
+def _forward(call: OpCall, gpu: Gpu, aligned: bool, sequences: int) -> KernelPlan:
+    """Launch parameters of the general kernel that computes outputs, of so many sequences or segments."""
+    B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
+    BK, blocks, length = power_of_two(K, 16), sequences * H * -(-V // 64), B * T // max(sequences, 1)
+    # What bfloat16 costs in accuracy does not average out over few terms.
+    in_bfloat16 = call.dtype == torch.bfloat16 and BK > 32 and (length > 16 or BK > 128)
+    if not in_bfloat16:
+        # At most 32 wide: with 64 rows, wgmma would take TF32 operands from registers, which Triton 3.6 gets wrong.
+        C, BV, warps, stages = {256: (16, 32, 8, 2), 512: (16, 16, 8, 1)}.get(BK, (16, 32, 4, 2))
+    elif BK == 512:
+        C, BV, warps, stages = 16, 32, 8, 2
+    elif BK == 256:
+        C, BV, warps, stages = 16, 128, 8, 3
+    elif blocks <= FEW_BLOCKS:
+        C, BV, warps, stages = 32 if BK == 128 else 64, 32, 4, 3
+    elif blocks >= MANY_BLOCKS and BK == 128 and V > 64:
+        C, BV, warps, stages = 32, 128, 4, 2
+    else:
+        C, BV, warps, stages = 64, 64, 4, 2 if BK == 128 else 3
+    if gpu.architecture.has_little_shared_memory:
+        C, stages = min(C, 32), 1
+    return KernelPlan(
+        kernel=Kernel.FORWARD,
+        C=min(C, power_of_two(length, 16)),
+        BK=BK,
+        BV=min(BV, power_of_two(V, 16)),
+        warps=warps,
+        stages=stages,
+        operand=torch.bfloat16 if in_bfloat16 else torch.float32,
+        tokenwise=call.dtype == torch.float32 and call.float32_matmul_precision == "highest",
+        # TMA knows no ends of packed sequences.
+        tma=gpu.architecture.has_tma and aligned and not call.variable_length and B * T * H * V >= TMA_ELEMENTS,
+        triangle=in_bfloat16 and BK <= 256,
+        keys_first=in_bfloat16 and BK == 256 and V > 64,
+    )
+
+
+# ---- forward: segments and a scan
+
+SEGMENT_UNIT = 64
+"""A segment is a multiple of so many tokens, the longest chunk of the kernels. The times below are in such chunks."""
+BUILDING = 0.5
+"""Time to build the state of a chunk; its outputs take 1."""
+SPILLING = 1.5
+"""Time that a block takes to write a state, scan and read it."""
+LAUNCHING = 4.0
+"""Time of two more launches."""
+MOST_WAVES = 3
+"""Waves of blocks that sequences are cut into at most."""
+FILLED = 4
+"""Blocks for each that runs at once, from which on packed sequences keep a device busy whatever their lengths are."""
+INTERPRETED_SEGMENT = 32
+"""Tokens of a segment where kernels are interpreted: few, so that short sequences are cut as well."""
+SM90_TILES = 200 * 2**10
+"""Bytes of a multiprocessor's shared memory that tiles may fill."""
+
+
+def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
+    """Segments of sequences at once, or one pass where whole sequences fill the device.
+
+    Args:
+        aligned: whether TMA can address q, k, v, g and o.
+    """
+    T, H, Hq, K, V, N = (call.dims[name] for name in ("T", "H", "Hq", "K", "V", "N"))
+    sm90 = best_kernel(call, gpu, aligned) is Kernel.FORWARD_SM90
+    if sm90:  # blocks of a sequence, and how many a multiprocessor runs at once
+        blocks, at_once = H * -(-V // 128), 1
+    else:
+        blocks, at_once = H * -(-V // 64), 4 if Hq > H and K <= 128 < 2 * V else 2
+    length = segment_length(N, T, blocks, at_once * gpu.multiprocessors, call.variable_length)
+    if gpu.architecture is Architecture.INTERPRETED:
+        length = min(length, INTERPRETED_SEGMENT)
+    if length >= T:
+        return plan_one_pass(call, gpu, aligned)
+    segments = N + T // length if call.variable_length else N * -(-T // length)  # of packed sequences at most
+    outputs = _forward_sm90(call, Kernel.FORWARD_SM90) if sm90 else _forward(call, gpu, aligned, segments)
+    states = _states_sm90(call) if sm90 else _states(call, length, outputs)
+    return Plan(outputs, SegmentPlan(length, states, gpu.architecture.overlaps_kernels))
+
+
+def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bool) -> int:
+    """Tokens of a segment; T or more where sequences stay whole.
+
+    Sequences that fill the device stay whole. Others are cut so that the blocks of their segments fill it; a cut costs
+    another pass over k, v and g, a scan, and two launches.
+
+    Args:
+        sequences: how many there are. T: tokens of one of them, or of all where they are packed.
+        blocks: that compute one sequence. at_once: blocks that a device runs at once.
+    """
+    if packed and sequences * blocks >= FILLED * at_once:
+        return max(T, 1)
+    if packed:  # half of what one block would do were all work even: only longer sequences hold the others up
+        return SEGMENT_UNIT * max(1, -(-T * blocks // (2 * at_once * SEGMENT_UNIT)))
+    chunks = -(-T // SEGMENT_UNIT)
+    cuts = {min(chunks, waves * at_once // max(1, sequences * blocks)) for waves in range(1, MOST_WAVES + 1)}
+    best = min(sorted({1, *cuts} - {0}), key=lambda n: _time_of_cut(n, chunks, sequences * blocks, at_once))
+    return SEGMENT_UNIT * max(1, -(-chunks // best))
+
+
+def _time_of_cut(segments: int, chunks: int, blocks: int, at_once: int) -> float:
+    """Predicted time where each sequence is cut into so many segments, in chunks of one block."""
+    waves, length = -(-blocks * segments // at_once), -(-chunks // segments)
+    return waves * length if segments == 1 else waves * ((1 + BUILDING) * length + SPILLING) + LAUNCHING
+
+
+def _states(call: OpCall, length: int, outputs: KernelPlan) -> KernelPlan:
+    """Launch parameters of the general kernel that builds states, beside those of the one that computes outputs."""
+    BK, BV, stages, operand = 64, 64, 3, torch.float32
+    if call.dtype == torch.bfloat16:
+        operand = torch.bfloat16
+    elif outputs.tokenwise:
+        BK, stages = 128, 4
+    else:
+        BV = 32  # with TF32 operands; see _forward
+    return KernelPlan(
+        kernel=Kernel.STATES,
+        C=min(32, power_of_two(length, 16)),
+        BK=min(BK, power_of_two(call.dims["K"], 16)),
+        BV=min(BV, power_of_two(call.dims["V"], 16)),
+        stages=stages,
+        operand=operand,
+        tokenwise=outputs.tokenwise,
+        tma=outputs.tma,
+    )
+
+
+def _states_sm90(call: OpCall) -> KernelPlan:
+    """Launch parameters of the kernel for SM90 that builds states: a warpgroup for every 64 keys."""
+    K, V, BK, C = call.dims["K"], call.dims["V"], 64, 64
+    BV = 64 if V <= 64 else 128
+    keys = BK if K <= BK else 2 * BK
+    gate = 0 if call.gate_dtype is None else call.gate_dtype.itemsize
+    size = C * ((keys + BV) * call.dtype.itemsize + keys * gate)  # bytes of the tiles of a chunk
+    blocks = 2 if K <= BK else 1  # that share a multiprocessor
+    return KernelPlan(
+        kernel=Kernel.STATES_SM90, C=C, BK=BK, BV=BV, stages=min(4, SM90_TILES // (blocks * size)), tma=True
+    )

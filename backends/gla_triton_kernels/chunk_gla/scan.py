@@ -1,0 +1,100 @@
+"""The states that enter segments, from the segments' own states: a scan over each sequence, in place.
+
+For the segments i of a sequence in order, with S_i its state from zero and D_i its decay,
+
+    running, S_i = diag(D_i) running + S_i, running        running = the initial state before the first
+
+I segments   N sequences   H key/value heads   K, V key and value width   BK, BV keys and values of a block of a state
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from gla_triton_kernels.chunk_gla.call import Tensors
+from gla_triton_kernels.chunk_gla.plan import SegmentPlan
+from gla_triton_kernels.chunk_gla.segments import Segments
+from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.sizes import power_of_two
+
+
+def run(plan: SegmentPlan, x: Tensors, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
+    """Replace states from zero S [I, H, K, V] by entering states, and fill the final state if there is one."""
+    _, H, K, V = S.shape
+    N = segments.count // segments.per_sequence if segments.first is None else len(segments.first) - 1
+    strides = (0, 0, 0) if x.initial_state is None else x.initial_state.stride()[:3]
+    BV = min(128, power_of_two(V))
+    BK = min(256 // BV, power_of_two(K))
+    group = min(16, power_of_two(segments.per_sequence or 16))
+    tensors = (S, D, segments.first, x.initial_state, x.final_state)
+    integers = (segments.per_sequence, *strides, H, K, V, BK, BV, group, plan.overlap)
+    grid = (-(-K // BK) * -(-V // BV) * N * H, 1, 1)
+    options = {"launch_pdl": True} if plan.overlap else {}
+    return [launch(_scan_kernel, grid, tensors, (), integers, num_warps=4, **options)]
+
+
+@triton.jit(do_not_specialize=["segments", "H"])
+def _scan_kernel(
+    S_ptr,  # [I, H, K, V]
+    D_ptr,  # [I, H, K] or None
+    first_ptr,  # [N+1] or None
+    initial_ptr,  # [N, H, K, V] or None
+    final_ptr,  # [N, H, K, V] or None
+    segments,
+    stride_n,
+    stride_h,
+    stride_k,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Program: block [BK, BV] of the states of one head of one sequence, GROUP segments on their way at a time."""
+    blocks_v: tl.constexpr = (V + BV - 1) // BV
+    blocks_k: tl.constexpr = (K + BK - 1) // BK
+    pid = tl.program_id(0)
+    nh = pid // (blocks_v * blocks_k)
+    n, h = nh // H, nh % H
+    i_v = pid % blocks_v * BV + tl.arange(0, BV)  # [BV]
+    i_k = pid // blocks_v % blocks_k * BK + tl.arange(0, BK)  # [BK]
+    m_k = i_k < K  # [BK]
+    inside = m_k[:, None] & (i_v < V)[None, :]  # [BK, BV]
+    block = i_k[:, None] * V + i_v[None, :]  # [BK, BV]
+    if OVERLAPS:  # what the kernel before writes is there only after the wait
+        gdc_launch_dependents()
+        gdc_wait()
+
+    if first_ptr is None:
+        begin = n * segments
+        end = begin + segments
+    else:
+        begin = tl.load(first_ptr + n)
+        end = tl.load(first_ptr + n + 1)
+    built = end if final_ptr is not None else end - 1  # nobody asks for the last segment's state
+    if initial_ptr is None:
+        running = tl.zeros([BK, BV], tl.float32)
+    else:
+        initial_ptr += n.to(tl.int64) * stride_n + h.to(tl.int64) * stride_h
+        running = tl.load(initial_ptr + i_k[:, None].to(tl.int64) * stride_k + i_v[None, :], mask=inside, other=0.0)
+    for i0 in range(begin, end, GROUP):
+        S, D = (), ()
+        for j in tl.static_range(GROUP):  # pyright: ignore
+            ih = tl.cast(i0 + j, tl.int64) * H + h
+            there = i0 + j < built
+            S += (tl.load(S_ptr + ih * (K * V) + block, mask=inside & there, other=0.0),)  # [BK, BV]
+            if D_ptr is not None:
+                D += (tl.load(D_ptr + ih * K + i_k, mask=m_k & there, other=1.0),)  # [BK]
+        for j in tl.static_range(GROUP):  # pyright: ignore
+            ih = tl.cast(i0 + j, tl.int64) * H + h
+            tl.store(S_ptr + ih * (K * V) + block, running, mask=inside & (i0 + j < end))
+            if D_ptr is not None:
+                running *= tl.expand_dims(D[j], 1)
+            running += S[j]
+    if final_ptr is not None:
+        tl.store(final_ptr + nh.to(tl.int64) * (K * V) + block, running, mask=inside)

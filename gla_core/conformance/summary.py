@@ -1,0 +1,94 @@
+"""A run of the kit in short: counts, the worst error of each property, and the reasons of failed and open cases.
+
+A row is one case: test, id, op, workload, dtype, outcome (passed, failed or open), reason, and errors. An error is a
+quantity, the error found and its budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+Row = dict[str, Any]
+
+NAMED = 3
+"""Cases that are named for each reason."""
+
+
+def counts(rows: list[Row]) -> dict[str, int]:
+    """How many cases passed, failed and stayed open; refusals are among those that passed."""
+    found = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in ("passed", "failed", "open")}
+    return {**found, "refusals": sum(row["test"].startswith("test_refusals.py") for row in rows)}
+
+
+def properties(rows: list[Row]) -> list[dict[str, Any]]:
+    """Per op and property: cases, failures, cases left open, and the error that is largest beside its budget."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["op"], row["test"].split("::")[-1].removeprefix("test_").replace("_", " ")].append(row)
+    return [
+        {
+            "op": op,
+            "property": name,
+            "cases": len(group),
+            "failed": sum(row["outcome"] == "failed" for row in group),
+            "open": sum(row["outcome"] == "open" for row in group),
+            "worst": _worst(group),
+        }
+        for (op, name), group in groups.items()
+    ]
+
+
+def reasons(rows: list[Row], outcome: str) -> list[dict[str, Any]]:
+    """Why cases failed or stayed open: each reason, how many cases it holds for, and the first few of them by name."""
+    groups = defaultdict(list)
+    for row in rows:
+        if row["outcome"] == outcome:
+            groups[row["reason"]].append(case_name(row))
+    return [{"reason": why, "cases": len(names), "such as": names[:NAMED]} for why, names in groups.items()]
+
+
+def table(rows: list[Row]) -> list[str]:
+    """The properties as lines of text, under each op its own."""
+    found = properties(rows)
+    widest = max((len(row["property"]) for row in found), default=0)
+    lines = []
+    for op in dict.fromkeys(row["op"] for row in found):
+        lines.append(f"{op:<{widest + 2}} cases  failed  open  error/budget")
+        for row in (row for row in found if row["op"] == op):
+            ratio = "-" if row["worst"] is None else ratio_text(row["worst"])
+            failed, still_open = row["failed"] or "-", row["open"] or "-"
+            lines.append(f"  {row['property']:<{widest}} {row['cases']:>5}  {failed:>6}  {still_open:>4}  {ratio:>12}")
+    return lines
+
+
+def case_name(row: Row) -> str:
+    """The file, the test, and what it ran on."""
+    return f"{row['test'].split('::')[0]}::{row['id']}"
+
+
+def ratio_text(error: dict[str, Any]) -> str:
+    """An error as a part of its budget."""
+    ratio = _ratio(error)
+    return f"{ratio:.2f}" if math.isfinite(ratio) else "infinite"
+
+
+def finite(error: dict[str, Any]) -> dict[str, Any]:
+    """The error as JSON can hold it: null where it is infinite or not a number."""
+    value = error["error"]
+    return {**error, "error": value if value is not None and math.isfinite(value) else None}
+
+
+def _worst(rows: list[Row]) -> dict[str, Any] | None:
+    errors = [{"case": case_name(row), **error} for row in rows for error in row["errors"]]
+    return finite(max(errors, key=_ratio)) if errors else None
+
+
+def _ratio(error: dict[str, Any]) -> float:
+    value, budget = error["error"], error["budget"]
+    if value is None or not math.isfinite(value):
+        return math.inf
+    if budget == 0:
+        return math.inf if value else 0.0
+    return value / budget

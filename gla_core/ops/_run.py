@@ -1,0 +1,121 @@
+"""The way of every op: from its arguments to a backend's function and its checked results.
+
+A call is checked and its backend chosen once per signature (shapes, dtypes, devices, request); after that the way to
+the function is one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch import registry
+from gla_core.dispatch.backend import Backend, OpCall
+from gla_core.dispatch.environment import environment
+from gla_core.dispatch.request import Request, current_request, request_in_graph
+from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
+from gla_core.ops import _results
+from gla_core.ops._spec import OpSpec
+
+_deterministic = torch.are_deterministic_algorithms_enabled
+_precision = torch.get_float32_matmul_precision
+
+_MOST_PLANS = 8192  # a server that sees every sequence length must not grow without end
+_plans: dict[Hashable, tuple[Callable, Backend, OpCall]] = {}
+
+
+def _drop_plans() -> None:
+    # A new dict: a plan made for the old set of backends, just now in another thread, is then stored into the old one.
+    global _plans
+    _plans = {}
+
+
+registry.on_change.append(_drop_plans)
+
+
+def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None = None) -> Any:
+    """Run an op on all its arguments, in order, by the backend that the request in force selects."""
+    plans = _plans
+    request = current_request(backend)
+    capturing = getattr(args[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing()
+    signature: list[Hashable] = [spec.name, request.spec, needs_grad, capturing, _deterministic(), _precision()]
+    for x in args:  # what decides whether a call is legal and who runs it: everything but values
+        kind = type(x)
+        signature.append(kind)  # 1, 1.0 and True are equal, and only one of them may be legal
+        if kind is Tensor or isinstance(x, Tensor):
+            signature += x.shape, x.dtype, x.device, x.is_contiguous() or x.stride()[-1:]
+        elif kind is not float:
+            signature.append(x)
+    key = tuple(signature)
+    try:
+        known = plans.get(key)
+    except TypeError:  # an argument that cannot be hashed has a wrong type; the description says which
+        known = None
+    plan = known or _plan(spec, args, needs_grad, capturing, request)
+    function, chosen, call = plan
+    if spec.check_values is not None and environment().check_values and call.device.type != "meta":
+        spec.check_values(*args)
+    try:
+        found = function(*args)
+    except Exception as error:
+        if request.choice(spec.name).names or not is_launch_failure(error):
+            raise
+        remember_launch_failure(chosen, call, error)
+        _drop_plans()
+        warnings.warn(f"{spec.name}: backend {chosen.name!r} could not launch and is skipped: {error}", stacklevel=2)
+        return run(spec, args, needs_grad, backend)
+    if known is None:
+        _results.check(f"{spec.name}: backend {chosen.name!r}", found, spec.expected(*args), args)
+        if len(plans) >= _MOST_PLANS:
+            plans.clear()
+        plans[key] = plan
+    return found
+
+
+def _plan(
+    spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request: Request
+) -> tuple[Callable, Backend, OpCall]:
+    call = spec.describe(*args, **circumstances(needs_grad, capturing))
+    if needs_grad and spec.backward is not None:
+        select(dataclasses.replace(call, op=spec.backward), request)  # so that its absence is found before a launch
+    chosen = select(call, request)
+    return chosen.ops[spec.name], chosen, call
+
+
+def circumstances(needs_grad: bool, capturing: bool) -> dict[str, Any]:
+    """What an `OpCall` says beside its arguments, PyTorch's settings included."""
+    return {
+        "needs_grad": needs_grad,
+        "capturing": capturing,
+        "deterministic": _deterministic(),
+        "float32_matmul_precision": _precision(),
+    }
+
+
+# ---- for the public functions
+
+
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd will ask for the gradient of any of `tensors`."""
+    if not torch.is_grad_enabled():
+        return False
+    for x in tensors:
+        if getattr(x, "requires_grad", False):
+            return True
+    return False
+
+
+def request_text(backend: str | None) -> str:
+    """The `backend` argument of a torch op.
+
+    Eagerly it is the whole request in force, so that the backward runs under the forward's; a compiled graph holds
+    only what the call itself and the blocks compiled with it name.
+    """
+    if torch.compiler.is_compiling():
+        return request_in_graph(backend)
+    return current_request(backend).spec

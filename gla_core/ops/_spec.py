@@ -1,0 +1,372 @@
+"""The description of an abstract op as data, and what follows from it.
+
+An op is a list of arguments and a list of results, whose dimensions have names and whose dtypes follow rules. From it
+come the checks of a call, its `OpCall`, its torch schema, what a backend has to return, the parameters of the contract,
+the sizes that a command line takes, the bytes of the memory floor, and the shapes of random arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.backend import OpCall
+from gla_core.ops import _checks
+from gla_core.ops._checks import FLOATS, INTEGERS, wide
+
+WIDTHS = ("H", "Hq", "K", "V")
+"""Sizes that are at least 1; all others may be 0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DType:
+    """A rule for the dtype of a tensor, given that of the op's first argument.
+
+    Attributes:
+        allowed: the dtypes that an argument may have; a result has the first. reason: ends the error message.
+    """
+
+    allowed: Callable[[torch.dtype], tuple[torch.dtype, ...]]
+    reason: str = ""
+
+    def in_call(self, call: OpCall) -> torch.dtype | None:
+        """The dtype of such a tensor in a call; None if the call has none, or it holds no numbers to compute with."""
+        if self is GATE:
+            return call.gate_dtype
+        if self in (STATE, POOL, STATE_GRADIENT):
+            return call.state_dtype
+        if self in (OFFSETS, INDICES, CHECKPOINTS):
+            return None
+        return call.dtype if self is INPUT else self.allowed(call.dtype)[0]
+
+
+INPUT = DType(lambda dtype: FLOATS)
+AS_INPUT = DType(lambda dtype: (dtype,), ", as {first}")
+GATE = DType(lambda dtype: tuple(dict.fromkeys((dtype, torch.float32))), ", as {first} or float32")
+STATE = DType(lambda dtype: (wide(dtype),), " with {dtype} inputs")
+POOL = DType(lambda d: (wide(d),) if d == torch.float64 else (torch.float32, torch.bfloat16), " with {dtype} inputs")
+CHECKPOINTS = DType(lambda dtype: (dtype if dtype == torch.bfloat16 else wide(dtype),), " with {dtype} inputs")
+WIDE = DType(lambda dtype: (wide(dtype),))
+STATE_GRADIENT = DType(STATE.allowed, STATE.reason)
+OFFSETS = DType(lambda dtype: INTEGERS)
+INDICES = DType(lambda dtype: INTEGERS)
+
+_REQUIRED = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument of an op.
+
+    Attributes:
+        type: as a torch schema has it, such as "Tensor?" or "bool".
+        shape: of a tensor, its dimensions by name, such as "B T H K"; None for any.
+        dtype: of a tensor, the rule that it follows.
+        default: stands for it where it is left out; of a tensor, None says that a call can be described without it.
+        differentiable: whether autograd takes its gradient.
+        in_call: of what is no tensor, whether `OpCall.scalars` holds it.
+    """
+
+    name: str
+    type: str = "Tensor"
+    shape: str | None = None
+    dtype: DType | None = None
+    default: Any = _REQUIRED
+    differentiable: bool = False
+    in_call: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A result of an op.
+
+    Attributes:
+        shape, dtype: as of an `Argument`.
+        like: name of the argument that it has the shape and dtype of, and is None with.
+        when: takes the arguments by name, says whether the result is asked for; None where it always is.
+        written: takes the arguments by name, says whether the result is the argument `like` itself, written.
+    """
+
+    name: str
+    shape: str = ""
+    dtype: DType = AS_INPUT
+    like: str | None = None
+    when: Callable[[Mapping[str, Any]], bool] | None = None
+    written: Callable[[Mapping[str, Any]], bool] | None = None
+
+
+class Expected(NamedTuple):
+    """What a backend has to return in one place; `written` is the argument that it must be, if it must be one."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    written: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSpec:
+    """An abstract op.
+
+    Attributes:
+        name: of the abstract op. public: of the public function that runs it.
+        arguments: in the order of the contract; the first is a tensor, on whose device and dtype all others depend.
+        results: in order.
+        sizes: the names in `OpCall.dims`, each with the one that it equals unless more is said, such as Hq with H.
+        bind: binds sizes that no shape names, and raises ValueError or TypeError for values that do not fit together;
+            takes the arguments by name and the sizes so far. Arguments that hold states are checked after it.
+        prepare: takes the arguments in order, returns them as backends receive them; a scale is filled in without it.
+        check_values: takes the arguments in order under GLA_CHECK=1; raises ValueError for values no op is defined on.
+        flops: takes the shapes of the tensors, returns the floating-point operations of the mathematics.
+        backward: the abstract op that a gradient will need.
+    """
+
+    name: str
+    public: str
+    arguments: tuple[Argument, ...]
+    results: tuple[Result, ...]
+    sizes: Mapping[str, str]
+    bind: Callable[[Mapping[str, Any], dict[str, Any]], None] = lambda given, sizes: None
+    prepare: Callable[..., tuple] | None = None
+    check_values: Callable[..., None] | None = None
+    flops: Callable[..., int] | None = None
+    backward: str | None = None
+
+    @functools.cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the arguments, in order."""
+        return tuple(argument.name for argument in self.arguments)
+
+    @functools.cached_property
+    def differentiable(self) -> bool:
+        """Whether autograd takes a gradient of any argument."""
+        return any(argument.differentiable for argument in self.arguments)
+
+    @functools.cached_property
+    def scalars(self) -> dict[str, Any]:
+        """The arguments that `OpCall.scalars` holds, with their defaults."""
+        return {a.name: a.default for a in self.arguments if a.dtype is None and a.in_call}
+
+    @functools.cached_property
+    def _scale_at(self) -> int | None:
+        return self.parameters.index("scale") if "scale" in self.parameters else None
+
+    @functools.cached_property
+    def _states_last(self) -> tuple[Argument, ...]:
+        """The arguments in the order in which they are checked: how many states there are follows from all else."""
+        states = (STATE, POOL, CHECKPOINTS, STATE_GRADIENT)
+        return tuple(sorted(self.arguments, key=lambda argument: argument.dtype in states))
+
+    @property
+    def command_line_sizes(self) -> tuple[str, ...]:
+        """The sizes from which all others follow."""
+        return tuple(dict.fromkeys(self.sizes.values()))
+
+    def dims(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """All sizes of a call, in order, from some of them."""
+        return {name: sizes[name] if name in sizes else sizes[other] for name, other in self.sizes.items()}
+
+    def has(self, dtype: DType) -> Argument | None:
+        """The argument that follows a rule, if one does."""
+        return next((argument for argument in self.arguments if argument.dtype is dtype), None)
+
+    def complete(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+        """All arguments, in order, what was left out filled in. Raises TypeError as a call of a function does."""
+        names = self.parameters
+        given = dict(zip(names, args, strict=False))
+        wrong = [name for name in kwargs if name not in names or name in given]
+        if wrong or len(args) > len(names):
+            what = ", ".join(wrong) or f"{len(args)} arguments"
+            raise TypeError(f"{self.name} takes ({', '.join(names)}); got {what}")
+        given |= kwargs
+        missing = [a.name for a in self.arguments if a.name not in given and a.default is _REQUIRED]
+        if missing:
+            raise TypeError(f"{self.name} misses {', '.join(missing)}")
+        return tuple(given.get(a.name, a.default) for a in self.arguments)
+
+    def prepared(self, args: tuple) -> tuple:
+        """The arguments as a backend receives them."""
+        if self.prepare is not None:
+            args = self.prepare(*args)
+        at = self._scale_at
+        if at is not None and type(args[at]) is not float:
+            args = (*args[:at], scale_or_default(args[0], args[at]), *args[at + 1 :])
+        return args
+
+    def describe(self, *args: Any, **circumstances: Any) -> OpCall:
+        """Check all arguments, in order, reading no values, and describe the call.
+
+        Args:
+            circumstances: what else decides who runs the call, by the names of `OpCall`.
+
+        Raises:
+            ValueError, TypeError: an argument of a wrong type, shape, dtype, device or layout.
+        """
+        given = dict(zip(self.parameters, args, strict=True))
+        sizes = self._check(given)
+        dtypes = {a.dtype: x.dtype for a in self.arguments if a.dtype and (x := given[a.name]) is not None}
+        return OpCall(
+            op=self.name,
+            device=args[0].device,
+            dtype=args[0].dtype,
+            dims={name: sizes[name] for name in self.sizes},
+            gate_dtype=dtypes.get(GATE),
+            state_dtype=dtypes.get(STATE) or dtypes.get(POOL),
+            variable_length=OFFSETS in dtypes,
+            indexed=INDICES in dtypes,
+            scalars={name: given[name] for name in self.scalars},
+            checkpoints=any(r.dtype is CHECKPOINTS and (r.when is None or r.when(given)) for r in self.results),
+            **circumstances,
+        )
+
+    def expected(self, *args: Any) -> tuple[Expected | None, ...]:
+        """What a backend has to return for these arguments, in order; None where nothing is asked for."""
+        given = dict(zip(self.parameters, args, strict=True))
+        sizes = self._check(given)
+        return tuple(_expected(result, given, sizes, args[0].dtype) for result in self.results)
+
+    def _check(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Raise unless every argument is as it is described; returns the sizes that the shapes bind."""
+        sizes: dict[str, Any] = {}
+        first, bound = self.parameters[0], False
+        for argument in self._states_last:
+            if not bound and argument.dtype in (STATE, POOL, CHECKPOINTS, STATE_GRADIENT):
+                self._bind(given, sizes)
+                bound = True
+            x = given[argument.name]
+            if argument.dtype is None:
+                _check_scalar(argument, x)
+            elif x is not None or argument.default is not None:
+                _check_tensor(argument, x, sizes, first, given[first])
+        if not bound:
+            self._bind(given, sizes)
+        return sizes
+
+    def _bind(self, given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+        """Check sizes against each other, and bind those that no shape names."""
+        for name in WIDTHS:
+            if sizes.get(name, 1) < 1:
+                raise ValueError(f"{name} is {sizes[name]}; expected at least 1")
+        if "Hq" in sizes and sizes["Hq"] % sizes["H"] != 0:
+            raise ValueError(f"{self.parameters[0]} has {sizes['Hq']} heads; expected a multiple of k's {sizes['H']}")
+        self.bind(given, sizes)
+
+    # ---- what follows from the description alone
+
+    def call(self, sizes: Mapping[str, int], device: torch.device, dtype: torch.dtype, **facts: Any) -> OpCall:
+        """A call that is known by its sizes; gates and states that it must have are as wide as states are.
+
+        Args:
+            facts: what else there is, by the names of `OpCall`; `scalars` only as far as they are not the defaults.
+        """
+        scalars = {**self.scalars, **facts.pop("scalars", {})}
+        facts = {
+            "gate_dtype": wide(dtype) if self.has(GATE) else None,
+            "state_dtype": wide(dtype) if self.has(POOL) else None,
+            **facts,
+        }
+        return OpCall(op=self.name, device=device, dtype=dtype, dims=self.dims(sizes), scalars=scalars, **facts)
+
+    def schema(self, arguments: int | None = None) -> str:
+        """The schema of the torch op: so many arguments, needs_grad where there is a gradient, and the request."""
+        parts = [f"{argument.type} {argument.name}" for argument in self.arguments[:arguments]]
+        parts += ["bool needs_grad=False"] if self.differentiable else []
+        results = ", ".join(["Tensor"] * len(self.results))
+        results = results if len(self.results) == 1 else f"({results})"
+        return f"{self.name}({', '.join(parts)}, str backend='') -> {results}"
+
+    def floor_bytes(self, call: OpCall) -> tuple[int, int]:
+        """Bytes of the inputs and of the outputs of a call, each counted once; offsets and indices are not.
+
+        A call that is given a state counts as returning one. Of a pool, the states of the batch count.
+        """
+        inputs = sum(_bytes(a.shape, a.dtype, call) for a in self.arguments if a.dtype is not None)
+        likes = {a.name: a for a in self.arguments}
+        outputs = (likes[result.like] if result.like else result for result in self.results)
+        return inputs, sum(_bytes(x.shape, x.dtype, call) for x in outputs if x.dtype is not None)
+
+    def shape(self, argument: Argument, call: OpCall) -> tuple[int, ...]:
+        """The shape of an argument in a call; of any shape, the sizes of the call."""
+        names = self.sizes if argument.shape is None else argument.shape.split()
+        return tuple(_size(name, call.dims) for name in names)
+
+
+def plain_number(x: Any) -> Any:
+    """A number of any library, such as numpy's, as a float; all else as it is."""
+    if type(x) is float or x is None or isinstance(x, bool) or not isinstance(x, numbers.Real):
+        return x
+    return float(x)
+
+
+def scale_or_default(q: Any, scale: Any) -> float:
+    """The scale as a float, K^-1/2 where none is given."""
+    if scale is not None:
+        return plain_number(scale)
+    try:
+        return q.shape[-1] ** -0.5
+    except (AttributeError, IndexError, ZeroDivisionError):
+        return 1.0  # the checks that follow refuse this q
+
+
+def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str, first_value: Tensor) -> None:
+    """Check shape, dtype, device and layout of a tensor, given the op's first one; bind the sizes in its shape."""
+    name = argument.name
+    assert argument.dtype is not None
+    if argument.shape is not None:
+        _checks.tensor(name, x, argument.shape, sizes)
+    elif not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}; expected a tensor")
+    reason = argument.dtype.reason.format(first=first, dtype=first_value.dtype)
+    _checks.dtype(name, x, argument.dtype.allowed(first_value.dtype), reason)
+    if x.device != first_value.device:
+        raise ValueError(f"{name} is on {x.device} and {first} is on {first_value.device}; move them to one device")
+    if not (x.is_contiguous() or x.stride(-1) == 1):
+        raise ValueError(
+            f"{name} has strides {tuple(x.stride())}; its last dimension must be contiguous: call {name}.contiguous()"
+        )
+
+
+_SCALARS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "float": (lambda x: isinstance(x, numbers.Real | torch.SymFloat | torch.SymInt), "a number"),
+    "int": (lambda x: isinstance(x, int | torch.SymInt), "an integer"),
+    "bool": (lambda x: isinstance(x, bool), "True or False"),
+}
+
+
+def _check_scalar(argument: Argument, x: Any) -> None:
+    kind = argument.type.removesuffix("?")
+    is_right, expected = _SCALARS[kind]
+    optional = argument.type.endswith("?")
+    if (x is None and optional) or (is_right(x) and (kind == "bool" or not isinstance(x, bool))):
+        return
+    raise TypeError(f"{argument.name} is {type(x).__name__}; expected {expected}{' or None' if optional else ''}")
+
+
+def _expected(
+    result: Result, given: Mapping[str, Any], sizes: Mapping[str, Any], first: torch.dtype
+) -> Expected | None:
+    if result.like is not None:
+        x = given[result.like]
+        written = x if result.written is not None and result.written(given) else None
+        return None if x is None else Expected(result.name, tuple(x.shape), x.dtype, written)
+    if result.when is not None and not result.when(given):
+        return None
+    return Expected(result.name, tuple(sizes[n] for n in result.shape.split()), result.dtype.allowed(first)[0])
+
+
+def _size(name: str, dims: Mapping[str, int]) -> int:
+    return dims[name.removesuffix("+1")] + name.endswith("+1")
+
+
+def _bytes(shape: str | None, dtype: DType, call: OpCall) -> int:
+    """Bytes of a tensor of a call, 0 if the call has no such tensor."""
+    kind, sizes = dtype.in_call(call), {**call.dims, "P": call.dims.get("B", 0)}
+    names = list(call.dims) if shape is None else shape.split()
+    return 0 if kind is None else math.prod(sizes[name] for name in names) * kind.itemsize

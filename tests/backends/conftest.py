@@ -1,0 +1,26 @@
+"""What tests of the Triton backends share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(params=["triton_fused", "parallel_scan"])
+def backend(request):
+    """The name of a backend of Triton kernels."""
+    return request.param
+
+
+@pytest.fixture
+def needs_sm90():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+
+
+@pytest.fixture
+def poisoned():
+    """New tensors are filled with NaN, so that what is not written shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,244 @@
+"""Which kernels chunk_gla takes, by architecture; launcher and cost model read the same plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.conformance.calls import heads_first
+from gla_core.dispatch.backend import OpCall
+from gla_core.workloads.inputs import gla_inputs
+from gla_triton_kernels.chunk_gla import cost
+from gla_triton_kernels.chunk_gla.plan import Kernel, plan_one_pass, plan_segments
+from gla_triton_kernels.cost import gpu_of_constants
+from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+
+H200 = Gpu(Architecture.SM90, 132)
+OTHERS = [Gpu(a, 132) for a in Architecture if a is not Architecture.SM90]
+bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def call_of(dtype=bfloat16, gate_dtype=float32, packed=False, precision="highest", **changes):
+    """A call of 8 sequences of 4096 tokens and 16 heads, unless changed; Hq follows H, and N follows B."""
+    dims = {"B": 8, "T": 4096, "H": 16, "K": 128, "V": 128, **changes}
+    dims = {**dims, "Hq": dims.get("Hq", dims["H"]), "N": dims.get("N", dims["B"])}
+    tensors = {"dtype": dtype, "gate_dtype": gate_dtype, "variable_length": packed}
+    device = torch.device("cuda")
+    return OpCall(op="chunk_gla_fwd", device=device, dims=dims, float32_matmul_precision=precision, **tensors)
+
+
+def one_pass(gpu=H200, aligned=True, **changes):
+    plan = plan_one_pass(call_of(**changes), gpu, aligned)
+    assert plan.segments is None
+    return plan.outputs
+
+
+# ---- the kernel
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({}, Kernel.FORWARD_SM90),
+        ({"K": 8, "V": 8}, Kernel.FORWARD_SM90),
+        ({"V": 512}, Kernel.FORWARD_SM90),
+        ({"gate_dtype": None}, Kernel.FORWARD_SM90),
+        ({"B": 1, "N": 64, "packed": True}, Kernel.FORWARD),  # 64 tokens on average
+        ({"B": 1, "N": 8, "packed": True}, Kernel.FORWARD_SM90),
+        ({"K": 136}, Kernel.FORWARD_SM90_WIDE),
+        ({"K": 256}, Kernel.FORWARD_SM90_WIDE),
+        ({"K": 256, "gate_dtype": None}, Kernel.FORWARD),
+        ({"K": 256, "B": 1, "N": 8, "packed": True}, Kernel.FORWARD),
+        ({"K": 132}, Kernel.FORWARD),
+        ({"K": 264}, Kernel.FORWARD),
+        ({"V": 60}, Kernel.FORWARD),
+        ({"Hq": 32}, Kernel.FORWARD),
+        ({"dtype": float16}, Kernel.FORWARD),
+        ({"dtype": float32}, Kernel.FORWARD),
+        ({"aligned": False}, Kernel.FORWARD),
+        ({"T": 96}, Kernel.FORWARD_SM90),
+        ({"T": 95}, Kernel.FORWARD),
+        ({"T": 192, "K": 64}, Kernel.FORWARD_SM90),
+        ({"T": 191, "K": 64}, Kernel.FORWARD),
+        ({"T": 96, "K": 256}, Kernel.FORWARD_SM90_WIDE),
+        ({"T": 0}, Kernel.FORWARD),
+    ],
+    ids=str,
+)
+def test_the_kernel_on_hopper(changes, kernel):
+    assert one_pass(**changes).kernel is kernel
+
+
+@pytest.mark.parametrize("gpu", OTHERS, ids=lambda gpu: gpu.architecture.name)
+@pytest.mark.parametrize("K", [64, 128, 256])
+def test_other_gpus_take_the_general_kernels(gpu, K):
+    assert one_pass(gpu, K=K).kernel is Kernel.FORWARD
+    plan = plan_segments(call_of(B=1, T=65536, H=1, K=K), gpu, True)
+    assert plan.outputs.kernel is Kernel.FORWARD
+    assert plan.segments.states.kernel is Kernel.STATES
+
+
+# ---- launch parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "C", "BV", "warps", "stages"),
+    [
+        ({"H": 1}, 32, 32, 4, 3),  # 16 blocks of 64 values
+        ({"H": 4}, 32, 32, 4, 3),  # 64
+        ({"H": 5}, 64, 64, 4, 2),  # 80
+        ({"H": 31}, 64, 64, 4, 2),  # 496
+        ({"H": 32}, 32, 128, 4, 2),  # 512
+        ({"K": 64, "H": 1}, 64, 32, 4, 3),
+        ({"K": 64, "H": 32}, 64, 64, 4, 3),
+        ({"K": 256}, 16, 128, 8, 3),
+        ({"K": 512}, 16, 32, 8, 2),
+        ({"dtype": float16}, 16, 32, 4, 2),
+        ({"dtype": float16, "K": 256}, 16, 32, 8, 2),
+        ({"dtype": float16, "K": 512}, 16, 16, 8, 1),
+        ({"T": 33}, 64, 64, 4, 2),
+        ({"T": 20}, 32, 64, 4, 2),
+        ({"V": 16}, 64, 16, 4, 2),
+    ],
+    ids=str,
+)
+def test_parameters_of_the_general_kernel(changes, C, BV, warps, stages):
+    found = one_pass(Gpu(Architecture.SM80, 108), **changes)
+    assert (found.C, found.BV, found.warps, found.stages) == (C, BV, warps, stages)
+    little = one_pass(Gpu(Architecture.SM86, 84), **changes)
+    assert little == dataclasses.replace(found, C=min(C, 32), stages=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "operand", "tokenwise"),
+    [
+        ({}, bfloat16, False),
+        ({"K": 33}, bfloat16, False),
+        ({"K": 32}, float32, False),
+        ({"T": 16}, float32, False),
+        ({"T": 16, "K": 256}, bfloat16, False),
+        ({"dtype": float16}, float32, False),
+        ({"dtype": float32, "precision": "high"}, float32, False),
+        ({"dtype": float32}, float32, True),
+    ],
+    ids=str,
+)
+def test_what_is_multiplied(changes, operand, tokenwise):
+    found = one_pass(Gpu(Architecture.SM80, 108), **changes)
+    assert (found.operand, found.tokenwise) == (operand, tokenwise)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "aligned", "changes", "tma"),
+    [
+        (Gpu(Architecture.SM100, 148), True, {}, True),
+        (Gpu(Architecture.SM100, 148), False, {}, False),
+        (Gpu(Architecture.SM100, 148), True, {"T": 255}, False),
+        (Gpu(Architecture.SM100, 148), True, {"B": 1, "T": 32768, "N": 8, "packed": True}, False),
+        (Gpu(Architecture.SM80, 108), True, {}, False),
+        (H200, True, {"Hq": 32}, True),
+        (H200, True, {}, True),
+    ],
+    ids=str,
+)
+def test_what_moves_tiles(gpu, aligned, changes, tma):
+    assert one_pass(gpu, aligned, **changes).tma == tma
+
+
+# ---- segments
+
+
+def test_segments_on_hopper():
+    plan = plan_segments(call_of(B=1, T=65536, H=8), H200, True)
+    assert plan.outputs == one_pass()
+    assert plan.segments.length == 4096
+    assert plan.segments.states.kernel is Kernel.STATES_SM90
+    assert plan.segments.overlap
+
+
+def test_segments_without_the_kernels_for_hopper():
+    for changes in ({"Hq": 32}, {"dtype": float16}, {"K": 256}):
+        plan = plan_segments(call_of(**{"B": 1, "T": 65536, "H": 8, **changes}), H200, True)
+        assert (plan.outputs.kernel, plan.segments.states.kernel) == (Kernel.FORWARD, Kernel.STATES)
+        assert plan.segments.overlap
+    assert not plan_segments(call_of(B=1, T=65536, H=8), Gpu(Architecture.SM80, 108), True).segments.overlap
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"K": 256}, {"dtype": float32}, {"T": 64, "B": 1}, {"T": 0}, {"B": 0}], ids=str
+)
+def test_sequences_that_stay_whole_take_one_pass(changes):
+    assert plan_segments(call_of(**changes), H200, True) == plan_one_pass(call_of(**changes), H200, True)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_interpreted_sequences_are_cut(packed):
+    gpu = Gpu(Architecture.INTERPRETED, 1)
+    for T in (33, 100, 1000):
+        assert plan_segments(call_of(B=1, T=T, packed=packed), gpu, False).segments.length == 32
+    assert plan_segments(call_of(B=1, T=32, packed=packed), gpu, False).segments is None
+
+
+# ---- who reads plans
+
+
+class Planned(Exception):
+    """Holds what a launcher would have planned with."""
+
+
+def launcher_plans_with(monkeypatch, gpu, *tensors):
+    """The OpCall, GPU and alignment that the launcher makes of a call's tensors."""
+    pytest.importorskip("triton")
+    from gla_triton_kernels.chunk_gla import call
+
+    def way(*args):
+        raise Planned(*args[:3])
+
+    monkeypatch.setattr(call, "gpu_of", lambda device: gpu)
+    with pytest.raises(Planned) as planned:
+        call.forward(way, *tensors[:4], 1.0, tensors[4], True, tensors[5])
+    return planned.value.args
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"B": 2, "T": 300, "H": 2, "K": 128, "V": 128},
+        {"B": 1, "T": 2000, "H": 1, "K": 64, "V": 64, "gates": "none"},
+        {"B": 1, "T": 300, "H": 2, "K": 256, "V": 16},
+        {"B": 1, "T": 100, "H": 2, "K": 19, "V": 37, "G": 3, "initial_state": True},
+        {"lengths": (2000, 0, 65), "H": 1, "K": 128, "V": 128},
+        {"B": 1, "T": 2000, "H": 1, "K": 32, "V": 64, "dtype": float32},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gpu", [H200, Gpu(Architecture.SM80, 108)], ids=lambda gpu: gpu.architecture.name)
+@pytest.mark.parametrize("plan", [plan_one_pass, plan_segments])
+def test_launcher_and_cost_model_have_the_same_plan(plan, gpu, sizes, monkeypatch):
+    x = gla_inputs(**{"dtype": bfloat16, "gate_dtype": float32, **sizes})
+    tensors = (x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens)
+    call, found_gpu, aligned = launcher_plans_with(monkeypatch, gpu, *tensors)
+    described = gla.explain("chunk_gla_fwd", *tensors[:4], 1.0, x.initial_state, True, x.cu_seqlens).call
+    capability = {Architecture.SM90: 9.0, Architecture.SM80: 8.0}[gpu.architecture]
+    facts = {"multiprocessors": float(gpu.multiprocessors), "compute_capability": capability}
+    assert gpu_of_constants(facts) == found_gpu
+    assert plan(described, gpu_of_constants(facts), cost._aligned(described)) == plan(call, gpu, aligned)
+
+
+def test_the_launcher_knows_what_tma_can_address(monkeypatch):
+    x = gla_inputs(B=2, T=10, H=3, K=64, V=64, dtype=bfloat16, gate_dtype=float32)
+    q, k, v, g = x.q, x.k, x.v, x.g
+
+    def aligned(*tensors, gpu=H200):
+        return launcher_plans_with(monkeypatch, gpu, *tensors, None, None)[2]
+
+    assert aligned(q, k, v, g)
+    assert aligned(q, k, v, None)
+    assert aligned(*(heads_first(y) for y in (q, k, v, g)))
+    assert not aligned(q, k, v[..., :60].contiguous(), g)
+    assert not aligned(q[..., 1:-7], k[..., 1:-7], v, g[..., 1:-7])
+    assert not aligned(q, k, v, g[:, :, :1].expand_as(g))
+    assert not aligned(q, k, v, g, gpu=Gpu(Architecture.SM80, 108))

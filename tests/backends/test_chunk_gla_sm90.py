@@ -1,0 +1,137 @@
+"""The kernels of chunk_gla_fwd for Hopper against the float64 oracle; they run on compute capability 9.0 alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gla_core.conformance import oracle
+from gla_core.conformance.calls import heads_first
+from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.workloads.inputs import GATES, gla_inputs
+from gla_triton_kernels.chunk_gla.plan import Kernel, best_kernel
+
+BUDGET = FORWARD[torch.bfloat16]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90", "poisoned")]
+
+
+@pytest.fixture(autouse=True)
+def sm90_kernels(change_plans):
+    """Whatever the length of sequences; a call that would take the general kernel fails."""
+
+    def sm90_kernel(*call):
+        kernel = best_kernel(*call)
+        assert kernel is not Kernel.FORWARD
+        return kernel
+
+    change_plans("best_kernel", sm90_kernel)
+    change_plans("SM90_TOKENS", 0)
+
+
+def inputs(**sizes):
+    x = gla_inputs(**{"dtype": torch.bfloat16, "gate_dtype": torch.float32, "device": "cuda", **sizes})
+    return [x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens]
+
+
+def forward(q, k, v, g, scale, initial_state, cu_seqlens):
+    from gla_triton_fused.chunk_gla import chunk_gla_fwd
+
+    return chunk_gla_fwd(q, k, v, g, scale, initial_state, True, cu_seqlens, None)[:2]
+
+
+def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3):
+    """Compare with the oracle, twice with the same bits, and return what was found."""
+    o, state = forward(q, k, v, g, scale, initial_state, cu_seqlens)
+    again = forward(q, k, v, g, scale, initial_state, cu_seqlens)
+    ref_o, ref_state = oracle.chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
+    assert relative_error(o, ref_o) <= BUDGET
+    assert relative_error(state, ref_state) <= BUDGET
+    assert torch.equal(o, again[0])
+    assert torch.equal(state, again[1])
+    return o, state
+
+
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128)])
+def test_gates(K, V, gates, gate_dtype):
+    check(*inputs(T=300, K=K, V=V, gates=gates, gate_dtype=gate_dtype, initial_state=True))
+
+
+@pytest.mark.parametrize(("K", "V"), [(8, 8), (16, 64), (40, 200), (64, 512), (96, 72), (128, 24), (120, 256)])
+@pytest.mark.parametrize("gates", ["mild", "-inf"])
+def test_widths(K, V, gates):
+    check(*inputs(T=130, K=K, V=V, gates=gates, initial_state=True))
+
+
+@pytest.mark.parametrize(("K", "V"), [(256, 512), (256, 64), (136, 128), (200, 40)])
+@pytest.mark.parametrize("gates", ["mild", "strong", "-inf", "extreme"])
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wide(K, V, gates, gate_dtype):
+    check(*inputs(T=300, H=3, K=K, V=V, gates=gates, gate_dtype=gate_dtype, initial_state=True))
+
+
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 129])
+def test_lengths_of_wide_heads(T):
+    check(*inputs(T=T, K=256, V=256))
+
+
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 127, 128, 129, 1000])
+def test_lengths(T):
+    check(*inputs(T=T, K=128, V=128, initial_state=True))
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 3), (64, 64), (0, 0, 5), (200,)])
+def test_packed(lengths, gates):
+    check(*inputs(lengths=lengths, K=128, V=128, gates=gates, initial_state=True))
+
+
+def test_a_packed_sequence_sees_nothing_of_the_next():
+    q, k, v, g, state, offsets = inputs(lengths=(70, 70), K=64, V=64, initial_state=True)
+    for x in (q, k, v, g):
+        x[:, 70:] = torch.nan
+    o, states = forward(q, k, v, g, 0.3, state, offsets)
+    ref_o, ref_state = oracle.chunk_gla(*(x[:, :70] for x in (q, k, v, g)), 0.3, state[:1])
+    assert relative_error(o[:, :70], ref_o) <= BUDGET
+    assert relative_error(states[:1], ref_state) <= BUDGET
+
+
+def test_mild_and_other_chunks_by_turns():
+    q, k, v, g, state, _ = inputs(T=64 * 6, K=128, V=128, initial_state=True)
+    g[:, 64:128] *= 400
+    g[:, 200, :, 5] = -torch.inf
+    g[:, 330:, :, 7] = -3.0
+    check(q, k, v, g, state)
+
+
+@pytest.mark.parametrize("decay", [1.0, 79.0, 81.0, 7000.0])
+def test_either_side_of_the_largest_decay_of_a_mild_chunk(decay):
+    q, k, v, g, state, _ = inputs(T=128, K=128, V=128, initial_state=True)
+    g[..., 3] = -decay / 64
+    check(q, k, v, g, state)
+
+
+@pytest.mark.parametrize("factor", [1e-8, 1e8])
+def test_large_and_small_inputs(factor):
+    q, k, v, g, state, _ = inputs(T=200, K=128, V=128, gates="strong", initial_state=True)
+    check(q * factor, k * factor, v * factor, g, state * factor**2)
+
+
+def test_strided():
+    q, k, v, g, state, _ = inputs(T=150, H=3, K=64, V=64, initial_state=True)
+    check(*(heads_first(x) for x in (q, k, v, g)), state.transpose(0, 1).contiguous().transpose(0, 1))
+    wide = torch.cat([q, k, v], -1)
+    check(*wide.split(64, -1), g, state)
+
+
+def test_more_than_2_to_the_31_elements():
+    """The last sequence of a tensor of so many."""
+    long, short = 2**20, 100
+    q, k, v, g = (torch.randn(1, long + short, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    g.abs_().mul_(-0.05)
+    offsets = torch.tensor([0, long, long + short], device="cuda")
+    o, states = forward(q, k, v, g, 0.3, None, offsets)
+    ref_o, ref_state = oracle.chunk_gla(*(x[:, long:] for x in (q, k, v, g)), 0.3)
+    assert relative_error(o[:, long:], ref_o) <= BUDGET
+    assert relative_error(states[1:], ref_state) <= BUDGET

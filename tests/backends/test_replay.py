@@ -1,0 +1,333 @@
+"""Calls that are replayed: the same results from the second one on, and profilers still hear of them."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gla_core as gla
+
+pytest.importorskip("triton")
+
+
+# ---- what is recorded, with a device that only notes what it is told
+
+
+class Device:
+    """In the place of Triton's driver: tensor maps are tuples, and launches are noted."""
+
+    def __init__(self):
+        self.index = 0
+        self.encoded, self.launched = [], []
+        self.utils = SimpleNamespace(fill_tma_descriptor=self.encode, fill_tma_descriptor_tiled=self.encode)
+
+    def encode(self, address, *form):
+        self.encoded.append(address)
+        return (address, repr(form))
+
+    def get_current_stream(self, index):
+        return 7
+
+    def launch(self, *args):
+        *args, last = args
+        self.launched.append([*args, *(last if isinstance(last, tuple | list) else [last])])
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    from triton.runtime.driver import driver
+
+    from gla_triton_kernels.runtime import replay
+
+    monkeypatch.setattr(replay, "_calls", {})
+    fake = Device()
+    monkeypatch.setattr(replay, "current_device", lambda: fake.index)
+    monkeypatch.setattr(driver, "_active", fake)
+    return fake
+
+
+def compiled(gpu, *types):
+    """A kernel that Triton has compiled for arguments of these types."""
+    from triton.backends.nvidia import driver
+
+    box = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [1, 1, 8, 8], "fp4_padded": False}
+    boxes = [box for x in types if x.startswith("tensordesc")]
+    run = object.__new__(driver.CudaLauncher)
+    names = ["global_scratch", "profile_scratch"]
+    vars(run).update({f"{name}_{what}": 0 for name in names for what in ("size", "align")})
+    vars(run).update(
+        num_ctas=1, launch_cooperative_grid=False, launch_pdl=True, arg_annotations="a", kernel_signature="s"
+    )
+    run.launch = driver.wrap_handle_tensordesc(gpu.launch, dict(enumerate(types)), boxes)
+    return SimpleNamespace(
+        run=run, function="kernel", packed_metadata=(4, 1, 0), metadata=SimpleNamespace(tensordesc_meta=boxes)
+    )
+
+
+TYPES = ("tensordesc<fp32[1,1,8,8]>", "constexpr", "*fp32", "fp32", "i32")
+GRID = (3, 2, 1)
+
+
+def tensor(T=16):
+    x = torch.zeros(2, T, 3, 8)
+    assert x.data_ptr() % 16 == 0
+    return x
+
+
+def record(gpu, x, y, key="key"):
+    """As a backend does after its first launch, of which this returns what the device was told."""
+    from gla_triton_kernels.runtime import replay
+    from gla_triton_kernels.runtime.launch import Launch
+    from gla_triton_kernels.runtime.tma import tiles
+
+    kernel, descriptor = compiled(gpu, *TYPES), tiles(x, 8, 8)
+    # Triton's own way
+    kernel.run(*GRID, 7, kernel.function, kernel.packed_metadata, None, None, None, descriptor, 0, y.data_ptr(), 0.5, 9)
+    replay.record(key, (x, None, y), [Launch(kernel, GRID, (descriptor, None, y), (0.5,), (9,))])
+    return gpu.launched.pop()
+
+
+def again(x, y, key="key"):
+    from gla_triton_kernels.runtime.replay import replay
+
+    return replay(key, (x, None, y), 0.5)
+
+
+def test_a_kernel_is_told_what_triton_would_tell_it(gpu):
+    x, y = tensor(), tensor()
+    first = record(gpu, x, y)
+    for _ in range(3):
+        assert again(x, y)
+    assert gpu.launched == [first] * 3
+    other = tensor()
+    expected = record(gpu, other, x)
+    assert again(other, x)
+    assert gpu.launched[3:] == [expected] != [first]
+
+
+def test_a_map_is_encoded_once_for_an_address(gpu):
+    x, y, other = tensor(), tensor(), tensor()
+    record(gpu, x, y)
+    gpu.encoded.clear()
+    for found in (x, x, other, x.clone().set_(x), other, x):  # pyright: ignore
+        assert again(found, y)
+    assert gpu.encoded == [x.data_ptr(), other.data_ptr()]
+
+
+def test_maps_of_other_shapes_at_the_same_address_are_others(gpu):
+    """As after memory has been freed and handed out anew."""
+    x, y = tensor(), tensor()
+    shorter = x.view(-1)[: 2 * 4 * 3 * 8].view(2, 4, 3, 8)
+    assert shorter.data_ptr() == x.data_ptr()
+    told = [record(gpu, x, y, "16 tokens"), record(gpu, shorter, y, "4 tokens")]
+    assert again(x, y, "16 tokens")
+    assert again(shorter, y, "4 tokens")
+    assert gpu.launched == told
+    assert told[0] != told[1]
+
+
+def test_maps_are_few_and_hold_no_tensors(gpu, monkeypatch):
+    from gla_triton_kernels.runtime import replay
+
+    monkeypatch.setattr(replay, "_MOST_MAPS", 3)
+    x, y = tensor(), tensor()
+    record(gpu, x, y)
+    others = [tensor() for _ in range(20)]
+    for other in others:
+        assert again(other, y)
+        assert 0 < encoded_maps(replay) <= 3
+    assert again(x, y)
+    gone = weakref.ref(x)
+    del x
+    assert gone() is None
+
+
+def test_what_is_not_launched_again(gpu):
+    x, y = tensor(), tensor()
+    record(gpu, x, y)
+    assert not again(x, y, "another key")
+    assert not again(torch.zeros(800)[1:769].view(2, 16, 3, 8), y)
+    gpu.index = 1
+    assert not again(x, y)
+    assert not gpu.launched
+
+
+def test_a_triton_that_launches_otherwise(gpu, monkeypatch):
+    from triton.backends.nvidia import driver
+
+    from gla_triton_kernels.runtime import replay
+
+    def encoding(launch, *_):
+        return lambda *args: launch(*args)
+
+    replay._launchers_are_known.cache_clear()
+    monkeypatch.setattr(driver, "wrap_handle_tensordesc", encoding)
+    assert "launches kernels in another way" in replay.why_not_replayed()
+    x, y = tensor(), tensor()
+    record(gpu, x, y)
+    assert not again(x, y)
+    monkeypatch.undo()
+    replay._launchers_are_known.cache_clear()
+    assert replay.why_not_replayed() is None
+
+
+def test_what_is_said_of_interpreted_kernels(monkeypatch):
+    import gla_triton_kernels
+
+    assert gla_triton_kernels.notes() == []
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (note,) = gla_triton_kernels.notes()
+    assert note.endswith("kernels are interpreted (TRITON_INTERPRET=1)")
+
+
+def encoded_maps(replay):
+    """How many tensor maps are kept."""
+    launches = [launch for call in replay._calls.values() for launch in call.launches]
+    return sum(len(tensor_map.encoded) for launch in launches for _, tensor_map in launch.parameters if tensor_map)
+
+
+def record_two(gpu, x, y, scratch):
+    """A call of two kernels, which hand something over in `scratch`."""
+    from gla_triton_kernels.runtime import replay
+    from gla_triton_kernels.runtime.launch import Launch
+
+    first = Launch(compiled(gpu, "*fp32", "*fp32"), (5, 1, 1), (x, scratch), (), (1, 2))
+    second = Launch(compiled(gpu, "*fp32", "*fp32"), (6, 1, 1), (scratch, y), (0.5,), (3,))
+    replay.record("two", (x, y), [first, second])
+
+
+def test_a_call_of_several_launches(gpu):
+    from gla_triton_kernels.runtime.replay import replay
+
+    x, y, scratch = tensor(), tensor(), torch.empty(3, 5, dtype=torch.float64)
+    record_two(gpu, x, y, scratch)
+    assert replay("two", (y, x), 0.25)
+    (first_grid, *first), (second_grid, *second) = gpu.launched
+    handed_over = first[-3]
+    assert handed_over not in (0, x.data_ptr(), y.data_ptr(), scratch.data_ptr())
+    assert (first_grid, first[-4:]) == (5, [y.data_ptr(), handed_over, 1, 2])
+    assert (second_grid, second[-4:]) == (6, [handed_over, x.data_ptr(), 0.25, 3])
+
+
+def test_calls_that_cannot_be_told_apart_are_not_recorded(gpu):
+    """Which of its tensors a launch has taken must be plain, and that it may be allocated anew."""
+    from gla_triton_kernels.runtime.replay import replay
+
+    x, y = tensor(), tensor()
+    record_two(gpu, x, x, tensor())
+    assert not replay("two", (x, y), 0.5)
+    record_two(gpu, x, y, tensor().mT)
+    assert not replay("two", (x, y), 0.5)
+    record_two(gpu, x, y, tensor())
+    assert replay("two", (x, x), 0.5)
+
+
+@pytest.fixture
+def heard():
+    """What Triton's hooks are told of launches."""
+    from triton import knobs
+
+    calls = []
+
+    def note(*_):
+        calls.append(1)
+
+    knobs.runtime.launch_enter_hook.add(note)
+    yield calls
+    knobs.runtime.launch_enter_hook.remove(note)
+
+
+def test_nothing_is_launched_past_a_profiler(gpu, heard):
+    from gla_triton_kernels.runtime.replay import why_not_replayed
+
+    assert why_not_replayed() == "a profiler listens to Triton's launches"
+    x, y = tensor(), tensor()
+    record(gpu, x, y)
+    assert not again(x, y)
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+def test_the_second_call_gives_what_the_first_gave():
+    x = torch.randn(64, 1000, device="cuda")
+    first, second, third = (gla.online_softmax(x + i, backend="triton_fused") for i in (0, 0, 1))
+    assert torch.equal(first, second)
+    assert torch.equal(third, gla.online_softmax(x + 1, backend="triton_fused"))
+    torch.testing.assert_close(third, torch.softmax(x + 1, -1))
+
+
+@pytest.mark.gpu
+def test_another_stream():
+    x = torch.randn(64, 1000, device="cuda")
+    gla.online_softmax(x, backend="triton_fused")
+    torch.cuda.synchronize()
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        torch.cuda._sleep(10_000_000)
+        y = x * 2
+        found = gla.online_softmax(y, backend="triton_fused")
+    aside.synchronize()
+    torch.testing.assert_close(found, torch.softmax(2 * x, -1))
+
+
+@pytest.mark.gpu
+def test_profilers_hear_of_every_launch(heard):
+    x = torch.randn(64, 1001, device="cuda")
+    for _ in range(3):
+        gla.online_softmax(x, backend="triton_fused")
+    assert len(heard) == 3
+
+
+def chunk_inputs(T, seed):
+    from gla_core.workloads.inputs import gla_inputs
+
+    torch.manual_seed(seed)
+    x = gla_inputs(B=2, T=T, H=2, K=128, V=128, dtype=torch.bfloat16, device="cuda", initial_state=True)
+    return x.q, x.k, x.v, x.g, None, x.initial_state, True
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
+def test_tensor_maps_follow_their_tensors(backend, monkeypatch):
+    """Freed memory is handed out again to tensors of other shapes; replayed launches give what new ones do."""
+    from gla_triton_kernels.runtime import replay
+
+    calls = [(T, seed) for T in (1024, 640, 1024, 512) for seed in range(3)]
+    with gla.use_backend(backend):
+        found = [gla.chunk_gla(*chunk_inputs(*call)) for call in calls * 2]
+        assert encoded_maps(replay) > 0
+        monkeypatch.setattr("gla_triton_kernels.chunk_gla.call.replay", lambda *_: False)
+        for i, call in enumerate(calls):
+            for once, twice, new in zip(
+                found[i], found[i + len(calls)], gla.chunk_gla(*chunk_inputs(*call)), strict=True
+            ):
+                assert torch.equal(once, new)
+                assert torch.equal(twice, new)
+
+
+@pytest.mark.gpu
+def test_profilers_hear_of_kernels_with_tensor_maps(heard):
+    x = chunk_inputs(1024, 0)
+    heard.clear()
+    for _ in range(3):
+        gla.chunk_gla(*x, backend="triton_fused")
+    assert len(heard) == 3
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_keeps_its_maps():
+    x = chunk_inputs(1024, 0)
+    expected = gla.chunk_gla(*x, backend="triton_fused")[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found, _ = gla.chunk_gla(*x, backend="triton_fused")
+    for i in range(50):  # and others take their places outside of the graph
+        gla.chunk_gla(*chunk_inputs(1024, i), backend="triton_fused")
+    found.zero_()
+    graph.replay()
+    assert torch.equal(found, expected)

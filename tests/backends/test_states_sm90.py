@@ -1,0 +1,168 @@
+"""Hopper's kernel for the states of segments against float64, and the op with it; on compute capability 9.0 alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from gla_core.conformance import oracle
+from gla_core.conformance.calls import heads_first
+from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.dispatch.backend import OpCall
+from gla_core.workloads.inputs import GATES, gla_inputs
+from gla_triton_kernels.chunk_gla.plan import SegmentPlan, _states_sm90
+
+BUDGET = FORWARD[torch.bfloat16]
+DECAYS = 2e-4  # exp of a float32 sum of up to -100
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90", "poisoned")]
+
+
+def inputs(**sizes):
+    x = gla_inputs(**{"dtype": torch.bfloat16, "gate_dtype": torch.float32, "device": "cuda", **sizes})
+    return [x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens]
+
+
+def cut(B, T, length, cu_seqlens=None):
+    """Segments, and where each is: (batch, first row, end)."""
+    from gla_triton_kernels.chunk_gla import segments as triton_segments
+
+    segments = triton_segments.cut(B, T, length, cu_seqlens)
+    if segments.bounds is None:
+        return segments, [(b, t, min(t + length, T)) for b in range(B) for t in range(0, T, length)]
+    bounds = segments.bounds.tolist()
+    return segments, [(0, *rows) for rows in itertools.pairwise(bounds)]
+
+
+def state_from_zero(k, v, g):
+    """State [H, K, V] and decay [H, K] of one segment, in float64."""
+    k, v = k.double(), v.double()
+    g = torch.zeros_like(k) if g is None else g.double()
+    later = torch.cat([g[1:], torch.zeros_like(g[:1])]).flip(0).cumsum(0).flip(0)
+    return torch.einsum("thk,thv->hkv", k * later.exp(), v), g.sum(0).exp()
+
+
+def build(k, v, g, segments, skip_last=False):
+    from gla_triton_kernels.chunk_gla import states_sm90
+    from gla_triton_kernels.chunk_gla.call import Tensors
+
+    H, K, V = *k.shape[2:], v.shape[3]
+    S = torch.empty(segments.count, H, K, V, device="cuda")
+    D = None if g is None else torch.empty(segments.count, H, K, device="cuda")
+    gate_dtype = None if g is None else g.dtype
+    call = OpCall(op="chunk_gla_fwd", device=k.device, dtype=k.dtype, dims={"K": K, "V": V}, gate_dtype=gate_dtype)
+    plan = SegmentPlan(segments.length, _states_sm90(call), overlap=True)
+    x = Tensors(k, k, v, g, None, None, v, None if skip_last else S)  # of which states take k, v and g
+    states_sm90.run(plan, x, segments, S, D)
+    return S, D
+
+
+def check(k, v, g, length, cu_seqlens=None):
+    segments, places = cut(*k.shape[:2], length, cu_seqlens)
+    S, D = build(k, v, g, segments)
+    again = build(k, v, g, segments)
+    used = [i for i, (_, t, end) in enumerate(places) if end > t]  # empty ones are not built
+    truth = [
+        state_from_zero(*(None if x is None else x[b, t:end] for x in (k, v, g)))
+        for b, t, end in (places[i] for i in used)
+    ]
+    assert relative_error(S[used], torch.stack([x[0] for x in truth])) <= BUDGET
+    assert torch.equal(S[used], again[0][used])
+    if g is not None:
+        assert relative_error(D[used], torch.stack([x[1] for x in truth])) <= DECAYS
+        assert torch.equal(D[used], again[1][used])
+
+
+@pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128)])
+def test_gates(K, V, gates, gate_dtype):
+    _, k, v, g, *_ = inputs(T=500, K=K, V=V, gates=gates, gate_dtype=gate_dtype)
+    check(k, v, g, 192)
+
+
+@pytest.mark.parametrize(("K", "V"), [(8, 8), (16, 64), (40, 200), (64, 512), (96, 72), (128, 24), (120, 256)])
+@pytest.mark.parametrize("gates", ["none", "-inf"])
+def test_widths(K, V, gates):
+    _, k, v, g, *_ = inputs(T=200, H=3, K=K, V=V, gates=gates)
+    check(k, v, g, 128)
+
+
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("length", [64, 256, 1024])
+def test_lengths(T, length):
+    _, k, v, g, *_ = inputs(T=T, K=128, V=128)
+    check(k, v, g, length)
+
+
+@pytest.mark.parametrize("gates", ["none", "strong", "-inf"])
+@pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 300), (64, 64), (0, 0, 5), (200,)])
+def test_packed(lengths, gates):
+    _, k, v, g, _, offsets = inputs(lengths=lengths, K=128, V=128, gates=gates)
+    check(k, v, g, 128, offsets)
+
+
+def test_the_last_segment_is_left_out():
+    _, k, v, g, *_ = inputs(B=2, T=300, K=64, V=64)
+    segments, _ = cut(2, 300, 64)
+    whole, part = build(k, v, g, segments), build(k, v, g, segments, skip_last=True)
+    last = torch.arange(10) % 5 == 4
+    assert torch.equal(part[0][~last], whole[0][~last])
+    assert part[0][last].isnan().all()
+
+
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("gates", ["none", "mild", "extreme", "-inf"])
+@pytest.mark.parametrize("sizes", [{"B": 2, "T": 700}, {"lengths": (0, 300, 1, 0, 130, 500)}], ids=str)
+def test_outputs_of_segments(sizes, gates, final, change_plans):
+    """The three kernels one after the other, also where each starts before the one before it is done."""
+    from gla_parallel_scan import chunk_gla
+
+    change_plans("segment_length", lambda *_: 128)
+    q, k, v, g, state, offsets = inputs(K=128, V=128, gates=gates, initial_state=True, **sizes)
+    ref_o, ref_state = oracle.chunk_gla(q, k, v, g, 0.3, state, offsets)
+    o, end, _ = chunk_gla.chunk_gla_fwd(q, k, v, g, 0.3, state, final, offsets, None)
+    assert relative_error(o, ref_o) <= BUDGET
+    if final:
+        assert relative_error(end, ref_state) <= BUDGET
+    for _ in range(20):
+        again = chunk_gla.chunk_gla_fwd(q, k, v, g, 0.3, state, final, offsets, None)[:2]
+        assert torch.equal(o, again[0])
+        assert not final or torch.equal(end, again[1])
+
+
+def test_a_packed_sequence_sees_nothing_of_the_next():
+    _, k, v, g, _, offsets = inputs(lengths=(70, 70), K=128, V=128)
+    for x in (k, v, g):
+        x[:, 70:] = torch.nan
+    segments, _ = cut(1, 140, 64, offsets)
+    S, D = build(k, v, g, segments)
+    for i, rows in enumerate([slice(0, 64), slice(64, 70)]):
+        ref_S, ref_D = state_from_zero(k[0, rows], v[0, rows], g[0, rows])
+        assert relative_error(S[i], ref_S) <= BUDGET
+        assert relative_error(D[i], ref_D) <= DECAYS
+
+
+@pytest.mark.parametrize("factor", [1e-8, 1e8])
+def test_large_and_small_inputs(factor):
+    _, k, v, g, *_ = inputs(T=200, K=128, V=128, gates="strong")
+    check(k * factor, v * factor, g, 128)
+
+
+def test_strided():
+    q, k, v, g, *_ = inputs(T=150, H=3, K=64, V=64)
+    check(*(heads_first(x) for x in (k, v, g)), 64)
+    wide = torch.cat([q, k, v], -1)
+    check(*wide.split(64, -1)[1:], g, 64)
+
+
+def test_more_than_2_to_the_31_elements():
+    """The last segment of a tensor of so many."""
+    T = 2**20 + 100
+    k, v, g = (torch.randn(1, T, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    g.abs_().mul_(-0.05)
+    segments, places = cut(1, T, 2**16)
+    S, _ = build(k, v, g, segments)
+    _, t, end = places[-1]
+    assert relative_error(S[-1], state_from_zero(k[0, t:end], v[0, t:end], g[0, t:end])[0]) <= BUDGET
