@@ -82,9 +82,11 @@ def _table(
     for name in names:
         cells = [_cell(row[name], separator) for row in rows]
         widest = max(cell_len(line) for cell in (name, *cells) for line in cell.split("\n"))
-        whole = name not in prose
+        unbroken = name not in prose
         justify = "right" if name in numbers else "left"
-        table.add_column(name, justify=justify, no_wrap=whole, min_width=widest if whole else min(widest, _READABLE))
+        table.add_column(
+            name, justify=justify, no_wrap=unbroken, min_width=widest if unbroken else min(widest, _READABLE)
+        )
     for row in rows:
         table.add_row(*(_cell(row[name], separator) for name in names))
     return table

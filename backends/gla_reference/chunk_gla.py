@@ -51,11 +51,11 @@ def chunk_gla_fwd(
     chunks, qc, kc, vc, alpha = _split(q, k, v, g, scale, cu_seqlens)
 
     A = _diagonal_scores(qc, kc)  # [R, H, n, C, G, C]
-    q_in, k_out, whole = qc.mul_(alpha[..., None, :]), kc, alpha
+    q_in, k_out, block_decay = qc.mul_(alpha[..., None, :]), kc, alpha
     for L in _halves(alpha):
         _scores(A, L).copy_(_rows(_right(q_in, L)) @ _left(k_out, L).mT)
-        whole = _double(q_in, k_out, whole, L)
-    decay = whole.squeeze(-2)  # [R, H, n, K]
+        block_decay = _double(q_in, k_out, block_decay, L)
+    decay = block_decay.squeeze(-2)  # [R, H, n, K]
 
     start = _state(initial_state, q, k, v, chunks.N)  # [N, H, K, V]
     entering, final = chunks.scan(start, decay, k_out.mT @ vc)  # [R, H, n, K, V]
@@ -92,7 +92,7 @@ def chunk_gla_bwd(
     dq = dA_tt * kc[..., None, :]  # [R, H, n, C, G, K]
     dk = (dA_tt * qc).sum(-2)  # [R, H, n, C, K]
     dg = torch.zeros_like(alpha)  # [R, H, n, C, K]
-    q_in, k_out, whole = qc.mul_(alpha[..., None, :]), kc, alpha
+    q_in, k_out, block_decay = qc.mul_(alpha[..., None, :]), kc, alpha
     upto, after = alpha.clone(), torch.ones_like(alpha)  # products of gates: through t, and after s
     for L in _halves(alpha):
         q_right, k_left = _rows(_right(q_in, L)), _left(k_out, L)  # [R, H, n, m, L*G, K], [R, H, n, m, L, K]
@@ -100,9 +100,9 @@ def chunk_gla_bwd(
         _scores(A, L).copy_(q_right @ k_left.mT)
         _add_query_gradient(_right(dq, L), _right(dg, L), dscores @ k_left, q_right, _right(upto, L))
         _add_key_gradient(_left(dk, L), _left(dg, L), dscores.mT @ q_right, k_left, _left(after, L))
-        _double(upto, after, whole, L)
-        whole = _double(q_in, k_out, whole, L)
-    decay = whole.squeeze(-2)  # [R, H, n, K]
+        _double(upto, after, block_decay, L)
+        block_decay = _double(q_in, k_out, block_decay, L)
+    decay = block_decay.squeeze(-2)  # [R, H, n, K]
 
     start = _state(initial_state, q, k, v, chunks.N)  # [N, H, K, V]
     update = k_out.mT @ vc  # [R, H, n, K, V]
@@ -148,18 +148,18 @@ def _halves(alpha: Tensor) -> list[int]:
     return [1 << level for level in range(alpha.shape[3].bit_length() - 1)]
 
 
-def _double(q: Tensor, k: Tensor, whole: Tensor, L: int) -> Tensor:
+def _double(q: Tensor, k: Tensor, block_decay: Tensor, L: int) -> Tensor:
     """Join neighbouring blocks of L in place, by the associative rule of the gates.
 
     Rows of q [.., C, (G,) K], decayed from the start of their block, gain the whole block to their left; rows of
     k [.., C, K], decayed to the end of theirs, gain the whole block to their right. whole [.., C/L, K] holds the
     products over the blocks; returns those over the joined blocks [.., C/2L, K].
     """
-    whole_left, whole_right = _left(whole, 1), _right(whole, 1)  # [R, H, n, m, 1, K]
+    left_decay, right_decay = _left(block_decay, 1), _right(block_decay, 1)  # [R, H, n, m, 1, K]
     q_right, k_left = _right(q, L), _left(k, L)
-    q_right *= whole_left if q.ndim == k.ndim else whole_left[..., None, :]
-    k_left *= whole_right
-    return (whole_left * whole_right).squeeze(-2)
+    q_right *= left_decay if q.ndim == k.ndim else left_decay[..., None, :]
+    k_left *= right_decay
+    return (left_decay * right_decay).squeeze(-2)
 
 
 def _diagonal_scores(q: Tensor, k: Tensor) -> Tensor:

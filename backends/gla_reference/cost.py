@@ -1,6 +1,6 @@
 """Predicted seconds of the reference: the host issues small operations one by one, and each passes over memory.
 
-    host = call + step * steps        steps: turns of the op's loop over chunks, tiles of columns or blocks of keys
+    host = call + step * steps        steps: iterations of the op's loop over chunks, tiles of columns or blocks of keys
     work = elements / rate            elements: numbers that the operations touch, in proportion
     seconds = host + work + pages     on a CPU
     seconds = max(host, work + kernels * host)        on a GPU
@@ -25,7 +25,7 @@ CHUNK, TILE, KEY_BLOCK = 64, 1024, 256
 KEPT = 2**25
 """Temporary bytes that cost nothing more: caches hold them, and glibc keeps them when they are freed."""
 HALVING = 8
-"""Turns of the loop over chunks that issue as many operations as one halving of the chunks."""
+"""Iterations of the loop over chunks that issue as many operations as one halving of the chunks."""
 
 
 class Count(NamedTuple):

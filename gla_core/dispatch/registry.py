@@ -54,14 +54,14 @@ class BackendInfo:
 class _Found:
     """What one discovery found: backends and the plugins they came by, tracebacks of plugins in quarantine by name.
 
-    Not `whole` if a plugin was itself just being imported, by who asked; it can be looked at only later.
+    Not `complete` if a plugin was itself just being imported, by who asked; it can be looked at only later.
     """
 
     backends: dict[str, Backend] = field(default_factory=dict)
     plugin_of: dict[str, str] = field(default_factory=dict)
     quarantine: dict[str, str] = field(default_factory=dict)
     blocked: list[str] = field(default_factory=list)
-    whole: bool = True
+    complete: bool = True
 
 
 def survive_fork(lock: threading.Lock | threading.RLock) -> None:
@@ -294,7 +294,7 @@ def _discover() -> _Found:
         return found
     reloads, found = _reloads, _load_all()
     with _lock:
-        if _discovered is None and found.whole and reloads == _reloads:
+        if _discovered is None and found.complete and reloads == _reloads:
             _discovered = found
     changed()
     return _discovered or found
@@ -333,7 +333,7 @@ def _load(entry_point: importlib.metadata.EntryPoint, found: _Found) -> None:
             new[backend.name] = backend
     except (Exception, SystemExit):  # SystemExit: a plugin's sys.exit() must not end the program
         if _is_being_imported(entry_point.module):
-            found.whole = False
+            found.complete = False
         else:
             said_before = found.quarantine.get(entry_point.name, "")
             found.quarantine[entry_point.name] = said_before + traceback.format_exc()
