@@ -1,7 +1,12 @@
-"""Softmax along one dimension, rows in pieces: the kernels of gla_triton_kernels/online_softmax/pieces.py."""
+"""Softmax along one dimension with the rows in splits: maximum and sum of all splits at once, then all outputs."""
 
 from __future__ import annotations
 
-from gla_triton_kernels.online_softmax.pieces import online_softmax
+from torch import Tensor
 
-__all__ = ["online_softmax"]
+from gla_triton_kernels import online_softmax as kernels
+
+
+def online_softmax(x: Tensor, dim: int) -> Tensor:
+    """See gla_core/ops/online_softmax.py."""
+    return kernels.splits.online_softmax(x, dim)

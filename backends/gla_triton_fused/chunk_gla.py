@@ -39,9 +39,11 @@ def chunk_gla_fwd(
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+    checkpoint_every: int | None,
+) -> tuple[Tensor, Tensor | None, None]:
     """See gla_core/ops/chunk_gla.py."""
-    return kernels.call.forward(_one_pass, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    results = kernels.call.forward(_one_pass, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    return *results, None  # no checkpoints, by the capabilities
 
 
 def _one_pass(call: OpCall, gpu: Gpu, aligned: bool, x: Tensors, scale: float) -> list[Launch]:

@@ -1,7 +1,12 @@
-"""Softmax along one dimension, rows in one pass: the kernels of gla_triton_kernels/online_softmax/one_pass.py."""
+"""Softmax along one dimension, each row by one block: held on chip if it fits, read twice if not."""
 
 from __future__ import annotations
 
-from gla_triton_kernels.online_softmax.one_pass import online_softmax
+from torch import Tensor
 
-__all__ = ["online_softmax"]
+from gla_triton_kernels import online_softmax as kernels
+
+
+def online_softmax(x: Tensor, dim: int) -> Tensor:
+    """See gla_core/ops/online_softmax.py."""
+    return kernels.one_pass.online_softmax(x, dim)

@@ -1,5 +1,39 @@
-"""Triton code that `gla_triton_fused` and `gla_parallel_scan` are both made of: no backend, but what two of them share.
+"""The Triton kernels that `gla_triton_fused` and `gla_parallel_scan` are composed of; no backend itself.
 
-Kernels walk a sequence from the state that enters it, so they serve whole sequences and segments of them alike. The
-modules import triton, and are imported when an op is first called.
+Each op has a package: which kernel a call takes is decided in its `plan.py` and priced in its `cost.py`, which import
+no Triton; the other files hold the kernels, one for each architecture where they differ, and are imported when they are
+first used, as attributes of the op's package.
 """
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from gla_triton_kernels.runtime.architecture import interpreted
+
+MAX_WIDTH = 512
+"""The widest head, K or V, whose state the kernels can keep on chip."""
+
+
+def dtypes() -> frozenset[torch.dtype]:
+    """What the kernels compute here: Triton's interpreter multiplies bfloat16 matrices wrongly."""
+    return frozenset({torch.float32, torch.float16} | (set() if interpreted() else {torch.bfloat16}))
+
+
+def missing() -> str | None:
+    """What has to be installed before the kernels can be launched, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton; install gla-core[triton]"
+    return None
+
+
+def notes() -> list[str]:
+    """What `gla doctor` says of the kernels here."""
+    if missing() or not (torch.cuda.is_available() or interpreted()):
+        return []
+    from gla_triton_kernels.runtime.replay import why_not_replayed
+
+    reason = why_not_replayed()
+    return [] if reason is None else [f"launches of repeated calls are not replayed: {reason}"]

@@ -27,31 +27,3 @@ def gpu_of_constants(c: Constants) -> Gpu:
     """The GPU whose facts stand among the constants of a cost model, as plans ask for it."""
     major, minor = divmod(round(10 * c["compute_capability"]), 10)
     return Gpu(architecture_of(major, minor), int(c["multiprocessors"]))
-
-
-def recurrent_gla_step(call: OpCall, c: Constants) -> float:
-    """Seconds of recurrent_gla_step.py: every state is read once and written once."""
-    B, H, K, V = (call.dims[name] for name in ("B", "H", "K", "V"))
-    states = B * H * K * V * (call.state_dtype.itemsize if call.state_dtype else 4)
-    return in_all(call, c["launch"] + 2 * states / c["bandwidth"], c["host"])
-
-
-def attention_keys(call: OpCall) -> float:
-    """Keys that a query of softmax_attention sees on average.
-
-    Whether a call is causal is not known: taken for so if it has many queries.
-    """
-    Tq, Tk = call.dims["Tq"], call.dims["Tk"]
-    return Tk - min(Tq, Tk) / 2 if Tq > 1 else Tk
-
-
-def attention_products(call: OpCall) -> float:
-    """Multiplications of softmax_attention; a matrix product takes 16 rows at least."""
-    B, Tq, H, Hq, K, V = (call.dims[name] for name in ("B", "Tq", "H", "Hq", "K", "V"))
-    return B * H * max(16, Tq * (Hq / max(H, 1))) * attention_keys(call) * (K + V)
-
-
-def attention_bytes(call: OpCall) -> int:
-    """Bytes of k and v."""
-    B, Tk, H, K, V = (call.dims[name] for name in ("B", "Tk", "H", "K", "V"))
-    return B * H * Tk * (K + V) * call.dtype.itemsize

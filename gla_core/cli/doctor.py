@@ -44,6 +44,8 @@ def _print(report: dict[str, Any]) -> None:
         console, [{name: row[name] for name in shown} for row in report["backends"]], spare=("plugin", "version")
     )
     print_table(console, report["calibration"])
+    for row in report["notes"]:
+        console.print(f"{row['backend']}: {row['note']}", soft_wrap=True)
     for name, error in report["quarantine"].items():
         console.print(f"plugin {name!r} failed to load:\n{error}", soft_wrap=True)
     for problem in report["problems"]:
@@ -78,6 +80,7 @@ def examine() -> dict[str, Any]:
         "request": request,
         "backends": [backend_row(info) for info in found if info.error is None],
         "calibration": [] if settings is None else _calibration(),
+        "notes": [] if settings is None else _notes(),
         "quarantine": broken,
         "problems": problems,
     }
@@ -121,6 +124,18 @@ def _calibration() -> list[dict[str, Any]]:
             ops = [op for op in backend.ops if known and calibration.calibrated(backend, op, device)]
             if ops:
                 rows.append({"device": str(device), "backend": backend.name, "calibrated": ops})
+    return rows
+
+
+def _notes() -> list[dict[str, str]]:
+    """What backends say of themselves here; a fault in one is noted too."""
+    rows = []
+    for backend in registry.installed().values():
+        try:
+            notes = [] if backend.notes is None else list(backend.notes())
+        except (Exception, SystemExit) as error:
+            notes = [f"its notes() raised {type(error).__name__}: {error}"]
+        rows += [{"backend": backend.name, "note": note} for note in notes]
     return rows
 
 

@@ -195,6 +195,7 @@ class Backend:
         cost: optionally predicts the time of an `OpCall` in seconds, by which `auto` ranks: a `CostModel`, whose
             constants can be calibrated, or a function that takes the call.
         op_capabilities: the capabilities of ops that differ from the others, by abstract op name.
+        notes: optionally what `gla doctor` says of this backend here, such as what slows it down; may take its time.
 
     Example:
         >>> backend = Backend("mine", "1.0", {"online_softmax": my_softmax}, Capabilities(devices=frozenset({"cpu"})))
@@ -207,6 +208,7 @@ class Backend:
     supports: Callable[[OpCall], Reason | None] = supports_everything
     cost: CostModel | Callable[[OpCall], float | None] | None = None
     op_capabilities: Mapping[str, Capabilities] = field(default_factory=dict)
+    notes: Callable[[], list[str]] | None = None
 
     def can(self, op: str) -> Capabilities:
         """Where the function of an op works."""

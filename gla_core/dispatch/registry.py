@@ -194,6 +194,8 @@ def check_backend(backend: object, taken: Iterable[str] = ()) -> None:
         _check_op(f"backend {name!r} implements", op)
         _check_signature(name, op, function)
     _check_cost(name, backend.cost)
+    if backend.notes is not None and not callable(backend.notes):
+        raise BackendError(f"backend {name!r}: notes is {type(backend.notes).__name__}; expected a function or None")
 
 
 def _check_op(who: str, op: object) -> None:

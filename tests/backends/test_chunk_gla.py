@@ -43,7 +43,7 @@ def forward(backend, change_plans):
     chunk_gla_fwd = importlib.import_module(f"gla_{backend}.chunk_gla").chunk_gla_fwd
 
     def forward(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, final=True):
-        return chunk_gla_fwd(q, k, v, g, scale, initial_state, final, cu_seqlens)
+        return chunk_gla_fwd(q, k, v, g, scale, initial_state, final, cu_seqlens, None)[:2]
 
     return forward
 

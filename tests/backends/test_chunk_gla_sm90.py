@@ -36,7 +36,7 @@ def inputs(**sizes):
 def forward(q, k, v, g, scale, initial_state, cu_seqlens):
     from gla_triton_fused.chunk_gla import chunk_gla_fwd
 
-    return chunk_gla_fwd(q, k, v, g, scale, initial_state, True, cu_seqlens)
+    return chunk_gla_fwd(q, k, v, g, scale, initial_state, True, cu_seqlens, None)[:2]
 
 
 def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3):

@@ -1,4 +1,4 @@
-"""The kernels of online_softmax on their own: the edges of tiles and of pieces, special values, every layout."""
+"""The kernels of online_softmax on their own: the edges of tiles and of splits, special values, every layout."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gla_core.workloads.inputs import normal
 
 pytest.importorskip("triton")
 
-from gla_triton_kernels.online_softmax.one_pass import MOST_ODD_ON_CHIP as ODD
-from gla_triton_kernels.online_softmax.one_pass import MOST_ON_CHIP as MOST
+from gla_triton_kernels.online_softmax.plan import MOST_ON_CHIP as MOST
+from gla_triton_kernels.online_softmax.plan import MOST_UNALIGNED_ON_CHIP as ODD
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 COLUMNS = [1, 2, 31, 1023, 1024, 1025, 4096, 4097, ODD, ODD + 1, MOST, MOST + 1, MOST + 16, 2 * MOST, 70001, 81921]
@@ -50,7 +50,7 @@ def check(online_softmax, x, dim):
 
 @pytest.mark.parametrize("columns", COLUMNS)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_columns_at_the_edges_of_tiles_and_pieces(online_softmax, device, dtype, columns, rows):
+def test_columns_at_the_edges_of_tiles_and_splits(online_softmax, device, dtype, columns, rows):
     check(online_softmax, random(rows, columns, device=device, dtype=dtype), 1)
 
 
@@ -144,7 +144,7 @@ def test_long_rows_at_any_address(online_softmax, device, rows, columns, start, 
 
 
 def test_the_second_call_gives_what_the_first_gave(online_softmax, device):
-    """It is launched from what was kept of the first; a tensor that had to be copied is copied again."""
+    """It is launched from what was recorded of the first; a tensor that had to be copied is copied again."""
     four = random(4, 4, 4, 4, 6, device=device)[::2, ::2, ::2, ::2].permute(3, 2, 1, 0, 4)
     for x, dim in ((random(3, 20_000 if INTERPRETED else 70_000, device=device), 1), (four, 4)):
         first = online_softmax(x, dim)

@@ -1,4 +1,4 @@
-"""parallel_scan in PyTorch, on a CPU, against the float64 oracle: its scan, its segments and pieces, every op."""
+"""parallel_scan in PyTorch, on a CPU, against the float64 oracle: its scan, its segments and blocks, every op."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
+def small_blocks(monkeypatch):
     """Heads and sequences come one at a time, keys and columns a few at a time."""
-    monkeypatch.setattr("gla_parallel_scan.pytorch.chunk_gla.PIECE", 1)
-    monkeypatch.setattr("gla_parallel_scan.pytorch.online_softmax.PIECE", 7)
+    monkeypatch.setattr("gla_parallel_scan.pytorch.chunk_gla.BLOCK", 1)
+    monkeypatch.setattr("gla_parallel_scan.pytorch.online_softmax.SPLIT", 7)
     monkeypatch.setattr("gla_parallel_scan.pytorch.online_softmax.BLOCK", 64)
-    for name, size in (("PIECE", 64), ("QUERIES", 5), ("KEYS", 8)):
+    for name, size in (("BLOCK", 64), ("QUERIES", 5), ("SPLIT", 8)):
         monkeypatch.setattr(f"gla_parallel_scan.pytorch.softmax_attention.{name}", size)
 
 
@@ -73,7 +73,7 @@ def arguments(**sizes):
 
 
 def forward(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3):
-    return chunk_gla_fwd(q, k, v, g, scale, initial_state, True, cu_seqlens)
+    return chunk_gla_fwd(q, k, v, g, scale, initial_state, True, cu_seqlens, None)[:2]
 
 
 def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3):
@@ -100,7 +100,7 @@ def test_lengths(T):
 
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 5), (1, 1, 1), (64, 0, 65), (300, 2, 129), (1,) * 70])
 @pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
-def test_packed(lengths, gates, small_pieces):
+def test_packed(lengths, gates, small_blocks):
     check(*arguments(lengths=lengths, gates=gates, initial_state=True))
 
 
@@ -148,18 +148,18 @@ def test_inputs_and_strides():
     check(*(y[:1].expand(3, *y.shape[1:]) for y in x))
 
 
-def test_pieces(monkeypatch):
+def test_blocks(monkeypatch):
     """However many heads and sequences are worked on at once, the result is the same."""
     x = arguments(B=3, T=70, H=3, G=2, initial_state=True)
     ref = forward(*x)
     for most in (1, 70 * 16, 2 * 70 * 16, 4 * 70 * 16):
-        monkeypatch.setattr("gla_parallel_scan.pytorch.chunk_gla.PIECE", most)
+        monkeypatch.setattr("gla_parallel_scan.pytorch.chunk_gla.BLOCK", most)
         for a, b in zip(forward(*x), ref, strict=True):
             torch.testing.assert_close(a, b)
 
 
-def test_places_of_packed_tokens():
-    """Each token has a place of its own, and each sequence starts a segment."""
+def test_positions_of_packed_tokens():
+    """Each token has a position of its own, and each sequence starts a segment."""
     lengths = torch.tensor([5, 0, 64, 65, 1])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
     cut = packed(64, offsets)
@@ -235,7 +235,7 @@ def draw(dtype, *shape, seed=0):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [1, 6, 7, 8, 50, 64, 100])
-def test_softmax(columns, dtype, small_pieces):
+def test_softmax(columns, dtype, small_blocks):
     x = draw(dtype, 3, columns, 4)
     for dim, y in ((1, x), (2, x.transpose(1, 2)), (0, x.transpose(0, 1))):
         found = online_softmax(y, dim)
@@ -243,7 +243,7 @@ def test_softmax(columns, dtype, small_pieces):
         assert found.is_contiguous()
 
 
-def test_softmax_of_minus_infinities(small_pieces):
+def test_softmax_of_minus_infinities(small_blocks):
     x = draw(torch.float32, 4, 40)
     x[0], x[1, :30], x[2, 9:], x[3] = -torch.inf, -torch.inf, -torch.inf, x[3] - 500
     assert relative_error(online_softmax(x, 1), oracle.softmax(x, 1)) <= FORWARD[torch.float32]
@@ -261,14 +261,14 @@ def check_attention(q, k, v, causal, scale=0.3):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("Tq", "Tk"), [(1, 1), (1, 40), (5, 8), (6, 9), (30, 30), (13, 41), (41, 13)])
-def test_attention(Tq, Tk, causal, dtype, small_pieces):
+def test_attention(Tq, Tk, causal, dtype, small_blocks):
     x = draw(dtype, 2, Tq, 6, 16), draw(dtype, 2, Tk, 2, 16, seed=1), draw(dtype, 2, Tk, 2, 8, seed=2)
     check_attention(*x, causal)
     check_attention(*map(heads_first, x), causal)
 
 
 @pytest.mark.parametrize("Tk", [0, 3])
-def test_queries_without_keys(Tk, small_pieces):
+def test_queries_without_keys(Tk, small_blocks):
     q, k, v = draw(torch.float32, 1, 12, 2, 16), *(draw(torch.float32, 1, Tk, 2, 16, seed=i) for i in (1, 2))
     o, lse = softmax_attention(q, k, v, 0.3, True)
     assert bool(o[:, : 12 - Tk].isnan().all())
@@ -277,7 +277,7 @@ def test_queries_without_keys(Tk, small_pieces):
         check_attention(q, k, v, True)
 
 
-def test_keys_of_minus_infinity(small_pieces):
+def test_keys_of_minus_infinity(small_blocks):
     q, k, v = (draw(torch.float32, 1, 20, 2, 16, seed=i) for i in range(3))
     q, k[:, 3:15, :, 0] = q.abs(), -torch.inf
     check_attention(q, k, v, False)

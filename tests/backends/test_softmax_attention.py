@@ -1,7 +1,8 @@
-"""The kernels of softmax_attention on their own: the edges of blocks and of pieces of the keys, masks, layouts."""
+"""The kernels of softmax_attention on their own: the edges of blocks and of splits of the keys, masks, layouts."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import normal
+from gla_triton_kernels.softmax_attention.plan import plan_splits
 
 pytest.importorskip("triton")
 
@@ -21,29 +23,31 @@ WIDTHS = [(16, 16), (128, 128), (300, 24)]
 WIDTHS += [] if INTERPRETED else [(64, 64), (256, 256), (512, 512), (40, 512)]
 UNLIKE = [(38, 9), (24, 120)] + ([] if INTERPRETED else [(46, 8), (66, 17), (120, 24), (8, 256)])
 ROWS = [1, 70] if INTERPRETED else [1, 17, 150]
-IN_PIECES = [("triton_fused", None), ("parallel_scan", 3)] + ([] if INTERPRETED else [("parallel_scan", 20)])
+IN_SPLITS = [("triton_fused", None), ("parallel_scan", 3)] + ([] if INTERPRETED else [("parallel_scan", 20)])
 
 pytestmark = pytest.mark.kernels
 
 
-@pytest.fixture(params=IN_PIECES, ids=str)
+@pytest.fixture(params=IN_SPLITS, ids=str)
 def softmax_attention(request, monkeypatch):
-    """A backend's function; parallel_scan's cuts the keys into so many pieces, if there are so many blocks of them."""
-    backend, pieces = request.param
+    """A backend's function; parallel_scan's takes the keys in so many splits, if there are so many blocks of them."""
+    backend, splits = request.param
     module = importlib.import_module(f"gla_{backend}.softmax_attention")
 
-    def piece(q, v, causal, cut):
-        return max(1, -(-v.shape[1] // (pieces * cut.BT))) * cut.BT
+    def split(call, gpu, addressable):
+        plan, Tk = plan_splits(call, gpu, addressable), call.dims["Tk"]
+        keys = max(1, -(-Tk // (splits * plan.BT))) * plan.BT
+        return dataclasses.replace(plan, split=keys if keys < Tk else None)
 
-    if pieces:
-        monkeypatch.setattr(module, "_piece", piece)
+    if splits:
+        monkeypatch.setattr(module, "plan_splits", split)
     return module.softmax_attention
 
 
 as_called = pytest.mark.parametrize(
     "softmax_attention", [("triton_fused", None), ("parallel_scan", None)], indirect=True, ids=str
 )
-"""With as many pieces as each call is worth."""
+"""With as many splits as each call is worth."""
 
 
 @pytest.fixture(params=[torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -90,7 +94,7 @@ def test_tf32(softmax_attention, device, tf32_allowed, width, rows):
 @pytest.mark.parametrize("Tq", [1, 65] if INTERPRETED else [1, 127, 129, 257])
 @pytest.mark.parametrize("Tk", [1, 64, 257] if INTERPRETED else [1, 63, 64, 65, 257, 300, 500])
 @pytest.mark.parametrize("causal", [False, True])
-def test_edges_of_blocks_and_pieces(softmax_attention, device, dtype, Tq, Tk, causal):
+def test_edges_of_blocks_and_splits(softmax_attention, device, dtype, Tq, Tk, causal):
     check(softmax_attention, *inputs(device, dtype, Tq=Tq, Tk=Tk), causal)
 
 

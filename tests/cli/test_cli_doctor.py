@@ -8,6 +8,7 @@ import platform
 import torch
 
 import gla_core as gla
+from gla_core.dispatch.backend import Backend
 from gla_core.dispatch.environment import VARIABLES
 
 
@@ -51,6 +52,21 @@ def test_variables_and_what_comes_of_them(run, monkeypatch):
     }
     assert {"op": "chunk_gla_fwd", "request": "reference", "source": "GLA_BACKEND"} in report["request"]
     assert {"op": "*", "request": "auto", "source": "default"} in report["request"]
+
+
+def test_what_backends_say_of_themselves(run, fresh_registry):
+    def broken():
+        raise RuntimeError("no idea")
+
+    ops = {"online_softmax": lambda x, dim: x}
+    with (
+        gla.register(Backend("slow", "1.0", ops, notes=lambda: ["calls are slow here"])),
+        gla.register(Backend("broken", "1.0", ops, notes=broken)),
+    ):
+        assert "slow: calls are slow here" in run("doctor").output
+        notes = [row for row in examine(run, 0)["notes"] if row["backend"] in ("slow", "broken")]
+    raised = {"backend": "broken", "note": "its notes() raised RuntimeError: no idea"}
+    assert notes == [{"backend": "slow", "note": "calls are slow here"}, raised]
 
 
 def test_an_unknown_variable(run, monkeypatch):

@@ -249,6 +249,11 @@ def test_constants_of_an_unknown_op_are_refused():
         gla.register(gla_backend(cost=CostModel(len, {"cpu": {"softmax": {}}})))
 
 
+def test_notes_that_are_no_function_are_refused():
+    with pytest.raises(gla.BackendError, match=r"backend 'mine': notes is list; expected a function or None"):
+        gla.register(dataclasses.replace(gla_backend(), notes=["slow"]))
+
+
 def test_shipped_constants_are_those_of_the_package(tmp_path, monkeypatch):
     package = tmp_path / "backend_with_constants"
     package.mkdir()

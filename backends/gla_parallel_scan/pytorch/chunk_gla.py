@@ -26,17 +26,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_parallel_scan.pytorch.pieces import pieces
+from gla_parallel_scan.pytorch.blocks import blocks
 from gla_parallel_scan.pytorch.segments import Segments, dense, packed
 
 SEGMENT = 64
-PIECE = 2**18
-"""Numbers of a tensor that is worked on at once: heads and sequences come in pieces that stay in the cache."""
-
-# glibc keeps freed memory up to twice the largest block of at most 32 MiB that it has mapped and freed. More than that
-# it returns to the system, to be mapped again page by page: as long as the arithmetic takes, or longer. This block is
-# never touched.
-torch.empty(2**25 - 2**16, dtype=torch.uint8)
+BLOCK = 2**18
+"""Numbers of a tensor that is worked on at once: heads and sequences come in blocks that stay in the cache."""
 
 
 def chunk_gla_fwd(
@@ -48,7 +43,8 @@ def chunk_gla_fwd(
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+    checkpoint_every: int | None,
+) -> tuple[Tensor, Tensor | None, None]:
     """See gla_core/ops/chunk_gla.py."""
     B, T, H, K = k.shape
     V = v.shape[3]
@@ -57,19 +53,19 @@ def chunk_gla_fwd(
     o = v.new_empty(B, T, q.shape[2], V)
     final = v.new_empty(N, H, K, V, dtype=dtype)
     if N == 0:
-        return o.zero_(), final if output_final_state else None  # any token there is belongs to no sequence
+        return o.zero_(), final if output_final_state else None, None  # any token there is belongs to no sequence
     C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())  # no more than the power of two that holds T
     segments = dense(T, C) if cu_seqlens is None else packed(C, cu_seqlens)
     queries, outputs = (x.unflatten(2, (H, -1)) for x in (q, o))  # [B, T, H, G, K], [B, T, H, G, V]
-    for rows, heads in pieces(B, H, T * max(K, V), PIECE):
+    for rows, heads in blocks(B, H, T * max(K, V), BLOCK):
         tokens = (rows, slice(None), heads)
         states = (rows if cu_seqlens is None else slice(None), heads)
         qc, kc, vc = (segments.cut(x[tokens], dtype) for x in (queries, k, v))
         gc = None if g is None else segments.cut(g[tokens], dtype)
         initial = None if initial_state is None else initial_state[states]
-        o_piece, final[states] = _forward(segments, qc, kc, vc, gc, initial)
-        segments.join(o_piece, scale, outputs[tokens])
-    return o, final if output_final_state else None
+        o_block, final[states] = _forward(segments, qc, kc, vc, gc, initial)
+        segments.join(o_block, scale, outputs[tokens])
+    return o, final if output_final_state else None, None  # no checkpoints, by the capabilities
 
 
 def _forward(
@@ -101,18 +97,18 @@ def _scores(q: Tensor, k: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     G = q.shape[1] // C
     A = _diagonal_scores(q, k)
     q.view(S, C, G, K).mul_(alpha[:, :, None])
-    whole = alpha  # [S, C/L, K], products over blocks of L
+    products = alpha  # [S, C/L, K], of the gates of L tokens
     for L in (1 << level for level in range(C.bit_length() - 1)):
         m = C // (2 * L)  # blocks of 2L, rows of q in the right half and rows of k in the left one
         q_right = q.view(S * m, 2, L * G, K)[:, 1]  # [S*m, L*G, K]
         k_left = k.view(S * m, 2, L, K)[:, 0]  # [S*m, L, K]
         blocks = A.view(S, m, 2, L * G, m, 2, L)[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3)  # [S, L*G, L, m]
         blocks.copy_(torch.bmm(q_right, k_left.mT).view(S, m, L * G, L).movedim(1, 3))
-        whole_left, whole_right = whole.view(S * m, 2, 1, K).unbind(1)  # [S*m, 1, K]
-        q_right *= whole_left
-        k_left *= whole_right
-        whole = whole_left * whole_right
-    return A, whole.view(S, K)
+        left, right = products.view(S * m, 2, 1, K).unbind(1)  # [S*m, 1, K]
+        q_right *= left
+        k_left *= right
+        products = left * right
+    return A, products.view(S, K)
 
 
 def _diagonal_scores(q: Tensor, k: Tensor) -> Tensor:

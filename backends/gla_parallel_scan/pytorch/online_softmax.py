@@ -1,10 +1,10 @@
-"""Softmax of rows split into pieces: a maximum m and a sum z for each piece on its own, then merged.
+"""Softmax of rows in splits: a maximum m and a sum z for each split on its own, then merged.
 
-    y = exp(x - m_piece) exp(m_piece - m) / z        m = max m_piece        z = sum exp(m_piece - m) z_piece
+    y = exp(x - m_p) exp(m_p - m) / z        m = max_p m_p        z = sum_p exp(m_p - m) z_p
 
-This is the rule of two pieces, which is associative, taken over all pieces of a row at once.
+This is the rule of two splits, which is associative, taken over all splits of a row at once.
 
-R rows of `columns` numbers   p pieces of c numbers
+R rows of `columns` numbers   p splits of c numbers
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
 """
@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PIECE = 4096
+SPLIT = 4096
+"""Numbers of a split, at most."""
 BLOCK = 2**17
 """Numbers of the rows that are worked on at once, so that they stay in the cache."""
 
@@ -32,16 +33,16 @@ def online_softmax(x: Tensor, dim: int) -> Tensor:
 
 
 def _softmax(x: Tensor) -> Tensor:
-    """Softmax of rows x [R, columns] of any number of pieces, in the dtype of the computation."""
+    """Softmax of rows x [R, columns] in any number of splits, in the dtype of the computation."""
     R, columns = x.shape
-    p = -(-columns // PIECE)
+    p = -(-columns // SPLIT)
     c = -(-columns // p)
     x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     if p * c > columns:
         x = torch.nn.functional.pad(x, (0, p * c - columns), value=-torch.inf)
-    pieces = x.reshape(R, p, c)
-    m = pieces.amax(-1, keepdim=True)  # [R, p, 1]
-    e = (pieces - finite(m)).exp_()  # [R, p, c]
+    splits = x.reshape(R, p, c)
+    m = splits.amax(-1, keepdim=True)  # [R, p, 1]
+    e = (splits - finite(m)).exp_()  # [R, p, c]
     z = e.sum(-1, keepdim=True)  # [R, p, 1]
     weight = torch.exp(m - finite(m.amax(1, keepdim=True)))  # [R, p, 1]
     weight /= (weight * z).sum(1, keepdim=True)  # 0 / 0 = NaN for a row that is all -inf

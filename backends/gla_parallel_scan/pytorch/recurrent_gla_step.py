@@ -1,4 +1,4 @@
-"""One token of gated linear attention: one piece more for the associative rule (scan.py), that of a single token.
+"""One token of gated linear attention: one segment more for the associative rule (scan.py), of a single token.
 
     S' = diag(alpha) S + k^T v        o = scale * q S'
 

@@ -1,14 +1,14 @@
-"""The state of gated linear attention after each of many pieces of a sequence, in log2 as many steps.
+"""The state of gated linear attention after each of many segments of a sequence, in log2 as many steps.
 
-A piece is (D, S): the product D of its gates and the state S that it builds from zero. One piece after another is
+A segment is (D, S): the product D of its gates and the state S that it builds from zero. One after another is
 
     (D2, S2) after (D1, S1)  =  (D1 * D2, diag(D2) S1 + S2)
 
-which is associative, so neighbours can be joined in any order. On the way up, every piece at the end of a block of 2d
-joins the block of d to its left; on the way down, the pieces between join what by then is complete to theirs. That
+which is associative, so neighbours can be joined in any order. On the way up, every segment at the end of a block of 2d
+joins the block of d to its left; on the way down, those between join what by then is complete to theirs. That
 is 2 n joins in 2 log2 n steps, each step one operation on all its joins.
 
-n pieces   K, V key and value width
+n segments   K, V key and value width
 
 Source: Brent and Kung, "A Regular Layout for Parallel Adders" (IEEE Transactions on Computers, 1982).
 """
@@ -20,11 +20,11 @@ from torch import Tensor
 
 
 def scan_states(decay: Tensor, state: Tensor, opens: Tensor | None = None) -> None:
-    """Turn the state of each piece into that of all pieces up to and including it.
+    """Turn the state of each segment into that of all segments up to and including it.
 
     Args:
         decay: D [n, ..., K], overwritten. state: S [n, ..., K, V], replaced in place.
-        opens: [n], whether a piece hears nothing of those before it, infinities and NaN included.
+        opens: [n], whether a segment hears nothing of those before it, infinities and NaN included.
     """
     n, opens = len(state), None if opens is None else opens.clone()
     distances = [1 << level for level in range((n - 1).bit_length())]  # 1, 2, 4 .. below n

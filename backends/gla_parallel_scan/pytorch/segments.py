@@ -29,7 +29,7 @@ class Segments:
 
     Attributes:
         tokens: those that belong to a sequence.
-        place: of each of them among the n * C of a row; None if token t takes place t.
+        position: of each of them among the n * C of a row; None if token t has position t.
         slots: number of slots.
         initial, final: the slots of the states that enter and leave the sequences.
         entering, own: the slots of the states that enter the segments, and of those that they build from zero.
@@ -39,7 +39,7 @@ class Segments:
     C: int
     n: int
     tokens: slice
-    place: Tensor | None
+    position: Tensor | None
     slots: int
     initial: Index
     final: Index
@@ -48,32 +48,32 @@ class Segments:
     opens: Tensor | None
 
     def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of x [B, T, H, ...] as [n, R, H, C, ...]; places that no token takes hold 0."""
+        """A copy of x [B, T, H, ...] as [n, R, H, C, ...]; positions of no token hold 0."""
         B, T, H, *inner = x.shape
-        full = self.n * self.C == self.tokens.stop - self.tokens.start
-        empty = x.new_empty if full else x.new_zeros
+        filled = self.n * self.C == self.tokens.stop - self.tokens.start
+        empty = x.new_empty if filled else x.new_zeros
         segments = empty(self.n, B, H, self.C, *inner, dtype=dtype)
         rows = segments.movedim((1, 0, 3), (0, 1, 2))  # [R, n, C, H, ...]
-        if self.place is not None:
-            rows[:, self.place // self.C, self.place % self.C] = x[:, self.tokens].to(dtype)
+        if self.position is not None:
+            rows[:, self.position // self.C, self.position % self.C] = x[:, self.tokens].to(dtype)
             return segments
-        whole, rest = divmod(T, self.C)
-        rows[:, :whole] = x[:, : whole * self.C].unflatten(1, (whole, self.C))
+        full, rest = divmod(T, self.C)
+        rows[:, :full] = x[:, : full * self.C].unflatten(1, (full, self.C))
         if rest:
-            rows[:, whole, :rest] = x[:, whole * self.C :]
+            rows[:, full, :rest] = x[:, full * self.C :]
         return segments
 
     def join(self, x: Tensor, scale: float, out: Tensor) -> None:
         """Write scale * x, with x [n, R, H, C, ...], to out [B, T, H, ...]; 0 for tokens of no sequence."""
         rows = x.movedim((1, 0, 3), (0, 1, 2))  # [R, n, C, H, ...]
-        if self.place is not None:
+        if self.position is not None:
             out[:, : self.tokens.start] = out[:, self.tokens.stop :] = 0
-            torch.mul(rows[:, self.place // self.C, self.place % self.C], scale, out=out[:, self.tokens])
+            torch.mul(rows[:, self.position // self.C, self.position % self.C], scale, out=out[:, self.tokens])
             return
-        whole, rest = divmod(self.tokens.stop, self.C)
-        torch.mul(rows[:, :whole], scale, out=out[:, : whole * self.C].unflatten(1, (whole, self.C)))
+        full, rest = divmod(self.tokens.stop, self.C)
+        torch.mul(rows[:, :full], scale, out=out[:, : full * self.C].unflatten(1, (full, self.C)))
         if rest:
-            torch.mul(rows[:, whole, :rest], scale, out=out[:, whole * self.C :])
+            torch.mul(rows[:, full, :rest], scale, out=out[:, full * self.C :])
 
     def scan(self, decay: Tensor, update: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Connect the segments: from states that each builds from zero to states that enter each.
@@ -107,7 +107,7 @@ def packed(C: int, cu_seqlens: Tensor) -> Segments:
     first = segments.cumsum(0) - segments  # [N], the first of each
     number = torch.arange(len(starts))  # [N]
     n, initial = int(segments.sum()), first + number  # and [N]
-    place = torch.arange(tokens.start, tokens.stop) + (first * C - starts).repeat_interleave(lengths)
+    position = torch.arange(tokens.start, tokens.stop) + (first * C - starts).repeat_interleave(lengths)
     own = 1 + torch.arange(n) + number.repeat_interleave(segments)  # [n]
     opens = torch.zeros(n + len(starts), dtype=torch.bool).index_fill_(0, initial, True)  # [slots]
-    return Segments(C, n, tokens, place, n + len(starts), initial, initial + segments, own - 1, own, opens)
+    return Segments(C, n, tokens, position, n + len(starts), initial, initial + segments, own - 1, own, opens)

@@ -1,13 +1,13 @@
-"""Softmax attention over parts of the keys, each on its own, then merged.
+"""Softmax attention over splits of the keys, each on its own, then merged.
 
-    each part       s = scale * q k^T      m = rowmax s      z = rowsum exp(s - m)      o = exp(s - m) v
-    all parts       m' = max m             w = exp(m - m')    z' = sum w z              o' = sum w o / z'
+    each split      s = scale * q k^T      m = rowmax s      z = rowsum exp(s - m)      o = exp(s - m) v
+    all splits      m' = max m             w = exp(m - m')    z' = sum w z              o' = sum w o / z'
                     lse = m' + log z'
 
-The merge is the rule for two parts, which is associative, taken over all parts at once.
+The merge is the rule for two splits, which is associative, taken over all splits at once.
 
 B batch   Tq, Tk queries and keys   H key/value heads   G query heads per key/value head   K, V key and value width
-M = C*G rows of the scores: C queries in a block, G heads each   p parts of up to KEYS keys
+M = C*G rows of the scores: C queries in a block, G heads each   p splits of up to SPLIT keys
 
 Source: Dao et al., "FlashAttention" (arXiv 2205.14135).
 """
@@ -17,13 +17,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gla_parallel_scan.pytorch.blocks import blocks
 from gla_parallel_scan.pytorch.online_softmax import finite
-from gla_parallel_scan.pytorch.pieces import pieces
 
 QUERIES = 256
-KEYS = 1024
-PIECE = 2**19
-"""Scores, or numbers of a part of the keys, that are worked on at once, so that they stay in the cache."""
+SPLIT = 1024
+"""Keys of a split, at most."""
+BLOCK = 2**19
+"""Scores, or numbers of a split of the keys, that are worked on at once, so that they stay in the cache."""
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -33,8 +34,8 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     o, lse = v.new_empty(B, Tq, Hq, V), q.new_empty(B, Tq, Hq, dtype=dtype)
     queries, outputs, lses = (x.unflatten(2, (H, -1)) for x in (q, o, lse))  # [B, Tq, H, G, ...]
-    head = min(Tk, KEYS) * max(K, V, min(Tq, QUERIES) * (Hq // H))
-    for batch, heads in pieces(B, H, head, PIECE):
+    head = min(Tk, SPLIT) * max(K, V, min(Tq, QUERIES) * (Hq // H))
+    for batch, heads in blocks(B, H, head, BLOCK):
         for i in range(0, Tq, QUERIES):
             last = i + Tk - Tq if causal else Tk - 1  # the last key that query i sees
             block = (batch, slice(i, i + QUERIES), heads)
@@ -58,28 +59,28 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, last: int) -> tuple[Tensor, Tensor]
         return q.new_full((b, C, h, G, v.shape[3]), torch.nan), q.new_full((b, C, h, G), -torch.inf)
     rows = _heads_first(q, q.dtype).flatten(1, 2)  # [b*h, M, K]
     limit = last + torch.arange(C * G)[:, None] // G  # [M, 1], the last key that a row sees
-    parts = []
-    for start in range(0, k.shape[1], KEYS):
-        keys = slice(start, start + KEYS)
+    splits = []
+    for start in range(0, k.shape[1], SPLIT):
+        keys = slice(start, start + SPLIT)
         s = rows @ _heads_first(k[:, keys], q.dtype).mT  # [b*h, M, c]
         stop = start + s.shape[2]
         if stop - 1 > last:
             s.masked_fill_(torch.arange(start, stop) > limit, -torch.inf)
-        parts.append(_part(s, _heads_first(v[:, keys], q.dtype)))
-    o, lse = (x.view(b, h, C, G, -1).transpose(1, 2) for x in _merge(parts))
+        splits.append(_split(s, _heads_first(v[:, keys], q.dtype)))
+    o, lse = (x.view(b, h, C, G, -1).transpose(1, 2) for x in _merge(splits))
     return o, lse.squeeze(-1)
 
 
-def _part(s: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One part, of scores s [.., M, c], overwritten, and values v [.., c, V]: m, z [.., M, 1] and o [.., M, V]."""
+def _split(s: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One split, of scores s [.., M, c], overwritten, and values v [.., c, V]: m, z [.., M, 1] and o [.., M, V]."""
     m = s.amax(-1, keepdim=True)
     s.sub_(finite(m)).exp_()
     return m, s.sum(-1, keepdim=True), s @ v
 
 
-def _merge(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """All parts m, z and o together: o [.., V] and lse [.., 1]."""
-    m, z, o = (torch.stack(x) for x in zip(*parts, strict=True))  # [p, .., 1], [p, .., 1], [p, .., V]
+def _merge(splits: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """All splits m, z and o together: o [.., V] and lse [.., 1]."""
+    m, z, o = (torch.stack(x) for x in zip(*splits, strict=True))  # [p, .., 1], [p, .., 1], [p, .., V]
     largest = m.amax(0)
     w = torch.exp(m - finite(largest))
     z = (w * z).sum(0)

@@ -55,9 +55,9 @@ def forward(
     precision = torch.get_float32_matmul_precision()
     key: Hashable = (way, q.device, layouts(q, k, v, g, initial_state, cu_seqlens), output_final_state, precision)
     tensors = (q, k, v, g, initial_state, cu_seqlens, o, final_state)
+    if replay(key, tensors, scale):
+        return o, final_state
     with on_device_of(q):
-        if replay(key, tensors, scale):
-            return o, final_state
         call = OpCall(
             op="chunk_gla_fwd",
             device=q.device,

@@ -1,12 +1,10 @@
 """Softmax along one dimension: rows that fit on chip in one pass, longer ones in two sweeps over tiles of columns.
 
 Columns are loaded 16 bytes at a time where the compiler sees that they are aligned. Long rows that begin anywhere are
-swept in tiles that are aligned, and their ends column by column.
-
-The sweeps are those of ../gla_triton_kernels/online_softmax.py.
+swept in tiles that are aligned, and their ends column by column. The first sweep is that of sweep.py.
 
 N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 what is left of those
-BR, BN rows and columns of a tile   G columns of a lane
+BR, BN rows and columns of a tile   G columns that a thread loads at once
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
 """
@@ -21,15 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_kernels.online_softmax.rows import as_rows, maximum_and_sum, place
+from gla_triton_kernels.online_softmax.plan import Kernel, plan_one_pass
+from gla_triton_kernels.online_softmax.rows import as_rows
+from gla_triton_kernels.online_softmax.sweep import maximum_and_sum, rows_of_tile
 from gla_triton_kernels.runtime.launch import launch, on_device_of
 from gla_triton_kernels.runtime.replay import record, replay
-from gla_triton_kernels.runtime.sizes import power_of_two
 
-MOST_ON_CHIP = 2**14
-"""Columns of a row that are held on chip: with more, one block fills a multiprocessor, and loads wait for stores."""
-MOST_ODD_ON_CHIP = 2**13
-"""The same of rows that are not aligned, whose columns are loaded one at a time."""
 EDGE = tl.constexpr(2048)
 """Columns of a tile at the end of such a row, where the rest of it is taken in aligned tiles."""
 
@@ -47,44 +42,18 @@ def online_softmax(x: Tensor, dim: int) -> Tensor:
 def _launch(x: Tensor, y: Tensor, dim: int, key: Hashable) -> None:
     """Write the softmax of x to y, and remember how under `key`."""
     source, rows = as_rows(x, y, dim)
-    D0, D1, R, N, strides = rows
-    G = rows.lane(x.itemsize)
-    if G == 1 and N > MOST_ODD_ON_CHIP and dim == x.ndim - 1 and x.is_contiguous():
-        BN, options = (4096, {"num_warps": 8}) if N <= 2 * MOST_ON_CHIP else (16384, {"num_warps": 16, "maxnreg": 64})
-        kernel, grid, integers = _softmax_of_odd_rows, (R, 1, 1), (N, BN, 16 // x.itemsize)
-    else:
-        BR, BN, options = _tile(R, N, rows.contiguous, G)
-        on_chip = BN >= N
-        kernel = _softmax_on_chip if on_chip else _softmax_in_two_sweeps
-        grid, integers = (-(-R // BR) * D1 * D0, 1, 1), (D1, R, N, *strides, BR, BN, *(() if on_chip else (G,)))
-    launched = launch(kernel, grid, (source, y), (), integers, **options)
+    D0, D1, R, N, strides, itemsize = rows
+    kernel, BR, BN, warps, registers = plan_one_pass(rows)
+    sizes = (D1, R, N, *strides, BR, BN)
+    function, integers = {
+        Kernel.ON_CHIP: (_softmax_on_chip, sizes),
+        Kernel.TWO_SWEEPS: (_softmax_in_two_sweeps, (*sizes, rows.vector)),
+        Kernel.TWO_SWEEPS_UNALIGNED: (_softmax_in_two_sweeps_unaligned, (N, BN, 16 // itemsize)),
+    }[kernel]
+    grid = (-(-R // BR) * D1 * D0, 1, 1)
+    launched = launch(function, grid, (source, y), (), integers, num_warps=warps, maxnreg=registers)
     if source is x:
         record(key, (x, y), [launched])
-
-
-def _tile(R: int, N: int, contiguous: bool, G: int) -> tuple[int, int, dict[str, int]]:
-    """BR, BN and options of compilation; BN >= N says that rows fit on chip.
-
-    Args:
-        contiguous: whether neighbours in memory are columns.
-    """
-    BN = power_of_two(N)
-    if contiguous and BN > MOST_ON_CHIP:
-        # Few registers let a multiprocessor be filled: while one row is read, another is written.
-        long = BN > 2 * MOST_ON_CHIP
-        if G == 1:
-            return 1, 8192 if long else 4096, {"num_warps": 32 if long else 16, "maxnreg": 32}
-        return (1, 16384, {"num_warps": 16, "maxnreg": 64}) if long else (1, 8192, {"num_warps": 16})
-    if contiguous and BN == 1024 and G == 1:
-        return 1, BN, {"num_warps": 2}
-    if contiguous:
-        BR = min(power_of_two(R), max(1, 2048 // BN))
-        # One warp merges its lanes without waiting for others: best where there are many, and each loads much at once.
-        alone = G > 1 and 256 <= BN <= 1024 and R >= 2048
-        return BR, BN, {"num_warps": 1 if alone else max(4, BN // 1024)}
-    if BN > 1024:
-        return min(power_of_two(R), 32), 256, {"num_warps": 16}
-    return min(power_of_two(R), 128, max(16, 8192 // BN)), BN, {"num_warps": 8}
 
 
 @triton.jit(do_not_specialize=["D1"])
@@ -105,7 +74,7 @@ def _softmax_on_chip(
     BR: tl.constexpr,
     BN: tl.constexpr,
 ):
-    d0, d1, r = place(tl.program_id(0), D1, R, BR)
+    d0, d1, r = rows_of_tile(tl.program_id(0), D1, R, BR)
     c = tl.arange(0, BN)[None, :]
     here = (r < R) & (c < N)  # [BR, BN]
     x_rows = x_ptr + d0 * stride_x0 + d1 * stride_x1 + r * stride_xr  # [BR, 1]
@@ -136,7 +105,7 @@ def _softmax_in_two_sweeps(
     BN: tl.constexpr,
     G: tl.constexpr,
 ):
-    d0, d1, r = place(tl.program_id(0), D1, R, BR)
+    d0, d1, r = rows_of_tile(tl.program_id(0), D1, R, BR)
     x_rows = x_ptr + d0 * stride_x0 + d1 * stride_x1 + r * stride_xr  # [BR, 1]
     y_rows = y_ptr + d0 * stride_y0 + d1 * stride_y1 + r * stride_yr
     m, z = maximum_and_sum(x_rows, r < R, 0, N, stride_xn, BR, BN, G)
@@ -144,7 +113,7 @@ def _softmax_in_two_sweeps(
 
 
 @triton.jit
-def _softmax_of_odd_rows(
+def _softmax_in_two_sweeps_unaligned(
     x_ptr,  # [R, N], contiguous
     y_ptr,  # [R, N], contiguous
     N,

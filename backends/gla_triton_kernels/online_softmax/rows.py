@@ -1,54 +1,51 @@
-"""Softmax along one dimension: where rows lie, and the first of two sweeps over tiles of columns.
+"""A tensor as rows of columns: how softmax kernels address it. Imports no Triton."""
 
-It keeps a running maximum m and sum z of exponentials for each lane of a tile, so that no lane waits for another. A
-lane takes G neighbouring columns of each tile, those that a thread loads at once:
-
-    m' = max(m, max_j x_j)        z' = exp(m - m') z + sum_j exp(x_j - m')
-
-Of one column, with d = exp(-|x - m|), one of the two exponentials is d and the other is 1:
-
-    x > m:  z' = d z + 1,  m' = x        x <= m:  z' = z + d,  m' = m
-
-The lanes are merged at the end, M = max m and Z = sum exp(m - M) z; a second sweep can then write exp(x - M) / Z.
-
-N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 what is left of those
-BR, BN rows and columns of a tile   G columns of a lane
-
-Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
-"""
-
-# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+from gla_core.dispatch.backend import OpCall
 
 
 class Rows(NamedTuple):
-    """A tensor x, and y of its shape, as [D0, D1, R, N]."""
+    """A tensor x, and y of its shape, as [D0, D1, R, N]: rows of N columns, the dimension that sums to one.
+
+    Attributes:
+        strides: in x and y by turns: of D0, D1, R, N.
+        itemsize: bytes of an element.
+    """
 
     D0: int
     D1: int
     R: int
     N: int
     strides: tuple[int, ...]
-    """In x and y by turns: of D0, D1, R, N."""
+    itemsize: int
 
     @property
     def contiguous(self) -> bool:
         """Whether the columns of x are neighbours in memory."""
         return self.strides[6] == 1
 
-    def lane(self, itemsize: int) -> int:
-        """G: how many columns of x, of `itemsize` bytes each, a thread loads at once; 1 where rows are not aligned."""
+    @property
+    def packed(self) -> bool:
+        """Whether the rows of x and y follow each other in memory without gaps."""
+        follow = self.R == 1 or self.strides[4:6] == (self.N, self.N)
+        return self.D0 == self.D1 == 1 and follow and self.strides[6:] == (1, 1)
+
+    @property
+    def vector(self) -> int:
+        """How many columns of x a thread loads at once: 16 bytes; one where the compiler cannot see rows aligned."""
         aligned = self.contiguous and all(n % 16 == 0 for n in (self.N, *self.strides[:5:2]))
-        return 16 // itemsize if aligned else 1
+        return 16 // self.itemsize if aligned else 1
+
+
+def rows_of_call(call: OpCall) -> Rows:
+    """The rows of a call, along the last dimension of a contiguous tensor."""
+    R, N = call.dims["rows"], call.dims["columns"]
+    return Rows(1, 1, R, N, (0, 0, 0, 0, N, N, 1, 1), call.dtype.itemsize)
 
 
 def as_rows(x: Tensor, y: Tensor, dim: int) -> tuple[Tensor, Rows]:
@@ -59,7 +56,8 @@ def as_rows(x: Tensor, y: Tensor, dim: int) -> tuple[Tensor, Rows]:
         dims = _other_dimensions(x, y, dim)
     (D0, *x0y0), (D1, *x1y1), (R, *xryr) = [(1, 0, 0)] * (3 - len(dims)) + dims
     N = x.shape[dim]
-    return x, Rows(D0, D1, R, N, (*x0y0, *x1y1, *xryr, x.stride(dim) if N > 1 else 1, y.stride(dim) if N > 1 else 1))
+    columns = (x.stride(dim), y.stride(dim)) if N > 1 else (1, 1)
+    return x, Rows(D0, D1, R, N, (*x0y0, *x1y1, *xryr, *columns), x.itemsize)
 
 
 def _other_dimensions(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, int, int]]:
@@ -73,49 +71,3 @@ def _other_dimensions(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, int, in
             size *= dims.pop()[0]
         dims.append((size, stride_x, stride_y))
     return dims
-
-
-@triton.jit
-def place(tile, D1, R, BR: tl.constexpr):
-    """Indices of a tile of rows in D0 and D1, and its rows [BR, 1]; as int64, for tensors of any size."""
-    tiles = tl.cdiv(R, BR)
-    outer = tile // tiles
-    r = (tile % tiles).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
-    return (outer // D1).to(tl.int64), (outer % D1).to(tl.int64), r
-
-
-@triton.jit
-def maximum_and_sum(x_rows, there, start, end, stride_n, BR: tl.constexpr, BN: tl.constexpr, G: tl.constexpr):
-    """Of the columns from start to end of the rows at x_rows [BR, 1] that are there: m and z, [BR, 1].
-
-    Where all is -inf, m is the lowest finite number and z is 0.
-    """
-    # A finite start: an entry of -inf adds exp(-inf) = 0 to it, where it would add exp(-inf + inf) = NaN to -inf.
-    m = tl.full((BR, BN // G), LOWEST, tl.float32)
-    z = tl.zeros((BR, BN // G), tl.float32)
-    for first in range(start, end, BN):
-        c = first + tl.arange(0, BN)[None, :]
-        x = tl.load(
-            x_rows + c.to(tl.int64) * stride_n,
-            mask=there & (c < end),
-            other=-float("inf"),
-            eviction_policy="evict_last",
-        )  # [BR, BN]
-        x = x.to(tl.float32)
-        if G == 1:
-            d = tl.exp(-tl.abs(x - m))
-            z = tl.where(x > m, z * d + 1, z + d)
-            m = tl.maximum(m, x)
-        else:
-            x = tl.reshape(x, (BR, BN // G, G))
-            greater = tl.maximum(m, tl.max(x, 2))  # [BR, BN // G]
-            z = z * tl.exp(m - greater) + tl.sum(tl.exp(x - greater[:, :, None]), 2)
-            m = greater
-    return merged(m, z)
-
-
-@triton.jit
-def merged(m, z):
-    """The maxima m and sums z of parts of a row, [BR, parts], as one: [BR, 1]."""
-    row_m = tl.max(m, 1, keep_dims=True)
-    return row_m, tl.sum(z * tl.exp(m - row_m), 1, keep_dims=True)

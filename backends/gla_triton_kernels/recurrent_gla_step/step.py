@@ -11,7 +11,6 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 import triton
@@ -19,10 +18,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels.recurrent_gla_step.plan import plan
 from gla_triton_kernels.runtime.architecture import gpu_of
 from gla_triton_kernels.runtime.launch import launch, on_device_of
 from gla_triton_kernels.runtime.replay import record, replay
-from gla_triton_kernels.runtime.sizes import power_of_two
 
 
 def recurrent_gla_step(
@@ -40,63 +40,35 @@ def recurrent_gla_step(
         state, inplace = state.clone(memory_format=torch.contiguous_format), True
     new = None if inplace else torch.empty_like(state, memory_format=torch.contiguous_format)
     B, Hq, _ = q.shape
-    o = torch.empty(B, Hq, v.shape[2], dtype=v.dtype, device=v.device)
-    if o.numel():
-        _step(q, k, v, g, state, state_indices, new, o, scale)
-    return o, state if new is None else new
-
-
-def _step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    state_indices: Tensor | None,
-    new: Tensor | None,
-    o: Tensor,
-    scale: float,
-) -> None:
-    """Write o, and the states into `new`, or into `state` where `new` is None."""
+    o = v.new_empty(B, Hq, v.shape[2])
     tensors = (q, k, v, g, state, state_indices, new, o)
     key: Hashable = (
         *("recurrent_gla_step", q.device, q.dtype, q.shape, q.stride(), k.stride(), v.stride()),
-        *(state.shape, state.dtype, state.stride(), new is None),
+        *(state.shape, state.dtype, state.stride(), inplace),
         None if g is None else (g.dtype, g.stride()),
         None if state_indices is None else state_indices.dtype,
     )
-    if replay(key, tensors, scale):
-        return
-    with on_device_of(q):
-        grid, integers, options = _parameters(q, k, v, g, state)
-        launched = launch(_recurrent_gla_step, grid, tensors, (scale,), integers, **options)
-        record(key, tensors, [launched])
+    if o.numel() and not replay(key, tensors, scale):
+        with on_device_of(q):
+            _launch(tensors, scale, key)
+    return o, state if new is None else new
 
 
-def _parameters(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
-) -> tuple[tuple[int, int, int], tuple[int, ...], dict[str, Any]]:
-    """Grid, integer arguments of the kernel in their order, and options of its compilation."""
+def _launch(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor],
+    scale: float,
+    key: Hashable,
+) -> None:
+    """Write o, and the states into `new`, or into `state` where `new` is None; and remember how under `key`."""
+    q, k, v, g, state, _, _, _ = tensors
     (B, Hq, K), (P, H, _, V) = q.shape, state.shape
-    BK = power_of_two(K)
-    BV, num_warps = _tile(B * H, BK, power_of_two(V), state)
+    dims = {"B": B, "H": H, "Hq": Hq, "K": K, "V": V, "P": P}
+    call = OpCall(op="recurrent_gla_step", device=q.device, dtype=q.dtype, dims=dims, state_dtype=state.dtype)
+    BK, BV, warps, overlaps = plan(call, gpu_of(q.device))
     strides = [stride for x in (q, k, v, q if g is None else g) for stride in x.stride()[:2]]
-    # From Hopper on, a kernel may be launched while the one before it ends (programmatic dependent launch).
-    overlaps = gpu_of(q.device).architecture.overlaps_kernels
     integers = (P, *strides, *state.stride()[:3], H, Hq // H, K, V, BK, BV, overlaps)
-    options = {"num_warps": num_warps, **({"launch_pdl": True} if overlaps else {})}
-    return (B * H * -(-V // BV), 1, 1), integers, options
-
-
-def _tile(heads: int, BK: int, V: int, state: Tensor) -> tuple[int, int]:
-    """BV and warps, as measured on an H200 to be best for so many states of [BK, V]."""
-    wide = min(V, (256 if BK <= 256 else 128) // state.itemsize)
-    multiprocessors = torch.cuda.get_device_properties(state.device).multi_processor_count if state.is_cuda else 1
-    if heads * (V // wide) >= 3 * multiprocessors:
-        return wide, 4 if BK <= 128 else 8
-    # Few states: more and smaller programs, for all multiprocessors to have some.
-    narrow = min(V, (128 if BK <= 64 else 64) // state.itemsize)
-    return narrow, 2 if BK <= 64 else 1 if BK <= 128 else 4
+    grid, options = (B * H * -(-V // BV), 1, 1), {"num_warps": warps, "launch_pdl": overlaps}
+    record(key, tensors, [launch(_recurrent_gla_step, grid, tensors, (scale,), integers, **options)])
 
 
 @triton.jit(do_not_specialize=["scale", "P"])
@@ -128,7 +100,7 @@ def _recurrent_gla_step(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    PDL: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Program: BV columns of the state of one head of one row of the batch."""
     tile, head = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
@@ -138,7 +110,7 @@ def _recurrent_gla_step(
     in_k, in_v = rows < K, columns < V
     in_state = in_k[:, None] & in_v[None, :]  # [BK, BV]
     o_block = o_ptr + (b * H + h) * G * V + columns  # [BV], of the first query head
-    if PDL:  # what the kernels before this one write is there only after the wait; nothing is read or written before
+    if OVERLAPS:  # what the kernels before this one write is there only after the wait: nothing is read before
         gdc_wait()
         gdc_launch_dependents()
 

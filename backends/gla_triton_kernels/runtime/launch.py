@@ -52,11 +52,12 @@ def launch(
     return Launch(compiled, grid, tensors, floats, integers)
 
 
+current_device = torch.accelerator.current_device_index  # a third of the time of torch.cuda.current_device
 _NOTHING = nullcontext()
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
     """As `torch.cuda.device_of(x)`, and quick where that is the current device already."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+    if not x.is_cuda or x.device.index == current_device():
         return _NOTHING
     return torch.cuda.device(x.device)

@@ -1,13 +1,15 @@
 """Calls that are quick when repeated: the launches of a call are recorded, and replayed on other tensors.
 
-Of a small call most time passes on the host: deciding, specialising arguments, looking up what has been compiled,
-encoding tensor maps. All of that is the same for every call of the same layouts. So a call is described once, as a
-list of `Launch`, and made again by a key.
+Of a small call most time passes on the host: deciding which kernels run, specialising their arguments, looking up what
+has been compiled, encoding tensor maps. All of that is the same for calls whose tensors have the same layouts. So a
+call is recorded under a key that says what its launches depend on, and an equal call goes from the key to Triton's
+launchers.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -15,96 +17,99 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 
-from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.architecture import interpreted
+from gla_triton_kernels.runtime.launch import Launch, current_device
+
+ALIGNMENT = 16
+"""Bytes. Triton compiles for addresses that are multiples of it, or that are not: only the former are replayed."""
+_MOST_CALLS = 4096
+_MOST_MAPS = 1024
+_NONE = -1
+"""The place of a None among the tensors of a call: behind them."""
 
 
-class _Map:
-    """A parameter of a kept kernel that is a tensor map: all of it but the address."""
+class _TensorMap:
+    """A parameter of a kernel that is a tensor map, for all tensors of one layout.
 
-    def __init__(self, descriptor: Any, metadata: Any) -> None:
-        self.metadata = metadata
-        self.described = {name: value for name, value in vars(descriptor).items() if name != "base"}
+    Allocators hand out the same addresses over and over, so a map is encoded once for an address.
+    """
 
-    def encode(self, x: Tensor) -> list[Any]:
-        """What the kernel takes for a map of x: it encoded, its shape and its strides."""
+    def __init__(self, descriptor: Any, box: Any) -> None:
+        self.layout = {name: value for name, value in vars(descriptor).items() if name != "base"}
+        self.box = box
+        self.encoded: dict[int, list[Any]] = {}
+
+    def encode(self, x: Tensor, address: int) -> list[Any]:
+        """What the kernel takes for x: the map encoded, then shape and strides."""
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        return make_tensordesc_arg(SimpleNamespace(base=x, **self.described), self.metadata)
+        encoded = make_tensordesc_arg(SimpleNamespace(base=x, **self.layout), self.box)
+        _put(self.encoded, address, encoded, _MOST_MAPS)
+        return encoded
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
-    """A kept launch. Triton's launcher hands on what it is given to a function in C; this one calls that function."""
+class _RecordedLaunch:
+    """A launch, but for its stream, tensors and floats.
 
-    function: Any
-    before: tuple[Any, ...]  # what it takes before the stream
-    after: tuple[Any, ...]  # and after it; at last come the kernel's arguments
-    spread: bool  # whether it takes those one by one, not as a tuple
-    places: tuple[int, ...]  # of the kernel's tensors among those of the call
-    maps: tuple[_Map | None, ...] | None  # how each is mapped; None where none is
-    floats: bool  # whether the kernel takes those of the call
+    Attributes:
+        run: Triton's launcher of the kernel; where there are tensor maps, one that takes them encoded.
+        grid, kernel: what it takes before the stream, and after it.
+        parameters: of each tensor of the kernel, the place among the tensors of the call, and its map if it has one.
+        takes_floats: whether the kernel takes the floats of the call.
+        integers: the kernel's last arguments.
+    """
+
+    run: Any
+    grid: tuple[int, int, int]
+    kernel: tuple[Any, ...]
+    parameters: tuple[tuple[int, _TensorMap | None], ...]
+    takes_floats: bool
     integers: tuple[Any, ...]
 
-    def again(self, stream: int, tensors: Sequence[Any], addresses: list[int], floats: tuple[float, ...]) -> None:
+    def replay(self, stream: int, tensors: Sequence[Any], addresses: list[int], floats: tuple[float, ...]) -> None:
         """Launch on the tensors of a call, which are at these addresses."""
-        arguments: list[Any] = self._mapped(tensors, addresses) if self.maps else [addresses[i] for i in self.places]
-        if self.floats:
+        arguments: list[Any] = []
+        for place, tensor_map in self.parameters:
+            if tensor_map is None:
+                arguments.append(addresses[place])
+            else:
+                address = addresses[place]
+                arguments += tensor_map.encoded.get(address) or tensor_map.encode(tensors[place], address)
+        if self.takes_floats:
             arguments += floats
-        arguments += self.integers
-        if self.spread:
-            self.function(*self.before, stream, *self.after, *arguments)
-        else:
-            self.function(*self.before, stream, *self.after, tuple(arguments))
-
-    def _mapped(self, tensors: Sequence[Any], addresses: list[int]) -> list[Any]:
-        arguments = []
-        for i, form in zip(self.places, self.maps or (), strict=True):
-            if form is None:
-                arguments.append(addresses[i])
-                continue
-            encoded = _encoded.get((form, addresses[i]))
-            if encoded is None:
-                encoded = form.encode(tensors[i])
-                _put(_encoded, (form, addresses[i]), encoded)
-            arguments += encoded
-        return arguments
+        self.run(*self.grid, stream, *self.kernel, *arguments, *self.integers)
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _RecordedCall:
+    """The launches of a call in order, the device they are for, and how scratch tensors are allocated."""
+
     device: int
-    scratch: tuple[tuple[torch.Size, torch.dtype], ...]
-    launches: tuple[_Launch, ...]
+    scratch: tuple[dict[str, Any], ...]
+    launches: tuple[_RecordedLaunch, ...]
 
 
-_current_device = torch.accelerator.current_device_index  # a third of the time of torch.cuda.current_device
-
-_NONE = -1
-"""The place of a None among a call's tensors: behind them."""
-_MOST = 4096
-_calls: dict[Hashable, _Call] = {}
-_encoded: dict[tuple[_Map, int], list[Any]] = {}
+_calls: dict[Hashable, _RecordedCall] = {}
 
 
-def _put(cache: dict[Any, Any], key: Hashable, value: object) -> None:
-    if len(cache) >= _MOST:
+def _put(cache: dict[Any, Any], key: Hashable, value: object, most: int) -> None:
+    if len(cache) >= most:
         cache.clear()
     cache[key] = value
 
 
 def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> None:
-    """Keep the launches of a call for `replay`, which spares the host most of the time of a small one.
-
-    Tensor maps are kept as well, each under its address and what `key` says of the tensor: allocators hand out the same
-    addresses over and over, and another tensor of that shape and those strides has the same map.
+    """Remember the launches of a call for `replay`; a call that cannot be told from others is not remembered.
 
     Args:
-        key: holds the op and all that decides which launches are made and all that Triton compiles for, but for the
-            alignment of addresses: only calls with multiples of 16 are kept, and looked up.
+        key: holds the op, the device, and all that decides which launches are made and all that Triton compiles for,
+            but for addresses.
         tensors: what the call has been given, and returns. Other tensors of the launches are scratch: contiguous,
             allocated anew for each call, on whose contents before it nothing depends.
         launches: in order. Each takes all the call's floats, or none.
@@ -113,82 +118,61 @@ def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[L
     taken = [getattr(x, "base", x) for launch in launches for x in launch.tensors if x is not None]
     places = {id(x): i for i, x in enumerate(tensors) if x is not None}
     scratch = list({id(x): x for x in taken if id(x) not in places}.values())
-    ambiguous = len({id(x) for x in given}) < len(given)  # one tensor in two places
-    aligned = _aligned([x.data_ptr() for x in given + taken]) and all(x.is_contiguous() for x in scratch)
-    if ambiguous or not aligned or any(launch.kernel is None for launch in launches):
+    one_in_two_places = len({id(x) for x in given}) < len(given)
+    aligned = math.gcd(ALIGNMENT, *(x.data_ptr() for x in given + taken)) == ALIGNMENT
+    if one_in_two_places or not aligned or not all(x.is_contiguous() for x in scratch) or why_not_replayed():
         return
     places.update({id(x): len(tensors) + i for i, x in enumerate(scratch)})
-    kept = [_keep(launch, places) for launch in launches]
-    if None not in kept:
-        shapes = tuple((x.shape, x.dtype) for x in scratch)
-        _put(_calls, key, _Call(_current_device(), shapes, tuple(kept)))  # pyright: ignore[reportArgumentType]
+    recorded = tuple(_recorded(launch, places) for launch in launches)
+    allocated = tuple({"size": x.shape, "stride": x.stride(), "dtype": x.dtype, "device": x.device} for x in scratch)
+    _put(_calls, key, _RecordedCall(current_device(), allocated, recorded), _MOST_CALLS)
 
 
-def _keep(launch: Launch, places: dict[int, int]) -> _Launch | None:
-    """None where this Triton launches kernels in a way that is not known here."""
-    function, descriptors = launch.kernel.run.launch, [x for x in launch.tensors if hasattr(x, "base")]
-    maps = None
+def _recorded(launch: Launch, places: dict[int, int]) -> _RecordedLaunch:
+    """A launch of tensors that stand at these places of the call, by their ids."""
+    run, maps = launch.kernel.run, {}
+    descriptors = [x for x in launch.tensors if hasattr(x, "base")]
     if descriptors:
-        metadata = getattr(launch.kernel.metadata, "tensordesc_meta", None) or ()
-        function = _behind_encoding(function)
-        if len(metadata) != len(descriptors) or function is None:
-            return None
-        of = {id(x): _Map(x, of_x) for x, of_x in zip(descriptors, metadata, strict=True)}
-        maps = tuple(of.get(id(x)) for x in launch.tensors)
-    told = _handed_on(launch)
-    if told is None:
-        return None
-    before, after, spread = told
-    at = tuple(places.get(id(getattr(x, "base", x)), _NONE) for x in launch.tensors)
-    return _Launch(function, before, after, spread, at, maps, bool(launch.floats), launch.integers)
+        run = copy.copy(run)
+        run.launch = _behind_encoding(run.launch)
+        boxes = launch.kernel.metadata.tensordesc_meta
+        maps = {id(x): _TensorMap(x, box) for x, box in zip(descriptors, boxes, strict=True)}
+    parameters = tuple((places.get(id(getattr(x, "base", x)), _NONE), maps.get(id(x))) for x in launch.tensors)
+    # No hooks: these take a third of the time even where there are none.
+    kernel = (launch.kernel.function, launch.kernel.packed_metadata, None, None, None)
+    return _RecordedLaunch(run, launch.grid, kernel, parameters, bool(launch.floats), launch.integers)
 
 
 def _behind_encoding(launch: Any) -> Any:
-    """What Triton's `launch` hands encoded tensor maps on to; None where it is not known how it does."""
-    names = getattr(getattr(launch, "__code__", None), "co_freevars", ())
-    return launch.__closure__[names.index("launcher")].cell_contents if "launcher" in names else None
+    """The function to which a launcher's `launch` hands its arguments once it has encoded descriptors as tensor maps.
 
-
-def _handed_on(launch: Launch) -> tuple[tuple, tuple, bool] | None:
-    """`before`, `after` and `spread` of `_Launch`: found by asking Triton's launcher with marks in their places."""
-    stream, argument = object(), object()
-    told: list[Any] = []
-    kernel, run = launch.kernel, copy.copy(launch.kernel.run)
-    if any(getattr(run, f"{what}_scratch_size", 1) for what in ("global", "profile")):  # allocated for each launch
-        return None
-    run.launch = lambda *args: told.extend(args)
-    # No hooks: these take a third of the time even where there are none.
-    run(*launch.grid, stream, kernel.function, kernel.packed_metadata, None, None, None, argument)
-    *told, last = told
-    if stream not in told or last not in (argument, (argument,)):
-        return None
-    at = told.index(stream)
-    return tuple(told[:at]), tuple(told[at + 1 :]), last is argument
+    It is a closure of `triton.backends.nvidia.driver.wrap_handle_tensordesc`, in Triton 3.6 and 3.7.
+    """
+    return launch.__closure__[launch.__code__.co_freevars.index("launcher")].cell_contents
 
 
 def replay(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> bool:
-    """Launch what was remembered under `key` on these tensors.
+    """Launch what was recorded under `key` on these tensors.
 
     Returns:
-        False, and nothing is launched, if nothing was remembered, an address is not aligned, another device is the
-        current one, or a profiler listens: only Triton's own way tells it of launches.
+        False, and nothing is launched, if nothing was recorded, an address is not aligned, another device is the
+        current one, or a profiler listens.
     """
     call = _calls.get(key)
-    if call is None or call.device != _current_device() or _watched():
+    if call is None or call.device != current_device() or _profiled():
         return False
     addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    if not _aligned(addresses):
+    if math.gcd(ALIGNMENT, *addresses) != ALIGNMENT:
         return False
     if call.scratch:
-        device = next(x for x in tensors if x is not None).device
-        scratch = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in call.scratch]
+        scratch = [torch.empty_strided(**how) for how in call.scratch]
         tensors = [*tensors, *scratch]
         addresses += [x.data_ptr() for x in scratch]
     addresses.append(0)  # at _NONE
     active: Any = driver.active
     stream = active.get_current_stream(call.device)
     for launch in call.launches:
-        launch.again(stream, tensors, addresses, floats)
+        launch.replay(stream, tensors, addresses, floats)
     return True
 
 
@@ -197,10 +181,31 @@ def layouts(*tensors: Tensor | None) -> Hashable:
     return tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors])
 
 
-def _aligned(addresses: list[int]) -> bool:
-    return math.gcd(16, *addresses) == 16
+def why_not_replayed() -> str | None:
+    """Why every call takes Triton's own way to a launch, which is slower on the host; None if calls are replayed."""
+    if interpreted():
+        return "kernels are interpreted (TRITON_INTERPRET=1)"
+    if _profiled():
+        return "a profiler listens to Triton's launches"
+    if not _launchers_are_known():
+        return f"Triton {triton.__version__} launches kernels in another way than 3.6 and 3.7"
+    return None
 
 
-def _watched() -> bool:
-    """Whether a profiler wants to hear of launches."""
+def _profiled() -> bool:
+    """Whether a profiler wants to hear of launches, which only Triton's own way tells it of."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
+@functools.cache
+def _launchers_are_known() -> bool:
+    """Whether this Triton encodes tensor maps and hands them on as is assumed here: tried out on a function."""
+    from triton.backends.nvidia import driver as nvidia
+
+    def launch() -> None: ...
+
+    try:
+        known = _behind_encoding(nvidia.wrap_handle_tensordesc(launch, {0: "tensordesc<fp16[1,1]>"}, None)) is launch
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return False
+    return known and hasattr(nvidia, "make_tensordesc_arg")

@@ -6,10 +6,11 @@
 
 Exponentials are to base 2: the kernel's scale holds log2 e, and m is a maximum of log2 e * s.
 
-The keys may be cut into pieces, which are attended to at once; each piece has an o and an lse of its own.
+The keys may be in splits, which are attended to at once; each split has an o and an lse of its own (merge.py).
 
 B batch   Tq, Tk queries and keys   H key/value heads   G query heads per key/value head   K, V key and value width
 R = Tq * G rows of queries that share a key/value head: row r is query r // G of the group's head r % G
+P splits of the keys
 BR rows per program   BT keys per block   BK, BV the widths rounded up to a power of two
 
 Source: Dao et al., "FlashAttention" (arXiv 2205.14135).
@@ -18,101 +19,52 @@ Source: Dao et al., "FlashAttention" (arXiv 2205.14135).
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_kernels.runtime.architecture import Architecture, gpu_of, tf32_allowed
 from gla_triton_kernels.runtime.launch import launch
-from gla_triton_kernels.runtime.sizes import power_of_two
 from gla_triton_kernels.runtime.tf32 import nearest_tf32
-from gla_triton_kernels.runtime.tma import addressable, tiles
+from gla_triton_kernels.runtime.tma import tiles
+from gla_triton_kernels.softmax_attention.plan import Plan
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# By width: rows and keys of a block, and warps. Halves fill the tensor cores; float32 products at full precision are
-# computed without them, fully unrolled, so their blocks are small.
-HALF = {64: (64, 128, 4), 128: (128, 64, 4), 256: (128, 64, 8), 512: (64, 32, 8)}
-TF32 = {64: (64, 64, 4), 128: (64, 32, 4), 256: (16, 16, 8), 512: (16, 16, 8)}
-FLOAT32 = {64: (32, 32, 4), 128: (32, 16, 8), 256: (16, 16, 8), 512: (16, 16, 8)}
 
+def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor) -> None:
+    """Write o [P, B, Tq, H * G, V] and lse [P, B, Tq, H * G] of each of P splits; without P where all keys are one.
 
-class Blocks(NamedTuple):
-    """How a call is cut: rows per program, keys per block, and what a program is compiled with."""
-
-    BR: int
-    BT: int
-    num_warps: int
-    num_stages: int = 2
-
-
-def blocks(q: Tensor, v: Tensor) -> Blocks:
-    """The blocks for these queries [B, Tq, H * G, K] and values [B, Tk, H, V]."""
-    rows = q.shape[1] * (q.shape[2] // v.shape[2])
-    width = power_of_two(max(q.shape[3], v.shape[3]), 64)
-    table = HALF if q.dtype != torch.float32 else FLOAT32 if not tf32_allowed() else TF32
-    BR, BT, num_warps = table[width]
-    if width > 128 and gpu_of(q.device).architecture < Architecture.SM90:  # less shared memory
-        BT = max(16, BT // 2)
-    if rows < BR:
-        return Blocks(power_of_two(rows, 16), BT, min(num_warps, 4))
-    return Blocks(BR, BT, num_warps)
-
-
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    causal: bool,
-    o: Tensor,
-    lse: Tensor,
-    cut: Blocks,
-    piece: int | None = None,
-) -> None:
-    """Write o [pieces, B, Tq, H * G, V] and lse [pieces, B, Tq, H * G] of every `piece` keys, or of all keys at once.
-
-    A row that sees no key of a piece has o = NaN and lse = -inf there.
+    A row that sees no key of a split has o = NaN and lse = -inf there.
 
     Args:
         scale: not below 0: the greatest product is taken for the greatest score.
-        cut: from `blocks`.
-        piece: a multiple of cut.BT.
     """
     (_, Tq, Hq, K), (B, Tk, H, V) = q.shape, v.shape
-    BR, BT, num_warps, num_stages = cut
-    precision = "ieee" if q.dtype == torch.float32 and not tf32_allowed() else "tf32"
-    tma = gpu_of(q.device).architecture.has_tma and q.dtype != torch.float32 and addressable(k) and addressable(v)
-    width = power_of_two(max(K, V), 64)
-    # Triton 3.6 on Hopper miscompiles blocks of pointers with V up to 32 and K above it, so both are as wide there.
-    BK, BV = (power_of_two(K, 16), power_of_two(V, 16)) if tma else (width, width)
-    keys, values = (tiles(k, BT, BK), tiles(v, BT, BV)) if tma else (k, v)
-    pieces = 1 if piece is None else -(-Tk // piece)
+    BR, BT, BK, BV = plan.BR, plan.BT, plan.BK, plan.BV
+    keys, values = (tiles(k, BT, BK), tiles(v, BT, BV)) if plan.tma else (k, v)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    constants = (K, V, causal, BR, BT, BK, BV, tma, precision)
-    integers = (B, Tq, Tk, H, Hq // H, piece, *strides, *constants)
-    grid, tensors = (pieces * B * H * -(-Tq * (Hq // H) // BR), 1, 1), (q, keys, values, o, lse)
-    launch(_attention, grid, tensors, (scale,), integers, num_warps=num_warps, num_stages=num_stages)
+    constants = (K, V, causal, BR, BT, BK, BV, plan.tma, "ieee" if plan.exact else "tf32")
+    integers = (B, Tq, Tk, H, Hq // H, plan.split, *strides, *constants)
+    grid = (plan.splits(Tk) * B * H * -(-Tq * (Hq // H) // BR), 1, 1)
+    options = {"num_warps": plan.warps, "num_stages": plan.stages}
+    launch(_attention, grid, (q, keys, values, o, lse), (scale,), integers, **options)
 
 
-@triton.jit(do_not_specialize=["scale", "B", "Tq", "Tk", "H", "piece"])
+@triton.jit(do_not_specialize=["scale", "B", "Tq", "Tk", "H", "split"])
 def _attention(
     q_ptr,  # [B, Tq, H * G, K]
     k_ptr,  # [B, Tk, H, K], or a descriptor
     v_ptr,  # [B, Tk, H, V], or a descriptor
-    o_ptr,  # [pieces, B, Tq, H * G, V]
-    lse_ptr,  # [pieces, B, Tq, H * G]
+    o_ptr,  # [P, B, Tq, H * G, V]
+    lse_ptr,  # [P, B, Tq, H * G]
     scale,
     B,
     Tq,
     Tk,
     H,
     G,
-    piece,  # keys of a piece, or None: all keys at once
+    split,  # keys of a split, or None: all keys at once
     stride_qb,
     stride_qt,
     stride_qh,
@@ -137,7 +89,7 @@ def _attention(
     tile = tiles - 1 - tl.program_id(0) % tiles
     b = tl.program_id(0) // tiles // H
     h = (tl.program_id(0) // tiles % H).to(tl.int64)
-    if piece is not None:
+    if split is not None:
         p = b // B
         b %= B
     b = b.to(tl.int64)
@@ -145,7 +97,7 @@ def _attention(
     r = tile * BR + tl.arange(0, BR)  # [BR]
     t = r // G  # [BR], the row's query
     row = (b * Tq + t) * (H * G) + h * G + r % G  # [BR], the row's place in o and lse
-    if piece is not None:
+    if split is not None:
         row += p.to(tl.int64) * B * Tq * (H * G)
     there = r < Tq * G  # [BR]
     i = tl.arange(0, BK)
@@ -165,9 +117,9 @@ def _attention(
     start = 0
     end = some_see
     full = all_see // BT * BT
-    if piece is not None:
-        start = p * piece
-        end = tl.minimum(start + piece, some_see)
+    if split is not None:
+        start = p * split
+        end = tl.minimum(start + split, some_see)
         full = tl.maximum(start, tl.minimum(end, full))
 
     if not TMA:

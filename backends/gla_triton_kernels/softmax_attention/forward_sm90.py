@@ -1,4 +1,4 @@
-"""Softmax attention for Hopper with specialised warps; the mathematics is that of softmax_attention.py.
+"""Softmax attention for Hopper with specialised warps; the mathematics is that of forward.py.
 
 A block has 128 queries of one head, and three kinds of warps that talk over barriers in shared memory:
 
@@ -19,7 +19,6 @@ overlap of products and softmax.
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,56 +30,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_kernels.runtime.architecture import gpu_of
 from gla_triton_kernels.runtime.launch import launch
-from gla_triton_kernels.runtime.tma import addressable, shared_tiles
+from gla_triton_kernels.runtime.tma import shared_tiles
+from gla_triton_kernels.softmax_attention.plan import Plan
 
-ROWS = 64  # of one warpgroup, the least of wgmma
-STAGES = 2
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
-def suits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether this kernel computes the call: halves on compute capability 9.0, many queries, strides fit for TMA."""
-    return (
-        gpu_of(q.device).architecture.has_wgmma
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[1] > ROWS
-        and min(q.numel(), v.numel()) > 0
-        and 64 < max(q.shape[3], v.shape[3]) <= 256
-        and v.shape[3] % 8 == 0  # rows of o of 16 bytes
-        and all(addressable(x) for x in (q, k, v))
-    )
-
-
-def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """See gla_core/ops/softmax_attention.py; only for calls that `suits` accepts, with scale >= 0."""
-    B, Tq, Hq, K = q.shape
-    _, Tk, H, V = v.shape
-    o = v.new_empty((B, Tq, Hq, V))
-    lse = torch.empty((B, Tq, Hq), dtype=torch.float32, device=q.device)
-    BK, BV = (64 if width <= 64 else 128 if width <= 128 else 256 for width in (K, V))
-    BK = max(BK, BV)  # o leaves through the tiles of q
-    BT = 128 if BK <= 128 else 64
-    launch(
-        _attention,
-        (-(-Tq // (2 * ROWS)) * B * Hq, 1, 1),
-        (shared_tiles(q, ROWS, BK), shared_tiles(k, BT, BK), shared_tiles(v, BT, BV), shared_tiles(o, ROWS, BV), lse),
-        (scale,),
-        (Tq, Tk, Hq, Hq // H, causal, STAGES),
-        num_warps=4,
-        maxnreg=168,
-    )
-    return o, lse
+def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor) -> None:
+    """Write o [B, Tq, H * G, V] and lse [B, Tq, H * G], with scale >= 0."""
+    B, Tq, Hq, _ = q.shape
+    _, Tk, H, _ = v.shape
+    BR, BT, BK, BV = plan.BR, plan.BT, plan.BK, plan.BV
+    maps = (shared_tiles(q, BR, BK), shared_tiles(k, BT, BK), shared_tiles(v, BT, BV), shared_tiles(o, BR, BV))
+    grid = (-(-Tq // (2 * BR)) * B * Hq, 1, 1)
+    integers = (Tq, Tk, Hq, Hq // H, causal, plan.stages)
+    launch(_attention, grid, (*maps, lse), (scale,), integers, num_warps=plan.warps, maxnreg=plan.registers)
 
 
 @gluon.jit
-def _load_warp(q_desc, k_desc, v_desc, tiles, barriers, place, G, STAGES: gl.constexpr):
+def _load_warp(q_desc, k_desc, v_desc, tiles, barriers, work, G, STAGES: gl.constexpr):
     """Copy the queries, then keys and values from the last block to the first."""
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty = barriers
-    b, h, first, blocks, _full_blocks = place
+    b, h, first, blocks, _full_blocks = work
     BR: gl.constexpr = q_desc.block_type.shape[2]
     BT: gl.constexpr = k_desc.block_type.shape[2]
     mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
@@ -170,17 +144,17 @@ def _attend_warps(
     lse_ptr,
     tiles,
     barriers,
-    place,
+    work,
     sizes,
     scale,
-    HALF: gl.constexpr,
+    WARPGROUP: gl.constexpr,
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Attention of the queries first + HALF * BR and on."""
+    """Attention of the queries first + WARPGROUP * BR and on."""
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, _v_empty = barriers
-    b, h, first, blocks, full_blocks = place
+    b, h, first, blocks, full_blocks = work
     Tq, Tk, Hq = sizes
     BR: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
@@ -188,10 +162,10 @@ def _attend_warps(
     BV: gl.constexpr = v_tiles.type.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BT, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
-    t = first + HALF * BR + gl.arange(0, BR, gl.SliceLayout(1, s_layout))  # [BR]
+    t = first + WARPGROUP * BR + gl.arange(0, BR, gl.SliceLayout(1, s_layout))  # [BR]
     last_key = gl.minimum(t + Tk - Tq, Tk - 1) if CAUSAL else gl.zeros_like(t) + Tk - 1  # [BR]
     scale *= LOG2_E
-    q_tile = q_tiles.index(HALF).reshape([BR, BK])
+    q_tile = q_tiles.index(WARPGROUP).reshape([BR, BK])
     m = gl.full([BR], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     z = gl.zeros([BR], gl.float32, gl.SliceLayout(1, s_layout))
     o = gl.zeros([BR, BV], gl.float32, o_layout)
@@ -215,10 +189,10 @@ def _attend_warps(
     # A row that sees no key: o = 0 / 0 = NaN and lse = -inf + log 0 = -inf.
     gl.store(lse_ptr + (b.to(gl.int64) * Tq + t) * Hq + h, (m + gl.log2(z)) * LN_2, t < Tq)
     o = o / gl.convert_layout(z, gl.SliceLayout(1, o_layout))[:, None]
-    o_tile = q_tiles.index(HALF)._reinterpret(o_desc.dtype, [1, 1, BR, BV], o_desc.layout)
+    o_tile = q_tiles.index(WARPGROUP)._reinterpret(o_desc.dtype, [1, 1, BR, BV], o_desc.layout)
     o_tile.reshape([BR, BV]).store(o.to(o_desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(o_desc, [b, h, first + HALF * BR, 0], o_tile)
+    tma.async_copy_shared_to_global(o_desc, [b, h, first + WARPGROUP * BR, 0], o_tile)
     tma.store_wait(0)
 
 
@@ -273,13 +247,13 @@ def _attention(
 
     tiles = (q_tiles, k_tiles, v_tiles)
     barriers = (q_full, k_full, k_empty, v_full, v_empty)
-    place = (b, h, first, blocks, full_blocks)
+    work = (b, h, first, blocks, full_blocks)
     sizes = (Tq, Tk, Hq)
     gl.warp_specialize(
         [
-            (_attend_warps, (o_desc, lse_ptr, tiles, barriers, place, sizes, scale, 0, CAUSAL, STAGES)),
-            (_attend_warps, (o_desc, lse_ptr, tiles, barriers, place, sizes, scale, 1, CAUSAL, STAGES)),
-            (_load_warp, (q_desc, k_desc, v_desc, tiles, barriers, place, G, STAGES)),
+            (_attend_warps, (o_desc, lse_ptr, tiles, barriers, work, sizes, scale, 0, CAUSAL, STAGES)),
+            (_attend_warps, (o_desc, lse_ptr, tiles, barriers, work, sizes, scale, 1, CAUSAL, STAGES)),
+            (_load_warp, (q_desc, k_desc, v_desc, tiles, barriers, work, G, STAGES)),
         ],
         [4, 1],
         [240, 24],

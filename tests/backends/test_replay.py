@@ -1,4 +1,4 @@
-"""Launches that are kept: the same results from the second call on, and profilers still hear of them."""
+"""Calls that are replayed: the same results from the second one on, and profilers still hear of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import gla_core as gla
 pytest.importorskip("triton")
 
 
-# ---- what is kept, with a device that only notes what it is told
+# ---- what is recorded, with a device that only notes what it is told
 
 
 class Device:
@@ -43,9 +43,8 @@ def gpu(monkeypatch):
     from gla_triton_kernels.runtime import replay
 
     monkeypatch.setattr(replay, "_calls", {})
-    monkeypatch.setattr(replay, "_encoded", {})
     fake = Device()
-    monkeypatch.setattr(replay, "_current_device", lambda: fake.index)
+    monkeypatch.setattr(replay, "current_device", lambda: fake.index)
     monkeypatch.setattr(driver, "_active", fake)
     return fake
 
@@ -78,16 +77,16 @@ def tensor(T=16):
     return x
 
 
-def keep(gpu, x, y, key="key"):
+def record(gpu, x, y, key="key"):
     """As a backend does after its first launch, of which this returns what the device was told."""
+    from gla_triton_kernels.runtime import replay
     from gla_triton_kernels.runtime.launch import Launch
-    from gla_triton_kernels.runtime.replay import record
     from gla_triton_kernels.runtime.tma import tiles
 
     kernel, descriptor = compiled(gpu, *TYPES), tiles(x, 8, 8)
     # Triton's own way
     kernel.run(*GRID, 7, kernel.function, kernel.packed_metadata, None, None, None, descriptor, 0, y.data_ptr(), 0.5, 9)
-    record(key, (x, None, y), [Launch(kernel, GRID, (descriptor, None, y), (0.5,), (9,))])
+    replay.record(key, (x, None, y), [Launch(kernel, GRID, (descriptor, None, y), (0.5,), (9,))])
     return gpu.launched.pop()
 
 
@@ -99,19 +98,19 @@ def again(x, y, key="key"):
 
 def test_a_kernel_is_told_what_triton_would_tell_it(gpu):
     x, y = tensor(), tensor()
-    first = keep(gpu, x, y)
+    first = record(gpu, x, y)
     for _ in range(3):
         assert again(x, y)
     assert gpu.launched == [first] * 3
     other = tensor()
-    expected = keep(gpu, other, x)
+    expected = record(gpu, other, x)
     assert again(other, x)
     assert gpu.launched[3:] == [expected] != [first]
 
 
 def test_a_map_is_encoded_once_for_an_address(gpu):
     x, y, other = tensor(), tensor(), tensor()
-    keep(gpu, x, y)
+    record(gpu, x, y)
     gpu.encoded.clear()
     for found in (x, x, other, x.clone().set_(x), other, x):  # pyright: ignore
         assert again(found, y)
@@ -123,7 +122,7 @@ def test_maps_of_other_shapes_at_the_same_address_are_others(gpu):
     x, y = tensor(), tensor()
     shorter = x.view(-1)[: 2 * 4 * 3 * 8].view(2, 4, 3, 8)
     assert shorter.data_ptr() == x.data_ptr()
-    told = [keep(gpu, x, y, "16 tokens"), keep(gpu, shorter, y, "4 tokens")]
+    told = [record(gpu, x, y, "16 tokens"), record(gpu, shorter, y, "4 tokens")]
     assert again(x, y, "16 tokens")
     assert again(shorter, y, "4 tokens")
     assert gpu.launched == told
@@ -133,13 +132,13 @@ def test_maps_of_other_shapes_at_the_same_address_are_others(gpu):
 def test_maps_are_few_and_hold_no_tensors(gpu, monkeypatch):
     from gla_triton_kernels.runtime import replay
 
-    monkeypatch.setattr(replay, "_MOST", 3)
+    monkeypatch.setattr(replay, "_MOST_MAPS", 3)
     x, y = tensor(), tensor()
-    keep(gpu, x, y)
+    record(gpu, x, y)
     others = [tensor() for _ in range(20)]
     for other in others:
         assert again(other, y)
-        assert len(replay._encoded) <= 3
+        assert 0 < encoded_maps(replay) <= 3
     assert again(x, y)
     gone = weakref.ref(x)
     del x
@@ -148,7 +147,7 @@ def test_maps_are_few_and_hold_no_tensors(gpu, monkeypatch):
 
 def test_what_is_not_launched_again(gpu):
     x, y = tensor(), tensor()
-    keep(gpu, x, y)
+    record(gpu, x, y)
     assert not again(x, y, "another key")
     assert not again(torch.zeros(800)[1:769].view(2, 16, 3, 8), y)
     gpu.index = 1
@@ -156,33 +155,55 @@ def test_what_is_not_launched_again(gpu):
     assert not gpu.launched
 
 
-def test_a_triton_that_launches_otherwise(gpu):
-    from gla_triton_kernels.runtime.launch import Launch
-    from gla_triton_kernels.runtime.replay import record
-    from gla_triton_kernels.runtime.tma import tiles
+def test_a_triton_that_launches_otherwise(gpu, monkeypatch):
+    from triton.backends.nvidia import driver
 
+    from gla_triton_kernels.runtime import replay
+
+    def encoding(launch, *_):
+        return lambda *args: launch(*args)
+
+    replay._launchers_are_known.cache_clear()
+    monkeypatch.setattr(driver, "wrap_handle_tensordesc", encoding)
+    assert "launches kernels in another way" in replay.why_not_replayed()
     x, y = tensor(), tensor()
-    kernel = compiled(gpu, *TYPES)
-    kernel.run.launch = gpu.launch
-    record("key", (x, None, y), [Launch(kernel, GRID, (tiles(x, 8, 8), None, y), (0.5,), (9,))])
+    record(gpu, x, y)
     assert not again(x, y)
+    monkeypatch.undo()
+    replay._launchers_are_known.cache_clear()
+    assert replay.why_not_replayed() is None
 
 
-def remember_two(gpu, x, y, scratch):
+def test_what_is_said_of_interpreted_kernels(monkeypatch):
+    import gla_triton_kernels
+
+    assert gla_triton_kernels.notes() == []
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (note,) = gla_triton_kernels.notes()
+    assert note.endswith("kernels are interpreted (TRITON_INTERPRET=1)")
+
+
+def encoded_maps(replay):
+    """How many tensor maps are kept."""
+    launches = [launch for call in replay._calls.values() for launch in call.launches]
+    return sum(len(tensor_map.encoded) for launch in launches for _, tensor_map in launch.parameters if tensor_map)
+
+
+def record_two(gpu, x, y, scratch):
     """A call of two kernels, which hand something over in `scratch`."""
+    from gla_triton_kernels.runtime import replay
     from gla_triton_kernels.runtime.launch import Launch
-    from gla_triton_kernels.runtime.replay import record
 
     first = Launch(compiled(gpu, "*fp32", "*fp32"), (5, 1, 1), (x, scratch), (), (1, 2))
     second = Launch(compiled(gpu, "*fp32", "*fp32"), (6, 1, 1), (scratch, y), (0.5,), (3,))
-    record("two", (x, y), [first, second])
+    replay.record("two", (x, y), [first, second])
 
 
 def test_a_call_of_several_launches(gpu):
     from gla_triton_kernels.runtime.replay import replay
 
     x, y, scratch = tensor(), tensor(), torch.empty(3, 5, dtype=torch.float64)
-    remember_two(gpu, x, y, scratch)
+    record_two(gpu, x, y, scratch)
     assert replay("two", (y, x), 0.25)
     (first_grid, *first), (second_grid, *second) = gpu.launched
     handed_over = first[-3]
@@ -191,16 +212,16 @@ def test_a_call_of_several_launches(gpu):
     assert (second_grid, second[-4:]) == (6, [handed_over, x.data_ptr(), 0.25, 3])
 
 
-def test_calls_that_cannot_be_told_apart_are_not_kept(gpu):
+def test_calls_that_cannot_be_told_apart_are_not_recorded(gpu):
     """Which of its tensors a launch has taken must be plain, and that it may be allocated anew."""
     from gla_triton_kernels.runtime.replay import replay
 
     x, y = tensor(), tensor()
-    remember_two(gpu, x, x, tensor())
+    record_two(gpu, x, x, tensor())
     assert not replay("two", (x, y), 0.5)
-    remember_two(gpu, x, y, tensor().mT)
+    record_two(gpu, x, y, tensor().mT)
     assert not replay("two", (x, y), 0.5)
-    remember_two(gpu, x, y, tensor())
+    record_two(gpu, x, y, tensor())
     assert replay("two", (x, x), 0.5)
 
 
@@ -220,8 +241,11 @@ def heard():
 
 
 def test_nothing_is_launched_past_a_profiler(gpu, heard):
+    from gla_triton_kernels.runtime.replay import why_not_replayed
+
+    assert why_not_replayed() == "a profiler listens to Triton's launches"
     x, y = tensor(), tensor()
-    keep(gpu, x, y)
+    record(gpu, x, y)
     assert not again(x, y)
 
 
@@ -270,13 +294,13 @@ def chunk_inputs(T, seed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_tensor_maps_follow_their_tensors(backend, monkeypatch):
-    """Freed memory is handed out again to tensors of other shapes; kept launches give what new ones do."""
+    """Freed memory is handed out again to tensors of other shapes; replayed launches give what new ones do."""
     from gla_triton_kernels.runtime import replay
 
     calls = [(T, seed) for T in (1024, 640, 1024, 512) for seed in range(3)]
     with gla.use_backend(backend):
         found = [gla.chunk_gla(*chunk_inputs(*call)) for call in calls * 2]
-        assert len(replay._encoded) > 0
+        assert encoded_maps(replay) > 0
         monkeypatch.setattr("gla_triton_kernels.chunk_gla.call.replay", lambda *_: False)
         for i, call in enumerate(calls):
             for once, twice, new in zip(

@@ -1,0 +1,72 @@
+"""Predicted seconds of the CPU form, whose operations run one after another:
+
+    seconds = call + step * steps + elements / rate
+
+steps are those of loops and scans, elements the numbers that are touched. Constants: call and step, seconds of the
+operations that start a call and a step; rate, elements a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from gla_core.dispatch.backend import Constants, OpCall
+from gla_parallel_scan.pytorch import online_softmax
+from gla_parallel_scan.pytorch.blocks import block
+from gla_parallel_scan.pytorch.chunk_gla import BLOCK, SEGMENT
+from gla_parallel_scan.pytorch.softmax_attention import QUERIES, SPLIT
+
+
+def predicted_seconds(call: OpCall, c: Constants) -> float:
+    """Seconds of a call, by the constants `c` of its op on a CPU."""
+    steps, elements = _COUNT[call.op](call)
+    return c["call"] + c["step"] * steps + elements * (2 if call.dtype == torch.float64 else 1) / c["rate"]
+
+
+def _chunk_gla(call: OpCall) -> tuple[float, float]:
+    """In blocks that stay in the cache: segments are halved log2 C times, and scanned in 2 log2 n steps.
+
+    A state is held for each segment, and for each sequence the one that enters it.
+    """
+    B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
+    C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())
+    n = T // C + N if call.variable_length else -(-T // C)
+    rows, heads = block(B, H, T * max(K, V), BLOCK)
+    blocks = math.ceil(B / rows) * math.ceil(H / heads)
+    halvings, scanning = math.log2(C), 2 * math.log2(max(n, 1))
+    G = Hq / H if H else 0
+    # Of a matrix product, ten multiplications count as one element.
+    per_token = (1 + G) * (K * (4 + halvings) + 2 * V + K * V / 10) + 2 * G * C
+    if T % C:
+        per_token += (2 + G) * K + V  # zeros for what is missing at the end
+    elements = H * (B * n * C * per_token + 2 * (B * n + N) * K * V)
+    packed = 1.4 if call.variable_length else 1  # gathered and scattered as well
+    return blocks * (4 + halvings + scanning), elements * packed
+
+
+def _recurrent_gla_step(call: OpCall) -> tuple[float, float]:
+    B, H, K, V, P = (call.dims[name] for name in ("B", "H", "K", "V", "P"))
+    return (1, B * H * K * V * 2 + P * H * K * V) if call.indexed else (0, B * H * K * V)
+
+
+def _online_softmax(call: OpCall) -> tuple[float, float]:
+    rows, columns = call.dims["rows"], call.dims["columns"]
+    return math.ceil(rows / max(1, online_softmax.BLOCK // max(columns, 1))), rows * columns
+
+
+def _softmax_attention(call: OpCall) -> tuple[float, float]:
+    """A block of queries meets a split of the keys a step."""
+    B, Tq, Tk, H, Hq, K, V = (call.dims[name] for name in ("B", "Tq", "Tk", "H", "Hq", "K", "V"))
+    steps = B * math.ceil(Tq / QUERIES) * math.ceil(Tk / SPLIT)
+    return steps, B * Hq * Tq * Tk * (2 + (K + V) / 128) + B * Tk * H * (K + V) / 4
+
+
+_COUNT: Mapping[str, Callable[[OpCall], tuple[float, float]]] = {
+    "chunk_gla_fwd": _chunk_gla,
+    "recurrent_gla_step": _recurrent_gla_step,
+    "online_softmax": _online_softmax,
+    "softmax_attention": _softmax_attention,
+}

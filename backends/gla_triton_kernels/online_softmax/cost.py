@@ -1,0 +1,37 @@
+"""Predicted seconds of a softmax; ../cost.py says how the time of a call is counted. Constants:
+
+launch, host      seconds between the starts of two kernels, and of the host for a call
+bandwidth         bytes a second
+block_bandwidth   bytes a second of one block
+"""
+
+from __future__ import annotations
+
+from gla_core.dispatch.backend import Constants, OpCall
+from gla_triton_kernels.cost import in_all
+from gla_triton_kernels.online_softmax.plan import Kernel, plan_one_pass
+from gla_triton_kernels.online_softmax.rows import rows_of_call
+
+MOST_IN_CACHE = 2**17
+"""Bytes of a row that is still in the L2 cache when it is read again, like those of all blocks at work on an H200."""
+UNALIGNED = 3
+"""Times as long as rows are moved that are loaded column by column; measured on an H200 with 50257 columns."""
+
+
+def one_pass(call: OpCall, c: Constants) -> float:
+    """A block reads its row once if it fits on chip or in the cache, twice if not, and writes it.
+
+    Many rows are as fast as memory.
+    """
+    rows = rows_of_call(call)
+    row = rows.N * rows.itemsize
+    once = plan_one_pass(rows).kernel is Kernel.ON_CHIP or row <= MOST_IN_CACHE
+    row *= 2 if once else 3
+    return in_all(call, c["launch"] + max(row / c["block_bandwidth"], rows.R * row / c["bandwidth"]), c["host"])
+
+
+def splits(call: OpCall, c: Constants) -> float:
+    """Two kernels read, one writes; columns that are loaded one by one take `UNALIGNED` times as long."""
+    rows = rows_of_call(call)
+    size = rows.R * rows.N * rows.itemsize * (UNALIGNED if rows.vector == 1 else 1)
+    return in_all(call, 2 * c["launch"] + 3 * size / c["bandwidth"], c["host"])

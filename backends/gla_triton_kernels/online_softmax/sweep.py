@@ -1,0 +1,73 @@
+"""Softmax along one dimension: the first of two sweeps over tiles of columns, for maximum and sum of a row.
+
+It keeps a running maximum m and sum z of exponentials for every G neighbouring columns of a tile, those that a thread
+loads at once, so that no thread waits for another:
+
+    m' = max(m, max_j x_j)        z' = exp(m - m') z + sum_j exp(x_j - m')
+
+Of one column, with d = exp(-|x - m|), one of the two exponentials is d and the other is 1:
+
+    x > m:  z' = d z + 1,  m' = x        x <= m:  z' = z + d,  m' = m
+
+They are merged at the end, M = max m and Z = sum exp(m - M) z; a second sweep can then write exp(x - M) / Z.
+
+N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 what is left of those
+BR, BN rows and columns of a tile   G columns that a thread loads at once
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
+"""
+
+# pyright: reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+@triton.jit
+def rows_of_tile(tile, D1, R, BR: tl.constexpr):
+    """Indices of a tile of rows in D0 and D1, and its rows [BR, 1]; as int64, for tensors of any size."""
+    tiles = tl.cdiv(R, BR)
+    outer = tile // tiles
+    r = (tile % tiles).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
+    return (outer // D1).to(tl.int64), (outer % D1).to(tl.int64), r
+
+
+@triton.jit
+def maximum_and_sum(x_rows, there, start, end, stride_n, BR: tl.constexpr, BN: tl.constexpr, G: tl.constexpr):
+    """Of the columns from start to end of the rows at x_rows [BR, 1] that are there: m and z, [BR, 1].
+
+    Where all is -inf, m is the lowest finite number and z is 0.
+    """
+    # A finite start: an entry of -inf adds exp(-inf) = 0 to it, where it would add exp(-inf + inf) = NaN to -inf.
+    m = tl.full((BR, BN // G), LOWEST, tl.float32)
+    z = tl.zeros((BR, BN // G), tl.float32)
+    for first in range(start, end, BN):
+        c = first + tl.arange(0, BN)[None, :]
+        x = tl.load(
+            x_rows + c.to(tl.int64) * stride_n,
+            mask=there & (c < end),
+            other=-float("inf"),
+            eviction_policy="evict_last",
+        )  # [BR, BN]
+        x = x.to(tl.float32)
+        if G == 1:
+            d = tl.exp(-tl.abs(x - m))
+            z = tl.where(x > m, z * d + 1, z + d)
+            m = tl.maximum(m, x)
+        else:
+            x = tl.reshape(x, (BR, BN // G, G))
+            greater = tl.maximum(m, tl.max(x, 2))  # [BR, BN // G]
+            z = z * tl.exp(m - greater) + tl.sum(tl.exp(x - greater[:, :, None]), 2)
+            m = greater
+    return merge(m, z)
+
+
+@triton.jit
+def merge(m, z):
+    """The maxima m and sums z of parts of a row, [BR, parts], as one: [BR, 1]."""
+    row_m = tl.max(m, 1, keep_dims=True)
+    return row_m, tl.sum(z * tl.exp(m - row_m), 1, keep_dims=True)

@@ -1,0 +1,53 @@
+"""The way of a call to its kernels: o and lse are allocated, a plan is made, and its kernels are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.runtime.launch import on_device_of
+from gla_triton_kernels.runtime.tma import addressable
+from gla_triton_kernels.softmax_attention import forward, forward_sm90, merge
+from gla_triton_kernels.softmax_attention.plan import Kernel, Plan
+
+
+def softmax_attention(
+    plan_of: Callable[..., Plan], q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """See gla_core/ops/softmax_attention.py; `plan_of` is one of the functions of plan.py."""
+    o = v.new_empty((*q.shape[:3], v.shape[3]))
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if not lse.numel():
+        return o, lse
+    if scale < 0:  # the kernels take the greatest product for the greatest score
+        q, scale = -q, -scale
+    reached = {name for name, x in (("q", q), ("k", k), ("v", v)) if addressable(x)}
+    plan = plan_of(_call(q, k, v, causal), gpu_of(q.device), reached)
+    with on_device_of(q):
+        if plan.kernel is Kernel.FORWARD_SM90:
+            forward_sm90.run(plan, q, k, v, scale, causal, o, lse)
+        elif plan.split is None:
+            forward.run(plan, q, k, v, scale, causal, o, lse)
+        else:
+            splits = plan.splits(k.shape[1])
+            split_o = torch.empty((splits, *o.shape), dtype=torch.float32, device=q.device)
+            split_lse = lse.new_empty((splits, *lse.shape))
+            forward.run(plan, q, k, v, scale, causal, split_o, split_lse)
+            merge.run(split_o, split_lse, o, lse)
+    return o, lse
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> OpCall:
+    (B, Tq, Hq, K), (_, Tk, H, V) = q.shape, v.shape
+    return OpCall(
+        op="softmax_attention",
+        device=q.device,
+        dtype=q.dtype,
+        dims={"B": B, "Tq": Tq, "Tk": Tk, "H": H, "Hq": Hq, "K": K, "V": V},
+        scalars={"causal": causal},
+        float32_matmul_precision=torch.get_float32_matmul_precision(),
+    )

@@ -1,0 +1,58 @@
+"""Predicted seconds of softmax attention; ../cost.py says how the time of a call is counted. Constants:
+
+launch, host   seconds between the starts of two kernels, and of the host for a call
+bandwidth      bytes a second
+rate           multiplications a second of 16-bit numbers
+float32        times as slow
+step           seconds of a block for 64 keys
+start          seconds of the device's multiprocessors between two blocks of 128 queries
+merge          numbers of outputs a second that are merged from splits
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from gla_core.dispatch.backend import Constants, OpCall
+from gla_triton_kernels.cost import gpu_of_constants, in_all
+from gla_triton_kernels.softmax_attention.plan import is_causal, plan_splits
+
+QUERIES, KEYS = 128, 64
+"""Of a block, for which `start` and `step` are measured whatever the tiles of the kernel are."""
+
+
+def one_pass(call: OpCall, c: Constants) -> float:
+    """The last block of queries meets all keys; many blocks are as fast as arithmetic, or as memory."""
+    B, Tq, Tk, H, Hq = (call.dims[name] for name in ("B", "Tq", "Tk", "H", "Hq"))
+    blocks = B * H * math.ceil(Tq * (Hq / max(H, 1)) / QUERIES)
+    all_keys = math.ceil(Tk / KEYS) * c["step"] * _slower(call, c)
+    arithmetic = blocks / c["multiprocessors"] * c["start"] + _products(call) / c["rate"] * _slower(call, c)
+    return in_all(call, c["launch"] + max(all_keys, arithmetic, _bytes(call) / c["bandwidth"]), c["host"])
+
+
+def splits(call: OpCall, c: Constants) -> float:
+    """Arithmetic or keys and values, whichever takes longer, spread over the device; outputs of splits are merged."""
+    B, Tq, Hq, V = (call.dims[name] for name in ("B", "Tq", "Hq", "V"))
+    work = max(_products(call) / c["rate"] * _slower(call, c), _bytes(call) / c["bandwidth"])
+    merged = plan_splits(call, gpu_of_constants(c)).split is not None
+    merging = c["launch"] + B * Tq * Hq * V / c["merge"] if merged else 0
+    return in_all(call, c["launch"] + work + merging, c["host"])
+
+
+def _slower(call: OpCall, c: Constants) -> float:
+    return c["float32"] if call.dtype == torch.float32 else 1
+
+
+def _products(call: OpCall) -> float:
+    """Multiplications; a matrix product takes 16 rows at least."""
+    B, Tq, Tk, H, Hq, K, V = (call.dims[name] for name in ("B", "Tq", "Tk", "H", "Hq", "K", "V"))
+    keys = Tk - min(Tq, Tk) / 2 if is_causal(call) else Tk  # that a query sees on average
+    return B * H * max(16, Tq * (Hq / max(H, 1))) * keys * (K + V)
+
+
+def _bytes(call: OpCall) -> int:
+    """Bytes of k and v."""
+    B, Tk, H, K, V = (call.dims[name] for name in ("B", "Tk", "H", "K", "V"))
+    return B * H * Tk * (K + V) * call.dtype.itemsize

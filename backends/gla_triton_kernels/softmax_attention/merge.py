@@ -1,0 +1,64 @@
+"""One output of softmax attention from those of splits of the keys, which were attended to at once.
+
+    m = max_p lse_p        w_p = exp(lse_p - m)        z = sum_p w_p
+    o = sum_p w_p o_p / z        lse = m + log z
+
+P splits   BP splits that are merged at a time   V value width   BV a block of V
+
+Source: Dao et al., "FlashAttention" (arXiv 2205.14135), on the online softmax of arXiv 1805.02867.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gla_triton_kernels.runtime.launch import launch
+from gla_triton_kernels.runtime.sizes import power_of_two
+
+
+def run(split_o: Tensor, split_lse: Tensor, o: Tensor, lse: Tensor) -> None:
+    """Write o [..., V] and lse [...] from those of the splits [P, ..., V] and [P, ...]."""
+    P, V = split_o.shape[0], o.shape[-1]
+    BP, BV = min(power_of_two(P), 64), min(power_of_two(V), 64)
+    launch(_merge, (lse.numel(), -(-V // BV), 1), (split_o, split_lse, o, lse), (), (P, V, BP, BV), num_warps=4)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _merge(
+    split_o_ptr,  # [P, rows, V]
+    split_lse_ptr,  # [P, rows]
+    o_ptr,  # [rows, V]
+    lse_ptr,  # [rows]
+    P,
+    V: tl.constexpr,
+    BP: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Program: BV columns of a row's output."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
+    p, j = tl.arange(0, BP), tl.program_id(1) * BV + tl.arange(0, BV)
+    m = tl.full((BP,), -float("inf"), tl.float32)
+    for first in range(0, P, BP):
+        lses = tl.load(split_lse_ptr + (first + p) * rows + row, mask=first + p < P, other=-float("inf"))  # [BP]
+        m = tl.maximum(m, lses)
+    m = tl.max(m, 0)
+    # Where no split was seen, exp(-inf - 0) = 0 where exp(-inf + inf) would be NaN; then o = 0 / 0 = NaN.
+    base = tl.where(m == -float("inf"), 0.0, m)
+    z = tl.zeros((BP,), tl.float32)
+    o = tl.zeros((BP, BV), tl.float32)
+    for first in range(0, P, BP):
+        lses = tl.load(split_lse_ptr + (first + p) * rows + row, mask=first + p < P, other=-float("inf"))  # [BP]
+        seen = (lses != -float("inf"))[:, None]  # [BP, 1]; what was not seen has o = NaN
+        outputs = tl.load(
+            split_o_ptr + ((first + p) * rows + row)[:, None] * V + j, mask=seen & (j < V), other=0.0
+        )  # [BP, BV]
+        w = tl.exp(lses - base)  # [BP]
+        z += w
+        o += w[:, None] * outputs
+    z = tl.sum(z, 0)
+    o = tl.sum(o, 0) / z  # [BV]
+    tl.store(o_ptr + row * V + j, o.to(o_ptr.dtype.element_ty), mask=j < V)
+    tl.store(lse_ptr + row, m + tl.log(z), mask=tl.program_id(1) == 0)

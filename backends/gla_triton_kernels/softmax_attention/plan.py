@@ -1,0 +1,139 @@
+"""Which kernel attends, with which launch parameters, and in how many splits: decided here alone, without Triton.
+
+The launcher runs a plan (call.py), and the cost models price the same one (cost.py). Launch parameters were measured
+on an H200.
+
+B batch   Tq, Tk queries and keys   H key/value heads   Hq query heads   K, V key and value width
+BR rows of queries per program   BT keys per block   BK, BV the widths rounded up
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Set
+from dataclasses import dataclass, replace
+
+import torch
+
+from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from gla_triton_kernels.runtime.sizes import power_of_two
+
+
+class Kernel(enum.Enum):
+    """The modules that hold a kernel."""
+
+    FORWARD = enum.auto()
+    FORWARD_SM90 = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a call is computed.
+
+    Attributes:
+        BR: rows of a program, or of each of its warpgroups.
+        stages: blocks of keys on their way from memory at a time.
+        tma: keys and values are moved by TMA, not through pointers.
+        exact: float32 is multiplied as float32, not as TF32.
+        registers: that a thread may have; None for as many as it likes.
+        split: keys of a split, a multiple of BT; None where all keys are attended to at once.
+    """
+
+    kernel: Kernel
+    BR: int
+    BT: int
+    BK: int
+    BV: int
+    warps: int
+    stages: int = 2
+    tma: bool = False
+    exact: bool = False
+    registers: int | None = None
+    split: int | None = None
+
+    def splits(self, Tk: int) -> int:
+        """How many splits so many keys have."""
+        return 1 if self.split is None else -(-Tk // self.split)
+
+
+def is_causal(call: OpCall) -> bool:
+    """Whether queries see no later keys; taken for so if there are many queries and nothing is said."""
+    return call.scalars.get("causal", call.dims["Tq"] > 1)
+
+
+# ---- all keys by one program
+
+# By width: BR, BT and warps. Products of 16-bit numbers fill the tensor cores; those of float32 at full precision are
+# computed without them, fully unrolled, so their blocks are small.
+TILES_16_BIT = {64: (64, 128, 4), 128: (128, 64, 4), 256: (128, 64, 8), 512: (64, 32, 8)}
+TILES_TF32 = {64: (64, 64, 4), 128: (64, 32, 4), 256: (16, 16, 8), 512: (16, 16, 8)}
+TILES_FLOAT32 = {64: (32, 32, 4), 128: (32, 16, 8), 256: (16, 16, 8), 512: (16, 16, 8)}
+WGMMA_ROWS = 64
+"""Rows of a warpgroup, the fewest that wgmma multiplies: up to so many queries, one of two warpgroups has no work."""
+
+
+def plan_one_pass(call: OpCall, gpu: Gpu, addressable: Set[str] = frozenset("qkv")) -> Plan:
+    """All keys by one program.
+
+    Args:
+        addressable: which of q, k and v TMA can address.
+    """
+    Tq, K, V = (call.dims[name] for name in ("Tq", "K", "V"))
+    tensor_cores = gpu.architecture.has_wgmma and call.dtype in (torch.float16, torch.bfloat16)
+    copied = addressable >= {"q", "k", "v"} and V % 8 == 0  # rows of o, of 16 bytes
+    if tensor_cores and copied and Tq > WGMMA_ROWS and 64 < max(K, V) <= 256:
+        return _sm90(K, V)
+    return _general(call, gpu, addressable)
+
+
+def _sm90(K: int, V: int) -> Plan:
+    BK, BV = (64 if width <= 64 else 128 if width <= 128 else 256 for width in (K, V))
+    BK = max(BK, BV)  # o leaves through the tiles of q
+    BT = 128 if BK <= 128 else 64
+    return Plan(kernel=Kernel.FORWARD_SM90, BR=WGMMA_ROWS, BT=BT, BK=BK, BV=BV, warps=4, tma=True, registers=168)
+
+
+def _general(call: OpCall, gpu: Gpu, addressable: Set[str]) -> Plan:
+    Tq, H, Hq, K, V = (call.dims[name] for name in ("Tq", "H", "Hq", "K", "V"))
+    rows, width = Tq * (Hq // max(H, 1)), power_of_two(max(K, V), 64)
+    exact = call.dtype == torch.float32 and call.float32_matmul_precision == "highest"
+    tiles = TILES_FLOAT32 if exact else TILES_TF32 if call.dtype == torch.float32 else TILES_16_BIT
+    BR, BT, warps = tiles[width]
+    if width > 128 and gpu.architecture < Architecture.SM90:  # less shared memory
+        BT = max(16, BT // 2)
+    if rows < BR:
+        BR, warps = power_of_two(rows, 16), min(warps, 4)
+    tma = gpu.architecture.has_tma and call.dtype != torch.float32 and addressable >= {"k", "v"}
+    # Triton 3.6 on Hopper miscompiles blocks of pointers with V up to 32 and K above it, so both are as wide there.
+    BK, BV = (power_of_two(K, 16), power_of_two(V, 16)) if tma else (width, width)
+    return Plan(kernel=Kernel.FORWARD, BR=BR, BT=BT, BK=BK, BV=BV, warps=warps, tma=tma, exact=exact)
+
+
+# ---- keys in splits
+
+PROGRAMS = 4
+"""Programs per multiprocessor: two waves of two."""
+FEW_ROWS = 16
+"""With so many rows a program waits for its keys alone: another block of them is on its way, and one wave is best."""
+PROGRAMS_OF_FEW_ROWS = 3
+"""Programs per multiprocessor then, as many as share one."""
+FEWEST_BLOCKS = 4
+"""Blocks of keys that a split has at least, so that its o is less to write than its keys are to read."""
+
+
+def plan_splits(call: OpCall, gpu: Gpu, addressable: Set[str] = frozenset("qkv")) -> Plan:
+    """Keys in splits, as many as let the device have its fill of programs; all at once where that is one.
+
+    Args:
+        addressable: which of q, k and v TMA can address.
+    """
+    B, Tq, Tk, H, Hq = (call.dims[name] for name in ("B", "Tq", "Tk", "H", "Hq"))
+    plan, programs = _general(call, gpu, addressable), PROGRAMS
+    if plan.BR <= FEW_ROWS and call.dtype != torch.float32:
+        plan, programs = replace(plan, stages=3), PROGRAMS_OF_FEW_ROWS
+    tiles = -(-Tq * (Hq // max(H, 1)) // plan.BR) * B * H
+    seen = max(1, Tk - min(Tq, Tk) // 2 if is_causal(call) else Tk)  # by the tiles' rows, on average
+    keys = tiles * seen / (programs * gpu.multiprocessors)
+    split = max(FEWEST_BLOCKS, -(-int(keys) // plan.BT)) * plan.BT
+    return plan if split >= Tk else replace(plan, split=split)

@@ -1,0 +1,142 @@
+"""Which kernels softmaxes, attention and steps take, and with which launch parameters: without Triton or a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels.online_softmax import plan as softmax
+from gla_triton_kernels.online_softmax.rows import as_rows, rows_of_call
+from gla_triton_kernels.recurrent_gla_step import plan as step
+from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from gla_triton_kernels.softmax_attention import plan as attention
+
+H200 = Gpu(Architecture.SM90, 132)
+
+
+# ---- online_softmax
+
+
+def softmax_call(R, N):
+    dims = {"rows": R, "columns": N}
+    return OpCall(op="online_softmax", device=torch.device("cuda"), dtype=torch.bfloat16, dims=dims)
+
+
+@pytest.mark.parametrize(
+    ("columns", "kernel"),
+    [
+        (16384, softmax.Kernel.ON_CHIP),
+        (16400, softmax.Kernel.TWO_SWEEPS),
+        (8192, softmax.Kernel.ON_CHIP),
+        (8191, softmax.Kernel.ON_CHIP),
+        (8193, softmax.Kernel.TWO_SWEEPS_UNALIGNED),
+        (50257, softmax.Kernel.TWO_SWEEPS_UNALIGNED),
+    ],
+)
+def test_rows_that_fit_stay_on_chip(columns, kernel):
+    assert softmax.plan_one_pass(rows_of_call(softmax_call(8192, columns))).kernel is kernel
+
+
+def test_unaligned_rows_with_gaps_between_them_are_swept_column_by_column():
+    x = torch.empty(9, 20005)[:, 1:-2]
+    found = as_rows(x, torch.empty(9, 20002), 1)[1]
+    assert (found.vector, found.packed) == (1, False)
+    assert softmax.plan_one_pass(found).kernel is softmax.Kernel.TWO_SWEEPS
+
+
+@pytest.mark.parametrize(("R", "N"), [(1, 16), (8192, 1000), (3, 50257), (4, 2**24), (1, 1), (1, 2**20 + 1)])
+def test_the_cost_model_prices_the_rows_that_are_launched(R, N):
+    priced = rows_of_call(softmax_call(R, N))
+    launched = as_rows(*[torch.empty(R, N, dtype=torch.bfloat16, device="meta")] * 2, 1)[1]
+    assert softmax.plan_one_pass(priced) == softmax.plan_one_pass(launched)
+    assert softmax.plan_splits(priced, H200) == softmax.plan_splits(launched, H200)
+
+
+@pytest.mark.parametrize(("R", "N"), [(1, 2**24), (4, 2**24 + 1), (8192, 50257), (3, 5)])
+def test_splits_hold_all_columns(R, N):
+    for sweep in softmax.plan_splits(rows_of_call(softmax_call(R, N)), H200):
+        assert (sweep.programs - 1) * sweep.tiles * sweep.BN < N <= sweep.programs * sweep.tiles * sweep.BN
+
+
+def test_splits_of_few_rows_fill_the_device():
+    assert 4 * softmax.plan_splits(rows_of_call(softmax_call(4, 2**24)), H200).sums.programs >= 8 * 132
+
+
+# ---- softmax_attention
+
+
+def attention_call(**changes):
+    scalars = {"causal": changes.pop("causal", True)}
+    dtype = changes.pop("dtype", torch.bfloat16)
+    dims = {"B": 1, "Tq": 1024, "Tk": 1024, "H": 8, "Hq": 8, "K": 128, "V": 128} | changes
+    return OpCall(op="softmax_attention", device=torch.device("cuda"), dtype=dtype, dims=dims, scalars=scalars)
+
+
+def test_specialised_warps_where_an_sm90_computes_many_queries_of_16_bits():
+    one_pass, call, sm90 = attention.plan_one_pass, attention_call(), attention.Kernel.FORWARD_SM90
+    assert one_pass(call, H200).kernel is sm90
+    assert one_pass(attention_call(Tq=65), H200).kernel is sm90
+    for other in ({"Tq": 64}, {"K": 64, "V": 64}, {"K": 512}, {"V": 100}, {"dtype": torch.float32}):
+        assert one_pass(attention_call(**other), H200).kernel is attention.Kernel.FORWARD, other
+    for architecture in set(Architecture) - {Architecture.SM90}:
+        assert one_pass(call, Gpu(architecture, 132)).kernel is attention.Kernel.FORWARD
+
+
+def test_tma_takes_what_it_can_address():
+    found = attention.plan_one_pass(attention_call(), H200, {"k", "v"})  # not q, which needs pointers
+    assert (found.kernel, found.tma) == (attention.Kernel.FORWARD, True)
+    assert not attention.plan_one_pass(attention_call(), H200, {"q", "k"}).tma
+    assert not attention.plan_one_pass(attention_call(), Gpu(Architecture.SM80, 108)).tma
+
+
+def test_an_older_gpu_has_less_shared_memory_for_wide_heads():
+    wide = attention_call(K=256, V=256, Tq=64)
+    newer, older = (attention.plan_one_pass(wide, Gpu(a, 108)) for a in (Architecture.SM90, Architecture.SM80))
+    assert older.BT == newer.BT // 2
+
+
+def test_float32_keeps_its_precision_unless_tf32_is_allowed():
+    exact = attention_call(dtype=torch.float32)
+    assert attention.plan_one_pass(exact, H200).exact
+    assert not attention.plan_one_pass(dataclasses.replace(exact, float32_matmul_precision="high"), H200).exact
+
+
+@pytest.mark.parametrize("Tk", [1, 300, 131_072])
+@pytest.mark.parametrize("Tq", [1, 128])
+def test_splits_are_whole_blocks_and_few_keys_are_not_split(Tq, Tk):
+    found = attention.plan_splits(attention_call(Tq=Tq, Tk=Tk), H200)
+    if Tk == 131_072:
+        assert found.split % found.BT == 0
+        assert found.splits(Tk) * 8 >= 132
+    else:
+        assert (found.split is None) == (Tk <= attention.FEWEST_BLOCKS * found.BT)
+
+
+def test_causal_as_the_call_says_else_by_the_number_of_queries():
+    silent = dataclasses.replace(attention_call(), scalars={})
+    assert attention.is_causal(silent)
+    assert not attention.is_causal(attention_call(causal=False))
+    assert not attention.is_causal(dataclasses.replace(attention_call(Tq=1), scalars={}))
+
+
+# ---- recurrent_gla_step
+
+
+def step_plan(B, gpu=H200, dtype=torch.float32, K=128, V=128):
+    dims = {"B": B, "H": 16, "Hq": 16, "K": K, "V": V, "P": B}
+    device, q = torch.device("cuda"), torch.bfloat16
+    return step.plan(OpCall(op="recurrent_gla_step", device=device, dtype=q, dims=dims, state_dtype=dtype), gpu)
+
+
+def test_many_states_take_wide_blocks_and_few_take_narrow_ones():
+    assert step_plan(1) == step.Plan(128, 16, 1, True)
+    assert step_plan(64) == step.Plan(128, 64, 4, True)
+    assert step_plan(64, dtype=torch.bfloat16).BV == 128
+    assert step_plan(1, V=7).BV == 8
+
+
+def test_steps_overlap_from_sm90_on():
+    assert not step_plan(1, Gpu(Architecture.SM80, 108)).overlaps
