@@ -22,8 +22,10 @@ from gla_core.dispatch.selection import is_launch_failure, remember_launch_failu
 from gla_core.ops import _results
 from gla_core.ops._spec import OpSpec
 
-_deterministic = torch.are_deterministic_algorithms_enabled
-_precision = torch.get_float32_matmul_precision
+# Asked in every call, and so without PyTorch's wrappers.
+_deterministic = torch._C._get_deterministic_algorithms
+_precision = torch._C._get_float32_matmul_precision
+_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 _MOST_PLANS = 8192  # a server that sees every sequence length must not grow without end
 _plans: dict[Hashable, tuple[Callable, Backend, OpCall]] = {}
@@ -42,7 +44,7 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
     """Run an op on all its arguments, in order, by the backend that the request in force selects."""
     plans = _plans
     request = current_request(backend)
-    capturing = getattr(args[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing()
+    capturing = getattr(args[0], "is_cuda", False) and _capturing()
     signature: list[Hashable] = [spec.name, request.spec, needs_grad, capturing, _deterministic(), _precision()]
     for x in args:  # what decides whether a call is legal and who runs it: everything but values
         kind = type(x)

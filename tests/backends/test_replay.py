@@ -186,7 +186,7 @@ def test_what_is_said_of_interpreted_kernels(monkeypatch):
 def encoded_maps(replay):
     """How many tensor maps are kept."""
     launches = [launch for call in replay._calls.values() for launch in call.launches]
-    return sum(len(tensor_map.encoded) for launch in launches for _, tensor_map in launch.parameters if tensor_map)
+    return sum(len(tensor_map.encoded) for launch in launches for tensor_map in launch.maps if tensor_map)
 
 
 def record_two(gpu, x, y, scratch):

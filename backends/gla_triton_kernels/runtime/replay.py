@@ -60,7 +60,7 @@ class _RecordedLaunch:
     Attributes:
         run: Triton's launcher of the kernel; where there are tensor maps, one that takes them encoded.
         grid, kernel: what it takes before the stream, and after it.
-        parameters: of each tensor of the kernel, the place among the tensors of the call, and its map if it has one.
+        places: of the kernel's tensors among those of the call. maps: of each of them that is mapped; empty if none is.
         takes_floats: whether the kernel takes the floats of the call.
         integers: the kernel's last arguments.
     """
@@ -68,22 +68,28 @@ class _RecordedLaunch:
     run: Any
     grid: tuple[int, int, int]
     kernel: tuple[Any, ...]
-    parameters: tuple[tuple[int, _TensorMap | None], ...]
+    places: tuple[int, ...]
+    maps: tuple[_TensorMap | None, ...]
     takes_floats: bool
     integers: tuple[Any, ...]
 
     def replay(self, stream: int, tensors: Sequence[Any], addresses: list[int], floats: tuple[float, ...]) -> None:
         """Launch on the tensors of a call, which are at these addresses."""
-        arguments: list[Any] = []
-        for place, tensor_map in self.parameters:
-            if tensor_map is None:
-                arguments.append(addresses[place])
-            else:
-                address = addresses[place]
-                arguments += tensor_map.encoded.get(address) or tensor_map.encode(tensors[place], address)
+        arguments: list[Any] = self._mapped(tensors, addresses) if self.maps else [addresses[i] for i in self.places]
         if self.takes_floats:
             arguments += floats
         self.run(*self.grid, stream, *self.kernel, *arguments, *self.integers)
+
+    def _mapped(self, tensors: Sequence[Any], addresses: list[int]) -> list[Any]:
+        """Addresses, and encoded maps in the place of those that are mapped."""
+        arguments = []
+        for place, tensor_map in zip(self.places, self.maps, strict=True):
+            address = addresses[place]
+            if tensor_map is None:
+                arguments.append(address)
+            else:
+                arguments += tensor_map.encoded.get(address) or tensor_map.encode(tensors[place], address)
+        return arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,17 +136,18 @@ def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[L
 
 def _recorded(launch: Launch, places: dict[int, int]) -> _RecordedLaunch:
     """A launch of tensors that stand at these places of the call, by their ids."""
-    run, maps = launch.kernel.run, {}
+    run, maps = launch.kernel.run, ()
     descriptors = [x for x in launch.tensors if hasattr(x, "base")]
     if descriptors:
         run = copy.copy(run)
         run.launch = _behind_encoding(run.launch)
         boxes = launch.kernel.metadata.tensordesc_meta
-        maps = {id(x): _TensorMap(x, box) for x, box in zip(descriptors, boxes, strict=True)}
-    parameters = tuple((places.get(id(getattr(x, "base", x)), _NONE), maps.get(id(x))) for x in launch.tensors)
+        map_of = {id(x): _TensorMap(x, box) for x, box in zip(descriptors, boxes, strict=True)}
+        maps = tuple(map_of.get(id(x)) for x in launch.tensors)
+    at = tuple(places.get(id(getattr(x, "base", x)), _NONE) for x in launch.tensors)
     # No hooks: these take a third of the time even where there are none.
     kernel = (launch.kernel.function, launch.kernel.packed_metadata, None, None, None)
-    return _RecordedLaunch(run, launch.grid, kernel, parameters, bool(launch.floats), launch.integers)
+    return _RecordedLaunch(run, launch.grid, kernel, at, maps, bool(launch.floats), launch.integers)
 
 
 def _behind_encoding(launch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The way of a call to its kernels: o and lse are allocated, a plan is made, and its kernels are launched."""
+"""The way of a call to its kernels: one like an earlier call is replayed, others are planned, launched, recorded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.runtime.architecture import gpu_of
-from gla_triton_kernels.runtime.launch import on_device_of
+from gla_triton_kernels.runtime.launch import Launch, on_device_of
+from gla_triton_kernels.runtime.replay import layouts, record, replay
 from gla_triton_kernels.runtime.tma import addressable
 from gla_triton_kernels.softmax_attention import forward, forward_sm90, merge
 from gla_triton_kernels.softmax_attention.plan import Kernel, Plan
@@ -25,20 +26,29 @@ def softmax_attention(
         return o, lse
     if scale < 0:  # the kernels take the greatest product for the greatest score
         q, scale = -q, -scale
+    key = ("softmax_attention", plan_of, q.device, layouts(q, k, v), causal, torch.get_float32_matmul_precision())
+    tensors = (q, k, v, o, lse)
+    if not replay(key, tensors, scale):
+        with on_device_of(q):
+            record(key, tensors, _launch(plan_of, q, k, v, scale, causal, o, lse))
+    return o, lse
+
+
+def _launch(
+    plan_of: Callable[..., Plan], q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor
+) -> list[Launch]:
+    """Write o and lse, and return what was launched."""
     reached = {name for name, x in (("q", q), ("k", k), ("v", v)) if addressable(x)}
     plan = plan_of(_call(q, k, v, causal), gpu_of(q.device), reached)
-    with on_device_of(q):
-        if plan.kernel is Kernel.FORWARD_SM90:
-            forward_sm90.run(plan, q, k, v, scale, causal, o, lse)
-        elif plan.split is None:
-            forward.run(plan, q, k, v, scale, causal, o, lse)
-        else:
-            splits = plan.splits(k.shape[1])
-            split_o = torch.empty((splits, *o.shape), dtype=torch.float32, device=q.device)
-            split_lse = lse.new_empty((splits, *lse.shape))
-            forward.run(plan, q, k, v, scale, causal, split_o, split_lse)
-            merge.run(split_o, split_lse, o, lse)
-    return o, lse
+    if plan.kernel is Kernel.FORWARD_SM90:
+        return [forward_sm90.run(plan, q, k, v, scale, causal, o, lse)]
+    if plan.split is None:
+        return [forward.run(plan, q, k, v, scale, causal, o, lse)]
+    splits = plan.splits(k.shape[1])
+    split_o = torch.empty((splits, *o.shape), dtype=torch.float32, device=q.device)
+    split_lse = lse.new_empty((splits, *lse.shape))
+    attended = forward.run(plan, q, k, v, scale, causal, split_o, split_lse)
+    return [attended, merge.run(split_o, split_lse, o, lse)]
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> OpCall:
