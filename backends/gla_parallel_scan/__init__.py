@@ -68,4 +68,4 @@ def _supports(call: OpCall) -> Reason | None:
     for name in ("K", "V"):
         if call.dims.get(name, 0) > kernels.MAX_WIDTH:
             return f"computes {name} up to {kernels.MAX_WIDTH} on a GPU; {name} is {call.dims[name]}"
-    return kernels.missing()
+    return kernels.refusal(call)

@@ -7,7 +7,7 @@ imported when an op is first called.
 from __future__ import annotations
 
 import gla_triton_kernels as kernels
-from gla_core.dispatch.backend import Backend, Capabilities, CostModel, OpCall, Reason, hookimpl, shipped_constants
+from gla_core.dispatch.backend import Backend, Capabilities, CostModel, hookimpl, shipped_constants
 from gla_triton_fused import chunk_gla, online_softmax, recurrent_gla_step, softmax_attention
 from gla_triton_fused.cost import predicted_seconds
 from gla_triton_kernels.runtime.architecture import interpreted
@@ -33,12 +33,8 @@ def gla_register_backends() -> list[Backend]:
                 value_widths=range(1, kernels.MAX_WIDTH + 1),
                 cuda_graphs=not interpreted(),
             ),
-            supports=_supports,
+            supports=kernels.refusal,
             cost=CostModel(predicted_seconds, shipped_constants("gla_triton_fused")),
             notes=kernels.notes,
         )
     ]
-
-
-def _supports(call: OpCall) -> Reason | None:
-    return kernels.missing()

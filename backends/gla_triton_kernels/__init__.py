@@ -11,6 +11,7 @@ import importlib.util
 
 import torch
 
+from gla_core.dispatch.backend import OpCall, Reason
 from gla_triton_kernels.runtime.architecture import interpreted
 
 MAX_WIDTH = 512
@@ -22,8 +23,8 @@ def dtypes() -> frozenset[torch.dtype]:
     return frozenset({torch.float32, torch.float16} | (set() if interpreted() else {torch.bfloat16}))
 
 
-def missing() -> str | None:
-    """What has to be installed before the kernels can be launched, or None."""
+def refusal(call: OpCall) -> Reason | None:
+    """Why the kernels cannot be launched here, or None."""
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton; install gla-core[triton]"
     return None
@@ -31,7 +32,7 @@ def missing() -> str | None:
 
 def notes() -> list[str]:
     """What `gla doctor` says of the kernels here."""
-    if missing() or not (torch.cuda.is_available() or interpreted()):
+    if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or interpreted()):
         return []
     from gla_triton_kernels.runtime.replay import why_not_replayed
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend, LaunchError, OpCall, Reason
-from gla_core.dispatch.calibration import predict
+from gla_core.dispatch.calibration import Prediction, predict
 from gla_core.dispatch.errors import NoBackendError
 from gla_core.dispatch.request import Choice, Request
 
@@ -131,19 +131,16 @@ def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Bac
         predicted: predict their times, without which there is no rank.
     """
     asked = [registry.get(name, f"{choice.source}: ") for name in choice.names] or registry.installed().values()
-    found = [(backend, _candidate(backend, call, choice, predicted)) for backend in asked]
+    found = []
+    for backend in asked:
+        refusal, prediction = backend.refusal(call), Prediction(None)
+        if refusal is None and not choice.names:  # an explicit request is tried again, and shows its own error
+            refusal = _cannot_launch.get(_launch_class(backend, call))
+        if refusal is None and predicted:
+            prediction = predict(backend, call)
+        found.append((backend, Candidate(backend.name, prediction.seconds, refusal, prediction.source)))
     found.sort(key=lambda pair: pair[1].refusal is not None)
     return found if choice.names else sorted(found, key=lambda pair: _rank(*pair))
-
-
-def _candidate(backend: Backend, call: OpCall, choice: Choice, predicted: bool) -> Candidate:
-    refusal = backend.refusal(call)
-    if refusal is None and not choice.names:  # an explicit request is tried again, and shows its own error
-        refusal = _cannot_launch.get(_launch_class(backend, call))
-    if refusal is not None or not predicted:
-        return Candidate(backend.name, None, refusal)
-    prediction = predict(backend, call)
-    return Candidate(backend.name, prediction.seconds, None, prediction.source)
 
 
 def _rank(backend: Backend, candidate: Candidate) -> tuple:

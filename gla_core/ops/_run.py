@@ -82,21 +82,17 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
 def _plan(
     spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request: Request
 ) -> tuple[Callable, Backend, OpCall]:
-    call = spec.describe(*args, **circumstances(needs_grad, capturing))
+    call = describe(spec, args, needs_grad, capturing)
     if needs_grad and spec.backward is not None:
         select(dataclasses.replace(call, op=spec.backward), request)  # so that its absence is found before a launch
     chosen = select(call, request)
     return chosen.ops[spec.name], chosen, call
 
 
-def circumstances(needs_grad: bool, capturing: bool) -> dict[str, Any]:
-    """What an `OpCall` says beside its arguments, PyTorch's settings included."""
-    return {
-        "needs_grad": needs_grad,
-        "capturing": capturing,
-        "deterministic": _deterministic(),
-        "float32_matmul_precision": _precision(),
-    }
+def describe(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool) -> OpCall:
+    """Check all arguments, in order, and describe the call, PyTorch's settings included."""
+    settings = {"deterministic": _deterministic(), "float32_matmul_precision": _precision()}
+    return spec.describe(*args, needs_grad=needs_grad, capturing=capturing, **settings)
 
 
 # ---- for the public functions

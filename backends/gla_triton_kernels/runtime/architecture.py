@@ -10,35 +10,29 @@ from typing import NamedTuple
 import torch
 
 
-class Architecture(enum.IntEnum):
-    """Kinds of GPU that kernels differ for, oldest first."""
+class Architecture(enum.Enum):
+    """Kinds of GPU that kernels differ for, oldest first, each with what it can do.
 
-    INTERPRETED = 0
-    SM80 = 80  # A100
-    SM86 = 86  # consumer cards before Blackwell: less shared memory
-    SM90 = 90  # Hopper
-    SM100 = 100  # Blackwell
-    SM120 = 120  # consumer cards from Blackwell on: less shared memory
+    Attributes:
+        has_tma: the copy engine addresses tensors by maps.
+        has_wgmma: warpgroups multiply matrices: for kernels with specialised warps.
+        overlaps_kernels: a kernel may be launched while the one before it ends (programmatic dependent launch).
+        has_little_shared_memory: less than an A100's 163 KiB a block.
+    """
 
-    @property
-    def has_tma(self) -> bool:
-        """Whether the copy engine addresses tensors by maps."""
-        return self >= Architecture.SM90
+    INTERPRETED = ("interpreted", False, False, False, False)
+    SM80 = ("A100", False, False, False, False)
+    SM86 = ("consumer cards before Blackwell", False, False, False, True)
+    SM90 = ("Hopper", True, True, True, False)
+    SM100 = ("Blackwell", True, False, True, False)
+    SM120 = ("consumer cards from Blackwell on", True, False, True, True)
 
-    @property
-    def has_wgmma(self) -> bool:
-        """Whether warpgroups multiply matrices: for kernels with specialised warps."""
-        return self is Architecture.SM90
-
-    @property
-    def overlaps_kernels(self) -> bool:
-        """Whether a kernel may be launched while the one before it ends (programmatic dependent launch)."""
-        return self >= Architecture.SM90
-
-    @property
-    def has_little_shared_memory(self) -> bool:
-        """Less than an A100's 163 KiB a block."""
-        return self in (Architecture.SM86, Architecture.SM120)
+    def __init__(self, known_as: str, tma: bool, wgmma: bool, overlaps: bool, little_shared_memory: bool) -> None:
+        self.known_as = known_as
+        self.has_tma = tma
+        self.has_wgmma = wgmma
+        self.overlaps_kernels = overlaps
+        self.has_little_shared_memory = little_shared_memory
 
 
 class Gpu(NamedTuple):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gla_core.dispatch.backend import OpCall
-from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from gla_triton_kernels.runtime.architecture import Gpu
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 
@@ -100,7 +100,7 @@ def _general(call: OpCall, gpu: Gpu, addressable: Set[str]) -> Plan:
     exact = call.dtype == torch.float32 and call.float32_matmul_precision == "highest"
     tiles = TILES_FLOAT32 if exact else TILES_TF32 if call.dtype == torch.float32 else TILES_16_BIT
     BR, BT, warps = tiles[width]
-    if width > 128 and gpu.architecture < Architecture.SM90:  # less shared memory
+    if width > 128 and not gpu.architecture.has_tma:  # less shared memory
         BT = max(16, BT // 2)
     if rows < BR:
         BR, warps = power_of_two(rows, 16), min(warps, 4)
