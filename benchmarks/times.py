@@ -29,7 +29,7 @@ from gla_core.bench.suite import Case, Row, implementing, measure_case
 from gla_core.workloads.named import WORKLOADS, Workload, select
 
 BY_NAME = {(w.op, w.name): w for w in WORKLOADS}
-HEADS_16 = ("train_b8_t4096_h16", "prefill_b1_t8192_h16")  # the shapes of DESIGN section 10, by what FLA tunes once for
+HEADS_16 = ("train_b8_t4096_h16", "prefill_b1_t8192_h16")  # compared most, by what FLA tunes once for
 HEADS_8 = ("long_b1_t65536_h8", "prefill_b2_t2048_h8")
 SHORT = (  # the host may decide their time
     "train_b16_t1024_h8",

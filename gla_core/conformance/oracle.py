@@ -1,6 +1,6 @@
 """The meaning of each abstract op, one token at a time in float64, differentiable by autograd.
 
-Nothing here shares code with a backend. It is slow on purpose: a line per equation of DESIGN section 2.
+Nothing here shares code with a backend. It is slow on purpose: a line per equation of "The mathematics" in README.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The memory floor against counts by hand and the table of DESIGN section 10."""
+"""The memory floor against counts by hand and the table of docs/results.md."""
 
 from __future__ import annotations
 
