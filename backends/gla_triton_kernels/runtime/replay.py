@@ -2,14 +2,14 @@
 
 Of a small call most time passes on the host: deciding which kernels run, specialising their arguments, looking up what
 has been compiled, encoding tensor maps. All of that is the same for calls whose tensors have the same layouts. So a
-call is recorded under a key that says what its launches depend on, and an equal call goes from the key to Triton's
-launchers.
+call is recorded under a key that says what its launches depend on, and an equal call goes from the key to the function
+in C that Triton's launchers call, which spares a microsecond a launch.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
+import inspect
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -58,16 +58,17 @@ class _RecordedLaunch:
     """A launch, but for its stream, tensors and floats.
 
     Attributes:
-        run: Triton's launcher of the kernel; where there are tensor maps, one that takes them encoded.
-        grid, kernel: what it takes before the stream, and after it.
+        launch: Triton's function in C. grid, kernel: what it takes before the stream, and after it.
+        spread: whether it takes the kernel's arguments one by one, not as a tuple.
         places: of the kernel's tensors among those of the call. maps: of each of them that is mapped; empty if none is.
         takes_floats: whether the kernel takes the floats of the call.
         integers: the kernel's last arguments.
     """
 
-    run: Any
+    launch: Any
     grid: tuple[int, int, int]
     kernel: tuple[Any, ...]
+    spread: bool
     places: tuple[int, ...]
     maps: tuple[_TensorMap | None, ...]
     takes_floats: bool
@@ -78,7 +79,10 @@ class _RecordedLaunch:
         arguments: list[Any] = self._mapped(tensors, addresses) if self.maps else [addresses[i] for i in self.places]
         if self.takes_floats:
             arguments += floats
-        self.run(*self.grid, stream, *self.kernel, *arguments, *self.integers)
+        if self.spread:
+            self.launch(*self.grid, stream, *self.kernel, *arguments, *self.integers)
+        else:
+            self.launch(*self.grid, stream, *self.kernel, (*arguments, *self.integers))
 
     def _mapped(self, tensors: Sequence[Any], addresses: list[int]) -> list[Any]:
         """Addresses, and encoded maps in the place of those that are mapped."""
@@ -129,6 +133,8 @@ def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[L
     if one_in_two_places or not aligned or not all(x.is_contiguous() for x in scratch) or why_not_replayed():
         return
     places.update({id(x): len(tensors) + i for i, x in enumerate(scratch)})
+    if any(launch.kernel.run.global_scratch_size or launch.kernel.run.profile_scratch_size for launch in launches):
+        return  # memory that Triton allocates for each launch
     recorded = tuple(_recorded(launch, places) for launch in launches)
     allocated = tuple({"size": x.shape, "stride": x.stride(), "dtype": x.dtype, "device": x.device} for x in scratch)
     _put(_calls, key, _RecordedCall(current_device(), allocated, recorded), _MOST_CALLS)
@@ -137,17 +143,39 @@ def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[L
 def _recorded(launch: Launch, places: dict[int, int]) -> _RecordedLaunch:
     """A launch of tensors that stand at these places of the call, by their ids."""
     run, maps = launch.kernel.run, ()
+    function = run.launch
     descriptors = [x for x in launch.tensors if hasattr(x, "base")]
     if descriptors:
-        run = copy.copy(run)
-        run.launch = _behind_encoding(run.launch)
-        boxes = launch.kernel.metadata.tensordesc_meta
+        function, boxes = _behind_encoding(function), launch.kernel.metadata.tensordesc_meta
         map_of = {id(x): _TensorMap(x, box) for x, box in zip(descriptors, boxes, strict=True)}
         maps = tuple(map_of.get(id(x)) for x in launch.tensors)
     at = tuple(places.get(id(getattr(x, "base", x)), _NONE) for x in launch.tensors)
-    # No hooks: these take a third of the time even where there are none.
-    kernel = (launch.kernel.function, launch.kernel.packed_metadata, None, None, None)
-    return _RecordedLaunch(run, launch.grid, kernel, at, maps, bool(launch.floats), launch.integers)
+    kernel, spread = _after_the_stream(run, launch.kernel), _launcher() == TRITON_3_6
+    return _RecordedLaunch(function, launch.grid, kernel, spread, at, maps, bool(launch.floats), launch.integers)
+
+
+TRITON_3_6 = ("function", "args")
+TRITON_3_7 = ("function", "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args")
+"""What launchers of kernels take after the stream, by which the versions are told apart."""
+
+
+@functools.cache
+def _launcher() -> tuple[str, ...]:
+    """What the launchers of this Triton take after the stream."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    return tuple(inspect.signature(CudaLauncher.__call__).parameters)[5:]
+
+
+def _after_the_stream(run: Any, kernel: Any) -> tuple[Any, ...]:
+    """What `CudaLauncher.__call__` hands to the function in C between the stream and the kernel's arguments.
+
+    No scratch memory, no metadata of the launch, and no hooks: these take a third of the time even where none is set.
+    """
+    begin = (kernel.function, run.launch_cooperative_grid, run.launch_pdl)
+    if _launcher() == TRITON_3_6:
+        return (*begin, None, None, kernel.packed_metadata, None, None, None)
+    return (*begin, kernel.packed_metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
 
 
 def _behind_encoding(launch: Any) -> Any:
@@ -215,4 +243,4 @@ def _launchers_are_known() -> bool:
         known = _behind_encoding(nvidia.wrap_handle_tensordesc(launch, {0: "tensordesc<fp16[1,1]>"}, None)) is launch
     except (AttributeError, IndexError, TypeError, ValueError):
         return False
-    return known and hasattr(nvidia, "make_tensordesc_arg")
+    return known and hasattr(nvidia, "make_tensordesc_arg") and _launcher() in (TRITON_3_6, TRITON_3_7)
