@@ -14,7 +14,7 @@ from torch import Tensor
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.cases import Case
-from gla_core.dispatch.backend import Backend
+from gla_core.dispatch.backend import Backend, Capabilities
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.inputs import (
     GlaInputs,
@@ -209,13 +209,13 @@ def heads_first(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def poisoned(backend: Backend, device: str) -> Iterator[None]:
+def poisoned(can: Capabilities, device: str) -> Iterator[None]:
     """Memory that is not written holds NaN.
 
     PyTorch fills it, for a backend that is deterministic; otherwise as far as freed memory is used again.
     """
     fill_freed_memory(float("nan"), device)
-    if not backend.capabilities.deterministic:  # it would be refused under use_deterministic_algorithms
+    if not can.deterministic:  # it would be refused under use_deterministic_algorithms
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

@@ -8,7 +8,7 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.conformance.cases import DTYPES, dtypes_of, short
+from gla_core.conformance.cases import DTYPES, dtypes_of, may_return_checkpoints, short
 from gla_core.conformance.subject import sources
 from gla_core.conformance.summary import case_name, counts, finite, properties, reasons, table
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
@@ -121,31 +121,39 @@ class Report:
 
 
 def not_declared(backend: Backend) -> list[str]:
-    """What the capabilities leave out, one sentence each."""
-    can = backend.capabilities
-    yes_or_no = ("variable_length", "grouped_queries", "gradients", "deterministic", "cuda_graphs")
+    """What the capabilities leave out, one sentence each; those of an op that differ begin with its name."""
+    found = [f"op {op}" for op in OP_PARAMETERS if op not in backend.ops]
+    found += _left_out(backend.capabilities, backend.ops)
+    for op, can in backend.op_capabilities.items():
+        found += [f"{op}: {line}" for line in _left_out(can, [op])]
+    return found
+
+
+FLAGS = ("variable_length", "grouped_queries", "gradients", "checkpoints", "deterministic", "cuda_graphs")
+
+
+def _left_out(can: Capabilities, ops: Iterable[str]) -> list[str]:
+    flags = [name for name in FLAGS if name != "checkpoints" or any(map(may_return_checkpoints, ops))]
     return [
-        *(f"op {op}" for op in OP_PARAMETERS if op not in backend.ops),
         *(f"dtype {short(dtype)}" for dtype in DTYPES if dtype not in can.dtypes),
-        *(f"{name}" for name in yes_or_no if not getattr(can, name)),
+        *(name for name in flags if not getattr(can, name)),
         *(f"{name} beyond {_span(can, name)}" for name in ("key_widths", "value_widths") if _span(can, name)),
     ]
 
 
 def _declared(backend: Backend) -> dict[str, Any]:
-    can = backend.capabilities
+    differing = {op: _capabilities(can) for op, can in backend.op_capabilities.items()}
+    return {"ops": list(backend.ops), **_capabilities(backend.capabilities), "op_capabilities": differing}
+
+
+def _capabilities(can: Capabilities) -> dict[str, Any]:
     return {
-        "ops": list(backend.ops),
         "devices": None if can.devices is None else sorted(can.devices),
         "dtypes": [short(dtype) for dtype in dtypes_of(can)],
         "min_compute_capability": list(can.min_compute_capability),
         "key_widths": _span(can, "key_widths"),
         "value_widths": _span(can, "value_widths"),
-        "variable_length": can.variable_length,
-        "grouped_queries": can.grouped_queries,
-        "gradients": can.gradients,
-        "deterministic": can.deterministic,
-        "cuda_graphs": can.cuda_graphs,
+        **{name: getattr(can, name) for name in FLAGS},
     }
 
 

@@ -33,9 +33,9 @@ def by_hand(x, dtype):
     return dataclasses.replace(x, q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype))
 
 
-def same(backend, budget):
+def same(can, budget):
     """Two runs on the same numbers."""
-    return 0 if backend.capabilities.deterministic else 2 * budget
+    return 0 if can.deterministic else 2 * budget
 
 
 def dtypes(out):
@@ -49,7 +49,7 @@ def test_autocast_of_chunk_gla(backend, case, measure):
     with torch.autocast(case.device, case.dtype):
         out = forward(x, backend.name)
     assert dtypes(out) == {"o": case.dtype, "state": torch.float32}
-    measure(out, forward(cast, backend.name), same(backend, FORWARD[case.dtype]))
+    measure(out, forward(cast, backend.name), same(backend.can(case.op), FORWARD[case.dtype]))
     expected = oracle_forward(cast)
     measure(out, expected, FORWARD[case.dtype])
     if x.g is None:  # products of two numbers in half precision are exact in float32, and only their sum is rounded
@@ -64,7 +64,7 @@ def test_autocast_of_gradients(backend, case, measure):
     with torch.autocast(case.device, case.dtype):
         out = gradients(x, request)
     assert set(dtypes(out).values()) == {torch.float32}
-    measure(out, gradients(cast, request), same(backend, GRADIENT[case.dtype]))
+    measure(out, gradients(cast, request), same(backend.can(case.op), GRADIENT[case.dtype]))
     measure(out, oracle_gradients(cast), GRADIENT[case.dtype])
 
 
@@ -78,7 +78,7 @@ def test_autocast_of_recurrent_gla_step(backend, case, inplace, measure):
         out = run_step(x, backend.name, inplace=inplace)
     assert dtypes(out) == {"o": case.dtype, "state": torch.float32}
     assert (out["state"] is x["state"]) == inplace
-    measure(out, run_step(cast, backend.name, inplace=inplace), same(backend, FORWARD[case.dtype]))
+    measure(out, run_step(cast, backend.name, inplace=inplace), same(backend.can(case.op), FORWARD[case.dtype]))
     measure(out, {"o": expected["o"]}, FORWARD[case.dtype])
     measure(out, {"state": expected["state"]}, FORWARD[torch.float32])
 
@@ -92,7 +92,7 @@ def test_autocast_of_online_softmax(backend, case, given, measure):
         y = gla.online_softmax(x, dim, backend=backend.name)
     assert y.dtype == torch.float32
     by_hand = gla.online_softmax(x.float(), dim, backend=backend.name)
-    measure({"y": y}, {"y": by_hand}, same(backend, FORWARD[torch.float32]))
+    measure({"y": y}, {"y": by_hand}, same(backend.can(case.op), FORWARD[torch.float32]))
 
 
 @over("softmax_attention", "small", "not_causal", half=True)
@@ -102,7 +102,7 @@ def test_autocast_of_softmax_attention(backend, case, measure):
     with torch.autocast(case.device, case.dtype):
         out = run_attention(*qkv, causal, backend.name)
     assert dtypes(out) == {"o": case.dtype, "lse": torch.float32}
-    measure(out, run_attention(*cast, causal, backend.name), same(backend, FORWARD[case.dtype]))
+    measure(out, run_attention(*cast, causal, backend.name), same(backend.can(case.op), FORWARD[case.dtype]))
     measure(out, expected_attention(*cast, causal), FORWARD[case.dtype])
 
 
@@ -119,4 +119,4 @@ def test_autocast_of_gradients_of_softmax_attention(backend, case, measure):
     with torch.autocast(case.device, case.dtype):
         out = gradients(*qkv)
     assert set(dtypes(out).values()) == {torch.float32}
-    measure(out, gradients(*(y.to(case.dtype) for y in qkv)), same(backend, GRADIENT[case.dtype]))
+    measure(out, gradients(*(y.to(case.dtype) for y in qkv)), same(backend.can(case.op), GRADIENT[case.dtype]))

@@ -149,7 +149,7 @@ def test_padding(backend, case, measure):
     """Rows after the last sequence hold anything; their o is 0, and the sequences are as without them."""
     x = chunk(case)
     end = with_nan_in_padding(x)
-    with poisoned(backend, case.device):
+    with poisoned(backend.can(case.op), case.device):
         out = forward(x, backend.name)
     padding = out["o"][:, end:]
     measure({"o of the padding": padding}, {"o of the padding": torch.zeros_like(padding)}, 0)
@@ -171,7 +171,7 @@ def test_strided_views(backend, case, measure):
 @over(FWD, in_turn=True)
 def test_no_uninitialised_output(backend, case, measure):
     x = chunk(case)
-    with poisoned(backend, case.device):
+    with poisoned(backend.can(case.op), case.device):
         out = forward(x, backend.name)
     measure(out, expected_forward(case), FORWARD[case.dtype])
 
@@ -218,7 +218,7 @@ def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
 def test_checkpoints(backend, case, every, measure, layout):
     """The states that enter every 64 or 128 tokens of a sequence; rows that no sequence has are 0."""
     x = chunk(case)
-    with poisoned(backend, case.device):
+    with poisoned(backend.can(case.op), case.device):
         out = checkpoints(x, backend.name, every)
     expected = expected_checkpoints(x, every)
     measure(out, {**expected_forward(case), "checkpoints": expected}, FORWARD[case.dtype])
@@ -278,7 +278,7 @@ def test_gradients_of_padding(backend, case, measure):
     x = chunk(case)
     do, dstate = loss_gradients(x)
     end = with_nan_in_padding(x, do)
-    with poisoned(backend, case.device):
+    with poisoned(backend.can(case.op), case.device):
         out = backward(x, backend, do, dstate)
     padding = {f"{name} of the padding": d[:, end:] for name, d in out.items() if name != "dinitial_state"}
     measure(padding, {name: torch.zeros_like(d) for name, d in padding.items()}, 0)
@@ -304,7 +304,7 @@ def test_gradients_of_strided_views(backend, case, measure):
 @over(BWD, in_turn=True)
 def test_no_uninitialised_gradient(backend, case, measure):
     x = chunk(case)
-    with poisoned(backend, case.device):
+    with poisoned(backend.can(case.op), case.device):
         out = backward(x, backend, *loss_gradients(x))
     measure(out, expected_gradients(case), GRADIENT[case.dtype])
 

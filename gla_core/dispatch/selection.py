@@ -140,12 +140,12 @@ def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Bac
             prediction = predict(backend, call)
         found.append((backend, Candidate(backend.name, prediction.seconds, refusal, prediction.source)))
     found.sort(key=lambda pair: pair[1].refusal is not None)
-    return found if choice.names else sorted(found, key=lambda pair: _rank(*pair))
+    return found if choice.names else sorted(found, key=lambda pair: _rank(*pair, call.op))
 
 
-def _rank(backend: Backend, candidate: Candidate) -> tuple:
+def _rank(backend: Backend, candidate: Candidate, op: str) -> tuple:
     seconds = candidate.seconds
-    unnamed = backend.capabilities.devices is None
+    unnamed = backend.can(op).devices is None
     return (candidate.refusal is not None, seconds is None, seconds or 0.0, unnamed, backend.name)
 
 
