@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend, OpCall
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
-from gla_core.ops import _results
+from gla_core.ops import _autocast, _results
 from gla_core.ops._spec import OpSpec
 
 # Asked in every call, and so without PyTorch's wrappers.
@@ -97,6 +99,11 @@ def describe(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool) -> Op
 
 # ---- for the public functions
 
+# Asked in every call: names of this module cost half of what attributes of torch's do.
+transformed = torch._C._are_functorch_transforms_active  # by torch.func
+_modes = torch._C._len_torch_dispatch_stack
+_autocast_in_force = _autocast.in_force
+
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd will ask for the gradient of any of `tensors`."""
@@ -108,12 +115,21 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return False
 
 
+def bypasses_torch(x: Any) -> bool:
+    """Whether the public function may call the backend itself: x is a plain tensor, and nothing else hears of ops."""
+    if is_compiling() or _modes() or transformed():
+        return False
+    if _autocast_in_force() or forward_ad._current_level >= 0:
+        return False
+    return type(x) is Tensor or not isinstance(x, Tensor)
+
+
 def request_text(backend: str | None) -> str:
     """The `backend` argument of a torch op.
 
     Eagerly it is the whole request in force, so that the backward runs under the forward's; a compiled graph holds
     only what the call itself and the blocks compiled with it name.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return request_in_graph(backend)
     return current_request(backend).spec

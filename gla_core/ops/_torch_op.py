@@ -17,15 +17,11 @@ from torch.compiler import is_compiling
 
 from gla_core.ops import _autocast, _flops
 from gla_core.ops._checks import wide
+from gla_core.ops._run import bypasses_torch, transformed
 from gla_core.ops._run import run as run_op
 from gla_core.ops._spec import OpSpec
 
 _library = torch.library.Library("gla", "DEF")
-
-# Asked in every call: names of this module cost half of what attributes of torch's do.
-transformed = torch._C._are_functorch_transforms_active  # by torch.func
-_modes = torch._C._len_torch_dispatch_stack
-_autocast_in_force = _autocast.in_force
 
 TorchOp = Callable[..., Any]
 
@@ -118,7 +114,7 @@ def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     """Matrix products inside `run` keep the precision that its code says."""
 
     def run_without_autocast(x: Tensor, *args: Any) -> Any:
-        if not _autocast_in_force():
+        if not _autocast.in_force():
             return run(x, *args)
         with _autocast.off(x.device.type):
             return run(x, *args)
@@ -151,15 +147,6 @@ def _differentiable(
 
 
 def _keep_nothing(ctx: Any, inputs: tuple, output: Any) -> None: ...
-
-
-def bypasses_torch(x: Any) -> bool:
-    """Whether the public function may call the backend itself: x is a plain tensor, and nothing else hears of ops."""
-    if is_compiling() or _modes() or transformed():
-        return False
-    if _autocast_in_force() or forward_ad._current_level >= 0:
-        return False
-    return type(x) is Tensor or not isinstance(x, Tensor)
 
 
 def no_second_derivative(op: str) -> Callable[..., tuple]:

@@ -43,7 +43,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from gla_core.ops import _autocast, _checks
-from gla_core.ops._run import needs_gradient, request_text, run
+from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
 from gla_core.ops._spec import (
     AS_INPUT,
     CHECKPOINTS,
@@ -58,7 +58,7 @@ from gla_core.ops._spec import (
     plain_number,
     scale_or_default,
 )
-from gla_core.ops._torch_op import bypasses_torch, no_second_derivative, refuse_tangents, torch_op_of
+from gla_core.ops._torch_op import no_second_derivative, refuse_tangents, torch_op_of
 
 CHUNK = 64
 """Checkpoints are taken every so many tokens, or a multiple."""

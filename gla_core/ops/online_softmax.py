@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from gla_core.ops import _autocast, _checks
-from gla_core.ops._run import needs_gradient, request_text, run
+from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
 from gla_core.ops._spec import INPUT, Argument, OpSpec, Result
-from gla_core.ops._torch_op import TorchOp, bypasses_torch, refuse_tangents, torch_op_of
+from gla_core.ops._torch_op import TorchOp, refuse_tangents, torch_op_of
 
 
 def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gla_core.ops import _autocast, _checks
-from gla_core.ops._run import needs_gradient, request_text, run
+from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._spec import (
     AS_INPUT,
     GATE,
@@ -38,13 +38,11 @@ from gla_core.ops._spec import (
     scale_or_default,
 )
 from gla_core.ops._torch_op import (
-    bypasses_torch,
     faker,
     refuse_in_place,
     refuse_tangents,
     runner,
     torch_op,
-    transformed,
 )
 
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from gla_core.ops import _autocast, _checks
-from gla_core.ops._run import needs_gradient, request_text, run
+from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
 from gla_core.ops._spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result, plain_number, scale_or_default
-from gla_core.ops._torch_op import bypasses_torch, no_second_derivative, refuse_tangents, torch_op, torch_op_of
+from gla_core.ops._torch_op import no_second_derivative, refuse_tangents, torch_op, torch_op_of
 
 _KEY_BLOCK = 512  # keys per step of the backward: bounds its memory at O(Tq * _KEY_BLOCK)
 
