@@ -4,6 +4,7 @@ GLA_BACKEND         a request (see request.py), weaker than `use_backend` and `b
 GLA_BLOCK_PLUGINS   comma-separated entry-point names of plugins that are not to be imported
 GLA_CACHE_DIR       where `gla calibrate` keeps what it measured; $XDG_CACHE_HOME/gla_core or ~/.cache/gla_core if none
 GLA_CHECK           1 adds checks that read tensor values (and so wait for the device)
+GLA_KEEP_MEMORY     0 leaves the C library's settings of memory alone, which ops/_memory.py changes for a CPU
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pathlib import Path
 
 from gla_core.dispatch.errors import nearest
 
-VARIABLES = ("GLA_BACKEND", "GLA_BLOCK_PLUGINS", "GLA_CACHE_DIR", "GLA_CHECK")
-_FALSE = ("", "0", "false", "no", "off")
+VARIABLES = ("GLA_BACKEND", "GLA_BLOCK_PLUGINS", "GLA_CACHE_DIR", "GLA_CHECK", "GLA_KEEP_MEMORY")
+_FALSE = ("0", "false", "no", "off")
 _TRUE = ("1", "true", "yes", "on")
 
 
@@ -27,22 +28,28 @@ class Environment:
     blocked_plugins: frozenset[str]
     check_values: bool
     cache_dir: Path
+    keep_memory: bool
 
 
 @functools.cache
 def environment() -> Environment:
-    """The settings in force. Raises ValueError for a GLA_CHECK that is neither true nor false."""
+    """The settings in force. Raises ValueError for a flag that is neither true nor false."""
     _warn_of_unknown()
-    check = os.environ.get("GLA_CHECK", "").strip().lower()
-    if check not in _FALSE + _TRUE:
-        raise ValueError(f"GLA_CHECK is {check!r}; expected 0 or 1")
     blocked = (name.strip() for name in os.environ.get("GLA_BLOCK_PLUGINS", "").split(","))
     return Environment(
         backend=os.environ.get("GLA_BACKEND", "").strip(),
         blocked_plugins=frozenset(filter(None, blocked)),
-        check_values=check in _TRUE,
+        check_values=_flag("GLA_CHECK", False),
         cache_dir=_cache_dir(),
+        keep_memory=_flag("GLA_KEEP_MEMORY", True),
     )
+
+
+def _flag(name: str, default: bool) -> bool:
+    text = os.environ.get(name, "").strip().lower()
+    if text not in ("", *_FALSE, *_TRUE):
+        raise ValueError(f"{name} is {text!r}; expected 0 or 1")
+    return text in _TRUE if text else default
 
 
 def _cache_dir() -> Path:

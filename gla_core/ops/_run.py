@@ -21,7 +21,7 @@ from gla_core.dispatch.backend import Backend, OpCall
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
-from gla_core.ops import _autocast, _results
+from gla_core.ops import _autocast, _memory, _results
 from gla_core.ops._spec import OpSpec
 
 # Asked in every call, and so without PyTorch's wrappers.
@@ -85,6 +85,8 @@ def _plan(
     spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request: Request
 ) -> tuple[Callable, Backend, OpCall]:
     call = describe(spec, args, needs_grad, capturing)
+    if call.device.type == "cpu":
+        _memory.keep_freed()
     if needs_grad and spec.backward is not None:
         select(dataclasses.replace(call, op=spec.backward), request)  # so that its absence is found before a launch
     chosen = select(call, request)

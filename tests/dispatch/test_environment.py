@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.dispatch.environment import Environment, environment
+from gla_core.dispatch.environment import VARIABLES, Environment, environment
 
 
 def set_and_reload(monkeypatch, **variables):
@@ -34,7 +34,11 @@ def no_cache_dir(isolated, monkeypatch):
 
 
 DEFAULTS = Environment(
-    backend="", blocked_plugins=frozenset(), check_values=False, cache_dir=Path.home() / ".cache" / "gla_core"
+    backend="",
+    blocked_plugins=frozenset(),
+    check_values=False,
+    cache_dir=Path.home() / ".cache" / "gla_core",
+    keep_memory=True,
 )
 
 
@@ -44,10 +48,19 @@ def test_the_defaults():
 
 def test_all_of_them_are_read(monkeypatch):
     set_and_reload(
-        monkeypatch, GLA_BACKEND=" reference ", GLA_BLOCK_PLUGINS="a, b,,a", GLA_CHECK="1", GLA_CACHE_DIR="/x/y"
+        monkeypatch,
+        GLA_BACKEND=" reference ",
+        GLA_BLOCK_PLUGINS="a, b,,a",
+        GLA_CHECK="1",
+        GLA_CACHE_DIR="/x/y",
+        GLA_KEEP_MEMORY="0",
     )
     assert environment() == Environment(
-        backend="reference", blocked_plugins=frozenset({"a", "b"}), check_values=True, cache_dir=Path("/x/y")
+        backend="reference",
+        blocked_plugins=frozenset({"a", "b"}),
+        check_values=True,
+        cache_dir=Path("/x/y"),
+        keep_memory=False,
     )
 
 
@@ -76,7 +89,7 @@ def test_it_is_read_at_the_first_use_not_at_reload(monkeypatch, spy, x):
 
 @pytest.mark.parametrize("value", ["", "  "])
 def test_an_empty_variable_is_one_that_is_not_set(monkeypatch, value, x):
-    set_and_reload(monkeypatch, GLA_BACKEND=value, GLA_BLOCK_PLUGINS=value, GLA_CHECK=value, GLA_CACHE_DIR=value)
+    set_and_reload(monkeypatch, **dict.fromkeys(VARIABLES, value))
     assert environment() == DEFAULTS
     assert gla.explain("online_softmax", x).source == "default"
 

@@ -1,0 +1,48 @@
+"""What the C library is told of memory that is freed on a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.ops import _memory
+
+
+@pytest.fixture
+def told(fresh_registry, monkeypatch):
+    """What mallopt is told from now on, by ops that run as if for the first time."""
+    calls = []
+    library = SimpleNamespace(mallopt=lambda *setting: calls.append(setting))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    _memory.keep_freed.cache_clear()
+    gla.reload_environment()
+    yield calls
+    _memory.keep_freed.cache_clear()
+
+
+def test_it_keeps_freed_memory_from_the_first_op_on(told):
+    assert told == []
+    for _ in range(2):
+        gla.online_softmax(torch.randn(3, 4))
+        gla.online_softmax(torch.randn(5, 4))
+    assert told == [(-3, 2**25), (-1, 2**26)]
+
+
+def test_unless_the_user_says_no(told, monkeypatch):
+    monkeypatch.setenv("GLA_KEEP_MEMORY", "0")
+    gla.reload_environment()
+    gla.online_softmax(torch.randn(3, 4))
+    assert told == []
+
+
+@pytest.mark.parametrize("error", [AttributeError, OSError, TypeError])
+def test_other_c_libraries_are_left_alone(told, monkeypatch, error):
+    def library(name):
+        raise error("there is none")
+
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    assert gla.online_softmax(torch.zeros(2)).tolist() == [0.5, 0.5]
