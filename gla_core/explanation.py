@@ -12,7 +12,7 @@ from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Candidate, Explanation, explain_call
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops._run import describe, needs_gradient
+from gla_core.ops._run import backward_of, describe, needs_gradient
 
 
 def explain(
@@ -46,7 +46,7 @@ def explain(
     call = describe(spec, spec.complete(args, kwargs), needs_grad, capturing)
     explanation = explain_call(call, request)
     if needs_grad and spec.backward is not None and explanation.winner is not None:
-        backward = explain_call(dataclasses.replace(call, op=spec.backward), request)
+        backward = explain_call(backward_of(call, spec.backward), request)
         if backward.winner is None:  # a call finds this out before it launches the forward
             explanation = dataclasses.replace(explanation, winner=None, why=backward.why)
     if not measure:

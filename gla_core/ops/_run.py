@@ -88,7 +88,7 @@ def _plan(
     if call.device.type == "cpu":
         _memory.keep_freed()
     if needs_grad and spec.backward is not None:
-        select(dataclasses.replace(call, op=spec.backward), request)  # so that its absence is found before a launch
+        select(backward_of(call, spec.backward), request)  # so that its absence is found before a launch
     chosen = select(call, request)
     return chosen.ops[spec.name], chosen, call
 
@@ -97,6 +97,11 @@ def describe(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool) -> Op
     """Check all arguments, in order, and describe the call, PyTorch's settings included."""
     settings = {"deterministic": _deterministic(), "float32_matmul_precision": _precision()}
     return spec.describe(*args, needs_grad=needs_grad, capturing=capturing, **settings)
+
+
+def backward_of(call: OpCall, op: str) -> OpCall:
+    """The call that a gradient of this one will need, of the abstract op `op`."""
+    return dataclasses.replace(call, op=op, checkpoints=False)
 
 
 # ---- for the public functions

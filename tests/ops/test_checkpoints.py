@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
+from gla_core.dispatch import registry
+from gla_core.dispatch.backend import Backend
 from gla_core.workloads.inputs import gla_inputs
 
 
@@ -139,6 +141,25 @@ def test_checkpoints_need_their_interval():
         gla.explain("chunk_gla_bwd", x.q, x.k, x.v, x.g, checkpoints=checkpoints)
     with pytest.raises(ValueError, match=r"checkpoints has shape \[1, 2, 2, 4, 4\]; expected \[B, n, H, K, V\] .* n=1"):
         gla.explain("chunk_gla_bwd", x.q, x.k, x.v, x.g, checkpoints=checkpoints, checkpoint_every=128)
+
+
+def test_a_backward_need_not_return_them():
+    """They are the forward's; any backward may be given them."""
+    reference = registry.get("reference").ops["chunk_gla_bwd"]
+    given = []
+
+    def chunk_gla_bwd(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate):
+        given.append((checkpoints.shape, checkpoint_every))
+        return reference(q, k, v, g, scale, initial_state, cu_seqlens, None, None, do, dstate)
+
+    x = gla_inputs(T=130)
+    x.q.requires_grad_()
+    with gla.register(Backend("mine", "1", {"chunk_gla_bwd": chunk_gla_bwd})):
+        request = "chunk_gla_fwd=reference;chunk_gla_bwd=mine"
+        o, _, checkpoints = gla.chunk_gla(x.q, x.k, x.v, x.g, checkpoint_every=64, backend=request)
+        o.sum().backward()
+        assert gla.explain("chunk_gla_fwd", x.q, x.k, x.v, x.g, checkpoint_every=64, backend=request).winner
+    assert given == [(checkpoints.shape, 64)]
 
 
 def test_a_backend_without_them_is_passed_over():
