@@ -79,15 +79,15 @@ def _bounds_kernel(
         n = n0 + tl.arange(0, BN)  # [BN]
         start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=0).to(tl.int32)  # [BN]
         end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0).to(tl.int32)  # [BN]
-        pieces = (end - start + length - 1) // length  # [BN]
-        upto = used + tl.cumsum(pieces, 0)  # [BN]
-        first = upto - pieces  # [BN]
-        before = tl.minimum(i[:, None] - first[None, :], pieces[None, :])  # [BI, BN], segments of n before i
+        segments = (end - start + length - 1) // length  # [BN]
+        upto = used + tl.cumsum(segments, 0)  # [BN]
+        first = upto - segments  # [BN]
+        before = tl.minimum(i[:, None] - first[None, :], segments[None, :])  # [BI, BN], segments of n before i
         begin = tl.minimum(start[None, :] + before * length, end[None, :])  # [BI, BN]
         bound = tl.maximum(bound, tl.max(tl.where(first[None, :] <= i[:, None], begin, 0), 1))
         if tl.program_id(0) == 0:
             tl.store(first_ptr + n + 1, upto, mask=n < N)
-        used += tl.sum(pieces, 0)
+        used += tl.sum(segments, 0)
     tl.store(bounds_ptr + i, bound, mask=i <= count)
     if tl.program_id(0) == 0:
         tl.store(first_ptr, 0)
