@@ -12,7 +12,7 @@ from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Candidate, Explanation, explain_call
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops._run import backward_of, describe, needs_gradient
+from gla_core.ops._run import backward_of, needs_gradient
 
 
 def explain(
@@ -43,7 +43,7 @@ def explain(
     needs_grad = needs_gradient(*(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
     request = current_request(backend)
     spec = ABSTRACT_OPS[op]
-    call = describe(spec, spec.complete(args, kwargs), needs_grad, capturing)
+    call = spec.describe(*spec.complete(args, kwargs), needs_grad=needs_grad, capturing=capturing)
     explanation = explain_call(call, request)
     if needs_grad and spec.backward is not None and explanation.winner is not None:
         backward = explain_call(backward_of(call, spec.backward), request)

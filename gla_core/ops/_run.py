@@ -84,19 +84,13 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
 def _plan(
     spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request: Request
 ) -> tuple[Callable, Backend, OpCall]:
-    call = describe(spec, args, needs_grad, capturing)
+    call = spec.describe(*args, needs_grad=needs_grad, capturing=capturing)
     if call.device.type == "cpu":
         _memory.keep_freed()
     if needs_grad and spec.backward is not None:
         select(backward_of(call, spec.backward), request)  # so that its absence is found before a launch
     chosen = select(call, request)
     return chosen.ops[spec.name], chosen, call
-
-
-def describe(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool) -> OpCall:
-    """Check all arguments, in order, and describe the call, PyTorch's settings included."""
-    settings = {"deterministic": _deterministic(), "float32_matmul_precision": _precision()}
-    return spec.describe(*args, needs_grad=needs_grad, capturing=capturing, **settings)
 
 
 def backward_of(call: OpCall, op: str) -> OpCall:

@@ -200,11 +200,11 @@ class OpSpec:
             args = (*args[:at], scale_or_default(args[0], args[at]), *args[at + 1 :])
         return args
 
-    def describe(self, *args: Any, **circumstances: Any) -> OpCall:
-        """Check all arguments, in order, reading no values, and describe the call.
+    def describe(self, *args: Any, needs_grad: bool = False, capturing: bool = False) -> OpCall:
+        """Check all arguments, in order, reading no values, and describe the call, PyTorch's settings included.
 
         Args:
-            circumstances: what else decides who runs the call, by the names of `OpCall`.
+            needs_grad, capturing: as in `OpCall`.
 
         Raises:
             ValueError, TypeError: an argument of a wrong type, shape, dtype, device or layout.
@@ -223,7 +223,10 @@ class OpSpec:
             indexed=INDICES in dtypes,
             scalars={name: given[name] for name in self.scalars},
             checkpoints=any(r.dtype is CHECKPOINTS and (r.when is None or r.when(given)) for r in self.results),
-            **circumstances,
+            needs_grad=needs_grad,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            capturing=capturing,
+            float32_matmul_precision=torch.get_float32_matmul_precision(),
         )
 
     def expected(self, *args: Any) -> tuple[Expected | None, ...]:
