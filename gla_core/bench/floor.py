@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops import PUBLIC_OPS
 from gla_core.workloads.inputs import describe
 
 
@@ -24,7 +24,7 @@ def floor_bytes(op: str, sizes: Mapping[str, Any], backward: bool = False) -> in
     """The least bytes that a call moves.
 
     Args:
-        op: a public op, as in `gla_core.workloads.named.OPS`.
+        op: a public op, as in `gla_core.ops.PUBLIC_OPS`.
         sizes: as in `Workload.sizes`. A chunk_gla with an initial state also returns the final one.
         backward: count the forward and its backward. recurrent_gla_step has none.
 
@@ -35,14 +35,14 @@ def floor_bytes(op: str, sizes: Mapping[str, Any], backward: bool = False) -> in
         >>> floor_bytes("online_softmax", {"shape": (8, 1024), "dtype": torch.bfloat16})
         32768
     """
-    known = {spec.public: spec for spec in reversed(ABSTRACT_OPS.values())}
-    if op not in known:
-        raise ValueError(f"op is {op!r}; expected one of {', '.join(reversed(known))}")
-    if backward and not known[op].differentiable:
+    if op not in PUBLIC_OPS:
+        raise ValueError(f"op is {op!r}; expected one of {', '.join(PUBLIC_OPS)}")
+    spec = PUBLIC_OPS[op]
+    if backward and not spec.differentiable:
         raise ValueError(f"{op} has no backward; leave out backward=True")
     if sizes.get("rows") is not None:  # of a pool, the states of the rows that are served
         sizes = {**sizes, "B": sum(row >= 0 for row in sizes["rows"])}
-    inputs, outputs = known[op].floor_bytes(describe(known[op].name, sizes, torch.device("cpu")))
+    inputs, outputs = spec.floor_bytes(describe(spec.name, sizes, torch.device("cpu")))
     # backward: inputs again, gradients of the outputs, and gradients that are as large as the inputs
     return inputs + outputs + (backward and 2 * inputs + outputs)
 

@@ -16,9 +16,10 @@ from gla_core.bench.suite import DIRECTIONS, TIMED, Case, Row
 from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.dispatch.request import check
 from gla_core.files import check_writable
+from gla_core.ops import PUBLIC_OPS
 from gla_core.terminal import print_table
 from gla_core.workloads import named as workloads
-from gla_core.workloads.named import OPS, TAGS, Workload
+from gla_core.workloads.named import TAGS, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +79,10 @@ def choose(options: Options) -> list[Case]:
     """The cases that the options ask for. Raises as `run_bench` does."""
     _known("tag", options.tags, TAGS)
     _known("direction", options.directions, DIRECTIONS)
-    if options.op is not None and options.op not in OPS:
-        raise UnknownOpError(f"unknown op {options.op!r}{nearest(options.op, OPS)} (there are {', '.join(OPS)})")
+    if options.op is not None and options.op not in PUBLIC_OPS:
+        raise UnknownOpError(
+            f"unknown op {options.op!r}{nearest(options.op, PUBLIC_OPS)} (there are {', '.join(PUBLIC_OPS)})"
+        )
     for request in options.backends:
         check(request, "--backend")
     chosen = _workloads(options)
@@ -112,8 +115,8 @@ def _known(what: str, wanted: Sequence[str], known: Sequence[str] | dict) -> Non
 
 
 def by_op(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Ops in the order of `OPS`, each with its rows."""
-    for op in OPS:
+    """Ops in the order of `PUBLIC_OPS`, each with its rows."""
+    for op in PUBLIC_OPS:
         found = [row for row in rows if row.op == op]
         if found:
             yield op, found

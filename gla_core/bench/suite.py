@@ -28,7 +28,7 @@ from gla_core.bench import measure
 from gla_core.bench.baselines import BASELINES, baselines
 from gla_core.bench.first_call import first_call
 from gla_core.bench.floor import floor_bytes
-from gla_core.ops import ABSTRACT_OPS, OpSpec
+from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
 from gla_core.workloads.inputs import arguments as arguments_of
 from gla_core.workloads.named import Workload, select
 
@@ -118,24 +118,19 @@ def cases(
 
 def implementing(op: str) -> list[str]:
     """Names of the backends that implement a public op."""
-    return [info.name for info in gla.backends() if forward_spec(op).name in info.ops]
+    return [info.name for info in gla.backends() if PUBLIC_OPS[op].name in info.ops]
 
 
 def has_backward(op: str, backend: str) -> bool:
     """Whether a baseline or backend differentiates a public op; the core does so itself where no op is for it."""
-    spec = forward_spec(op)
+    spec = PUBLIC_OPS[op]
     if spec.backward is None or backend in BASELINES:
         return spec.differentiable
     return any(info.name == backend and spec.backward in info.ops for info in gla.backends())
 
 
-def forward_spec(op: str) -> OpSpec:
-    """The abstract op that the forward of a public op is."""
-    return next(spec for spec in ABSTRACT_OPS.values() if spec.public == op)
-
-
 def _directions(op: str, device: torch.device, wanted: Sequence[str]) -> list[str]:
-    if forward_spec(op).differentiable:
+    if PUBLIC_OPS[op].differentiable:
         possible = ("forward", "forward_graph", "forward+backward", "host", "first_call", "first_backward")
     else:
         possible = ("step", "step_graph", "host", "first_call")
@@ -210,7 +205,7 @@ def resolve(case: Case, device: torch.device) -> str:
     backward = case.direction in ("forward+backward", "first_backward")
     arguments = make_arguments(case.workload, device, backward)
     arguments["capturing"] = case.direction.endswith("_graph")
-    spec = forward_spec(case.workload.op)
+    spec = PUBLIC_OPS[case.workload.op]
     ops = [spec.name, *([spec.backward] if backward and spec.backward is not None else [])]
     return "+".join(dict.fromkeys(_winner(op, arguments, case.backend) for op in ops))
 
@@ -227,7 +222,7 @@ def _winner(op: str, arguments: dict[str, Any], request: str) -> str:
 def make_arguments(workload: Workload, device: torch.device, gradients: bool = False, seed: int = 0) -> dict[str, Any]:
     """Arguments of the public op by name, without `backend`; floating-point ones require a gradient if asked."""
     arguments = arguments_of(workload, device=device, seed=seed)
-    if "inplace" in forward_spec(workload.op).parameters:
+    if "inplace" in PUBLIC_OPS[workload.op].parameters:
         arguments["inplace"] = True
     for x in leaves(arguments) if gradients else ():
         x.requires_grad_()

@@ -10,6 +10,7 @@ from gla_core.ops.softmax_attention import ATTENTION, merge_attention, softmax_a
 
 __all__ = [
     "ABSTRACT_OPS",
+    "PUBLIC_OPS",
     "OpSpec",
     "chunk_gla",
     "linear_attention",
@@ -22,3 +23,7 @@ __all__ = [
 ABSTRACT_OPS = {spec.name: spec for spec in (FORWARD, BACKWARD, STEP, SOFTMAX, ATTENTION)}
 for _spec in ABSTRACT_OPS.values():
     declare_op(_spec.name, _spec.parameters)
+
+_BACKWARDS = {spec.backward for spec in ABSTRACT_OPS.values()}
+PUBLIC_OPS = {spec.public: spec for spec in ABSTRACT_OPS.values() if spec.name not in _BACKWARDS}
+"""Each public op by name, with the abstract op that its forward is."""

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 import torch
 
 TAGS = ("ci", "train", "prefill", "decode", "long", "odd", "packed", "extreme", "narrow")
-OPS = ("chunk_gla", "recurrent_gla_step", "online_softmax", "softmax_attention")
-"""Public ops. chunk_gla stands for chunk_gla_fwd, and for chunk_gla_bwd where gradients are taken."""
 
 IN_BFLOAT16 = {"dtype": torch.bfloat16, "gate_dtype": torch.float32}
 """As models run: gates stay float32."""
@@ -32,7 +30,7 @@ class Workload:
 
     Attributes:
         name: unique among the workloads of its op.
-        op: one of `OPS`.
+        op: a public op. chunk_gla stands for chunk_gla_fwd, and for chunk_gla_bwd where gradients are taken.
         sizes: what `gla_core.workloads.inputs.arguments` makes its arguments from.
         tags: from `TAGS`.
     """
