@@ -1,6 +1,6 @@
 """Run every kernel of a backend once, in each of its configurations, on small inputs, for a checker to watch:
 
-    python tests/every_kernel.py BACKEND [general_chunks] [hopper_chunks] [steps] [softmaxes] [attentions]
+    python tests/every_kernel.py BACKEND [general_chunks] [hopper_chunks] [steps] [softmaxes] [attentions] [backwards]
     compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused
     compute-sanitizer --tool racecheck python tests/every_kernel.py triton_fused general_chunks steps softmaxes
 
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterator
 
 import torch
 
 import gla_core as gla
-from gla_core.workloads.inputs import gla_inputs
+from gla_core.workloads.inputs import GlaInputs, gla_inputs
 from gla_triton_kernels.chunk_gla import plan
 from gla_triton_kernels.runtime import replay
 
@@ -26,7 +27,7 @@ WIDTHS = ((16, 16), (64, 64), (128, 128), (256, 128), (512, 64))
 
 def general_chunks() -> None:
     """The kernels for every GPU, with each row of their table."""
-    plan.best_kernel = lambda *call: plan.Kernel.FORWARD
+    general_kernels()
     chunks()
     plan.TMA_ELEMENTS = 0
     chunk(gla_inputs(B=1, T=70, H=2, K=128, V=128, dtype=torch.bfloat16, device="cuda"))
@@ -34,23 +35,57 @@ def general_chunks() -> None:
 
 def hopper_chunks() -> None:
     """The kernels for compute capability 9.0."""
-    plan.best_kernel = BEST_KERNEL
-    plan.SM90_TOKENS = 0
+    hopper_kernels()
     chunks()
 
 
+def general_kernels() -> None:
+    plan.best_kernel = lambda *call: plan.Kernel.FORWARD
+
+
+def hopper_kernels() -> None:
+    plan.best_kernel = BEST_KERNEL
+    plan.SM90_TOKENS = 0
+
+
 def chunks() -> None:
+    for x in chunk_calls():
+        chunk(x)
+
+
+def chunk_calls() -> Iterator[GlaInputs]:
+    """Every width, dtype and kind of gate; packed and grouped at the width that models have."""
     for (K, V), gates, dtype in itertools.product(WIDTHS, ("mild", "-inf", "none"), DTYPES):
         sizes = {"K": K, "V": V, "gates": gates, "dtype": dtype, "device": "cuda", "initial_state": True}
-        chunk(gla_inputs(B=1, T=70, H=2, gate_dtype=torch.float32, **sizes))
+        yield gla_inputs(B=1, T=70, H=2, gate_dtype=torch.float32, **sizes)
         if K == 128:
-            chunk(gla_inputs(lengths=(70, 0, 3), **sizes))
-            chunk(gla_inputs(B=1, T=10, G=2, **sizes))
+            yield gla_inputs(lengths=(70, 0, 3), **sizes)
+            yield gla_inputs(B=1, T=10, G=2, **sizes)
 
 
-def chunk(x) -> None:
+def chunk(x: GlaInputs) -> None:
     replay._calls.clear()  # they are of other plans
     gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
+
+
+def backwards() -> None:
+    """Gradients of the same calls, by the kernels for every GPU and by those for Hopper; from checkpoints, and not."""
+    for kernels, every in itertools.product((general_kernels, hopper_kernels), (None, 64)):
+        kernels()
+        for x in chunk_calls():
+            backward(x, every)
+
+
+def backward(x: GlaInputs, checkpoint_every: int | None) -> None:
+    """Once with a state at either end, and once with none."""
+    for initial_state, final in ((x.initial_state, True), (None, False)):
+        replay._calls.clear()
+        leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, initial_state) if y is not None]
+        o, state, *_ = gla.chunk_gla(
+            x.q, x.k, x.v, x.g, None, initial_state, final, x.cu_seqlens, checkpoint_every=checkpoint_every
+        )
+        results = [y for y in (o, state) if y is not None]
+        torch.autograd.grad(results, leaves, [torch.randn_like(y) for y in results])
 
 
 def steps() -> None:
@@ -82,7 +117,7 @@ def attentions() -> None:
         gla.softmax_attention(q, k, k, causal=causal)
 
 
-PARTS = {run.__name__: run for run in (general_chunks, hopper_chunks, steps, softmaxes, attentions)}
+PARTS = {run.__name__: run for run in (general_chunks, hopper_chunks, steps, softmaxes, attentions, backwards)}
 
 
 if __name__ == "__main__":

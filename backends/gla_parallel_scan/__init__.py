@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,12 +24,27 @@ from gla_triton_kernels.runtime.architecture import interpreted
 
 @hookimpl
 def gla_register_backends() -> list[Backend]:
+    capabilities = Capabilities(
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=kernels.dtypes() | (set() if interpreted() else {torch.float64}),
+        min_compute_capability=(8, 0),
+        checkpoints=True,
+        cuda_graphs=not interpreted(),
+    )
+    by_triton_alone = replace(
+        capabilities,
+        devices=None if interpreted() else frozenset({"cuda"}),
+        dtypes=kernels.dtypes(),
+        key_widths=range(1, kernels.MAX_WIDTH + 1),
+        value_widths=range(1, kernels.MAX_WIDTH + 1),
+    )
     return [
         Backend(
             name="parallel_scan",
             version="0.1.0",
             ops={
                 "chunk_gla_fwd": _by_device(chunk_gla.chunk_gla_fwd, pytorch.chunk_gla.chunk_gla_fwd),
+                "chunk_gla_bwd": chunk_gla.chunk_gla_bwd,
                 "recurrent_gla_step": _by_device(
                     recurrent_gla_step.recurrent_gla_step, pytorch.recurrent_gla_step.recurrent_gla_step
                 ),
@@ -37,12 +53,8 @@ def gla_register_backends() -> list[Backend]:
                     softmax_attention.softmax_attention, pytorch.softmax_attention.softmax_attention
                 ),
             },
-            capabilities=Capabilities(
-                devices=frozenset({"cpu", "cuda"}),
-                dtypes=kernels.dtypes() | (set() if interpreted() else {torch.float64}),
-                min_compute_capability=(8, 0),
-                cuda_graphs=not interpreted(),
-            ),
+            capabilities=capabilities,
+            op_capabilities={"chunk_gla_bwd": by_triton_alone},
             supports=_supports,
             cost=CostModel(predicted_seconds, shipped_constants("gla_parallel_scan")),
             notes=kernels.notes,

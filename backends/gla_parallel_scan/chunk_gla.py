@@ -19,16 +19,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels import chunk_gla as kernels
 from gla_triton_kernels.chunk_gla.plan import plan_segments
+from gla_triton_kernels.chunk_gla.plan_backward import plan_segments_backward
 from gla_triton_kernels.runtime.architecture import Gpu
 
 if TYPE_CHECKING:
-    from gla_triton_kernels.chunk_gla.call import Tensors
+    from gla_triton_kernels.chunk_gla.call import BackwardTensors, Tensors
     from gla_triton_kernels.runtime.launch import Launch
 
 
@@ -42,25 +42,42 @@ def chunk_gla_fwd(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     checkpoint_every: int | None,
-) -> tuple[Tensor, Tensor | None, None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """See gla_core/ops/chunk_gla.py."""
-    results = kernels.call.forward(_segments, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
-    return *results, None  # no checkpoints, by the capabilities
+    states = (initial_state, output_final_state)
+    return kernels.call.forward(_segments, q, k, v, g, scale, *states, cu_seqlens, checkpoint_every)
 
 
 def _segments(call: OpCall, gpu: Gpu, aligned: bool, x: Tensors, scale: float) -> list[Launch]:
     """Fill the results in x, and return what was launched."""
     plan = plan_segments(call, gpu, aligned)
-    outputs = getattr(kernels, plan.outputs.kernel)
+    outputs, every = getattr(kernels, plan.outputs.kernel), call.scalars["checkpoint_every"]
     if plan.segments is None:
-        return outputs.run(plan, x, scale)
-    B, T, H, K = x.k.shape
-    segments = kernels.segments.cut(B, T, plan.segments.length, x.cu_seqlens)
-    S = torch.empty(segments.count, H, K, x.v.shape[3], dtype=torch.float32, device=x.v.device)
-    D = None if x.g is None else torch.empty(segments.count, H, K, dtype=torch.float32, device=x.v.device)
-    states = getattr(kernels, plan.segments.states.kernel)
-    built = states.run(plan.segments, x, segments, S, D)
-    scanned = kernels.scan.run(plan.segments, x, segments, S, D)
-    entering = x._replace(initial_state=S, cu_seqlens=segments.bounds, final_state=None)
-    written = outputs.run(plan, entering, scale)
-    return [*segments.launches, *built, *scanned, *written]
+        return outputs.run(plan, x, scale, every)
+    recurrence = kernels.segments.Recurrence(x.k, x.v, x.g, x.initial_state, x.final_state)
+    S, segments, launches = kernels.before_segments.run(plan.segments, recurrence, x.k.shape[2], x.cu_seqlens)
+    entering = x._replace(initial_state=S, cu_seqlens=segments.bounds, sequences=x.cu_seqlens, final_state=None)
+    return launches + outputs.run(plan, entering, scale, every)
+
+
+def chunk_gla_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    checkpoints: Tensor | None,
+    checkpoint_every: int | None,
+    do: Tensor,
+    dstate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """See gla_core/ops/chunk_gla.py."""
+    states = (initial_state, cu_seqlens, checkpoints, checkpoint_every)
+    return kernels.call.backward(_segments_backward, q, k, v, g, scale, *states, do, dstate)
+
+
+def _segments_backward(call: OpCall, gpu: Gpu, aligned: bool, x: BackwardTensors, scale: float) -> list[Launch]:
+    """Fill the gradients in x, and return what was launched."""
+    return kernels.gradients.run(plan_segments_backward(call, gpu, aligned), x, scale)

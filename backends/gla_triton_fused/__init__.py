@@ -21,6 +21,7 @@ def gla_register_backends() -> list[Backend]:
             version="0.1.0",
             ops={
                 "chunk_gla_fwd": chunk_gla.chunk_gla_fwd,
+                "chunk_gla_bwd": chunk_gla.chunk_gla_bwd,
                 "recurrent_gla_step": recurrent_gla_step.recurrent_gla_step,
                 "online_softmax": online_softmax.online_softmax,
                 "softmax_attention": softmax_attention.softmax_attention,
@@ -31,6 +32,7 @@ def gla_register_backends() -> list[Backend]:
                 min_compute_capability=(8, 0),
                 key_widths=range(1, kernels.MAX_WIDTH + 1),
                 value_widths=range(1, kernels.MAX_WIDTH + 1),
+                checkpoints=True,
                 cuda_graphs=not interpreted(),
             ),
             supports=kernels.refusal,

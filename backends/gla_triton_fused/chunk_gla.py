@@ -23,10 +23,11 @@ from torch import Tensor
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels import chunk_gla as kernels
 from gla_triton_kernels.chunk_gla.plan import plan_one_pass
+from gla_triton_kernels.chunk_gla.plan_backward import plan_whole_sequences
 from gla_triton_kernels.runtime.architecture import Gpu
 
 if TYPE_CHECKING:
-    from gla_triton_kernels.chunk_gla.call import Tensors
+    from gla_triton_kernels.chunk_gla.call import BackwardTensors, Tensors
     from gla_triton_kernels.runtime.launch import Launch
 
 
@@ -40,13 +41,36 @@ def chunk_gla_fwd(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     checkpoint_every: int | None,
-) -> tuple[Tensor, Tensor | None, None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """See gla_core/ops/chunk_gla.py."""
-    results = kernels.call.forward(_one_pass, q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
-    return *results, None  # no checkpoints, by the capabilities
+    states = (initial_state, output_final_state)
+    return kernels.call.forward(_one_pass, q, k, v, g, scale, *states, cu_seqlens, checkpoint_every)
 
 
 def _one_pass(call: OpCall, gpu: Gpu, aligned: bool, x: Tensors, scale: float) -> list[Launch]:
     """Fill the results in x, and return what was launched."""
     plan = plan_one_pass(call, gpu, aligned)
-    return getattr(kernels, plan.outputs.kernel).run(plan, x, scale)
+    return getattr(kernels, plan.outputs.kernel).run(plan, x, scale, call.scalars["checkpoint_every"])
+
+
+def chunk_gla_bwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    checkpoints: Tensor | None,
+    checkpoint_every: int | None,
+    do: Tensor,
+    dstate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """See gla_core/ops/chunk_gla.py."""
+    states = (initial_state, cu_seqlens, checkpoints, checkpoint_every)
+    return kernels.call.backward(_one_pass_backward, q, k, v, g, scale, *states, do, dstate)
+
+
+def _one_pass_backward(call: OpCall, gpu: Gpu, aligned: bool, x: BackwardTensors, scale: float) -> list[Launch]:
+    """Fill the gradients in x, and return what was launched."""
+    return kernels.gradients.run(plan_whole_sequences(call, gpu, aligned), x, scale)

@@ -154,6 +154,7 @@ def _effects(settings: Environment) -> dict[str, str]:
         "GLA_BLOCK_PLUGINS": f"not imported: {blocked}" if blocked else "every plugin is imported",
         "GLA_CACHE_DIR": f"what gla calibrate measures is kept in {settings.cache_dir}",
         "GLA_CHECK": f"tensor values are {'checked' if settings.check_values else 'not checked'}",
+        "GLA_CHECKPOINTS": f"on a GPU states are {'kept' if settings.checkpoints else 'not kept'} for the backward",
         "GLA_KEEP_MEMORY": f"on a CPU freed memory is {'kept' if settings.keep_memory else 'left to the C library'}",
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.cases import Case
+from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend, Capabilities
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.inputs import (
@@ -27,6 +29,8 @@ from gla_core.workloads.inputs import (
 )
 
 Named = dict[str, Tensor]
+Loss = tuple[Tensor, Tensor]
+"""The gradients of a loss that a backward begins with: do and dstate."""
 
 CHECKPOINT_EVERY = 64
 CHUNK_LEAVES = ("q", "k", "v", "g", "initial_state")
@@ -45,6 +49,24 @@ def tokens(x: GlaInputs, start: int | None, stop: int | None, initial_state: Ten
     return dataclasses.replace(x, **parts, initial_state=initial_state, cu_seqlens=None)
 
 
+def in_two(x: GlaInputs, cut: int) -> tuple[tuple[Tensor, GlaInputs], tuple[Tensor, GlaInputs]]:
+    """The first `cut` tokens of every sequence, and those after them: the numbers of their rows, and the inputs."""
+    spans = [(0, x.q.shape[1])] if x.cu_seqlens is None else list(itertools.pairwise(x.cu_seqlens.tolist()))
+    cuts = [min(start + cut, end) for start, end in spans]
+    early = [(start, middle) for (start, _), middle in zip(spans, cuts, strict=True)]
+    late = [(middle, end) for (_, end), middle in zip(spans, cuts, strict=True)]
+    return _gathered(x, early), _gathered(x, late)
+
+
+def _gathered(x: GlaInputs, spans: list[tuple[int, int]]) -> tuple[Tensor, GlaInputs]:
+    rows = torch.cat([torch.arange(*span, device=x.q.device) for span in spans])
+    parts = {name: None if (y := getattr(x, name)) is None else y[:, rows] for name in "qkvg"}
+    if x.cu_seqlens is not None:
+        lengths = [end - start for start, end in spans]
+        parts["cu_seqlens"] = torch.tensor([0, *lengths], device=x.q.device).cumsum(0)
+    return rows, dataclasses.replace(x, **parts)
+
+
 def forward(x: GlaInputs, request: str, scale: float | None = None) -> Named:
     """Output o and the final state."""
     o, state = gla.chunk_gla(x.q, x.k, x.v, x.g, scale, x.initial_state, True, x.cu_seqlens, backend=request)
@@ -58,14 +80,14 @@ def training_request(backend: Backend) -> str:
     return ";".join([*own, "*=reference"])
 
 
-def gradients(x: GlaInputs, request: str, wanted: tuple[str, ...] = CHUNK_LEAVES) -> Named:
-    """Gradients of the inputs in `wanted` that are there, for the fixed loss of `loss_gradients`."""
+def gradients(x: GlaInputs, request: str, wanted: tuple[str, ...] = CHUNK_LEAVES, loss: Loss | None = None) -> Named:
+    """Gradients of the inputs in `wanted` that are there, by autograd; the loss is by default `loss_gradients`."""
     leaves = {name: getattr(x, name) for name in wanted if getattr(x, name) is not None}
     leaves = {name: y.detach().requires_grad_() for name, y in leaves.items()}
     y = dataclasses.replace(x, **leaves)
     o, state = gla.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, True, y.cu_seqlens, backend=request)
     assert state is not None
-    found = torch.autograd.grad((o, state), list(leaves.values()), loss_gradients(x))
+    found = torch.autograd.grad((o, state), list(leaves.values()), loss or loss_gradients(x))
     return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
 
 
@@ -101,7 +123,7 @@ def backward(
     return {f"d{name}": d for name, d in found if getattr(x, name) is not None}
 
 
-def loss_gradients(x: GlaInputs) -> tuple[Tensor, Tensor]:
+def loss_gradients(x: GlaInputs) -> Loss:
     """Random do and dstate, the same for the same shapes."""
     generator = torch.Generator(x.q.device).manual_seed(1)
     N = x.q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
@@ -127,15 +149,45 @@ def expected_gradients(case: Case) -> Named:
     return oracle_gradients(chunk(case))
 
 
-def oracle_gradients(x: GlaInputs) -> Named:
+def oracle_gradients(x: GlaInputs, loss: Loss | None = None) -> Named:
     leaves = {name: getattr(x, name) for name in CHUNK_LEAVES if getattr(x, name) is not None}
     leaves = {name: y.detach().double().requires_grad_() for name, y in leaves.items()}
     y = dataclasses.replace(x, **leaves)
     outs = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
     outs = tuple(out + 0 * sum(leaf.sum() for leaf in leaves.values()) for out in outs)  # T = 0 uses no input
-    seeds = tuple(d.double() for d in loss_gradients(x))
+    seeds = tuple(d.double() for d in loss or loss_gradients(x))
     found = torch.autograd.grad(outs, list(leaves.values()), seeds)
     return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
+
+
+# ---- chunk_gla at size, by the reference in float64: a row of the batch at a time, which fits into memory
+
+
+def reference_forward(x: GlaInputs) -> Named:
+    """The reference's o and final state."""
+    return _joined([forward(_wide_row(x, row), "reference") for row in _rows(x)])
+
+
+def reference_gradients(x: GlaInputs) -> Named:
+    """The reference's gradients for the loss of `loss_gradients`."""
+    reference = registry.get("reference")
+    do, dstate = (d.double() for d in loss_gradients(x))
+    return _joined([backward(_wide_row(x, row), reference, do[row], dstate[row]) for row in _rows(x)])
+
+
+def _rows(x: GlaInputs) -> list[slice]:
+    """The rows of the batch, each with its own state; packed sequences are one row, with all their states."""
+    B = len(x.q)
+    return [slice(None)] if B == 1 else [slice(b, b + 1) for b in range(B)]
+
+
+def _wide_row(x: GlaInputs, row: slice) -> GlaInputs:
+    parts = {name: None if (y := getattr(x, name)) is None else y[row].double() for name in CHUNK_LEAVES}
+    return dataclasses.replace(x, **parts)
+
+
+def _joined(rows: list[Named]) -> Named:
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
 # ---- the other ops
@@ -206,6 +258,19 @@ def torch_op(case: Case, request: str) -> tuple[Any, tuple]:
 def heads_first(x: Tensor) -> Tensor:
     """The values of x [B, T, H, ...], laid out as [B, H, T, ...]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def with_room(x: Tensor) -> Tensor:
+    """The values of states x [N, H, K, V], with room between the heads of one."""
+    return torch.nn.functional.pad(x, (0, 0, 1, 2))[:, :, 1:-2]
+
+
+def repeated(x: Tensor, *dimensions: int) -> Tensor:
+    """The first entries of x along `dimensions`, as often as there are entries: with stride 0."""
+    shape = x.shape
+    for dimension in dimensions:
+        x = x.narrow(dimension, 0, 1)
+    return x.expand(shape)
 
 
 @contextmanager

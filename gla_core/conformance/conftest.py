@@ -42,7 +42,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     backend, device = metafunc.config.stash[_backend], metafunc.config.stash[_device]
     if "declared_op" in metafunc.fixturenames:
-        metafunc.parametrize("declared_op", list(backend.ops))
+        here = [op for op in backend.ops if (devices := backend.can(op).devices) is None or device in devices]
+        metafunc.parametrize("declared_op", here)
     if "case" not in metafunc.fixturenames:
         return
     marker = metafunc.definition.get_closest_marker("over")

@@ -10,6 +10,7 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance.calls import (
+    CHECKPOINT_EVERY,
     CHUNK_LEAVES,
     backward,
     checkpoint_dtype,
@@ -22,14 +23,19 @@ from gla_core.conformance.calls import (
     forward,
     gradients,
     heads_first,
+    in_two,
     loss_gradients,
     oracle_forward,
     oracle_gradients,
     poisoned,
+    reference_forward,
+    reference_gradients,
+    repeated,
     run_step,
     three_runs,
     tokens,
     training_request,
+    with_room,
 )
 from gla_core.conformance.cases import over
 from gla_core.conformance.tolerances import FORWARD, GRADIENT
@@ -63,12 +69,7 @@ def test_results_can_be_changed_in_place(backend, case):
 def test_values_at_size(backend, case, measure):
     """Judged by the reference in float64, a row of the batch at a time."""
     x = chunk(case)
-    out = forward(x, backend.name)
-    wide = [None if y is None else y.double() for y in (x.q, x.k, x.v, x.g)]
-    options = {"output_final_state": True, "cu_seqlens": x.cu_seqlens, "backend": "reference"}
-    rows = [gla.chunk_gla(*(None if y is None else y[b : b + 1] for y in wide), **options) for b in range(len(x.q))]
-    ref = {"o": torch.cat([o for o, _ in rows]), "state": torch.cat([state for _, state in rows])}
-    measure(out, ref, FORWARD[case.dtype])
+    measure(forward(x, backend.name), reference_forward(x), FORWARD[case.dtype])
 
 
 @over(FWD, "short", "strong", "packed", in_turn=True)
@@ -159,7 +160,7 @@ def test_padding(backend, case, measure):
 def strided(x):
     views = {name: heads_first(y) for name in "qkvg" if (y := getattr(x, name)) is not None}
     if x.initial_state is not None:
-        views["initial_state"] = torch.nn.functional.pad(x.initial_state, (0, 0, 1, 2))[:, :, 1:-2]
+        views["initial_state"] = with_room(x.initial_state)
     return dataclasses.replace(x, **views)
 
 
@@ -245,6 +246,31 @@ def test_gradients(backend, case, measure):
     measure(gradients(chunk(case), training_request(backend)), expected_gradients(case), GRADIENT[case.dtype])
 
 
+@over(BWD, at_size=True)
+def test_gradients_at_size(backend, case, measure):
+    """Judged by the reference in float64, a row of the batch at a time; without checkpoints and with its own."""
+    x = chunk(case)
+    loss, expected = loss_gradients(x), reference_gradients(x)
+    measure(backward(x, backend, *loss), expected, GRADIENT[case.dtype])
+    given = checkpoints(x, "reference", CHECKPOINT_EVERY)["checkpoints"]
+    measure(backward(x, backend, *loss, given, CHECKPOINT_EVERY), expected, GRADIENT[case.dtype])
+
+
+@over(BWD, "last_chunk_partial", "grouped", "minus_infinity", "packed", in_turn=True)
+@pytest.mark.parametrize("cut", [1, 63, 64, 77])
+def test_gradient_hand_off(backend, case, cut, measure):
+    """One call equals two calls joined by the state and, backwards, by its gradient."""
+    x = chunk(case)
+    do, dstate = loss_gradients(x)
+    (early_rows, early), (late_rows, late) = in_two(x, cut)
+    late = dataclasses.replace(late, initial_state=forward(early, training_request(backend))["state"])
+    after = backward(late, backend, do[:, late_rows], dstate)
+    before = backward(early, backend, do[:, early_rows], after.pop("dinitial_state"))
+    order = torch.cat([early_rows, late_rows]).argsort()
+    joined = before | {name: torch.cat([before[name], d], dim=1)[:, order] for name, d in after.items()}
+    measure(joined, expected_gradients(case), GRADIENT[case.dtype])
+
+
 @over(BWD, "grouped", "packed", "minus_infinity", one_dtype=True)
 @pytest.mark.parametrize("name", CHUNK_LEAVES)
 def test_gradient_of_one_input(backend, case, name, measure):
@@ -297,8 +323,22 @@ def test_gradients_of_float32_gates(backend, case, measure):
 
 @over(BWD, in_turn=True)
 def test_gradients_of_strided_views(backend, case, measure):
-    out = gradients(strided(chunk(case)), training_request(backend))
+    """Of the inputs, and of the gradients that come in."""
+    x = chunk(case)
+    do, dstate = loss_gradients(x)
+    out = gradients(strided(x), training_request(backend), loss=(heads_first(do), with_room(dstate)))
     measure(out, expected_gradients(case), GRADIENT[case.dtype])
+
+
+@over(BWD, "short", "grouped", "packed", in_turn=True)
+@pytest.mark.parametrize("dimensions", [(0,), (1,), (0, 1, 2, 3)], ids=["first", "second", "all"])
+def test_gradients_of_repeated_values(backend, case, dimensions, measure):
+    """Gates, and gradients that come in, with strides of 0: those of a sum, for one, repeat in all dimensions."""
+    x = chunk(case)
+    x = dataclasses.replace(x, g=repeated(x.g, *dimensions[:3]))  # the last dimension of an input is contiguous
+    do, dstate = (repeated(d, *dimensions) for d in loss_gradients(x))
+    out = gradients(x, training_request(backend), loss=(do, dstate))
+    measure(out, oracle_gradients(x, (do, dstate)), GRADIENT[case.dtype])
 
 
 @over(BWD, in_turn=True)
@@ -335,3 +375,57 @@ def test_no_gradient_crosses_a_gate_of_minus_infinity(backend, case, cut, measur
     out = backward(x, backend, do, None)
     early = {"dk": out["dk"][:, :cut], "dv": out["dv"][:, :cut], "dinitial_state": out["dinitial_state"]}
     measure(early, {name: torch.zeros_like(d) for name, d in early.items()}, 0)
+
+
+# ---- the gradient of g
+
+
+def first_tokens(x):
+    """The rows at which sequences begin."""
+    if x.cu_seqlens is None:
+        return [0]
+    return [start for start, end in itertools.pairwise(x.cu_seqlens.tolist()) if start < end]
+
+
+@over(BWD, "short", "last_chunk_partial", "grouped", "packed", "padded", in_turn=True)
+def test_gradient_of_g_is_zero_where_nothing_passes(backend, case, measure):
+    """Exactly: through a gate of -inf, and into the first token of a sequence without an initial state."""
+    x = chunk(case, gates="-inf", initial_state=False)
+    closed = x.g.isneginf()
+    closed[:, first_tokens(x)] = True
+    out = backward(x, backend, *loss_gradients(x))
+    dg = out["dg"][closed]
+    measure({"dg where nothing passes": dg}, {"dg where nothing passes": torch.zeros_like(dg)}, 0)
+    measure(out, oracle_gradients(x), GRADIENT[case.dtype])
+
+
+GATES = {
+    "open": (0.0,),
+    "strong": (-8.0,),
+    "closed": (-torch.inf,),
+    "any": (0.0, -1e-4, -0.1, -1.0, -30.0, -1e4, -torch.inf),
+}
+
+
+@over(BWD, "short", "last_chunk_partial", "grouped", "packed", in_turn=True)
+@pytest.mark.parametrize("gates", GATES)
+def test_gradients_of_every_gate(backend, case, gates, measure):
+    """Of one size everywhere, and of any.
+
+    Where all are strong dg is small beside q * dq and k * dk, to which a token's own key and value give the most.
+    """
+    x = chunk(case)
+    values = torch.tensor(GATES[gates], dtype=x.g.dtype, device=x.g.device)
+    generator = torch.Generator(x.g.device).manual_seed(0)
+    x.g[:] = values[torch.randint(len(values), x.g.shape, generator=generator, device=x.g.device)]
+    measure(backward(x, backend, *loss_gradients(x)), oracle_gradients(x), GRADIENT[case.dtype])
+
+
+@over(BWD, "last_chunk_partial")
+def test_gradient_of_strong_gates_before_open_ones(backend, case, measure):
+    """What the many tokens after them give to q * dq and k * dk must not be left in the small dg of the first ones."""
+    x = chunk(case, T=300)
+    x.g[:, :192], x.g[:, 192:] = -8, 0
+    name = "dg of the first tokens"
+    out, expected = backward(x, backend, *loss_gradients(x)), oracle_gradients(x)
+    measure({name: out["dg"][:, :128]}, {name: expected["dg"][:, :128]}, GRADIENT[case.dtype])

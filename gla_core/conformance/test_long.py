@@ -36,8 +36,13 @@ def long_inputs(case):
 
 
 def with_ends(out):
-    """The results, and the last of them for themselves: a norm over all hides what only a few get wrong."""
-    return out | {f"last of {name}": x[:, -50:] for name, x in out.items() if "state" not in name}
+    """The results, and their ends for themselves: a norm over all hides what only a few get wrong.
+
+    A forward goes wrong at the last tokens, a backward at the first ones too.
+    """
+    along = {name: x for name, x in out.items() if "state" not in name}
+    ends = {f"first of {name}": x[:, :50] for name, x in along.items()}
+    return out | ends | {f"last of {name}": x[:, -50:] for name, x in along.items()}
 
 
 @over("chunk_gla_fwd", tag="narrow", one_dtype=True, half=INTERPRETED)

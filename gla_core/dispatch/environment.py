@@ -4,6 +4,7 @@ GLA_BACKEND         a request (see request.py), weaker than `use_backend` and `b
 GLA_BLOCK_PLUGINS   comma-separated entry-point names of plugins that are not to be imported
 GLA_CACHE_DIR       where `gla calibrate` keeps what it measured; $XDG_CACHE_HOME/gla_core or ~/.cache/gla_core if none
 GLA_CHECK           1 adds checks that read tensor values (and so wait for the device)
+GLA_CHECKPOINTS     0 has a backward on a GPU compute states that the forward would otherwise keep for it
 GLA_KEEP_MEMORY     0 leaves the C library's settings of memory alone, which ops/_memory.py changes for a CPU
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from gla_core.dispatch.errors import nearest
 
-VARIABLES = ("GLA_BACKEND", "GLA_BLOCK_PLUGINS", "GLA_CACHE_DIR", "GLA_CHECK", "GLA_KEEP_MEMORY")
+VARIABLES = ("GLA_BACKEND", "GLA_BLOCK_PLUGINS", "GLA_CACHE_DIR", "GLA_CHECK", "GLA_CHECKPOINTS", "GLA_KEEP_MEMORY")
 _FALSE = ("0", "false", "no", "off")
 _TRUE = ("1", "true", "yes", "on")
 
@@ -28,6 +29,7 @@ class Environment:
     blocked_plugins: frozenset[str]
     check_values: bool
     cache_dir: Path
+    checkpoints: bool
     keep_memory: bool
 
 
@@ -41,6 +43,7 @@ def environment() -> Environment:
         blocked_plugins=frozenset(filter(None, blocked)),
         check_values=_flag("GLA_CHECK", False),
         cache_dir=_cache_dir(),
+        checkpoints=_flag("GLA_CHECKPOINTS", True),
         keep_memory=_flag("GLA_KEEP_MEMORY", True),
     )
 

@@ -114,6 +114,14 @@ def select(call: OpCall, request: Request) -> Backend:
     return found[0][0]
 
 
+def makes_checkpoints(op: str, request: Request) -> bool:
+    """Whether the backends that a request names return checkpoints, or any backend does where it names none."""
+    choice = request.choice(op)
+    named = [registry.get(name, f"{choice.source}: ") for name in choice.names]
+    able = (backend.can(op).checkpoints for backend in named or registry.installed().values())
+    return all(able) if named else any(able)
+
+
 def explain_call(call: OpCall, request: Request) -> Explanation:
     """Explain what `select` would do; runs nothing."""
     choice = request.choice(call.op)

@@ -32,6 +32,10 @@ the sequence's initial state (0 without one), the next the state after L tokens,
 so that no two sequences meet, and where a sequence's checkpoints lie follows from its own offset. Rows of n that no
 checkpoint takes are 0. They are bfloat16 with bfloat16 inputs, else as the final state. Any backend may make them and
 any other use them; a backward that is given None, or cannot use them, computes the states it needs.
+
+On a GPU a forward that a backward follows keeps them every 64 tokens, if the backends of the request can: a backward
+without has to build them again, which takes longer, and has to hold them as well, though not from forward to backward.
+GLA_CHECKPOINTS=0 turns that off.
 """
 
 from __future__ import annotations
@@ -42,6 +46,9 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from gla_core.dispatch.environment import environment
+from gla_core.dispatch.request import current_request
+from gla_core.dispatch.selection import makes_checkpoints
 from gla_core.ops import _autocast, _checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
 from gla_core.ops._spec import (
@@ -185,10 +192,24 @@ def chunk_gla(
     else:
         q, k, v, g = _autocast.tokens(q, k, v, g)
         refuse_tangents(q, k, v, g, initial_state)
-        args = (q, k, v, g, plain_number(scale), initial_state, output_final_state, cu_seqlens, checkpoint_every)
+        every = checkpoint_every
+        if every is None and needs_grad and q.is_cuda:
+            every = _interval_for_backward(backend)
+        args = (q, k, v, g, plain_number(scale), initial_state, output_final_state, cu_seqlens, every)
         o, state, checkpoints = _torch_fwd(*args, needs_grad, request_text(backend))
         found = o, state if output_final_state else None, checkpoints
     return found[:2] if checkpoint_every is None else found
+
+
+def _interval_for_backward(backend: str | None) -> int | None:
+    """How far apart checkpoints are that a forward on a GPU keeps for its backward, under the request in force."""
+    if environment().checkpoints and makes_checkpoints("chunk_gla_fwd", current_request(backend)):
+        return CHUNK
+    return None
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler: a graph takes its answer, not its code.
+_interval_for_backward._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 _SIZES = {"B": "B", "T": "T", "H": "H", "Hq": "H", "K": "K", "V": "V", "N": "B"}

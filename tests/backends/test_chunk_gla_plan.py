@@ -199,7 +199,7 @@ def launcher_plans_with(monkeypatch, gpu, *tensors):
 
     monkeypatch.setattr(call, "gpu_of", lambda device: gpu)
     with pytest.raises(Planned) as planned:
-        call.forward(way, *tensors[:4], 1.0, tensors[4], True, tensors[5])
+        call.forward(way, *tensors[:4], 1.0, tensors[4], True, tensors[5], None)
     return planned.value.args
 
 

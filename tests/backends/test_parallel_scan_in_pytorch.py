@@ -173,6 +173,33 @@ def test_positions_of_packed_tokens():
     assert torch.equal(out, 2 * x)
 
 
+@pytest.mark.parametrize("every", [64, 128, 192])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"T": 0},
+        {"T": 5},
+        {"T": 400, "B": 2, "H": 3},
+        {"lengths": ()},
+        {"lengths": (0,)},
+        {"lengths": (5, 0, 9), "padding": 3},
+        {"lengths": (70, 0, 65, 1, 0, 330, 3), "padding": 300, "H": 2},
+    ],
+    ids=str,
+)
+def test_checkpoints(sizes, dtype, every, small_blocks):
+    q, k, v, g, state, offsets = arguments(**{"G": 2, "K": 5, "V": 3, "dtype": dtype, **sizes}, initial_state=True)
+    if offsets is not None:
+        offsets += sizes.get("padding", 0) // 2  # rows before the first sequence as well
+    *_, found = chunk_gla_fwd(q, k, v, g, 0.3, state, False, offsets, every)
+    ref = oracle.chunk_gla_checkpoints(q, k, v, g, state, offsets, every)
+    assert relative_error(found, ref) <= FORWARD[dtype]
+    assert found.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32))
+    assert not found[(ref == 0).flatten(2).all(2)].any()
+    assert found.is_contiguous()
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     K=st.integers(1, 40),

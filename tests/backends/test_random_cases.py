@@ -1,10 +1,13 @@
 """Random calls of every op against the float64 oracle: shapes, dtypes, gates, packing and layout drawn from a seed.
 
-For both Triton backends: a thousand each on a GPU, a few where the kernels are interpreted.
+For both Triton backends, and gradients for every backend of ours that has them: a thousand each on a GPU, a few on a
+CPU, where the kernels are interpreted.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import random
 
 import pytest
@@ -12,28 +15,61 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance import oracle
-from gla_core.conformance.calls import heads_first
-from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.conformance.calls import (
+    backward,
+    checkpoint_dtype,
+    expected_checkpoints,
+    heads_first,
+    loss_gradients,
+    oracle_gradients,
+    repeated,
+    with_room,
+)
+from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
+from gla_core.dispatch import registry
 from gla_core.workloads.inputs import GATES, gla_inputs, normal
 
 pytest.importorskip("triton")
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LONGEST = 20 if INTERPRETED else 300
 WIDTHS = [(16, 16), (19, 37), (64, 64), (128, 128), (40, 200), (96, 8), (256, 64)]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 OPS = ["chunk_gla"] * 7 + ["recurrent_gla_step", "softmax_attention", "online_softmax"]
-BATCH = 20
+FEW, BATCH = 8 if INTERPRETED else 40, 20
+WITH_GRADIENTS = [
+    "reference",
+    pytest.param("triton_fused", marks=pytest.mark.kernels),
+    pytest.param("parallel_scan", marks=pytest.mark.kernels),
+]
 
-
-@pytest.mark.parametrize(
+batches = pytest.mark.parametrize(
     ("device", "batch"),
     [("cpu", 0), *(pytest.param("cuda", i, marks=pytest.mark.gpu) for i in range(1000 // BATCH))],
 )
+
+
+def seeds(device, batch):
+    return range(batch * BATCH, (batch + 1) * BATCH) if device == "cuda" else range(FEW)
+
+
+@batches
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.kernels
 def test_random_cases(device, batch, backend):
-    seeds = range(batch * BATCH, (batch + 1) * BATCH) if device == "cuda" else range(8)
     with gla.use_backend(backend):
-        missed = [case for seed in seeds for case in misses(seed, device)]
+        missed = [case for seed in seeds(device, batch) for case in misses(seed, device)]
+    assert not missed
+
+
+@batches
+@pytest.mark.parametrize("backend", WITH_GRADIENTS)
+@pytest.mark.usefixtures("short_segments")
+def test_random_gradients(device, batch, backend):
+    found = registry.get(backend)
+    if "chunk_gla_bwd" not in found.ops:
+        pytest.skip(f"{backend} has no backward")
+    missed = [case for seed in seeds(device, batch) for case in missed_gradients(seed, device, found)]
     assert not missed
 
 
@@ -41,7 +77,7 @@ def misses(seed, device):
     """What the case drawn from `seed` got wrong: its description and error, or nothing."""
     draw = random.Random(seed)
     op = draw.choice(OPS)
-    dtype = draw.choice(DTYPES if device == "cuda" else DTYPES[:2])
+    dtype = draw.choice(DTYPES)
     found, expected, description = CASES[op](draw, dtype, device, seed)
     for x, ref in zip(found, expected, strict=True):
         error = relative_error(x, ref)
@@ -49,21 +85,49 @@ def misses(seed, device):
             yield f"seed {seed}: {op} {dtype} {description}: error {error:.1e}"
 
 
-def chunk_gla(draw, dtype, device, seed):
+def missed_gradients(seed, device, backend):
+    """What the gradients of the case drawn from `seed` got wrong: description, name and error, or nothing."""
+    draw = random.Random(seed)
+    dtype = draw.choice(DTYPES)
+    x, sizes = sequences(draw, dtype, device, seed)
+    do, dstate = (drawn_layout(draw, d) for d in loss_gradients(x))
+    every = draw.choice([None, 64, 128])
+    given = None if every is None else expected_checkpoints(x, every).to(checkpoint_dtype(dtype))
+    without_dstate = draw.random() < 0.3
+    found = backward(x, backend, do, None if without_dstate else dstate, given, every)
+    expected = oracle_gradients(x, (do, torch.zeros_like(dstate) if without_dstate else dstate))
+    for name, ref in expected.items():
+        error = relative_error(found[name], ref)
+        if error > GRADIENT[dtype]:
+            yield f"seed {seed}: {name} {dtype} {sizes} {every} {do.stride()} {without_dstate}: error {error:.1e}"
+
+
+def sequences(draw, dtype, device, seed):
+    """Inputs of chunk_gla, and the sizes that were drawn for them."""
     K, V = draw.choice(WIDTHS if device == "cuda" else WIDTHS[:2])
-    longest = 300 if device == "cuda" else 20
     sizes = {"K": K, "V": V, "H": draw.randint(1, 3), "G": draw.choice([1, 1, 1, 3]), "gates": draw.choice(GATES)}
     if draw.random() < 0.4:
-        sizes["lengths"] = tuple(draw.choice([0, 1, draw.randint(2, longest)]) for _ in range(draw.randint(1, 5)))
+        sizes["lengths"] = tuple(draw.choice([0, 1, draw.randint(2, LONGEST)]) for _ in range(draw.randint(1, 5)))
     else:
-        sizes |= {"B": draw.randint(1, 3), "T": draw.randint(0, longest)}
+        sizes |= {"B": draw.randint(1, 3), "T": draw.randint(0, LONGEST)}
     sizes |= {"initial_state": draw.random() < 0.5, "gate_dtype": draw.choice([dtype, torch.float32])}
     x = gla_inputs(dtype=dtype, device=device, seed=seed, **sizes)
-    layout = heads_first if draw.random() < 0.3 else lambda y: y
-    q, k, v, g = (None if y is None else layout(y) for y in (x.q, x.k, x.v, x.g))
-    rest = {"initial_state": x.initial_state, "cu_seqlens": x.cu_seqlens}
-    found = gla.chunk_gla(q, k, v, g, output_final_state=True, **rest)
-    return found, oracle.chunk_gla(q, k, v, g, **rest), sizes
+    if draw.random() < 0.3:
+        x = dataclasses.replace(x, **{name: heads_first(y) for name in "qkvg" if (y := getattr(x, name)) is not None})
+    return x, sizes
+
+
+def drawn_layout(draw, x):
+    """The values of x, or some of them repeated, in a layout that is drawn."""
+    layouts = [heads_first, with_room, lambda y: repeated(y, 0, 1) if y.numel() else y]
+    return draw.choice(layouts)(x) if draw.random() < 0.5 else x
+
+
+def chunk_gla(draw, dtype, device, seed):
+    x, sizes = sequences(draw, dtype, device, seed)
+    arguments = (x.q, x.k, x.v, x.g, None, x.initial_state)
+    found = gla.chunk_gla(*arguments, output_final_state=True, cu_seqlens=x.cu_seqlens)
+    return found, oracle.chunk_gla(*arguments, x.cu_seqlens), sizes
 
 
 def recurrent_gla_step(draw, dtype, device, seed):

@@ -1,60 +1,74 @@
-"""How sequences are cut into segments: lengths by arithmetic, boundaries of packed sequences on the device."""
+"""Segments: where sequences are cut, boundaries of packed ones on the device, and the states before each segment."""
 
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gla_triton_kernels.chunk_gla.plan import SEGMENT_UNIT, segment_length
+from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.workloads.inputs import gla_inputs
+from gla_triton_kernels.chunk_gla.plan import FORWARD_CUT, SEGMENT_UNIT, Kernel, KernelPlan, SegmentPlan, segment_length
 
 pytest.importorskip("triton")
 
+DTYPES = [torch.float32, torch.float16] + ([] if os.environ.get("TRITON_INTERPRET") == "1" else [torch.bfloat16])
+
+
+# ---- boundaries
+
+
+def offsets_of(lengths, device, dtype=torch.int64, first=0):
+    return torch.tensor([first, *lengths], device=device).cumsum(0).to(dtype)
+
 
 @pytest.fixture
-def cut(device):
+def check(device):
+    """Compares with the definition, also with rows before the first sequence and behind the last."""
     from gla_triton_kernels.chunk_gla import segments
 
-    def cut(lengths, length, dtype=torch.int64):
-        return segments.cut(1, sum(lengths), length, torch.tensor([0, *lengths], device=device).cumsum(0).to(dtype))
+    def check(lengths, length, dtype=torch.int64, around=0):
+        offsets, T = offsets_of(lengths, device, dtype, around), sum(lengths) + 2 * around
+        found = segments.cut(1, T, length, offsets)
+        assert found.count == len(lengths) + T // length
+        assert found.bounds.dtype == torch.int32
+        assert not_empty(found.bounds) == expected(offsets, length)
 
-    return cut
-
-
-def expected(lengths, length):
-    """Boundaries, and the first segment of each sequence and one more."""
-    bounds, first, row = [0], [0], 0
-    for n in lengths:
-        bounds += [*range(row + length, row + n, length), row + n] if n else []
-        first.append(len(bounds) - 1)
-        row += n
-    return bounds, first
+    return check
 
 
-def check(segments, lengths, length):
-    bounds, first = expected(lengths, length)
-    assert segments.count == len(lengths) + sum(lengths) // length
-    assert segments.count >= first[-1]
-    unused = segments.count + 1 - len(bounds)
-    assert segments.bounds.tolist() == bounds + [sum(lengths)] * unused
-    assert segments.first.tolist() == first
-    assert segments.bounds.dtype == segments.first.dtype == torch.int32
+def not_empty(bounds):
+    """The rows of the segments that have some, by the segments' places."""
+    return {i: rows for i, rows in enumerate(itertools.pairwise(bounds.tolist())) if rows[0] != rows[1]}
+
+
+def expected(offsets, length):
+    """Segment m of sequence n in place n + c_n // length + m, as checkpoints are."""
+    places = {}
+    for n, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        for m, t in enumerate(range(start, end, length)):
+            i = n + start // length + m
+            assert i not in places
+            places[i] = (t, min(t + length, end))
+    return places
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("lengths", [(0,), (0, 0, 5), (64,), (65, 64, 0, 63, 1), (1,) * 40, (300, 0, 0, 10)])
-def test_boundaries_of_packed_sequences(cut, lengths, dtype):
-    check(cut(lengths, 64, dtype), lengths, 64)
+def test_boundaries_of_packed_sequences(check, lengths, dtype):
+    check(lengths, 64, dtype)
+    check(lengths, 64, dtype, around=70)
 
 
 @pytest.mark.kernels
-def test_more_sequences_than_a_program_sees_at_a_time(cut, device):
+def test_more_sequences_than_a_program_sees_at_a_time(check, device):
     lengths = [i * 37 % 101 for i in range(3000 if device == "cuda" else 300)]
-    check(cut(lengths, 1024), lengths, 1024)
+    check(lengths, 1024)
 
 
 @pytest.mark.kernels
@@ -62,27 +76,31 @@ def test_more_sequences_than_a_program_sees_at_a_time(cut, device):
 @given(
     lengths=st.lists(st.integers(0, 200), min_size=1, max_size=300 if torch.cuda.is_available() else 30),
     length=st.sampled_from([16, 64, 128]),
+    around=st.sampled_from([0, 5, 300]),
 )
-def test_any_boundaries(cut, lengths, length):
-    check(cut(lengths, length), lengths, length)
+def test_any_boundaries(check, lengths, length, around):
+    check(lengths, length, around=around)
 
 
 def test_equal_sequences_are_cut_on_the_host():
     from gla_triton_kernels.chunk_gla.segments import cut
 
     segments = cut(3, 130, 64, None)
-    assert (segments.per_sequence, segments.count, segments.bounds, segments.first) == (3, 9, None, None)
+    assert (segments.per_sequence, segments.count, segments.bounds, segments.cu_seqlens) == (3, 9, None, None)
+
+
+# ---- lengths
 
 
 def test_a_segment_is_whole_chunks_or_all():
     tokens = [1, 63, 64, 65, 2048, 8192, 65536]
     for sequences, T, blocks, packed in itertools.product([1, 2, 8, 64], tokens, [1, 8, 33, 512], [False, True]):
-        length = segment_length(sequences, T, blocks, 132, packed)
+        length = segment_length(sequences, T, blocks, 132, packed, FORWARD_CUT)
         assert length % SEGMENT_UNIT == 0 or length >= T, (sequences, T, blocks, packed)
 
 
 def pieces(sequences, T, blocks):
-    return -(-T // segment_length(sequences, T, blocks, 132, False))
+    return -(-T // segment_length(sequences, T, blocks, 132, False, FORWARD_CUT))
 
 
 def test_few_heads_fill_the_device_in_one_wave():
@@ -102,11 +120,149 @@ def test_short_sequences_stay_whole():
 
 
 def test_packed_sequences_that_are_longer_than_half_a_fair_share_are_cut():
-    assert segment_length(64, 65536, 8, 132, True) == 2048  # 65536 * 8 / 132 / 2 in whole chunks
-    assert segment_length(2000, 65536, 8, 132, True) == 65536  # whatever their lengths
+    assert segment_length(64, 65536, 8, 132, True, FORWARD_CUT) == 2048  # 65536 * 8 / 132 / 2 in whole chunks
+    assert segment_length(2000, 65536, 8, 132, True, FORWARD_CUT) == 65536  # whatever their lengths
 
 
 def test_nothing_to_cut():
     for sequences, T in ((0, 0), (0, 5), (3, 0)):
-        assert segment_length(sequences, T, 8, 132, False) >= T
-        assert segment_length(sequences, T, 8, 132, True) >= T
+        assert segment_length(sequences, T, 8, 132, False, FORWARD_CUT) >= T
+        assert segment_length(sequences, T, 8, 132, True, FORWARD_CUT) >= T
+
+
+# ---- states before segments, forwards and backwards in time
+
+H = 2
+both_directions = pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+
+
+def recurrence(backwards, *, G=1, around=0, carried=True, **sizes):
+    """A random recurrence, and offsets; packed sequences have rows of NaN around them.
+
+    Where something is carried into sequences and out of them, the states it starts from are strided.
+    """
+    from gla_triton_kernels.chunk_gla.segments import Recurrence
+
+    if "lengths" in sizes:
+        sizes["lengths"] = (around, *sizes["lengths"], around)
+    x = gla_inputs(**sizes, H=H, G=G if backwards else 1, gate_dtype=torch.float32, initial_state=True)
+    offsets, state = x.cu_seqlens, x.initial_state
+    if offsets is not None:
+        offsets, state = offsets[1:-1].contiguous(), state[1:-1]
+        for y in (x.q, x.k, x.v, *([] if x.g is None else [x.g])):
+            y[:, : offsets[0]] = y[:, offsets[-1] :] = torch.nan
+    ends = (state.transpose(0, 1).contiguous().transpose(0, 1), torch.full_like(state, torch.nan))
+    ends = ends if carried else (None, None)
+    if backwards:
+        do = x.v.repeat_interleave(G, 2).roll(1, 2)
+        return Recurrence(x.q, do, x.g, *ends, scale=0.3, backwards=True), offsets
+    return Recurrence(x.k, x.v, x.g, *ends), offsets
+
+
+def planned(x, length):
+    """The general kernel with several blocks to a state and chunks of 16 tokens, or token by token."""
+    operand = torch.bfloat16 if x.left.dtype == torch.bfloat16 else torch.float32
+    tokenwise = x.left.dtype == torch.float32
+    kernel = KernelPlan(kernel=Kernel.STATES, C=16, BK=16, BV=16, operand=operand, tokenwise=tokenwise)
+    return SegmentPlan(length, kernel, overlap=False)
+
+
+def own_states(x, length, offsets):
+    """The segments, and their states from zero and decays; what was not written is NaN."""
+    from gla_triton_kernels.chunk_gla import segments, states
+
+    B, T, _, K = x.left.shape
+    cut = segments.cut(B, T, length, offsets)
+    S = torch.full((cut.count, H, K, x.right.shape[3]), torch.nan, device=x.left.device)
+    D = None if x.g is None else torch.full((cut.count, H, K), torch.nan, device=x.left.device)
+    states.run(planned(x, length), x, cut, S, D)
+    return cut, S, D
+
+
+def segments_of(x, length, offsets):
+    """For each sequence its segments in the order of x, as (place, batch, rows)."""
+    B, T = x.left.shape[:2]
+    sequences = [(b, 0, T, b * -(-T // length)) for b in range(B)]
+    if offsets is not None:
+        bounds = itertools.pairwise(offsets.tolist())
+        sequences = [(0, start, end, n + start // length) for n, (start, end) in enumerate(bounds)]
+    for b, start, end, first in sequences:
+        firsts = enumerate(range(start, end, length), first)
+        found = [(i, b, range(t, min(t + length, end))) for i, t in firsts]
+        yield found[::-1] if x.backwards else found
+
+
+def through(x, b, rows, state):
+    """The state [H, K, V] behind these rows, token by token in float64."""
+    for t in reversed(rows) if x.backwards else rows:
+        left, right = (y[b, t].double().unflatten(0, (H, -1)) for y in (x.left, x.right))
+        product = torch.einsum("hgk,hgv->hkv", left, right)
+        decay = 1.0 if x.g is None else x.g[b, t].double().exp()[..., None]
+        state = decay * (state + x.scale * product) if x.backwards else decay * state + product
+    return state
+
+
+def check_states(backwards, length=32, **sizes):
+    """Compare the state before each segment, and the one after the last, with the recurrence in float64."""
+    from gla_triton_kernels.chunk_gla import scan
+
+    x, offsets = recurrence(backwards, **sizes)
+    cut, S, D = own_states(x, length, offsets)
+    scan.run(planned(x, length), x, cut, S, D, S)
+    for n, found in enumerate(segments_of(x, length, offsets)):
+        state = torch.zeros(S.shape[1:], dtype=torch.float64, device=S.device)
+        if x.before is not None:
+            state += x.before[n]
+        for i, b, rows in found:
+            assert relative_error(S[i], state) <= FORWARD[x.left.dtype]
+            state = through(x, b, rows, state)
+        if x.after is not None:
+            assert relative_error(x.after[n], state) <= FORWARD[x.left.dtype]
+
+
+@pytest.mark.kernels
+@both_directions
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
+@pytest.mark.parametrize("sizes", [{"B": 2, "T": 40}, {"lengths": (0, 40, 32, 0, 1), "around": 40}], ids=str)
+def test_states(device, sizes, gates, dtype, backwards):
+    check_states(backwards, **sizes, K=20, V=9, gates=gates, dtype=dtype, device=device)
+
+
+@pytest.mark.kernels
+@both_directions
+@pytest.mark.parametrize("sizes", [{"B": 2, "T": 70}, {"lengths": (0, 70, 32, 0, 1), "around": 40}], ids=str)
+def test_states_that_start_from_zero_and_end_nowhere(device, sizes, backwards):
+    check_states(backwards, **sizes, carried=False, dtype=torch.float16, device=device)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
+def test_gradients_of_grouped_queries(device, gates, dtype):
+    check_states(True, B=1, T=40, G=3, K=9, V=20, gates=gates, dtype=dtype, device=device)
+
+
+@pytest.mark.kernels
+@both_directions
+@pytest.mark.parametrize("sizes", [{"B": 1, "T": 17 * 16 + 3}, {"lengths": (17 * 16 + 3, 5)}], ids=str)
+def test_more_segments_than_are_scanned_at_a_time(device, sizes, backwards):
+    check_states(backwards, length=16, **sizes, K=4, V=4, gates="strong", dtype=torch.float16, device=device)
+
+
+@pytest.mark.kernels
+@both_directions
+@pytest.mark.parametrize("lengths", [(0,), (0, 0, 5)])
+def test_empty_sequences_pass_their_states_through(device, lengths, backwards):
+    check_states(backwards, lengths=lengths, device=device)
+
+
+@pytest.mark.kernels
+@both_directions
+@pytest.mark.parametrize("sizes", [{"B": 2, "T": 64}, {"lengths": (64, 0, 70, 1), "around": 40}], ids=str)
+def test_states_that_nobody_reads_are_not_built(device, sizes, backwards):
+    x, offsets = recurrence(backwards, **sizes, carried=False, dtype=torch.float16, device=device)
+    _, S, D = own_states(x, 32, offsets)
+    read = {i for found in segments_of(x, 32, offsets) for i, *_ in found[:-1]}
+    for i in range(len(S)):
+        assert S[i].isnan().all() == D[i].isnan().all() == (i not in read)

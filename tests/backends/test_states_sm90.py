@@ -17,6 +17,7 @@ from gla_triton_kernels.chunk_gla.plan import SegmentPlan, _states_sm90
 BUDGET = FORWARD[torch.bfloat16]
 DECAYS = 2e-4  # exp of a float32 sum of up to -100
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90", "poisoned")]
+both_directions = pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
 
 
 def inputs(**sizes):
@@ -35,36 +36,45 @@ def cut(B, T, length, cu_seqlens=None):
     return segments, [(0, *rows) for rows in itertools.pairwise(bounds)]
 
 
-def state_from_zero(k, v, g):
-    """State [H, K, V] and decay [H, K] of one segment, in float64."""
-    k, v = k.double(), v.double()
-    g = torch.zeros_like(k) if g is None else g.double()
-    later = torch.cat([g[1:], torch.zeros_like(g[:1])]).flip(0).cumsum(0).flip(0)
-    return torch.einsum("thk,thv->hkv", k * later.exp(), v), g.sum(0).exp()
+def state_from_zero(left, right, g, backwards=False):
+    """State, or its gradient, [H, K, V] and decay [H, K] of one segment, in float64."""
+    left, right = left.double(), right.double()
+    g = torch.zeros_like(left) if g is None else g.double()
+    if backwards:
+        decayed = 0.3 * left * g.cumsum(0).exp()
+    else:
+        decayed = left * torch.cat([g[1:], torch.zeros_like(g[:1])]).flip(0).cumsum(0).flip(0).exp()
+    return torch.einsum("thk,thv->hkv", decayed, right), g.sum(0).exp()
 
 
-def build(k, v, g, segments, skip_last=False):
+def build(left, right, g, segments, backwards=False, skip_last=False):
     from gla_triton_kernels.chunk_gla import states_sm90
-    from gla_triton_kernels.chunk_gla.call import Tensors
+    from gla_triton_kernels.chunk_gla.segments import Recurrence
 
-    H, K, V = *k.shape[2:], v.shape[3]
+    H, K, V = *left.shape[2:], right.shape[3]
     S = torch.empty(segments.count, H, K, V, device="cuda")
     D = None if g is None else torch.empty(segments.count, H, K, device="cuda")
-    gate_dtype = None if g is None else g.dtype
-    call = OpCall(op="chunk_gla_fwd", device=k.device, dtype=k.dtype, dims={"K": K, "V": V}, gate_dtype=gate_dtype)
+    call = OpCall(
+        op="chunk_gla_fwd",
+        device=left.device,
+        dtype=left.dtype,
+        dims={"K": K, "V": V},
+        gate_dtype=None if g is None else g.dtype,
+    )
     plan = SegmentPlan(segments.length, _states_sm90(call), overlap=True)
-    x = Tensors(k, k, v, g, None, None, v, None if skip_last else S)  # of which states take k, v and g
+    after = None if skip_last else S  # whether there is one is all that matters here
+    x = Recurrence(left, right, g, None, after, scale=0.3, backwards=backwards)
     states_sm90.run(plan, x, segments, S, D)
     return S, D
 
 
-def check(k, v, g, length, cu_seqlens=None):
-    segments, places = cut(*k.shape[:2], length, cu_seqlens)
-    S, D = build(k, v, g, segments)
-    again = build(k, v, g, segments)
+def check(left, right, g, length, cu_seqlens=None, backwards=False):
+    segments, places = cut(*left.shape[:2], length, cu_seqlens)
+    S, D = build(left, right, g, segments, backwards)
+    again = build(left, right, g, segments, backwards)
     used = [i for i, (_, t, end) in enumerate(places) if end > t]  # empty ones are not built
     truth = [
-        state_from_zero(*(None if x is None else x[b, t:end] for x in (k, v, g)))
+        state_from_zero(*(None if x is None else x[b, t:end] for x in (left, right, g)), backwards)
         for b, t, end in (places[i] for i in used)
     ]
     assert relative_error(S[used], torch.stack([x[0] for x in truth])) <= BUDGET
@@ -74,12 +84,13 @@ def check(k, v, g, length, cu_seqlens=None):
         assert torch.equal(D[used], again[1][used])
 
 
+@both_directions
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128)])
-def test_gates(K, V, gates, gate_dtype):
+def test_gates(K, V, gates, gate_dtype, backwards):
     _, k, v, g, *_ = inputs(T=500, K=K, V=V, gates=gates, gate_dtype=gate_dtype)
-    check(k, v, g, 192)
+    check(k, v, g, 192, backwards=backwards)
 
 
 @pytest.mark.parametrize(("K", "V"), [(8, 8), (16, 64), (40, 200), (64, 512), (96, 72), (128, 24), (120, 256)])
@@ -89,27 +100,43 @@ def test_widths(K, V, gates):
     check(k, v, g, 128)
 
 
+@both_directions
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("length", [64, 256, 1024])
-def test_lengths(T, length):
+def test_lengths(T, length, backwards):
     _, k, v, g, *_ = inputs(T=T, K=128, V=128)
-    check(k, v, g, length)
+    check(k, v, g, length, backwards=backwards)
 
 
+@both_directions
 @pytest.mark.parametrize("gates", ["none", "strong", "-inf"])
 @pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 300), (64, 64), (0, 0, 5), (200,)])
-def test_packed(lengths, gates):
+def test_packed(lengths, gates, backwards):
     _, k, v, g, _, offsets = inputs(lengths=lengths, K=128, V=128, gates=gates)
-    check(k, v, g, 128, offsets)
+    check(k, v, g, 128, offsets, backwards)
 
 
-def test_the_last_segment_is_left_out():
+@pytest.mark.parametrize(("backwards", "last"), [(False, 4), (True, 0)], ids=["forwards", "backwards"])
+def test_the_last_segment_is_left_out(backwards, last):
     _, k, v, g, *_ = inputs(B=2, T=300, K=64, V=64)
     segments, _ = cut(2, 300, 64)
-    whole, part = build(k, v, g, segments), build(k, v, g, segments, skip_last=True)
-    last = torch.arange(10) % 5 == 4
-    assert torch.equal(part[0][~last], whole[0][~last])
-    assert part[0][last].isnan().all()
+    left_out = torch.arange(10) % 5 == last
+    check_left_out(k, v, g, segments, backwards, left_out)
+
+
+@pytest.mark.parametrize(("backwards", "last"), [(False, (3, 5)), (True, (1, 4))], ids=["forwards", "backwards"])
+def test_the_last_segment_of_a_packed_sequence_is_left_out(backwards, last):
+    """Two segments stand in rows 4 and 5, which end with whole chunks, and three from row 1 on."""
+    _, k, v, g, _, offsets = inputs(lengths=(0, 150, 128), K=64, V=64)
+    segments, places = cut(1, 278, 64, offsets)
+    left_out = torch.tensor([i in last or t == end for i, (_, t, end) in enumerate(places)])
+    check_left_out(k, v, g, segments, backwards, left_out)
+
+
+def check_left_out(k, v, g, segments, backwards, left_out):
+    whole, part = (build(k, v, g, segments, backwards, skip_last) for skip_last in (False, True))
+    assert torch.equal(part[0][~left_out], whole[0][~left_out])
+    assert part[0][left_out].isnan().all()
 
 
 @pytest.mark.parametrize("final", [True, False])
@@ -132,22 +159,24 @@ def test_outputs_of_segments(sizes, gates, final, change_plans):
         assert not final or torch.equal(end, again[1])
 
 
-def test_a_packed_sequence_sees_nothing_of_the_next():
+@both_directions
+def test_a_packed_sequence_sees_nothing_of_the_next(backwards):
     _, k, v, g, _, offsets = inputs(lengths=(70, 70), K=128, V=128)
     for x in (k, v, g):
         x[:, 70:] = torch.nan
     segments, _ = cut(1, 140, 64, offsets)
-    S, D = build(k, v, g, segments)
+    S, D = build(k, v, g, segments, backwards)
     for i, rows in enumerate([slice(0, 64), slice(64, 70)]):
-        ref_S, ref_D = state_from_zero(k[0, rows], v[0, rows], g[0, rows])
+        ref_S, ref_D = state_from_zero(k[0, rows], v[0, rows], g[0, rows], backwards)
         assert relative_error(S[i], ref_S) <= BUDGET
         assert relative_error(D[i], ref_D) <= DECAYS
 
 
+@both_directions
 @pytest.mark.parametrize("factor", [1e-8, 1e8])
-def test_large_and_small_inputs(factor):
+def test_large_and_small_inputs(factor, backwards):
     _, k, v, g, *_ = inputs(T=200, K=128, V=128, gates="strong")
-    check(k * factor, v * factor, g, 128)
+    check(k * factor, v * factor, g, 128, backwards=backwards)
 
 
 def test_strided():

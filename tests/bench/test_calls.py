@@ -92,6 +92,16 @@ def test_chunk_shapes_reach_what_users_run():
     assert {d["N"] > d["B"] for d in dims} == {True, False}
 
 
+def test_backward_shapes_reach_every_kernel():
+    found = shapes("chunk_gla_bwd", torch.device("cuda"))
+    assert {call.dtype for call in found} == {torch.bfloat16, torch.float16, torch.float32}
+    dims = [call.dims for call in found]
+    assert {1, 131072} <= {d["T"] for d in dims}
+    assert {1, 512} <= {d["B"] * d["H"] for d in dims}
+    assert {(64, 64), (128, 128), (256, 512)} <= {(d["K"], d["V"]) for d in dims}
+    assert {d["N"] > d["B"] for d in dims} == {d["Hq"] > d["H"] for d in dims} == {True, False}
+
+
 def test_packed_sequences_differ_in_length_and_cover_all_tokens():
     call = OpCall(
         op="chunk_gla_fwd",

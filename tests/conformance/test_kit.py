@@ -15,11 +15,14 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance import summary
+from gla_core.conformance.calls import oracle_forward, oracle_gradients, reference_forward, reference_gradients
 from gla_core.conformance.cases import Case, cases, excluded, fitted, refusals
 from gla_core.conformance.run import run
 from gla_core.conformance.subject import sources
+from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 from gla_core.dispatch.registry import get
+from gla_core.workloads.inputs import chunk_inputs
 from gla_core.workloads.named import select
 
 PLUGIN = """
@@ -244,6 +247,17 @@ def test_cases_and_refusals_do_not_meet():
     refused = refusals(backend, "cpu")
     assert all(excluded(backend, case) for case in refused)
     assert {case.dtype for case in refused} == {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+
+
+@pytest.mark.parametrize("name", ["grouped", "packed", "padded", "ungated"])
+def test_large_workloads_are_judged_by_what_the_oracle_says_of_small_ones(name):
+    """That is the reference in float64, a row of the batch at a time."""
+    (workload,) = (w for w in select("chunk_gla") if w.name == name)
+    x = chunk_inputs(workload, dtype=torch.bfloat16)
+    found, expected = reference_forward(x) | reference_gradients(x), oracle_forward(x) | oracle_gradients(x)
+    assert found.keys() == expected.keys()
+    errors = {name: relative_error(found[name], ref) for name, ref in expected.items()}
+    assert max(errors.values()) <= FORWARD[torch.float64], errors
 
 
 def test_the_command(tmp_path, monkeypatch):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -214,30 +217,167 @@ def checkpoints_of_packed_sequences_in_a_row(
     return o, state, checkpoints.contiguous() if checkpoints is not None else None
 
 
-def gradients_wrong_from_late(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate):
-    dq, dk, dv, dg, dinitial = BWD(
-        q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
-    )
-    dk[:, LATE:] *= 1.1
-    return dq, dk, dv, dg, dinitial
+GRADIENTS = ("dq", "dk", "dv", "dg", "dinitial_state")
 
 
-def gradient_of_padding_not_written(
-    q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
-):
-    dq, dk, dv, dg, dinitial = BWD(
-        q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
-    )
-    if cu_seqlens is not None:
-        dq[:, cu_seqlens[-1] :] = 1
-    return dq, dk, dv, dg, dinitial
+def right(x, **changes):
+    """The reference's gradients, by name, for the arguments x with changes."""
+    return SimpleNamespace(**dict(zip(GRADIENTS, BWD(**{**vars(x), **changes}), strict=True)))
 
 
-def gradient_is_the_gradient_of_the_state(
-    q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
-):
-    *found, dinitial = BWD(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)
-    return *found, dstate if q.shape[1] == 0 else dinitial
+def backward(bug):
+    """Make a chunk_gla_bwd of a function that takes the arguments, and returns the gradients, by name."""
+
+    @functools.wraps(BWD)
+    def bwd(*args):
+        x = SimpleNamespace(**dict(zip(inspect.signature(BWD).parameters, args, strict=True)))
+        return tuple(vars(bug(x)).values())
+
+    bwd.__name__ = bug.__name__
+    return bwd
+
+
+@backward
+def gradients_wrong_from_late(x):
+    d = right(x)
+    d.dk[:, LATE:] *= 1.1
+    return d
+
+
+@backward
+def gradient_of_padding_not_written(x):
+    d = right(x)
+    if x.cu_seqlens is not None:
+        d.dq[:, x.cu_seqlens[-1] :] = 1
+    return d
+
+
+@backward
+def gradient_is_the_gradient_of_the_state(x):
+    d = right(x)
+    if x.q.shape[1] == 0:
+        d.dinitial_state = x.dstate
+    return d
+
+
+@backward
+def checkpoints_taken_for_twice_as_many_tokens(x):
+    if x.checkpoints is None or x.cu_seqlens is not None:
+        return right(x)
+    return right(x, checkpoints=x.checkpoints.repeat_interleave(2, 1)[:, : x.checkpoints.shape[1]])
+
+
+@backward
+def gradient_of_state_ignored(x):
+    return right(x, dstate=None)
+
+
+@backward
+def gradient_of_state_left_out_of_the_initial_state(x):
+    d = right(x)
+    d.dinitial_state = right(x, dstate=None).dinitial_state
+    return d
+
+
+@backward
+def rows_of_a_partial_chunk_dropped(x):
+    T = x.q.shape[1] // 64 * 64
+    if x.cu_seqlens is not None or not T:
+        return right(x)
+    kept = {name: y[:, :T] for name in ("q", "k", "v", "g", "do") if (y := getattr(x, name)) is not None}
+    found = vars(right(x, **kept))
+    zeros = {f"d{name}": torch.zeros_like(getattr(x, name)[:, T:]) for name in kept if name != "do"}
+    return SimpleNamespace(**found | {name: torch.cat([found[name], rest], 1) for name, rest in zeros.items()})
+
+
+@backward
+def dk_of_a_head_by_one_of_its_query_heads(x):
+    d, groups = right(x), x.q.shape[2] // x.k.shape[2]
+    d.dk[:, :, 0] = right(x, q=x.q[:, :, ::groups], do=x.do[:, :, ::groups]).dk[:, :, 0]
+    return d
+
+
+@backward
+def gradient_of_g_missing(x):
+    d = right(x)
+    d.dg = None if x.g is None else torch.zeros_like(d.dg)
+    return d
+
+
+@backward
+def gradient_of_g_without_the_state(x):
+    d = right(x)
+    if x.g is not None and x.cu_seqlens is None:
+        d.dg -= through_the_end(x)
+    return d
+
+
+@backward
+def gradient_of_g_from_the_end(x):
+    """One suffix sum over all tokens, of gradients as they are written."""
+    d = right(x)
+    if x.g is not None and x.cu_seqlens is None:
+        d.dg = (suffix_sums(given_and_taken(x, d)) + through_the_end(x)).to(x.g.dtype)
+    return d
+
+
+@backward
+def gradient_of_g_with_the_diagonal(x):
+    """Suffix sums over a chunk, right at its end, of float32 gradients that hold the pairs of a token with itself."""
+    d = right(x)
+    if x.g is not None and x.cu_seqlens is None:
+        wide = in_float32(x)
+        exact = right(wide)
+        after = [*(dg[:, None] for dg in exact.dg[:, 64::64].unbind(1)), through_the_end(x)]
+        chunks = given_and_taken(wide, exact).split(64, 1)
+        sums = [suffix_sums(chunk) + rest for chunk, rest in zip(chunks, after, strict=True)]
+        d.dg = torch.cat(sums, 1).to(x.g.dtype).contiguous()
+    return d
+
+
+def given_and_taken(x, d):
+    """What dg loses from a token to the next: q * dq, summed over the query heads of a key, less k * dk."""
+    return (x.q.float() * d.dq).unflatten(2, (x.k.shape[2], -1)).sum(3) - x.k.float() * d.dk
+
+
+def suffix_sums(x):
+    return x.flip(1).cumsum(1).flip(1)
+
+
+def through_the_end(x):
+    """What the gradient of the final state gives to each gate [B, 1, H, K]."""
+    state = FWD(x.q, x.k, x.v, x.g, x.scale, x.initial_state, True, None, None)[1]
+    return (state * (torch.zeros_like(state) if x.dstate is None else x.dstate)).sum(-1)[:, None]
+
+
+def in_float32(x):
+    return SimpleNamespace(**{name: y.float() if torch.is_tensor(y) else y for name, y in vars(x).items()})
+
+
+@backward
+def gate_clamped_backwards(x):
+    return right(x, g=None if x.g is None else x.g.clamp(min=-16))
+
+
+@backward
+def strides_of_do_ignored(x):
+    return right(x, do=x.do.as_strided(x.do.shape, torch.empty(x.do.shape).stride()))
+
+
+@backward
+def gradient_row_not_written(x):
+    d = right(x)
+    out = torch.empty(d.dv.shape, dtype=d.dv.dtype)
+    out[:, 1:] = d.dv[:, 1:]
+    d.dv = out
+    return d
+
+
+@backward
+def gradient_last_bit_changes(x):
+    d = right(x)
+    d.dq *= 1 + (next(runs) % 2) * 2**-22
+    return d
 
 
 def last_columns_left_out(x, dim):
@@ -248,39 +388,6 @@ def last_columns_left_out(x, dim):
 
 def late_keys_left_out(q, k, v, scale, causal):
     return ATTENTION(q, k[:, :LATE], v[:, :LATE], scale, causal and k.shape[1] <= LATE)
-
-
-def checkpoints_taken_for_twice_as_many_tokens(
-    q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
-):
-    if checkpoints is not None and cu_seqlens is None:
-        checkpoints = checkpoints.repeat_interleave(2, 1)[:, : checkpoints.shape[1]]
-    return BWD(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)
-
-
-def gradient_of_g_missing(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate):
-    dq, dk, dv, dg, dinitial = BWD(
-        q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
-    )
-    return dq, dk, dv, None if dg is None else torch.zeros_like(dg), dinitial
-
-
-def gradient_of_state_ignored(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate):
-    return BWD(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, None)
-
-
-def gradient_row_not_written(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate):
-    dq, dk, dv, dg, dinitial = BWD(
-        q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
-    )
-    out = torch.empty(dv.shape, dtype=dv.dtype)
-    out[:, 1:] = dv[:, 1:]
-    return dq, dk, out, dg, dinitial
-
-
-def gradient_last_bit_changes(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate):
-    dq, *rest = BWD(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)
-    return dq * (1 + (next(runs) % 2) * 2**-22), *rest
 
 
 def negative_index_counts_from_the_end(q, k, v, g, state, scale, state_indices, inplace):
@@ -361,7 +468,23 @@ PLANTED = [  # the bug, the op it is in, and (the beginning of) the case that mu
     (gradient_of_padding_not_written, "chunk_gla_bwd", "test_gradients_of_padding[padded-float32]"),
     (gradient_is_the_gradient_of_the_state, "chunk_gla_bwd", "test_gradient_layout[no_token-"),
     (gradient_of_g_missing, "chunk_gla_bwd", "test_gradients[short-float32]"),
+    (gradient_of_g_without_the_state, "chunk_gla_bwd", "test_gradients[short-float32]"),
+    (gradient_of_g_from_the_end, "chunk_gla_bwd", "test_gradient_of_strong_gates_before_open_ones[last_chunk_partial-"),
+    (gradient_of_g_with_the_diagonal, "chunk_gla_bwd", "test_gradients_of_every_gate[short-float32-strong]"),
+    (
+        gate_clamped_backwards,
+        "chunk_gla_bwd",
+        "test_gradient_of_g_is_zero_where_nothing_passes[short-float32]",
+    ),
     (gradient_of_state_ignored, "chunk_gla_bwd", "test_gradients[short-float32]"),
+    (
+        gradient_of_state_left_out_of_the_initial_state,
+        "chunk_gla_bwd",
+        "test_gradient_hand_off[last_chunk_partial-float32-64]",
+    ),
+    (rows_of_a_partial_chunk_dropped, "chunk_gla_bwd", "test_gradients[one_more_than_a_chunk-float32]"),
+    (dk_of_a_head_by_one_of_its_query_heads, "chunk_gla_bwd", "test_gradients[grouped-float32]"),
+    (strides_of_do_ignored, "chunk_gla_bwd", "test_gradients_of_strided_views[short-float32]"),
     (gradient_row_not_written, "chunk_gla_bwd", "test_no_uninitialised_gradient[short-float32]"),
     (gradient_last_bit_changes, "chunk_gla_bwd", "test_gradients_same_bits[short-float32]"),
     (
@@ -382,6 +505,9 @@ PLANTED = [  # the bug, the op it is in, and (the beginning of) the case that mu
 QUANTITIES = {  # for some bugs, what the case reports over its budget
     "state_in_bfloat16": {"state"},
     "gradient_of_g_missing": {"dg"},
+    "gradient_of_g_without_the_state": {"dg"},
+    "gradient_of_g_with_the_diagonal": {"dg"},
+    "dk_of_a_head_by_one_of_its_query_heads": {"dk"},
     "logarithm_to_base_two": {"lse"},
     "padding_not_written": {"o of the padding"},
 }

@@ -38,6 +38,7 @@ DEFAULTS = Environment(
     blocked_plugins=frozenset(),
     check_values=False,
     cache_dir=Path.home() / ".cache" / "gla_core",
+    checkpoints=True,
     keep_memory=True,
 )
 
@@ -53,6 +54,7 @@ def test_all_of_them_are_read(monkeypatch):
         GLA_BLOCK_PLUGINS="a, b,,a",
         GLA_CHECK="1",
         GLA_CACHE_DIR="/x/y",
+        GLA_CHECKPOINTS="0",
         GLA_KEEP_MEMORY="0",
     )
     assert environment() == Environment(
@@ -60,6 +62,7 @@ def test_all_of_them_are_read(monkeypatch):
         blocked_plugins=frozenset({"a", "b"}),
         check_values=True,
         cache_dir=Path("/x/y"),
+        checkpoints=False,
         keep_memory=False,
     )
 

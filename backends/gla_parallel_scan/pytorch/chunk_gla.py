@@ -44,7 +44,7 @@ def chunk_gla_fwd(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     checkpoint_every: int | None,
-) -> tuple[Tensor, Tensor | None, None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """See gla_core/ops/chunk_gla.py."""
     B, T, H, K = k.shape
     V = v.shape[3]
@@ -52,8 +52,9 @@ def chunk_gla_fwd(
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     o = v.new_empty(B, T, q.shape[2], V)
     final = v.new_empty(N, H, K, V, dtype=dtype)
+    checkpoints = None if checkpoint_every is None else _checkpoints(q, final, T, cu_seqlens, checkpoint_every)
     if N == 0:
-        return o.zero_(), final if output_final_state else None, None  # any token there is belongs to no sequence
+        return o.zero_(), final if output_final_state else None, checkpoints  # any token belongs to no sequence
     C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())  # no more than the power of two that holds T
     segments = dense(T, C) if cu_seqlens is None else packed(C, cu_seqlens)
     queries, outputs = (x.unflatten(2, (H, -1)) for x in (q, o))  # [B, T, H, G, K], [B, T, H, G, V]
@@ -63,15 +64,26 @@ def chunk_gla_fwd(
         qc, kc, vc = (segments.cut(x[tokens], dtype) for x in (queries, k, v))
         gc = None if g is None else segments.cut(g[tokens], dtype)
         initial = None if initial_state is None else initial_state[states]
-        o_block, final[states] = _forward(segments, qc, kc, vc, gc, initial)
+        o_block, final[states], entering = _forward(segments, qc, kc, vc, gc, initial)
         segments.join(o_block, scale, outputs[tokens])
-    return o, final if output_final_state else None, None  # no checkpoints, by the capabilities
+        if checkpoints is not None and checkpoint_every is not None:
+            segments.keep(entering, checkpoint_every, checkpoints[tokens])
+    return o, final if output_final_state else None, checkpoints
+
+
+def _checkpoints(q: Tensor, states: Tensor, T: int, cu_seqlens: Tensor | None, L: int) -> Tensor:
+    """Memory for the checkpoints every L tokens of states [N, H, K, V]; of packed sequences, 0: some rows stay so."""
+    dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else states.dtype
+    N, *state = states.shape
+    if cu_seqlens is None:
+        return states.new_empty(N, -(-T // L), *state, dtype=dtype)
+    return states.new_zeros(1, N + T // L, *state, dtype=dtype)
 
 
 def _forward(
     segments: Segments, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial_state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The output, but for its scale, [n, R, H, C, G, V], and the final states [N, H, K, V].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, but for its scale, [n, R, H, C, G, V], final states [N, H, K, V] and entering ones [n, R, H, K, V].
 
     Args:
         q: [n, R, H, C, G, K]. k, g: [n, R, H, C, K]. v: [n, R, H, C, V]. q, k and g are overwritten.
@@ -84,7 +96,7 @@ def _forward(
     decay, update = decay.unflatten(0, (n, R, H)), update.unflatten(0, (n, R, H))
     entering, final = segments.scan(decay, update, initial_state)  # [n, R, H, K, V], [N, H, K, V]
     o = torch.bmm(A, v).baddbmm_(q, entering.flatten(0, 2))  # [n*R*H, C*G, V]
-    return o.view(n, R, H, C, G, v.shape[2]), final
+    return o.view(n, R, H, C, G, v.shape[2]), final, entering
 
 
 def _scores(q: Tensor, k: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,8 @@ class Segments:
         initial, final: the slots of the states that enter and leave the sequences.
         entering, own: the slots of the states that enter the segments, and of those that they build from zero.
         opens: [slots], whether a slot is that of an initial state; None if that is the first slot alone.
+        place: of packed sequences, for each segment its sequence, that sequence's first token, and the number of
+            segments of it before, [n] each.
     """
 
     C: int
@@ -46,6 +48,7 @@ class Segments:
     entering: Index
     own: Index
     opens: Tensor | None
+    place: tuple[Tensor, Tensor, Tensor] | None = None
 
     def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy of x [B, T, H, ...] as [n, R, H, C, ...]; positions of no token hold 0."""
@@ -91,6 +94,20 @@ class Segments:
         scan_states(decays, states, self.opens)
         return states[self.entering], states[self.final].flatten(0, 1)
 
+    def keep(self, entering: Tensor, L: int, out: Tensor) -> None:
+        """Write the states that enter every L tokens of a sequence to out [B, rows, H, K, V], as checkpoints lie there.
+
+        Args:
+            entering: [n, R, H, K, V], the states that enter the segments. L: a multiple of C.
+        """
+        every = L // self.C
+        if self.place is None:
+            out.copy_(entering[::every].transpose(0, 1))
+            return
+        sequence, start, before = self.place
+        rows, kept = sequence + start // L + before // every, before % every == 0
+        out[:, rows[kept]] = entering[kept].transpose(0, 1).to(out.dtype)
+
 
 def dense(T: int, C: int) -> Segments:
     """The cut of rows of T tokens, a sequence each."""
@@ -108,6 +125,8 @@ def packed(C: int, cu_seqlens: Tensor) -> Segments:
     number = torch.arange(len(starts))  # [N]
     n, initial = int(segments.sum()), first + number  # and [N]
     position = torch.arange(tokens.start, tokens.stop) + (first * C - starts).repeat_interleave(lengths)
-    own = 1 + torch.arange(n) + number.repeat_interleave(segments)  # [n]
+    sequence, segment = number.repeat_interleave(segments), torch.arange(n)  # [n]
+    own = 1 + segment + sequence  # [n]
+    place = sequence, starts[sequence], segment - first[sequence]
     opens = torch.zeros(n + len(starts), dtype=torch.bool).index_fill_(0, initial, True)  # [slots]
-    return Segments(C, n, tokens, position, n + len(starts), initial, initial + segments, own - 1, own, opens)
+    return Segments(C, n, tokens, position, n + len(starts), initial, initial + segments, own - 1, own, opens, place)

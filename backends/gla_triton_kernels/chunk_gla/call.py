@@ -17,7 +17,10 @@ from gla_triton_kernels.runtime.tma import addressable
 
 
 class Tensors(NamedTuple):
-    """All tensors of a call of chunk_gla_fwd, the results allocated; for their shapes see gla_core/ops/chunk_gla.py."""
+    """All tensors of a call of chunk_gla_fwd, the results allocated; for their shapes see gla_core/ops/chunk_gla.py.
+
+    Where segments take the place of sequences, `cu_seqlens` holds their bounds, and `sequences` what it held before.
+    """
 
     q: Tensor
     k: Tensor
@@ -27,10 +30,33 @@ class Tensors(NamedTuple):
     cu_seqlens: Tensor | None
     o: Tensor
     final_state: Tensor | None
+    checkpoints: Tensor | None = None
+    sequences: Tensor | None = None
+
+
+class BackwardTensors(NamedTuple):
+    """All tensors of a call of chunk_gla_bwd, the results allocated; for their shapes see gla_core/ops/chunk_gla.py."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    checkpoints: Tensor | None
+    do: Tensor
+    dstate: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dg: Tensor | None
+    dinitial_state: Tensor | None
 
 
 Way = Callable[[OpCall, Gpu, bool, Tensors, float], list[Launch]]
 """Plans a call, launches its kernels and returns the launches; its arguments are those of a plan, tensors and scale."""
+BackwardWay = Callable[[OpCall, Gpu, bool, BackwardTensors, float], list[Launch]]
+"""The same for chunk_gla_bwd."""
 
 
 def forward(
@@ -43,20 +69,23 @@ def forward(
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+    checkpoint_every: int | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """chunk_gla_fwd, computed as `way` does it; see gla_core/ops/chunk_gla.py."""
     B, T, Hq, K = q.shape
     H, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     o = torch.empty(B, T, Hq, V, dtype=v.dtype, device=v.device)
     final_state = torch.empty(N, H, K, V, dtype=torch.float32, device=v.device) if output_final_state else None
+    checkpoints = None if checkpoint_every is None else _checkpoints(q, v, H, N, cu_seqlens, checkpoint_every)
     if N == 0 or (T == 0 and final_state is None):
-        return o.zero_(), final_state  # any token there is belongs to no sequence
+        return o.zero_(), final_state, checkpoints  # any token there is belongs to no sequence
     precision = torch.get_float32_matmul_precision()
-    key: Hashable = (way, q.device, layouts(q, k, v, g, initial_state, cu_seqlens), output_final_state, precision)
-    tensors = (q, k, v, g, initial_state, cu_seqlens, o, final_state)
+    given = (q, k, v, g, initial_state, cu_seqlens)
+    key: Hashable = (way, q.device, layouts(*given), output_final_state, checkpoint_every, precision)
+    tensors = (*given, o, final_state, checkpoints)
     if replay(key, tensors, scale):
-        return o, final_state
+        return o, final_state, checkpoints
     with on_device_of(q):
         call = OpCall(
             op="chunk_gla_fwd",
@@ -66,7 +95,8 @@ def forward(
             gate_dtype=None if g is None else g.dtype,
             state_dtype=None if initial_state is None else initial_state.dtype,
             variable_length=cu_seqlens is not None,
-            scalars={"output_final_state": output_final_state},
+            scalars={"output_final_state": output_final_state, "checkpoint_every": checkpoint_every},
+            checkpoints=checkpoint_every is not None,
             float32_matmul_precision=precision,
         )
         gpu = gpu_of(q.device)
@@ -75,4 +105,74 @@ def forward(
         if cu_seqlens is not None and T > 0:
             launches += clear_padding(o, cu_seqlens)
         record(key, tensors, launches)
-    return o, final_state
+    return o, final_state, checkpoints
+
+
+def _checkpoints(q: Tensor, v: Tensor, H: int, N: int, cu_seqlens: Tensor | None, every: int) -> Tensor:
+    """Memory for the checkpoints; of packed sequences, 0: some rows stay so."""
+    B, T, _, K = q.shape
+    n, allocate = (-(-T // every), torch.empty) if cu_seqlens is None else (N + T // every, torch.zeros)
+    dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    return allocate(B, n, H, K, v.shape[3], dtype=dtype, device=v.device)
+
+
+def backward(
+    way: BackwardWay,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    checkpoints: Tensor | None,
+    checkpoint_every: int | None,
+    do: Tensor,
+    dstate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """chunk_gla_bwd, computed as `way` does it; see gla_core/ops/chunk_gla.py."""
+    B, T, Hq, K = q.shape
+    H, V = v.shape[2:]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    dq, dk, dv, dg = _like(q), _like(k), _like(v), None if g is None else _like(g)
+    dinitial = None if initial_state is None else torch.empty(N, H, K, V, dtype=torch.float32, device=v.device)
+    results = dq, dk, dv, dg, dinitial
+    if N == 0 or T == 0:
+        for y in results[:4]:
+            if y is not None:
+                y.zero_()  # any token there is belongs to no sequence
+        if dinitial is not None:
+            dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
+        return results
+    precision = torch.get_float32_matmul_precision()
+    every = None if checkpoints is None else checkpoint_every
+    given = (q, k, v, g, initial_state, cu_seqlens, checkpoints, do, dstate)
+    key: Hashable = (way, q.device, layouts(*given), every, precision)
+    tensors = (*given, *results)
+    if replay(key, tensors, scale):
+        return results
+    with on_device_of(q):
+        call = OpCall(
+            op="chunk_gla_bwd",
+            device=q.device,
+            dtype=q.dtype,
+            dims={"B": B, "T": T, "H": H, "Hq": Hq, "K": K, "V": V, "N": N},
+            gate_dtype=None if g is None else g.dtype,
+            state_dtype=None if initial_state is None else initial_state.dtype,
+            variable_length=cu_seqlens is not None,
+            scalars={"checkpoint_every": every},
+            float32_matmul_precision=precision,
+        )
+        gpu = gpu_of(q.device)
+        aligned = gpu.architecture.has_tma and all(x is None or addressable(x) for x in (q, k, v, g, do))
+        launches = way(call, gpu, aligned, BackwardTensors(*tensors), scale)
+        if cu_seqlens is not None:
+            for y in results[:4]:
+                launches += [] if y is None else clear_padding(y, cu_seqlens)
+        record(key, tensors, launches)
+    return results
+
+
+def _like(x: Tensor) -> Tensor:
+    """New, contiguous memory for the gradient of x."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -27,19 +27,24 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels import MAX_WIDTH
 from gla_triton_kernels.chunk_gla.plan import Kernel, KernelPlan, plan_one_pass, plan_segments
 from gla_triton_kernels.cost import Constants, gpu_of_constants, in_all
+from gla_triton_kernels.runtime.architecture import Gpu
+
+Plan = TypeVar("Plan")
 
 
 class BlockTime(NamedTuple):
     """What a block of a kernel does and takes: tokens a step, columns of v, seconds before the first step and of each.
 
-    `shared` blocks run on a multiprocessor at no cost to each other.
+    `shared` blocks run on a multiprocessor at no cost to each other. A block has all keys unless `keys` says how many.
     """
 
     tokens: int
@@ -47,66 +52,46 @@ class BlockTime(NamedTuple):
     start: float
     step: float
     shared: float = 1
+    keys: int = MAX_WIDTH
+
+
+class Cut(NamedTuple):
+    """What sequences are cut into: how many segments, tokens of an average one, and times that of the longest."""
+
+    number: float
+    mean: float
+    longest: float = 1
 
 
 def one_pass(call: OpCall, c: Constants) -> float:
     """Seconds of a call whose sequences stay whole."""
-    return _whole_sequences(call, plan_one_pass(call, gpu_of_constants(c), _aligned(call)).outputs, c)
+    return _whole_sequences(call, planned(plan_one_pass, call, c).outputs, c)
 
 
 def segments(call: OpCall, c: Constants) -> float:
     """Seconds of a call whose sequences are cut into segments, unless they fill the device: states, scan, outputs."""
-    plan = plan_segments(call, gpu_of_constants(c), _aligned(call))
+    plan = planned(plan_segments, call, c)
     if plan.segments is None:
         return _whole_sequences(call, plan.outputs, c)
-    B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
-    packed, length = call.variable_length, plan.segments.length
-    # Of a packed sequence the last segment is short, and half as long as the others where sequences are long.
-    count = max(N, T / length + N / 2) if packed else N * math.ceil(T / length)
-    mean = T / count if packed else length
-    longest = max(1, min(c["uneven"], length / mean))
-    block = _block_time(call, plan.outputs, c)
-    outputs = _kernel_seconds(call, block, count, mean, _bytes(call), c, longest)
+    block, length = _block_time(call, plan.outputs, c), plan.segments.length
+    outputs = kernel_seconds(call, block, cut(call, length, c), moved_bytes(call), c)
     if plan.segments.states.kernel is Kernel.STATES_SM90:
         block = BlockTime(plan.segments.states.C, plan.segments.states.BV, c["hopper_start"], c["build_step"])
     else:
         block = block._replace(start=c["build_start"], step=c["build"] * block.step)
-    built = max(0, T / length - N / 2) if packed else count - N  # segments with another one after them
-    read = B * T * H * ((K + V) * call.dtype.itemsize + (K * call.gate_dtype.itemsize if call.gate_dtype else 0))
-    build = _kernel_seconds(call, block, built, length, read, c) if built else c["launch"]
-    moved = 4 * count * H * K * V * 4  # bytes: each state is written, scanned and read
-    scan = c["launch"] + count / max(N, 1) * c["scan_step"] + moved / c["bandwidth"]
-    return in_all(call, build + scan + outputs, _host_seconds(4 if packed else 3, c))
+    # Of a state each number is written, scanned and read, in float32.
+    before = states_seconds(call, length, call.dims["H"], block, 16, c)
+    return in_all(call, sum(before) + outputs, host_seconds(4 if call.variable_length else 3, c))
 
 
 def _whole_sequences(call: OpCall, kernel: KernelPlan, c: Constants) -> float:
     """Seconds of a call whose outputs are computed by `kernel` alone; the one for wide heads is two."""
-    B, T, H, K, N = (call.dims[name] for name in ("B", "T", "H", "K", "N"))
-    mean = B * T / max(N, 1)
-    device = _kernel_seconds(call, _block_time(call, kernel, c), N, mean, _bytes(call), c, c["uneven"])
+    device = kernel_seconds(call, _block_time(call, kernel, c), whole(call, c), moved_bytes(call), c)
     if kernel.kernel is not Kernel.FORWARD_SM90_WIDE:
-        return in_all(call, device, _host_seconds(1, c))
+        return in_all(call, device, host_seconds(1, c))
+    B, T, H, K = (call.dims[name] for name in ("B", "T", "H", "K"))
     gates = c["launch"] + B * T * H * K / c["gate_rate"]
-    return in_all(call, gates + device, _host_seconds(2, c))
-
-
-def _kernel_seconds(
-    call: OpCall, block: BlockTime, sequences: float, length: float, size: float, c: Constants, longest: float = 1
-) -> float:
-    """Device seconds of a kernel that goes through sequences, or segments.
-
-    Args:
-        length: tokens of each, on average. size: bytes that are moved. longest: times the average that the longest
-            of packed ones has.
-    """
-    blocks = sequences * call.dims["H"] * math.ceil(call.dims["V"] / block.columns)
-    if call.variable_length:  # unequal blocks, in no order: all multiprocessors are busy until the last blocks run
-        seconds = block.start + c["ragged"] + length / block.tokens * block.step
-        waves = max(longest, (blocks / c["multiprocessors"] + longest / 2) / block.shared)
-    else:
-        seconds = block.start + math.ceil(length / block.tokens) * block.step
-        waves = max(1.0, math.ceil(blocks / c["multiprocessors"]) / block.shared)
-    return c["launch"] + max(waves * seconds, size / c["bandwidth"])
+    return in_all(call, gates + device, host_seconds(2, c))
 
 
 def _block_time(call: OpCall, kernel: KernelPlan, c: Constants) -> BlockTime:
@@ -130,21 +115,91 @@ def _block_time(call: OpCall, kernel: KernelPlan, c: Constants) -> BlockTime:
     return BlockTime(64, kernel.BV, c["start"], step * width, c["shared"])
 
 
-def _host_seconds(launches: int, c: Constants) -> float:
+# ---- for the backward as well
+
+
+def planned(plan: Callable[[OpCall, Gpu, bool], Plan], call: OpCall, c: Constants) -> Plan:
+    """What `plan` decides for a call on the GPU whose facts stand among the constants."""
+    return plan(call, gpu_of_constants(c), _aligned(call))
+
+
+def whole(call: OpCall, c: Constants) -> Cut:
+    """Sequences that stay whole."""
+    B, T, N = (call.dims[name] for name in ("B", "T", "N"))
+    return Cut(N, B * T / max(N, 1), c["uneven"])
+
+
+def cut(call: OpCall, length: int, c: Constants) -> Cut:
+    """Sequences that are cut into segments of `length` tokens."""
+    T, N = max(call.dims["T"], 1), call.dims["N"]
+    if not call.variable_length:
+        return Cut(N * math.ceil(T / length), length)
+    # Of a packed sequence the last segment is short, and half as long as the others where sequences are long.
+    number = max(N, T / length + N / 2)
+    return Cut(number, T / number, max(1, min(c["uneven"], length * number / T)))
+
+
+def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c: Constants) -> float:
+    """Device seconds of a kernel that goes through segments, or whole sequences, and moves `size` bytes."""
+    H, K, V = (call.dims[name] for name in ("H", "K", "V"))
+    blocks = segments.number * H * math.ceil(K / block.keys) * math.ceil(V / block.columns)
+    if call.variable_length:  # unequal blocks, in no order: all multiprocessors are busy until the last blocks run
+        seconds = block.start + c["ragged"] + segments.mean / block.tokens * block.step
+        waves = max(segments.longest, (blocks / c["multiprocessors"] + segments.longest / 2) / block.shared)
+    else:
+        seconds = block.start + math.ceil(segments.mean / block.tokens) * block.step
+        waves = max(1.0, math.ceil(blocks / c["multiprocessors"]) / block.shared)
+    return c["launch"] + max(waves * seconds, size / c["bandwidth"])
+
+
+def states_seconds(
+    call: OpCall, length: int, heads: int, block: BlockTime, moved: int, c: Constants
+) -> tuple[float, float]:
+    """Device seconds to build the states of segments of `length` tokens from zero, and to scan them.
+
+    Args:
+        heads: of the tokens that are met. moved: bytes that a number of a state is on its ways to memory and back.
+    """
+    B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
+    number = cut(call, length, c).number
+    built = max(0, T / length - N / 2) if call.variable_length else number - N  # segments with another one after them
+    read = B * T * (heads * (K + V) * call.dtype.itemsize + H * K * _gate_itemsize(call))
+    build = kernel_seconds(call, block, Cut(built, length), read, c) if built else c["launch"]
+    scan = c["launch"] + number / max(N, 1) * c["scan_step"] + moved * number * H * K * V / c["bandwidth"]
+    return build, scan
+
+
+def host_seconds(launches: int, c: Constants) -> float:
     """Host seconds of a call with so many launches."""
     return c["host"] + c["host_launch"] * launches
 
 
-def _bytes(call: OpCall) -> int:
-    """Bytes of q, k, v, g, o and of the states that enter and leave."""
+def moved_bytes(call: OpCall) -> float:
+    """Bytes of q, k, v, g, o or do, of the states that enter and leave, and of checkpoints where they are returned."""
     B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
-    gates = H * K * call.gate_dtype.itemsize if call.gate_dtype else 0
     states = 2 * N * H * K * V * 4 if call.state_dtype else 0
-    return B * T * ((Hq + H) * (K + V) * call.dtype.itemsize + gates) + states
+    checkpoints = checkpoint_bytes(call, call.scalars["checkpoint_every"]) if call.checkpoints else 0
+    tokens = B * T * ((Hq + H) * (K + V) * call.dtype.itemsize + H * K * _gate_itemsize(call))
+    return tokens + states + checkpoints
+
+
+def checkpoint_bytes(call: OpCall, every: int) -> float:
+    """Bytes of the states that enter every so many tokens, as checkpoints hold them."""
+    B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
+    return B * T / every * H * K * V * checkpoint_itemsize(call)
+
+
+def checkpoint_itemsize(call: OpCall) -> int:
+    """Bytes of a number of a checkpoint."""
+    return 2 if call.dtype == torch.bfloat16 else 4
+
+
+def _gate_itemsize(call: OpCall) -> int:
+    """Bytes of a gate; 0 without."""
+    return call.gate_dtype.itemsize if call.gate_dtype else 0
 
 
 def _aligned(call: OpCall) -> bool:
     """Whether TMA can address q, k, v, g and o where they are contiguous: their rows begin at multiples of 16 bytes."""
-    K, V = call.dims["K"], call.dims["V"]
-    gates = K * call.gate_dtype.itemsize if call.gate_dtype else 0
-    return K * call.dtype.itemsize % 16 == V * call.dtype.itemsize % 16 == gates % 16 == 0
+    rows = (call.dims["K"] * call.dtype.itemsize, call.dims["V"] * call.dtype.itemsize)
+    return all(size % 16 == 0 for size in (*rows, call.dims["K"] * _gate_itemsize(call)))

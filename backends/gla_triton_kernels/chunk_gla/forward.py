@@ -27,6 +27,10 @@ Hopper in blocks of fewer than 64 values (Triton 3.6), and is used for K = 256 o
 The mask selects and does not multiply, so that not even an infinite score gets past it. float16 reaches 65504 only: its
 operands are float32 and multiplied as TF32, which has float16's precision.
 
+A checkpoint is the state that enters a chunk which begins a multiple of so many tokens after its sequence does. Of
+packed sequences in segments of L tokens, segment i begins at row c_n + m L, where i = n + c_n // L + m (segments.py):
+so it is of sequence n = i - (c_n + m L) // L.
+
 B batch   T tokens   H key/value heads   G query heads per key/value head   N sequences or segments
 K, V key and value width   C tokens a chunk   BK width K padded to a power of two   BV width of a V block
 
@@ -46,10 +50,11 @@ from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.tma import tiles
 
 
-def run(plan: Plan, x: Tensors, scale: float) -> list[Launch]:
-    """Fill o, and final_state if there is one, and return what was launched.
+def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
+    """Fill o, and final_state and checkpoints if there are any, and return what was launched.
 
-    Of segments, initial_state holds the states that enter them in order, and cu_seqlens, if given, their boundaries.
+    Of segments, initial_state holds the states that enter them in order, cu_seqlens, if given, their bounds, and
+    sequences the bounds of sequences. There are `every` tokens between checkpoints.
     """
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
@@ -63,12 +68,13 @@ def run(plan: Plan, x: Tensors, scale: float) -> list[Launch]:
     strides = [stride for y in given for stride in ((0, 0, 0) if y is None else y.stride()[:3])]
     sizes = (K, V, kernel.C, kernel.BK, kernel.BV, Hq != H, OPERANDS[kernel.operand])
     constants = (*sizes, kernel.tokenwise, kernel.triangle, kernel.keys_first, kernel.stages)
-    integers = (T, segment, segments, H, Hq // H, *strides, *constants)
+    integers = (T, segment, segments, every or 0, H, Hq // H, *strides, *constants)
+    x = x if x.checkpoints is not None else x._replace(sequences=None)
     grid, tensors = (-(-V // kernel.BV) * N * H, 1, 1), (*x, *maps)
     return [launch(_chunk_gla_fwd_kernel, grid, tensors, (scale,), integers, num_warps=kernel.warps)]
 
 
-@triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "H", "G"])
+@triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "H", "G"])
 def _chunk_gla_fwd_kernel(
     q_ptr,  # [B, T, H*G, K]
     k_ptr,  # [B, T, H, K]
@@ -78,6 +84,8 @@ def _chunk_gla_fwd_kernel(
     cu_seqlens_ptr,  # [N+1] or None
     o_ptr,  # [B, T, H*G, V]
     final_ptr,  # [N, H, K, V] or None
+    checkpoints_ptr,  # [B, n, H, K, V] or None
+    sequences_ptr,  # [sequences+1] where cu_seqlens holds bounds of segments and there are checkpoints, or None
     q_tiles,  # the same tensors as tiles [C, BK or BV], or None
     k_tiles,
     v_tiles,
@@ -87,6 +95,7 @@ def _chunk_gla_fwd_kernel(
     T,
     segment,
     segments,
+    every,
     H,
     G,
     stride_qb,
@@ -151,10 +160,30 @@ def _chunk_gla_fwd_kernel(
         initial_ptr += n.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
         S = tl.load(initial_ptr + s_k * stride_sk + s_v, mask=m_s, other=0.0)
 
+    origin = start  # the first token of the sequence
+    if checkpoints_ptr is not None:
+        if cu_seqlens_ptr is None:
+            origin, row = 0, b * tl.cdiv(T, every)
+        elif sequences_ptr is None:
+            row = n + start // every
+        else:
+            sequence = n - start // segment
+            origin = tl.load(sequences_ptr + sequence, mask=start < end, other=0).to(tl.int32)
+            row = sequence + origin // every
+        checkpoints_ptr += (tl.cast(row, tl.int64) * H + h) * K * V  # the first one of the sequence
+
     i_c = tl.arange(0, C)  # [C]
     causal = i_c[:, None] >= i_c[None, :]  # [C, C]
-    waiting = tl.expand_dims(tl.full([BK], 1.0, tl.float32), VALUES)  # the outer exp(r) of the chunk before
+    ones = tl.expand_dims(tl.full([BK], 1.0, tl.float32), VALUES)  # [1, BK] or [BK, 1]
+    waiting = ones  # the outer exp(r) of the chunk before
     for t in tl.range(start, end, C, num_stages=STAGES):  # pyright: ignore
+        if checkpoints_ptr is not None:
+            passed = t - origin
+            if passed % every == 0:
+                checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * H * K * V
+                S *= waiting  # registers spill where S is kept beside the product
+                waiting = ones
+                tl.store(checkpoint + s_k * V + s_v, S.to(checkpoints_ptr.dtype.element_ty), mask=m_s)
         if TOKENWISE:
             mild: tl.constexpr = False  # pyright: ignore
         else:

@@ -14,6 +14,7 @@ in shared memory:
     load    one warp: copies q, k, v, g of the next chunks by TMA
     gate    a warpgroup: sums g and turns q, k into qg, kg where they lie, while the state warps are at earlier chunks
     state   two warpgroups, W columns of S, v and o each; S never leaves their registers, and each computes A for itself
+            (checkpoints go by way of the tile where S is an operand: TMA takes no registers for addresses)
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
 the chunked form.
@@ -24,6 +25,7 @@ the chunked form.
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gla_triton_kernels.chunk_gla.call import Tensors
 from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, decay_any_chunk, decay_mild_chunk, wait_for_predecessor
@@ -42,8 +45,8 @@ from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
 
-def run(plan: Plan, x: Tensors, scale: float) -> list[Launch]:
-    """Fill o, and final_state if there is one, and return what was launched; as that of forward.py.
+def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
+    """Fill o, and final_state and checkpoints if there are any, and return what was launched; as that of forward.py.
 
     Of segments that overlap, the kernel before this one writes nothing but initial_state.
     """
@@ -56,12 +59,23 @@ def run(plan: Plan, x: Tensors, scale: float) -> list[Launch]:
     grid = (-(-V // kernel.BV) * N * H, 1, 1)
     moved = ((x.q, kernel.BK), (x.k, kernel.BK), (x.v, W), (x.g, kernel.BK), (x.o, W))
     maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
-    tensors = (*maps, x.o, x.initial_state, x.final_state, x.cu_seqlens)
+    maps.append(checkpoint_tiles(x.checkpoints, kernel.BK, W))
+    bounds = (x.cu_seqlens, None if x.checkpoints is None else x.sequences)
+    tensors = (*maps, x.o, x.initial_state, x.final_state, *bounds)
     strides = (0, 0, 0) if x.initial_state is None else x.initial_state.stride()[:3]
-    integers = (*strides, T, segment, segments, H, K, V, kernel.stages)
+    integers = (*strides, T, segment, segments, every or 0, H, K, V, kernel.stages)
     options = {"launch_pdl": True} if plan.segments is not None and plan.segments.overlap else {}
     jit = _chunk_gla_fwd_kernel
     return [launch(jit, grid, tensors, (scale,), integers, num_warps=kernel.warps, maxnreg=128, **options)]
+
+
+def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescriptor | None:
+    """Checkpoints [B, n, H, K, V] as blocks [1, 1, 1, keys, values], with the layout that wgmma expects."""
+    if x is None:
+        return None
+    block = [1, 1, 1, keys, values]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    return TensorDescriptor(x, [*x.shape], [*x.stride()], block, layout)
 
 
 @gluon.jit
@@ -158,6 +172,7 @@ def _state_warps(
     barriers,
     outputs,
     states,
+    kept,
     place,
     sizes,
     WARPGROUP: gl.constexpr,
@@ -170,6 +185,7 @@ def _state_warps(
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
     initial_state, state_n, state_h, state_k, final_state = states
+    s_desc, checkpoint, left, every = kept
     b, h, n, column, start, length = place
     H, K, V = sizes
     C: gl.constexpr = q_tiles.type.shape[3]
@@ -180,7 +196,8 @@ def _state_warps(
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
-    s_tile = s_tiles.index(WARPGROUP)  # [BK, W], S as an operand
+    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], S as an operand, or on its way to a checkpoint
+    s_tile = s_block.reshape([BK, W])
     o_tile = o_tiles.index(WARPGROUP)  # [1, 1, C, W]
     first = column + WARPGROUP * W
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
@@ -193,6 +210,14 @@ def _state_warps(
     else:
         S = gl.zeros([BK, W], gl.float32, layout)
     for i in range(gl.cdiv(length, C)):
+        if s_desc is not None:
+            if left == 0:
+                s_tile.store(S.to(s_tile.dtype))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
+                checkpoint += 1
+                left = every
+            left -= C
         slot = i % STAGES
         phase = (i // STAGES) & 1
         q_tile = q_tiles.index(slot).reshape([C, BK])
@@ -205,6 +230,8 @@ def _state_warps(
         mbarrier.wait(gated.index(slot), phase)
         a = gl.zeros([C, C], gl.float32, scores)
         a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
+        if s_desc is not None:
+            tma.store_wait(0)  # nobody reads s_tile
         if HAS_GATE:
             decay = decays.index(slot).load(gl.SliceLayout(1, layout))[:, None]  # [BK, 1], exp(r) or exp(b_C)
             mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
@@ -243,17 +270,19 @@ def _state_warps(
 
 
 # V and strides are not there: multiples of 16 let two elements of a state be moved at once.
-@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "H", "K"])
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "H", "K"])
 def _chunk_gla_fwd_kernel(
     q_desc,  # [B, H, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
     v_desc,  # [B, H, T, V], tiles [C, W]
     g_desc,  # [B, H, T, K], tiles [C, BK], or None
     o_desc,  # [B, H, T, V], tiles [C, W]
+    s_desc,  # checkpoints [B, n, H, K, V], tiles [BK, W], or None
     o_ptr,  # [B, T, H, V]
     initial_state,  # [N, H, K, V] or None
     final_state,  # [N, H, K, V] or None
     cu_seqlens,  # [N + 1] or None
+    sequences,  # [sequences + 1] where cu_seqlens holds bounds of segments and there are checkpoints, or None
     scale,
     state_n,
     state_h,
@@ -261,6 +290,7 @@ def _chunk_gla_fwd_kernel(
     T,
     segment,
     segments,
+    every,
     H,
     K,
     V,
@@ -284,16 +314,27 @@ def _chunk_gla_fwd_kernel(
         b = n // segments
         start = n % segments * segment
         length = gl.minimum(segment, T - start)
+    checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # the next one's row, and tokens until then
+    if s_desc is not None:
+        row, passed = 0, start
+        if PACKED:
+            sequence, origin = n, start
+            if sequences is not None:
+                sequence = n - start // segment  # see segments.py
+                origin = gl.load(sequences + sequence, length > 0, 0).to(gl.int32)
+            row, passed = sequence + origin // every, start - origin
+        checkpoint = row + gl.cdiv(passed, every)
+        left = (checkpoint - row) * every - passed
 
     scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
-    state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, W], dtype)
+    state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, C, W], v_desc.layout)
     scratch_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, C, BK], q_desc.layout) if HAS_GATE else q_tiles
     a_tiles = gl.allocate_shared_memory(dtype, [STAGES, C, C], scores_layout)
-    s_tiles = gl.allocate_shared_memory(dtype, [2, BK, W], state_layout)
+    s_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, BK, W], state_layout)
     o_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, W], o_desc.layout)
     decays = gl.allocate_shared_memory(gl.float32, [STAGES, BK], row_layout)
     mild_flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row_layout)
@@ -318,14 +359,15 @@ def _chunk_gla_fwd_kernel(
     tiles = (q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles)
     barriers = (full, gated, empty)
     outputs = (o_desc, o_ptr, scale)
+    kept = (s_desc, checkpoint, left, every)
     states = (initial_state, state_n, state_h, state_k, final_state)
     place = (b, h, n, column, start, length)
     sizes = (H, K, V)
     gl.warp_specialize(
         [
             (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, PACKED, STAGES)),
-            (_state_warps, (tiles, barriers, outputs, states, place, sizes, 0, HAS_GATE, PACKED, STAGES)),
-            (_state_warps, (tiles, barriers, outputs, states, place, sizes, 1, HAS_GATE, PACKED, STAGES)),
+            (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES)),
+            (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 1, HAS_GATE, PACKED, STAGES)),
             (_load_warp, ((q_desc, k_desc, v_desc, g_desc), load_tiles, load_barriers, load_place, HAS_GATE, STAGES)),
         ],
         [4, 4, 1],

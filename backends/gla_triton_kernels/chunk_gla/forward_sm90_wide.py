@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_triton_kernels.chunk_gla.call import Tensors
 from gla_triton_kernels.chunk_gla.common_sm90 import decay_any_chunk, decay_mild_chunk
+from gla_triton_kernels.chunk_gla.forward_sm90 import checkpoint_tiles
 from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan import Plan
 from gla_triton_kernels.runtime.launch import Launch, launch
@@ -37,8 +38,8 @@ from gla_triton_kernels.runtime.tma import shared_tiles
 STAGES = gl.constexpr(4)  # slices of qg and kg on their way: those of two chunks, as A and v
 
 
-def run(plan: Plan, x: Tensors, scale: float) -> list[Launch]:
-    """Fill o, and final_state if there is one, of whole sequences with gates, and return what was launched."""
+def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
+    """Fill o, and final_state and checkpoints if there are any, of whole sequences with gates; return the launches."""
     B, T, H, K = x.k.shape
     V = x.v.shape[3]
     C, BK, BV, W = plan.outputs.C, plan.outputs.BK, plan.outputs.BV, plan.outputs.BV // 2
@@ -51,9 +52,9 @@ def run(plan: Plan, x: Tensors, scale: float) -> list[Launch]:
     ]
     gates = launch(_gate_kernel, (chunks, B * H, 1), (*maps, decays), (), (H,), num_warps=plan.outputs.warps)
     maps = [shared_tiles(y, C, width) for y, width in ((qg, BK), (kg, BK), (scores, C), (x.v, W), (x.o, W))]
-    tensors = (*maps, decays, x.initial_state, x.final_state)
+    tensors = (*maps, checkpoint_tiles(x.checkpoints, BK, W), decays, x.initial_state, x.final_state)
     strides = (0, 0, 0) if x.initial_state is None else x.initial_state.stride()[:3]
-    integers, grid = (*strides, chunks, H, K, V), (-(-V // BV), B * H, 1)
+    integers, grid = (*strides, chunks, (every or 0) // C, H, K, V), (-(-V // BV), B * H, 1)
     state = launch(_state_kernel, grid, tensors, (scale,), integers, num_warps=plan.outputs.warps, maxnreg=168)
     return [gates, state]
 
@@ -150,10 +151,11 @@ def _load_warp(descriptors, tiles, barriers, place):
 
 
 @gluon.jit
-def _state_warps(tiles, barriers, o_desc, scale, decays, states, place, sizes, WARPGROUP: gl.constexpr):
+def _state_warps(tiles, barriers, descriptors, every, scale, decays, states, place, sizes, WARPGROUP: gl.constexpr):
     """Carry W columns of the state, in two slices, through the sequence and write the outputs."""
     q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles = tiles
     full, empty, v_full, v_empty = barriers
+    o_desc, s_desc = descriptors
     initial_state, state_n, state_h, state_k, final_state = states
     b, h, column, chunks = place
     H, K, V = sizes
@@ -161,7 +163,8 @@ def _state_warps(tiles, barriers, o_desc, scale, decays, states, place, sizes, W
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
-    s_tile = s_tiles.index(WARPGROUP)  # [BK, W], a slice of S as an operand
+    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], a slice of S as an operand, or on its way to a checkpoint
+    s_tile = s_block.reshape([BK, W])
     o_tile = o_tiles.index(WARPGROUP)  # [1, 1, C, W]
     first = column + WARPGROUP * W
     head = (b * H + h).to(gl.int64)
@@ -176,6 +179,11 @@ def _state_warps(tiles, barriers, o_desc, scale, decays, states, place, sizes, W
         S1 = gl.zeros([BK, W], gl.float32, layout)
     decays += head * chunks * 4 * BK + key
     for i in range(chunks):
+        if s_desc is not None:  # noqa: SIM102 -- known when this is compiled
+            if i % every == 0:
+                row = i // every
+                _write_slice(s_desc, [b, row, h, 0, first], s_block, S0)
+                _write_slice(s_desc, [b, row, h, BK, first], s_block, S1)
         slot = i % 2
         v_tile = v_tiles.index(2 * slot + WARPGROUP).reshape([C, W])
         mbarrier.wait(v_full.index(slot), i // 2 & 1)
@@ -204,6 +212,17 @@ def _load_slice(states_in, state_k, key, value, K, V):
 
 
 @gluon.jit
+def _write_slice(desc, place, s_block, S):
+    """Write S [BK, W] to this place of checkpoints, by way of s_block."""
+    BK: gl.constexpr = S.shape[0]
+    W: gl.constexpr = S.shape[1]
+    s_block.reshape([BK, W]).store(S.to(desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, place, s_block)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def _step(o, S, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step):
     """Add a slice's part to the outputs o [C, W], and take its state S [BK, W] to the end of the chunk."""
     C: gl.constexpr = q_tiles.type.shape[3]
@@ -223,13 +242,14 @@ def _step(o, S, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step):
     return o, S * after
 
 
-@gluon.jit(do_not_specialize=["state_n", "state_h", "state_k", "scale", "chunks", "H", "K", "V"])
+@gluon.jit(do_not_specialize=["state_n", "state_h", "state_k", "scale", "chunks", "every", "H", "K", "V"])
 def _state_kernel(
     q_desc,  # qg, [B, H, T, K], tiles [C, BK]
     k_desc,  # kg, [B, H, T, K], tiles [C, BK]
     a_desc,  # [B, H, chunks * C, C], tiles [C, C]
     v_desc,  # [B, H, T, V], tiles [C, W]
     o_desc,  # [B, H, T, V], tiles [C, W]
+    s_desc,  # [B, n, H, K, V], tiles [BK, W], or None
     decays,  # [B, H, chunks, 2, 2 * BK]
     initial_state,  # [B, H, K, V] or None
     final_state,  # [B, H, K, V] or None
@@ -238,6 +258,7 @@ def _state_kernel(
     state_h,
     state_k,
     chunks,
+    every,
     H,
     K,
     V,
@@ -250,7 +271,8 @@ def _state_kernel(
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
     a_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, C], a_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [4, 1, 1, C, W], v_desc.layout)
-    s_tiles = gl.allocate_shared_memory(dtype, [2, BK, W], gl.NVMMASharedLayout.get_default_for([BK, W], dtype))
+    state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
+    s_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, BK, W], state_layout)
     o_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, W], o_desc.layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # a slice of qg and kg has been loaded
@@ -269,11 +291,12 @@ def _state_kernel(
     tiles = (q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles)
     place = (gl.program_id(1) // H, gl.program_id(1) % H, gl.program_id(0) * 2 * W, chunks)
     states = (initial_state, state_n, state_h, state_k, final_state)
+    descriptors = (o_desc, s_desc)
     sizes = (H, K, V)
     gl.warp_specialize(
         [
-            (_state_warps, (tiles, barriers, o_desc, scale, decays, states, place, sizes, 0)),
-            (_state_warps, (tiles, barriers, o_desc, scale, decays, states, place, sizes, 1)),
+            (_state_warps, (tiles, barriers, descriptors, every, scale, decays, states, place, sizes, 0)),
+            (_state_warps, (tiles, barriers, descriptors, every, scale, decays, states, place, sizes, 1)),
             (_load_warp, ((q_desc, k_desc, a_desc, v_desc), load_tiles, barriers, place)),
         ],
         [4, 1],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +28,8 @@ class Kernel(enum.StrEnum):
     FORWARD_SM90_WIDE = "forward_sm90_wide"
     STATES = "states"
     STATES_SM90 = "states_sm90"
+    BACKWARD = "backward"
+    BACKWARD_SM90 = "backward_sm90"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,13 +173,23 @@ def _forward(call: OpCall, gpu: Gpu, aligned: bool, sequences: int) -> KernelPla
 # ---- forward: segments and a scan
 
 SEGMENT_UNIT = 64
-"""A segment is a multiple of so many tokens, the longest chunk of the kernels. The times below are in such chunks."""
-BUILDING = 0.5
-"""Time to build the state of a chunk; its outputs take 1."""
-SPILLING = 1.5
-"""Time that a block takes to write a state, scan and read it."""
-LAUNCHING = 4.0
-"""Time of two more launches."""
+"""A segment is a multiple of so many tokens, the longest chunk of the kernels."""
+
+
+class CutTimes(NamedTuple):
+    """What it takes to cut sequences into segments, in the time that a block needs for the outputs of 64 tokens.
+
+    Attributes:
+        building: the state of 64 tokens. spilling: a block writes a state, scans and reads it.
+        launching: two more launches.
+    """
+
+    building: float
+    spilling: float
+    launching: float
+
+
+FORWARD_CUT = CutTimes(0.5, 1.5, 4.0)
 MOST_WAVES = 3
 """Waves of blocks that sequences are cut into at most."""
 FILLED = 4
@@ -199,7 +212,7 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
         blocks, at_once = H * -(-V // 128), 1
     else:
         blocks, at_once = H * -(-V // 64), 4 if Hq > H and K <= 128 < 2 * V else 2
-    length = segment_length(N, T, blocks, at_once * gpu.multiprocessors, call.variable_length)
+    length = segment_length(N, T, blocks, at_once * gpu.multiprocessors, call.variable_length, FORWARD_CUT)
     if gpu.architecture is Architecture.INTERPRETED:
         length = min(length, INTERPRETED_SEGMENT)
     if length >= T:
@@ -210,7 +223,7 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     return Plan(outputs, SegmentPlan(length, states, gpu.architecture.overlaps_kernels))
 
 
-def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bool) -> int:
+def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bool, times: CutTimes) -> int:
     """Tokens of a segment; T or more where sequences stay whole.
 
     Sequences that fill the device stay whole. Others are cut so that the blocks of their segments fill it; a cut costs
@@ -219,6 +232,7 @@ def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bo
     Args:
         sequences: how many there are. T: tokens of one of them, or of all where they are packed.
         blocks: that compute one sequence. at_once: blocks that a device runs at once.
+        times: what a cut takes.
     """
     if packed and sequences * blocks >= FILLED * at_once:
         return max(T, 1)
@@ -226,14 +240,24 @@ def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bo
         return SEGMENT_UNIT * max(1, -(-T * blocks // (2 * at_once * SEGMENT_UNIT)))
     chunks = -(-T // SEGMENT_UNIT)
     cuts = {min(chunks, waves * at_once // max(1, sequences * blocks)) for waves in range(1, MOST_WAVES + 1)}
-    best = min(sorted({1, *cuts} - {0}), key=lambda n: _time_of_cut(n, chunks, sequences * blocks, at_once))
+    best = min(sorted({1, *cuts} - {0}), key=lambda n: _time_of_cut(n, chunks, sequences * blocks, at_once, times))
     return SEGMENT_UNIT * max(1, -(-chunks // best))
 
 
-def _time_of_cut(segments: int, chunks: int, blocks: int, at_once: int) -> float:
+def _time_of_cut(segments: int, chunks: int, blocks: int, at_once: int, times: CutTimes) -> float:
     """Predicted time where each sequence is cut into so many segments, in chunks of one block."""
     waves, length = -(-blocks * segments // at_once), -(-chunks // segments)
-    return waves * length if segments == 1 else waves * ((1 + BUILDING) * length + SPILLING) + LAUNCHING
+    if segments == 1:
+        return waves * length
+    return waves * ((1 + times.building) * length + times.spilling) + times.launching
+
+
+def states_of_segments(call: OpCall, gpu: Gpu, aligned: bool, length: int) -> KernelPlan:
+    """The kernel that builds states of segments of so many tokens, or their gradients, where no outputs follow."""
+    if best_kernel(call, gpu, aligned) is Kernel.FORWARD_SM90:
+        return _states_sm90(call)
+    segments = call.dims["N"] + call.dims["B"] * call.dims["T"] // max(length, 1)
+    return _states(call, length, _forward(call, gpu, aligned, segments))
 
 
 def _states(call: OpCall, length: int, outputs: KernelPlan) -> KernelPlan:

@@ -1,8 +1,11 @@
-"""The states that enter segments, from the segments' own states: a scan over each sequence, in place.
+"""The states that enter segments, from the segments' own states: a scan over each sequence.
 
 For the segments i of a sequence in order, with S_i its state from zero and D_i its decay,
 
     running, S_i = diag(D_i) running + S_i, running        running = the initial state before the first
+
+Gradients are scanned backwards: from those of segments to those of the states that leave them, from the last segment to
+the first, with the gradient of the final state before the last.
 
 I segments   N sequences   H key/value heads   K, V key and value width   BK, BV keys and values of a block of a state
 """
@@ -14,35 +17,42 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_triton_kernels.chunk_gla.call import Tensors
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
-from gla_triton_kernels.chunk_gla.segments import Segments
+from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments
 from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 
-def run(plan: SegmentPlan, x: Tensors, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
-    """Replace states from zero S [I, H, K, V] by entering states, and fill the final state if there is one."""
+def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None, out: Tensor) -> list[Launch]:
+    """Turn states from zero S [I, H, K, V] into those before each segment, fill x.after, and return what was launched.
+
+    Those of empty segments are left as they are.
+
+    Args:
+        out: takes the states, in any dtype; may be S.
+    """
     _, H, K, V = S.shape
-    N = segments.count // segments.per_sequence if segments.first is None else len(segments.first) - 1
-    strides = (0, 0, 0) if x.initial_state is None else x.initial_state.stride()[:3]
+    N = x.left.shape[0] if segments.cu_seqlens is None else len(segments.cu_seqlens) - 1
+    strides = (0, 0, 0) if x.before is None else x.before.stride()[:3]
     BV = min(128, power_of_two(V))
     BK = min(256 // BV, power_of_two(K))
     group = min(16, power_of_two(segments.per_sequence or 16))
-    tensors = (S, D, segments.first, x.initial_state, x.final_state)
-    integers = (segments.per_sequence, *strides, H, K, V, BK, BV, group, plan.overlap)
+    tensors = (S, D, out, segments.cu_seqlens, x.before, x.after)
+    integers = (segments.length, segments.per_sequence, *strides, H, K, V, BK, BV, group, x.backwards, plan.overlap)
     grid = (-(-K // BK) * -(-V // BV) * N * H, 1, 1)
     options = {"launch_pdl": True} if plan.overlap else {}
     return [launch(_scan_kernel, grid, tensors, (), integers, num_warps=4, **options)]
 
 
-@triton.jit(do_not_specialize=["segments", "H"])
+@triton.jit(do_not_specialize=["segment", "segments", "H"])
 def _scan_kernel(
     S_ptr,  # [I, H, K, V]
     D_ptr,  # [I, H, K] or None
-    first_ptr,  # [N+1] or None
-    initial_ptr,  # [N, H, K, V] or None
-    final_ptr,  # [N, H, K, V] or None
+    out_ptr,  # [I, H, K, V]
+    cu_seqlens_ptr,  # [N+1] or None
+    before_ptr,  # [N, H, K, V] or None
+    after_ptr,  # [N, H, K, V] or None
+    segment,
     segments,
     stride_n,
     stride_h,
@@ -53,6 +63,7 @@ def _scan_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     GROUP: tl.constexpr,
+    BACKWARDS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Program: block [BK, BV] of the states of one head of one sequence, GROUP segments on their way at a time."""
@@ -70,31 +81,36 @@ def _scan_kernel(
         gdc_launch_dependents()
         gdc_wait()
 
-    if first_ptr is None:
-        begin = n * segments
-        end = begin + segments
+    if cu_seqlens_ptr is None:
+        first = n * segments
     else:
-        begin = tl.load(first_ptr + n)
-        end = tl.load(first_ptr + n + 1)
-    built = end if final_ptr is not None else end - 1  # nobody asks for the last segment's state
-    if initial_ptr is None:
+        start = tl.load(cu_seqlens_ptr + n).to(tl.int32)
+        end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32)
+        first = n + start // segment
+        segments = tl.cdiv(end - start, segment)
+    step: tl.constexpr = -1 if BACKWARDS else 1  # pyright: ignore
+    if BACKWARDS:
+        first += segments - 1
+    built = segments if after_ptr is not None else segments - 1  # nobody asks for the last segment's state
+    if before_ptr is None:
         running = tl.zeros([BK, BV], tl.float32)
     else:
-        initial_ptr += n.to(tl.int64) * stride_n + h.to(tl.int64) * stride_h
-        running = tl.load(initial_ptr + i_k[:, None].to(tl.int64) * stride_k + i_v[None, :], mask=inside, other=0.0)
-    for i0 in range(begin, end, GROUP):
+        before_ptr += n.to(tl.int64) * stride_n + h.to(tl.int64) * stride_h
+        running = tl.load(before_ptr + i_k[:, None].to(tl.int64) * stride_k + i_v[None, :], mask=inside, other=0.0)
+    for m in range(0, segments, GROUP):
         S, D = (), ()
         for j in tl.static_range(GROUP):  # pyright: ignore
-            ih = tl.cast(i0 + j, tl.int64) * H + h
-            there = i0 + j < built
+            ih = tl.cast(first + (m + j) * step, tl.int64) * H + h
+            there = m + j < built
             S += (tl.load(S_ptr + ih * (K * V) + block, mask=inside & there, other=0.0),)  # [BK, BV]
             if D_ptr is not None:
                 D += (tl.load(D_ptr + ih * K + i_k, mask=m_k & there, other=1.0),)  # [BK]
         for j in tl.static_range(GROUP):  # pyright: ignore
-            ih = tl.cast(i0 + j, tl.int64) * H + h
-            tl.store(S_ptr + ih * (K * V) + block, running, mask=inside & (i0 + j < end))
+            ih = tl.cast(first + (m + j) * step, tl.int64) * H + h
+            before = running.to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + ih * (K * V) + block, before, mask=inside & (m + j < segments))
             if D_ptr is not None:
                 running *= tl.expand_dims(D[j], 1)
             running += S[j]
-    if final_ptr is not None:
-        tl.store(final_ptr + nh.to(tl.int64) * (K * V) + block, running, mask=inside)
+    if after_ptr is not None:
+        tl.store(after_ptr + nh.to(tl.int64) * (K * V) + block, running, mask=inside)

@@ -1,19 +1,22 @@
-"""States of all segments from zero, in a block [BK, BV] of a state a program; any width, dtype and gate.
+"""States of all segments from zero, or their gradients, in a block [BK, BV] of a state a program; any width and gate.
 
-With g_t the log gates of a segment of tokens 1 to L, its decay and its state from zero are
+With b_t = g_1 + .. + g_t the sums of the log gates of a segment of tokens 1 to L, its decay, its state from zero and,
+of the recurrence backwards (see `Recurrence`), its gradient from zero are
 
-    D = exp(sum over t of g_t)        S = sum over s of (k_s * exp(sum over t > s of g_t))^T v_s
+    D = exp(b_L)        S = sum over t of (k_t * exp(b_L - b_t))^T v_t
+                        S = scale * sum over t of (q_t * exp(b_t))^T do_t
 
-A program goes through its segment backwards in chunks of C tokens, so that S is never scaled: with W the sum of the
-gates of the chunks after this one, and x_s that of the gates in the chunk after s,
+A program goes through its segment against the recurrence in chunks of C tokens, so that S is never decayed: with W the
+sum of the gates of the chunks so far, and x_t that of those gates of its own chunk that the product of token t is
+decayed by, which are those after t or, backwards, those up to t,
 
-    S += (k * exp(x + W))^T v        W += sum of the chunk's gates
+    S += (left * exp(x + W))^T right        W += sum of the chunk's gates
 
 No exponent is above 0, so any gate is exact; one below `LEAST_GATE`, whose exp is 0 in float32, counts as that one.
 float32 inputs go token by token, unless TF32 is allowed.
 
-B batch   T tokens   H key/value heads   I segments   K, V key and value width   C tokens a chunk
-BK, BV keys and values of a block of a state
+B batch   T tokens   H key/value heads   G query heads per key/value head, 1 forwards   I segments   N sequences
+K, V key and value width   C tokens a chunk   BK, BV keys and values of a block of a state
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
 """
@@ -25,54 +28,57 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from gla_triton_kernels.chunk_gla.call import Tensors
 from gla_triton_kernels.chunk_gla.common import OPERANDS, load_row, load_tile, operand
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
-from gla_triton_kernels.chunk_gla.segments import Segments
+from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments
 from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.tma import tiles
 
 
-def run(plan: SegmentPlan, x: Tensors, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
+def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
     """Fill S [I, H, K, V] and D [I, H, K], and return what was launched; D is None without gates.
 
-    Where no final state is asked for, those of a sequence's last segment may be left as they are.
+    Those of empty segments hold anything and, where x.after is None, so do those of the last segment of a sequence.
     """
     kernel = plan.states
     H, K, V = S.shape[1:]
-    moved = ((x.k, kernel.BK), (x.v, kernel.BV), (x.g, kernel.BK))
+    moved = ((x.left, kernel.BK), (x.right, kernel.BV), (x.g, kernel.BK))
     maps = [tiles(y, kernel.C, width) if kernel.tma and y is not None else None for y, width in moved]
-    strides = [stride for y in (x.k, x.v, x.g) for stride in ((0, 0, 0) if y is None else y.stride()[:3])]
+    strides = [stride for y, _ in moved for stride in ((0, 0, 0) if y is None else y.stride()[:3])]
     grid = (-(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * H, 1, 1)
     sizes = (K, V, kernel.C, kernel.BK, kernel.BV, OPERANDS[kernel.operand], kernel.tokenwise)
-    constants = (*sizes, x.final_state is None, kernel.stages, plan.overlap)
-    integers = (x.k.shape[1], segments.length, segments.per_sequence, H, *strides, *constants)
-    tensors = (x.k, x.v, x.g, segments.bounds, S, D, *maps)
-    return [launch(_states_kernel, grid, tensors, (), integers, num_warps=kernel.warps)]
+    constants = (*sizes, x.backwards, x.after is None, kernel.stages, plan.overlap)
+    T, G = x.left.shape[1], x.left.shape[2] // H
+    integers = (T, segments.length, segments.per_sequence, H, G, *strides, *constants)
+    tensors = (x.left, x.right, x.g, segments.cu_seqlens, segments.bounds, S, D, *maps)
+    return [launch(_states_kernel, grid, tensors, (x.scale,), integers, num_warps=kernel.warps)]
 
 
-@triton.jit(do_not_specialize=["T", "segment", "segments", "H"])
+@triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "H"])
 def _states_kernel(
-    k_ptr,  # [B, T, H, K]
-    v_ptr,  # [B, T, H, V]
+    left_ptr,  # [B, T, H*G, K]
+    right_ptr,  # [B, T, H*G, V]
     g_ptr,  # [B, T, H, K] or None
+    cu_seqlens_ptr,  # [N+1] or None
     bounds_ptr,  # [I+1] or None
     S_ptr,  # [I, H, K, V]
     D_ptr,  # [I, H, K] or None
-    k_tiles,  # the same tensors as tiles [C, BK or BV], or None
-    v_tiles,
+    left_tiles,  # the same tensors as tiles [C, BK or BV], or None
+    right_tiles,
     g_tiles,
+    scale,
     T,
     segment,
     segments,
     H,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
+    G,
+    stride_lb,
+    stride_lt,
+    stride_lh,
+    stride_rb,
+    stride_rt,
+    stride_rh,
     stride_gb,
     stride_gt,
     stride_gh,
@@ -83,16 +89,17 @@ def _states_kernel(
     BV: tl.constexpr,
     OPERAND: tl.constexpr,
     TOKENWISE: tl.constexpr,
+    BACKWARDS: tl.constexpr,
     SKIP_LAST: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Program: block [BK, BV] of the state of one head of one segment."""
+    """Program: block [BK, BV] of the state of one key/value head of one segment."""
     if OVERLAPS:  # the scan may be launched, and then waits
         gdc_launch_dependents()
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     blocks_k: tl.constexpr = (K + BK - 1) // BK
-    pid = tl.program_id(0)  # neighbours share k and g
+    pid = tl.program_id(0)  # neighbours share left and g
     v0 = pid % blocks_v * BV
     k0 = pid // blocks_v % blocks_k * BK
     ih = pid // (blocks_v * blocks_k)
@@ -100,49 +107,58 @@ def _states_kernel(
     if bounds_ptr is None:
         b, start = i // segments, i % segments * segment
         end = tl.minimum(start + segment, T)
-        last = i % segments == segments - 1
+        last = i % segments == (0 if BACKWARDS else segments - 1)
     else:
         b = 0
         start = tl.load(bounds_ptr + i)
         end = tl.load(bounds_ptr + i + 1)
-        last = end - start < segment  # a sequence's last one that is not cut short is built for nothing
+        n = i - start // segment  # an empty segment is of no sequence, and counts as last
+        edge = tl.load(cu_seqlens_ptr + (n if BACKWARDS else n + 1), mask=start < end, other=start)
+        last = edge == (start if BACKWARDS else end)
     if SKIP_LAST and last:
         return
 
     b64 = tl.cast(b, tl.int64)
-    k_ptr += b64 * stride_kb
-    v_ptr += b64 * stride_vb
+    left_ptr += b64 * stride_lb
+    right_ptr += b64 * stride_rb
     if g_ptr is not None:
         g_ptr += b64 * stride_gb
 
     i_c = tl.arange(0, C)  # [C]
-    later = (i_c[:, None] < i_c[None, :]).to(tl.float16)  # [C, C]
+    # For each token the gates of its chunk that it is decayed by.
+    decaying = i_c[:, None] >= i_c[None, :] if BACKWARDS else i_c[:, None] < i_c[None, :]  # [C, C]
+    decaying = decaying.to(tl.float16)
     S = tl.zeros([BV, BK], tl.float32)
     W = tl.zeros([BK], tl.float32)
     if TOKENWISE:
-        for s in tl.range(0, end - start, num_stages=STAGES):
-            t = end - 1 - s
-            k = load_row(k_ptr, stride_kt, stride_kh, t, h, k0, K, BK)  # [BK]
-            v = load_row(v_ptr, stride_vt, stride_vh, t, h, v0, V, BV)  # [BV]
+        for j in tl.range(0, (end - start) * G, num_stages=STAGES):
+            s, head = j // G, h * G + j % G
+            t = start + s if BACKWARDS else end - 1 - s
+            left = load_row(left_ptr, stride_lt, stride_lh, t, head, k0, K, BK)  # [BK]
+            right = load_row(right_ptr, stride_rt, stride_rh, t, head, v0, V, BV)  # [BV]
             if g_ptr is not None:
                 g = load_row(g_ptr, stride_gt, stride_gh, t, h, k0, K, BK)  # [BK]
-                k *= tl.exp2(W)
-                W += tl.maximum(g, LEAST_GATE) * LOG2E
-            S += v[:, None] * k[None, :]
+                g = tl.maximum(g, LEAST_GATE) * LOG2E
+                left *= tl.exp2(W + g if BACKWARDS else W)
+                W += tl.where(j % G == G - 1, g, 0.0)  # once all heads have met it
+            S += right[:, None] * left[None, :]
     else:
         chunks = tl.cdiv(end - start, C)
-        for c in tl.range(0, chunks, num_stages=STAGES):
-            t = start + (chunks - 1 - c) * C
-            k = load_tile(k_tiles, k_ptr, stride_kt, stride_kh, b, t, h, k0, end, K, C, BK)  # [C, BK]
-            v = load_tile(v_tiles, v_ptr, stride_vt, stride_vh, b, t, h, v0, end, V, C, BV)  # [C, BV]
-            v = operand(v, OPERAND)
+        for j in tl.range(0, chunks * G, num_stages=STAGES):
+            c, head = j // G, h * G + j % G
+            t = start + (c if BACKWARDS else chunks - 1 - c) * C
+            left = load_tile(left_tiles, left_ptr, stride_lt, stride_lh, b, t, head, k0, end, K, C, BK)  # [C, BK]
+            right = load_tile(right_tiles, right_ptr, stride_rt, stride_rh, b, t, head, v0, end, V, C, BV)  # [C, BV]
+            right = operand(right, OPERAND)
             if g_ptr is not None:
                 g = load_tile(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, K, C, BK)  # [C, BK]
                 g = tl.maximum(g.to(tl.float32), LEAST_GATE) * LOG2E
-                k = k * tl.exp2(_sum_of_later(g, later) + W[None, :])
-                W += tl.sum(g, 0)
-            S = tl.dot(tl.trans(v), operand(k, OPERAND), S, input_precision="tf32")
+                left = left * tl.exp2(_sum_of_rows(g, decaying) + W[None, :])
+                W += tl.where(j % G == G - 1, tl.sum(g, 0), 0.0)  # once all heads have met them
+            S = tl.dot(tl.trans(right), operand(left, OPERAND), S, input_precision="tf32")
 
+    if BACKWARDS:
+        S *= scale
     i_k = k0 + tl.arange(0, BK)  # [BK]
     i_v = v0 + tl.arange(0, BV)  # [BV]
     S_block = S_ptr + ih.to(tl.int64) * K * V + i_k[None, :] * V + i_v[:, None]  # [BV, BK]
@@ -152,11 +168,11 @@ def _states_kernel(
 
 
 @triton.jit
-def _sum_of_later(g, later):
-    """For each row of g [C, K] the sum of those after it; `later` [C, C] is 1 for those, else 0.
+def _sum_of_rows(g, chosen):
+    """For each row of g [C, K] the sum of the rows for which its row of `chosen` [C, C] is 1, not 0.
 
     A product, with g split into two float16 parts: 22 bits of it, or all to 2^-25.
     """
     high = g.to(tl.float16)
     low = (g - high.to(tl.float32)).to(tl.float16)
-    return tl.dot(later, low, tl.dot(later, high))
+    return tl.dot(chosen, low, tl.dot(chosen, high))

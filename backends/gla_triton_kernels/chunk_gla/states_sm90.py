@@ -1,22 +1,28 @@
-"""States of all segments from zero on Hopper: specialised warps, the states in registers.
+"""States of all segments from zero, or their gradients, on Hopper: specialised warps, the states in registers.
 
-    S = sum over the tokens s of a segment of diag(exp(sum of g after s)) k_s^T v_s,      D = exp(sum of g)
+With b_t = g_1 + .. + g_t the sums of the log gates of a segment of tokens 1 to L, its decay, its state from zero and,
+of the recurrence backwards (see `Recurrence`), its gradient from zero are
 
-A segment is gone through backwards, so that the gates after a token are known when it is met, and S is a plain sum:
+    D = exp(b_L)        S = sum over t of (k_t exp(b_L - b_t))^T v_t
+                        S = scale * sum over t of (q_t exp(b_t))^T do_t
 
-    kg_s = k_s exp(R + b_C - b_s)      S += kg^T v      R += b_C          R = 0 at the end of the segment
-    b_t = g_1 + .. + g_t               within a chunk
+A segment is gone through against the recurrence, so that the gates that decay a token are known when it is met, and S
+is a plain sum. With R the sum of the gates of the chunks so far, 0 at first, and b_t now within a chunk of C rows,
+
+    left = k_t exp(R + b_C - b_t)    from the last chunk to the first
+    left = q_t exp(R + b_t)          backwards, from the first to the last
+    S += left^T right                R += b_C
 
 No exponent is above 0 and no state is decayed, so there is one path for gates of any strength.
 
-B batch   T time   H heads   K, V key and value width of a head   C rows of a chunk
-BV columns of v that a block holds; the keys of a head in parts of PART
+B batch   T time   H heads, as many of queries   I segments   K, V key and value width of a head   C rows of a chunk
+BV columns of right that a block holds; the keys of a head in parts of PART
 
-One block per segment, head and BV columns of v; two kinds of warps talk over barriers in shared memory:
+One block per segment, head and BV columns of right; two kinds of warps talk over barriers in shared memory:
 
-    load    one warp: copies k, v, g of the next chunks by TMA
-    state   a warpgroup for each part of the keys: turns its k into kg where it lies and adds kg^T v to its rows of S;
-            the product runs while the next chunk's k is decayed. The warpgroups need nothing of each other.
+    load    one warp: copies left, right, g of the next chunks by TMA
+    state   a warpgroup for each part of the keys: decays its left where it lies and adds left^T right to its rows of S;
+            the product runs while the next chunk's left is decayed. The warpgroups need nothing of each other.
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -38,35 +44,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_kernels.chunk_gla.call import Tensors
 from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, let_dependents_start, plus
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
-from gla_triton_kernels.chunk_gla.segments import Segments
+from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments
 from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
 
-def run(plan: SegmentPlan, x: Tensors, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
-    """Fill S [count, H, K, V] and D [count, H, K], and return what was launched; D is None without gates.
+def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
+    """Fill S [I, H, K, V] and D [I, H, K], and return what was launched; D is None without gates.
 
-    Those of empty segments are left as they are. Where no final state is asked for, so are those of the last segment of
-    every sequence; where sequences are packed, of those that are known to be last by being short.
+    Those of empty segments are left as they are and, where x.after is None, those of the last segment of a sequence.
     """
-    kernel, bounds, skip_last = plan.states, segments.bounds, x.final_state is None
-    B, T, H, K = x.k.shape
-    V = x.v.shape[3]
-    a_sequence = segments.count if bounds is not None else segments.per_sequence
-    built = a_sequence - 1 if skip_last and bounds is None else a_sequence
-    blocks = (B if bounds is None else 1) * built * H * -(-V // kernel.BV)
+    kernel, packed, skip_last = plan.states, segments.bounds is not None, x.after is None
+    B, T = x.left.shape[:2]
+    H, K, V = S.shape[1:]
+    skipped = B if skip_last and not packed else 0  # of packed sequences the kernel finds out
+    blocks = (segments.count - skipped) * H * -(-V // kernel.BV)
     if blocks == 0:
         return []
-    moved = ((x.k, kernel.BK), (x.v, kernel.BV), (x.g, kernel.BK))
+    moved = ((x.left, kernel.BK), (x.right, kernel.BV), (x.g, kernel.BK))
     maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
-    least = segments.length if skip_last else 1
-    integers = (T, segments.length, a_sequence, built, least, H, K, V, -(-K // kernel.BK), kernel.stages)
+    tensors = (*maps, S, D, segments.cu_seqlens, segments.bounds)
+    sizes = (T, segments.length, segments.per_sequence, H, K, V)
+    constants = (-(-K // kernel.BK), x.backwards, skip_last, kernel.stages)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
-    return [launch(_build_states_kernel, (blocks, 1, 1), (*maps, S, D, bounds), (), integers, **options)]
+    return [launch(_build_states_kernel, (blocks, 1, 1), tensors, (x.scale,), (*sizes, *constants), **options)]
 
 
 @gluon.jit
@@ -76,19 +80,21 @@ def chunks_of(length, C: gl.constexpr):
 
 
 @gluon.jit
-def _load_warp(descriptors, tiles, barriers, chunks, PARTS: gl.constexpr, STAGES: gl.constexpr):
-    """Keep STAGES chunks of k, v and g on their way, the last chunk first."""
-    k_desc, v_desc, g_desc = descriptors
-    k_tiles, v_tiles, g_tiles = tiles
+def _load_warp(
+    descriptors, tiles, barriers, chunks, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.constexpr
+):
+    """Keep STAGES chunks of left, right and g on their way, against the recurrence."""
+    left_desc, right_desc, g_desc = descriptors
+    left_tiles, right_tiles, g_tiles = tiles
     full, empty = barriers
     b, h, column, start, n_chunks = chunks
-    C: gl.constexpr = k_desc.block_type.shape[2]
-    PART: gl.constexpr = k_desc.block_type.shape[3]
+    C: gl.constexpr = left_desc.block_type.shape[2]
+    PART: gl.constexpr = left_desc.block_type.shape[3]
     GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
-    SIZE: gl.constexpr = PARTS * (k_desc.block_type.nbytes + GATE_SIZE) + v_desc.block_type.nbytes
+    SIZE: gl.constexpr = PARTS * (left_desc.block_type.nbytes + GATE_SIZE) + right_desc.block_type.nbytes
     for i in range(n_chunks):
         slot = i % STAGES
-        t = start + (n_chunks - 1 - i) * C
+        t = start + (i if BACKWARDS else n_chunks - 1 - i) * C
         bar = full.index(slot)
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         mbarrier.expect(bar, SIZE)
@@ -96,8 +102,8 @@ def _load_warp(descriptors, tiles, barriers, chunks, PARTS: gl.constexpr, STAGES
             place = PARTS * slot + part
             if g_desc is not None:
                 tma.async_copy_global_to_shared(g_desc, [b, h, t, part * PART], bar, g_tiles.index(place))
-            tma.async_copy_global_to_shared(k_desc, [b, h, t, part * PART], bar, k_tiles.index(place))
-        tma.async_copy_global_to_shared(v_desc, [b, h, t, column], bar, v_tiles.index(slot))
+            tma.async_copy_global_to_shared(left_desc, [b, h, t, part * PART], bar, left_tiles.index(place))
+        tma.async_copy_global_to_shared(right_desc, [b, h, t, column], bar, right_tiles.index(slot))
 
 
 @gluon.jit
@@ -110,18 +116,19 @@ def _state_warps(
     part: gl.constexpr,
     PARTS: gl.constexpr,
     PACKED: gl.constexpr,
+    BACKWARDS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Build PART rows of S and of D."""
-    k_tiles, v_tiles, g_tiles = tiles
+    left_tiles, right_tiles, g_tiles = tiles
     full, empty = barriers
-    S_ptr, D_ptr = states
-    n, h, column, length = place
+    S_ptr, D_ptr, scale = states
+    segment, h, column, length = place
     H, K, V = sizes
     HAS_GATE: gl.constexpr = D_ptr is not None
-    C: gl.constexpr = k_tiles.type.shape[3]
-    PART: gl.constexpr = k_tiles.type.shape[4]
-    BV: gl.constexpr = v_tiles.type.shape[4]
+    C: gl.constexpr = left_tiles.type.shape[3]
+    PART: gl.constexpr = left_tiles.type.shape[4]
+    BV: gl.constexpr = right_tiles.type.shape[4]
     state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     # A thread holds whole runs of rows of two columns, so that sums over rows stay within a few threads.
     layout: gl.constexpr = gl.BlockedLayout([16, 2], [4, 8], [1, 4], [1, 0])
@@ -131,9 +138,9 @@ def _state_warps(
     n_chunks = chunks_of(length, C)
     for i in range(n_chunks):
         slot = i % STAGES
-        rows = length - (n_chunks - 1 - i) * C
-        k_tile = k_tiles.index(PARTS * slot + part).reshape([C, PART])
-        v_tile = v_tiles.index(slot).reshape([C, BV])
+        rows = length - (i if BACKWARDS else n_chunks - 1 - i) * C
+        left_tile = left_tiles.index(PARTS * slot + part).reshape([C, PART])
+        right_tile = right_tiles.index(slot).reshape([C, BV])
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         if HAS_GATE:
             g = g_tiles.index(PARTS * slot + part).reshape([C, PART]).load(layout).to(gl.float32)  # [C, PART]
@@ -141,21 +148,25 @@ def _state_warps(
             if PACKED:
                 g = gl.where((row < rows)[:, None], g, 0.0)
             b = gl.associative_scan(g, 0, plus)  # [C, PART]
-            R += gl.sum(g, 0)
-            kg = k_tile.load(layout).to(gl.float32) * gl.exp2(R[None, :] - b)  # [C, PART]
+            R_end = R + gl.sum(g, 0)
+            x = R[None, :] + b if BACKWARDS else R_end[None, :] - b  # [C, PART]
+            R = R_end
+            left = left_tile.load(layout).to(gl.float32) * gl.exp2(x)  # [C, PART]
             if PACKED:
-                kg = gl.where((row < rows)[:, None], kg, 0.0)
-            k_tile.store(kg.to(k_tile.dtype))
+                left = gl.where((row < rows)[:, None], left, 0.0)
+            left_tile.store(left.to(left_tile.dtype))
         if PACKED:
             if not HAS_GATE:
-                clear_rows(k_tile, rows, layout)
-            clear_rows(v_tile, rows, layout)
+                clear_rows(left_tile, rows, layout)
+            clear_rows(right_tile, rows, layout)
         fence_async_shared()
         S = warpgroup_mma_wait(0, [S])
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, warpgroup_mma_init(S), is_async=True)
+        S = warpgroup_mma(left_tile.permute([1, 0]), right_tile, warpgroup_mma_init(S), is_async=True)
     S = warpgroup_mma_wait(0, [S])  # [PART, BV]
-    state = (n * H + h).to(gl.int64) * K
+    if BACKWARDS:
+        S = S * scale
+    state = (segment * H + h).to(gl.int64) * K
     key = part * PART + gl.arange(0, PART, gl.SliceLayout(1, state_layout))[:, None]  # [PART, 1]
     value = column + gl.arange(0, BV, gl.SliceLayout(0, state_layout))[None, :]  # [1, BV]
     gl.store(S_ptr + state * V + key * V + value, S, (key < K) & (value < V))
@@ -165,73 +176,83 @@ def _state_warps(
 
 
 # V is not there: where it is a multiple of 16, two elements of a state are written at once.
-@gluon.jit(do_not_specialize=["T", "length", "a_sequence", "built", "least", "H", "K"])
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "H", "K"])
 def _build_states_kernel(
-    k_desc,  # [B, H, T, K], tiles [C, PART]
-    v_desc,  # [B, H, T, V], tiles [C, BV]
+    left_desc,  # [B, H, T, K], tiles [C, PART]
+    right_desc,  # [B, H, T, V], tiles [C, BV]
     g_desc,  # [B, H, T, K], tiles [C, PART], or None
-    S_ptr,  # [count, H, K, V]
-    D_ptr,  # [count, H, K], or None as g
-    bounds,  # [count + 1] or None
+    S_ptr,  # [I, H, K, V]
+    D_ptr,  # [I, H, K], or None as g
+    cu_seqlens,  # [N + 1] or None
+    bounds,  # [I + 1] or None
+    scale,
     T,
-    length,
-    a_sequence,
-    built,
-    least,
+    segment,
+    segments,
     H,
     K,
     V,
     PARTS: gl.constexpr,
+    BACKWARDS: gl.constexpr,
+    SKIP_LAST: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     let_dependents_start()
-    C: gl.constexpr = k_desc.block_type.shape[2]
-    PART: gl.constexpr = k_desc.block_type.shape[3]
-    BV: gl.constexpr = v_desc.block_type.shape[3]
+    C: gl.constexpr = left_desc.block_type.shape[2]
+    PART: gl.constexpr = left_desc.block_type.shape[3]
+    BV: gl.constexpr = right_desc.block_type.shape[3]
     PACKED: gl.constexpr = bounds is not None
     columns = gl.cdiv(V, BV)
     column = gl.program_id(0) % columns * BV
     h = gl.program_id(0) // columns % H
-    n = gl.program_id(0) // columns // H
+    i = gl.program_id(0) // columns // H
     if PACKED:
         b = gl.to_tensor(0)
-        start = gl.load(bounds + n)
-        length = gl.load(bounds + n + 1) - start
-        if length < least:
+        start = gl.load(bounds + i)
+        end = gl.load(bounds + i + 1)
+        if start == end:
             return
+        if SKIP_LAST:
+            n = i - start // segment
+            last = start == gl.load(cu_seqlens + n) if BACKWARDS else end == gl.load(cu_seqlens + n + 1)
+            if last:
+                return
     else:
-        b = n // built
-        start = n % built * length
-        length = gl.minimum(length, T - start)
-        n = b * a_sequence + n % built
+        built = segments - 1 if SKIP_LAST else segments
+        b = i // built
+        m = i % built + 1 if SKIP_LAST and BACKWARDS else i % built
+        start = m * segment
+        end = gl.minimum(start + segment, T)
+        i = b * segments + m
+    length = end - start
 
-    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [PARTS * STAGES, 1, 1, C, PART], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, C, BV], v_desc.layout)
+    left_tiles = gl.allocate_shared_memory(left_desc.dtype, [PARTS * STAGES, 1, 1, C, PART], left_desc.layout)
+    right_tiles = gl.allocate_shared_memory(right_desc.dtype, [STAGES, 1, 1, C, BV], right_desc.layout)
     g_tiles = (
-        k_tiles
+        left_tiles
         if g_desc is None
         else gl.allocate_shared_memory(g_desc.dtype, [PARTS * STAGES, 1, 1, C, PART], g_desc.layout)
     )
     bars: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # k, v, g have been loaded
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # left, right, g have been loaded
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # all warpgroups have read them
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=PARTS)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=PARTS)
 
-    tiles = (k_tiles, v_tiles, g_tiles)
+    tiles = (left_tiles, right_tiles, g_tiles)
     barriers = (full, empty)
-    states = (S_ptr, D_ptr)
-    place = (n, h, column, length)
+    states = (S_ptr, D_ptr, scale)
+    place = (i, h, column, length)
     sizes = (H, K, V)
-    descriptors = (k_desc, v_desc, g_desc)
+    descriptors = (left_desc, right_desc, g_desc)
     chunks = (b, h, column, start, chunks_of(length, C))
     # Registers of a thread: what the load warp leaves is shared out evenly.
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_state_warps, (tiles, barriers, states, place, sizes, 0, PARTS, PACKED, STAGES)),
-                (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, STAGES)),
+                (_state_warps, (tiles, barriers, states, place, sizes, 0, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, BACKWARDS, STAGES)),
             ],
             [1],
             [24],
@@ -239,9 +260,9 @@ def _build_states_kernel(
     else:
         gl.warp_specialize(
             [
-                (_state_warps, (tiles, barriers, states, place, sizes, 0, PARTS, PACKED, STAGES)),
-                (_state_warps, (tiles, barriers, states, place, sizes, 1, PARTS, PACKED, STAGES)),
-                (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, STAGES)),
+                (_state_warps, (tiles, barriers, states, place, sizes, 0, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_state_warps, (tiles, barriers, states, place, sizes, 1, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, BACKWARDS, STAGES)),
             ],
             [4, 1],
             [176, 24],

@@ -40,6 +40,15 @@ def shared_tiles(x: Tensor, rows: int, columns: int) -> Any:
     return SharedDescriptor(x, *_heads_first(x), [1, 1, rows, columns], _layout(x.dtype, rows, columns))
 
 
+def state_tiles(states: Tensor, keys: int, values: int) -> Any:
+    """For a Gluon kernel: blocks [1, 1, keys, values] of states [.., H, K, V], contiguous, as [rows, H, K, V]."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
+
+    H, K, V = states.shape[-3:]
+    shape, strides = [states.numel() // (H * K * V), H, K, V], [H * K * V, K * V, V, 1]
+    return SharedDescriptor(states, shape, strides, [1, 1, keys, values], _layout(states.dtype, keys, values))
+
+
 def _heads_first(x: Tensor) -> tuple[list[int], list[int]]:
     """Shape and strides of x as [B, H, T, width]."""
     B, T, H, width = x.shape

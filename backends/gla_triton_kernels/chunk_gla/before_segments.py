@@ -1,0 +1,29 @@
+"""States that enter segments, or gradients of those that leave them: built from zero side by side, then scanned."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import Tensor
+
+from gla_triton_kernels.chunk_gla import scan
+from gla_triton_kernels.chunk_gla.plan import SegmentPlan
+from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments, cut
+from gla_triton_kernels.runtime.launch import Launch
+
+
+def run(
+    plan: SegmentPlan, x: Recurrence, H: int, cu_seqlens: Tensor | None, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Segments, list[Launch]]:
+    """What a recurrence carries into each segment of sequences [I, H, K, V], the segments, and what was launched."""
+    B, T, _, K = x.left.shape
+    V = x.right.shape[3]
+    segments = cut(B, T, plan.length, cu_seqlens)
+    S = torch.empty(segments.count, H, K, V, dtype=torch.float32, device=x.left.device)
+    D = None if x.g is None else torch.empty(segments.count, H, K, dtype=torch.float32, device=x.left.device)
+    before = S if dtype == S.dtype else torch.empty_like(S, dtype=dtype)
+    states = importlib.import_module(f"gla_triton_kernels.chunk_gla.{plan.states.kernel}")
+    built = states.run(plan, x, segments, S, D)
+    scanned = scan.run(plan, x, segments, S, D, before)
+    return before, segments, [*segments.launches, *built, *scanned]

@@ -1,0 +1,30 @@
+"""The kernels of a backward, in order: states that enter chunks, gradients of states that leave segments, the rest."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from gla_triton_kernels.chunk_gla import before_segments
+from gla_triton_kernels.chunk_gla.call import BackwardTensors
+from gla_triton_kernels.chunk_gla.plan_backward import BackwardPlan
+from gla_triton_kernels.chunk_gla.segments import Recurrence
+from gla_triton_kernels.runtime.launch import Launch
+
+
+def run(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
+    """Fill the gradients in x, and return what was launched."""
+    H = x.k.shape[2]
+    entering, launches = x.checkpoints, []
+    if plan.entering is not None:
+        dtype = torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32
+        states = Recurrence(x.k, x.v, x.g, x.initial_state, None)
+        entering, _, launches = before_segments.run(plan.entering, states, H, x.cu_seqlens, dtype)
+    leaving = segments = None
+    if plan.leaving is not None:
+        states = Recurrence(x.q, x.do, x.g, x.dstate, x.dinitial_state, scale, backwards=True)
+        leaving, segments, launched = before_segments.run(plan.leaving, states, H, x.cu_seqlens)
+        launches += launched
+    kernel = importlib.import_module(f"gla_triton_kernels.chunk_gla.{plan.gradients.kernel}")
+    return launches + kernel.run(plan.gradients, x, entering, leaving, segments, scale)

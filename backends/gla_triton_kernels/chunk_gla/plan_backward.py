@@ -1,0 +1,122 @@
+"""Which kernels compute a call of chunk_gla_bwd, and with which launch parameters: decided here alone, without Triton.
+
+As plan.py does for the forward, whose dimensions these are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels.chunk_gla.plan import (
+    CutTimes,
+    Kernel,
+    SegmentPlan,
+    segment_length,
+    states_of_segments,
+)
+from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from gla_triton_kernels.runtime.sizes import power_of_two
+
+CHUNK = 64
+"""Tokens of a chunk: the least interval of checkpoints, so that the state that enters every chunk is there."""
+BACKWARD_CUT = CutTimes(0.1, 0.2, 0.4)
+"""A chunk's gradients take several times as long as its outputs."""
+LEAST_BLOCK = 64
+"""Keys and values of a block at least: Triton 3.6 gets narrower ones wrong on Hopper."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientPlan:
+    """The kernel that computes gradients, and its launch parameters.
+
+    A block [BK, BV] of the states of a head is gated linear attention of its own: dq, dk and dg are sums over blocks of
+    values, and dv over blocks of keys.
+
+    Attributes:
+        BK, BV: keys and values of a block.
+        warps: of a block; those that are specialised come on top.
+        precision: what matrices are multiplied in: "bf16", or float32 split into bfloat16 parts, "bf16x3" or "bf16x6".
+    """
+
+    kernel: Kernel
+    BK: int
+    BV: int
+    warps: int
+    precision: str = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPlan:
+    """How a call is computed.
+
+    Attributes:
+        gradients: computes dq, dk, dv and dg of a sequence or segment, backwards, from the states that enter its chunks
+            and the gradient of the state that leaves it.
+        entering: how the states that enter chunks are found; None where checkpoints hold them.
+        leaving: how the gradients of the states that leave segments are found; None where sequences stay whole.
+    """
+
+    gradients: GradientPlan
+    entering: SegmentPlan | None
+    leaving: SegmentPlan | None = None
+
+
+def plan_whole_sequences(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPlan:
+    """Whole sequences in one pass backwards.
+
+    Args:
+        aligned: whether TMA can address q, k, v, g and do.
+    """
+    return BackwardPlan(_gradients(call, gpu, aligned), _entering(call, gpu, aligned))
+
+
+def plan_segments_backward(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPlan:
+    """Segments of sequences at once, or one pass where whole sequences fill the device.
+
+    Args:
+        aligned: whether TMA can address q, k, v, g and do.
+    """
+    T, H, K, V, N = (call.dims[name] for name in ("T", "H", "K", "V", "N"))
+    gradients = _gradients(call, gpu, aligned)
+    blocks = H * -(-K // gradients.BK) * -(-V // gradients.BV)
+    at_once = gpu.multiprocessors * (2 if gradients.BK == gradients.BV == 64 else 1)
+    length = segment_length(N, T, blocks, at_once, call.variable_length, BACKWARD_CUT)
+    if gpu.architecture is Architecture.INTERPRETED:
+        length = min(length, CHUNK)
+    entering = _entering(call, gpu, aligned)
+    if length >= T:
+        return BackwardPlan(gradients, entering)
+    return BackwardPlan(gradients, entering, _states(call, gpu, aligned, length))
+
+
+def _entering(call: OpCall, gpu: Gpu, aligned: bool) -> SegmentPlan | None:
+    """How the states that enter chunks are found: they are checkpoints, or made as those of segments of a chunk are."""
+    if call.scalars.get("checkpoint_every") == CHUNK:
+        return None
+    return _states(call, gpu, aligned, CHUNK)
+
+
+def _states(call: OpCall, gpu: Gpu, aligned: bool, length: int) -> SegmentPlan:
+    kernel = states_of_segments(call, gpu, aligned, length)
+    return SegmentPlan(length, kernel, gpu.architecture.overlaps_kernels)
+
+
+def _gradients(call: OpCall, gpu: Gpu, aligned: bool) -> GradientPlan:
+    """The kernel that computes gradients, and its launch parameters."""
+    H, Hq, K, V = (call.dims[name] for name in ("H", "Hq", "K", "V"))
+    specialised = gpu.architecture.has_wgmma and call.dtype == torch.bfloat16 and Hq == H
+    if specialised and aligned and V % 8 == 0:
+        BK, BV = (64 if K <= 64 else 128), (64 if V <= 64 else 128)
+        return GradientPlan(kernel=Kernel.BACKWARD_SM90, BK=BK, BV=BV, warps=4)
+    widest, warps, precision = 64, 4, "bf16"
+    if call.dtype == torch.bfloat16 and not gpu.architecture.has_little_shared_memory:
+        widest, warps = 128, 8
+    if call.dtype != torch.bfloat16:
+        highest = call.dtype == torch.float32 and call.float32_matmul_precision == "highest"
+        precision = "bf16x6" if highest else "bf16x3"
+    least = 16 if gpu.architecture is Architecture.INTERPRETED else LEAST_BLOCK
+    BK, BV = (min(widest, power_of_two(width, least)) for width in (K, V))
+    return GradientPlan(kernel=Kernel.BACKWARD, BK=BK, BV=BV, warps=warps, precision=precision)

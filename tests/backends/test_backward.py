@@ -1,0 +1,251 @@
+"""The general kernel of chunk_gla_bwd against the reference in float64: any width, length, gate, layout and packing.
+
+It is given the states that enter chunks, and of segments the gradients of the states that leave them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+from gla_core.conformance.calls import heads_first
+from gla_core.conformance.tolerances import GRADIENT, relative_error
+from gla_core.workloads.inputs import GATES, GlaInputs, gla_inputs
+from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
+from gla_triton_kernels.chunk_gla.plan import Kernel
+from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+PRECISIONS = {torch.float32: "bf16x6", torch.float16: "bf16x3", torch.bfloat16: "bf16"}
+SCALE = 0.3
+
+pytestmark = pytest.mark.kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(GlaInputs):
+    """Inputs of the forward, and the gradients of its results."""
+
+    do: torch.Tensor
+    dstate: torch.Tensor | None
+
+
+def case(device, *, dstate=True, offset=0, **sizes):
+    """A random case; the first of packed sequences begins at row `offset`."""
+    x = gla_inputs(device=device, **{"B": 1, "H": 1, "gate_dtype": torch.float32, **sizes})
+    given = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
+    (N, T, Hq, K), (H, V) = x.q.shape, x.v.shape[2:]
+    do = torch.randn(N, T, Hq, V, device=device).to(x.q.dtype)
+    if x.cu_seqlens is not None:
+        given["cu_seqlens"], N = x.cu_seqlens + offset, len(x.cu_seqlens) - 1
+    return Case(**given, do=do, dstate=torch.randn(N, H, K, V, device=device) if dstate else None)
+
+
+def change(x, how, *names):
+    return dataclasses.replace(x, **{name: how(getattr(x, name)) for name in names if getattr(x, name) is not None})
+
+
+def wide(x):
+    return change(x, torch.Tensor.double, "q", "k", "v", "g", "initial_state", "do", "dstate")
+
+
+def states(x):
+    """The states that enter chunks, in float64."""
+    x = wide(x)
+    return chunk_gla_fwd(x.q, x.k, x.v, x.g, SCALE, x.initial_state, False, x.cu_seqlens, CHUNK)[2]
+
+
+def expected(x, entering):
+    """The gradients in float64."""
+    x = wide(x)
+    given = (x.initial_state, x.cu_seqlens, entering.double(), CHUNK, x.do, x.dstate)
+    return chunk_gla_bwd(x.q, x.k, x.v, x.g, SCALE, *given)
+
+
+def gradients(x, entering, *, precision=None, BK=16, BV=16, warps=4, segments=None, leaving=None):
+    """The kernel's, where results were NaN before, and rows of inputs that belong to no sequence; of those, 0."""
+    from gla_triton_kernels.chunk_gla import backward
+    from gla_triton_kernels.chunk_gla.call import BackwardTensors
+
+    plan = GradientPlan(kernel=Kernel.BACKWARD, BK=BK, BV=BV, warps=warps, precision=precision or PRECISIONS[x.q.dtype])
+    inputs = (x.q, x.k, x.v, x.g, x.initial_state)
+    results = [None if y is None else torch.full(y.shape, torch.nan, dtype=y.dtype, device=y.device) for y in inputs]
+    for y in (*inputs[:4], x.do):
+        fill_padding(y, x.cu_seqlens, torch.nan)
+    tensors = BackwardTensors(*inputs, x.cu_seqlens, None, x.do, x.dstate, *results)
+    backward.run(plan, tensors, entering.contiguous(), leaving, segments, SCALE)
+    for y in results[:4]:
+        fill_padding(y, x.cu_seqlens, 0)
+    return results
+
+
+def fill_padding(y, offsets, value):
+    if y is not None and offsets is not None:
+        y[:, : offsets[0]] = value
+        y[:, offsets[-1] :] = value
+
+
+def check(x, *, budget=None, entering_dtype=torch.float32, **options):
+    """Compare with the reference, and return the gradients."""
+    entering = states(x).to(entering_dtype)
+    ref = expected(x, entering)
+    found = gradients(x, entering, **options)
+    for y, expected_y in zip(found[:4] if "segments" in options else found, ref, strict=False):
+        if y is not None:
+            seen = expected_y.abs() >= torch.finfo(torch.float32).tiny  # what is less is out of float32's range
+            assert relative_error(torch.where(seen, y, 0), expected_y * seen) <= (
+                budget or max(GRADIENT[x.q.dtype], GRADIENT[y.dtype])
+            )
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gates", GATES)
+def test_gates(device, gates, dtype):
+    check(case(device, T=150, gates=gates, dtype=dtype, initial_state=True))
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_tf32(device, gates):
+    """Float32 in two bfloat16 parts, as where TF32 is allowed."""
+    check(case(device, T=150, gates=gates, initial_state=True), precision="bf16x3", budget=1e-3)
+
+
+@pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 129])
+@pytest.mark.parametrize(("initial_state", "dstate"), [(False, False), (False, True), (True, False), (True, True)])
+def test_lengths(device, T, initial_state, dstate):
+    check(case(device, B=2, T=T, gates="-inf", initial_state=initial_state, dstate=dstate))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gates", ["none", "-inf"])
+@pytest.mark.parametrize(
+    ("K", "V", "BK", "BV"),
+    [(7, 5, 16, 16), (37, 19, 32, 32), (19, 37, 16, 16)] if INTERPRETED else [(37, 19, 64, 32), (100, 200, 64, 64)],
+)
+def test_widths(device, K, V, BK, BV, gates, dtype):
+    """Blocks that are wider than a head, and several blocks a head."""
+    check(case(device, T=70, K=K, V=V, gates=gates, dtype=dtype, initial_state=True), BK=BK, BV=BV)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gates", GATES)
+def test_wide_blocks(gates):
+    x = case("cuda", T=200, H=2, K=128, V=256, gates=gates, dtype=torch.bfloat16, initial_state=True)
+    check(x, BK=128, BV=128, warps=8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
+def test_grouped_queries(device, gates, dtype):
+    check(case(device, T=70, H=2, G=3, gates=gates, dtype=dtype, initial_state=True))
+
+
+@pytest.mark.parametrize("lengths", [(0,), (0, 0, 5), (130, 0, 1, 64, 70)])
+@pytest.mark.parametrize(
+    ("gates", "initial_state", "index_dtype"),
+    [("none", True, torch.int32), ("-inf", False, torch.int32), ("-inf", True, torch.int64)],
+)
+def test_packed(device, lengths, gates, initial_state, index_dtype):
+    x = case(device, lengths=lengths, padding=12, offset=5, gates=gates, initial_state=initial_state)
+    check(change(x, lambda offsets: offsets.to(index_dtype), "cu_seqlens"))
+
+
+@pytest.mark.parametrize("gate", [-8.0, -80.0, -100.0, -torch.inf])
+def test_every_gate_forgets(device, gate):
+    x = case(device, T=70, initial_state=True)
+    x.g[:] = gate
+    assert check(x)[3].any() == (gate > -torch.inf)
+
+
+@pytest.mark.parametrize("decay", [1.0, 59.0, 61.0, 300.0, torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_either_side_of_the_largest_decay_of_a_mild_chunk(device, decay, dtype):
+    x = case(device, T=140, dtype=dtype, initial_state=True)
+    x.g[..., 3::5] = -decay / CHUNK
+    x.g[:, CHUNK + 5, :, 4::5] = -decay
+    check(x)
+    if dtype == torch.float32:
+        check(x, precision="bf16x3", budget=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["bf16x3", "bf16x6"])
+@pytest.mark.parametrize("sizes", [{"T": 140}, {"lengths": (140, 0, 3)}])
+def test_gates_whose_gradient_is_exactly_0(device, sizes, precision):
+    """Those that forget all, and those of a first token that no state precedes."""
+    x = case(device, **sizes)
+    x.g[:, 70, :, ::3] = -torch.inf
+    x.g[:, 71, :, 1::3] = -300.0
+    dg = check(x, precision=precision, budget=1e-3)[3]
+    zero = x.g <= -120
+    zero[:, [0] if x.cu_seqlens is None else [0, 140]] = True
+    assert torch.equal(dg == 0, zero)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_states_in_bfloat16(device, dtype):
+    check(case(device, T=140, dtype=dtype, initial_state=True), entering_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("initial_state", [False, True])
+@pytest.mark.parametrize(("gates", "dstate"), [("none", True), ("mild", False), ("-inf", True)])
+@pytest.mark.parametrize(
+    "sizes", [{"B": 2, "T": 150}, {"B": 2, "T": 128}, {"lengths": (130, 0, 1, 128, 70), "padding": 12, "offset": 5}]
+)
+@pytest.mark.parametrize("length", [64, 128])
+def test_segments(device, sizes, length, gates, dstate, initial_state):
+    from gla_triton_kernels.chunk_gla.segments import cut
+
+    x = case(device, **sizes, gates=gates, dstate=dstate, initial_state=initial_state)
+    segments = cut(*x.q.shape[:2], length, x.cu_seqlens)
+    leaving = torch.cat([leaving_gradient(wide(x), segments, i) for i in range(segments.count)]).float()
+    dinitial = check(x, segments=segments, leaving=leaving)[4]
+    assert dinitial is None or dinitial.isnan().all()  # a scan writes it
+
+
+def leaving_gradient(x, segments, i):
+    """The gradient of the state that leaves segment i [1, H, K, V]: that of the initial state of what follows it."""
+    if x.cu_seqlens is None:
+        n, m = divmod(i, segments.per_sequence)
+        row, begin, end = n, (m + 1) * segments.length, x.q.shape[1]
+    else:
+        start, begin = segments.bounds[i : i + 2].tolist()
+        n = min(max(i - start // segments.length, 0), len(x.cu_seqlens) - 2)  # any, where the segment is empty
+        row, end = 0, int(x.cu_seqlens[n + 1])
+    rest = change(x, lambda y: y[row : row + 1, begin:end], "q", "k", "v", "g", "do")
+    dstate = None if x.dstate is None else x.dstate[n : n + 1]
+    zero = x.q.new_zeros(1, x.v.shape[2], x.q.shape[3], x.v.shape[3])
+    return chunk_gla_bwd(rest.q, rest.k, rest.v, rest.g, SCALE, zero, None, None, None, rest.do, dstate)[4]
+
+
+def test_strides(device):
+    """Heads first, a slice of something wider, gates and gradients that repeat, states with room between their rows."""
+    x = case(device, B=2, T=70, H=2, G=2, initial_state=True)
+    x = dataclasses.replace(x, g=x.g[:1, :1].expand_as(x.g), do=x.do[:1, :1, :1].expand_as(x.do))
+    ref = check(x)
+    x = change(change(x, heads_first, "q", "v"), lambda y: torch.nn.functional.pad(y, (3, 3))[..., 3:-3], "k")
+    x = change(x, lambda y: torch.nn.functional.pad(y, (0, 0, 1, 2))[:, :, 1:-2], "dstate")
+    assert all(torch.equal(a, b) for a, b in zip(gradients(x, states(x).float()), ref, strict=True))
+
+
+def test_partial_results_are_summed_in_order(device):
+    from gla_triton_kernels.chunk_gla import partials
+
+    parts, out = torch.randn(3, 5, 700, device=device), torch.empty(5, 700, dtype=torch.float16, device=device)
+    partials.run(parts, out)
+    assert torch.equal(out, (parts[0] + parts[1] + parts[2]).half())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_same_bits_every_run(gates, dtype):
+    x = case("cuda", B=2, T=200, H=2, K=128, V=128, gates=gates, dtype=dtype, initial_state=True)
+    first, second = (gradients(x, states(x).float(), BK=64, BV=64) for _ in range(2))
+    assert all(a is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,0 +1,110 @@
+"""Checkpoints that the kernels of chunk_gla_fwd make, against those of the reference in float64."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.workloads.inputs import gla_inputs
+from gla_triton_kernels.chunk_gla.plan import Kernel
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+DTYPE = DTYPES[-1]  # an interpreter takes its time for float32, token by token
+LENGTHS = (70, 0, 65, 1, 0, 200, 3)
+
+pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned")]
+
+
+@pytest.fixture
+def cut(change_plans):
+    """Sets the length of segments; by default as they are planned."""
+    change_plans("INTERPRETED_SEGMENT", 1024)
+    return lambda length: change_plans("segment_length", lambda *_: length)
+
+
+def check(backend, every, initial_state=True, first=0, **sizes):
+    """Compare with the reference."""
+    x = gla_inputs(**{"B": 1, "H": 1, "K": 19, "V": 37, "dtype": DTYPE, **sizes}, initial_state=initial_state)
+    offsets = None if x.cu_seqlens is None else x.cu_seqlens + first
+    chunk_gla_fwd = importlib.import_module(f"gla_{backend}.chunk_gla").chunk_gla_fwd
+    o, _, found = chunk_gla_fwd(x.q, x.k, x.v, x.g, 0.3, x.initial_state, False, offsets, every)
+    *wide, state = (None if y is None else y.double() for y in (x.q, x.k, x.v, x.g, x.initial_state))
+    options = {"cu_seqlens": offsets, "backend": "reference", "checkpoint_every": every}
+    ref_o, _, ref = gla.chunk_gla(*wide, 0.3, state, **options)
+    assert relative_error(o, ref_o) <= FORWARD[x.q.dtype]
+    assert relative_error(found, ref) <= FORWARD[x.q.dtype]
+    assert found.dtype == (torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32)
+    unused = (ref == 0).flatten(2).all(2)
+    assert not found[unused].any()
+
+
+@pytest.mark.parametrize(("T", "every"), [(0, 64), (5, 64), (64, 64), (65, 128), (200, 64), (200, 128), (200, 192)])
+def test_equal_sequences(backend, device, T, every):
+    check(backend, every, T=T, B=2, G=2, device=device)
+
+
+@pytest.mark.parametrize("gates", ["none", "mild", "strong", "-inf"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates(backend, device, gates, dtype):
+    check(backend, 64, T=130, gates=gates, gate_dtype=torch.float32, dtype=dtype, device=device)
+
+
+def test_without_an_initial_state(backend, device):
+    check(backend, 64, T=130, initial_state=False, device=device)
+    check(backend, 64, lengths=(70, 0, 130), initial_state=False, device=device)
+
+
+@pytest.mark.parametrize("every", [64, 128, 192])
+def test_packed_sequences(backend, device, every):
+    check(backend, every, lengths=LENGTHS, padding=200, first=90, K=3, V=5, device=device)
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0), (5,), (0, 64, 0)])
+def test_hardly_a_sequence(backend, device, lengths):
+    check(backend, 64, lengths=lengths, padding=9, device=device)
+    check(backend, 64, lengths=lengths, device=device)
+
+
+@pytest.mark.parametrize(("length", "every"), [(64, 64), (64, 192), (128, 64), (128, 192), (192, 128)])
+def test_segments(cut, device, length, every):
+    """Whether or not a segment begins where a checkpoint is."""
+    cut(length)
+    check("parallel_scan", every, T=270, B=2, K=3, V=5, device=device)
+    check("parallel_scan", every, lengths=LENGTHS, padding=500, first=90, K=3, V=5, device=device)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("needs_sm90")
+@pytest.mark.parametrize("length", [64, 128, 192, 2048])
+@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (104, 72), (256, 128), (136, 40)])
+def test_kernels_for_hopper(cut, change_plans, K, V, gates, length):
+    cut(length)
+    change_plans("SM90_TOKENS", 0)
+    sizes = {"H": 3, "K": K, "V": V, "gates": gates, "gate_dtype": torch.float32, "dtype": torch.bfloat16}
+    for every in (64, 128, 192):
+        check("parallel_scan", every, T=500, B=2, device="cuda", **sizes)
+        check("parallel_scan", every, lengths=LENGTHS, padding=500, first=90, device="cuda", **sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (256, 128), (512, 64)])
+def test_general_kernel_by_tma(backend, change_plans, K, V):
+    change_plans("best_kernel", lambda *_: Kernel.FORWARD)
+    change_plans("TMA_ELEMENTS", 0)
+    check(backend, 64, T=500, B=2, H=3, K=K, V=V, gate_dtype=torch.float32, device="cuda")
+
+
+@pytest.mark.gpu
+def test_a_call_that_is_replayed(backend):
+    """Its checkpoints are new ones, and others with another interval."""
+    for every in (64, 128, 64, 128):
+        check(backend, every, lengths=LENGTHS, padding=100, K=64, V=64, device="cuda")

@@ -1,0 +1,178 @@
+"""What pairs of tokens within marked chunks add to gradients, against the reference on each chunk by itself."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+
+from gla_core.conformance.calls import heads_first
+from gla_core.conformance.tolerances import GRADIENT, relative_error
+from gla_core.workloads.inputs import gla_inputs
+from gla_reference.chunk_gla import chunk_gla_bwd
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPE, BUDGET = (torch.float32, 1e-4) if INTERPRETED else (torch.bfloat16, GRADIENT[torch.bfloat16])
+CHUNK, KEYS, SCALE = 64, 128, 0.3
+
+pytestmark = pytest.mark.kernels
+
+
+def case(device, *, offset=0, dtype=DTYPE, **sizes):
+    """Inputs q, k, v, g and do, gradients to add to, and cu_seqlens, which begin at row `offset`."""
+    x = gla_inputs(**{"B": 1, "H": 1, "gates": "-inf", "gate_dtype": torch.float32, "device": device, **sizes})
+    q, k, v, do = (y.to(dtype) for y in (x.q, x.k, x.v, torch.randn_like(x.v)))
+    given = [torch.randn_like(y) for y in (q, k, v, x.g)]
+    return [q, k, v, x.g, do], given, None if x.cu_seqlens is None else x.cu_seqlens + offset
+
+
+def chunks(inputs, cu_seqlens):
+    """The row of each chunk, its place in a batch, and its tokens."""
+    B, T = inputs[0].shape[:2]
+    offsets = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
+    for b in range(B):
+        for n, (start, end) in enumerate(itertools.pairwise(offsets)):
+            row = b * -(-T // CHUNK) + n + start // CHUNK
+            for j, t in enumerate(range(start, end, CHUNK)):
+                yield row + j, b, slice(t, min(t + CHUNK, end))
+
+
+def marks_of(inputs, cu_seqlens, which=lambda i, h, block: (i + h + block) % 2 == 0):
+    """Marks of chunks i and key blocks that `which` picks; rows without a chunk are marked, to no effect."""
+    (B, T, H, K), device = inputs[0].shape, inputs[0].device
+    rows = B * -(-T // CHUNK) if cu_seqlens is None else len(cu_seqlens) - 1 + T // CHUNK
+    marks = torch.full((rows, H, -(-K // KEYS)), 7, dtype=torch.int32, device=device)
+    for i, (row, _, _) in enumerate(chunks(inputs, cu_seqlens)):
+        for h, block in itertools.product(range(H), range(marks.shape[2])):
+            marks[row, h, block] = which(i, h, block)
+    return marks
+
+
+def marked(inputs, cu_seqlens, marks):
+    """Where dq, dk, dv and dg of each marked chunk stand, which is where q, k, v and g do, and where do does."""
+    for row, b, tokens in chunks(inputs, cu_seqlens):
+        for h, block in marks[row].nonzero().tolist():
+            head, keys = (slice(b, b + 1), tokens, slice(h, h + 1)), slice(block * KEYS, (block + 1) * KEYS)
+            yield (*head, keys), (*head, keys), head, (*head, keys), head
+
+
+def expected(inputs, given, cu_seqlens, marks):
+    """The gradients in float64."""
+    results = [y.double() for y in given]
+    for places in marked(inputs, cu_seqlens, marks):
+        q, k, v, g, do = (y[place].double() for y, place in zip(inputs, places, strict=True))
+        pairs = chunk_gla_bwd(q, k, v, g, SCALE, None, None, None, None, do, None)
+        for y, place, added in zip(results, places, pairs, strict=False):
+            y[place] += added
+        results[3][places[3]] *= g > -120
+    return results
+
+
+def completed(inputs, given, cu_seqlens, marks):
+    """The kernel's, from gradients that stay as they are."""
+    from gla_triton_kernels.chunk_gla import pairs
+    from gla_triton_kernels.chunk_gla.call import BackwardTensors
+
+    q, k, v, g, do = inputs
+    results = [y.clone() for y in given]
+    pairs.run(BackwardTensors(q, k, v, g, None, cu_seqlens, None, do, None, *results, None), marks, SCALE)
+    return results
+
+
+def check(inputs, given, cu_seqlens, marks=None):
+    """Compare with the reference, and return the gradients."""
+    marks = marks_of(inputs, cu_seqlens) if marks is None else marks
+    results, reference = completed(inputs, given, cu_seqlens, marks), expected(inputs, given, cu_seqlens, marks)
+    for found, ref in zip(results, reference, strict=True):
+        assert relative_error(found, ref) <= (BUDGET if found.dtype == torch.float32 else GRADIENT[torch.bfloat16])
+    rest = [y.clone() for y in results]
+    for places in marked(inputs, cu_seqlens, marks):
+        for y, before, place in zip(rest, given, places, strict=False):
+            y[place] = before[place]
+    assert all(torch.equal(y, before) for y, before in zip(rest, given, strict=True))
+    return results
+
+
+@pytest.mark.parametrize("gates", ["mild", "strong", "extreme", "-inf"])
+def test_gates(device, gates):
+    check(*case(device, T=150, H=2, gates=gates))
+
+
+@pytest.mark.parametrize("gate", [-2.0, -8.0, -50.0])
+def test_small_gradients_of_gates(device, gate):
+    """Pairs that lie on one side of a gate cancel, and pairs of a token with itself never come in."""
+    inputs, given, _ = case(device, T=64)
+    inputs[3][:] = gate
+    given[3][:] = 0
+    check(inputs, given, None, marks_of(inputs, None, lambda *_: True))
+
+
+@pytest.mark.parametrize("T", [1, 64, 65])
+def test_lengths(device, T):
+    check(*case(device, B=2, T=T, H=3))
+
+
+@pytest.mark.parametrize(("K", "V"), [(7, 5), (40, 100)])
+def test_widths(device, K, V):
+    check(*case(device, T=70, K=K, V=V))
+
+
+def test_a_block_of_keys_that_is_not_marked(device):
+    inputs, given, _ = case(device, T=64, K=200)
+    dq, dk, _, dg = check(inputs, given, None, marks_of(inputs, None, lambda i, h, block: block == 1))
+    for y, before in zip((dq, dk, dg), (given[0], given[1], given[3]), strict=True):
+        assert torch.equal(y[..., :KEYS], before[..., :KEYS])
+
+
+@pytest.mark.parametrize("sizes", [{"B": 2, "T": 200, "H": 5}, {"lengths": (70, 0, 129), "H": 3}])
+def test_many_chunks_a_program(device, sizes, monkeypatch):
+    from gla_triton_kernels.chunk_gla import pairs
+
+    monkeypatch.setattr(pairs, "PROGRAMS", 2)
+    check(*case(device, **sizes))
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("lengths", "offset"), [((0,), 0), ((0, 0, 5), 70), ((130, 0, 1, 64, 0, 70), 5), ((0, 1) * 8, 3)]
+)
+def test_packed(device, lengths, offset, index_dtype):
+    inputs, given, cu_seqlens = case(device, lengths=lengths, padding=90, offset=offset)
+    for y in inputs:
+        y[:, :offset], y[:, cu_seqlens[-1] :] = torch.nan, torch.nan
+    cu_seqlens = cu_seqlens.to(index_dtype)
+    check(inputs, given, cu_seqlens, marks_of(inputs, cu_seqlens, lambda *_: True))
+
+
+def test_gates_whose_gradient_is_exactly_0(device):
+    inputs, given, _ = case(device, T=128, gates="mild")
+    inputs[3][:, 10, :, ::3], inputs[3][:, 11, :, 1::3] = -torch.inf, -300.0
+    inputs[3][:, 70] = -torch.inf
+    dg = check(inputs, given, None, marks_of(inputs, None, lambda i, *_: i == 0))[3]
+    assert torch.equal(dg[:, :CHUNK] == 0, inputs[3][:, :CHUNK] <= -120)
+    assert torch.equal(dg[:, CHUNK:], given[3][:, CHUNK:])
+
+
+def test_gates_in_bfloat16(device):
+    check(*case(device, T=70, gate_dtype=torch.bfloat16))
+
+
+def test_strides(device):
+    """Heads first, a slice of something wider, gates that repeat."""
+    inputs, given, _ = case(device, B=2, T=70, H=2)
+    inputs[3] = inputs[3][:1, :1].expand_as(inputs[3])
+    results = check(inputs, given, None)
+    q, k, v, g, do = inputs
+    inputs = [heads_first(q), torch.nn.functional.pad(k, (3, 3))[..., 3:-3], heads_first(v), g, do]
+    again = completed(inputs, given, None, marks_of(inputs, None))
+    assert all(torch.equal(a, b) for a, b in zip(again, results, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gates", ["extreme", "-inf"])
+def test_wide_heads(gates):
+    check(*case("cuda", B=2, T=300, H=2, K=256, V=192, gates=gates))
