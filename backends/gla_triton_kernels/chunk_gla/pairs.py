@@ -188,7 +188,7 @@ def _sequence_of(i, cu_seqlens_ptr, N, C: tl.constexpr):
     while above - n > 1:
         middle = (n + above) // 2
         first = middle + tl.load(cu_seqlens_ptr + middle).to(tl.int32) // C  # the row of its first chunk
-        n = tl.where(first < i, middle, n)
+        n = tl.where(first <= i, middle, n)
         above = tl.where(first <= i, above, middle)
     return n
 
