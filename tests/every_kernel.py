@@ -17,11 +17,11 @@ import torch
 
 import gla_core as gla
 from gla_core.workloads.inputs import GlaInputs, gla_inputs
-from gla_triton_kernels.chunk_gla import plan
+from gla_triton_kernels.chunk_gla import plan, plan_backward
 from gla_triton_kernels.runtime import replay
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BEST_KERNEL = plan.best_kernel
+BEST_KERNEL, FITS_SM90 = plan.best_kernel, plan_backward.fits_sm90
 WIDTHS = ((16, 16), (64, 64), (128, 128), (256, 128), (512, 64))
 
 
@@ -41,10 +41,12 @@ def hopper_chunks() -> None:
 
 def general_kernels() -> None:
     plan.best_kernel = lambda *call: plan.Kernel.FORWARD
+    plan_backward.fits_sm90 = lambda *call: False
 
 
 def hopper_kernels() -> None:
     plan.best_kernel = BEST_KERNEL
+    plan_backward.fits_sm90 = FITS_SM90
     plan.SM90_TOKENS = 0
 
 
@@ -69,14 +71,14 @@ def chunk(x: GlaInputs) -> None:
 
 
 def backwards() -> None:
-    """Gradients of the same calls, by the kernels for every GPU and by those for Hopper; from checkpoints, and not."""
-    for kernels, every in itertools.product((general_kernels, hopper_kernels), (None, 64)):
+    """Gradients of the same calls by both kinds of kernels, from checkpoints and from states that are built again."""
+    for kernels, every in itertools.product((general_kernels, hopper_kernels), (64, 128)):
         kernels()
         for x in chunk_calls():
             backward(x, every)
 
 
-def backward(x: GlaInputs, checkpoint_every: int | None) -> None:
+def backward(x: GlaInputs, checkpoint_every: int) -> None:
     """Once with a state at either end, and once with none."""
     for initial_state, final in ((x.initial_state, True), (None, False)):
         replay._calls.clear()
@@ -122,7 +124,7 @@ PARTS = {run.__name__: run for run in (general_chunks, hopper_chunks, steps, sof
 
 if __name__ == "__main__":
     backend, *names = sys.argv[1:]
-    plan.segment_length = lambda *sizes: 64  # or so few tokens would stay one segment
+    plan.segment_length = plan_backward.segment_length = lambda *sizes: 64  # or so few tokens would stay one segment
     with gla.use_backend(backend):
         for precision in ("highest", "high"):
             torch.set_float32_matmul_precision(precision)

@@ -111,6 +111,14 @@ def test_small_gradients_of_gates(device, gate):
     check(inputs, given, None, marks_of(inputs, None, lambda *_: True))
 
 
+def test_nothing_is_added_to_the_gate_of_a_first_token(device):
+    """No token of its chunk comes before it: where the sequence begins without a state, its dg stays exactly 0."""
+    inputs, given, _ = case(device, T=128, H=2, gates="strong")
+    given[3][:, ::CHUNK] = 0
+    dg = check(inputs, given, None, marks_of(inputs, None, lambda *_: True))[3]
+    assert not dg[:, ::CHUNK].any()
+
+
 @pytest.mark.parametrize("T", [1, 64, 65])
 def test_lengths(device, T):
     check(*case(device, B=2, T=T, H=3))

@@ -1,9 +1,12 @@
 """Gated linear attention over sequences, and over segments of them: one file per kernel and architecture.
 
-    plan.py, cost.py       which kernels a call takes, and its predicted time; neither imports Triton
-    call.py                what every call goes through
+    plan*.py, cost*.py     which kernels a call takes, and its predicted time; none imports Triton
+    call.py                what every call goes through, forward and backward
     forward*.py            outputs, and the state that leaves, from the state that enters
-    states*.py, scan.py    states of segments from zero, and the states that enter segments from these
+    before_segments.py     the states that enter segments, or the gradients of those that leave them: states*.py builds
+                           them from zero, scan.py joins them
+    gradients.py           the kernels of a backward in order; of these backward*.py computes the gradients, pairs.py
+                           adds what backward_sm90.py leaves out, partials.py sums what blocks of a head give
 
 Modules are imported when they are first asked for: importing this package imports no Triton.
 """

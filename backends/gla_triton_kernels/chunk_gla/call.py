@@ -13,7 +13,7 @@ from gla_triton_kernels.chunk_gla.padding import clear_padding
 from gla_triton_kernels.runtime.architecture import Gpu, gpu_of
 from gla_triton_kernels.runtime.launch import Launch, on_device_of
 from gla_triton_kernels.runtime.replay import layouts, record, replay
-from gla_triton_kernels.runtime.tma import addressable
+from gla_triton_kernels.runtime.tma import UNIT, addressable
 
 
 class Tensors(NamedTuple):
@@ -145,7 +145,8 @@ def backward(
             dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
         return results
     precision = torch.get_float32_matmul_precision()
-    every = None if checkpoints is None else checkpoint_every
+    usable = checkpoints is not None and checkpoints.is_contiguous() and checkpoints.data_ptr() % UNIT == 0
+    every = checkpoint_every if usable else None
     given = (q, k, v, g, initial_state, cu_seqlens, checkpoints, do, dstate)
     key: Hashable = (way, q.device, layouts(*given), every, precision)
     tensors = (*given, *results)

@@ -217,7 +217,8 @@ def _pairs_of_halves(A, q, k, g, D, levels, C: tl.constexpr, BK: tl.constexpr, P
         dq += to_q * (dz * decay)
         dk += to_k * (dz * decay)
         w += (to_q - to_k) * z * dz
-    return A, dq, dk, _sums_of_rows(row <= column, w, C, BK, PRECISION)
+    at_or_after = (row <= column) & (row > 0)  # no token comes before the first, and its dg is to be exactly 0
+    return A, dq, dk, _sums_of_rows(at_or_after, w, C, BK, PRECISION)
 
 
 @triton.jit

@@ -104,11 +104,17 @@ def _states(call: OpCall, gpu: Gpu, aligned: bool, length: int) -> SegmentPlan:
     return SegmentPlan(length, kernel, gpu.architecture.overlaps_kernels)
 
 
-def _gradients(call: OpCall, gpu: Gpu, aligned: bool) -> GradientPlan:
-    """The kernel that computes gradients, and its launch parameters."""
+def fits_sm90(call: OpCall, gpu: Gpu, aligned: bool) -> bool:
+    """Whether the kernel for SM90 computes the gradients: it is the fastest wherever it can."""
     H, Hq, K, V = (call.dims[name] for name in ("H", "Hq", "K", "V"))
     specialised = gpu.architecture.has_wgmma and call.dtype == torch.bfloat16 and Hq == H
-    if specialised and aligned and V % 8 == 0:
+    return specialised and aligned and K % 8 == V % 8 == 0  # rows of gradients of 16 bytes
+
+
+def _gradients(call: OpCall, gpu: Gpu, aligned: bool) -> GradientPlan:
+    """The kernel that computes gradients, and its launch parameters."""
+    K, V = call.dims["K"], call.dims["V"]
+    if fits_sm90(call, gpu, aligned):
         BK, BV = (64 if K <= 64 else 128), (64 if V <= 64 else 128)
         return GradientPlan(kernel=Kernel.BACKWARD_SM90, BK=BK, BV=BV, warps=4)
     widest, warps, precision = 64, 4, "bf16"
