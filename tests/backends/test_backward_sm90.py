@@ -1,0 +1,94 @@
+"""The kernel for SM90 that computes gradients, and what pairs.py adds to it, against the reference in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gla_core.conformance.tolerances import GRADIENT, relative_error
+from gla_core.workloads.inputs import gla_inputs
+from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
+from gla_triton_kernels.chunk_gla.plan import Kernel
+from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
+
+pytest.importorskip("triton")
+
+BFLOAT16, SCALE = torch.bfloat16, 0.1
+LENGTHS = (70, 0, 3, 200, 64)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90")]
+
+
+def case(dstate=True, **sizes):
+    """Inputs, and the gradients of o and of the final state."""
+    sizes = {"B": 2, "T": 300, "H": 3, "K": 128, "V": 128, "gate_dtype": torch.float32, "initial_state": True, **sizes}
+    x = gla_inputs(**sizes, dtype=BFLOAT16, device="cuda")
+    N = len(x.q) if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    return x, torch.randn_like(x.v), torch.randn(N, *x.k.shape[2:], x.v.shape[3], device="cuda") if dstate else None
+
+
+def expected(x, do, dstate):
+    """The checkpoints in bfloat16, and the gradients in float64."""
+    q, k, v, g, initial, do, dstate = (
+        None if y is None else y.double() for y in (x.q, x.k, x.v, x.g, x.initial_state, do, dstate)
+    )
+    checkpoints = chunk_gla_fwd(q, k, v, g, SCALE, initial, False, x.cu_seqlens, CHUNK)[2]
+    gradients = chunk_gla_bwd(q, k, v, g, SCALE, initial, x.cu_seqlens, None, None, do, dstate)
+    return checkpoints.to(BFLOAT16), gradients
+
+
+def computed(x, do, dstate, checkpoints):
+    """The kernel's, where results were NaN before; rows of no sequence are left so."""
+    from gla_triton_kernels.chunk_gla import backward_sm90
+    from gla_triton_kernels.chunk_gla.call import BackwardTensors
+
+    BK, BV = (64 if width <= 64 else 128 for width in (x.q.shape[3], x.v.shape[3]))
+    plan = GradientPlan(kernel=Kernel.BACKWARD_SM90, BK=BK, BV=BV, warps=4)
+    inputs = (x.q, x.k, x.v, x.g, x.initial_state)
+    results = [None if y is None else torch.full_like(y, torch.nan) for y in inputs]
+    tensors = BackwardTensors(*inputs, x.cu_seqlens, checkpoints, do, dstate, *results)
+    backward_sm90.run(plan, tensors, checkpoints, dstate, None, SCALE)
+    return results
+
+
+def check(**sizes):
+    x, do, dstate = case(**sizes)
+    checkpoints, reference = expected(x, do, dstate)
+    first, second = (computed(x, do, dstate, checkpoints) for _ in range(2))
+    end = x.q.shape[1] if x.cu_seqlens is None else int(x.cu_seqlens[-1])
+    for i, (y, again, ref) in enumerate(zip(first, second, reference, strict=True)):
+        if y is not None and ref is not None:
+            inside = (slice(None), slice(None) if i == 4 else slice(end))
+            assert relative_error(y[inside], ref[inside]) <= GRADIENT[BFLOAT16], i
+            assert torch.equal(y[inside], again[inside]), i
+    return x, first
+
+
+@pytest.mark.parametrize("gates", ["none", "mild", "strong", "extreme", "-inf"])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 64), (64, 128), (128, 64), (256, 320), (104, 72)])
+def test_widths(gates, K, V):
+    check(gates=gates, K=K, V=V)
+
+
+@pytest.mark.parametrize("T", [1, 40, 64, 65, 128, 512])
+@pytest.mark.parametrize("gates", ["mild", "-inf"])
+def test_lengths(T, gates):
+    check(T=T, gates=gates, initial_state=False, dstate=False)
+
+
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
+def test_packed(gates, K):
+    check(lengths=LENGTHS, padding=5, gates=gates, K=K)
+
+
+@pytest.mark.parametrize("gates", ["mild", "-inf"])
+def test_gates_in_bfloat16(gates):
+    check(gates=gates, gate_dtype=BFLOAT16)
+
+
+@pytest.mark.parametrize("gates", ["mild", "strong", "-inf"])
+def test_dg_is_exactly_0_where_nothing_passes(gates):
+    x, (*_, dg, _) = check(gates=gates, initial_state=False)
+    assert not dg[:, 0].any()
+    assert not dg[x.g == -torch.inf].any()
