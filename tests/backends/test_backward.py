@@ -16,7 +16,7 @@ from gla_core.conformance.tolerances import GRADIENT, relative_error
 from gla_core.workloads.inputs import GATES, GlaInputs, gla_inputs
 from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
 from gla_triton_kernels.chunk_gla.plan import Kernel
-from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
+from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, LEAST_BLOCK, GradientPlan
 
 pytest.importorskip("triton")
 
@@ -73,6 +73,8 @@ def gradients(x, entering, *, precision=None, BK=16, BV=16, warps=4, segments=No
     from gla_triton_kernels.chunk_gla import backward
     from gla_triton_kernels.chunk_gla.call import BackwardTensors
 
+    if not INTERPRETED:  # as plans have it there
+        BK, BV, warps = max(BK, LEAST_BLOCK), max(BV, LEAST_BLOCK), 8 if x.q.dtype == torch.bfloat16 else 4
     plan = GradientPlan(kernel=Kernel.BACKWARD, BK=BK, BV=BV, warps=warps, precision=precision or PRECISIONS[x.q.dtype])
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.full(y.shape, torch.nan, dtype=y.dtype, device=y.device) for y in inputs]
