@@ -56,7 +56,7 @@ from gla_triton_kernels.chunk_gla.call import BackwardTensors
 from gla_triton_kernels.chunk_gla.common import load_tile, store_tile
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E, MILD_DECAY
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
-from gla_triton_kernels.chunk_gla.segments import Segments
+from gla_triton_kernels.chunk_gla.segments import Segments, whole
 from gla_triton_kernels.runtime.architecture import interpreted
 from gla_triton_kernels.runtime.launch import Launch, launch
 
@@ -82,7 +82,7 @@ def run(
     H, V = x.v.shape[2:]
     dinitial = x.dinitial_state if segments is None else None
     if segments is None:
-        segments, leaving = _whole(B, T, x.cu_seqlens), x.dstate
+        segments, leaving = whole(B, T, x.cu_seqlens), x.dstate
     blocks_k, blocks_v = -(-K // kernel.BK), -(-V // kernel.BV)
     summed = ((x.dq, blocks_v), (x.dk, blocks_v), (x.dg, blocks_v), (x.dv, blocks_k))
     written = [partials.parts_of(y, blocks) for y, blocks in summed]
@@ -97,12 +97,6 @@ def run(
     grid = (blocks_v * blocks_k * segments.count * H, 1, 1)
     computed = launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, num_warps=kernel.warps)
     return [computed, *partials.sums(written, (x.dq, x.dk, x.dg, x.dv))]
-
-
-def _whole(B: int, T: int, cu_seqlens: Tensor | None) -> Segments:
-    """Each sequence as one segment, longer than any."""
-    count = B if cu_seqlens is None else len(cu_seqlens) - 1
-    return Segments(T + 1, count, 1, cu_seqlens, cu_seqlens)
 
 
 @triton.jit(do_not_specialize=["scale", "B", "T", "segment", "segments", "H", "G"])

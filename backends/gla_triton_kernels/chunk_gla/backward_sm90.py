@@ -54,16 +54,17 @@ from gla_triton_kernels.chunk_gla import pairs, partials
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
 from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, plus
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E, MILD_DECAY_SM90
-from gla_triton_kernels.chunk_gla.plan_backward import GradientPlan
-from gla_triton_kernels.chunk_gla.segments import Segments
+from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
+from gla_triton_kernels.chunk_gla.segments import Segments, whole
 from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
-C = gl.constexpr(64)
-D = gl.constexpr(64)
+WIDTH = 64
+C = gl.constexpr(CHUNK)
+D = gl.constexpr(WIDTH)
 SLOTS = gl.constexpr(2)
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, LAYOUT.value, 2))
 # A warp holds all rows of 16 columns, so that sums over rows need no other; a thread holds runs of 4 rows, so that
 # threads seldom meet in shared memory's banks.
 RUNS = gl.constexpr(gl.BlockedLayout([4, 2], [4, 8], [1, 4], [1, 0]))
@@ -81,24 +82,23 @@ def run(
     B, T, H, K = x.k.shape
     V = x.v.shape[3]
     blocks_k, blocks_v = -(-K // kernel.BK), -(-V // kernel.BV)
-    given, bounds, dinitial = leaving, x.cu_seqlens, None
-    length, per_sequence, count = T + 1, 1, B if bounds is None else len(bounds) - 1
+    dinitial = x.dinitial_state if segments is None else None
     if segments is None:
-        given, dinitial = x.dstate, x.dinitial_state
-    else:
-        bounds, length, per_sequence, count = segments.bounds, segments.length, segments.per_sequence, segments.count
+        segments, leaving = whole(B, T, x.cu_seqlens), x.dstate
     dq, dk, dg = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk, x.dg))
     dv = partials.parts_of(x.dv, blocks_k)
-    maps = [None if y is None else shared_tiles(y, 64, 64) for y in (x.q, x.k, x.v, x.do, x.g)]
-    whole = ((dq, blocks_v), (dk, blocks_v), (dv, blocks_k))
-    written = [shared_tiles(y, 64, 64) if y is not None and blocks == 1 else None for y, blocks in whole]
-    strides = (0, 0, 0) if given is None else given.stride()[:3]
+    maps = [None if y is None else shared_tiles(y, CHUNK, WIDTH) for y in (x.q, x.k, x.v, x.do, x.g)]
+    results = ((x.dq, blocks_v), (x.dk, blocks_v), (x.dv, blocks_k))
+    written = [shared_tiles(y, CHUNK, WIDTH) if blocks == 1 else None for y, blocks in results]
+    strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
     marks = None
     if x.g is not None:
         marks = torch.empty(entering.numel() // (H * K * V), H, blocks_k, dtype=torch.int32, device=x.q.device)
-    tensors = (*maps, state_tiles(entering, 64, 64), *written, dq, dk, dv, dg, marks, given, dinitial, bounds)
-    integers = (*strides, T, length, per_sequence, H, K, V, B, kernel.BK // 64, kernel.BV // 64)
-    grid = (blocks_k * blocks_v * count * H, 1, 1)
+    maps += [state_tiles(entering, WIDTH, WIDTH), *written]
+    tensors = (*maps, dq, dk, dv, dg, marks, leaving, dinitial, segments.bounds)
+    tiles = (kernel.BK // WIDTH, kernel.BV // WIDTH)
+    integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, B, *tiles)
+    grid = (blocks_k * blocks_v * segments.count * H, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 80 if kernel.BK == kernel.BV == 64 else 128}  # two blocks
     computed = launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, **options)
     summed = partials.sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))

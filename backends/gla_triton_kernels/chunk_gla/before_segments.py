@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 from torch import Tensor
 
+from gla_triton_kernels import chunk_gla as kernels
 from gla_triton_kernels.chunk_gla import scan
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
 from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments, cut
@@ -23,7 +22,6 @@ def run(
     S = torch.empty(segments.count, H, K, V, dtype=torch.float32, device=x.left.device)
     D = None if x.g is None else torch.empty(segments.count, H, K, dtype=torch.float32, device=x.left.device)
     before = S if dtype == S.dtype else torch.empty_like(S, dtype=dtype)
-    states = importlib.import_module(f"gla_triton_kernels.chunk_gla.{plan.states.kernel}")
-    built = states.run(plan, x, segments, S, D)
+    built = getattr(kernels, plan.states.kernel).run(plan, x, segments, S, D)
     scanned = scan.run(plan, x, segments, S, D, before)
     return before, segments, [*segments.launches, *built, *scanned]

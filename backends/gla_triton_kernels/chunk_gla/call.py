@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.chunk_gla.padding import clear_padding
+from gla_triton_kernels.chunk_gla.plan import checkpoint_dtype
 from gla_triton_kernels.runtime.architecture import Gpu, gpu_of
 from gla_triton_kernels.runtime.launch import Launch, on_device_of
 from gla_triton_kernels.runtime.replay import layouts, record, replay
@@ -87,21 +88,11 @@ def forward(
     if replay(key, tensors, scale):
         return o, final_state, checkpoints
     with on_device_of(q):
-        call = OpCall(
-            op="chunk_gla_fwd",
-            device=q.device,
-            dtype=q.dtype,
-            dims={"B": B, "T": T, "H": H, "Hq": Hq, "K": K, "V": V, "N": N},
-            gate_dtype=None if g is None else g.dtype,
-            state_dtype=None if initial_state is None else initial_state.dtype,
-            variable_length=cu_seqlens is not None,
-            scalars={"output_final_state": output_final_state, "checkpoint_every": checkpoint_every},
-            checkpoints=checkpoint_every is not None,
-            float32_matmul_precision=precision,
-        )
+        x = Tensors(*tensors)
+        scalars = {"output_final_state": output_final_state, "checkpoint_every": checkpoint_every}
+        call = _described("chunk_gla_fwd", x, N, precision, scalars, checkpoint_every is not None)
         gpu = gpu_of(q.device)
-        aligned = gpu.architecture.has_tma and all(x is None or addressable(x) for x in (q, k, v, g, o))
-        launches = way(call, gpu, aligned, Tensors(*tensors), scale)
+        launches = way(call, gpu, _aligned(gpu, q, k, v, g, o), x, scale)
         if cu_seqlens is not None and T > 0:
             launches += clear_padding(o, cu_seqlens)
         record(key, tensors, launches)
@@ -112,8 +103,7 @@ def _checkpoints(q: Tensor, v: Tensor, H: int, N: int, cu_seqlens: Tensor | None
     """Memory for the checkpoints; of packed sequences, 0: some rows stay so."""
     B, T, _, K = q.shape
     n, allocate = (-(-T // every), torch.empty) if cu_seqlens is None else (N + T // every, torch.zeros)
-    dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    return allocate(B, n, H, K, v.shape[3], dtype=dtype, device=v.device)
+    return allocate(B, n, H, K, v.shape[3], dtype=checkpoint_dtype(q.dtype), device=v.device)
 
 
 def backward(
@@ -131,7 +121,7 @@ def backward(
     dstate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """chunk_gla_bwd, computed as `way` does it; see gla_core/ops/chunk_gla.py."""
-    B, T, Hq, K = q.shape
+    B, T, _, K = q.shape
     H, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     dq, dk, dv, dg = _like(q), _like(k), _like(v), None if g is None else _like(g)
@@ -153,20 +143,10 @@ def backward(
     if replay(key, tensors, scale):
         return results
     with on_device_of(q):
-        call = OpCall(
-            op="chunk_gla_bwd",
-            device=q.device,
-            dtype=q.dtype,
-            dims={"B": B, "T": T, "H": H, "Hq": Hq, "K": K, "V": V, "N": N},
-            gate_dtype=None if g is None else g.dtype,
-            state_dtype=None if initial_state is None else initial_state.dtype,
-            variable_length=cu_seqlens is not None,
-            scalars={"checkpoint_every": every},
-            float32_matmul_precision=precision,
-        )
+        x = BackwardTensors(*tensors)
+        call = _described("chunk_gla_bwd", x, N, precision, {"checkpoint_every": every})
         gpu = gpu_of(q.device)
-        aligned = gpu.architecture.has_tma and all(x is None or addressable(x) for x in (q, k, v, g, do))
-        launches = way(call, gpu, aligned, BackwardTensors(*tensors), scale)
+        launches = way(call, gpu, _aligned(gpu, q, k, v, g, do), x, scale)
         if cu_seqlens is not None:
             for y in results[:4]:
                 launches += [] if y is None else clear_padding(y, cu_seqlens)
@@ -177,3 +157,33 @@ def backward(
 def _like(x: Tensor) -> Tensor:
     """New, contiguous memory for the gradient of x."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _described(
+    op: str,
+    x: Tensors | BackwardTensors,
+    N: int,
+    precision: str,
+    scalars: dict[str, Any],
+    checkpoints: bool = False,
+) -> OpCall:
+    """What plans ask of a call; the arguments are as in `OpCall`."""
+    B, T, Hq, K = x.q.shape
+    H, V = x.v.shape[2:]
+    return OpCall(
+        op=op,
+        device=x.q.device,
+        dtype=x.q.dtype,
+        dims={"B": B, "T": T, "H": H, "Hq": Hq, "K": K, "V": V, "N": N},
+        gate_dtype=None if x.g is None else x.g.dtype,
+        state_dtype=None if x.initial_state is None else x.initial_state.dtype,
+        variable_length=x.cu_seqlens is not None,
+        scalars=scalars,
+        checkpoints=checkpoints,
+        float32_matmul_precision=precision,
+    )
+
+
+def _aligned(gpu: Gpu, *tensors: Tensor | None) -> bool:
+    """Whether TMA can address all of these tensors that there are."""
+    return gpu.architecture.has_tma and all(x is None or addressable(x) for x in tensors)

@@ -34,7 +34,7 @@ import torch
 
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels import MAX_WIDTH
-from gla_triton_kernels.chunk_gla.plan import Kernel, KernelPlan, plan_one_pass, plan_segments
+from gla_triton_kernels.chunk_gla.plan import Kernel, KernelPlan, checkpoint_dtype, plan_one_pass, plan_segments
 from gla_triton_kernels.cost import Constants, gpu_of_constants, in_all
 from gla_triton_kernels.runtime.architecture import Gpu
 
@@ -186,12 +186,7 @@ def moved_bytes(call: OpCall) -> float:
 def checkpoint_bytes(call: OpCall, every: int) -> float:
     """Bytes of the states that enter every so many tokens, as checkpoints hold them."""
     B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
-    return B * T / every * H * K * V * checkpoint_itemsize(call)
-
-
-def checkpoint_itemsize(call: OpCall) -> int:
-    """Bytes of a number of a checkpoint."""
-    return 2 if call.dtype == torch.bfloat16 else 4
+    return B * T / every * H * K * V * checkpoint_dtype(call.dtype).itemsize
 
 
 def _gate_itemsize(call: OpCall) -> int:

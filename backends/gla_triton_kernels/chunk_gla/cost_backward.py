@@ -28,7 +28,6 @@ from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.chunk_gla.cost import (
     BlockTime,
     checkpoint_bytes,
-    checkpoint_itemsize,
     cut,
     host_seconds,
     kernel_seconds,
@@ -37,7 +36,7 @@ from gla_triton_kernels.chunk_gla.cost import (
     states_seconds,
     whole,
 )
-from gla_triton_kernels.chunk_gla.plan import Kernel, SegmentPlan
+from gla_triton_kernels.chunk_gla.plan import Kernel, SegmentPlan, checkpoint_dtype
 from gla_triton_kernels.chunk_gla.plan_backward import (
     CHUNK,
     BackwardPlan,
@@ -70,7 +69,7 @@ def _seconds(call: OpCall, plan: BackwardPlan, c: Constants) -> float:
     """Seconds of a call that launches one kernel after the other."""
     H, Hq, slower = call.dims["H"], call.dims["Hq"], _slower(plan.gradients, c)
     kernels = [
-        *_states(call, plan.entering, H, checkpoint_itemsize(call), slower, c),
+        *_states(call, plan.entering, H, checkpoint_dtype(call.dtype).itemsize, slower, c),
         *_states(call, plan.leaving, Hq, 4, slower, c),
         *_gradients(call, plan, c),
     ]

@@ -20,6 +20,11 @@ from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 
+def checkpoint_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What checkpoints hold where q has this dtype."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+
 class Kernel(enum.StrEnum):
     """The modules of this package that hold a kernel that is chosen by a plan."""
 

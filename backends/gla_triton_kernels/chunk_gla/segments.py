@@ -76,6 +76,12 @@ class Segments:
     launches: tuple[Launch, ...] = ()
 
 
+def whole(B: int, T: int, cu_seqlens: Tensor | None) -> Segments:
+    """Each sequence as one segment, longer than any."""
+    count = B if cu_seqlens is None else len(cu_seqlens) - 1
+    return Segments(T + 1, count, 1, cu_seqlens, cu_seqlens)
+
+
 def cut(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Segments:
     """Cut sequences into segments of `length` tokens."""
     if cu_seqlens is None:
