@@ -49,6 +49,9 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
     capturing = getattr(args[0], "is_cuda", False) and _capturing()
     signature: list[Hashable] = [spec.name, request.spec, needs_grad, capturing, _deterministic(), _precision()]
     for x in args:  # what decides whether a call is legal and who runs it: everything but values
+        if x is None:
+            signature.append(None)
+            continue
         kind = type(x)
         signature.append(kind)  # 1, 1.0 and True are equal, and only one of them may be legal
         if kind is Tensor or isinstance(x, Tensor):

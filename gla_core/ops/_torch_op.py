@@ -34,8 +34,8 @@ def torch_op_of(
 ) -> TorchOp:
     """Define `gla::<name of the op>`, which runs the op under a request, and return the function that calls it.
 
-    It takes the op's arguments, needs_grad where there is a gradient, and the request as a string. An empty tensor
-    stands for a result that is None. The other arguments are as of `torch_op`.
+    It takes the op's arguments, needs_grad where there is a gradient, and the request as a string. A result that is
+    None may be an empty tensor. The other arguments are as of `torch_op`.
     """
     return torch_op(spec.schema(), runner(spec), faker(spec), setup_context, backward, vmap, spec.flops)
 
@@ -49,7 +49,7 @@ def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
         values = spec.prepared((*args[:number], *last))
         rest = args[number:] + defaults[len(args) - number :]
         found = run_op(spec, values, rest[0] is True, rest[-1])
-        return _without_none(args[0], found) if isinstance(found, tuple | list) else found
+        return tuple(found) if isinstance(found, list) else found
 
     return run
 
@@ -66,8 +66,10 @@ def faker(spec: OpSpec, *last: Any) -> Callable[..., Any]:
     return fake
 
 
-def _without_none(x: Tensor, results: Any) -> tuple[Tensor, ...]:
+def _without_none(x: Tensor, results: Any) -> Any:
     # A torch op cannot return None.
+    if isinstance(results, Tensor):
+        return results
     return tuple(x.new_empty(0, dtype=wide(x.dtype)) if result is None else result for result in results)
 
 
@@ -84,15 +86,17 @@ def torch_op(
 
     Args:
         schema: as torch.library reads it; begins with the name.
-        run: takes real tensors, the first argument among them. fake: takes tensors without values, and returns such.
-        setup_context, backward: as of `torch.library.register_autograd`; `backward` alone where it only refuses.
+        run: takes real tensors, the first argument among them, and returns a tensor, or a tuple of tensors and None.
+        fake: takes tensors without values, and returns such.
+        setup_context, backward: as of `torch.library.register_autograd`; `backward` alone where it only refuses. For
+            them a result of `run` that is None is None eagerly, and an empty tensor otherwise.
         vmap: as of `torch.library.register_vmap`; by default the new dimension joins the batch, which is the first
             dimension of every tensor.
         flops: takes the shapes of the tensors, returns the floating-point operations.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, _without_autocast(run), "CompositeExplicitAutograd")
+    _library.impl(name, _as_torch_op(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"gla::{name}", fake, lib=_library)
     call: TorchOp = getattr(torch.ops.gla, name).default
     if flops is not None:
@@ -109,40 +113,47 @@ def torch_op(
     return call
 
 
-def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Matrix products inside `run` keep the precision that its code says."""
+def _as_torch_op(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` without None among its results; matrix products inside it keep the precision that its code says."""
 
-    def run_without_autocast(x: Tensor, *args: Any) -> Any:
+    def run_as_torch_op(x: Tensor, *args: Any) -> Any:
         if not _autocast.in_force():
-            return run(x, *args)
+            return _without_none(x, run(x, *args))
         with _autocast.off(x.device.type):
-            return run(x, *args)
+            return _without_none(x, run(x, *args))
 
-    return run_without_autocast
+    return run_as_torch_op
 
 
 def _differentiable(
     name: str, run: Callable, op: TorchOp, setup_context: Callable, backward: Callable, vmap: Callable
 ) -> TorchOp:
-    """The op, as an `autograd.Function` for torch.func, and eagerly, where it costs half of what PyTorch's way does."""
+    """The op, as an `autograd.Function` for torch.func, and eagerly, where it costs half of what PyTorch's way does.
+
+    PyTorch inspects the signature of a Function with setup_context in every call, so eagerly it is one without.
+    """
 
     def forward(*args: Any) -> Any:
-        return run(*args) if bypasses_torch(args[0]) else op(*args)
+        return _without_none(args[0], run(*args)) if bypasses_torch(args[0]) else op(*args)
 
-    members = {"forward": forward, "setup_context": setup_context, "backward": backward, "vmap": vmap}
-    members["jvp"] = _refuse_jvp
-    function = type(name, (torch.autograd.Function,), {key: staticmethod(f) for key, f in members.items()})
+    def forward_eagerly(ctx: Any, *args: Any) -> Any:
+        found = run(*args)
+        setup_context(ctx, args, found)
+        return found
+
+    func = _function(name, forward=forward, setup_context=setup_context, backward=backward, vmap=vmap, jvp=_refuse_jvp)
+    eager = _function(name, forward=forward_eagerly, backward=backward, jvp=_refuse_jvp)
 
     def call(*args: Any) -> Any:
-        if is_compiling():
-            return op(*args)
-        if transformed():
-            return function.apply(*args)
-        if not bypasses_torch(args[0]):
-            return op(*args)
-        return function.apply(*args) if torch.is_grad_enabled() else run(*args)
+        if bypasses_torch(args[0]):
+            return eager.apply(*args) if torch.is_grad_enabled() else run(*args)
+        return op(*args) if is_compiling() or not transformed() else func.apply(*args)
 
     return call
+
+
+def _function(name: str, **members: Callable) -> Any:
+    return type(name, (torch.autograd.Function,), {key: staticmethod(f) for key, f in members.items()})
 
 
 def _keep_nothing(ctx: Any, inputs: tuple, output: Any) -> None: ...
@@ -189,7 +200,7 @@ def _join_batch(call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[
         if isinstance(x, Tensor):
             x = (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
         joined.append(x)
-    results = call(*joined)
+    results = _without_none(joined[0], call(*joined))
     # What stands for no result is empty, and of one dimension.
     parts = [x if x.ndim == 1 else x.unflatten(0, (size, x.shape[0] // size)) for x in results]
     return tuple(parts), tuple(None if x.ndim == 1 else 0 for x in results)

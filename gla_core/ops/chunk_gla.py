@@ -304,17 +304,20 @@ BACKWARD = OpSpec(
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every, _, backend = inputs
     checkpoints = None if checkpoint_every is None else output[2]
-    ctx.mark_non_differentiable(output[2])
+    if output[2] is not None:
+        ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)  # the checkpoints' would be zeros as large as they are
     ctx.save_for_backward(q, k, v, g, initial_state, cu_seqlens, checkpoints)
     ctx.scale, ctx.backend, ctx.has_final_state = scale, backend, output_final_state
     ctx.checkpoint_every = checkpoint_every
 
 
-def _backward(ctx: Any, do: Tensor, dstate: Tensor, _: Any) -> tuple:
+def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: Any) -> tuple:
     q, k, v, g, initial_state, cu_seqlens, checkpoints = ctx.saved_tensors
     inputs = (q, k, v, g, ctx.scale, initial_state, cu_seqlens, checkpoints, ctx.checkpoint_every)
-    dfinal = _with_contiguous_rows(dstate) if ctx.has_final_state else None
-    dq, dk, dv, dg, dinitial = _torch_bwd(*inputs, _with_contiguous_rows(do), dfinal, ctx.backend)
+    do = v.new_zeros(*q.shape[:-1], v.shape[-1]) if do is None else _with_contiguous_rows(do)
+    dfinal = _with_contiguous_rows(dstate) if ctx.has_final_state and dstate is not None else None
+    dq, dk, dv, dg, dinitial = _torch_bwd(*inputs, do, dfinal, ctx.backend)
     dg = None if g is None else dg
     dinitial = None if initial_state is None else dinitial
     return dq, dk, dv, dg, None, dinitial, None, None, None, None, None

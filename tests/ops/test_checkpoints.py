@@ -105,6 +105,17 @@ def test_gradients_are_the_same(sizes, every):
         assert relative_error(d, ref) <= GRADIENT[torch.float32]
 
 
+def test_no_gradient_of_them_is_made():
+    """It would be zeros as large as they are."""
+    x = gla_inputs(B=1, T=128, H=1, K=5, V=7)
+    x.q.requires_grad_()
+    o, _, checkpoints = gla.chunk_gla(x.q, x.k, x.v, x.g, checkpoint_every=64)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        o.sum().backward()
+    filled = [event.input_shapes[0] for event in profile.events() if event.name in ("aten::zero_", "aten::fill_")]
+    assert list(checkpoints.shape) not in filled
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_in_a_compiled_graph(dynamic):
     def function(q, k, v, g):

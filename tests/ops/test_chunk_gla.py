@@ -203,6 +203,38 @@ def test_gradient_of_a_part_of_the_inputs():
     assert relative_error(v.grad, expected.grad) < 1e-13
 
 
+WAYS = {
+    "eager": lambda loss: lambda *x: torch.autograd.grad(loss(*x), x),
+    "compiled": lambda loss: (
+        lambda *x: torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*x), x)
+    ),
+    "func": lambda loss: torch.func.grad(loss, (0, 1, 2, 3, 4)),
+    "vmap": lambda loss: (
+        lambda *x: [y[0] for y in torch.vmap(torch.func.grad(loss, (0, 1, 2, 3, 4)))(*(y[None] for y in x))]
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("every", [None, 64])
+@pytest.mark.parametrize("used", [0, 1], ids=["o", "final state"])
+def test_gradient_of_one_of_the_results(used, every, way):
+    x = gla_inputs(T=70, G=2, K=3, V=4, dtype=torch.float64, initial_state=True)
+    leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, x.initial_state)]
+
+    def losses(q, k, v, g, state):
+        found = gla.chunk_gla(
+            q, k, v, g, initial_state=state, output_final_state=True, checkpoint_every=every, backend="reference"
+        )
+        return found[used].pow(3).sum(), 0 * found[1 - used].sum()
+
+    expected = torch.autograd.grad(sum(losses(*leaves)), leaves)
+    torch._dynamo.reset()
+    found = WAYS[way](lambda *x: losses(*x)[0])(*leaves)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_a_second_derivative_is_refused_not_wrong():
     x = gla_inputs(T=5, dtype=torch.float64)
     q = x.q.requires_grad_()

@@ -13,7 +13,7 @@ from gla_core.dispatch.registry import get
 from gla_core.workloads.inputs import gla_inputs
 
 OWN = ["auto", "reference", "parallel_scan"]
-FWD, STEP = get("reference").ops["chunk_gla_fwd"], get("reference").ops["recurrent_gla_step"]
+FWD, BWD, STEP = (get("reference").ops[op] for op in ("chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_step"))
 
 
 def changed(change):
@@ -52,6 +52,21 @@ def test_a_state_that_nobody_asked_for_is_a_wrong_result(fresh_registry):
     x = gla_inputs(T=9, K=4, V=4)
     with gla.register(changed(lambda o, s, q: (o, o.clone()))), pytest.raises(gla.BackendError, match="expected None"):
         gla.chunk_gla(x.q, x.k, x.v, x.g, backend="wrong")
+
+
+def test_results_in_a_list_have_gradients(fresh_registry):
+    def chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+        return [*FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)]
+
+    def chunk_gla_bwd(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate):
+        return [*BWD(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)]
+
+    x = gla_inputs(T=9)
+    leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)]
+    with gla.register(Backend("lists", "0", {"chunk_gla_fwd": chunk_gla_fwd, "chunk_gla_bwd": chunk_gla_bwd})):
+        results = [gla.chunk_gla(*leaves, backend=name)[0] for name in ("lists", "reference")]
+        found, expected = (torch.autograd.grad(o.sum(), leaves) for o in results)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_step_in_place_returns_the_state_it_was_given(fresh_registry):
