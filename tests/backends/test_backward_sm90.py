@@ -1,4 +1,4 @@
-"""The kernel for SM90 that computes gradients, and what pairs.py adds to it, against the reference in float64."""
+"""The kernels for SM90 that compute gradients, and what pairs.py adds to them, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 from gla_core.conformance.tolerances import GRADIENT, relative_error
 from gla_core.workloads.inputs import gla_inputs
 from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
-from gla_triton_kernels.chunk_gla.plan import Kernel
-from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
+from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, gradients_sm90
 
 pytest.importorskip("triton")
 
 BFLOAT16, SCALE = torch.bfloat16, 0.1
 LENGTHS = (70, 0, 3, 200, 64)
+SIZES = [(128, 128), (64, 64), (64, 128), (128, 64), (104, 72), (64, 200), (128, 256), (200, 320), (256, 64), (264, 72)]
+"""Keys and values; from (64, 200) to (256, 64) those of the kernel for wide heads."""
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90")]
 
@@ -39,15 +40,14 @@ def expected(x, do, dstate):
 
 def computed(x, do, dstate, checkpoints):
     """The kernel's, where results were NaN before; rows of no sequence are left so."""
-    from gla_triton_kernels.chunk_gla import backward_sm90
+    from gla_triton_kernels import chunk_gla as kernels
     from gla_triton_kernels.chunk_gla.call import BackwardTensors
 
-    BK, BV = (64 if width <= 64 else 128 for width in (x.q.shape[3], x.v.shape[3]))
-    plan = GradientPlan(kernel=Kernel.BACKWARD_SM90, BK=BK, BV=BV, warps=4)
+    plan = gradients_sm90(x.q.shape[3], x.v.shape[3])
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.full_like(y, torch.nan) for y in inputs]
     tensors = BackwardTensors(*inputs, x.cu_seqlens, checkpoints, do, dstate, *results)
-    backward_sm90.run(plan, tensors, checkpoints, dstate, None, SCALE)
+    getattr(kernels, plan.kernel).run(plan, tensors, checkpoints, dstate, None, SCALE)
     return results
 
 
@@ -65,30 +65,33 @@ def check(**sizes):
 
 
 @pytest.mark.parametrize("gates", ["none", "mild", "strong", "extreme", "-inf"])
-@pytest.mark.parametrize(("K", "V"), [(128, 128), (64, 64), (64, 128), (128, 64), (256, 320), (104, 72)])
+@pytest.mark.parametrize(("K", "V"), SIZES)
 def test_widths(gates, K, V):
     check(gates=gates, K=K, V=V)
 
 
 @pytest.mark.parametrize("T", [1, 40, 64, 65, 128, 512])
 @pytest.mark.parametrize("gates", ["mild", "-inf"])
-def test_lengths(T, gates):
-    check(T=T, gates=gates, initial_state=False, dstate=False)
+@pytest.mark.parametrize("K", [128, 256])
+def test_lengths(T, gates, K):
+    check(T=T, K=K, gates=gates, initial_state=False, dstate=False)
 
 
-@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("K", [64, 128, 200])
 @pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
 def test_packed(gates, K):
     check(lengths=LENGTHS, padding=5, gates=gates, K=K)
 
 
 @pytest.mark.parametrize("gates", ["mild", "-inf"])
-def test_gates_in_bfloat16(gates):
-    check(gates=gates, gate_dtype=BFLOAT16)
+@pytest.mark.parametrize("K", [128, 256])
+def test_gates_in_bfloat16(gates, K):
+    check(K=K, gates=gates, gate_dtype=BFLOAT16)
 
 
 @pytest.mark.parametrize("gates", ["mild", "strong", "-inf"])
-def test_dg_is_exactly_0_where_nothing_passes(gates):
-    x, (*_, dg, _) = check(gates=gates, initial_state=False)
+@pytest.mark.parametrize("K", [128, 256])
+def test_dg_is_exactly_0_where_nothing_passes(gates, K):
+    x, (*_, dg, _) = check(K=K, gates=gates, initial_state=False)
     assert not dg[:, 0].any()
     assert not dg[x.g == -torch.inf].any()

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import itertools
-import os
 
 import pytest
 import torch
 
 from gla_core.conformance.calls import heads_first
-from gla_core.conformance.tolerances import GRADIENT, relative_error
+from gla_core.conformance.tolerances import relative_error
 from gla_core.workloads.inputs import gla_inputs
 from gla_reference.chunk_gla import chunk_gla_bwd
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DTYPE, BUDGET = (torch.float32, 1e-4) if INTERPRETED else (torch.bfloat16, GRADIENT[torch.bfloat16])
 CHUNK, KEYS, SCALE = 64, 128, 0.3
+BUDGET, ROUNDED = 5e-4, 2e-3
+"""Of what is summed in float32, and of what is rounded to bfloat16 in the end."""
 
-pytestmark = pytest.mark.kernels
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90")]
 
 
-def case(device, *, offset=0, dtype=DTYPE, **sizes):
+def case(*, offset=0, **sizes):
     """Inputs q, k, v, g and do, gradients to add to, and cu_seqlens, which begin at row `offset`."""
-    x = gla_inputs(**{"B": 1, "H": 1, "gates": "-inf", "gate_dtype": torch.float32, "device": device, **sizes})
-    q, k, v, do = (y.to(dtype) for y in (x.q, x.k, x.v, torch.randn_like(x.v)))
+    x = gla_inputs(**{"B": 1, "H": 1, "gates": "-inf", "gate_dtype": torch.float32, "device": "cuda", **sizes})
+    q, k, v, do = (y.bfloat16() for y in (x.q, x.k, x.v, torch.randn_like(x.v)))
     given = [torch.randn_like(y) for y in (q, k, v, x.g)]
     return [q, k, v, x.g, do], given, None if x.cu_seqlens is None else x.cu_seqlens + offset
 
@@ -79,7 +78,7 @@ def completed(inputs, given, cu_seqlens, marks):
 
     q, k, v, g, do = inputs
     results = [y.clone() for y in given]
-    pairs.run(BackwardTensors(q, k, v, g, None, cu_seqlens, None, do, None, *results, None), marks, SCALE)
+    pairs.run(BackwardTensors(q, k, v, g, None, cu_seqlens, None, do, None, *results, None), marks, SCALE, KEYS)
     return results
 
 
@@ -88,7 +87,7 @@ def check(inputs, given, cu_seqlens, marks=None):
     marks = marks_of(inputs, cu_seqlens) if marks is None else marks
     results, reference = completed(inputs, given, cu_seqlens, marks), expected(inputs, given, cu_seqlens, marks)
     for found, ref in zip(results, reference, strict=True):
-        assert relative_error(found, ref) <= (BUDGET if found.dtype == torch.float32 else GRADIENT[torch.bfloat16])
+        assert relative_error(found, ref) <= (BUDGET if found.dtype == torch.float32 else ROUNDED)
     rest = [y.clone() for y in results]
     for places in marked(inputs, cu_seqlens, marks):
         for y, before, place in zip(rest, given, places, strict=False):
@@ -98,66 +97,87 @@ def check(inputs, given, cu_seqlens, marks=None):
 
 
 @pytest.mark.parametrize("gates", ["mild", "strong", "extreme", "-inf"])
-def test_gates(device, gates):
-    check(*case(device, T=150, H=2, gates=gates))
+def test_gates(gates):
+    check(*case(T=150, H=2, gates=gates))
 
 
 @pytest.mark.parametrize("gate", [-2.0, -8.0, -50.0])
-def test_small_gradients_of_gates(device, gate):
+def test_small_gradients_of_gates(gate):
     """Pairs that lie on one side of a gate cancel, and pairs of a token with itself never come in."""
-    inputs, given, _ = case(device, T=64)
+    inputs, given, _ = case(T=64)
     inputs[3][:] = gate
     given[3][:] = 0
     check(inputs, given, None, marks_of(inputs, None, lambda *_: True))
 
 
-def test_nothing_is_added_to_the_gate_of_a_first_token(device):
+def test_nothing_is_added_to_the_gate_of_a_first_token():
     """No token of its chunk comes before it: where the sequence begins without a state, its dg stays exactly 0."""
-    inputs, given, _ = case(device, T=128, H=2, gates="strong")
+    inputs, given, _ = case(T=128, H=2, gates="strong")
     given[3][:, ::CHUNK] = 0
     dg = check(inputs, given, None, marks_of(inputs, None, lambda *_: True))[3]
     assert not dg[:, ::CHUNK].any()
 
 
+@pytest.mark.parametrize("magnitude", [1e-9, 1e9])
+def test_magnitudes(magnitude):
+    """What is multiplied is held by float16, in units."""
+    inputs, given, _ = case(T=128, gates="strong")
+    for y in inputs[:2]:
+        y *= magnitude
+    check(inputs, [torch.zeros_like(y) for y in given], None)
+
+
+def test_channels_and_rows_of_small_magnitude():
+    inputs, given, _ = case(T=128, gates="strong")
+    inputs[0][..., 3], inputs[1][..., 5] = 1e-6, 1e-6
+    inputs[4][:, ::7] *= 1e-6
+    marks = marks_of(inputs, None, lambda *_: True)
+    dq, dk, _, dg = completed(inputs, [torch.zeros_like(y) for y in given], None, marks)
+    reference = expected(inputs, [torch.zeros_like(y) for y in given], None, marks)
+    for y, ref in zip((dq, dk, dg), (reference[0], reference[1], reference[3]), strict=True):
+        assert max(relative_error(y[..., i], ref[..., i]) for i in (3, 5)) <= ROUNDED
+        assert relative_error(y[:, ::7], ref[:, ::7]) <= ROUNDED
+
+
 @pytest.mark.parametrize("T", [1, 64, 65])
-def test_lengths(device, T):
-    check(*case(device, B=2, T=T, H=3))
+def test_lengths(T):
+    check(*case(B=2, T=T, H=3))
 
 
 @pytest.mark.parametrize(("K", "V"), [(7, 5), (40, 100)])
-def test_widths(device, K, V):
-    check(*case(device, T=70, K=K, V=V))
+def test_widths(K, V):
+    check(*case(T=70, K=K, V=V))
 
 
-def test_a_block_of_keys_that_is_not_marked(device):
-    inputs, given, _ = case(device, T=64, K=200)
+def test_a_block_of_keys_that_is_not_marked():
+    inputs, given, _ = case(T=64, K=200)
     dq, dk, _, dg = check(inputs, given, None, marks_of(inputs, None, lambda i, h, block: block == 1))
     for y, before in zip((dq, dk, dg), (given[0], given[1], given[3]), strict=True):
         assert torch.equal(y[..., :KEYS], before[..., :KEYS])
 
 
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 200, "H": 5}, {"lengths": (70, 0, 129), "H": 3}])
-def test_many_chunks_a_program(device, sizes, monkeypatch):
+def test_many_chunks_a_program(sizes, monkeypatch):
     from gla_triton_kernels.chunk_gla import pairs
 
     monkeypatch.setattr(pairs, "PROGRAMS", 2)
-    check(*case(device, **sizes))
+    check(*case(**sizes))
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
     ("lengths", "offset"), [((0,), 0), ((0, 0, 5), 70), ((130, 0, 1, 64, 0, 70), 5), ((0, 1) * 8, 3)]
 )
-def test_packed(device, lengths, offset, index_dtype):
-    inputs, given, cu_seqlens = case(device, lengths=lengths, padding=90, offset=offset)
+def test_packed(lengths, offset, index_dtype):
+    inputs, given, cu_seqlens = case(lengths=lengths, padding=90, offset=offset)
     for y in inputs:
         y[:, :offset], y[:, cu_seqlens[-1] :] = torch.nan, torch.nan
     cu_seqlens = cu_seqlens.to(index_dtype)
     check(inputs, given, cu_seqlens, marks_of(inputs, cu_seqlens, lambda *_: True))
 
 
-def test_gates_whose_gradient_is_exactly_0(device):
-    inputs, given, _ = case(device, T=128, gates="mild")
+def test_gates_whose_gradient_is_exactly_0():
+    inputs, given, _ = case(T=128, gates="mild")
     inputs[3][:, 10, :, ::3], inputs[3][:, 11, :, 1::3] = -torch.inf, -300.0
     inputs[3][:, 70] = -torch.inf
     dg = check(inputs, given, None, marks_of(inputs, None, lambda i, *_: i == 0))[3]
@@ -165,13 +185,13 @@ def test_gates_whose_gradient_is_exactly_0(device):
     assert torch.equal(dg[:, CHUNK:], given[3][:, CHUNK:])
 
 
-def test_gates_in_bfloat16(device):
-    check(*case(device, T=70, gate_dtype=torch.bfloat16))
+def test_gates_in_bfloat16():
+    check(*case(T=70, gate_dtype=torch.bfloat16))
 
 
-def test_strides(device):
+def test_strides():
     """Heads first, a slice of something wider, gates that repeat."""
-    inputs, given, _ = case(device, B=2, T=70, H=2)
+    inputs, given, _ = case(B=2, T=70, H=2)
     inputs[3] = inputs[3][:1, :1].expand_as(inputs[3])
     results = check(inputs, given, None)
     q, k, v, g, do = inputs

@@ -46,6 +46,20 @@ def test_the_general_kernel_takes_what_the_one_for_sm90_does_not(sizes, gpu, ali
 
 
 @pytest.mark.parametrize(
+    ("K", "V", "kernel"),
+    [
+        (128, 128, Kernel.BACKWARD_SM90),
+        (128, 256, Kernel.BACKWARD_SM90_WIDE),
+        (256, 64, Kernel.BACKWARD_SM90_WIDE),
+        (256, 512, Kernel.BACKWARD_SM90_WIDE),
+        (512, 512, Kernel.BACKWARD_SM90),  # which adds up what its blocks give
+    ],
+)
+def test_heads_of_several_blocks_take_the_kernel_for_wide_ones(K, V, kernel):
+    assert plan_whole_sequences(call(K=K, V=V), H200, True).gradients.kernel is kernel
+
+
+@pytest.mark.parametrize(
     ("dtype", "precision", "parts"),
     [
         (torch.bfloat16, "highest", "bf16"),

@@ -46,14 +46,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from gla_triton_kernels.chunk_gla import pairs, partials
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, plus
-from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E, MILD_DECAY_SM90
+from gla_triton_kernels.chunk_gla.common_sm90 import RUNS, clear_rows, gates_of, opaque_zero, plus, product, write_rows
+from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, whole
 from gla_triton_kernels.runtime.launch import Launch, launch
@@ -65,9 +64,6 @@ D = gl.constexpr(WIDTH)
 SLOTS = gl.constexpr(2)
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, LAYOUT.value, 2))
-# A warp holds all rows of 16 columns, so that sums over rows need no other; a thread holds runs of 4 rows, so that
-# threads seldom meet in shared memory's banks.
-RUNS = gl.constexpr(gl.BlockedLayout([4, 2], [4, 8], [1, 4], [1, 0]))
 
 
 def run(
@@ -102,29 +98,17 @@ def run(
     options = {"num_warps": kernel.warps, "maxnreg": 80 if kernel.BK == kernel.BV == 64 else 128}  # two blocks
     computed = launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, **options)
     summed = partials.sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
-    return [computed, *summed, *([] if marks is None else pairs.run(x, marks, scale))]
-
-
-@gluon.jit
-def _zero():
-    """A zero that the compiler does not see through: what depends on it is not kept in registers between chunks."""
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
+    return [computed, *summed, *([] if marks is None else pairs.run(x, marks, scale, kernel.BK))]
 
 
 @gluon.jit
 def _rows():
-    return (gl.arange(0, C, gl.SliceLayout(1, LAYOUT)) + _zero())[:, None]  # [C, 1]
+    return (gl.arange(0, C, gl.SliceLayout(1, LAYOUT)) + opaque_zero())[:, None]  # [C, 1]
 
 
 @gluon.jit
 def _columns():
-    return (gl.arange(0, D, gl.SliceLayout(0, LAYOUT)) + _zero())[None, :]  # [1, D]
-
-
-@gluon.jit
-def _product(a, b, acc):
-    """The sum acc + a b [C, D], under way."""
-    return warpgroup_mma(a, b, acc, is_async=True)
+    return (gl.arange(0, D, gl.SliceLayout(0, LAYOUT)) + opaque_zero())[None, :]  # [1, D]
 
 
 @gluon.jit
@@ -180,20 +164,16 @@ def _gate_tile(x_tiles, i, g_desc):
 @gluon.jit
 def _gates(g_desc, x_tiles, i, rows, PACKED: gl.constexpr):
     """A part's gates [C, D], in units of log 2."""
-    g = _gate_tile(x_tiles, i, g_desc).reshape([C, D]).load(RUNS).to(gl.float32)  # [C, D]
-    g = gl.maximum(g, LEAST_GATE) * LOG2E
-    if PACKED:
-        row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
-        g = gl.where(row < rows, g, 0.0)
-    return g
+    return gates_of(_gate_tile(x_tiles, i, g_desc).reshape([C, D]), rows, PACKED)
 
 
 @gluon.jit
-def _decay(g, end, mild, i, tiles, scale):
+def _decay(g, mild, i, tiles, scale):
     """Turn a part's q, k into qg, kg, its gates into the exponents of its queries, and leave b_C / 2 [D]."""
     q_tiles, k_tiles, x_tiles, r_tiles = tiles
     q_tile = q_tiles.index(i).reshape([C, D])
     k_tile = k_tiles.index(i).reshape([C, D])
+    end = gl.sum(g, 0)  # [D]
     r = 0.5 * end  # [D]
     x = gl.associative_scan(g, 0, plus) - gl.where(mild, r, 0.0)[None, :]  # [C, D]
     x_tiles.index(i).reshape([C, D]).store(x)
@@ -212,7 +192,7 @@ def _write_dg(tiles, where, dg_ptr, key, K, slot, rows, PARTS: gl.constexpr):
     column = gl.arange(0, D, gl.SliceLayout(0, RUNS))[None, :]  # [1, D]
     first = dg_ptr + ((b.to(gl.int64) * T + t) * H + h) * K + key
     offsets = row.to(gl.int64) * (H * K) + column  # [C, D]
-    for p in gl.static_range(PARTS):
+    for p in range(PARTS):
         w = x_tiles.index(PARTS * slot + p).reshape([C, D]).load(RUNS)  # [C, D]
         anchor = r_tiles.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
         dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)
@@ -224,7 +204,11 @@ def _write_dg(tiles, where, dg_ptr, key, K, slot, rows, PARTS: gl.constexpr):
 def _gate_warps(
     g_desc, tiles, barriers, marks, marks_c, dg_ptr, place, sizes, scale, PARTS: gl.constexpr, PACKED: gl.constexpr
 ):
-    """Turn q, k into qg, kg, chunk after chunk, mark those that are not mild, and write dg of the one before."""
+    """Turn q, k into qg, kg, chunk after chunk, mark those that are not mild, and write dg of the one before.
+
+    What is done for each part stands in loops at run time, though gates are then read twice: less code, which is
+    fetched anew for each chunk.
+    """
     q_tiles, k_tiles, x_tiles, r_tiles, mild_flags = tiles
     g_full, qk_full, qk_empty, gated, w_full = barriers
     b, h, _, key, _, start, length = place
@@ -240,13 +224,10 @@ def _gate_warps(
         if i < chunks:
             if g_desc is not None:
                 mbarrier.wait(g_full.index(slot), phase)
-                g0 = _gates(g_desc, x_tiles, first, rows, PACKED)  # [C, D]
-                end0 = gl.sum(g0, 0)  # [D]
-                least = gl.min(end0, 0)
-                if PARTS > 1:
-                    g1 = _gates(g_desc, x_tiles, first + 1, rows, PACKED)  # [C, D]
-                    end1 = gl.sum(g1, 0)  # [D]
-                    least = gl.minimum(least, gl.min(end1, 0))
+                least = gl.to_tensor(0.0)
+                for p in range(PARTS):
+                    g = _gates(g_desc, x_tiles, first + p, rows, PACKED)  # [C, D]
+                    least = gl.minimum(least, gl.min(gl.sum(g, 0), 0))
                 mild = least > -MILD_DECAY_SM90 * LOG2E
                 mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
                 gl.store(marks + c * marks_c, gl.where(mild, 0, 1))
@@ -256,9 +237,8 @@ def _gate_warps(
                     clear_rows(q_tiles.index(first + p).reshape([C, D]), rows, RUNS)
                     clear_rows(k_tiles.index(first + p).reshape([C, D]), rows, RUNS)
             if g_desc is not None:
-                _decay(g0, end0, mild, first, parts, scale)
-                if PARTS > 1:
-                    _decay(g1, end1, mild, first + 1, parts, scale)
+                for p in range(PARTS):
+                    _decay(_gates(g_desc, x_tiles, first + p, rows, PACKED), mild, first + p, parts, scale)
             else:
                 for p in gl.static_range(PARTS):
                     q_tile = q_tiles.index(first + p).reshape([C, D])
@@ -298,7 +278,7 @@ def _chunk(
     w_full, v_empty, s_full, s_empty, ready, done = barriers
     i, slot, rows, where, key, value, K, V = place
     dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
-    zero = _zero()
+    zero = opaque_zero()
     row, column = _rows(), _columns()
     own = PARTS * slot + part
     q_tile = q_tiles.index(own).reshape([C, D])
@@ -329,7 +309,7 @@ def _chunk(
     acc = none
     for j in gl.static_range(HALVES):
         v_tile = v_tiles.index(zero + j).reshape([C, D])
-        acc = _product(do_tiles.index(zero + j).reshape([C, D]), v_tile.permute([1, 0]), acc)
+        acc = product(do_tiles.index(zero + j).reshape([C, D]), v_tile.permute([1, 0]), acc)
     acc = warpgroup_mma_wait(0, [acc])
     beyond = gl.where(mild, 0, C) if HAS_GATE else 0  # C: no row is on this side of any column
     dA = _left(row - beyond >= column, acc)
@@ -337,11 +317,11 @@ def _chunk(
     acc = none
     for j in gl.static_range(HALVES):
         s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
-        acc = _product(do_tiles.index(zero + j).reshape([C, D]), s_tile.permute([1, 0]), acc)
+        acc = product(do_tiles.index(zero + j).reshape([C, D]), s_tile.permute([1, 0]), acc)
     if HAS_GATE:
         of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
         acc = warpgroup_mma_wait(0, [acc]) * gl.exp2(gl.where(mild, of_columns, 0.0))
-    acc = warpgroup_mma_wait(0, [_product(dA, k_tile, acc)])
+    acc = warpgroup_mma_wait(0, [product(dA, k_tile, acc)])
     if HAS_GATE:
         w = q_tile.load(LAYOUT).to(gl.float32) * acc
         acc *= gl.exp2(x_tile.load(LAYOUT))
@@ -352,13 +332,13 @@ def _chunk(
     acc = none
     for j in gl.static_range(HALVES):  # a product of its own: a transposed dA would be an operand in registers
         do_tile = do_tiles.index(zero + j).reshape([C, D])
-        acc = _product(v_tiles.index(zero + j).reshape([C, D]), do_tile.permute([1, 0]), acc)
+        acc = product(v_tiles.index(zero + j).reshape([C, D]), do_tile.permute([1, 0]), acc)
     acc = warpgroup_mma_wait(0, [acc])
     dAT = _left(row + beyond <= column, acc)
-    acc = _product(dAT, q_tile, none)
+    acc = product(dAT, q_tile, none)
     for j in gl.static_range(HALVES):
         p_tile = p_tiles.index(zero + HALVES * part + j).reshape([D, D])
-        acc = _product(v_tiles.index(zero + j).reshape([C, D]), p_tile.permute([1, 0]), acc)
+        acc = product(v_tiles.index(zero + j).reshape([C, D]), p_tile.permute([1, 0]), acc)
     dk = warpgroup_mma_wait(0, [acc])
     if HAS_GATE:
         w -= k_tile.load(LAYOUT).to(gl.float32) * dk
@@ -372,11 +352,11 @@ def _chunk(
     for p in gl.static_range(PARTS):
         other_q = q_tiles.index(PARTS * slot + p).reshape([C, D])
         other_k = k_tiles.index(PARTS * slot + p).reshape([C, D])
-        aT = _product(other_k, other_q.permute([1, 0]), aT)
+        aT = product(other_k, other_q.permute([1, 0]), aT)
     entering = ()
     for j in gl.static_range(HALVES):
         do_tile = do_tiles.index(zero + j).reshape([C, D])
-        entering += (_product(q_tile.permute([1, 0]), do_tile, decayed[j]),)
+        entering += (product(q_tile.permute([1, 0]), do_tile, decayed[j]),)
     aT = warpgroup_mma_wait(0, [aT])
     aT = _left(row + beyond <= column, aT)
     if PARTS > 1:
@@ -384,10 +364,10 @@ def _chunk(
     dv = ()  # of the halves that are this warpgroup's
     for j in gl.static_range(HALVES):
         if j % PARTS == part:
-            acc = _product(aT, do_tiles.index(zero + j).reshape([C, D]), none)
+            acc = product(aT, do_tiles.index(zero + j).reshape([C, D]), none)
             for p in gl.static_range(PARTS):
                 other_k = k_tiles.index(PARTS * slot + p).reshape([C, D])
-                acc = _product(other_k, p_tiles.index(zero + HALVES * p + j).reshape([D, D]), acc)
+                acc = product(other_k, p_tiles.index(zero + HALVES * p + j).reshape([D, D]), acc)
             dv += (acc,)
     finished = warpgroup_mma_wait(0, entering + dv)
     if HALVES == 1 and part > 0:
@@ -420,23 +400,13 @@ def _write(desc, ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr)
     """Write x [C, D] to a gradient, by way of a tile in shared memory unless rows behind it are another sequence's."""
     b, h, t, _, _ = where
     if desc is None:  # noqa: SIM114 -- known when this is compiled
-        _write_rows(ptr, x, column, width, where, rows)
+        write_rows(ptr, x, column, width, where, rows)
     elif PACKED and rows < C:
-        _write_rows(ptr, x, column, width, where, rows)
+        write_rows(ptr, x, column, width, where, rows)
     else:
         tile.store(x.to(gl.bfloat16))
         fence_async_shared()
         tma.async_copy_shared_to_global(desc, [b, h, t, column], tile.reshape([1, 1, C, D]))
-
-
-@gluon.jit
-def _write_rows(ptr, x, column, width, where, rows):
-    """Write the first `rows` rows of x [C, D] to a gradient [B, T, H, width] from registers."""
-    b, h, t, T, H = where
-    row, columns = _rows(), _columns()
-    first = ptr + ((b.to(gl.int64) * T + t) * H + h) * width + column
-    offsets = row.to(gl.int64) * (H * width) + columns  # [C, D]
-    gl.store(first + offsets, x.to(ptr.dtype.element_ty), (row < rows) & (columns < width - column))
 
 
 @gluon.jit

@@ -9,6 +9,8 @@ cost.py says how a kernel that goes through segments is priced. Constants, in se
     hopper_step, hopper_tile   64 tokens in backward_sm90.py: of each step, and more for every tile of 64 keys by 64
                                values
     hopper_shared              blocks of one such tile that share a multiprocessor at no cost to each other
+    wide_state_step            64 tokens in the first kernel of backward_sm90_wide.py
+    wide_keys, wide_tile       a chunk of a head in the second: 64 keys of it, and more for each tile
     step, tile, shared         the same in backward.py with bfloat16 products
     bf16x3, bf16x6             times as slow as with bfloat16 products in general kernels, by the plan's precision
     query                      part of such a step that every further query of a group takes
@@ -25,8 +27,10 @@ import math
 from typing import NamedTuple
 
 from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels import MAX_WIDTH
 from gla_triton_kernels.chunk_gla.cost import (
     BlockTime,
+    Cut,
     checkpoint_bytes,
     cut,
     host_seconds,
@@ -102,18 +106,35 @@ def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> list[float]:
     written = sum(x.numbers * (4 * x.parts if x.parts > 1 else x.itemsize) for x in found)
     size = moved_bytes(call) + checkpoint_bytes(call, CHUNK) + written
     through = whole(call, c) if plan.leaving is None else cut(call, plan.leaving.length, c)
-    gradients = kernel_seconds(call, _block_time(call, plan.gradients, c), through, size, c)
+    if plan.gradients.kernel is Kernel.BACKWARD_SM90_WIDE:
+        gradients = _wide_seconds(call, plan.gradients, through, size, c)
+    else:
+        gradients = kernel_seconds(call, _block_time(call, plan.gradients, c), through, size, c)
     sums = [c["launch"] + x.numbers * (4 * x.parts + x.itemsize) / c["bandwidth"] for x in found if x.parts > 1]
     # Nearly all chunks are mild, and have no pairs left to add.
-    pairs = [c["launch"]] if plan.gradients.kernel is Kernel.BACKWARD_SM90 and call.gate_dtype else []
+    pairs = [c["launch"]] if plan.gradients.kernel is not Kernel.BACKWARD and call.gate_dtype else []
     padding = [c["launch"] for _ in found] if call.variable_length else []
     return [gradients, *sums, *pairs, *padding]
+
+
+def _wide_seconds(call: OpCall, kernel: GradientPlan, through: Cut, size: float, c: Constants) -> float:
+    """Seconds of the two kernels for wide heads, which write and read P, as many bytes as checkpoints every chunk."""
+    K, V = call.dims["K"], call.dims["V"]
+    P = checkpoint_bytes(call, CHUNK)
+    block = BlockTime(CHUNK, kernel.BV, c["hopper_start"], c["wide_state_step"], keys=kernel.BK)
+    states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
+    keys = math.ceil(K / 64)
+    step = keys * (c["wide_keys"] + c["wide_tile"] * math.ceil(V / 64))
+    chunks = kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), cut(call, CHUNK, c), size + P, c)
+    return states + chunks
 
 
 def _found(call: OpCall, kernel: GradientPlan) -> list[Gradient]:
     """The gradients of q, k, v and g."""
     B, T, H, Hq, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
     blocks_k, blocks_v = math.ceil(K / kernel.BK), math.ceil(V / kernel.BV)
+    if kernel.kernel is Kernel.BACKWARD_SM90_WIDE:
+        blocks_k = blocks_v = 1  # a block has all keys and values
     size = call.dtype.itemsize
     q, k = Gradient(B * T * Hq * K, size, blocks_v), Gradient(B * T * H * K, size, blocks_v)
     g = [k._replace(itemsize=call.gate_dtype.itemsize)] if call.gate_dtype else []

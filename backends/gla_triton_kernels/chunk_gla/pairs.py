@@ -1,63 +1,82 @@
 """Adds to gradients of gated linear attention what pairs of tokens of one chunk give, where gates decay a lot in it.
 
-backward_sm90.py leaves these pairs out where a chunk of C tokens is not mild, and marks the chunk. With D_ts = D_st =
+The kernels for SM90 leave these pairs out where a chunk of C tokens is not mild, and mark the chunk. With D_ts = D_st =
 scale * do_t . v_s for s <= t, and for each channel of K the decay e_ts = exp(g_{s+1} + .. + g_t),
 
     dq_t += sum over s <= t of D_ts e_ts k_s        dv_s += scale * sum over t >= s of (sum_K q_t e_ts k_s) do_t
     dk_s += sum over t >= s of D_ts e_ts q_t        dg_u += sum over s < u <= t of q_t D_ts e_ts k_s
 
 The chunk is halved again and again: every pair s < t lies in the two halves of one block of 2m tokens, for one m of 1,
-2, 4 .. C/2. With b_t = g_1 + .. + g_t and b* that of the last token of the block's left half,
+2, 4 .. C/2. With b_t = g_1 + .. + g_t, b* that of the last token of the block's left half, and u the first of its right
+half,
 
-    z_t = q_t exp(b_t - b*) in the right half        z_s = k_s exp(b* - b_s) in the left half        dz = D z
+    z_t = q_t e_t,  e_t = exp(b_t - b_u)  in the right half        f = exp(g_u)
+    z_s = k_s e_s,  e_s = exp(b* - b_s)   in the left half         dz = f * D z
 
-with D masked to pairs of the two halves. dz times its row's exponential is what these give to dq in right halves and
-to dk in left ones; z z^T, masked likewise, replaces the sum over K in dv. No exponent is above 0, so that any gate down
-to -inf is exact. Gate u decays each pair of which one token is before it and one is not:
+with D masked to pairs of the two halves. e dz is what these give to dq in right halves and to dk in left ones; z z^T,
+masked likewise, with f in right halves, replaces the sum over K in dv. No exponent is above 0, so that any gate down to
+-inf is exact, and next to the middle of a block e is 1: no gate makes all of z small. So z and D can be float16, in
+units that keep what is 2^-28 of the largest. Gate u decays each pair of which one token is before it and one is not:
 
     dg_u += sum over t >= u of w_t        w = z * dz in right halves, -z * dz in left ones
 
 A pair that is at or after u whole adds the same products of rounded numbers twice, with both signs. dg is set to
 exactly 0 where exp(g) is 0 in float32. Pairs s = t have no gate and are multiplied element by element.
 
-No matrix product stands in a branch at run time, which Triton gets wrong on Hopper.
+The code is small, for its instructions to stay near: levels m, blocks of keys and of values are loops at run time.
 
-B batch   T tokens   H heads   N sequences   K, V key and value width   C tokens of a chunk   BK, BV columns of a tile
-i rows of marks, one a chunk, numbered as checkpoints are   blocks_k blocks of `KEYS` keys
+B batch   T tokens   H heads   N sequences   K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
+i rows of marks, one a chunk, numbered as checkpoints are   blocks_k blocks of `keys` keys
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
 """
 
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportIndexIssue=false, reportFunctionMemberAccess=false
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from gla_triton_kernels.chunk_gla.backward import product
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.common import load_tile, store_tile
+from gla_triton_kernels.chunk_gla.common_sm90 import plus
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK
-from gla_triton_kernels.runtime.architecture import interpreted
 from gla_triton_kernels.runtime.launch import Launch, launch
-from gla_triton_kernels.runtime.sizes import power_of_two
 
-KEYS = 128
-"""Keys of a block that is marked."""
 MARKS = 64
 """The most chunks of heads that a program looks at, at once: to start a program takes longer."""
 PROGRAMS = 1024
 """Where there are no more chunks of heads, each has a program of its own: some for every multiprocessor."""
 
+C = gl.constexpr(CHUNK)
+LOG2_C = gl.constexpr(CHUNK.bit_length() - 1)
+D = gl.constexpr(64)
+LOG2_FAR = gl.constexpr(-40.0)
+FAR = gl.constexpr(2.0**-40)  # in this unit float32 holds exp(g) down to -115, and not to only -87
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
+OF_ROWS = gl.constexpr(gl.SliceLayout(1, LAYOUT.value))
+OF_COLUMNS = gl.constexpr(gl.SliceLayout(0, LAYOUT.value))
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # for what is 2 bytes wide
+RUNS = gl.constexpr(gl.BlockedLayout([8, 2], [8, 4], [1, 8], [1, 0]))  # a warp holds all rows of 8 columns
+MARKED = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([CHUNK, 64], gl.float16))
+TILE_32 = gl.constexpr(gl.NVMMASharedLayout.get_default_for([CHUNK, 64], gl.float32))
 
-def run(x: BackwardTensors, marks: Tensor, scale: float) -> list[Launch]:
+
+def run(x: BackwardTensors, marks: Tensor, scale: float, keys: int) -> list[Launch]:
     """Complete the gradients of marked chunks, and return what was launched.
 
     Args:
-        x: has gates, as many query heads as others, and contiguous gradients, which lack pairs in marked chunks.
-        marks: [rows, H, blocks_k] int32, contiguous: not 0 where a chunk is marked. Rows are numbered as those of
-            checkpoints every `CHUNK` tokens; what stands in rows without a chunk is not looked at.
+        x: bfloat16 but for gates, of which there are some, as many query heads as others, and contiguous gradients,
+            which lack pairs in marked chunks.
+        marks: [rows, H, ceil(K / keys)] int32, contiguous: not 0 where a chunk is marked. Rows are numbered as those
+            of checkpoints every `CHUNK` tokens; what stands in rows without a chunk is not looked at.
+        scale: What scores are multiplied by.
+        keys: How many a block that is marked has: 64 or 128.
     """
     assert x.g is not None
     T, H, K = x.k.shape[1:]
@@ -65,16 +84,14 @@ def run(x: BackwardTensors, marks: Tensor, scale: float) -> list[Launch]:
     N = 0 if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     given = (x.q, x.k, x.v, x.g, x.do)
     strides = [stride for y in given for stride in y.stride()[:3]]
-    BK, BV = (min(64, power_of_two(width, 16)) for width in (K, V))
-    precision = "ieee" if interpreted() else "bf16"
     count = len(marks) * H
-    integers = (T, N, H, count, *strides, K, V, CHUNK, CHUNK.bit_length() - 1, KEYS, MARKS, BK, BV, precision)
+    integers = (T, N, H, count, *strides, K, V, keys, MARKS)
     tensors = (*given, x.cu_seqlens, marks, x.dq, x.dk, x.dv, x.dg)
     grid = (max(min(count, PROGRAMS), -(-count // MARKS)), 1, 1)
-    return [launch(_pairs_kernel, grid, tensors, (scale,), integers, num_warps=16)]
+    return [launch(_pairs_kernel, grid, tensors, (scale,), integers, num_warps=8, maxnreg=128)]
 
 
-@triton.jit(do_not_specialize=["scale", "T", "N", "H", "count"])
+@gluon.jit(do_not_specialize=["scale", "T", "N", "H", "count"])
 def _pairs_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -107,133 +124,271 @@ def _pairs_kernel(
     stride_ob,
     stride_ot,
     stride_oh,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    LEVELS: tl.constexpr,
-    KEYS: tl.constexpr,
-    MARKS: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    KEYS: gl.constexpr,
+    MARKS: gl.constexpr,
 ):
     """Program: those chunks of heads that are marked, mostly none, of some that are far apart."""
-    pid, programs = tl.program_id(0), tl.num_programs(0)
-    blocks_k: tl.constexpr = (K + KEYS - 1) // KEYS
-    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    own = pid + programs * tl.arange(0, MARKS)  # [MARKS]
-    marks = tl.zeros([MARKS], tl.int32)
+    pid, programs = gl.program_id(0), gl.num_programs(0)
+    blocks_k: gl.constexpr = (K + KEYS - 1) // KEYS
+    own = pid + programs * gl.arange(0, MARKS, MARKED)  # [MARKS]
+    marks = gl.zeros([MARKS], gl.int32, MARKED)
     for block in range(blocks_k):
-        marks |= tl.load(marks_ptr + own.to(tl.int64) * blocks_k + block, mask=own < count, other=0)
-    marked = tl.cumsum((marks != 0).to(tl.int32), 0)  # [MARKS], how many there are up to each
-    for j in tl.range(0, tl.max(marked), num_stages=1):
-        ih = pid + programs * tl.sum((marked <= j).to(tl.int32))
+        marks |= gl.load(marks_ptr + own.to(gl.int64) * blocks_k + block, mask=own < count, other=0)
+    marked = gl.associative_scan((marks != 0).to(gl.int32), 0, plus)  # [MARKS], how many there are up to each
+    for j in range(gl.max(marked, 0)):
+        ih = pid + programs * gl.sum((marked <= j).to(gl.int32), 0)
         i, h = ih // H, ih % H
         if cu_seqlens_ptr is None:
-            chunks = tl.cdiv(T, C)
+            chunks = gl.cdiv(T, C)
             b, t, end = i // chunks, i % chunks * C, T
         else:
-            n = _sequence_of(i, cu_seqlens_ptr, N, C)
-            start = tl.load(cu_seqlens_ptr + n).to(tl.int32)
+            n = _sequence_of(i, cu_seqlens_ptr, N)
+            start = gl.load(cu_seqlens_ptr + n).to(gl.int32)
             b, t = 0, start + (i - n - start // C) * C
-            end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32)
-            end = tl.where(t < start, t, end)  # rows before the first sequence's have no chunk
-        b64 = tl.cast(b, tl.int64)
-        q_b = q_ptr + b64 * stride_qb
-        k_b = k_ptr + b64 * stride_kb
-        v_b = v_ptr + b64 * stride_vb
-        g_b = g_ptr + b64 * stride_gb
-        do_b = do_ptr + b64 * stride_ob
-        dq_b = dq_ptr + b64 * T * (H * K)
-        dk_b = dk_ptr + b64 * T * (H * K)
-        dv_b = dv_ptr + b64 * T * (H * V)
-        dg_b = dg_ptr + b64 * T * (H * K)
+            end = gl.load(cu_seqlens_ptr + n + 1).to(gl.int32)
+            end = gl.where(t < start, t, end)  # rows before the first sequence's have no chunk
+        q_at = _first(q_ptr, b, t, h, stride_qb, stride_qt, stride_qh)
+        k_at = _first(k_ptr, b, t, h, stride_kb, stride_kt, stride_kh)
+        v_at = _first(v_ptr, b, t, h, stride_vb, stride_vt, stride_vh)
+        g_at = _first(g_ptr, b, t, h, stride_gb, stride_gt, stride_gh)
+        do_at = _first(do_ptr, b, t, h, stride_ob, stride_ot, stride_oh)
+        dq_at = _first(dq_ptr, b, t, h, T * (H * K), H * K, K)
+        dk_at = _first(dk_ptr, b, t, h, T * (H * K), H * K, K)
+        dv_at = _first(dv_ptr, b, t, h, T * (H * V), H * V, V)
+        dg_at = _first(dg_ptr, b, t, h, T * (H * K), H * K, K)
 
-        dA = tl.zeros([C, C], tl.float32)
-        dAT = tl.zeros([C, C], tl.float32)
-        for v0 in tl.range(0, V, BV, num_stages=1):
-            v = load_tile(None, v_b, stride_vt, stride_vh, b, t, h, v0, end, V, C, BV)  # [C, BV]
-            do = load_tile(None, do_b, stride_ot, stride_oh, b, t, h, v0, end, V, C, BV)  # [C, BV]
-            dA = product(do, tl.trans(v), dA, PRECISION)
-            dAT = product(v, tl.trans(do), dAT, PRECISION)
-        D = scale * tl.where(row >= column, dA, dAT)  # [C, C]
-        D_tt = tl.sum(tl.where(row == column, D, 0.0), 1)[:, None]  # [C, 1]
-
-        A = tl.zeros([C, C], tl.float32)  # sum_K q_t e_ts k_s, symmetric as D is
-        for k0 in tl.range(0, K, BK, num_stages=1):
-            mark = tl.load(marks_ptr + ih.to(tl.int64) * blocks_k + k0 // KEYS)
-            stop = tl.where(mark == 0, t, end)  # where keys are not marked, nothing is read or written
-            levels = tl.where(t < stop, LEVELS, 0)
-            q = load_tile(None, q_b, stride_qt, stride_qh, b, t, h, k0, stop, K, C, BK)  # [C, BK]
-            k = load_tile(None, k_b, stride_kt, stride_kh, b, t, h, k0, stop, K, C, BK)  # [C, BK]
-            g = load_tile(None, g_b, stride_gt, stride_gh, b, t, h, k0, stop, K, C, BK)  # [C, BK]
-            A, dq, dk, dg = _pairs_of_halves(A, q, k, g, D, levels, C, BK, PRECISION)
-            A += tl.where(row == column, tl.sum(q.to(tl.float32) * k, 1)[:, None], 0.0)
-            _add(dq_b, H, b, t, h, k0, stop, dq + D_tt * k, K, C, BK)
-            _add(dk_b, H, b, t, h, k0, stop, dk + D_tt * q, K, C, BK)
-            dg += load_tile(None, dg_b, H * K, K, b, t, h, k0, stop, K, C, BK)
-            dg = tl.where(g > LEAST_GATE, dg, 0.0)
-            store_tile(None, dg_b, H * K, K, b, t, h, k0, stop, dg, K, C, BK)
-
-        AT = tl.where(row <= column, scale * A, 0.0)  # [C, C]
-        for v0 in tl.range(0, V, BV, num_stages=1):
-            do = load_tile(None, do_b, stride_ot, stride_oh, b, t, h, v0, end, V, C, BV)  # [C, BV]
-            _add(dv_b, H, b, t, h, v0, end, product(AT, do, None, PRECISION), V, C, BV)
+        rows = gl.minimum(end - t, C)
+        d_tile, d_tt, d_unit = _d_in_units(do_at, stride_ot, v_at, stride_vt, rows, V, scale)
+        a_tile = gl.allocate_shared_memory(gl.float32, [C, C], TILE_32)  # sum_K q_t e_ts k_s
+        a_tile.store(gl.zeros([C, C], gl.float32, LAYOUT))
+        for k0 in range(0, K, D):
+            mark = gl.load(marks_ptr + ih.to(gl.int64) * blocks_k + k0 // KEYS)
+            inside = gl.where(mark == 0, 0, rows)  # where keys are not marked, nothing is read or written
+            inputs = (q_at + k0, stride_qt, k_at + k0, stride_kt, g_at + k0, stride_gt)
+            outputs = (dq_at + k0, dk_at + k0, dg_at + k0)
+            limits = (inside, None if K % D == 0 else K - k0)
+            _add_block_of_keys(a_tile, inputs, outputs, d_tile, d_tt, d_unit, limits, H * K)
+        _add_dv(a_tile, dv_at, H * V, do_at, stride_ot, rows, V, scale)
 
 
-@triton.jit
-def _sequence_of(i, cu_seqlens_ptr, N, C: tl.constexpr):
+@gluon.jit
+def _zero():
+    """A zero that the compiler does not see through: what depends on it is not kept in registers for long."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _rows_and_columns():
+    row = gl.arange(0, C, OF_ROWS) + _zero()
+    return row[:, None], gl.arange(0, C, OF_COLUMNS)[None, :]  # [C, 1], [1, C]
+
+
+@gluon.jit
+def _sequence_of(i, cu_seqlens_ptr, N):
     """The last of N sequences whose chunks begin in row i or before; 0 if there is none."""
     n, above = 0, N
     while above - n > 1:
         middle = (n + above) // 2
-        first = middle + tl.load(cu_seqlens_ptr + middle).to(tl.int32) // C  # the row of its first chunk
-        n = tl.where(first <= i, middle, n)
-        above = tl.where(first <= i, above, middle)
+        first = middle + gl.load(cu_seqlens_ptr + middle).to(gl.int32) // C  # the row of its first chunk
+        n = gl.where(first <= i, middle, n)
+        above = gl.where(first <= i, above, middle)
     return n
 
 
-@triton.jit
-def _pairs_of_halves(A, q, k, g, D, levels, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
-    """Add to A [C, C], and make dq, dk, dg [C, BK] of, pairs in the two halves of blocks of 2, 4 .. 2^levels tokens."""
-    OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32  # pyright: ignore
-    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    g = tl.maximum(g.to(tl.float32), LEAST_GATE) * LOG2E  # [C, BK]
-    b = _sums_of_rows(row >= column, g, C, BK, PRECISION)  # [C, BK]
-    dq = tl.zeros([C, BK], tl.float32)
-    dk = tl.zeros([C, BK], tl.float32)
-    w = tl.zeros([C, BK], tl.float32)
-    for level in tl.range(0, levels, num_stages=1):  # pyright: ignore
+@gluon.jit
+def _first(ptr, b, t, h, stride_b, stride_t, stride_h):
+    """Where row t of one head begins."""
+    b, t, h = gl.to_tensor(b).to(gl.int64), gl.to_tensor(t).to(gl.int64), gl.to_tensor(h).to(gl.int64)
+    return ptr + b * stride_b + t * stride_t + h * stride_h
+
+
+@gluon.jit
+def _offsets(stride, rows, columns, layout: gl.constexpr):
+    """Offsets of a tile [C, D], and whether they are within this many rows and columns, or all of these."""
+    row = (gl.arange(0, C, gl.SliceLayout(1, layout)) + _zero())[:, None]  # [C, 1]
+    column = gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]  # [1, D]
+    inside = row < rows  # [C, 1]
+    if columns is not None:
+        inside = inside & (column < columns)
+    return row.to(gl.int64) * stride + column, inside
+
+
+@gluon.jit
+def _load(ptr, stride, rows, columns, layout: gl.constexpr):
+    """A tile [C, D], 0 where it is beyond this many rows or columns."""
+    offsets, inside = _offsets(stride, rows, columns, layout)
+    return gl.load(ptr + offsets, inside, 0.0)
+
+
+@gluon.jit
+def _choose(bits, x, y):
+    """Choose x where all bits are set, and y where none are: two numbers of 16 bits at once."""
+    return gl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xCA;", "=r,r,r,r", [bits, x, y], gl.float16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _load_rows(ptr, stride, row, rows, columns):
+    """Of a tile [C, D] these rows [C, 1], 0 where they are beyond this many rows or columns."""
+    column = gl.arange(0, D, OF_COLUMNS)[None, :]  # [1, D]
+    inside = row < rows  # [C, 1]
+    if columns is not None:
+        inside = inside & (column < columns)
+    return gl.load(ptr + (row.to(gl.int64) * stride + column), inside, 0.0)
+
+
+@gluon.jit
+def _add(ptr, stride, x, unit, rows, columns):
+    """Add x [C, D] in this unit to a tile of a gradient."""
+    offsets, inside = _offsets(stride, rows, columns, ROWS)
+    x = x * unit + gl.load(ptr + offsets, inside, 0.0).to(gl.float32)
+    gl.store(ptr + offsets, x.to(ptr.dtype.element_ty), inside)
+
+
+@gluon.jit
+def _in_units(x):
+    """Give x in a unit, and that: the power of two in which the largest of x is at least 2^14, and below 2^15."""
+    x = x.to(gl.float32)
+    most = gl.max(gl.max(gl.abs(x), 1), 0)
+    unit = most.to(gl.int32, bitcast=True) & 0x7F800000  # the exponent's bits
+    unit = gl.maximum(unit - (14 << 23), 1 << 23)
+    x *= ((254 << 23) - unit).to(gl.float32, bitcast=True)
+    return x, unit.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _d_in_units(do_at, stride_o, v_at, stride_v, rows, V: gl.constexpr, scale):
+    """D [C, C] in a tile, and at s = t [C] times 1 / FAR, with their unit."""
+    row, column = _rows_and_columns()
+    dA = gl.zeros([C, C], gl.float32, LAYOUT)
+    dAT = gl.zeros([C, C], gl.float32, LAYOUT)
+    do_tile = gl.allocate_shared_memory(gl.bfloat16, [C, D], TILE)
+    v_tile = gl.allocate_shared_memory(gl.bfloat16, [C, D], TILE)
+    for p in range(0, V, D):
+        columns = None if V % D == 0 else V - p
+        do_tile.store(_load(do_at + p, stride_o, rows, columns, ROWS))
+        v_tile.store(_load(v_at + p, stride_v, rows, columns, ROWS))
+        fence_async_shared()
+        dA = warpgroup_mma(do_tile, v_tile.permute([1, 0]), dA, is_async=True)
+        dAT = warpgroup_mma(v_tile, do_tile.permute([1, 0]), dAT, is_async=True)
+        dA, dAT = warpgroup_mma_wait(0, [dA, dAT])
+    d = scale * gl.where(row >= column, dA, dAT)  # [C, C]
+    d, unit = _in_units(d)
+    d_tt = gl.sum(gl.where(row == column, d, 0.0), 1) / FAR  # [C]
+    d_tile = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
+    d_tile.store(d.to(gl.float16))
+    return d_tile, d_tt, FAR * unit
+
+
+@gluon.jit
+def _pairs(m):
+    """Whether two tokens are in different halves of a block of 2m, [C, C]."""
+    row, column = _rows_and_columns()
+    return ((row ^ column) & -m) == m
+
+
+@gluon.jit
+def _add_block_of_keys(a_tile, inputs, outputs, d_tile, d_tt, d_unit, limits, stride):
+    """Add to dq, dk and dg of D keys and, summed over them, to A [C, C]."""
+    q_at, stride_q, k_at, stride_k, g_at, stride_g = inputs
+    dq_at, dk_at, dg_at = outputs
+    rows, columns = limits
+    q_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
+    k_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
+    b_tile = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
+    q, q_unit = _in_units(_load(q_at, stride_q, rows, columns, ROWS))
+    k, k_unit = _in_units(_load(k_at, stride_k, rows, columns, ROWS))
+    q_tile.store(q.to(gl.float16))
+    k_tile.store(k.to(gl.float16))
+    g = _load(g_at, stride_g, rows, columns, RUNS).to(gl.float32)  # [C, D]
+    b_tile.store(gl.associative_scan(gl.maximum(g, LEAST_GATE) * LOG2E, 0, plus))
+    fence_async_shared()
+    unit = q_unit * k_unit
+    row, column = _rows_and_columns()
+    qk = gl.zeros([C, C], gl.float32, LAYOUT)
+    qk = warpgroup_mma(q_tile, k_tile.permute([1, 0]), qk, use_acc=False, is_async=True)
+    qk = warpgroup_mma_wait(0, [qk])
+    a_tile.store(a_tile.load(LAYOUT) + gl.where(row == column, unit, 0.0) * qk)
+
+    dq = gl.zeros([C, D], gl.float32, LAYOUT)
+    dk = gl.zeros([C, D], gl.float32, LAYOUT)
+    w_tile = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
+    w_tile.store(gl.zeros([C, D], gl.float32, LAYOUT))
+    own_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
+    masked_tile = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
+    far_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
+    for level in range(LOG2_C):
         m = 1 << level
+        row, column = _rows_and_columns()
         right = (row & m) != 0  # [C, 1]
-        to_q = tl.where(right, 1.0, 0.0)  # [C, 1]
-        to_k = 1.0 - to_q  # [C, 1]
-        pair = ((row ^ column) & -m) == m  # [C, C], whether two tokens are in different halves of a block
-        last = ((row | m) & -m) - 1  # [C, 1], of the left half
-        decay = tl.exp2(-1.0 * tl.abs(b - tl.gather(b, tl.broadcast_to(last, C, BK), 0)))  # [C, BK]
-        z = tl.where(right, q * decay, k * decay).to(OPERAND)  # [C, BK]
-        A += tl.where(pair, product(z, tl.trans(z), None, PRECISION), 0.0)
-        dz = product(tl.where(pair, D, 0.0), z, None, PRECISION)  # [C, BK]
-        dq += to_q * (dz * decay)
-        dk += to_k * (dz * decay)
-        w += (to_q - to_k) * z * dz
-    at_or_after = (row <= column) & (row > 0)  # no token comes before the first, and its dg is to be exactly 0
-    return A, dq, dk, _sums_of_rows(at_or_after, w, C, BK, PRECISION)
+        right_bits = gl.where(right, -1, 0).to(gl.int16) + gl.zeros([C, D], gl.int16, LAYOUT)
+        first = (row | m) & -m  # [C, 1], of the right half
+        nearest = gl.where(right, first, first - 1)  # [C, 1], to the other half
+        f = _load_rows(g_at, stride_g, first, rows, columns).to(gl.float32)  # [C, D]
+        f = gl.exp2(gl.maximum(f, LEAST_GATE) * LOG2E - LOG2_FAR)  # in units of `FAR`
+        b = b_tile.load(LAYOUT)  # [C, D]
+        e = gl.exp2(-gl.abs(b - gl.gather(b, nearest + gl.zeros([C, D], gl.int32, LAYOUT), 0)))
+        z = (_choose(right_bits, q_tile.load(LAYOUT), k_tile.load(LAYOUT)).to(gl.float32) * e).to(gl.float16)
+        own_tile.store(z)
+        far_tile.store((z.to(gl.float32) * (f * FAR)).to(gl.float16))
+        pairs = _pairs(m)
+        masked_tile.store(gl.where(pairs, d_tile.load(LAYOUT), 0.0))
+        fence_async_shared()
+        dz = gl.zeros([C, D], gl.float32, LAYOUT)
+        dz = warpgroup_mma(masked_tile, own_tile, dz, use_acc=False, is_async=True)
+        dz = warpgroup_mma_wait(0, [dz]) * f
+        w = own_tile.load(LAYOUT).to(gl.float32) * gl.where(right, 1.0, -1.0) * dz
+        w_tile.store(w_tile.load(LAYOUT) + w)
+        dz *= e
+        dq += gl.where(right, 1.0, 0.0) * dz
+        dk += gl.where(right, 0.0, 1.0) * dz
+        a = gl.zeros([C, C], gl.float32, LAYOUT)
+        a = warpgroup_mma(far_tile, own_tile.permute([1, 0]), a, use_acc=False, is_async=True)
+        a = warpgroup_mma_wait(0, [a])
+        a_tile.store(a_tile.load(LAYOUT) + gl.where(pairs, unit, 0.0) * a)
+
+    x_tile = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
+    dq += d_tt[:, None] * k_tile.load(LAYOUT).to(gl.float32)  # of pairs s = t
+    dk += d_tt[:, None] * q_tile.load(LAYOUT).to(gl.float32)
+    _add_tile(dq_at, stride, x_tile, dq, k_unit * d_unit, rows, columns)
+    _add_tile(dk_at, stride, x_tile, dk, q_unit * d_unit, rows, columns)
+    w = w_tile.load(RUNS)  # [C, D]
+    # All w add up to 0, so that those at or after a token are minus those before it: for the first exactly none.
+    dg = (w - gl.associative_scan(w, 0, plus)) * d_unit * q_unit * k_unit
+    g = _load(g_at, stride_g, rows, columns, RUNS).to(gl.float32)  # [C, D]
+    offsets, inside = _offsets(stride, rows, columns, RUNS)
+    dg += gl.load(dg_at + offsets, inside, 0.0).to(gl.float32)
+    gl.store(dg_at + offsets, gl.where(g > LEAST_GATE, dg, 0.0).to(dg_at.dtype.element_ty), inside)
 
 
-@triton.jit
-def _sums_of_rows(chosen, x, C: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr):
-    """For each row the sum of the rows of x [C, BK] that `chosen` [C, C] picks: a product with x in bfloat16 parts."""
-    total = tl.zeros([C, BK], tl.float32)
-    for _ in tl.range(0, 3, num_stages=1):  # three parts are all 24 bits of float32
-        part = x.to(tl.bfloat16)  # [C, BK]
-        total = product(tl.where(chosen, 1.0, 0.0), part, total, PRECISION)
-        x -= part.to(tl.float32)
-    return total
+@gluon.jit
+def _add_tile(ptr, stride, tile, x, unit, rows, columns):
+    """Add x [C, D] in this unit to a tile of a gradient, by way of one in shared memory."""
+    tile.store(x)
+    _add(ptr, stride, tile.load(ROWS), unit, rows, columns)
 
 
-@triton.jit
-def _add(ptr, H, b, t, head, column, end, x, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
-    """Add x [C, BD] to a tile of a gradient [T, H, D]."""
-    x += load_tile(None, ptr, H * D, D, b, t, head, column, end, D, C, BD)
-    store_tile(None, ptr, H * D, D, b, t, head, column, end, x, D, C, BD)
+@gluon.jit
+def _add_dv(a_tile, dv_at, stride, do_at, stride_o, rows, V: gl.constexpr, scale):
+    """Add scale * A^T do to dv, A [C, C] being that of s <= t in two bfloat16 parts."""
+    row, column = _rows_and_columns()
+    A = gl.where(row >= column, a_tile.load(LAYOUT), 0.0)  # [C, C]
+    high_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], TILE)
+    low_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], TILE)
+    high = A.to(gl.bfloat16)
+    high_tile.store(high)
+    low_tile.store((A - high.to(gl.float32)).to(gl.bfloat16))
+    do_tile = gl.allocate_shared_memory(gl.bfloat16, [C, D], TILE)
+    out = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
+    for p in range(0, V, D):
+        columns = None if V % D == 0 else V - p
+        do_tile.store(_load(do_at + p, stride_o, rows, columns, ROWS))
+        fence_async_shared()
+        dv = gl.zeros([C, D], gl.float32, LAYOUT)
+        dv = warpgroup_mma(low_tile.permute([1, 0]), do_tile, dv, use_acc=False, is_async=True)
+        dv = warpgroup_mma(high_tile.permute([1, 0]), do_tile, dv, is_async=True)
+        dv = warpgroup_mma_wait(0, [dv])
+        _add_tile(dv_at + p, stride, out, dv, scale, rows, columns)

@@ -35,6 +35,7 @@ class Kernel(enum.StrEnum):
     STATES_SM90 = "states_sm90"
     BACKWARD = "backward"
     BACKWARD_SM90 = "backward_sm90"
+    BACKWARD_SM90_WIDE = "backward_sm90_wide"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ class GradientPlan:
     values, and dv over blocks of keys.
 
     Attributes:
-        BK, BV: keys and values of a block.
+        BK, BV: keys and values of a block; in the kernel for wide heads, of one that computes gradients of states.
         warps: of a block; those that are specialised come on top.
         precision: what matrices are multiplied in: "bf16", or float32 split into bfloat16 parts, "bf16x3" or "bf16x6".
     """
@@ -105,18 +105,25 @@ def _states(call: OpCall, gpu: Gpu, aligned: bool, length: int) -> SegmentPlan:
 
 
 def fits_sm90(call: OpCall, gpu: Gpu, aligned: bool) -> bool:
-    """Whether the kernel for SM90 computes the gradients: it is the fastest wherever it can."""
+    """Whether a kernel for SM90 computes the gradients: it is the fastest wherever it can."""
     H, Hq, K, V = (call.dims[name] for name in ("H", "Hq", "K", "V"))
     specialised = gpu.architecture.has_wgmma and call.dtype == torch.bfloat16 and Hq == H
     return specialised and aligned and K % 8 == V % 8 == 0  # rows of gradients of 16 bytes
+
+
+def gradients_sm90(K: int, V: int) -> GradientPlan:
+    """The kernel for SM90 and heads of these widths."""
+    several = K > 128 or V > 128  # blocks of a head, each of which would repeat the work on q, k and g
+    kernel = Kernel.BACKWARD_SM90_WIDE if several and K <= 256 else Kernel.BACKWARD_SM90
+    BK, BV = (128 if several or width > 64 else 64 for width in (K, V))
+    return GradientPlan(kernel=kernel, BK=BK, BV=BV, warps=4)
 
 
 def _gradients(call: OpCall, gpu: Gpu, aligned: bool) -> GradientPlan:
     """The kernel that computes gradients, and its launch parameters."""
     K, V = call.dims["K"], call.dims["V"]
     if fits_sm90(call, gpu, aligned):
-        BK, BV = (64 if K <= 64 else 128), (64 if V <= 64 else 128)
-        return GradientPlan(kernel=Kernel.BACKWARD_SM90, BK=BK, BV=BV, warps=4)
+        return gradients_sm90(K, V)
     widest, warps, precision = 64, 4, "bf16"
     if call.dtype == torch.bfloat16 and not gpu.architecture.has_little_shared_memory:
         widest, warps = 128, 8

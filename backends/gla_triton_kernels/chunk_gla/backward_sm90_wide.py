@@ -1,0 +1,671 @@
+"""Gradients of chunked gated linear attention for Hopper and wide heads: gradients of states first, then all chunks.
+
+The mathematics is that of backward_sm90.py. Where a head takes several blocks of states, each would repeat the work on
+q, k and g, and dq, dk, dg and dv would be sums over blocks. So the gradients of states go to memory once:
+
+    _state_kernel      goes backwards through sequences or segments, and writes P of every chunk
+    _gradient_kernel   a block per chunk and head: goes over the values, and sums dq, dk and dv on chip
+
+B batch   T time   H heads   K, V key and value width   C rows of a chunk   D = 64 values of a tile
+KEYS of a warpgroup: half of those of a block in either kernel   BV values of a block of the first   n rows of states
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from gla_triton_kernels.chunk_gla import pairs
+from gla_triton_kernels.chunk_gla.call import BackwardTensors
+from gla_triton_kernels.chunk_gla.common_sm90 import RUNS, clear_rows, gates_of, plus, product, write_rows
+from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
+from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
+from gla_triton_kernels.chunk_gla.segments import Segments, cut, whole
+from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
+
+WIDTH = 64
+C = gl.constexpr(CHUNK)
+D = gl.constexpr(WIDTH)
+STAGES = gl.constexpr(2)  # chunks on their way in the first kernel
+SLOTS = gl.constexpr(3)  # tiles of S, P or g on their way in the second
+V_SLOTS = gl.constexpr(2)  # tiles of v and do
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # for sums over columns
+SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE.value, 2))
+
+
+def run(
+    kernel: GradientPlan,
+    x: BackwardTensors,
+    entering: Tensor,
+    leaving: Tensor | None,
+    segments: Segments | None,
+    scale: float,
+) -> list[Launch]:
+    """Fill the gradients in x, and return what was launched; as that of backward.py, and entering is bfloat16."""
+    B, T, H, K = x.k.shape
+    V = x.v.shape[3]
+    keys = _keys(K)
+    P = torch.empty_like(entering)
+    rows = entering.numel() // (H * K * V)
+    blocks = -(-K // keys)
+    marks = None if x.g is None else torch.empty(rows, H, blocks, dtype=torch.int32, device=x.q.device)
+    states = _gradients_of_states(kernel, x, leaving, segments, P, marks, scale)
+    chunks = cut(B, T, CHUNK, x.cu_seqlens)
+    moved = (x.q, x.k, x.v, x.do, x.g, x.dq, x.dk, x.dv)
+    maps = [None if y is None else shared_tiles(y, CHUNK, WIDTH) for y in moved]
+    maps += [state_tiles(y, WIDTH, WIDTH) for y in (entering, P)]
+    tensors = (*maps, x.dq, x.dk, x.dv, x.dg, marks, chunks.bounds)
+    options = {"num_warps": kernel.warps, "maxnreg": 168}
+    gradients = launch(_gradient_kernel, (rows * H, 1, 1), tensors, (scale,), (T, H, K, V, keys // WIDTH), **options)
+    return [states, *chunks.launches, gradients, *([] if marks is None else pairs.run(x, marks, scale, keys))]
+
+
+def _keys(K: int) -> int:
+    """Keys of a warpgroup of the second kernel; their gates are mild or not together."""
+    return WIDTH if K <= 2 * WIDTH else 2 * WIDTH
+
+
+def _gradients_of_states(
+    kernel: GradientPlan,
+    x: BackwardTensors,
+    leaving: Tensor | None,
+    segments: Segments | None,
+    P: Tensor,
+    marks: Tensor | None,
+    scale: float,
+) -> Launch:
+    """Write P and marks of all chunks; the other arguments are as those of `run`."""
+    B, T, H, K = x.k.shape
+    V = x.v.shape[3]
+    dinitial = x.dinitial_state if segments is None else None
+    if segments is None:
+        segments, leaving = whole(B, T, x.cu_seqlens), x.dstate
+    moved = ((x.q, WIDTH), (x.do, kernel.BV), (x.g, WIDTH))
+    maps = [None if y is None else shared_tiles(y, CHUNK, width) for y, width in moved]
+    maps.append(state_tiles(P, WIDTH, kernel.BV))
+    tensors = (*maps, marks, leaving, dinitial, segments.bounds)
+    strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
+    integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, _keys(K))
+    blocks = -(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * H
+    return launch(_state_kernel, (blocks, 1, 1), tensors, (scale,), integers, num_warps=kernel.warps, maxnreg=128)
+
+
+# ---- gradients of states
+
+
+@gluon.jit
+def _load_chunks(descriptors, tiles, barriers, place):
+    """Keep q, do and g of the next chunks on their way, the last chunk first."""
+    q_desc, do_desc, g_desc = descriptors
+    q_tiles, do_tiles, g_tiles = tiles
+    full, empty = barriers
+    b, h, key, value, start, chunks = place
+    GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
+    SIZE: gl.constexpr = 2 * (q_desc.block_type.nbytes + GATE_SIZE) + do_desc.block_type.nbytes
+    for i in range(chunks):
+        slot = i % STAGES
+        t = start + (chunks - 1 - i) * C
+        bar = full.index(slot)
+        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
+        mbarrier.expect(bar, SIZE)
+        for part in gl.static_range(2):
+            at = [b, h, t, key + part * D]
+            if g_desc is not None:
+                tma.async_copy_global_to_shared(g_desc, at, bar, g_tiles.index(2 * slot + part))
+            tma.async_copy_global_to_shared(q_desc, at, bar, q_tiles.index(2 * slot + part))
+        tma.async_copy_global_to_shared(do_desc, [b, h, t, value], bar, do_tiles.index(slot))
+
+
+@gluon.jit
+def _state_warps(
+    tiles,
+    barriers,
+    p_desc,
+    marks,
+    states,
+    place,
+    sizes,
+    scale,
+    part: gl.constexpr,
+    KEYS: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """Carry D rows of the gradient of the state backwards through the segment, and write P of every chunk."""
+    q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles = tiles
+    full, empty, both = barriers
+    leaving, state_n, state_h, state_k, dinitial = states
+    h, n, key, value, row, length = place
+    H, K, V = sizes
+    HAS_GATE: gl.constexpr = marks is not None
+    BV: gl.constexpr = do_tiles.type.shape[4]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    keys = key + part * D + gl.arange(0, D, gl.SliceLayout(1, layout))[:, None]  # [D, 1]
+    values = value + gl.arange(0, BV, gl.SliceLayout(0, layout))[None, :]  # [1, BV]
+    inside = (keys < K) & (values < V)
+    if leaving is not None:
+        head = leaving + n.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+        dS = gl.load(head + keys.to(gl.int64) * state_k + values, inside, 0.0)  # [D, BV]
+    else:
+        dS = gl.zeros([D, BV], gl.float32, layout)
+    chunks = gl.cdiv(length, C)
+    p_block = p_tiles.index(part)
+    r_tile = r_tiles.index(part)
+    for i in range(chunks):
+        c = chunks - 1 - i
+        slot = i % STAGES
+        rows = length - c * C
+        q_tile = q_tiles.index(2 * slot + part).reshape([C, D])
+        do_tile = do_tiles.index(slot).reshape([C, BV])
+        mbarrier.wait(full.index(slot), i // STAGES & 1)
+        if HAS_GATE:
+            g = gates_of(g_tiles.index(2 * slot + part).reshape([C, D]), rows, PACKED)  # [C, D]
+            end = gl.sum(g, 0)  # [D]
+            least = gl.min(end, 0)
+            if KEYS > D:  # of the keys of both warpgroups
+                least_tiles.index(2 * (i & 1) + part).store(gl.full([1], least, gl.float32, gl.SliceLayout(1, RUNS)))
+                mbarrier.arrive(both, count=1)
+                mbarrier.wait(both, i & 1)
+                other = least_tiles.index(2 * (i & 1) + 1 - part).load(gl.SliceLayout(1, RUNS))
+                least = gl.minimum(least, gl.min(other, 0))
+            mild = least > -MILD_DECAY_SM90 * LOG2E
+            if value == 0:
+                block = key // KEYS + (part if KEYS == D else 0)
+                at = ((row + c) * H + h).to(gl.int64) * gl.cdiv(K, KEYS) + block
+                gl.store(marks + at, gl.where(mild, 0, 1), block * KEYS < K)
+            r_tile.store(end)
+            b_t = gl.associative_scan(g, 0, plus)  # [C, D]
+            q = q_tile.load(RUNS).to(gl.float32) * (gl.exp2(b_t) * scale)  # [C, D]
+        else:
+            q = q_tile.load(RUNS).to(gl.float32) * scale  # [C, D]
+        q_tile.store(q.to(gl.bfloat16))
+        if PACKED:
+            clear_rows(q_tile, rows, RUNS)
+            clear_rows(do_tile, rows, RUNS)
+        fence_async_shared()
+        tma.store_wait(0)
+        p_tile = p_block.reshape([D, BV])
+        if HAS_GATE:
+            end = r_tile.load(gl.SliceLayout(1, layout))[:, None]  # [D, 1]
+            p_tile.store((dS * gl.exp2(gl.where(mild, 0.5 * end, 0.0))).to(gl.bfloat16))
+            decayed = dS * gl.exp2(end)
+        else:
+            p_tile.store(dS.to(gl.bfloat16))
+            decayed = dS
+        fence_async_shared()
+        tma.async_copy_shared_to_global(p_desc, [row + c, h, key + part * D, value], p_block)
+        dS = warpgroup_mma_wait(0, [product(q_tile.permute([1, 0]), do_tile, decayed)])
+        mbarrier.arrive(empty.index(slot), count=1)
+    if dinitial is not None:
+        gl.store(dinitial + ((n * H + h).to(gl.int64) * K + keys) * V + values, dS, inside)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "H", "K"])
+def _state_kernel(
+    q_desc,  # [B, H, T, K], tiles [C, D]
+    do_desc,  # [B, H, T, V], tiles [C, BV]
+    g_desc,  # [B, H, T, K], tiles [C, D], or None
+    p_desc,  # P, [n, H, K, V], tiles [D, BV]
+    marks,  # [n, H, blocks of KEYS] or None as g: 1 where a chunk is not mild
+    leaving,  # [I, H, K, V] or None
+    dinitial,  # [N, H, K, V] or None
+    bounds,  # [I + 1] or None
+    scale,
+    state_n,
+    state_h,
+    state_k,
+    T,
+    segment,
+    segments,
+    H,
+    K,
+    V,
+    KEYS: gl.constexpr,
+):
+    """A block: 2 D keys and BV values of the states of one head of a segment; two warpgroups, and a warp that loads."""
+    PACKED: gl.constexpr = bounds is not None
+    BV: gl.constexpr = do_desc.block_type.shape[3]
+    blocks_v = gl.cdiv(V, BV)
+    blocks_k = gl.cdiv(K, 2 * D)
+    pid = gl.program_id(0)  # neighbours share q and g
+    value = pid % blocks_v * BV
+    key = pid // blocks_v % blocks_k * (2 * D)
+    h = pid // (blocks_v * blocks_k) % H
+    i = pid // (blocks_v * blocks_k * H)
+    if PACKED:
+        b = gl.to_tensor(0)
+        start = gl.load(bounds + i).to(gl.int32)
+        length = gl.load(bounds + i + 1).to(gl.int32) - start
+        row = i - start // segment + start // C  # of the first chunk
+    else:
+        b = i // segments
+        start = i % segments * segment
+        length = gl.minimum(segment, T - start)
+        row = b * gl.cdiv(T, C) + start // C
+
+    dtype: gl.constexpr = gl.bfloat16
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, C, D], q_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BV], do_desc.layout)
+    p_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, D, BV], p_desc.layout)
+    g_tiles = (
+        q_tiles if g_desc is None else gl.allocate_shared_memory(g_desc.dtype, [2 * STAGES, 1, 1, C, D], g_desc.layout)
+    )
+    r_tiles = gl.allocate_shared_memory(gl.float32, [2, D], row_layout)
+    least_tiles = gl.allocate_shared_memory(gl.float32, [4, 1], row_layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, do, g have been loaded
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # and read by both warpgroups
+    both = gl.allocate_shared_memory(gl.int64, [1], bars)  # both know the least decay of their keys
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    mbarrier.init(both, count=2)
+
+    tiles = (q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles)
+    barriers = (full, empty, both)
+    states = (leaving, state_n, state_h, state_k, dinitial)
+    place = (h, i, key, value, row, length)
+    load_place = (b, h, key, value, start, gl.cdiv(length, C))
+    sizes = (H, K, V)
+    descriptors = (q_desc, do_desc, g_desc)
+    gl.warp_specialize(
+        [
+            (_state_warps, (tiles, barriers, p_desc, marks, states, place, sizes, scale, 0, KEYS, PACKED)),
+            (_state_warps, (tiles, barriers, p_desc, marks, states, place, sizes, scale, 1, KEYS, PACKED)),
+            (_load_chunks, (descriptors, (q_tiles, do_tiles, g_tiles), (full, empty), load_place)),
+        ],
+        [4, 1],
+        [168, 24],
+    )
+
+
+# ---- gradients of chunks
+
+
+@gluon.jit
+def _load_gates(g_desc, x_tiles, full, empty, item, place, PARTS: gl.constexpr):
+    """Load the gates of both warpgroups' keys into the next two slots."""
+    b, h, t = place
+    for i in gl.static_range(2):
+        slot = (item + i) % SLOTS
+        mbarrier.wait(empty.index(slot), ((item + i) // SLOTS & 1) ^ 1)
+        mbarrier.expect(full.index(slot), PARTS * g_desc.block_type.nbytes)
+        for p in gl.static_range(PARTS):
+            tile = _gate_tile(g_desc, x_tiles, slot * PARTS + p)
+            tma.async_copy_global_to_shared(g_desc, [b, h, t, (i * PARTS + p) * D], full.index(slot), tile)
+
+
+@gluon.jit
+def _gate_tile(g_desc, x_tiles, i):
+    """Where gates arrive, to be replaced by the exponents of queries."""
+    return x_tiles.index(i)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
+
+
+@gluon.jit
+def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr):
+    """Load all keys of D values of S or P into the next slot."""
+    row, h, value = place
+    slot = item % SLOTS
+    mbarrier.wait(empty.index(slot), (item // SLOTS & 1) ^ 1)
+    mbarrier.expect(full.index(slot), 2 * PARTS * desc.block_type.nbytes)
+    for p in gl.static_range(2 * PARTS):
+        tile = s_tiles.index(2 * PARTS * slot + p)
+        tma.async_copy_global_to_shared(desc, [row, h, p * D, value], full.index(slot), tile)
+
+
+@gluon.jit
+def _load_warp(descriptors, tiles, barriers, place, tiles_v, PARTS: gl.constexpr):
+    """Load q and k, then keep g, tiles of v and do, and in turns of S and P, on their way, and g once more."""
+    q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc = descriptors
+    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles = tiles
+    qk_full, full, empty, v_full, v_empty = barriers
+    b, h, t, row = place
+    first: gl.constexpr = 0 if g_desc is None else 2
+    mbarrier.expect(qk_full, 4 * PARTS * q_desc.block_type.nbytes)
+    for p in gl.static_range(2 * PARTS):
+        tma.async_copy_global_to_shared(q_desc, [b, h, t, p * D], qk_full, q_tiles.index(p))
+        tma.async_copy_global_to_shared(k_desc, [b, h, t, p * D], qk_full, k_tiles.index(p))
+    if g_desc is not None:
+        _load_gates(g_desc, x_tiles, full, empty, 0, (b, h, t), PARTS)
+    for j in range(tiles_v):
+        slot = j % V_SLOTS
+        mbarrier.wait(v_empty.index(slot), (j // V_SLOTS & 1) ^ 1)
+        mbarrier.expect(v_full.index(slot), 2 * v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(do_desc, [b, h, t, j * D], v_full.index(slot), do_tiles.index(slot))
+        tma.async_copy_global_to_shared(v_desc, [b, h, t, j * D], v_full.index(slot), v_tiles.index(slot))
+        _load_states(s_desc, s_tiles, full, empty, first + 2 * j, (row, h, j * D), PARTS)
+        _load_states(p_desc, s_tiles, full, empty, first + 2 * j + 1, (row, h, j * D), PARTS)
+    if g_desc is not None:
+        _load_gates(g_desc, x_tiles, full, empty, first + 2 * tiles_v, (b, h, t), PARTS)
+
+
+@gluon.jit
+def _wait(full, item):
+    mbarrier.wait(full.index(item % SLOTS), item // SLOTS & 1)
+
+
+@gluon.jit
+def _release(empty, item):
+    mbarrier.arrive(empty.index(item % SLOTS), count=1)
+
+
+@gluon.jit
+def _tile(tiles, i):
+    """The i-th of several tiles."""
+    return tiles.index(i).reshape([tiles.type.shape[3], tiles.type.shape[4]])
+
+
+@gluon.jit
+def _exponents(g_desc, x_tiles, i, mild, rows, PACKED: gl.constexpr):
+    """The exponents [C, D] of queries, and the sums [D] of gates, of the i-th tile of gates that has arrived."""
+    g = gates_of(_gate_tile(g_desc, x_tiles, i).reshape([C, D]), rows, PACKED)  # [C, D]
+    end = gl.sum(g, 0)  # [D]
+    return gl.associative_scan(g, 0, plus) - gl.where(mild, 0.5 * end, 0.0)[None, :], end
+
+
+@gluon.jit
+def _decay(g_desc, tiles, own, mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
+    """Turn this warpgroup's q and k into qg and kg, and leave b_C / 2 [D] of each part."""
+    q_tiles, k_tiles, x_tiles, r_tiles = tiles
+    for p in range(PARTS):
+        q_tile, k_tile = _tile(q_tiles, own + p), _tile(k_tiles, own + p)
+        if g_desc is not None:
+            x, end = _exponents(g_desc, x_tiles, own + p, mild, rows, PACKED)  # [C, D], [D]
+            r_tiles.index(own + p).store(0.5 * end)
+            q_tile.store((q_tile.load(RUNS).to(gl.float32) * (gl.exp2(x) * scale)).to(gl.bfloat16))
+            y = gl.where(mild, 0.0, end)[None, :] - x  # [C, D], the exponents of keys
+            k_tile.store((k_tile.load(RUNS).to(gl.float32) * gl.exp2(y)).to(gl.bfloat16))
+        else:
+            q_tile.store((q_tile.load(RUNS).to(gl.float32) * scale).to(gl.bfloat16))
+        if PACKED:
+            clear_rows(q_tile, rows, RUNS)
+            clear_rows(k_tile, rows, RUNS)
+
+
+@gluon.jit
+def _scores(q_tiles, k_tiles, milds, PARTS: gl.constexpr):
+    """A^T [C, C] as the left operand of a product."""
+    row = gl.arange(0, C, gl.SliceLayout(1, SQUARE))[:, None]  # [C, 1]
+    column = gl.arange(0, C, gl.SliceLayout(0, SQUARE))[None, :]  # [1, C]
+    none = gl.zeros([C, C], gl.float32, SQUARE)
+    aT = none
+    for i in gl.static_range(2):
+        acc = none
+        for p in gl.static_range(PARTS):
+            q_tile = _tile(q_tiles, i * PARTS + p)
+            acc = product(_tile(k_tiles, i * PARTS + p), q_tile.permute([1, 0]), acc)
+        aT += gl.where((row <= column) & milds[i], warpgroup_mma_wait(0, [acc]), 0.0)
+    return gl.convert_layout(aT.to(gl.bfloat16), LEFT)
+
+
+@gluon.jit
+def _add_crossing(this, other, s_tiles, s_first, p_first, PARTS: gl.constexpr):
+    """Add to each part [D] of keys the sum over the values of a tile of S * P."""
+    for p in range(PARTS):
+        S = _tile(s_tiles, s_first + p).load(ROWS).to(gl.float32)  # [D, D]
+        P = _tile(s_tiles, p_first + p).load(ROWS).to(gl.float32)  # [D, D]
+        added = this + gl.sum(S * P, 1)
+        this, other = (other, added) if PARTS > 1 else (added, other)
+    return this, other
+
+
+@gluon.jit
+def _gradient_warps(
+    g_desc,
+    tiles,
+    barriers,
+    outputs,
+    marks,
+    place,
+    sizes,
+    scale,
+    part: gl.constexpr,
+    PARTS: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """Compute the gradients of PARTS parts of the keys of a chunk; the first warpgroup dA besides, the second dv.
+
+    What is done for each part stands in loops at run time: the code has to fit into the cache of instructions.
+    """
+    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, da_tiles, dv_block, r_tiles = tiles
+    qk_full, full, empty, v_full, v_empty, gated, ready = barriers
+    dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, dg_ptr = outputs
+    b, h, t, rows = place
+    T, H, K, V = sizes
+    tiles_v = gl.cdiv(V, D)
+    HAS_GATE: gl.constexpr = marks is not None
+    own: gl.constexpr = part * PARTS
+    first: gl.constexpr = 2 if HAS_GATE else 0
+    where = (b, h, t, T, H)
+    milds = (True, True)
+    if HAS_GATE:
+        milds = (gl.load(marks) == 0, gl.load(marks + 1, PARTS * D < K, 0) == 0)
+    mild = milds[part]
+    mbarrier.wait(qk_full, 0)
+    if HAS_GATE:
+        _wait(full, part)
+    _decay(g_desc, (q_tiles, k_tiles, x_tiles, r_tiles), own, mild, rows, scale, PARTS, PACKED)
+    if HAS_GATE:
+        _release(empty, 0)
+        _release(empty, 1)
+    fence_async_shared()
+    mbarrier.arrive(gated, count=1)
+    mbarrier.wait(gated, 0)
+
+    none = gl.zeros([C, C], gl.float32, SQUARE)
+    square = none  # dA, of the first warpgroup
+    if part == 1:
+        aT = _scores(q_tiles, k_tiles, milds, PARTS)
+    dq0, dq1, dk0, dk1 = none, none, none, none  # of each part
+    crossing0 = gl.zeros([D], gl.float32, gl.SliceLayout(1, ROWS))
+    crossing1 = crossing0
+    for j in range(tiles_v):
+        item = first + 2 * j
+        v_slot = j % V_SLOTS
+        v_tile, do_tile = _tile(v_tiles, v_slot), _tile(do_tiles, v_slot)
+        S = 2 * PARTS * (item % SLOTS)  # where the tiles of S begin
+        P = 2 * PARTS * ((item + 1) % SLOTS)  # and those of P
+        mbarrier.wait(v_full.index(v_slot), j // V_SLOTS & 1)
+        if PACKED:
+            clear_rows(do_tile, rows, RUNS)
+            fence_async_shared()
+        _wait(full, item)
+        dq0 = product(do_tile, _tile(s_tiles, S + own).permute([1, 0]), dq0)
+        if PARTS > 1:
+            dq1 = product(do_tile, _tile(s_tiles, S + own + 1).permute([1, 0]), dq1)
+        if part == 0:
+            square = product(do_tile, v_tile.permute([1, 0]), square)
+        _wait(full, item + 1)
+        dk0 = product(v_tile, _tile(s_tiles, P + own).permute([1, 0]), dk0)
+        if PARTS > 1:
+            dk1 = product(v_tile, _tile(s_tiles, P + own + 1).permute([1, 0]), dk1)
+        if part == 1:
+            square = product(aT, do_tile, none)  # dv
+            for p in gl.static_range(2 * PARTS):
+                square = product(_tile(k_tiles, p), _tile(s_tiles, P + p), square)
+        if HAS_GATE:
+            crossing0, crossing1 = _add_crossing(crossing0, crossing1, s_tiles, S + own, P + own, PARTS)
+        if PARTS > 1:
+            dq0, dq1, dk0, dk1, square = warpgroup_mma_wait(0, [dq0, dq1, dk0, dk1, square])
+        else:
+            dq0, dk0, square = warpgroup_mma_wait(0, [dq0, dk0, square])
+        _release(empty, item)
+        _release(empty, item + 1)
+        mbarrier.arrive(v_empty.index(v_slot), count=1)
+        if part == 1:
+            tma.store_wait(0)
+            _put(dv_ptr, dv_block.reshape([C, D]), square, j * D, V, where, rows, PACKED)
+            _send(dv_desc, dv_block, j * D, where, rows, PACKED)
+
+    if part == 0:
+        row = gl.arange(0, C, gl.SliceLayout(1, SQUARE))[:, None]  # [C, 1]
+        column = gl.arange(0, C, gl.SliceLayout(0, SQUARE))[None, :]  # [1, C]
+        for i in gl.static_range(2):
+            da_tiles.index(i).store(gl.where((row >= column) & milds[i], square, 0.0).to(gl.bfloat16))
+        fence_async_shared()
+    mbarrier.arrive(ready, count=1)
+    mbarrier.wait(ready, 0)
+    da_tile = da_tiles.index(part)
+    last = first + 2 * tiles_v + part
+    if HAS_GATE:
+        _wait(full, last)
+    for p in range(PARTS):
+        dq, dk, crossing = dq0, dk0, crossing0
+        q_tile, k_tile = _tile(q_tiles, own + p), _tile(k_tiles, own + p)
+        key = (own + p) * D
+        if HAS_GATE:
+            arrived = last % SLOTS * PARTS + p
+            x_tile = _tile(x_tiles, arrived)
+            x, _ = _exponents(g_desc, x_tiles, arrived, mild, rows, PACKED)  # [C, D]
+            x_tile.store(x)
+            r = r_tiles.index(own + p).load(gl.SliceLayout(0, SQUARE))[None, :]  # [1, D]
+            dq *= gl.exp2(gl.where(mild, r, 0.0))
+            entered = gl.sum(q_tile.load(SQUARE).to(gl.float32) * dq, 0)  # [D], what the tokens take of S
+        dq = product(da_tile, k_tile, dq)
+        dq, dk = warpgroup_mma_wait(0, [dq, product(da_tile.permute([1, 0]), q_tile, dk)])
+        if HAS_GATE:
+            w = q_tile.load(SQUARE).to(gl.float32) * dq - k_tile.load(SQUARE).to(gl.float32) * dk  # [C, D]
+            x = x_tile.load(SQUARE)  # [C, D]
+            dq *= gl.exp2(x)
+            dk *= gl.exp2(gl.where(mild, 0.0, 2 * r) - x)
+            x_tile.store(w)
+        # What this warpgroup writes goes by way of its tiles of q and k, which all have read.
+        _put(dq_ptr, q_tile, dq * scale, key, K, where, rows, PACKED)
+        _put(dk_ptr, k_tile, dk, key, K, where, rows, PACKED)
+        _send(dq_desc, q_tiles.index(own + p), key, where, rows, PACKED)
+        _send(dk_desc, k_tiles.index(own + p), key, where, rows, PACKED)
+        if HAS_GATE:
+            r_keys = r_tiles.index(own + p).load(gl.SliceLayout(1, ROWS))  # [D]
+            crossing *= gl.exp2(gl.where(mild, r_keys, 2 * r_keys))
+            anchor = gl.convert_layout(crossing, gl.SliceLayout(0, RUNS))  # [D]
+            anchor += gl.convert_layout(entered, gl.SliceLayout(0, RUNS))
+            w = x_tile.load(RUNS)  # [C, D]
+            dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)  # [C, D]
+            write_rows(dg_ptr, dg, key, K, where, rows)
+        dq0, dk0, crossing0 = dq1, dk1, crossing1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _put(ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr):
+    """Put x [C, D] of a gradient into a tile to be sent, or write it if rows behind it are another sequence's."""
+    if PACKED and rows < C:
+        write_rows(ptr, x, column, width, where, rows)
+    else:
+        tile.store(x.to(gl.bfloat16))
+
+
+@gluon.jit
+def _send(desc, block, column, where, rows, PACKED: gl.constexpr):
+    """Write what was put into a block [1, 1, C, columns] to its gradient."""
+    b, h, t, _, _ = where
+    if not PACKED or rows == C:
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [b, h, t, column], block)
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "H", "K", "V"])
+def _gradient_kernel(
+    q_desc,  # [B, H, T, K], tiles [C, D]
+    k_desc,  # [B, H, T, K], tiles [C, D]
+    v_desc,  # [B, H, T, V], tiles [C, D]
+    do_desc,  # [B, H, T, V], tiles [C, D]
+    g_desc,  # [B, H, T, K], tiles [C, D], or None
+    dq_desc,  # [B, H, T, K], tiles [C, D]
+    dk_desc,  # [B, H, T, K], tiles [C, D]
+    dv_desc,  # [B, H, T, V], tiles [C, D]
+    s_desc,  # S, [n, H, K, V], tiles [D, D]
+    p_desc,  # P, [n, H, K, V], tiles [D, D]
+    dq_ptr,  # [B, T, H, K]
+    dk_ptr,  # [B, T, H, K]
+    dv_ptr,  # [B, T, H, V]
+    dg_ptr,  # [B, T, H, K] or None
+    marks,  # [n, H, blocks of keys] or None as g
+    bounds,  # [n + 1] or None
+    scale,
+    T,
+    H,
+    K,
+    V,
+    PARTS: gl.constexpr,
+):
+    """A block: one chunk of one head; two warpgroups with PARTS parts of D keys each, and a warp that loads."""
+    PACKED: gl.constexpr = bounds is not None
+    h = gl.program_id(0) % H
+    i = gl.program_id(0) // H
+    if PACKED:
+        b = gl.to_tensor(0)
+        t = gl.load(bounds + i)
+        rows = gl.load(bounds + i + 1) - t
+        if rows == 0:
+            return
+    else:
+        chunks = gl.cdiv(T, C)
+        b = i // chunks
+        t = i % chunks * C
+        rows = gl.minimum(T - t, C)
+    if marks is not None:
+        marks += (i * H + h).to(gl.int64) * gl.cdiv(K, PARTS * D)
+
+    dtype: gl.constexpr = gl.bfloat16
+    exponents: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, D], gl.float32)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tiles = gl.allocate_shared_memory(dtype, [2 * PARTS, 1, 1, C, D], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [2 * PARTS, 1, 1, C, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [V_SLOTS, 1, 1, C, D], v_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [V_SLOTS, 1, 1, C, D], do_desc.layout)
+    s_tiles = gl.allocate_shared_memory(dtype, [2 * PARTS * SLOTS, 1, 1, D, D], s_desc.layout)
+    x_tiles = s_tiles._reinterpret(gl.float32, [PARTS * SLOTS, 1, 1, C, D], exponents)
+    da_tiles = gl.allocate_shared_memory(dtype, [2, C, C], square)
+    dv_tiles = gl.allocate_shared_memory(dtype, [1, 1, 1, C, D], dv_desc.layout)
+    r_tiles = gl.allocate_shared_memory(gl.float32, [2 * PARTS, D], row_layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    qk_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # q and k have been loaded
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # a tile of S, P or g has been loaded
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # and read
+    v_full = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # tiles of v and do have been loaded
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # and read
+    gated = gl.allocate_shared_memory(gl.int64, [1], bars)  # q and k have become qg and kg
+    ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # dA is there, and all of kg has been read
+    mbarrier.init(qk_full, count=1)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    for slot in gl.static_range(V_SLOTS):
+        mbarrier.init(v_full.index(slot), count=1)
+        mbarrier.init(v_empty.index(slot), count=2)
+    mbarrier.init(gated, count=2)
+    mbarrier.init(ready, count=2)
+
+    descriptors = (q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc)
+    load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles)
+    load_barriers = (qk_full, full, empty, v_full, v_empty)
+    tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, da_tiles, dv_tiles.index(0), r_tiles)
+    barriers = (qk_full, full, empty, v_full, v_empty, gated, ready)
+    outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, dg_ptr)
+    place = (b, h, t, rows)
+    sizes = (T, H, K, V)
+    gl.warp_specialize(
+        [
+            (_gradient_warps, (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 0, PARTS, PACKED)),
+            (_gradient_warps, (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 1, PARTS, PACKED)),
+            (_load_warp, (descriptors, load_tiles, load_barriers, (b, h, t, i), gl.cdiv(V, D), PARTS)),
+        ],
+        [4, 1],
+        [232, 24],
+    )
