@@ -11,6 +11,7 @@ import torch
 
 from gla_core.dispatch.backend import OpCall
 from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops.chunk_gla import CHUNK
 
 Sizes = tuple[int, ...]
 
@@ -175,9 +176,14 @@ def shapes(op: str, device: torch.device) -> list[OpCall]:
 
 
 def _call(op: str, device: torch.device, sizes: Sizes, dtype: torch.dtype, groups: int = 1) -> OpCall:
-    """Attention is causal unless there is one query; a decoding step works in place; packed are those with an N."""
+    """Attention is causal unless there is one query; a decoding step works in place; packed are those with an N.
+
+    A backward on a GPU is given checkpoints, as that of a training step is.
+    """
     named = dict(zip(_NAMES[op], sizes, strict=False))
-    usual = {"causal": named.get("Tq", 0) > 1, "inplace": True}
+    usual: dict[str, object] = {"causal": named.get("Tq", 0) > 1, "inplace": True}
+    if op == "chunk_gla_bwd" and device.type == "cuda":
+        usual["checkpoint_every"] = CHUNK
     return ABSTRACT_OPS[op].call(
         {**named, "Hq": named.get("H", 0) * groups},
         device,

@@ -23,7 +23,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import OpCall
 from gla_core.ops import ABSTRACT_OPS, OpSpec
 from gla_core.ops._checks import wide
-from gla_core.ops._spec import GATE, INDICES, OFFSETS, STATE, Argument
+from gla_core.ops._spec import CHECKPOINTS, GATE, INDICES, OFFSETS, STATE, Argument
 from gla_core.workloads.named import Workload
 
 GATES = ("none", "mild", "strong", "extreme", "-inf")
@@ -224,11 +224,22 @@ def _random(argument: Argument, spec: OpSpec, call: OpCall, generator: torch.Gen
         return _offsets(call.dims["T"], call.dims["N"], generator) if call.variable_length else None
     if rule is INDICES:
         return _pool_rows(call.dims["B"], call.dims["P"], generator) if call.indexed else None
+    if rule is CHECKPOINTS:
+        return _checkpoints(call, generator)
     dtype = rule.in_call(call)
     if dtype is None:
         return None
     shape = spec.shape(argument, call)
     return gate(shape, "mild", dtype, generator) if rule is GATE else normal(shape, dtype, generator)
+
+
+def _checkpoints(call: OpCall, generator: torch.Generator) -> Tensor | None:
+    every = call.scalars["checkpoint_every"]
+    if every is None:
+        return None
+    B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
+    n = N + T // every if call.variable_length else math.ceil(T / every)
+    return normal((B, n, H, K, V), CHECKPOINTS.allowed(call.dtype)[0], generator)
 
 
 def _offsets(T: int, N: int, generator: torch.Generator) -> Tensor:

@@ -40,9 +40,9 @@ def op_calls(draw):
         facts["state_dtype"] = draw(st.sampled_from([None, wide]))
     if "cu_seqlens" in spec.parameters and draw(st.booleans()):
         facts["variable_length"], sizes["B"], sizes["N"] = True, 1, draw(size)
-    if spec.name == "chunk_gla_fwd":
+    if "checkpoint_every" in spec.parameters:
         scalars["checkpoint_every"] = draw(st.sampled_from([None, 64]))
-        facts["checkpoints"] = scalars["checkpoint_every"] is not None
+        facts["checkpoints"] = spec.name == "chunk_gla_fwd" and scalars["checkpoint_every"] is not None
     return spec.call(sizes, CPU, dtype, scalars=scalars, **facts)
 
 
