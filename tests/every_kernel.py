@@ -56,11 +56,11 @@ def chunks() -> None:
 
 
 def chunk_calls() -> Iterator[GlaInputs]:
-    """Every width, dtype and kind of gate; packed and grouped at the width that models have."""
+    """Every width, dtype and kind of gate; packed and grouped at the widths that models have."""
     for (K, V), gates, dtype in itertools.product(WIDTHS, ("mild", "-inf", "none"), DTYPES):
         sizes = {"K": K, "V": V, "gates": gates, "dtype": dtype, "device": "cuda", "initial_state": True}
         yield gla_inputs(B=1, T=70, H=2, gate_dtype=torch.float32, **sizes)
-        if K == 128:
+        if K in (128, 256):
             yield gla_inputs(lengths=(70, 0, 3), **sizes)
             yield gla_inputs(B=1, T=10, G=2, **sizes)
 

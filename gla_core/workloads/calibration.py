@@ -156,7 +156,7 @@ _OTHERS: dict[str, tuple[tuple[Sizes, torch.dtype, int], ...]] = {
     "chunk_gla_bwd": tuple(
         (sizes, dtype, groups)
         for sizes in ((1, 4096, 4, 128, 128), (8, 1024, 8, 128, 128), (1, 4096, 8, 64, 64), (8, 2048, 8, 64, 64))
-        for dtype, groups in ((torch.float16, 1), (torch.float32, 1), (torch.bfloat16, 4))
+        for dtype, groups in ((torch.float16, 1), (torch.float32, 1), (torch.float16, 4), (torch.bfloat16, 4))
     ),
     "softmax_attention": (
         ((1, 512, 512, 8, 128, 128), torch.float32, 1),

@@ -8,7 +8,7 @@ import torch
 from gla_core.conformance.tolerances import GRADIENT, relative_error
 from gla_core.workloads.inputs import gla_inputs
 from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
-from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, gradients_sm90
+from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, BackwardPlan, gradients_sm90
 
 pytest.importorskip("triton")
 
@@ -25,7 +25,8 @@ def case(dstate=True, **sizes):
     sizes = {"B": 2, "T": 300, "H": 3, "K": 128, "V": 128, "gate_dtype": torch.float32, "initial_state": True, **sizes}
     x = gla_inputs(**sizes, dtype=BFLOAT16, device="cuda")
     N = len(x.q) if x.cu_seqlens is None else len(x.cu_seqlens) - 1
-    return x, torch.randn_like(x.v), torch.randn(N, *x.k.shape[2:], x.v.shape[3], device="cuda") if dstate else None
+    do = torch.randn(*x.q.shape[:3], x.v.shape[3], dtype=BFLOAT16, device="cuda")
+    return x, do, torch.randn(N, *x.k.shape[2:], x.v.shape[3], device="cuda") if dstate else None
 
 
 def expected(x, do, dstate):
@@ -43,11 +44,11 @@ def computed(x, do, dstate, checkpoints):
     from gla_triton_kernels import chunk_gla as kernels
     from gla_triton_kernels.chunk_gla.call import BackwardTensors
 
-    plan = gradients_sm90(x.q.shape[3], x.v.shape[3])
+    plan = BackwardPlan(gradients_sm90(x.q.shape[3], x.v.shape[3]), entering=None)
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.full_like(y, torch.nan) for y in inputs]
     tensors = BackwardTensors(*inputs, x.cu_seqlens, checkpoints, do, dstate, *results)
-    getattr(kernels, plan.kernel).run(plan, tensors, checkpoints, dstate, None, SCALE)
+    kernels.gradients.run(plan, tensors, SCALE)
     return results
 
 
@@ -87,6 +88,13 @@ def test_packed(gates, K):
 @pytest.mark.parametrize("K", [128, 256])
 def test_gates_in_bfloat16(gates, K):
     check(K=K, gates=gates, gate_dtype=BFLOAT16)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"lengths": LENGTHS, "padding": 5}], ids=["dense", "packed"])
+@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
+@pytest.mark.parametrize("K", [64, 128, 256])
+def test_grouped_queries(sizes, gates, K):
+    check(G=4, H=2, K=K, gates=gates, **sizes)
 
 
 @pytest.mark.parametrize("gates", ["mild", "strong", "-inf"])

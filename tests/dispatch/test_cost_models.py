@@ -107,7 +107,7 @@ SIZES = {
     "online_softmax": [{"rows": rows, "columns": columns} for rows in (1, 10_000) for columns in (10, 100_000)],
     "softmax_attention": [{"Tq": 1}, {"Tq": 1000, "Tk": 1000}, {"Tq": 1, "Tk": 1_000_000}, {"B": 100, "Tq": 1}],
 }
-SIZES["chunk_gla_bwd"] = SIZES["chunk_gla_fwd"]
+SIZES["chunk_gla_bwd"] = [*SIZES["chunk_gla_fwd"], {"T": 1000, "H": 4, "Hq": 8, "K": 100, "V": 100}]
 GATED = {"gate_dtype": torch.float32}
 TENSORS = {
     "chunk": [

@@ -19,7 +19,8 @@ In a chunk that is not mild (some channel decays by more than MILD_DECAY_SM90) A
 
 have no exponent above 0; the chunk is marked, and pairs.py adds what the pairs of its tokens give.
 
-B batch   T time   H heads   K, V key and value width   C rows of a chunk   D = 64 columns of a tile
+B batch   T time   H heads of q, G of which share one of k, v, g and S   K, V key and value width   C rows of a chunk
+D = 64 columns of a tile
 PARTS of 64 keys of a block   HALVES of 64 values of a block
 
 One block per segment (by default a whole sequence), head, 64 PARTS keys and 64 HALVES values. Three kinds of warps talk
@@ -75,7 +76,8 @@ def run(
     scale: float,
 ) -> list[Launch]:
     """Fill the gradients in x, and return what was launched; as that of backward.py, and entering is bfloat16."""
-    B, T, H, K = x.k.shape
+    B, T, H, K = x.q.shape
+    G = H // x.k.shape[2]
     V = x.v.shape[3]
     blocks_k, blocks_v = -(-K // kernel.BK), -(-V // kernel.BV)
     dinitial = x.dinitial_state if segments is None else None
@@ -89,11 +91,12 @@ def run(
     strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
     marks = None
     if x.g is not None:
-        marks = torch.empty(entering.numel() // (H * K * V), H, blocks_k, dtype=torch.int32, device=x.q.device)
+        rows = entering.numel() // (H // G * K * V)
+        marks = torch.empty(rows, H, blocks_k, dtype=torch.int32, device=x.q.device)
     maps += [state_tiles(entering, WIDTH, WIDTH), *written]
     tensors = (*maps, dq, dk, dv, dg, marks, leaving, dinitial, segments.bounds)
     tiles = (kernel.BK // WIDTH, kernel.BV // WIDTH)
-    integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, B, *tiles)
+    integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, B, *tiles, G)
     grid = (blocks_k * blocks_v * segments.count * H, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 80 if kernel.BK == kernel.BV == 64 else 128}  # two blocks
     computed = launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, **options)
@@ -118,7 +121,7 @@ def _left(mask, x):
 
 
 @gluon.jit
-def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES: gl.constexpr):
+def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr):
     """Keep what the next chunks need on its way, the last chunk first."""
     q_desc, k_desc, v_desc, do_desc, g_desc, s_desc = descriptors
     q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles = tiles
@@ -135,23 +138,23 @@ def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES:
             mbarrier.expect(bar, PARTS * g_desc.block_type.nbytes)
             for p in gl.static_range(PARTS):
                 x_tile = _gate_tile(x_tiles, PARTS * slot + p, g_desc)
-                tma.async_copy_global_to_shared(g_desc, [b, h, t, key + p * D], bar, x_tile)
+                tma.async_copy_global_to_shared(g_desc, [b, h // G, t, key + p * D], bar, x_tile)
         bar = qk_full.index(slot)
         mbarrier.expect(bar, 2 * PARTS * TILE)
         for p in gl.static_range(PARTS):
             tma.async_copy_global_to_shared(q_desc, [b, h, t, key + p * D], bar, q_tiles.index(PARTS * slot + p))
-            tma.async_copy_global_to_shared(k_desc, [b, h, t, key + p * D], bar, k_tiles.index(PARTS * slot + p))
+            tma.async_copy_global_to_shared(k_desc, [b, h // G, t, key + p * D], bar, k_tiles.index(PARTS * slot + p))
         phase = (i & 1) ^ 1
         mbarrier.wait(v_empty, phase)
         mbarrier.expect(v_full, 2 * HALVES * TILE)
         for j in gl.static_range(HALVES):
-            tma.async_copy_global_to_shared(v_desc, [b, h, t, value + j * D], v_full, v_tiles.index(j))
+            tma.async_copy_global_to_shared(v_desc, [b, h // G, t, value + j * D], v_full, v_tiles.index(j))
             tma.async_copy_global_to_shared(do_desc, [b, h, t, value + j * D], v_full, do_tiles.index(j))
         mbarrier.wait(s_empty, phase)
         mbarrier.expect(s_full, PARTS * HALVES * TILE)
         for p in gl.static_range(PARTS):
             for j in gl.static_range(HALVES):
-                at = [row + c, h, key + p * D, value + j * D]
+                at = [row + c, h // G, key + p * D, value + j * D]
                 tma.async_copy_global_to_shared(s_desc, at, s_full, s_tiles.index(HALVES * p + j))
 
 
@@ -423,6 +426,7 @@ def _gradient_warps(
     HALVES: gl.constexpr,
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
+    G: gl.constexpr,
 ):
     """Carry D rows of dS backwards through the segment and write the gradients."""
     do_tiles = tiles[3]
@@ -435,8 +439,10 @@ def _gradient_warps(
     dS = ()
     for j in gl.static_range(HALVES):
         if leaving is not None:
-            head = leaving + n.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+            head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
             inside = (keys < K) & (values + j * D < V)
+            if G > 1:
+                inside = inside & (h % G == 0)  # of the heads of a group one takes it
             dS += (gl.load(head + keys.to(gl.int64) * state_k + values + j * D, inside, 0.0),)
         else:
             dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
@@ -470,11 +476,11 @@ def _gradient_warps(
 @gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "H", "K", "B"])
 def _chunk_gla_bwd_kernel(
     q_desc,  # [B, H, T, K], tiles [C, D]
-    k_desc,  # [B, H, T, K], tiles [C, D]
-    v_desc,  # [B, H, T, V], tiles [C, D]
+    k_desc,  # [B, H/G, T, K], tiles [C, D]
+    v_desc,  # [B, H/G, T, V], tiles [C, D]
     do_desc,  # [B, H, T, V], tiles [C, D]
-    g_desc,  # [B, H, T, K], tiles [C, D], or None
-    s_desc,  # states that enter chunks, [rows, H, K, V], tiles [D, D]
+    g_desc,  # [B, H/G, T, K], tiles [C, D], or None
+    s_desc,  # states that enter chunks, [rows, H/G, K, V], tiles [D, D]
     dq_desc,  # [B, H, T, K], tiles [C, D]; None where there are several blocks of values
     dk_desc,  # as dq_desc
     dv_desc,  # [B, H, T, V], tiles [C, D]; None where there are several blocks of keys
@@ -483,7 +489,7 @@ def _chunk_gla_bwd_kernel(
     dv_ptr,  # [blocks of keys, B, T, H, V]
     dg_ptr,  # [blocks of values, B, T, H, K] or None
     marks,  # [rows, H, blocks of keys] or None as g: 1 where a chunk is not mild
-    leaving,  # [N, H, K, V] or None
+    leaving,  # [N, H/G, K, V] or None
     dinitial,  # [N, H, K, V] or None
     bounds,  # [N + 1] or None
     scale,
@@ -499,6 +505,7 @@ def _chunk_gla_bwd_kernel(
     B,
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
+    G: gl.constexpr,
 ):
     HAS_GATE: gl.constexpr = g_desc is not None
     PACKED: gl.constexpr = bounds is not None
@@ -590,9 +597,9 @@ def _chunk_gla_bwd_kernel(
                 ),
                 (
                     _gradient_warps,
-                    (tiles, barriers, outputs, states, place, sizes, scale, 0, PARTS, HALVES, HAS_GATE, PACKED),
+                    (tiles, barriers, outputs, states, place, sizes, scale, 0, PARTS, HALVES, HAS_GATE, PACKED, G),
                 ),
-                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, PARTS, HALVES)),
+                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, PARTS, HALVES, G)),
             ],
             [4, 1],
             [152 if HALVES == 1 else 232, 24],
@@ -606,13 +613,13 @@ def _chunk_gla_bwd_kernel(
                 ),
                 (
                     _gradient_warps,
-                    (tiles, barriers, outputs, states, place, sizes, scale, 0, PARTS, HALVES, HAS_GATE, PACKED),
+                    (tiles, barriers, outputs, states, place, sizes, scale, 0, PARTS, HALVES, HAS_GATE, PACKED, G),
                 ),
                 (
                     _gradient_warps,
-                    (tiles, barriers, outputs, states, place, sizes, scale, 1, PARTS, HALVES, HAS_GATE, PACKED),
+                    (tiles, barriers, outputs, states, place, sizes, scale, 1, PARTS, HALVES, HAS_GATE, PACKED, G),
                 ),
-                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, PARTS, HALVES)),
+                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, PARTS, HALVES, G)),
             ],
             [4, 4, 1],
             [192, 192, 24],

@@ -6,7 +6,8 @@ q, k and g, and dq, dk, dg and dv would be sums over blocks. So the gradients of
     _state_kernel      goes backwards through sequences or segments, and writes P of every chunk
     _gradient_kernel   a block per chunk and head: goes over the values, and sums dq, dk and dv on chip
 
-B batch   T time   H heads   K, V key and value width   C rows of a chunk   D = 64 values of a tile
+B batch   T time   H heads of q, G of which share one of k, v, g and S   K, V key and value width   C rows of a chunk
+D = 64 values of a tile
 KEYS of a warpgroup: half of those of a block in either kernel   BV values of a block of the first   n rows of states
 """
 
@@ -55,11 +56,11 @@ def run(
     scale: float,
 ) -> list[Launch]:
     """Fill the gradients in x, and return what was launched; as that of backward.py, and entering is bfloat16."""
-    B, T, H, K = x.k.shape
-    V = x.v.shape[3]
+    B, T, H, K = x.q.shape
+    V, G = x.v.shape[3], H // x.k.shape[2]
     keys = _keys(K)
-    P = torch.empty_like(entering)
-    rows = entering.numel() // (H * K * V)
+    rows = entering.numel() // (H // G * K * V)
+    P = torch.empty(rows, H, K, V, dtype=entering.dtype, device=x.q.device)
     blocks = -(-K // keys)
     marks = None if x.g is None else torch.empty(rows, H, blocks, dtype=torch.int32, device=x.q.device)
     states = _gradients_of_states(kernel, x, leaving, segments, P, marks, scale)
@@ -69,7 +70,7 @@ def run(
     maps += [state_tiles(y, WIDTH, WIDTH) for y in (entering, P)]
     tensors = (*maps, x.dq, x.dk, x.dv, x.dg, marks, chunks.bounds)
     options = {"num_warps": kernel.warps, "maxnreg": 168}
-    gradients = launch(_gradient_kernel, (rows * H, 1, 1), tensors, (scale,), (T, H, K, V, keys // WIDTH), **options)
+    gradients = launch(_gradient_kernel, (rows * H, 1, 1), tensors, (scale,), (T, H, K, V, keys // WIDTH, G), **options)
     return [states, *chunks.launches, gradients, *([] if marks is None else pairs.run(x, marks, scale, keys))]
 
 
@@ -88,8 +89,8 @@ def _gradients_of_states(
     scale: float,
 ) -> Launch:
     """Write P and marks of all chunks; the other arguments are as those of `run`."""
-    B, T, H, K = x.k.shape
-    V = x.v.shape[3]
+    B, T, H, K = x.q.shape
+    V, G = x.v.shape[3], H // x.k.shape[2]
     dinitial = x.dinitial_state if segments is None else None
     if segments is None:
         segments, leaving = whole(B, T, x.cu_seqlens), x.dstate
@@ -98,7 +99,7 @@ def _gradients_of_states(
     maps.append(state_tiles(P, WIDTH, kernel.BV))
     tensors = (*maps, marks, leaving, dinitial, segments.bounds)
     strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
-    integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, _keys(K))
+    integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, _keys(K), G)
     blocks = -(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * H
     return launch(_state_kernel, (blocks, 1, 1), tensors, (scale,), integers, num_warps=kernel.warps, maxnreg=128)
 
@@ -107,7 +108,7 @@ def _gradients_of_states(
 
 
 @gluon.jit
-def _load_chunks(descriptors, tiles, barriers, place):
+def _load_chunks(descriptors, tiles, barriers, place, G: gl.constexpr):
     """Keep q, do and g of the next chunks on their way, the last chunk first."""
     q_desc, do_desc, g_desc = descriptors
     q_tiles, do_tiles, g_tiles = tiles
@@ -122,10 +123,10 @@ def _load_chunks(descriptors, tiles, barriers, place):
         mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
         mbarrier.expect(bar, SIZE)
         for part in gl.static_range(2):
-            at = [b, h, t, key + part * D]
+            column = key + part * D
             if g_desc is not None:
-                tma.async_copy_global_to_shared(g_desc, at, bar, g_tiles.index(2 * slot + part))
-            tma.async_copy_global_to_shared(q_desc, at, bar, q_tiles.index(2 * slot + part))
+                tma.async_copy_global_to_shared(g_desc, [b, h // G, t, column], bar, g_tiles.index(2 * slot + part))
+            tma.async_copy_global_to_shared(q_desc, [b, h, t, column], bar, q_tiles.index(2 * slot + part))
         tma.async_copy_global_to_shared(do_desc, [b, h, t, value], bar, do_tiles.index(slot))
 
 
@@ -141,6 +142,7 @@ def _state_warps(
     scale,
     part: gl.constexpr,
     KEYS: gl.constexpr,
+    G: gl.constexpr,
     PACKED: gl.constexpr,
 ):
     """Carry D rows of the gradient of the state backwards through the segment, and write P of every chunk."""
@@ -156,8 +158,9 @@ def _state_warps(
     values = value + gl.arange(0, BV, gl.SliceLayout(0, layout))[None, :]  # [1, BV]
     inside = (keys < K) & (values < V)
     if leaving is not None:
-        head = leaving + n.to(gl.int64) * state_n + h.to(gl.int64) * state_h
-        dS = gl.load(head + keys.to(gl.int64) * state_k + values, inside, 0.0)  # [D, BV]
+        head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
+        taken = inside & (h % G == 0)  # of the heads of a group one takes it
+        dS = gl.load(head + keys.to(gl.int64) * state_k + values, taken, 0.0)  # [D, BV]
     else:
         dS = gl.zeros([D, BV], gl.float32, layout)
     chunks = gl.cdiv(length, C)
@@ -217,10 +220,10 @@ def _state_warps(
 def _state_kernel(
     q_desc,  # [B, H, T, K], tiles [C, D]
     do_desc,  # [B, H, T, V], tiles [C, BV]
-    g_desc,  # [B, H, T, K], tiles [C, D], or None
+    g_desc,  # [B, H/G, T, K], tiles [C, D], or None
     p_desc,  # P, [n, H, K, V], tiles [D, BV]
     marks,  # [n, H, blocks of KEYS] or None as g: 1 where a chunk is not mild
-    leaving,  # [I, H, K, V] or None
+    leaving,  # [I, H/G, K, V] or None
     dinitial,  # [N, H, K, V] or None
     bounds,  # [I + 1] or None
     scale,
@@ -234,6 +237,7 @@ def _state_kernel(
     K,
     V,
     KEYS: gl.constexpr,
+    G: gl.constexpr,
 ):
     """A block: 2 D keys and BV values of the states of one head of a segment; two warpgroups, and a warp that loads."""
     PACKED: gl.constexpr = bounds is not None
@@ -284,9 +288,9 @@ def _state_kernel(
     descriptors = (q_desc, do_desc, g_desc)
     gl.warp_specialize(
         [
-            (_state_warps, (tiles, barriers, p_desc, marks, states, place, sizes, scale, 0, KEYS, PACKED)),
-            (_state_warps, (tiles, barriers, p_desc, marks, states, place, sizes, scale, 1, KEYS, PACKED)),
-            (_load_chunks, (descriptors, (q_tiles, do_tiles, g_tiles), (full, empty), load_place)),
+            (_state_warps, (tiles, barriers, p_desc, marks, states, place, sizes, scale, 0, KEYS, G, PACKED)),
+            (_state_warps, (tiles, barriers, p_desc, marks, states, place, sizes, scale, 1, KEYS, G, PACKED)),
+            (_load_chunks, (descriptors, (q_tiles, do_tiles, g_tiles), (full, empty), load_place, G)),
         ],
         [4, 1],
         [168, 24],
@@ -297,7 +301,7 @@ def _state_kernel(
 
 
 @gluon.jit
-def _load_gates(g_desc, x_tiles, full, empty, item, place, PARTS: gl.constexpr):
+def _load_gates(g_desc, x_tiles, full, empty, item, place, PARTS: gl.constexpr, G: gl.constexpr):
     """Load the gates of both warpgroups' keys into the next two slots."""
     b, h, t = place
     for i in gl.static_range(2):
@@ -306,7 +310,7 @@ def _load_gates(g_desc, x_tiles, full, empty, item, place, PARTS: gl.constexpr):
         mbarrier.expect(full.index(slot), PARTS * g_desc.block_type.nbytes)
         for p in gl.static_range(PARTS):
             tile = _gate_tile(g_desc, x_tiles, slot * PARTS + p)
-            tma.async_copy_global_to_shared(g_desc, [b, h, t, (i * PARTS + p) * D], full.index(slot), tile)
+            tma.async_copy_global_to_shared(g_desc, [b, h // G, t, (i * PARTS + p) * D], full.index(slot), tile)
 
 
 @gluon.jit
@@ -328,7 +332,7 @@ def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _load_warp(descriptors, tiles, barriers, place, tiles_v, PARTS: gl.constexpr):
+def _load_warp(descriptors, tiles, barriers, place, tiles_v, PARTS: gl.constexpr, G: gl.constexpr):
     """Load q and k, then keep g, tiles of v and do, and in turns of S and P, on their way, and g once more."""
     q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc = descriptors
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles = tiles
@@ -338,19 +342,19 @@ def _load_warp(descriptors, tiles, barriers, place, tiles_v, PARTS: gl.constexpr
     mbarrier.expect(qk_full, 4 * PARTS * q_desc.block_type.nbytes)
     for p in gl.static_range(2 * PARTS):
         tma.async_copy_global_to_shared(q_desc, [b, h, t, p * D], qk_full, q_tiles.index(p))
-        tma.async_copy_global_to_shared(k_desc, [b, h, t, p * D], qk_full, k_tiles.index(p))
+        tma.async_copy_global_to_shared(k_desc, [b, h // G, t, p * D], qk_full, k_tiles.index(p))
     if g_desc is not None:
-        _load_gates(g_desc, x_tiles, full, empty, 0, (b, h, t), PARTS)
+        _load_gates(g_desc, x_tiles, full, empty, 0, (b, h, t), PARTS, G)
     for j in range(tiles_v):
         slot = j % V_SLOTS
         mbarrier.wait(v_empty.index(slot), (j // V_SLOTS & 1) ^ 1)
         mbarrier.expect(v_full.index(slot), 2 * v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(do_desc, [b, h, t, j * D], v_full.index(slot), do_tiles.index(slot))
-        tma.async_copy_global_to_shared(v_desc, [b, h, t, j * D], v_full.index(slot), v_tiles.index(slot))
-        _load_states(s_desc, s_tiles, full, empty, first + 2 * j, (row, h, j * D), PARTS)
+        tma.async_copy_global_to_shared(v_desc, [b, h // G, t, j * D], v_full.index(slot), v_tiles.index(slot))
+        _load_states(s_desc, s_tiles, full, empty, first + 2 * j, (row, h // G, j * D), PARTS)
         _load_states(p_desc, s_tiles, full, empty, first + 2 * j + 1, (row, h, j * D), PARTS)
     if g_desc is not None:
-        _load_gates(g_desc, x_tiles, full, empty, first + 2 * tiles_v, (b, h, t), PARTS)
+        _load_gates(g_desc, x_tiles, full, empty, first + 2 * tiles_v, (b, h, t), PARTS, G)
 
 
 @gluon.jit
@@ -581,14 +585,14 @@ def _send(desc, block, column, where, rows, PACKED: gl.constexpr):
 @gluon.jit(do_not_specialize=["scale", "T", "H", "K", "V"])
 def _gradient_kernel(
     q_desc,  # [B, H, T, K], tiles [C, D]
-    k_desc,  # [B, H, T, K], tiles [C, D]
-    v_desc,  # [B, H, T, V], tiles [C, D]
+    k_desc,  # [B, H/G, T, K], tiles [C, D]
+    v_desc,  # [B, H/G, T, V], tiles [C, D]
     do_desc,  # [B, H, T, V], tiles [C, D]
-    g_desc,  # [B, H, T, K], tiles [C, D], or None
+    g_desc,  # [B, H/G, T, K], tiles [C, D], or None
     dq_desc,  # [B, H, T, K], tiles [C, D]
     dk_desc,  # [B, H, T, K], tiles [C, D]
     dv_desc,  # [B, H, T, V], tiles [C, D]
-    s_desc,  # S, [n, H, K, V], tiles [D, D]
+    s_desc,  # S, [n, H/G, K, V], tiles [D, D]
     p_desc,  # P, [n, H, K, V], tiles [D, D]
     dq_ptr,  # [B, T, H, K]
     dk_ptr,  # [B, T, H, K]
@@ -602,6 +606,7 @@ def _gradient_kernel(
     K,
     V,
     PARTS: gl.constexpr,
+    G: gl.constexpr,
 ):
     """A block: one chunk of one head; two warpgroups with PARTS parts of D keys each, and a warp that loads."""
     PACKED: gl.constexpr = bounds is not None
@@ -664,7 +669,7 @@ def _gradient_kernel(
         [
             (_gradient_warps, (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 0, PARTS, PACKED)),
             (_gradient_warps, (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 1, PARTS, PACKED)),
-            (_load_warp, (descriptors, load_tiles, load_barriers, (b, h, t, i), gl.cdiv(V, D), PARTS)),
+            (_load_warp, (descriptors, load_tiles, load_barriers, (b, h, t, i), gl.cdiv(V, D), PARTS, G)),
         ],
         [4, 1],
         [232, 24],

@@ -106,6 +106,7 @@ def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> list[float]:
     written = sum(x.numbers * (4 * x.parts if x.parts > 1 else x.itemsize) for x in found)
     size = moved_bytes(call) + checkpoint_bytes(call, CHUNK) + written
     through = whole(call, c) if plan.leaving is None else cut(call, plan.leaving.length, c)
+    through = through._replace(number=through.number * _heads_apart(call, plan.gradients))
     if plan.gradients.kernel is Kernel.BACKWARD_SM90_WIDE:
         gradients = _wide_seconds(call, plan.gradients, through, size, c)
     else:
@@ -120,13 +121,20 @@ def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> list[float]:
 def _wide_seconds(call: OpCall, kernel: GradientPlan, through: Cut, size: float, c: Constants) -> float:
     """Seconds of the two kernels for wide heads, which write and read P, as many bytes as checkpoints every chunk."""
     K, V = call.dims["K"], call.dims["V"]
-    P = checkpoint_bytes(call, CHUNK)
+    heads = _heads_apart(call, kernel)
+    P = heads * checkpoint_bytes(call, CHUNK)
     block = BlockTime(CHUNK, kernel.BV, c["hopper_start"], c["wide_state_step"], keys=kernel.BK)
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
     keys = math.ceil(K / 64)
     step = keys * (c["wide_keys"] + c["wide_tile"] * math.ceil(V / 64))
-    chunks = kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), cut(call, CHUNK, c), size + P, c)
-    return states + chunks
+    through = cut(call, CHUNK, c)
+    through = through._replace(number=through.number * heads)
+    return states + kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), through, size + P, c)
+
+
+def _heads_apart(call: OpCall, kernel: GradientPlan) -> float:
+    """How many query heads of a group are computed by themselves, and then summed."""
+    return 1 if kernel.kernel is Kernel.BACKWARD else call.dims["Hq"] / max(call.dims["H"], 1)
 
 
 def _found(call: OpCall, kernel: GradientPlan) -> list[Gradient]:
@@ -135,10 +143,10 @@ def _found(call: OpCall, kernel: GradientPlan) -> list[Gradient]:
     blocks_k, blocks_v = math.ceil(K / kernel.BK), math.ceil(V / kernel.BV)
     if kernel.kernel is Kernel.BACKWARD_SM90_WIDE:
         blocks_k = blocks_v = 1  # a block has all keys and values
-    size = call.dtype.itemsize
-    q, k = Gradient(B * T * Hq * K, size, blocks_v), Gradient(B * T * H * K, size, blocks_v)
+    size, heads = call.dtype.itemsize, round(_heads_apart(call, kernel))
+    q, k = Gradient(B * T * Hq * K, size, blocks_v), Gradient(B * T * H * K, size, blocks_v * heads)
     g = [k._replace(itemsize=call.gate_dtype.itemsize)] if call.gate_dtype else []
-    return [q, k, Gradient(B * T * H * V, size, blocks_k), *g]
+    return [q, k, Gradient(B * T * H * V, size, blocks_k * heads), *g]
 
 
 def _block_time(call: OpCall, kernel: GradientPlan, c: Constants) -> BlockTime:

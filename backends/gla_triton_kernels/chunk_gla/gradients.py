@@ -1,11 +1,14 @@
-"""The kernels of a backward, in order: states that enter chunks, gradients of states that leave segments, the rest."""
+"""The kernels of a backward, in order: states that enter chunks, gradients of states that leave segments, the rest.
+
+Of grouped queries the kernels for SM90 compute each query head by itself, and what its group shares is summed.
+"""
 
 from __future__ import annotations
 
 from gla_triton_kernels import chunk_gla as kernels
-from gla_triton_kernels.chunk_gla import before_segments
+from gla_triton_kernels.chunk_gla import before_segments, partials
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.plan import checkpoint_dtype
+from gla_triton_kernels.chunk_gla.plan import Kernel, checkpoint_dtype
 from gla_triton_kernels.chunk_gla.plan_backward import BackwardPlan
 from gla_triton_kernels.chunk_gla.segments import Recurrence
 from gla_triton_kernels.runtime.launch import Launch
@@ -23,5 +26,8 @@ def run(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
         states = Recurrence(x.q, x.do, x.g, x.dstate, x.dinitial_state, scale, backwards=True)
         leaving, segments, launched = before_segments.run(plan.leaving, states, H, x.cu_seqlens)
         launches += launched
-    kernel = getattr(kernels, plan.gradients.kernel)
-    return launches + kernel.run(plan.gradients, x, entering, leaving, segments, scale)
+    each = x if plan.gradients.kernel is Kernel.BACKWARD else partials.for_query_heads(x)
+    if plan.leaving is not None:
+        each = each._replace(dinitial_state=x.dinitial_state)  # which is there
+    launches += getattr(kernels, plan.gradients.kernel).run(plan.gradients, each, entering, leaving, segments, scale)
+    return launches + partials.sums_over_groups(each, x)

@@ -1,12 +1,15 @@
 """The sum of partial results, of which every program of another kernel wrote one: always in the same order.
 
-    out = parts[0] + parts[1] + ..
+    out[o] = parts[o, 0] + parts[o, 1] + ..
 
-P partial results   D numbers of one   BD numbers of a program
+Partial results are those of blocks of a head, or of query heads that share a key/value head.
+
+O outer indices   P partial results   D numbers of one   BD numbers of a program
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -14,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gla_triton_kernels.chunk_gla.call import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch, launch
 
 
@@ -25,25 +29,51 @@ def parts_of(y: Tensor | None, blocks: int) -> Tensor | None:
 def sums(written: Iterable[Tensor | None], results: Iterable[Tensor | None]) -> list[Launch]:
     """Sum what `parts_of` has given to results where it is not themselves, and return what was launched."""
     pairs = zip(written, results, strict=True)
-    return [run(parts, y) for parts, y in pairs if parts is not None and y is not None and parts is not y]
+    return [run(parts, y, 1) for parts, y in pairs if parts is not None and y is not None and parts is not y]
 
 
-def run(parts: Tensor, out: Tensor) -> Launch:
-    """Write the sum of parts [P, *shape] to out [*shape], both contiguous."""
-    P, D, BD = parts.shape[0], out.numel(), 1024
-    return launch(_sum_kernel, (-(-D // BD), 1, 1), (parts, out), (), (D, P, BD), num_warps=4)
+def for_query_heads(x: BackwardTensors) -> BackwardTensors:
+    """X with gradients of k, v, g and the initial state that have as many heads as q; x itself if its own do."""
+    heads = x.q.shape[2]
+    if heads == x.k.shape[2]:
+        return x
+    dk, dv, dg = (_with_heads(y, 2, heads) for y in (x.dk, x.dv, x.dg))
+    return x._replace(dk=dk, dv=dv, dg=dg, dinitial_state=_with_heads(x.dinitial_state, 1, heads))
+
+
+def _with_heads(y: Tensor | None, dim: int, heads: int) -> Tensor | None:
+    return None if y is None else y.new_empty(*y.shape[:dim], heads, *y.shape[dim + 1 :])
+
+
+def sums_over_groups(each: BackwardTensors, x: BackwardTensors) -> list[Launch]:
+    """Sum what `for_query_heads` has given to the gradients in x, and return what was launched."""
+    written = ((each.dk, x.dk, 3), (each.dv, x.dv, 3), (each.dg, x.dg, 3), (each.dinitial_state, x.dinitial_state, 2))
+    return [
+        run(parts, y, math.prod(y.shape[:dims]))
+        for parts, y, dims in written
+        if parts is not None and y is not None and parts is not y
+    ]
+
+
+def run(parts: Tensor, out: Tensor, outer: int) -> Launch:
+    """Write the sums of parts [O, P, D] to out [O, D], both contiguous and of any shape; O is `outer`."""
+    D, BD = out.numel() // outer, 1024
+    sizes = (out.numel(), D, parts.numel() // out.numel(), BD)
+    return launch(_sum_kernel, (-(-out.numel() // BD), 1, 1), (parts, out), (), sizes, num_warps=4)
 
 
 @triton.jit
 def _sum_kernel(
-    parts_ptr,  # [P, D]
-    out_ptr,  # [D]
+    parts_ptr,  # [O, P, D]
+    out_ptr,  # [O, D]
+    numbers,
     D,
     P: tl.constexpr,
     BD: tl.constexpr,
 ):
-    d = tl.program_id(0).to(tl.int64) * BD + tl.arange(0, BD)  # [BD]
+    i = tl.program_id(0).to(tl.int64) * BD + tl.arange(0, BD)  # [BD]
+    first = i // D * (P * D) + i % D  # [BD]
     total = tl.zeros([BD], tl.float32)
     for p in tl.static_range(P):
-        total += tl.load(parts_ptr + tl.cast(D, tl.int64) * p + d, mask=d < D, other=0.0)
-    tl.store(out_ptr + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
+        total += tl.load(parts_ptr + first + tl.cast(D, tl.int64) * p, mask=i < numbers, other=0.0)
+    tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < numbers)

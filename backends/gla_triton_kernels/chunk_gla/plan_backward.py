@@ -81,7 +81,8 @@ def plan_segments_backward(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPla
     """
     T, H, K, V, N = (call.dims[name] for name in ("T", "H", "K", "V", "N"))
     gradients = _gradients(call, gpu, aligned)
-    blocks = H * -(-K // gradients.BK) * -(-V // gradients.BV)
+    heads = H if gradients.kernel is Kernel.BACKWARD else call.dims["Hq"]
+    blocks = heads * -(-K // gradients.BK) * -(-V // gradients.BV)
     at_once = gpu.multiprocessors * (2 if gradients.BK == gradients.BV == 64 else 1)
     length = segment_length(N, T, blocks, at_once, call.variable_length, BACKWARD_CUT)
     if gpu.architecture is Architecture.INTERPRETED:
@@ -106,8 +107,8 @@ def _states(call: OpCall, gpu: Gpu, aligned: bool, length: int) -> SegmentPlan:
 
 def fits_sm90(call: OpCall, gpu: Gpu, aligned: bool) -> bool:
     """Whether a kernel for SM90 computes the gradients: it is the fastest wherever it can."""
-    H, Hq, K, V = (call.dims[name] for name in ("H", "Hq", "K", "V"))
-    specialised = gpu.architecture.has_wgmma and call.dtype == torch.bfloat16 and Hq == H
+    K, V = call.dims["K"], call.dims["V"]
+    specialised = gpu.architecture.has_wgmma and call.dtype == torch.bfloat16
     return specialised and aligned and K % 8 == V % 8 == 0  # rows of gradients of 16 bytes
 
 
