@@ -24,8 +24,10 @@ A pair that is at or after u whole adds the same products of rounded numbers twi
 exactly 0 where exp(g) is 0 in float32. Pairs s = t have no gate and are multiplied element by element.
 
 The code is small, for its instructions to stay near: levels m, blocks of keys and of values are loops at run time.
+What a step reads from memory is loaded at once, and was fetched into the L2 cache a step before.
 
-B batch   T tokens   H heads   N sequences   K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
+B batch   T tokens   H heads of q, G of which share one of k, v and g   N sequences   K, V key and value width
+C tokens of a chunk   D = 64 columns of a tile
 i rows of marks, one a chunk, numbered as checkpoints are   blocks_k blocks of `keys` keys
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
@@ -42,7 +44,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.common_sm90 import plus
+from gla_triton_kernels.chunk_gla.common_sm90 import opaque_zero, plus
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK
 from gla_triton_kernels.runtime.launch import Launch, launch
@@ -62,7 +64,8 @@ OF_ROWS = gl.constexpr(gl.SliceLayout(1, LAYOUT.value))
 OF_COLUMNS = gl.constexpr(gl.SliceLayout(0, LAYOUT.value))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # for what is 2 bytes wide
 RUNS = gl.constexpr(gl.BlockedLayout([8, 2], [8, 4], [1, 8], [1, 0]))  # a warp holds all rows of 8 columns
-MARKED = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+SECTORS = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0]))  # for one element of each 32 bytes
+MARKED = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))  # a warp holds all
 TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([CHUNK, 64], gl.float16))
 TILE_32 = gl.constexpr(gl.NVMMASharedLayout.get_default_for([CHUNK, 64], gl.float32))
 
@@ -71,21 +74,22 @@ def run(x: BackwardTensors, marks: Tensor, scale: float, keys: int) -> list[Laun
     """Complete the gradients of marked chunks, and return what was launched.
 
     Args:
-        x: bfloat16 but for gates, of which there are some, as many query heads as others, and contiguous gradients,
-            which lack pairs in marked chunks.
+        x: bfloat16 but for gates, of which there are some. Its gradients are contiguous, have as many heads as q, and
+            lack pairs in marked chunks.
         marks: [rows, H, ceil(K / keys)] int32, contiguous: not 0 where a chunk is marked. Rows are numbered as those
             of checkpoints every `CHUNK` tokens; what stands in rows without a chunk is not looked at.
         scale: What scores are multiplied by.
         keys: How many a block that is marked has: 64 or 128.
     """
     assert x.g is not None
-    T, H, K = x.k.shape[1:]
-    V = x.v.shape[3]
+    T, H, K = x.q.shape[1:]
+    V, G = x.v.shape[3], H // x.k.shape[2]
     N = 0 if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     given = (x.q, x.k, x.v, x.g, x.do)
     strides = [stride for y in given for stride in y.stride()[:3]]
     count = len(marks) * H
-    integers = (T, N, H, count, *strides, K, V, keys, MARKS)
+    far_rows = CHUNK * max(*strides[1::3], H * K, H * V) >= 2**31
+    integers = (T, N, H, count, *strides, K, V, G, keys, MARKS, far_rows)
     tensors = (*given, x.cu_seqlens, marks, x.dq, x.dk, x.dv, x.dg)
     grid = (max(min(count, PROGRAMS), -(-count // MARKS)), 1, 1)
     return [launch(_pairs_kernel, grid, tensors, (scale,), integers, num_warps=8, maxnreg=128)]
@@ -94,9 +98,9 @@ def run(x: BackwardTensors, marks: Tensor, scale: float, keys: int) -> list[Laun
 @gluon.jit(do_not_specialize=["scale", "T", "N", "H", "count"])
 def _pairs_kernel(
     q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H, K]
-    v_ptr,  # [B, T, H, V]
-    g_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H/G, K]
+    v_ptr,  # [B, T, H/G, V]
+    g_ptr,  # [B, T, H/G, K]
     do_ptr,  # [B, T, H, V]
     cu_seqlens_ptr,  # [N+1] or None
     marks_ptr,  # [rows, H, blocks_k]
@@ -126,12 +130,23 @@ def _pairs_kernel(
     stride_oh,
     K: gl.constexpr,
     V: gl.constexpr,
+    G: gl.constexpr,
     KEYS: gl.constexpr,
     MARKS: gl.constexpr,
+    FAR_ROWS: gl.constexpr,
 ):
     """Program: those chunks of heads that are marked, mostly none, of some that are far apart."""
     pid, programs = gl.program_id(0), gl.num_programs(0)
     blocks_k: gl.constexpr = (K + KEYS - 1) // KEYS
+    # Each tensor with its strides of batches, tokens and heads, and how many heads of q share one of it.
+    q = (q_ptr, stride_qb, _stride(stride_qt, FAR_ROWS), stride_qh, 1)
+    k = (k_ptr, stride_kb, _stride(stride_kt, FAR_ROWS), stride_kh, G)
+    v = (v_ptr, stride_vb, _stride(stride_vt, FAR_ROWS), stride_vh, G)
+    g = (g_ptr, stride_gb, _stride(stride_gt, FAR_ROWS), stride_gh, G)
+    do = (do_ptr, stride_ob, _stride(stride_ot, FAR_ROWS), stride_oh, 1)
+    tokens_k, tokens_v = _stride(H * K, FAR_ROWS), _stride(H * V, FAR_ROWS)
+    dq, dk = (dq_ptr, T * (H * K), tokens_k, K, 1), (dk_ptr, T * (H * K), tokens_k, K, 1)
+    dv, dg = (dv_ptr, T * (H * V), tokens_v, V, 1), (dg_ptr, T * (H * K), tokens_k, K, 1)
     own = pid + programs * gl.arange(0, MARKS, MARKED)  # [MARKS]
     marks = gl.zeros([MARKS], gl.int32, MARKED)
     for block in range(blocks_k):
@@ -149,39 +164,30 @@ def _pairs_kernel(
             b, t = 0, start + (i - n - start // C) * C
             end = gl.load(cu_seqlens_ptr + n + 1).to(gl.int32)
             end = gl.where(t < start, t, end)  # rows before the first sequence's have no chunk
-        q_at = _first(q_ptr, b, t, h, stride_qb, stride_qt, stride_qh)
-        k_at = _first(k_ptr, b, t, h, stride_kb, stride_kt, stride_kh)
-        v_at = _first(v_ptr, b, t, h, stride_vb, stride_vt, stride_vh)
-        g_at = _first(g_ptr, b, t, h, stride_gb, stride_gt, stride_gh)
-        do_at = _first(do_ptr, b, t, h, stride_ob, stride_ot, stride_oh)
-        dq_at = _first(dq_ptr, b, t, h, T * (H * K), H * K, K)
-        dk_at = _first(dk_ptr, b, t, h, T * (H * K), H * K, K)
-        dv_at = _first(dv_ptr, b, t, h, T * (H * V), H * V, V)
-        dg_at = _first(dg_ptr, b, t, h, T * (H * K), H * K, K)
-
         rows = gl.minimum(end - t, C)
-        d_tile, d_tt, d_unit = _d_in_units(do_at, stride_ot, v_at, stride_vt, rows, V, scale)
+        at = (b, t, h)
+        _prefetch(q, at, 0, rows, K)
+        _prefetch(k, at, 0, rows, K)
+        _prefetch(g, at, 0, rows, K)
+        d_tile, d_tt, d_unit = _d_in_units(do, v, at, rows, V, scale)
         a_tile = gl.allocate_shared_memory(gl.float32, [C, C], TILE_32)  # sum_K q_t e_ts k_s
         a_tile.store(gl.zeros([C, C], gl.float32, LAYOUT))
         for k0 in range(0, K, D):
-            mark = gl.load(marks_ptr + ih.to(gl.int64) * blocks_k + k0 // KEYS)
-            inside = gl.where(mark == 0, 0, rows)  # where keys are not marked, nothing is read or written
-            inputs = (q_at + k0, stride_qt, k_at + k0, stride_kt, g_at + k0, stride_gt)
-            outputs = (dq_at + k0, dk_at + k0, dg_at + k0)
-            limits = (inside, None if K % D == 0 else K - k0)
-            _add_block_of_keys(a_tile, inputs, outputs, d_tile, d_tt, d_unit, limits, H * K)
-        _add_dv(a_tile, dv_at, H * V, do_at, stride_ot, rows, V, scale)
-
-
-@gluon.jit
-def _zero():
-    """A zero that the compiler does not see through: what depends on it is not kept in registers for long."""
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
+            inside = rows
+            if blocks_k > 1:  # where keys are not marked, nothing is read or written
+                mark = gl.load(marks_ptr + ih.to(gl.int64) * blocks_k + k0 // KEYS)
+                inside = gl.where(mark == 0, 0, rows)
+            if k0 + D >= K:
+                for p in range(0, V, D):
+                    _prefetch(do, at, p, rows, V)
+                    _prefetch(dv, at, p, rows, V)
+            _add_block_of_keys(a_tile, (q, k, g), (dq, dk, dg), at, k0, inside, K, d_tile, d_tt, d_unit)
+        _add_dv(a_tile, dv, do, at, rows, V, scale)
 
 
 @gluon.jit
 def _rows_and_columns():
-    row = gl.arange(0, C, OF_ROWS) + _zero()
+    row = gl.arange(0, C, OF_ROWS) + opaque_zero()
     return row[:, None], gl.arange(0, C, OF_COLUMNS)[None, :]  # [C, 1], [1, C]
 
 
@@ -198,28 +204,61 @@ def _sequence_of(i, cu_seqlens_ptr, N):
 
 
 @gluon.jit
-def _first(ptr, b, t, h, stride_b, stride_t, stride_h):
-    """Where row t of one head begins."""
-    b, t, h = gl.to_tensor(b).to(gl.int64), gl.to_tensor(t).to(gl.int64), gl.to_tensor(h).to(gl.int64)
-    return ptr + b * stride_b + t * stride_t + h * stride_h
+def _stride(stride, FAR_ROWS: gl.constexpr):
+    """A stride of tokens, such that how far rows of a chunk are apart is in range."""
+    return gl.to_tensor(stride).to(gl.int64) if FAR_ROWS else gl.to_tensor(stride)
 
 
 @gluon.jit
-def _offsets(stride, rows, columns, layout: gl.constexpr):
-    """Offsets of a tile [C, D], and whether they are within this many rows and columns, or all of these."""
-    row = (gl.arange(0, C, gl.SliceLayout(1, layout)) + _zero())[:, None]  # [C, 1]
-    column = gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]  # [1, D]
-    inside = row < rows  # [C, 1]
-    if columns is not None:
-        inside = inside & (column < columns)
-    return row.to(gl.int64) * stride + column, inside
+def _first(x, at, column):
+    """Where this column of a head's row t stands, and how far apart rows are.
+
+    It is computed wherever it is needed: those of all tensors would not fit into registers.
+    """
+    ptr, stride_b, stride_t, stride_h, group = x
+    b, t, h = at
+    h = h // group
+    zero = opaque_zero()
+    b, t, h = (b + zero).to(gl.int64), (t + zero).to(gl.int64), (h + zero).to(gl.int64)
+    return ptr + (b * stride_b + t * stride_t + h * stride_h + column), stride_t
 
 
 @gluon.jit
-def _load(ptr, stride, rows, columns, layout: gl.constexpr):
-    """A tile [C, D], 0 where it is beyond this many rows or columns."""
-    offsets, inside = _offsets(stride, rows, columns, layout)
-    return gl.load(ptr + offsets, inside, 0.0)
+def _tile(x, at, column, rows, width: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """Pointers to a tile of this shape from this column, and what of it is within these rows and the tensor's width."""
+    ptr, stride_t = _first(x, at, column)
+    row = (gl.arange(0, shape[0], gl.SliceLayout(1, layout)) + opaque_zero())[:, None]  # [C, 1]
+    columns = gl.arange(0, shape[1], gl.SliceLayout(0, layout))[None, :]  # [1, shape[1]]
+    inside = row < rows
+    if width % shape[1] != 0:
+        inside = inside & (columns < width - column)
+    return ptr + (row * stride_t + columns), inside
+
+
+@gluon.jit
+def _load(x, at, column, rows, width: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
+    """A tile, 0 where it is beyond these rows or the tensor's width."""
+    ptr, inside = _tile(x, at, column, rows, width, shape, layout)
+    return gl.load(ptr, inside, 0.0)
+
+
+@gluon.jit
+def _prefetch(x, at, column, rows, width: gl.constexpr):
+    """Have a tile [C, D] fetched into the L2 cache."""
+    ptr, stride_t = _first(x, at, column)
+    each: gl.constexpr = 256 // ptr.dtype.element_ty.primitive_bitwidth
+    row = (gl.arange(0, C, gl.SliceLayout(1, SECTORS)) + opaque_zero())[:, None]  # [C, 1]
+    columns = each * gl.arange(0, D // each, gl.SliceLayout(0, SECTORS))[None, :]  # [1, D/each]
+    ptr += columns + row * stride_t
+    inside = (row < rows) & (columns < width - column)
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [ptr.to(gl.int64), inside.to(gl.int32)],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -237,46 +276,43 @@ def _load_rows(ptr, stride, row, rows, columns):
     inside = row < rows  # [C, 1]
     if columns is not None:
         inside = inside & (column < columns)
-    return gl.load(ptr + (row.to(gl.int64) * stride + column), inside, 0.0)
+    return gl.load(ptr + (row * stride + column), inside, 0.0)
 
 
 @gluon.jit
-def _add(ptr, stride, x, unit, rows, columns):
-    """Add x [C, D] in this unit to a tile of a gradient."""
-    offsets, inside = _offsets(stride, rows, columns, ROWS)
-    x = x * unit + gl.load(ptr + offsets, inside, 0.0).to(gl.float32)
-    gl.store(ptr + offsets, x.to(ptr.dtype.element_ty), inside)
-
-
-@gluon.jit
-def _in_units(x):
-    """Give x in a unit, and that: the power of two in which the largest of x is at least 2^14, and below 2^15."""
-    x = x.to(gl.float32)
-    most = gl.max(gl.max(gl.abs(x), 1), 0)
+def _unit_of(most):
+    """The power of two in which this number, the largest of some, is at least 2^14, and below 2^15; and 1 / that."""
     unit = most.to(gl.int32, bitcast=True) & 0x7F800000  # the exponent's bits
     unit = gl.maximum(unit - (14 << 23), 1 << 23)
-    x *= ((254 << 23) - unit).to(gl.float32, bitcast=True)
-    return x, unit.to(gl.float32, bitcast=True)
+    return unit.to(gl.float32, bitcast=True), ((254 << 23) - unit).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
-def _d_in_units(do_at, stride_o, v_at, stride_v, rows, V: gl.constexpr, scale):
+def _larger(a, b, c, d):
+    return gl.maximum(a, c), gl.maximum(b, d)
+
+
+@gluon.jit
+def _d_in_units(do, v, at, rows, V: gl.constexpr, scale):
     """D [C, C] in a tile, and at s = t [C] times 1 / FAR, with their unit."""
-    row, column = _rows_and_columns()
+    W: gl.constexpr = D if V <= D else 2 * D
     dA = gl.zeros([C, C], gl.float32, LAYOUT)
     dAT = gl.zeros([C, C], gl.float32, LAYOUT)
-    do_tile = gl.allocate_shared_memory(gl.bfloat16, [C, D], TILE)
-    v_tile = gl.allocate_shared_memory(gl.bfloat16, [C, D], TILE)
-    for p in range(0, V, D):
-        columns = None if V % D == 0 else V - p
-        do_tile.store(_load(do_at + p, stride_o, rows, columns, ROWS))
-        v_tile.store(_load(v_at + p, stride_v, rows, columns, ROWS))
+    do_tile = gl.allocate_shared_memory(gl.bfloat16, [C, W], TILE)
+    v_tile = gl.allocate_shared_memory(gl.bfloat16, [C, W], TILE)
+    for p in range(0, V, W):
+        do_block = _load(do, at, p, rows, V, [C, W], ROWS)
+        v_block = _load(v, at, p, rows, V, [C, W], ROWS)
+        do_tile.store(do_block)
+        v_tile.store(v_block)
         fence_async_shared()
         dA = warpgroup_mma(do_tile, v_tile.permute([1, 0]), dA, is_async=True)
         dAT = warpgroup_mma(v_tile, do_tile.permute([1, 0]), dAT, is_async=True)
         dA, dAT = warpgroup_mma_wait(0, [dA, dAT])
+    row, column = _rows_and_columns()
     d = scale * gl.where(row >= column, dA, dAT)  # [C, C]
-    d, unit = _in_units(d)
+    unit, inverse = _unit_of(gl.max(gl.max(gl.abs(d), 1), 0))
+    d *= inverse
     d_tt = gl.sum(gl.where(row == column, d, 0.0), 1) / FAR  # [C]
     d_tile = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
     d_tile.store(d.to(gl.float16))
@@ -291,20 +327,33 @@ def _pairs(m):
 
 
 @gluon.jit
-def _add_block_of_keys(a_tile, inputs, outputs, d_tile, d_tt, d_unit, limits, stride):
+def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, d_tile, d_tt, d_unit):
     """Add to dq, dk and dg of D keys and, summed over them, to A [C, C]."""
-    q_at, stride_q, k_at, stride_k, g_at, stride_g = inputs
-    dq_at, dk_at, dg_at = outputs
-    rows, columns = limits
+    q, k, g = inputs
+    dq, dk, dg = outputs
+    q_at, inside = _tile(q, at, k0, rows, K, [C, D], ROWS)
+    k_at, _ = _tile(k, at, k0, rows, K, [C, D], ROWS)
+    gates_at, inside_runs = _tile(g, at, k0, rows, K, [C, D], RUNS)
+    q_block, k_block = gl.load(q_at, inside, 0.0), gl.load(k_at, inside, 0.0)
+    g_block = gl.load(gates_at, inside_runs, 0.0)
+    if k0 + D < K:
+        _prefetch(q, at, k0 + D, rows, K)
+        _prefetch(k, at, k0 + D, rows, K)
+        _prefetch(g, at, k0 + D, rows, K)
+    _prefetch(dq, at, k0, rows, K)
+    _prefetch(dk, at, k0, rows, K)
+    _prefetch(dg, at, k0, rows, K)
+    q_block, k_block = q_block.to(gl.float32), k_block.to(gl.float32)
+    most_q, most_k = gl.reduce((gl.max(gl.abs(q_block), 1), gl.max(gl.abs(k_block), 1)), 0, _larger)
+    q_unit, q_inverse = _unit_of(most_q)
+    k_unit, k_inverse = _unit_of(most_k)
     q_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
     k_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
     b_tile = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
-    q, q_unit = _in_units(_load(q_at, stride_q, rows, columns, ROWS))
-    k, k_unit = _in_units(_load(k_at, stride_k, rows, columns, ROWS))
-    q_tile.store(q.to(gl.float16))
-    k_tile.store(k.to(gl.float16))
-    g = _load(g_at, stride_g, rows, columns, RUNS).to(gl.float32)  # [C, D]
-    b_tile.store(gl.associative_scan(gl.maximum(g, LEAST_GATE) * LOG2E, 0, plus))
+    q_tile.store((q_block * q_inverse).to(gl.float16))
+    k_tile.store((k_block * k_inverse).to(gl.float16))
+    gates = gl.maximum(g_block.to(gl.float32), LEAST_GATE) * LOG2E  # [C, D]
+    b_tile.store(gl.associative_scan(gates, 0, plus))
     fence_async_shared()
     unit = q_unit * k_unit
     row, column = _rows_and_columns()
@@ -313,13 +362,15 @@ def _add_block_of_keys(a_tile, inputs, outputs, d_tile, d_tt, d_unit, limits, st
     qk = warpgroup_mma_wait(0, [qk])
     a_tile.store(a_tile.load(LAYOUT) + gl.where(row == column, unit, 0.0) * qk)
 
-    dq = gl.zeros([C, D], gl.float32, LAYOUT)
-    dk = gl.zeros([C, D], gl.float32, LAYOUT)
+    sum_q = gl.zeros([C, D], gl.float32, LAYOUT)
+    sum_k = gl.zeros([C, D], gl.float32, LAYOUT)
     w_tile = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
     w_tile.store(gl.zeros([C, D], gl.float32, LAYOUT))
     own_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
     masked_tile = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
     far_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
+    g_at, stride_g = _first(g, at, k0)
+    columns = None if K % D == 0 else K - k0
     for level in range(LOG2_C):
         m = 1 << level
         row, column = _rows_and_columns()
@@ -343,52 +394,58 @@ def _add_block_of_keys(a_tile, inputs, outputs, d_tile, d_tt, d_unit, limits, st
         w = own_tile.load(LAYOUT).to(gl.float32) * gl.where(right, 1.0, -1.0) * dz
         w_tile.store(w_tile.load(LAYOUT) + w)
         dz *= e
-        dq += gl.where(right, 1.0, 0.0) * dz
-        dk += gl.where(right, 0.0, 1.0) * dz
+        sum_q += gl.where(right, 1.0, 0.0) * dz
+        sum_k += gl.where(right, 0.0, 1.0) * dz
         a = gl.zeros([C, C], gl.float32, LAYOUT)
         a = warpgroup_mma(far_tile, own_tile.permute([1, 0]), a, use_acc=False, is_async=True)
         a = warpgroup_mma_wait(0, [a])
         a_tile.store(a_tile.load(LAYOUT) + gl.where(pairs, unit, 0.0) * a)
 
-    x_tile = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
-    dq += d_tt[:, None] * k_tile.load(LAYOUT).to(gl.float32)  # of pairs s = t
-    dk += d_tt[:, None] * q_tile.load(LAYOUT).to(gl.float32)
-    _add_tile(dq_at, stride, x_tile, dq, k_unit * d_unit, rows, columns)
-    _add_tile(dk_at, stride, x_tile, dk, q_unit * d_unit, rows, columns)
-    w = w_tile.load(RUNS)  # [C, D]
+    dq_at, inside = _tile(dq, at, k0, rows, K, [C, D], ROWS)
+    dk_at, _ = _tile(dk, at, k0, rows, K, [C, D], ROWS)
+    dg_at, inside_runs = _tile(dg, at, k0, rows, K, [C, D], RUNS)
+    dq_block, dk_block = gl.load(dq_at, inside, 0.0), gl.load(dk_at, inside, 0.0)
+    g_block = _load(g, at, k0, rows, K, [C, D], RUNS)
+    dg_block = gl.load(dg_at, inside_runs, 0.0)
+    sum_q += d_tt[:, None] * k_tile.load(LAYOUT).to(gl.float32)  # of pairs s = t
+    sum_k += d_tt[:, None] * q_tile.load(LAYOUT).to(gl.float32)
+    q_sums = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
+    k_sums = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
+    q_sums.store(sum_q)
+    k_sums.store(sum_k)
+    w_runs = w_tile.load(RUNS)  # [C, D]
     # All w add up to 0, so that those at or after a token are minus those before it: for the first exactly none.
-    dg = (w - gl.associative_scan(w, 0, plus)) * d_unit * q_unit * k_unit
-    g = _load(g_at, stride_g, rows, columns, RUNS).to(gl.float32)  # [C, D]
-    offsets, inside = _offsets(stride, rows, columns, RUNS)
-    dg += gl.load(dg_at + offsets, inside, 0.0).to(gl.float32)
-    gl.store(dg_at + offsets, gl.where(g > LEAST_GATE, dg, 0.0).to(dg_at.dtype.element_ty), inside)
+    x = (w_runs - gl.associative_scan(w_runs, 0, plus)) * d_unit * q_unit * k_unit + dg_block.to(gl.float32)
+    x = gl.where(g_block.to(gl.float32) > LEAST_GATE, x, 0.0)
+    gl.store(dg_at, x.to(dg_at.dtype.element_ty), inside_runs)
+    x = q_sums.load(ROWS) * (k_unit * d_unit) + dq_block.to(gl.float32)
+    gl.store(dq_at, x.to(dq_at.dtype.element_ty), inside)
+    x = k_sums.load(ROWS) * (q_unit * d_unit) + dk_block.to(gl.float32)
+    gl.store(dk_at, x.to(dk_at.dtype.element_ty), inside)
 
 
 @gluon.jit
-def _add_tile(ptr, stride, tile, x, unit, rows, columns):
-    """Add x [C, D] in this unit to a tile of a gradient, by way of one in shared memory."""
-    tile.store(x)
-    _add(ptr, stride, tile.load(ROWS), unit, rows, columns)
-
-
-@gluon.jit
-def _add_dv(a_tile, dv_at, stride, do_at, stride_o, rows, V: gl.constexpr, scale):
+def _add_dv(a_tile, dv, do, at, rows, V: gl.constexpr, scale):
     """Add scale * A^T do to dv, A [C, C] being that of s <= t in two bfloat16 parts."""
-    row, column = _rows_and_columns()
-    A = gl.where(row >= column, a_tile.load(LAYOUT), 0.0)  # [C, C]
+    W: gl.constexpr = D if V <= D else 2 * D
     high_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], TILE)
     low_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], TILE)
+    do_tile = gl.allocate_shared_memory(gl.bfloat16, [C, W], TILE)
+    sums = gl.allocate_shared_memory(gl.float32, [C, W], TILE_32)
+    row, column = _rows_and_columns()
+    A = gl.where(row >= column, a_tile.load(LAYOUT), 0.0)  # [C, C]
     high = A.to(gl.bfloat16)
     high_tile.store(high)
     low_tile.store((A - high.to(gl.float32)).to(gl.bfloat16))
-    do_tile = gl.allocate_shared_memory(gl.bfloat16, [C, D], TILE)
-    out = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
-    for p in range(0, V, D):
-        columns = None if V % D == 0 else V - p
-        do_tile.store(_load(do_at + p, stride_o, rows, columns, ROWS))
+    for p in range(0, V, W):
+        do_block = _load(do, at, p, rows, V, [C, W], ROWS)
+        dv_at, inside = _tile(dv, at, p, rows, V, [C, W], ROWS)
+        dv_block = gl.load(dv_at, inside, 0.0)
+        do_tile.store(do_block)
         fence_async_shared()
-        dv = gl.zeros([C, D], gl.float32, LAYOUT)
-        dv = warpgroup_mma(low_tile.permute([1, 0]), do_tile, dv, use_acc=False, is_async=True)
-        dv = warpgroup_mma(high_tile.permute([1, 0]), do_tile, dv, is_async=True)
-        dv = warpgroup_mma_wait(0, [dv])
-        _add_tile(dv_at + p, stride, out, dv, scale, rows, columns)
+        acc = gl.zeros([C, W], gl.float32, LAYOUT)
+        acc = warpgroup_mma(low_tile.permute([1, 0]), do_tile, acc, use_acc=False, is_async=True)
+        acc = warpgroup_mma(high_tile.permute([1, 0]), do_tile, acc, is_async=True)
+        sums.store(warpgroup_mma_wait(0, [acc]))
+        x = sums.load(ROWS) * scale + dv_block.to(gl.float32)
+        gl.store(dv_at, x.to(dv_at.dtype.element_ty), inside)
