@@ -6,7 +6,7 @@
     before_segments.py     the states that enter segments, or the gradients of those that leave them: states*.py builds
                            them from zero, scan.py joins them
     gradients.py           the kernels of a backward in order; of these backward*.py computes the gradients, pairs.py
-                           adds what backward_sm90.py leaves out, partials.py sums what blocks of a head give
+                           adds what those for SM90 leave out, partials.py sums what blocks or query heads give
 
 Modules are imported when they are first asked for: importing this package imports no Triton.
 """
