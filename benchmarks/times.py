@@ -57,7 +57,7 @@ def plan(backends: list[str], device: torch.device) -> list[Case]:
             for op in ("online_softmax", "softmax_attention")
             for case in _cases(op, _tagged(op, "train", "long"), ["torch", *others], BOTH)
         ),
-        *_cases("chunk_gla", SHORT, names, ["forward_graph"]),
+        *_cases("chunk_gla", SHORT, names, ["forward_graph", "forward+backward_graph"]),
         *_cases("online_softmax", ["rows_8192_columns_1024"], ["torch", *others], ["forward_graph"]),
         *_cases("chunk_gla", _tagged("chunk_gla", "train", "prefill", "long"), names, BOTH),
         *_cases("recurrent_gla_step", ["decode_b64"], names, ["first_call"]),

@@ -3,8 +3,8 @@
 forward            chunk_gla, online_softmax, softmax_attention without gradients
 forward+backward   with the gradients of every input, through autograd
 step               recurrent_gla_step, writing the state in place
-forward_graph, step_graph
-                   forward and step in a CUDA graph that is replayed: what the device takes, without the host
+forward_graph, step_graph, forward+backward_graph
+                   the same in a CUDA graph that is replayed: what the device takes, without the host
 host               seconds of the host per eager call (forward or step), the device not waited for
 first_call         the first forward or step of a fresh process with an empty Triton cache; imports, compilation and
                    tuning included
@@ -35,7 +35,7 @@ from gla_core.workloads.named import Workload, select
 Call = Callable[[], tuple[Tensor, ...]]
 
 TIMED = ("forward", "forward+backward", "step", "step_graph")
-DIRECTIONS = (*TIMED, "forward_graph", "host", "first_call", "first_backward")
+DIRECTIONS = (*TIMED, "forward_graph", "forward+backward_graph", "host", "first_call", "first_backward")
 CUDA_TAGS = ("train", "prefill", "decode", "long")
 
 
@@ -131,7 +131,8 @@ def has_backward(op: str, backend: str) -> bool:
 
 def _directions(op: str, device: torch.device, wanted: Sequence[str]) -> list[str]:
     if PUBLIC_OPS[op].differentiable:
-        possible = ("forward", "forward_graph", "forward+backward", "host", "first_call", "first_backward")
+        both = ("forward+backward", "forward+backward_graph")
+        possible = ("forward", "forward_graph", *both, "host", "first_call", "first_backward")
     else:
         possible = ("step", "step_graph", "host", "first_call")
     return [d for d in possible if d in wanted and (not d.endswith("_graph") or device.type == "cuda")]
@@ -148,7 +149,8 @@ def measure_case(case: Case, device: torch.device, bandwidth: float | None = Non
     try:
         row = dataclasses.replace(row, backend=resolve(case, device))
         # A graph is captured from what ran before it; everything else is timed as the user asked for it.
-        timed = dataclasses.replace(case, backend=row.backend) if case.direction.endswith("_graph") else case
+        captured = case.direction.endswith("_graph") and "+" not in row.backend
+        timed = dataclasses.replace(case, backend=row.backend) if captured else case
         timing = _time(timed, device, budget)
     except gla.NoBackendError as error:
         return dataclasses.replace(row, error=_refusals(error))
@@ -202,7 +204,7 @@ def resolve(case: Case, device: torch.device) -> str:
     """
     if case.backend in BASELINES:
         return case.backend
-    backward = case.direction in ("forward+backward", "first_backward")
+    backward = "backward" in case.direction
     arguments = make_arguments(case.workload, device, backward)
     arguments["capturing"] = case.direction.endswith("_graph")
     spec = PUBLIC_OPS[case.workload.op]
@@ -269,7 +271,7 @@ def bound(op: str, backend: str, arguments: dict[str, Any]) -> Call:
 def _time(case: Case, device: torch.device, budget: float) -> measure.Timing:
     if case.direction.startswith("first_"):
         return measure.Timing(first_call(case.workload, case.backend, device)[case.direction], 1)
-    plain = case.direction if case.direction == "forward+backward" else "forward"
+    plain = "forward+backward" if "backward" in case.direction else "forward"
     sets = measure.rotations(floor_bytes(case.workload.op, case.workload.sizes), device)
     calls = [make_call(case.workload, case.backend, plain, device, seed) for seed in range(sets)]
     if case.direction.endswith("_graph"):

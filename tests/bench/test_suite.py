@@ -99,7 +99,8 @@ def test_an_unknown_backend_is_the_rows_error():
 
 
 def test_a_graph_needs_a_gpu():
-    for case in (Case(STEP, "reference", "step_graph"), Case(SHORT, "reference", "forward_graph")):
+    pair = Case(SHORT, "reference", "forward+backward_graph")
+    for case in (Case(STEP, "reference", "step_graph"), Case(SHORT, "reference", "forward_graph"), pair):
         assert suite.measure_case(case, CPU).error == "RuntimeError: a CUDA graph needs a CUDA device, not cpu"
 
 
@@ -161,9 +162,10 @@ def test_cases_on_a_gpu_add_graphs_and_fla(monkeypatch):
     ]
     monkeypatch.setattr(baselines, "has_fla", lambda: False)
     assert {c.backend for c in suite.cases([STEP], CUDA, ["mine"])} == {"mine"}
-    (graph,) = suite.cases([SHORT], CUDA, ["mine"], ["forward_graph"])
-    assert (graph.backend, graph.direction) == ("mine", "forward_graph")
-    assert suite.cases([SHORT], CPU, ["mine"], ["forward_graph"]) == []
+    directions = ["forward_graph", "forward+backward_graph"]
+    found = suite.cases([SHORT], CUDA, ["reference"], directions)
+    assert [(c.backend, c.direction) for c in found] == [("reference", direction) for direction in directions]
+    assert suite.cases([SHORT], CPU, ["mine"], directions) == []
 
 
 def test_default_workloads():
