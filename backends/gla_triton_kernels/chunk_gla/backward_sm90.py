@@ -52,7 +52,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_triton_kernels.chunk_gla import pairs, partials
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.common_sm90 import RUNS, clear_rows, gates_of, opaque_zero, plus, product, write_rows
+from gla_triton_kernels.chunk_gla.common_sm90 import RUNS, clear_rows, gates_of, opaque_zero, plus, product, write
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, whole
@@ -389,27 +389,13 @@ def _chunk(
     mbarrier.arrive(s_empty, count=1)
     if PARTS > 1:
         mbarrier.wait(done, i & 1)
-    _write(dq_desc, dq_ptr, q_tile, dq, key, K, where, rows, PACKED)
-    _write(dk_desc, dk_ptr, k_tile, dk, key, K, where, rows, PACKED)
+    write(dq_desc, dq_ptr, q_tile, dq, key, K, where, rows, PACKED)
+    write(dk_desc, dk_ptr, k_tile, dk, key, K, where, rows, PACKED)
     for j in gl.static_range(HALVES):
         if j % PARTS == part:
             p_tile = p_tiles.index(zero + HALVES * part + j // PARTS).reshape([C, D])
-            _write(dv_desc, dv_ptr, p_tile, finished[HALVES + j // PARTS], value + j * D, V, where, rows, PACKED)
+            write(dv_desc, dv_ptr, p_tile, finished[HALVES + j // PARTS], value + j * D, V, where, rows, PACKED)
     return finished[:HALVES], inner
-
-
-@gluon.jit
-def _write(desc, ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr):
-    """Write x [C, D] to a gradient, by way of a tile in shared memory unless rows behind it are another sequence's."""
-    b, h, t, _, _ = where
-    if desc is None:  # noqa: SIM114 -- known when this is compiled
-        write_rows(ptr, x, column, width, where, rows)
-    elif PACKED and rows < C:
-        write_rows(ptr, x, column, width, where, rows)
-    else:
-        tile.store(x.to(gl.bfloat16))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(desc, [b, h, t, column], tile.reshape([1, 1, C, D]))
 
 
 @gluon.jit

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_triton_kernels.chunk_gla import pairs
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.common_sm90 import RUNS, clear_rows, gates_of, plus, product, write_rows
+from gla_triton_kernels.chunk_gla.common_sm90 import RUNS, clear_rows, gates_of, plus, product, write, write_rows
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, cut, whole
@@ -445,7 +445,7 @@ def _gradient_warps(
 
     What is done for each part stands in loops at run time: the code has to fit into the cache of instructions.
     """
-    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, da_tiles, dv_block, r_tiles = tiles
+    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, da_tiles, dv_tile, r_tiles = tiles
     qk_full, full, empty, v_full, v_empty, gated, ready = barriers
     dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, dg_ptr = outputs
     b, h, t, rows = place
@@ -512,8 +512,7 @@ def _gradient_warps(
         mbarrier.arrive(v_empty.index(v_slot), count=1)
         if part == 1:
             tma.store_wait(0)
-            _put(dv_ptr, dv_block.reshape([C, D]), square, j * D, V, where, rows, PACKED)
-            _send(dv_desc, dv_block, j * D, where, rows, PACKED)
+            write(dv_desc, dv_ptr, dv_tile, square, j * D, V, where, rows, PACKED)
 
     if part == 0:
         row = gl.arange(0, C, gl.SliceLayout(1, SQUARE))[:, None]  # [C, 1]
@@ -548,10 +547,8 @@ def _gradient_warps(
             dk *= gl.exp2(gl.where(mild, 0.0, 2 * r) - x)
             x_tile.store(w)
         # What this warpgroup writes goes by way of its tiles of q and k, which all have read.
-        _put(dq_ptr, q_tile, dq * scale, key, K, where, rows, PACKED)
-        _put(dk_ptr, k_tile, dk, key, K, where, rows, PACKED)
-        _send(dq_desc, q_tiles.index(own + p), key, where, rows, PACKED)
-        _send(dk_desc, k_tiles.index(own + p), key, where, rows, PACKED)
+        write(dq_desc, dq_ptr, q_tile, dq * scale, key, K, where, rows, PACKED)
+        write(dk_desc, dk_ptr, k_tile, dk, key, K, where, rows, PACKED)
         if HAS_GATE:
             r_keys = r_tiles.index(own + p).load(gl.SliceLayout(1, ROWS))  # [D]
             crossing *= gl.exp2(gl.where(mild, r_keys, 2 * r_keys))
@@ -562,24 +559,6 @@ def _gradient_warps(
             write_rows(dg_ptr, dg, key, K, where, rows)
         dq0, dk0, crossing0 = dq1, dk1, crossing1
     tma.store_wait(0)
-
-
-@gluon.jit
-def _put(ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr):
-    """Put x [C, D] of a gradient into a tile to be sent, or write it if rows behind it are another sequence's."""
-    if PACKED and rows < C:
-        write_rows(ptr, x, column, width, where, rows)
-    else:
-        tile.store(x.to(gl.bfloat16))
-
-
-@gluon.jit
-def _send(desc, block, column, where, rows, PACKED: gl.constexpr):
-    """Write what was put into a block [1, 1, C, columns] to its gradient."""
-    b, h, t, _, _ = where
-    if not PACKED or rows == C:
-        fence_async_shared()
-        tma.async_copy_shared_to_global(desc, [b, h, t, column], block)
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "H", "K", "V"])
@@ -660,7 +639,17 @@ def _gradient_kernel(
     descriptors = (q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc)
     load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles)
     load_barriers = (qk_full, full, empty, v_full, v_empty)
-    tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, da_tiles, dv_tiles.index(0), r_tiles)
+    tiles = (
+        q_tiles,
+        k_tiles,
+        v_tiles,
+        do_tiles,
+        s_tiles,
+        x_tiles,
+        da_tiles,
+        dv_tiles.index(0).reshape([C, D]),
+        r_tiles,
+    )
     barriers = (qk_full, full, empty, v_full, v_empty, gated, ready)
     outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, dg_ptr)
     place = (b, h, t, rows)

@@ -15,7 +15,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 
@@ -99,6 +104,23 @@ def write_rows(ptr, x, column, width, where, rows):
     first = ptr + ((b.to(gl.int64) * T + t) * H + h) * width + column
     offsets = row.to(gl.int64) * (H * width) + columns  # [C, K]
     gl.store(first + offsets, x.to(ptr.dtype.element_ty), (row < rows) & (columns < width - column))
+
+
+@gluon.jit
+def write(desc, ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr):
+    """Write x [C, K] to a gradient, by way of a tile in shared memory unless rows behind it are another sequence's.
+
+    The arguments are as of `write_rows`. desc: of the gradient; None where there are several partial results.
+    """
+    b, h, t, _, _ = where
+    if desc is None:  # noqa: SIM114 -- known when this is compiled
+        write_rows(ptr, x, column, width, where, rows)
+    elif PACKED and rows < x.shape[0]:
+        write_rows(ptr, x, column, width, where, rows)
+    else:
+        tile.store(x.to(gl.bfloat16))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [b, h, t, column], tile.reshape([1, 1, x.shape[0], x.shape[1]]))
 
 
 @gluon.jit
