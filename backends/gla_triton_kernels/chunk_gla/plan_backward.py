@@ -11,6 +11,7 @@ import torch
 
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.chunk_gla.plan import (
+    FORWARD_CUT,
     CutTimes,
     Kernel,
     SegmentPlan,
@@ -84,7 +85,9 @@ def plan_segments_backward(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPla
     heads = H if gradients.kernel is Kernel.BACKWARD else call.dims["Hq"]
     blocks = heads * -(-K // gradients.BK) * -(-V // gradients.BV)
     at_once = gpu.multiprocessors * (2 if gradients.BK == gradients.BV == 64 else 1)
-    length = segment_length(N, T, blocks, at_once, call.variable_length, BACKWARD_CUT)
+    # Of the kernels for wide heads one alone goes through sequences, as quick as a forward's.
+    times = FORWARD_CUT if gradients.kernel is Kernel.BACKWARD_SM90_WIDE else BACKWARD_CUT
+    length = segment_length(N, T, blocks, at_once, call.variable_length, times)
     if gpu.architecture is Architecture.INTERPRETED:
         length = min(length, CHUNK)
     entering = _entering(call, gpu, aligned)
