@@ -244,6 +244,29 @@ def test_partial_results_are_summed_in_order(device):
     assert torch.equal(out, (parts[0] + parts[1] + parts[2]).half())
 
 
+@pytest.mark.parametrize("initial_state", [False, True])
+def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
+    from gla_triton_kernels.chunk_gla import partials
+    from gla_triton_kernels.chunk_gla.call import BackwardTensors
+
+    x = case(device, B=2, T=7, H=2, G=3, K=16, V=24, initial_state=initial_state)
+    inputs = (x.q, x.k, x.v, x.g, x.initial_state)
+    results = [None if y is None else torch.empty_like(y) for y in inputs]
+    tensors = BackwardTensors(*inputs, None, None, x.do, None, *results)
+    each = partials.for_query_heads(tensors)
+    assert each.dq is tensors.dq
+    for name, dim in (("dk", 2), ("dv", 2), ("dg", 2), ("dinitial_state", 1)):
+        parts = getattr(each, name)
+        assert (parts is None) == (getattr(tensors, name) is None)
+        if parts is not None:
+            assert parts.shape[dim] == 6
+            parts.normal_()
+    partials.sums_over_groups(each, tensors)
+    for parts, y, dim in ((each.dk, tensors.dk, 2), (each.dg, tensors.dg, 2), (each.dinitial_state, results[4], 1)):
+        if y is not None:
+            torch.testing.assert_close(y, parts.unflatten(dim, (2, 3)).sum(dim + 1).to(y.dtype))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
