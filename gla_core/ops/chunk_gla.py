@@ -225,6 +225,11 @@ _OFFSETS = Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None)
 _INTERVAL = Argument("checkpoint_every", "int?", default=None)
 
 
+def checkpoint_rows(sizes: Mapping[str, int], L: int, packed: bool) -> int:
+    """n, of checkpoints every L tokens."""
+    return sizes["N"] + sizes["T"] // L if packed else -(-sizes["T"] // L)
+
+
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     """How many sequences and checkpoints there are."""
     sizes["N"] = sizes["B"]
@@ -237,7 +242,7 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
         return
     if L < 1 or L % CHUNK != 0:
         raise ValueError(f"checkpoint_every is {L}; expected a multiple of {CHUNK}, or None")
-    sizes["n"] = sizes["N"] + sizes["T"] // L if packed else -(-sizes["T"] // L)
+    sizes["n"] = checkpoint_rows(sizes, L, packed)
 
 
 def _check_values(

@@ -56,7 +56,7 @@ from gla_triton_kernels.chunk_gla.call import BackwardTensors
 from gla_triton_kernels.chunk_gla.common import load_tile, store_tile
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E, MILD_DECAY
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
-from gla_triton_kernels.chunk_gla.segments import Segments, whole
+from gla_triton_kernels.chunk_gla.segments import Segments
 from gla_triton_kernels.runtime.architecture import interpreted
 from gla_triton_kernels.runtime.launch import Launch, launch
 
@@ -66,23 +66,20 @@ def run(
     x: BackwardTensors,
     entering: Tensor,
     leaving: Tensor | None,
-    segments: Segments | None,
+    segments: Segments,
     scale: float,
 ) -> list[Launch]:
     """Fill the gradients, and return what was launched.
 
-    Rows that belong to no sequence are left as they are, and so is dinitial_state where there are segments.
+    Rows that belong to no sequence are left as they are.
 
     Args:
+        x: its dinitial_state is None unless segments are whole sequences.
         entering: the states that enter chunks, [B, n, H, K, V], contiguous.
-        leaving: the gradients of the states that leave segments, [I, H, K, V]; None of sequences that are whole.
-        segments: None where sequences are whole.
+        leaving: the gradients of the states that leave segments, [I, H, K, V]; None is 0.
     """
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
-    dinitial = x.dinitial_state if segments is None else None
-    if segments is None:
-        segments, leaving = whole(B, T, x.cu_seqlens), x.dstate
     blocks_k, blocks_v = -(-K // kernel.BK), -(-V // kernel.BV)
     summed = ((x.dq, blocks_v), (x.dk, blocks_v), (x.dg, blocks_v), (x.dv, blocks_k))
     written = [partials.parts_of(y, blocks) for y, blocks in summed]
@@ -93,7 +90,7 @@ def run(
     sizes = (K, V, CHUNK, CHUNK.bit_length() - 1, kernel.BK, kernel.BV)
     constants = (*sizes, x.initial_state is None, exact, precision, "bf16x3" if precision == "bf16" else precision)
     integers = (B, T, segments.length, segments.per_sequence, H, Hq // H, *strides, *constants)
-    tensors = (*given, x.cu_seqlens, segments.bounds, entering, leaving, *written, dinitial)
+    tensors = (*given, x.cu_seqlens, segments.bounds, entering, leaving, *written, x.dinitial_state)
     grid = (blocks_v * blocks_k * segments.count * H, 1, 1)
     computed = launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, num_warps=kernel.warps)
     return [computed, *partials.sums(written, (x.dq, x.dk, x.dg, x.dv))]

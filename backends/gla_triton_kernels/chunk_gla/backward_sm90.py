@@ -39,7 +39,6 @@ Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficie
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -55,7 +54,7 @@ from gla_triton_kernels.chunk_gla.call import BackwardTensors
 from gla_triton_kernels.chunk_gla.common_sm90 import RUNS, clear_rows, gates_of, opaque_zero, plus, product, write
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
-from gla_triton_kernels.chunk_gla.segments import Segments, whole
+from gla_triton_kernels.chunk_gla.segments import Segments
 from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
@@ -72,7 +71,7 @@ def run(
     x: BackwardTensors,
     entering: Tensor,
     leaving: Tensor | None,
-    segments: Segments | None,
+    segments: Segments,
     scale: float,
 ) -> list[Launch]:
     """Fill the gradients in x, and return what was launched; as that of backward.py, and entering is bfloat16."""
@@ -80,28 +79,22 @@ def run(
     G = H // x.k.shape[2]
     V = x.v.shape[3]
     blocks_k, blocks_v = -(-K // kernel.BK), -(-V // kernel.BV)
-    dinitial = x.dinitial_state if segments is None else None
-    if segments is None:
-        segments, leaving = whole(B, T, x.cu_seqlens), x.dstate
     dq, dk, dg = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk, x.dg))
     dv = partials.parts_of(x.dv, blocks_k)
     maps = [None if y is None else shared_tiles(y, CHUNK, WIDTH) for y in (x.q, x.k, x.v, x.do, x.g)]
     results = ((x.dq, blocks_v), (x.dk, blocks_v), (x.dv, blocks_k))
     written = [shared_tiles(y, CHUNK, WIDTH) if blocks == 1 else None for y, blocks in results]
     strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
-    marks = None
-    if x.g is not None:
-        rows = entering.numel() // (H // G * K * V)
-        marks = torch.empty(rows, H, blocks_k, dtype=torch.int32, device=x.q.device)
+    marks = pairs.new_marks(x, entering, kernel.BK)
     maps += [state_tiles(entering, WIDTH, WIDTH), *written]
-    tensors = (*maps, dq, dk, dv, dg, marks, leaving, dinitial, segments.bounds)
+    tensors = (*maps, dq, dk, dv, dg, marks, leaving, x.dinitial_state, segments.bounds)
     tiles = (kernel.BK // WIDTH, kernel.BV // WIDTH)
     integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, B, *tiles, G)
     grid = (blocks_k * blocks_v * segments.count * H, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 80 if kernel.BK == kernel.BV == 64 else 128}  # two blocks
     computed = launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, **options)
     summed = partials.sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
-    return [computed, *summed, *([] if marks is None else pairs.run(x, marks, scale, kernel.BK))]
+    return [computed, *summed, *pairs.run(x, marks, scale, kernel.BK)]
 
 
 @gluon.jit

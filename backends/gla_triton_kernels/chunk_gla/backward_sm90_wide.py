@@ -32,7 +32,7 @@ from gla_triton_kernels.chunk_gla.call import BackwardTensors
 from gla_triton_kernels.chunk_gla.common_sm90 import RUNS, clear_rows, gates_of, plus, product, write, write_rows
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
-from gla_triton_kernels.chunk_gla.segments import Segments, cut, whole
+from gla_triton_kernels.chunk_gla.segments import Segments, cut
 from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
@@ -52,17 +52,16 @@ def run(
     x: BackwardTensors,
     entering: Tensor,
     leaving: Tensor | None,
-    segments: Segments | None,
+    segments: Segments,
     scale: float,
 ) -> list[Launch]:
     """Fill the gradients in x, and return what was launched; as that of backward.py, and entering is bfloat16."""
     B, T, H, K = x.q.shape
     V, G = x.v.shape[3], H // x.k.shape[2]
     keys = _keys(K)
+    marks = pairs.new_marks(x, entering, keys)
     rows = entering.numel() // (H // G * K * V)
     P = torch.empty(rows, H, K, V, dtype=entering.dtype, device=x.q.device)
-    blocks = -(-K // keys)
-    marks = None if x.g is None else torch.empty(rows, H, blocks, dtype=torch.int32, device=x.q.device)
     states = _gradients_of_states(kernel, x, leaving, segments, P, marks, scale)
     chunks = cut(B, T, CHUNK, x.cu_seqlens)
     moved = (x.q, x.k, x.v, x.do, x.g, x.dq, x.dk, x.dv)
@@ -71,7 +70,7 @@ def run(
     tensors = (*maps, x.dq, x.dk, x.dv, x.dg, marks, chunks.bounds)
     options = {"num_warps": kernel.warps, "maxnreg": 168}
     gradients = launch(_gradient_kernel, (rows * H, 1, 1), tensors, (scale,), (T, H, K, V, keys // WIDTH, G), **options)
-    return [states, *chunks.launches, gradients, *([] if marks is None else pairs.run(x, marks, scale, keys))]
+    return [states, *chunks.launches, gradients, *pairs.run(x, marks, scale, keys)]
 
 
 def _keys(K: int) -> int:
@@ -83,21 +82,18 @@ def _gradients_of_states(
     kernel: GradientPlan,
     x: BackwardTensors,
     leaving: Tensor | None,
-    segments: Segments | None,
+    segments: Segments,
     P: Tensor,
     marks: Tensor | None,
     scale: float,
 ) -> Launch:
     """Write P and marks of all chunks; the other arguments are as those of `run`."""
-    B, T, H, K = x.q.shape
+    T, H, K = x.q.shape[1:]
     V, G = x.v.shape[3], H // x.k.shape[2]
-    dinitial = x.dinitial_state if segments is None else None
-    if segments is None:
-        segments, leaving = whole(B, T, x.cu_seqlens), x.dstate
     moved = ((x.q, WIDTH), (x.do, kernel.BV), (x.g, WIDTH))
     maps = [None if y is None else shared_tiles(y, CHUNK, width) for y, width in moved]
     maps.append(state_tiles(P, WIDTH, kernel.BV))
-    tensors = (*maps, marks, leaving, dinitial, segments.bounds)
+    tensors = (*maps, marks, leaving, x.dinitial_state, segments.bounds)
     strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
     integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, _keys(K), G)
     blocks = -(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * H

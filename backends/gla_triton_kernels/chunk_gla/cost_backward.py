@@ -132,9 +132,9 @@ def _wide_seconds(call: OpCall, kernel: GradientPlan, through: Cut, size: float,
     return states + kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), through, size + P, c)
 
 
-def _heads_apart(call: OpCall, kernel: GradientPlan) -> float:
+def _heads_apart(call: OpCall, kernel: GradientPlan) -> int:
     """How many query heads of a group are computed by themselves, and then summed."""
-    return 1 if kernel.kernel is Kernel.BACKWARD else call.dims["Hq"] / max(call.dims["H"], 1)
+    return 1 if kernel.kernel is Kernel.BACKWARD else call.dims["Hq"] // max(call.dims["H"], 1)
 
 
 def _found(call: OpCall, kernel: GradientPlan) -> list[Gradient]:
@@ -143,7 +143,7 @@ def _found(call: OpCall, kernel: GradientPlan) -> list[Gradient]:
     blocks_k, blocks_v = math.ceil(K / kernel.BK), math.ceil(V / kernel.BV)
     if kernel.kernel is Kernel.BACKWARD_SM90_WIDE:
         blocks_k = blocks_v = 1  # a block has all keys and values
-    size, heads = call.dtype.itemsize, round(_heads_apart(call, kernel))
+    size, heads = call.dtype.itemsize, _heads_apart(call, kernel)
     q, k = Gradient(B * T * Hq * K, size, blocks_v), Gradient(B * T * H * K, size, blocks_v * heads)
     g = [k._replace(itemsize=call.gate_dtype.itemsize)] if call.gate_dtype else []
     return [q, k, Gradient(B * T * H * V, size, blocks_k * heads), *g]

@@ -10,7 +10,7 @@ from gla_triton_kernels.chunk_gla import before_segments, partials
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
 from gla_triton_kernels.chunk_gla.plan import Kernel, checkpoint_dtype
 from gla_triton_kernels.chunk_gla.plan_backward import BackwardPlan
-from gla_triton_kernels.chunk_gla.segments import Recurrence
+from gla_triton_kernels.chunk_gla.segments import Recurrence, whole
 from gla_triton_kernels.runtime.launch import Launch
 
 
@@ -21,13 +21,14 @@ def run(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
     if plan.entering is not None:
         states = Recurrence(x.k, x.v, x.g, x.initial_state, None)
         entering, _, launches = before_segments.run(plan.entering, states, H, x.cu_seqlens, checkpoint_dtype(x.q.dtype))
-    leaving = segments = None
-    if plan.leaving is not None:
+    own = x  # of which the last kernel fills what is there
+    if plan.leaving is None:
+        leaving, segments = x.dstate, whole(len(x.q), x.q.shape[1], x.cu_seqlens)
+    else:
         states = Recurrence(x.q, x.do, x.g, x.dstate, x.dinitial_state, scale, backwards=True)
         leaving, segments, launched = before_segments.run(plan.leaving, states, H, x.cu_seqlens)
         launches += launched
-    each = x if plan.gradients.kernel is Kernel.BACKWARD else partials.for_query_heads(x)
-    if plan.leaving is not None:
-        each = each._replace(dinitial_state=x.dinitial_state)  # which is there
+        own = x._replace(dinitial_state=None)  # which is there
+    each = own if plan.gradients.kernel is Kernel.BACKWARD else partials.for_query_heads(own)
     launches += getattr(kernels, plan.gradients.kernel).run(plan.gradients, each, entering, leaving, segments, scale)
     return launches + partials.sums_over_groups(each, x)

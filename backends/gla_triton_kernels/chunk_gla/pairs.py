@@ -38,6 +38,7 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 # pyright: reportIndexIssue=false, reportFunctionMemberAccess=false
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -70,18 +71,29 @@ TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([CHUNK, 64], gl.float16
 TILE_32 = gl.constexpr(gl.NVMMASharedLayout.get_default_for([CHUNK, 64], gl.float32))
 
 
-def run(x: BackwardTensors, marks: Tensor, scale: float, keys: int) -> list[Launch]:
+def new_marks(x: BackwardTensors, entering: Tensor, keys: int) -> Tensor | None:
+    """Where chunks are to be marked, of which `entering` holds the states before them; None without gates."""
+    if x.g is None:
+        return None
+    H, (heads, K, V) = x.q.shape[2], entering.shape[-3:]
+    rows = entering.numel() // (heads * K * V)
+    return torch.empty(rows, H, -(-K // keys), dtype=torch.int32, device=x.q.device)
+
+
+def run(x: BackwardTensors, marks: Tensor | None, scale: float, keys: int) -> list[Launch]:
     """Complete the gradients of marked chunks, and return what was launched.
 
     Args:
-        x: bfloat16 but for gates, of which there are some. Its gradients are contiguous, have as many heads as q, and
-            lack pairs in marked chunks.
+        x: bfloat16 but for gates. Its gradients are contiguous, have as many heads as q, and lack pairs in marked
+            chunks.
         marks: [rows, H, ceil(K / keys)] int32, contiguous: not 0 where a chunk is marked. Rows are numbered as those
-            of checkpoints every `CHUNK` tokens; what stands in rows without a chunk is not looked at.
+            of checkpoints every `CHUNK` tokens; what stands in rows without a chunk is not looked at. None without
+            gates, where nothing is left to add.
         scale: What scores are multiplied by.
         keys: How many a block that is marked has: 64 or 128.
     """
-    assert x.g is not None
+    if marks is None or x.g is None:
+        return []
     T, H, K = x.q.shape[1:]
     V, G = x.v.shape[3], H // x.k.shape[2]
     N = 0 if x.cu_seqlens is None else len(x.cu_seqlens) - 1
