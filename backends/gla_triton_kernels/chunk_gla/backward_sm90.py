@@ -51,19 +51,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_triton_kernels.chunk_gla import pairs, partials
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.common_sm90 import RUNS, clear_rows, gates_of, opaque_zero, plus, product, write
+from gla_triton_kernels.chunk_gla.common_backward_sm90 import (
+    LAYOUT,
+    LEFT,
+    RUNS,
+    WIDTH,
+    C,
+    D,
+    decay,
+    exponents,
+    gate_tile,
+    gates,
+    product,
+    write,
+)
+from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, opaque_zero, plus
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments
 from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
-WIDTH = 64
-C = gl.constexpr(CHUNK)
-D = gl.constexpr(WIDTH)
 SLOTS = gl.constexpr(2)
-LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, LAYOUT.value, 2))
 
 
 def run(
@@ -130,7 +139,7 @@ def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES:
             bar = g_full.index(slot)
             mbarrier.expect(bar, PARTS * g_desc.block_type.nbytes)
             for p in gl.static_range(PARTS):
-                x_tile = _gate_tile(x_tiles, PARTS * slot + p, g_desc)
+                x_tile = gate_tile(g_desc, x_tiles, PARTS * slot + p)
                 tma.async_copy_global_to_shared(g_desc, [b, h // G, t, key + p * D], bar, x_tile)
         bar = qk_full.index(slot)
         mbarrier.expect(bar, 2 * PARTS * TILE)
@@ -152,31 +161,15 @@ def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES:
 
 
 @gluon.jit
-def _gate_tile(x_tiles, i, g_desc):
-    """Where a part of g arrives, to be replaced by the exponents of its queries."""
-    return x_tiles.index(i)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
-
-
-@gluon.jit
-def _gates(g_desc, x_tiles, i, rows, PACKED: gl.constexpr):
-    """A part's gates [C, D], in units of log 2."""
-    return gates_of(_gate_tile(x_tiles, i, g_desc).reshape([C, D]), rows, PACKED)
-
-
-@gluon.jit
 def _decay(g, mild, i, tiles, scale):
     """Turn a part's q, k into qg, kg, its gates into the exponents of its queries, and leave b_C / 2 [D]."""
     q_tiles, k_tiles, x_tiles, r_tiles = tiles
     q_tile = q_tiles.index(i).reshape([C, D])
     k_tile = k_tiles.index(i).reshape([C, D])
-    end = gl.sum(g, 0)  # [D]
-    r = 0.5 * end  # [D]
-    x = gl.associative_scan(g, 0, plus) - gl.where(mild, r, 0.0)[None, :]  # [C, D]
+    x, end = exponents(g, mild)  # [C, D], [D]
     x_tiles.index(i).reshape([C, D]).store(x)
-    r_tiles.index(i).store(r)
-    q_tile.store((q_tile.load(RUNS).to(gl.float32) * (gl.exp2(x) * scale)).to(gl.bfloat16))
-    y = gl.where(mild, 0.0, end)[None, :] - x  # [C, D], the exponents of keys
-    k_tile.store((k_tile.load(RUNS).to(gl.float32) * gl.exp2(y)).to(gl.bfloat16))
+    r_tiles.index(i).store(0.5 * end)
+    decay(q_tile, k_tile, x, end, mild, scale)
 
 
 @gluon.jit
@@ -222,7 +215,7 @@ def _gate_warps(
                 mbarrier.wait(g_full.index(slot), phase)
                 least = gl.to_tensor(0.0)
                 for p in range(PARTS):
-                    g = _gates(g_desc, x_tiles, first + p, rows, PACKED)  # [C, D]
+                    g = gates(gate_tile(g_desc, x_tiles, first + p), rows, PACKED)  # [C, D]
                     least = gl.minimum(least, gl.min(gl.sum(g, 0), 0))
                 mild = least > -MILD_DECAY_SM90 * LOG2E
                 mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
@@ -234,7 +227,7 @@ def _gate_warps(
                     clear_rows(k_tiles.index(first + p).reshape([C, D]), rows, RUNS)
             if g_desc is not None:
                 for p in range(PARTS):
-                    _decay(_gates(g_desc, x_tiles, first + p, rows, PACKED), mild, first + p, parts, scale)
+                    _decay(gates(gate_tile(g_desc, x_tiles, first + p), rows, PACKED), mild, first + p, parts, scale)
             else:
                 for p in gl.static_range(PARTS):
                     q_tile = q_tiles.index(first + p).reshape([C, D])

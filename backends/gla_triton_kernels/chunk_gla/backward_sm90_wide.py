@@ -29,22 +29,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_triton_kernels.chunk_gla import pairs
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.common_sm90 import RUNS, clear_rows, gates_of, plus, product, write, write_rows
+from gla_triton_kernels.chunk_gla.common_backward_sm90 import (
+    LAYOUT,
+    LEFT,
+    RUNS,
+    WIDTH,
+    C,
+    D,
+    decay,
+    exponents,
+    gate_tile,
+    gates,
+    product,
+    write,
+    write_rows,
+)
+from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, plus
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, cut
 from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
-WIDTH = 64
-C = gl.constexpr(CHUNK)
-D = gl.constexpr(WIDTH)
 STAGES = gl.constexpr(2)  # chunks on their way in the first kernel
 SLOTS = gl.constexpr(3)  # tiles of S, P or g on their way in the second
 V_SLOTS = gl.constexpr(2)  # tiles of v and do
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # for sums over columns
-SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, SQUARE.value, 2))
 
 
 def run(
@@ -170,7 +180,7 @@ def _state_warps(
         do_tile = do_tiles.index(slot).reshape([C, BV])
         mbarrier.wait(full.index(slot), i // STAGES & 1)
         if HAS_GATE:
-            g = gates_of(g_tiles.index(2 * slot + part).reshape([C, D]), rows, PACKED)  # [C, D]
+            g = gates(g_tiles.index(2 * slot + part), rows, PACKED)  # [C, D]
             end = gl.sum(g, 0)  # [D]
             least = gl.min(end, 0)
             if KEYS > D:  # of the keys of both warpgroups
@@ -305,14 +315,8 @@ def _load_gates(g_desc, x_tiles, full, empty, item, place, PARTS: gl.constexpr, 
         mbarrier.wait(empty.index(slot), ((item + i) // SLOTS & 1) ^ 1)
         mbarrier.expect(full.index(slot), PARTS * g_desc.block_type.nbytes)
         for p in gl.static_range(PARTS):
-            tile = _gate_tile(g_desc, x_tiles, slot * PARTS + p)
+            tile = gate_tile(g_desc, x_tiles, slot * PARTS + p)
             tma.async_copy_global_to_shared(g_desc, [b, h // G, t, (i * PARTS + p) * D], full.index(slot), tile)
-
-
-@gluon.jit
-def _gate_tile(g_desc, x_tiles, i):
-    """Where gates arrive, to be replaced by the exponents of queries."""
-    return x_tiles.index(i)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
 
 
 @gluon.jit
@@ -370,25 +374,15 @@ def _tile(tiles, i):
 
 
 @gluon.jit
-def _exponents(g_desc, x_tiles, i, mild, rows, PACKED: gl.constexpr):
-    """The exponents [C, D] of queries, and the sums [D] of gates, of the i-th tile of gates that has arrived."""
-    g = gates_of(_gate_tile(g_desc, x_tiles, i).reshape([C, D]), rows, PACKED)  # [C, D]
-    end = gl.sum(g, 0)  # [D]
-    return gl.associative_scan(g, 0, plus) - gl.where(mild, 0.5 * end, 0.0)[None, :], end
-
-
-@gluon.jit
 def _decay(g_desc, tiles, own, mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
     """Turn this warpgroup's q and k into qg and kg, and leave b_C / 2 [D] of each part."""
     q_tiles, k_tiles, x_tiles, r_tiles = tiles
     for p in range(PARTS):
         q_tile, k_tile = _tile(q_tiles, own + p), _tile(k_tiles, own + p)
         if g_desc is not None:
-            x, end = _exponents(g_desc, x_tiles, own + p, mild, rows, PACKED)  # [C, D], [D]
+            x, end = exponents(gates(gate_tile(g_desc, x_tiles, own + p), rows, PACKED), mild)  # [C, D], [D]
             r_tiles.index(own + p).store(0.5 * end)
-            q_tile.store((q_tile.load(RUNS).to(gl.float32) * (gl.exp2(x) * scale)).to(gl.bfloat16))
-            y = gl.where(mild, 0.0, end)[None, :] - x  # [C, D], the exponents of keys
-            k_tile.store((k_tile.load(RUNS).to(gl.float32) * gl.exp2(y)).to(gl.bfloat16))
+            decay(q_tile, k_tile, x, end, mild, scale)
         else:
             q_tile.store((q_tile.load(RUNS).to(gl.float32) * scale).to(gl.bfloat16))
         if PACKED:
@@ -399,9 +393,9 @@ def _decay(g_desc, tiles, own, mild, rows, scale, PARTS: gl.constexpr, PACKED: g
 @gluon.jit
 def _scores(q_tiles, k_tiles, milds, PARTS: gl.constexpr):
     """A^T [C, C] as the left operand of a product."""
-    row = gl.arange(0, C, gl.SliceLayout(1, SQUARE))[:, None]  # [C, 1]
-    column = gl.arange(0, C, gl.SliceLayout(0, SQUARE))[None, :]  # [1, C]
-    none = gl.zeros([C, C], gl.float32, SQUARE)
+    row = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1]
+    column = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C]
+    none = gl.zeros([C, C], gl.float32, LAYOUT)
     aT = none
     for i in gl.static_range(2):
         acc = none
@@ -466,7 +460,7 @@ def _gradient_warps(
     mbarrier.arrive(gated, count=1)
     mbarrier.wait(gated, 0)
 
-    none = gl.zeros([C, C], gl.float32, SQUARE)
+    none = gl.zeros([C, C], gl.float32, LAYOUT)
     square = none  # dA, of the first warpgroup
     if part == 1:
         aT = _scores(q_tiles, k_tiles, milds, PARTS)
@@ -511,8 +505,8 @@ def _gradient_warps(
             write(dv_desc, dv_ptr, dv_tile, square, j * D, V, where, rows, PACKED)
 
     if part == 0:
-        row = gl.arange(0, C, gl.SliceLayout(1, SQUARE))[:, None]  # [C, 1]
-        column = gl.arange(0, C, gl.SliceLayout(0, SQUARE))[None, :]  # [1, C]
+        row = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1]
+        column = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C]
         for i in gl.static_range(2):
             da_tiles.index(i).store(gl.where((row >= column) & milds[i], square, 0.0).to(gl.bfloat16))
         fence_async_shared()
@@ -529,16 +523,16 @@ def _gradient_warps(
         if HAS_GATE:
             arrived = last % SLOTS * PARTS + p
             x_tile = _tile(x_tiles, arrived)
-            x, _ = _exponents(g_desc, x_tiles, arrived, mild, rows, PACKED)  # [C, D]
+            x, _ = exponents(gates(gate_tile(g_desc, x_tiles, arrived), rows, PACKED), mild)  # [C, D]
             x_tile.store(x)
-            r = r_tiles.index(own + p).load(gl.SliceLayout(0, SQUARE))[None, :]  # [1, D]
+            r = r_tiles.index(own + p).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
             dq *= gl.exp2(gl.where(mild, r, 0.0))
-            entered = gl.sum(q_tile.load(SQUARE).to(gl.float32) * dq, 0)  # [D], what the tokens take of S
+            entered = gl.sum(q_tile.load(LAYOUT).to(gl.float32) * dq, 0)  # [D], what the tokens take of S
         dq = product(da_tile, k_tile, dq)
         dq, dk = warpgroup_mma_wait(0, [dq, product(da_tile.permute([1, 0]), q_tile, dk)])
         if HAS_GATE:
-            w = q_tile.load(SQUARE).to(gl.float32) * dq - k_tile.load(SQUARE).to(gl.float32) * dk  # [C, D]
-            x = x_tile.load(SQUARE)  # [C, D]
+            w = q_tile.load(LAYOUT).to(gl.float32) * dq - k_tile.load(LAYOUT).to(gl.float32) * dk  # [C, D]
+            x = x_tile.load(LAYOUT)  # [C, D]
             dq *= gl.exp2(x)
             dk *= gl.exp2(gl.where(mild, 0.0, 2 * r) - x)
             x_tile.store(w)

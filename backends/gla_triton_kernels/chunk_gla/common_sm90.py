@@ -1,4 +1,4 @@
-"""What the kernels for SM90 have in common: gates, decays and scores of a chunk, rows cleared or written, overlap.
+"""What the kernels for SM90 have in common: decays and scores of a chunk, rows cleared, kernels that overlap.
 
     b_t = g_1 + .. + g_t                             within a chunk
     mild chunk (no channel decays by more than MILD_DECAY_SM90): with r = b_C / 2,
@@ -15,30 +15,16 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 
 LOG2_C = gl.constexpr(6)  # of the 64 rows of a chunk
-# For a backward's gates: a warp holds all rows of 16 columns, so that sums over rows need no other; a thread holds runs
-# of 4 rows, so that threads seldom meet in shared memory's banks.
-RUNS = gl.constexpr(gl.BlockedLayout([4, 2], [4, 8], [1, 4], [1, 0]))
 
 
 @gluon.jit
 def plus(a, b):
     return a + b
-
-
-@gluon.jit
-def product(a, b, acc):
-    """The sum acc + a b, under way."""
-    return warpgroup_mma(a, b, acc, is_async=True)
 
 
 @gluon.jit
@@ -80,47 +66,6 @@ def decay_any_chunk(q_tile, k_tile, scratch, g):
     q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b)).to(q_tile.dtype))
     k_tile.store((k_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b_end[None, :] - b)).to(k_tile.dtype))
     return gl.exp2(b_end), a
-
-
-@gluon.jit
-def gates_of(tile, rows, PACKED: gl.constexpr):
-    """The gates [C, K] of a chunk of `rows` rows in a tile, in units of log 2."""
-    g = gl.maximum(tile.load(RUNS).to(gl.float32), LEAST_GATE) * LOG2E  # [C, K]
-    if PACKED:
-        row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
-        g = gl.where(row < rows, g, 0.0)
-    return g
-
-
-@gluon.jit
-def write_rows(ptr, x, column, width, where, rows):
-    """Write the first `rows` rows of x [C, K] to a gradient [B, T, H, width] from registers.
-
-    where: batch, head, first token, T and H. column: of the gradient, where x begins.
-    """
-    b, h, t, T, H = where
-    row = (gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout)) + opaque_zero())[:, None]  # [C, 1]
-    columns = (gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)) + opaque_zero())[None, :]  # [1, K]
-    first = ptr + ((b.to(gl.int64) * T + t) * H + h) * width + column
-    offsets = row.to(gl.int64) * (H * width) + columns  # [C, K]
-    gl.store(first + offsets, x.to(ptr.dtype.element_ty), (row < rows) & (columns < width - column))
-
-
-@gluon.jit
-def write(desc, ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr):
-    """Write x [C, K] to a gradient, by way of a tile in shared memory unless rows behind it are another sequence's.
-
-    The arguments are as of `write_rows`. desc: of the gradient; None where there are several partial results.
-    """
-    b, h, t, _, _ = where
-    if desc is None:  # noqa: SIM114 -- known when this is compiled
-        write_rows(ptr, x, column, width, where, rows)
-    elif PACKED and rows < x.shape[0]:
-        write_rows(ptr, x, column, width, where, rows)
-    else:
-        tile.store(x.to(gl.bfloat16))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(desc, [b, h, t, column], tile.reshape([1, 1, x.shape[0], x.shape[1]]))
 
 
 @gluon.jit
