@@ -3,12 +3,11 @@
 The mathematics is that of backward_sm90.py. Where a head takes several blocks of states, each would repeat the work on
 q, k and g, and dq, dk, dg and dv would be sums over blocks. So the gradients of states go to memory once:
 
-    _state_kernel      goes backwards through sequences or segments, and writes P of every chunk
-    _gradient_kernel   a block per chunk and head: goes over the values, and sums dq, dk and dv on chip
+    state_gradients_sm90.py   goes backwards through sequences or segments, and writes P of every chunk
+    the kernel here           a block per chunk and head: goes over the values, and sums dq, dk and dv on chip
 
 B batch   T time   H heads of q, G of which share one of k, v, g and S   K, V key and value width   C rows of a chunk
-D = 64 values of a tile
-KEYS of a warpgroup: half of those of a block in either kernel   BV values of a block of the first   n rows of states
+D = 64 values of a tile, and keys of a part   PARTS parts of a warpgroup, which has half of the keys   n rows of states
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -27,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_kernels.chunk_gla import pairs
+from gla_triton_kernels.chunk_gla import pairs, state_gradients_sm90
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
 from gla_triton_kernels.chunk_gla.common_backward_sm90 import (
     LAYOUT,
@@ -45,14 +44,12 @@ from gla_triton_kernels.chunk_gla.common_backward_sm90 import (
     write_rows,
 )
 from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, plus
-from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, cut
 from gla_triton_kernels.runtime.launch import Launch, launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
-STAGES = gl.constexpr(2)  # chunks on their way in the first kernel
-SLOTS = gl.constexpr(3)  # tiles of S, P or g on their way in the second
+SLOTS = gl.constexpr(3)  # tiles of S, P or g on their way
 V_SLOTS = gl.constexpr(2)  # tiles of v and do
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # for sums over columns
 
@@ -72,7 +69,7 @@ def run(
     marks = pairs.new_marks(x, entering, keys)
     rows = entering.numel() // (H // G * K * V)
     P = torch.empty(rows, H, K, V, dtype=entering.dtype, device=x.q.device)
-    states = _gradients_of_states(kernel, x, leaving, segments, P, marks, scale)
+    states = state_gradients_sm90.run(kernel, x, P, marks, keys, leaving, segments, scale)
     chunks = cut(B, T, CHUNK, x.cu_seqlens)
     moved = (x.q, x.k, x.v, x.do, x.g, x.dq, x.dk, x.dv)
     maps = [None if y is None else shared_tiles(y, CHUNK, WIDTH) for y in moved]
@@ -84,226 +81,8 @@ def run(
 
 
 def _keys(K: int) -> int:
-    """Keys of a warpgroup of the second kernel; their gates are mild or not together."""
+    """Keys of a warpgroup: their gates are mild or not together."""
     return WIDTH if K <= 2 * WIDTH else 2 * WIDTH
-
-
-def _gradients_of_states(
-    kernel: GradientPlan,
-    x: BackwardTensors,
-    leaving: Tensor | None,
-    segments: Segments,
-    P: Tensor,
-    marks: Tensor | None,
-    scale: float,
-) -> Launch:
-    """Write P and marks of all chunks; the other arguments are as those of `run`."""
-    T, H, K = x.q.shape[1:]
-    V, G = x.v.shape[3], H // x.k.shape[2]
-    moved = ((x.q, WIDTH), (x.do, kernel.BV), (x.g, WIDTH))
-    maps = [None if y is None else shared_tiles(y, CHUNK, width) for y, width in moved]
-    maps.append(state_tiles(P, WIDTH, kernel.BV))
-    tensors = (*maps, marks, leaving, x.dinitial_state, segments.bounds)
-    strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
-    integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, _keys(K), G)
-    blocks = -(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * H
-    return launch(_state_kernel, (blocks, 1, 1), tensors, (scale,), integers, num_warps=kernel.warps, maxnreg=128)
-
-
-# ---- gradients of states
-
-
-@gluon.jit
-def _load_chunks(descriptors, tiles, barriers, place, G: gl.constexpr):
-    """Keep q, do and g of the next chunks on their way, the last chunk first."""
-    q_desc, do_desc, g_desc = descriptors
-    q_tiles, do_tiles, g_tiles = tiles
-    full, empty = barriers
-    b, h, key, value, start, chunks = place
-    GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
-    SIZE: gl.constexpr = 2 * (q_desc.block_type.nbytes + GATE_SIZE) + do_desc.block_type.nbytes
-    for i in range(chunks):
-        slot = i % STAGES
-        t = start + (chunks - 1 - i) * C
-        bar = full.index(slot)
-        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
-        mbarrier.expect(bar, SIZE)
-        for part in gl.static_range(2):
-            column = key + part * D
-            if g_desc is not None:
-                tma.async_copy_global_to_shared(g_desc, [b, h // G, t, column], bar, g_tiles.index(2 * slot + part))
-            tma.async_copy_global_to_shared(q_desc, [b, h, t, column], bar, q_tiles.index(2 * slot + part))
-        tma.async_copy_global_to_shared(do_desc, [b, h, t, value], bar, do_tiles.index(slot))
-
-
-@gluon.jit
-def _state_warps(
-    tiles,
-    barriers,
-    p_desc,
-    marks,
-    states,
-    place,
-    sizes,
-    scale,
-    part: gl.constexpr,
-    KEYS: gl.constexpr,
-    G: gl.constexpr,
-    PACKED: gl.constexpr,
-):
-    """Carry D rows of the gradient of the state backwards through the segment, and write P of every chunk."""
-    q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles = tiles
-    full, empty, both = barriers
-    leaving, state_n, state_h, state_k, dinitial = states
-    h, n, key, value, row, length = place
-    H, K, V = sizes
-    HAS_GATE: gl.constexpr = marks is not None
-    BV: gl.constexpr = do_tiles.type.shape[4]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
-    keys = key + part * D + gl.arange(0, D, gl.SliceLayout(1, layout))[:, None]  # [D, 1]
-    values = value + gl.arange(0, BV, gl.SliceLayout(0, layout))[None, :]  # [1, BV]
-    inside = (keys < K) & (values < V)
-    if leaving is not None:
-        head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
-        taken = inside & (h % G == 0)  # of the heads of a group one takes it
-        dS = gl.load(head + keys.to(gl.int64) * state_k + values, taken, 0.0)  # [D, BV]
-    else:
-        dS = gl.zeros([D, BV], gl.float32, layout)
-    chunks = gl.cdiv(length, C)
-    p_block = p_tiles.index(part)
-    r_tile = r_tiles.index(part)
-    for i in range(chunks):
-        c = chunks - 1 - i
-        slot = i % STAGES
-        rows = length - c * C
-        q_tile = q_tiles.index(2 * slot + part).reshape([C, D])
-        do_tile = do_tiles.index(slot).reshape([C, BV])
-        mbarrier.wait(full.index(slot), i // STAGES & 1)
-        if HAS_GATE:
-            g = gates(g_tiles.index(2 * slot + part), rows, PACKED)  # [C, D]
-            end = gl.sum(g, 0)  # [D]
-            least = gl.min(end, 0)
-            if KEYS > D:  # of the keys of both warpgroups
-                least_tiles.index(2 * (i & 1) + part).store(gl.full([1], least, gl.float32, gl.SliceLayout(1, RUNS)))
-                mbarrier.arrive(both, count=1)
-                mbarrier.wait(both, i & 1)
-                other = least_tiles.index(2 * (i & 1) + 1 - part).load(gl.SliceLayout(1, RUNS))
-                least = gl.minimum(least, gl.min(other, 0))
-            mild = least > -MILD_DECAY_SM90 * LOG2E
-            if value == 0:
-                block = key // KEYS + (part if KEYS == D else 0)
-                at = ((row + c) * H + h).to(gl.int64) * gl.cdiv(K, KEYS) + block
-                gl.store(marks + at, gl.where(mild, 0, 1), block * KEYS < K)
-            r_tile.store(end)
-            b_t = gl.associative_scan(g, 0, plus)  # [C, D]
-            q = q_tile.load(RUNS).to(gl.float32) * (gl.exp2(b_t) * scale)  # [C, D]
-        else:
-            q = q_tile.load(RUNS).to(gl.float32) * scale  # [C, D]
-        q_tile.store(q.to(gl.bfloat16))
-        if PACKED:
-            clear_rows(q_tile, rows, RUNS)
-            clear_rows(do_tile, rows, RUNS)
-        fence_async_shared()
-        tma.store_wait(0)
-        p_tile = p_block.reshape([D, BV])
-        if HAS_GATE:
-            end = r_tile.load(gl.SliceLayout(1, layout))[:, None]  # [D, 1]
-            p_tile.store((dS * gl.exp2(gl.where(mild, 0.5 * end, 0.0))).to(gl.bfloat16))
-            decayed = dS * gl.exp2(end)
-        else:
-            p_tile.store(dS.to(gl.bfloat16))
-            decayed = dS
-        fence_async_shared()
-        tma.async_copy_shared_to_global(p_desc, [row + c, h, key + part * D, value], p_block)
-        dS = warpgroup_mma_wait(0, [product(q_tile.permute([1, 0]), do_tile, decayed)])
-        mbarrier.arrive(empty.index(slot), count=1)
-    if dinitial is not None:
-        gl.store(dinitial + ((n * H + h).to(gl.int64) * K + keys) * V + values, dS, inside)
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "H", "K"])
-def _state_kernel(
-    q_desc,  # [B, H, T, K], tiles [C, D]
-    do_desc,  # [B, H, T, V], tiles [C, BV]
-    g_desc,  # [B, H/G, T, K], tiles [C, D], or None
-    p_desc,  # P, [n, H, K, V], tiles [D, BV]
-    marks,  # [n, H, blocks of KEYS] or None as g: 1 where a chunk is not mild
-    leaving,  # [I, H/G, K, V] or None
-    dinitial,  # [N, H, K, V] or None
-    bounds,  # [I + 1] or None
-    scale,
-    state_n,
-    state_h,
-    state_k,
-    T,
-    segment,
-    segments,
-    H,
-    K,
-    V,
-    KEYS: gl.constexpr,
-    G: gl.constexpr,
-):
-    """A block: 2 D keys and BV values of the states of one head of a segment; two warpgroups, and a warp that loads."""
-    PACKED: gl.constexpr = bounds is not None
-    BV: gl.constexpr = do_desc.block_type.shape[3]
-    blocks_v = gl.cdiv(V, BV)
-    blocks_k = gl.cdiv(K, 2 * D)
-    pid = gl.program_id(0)  # neighbours share q and g
-    value = pid % blocks_v * BV
-    key = pid // blocks_v % blocks_k * (2 * D)
-    h = pid // (blocks_v * blocks_k) % H
-    i = pid // (blocks_v * blocks_k * H)
-    if PACKED:
-        b = gl.to_tensor(0)
-        start = gl.load(bounds + i).to(gl.int32)
-        length = gl.load(bounds + i + 1).to(gl.int32) - start
-        row = i - start // segment + start // C  # of the first chunk
-    else:
-        b = i // segments
-        start = i % segments * segment
-        length = gl.minimum(segment, T - start)
-        row = b * gl.cdiv(T, C) + start // C
-
-    dtype: gl.constexpr = gl.bfloat16
-    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, C, D], q_desc.layout)
-    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BV], do_desc.layout)
-    p_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, D, BV], p_desc.layout)
-    g_tiles = (
-        q_tiles if g_desc is None else gl.allocate_shared_memory(g_desc.dtype, [2 * STAGES, 1, 1, C, D], g_desc.layout)
-    )
-    r_tiles = gl.allocate_shared_memory(gl.float32, [2, D], row_layout)
-    least_tiles = gl.allocate_shared_memory(gl.float32, [4, 1], row_layout)
-    bars: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, do, g have been loaded
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # and read by both warpgroups
-    both = gl.allocate_shared_memory(gl.int64, [1], bars)  # both know the least decay of their keys
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
-    mbarrier.init(both, count=2)
-
-    tiles = (q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles)
-    barriers = (full, empty, both)
-    states = (leaving, state_n, state_h, state_k, dinitial)
-    place = (h, i, key, value, row, length)
-    load_place = (b, h, key, value, start, gl.cdiv(length, C))
-    sizes = (H, K, V)
-    descriptors = (q_desc, do_desc, g_desc)
-    gl.warp_specialize(
-        [
-            (_state_warps, (tiles, barriers, p_desc, marks, states, place, sizes, scale, 0, KEYS, G, PACKED)),
-            (_state_warps, (tiles, barriers, p_desc, marks, states, place, sizes, scale, 1, KEYS, G, PACKED)),
-            (_load_chunks, (descriptors, (q_tiles, do_tiles, g_tiles), (full, empty), load_place, G)),
-        ],
-        [4, 1],
-        [168, 24],
-    )
-
-
-# ---- gradients of chunks
 
 
 @gluon.jit
