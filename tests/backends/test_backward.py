@@ -168,7 +168,11 @@ def test_packed(device, lengths, gates, initial_state, index_dtype):
 def test_every_gate_forgets(device, gate):
     x = case(device, T=70, initial_state=True)
     x.g[:] = gate
-    assert check(x)[3].any() == (gate > -torch.inf)
+    dg = check(x)[3]
+    if gate > -87:
+        assert dg.any()
+    elif gate == -torch.inf:  # between them exp(gate) is below float32's normal numbers, and may be 0 on a GPU
+        assert not dg.any()
 
 
 @pytest.mark.parametrize("decay", [1.0, 59.0, 61.0, 300.0, torch.inf])

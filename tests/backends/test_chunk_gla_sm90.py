@@ -112,6 +112,17 @@ def test_either_side_of_the_largest_decay_of_a_mild_chunk(decay):
     check(q, k, v, g, state)
 
 
+@pytest.mark.parametrize("K", [128, 256])
+@pytest.mark.parametrize("weak", [None, 1, 6, 32])
+def test_halves_between_which_every_gate_forgets(weak, K):
+    """They are passed over, but for those that one gate of one channel lets pass."""
+    q, k, v, g, *rest = inputs(T=128, K=K, V=128, gates="extreme")
+    g[:] = -100
+    if weak is not None:
+        g[:, weak, :, 5] = -1.0
+    check(q, k, v, g, *rest)
+
+
 @pytest.mark.parametrize("factor", [1e-8, 1e8])
 def test_large_and_small_inputs(factor):
     q, k, v, g, state, _ = inputs(T=200, K=128, V=128, gates="strong", initial_state=True)

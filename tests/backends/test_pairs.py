@@ -101,12 +101,23 @@ def test_gates(gates):
     check(*case(T=150, H=2, gates=gates))
 
 
-@pytest.mark.parametrize("gate", [-2.0, -8.0, -50.0])
+@pytest.mark.parametrize("gate", [-2.0, -8.0, -50.0, -85.0, -90.0])
 def test_small_gradients_of_gates(gate):
     """Pairs that lie on one side of a gate cancel, and pairs of a token with itself never come in."""
     inputs, given, _ = case(T=64)
     inputs[3][:] = gate
     given[3][:] = 0
+    check(inputs, given, None, marks_of(inputs, None, lambda *_: True))
+
+
+@pytest.mark.parametrize("gate", [-95.0, -100.0, -torch.inf])
+@pytest.mark.parametrize("weak", [None, 1, 6, 32])
+def test_halves_between_which_every_gate_forgets(gate, weak):
+    """They are passed over, but for those that one gate of one channel lets pass."""
+    inputs, given, _ = case(T=128)
+    inputs[3][:] = gate
+    if weak is not None:
+        inputs[3][:, weak, :, 5] = -1.0
     check(inputs, given, None, marks_of(inputs, None, lambda *_: True))
 
 

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
+from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
 
 LOG2_C = gl.constexpr(6)  # of the 64 rows of a chunk
 
@@ -25,6 +25,23 @@ LOG2_C = gl.constexpr(6)  # of the 64 rows of a chunk
 @gluon.jit
 def plus(a, b):
     return a + b
+
+
+@gluon.jit
+def _either(a, b):
+    return a | b
+
+
+@gluon.jit
+def levels_that_count(g, least):
+    """The halvings of a chunk, as bits m, in which some gate of g [C, K] between two halves of m rows is above `least`.
+
+    The lowest bit of a row's number says in which blocks of 2 m rows it is the first of the second half: its gate then
+    decays every pair of the two halves.
+    """
+    row = gl.arange(0, g.shape[0], gl.SliceLayout(1, g.type.layout))[:, None]  # [C, 1]
+    bits = gl.where(g > least, row & -row, 0)  # [C, K]
+    return gl.reduce(gl.reduce(bits, 0, _either), 0, _either)
 
 
 @gluon.jit
@@ -62,7 +79,7 @@ def decay_any_chunk(q_tile, k_tile, scratch, g):
     g = gl.maximum(g, LEAST_GATE) * LOG2E
     b = gl.associative_scan(g, 0, plus)  # [C, K]
     b_end = gl.sum(g, 0)  # [K]
-    a = _scores_by_halving(q_tile, k_tile, scratch, b)  # [C, C]
+    a = _scores_by_halving(q_tile, k_tile, scratch, b, levels_that_count(g, LEAST_NORMAL))  # [C, C]
     q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b)).to(q_tile.dtype))
     k_tile.store((k_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b_end[None, :] - b)).to(k_tile.dtype))
     return gl.exp2(b_end), a
@@ -78,11 +95,12 @@ def clear_rows(tile, rows, layout: gl.constexpr):
 
 
 @gluon.jit
-def _scores_by_halving(q_tile, k_tile, scratch, b):
+def _scores_by_halving(q_tile, k_tile, scratch, b, levels):
     """A [C, C] with A_ts = sum over d of q_td k_sd exp2(b_td - b_sd) for t >= s, for gates of any strength.
 
     By repeated halving: in every block of 2 m rows, the rows t of the second half meet the rows s of the first, both
-    decayed to the last row of the first half, by exponents that are not above 0. The diagonal is not decayed.
+    decayed to the last row of the first half, by exponents that are not above 0. The diagonal is not decayed. Blocks
+    whose m is not among the bits of `levels` are passed over.
     """
     C: gl.constexpr = b.shape[0]
     K: gl.constexpr = b.shape[1]
@@ -95,7 +113,8 @@ def _scores_by_halving(q_tile, k_tile, scratch, b):
     a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
     a = gl.where(t == s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
     for level in gl.static_range(LOG2_C):
-        a += _scores_across_halves(q_tile, k_tile, halves, b, scores, C >> (level + 1))
+        if levels & (C >> (level + 1)) != 0:
+            a += _scores_across_halves(q_tile, k_tile, halves, b, scores, C >> (level + 1))
     return a
 
 

@@ -20,3 +20,6 @@ MILD_DECAY_SM90 = tl.constexpr(80.0)
 # The exp of a gate below this one is 0 in float32, so where gates are summed it counts as this one: the sums stay
 # finite and, over a chunk of 64, exact to 5e-4, an eighth of bfloat16's rounding.
 LEAST_GATE = tl.constexpr(-120.0)
+
+# The base-2 logarithm of float32's least normal number: what gates decay by more than to this counts as forgotten.
+LEAST_NORMAL = tl.constexpr(-126.0)

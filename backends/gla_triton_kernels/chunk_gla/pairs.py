@@ -45,8 +45,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.common_sm90 import opaque_zero, plus
-from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
+from gla_triton_kernels.chunk_gla.common_sm90 import levels_that_count, opaque_zero, plus
+from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK
 from gla_triton_kernels.runtime.launch import Launch, launch
 
@@ -56,7 +56,6 @@ PROGRAMS = 1024
 """Where there are no more chunks of heads, each has a program of its own: some for every multiprocessor."""
 
 C = gl.constexpr(CHUNK)
-LOG2_C = gl.constexpr(CHUNK.bit_length() - 1)
 D = gl.constexpr(64)
 LOG2_FAR = gl.constexpr(-40.0)
 FAR = gl.constexpr(2.0**-40)  # in this unit float32 holds exp(g) down to -115, and not to only -87
@@ -368,6 +367,9 @@ def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, d
     b_tile.store(gl.associative_scan(gates, 0, plus))
     fence_async_shared()
     unit = q_unit * k_unit
+    # No product is above 2^45 in these units.
+    least = gl.minimum(LEAST_NORMAL, LEAST_NORMAL - 45 + LOG2_FAR - gl.log2(d_unit) - gl.log2(unit))
+    levels = levels_that_count(gl.where(inside_runs, gates, 2 * LEAST_GATE), least)
     row, column = _rows_and_columns()
     qk = gl.zeros([C, C], gl.float32, LAYOUT)
     qk = warpgroup_mma(q_tile, k_tile.permute([1, 0]), qk, use_acc=False, is_async=True)
@@ -383,8 +385,9 @@ def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, d
     far_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
     g_at, stride_g = _first(g, at, k0)
     columns = None if K % D == 0 else K - k0
-    for level in range(LOG2_C):
-        m = 1 << level
+    while levels != 0:
+        m = levels & -levels
+        levels -= m
         row, column = _rows_and_columns()
         right = (row & m) != 0  # [C, 1]
         right_bits = gl.where(right, -1, 0).to(gl.int16) + gl.zeros([C, D], gl.int16, LAYOUT)
