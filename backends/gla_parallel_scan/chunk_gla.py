@@ -49,7 +49,7 @@ def chunk_gla_fwd(
 
 
 def _segments(call: OpCall, gpu: Gpu, aligned: bool, x: Tensors, scale: float) -> list[Launch]:
-    """Fill the results in x, and return what was launched."""
+    """The launches that fill the results in x."""
     plan = plan_segments(call, gpu, aligned)
     outputs, every = getattr(kernels, plan.outputs.kernel), call.scalars["checkpoint_every"]
     if plan.segments is None:
@@ -79,5 +79,5 @@ def chunk_gla_bwd(
 
 
 def _segments_backward(call: OpCall, gpu: Gpu, aligned: bool, x: BackwardTensors, scale: float) -> list[Launch]:
-    """Fill the gradients in x, and return what was launched."""
+    """The launches that fill the gradients in x."""
     return kernels.gradients.run(plan_segments_backward(call, gpu, aligned), x, scale)

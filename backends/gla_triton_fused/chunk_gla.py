@@ -48,7 +48,7 @@ def chunk_gla_fwd(
 
 
 def _one_pass(call: OpCall, gpu: Gpu, aligned: bool, x: Tensors, scale: float) -> list[Launch]:
-    """Fill the results in x, and return what was launched."""
+    """The launches that fill the results in x."""
     plan = plan_one_pass(call, gpu, aligned)
     return getattr(kernels, plan.outputs.kernel).run(plan, x, scale, call.scalars["checkpoint_every"])
 
@@ -72,5 +72,5 @@ def chunk_gla_bwd(
 
 
 def _one_pass_backward(call: OpCall, gpu: Gpu, aligned: bool, x: BackwardTensors, scale: float) -> list[Launch]:
-    """Fill the gradients in x, and return what was launched."""
+    """The launches that fill the gradients in x."""
     return kernels.gradients.run(plan_whole_sequences(call, gpu, aligned), x, scale)

@@ -73,6 +73,7 @@ def gradients(x, entering, *, precision=None, BK=16, BV=16, warps=4, segments=No
     from gla_triton_kernels.chunk_gla import backward
     from gla_triton_kernels.chunk_gla.call import BackwardTensors
     from gla_triton_kernels.chunk_gla.segments import whole
+    from gla_triton_kernels.runtime.launch import start
 
     if not INTERPRETED:  # as plans have it there
         BK, BV, warps = max(BK, LEAST_BLOCK), max(BV, LEAST_BLOCK), 8 if x.q.dtype == torch.bfloat16 else 4
@@ -86,7 +87,7 @@ def gradients(x, entering, *, precision=None, BK=16, BV=16, warps=4, segments=No
         segments, leaving = whole(*x.q.shape[:2], x.cu_seqlens), x.dstate
     else:
         tensors = tensors._replace(dinitial_state=None)
-    backward.run(plan, tensors, entering.contiguous(), leaving, segments, SCALE)
+    start(backward.run(plan, tensors, entering.contiguous(), leaving, segments, SCALE))
     for y in results[:4]:
         fill_padding(y, x.cu_seqlens, 0)
     return results
@@ -212,9 +213,11 @@ def test_states_in_bfloat16(device, dtype):
 @pytest.mark.parametrize("length", [64, 128])
 def test_segments(device, sizes, length, gates, dstate, initial_state):
     from gla_triton_kernels.chunk_gla.segments import cut
+    from gla_triton_kernels.runtime.launch import start
 
     x = case(device, **sizes, gates=gates, dstate=dstate, initial_state=initial_state)
     segments = cut(*x.q.shape[:2], length, x.cu_seqlens)
+    start(segments.launches)
     leaving = torch.cat([leaving_gradient(wide(x), segments, i) for i in range(segments.count)]).float()
     dinitial = check(x, segments=segments, leaving=leaving)[4]
     assert dinitial is None or dinitial.isnan().all()  # a scan writes it
@@ -247,9 +250,10 @@ def test_strides(device):
 
 def test_partial_results_are_summed_in_order(device):
     from gla_triton_kernels.chunk_gla import partials
+    from gla_triton_kernels.runtime.launch import start
 
     parts, out = torch.randn(3, 5, 700, device=device), torch.empty(5, 700, dtype=torch.float16, device=device)
-    partials.run(parts, out, 1)
+    start([partials.run(parts, out, 1)])
     assert torch.equal(out, (parts[0] + parts[1] + parts[2]).half())
 
 
@@ -257,6 +261,7 @@ def test_partial_results_are_summed_in_order(device):
 def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
     from gla_triton_kernels.chunk_gla import partials
     from gla_triton_kernels.chunk_gla.call import BackwardTensors
+    from gla_triton_kernels.runtime.launch import start
 
     x = case(device, B=2, T=7, H=2, G=3, K=16, V=24, initial_state=initial_state)
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
@@ -270,7 +275,7 @@ def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
         if parts is not None:
             assert parts.shape[dim] == 6
             parts.normal_()
-    partials.sums_over_groups(each, tensors)
+    start(partials.sums_over_groups(each, tensors))
     for parts, y, dim in ((each.dk, tensors.dk, 2), (each.dg, tensors.dg, 2), (each.dinitial_state, results[4], 1)):
         if y is not None:
             torch.testing.assert_close(y, parts.unflatten(dim, (2, 3)).sum(dim + 1).to(y.dtype))

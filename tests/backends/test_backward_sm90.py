@@ -43,12 +43,13 @@ def computed(x, do, dstate, checkpoints):
     """The kernel's, where results were NaN before; rows of no sequence are left so."""
     from gla_triton_kernels import chunk_gla as kernels
     from gla_triton_kernels.chunk_gla.call import BackwardTensors
+    from gla_triton_kernels.runtime.launch import start
 
     plan = BackwardPlan(gradients_sm90(x.q.shape[3], x.v.shape[3]), entering=None)
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.full_like(y, torch.nan) for y in inputs]
     tensors = BackwardTensors(*inputs, x.cu_seqlens, checkpoints, do, dstate, *results)
-    kernels.gradients.run(plan, tensors, SCALE)
+    start(kernels.gradients.run(plan, tensors, SCALE))
     return results
 
 

@@ -86,7 +86,8 @@ def record(gpu, x, y, key="key"):
     kernel, descriptor = compiled(gpu, *TYPES), tiles(x, 8, 8)
     # Triton's own way
     kernel.run(*GRID, 7, kernel.function, kernel.packed_metadata, None, None, None, descriptor, 0, y.data_ptr(), 0.5, 9)
-    replay.record(key, (x, None, y), [Launch(kernel, GRID, (descriptor, None, y), (0.5,), (9,))])
+    made = Launch(None, GRID, (descriptor, None, y), (0.5,), (9,), compiled=kernel)
+    replay.record(key, (x, None, y), [made])
     return gpu.launched.pop()
 
 
@@ -194,8 +195,9 @@ def record_two(gpu, x, y, scratch):
     from gla_triton_kernels.runtime import replay
     from gla_triton_kernels.runtime.launch import Launch
 
-    first = Launch(compiled(gpu, "*fp32", "*fp32"), (5, 1, 1), (x, scratch), (), (1, 2))
-    second = Launch(compiled(gpu, "*fp32", "*fp32"), (6, 1, 1), (scratch, y), (0.5,), (3,))
+    kernels = [compiled(gpu, "*fp32", "*fp32") for _ in range(2)]
+    first = Launch(None, (5, 1, 1), (x, scratch), (), (1, 2), compiled=kernels[0])
+    second = Launch(None, (6, 1, 1), (scratch, y), (0.5,), (3,), compiled=kernels[1])
     replay.record("two", (x, y), [first, second])
 
 

@@ -30,10 +30,12 @@ def offsets_of(lengths, device, dtype=torch.int64, first=0):
 def check(device):
     """Compares with the definition, also with rows before the first sequence and behind the last."""
     from gla_triton_kernels.chunk_gla import segments
+    from gla_triton_kernels.runtime.launch import start
 
     def check(lengths, length, dtype=torch.int64, around=0):
         offsets, T = offsets_of(lengths, device, dtype, around), sum(lengths) + 2 * around
         found = segments.cut(1, T, length, offsets)
+        start(found.launches)
         assert found.count == len(lengths) + T // length
         assert found.bounds.dtype == torch.int32
         assert not_empty(found.bounds) == expected(offsets, length)
@@ -170,12 +172,13 @@ def planned(x, length):
 def own_states(x, length, offsets):
     """The segments, and their states from zero and decays; what was not written is NaN."""
     from gla_triton_kernels.chunk_gla import segments, states
+    from gla_triton_kernels.runtime.launch import start
 
     B, T, _, K = x.left.shape
     cut = segments.cut(B, T, length, offsets)
     S = torch.full((cut.count, H, K, x.right.shape[3]), torch.nan, device=x.left.device)
     D = None if x.g is None else torch.full((cut.count, H, K), torch.nan, device=x.left.device)
-    states.run(planned(x, length), x, cut, S, D)
+    start([*cut.launches, *states.run(planned(x, length), x, cut, S, D)])
     return cut, S, D
 
 
@@ -205,10 +208,11 @@ def through(x, b, rows, state):
 def check_states(backwards, length=32, **sizes):
     """Compare the state before each segment, and the one after the last, with the recurrence in float64."""
     from gla_triton_kernels.chunk_gla import scan
+    from gla_triton_kernels.runtime.launch import start
 
     x, offsets = recurrence(backwards, **sizes)
     cut, S, D = own_states(x, length, offsets)
-    scan.run(planned(x, length), x, cut, S, D, S)
+    start(scan.run(planned(x, length), x, cut, S, D, S))
     for n, found in enumerate(segments_of(x, length, offsets)):
         state = torch.zeros(S.shape[1:], dtype=torch.float64, device=S.device)
         if x.before is not None:

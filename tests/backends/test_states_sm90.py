@@ -28,8 +28,10 @@ def inputs(**sizes):
 def cut(B, T, length, cu_seqlens=None):
     """Segments, and where each is: (batch, first row, end)."""
     from gla_triton_kernels.chunk_gla import segments as triton_segments
+    from gla_triton_kernels.runtime.launch import start
 
     segments = triton_segments.cut(B, T, length, cu_seqlens)
+    start(segments.launches)
     if segments.bounds is None:
         return segments, [(b, t, min(t + length, T)) for b in range(B) for t in range(0, T, length)]
     bounds = segments.bounds.tolist()
@@ -50,6 +52,7 @@ def state_from_zero(left, right, g, backwards=False):
 def build(left, right, g, segments, backwards=False, skip_last=False):
     from gla_triton_kernels.chunk_gla import states_sm90
     from gla_triton_kernels.chunk_gla.segments import Recurrence
+    from gla_triton_kernels.runtime.launch import start
 
     H, K, V = *left.shape[2:], right.shape[3]
     S = torch.empty(segments.count, H, K, V, device="cuda")
@@ -64,7 +67,7 @@ def build(left, right, g, segments, backwards=False, skip_last=False):
     plan = SegmentPlan(segments.length, _states_sm90(call), overlap=True)
     after = None if skip_last else S  # whether there is one is all that matters here
     x = Recurrence(left, right, g, None, after, scale=0.3, backwards=backwards)
-    states_sm90.run(plan, x, segments, S, D)
+    start(states_sm90.run(plan, x, segments, S, D))
     return S, D
 
 

@@ -58,7 +58,7 @@ from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E, MILD_DECAY
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments
 from gla_triton_kernels.runtime.architecture import interpreted
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 
 
 def run(
@@ -69,7 +69,7 @@ def run(
     segments: Segments,
     scale: float,
 ) -> list[Launch]:
-    """Fill the gradients, and return what was launched.
+    """The launches that fill the gradients.
 
     Rows that belong to no sequence are left as they are.
 
@@ -92,7 +92,7 @@ def run(
     integers = (B, T, segments.length, segments.per_sequence, H, Hq // H, *strides, *constants)
     tensors = (*given, x.cu_seqlens, segments.bounds, entering, leaving, *written, x.dinitial_state)
     grid = (blocks_v * blocks_k * segments.count * H, 1, 1)
-    computed = launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, num_warps=kernel.warps)
+    computed = Launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, {"num_warps": kernel.warps})
     return [computed, *partials.sums(written, (x.dq, x.dk, x.dg, x.dv))]
 
 

@@ -69,7 +69,7 @@ from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, opaque_zero, pl
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
 SLOTS = gl.constexpr(2)
@@ -83,7 +83,7 @@ def run(
     segments: Segments,
     scale: float,
 ) -> list[Launch]:
-    """Fill the gradients in x, and return what was launched; as that of backward.py, and entering is bfloat16."""
+    """The launches that fill the gradients in x, as that of backward.py; entering is bfloat16."""
     B, T, H, K = x.q.shape
     G = H // x.k.shape[2]
     V = x.v.shape[3]
@@ -101,7 +101,7 @@ def run(
     integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, B, *tiles, G)
     grid = (blocks_k * blocks_v * segments.count * H, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 80 if kernel.BK == kernel.BV == 64 else 128}  # two blocks
-    computed = launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, **options)
+    computed = Launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, options)
     summed = partials.sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
     return [computed, *summed, *pairs.run(x, marks, scale, kernel.BK)]
 

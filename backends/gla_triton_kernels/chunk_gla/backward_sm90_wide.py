@@ -46,7 +46,7 @@ from gla_triton_kernels.chunk_gla.common_backward_sm90 import (
 from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, plus
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, cut
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
 SLOTS = gl.constexpr(3)  # tiles of S, P or g on their way
@@ -62,7 +62,7 @@ def run(
     segments: Segments,
     scale: float,
 ) -> list[Launch]:
-    """Fill the gradients in x, and return what was launched; as that of backward.py, and entering is bfloat16."""
+    """The launches that fill the gradients in x, as that of backward.py; entering is bfloat16."""
     B, T, H, K = x.q.shape
     V, G = x.v.shape[3], H // x.k.shape[2]
     keys = _keys(K)
@@ -76,7 +76,7 @@ def run(
     maps += [state_tiles(y, WIDTH, WIDTH) for y in (entering, P)]
     tensors = (*maps, x.dq, x.dk, x.dv, x.dg, marks, chunks.bounds)
     options = {"num_warps": kernel.warps, "maxnreg": 168}
-    gradients = launch(_gradient_kernel, (rows * H, 1, 1), tensors, (scale,), (T, H, K, V, keys // WIDTH, G), **options)
+    gradients = Launch(_gradient_kernel, (rows * H, 1, 1), tensors, (scale,), (T, H, K, V, keys // WIDTH, G), options)
     return [states, *chunks.launches, gradients, *pairs.run(x, marks, scale, keys)]
 
 

@@ -15,7 +15,7 @@ from gla_triton_kernels.runtime.launch import Launch
 def run(
     plan: SegmentPlan, x: Recurrence, H: int, cu_seqlens: Tensor | None, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Segments, list[Launch]]:
-    """What a recurrence carries into each segment of sequences [I, H, K, V], the segments, and what was launched."""
+    """What a recurrence carries into each segment of sequences [I, H, K, V], the segments, and the launches."""
     B, T, _, K = x.left.shape
     V = x.right.shape[3]
     segments = cut(B, T, plan.length, cu_seqlens)

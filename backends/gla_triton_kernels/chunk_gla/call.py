@@ -12,7 +12,7 @@ from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.chunk_gla.padding import clear_padding
 from gla_triton_kernels.chunk_gla.plan import checkpoint_dtype
 from gla_triton_kernels.runtime.architecture import Gpu, gpu_of
-from gla_triton_kernels.runtime.launch import Launch, on_device_of
+from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
 from gla_triton_kernels.runtime.replay import layouts, record, replay
 from gla_triton_kernels.runtime.tma import UNIT, addressable
 
@@ -55,7 +55,7 @@ class BackwardTensors(NamedTuple):
 
 
 Way = Callable[[OpCall, Gpu, bool, Tensors, float], list[Launch]]
-"""Plans a call, launches its kernels and returns the launches; its arguments are those of a plan, tensors and scale."""
+"""Plans a call, and returns the launches that compute it; its arguments are those of a plan, tensors and scale."""
 BackwardWay = Callable[[OpCall, Gpu, bool, BackwardTensors, float], list[Launch]]
 """The same for chunk_gla_bwd."""
 
@@ -95,6 +95,7 @@ def forward(
         launches = way(call, gpu, _aligned(gpu, q, k, v, g, o), x, scale)
         if cu_seqlens is not None and T > 0:
             launches += clear_padding(o, cu_seqlens)
+        start(launches)
         record(key, tensors, launches)
     return o, final_state, checkpoints
 
@@ -150,6 +151,7 @@ def backward(
         if cu_seqlens is not None:
             for y in results[:4]:
                 launches += [] if y is None else clear_padding(y, cu_seqlens)
+        start(launches)
         record(key, tensors, launches)
     return results
 

@@ -46,12 +46,12 @@ from gla_triton_kernels.chunk_gla.call import Tensors
 from gla_triton_kernels.chunk_gla.common import OPERANDS, load_row, load_tile, operand, store_tile
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY
 from gla_triton_kernels.chunk_gla.plan import Plan
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import tiles
 
 
 def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
-    """Fill o, and final_state and checkpoints if there are any, and return what was launched.
+    """The launch that fills o, and final_state and checkpoints if there are any.
 
     Of segments, initial_state holds the states that enter them in order, cu_seqlens, if given, their bounds, and
     sequences the bounds of sequences. There are `every` tokens between checkpoints.
@@ -71,7 +71,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     integers = (T, segment, segments, every or 0, H, Hq // H, *strides, *constants)
     x = x if x.checkpoints is not None else x._replace(sequences=None)
     grid, tensors = (-(-V // kernel.BV) * N * H, 1, 1), (*x, *maps)
-    return [launch(_chunk_gla_fwd_kernel, grid, tensors, (scale,), integers, num_warps=kernel.warps)]
+    return [Launch(_chunk_gla_fwd_kernel, grid, tensors, (scale,), integers, {"num_warps": kernel.warps})]
 
 
 @triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "H", "G"])

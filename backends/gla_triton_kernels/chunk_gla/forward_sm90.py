@@ -41,12 +41,12 @@ from gla_triton_kernels.chunk_gla.call import Tensors
 from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, decay_any_chunk, decay_mild_chunk, wait_for_predecessor
 from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan import Plan
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
 
 def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
-    """Fill o, and final_state and checkpoints if there are any, and return what was launched; as that of forward.py.
+    """The launch that fills o, and final_state and checkpoints if there are any, as that of forward.py.
 
     Of segments that overlap, the kernel before this one writes nothing but initial_state.
     """
@@ -66,7 +66,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     integers = (*strides, T, segment, segments, every or 0, H, K, V, kernel.stages)
     options = {"launch_pdl": True} if plan.segments is not None and plan.segments.overlap else {}
     jit = _chunk_gla_fwd_kernel
-    return [launch(jit, grid, tensors, (scale,), integers, num_warps=kernel.warps, maxnreg=128, **options)]
+    return [Launch(jit, grid, tensors, (scale,), integers, {"num_warps": kernel.warps, "maxnreg": 128, **options})]
 
 
 def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescriptor | None:

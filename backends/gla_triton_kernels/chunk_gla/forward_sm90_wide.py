@@ -32,14 +32,14 @@ from gla_triton_kernels.chunk_gla.common_sm90 import decay_any_chunk, decay_mild
 from gla_triton_kernels.chunk_gla.forward_sm90 import checkpoint_tiles
 from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan import Plan
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
 STAGES = gl.constexpr(4)  # slices of qg and kg on their way: those of two chunks, as A and v
 
 
 def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
-    """Fill o, and final_state and checkpoints if there are any, of whole sequences with gates; return the launches."""
+    """The launches that fill o, and final_state and checkpoints if there are any, of whole sequences with gates."""
     B, T, H, K = x.k.shape
     V = x.v.shape[3]
     C, BK, BV, W = plan.outputs.C, plan.outputs.BK, plan.outputs.BV, plan.outputs.BV // 2
@@ -50,12 +50,12 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     maps = [
         shared_tiles(y, C, width) for y, width in ((x.q, BK), (x.k, BK), (x.g, BK), (qg, BK), (kg, BK), (scores, C))
     ]
-    gates = launch(_gate_kernel, (chunks, B * H, 1), (*maps, decays), (), (H,), num_warps=plan.outputs.warps)
+    gates = Launch(_gate_kernel, (chunks, B * H, 1), (*maps, decays), (), (H,), {"num_warps": plan.outputs.warps})
     maps = [shared_tiles(y, C, width) for y, width in ((qg, BK), (kg, BK), (scores, C), (x.v, W), (x.o, W))]
     tensors = (*maps, checkpoint_tiles(x.checkpoints, BK, W), decays, x.initial_state, x.final_state)
     strides = (0, 0, 0) if x.initial_state is None else x.initial_state.stride()[:3]
     integers, grid = (*strides, chunks, (every or 0) // C, H, K, V), (-(-V // BV), B * H, 1)
-    state = launch(_state_kernel, grid, tensors, (scale,), integers, num_warps=plan.outputs.warps, maxnreg=168)
+    state = Launch(_state_kernel, grid, tensors, (scale,), integers, {"num_warps": plan.outputs.warps, "maxnreg": 168})
     return [gates, state]
 
 

@@ -15,7 +15,7 @@ from gla_triton_kernels.runtime.launch import Launch
 
 
 def run(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
-    """Fill the gradients in x, and return what was launched."""
+    """The launches that fill the gradients in x."""
     H = x.k.shape[2]
     entering, launches = x.checkpoints, []
     if plan.entering is not None:
@@ -26,8 +26,8 @@ def run(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
         leaving, segments = x.dstate, whole(len(x.q), x.q.shape[1], x.cu_seqlens)
     else:
         states = Recurrence(x.q, x.do, x.g, x.dstate, x.dinitial_state, scale, backwards=True)
-        leaving, segments, launched = before_segments.run(plan.leaving, states, H, x.cu_seqlens)
-        launches += launched
+        leaving, segments, before = before_segments.run(plan.leaving, states, H, x.cu_seqlens)
+        launches += before
         own = x._replace(dinitial_state=None)  # which is there
     each = own if plan.gradients.kernel is Kernel.BACKWARD else partials.for_query_heads(own)
     launches += getattr(kernels, plan.gradients.kernel).run(plan.gradients, each, entering, leaving, segments, scale)

@@ -11,16 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 
 ROWS = 64
 
 
 def clear_padding(x: Tensor, cu_seqlens: Tensor) -> list[Launch]:
-    """Write 0 to the rows of x [1, T, ...], contiguous, that belong to no sequence, and return what was launched."""
+    """The launch that writes 0 to the rows of x [1, T, ...], contiguous, that belong to no sequence."""
     T, N = x.shape[1], len(cu_seqlens) - 1
     integers = (T, N, x.numel() // T, ROWS, 1024)
-    return [launch(_clear_padding_kernel, (-(-T // ROWS), 1, 1), (x, cu_seqlens), (), integers, num_warps=4)]
+    return [Launch(_clear_padding_kernel, (-(-T // ROWS), 1, 1), (x, cu_seqlens), (), integers, {"num_warps": 4})]
 
 
 @triton.jit(do_not_specialize=["T", "N", "D"])

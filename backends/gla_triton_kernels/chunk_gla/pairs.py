@@ -48,7 +48,7 @@ from gla_triton_kernels.chunk_gla.call import BackwardTensors
 from gla_triton_kernels.chunk_gla.common_sm90 import levels_that_count, opaque_zero, plus
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 
 MARKS = 64
 """The most chunks of heads that a program looks at, at once: to start a program takes longer."""
@@ -80,7 +80,7 @@ def new_marks(x: BackwardTensors, entering: Tensor, keys: int) -> Tensor | None:
 
 
 def run(x: BackwardTensors, marks: Tensor | None, scale: float, keys: int) -> list[Launch]:
-    """Complete the gradients of marked chunks, and return what was launched.
+    """The launch that completes the gradients of marked chunks.
 
     Args:
         x: bfloat16 but for gates. Its gradients are contiguous, have as many heads as q, and lack pairs in marked
@@ -103,7 +103,7 @@ def run(x: BackwardTensors, marks: Tensor | None, scale: float, keys: int) -> li
     integers = (T, N, H, count, *strides, K, V, G, keys, MARKS, far_rows)
     tensors = (*given, x.cu_seqlens, marks, x.dq, x.dk, x.dv, x.dg)
     grid = (max(min(count, PROGRAMS), -(-count // MARKS)), 1, 1)
-    return [launch(_pairs_kernel, grid, tensors, (scale,), integers, num_warps=8, maxnreg=128)]
+    return [Launch(_pairs_kernel, grid, tensors, (scale,), integers, {"num_warps": 8, "maxnreg": 128})]
 
 
 @gluon.jit(do_not_specialize=["scale", "T", "N", "H", "count"])

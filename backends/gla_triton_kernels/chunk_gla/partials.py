@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 
 
 def parts_of(y: Tensor | None, blocks: int) -> Tensor | None:
@@ -27,7 +27,7 @@ def parts_of(y: Tensor | None, blocks: int) -> Tensor | None:
 
 
 def sums(written: Iterable[Tensor | None], results: Iterable[Tensor | None]) -> list[Launch]:
-    """Sum what `parts_of` has given to results where it is not themselves, and return what was launched."""
+    """The launches that sum what `parts_of` has given to results, where it is not themselves."""
     pairs = zip(written, results, strict=True)
     return [run(parts, y, 1) for parts, y in pairs if parts is not None and y is not None and parts is not y]
 
@@ -46,7 +46,7 @@ def _with_heads(y: Tensor | None, dim: int, heads: int) -> Tensor | None:
 
 
 def sums_over_groups(each: BackwardTensors, x: BackwardTensors) -> list[Launch]:
-    """Sum what `for_query_heads` has given to the gradients in x, and return what was launched."""
+    """The launches that sum what `for_query_heads` has given to the gradients in x."""
     written = ((each.dk, x.dk, 3), (each.dv, x.dv, 3), (each.dg, x.dg, 3), (each.dinitial_state, x.dinitial_state, 2))
     return [
         run(parts, y, math.prod(y.shape[:dims]))
@@ -56,10 +56,10 @@ def sums_over_groups(each: BackwardTensors, x: BackwardTensors) -> list[Launch]:
 
 
 def run(parts: Tensor, out: Tensor, outer: int) -> Launch:
-    """Write the sums of parts [O, P, D] to out [O, D], both contiguous and of any shape; O is `outer`."""
+    """The launch that sums parts [O, P, D] to out [O, D], both contiguous and of any shape; O is `outer`."""
     D, BD = out.numel() // outer, 1024
     sizes = (out.numel(), D, parts.numel() // out.numel(), BD)
-    return launch(_sum_kernel, (-(-out.numel() // BD), 1, 1), (parts, out), (), sizes, num_warps=4)
+    return Launch(_sum_kernel, (-(-out.numel() // BD), 1, 1), (parts, out), (), sizes, {"num_warps": 4})
 
 
 @triton.jit

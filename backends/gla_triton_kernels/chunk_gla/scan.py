@@ -19,12 +19,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
 from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 
 def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None, out: Tensor) -> list[Launch]:
-    """Turn states from zero S [I, H, K, V] into those before each segment, fill x.after, and return what was launched.
+    """The launch that turns states from zero S [I, H, K, V] into those before each segment, and fills x.after.
 
     Those of empty segments are left as they are.
 
@@ -41,7 +41,7 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
     integers = (segments.length, segments.per_sequence, *strides, H, K, V, BK, BV, group, x.backwards, plan.overlap)
     grid = (-(-K // BK) * -(-V // BV) * N * H, 1, 1)
     options = {"launch_pdl": True} if plan.overlap else {}
-    return [launch(_scan_kernel, grid, tensors, (), integers, num_warps=4, **options)]
+    return [Launch(_scan_kernel, grid, tensors, (), integers, {"num_warps": 4, **options})]
 
 
 @triton.jit(do_not_specialize=["segment", "segments", "H"])

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 
 
 class Recurrence(NamedTuple):
@@ -92,8 +92,8 @@ def cut(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Segments:
     bounds = torch.empty(count + 1, dtype=torch.int32, device=cu_seqlens.device)
     BI, BN = 16, 256
     grid, integers = (-(-(count + 1) // BI), 1, 1), (N, count, length, BI, BN)
-    launched = launch(_bounds_kernel, grid, (cu_seqlens, bounds), (), integers)
-    return Segments(length, count, 0, cu_seqlens, bounds, (launched,))
+    launches = (Launch(_bounds_kernel, grid, (cu_seqlens, bounds), (), integers),)
+    return Segments(length, count, 0, cu_seqlens, bounds, launches)
 
 
 @triton.jit(do_not_specialize=["N", "count", "length"])

@@ -34,7 +34,7 @@ from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, plus
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
 STAGES = gl.constexpr(2)  # chunks on their way
@@ -50,7 +50,7 @@ def run(
     segments: Segments,
     scale: float,
 ) -> Launch:
-    """Write P, and mark chunks that are not mild, and return what was launched.
+    """The launch that writes P and marks chunks that are not mild.
 
     Args:
         P: [n, H, K, V] bfloat16, contiguous. marks: as pairs.py takes them, of so many `keys`, 64 or 128.
@@ -65,7 +65,9 @@ def run(
     strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
     integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, keys, G)
     blocks = -(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * H
-    return launch(_state_kernel, (blocks, 1, 1), tensors, (scale,), integers, num_warps=kernel.warps, maxnreg=128)
+    return Launch(
+        _state_kernel, (blocks, 1, 1), tensors, (scale,), integers, {"num_warps": kernel.warps, "maxnreg": 128}
+    )
 
 
 @gluon.jit

@@ -32,12 +32,12 @@ from gla_triton_kernels.chunk_gla.common import OPERANDS, load_row, load_tile, o
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
 from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import tiles
 
 
 def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
-    """Fill S [I, H, K, V] and D [I, H, K], and return what was launched; D is None without gates.
+    """The launch that fills S [I, H, K, V] and D [I, H, K]; D is None without gates.
 
     Those of empty segments hold anything and, where x.after is None, so do those of the last segment of a sequence.
     """
@@ -52,7 +52,7 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
     T, G = x.left.shape[1], x.left.shape[2] // H
     integers = (T, segments.length, segments.per_sequence, H, G, *strides, *constants)
     tensors = (x.left, x.right, x.g, segments.cu_seqlens, segments.bounds, S, D, *maps)
-    return [launch(_states_kernel, grid, tensors, (x.scale,), integers, num_warps=kernel.warps)]
+    return [Launch(_states_kernel, grid, tensors, (x.scale,), integers, {"num_warps": kernel.warps})]
 
 
 @triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "H"])

@@ -48,12 +48,12 @@ from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, let_dependents_
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
 from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
 
 def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
-    """Fill S [I, H, K, V] and D [I, H, K], and return what was launched; D is None without gates.
+    """The launch that fills S [I, H, K, V] and D [I, H, K]; D is None without gates.
 
     Those of empty segments are left as they are and, where x.after is None, those of the last segment of a sequence.
     """
@@ -70,7 +70,7 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
     sizes = (T, segments.length, segments.per_sequence, H, K, V)
     constants = (-(-K // kernel.BK), x.backwards, skip_last, kernel.stages)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
-    return [launch(_build_states_kernel, (blocks, 1, 1), tensors, (x.scale,), (*sizes, *constants), **options)]
+    return [Launch(_build_states_kernel, (blocks, 1, 1), tensors, (x.scale,), (*sizes, *constants), options)]
 
 
 @gluon.jit

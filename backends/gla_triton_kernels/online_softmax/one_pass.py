@@ -22,7 +22,7 @@ from torch import Tensor
 from gla_triton_kernels.online_softmax.plan import Kernel, plan_one_pass
 from gla_triton_kernels.online_softmax.rows import as_rows
 from gla_triton_kernels.online_softmax.sweep import maximum_and_sum, rows_of_tile
-from gla_triton_kernels.runtime.launch import launch, on_device_of
+from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
 from gla_triton_kernels.runtime.replay import record, replay
 
 EDGE = tl.constexpr(2048)
@@ -51,9 +51,10 @@ def _launch(x: Tensor, y: Tensor, dim: int, key: Hashable) -> None:
         Kernel.TWO_SWEEPS_UNALIGNED: (_softmax_in_two_sweeps_unaligned, (N, BN, 16 // itemsize)),
     }[kernel]
     grid = (-(-R // BR) * D1 * D0, 1, 1)
-    launched = launch(function, grid, (source, y), (), integers, num_warps=warps, maxnreg=registers)
+    launches = [Launch(function, grid, (source, y), (), integers, {"num_warps": warps, "maxnreg": registers})]
+    start(launches)
     if source is x:
-        record(key, (x, y), [launched])
+        record(key, (x, y), launches)
 
 
 @triton.jit(do_not_specialize=["D1"])

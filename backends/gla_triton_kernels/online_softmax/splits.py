@@ -31,7 +31,7 @@ from gla_triton_kernels.online_softmax.plan import plan_splits
 from gla_triton_kernels.online_softmax.rows import as_rows
 from gla_triton_kernels.online_softmax.sweep import LOWEST, maximum_and_sum, merge, rows_of_tile
 from gla_triton_kernels.runtime.architecture import gpu_of
-from gla_triton_kernels.runtime.launch import launch, on_device_of
+from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
 from gla_triton_kernels.runtime.replay import record, replay
 from gla_triton_kernels.runtime.sizes import power_of_two
 
@@ -57,12 +57,13 @@ def _launch(x: Tensor, y: Tensor, dim: int, key: Hashable) -> None:
 
     grid = (D0 * D1 * -(-R // sums.BR) * P, 1, 1)
     integers = (D1, R, N, P, sums.tiles, *strides, sums.BR, sums.BN, rows.vector, overlaps)
-    summed = launch(_sum_splits, grid, (source, m, z), (), integers, num_warps=sums.warps)
+    summed = Launch(_sum_splits, grid, (source, m, z), (), integers, {"num_warps": sums.warps})
 
     grid = (D0 * D1 * -(-R // writes.BR) * writes.programs, 1, 1)
     integers = (D1, R, N, P, writes.programs, writes.tiles, *strides, writes.BR, writes.BN, power_of_two(P), overlaps)
     options = {"num_warps": writes.warps, "launch_pdl": overlaps}
-    written = launch(_write, grid, (source, y, m, z), (), integers, **options)
+    written = Launch(_write, grid, (source, y, m, z), (), integers, options)
+    start([summed, written])
     if source is x:
         record(key, (x, y), [summed, written])
 

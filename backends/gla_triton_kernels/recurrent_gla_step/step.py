@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.recurrent_gla_step.plan import plan
 from gla_triton_kernels.runtime.architecture import gpu_of
-from gla_triton_kernels.runtime.launch import launch, on_device_of
+from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
 from gla_triton_kernels.runtime.replay import record, replay
 
 
@@ -68,7 +68,9 @@ def _launch(
     strides = [stride for x in (q, k, v, q if g is None else g) for stride in x.stride()[:2]]
     integers = (P, *strides, *state.stride()[:3], H, Hq // H, K, V, BK, BV, overlaps)
     grid, options = (B * H * -(-V // BV), 1, 1), {"num_warps": warps, "launch_pdl": overlaps}
-    record(key, tensors, [launch(_recurrent_gla_step, grid, tensors, (scale,), integers, **options)])
+    launches = [Launch(_recurrent_gla_step, grid, tensors, (scale,), integers, options)]
+    start(launches)
+    record(key, tensors, launches)
 
 
 @triton.jit(do_not_specialize=["scale", "P"])

@@ -1,28 +1,33 @@
-"""Launching a kernel: what cannot be launched is told apart from what is wrong."""
+"""Launches of kernels: described first, then started together, so that what they need is compiled at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from gla_core.dispatch.backend import LaunchError
+from gla_triton_kernels.runtime.architecture import interpreted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Launch:
-    """A launch that has been made: of a compiled kernel, with these arguments in this order.
+    """A launch of a kernel, which `start` makes: `kernel[grid](*tensors, *floats, *integers, **options)`.
 
     Attributes:
-        kernel: a triton.compiler.CompiledKernel; None where it was interpreted.
+        kernel: a function of triton.jit or gluon.jit.
         tensors: tensors, None, and descriptors of tensors.
         integers: among them constants of the compiler.
+        options: such as num_warps.
+        compiled: the triton.compiler.CompiledKernel once it has been launched; None where it is interpreted.
     """
 
     kernel: Any
@@ -30,26 +35,38 @@ class Launch:
     tensors: Sequence[Any]
     floats: tuple[float, ...]
     integers: tuple[Any, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    compiled: Any = None
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What the kernel takes."""
+        return (*self.tensors, *self.floats, *self.integers)
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    tensors: Sequence[Any],
-    floats: tuple[float, ...],
-    integers: tuple[Any, ...],
-    **options: Any,
-) -> Launch:
-    """Run `kernel[grid](*tensors, *floats, *integers, **options)`; the arguments are as in `Launch`.
+def start(launches: Sequence[Launch]) -> None:
+    """Make launches in order, once all that they need is compiled.
 
     Raises:
-        LaunchError: the kernel does not fit or does not compile on this device; nothing has been written.
+        LaunchError: a kernel does not fit or does not compile on this device. Launches before it have been made.
     """
-    try:
-        compiled = kernel[grid](*tensors, *floats, *integers, **options)
-    except (OutOfResources, CompilationError, PTXASError) as error:
-        raise LaunchError(f"{kernel.fn.__name__} cannot be launched on this device: {error}") from error
-    return Launch(compiled, grid, tensors, floats, integers)
+    if len(launches) > 1 and not interpreted():
+        _compile(launches)
+    for x in launches:
+        try:
+            x.compiled = x.kernel[x.grid](*x.arguments, **x.options)
+        except (OutOfResources, CompilationError, PTXASError) as error:
+            raise LaunchError(f"{x.kernel.fn.__name__} cannot be launched on this device: {error}") from error
+
+
+def _compile(launches: Sequence[Launch]) -> None:
+    """Have Triton compile kernels side by side, each by a thread.
+
+    Errors are left to the launch of the kernel: after one that is raised here, Triton 3.7 stays in this mode.
+    """
+    with ThreadPoolExecutor(len(launches)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+        for x in launches:
+            x.kernel.warmup(*x.arguments, grid=x.grid, **x.options)
 
 
 current_device = torch.accelerator.current_device_index  # a third of the time of torch.cuda.current_device

@@ -122,7 +122,7 @@ def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[L
             but for addresses.
         tensors: what the call has been given, and returns. Other tensors of the launches are scratch: contiguous,
             allocated anew for each call, on whose contents before it nothing depends.
-        launches: in order. Each takes all the call's floats, or none.
+        launches: in order, as they have been made. Each takes all the call's floats, or none.
     """
     given = [x for x in tensors if x is not None]
     taken = [getattr(x, "base", x) for launch in launches for x in launch.tensors if x is not None]
@@ -133,7 +133,7 @@ def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[L
     if one_in_two_places or not aligned or not all(x.is_contiguous() for x in scratch) or why_not_replayed():
         return
     places.update({id(x): len(tensors) + i for i, x in enumerate(scratch)})
-    if any(launch.kernel.run.global_scratch_size or launch.kernel.run.profile_scratch_size for launch in launches):
+    if any(launch.compiled.run.global_scratch_size or launch.compiled.run.profile_scratch_size for launch in launches):
         return  # memory that Triton allocates for each launch
     recorded = tuple(_recorded(launch, places) for launch in launches)
     allocated = tuple({"size": x.shape, "stride": x.stride(), "dtype": x.dtype, "device": x.device} for x in scratch)
@@ -142,15 +142,15 @@ def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[L
 
 def _recorded(launch: Launch, places: dict[int, int]) -> _RecordedLaunch:
     """A launch of tensors that stand at these places of the call, by their ids."""
-    run, maps = launch.kernel.run, ()
+    run, maps = launch.compiled.run, ()
     function = run.launch
     descriptors = [x for x in launch.tensors if hasattr(x, "base")]
     if descriptors:
-        function, boxes = _behind_encoding(function), launch.kernel.metadata.tensordesc_meta
+        function, boxes = _behind_encoding(function), launch.compiled.metadata.tensordesc_meta
         map_of = {id(x): _TensorMap(x, box) for x, box in zip(descriptors, boxes, strict=True)}
         maps = tuple(map_of.get(id(x)) for x in launch.tensors)
     at = tuple(places.get(id(getattr(x, "base", x)), _NONE) for x in launch.tensors)
-    kernel, spread = _after_the_stream(run, launch.kernel), _launcher() == TRITON_3_6
+    kernel, spread = _after_the_stream(run, launch.compiled), _launcher() == TRITON_3_6
     return _RecordedLaunch(function, launch.grid, kernel, spread, at, maps, bool(launch.floats), launch.integers)
 
 

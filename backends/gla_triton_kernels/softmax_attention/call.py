@@ -1,4 +1,4 @@
-"""The way of a call to its kernels: one like an earlier call is replayed, others are planned, launched, recorded."""
+"""The way of a call to its kernels: one like an earlier call is replayed, others are planned, started, recorded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.runtime.architecture import gpu_of
-from gla_triton_kernels.runtime.launch import Launch, on_device_of
+from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
 from gla_triton_kernels.runtime.replay import layouts, record, replay
 from gla_triton_kernels.runtime.tma import addressable
 from gla_triton_kernels.softmax_attention import forward, forward_sm90, merge
@@ -30,14 +30,16 @@ def softmax_attention(
     tensors = (q, k, v, o, lse)
     if not replay(key, tensors, scale):
         with on_device_of(q):
-            record(key, tensors, _launch(plan_of, q, k, v, scale, causal, o, lse))
+            launches = _launches(plan_of, q, k, v, scale, causal, o, lse)
+            start(launches)
+            record(key, tensors, launches)
     return o, lse
 
 
-def _launch(
+def _launches(
     plan_of: Callable[..., Plan], q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor
 ) -> list[Launch]:
-    """Write o and lse, and return what was launched."""
+    """The launches that write o and lse."""
     reached = {name for name, x in (("q", q), ("k", k), ("v", v)) if addressable(x)}
     plan = plan_of(_call(q, k, v, causal), gpu_of(q.device), reached)
     if plan.kernel is Kernel.FORWARD_SM90:

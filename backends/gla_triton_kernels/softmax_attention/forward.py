@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tf32 import nearest_tf32
 from gla_triton_kernels.runtime.tma import tiles
 from gla_triton_kernels.softmax_attention.plan import Plan
@@ -33,7 +33,9 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor) -> Launch:
-    """Write o [P, B, Tq, H * G, V] and lse [P, B, Tq, H * G] of each of P splits; without P where all keys are one.
+    """The launch that writes o [P, B, Tq, H * G, V] and lse [P, B, Tq, H * G] of each of P splits of the keys.
+
+    Where all keys are one split, o and lse have no P.
 
     A row that sees no key of a split has o = NaN and lse = -inf there.
 
@@ -48,7 +50,7 @@ def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool,
     integers = (B, Tq, Tk, H, Hq // H, plan.split, *strides, *constants)
     grid = (plan.splits(Tk) * B * H * -(-Tq * (Hq // H) // BR), 1, 1)
     options = {"num_warps": plan.warps, "num_stages": plan.stages}
-    return launch(_attention, grid, (q, keys, values, o, lse), (scale,), integers, **options)
+    return Launch(_attention, grid, (q, keys, values, o, lse), (scale,), integers, options)
 
 
 @triton.jit(do_not_specialize=["scale", "B", "Tq", "Tk", "H", "split"])

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 from gla_triton_kernels.softmax_attention.plan import Plan
 
@@ -39,14 +39,16 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 
 def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor) -> Launch:
-    """Write o [B, Tq, H * G, V] and lse [B, Tq, H * G], with scale >= 0."""
+    """The launch that writes o [B, Tq, H * G, V] and lse [B, Tq, H * G], with scale >= 0."""
     B, Tq, Hq, _ = q.shape
     _, Tk, H, _ = v.shape
     BR, BT, BK, BV = plan.BR, plan.BT, plan.BK, plan.BV
     maps = (shared_tiles(q, BR, BK), shared_tiles(k, BT, BK), shared_tiles(v, BT, BV), shared_tiles(o, BR, BV))
     grid = (-(-Tq // (2 * BR)) * B * Hq, 1, 1)
     integers = (Tq, Tk, Hq, Hq // H, causal, plan.stages)
-    return launch(_attention, grid, (*maps, lse), (scale,), integers, num_warps=plan.warps, maxnreg=plan.registers)
+    return Launch(
+        _attention, grid, (*maps, lse), (scale,), integers, {"num_warps": plan.warps, "maxnreg": plan.registers}
+    )
 
 
 @gluon.jit

@@ -15,16 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_kernels.runtime.launch import Launch, launch
+from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 
 def run(split_o: Tensor, split_lse: Tensor, o: Tensor, lse: Tensor) -> Launch:
-    """Write o [..., V] and lse [...] from those of the splits [P, ..., V] and [P, ...]."""
+    """The launch that writes o [..., V] and lse [...] from those of the splits [P, ..., V] and [P, ...]."""
     P, V = split_o.shape[0], o.shape[-1]
     BP, BV = min(power_of_two(P), 64), min(power_of_two(V), 64)
     grid, tensors = (lse.numel(), -(-V // BV), 1), (split_o, split_lse, o, lse)
-    return launch(_merge, grid, tensors, (), (P, V, BP, BV), num_warps=4)
+    return Launch(_merge, grid, tensors, (), (P, V, BP, BV), {"num_warps": 4})
 
 
 @triton.jit(do_not_specialize=["P"])

@@ -1,0 +1,93 @@
+"""Launches are started together: what they need is compiled at once, and before the first of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from gla_core.dispatch.backend import LaunchError
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled"
+)
+
+
+class Kernel:
+    """Stands for a function of triton.jit, and notes what is asked of it."""
+
+    def __init__(self, name, told, error=None):
+        self.fn, self.told, self.error = type(name, (), {}), told, error
+
+    def warmup(self, *arguments, grid, **options):
+        self.told.append(("warmup", self.fn.__name__, arguments, grid, options))
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            if self.error is not None:
+                raise self.error
+            self.told.append(("launch", self.fn.__name__, arguments, grid, options))
+            return f"{self.fn.__name__} compiled"
+
+        return launch
+
+
+def launches(*kernels):
+    from gla_triton_kernels.runtime.launch import Launch
+
+    return [Launch(kernel, (i, 1, 1), ("x", None), (0.5,), (i,), {"num_warps": 4}) for i, kernel in enumerate(kernels)]
+
+
+def test_all_are_compiled_before_the_first_is_launched():
+    from gla_triton_kernels.runtime.launch import start
+
+    told = []
+    made = launches(Kernel("a", told), Kernel("b", told))
+    start(made)
+    expected = [(name, ("x", None, 0.5, i), (i, 1, 1), {"num_warps": 4}) for i, name in enumerate("ab")]
+    assert told == [("warmup", *what) for what in expected] + [("launch", *what) for what in expected]
+    assert [x.compiled for x in made] == ["a compiled", "b compiled"]
+
+
+def test_one_is_compiled_as_it_is_launched():
+    from gla_triton_kernels.runtime.launch import start
+
+    told = []
+    start(launches(Kernel("a", told)))
+    assert [what for what, *_ in told] == ["launch"]
+
+
+def test_a_kernel_that_does_not_fit_is_named():
+    from triton.runtime.errors import OutOfResources
+
+    from gla_triton_kernels.runtime.launch import start
+
+    error = OutOfResources(300_000, 232_448, "shared memory")
+    with pytest.raises(LaunchError, match=r"^b cannot be launched on this device.*300000"):
+        start(launches(Kernel("a", []), Kernel("b", [], error)))
+
+
+def test_triton_compiles_side_by_side_and_keeps_errors_for_the_launch():
+    """Two kernels that each wait until the other is being compiled; one that cannot be compiled holds up none."""
+    import triton.runtime._async_compile as mode
+
+    from gla_triton_kernels.runtime.launch import start
+
+    both, told = threading.Barrier(2, timeout=20), []
+
+    class Compiling(Kernel):
+        def warmup(self, *_, **__):
+            mode.active_mode.get().submit(self.fn.__name__, self.compile, told.append)
+
+        def compile(self):
+            both.wait()
+            if self.error is not None:
+                raise self.error
+            return self.fn.__name__
+
+    with pytest.raises(ValueError, match="wrong"):
+        start(launches(Compiling("a", []), Compiling("b", [], ValueError("wrong"))))
+    assert told == ["a"]
+    assert mode.active_mode.get() is None
