@@ -47,6 +47,11 @@ def dtype(name: str, x: Tensor, allowed: Iterable[torch.dtype], why: str = "") -
         raise TypeError(f"{name} is {str(x.dtype).removeprefix('torch.')}; expected {expected}{why}")
 
 
+def has_contiguous_rows(x: Tensor) -> bool:
+    """Whether neighbours along the last dimension are neighbours in memory, as backends receive tensors."""
+    return x.is_contiguous() or x.stride(-1) == 1
+
+
 def packed(sizes: dict[str, Any], of: str) -> None:
     """Check that the N+1 offsets of sequences go with the tensor `of` that holds them; binds N."""
     if sizes["N+1"] < 1:

@@ -22,6 +22,7 @@ from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
 from gla_core.ops import _autocast, _memory, _results
+from gla_core.ops._checks import has_contiguous_rows
 from gla_core.ops._spec import OpSpec
 
 # Asked in every call, and so without PyTorch's wrappers.
@@ -30,7 +31,9 @@ _precision = torch._C._get_float32_matmul_precision
 _capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 _MOST_PLANS = 8192  # a server that sees every sequence length must not grow without end
-_plans: dict[Hashable, tuple[Callable, Backend, OpCall]] = {}
+_Plan = tuple[Callable, Backend, OpCall, frozenset[int]]
+"""The function that computes a call, whose it is, the call, and the places of arguments that are copied for it."""
+_plans: dict[Hashable, _Plan] = {}
 
 
 def _drop_plans() -> None:
@@ -64,7 +67,9 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
     except TypeError:  # an argument that cannot be hashed has a wrong type; the description says which
         known = None
     plan = known or _plan(spec, args, needs_grad, capturing, request)
-    function, chosen, call = plan
+    function, chosen, call, copied = plan
+    if copied:
+        args = tuple(x.contiguous() if i in copied else x for i, x in enumerate(args))
     if spec.check_values is not None and environment().check_values and call.device.type != "meta":
         spec.check_values(*args)
     try:
@@ -84,16 +89,15 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
     return found
 
 
-def _plan(
-    spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request: Request
-) -> tuple[Callable, Backend, OpCall]:
+def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request: Request) -> _Plan:
     call = spec.describe(*args, needs_grad=needs_grad, capturing=capturing)
     if call.device.type == "cpu":
         _memory.keep_freed()
     if needs_grad and spec.backward is not None:
         select(backward_of(call, spec.backward), request)  # so that its absence is found before a launch
     chosen = select(call, request)
-    return chosen.ops[spec.name], chosen, call
+    copied = (i for i, x in enumerate(args) if isinstance(x, Tensor) and not has_contiguous_rows(x))
+    return chosen.ops[spec.name], chosen, call, frozenset(copied)
 
 
 def backward_of(call: OpCall, op: str) -> OpCall:

@@ -207,7 +207,8 @@ class OpSpec:
             needs_grad, capturing: as in `OpCall`.
 
         Raises:
-            ValueError, TypeError: an argument of a wrong type, shape, dtype, device or layout.
+            ValueError, TypeError: an argument of a wrong type, shape, dtype or device; one that cannot be written in
+                place.
         """
         given = dict(zip(self.parameters, args, strict=True))
         sizes = self._check(given)
@@ -250,6 +251,8 @@ class OpSpec:
                 _check_tensor(argument, x, sizes, first, given[first])
         if not bound:
             self._bind(given, sizes)
+        for result in self.results:
+            _check_written(result, given)
         return sizes
 
     def _bind(self, given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
@@ -319,7 +322,7 @@ def scale_or_default(q: Any, scale: Any) -> float:
 
 
 def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str, first_value: Tensor) -> None:
-    """Check shape, dtype, device and layout of a tensor, given the op's first one; bind the sizes in its shape."""
+    """Check shape, dtype and device of a tensor, given the op's first one; bind the sizes in its shape."""
     name = argument.name
     assert argument.dtype is not None
     if argument.shape is not None:
@@ -330,10 +333,17 @@ def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str,
     _checks.dtype(name, x, argument.dtype.allowed(first_value.dtype), reason)
     if x.device != first_value.device:
         raise ValueError(f"{name} is on {x.device} and {first} is on {first_value.device}; move them to one device")
-    if not (x.is_contiguous() or x.stride(-1) == 1):
-        raise ValueError(
-            f"{name} has strides {tuple(x.stride())}; its last dimension must be contiguous: call {name}.contiguous()"
-        )
+
+
+def _check_written(result: Result, given: Mapping[str, Any]) -> None:
+    """Refuse to write into a tensor whose rows are not contiguous: a copy of it would be written."""
+    name = result.like
+    if name is None or result.written is None or not result.written(given):
+        return
+    x = given[name]
+    if not _checks.has_contiguous_rows(x):
+        strides = tuple(x.stride())
+        raise ValueError(f"{name} has strides {strides} and is written in place; its last dimension must be contiguous")
 
 
 _SCALARS: Mapping[str, tuple[Callable[[Any], bool], str]] = {

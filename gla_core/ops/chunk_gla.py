@@ -174,7 +174,7 @@ def chunk_gla(
         gradient.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or layout.
+        ValueError, TypeError: an argument of a wrong shape, dtype or device.
         NoBackendError, UnknownBackendError: nobody can serve the request.
         NotImplementedError: an input carries a tangent of forward-mode AD.
 
@@ -320,17 +320,12 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: Any) -> tuple:
     q, k, v, g, initial_state, cu_seqlens, checkpoints = ctx.saved_tensors
     inputs = (q, k, v, g, ctx.scale, initial_state, cu_seqlens, checkpoints, ctx.checkpoint_every)
-    do = v.new_zeros(*q.shape[:-1], v.shape[-1]) if do is None else _with_contiguous_rows(do)
-    dfinal = _with_contiguous_rows(dstate) if ctx.has_final_state and dstate is not None else None
+    do = v.new_zeros(*q.shape[:-1], v.shape[-1]) if do is None else do
+    dfinal = dstate if ctx.has_final_state else None
     dq, dk, dv, dg, dinitial = _torch_bwd(*inputs, do, dfinal, ctx.backend)
     dg = None if g is None else dg
     dinitial = None if initial_state is None else dinitial
     return dq, dk, dv, dg, None, dinitial, None, None, None, None, None
-
-
-def _with_contiguous_rows(x: Tensor) -> Tensor:
-    # Gradients come expanded.
-    return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
 
 
 _torch_fwd = torch_op_of(FORWARD, _setup_context, _backward)

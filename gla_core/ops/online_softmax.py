@@ -41,7 +41,7 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
         y, shape and dtype of x. A slice that is all -inf gives NaN, as in `torch.softmax`.
 
     Raises:
-        ValueError, TypeError: x of a wrong rank, dtype or layout, dim out of range.
+        ValueError, TypeError: x of a wrong rank or dtype, dim out of range.
         NoBackendError, UnknownBackendError: nobody can serve the request.
         NotImplementedError: x carries a tangent of forward-mode AD.
 

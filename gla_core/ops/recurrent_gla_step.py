@@ -77,7 +77,8 @@ def recurrent_gla_step(
         o [B, Hq, V] as v, and the new state, shaped as `state` (the same tensor if `inplace`).
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or layout.
+        ValueError, TypeError: an argument of a wrong shape, dtype or device; with inplace, a state whose last dimension
+            is not contiguous.
         RuntimeError: an input requires a gradient.
         NoBackendError, UnknownBackendError: nobody can serve the request.
         NotImplementedError: an input carries a tangent of forward-mode AD.

@@ -57,7 +57,7 @@ def softmax_attention(
         float64). A query that sees no key has o = NaN and lse = -inf.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype, device or layout.
+        ValueError, TypeError: an argument of a wrong shape, dtype or device.
         NoBackendError, UnknownBackendError: nobody can serve the request.
         NotImplementedError: an input carries a tangent of forward-mode AD.
 

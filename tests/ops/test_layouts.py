@@ -1,0 +1,112 @@
+"""Tensors of any strides: where the last dimension is not contiguous a copy is taken, and the result is that of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.dispatch.backend import Backend
+
+
+def every_other(x):
+    return torch.stack([x, x + 1], -1).flatten(-2)[..., ::2]
+
+
+def last_two_swapped(x):
+    return x.mT.contiguous().mT
+
+
+def chunk(inputs, gates=None):
+    q, k, v, g, state = inputs
+    return gla.chunk_gla(q, k, v, g if gates is None else gates, None, state, True)
+
+
+def attention(inputs):
+    return gla.softmax_attention(*inputs)
+
+
+def softmax(inputs):
+    return tuple(gla.online_softmax(*inputs, dim=dim) for dim in (0, 1, -1))
+
+
+def random(*shapes):
+    return [torch.randn(shape) for shape in shapes]
+
+
+def chunk_inputs():
+    q, k, v, g, state = random((2, 70, 2, 6), (2, 70, 2, 6), (2, 70, 2, 5), (2, 70, 2, 6), (2, 2, 6, 5))
+    return [q, k, v, -g.exp(), state]
+
+
+CALLS = {
+    "chunk_gla": (chunk, chunk_inputs),
+    "softmax_attention": (attention, lambda: random((2, 9, 2, 6), (2, 11, 2, 6), (2, 11, 2, 5))),
+    "online_softmax": (softmax, lambda: random((3, 40, 7))),
+}
+
+
+@pytest.mark.parametrize("layout", [every_other, last_two_swapped])
+@pytest.mark.parametrize("name", CALLS)
+def test_results_and_gradients_are_those_of_copies(name, layout):
+    call, make = CALLS[name]
+    plain = make()
+    views = [layout(x) for x in plain]
+    assert all(x.stride(-1) != 1 for x in views)
+    found = []
+    for inputs in (plain, views):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        results = call(leaves)
+        incoming = [torch.ones_like(y).cumsum(-1) for y in results]
+        found.append([*results, *torch.autograd.grad(results, leaves, incoming), *call(inputs)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_gates_and_incoming_gradients_that_repeat_along_the_last_dimension():
+    inputs = chunk_inputs()
+    one = inputs[3][..., :1].detach().requires_grad_()
+    o, state = chunk(inputs, one.expand(2, 70, 2, 6))
+    (dg,) = torch.autograd.grad(o.sum() + state.sum(), one)
+    copy = one.expand(2, 70, 2, 6).detach().contiguous().requires_grad_()
+    o, state = chunk(inputs, copy)
+    (expected,) = torch.autograd.grad(o.sum() + state.sum(), copy)
+    torch.testing.assert_close(dg, expected.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("layout", [every_other, last_two_swapped])
+def test_a_step(layout):
+    q, k, v, g, state = random((2, 4, 6), (2, 2, 6), (2, 2, 5), (2, 2, 6), (2, 2, 6, 5))
+    expected = gla.recurrent_gla_step(q, k, v, -g.exp(), state)
+    before = state.clone()
+    found = gla.recurrent_gla_step(*(layout(x) for x in (q, k, v, -g.exp(), state)))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(state, before)
+
+
+def test_in_a_compiled_graph():
+    inputs = [last_two_swapped(x) for x in chunk_inputs()]
+    compiled = torch.compile(chunk, fullgraph=True)
+    for a, b in zip(compiled(inputs), chunk(inputs), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_copy_is_taken_of_what_needs_one_alone(monkeypatch):
+    """A backend receives contiguous rows; heads-first views and what is expanded elsewhere come to it as they are."""
+    received = []
+
+    def computed(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+        received.extend([q, k, v, g])
+        return torch.empty(v.shape), None, None
+
+    handle = gla.register(Backend("mine", "1", {"chunk_gla_fwd": computed}))
+    q, k, v, g, _ = chunk_inputs()
+    k, g = k.transpose(1, 2).contiguous().transpose(1, 2), g[:1].expand(2, 70, 2, 6)
+    try:
+        gla.chunk_gla(last_two_swapped(q), k, v, g, backend="mine")
+    finally:
+        handle.unregister()
+    got_q, got_k, got_v, got_g = received
+    assert torch.equal(got_q, q)
+    assert got_q.is_contiguous()
+    assert all(a is b for a, b in zip((got_k, got_v, got_g), (k, v, g), strict=True))
