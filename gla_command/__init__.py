@@ -112,6 +112,7 @@ def explain(
     dtype: Annotated[str, typer.Option(help="float64, float32, float16 or bfloat16.")] = "bfloat16",
     device: Device = "auto",
     varlen: Annotated[int | None, typer.Option(help="Number of sequences packed along T; B is then 1.")] = None,
+    max_seqlen: Annotated[int | None, typer.Option(help="Tokens of the longest of them, where that is known.")] = None,
     backend: Annotated[str | None, typer.Option(help="A request, such as reference, or a,b, or op=a;*=auto.")] = None,
     assume: Annotated[
         str | None, typer.Option(help="A CUDA device to think of as being here, such as 'NVIDIA H200'.")
@@ -131,7 +132,7 @@ def explain(
         from gla_core.cli.calls import describe_call
         from gla_core.cli.explain import explain
 
-        call = describe_call(op, shape, query_heads, dtype, device, varlen, assume)
+        call = describe_call(op, shape, query_heads, dtype, device, varlen, max_seqlen, assume)
         good = explain(call, backend, measure, as_json)
     raise typer.Exit(int(not good))
 

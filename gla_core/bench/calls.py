@@ -19,11 +19,11 @@ from gla_core.ops._run import run
 from gla_core.workloads.inputs import random_arguments
 
 Arguments = tuple[Any, ...]
-"""What a backend's function receives, in the order of `OP_PARAMETERS`."""
+"""All arguments of an op in order: what a backend receives, and hints."""
 
 
 def complete(call: OpCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """Arguments that describe `call` as a backend receives them, with what was left out filled in."""
+    """All arguments, in order, that describe `call`, with what was left out filled in."""
     spec = ABSTRACT_OPS[call.op]
     given = [
         torch.randn(spec.shape(argument, call), dtype=call.dtype, device=call.device)

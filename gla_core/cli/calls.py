@@ -35,6 +35,7 @@ def describe_call(
     dtype: str = "bfloat16",
     device: str = "auto",
     varlen: int | None = None,
+    max_seqlen: int | None = None,
     assume: str | None = None,
 ) -> OpCall:
     """The call that the numbers of a command line describe; chunk_gla stands for chunk_gla_fwd.
@@ -57,12 +58,15 @@ def describe_call(
         raise ValueError(f"--varlen does not go with {op}; only chunk_gla_fwd and chunk_gla_bwd take packed sequences")
     if varlen is not None and (varlen < 0 or sizes["B"] != 1):
         raise ValueError(f"--varlen {varlen} packs sequences along T: expected B = 1 and not B = {sizes['B']}")
+    if max_seqlen is not None and (varlen is None or max_seqlen < 0):
+        raise ValueError(f"--max-seqlen {max_seqlen} bounds packed sequences: expected --varlen, and a length")
     return ABSTRACT_OPS[op].call(
         _with_heads(sizes, query_heads) | ({} if varlen is None else {"N": varlen}),
         device_of(device) if assume is None else _assumed_place(device),
         DTYPES[dtype],
         assumed=None if assume is None else _assumed(assume),
         variable_length=varlen is not None,
+        longest=max_seqlen,
     )
 
 

@@ -71,6 +71,7 @@ def _fields(explanation: gla.Explanation) -> dict[str, Any]:
         "device": str(call.device),
         "assumed": call.assumed and call.assumed.name,
         "variable_length": call.variable_length,
+        "longest": call.longest,
         "request": explanation.request,
         "source": explanation.source,
         "candidates": [dataclasses.asdict(candidate) for candidate in explanation.candidates],

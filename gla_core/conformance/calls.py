@@ -118,8 +118,8 @@ def backward(
     every: int | None = None,
 ) -> Named:
     """What the op chunk_gla_bwd itself returns for the inputs that are there."""
-    args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, checkpoints, every, do, dstate, backend.name)
-    found = zip(CHUNK_LEAVES, torch.ops.gla.chunk_gla_bwd.default(*args), strict=True)
+    args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, checkpoints, every, do, dstate)
+    found = zip(CHUNK_LEAVES, torch.ops.gla.chunk_gla_bwd.default(*args, backend=backend.name), strict=True)
     return {f"d{name}": d for name, d in found if getattr(x, name) is not None}
 
 

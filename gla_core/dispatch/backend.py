@@ -97,6 +97,7 @@ class OpCall:
             `chunk_gla_bwd`, rows and columns for `online_softmax`.
         gate_dtype, state_dtype: dtype of g and of the state given, None where there is none.
         variable_length: whether `cu_seqlens` is given.
+        longest: tokens of the longest packed sequence at most, as far as is said or supposed; None where nothing is.
         indexed: whether `state_indices` are given.
         scalars: arguments that are neither tensors nor the scale, by name, such as causal or output_final_state.
         checkpoints: whether checkpoints are to be returned.
@@ -114,6 +115,7 @@ class OpCall:
     gate_dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
     variable_length: bool = False
+    longest: int | None = None
     indexed: bool = False
     scalars: Mapping[str, Any] = field(default_factory=dict)
     checkpoints: bool = False

@@ -2,12 +2,15 @@
 
 An explicit request never falls back. `auto` ranks the backends that can run by predicted seconds (calibration.py);
 those without a prediction come after, the ones written for named devices before the ones that run anywhere, then by
-name.
+name. Lengths of packed sequences are on the device and are not waited for: unless `max_seqlen` bounds the longest,
+times are predicted for two, the one that is expected and one that holds all tokens, and a backend ranks by its regret:
+by how many times as long as the best it takes, in the case that is worse for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import dataclasses
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gla_core.dispatch import registry
@@ -28,6 +31,7 @@ class Candidate:
 
     Attributes:
         seconds: predicted; None without a cost model. constants: where those of the cost model come from.
+        worst: predicted where one packed sequence holds all tokens; None unless that may be so.
         refusal: why it cannot run the call, None if it can.
         measured: seconds, where they were asked for. failure: why they could not be had.
     """
@@ -36,6 +40,7 @@ class Candidate:
     seconds: float | None
     refusal: Reason | None
     constants: str | None = None
+    worst: float | None = None
     measured: float | None = None
     failure: str | None = None
 
@@ -43,7 +48,12 @@ class Candidate:
         if self.refusal is not None:
             return self.refusal
         of = f" (constants {self.constants})" if self.constants else ""
-        said = ["can run; predicts no time" if self.seconds is None else f"can run; predicts {_time(self.seconds)}{of}"]
+        worst = "" if self.worst is None else f", {_time(self.worst)} at worst"
+        said = [
+            "can run; predicts no time"
+            if self.seconds is None
+            else f"can run; predicts {_time(self.seconds)}{worst}{of}"
+        ]
         if self.measured is not None:
             said.append(f"measured {_time(self.measured)}")
         if self.failure is not None:
@@ -139,22 +149,45 @@ def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Bac
         predicted: predict their times, without which there is no rank.
     """
     asked = [registry.get(name, f"{choice.source}: ") for name in choice.names] or registry.installed().values()
-    found = []
+    found, worst_case = [], _worst_case(call)
     for backend in asked:
-        refusal, prediction = backend.refusal(call), Prediction(None)
+        refusal, prediction, worst = backend.refusal(call), Prediction(None), None
         if refusal is None and not choice.names:  # an explicit request is tried again, and shows its own error
             refusal = _cannot_launch.get(_launch_class(backend, call))
         if refusal is None and predicted:
             prediction = predict(backend, call)
-        found.append((backend, Candidate(backend.name, prediction.seconds, refusal, prediction.source)))
+            worst = None if worst_case is None else predict(backend, worst_case).seconds
+        found.append((backend, Candidate(backend.name, prediction.seconds, refusal, prediction.source, worst)))
     found.sort(key=lambda pair: pair[1].refusal is not None)
-    return found if choice.names else sorted(found, key=lambda pair: _rank(*pair, call.op))
+    return found if choice.names else _ranked(found, call.op)
 
 
-def _rank(backend: Backend, candidate: Candidate, op: str) -> tuple:
-    seconds = candidate.seconds
-    unnamed = backend.can(op).devices is None
-    return (candidate.refusal is not None, seconds is None, seconds or 0.0, unnamed, backend.name)
+def _worst_case(call: OpCall) -> OpCall | None:
+    """The call where one packed sequence holds all tokens; None where lengths do not matter, or are bounded."""
+    if not call.variable_length or call.longest is not None:
+        return None
+    return dataclasses.replace(call, longest=call.dims["T"])
+
+
+def _ranked(found: list[tuple[Backend, Candidate]], op: str) -> list[tuple[Backend, Candidate]]:
+    """Backends that can run a call, those of least regret first, and then the others."""
+    seconds = [c.seconds for _, c in found if c.seconds is not None]
+    worst = [c.worst for _, c in found if c.worst is not None]
+
+    def rank(pair: tuple[Backend, Candidate]) -> tuple:
+        backend, c = pair
+        regret = max(_times(c.seconds, seconds), _times(c.worst, worst))
+        unnamed = backend.can(op).devices is None
+        return (c.refusal is not None, c.seconds is None, regret, c.seconds or 0.0, unnamed, backend.name)
+
+    return sorted(found, key=rank)
+
+
+def _times(seconds: float | None, all_seconds: Sequence[float]) -> float:
+    """How many times as long as the least of all; 1 where there is nothing to compare."""
+    if seconds is None or not min(all_seconds):
+        return 1.0
+    return seconds / min(all_seconds)
 
 
 def remember_launch_failure(backend: Backend, call: OpCall, error: Exception) -> None:
@@ -199,6 +232,8 @@ def _why(able: list[Candidate], choice: Choice) -> str:
     if len(able) == 1:
         return f"{winner}: the only backend that can run this"
     if able[0].seconds is not None:
+        if able[0].worst is not None:
+            return f"{winner}: the least regret over the lengths that may come; max_seqlen would bound them"
         return f"{winner}: the least predicted time"
     return f"{winner}: no backend predicts its time; one written for named devices comes first, then by name"
 

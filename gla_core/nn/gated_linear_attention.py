@@ -152,7 +152,12 @@ class GatedLinearAttention(nn.Module):
 
     @overload
     def forward(
-        self, x: Tensor, state: GLAState | None, output_final_state: Literal[True], cu_seqlens: Tensor | None = None
+        self,
+        x: Tensor,
+        state: GLAState | None,
+        output_final_state: Literal[True],
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> tuple[Tensor, GLAState]: ...
 
     @overload
@@ -163,6 +168,7 @@ class GatedLinearAttention(nn.Module):
         *,
         output_final_state: Literal[True],
         cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> tuple[Tensor, GLAState]: ...
 
     @overload
@@ -172,6 +178,7 @@ class GatedLinearAttention(nn.Module):
         state: GLAState | None = None,
         output_final_state: bool = False,
         cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> tuple[Tensor, GLAState | None]: ...
 
     def forward(
@@ -180,6 +187,7 @@ class GatedLinearAttention(nn.Module):
         state: GLAState | None = None,
         output_final_state: bool = False,
         cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> tuple[Tensor, GLAState | None]:
         """Read whole sequences: training and prefill. Differentiable, through the states too.
 
@@ -189,6 +197,7 @@ class GatedLinearAttention(nn.Module):
             output_final_state: also return the state after the last tokens.
             cu_seqlens: [N+1] int32 or int64 on x's device, B = 1: sequence i is rows cu_seqlens[i] to cu_seqlens[i+1].
                 Empty sequences are legal. Rows outside all sequences are padding: their y is 0. Without it N = B.
+            max_seqlen: tokens of the longest packed sequence, where they are known; see `chunk_gla`.
 
         Returns:
             y [B, T, hidden_size] as x (under torch.autocast, of its dtype), and the state (None unless asked for).
@@ -218,6 +227,7 @@ class GatedLinearAttention(nn.Module):
             output_final_state=output_final_state,
             cu_seqlens=cu_seqlens,
             backend=self.backend,
+            max_seqlen=max_seqlen,
         )
         return self._output(o, x), None if recurrent is None else GLAState(recurrent, conv)
 

@@ -5,6 +5,7 @@ Every message says which argument, what it was, what was expected.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -74,10 +75,13 @@ def gate_values(g: Tensor | None) -> None:
         raise ValueError(f"g has values up to {float(g.max())}; expected the log of a forget gate, at most 0")
 
 
-def offset_values(cu_seqlens: Tensor | None, T: int) -> None:
+def offset_values(cu_seqlens: Tensor | None, T: int, max_seqlen: int | None) -> None:
     """A check of GLA_CHECK=1: reads values. Rows of T behind the last offset belong to no sequence."""
     if cu_seqlens is None:
         return
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0 or offsets[-1] > T or offsets != sorted(offsets):
         raise ValueError(f"cu_seqlens is {offsets}; expected offsets that rise from 0 to at most T = {T}")
+    longest = max((end - start for start, end in itertools.pairwise(offsets)), default=0)
+    if max_seqlen is not None and longest > max_seqlen:
+        raise ValueError(f"max_seqlen is {max_seqlen}; the longest sequence of cu_seqlens has {longest} tokens")

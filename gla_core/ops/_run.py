@@ -31,8 +31,8 @@ _precision = torch._C._get_float32_matmul_precision
 _capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 _MOST_PLANS = 8192  # a server that sees every sequence length must not grow without end
-_Plan = tuple[Callable, Backend, OpCall, frozenset[int]]
-"""The function that computes a call, whose it is, the call, and the places of arguments that are copied for it."""
+_Plan = tuple[Callable, int, Backend, OpCall, frozenset[int]]
+"""What computes a call, how many arguments it takes, whose it is, the call, and which arguments are copied for it."""
 _plans: dict[Hashable, _Plan] = {}
 
 
@@ -67,13 +67,13 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
     except TypeError:  # an argument that cannot be hashed has a wrong type; the description says which
         known = None
     plan = known or _plan(spec, args, needs_grad, capturing, request)
-    function, chosen, call, copied = plan
+    function, number, chosen, call, copied = plan
     if copied:
         args = tuple(x.contiguous() if i in copied else x for i, x in enumerate(args))
     if spec.check_values is not None and environment().check_values and call.device.type != "meta":
         spec.check_values(*args)
     try:
-        found = function(*args)
+        found = function(*args[:number])
     except Exception as error:
         if request.choice(spec.name).names or not is_launch_failure(error):
             raise
@@ -97,7 +97,7 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
         select(backward_of(call, spec.backward), request)  # so that its absence is found before a launch
     chosen = select(call, request)
     copied = (i for i, x in enumerate(args) if isinstance(x, Tensor) and not has_contiguous_rows(x))
-    return chosen.ops[spec.name], chosen, call, frozenset(copied)
+    return chosen.ops[spec.name], len(spec.contract), chosen, call, frozenset(copied)
 
 
 def backward_of(call: OpCall, op: str) -> OpCall:

@@ -72,6 +72,7 @@ class Argument:
         default: stands for it where it is left out; of a tensor, None says that a call can be described without it.
         differentiable: whether autograd takes its gradient.
         in_call: of what is no tensor, whether `OpCall.scalars` holds it.
+        hint: of what is no tensor, whether it decides who runs a call and nothing else: backends do not receive it.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Argument:
     default: Any = _REQUIRED
     differentiable: bool = False
     in_call: bool = True
+    hint: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class OpSpec:
     Attributes:
         name: of the abstract op. public: of the public function that runs it.
         arguments: in the order of the contract; the first is a tensor, on whose device and dtype all others depend.
+            Hints come last.
         results: in order.
         sizes: the names in `OpCall.dims`, each with the one that it equals unless more is said, such as Hq with H.
         bind: binds sizes that no shape names, and raises ValueError or TypeError for values that do not fit together;
@@ -145,6 +148,11 @@ class OpSpec:
         return tuple(argument.name for argument in self.arguments)
 
     @functools.cached_property
+    def contract(self) -> tuple[str, ...]:
+        """Names of the arguments that a backend receives, in order: the first of all."""
+        return tuple(argument.name for argument in self.arguments if not argument.hint)
+
+    @functools.cached_property
     def differentiable(self) -> bool:
         """Whether autograd takes a gradient of any argument."""
         return any(argument.differentiable for argument in self.arguments)
@@ -152,7 +160,7 @@ class OpSpec:
     @functools.cached_property
     def scalars(self) -> dict[str, Any]:
         """The arguments that `OpCall.scalars` holds, with their defaults."""
-        return {a.name: a.default for a in self.arguments if a.dtype is None and a.in_call}
+        return {a.name: a.default for a in self.arguments if a.dtype is None and a.in_call and not a.hint}
 
     @functools.cached_property
     def _scale_at(self) -> int | None:
@@ -221,6 +229,7 @@ class OpSpec:
             gate_dtype=dtypes.get(GATE),
             state_dtype=dtypes.get(STATE) or dtypes.get(POOL),
             variable_length=OFFSETS in dtypes,
+            longest=given.get("max_seqlen") if OFFSETS in dtypes else None,
             indexed=INDICES in dtypes,
             scalars={name: given[name] for name in self.scalars},
             checkpoints=any(r.dtype is CHECKPOINTS and (r.when is None or r.when(given)) for r in self.results),
@@ -282,7 +291,7 @@ class OpSpec:
 
     def schema(self, arguments: int | None = None) -> str:
         """The schema of the torch op: so many arguments, needs_grad where there is a gradient, and the request."""
-        parts = [f"{argument.type} {argument.name}" for argument in self.arguments[:arguments]]
+        parts = [f"{a.type} {a.name}{'=None' if a.hint else ''}" for a in self.arguments[:arguments]]
         parts += ["bool needs_grad=False"] if self.differentiable else []
         results = ", ".join(["Tensor"] * len(self.results))
         results = results if len(self.results) == 1 else f"({results})"
@@ -349,6 +358,7 @@ def _check_written(result: Result, given: Mapping[str, Any]) -> None:
 _SCALARS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "float": (lambda x: isinstance(x, numbers.Real | torch.SymFloat | torch.SymInt), "a number"),
     "int": (lambda x: isinstance(x, int | torch.SymInt), "an integer"),
+    "SymInt": (lambda x: isinstance(x, int | torch.SymInt), "an integer"),
     "bool": (lambda x: isinstance(x, bool), "True or False"),
 }
 

@@ -42,24 +42,28 @@ def torch_op_of(
 
 def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
     """What runs an op as a torch op; `last` are its last arguments, where the torch op does not take them."""
-    number = len(spec.parameters) - len(last)
-    defaults = (False, "") if spec.differentiable else ("",)  # PyTorch leaves out what is the default
 
     def run(*args: Any) -> Any:
-        values = spec.prepared((*args[:number], *last))
-        rest = args[number:] + defaults[len(args) - number :]
-        found = run_op(spec, values, rest[0] is True, rest[-1])
+        values, (*needs_grad, backend) = _arguments(spec, args, last)
+        found = run_op(spec, spec.prepared(values), needs_grad == [True], backend)
         return tuple(found) if isinstance(found, list) else found
 
     return run
 
 
+def _arguments(spec: OpSpec, args: tuple, last: tuple) -> tuple[tuple, tuple]:
+    """The arguments of an op among those of its torch op, and the others: needs_grad if it has one, and the request."""
+    taken, hints = len(spec.contract) - len(last), len(spec.parameters) - len(spec.contract)
+    defaults = (None,) * hints + ((False, "") if spec.differentiable else ("",))  # which PyTorch leaves out
+    args += defaults[len(args) - taken :]
+    return (*args[:taken], *last, *args[taken : taken + hints]), args[taken + hints :]
+
+
 def faker(spec: OpSpec, *last: Any) -> Callable[..., Any]:
     """What stands for an op where tensors have no values; `last` as of `runner`."""
-    number = len(spec.parameters) - len(last)
 
     def fake(x: Tensor, *args: Any) -> Any:
-        values = (x, *args[: number - 1], *last)
+        values, _ = _arguments(spec, (x, *args), last)
         empty = [None if e is None else x.new_empty(e.shape, dtype=e.dtype) for e in spec.expected(*values)]
         return empty[0] if len(empty) == 1 else _without_none(x, empty)
 

@@ -84,6 +84,7 @@ def chunk_gla(
     backend: str | None = None,
     *,
     checkpoint_every: None = None,
+    max_seqlen: int | None = None,
 ) -> tuple[Tensor, None]: ...
 
 
@@ -100,6 +101,7 @@ def chunk_gla(
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
     checkpoint_every: None = None,
+    max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -116,6 +118,7 @@ def chunk_gla(
     backend: str | None = None,
     *,
     checkpoint_every: None = None,
+    max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -132,6 +135,7 @@ def chunk_gla(
     backend: str | None = None,
     *,
     checkpoint_every: int,
+    max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
@@ -147,6 +151,7 @@ def chunk_gla(
     backend: str | None = None,
     *,
     checkpoint_every: int | None = None,
+    max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Gated linear attention, differentiable in q, k, v, g and initial_state.
 
@@ -165,6 +170,8 @@ def chunk_gla(
             of them, is 0. Without it N = B.
         backend: a request such as "reference"; see `use_backend`.
         checkpoint_every: also return the states that enter every so many tokens of a sequence, a multiple of 64.
+        max_seqlen: tokens of the longest packed sequence, or a bound, where they are known: a hint by which `auto`
+            chooses. Lengths are on the device, so without it any may come.
 
     Returns:
         o [B, T, Hq, V] as v, and the final state [N, H, K, V] as initial_state (None unless asked for).
@@ -187,7 +194,7 @@ def chunk_gla(
     needs_grad = needs_gradient(q, k, v, g, initial_state)
     if not needs_grad and bypasses_torch(q):
         scale = scale_or_default(q, scale)
-        args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+        args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every, max_seqlen)
         found = run(FORWARD, args, False, backend)
     else:
         q, k, v, g = _autocast.tokens(q, k, v, g)
@@ -195,7 +202,7 @@ def chunk_gla(
         every = checkpoint_every
         if every is None and needs_grad and q.is_cuda:
             every = _interval_for_backward(backend)
-        args = (q, k, v, g, plain_number(scale), initial_state, output_final_state, cu_seqlens, every)
+        args = (q, k, v, g, plain_number(scale), initial_state, output_final_state, cu_seqlens, every, max_seqlen)
         o, state, checkpoints = _torch_fwd(*args, needs_grad, request_text(backend))
         found = o, state if output_final_state else None, checkpoints
     return found[:2] if checkpoint_every is None else found
@@ -223,6 +230,7 @@ _SEQUENCES = (
 )
 _OFFSETS = Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None)
 _INTERVAL = Argument("checkpoint_every", "int?", default=None)
+_LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
 
 
 def checkpoint_rows(sizes: Mapping[str, int], L: int, packed: bool) -> int:
@@ -233,7 +241,9 @@ def checkpoint_rows(sizes: Mapping[str, int], L: int, packed: bool) -> int:
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     """How many sequences and checkpoints there are."""
     sizes["N"] = sizes["B"]
-    packed, L = given["cu_seqlens"] is not None, given["checkpoint_every"]
+    packed, L, longest = given["cu_seqlens"] is not None, given["checkpoint_every"], given["max_seqlen"]
+    if longest is not None and longest < 0:
+        raise ValueError(f"max_seqlen is {longest}; expected the tokens of the longest sequence, or None")
     if packed:
         _checks.packed(sizes, of="q")
     if L is None:
@@ -255,10 +265,11 @@ def _check_values(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     checkpoint_every: int | None,
+    max_seqlen: int | None,
 ) -> None:
     _checks.no_nan(q=q, k=k, v=v, g=g, initial_state=initial_state)
     _checks.gate_values(g)
-    _checks.offset_values(cu_seqlens, q.shape[1])
+    _checks.offset_values(cu_seqlens, q.shape[1], max_seqlen)
 
 
 def _forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
@@ -276,7 +287,7 @@ def _backward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: An
 FORWARD = OpSpec(
     name="chunk_gla_fwd",
     public="chunk_gla",
-    arguments=(*_SEQUENCES, Argument("output_final_state", "bool", default=False), _OFFSETS, _INTERVAL),
+    arguments=(*_SEQUENCES, Argument("output_final_state", "bool", default=False), _OFFSETS, _INTERVAL, _LONGEST),
     results=(
         Result("o", "B T Hq V"),
         Result("final_state", "N H K V", STATE, when=lambda given: given["output_final_state"]),
@@ -298,6 +309,7 @@ BACKWARD = OpSpec(
         _INTERVAL,
         Argument("do", "Tensor", "B T Hq V", AS_INPUT, None),
         Argument("dstate", "Tensor?", "N H K V", STATE_GRADIENT, None),
+        _LONGEST,
     ),
     results=tuple(Result(f"d{name}", like=name) for name in ("q", "k", "v", "g", "initial_state")),
     sizes=_SIZES,
@@ -307,14 +319,14 @@ BACKWARD = OpSpec(
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every, _, backend = inputs
+    q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every, longest, _, backend = inputs
     checkpoints = None if checkpoint_every is None else output[2]
     if output[2] is not None:
         ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)  # the checkpoints' would be zeros as large as they are
     ctx.save_for_backward(q, k, v, g, initial_state, cu_seqlens, checkpoints)
     ctx.scale, ctx.backend, ctx.has_final_state = scale, backend, output_final_state
-    ctx.checkpoint_every = checkpoint_every
+    ctx.checkpoint_every, ctx.max_seqlen = checkpoint_every, longest
 
 
 def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: Any) -> tuple:
@@ -322,10 +334,10 @@ def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: Any) -> tup
     inputs = (q, k, v, g, ctx.scale, initial_state, cu_seqlens, checkpoints, ctx.checkpoint_every)
     do = v.new_zeros(*q.shape[:-1], v.shape[-1]) if do is None else do
     dfinal = dstate if ctx.has_final_state else None
-    dq, dk, dv, dg, dinitial = _torch_bwd(*inputs, do, dfinal, ctx.backend)
+    dq, dk, dv, dg, dinitial = _torch_bwd(*inputs, do, dfinal, ctx.max_seqlen, ctx.backend)
     dg = None if g is None else dg
     dinitial = None if initial_state is None else dinitial
-    return dq, dk, dv, dg, None, dinitial, None, None, None, None, None
+    return dq, dk, dv, dg, None, dinitial, None, None, None, None, None, None
 
 
 _torch_fwd = torch_op_of(FORWARD, _setup_context, _backward)

@@ -35,6 +35,8 @@ def linear_attention(
     output_final_state: Literal[False] = False,
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
+    *,
+    max_seqlen: int | None = None,
 ) -> tuple[Tensor, None]: ...
 
 
@@ -51,6 +53,7 @@ def linear_attention(
     output_final_state: Literal[True],
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
+    max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -66,6 +69,8 @@ def linear_attention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
+    *,
+    max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -80,11 +85,13 @@ def linear_attention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
+    *,
+    max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Causal linear attention, differentiable.
 
     Args:
-        q, k, v, cu_seqlens, backend: as in `chunk_gla`.
+        q, k, v, cu_seqlens, backend, max_seqlen: as in `chunk_gla`.
         feature_map: phi, applied to q and k; may change their width. None leaves them alone.
         normalize: divide by phi(q_t) z_t. Where that is 0 the result is not finite; phi > 0 keeps it from 0.
         scale: factor of the output; without effect when normalised.
@@ -104,11 +111,11 @@ def linear_attention(
     if feature_map is not None:
         q, k = feature_map(q), feature_map(k)
     if not normalize:
-        return chunk_gla(q, k, v, None, scale, initial_state, output_final_state, cu_seqlens, backend)
-    ones = v.new_ones(()).expand(*v.shape[:-1], 1)
-    o, state = chunk_gla(
-        q, k, torch.cat([v, ones], dim=-1), None, 1.0, initial_state, output_final_state, cu_seqlens, backend
-    )
+        states = (initial_state, output_final_state)
+        return chunk_gla(q, k, v, None, scale, *states, cu_seqlens, backend, max_seqlen=max_seqlen)
+    v = torch.cat([v, v.new_ones(()).expand(*v.shape[:-1], 1)], dim=-1)
+    states = (initial_state, output_final_state)
+    o, state = chunk_gla(q, k, v, None, 1.0, *states, cu_seqlens, backend, max_seqlen=max_seqlen)
     z = o[..., -1:]
     if cu_seqlens is not None:  # rows of no sequence stay 0
         tokens = torch.arange(q.shape[1], device=q.device)

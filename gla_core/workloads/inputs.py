@@ -208,7 +208,7 @@ def _dims(sizes: Mapping[str, Any]) -> dict[str, int]:
 
 
 def random_arguments(call: OpCall, seed: int = 0) -> tuple[Any, ...]:
-    """Random arguments of the sizes and dtypes of `call`, as a backend receives them; the same for the same seed.
+    """Random arguments of the sizes and dtypes of `call`, all of them in order; the same for the same seed.
 
     Gates are mild; packed sequences are of different lengths, half to one and a half times their mean.
     """
@@ -219,6 +219,8 @@ def random_arguments(call: OpCall, seed: int = 0) -> tuple[Any, ...]:
 
 def _random(argument: Argument, spec: OpSpec, call: OpCall, generator: torch.Generator) -> Any:
     rule = argument.dtype
+    if argument.hint:
+        return call.longest
     if rule is None:
         return call.scalars.get(argument.name, argument.default)
     if rule is OFFSETS:

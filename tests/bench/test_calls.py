@@ -40,6 +40,7 @@ def op_calls(draw):
         facts["state_dtype"] = draw(st.sampled_from([None, wide]))
     if "cu_seqlens" in spec.parameters and draw(st.booleans()):
         facts["variable_length"], sizes["B"], sizes["N"] = True, 1, draw(size)
+        facts["longest"] = draw(st.sampled_from([None, sizes["T"]]))
     if "checkpoint_every" in spec.parameters:
         scalars["checkpoint_every"] = draw(st.sampled_from([None, 64]))
         facts["checkpoints"] = spec.name == "chunk_gla_fwd" and scalars["checkpoint_every"] is not None
@@ -55,7 +56,7 @@ def described(call, arguments):
 def test_arguments_are_what_the_call_says(call):
     arguments = random_arguments(call)
     assert described(call, arguments) == call
-    assert len(arguments) == len(OP_PARAMETERS[call.op])
+    assert len(arguments) == len(ABSTRACT_OPS[call.op].parameters)
 
 
 @settings(max_examples=30, deadline=None)

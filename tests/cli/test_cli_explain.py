@@ -84,13 +84,14 @@ def test_json(run):
         "device": "cpu",
         "assumed": None,
         "variable_length": False,
+        "longest": None,
         "request": "reference",
         "source": "backend=",
         "winner": "reference",
         "fastest": None,
         "why": "reference: the one asked for, by backend=",
     }
-    assert candidate.keys() == {"name", "seconds", "refusal", "constants", "measured", "failure"}
+    assert candidate.keys() == {"name", "seconds", "worst", "refusal", "constants", "measured", "failure"}
     assert (candidate["name"], candidate["refusal"], candidate["measured"]) == ("reference", None, None)
 
 
@@ -191,6 +192,7 @@ def test_a_typo_is_found_without_cuda_too(run, without_cuda):
         (["online_softmax", "--shape", "1,2", "--query-heads", "4"], "--query-heads does not go with online_softmax"),
         (["chunk_gla_fwd", "--shape", "2,2,3,4,5", "--varlen", "4"], "expected B = 1 and not B = 2"),
         (["softmax_attention", "--shape", "1,2,3,4,5", "--varlen", "4"], "--varlen does not go with softmax_attention"),
+        (["chunk_gla_fwd", "--shape", "1,2,3,4,5", "--max-seqlen", "4"], "expected --varlen, and a length"),
         (["online_softmax", "--shape", "1,2", "--dtype", "float23"], "'float23'; did you mean 'float32'?"),
         (["online_softmax", "--shape", "1,2", "--device", "gpu"], "unknown device 'gpu'; expected auto, cpu, cuda"),
         (["online_softmax", "--shape", "1,2", "--backend", "refrence"], "'refrence'; did you mean 'reference'?"),

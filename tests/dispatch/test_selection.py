@@ -74,6 +74,63 @@ def test_the_order_of_registration_does_not_matter(spy, x):
             each.handle.unregister()
 
 
+# auto: packed sequences, whose lengths are not known
+
+
+def packed(T=1000, N=10, **given):
+    q = torch.zeros(1, T, 1, 4)
+    return gla.explain("chunk_gla_fwd", q, q, q, cu_seqlens=torch.arange(N + 1) * (T // N), **given)
+
+
+def seconds_of(uneven, even):
+    """Seconds where one sequence has all 1000 tokens, and where each of ten has no more than 150."""
+    return lambda call: even + (uneven - even) * max(0, (call.longest or 150) - 150) / 850
+
+
+def test_of_packed_sequences_the_least_regret_decides(spy):
+    spy("serial", cost=seconds_of(uneven=9.0, even=1.0))
+    spy("cut", cost=seconds_of(uneven=3.0, even=1.2))
+    found = packed()
+    assert found.winner == "cut"
+    assert [(c.seconds, c.worst) for c in found.candidates[:2]] == [(1.2, 3.0), (1.0, 9.0)]
+    assert "cut: the least regret" in str(found)
+    assert "predicts 1.00 s, 9.00 s at worst" in str(found)
+
+
+def test_a_small_risk_is_taken(spy):
+    spy("serial", cost=seconds_of(uneven=3.3, even=1.0))
+    spy("cut", cost=seconds_of(uneven=3.0, even=1.2))
+    assert packed().winner == "serial"
+
+
+def test_a_bound_of_the_lengths_ends_the_doubt(spy):
+    spy("serial", cost=seconds_of(uneven=9.0, even=1.0))
+    spy("cut", cost=seconds_of(uneven=3.0, even=1.2))
+    assert packed(max_seqlen=150).winner == "serial"
+    assert packed(max_seqlen=1000).winner == "cut"
+    found = packed(max_seqlen=150).candidates[0]
+    assert (found.seconds, found.worst) == (1.0, None)
+    assert packed(N=1).winner == "cut"  # as what is expected of one sequence is what it has
+    q = torch.zeros(1, 1000, 1, 4)
+    assert gla.explain("chunk_gla_fwd", q, q, q, max_seqlen=3).call.longest is None  # of no use where all are alike
+
+
+def test_forward_and_backward_are_given_the_bound(spy):
+    bounds = []
+
+    def cost(call):
+        bounds.append((call.op, call.longest))
+        return 1.0
+
+    spy("mine", cost=cost)
+    q, k, v = (torch.zeros(1, 30, 1, 4, requires_grad=True) for _ in range(3))
+    gla.chunk_gla(q, k, v, cu_seqlens=torch.tensor([0, 20, 30]), max_seqlen=20)[0].sum().backward()
+    assert set(bounds) == {("chunk_gla_fwd", 20), ("chunk_gla_bwd", 20)}
+
+
+# auto: nobody
+
+
 def test_auto_that_none_can_serve_is_an_error_with_every_refusal(spy, x, monkeypatch, own_backends):
     spy("gpu", devices=frozenset({"cuda"}))
     spy("half", dtypes=frozenset({torch.float16}))

@@ -71,6 +71,8 @@ BAD_CHUNK = [
     ({"cu_seqlens": torch.tensor([0, 6])}, ValueError, "cu_seqlens goes with B = 1; q has B = 2: pack the sequences"),
 ]
 BAD_PACKED = [
+    ({"max_seqlen": 2.5}, TypeError, "max_seqlen is float; expected an integer or None"),
+    ({"max_seqlen": -1}, ValueError, "max_seqlen is -1; expected the tokens of the longest sequence, or None"),
     ({"cu_seqlens": torch.tensor([0.0, 6.0])}, TypeError, "cu_seqlens is float32; expected int32 or int64"),
     ({"cu_seqlens": torch.tensor([[0, 6]])}, ValueError, "cu_seqlens has shape [1, 2]; expected [N+1]"),
     ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, ValueError, "cu_seqlens is empty; expected N+1 offsets"),
@@ -202,6 +204,11 @@ BAD_VALUES = [
     (gla.chunk_gla, packed_arguments(cu_seqlens=torch.tensor([0, 7])), "offsets that rise from 0 to at most T = 6"),
     (gla.chunk_gla, packed_arguments(cu_seqlens=torch.tensor([1, 6])), "offsets that rise from 0 to at most T = 6"),
     (gla.chunk_gla, packed_arguments(cu_seqlens=torch.tensor([0, 4, 3, 6])), "expected offsets that rise from 0"),
+    (
+        gla.chunk_gla,
+        packed_arguments(cu_seqlens=torch.tensor([0, 5, 6]), max_seqlen=4),
+        "max_seqlen is 4; the longest sequence of cu_seqlens has 5 tokens",
+    ),
     (gla.recurrent_gla_step, step_arguments(g=ones(2, 2, 4)), "g has values up to 1.0"),
     (
         gla.recurrent_gla_step,
@@ -220,7 +227,7 @@ def test_values_are_checked_on_request(function, arguments, message, check_value
         function(**arguments)
 
 
-@pytest.mark.parametrize(("function", "arguments", "message"), BAD_VALUES[:2] + BAD_VALUES[5:])
+@pytest.mark.parametrize(("function", "arguments", "message"), BAD_VALUES[:2] + BAD_VALUES[6:])
 def test_values_are_not_read_otherwise(function, arguments, message):
     function(**arguments)
 
@@ -246,7 +253,7 @@ def test_numbers_of_other_libraries_are_numbers(half):
 
 def test_good_values_pass_the_checks(check_values):
     gla.chunk_gla(**chunk_arguments())
-    gla.chunk_gla(**packed_arguments(cu_seqlens=torch.tensor([0, 0, 6])))
+    gla.chunk_gla(**packed_arguments(cu_seqlens=torch.tensor([0, 0, 6]), max_seqlen=6))
     gla.recurrent_gla_step(**step_arguments(state_indices=torch.tensor([-1, -1])))
     gla.softmax_attention(**attention_arguments())
     gla.online_softmax(torch.ones(3))

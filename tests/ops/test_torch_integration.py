@@ -59,7 +59,8 @@ def test_every_abstract_op_is_one_torch_op_with_the_parameters_of_the_contract()
     assert list(ABSTRACT_OPS) == list(OP_PARAMETERS)
     for name, parameters in OP_PARAMETERS.items():
         schema = [a.name for a in getattr(torch.ops.gla, name).default._schema.arguments]
-        assert [p for p in schema if p not in ("needs_grad", "backend")] == [p for p in parameters if p != "inplace"]
+        others = ("max_seqlen", "needs_grad", "backend")
+        assert [p for p in schema if p not in others] == [p for p in parameters if p != "inplace"]
 
 
 def compiled(function, dynamic, backend="aot_eager"):
@@ -145,6 +146,22 @@ def test_no_recompilation_for_a_backend_or_a_length():
                 function(x.q, x.k, x.v)
     assert len(compilations) == 1
     assert not [n for n in compilations[0].graph.nodes if n.op == "call_function" and "reference" in str(n.args)]
+
+
+def test_no_recompilation_for_each_bound_of_lengths():
+    compilations = []
+
+    def count(graph, example_inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    function = compiled(
+        lambda x, n: gla.chunk_gla(x.q, x.k, x.v, cu_seqlens=x.cu_seqlens, max_seqlen=n)[0], None, count
+    )
+    x = gla_inputs(lengths=(30, 40))
+    for longest in (40, 41, 50, 64, 70):
+        function(x, longest)
+    assert len(compilations) == 2  # for the first as a constant, then for any
 
 
 def test_a_compiled_graph_takes_the_backend_in_force_when_it_runs():

@@ -18,7 +18,6 @@
     state_step                 64 tokens in its second
     shared                     blocks with tile_step that share a multiprocessor at no cost to each other
     ragged                     a packed sequence's incomplete chunk
-    uneven                     tokens of the longest of packed sequences over their mean
     build_step                 64 tokens in states_sm90.py
     build_start, build         before a block's first step in states.py; a step of it as a part of one of the outputs'
     scan_step                  a segment in scan.py
@@ -56,11 +55,11 @@ class BlockTime(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What sequences are cut into: how many segments, tokens of an average one, and times that of the longest."""
+    """What sequences are cut into: how many segments, tokens of an average one and of the longest."""
 
     number: float
     mean: float
-    longest: float = 1
+    longest: float
 
 
 def one_pass(call: OpCall, c: Constants) -> float:
@@ -74,7 +73,7 @@ def segments(call: OpCall, c: Constants) -> float:
     if plan.segments is None:
         return _whole_sequences(call, plan.outputs, c)
     block, length = _block_time(call, plan.outputs, c), plan.segments.length
-    outputs = kernel_seconds(call, block, cut(call, length, c), moved_bytes(call), c)
+    outputs = kernel_seconds(call, block, cut(call, length), moved_bytes(call), c)
     if plan.segments.states.kernel is Kernel.STATES_SM90:
         block = BlockTime(plan.segments.states.C, plan.segments.states.BV, c["hopper_start"], c["build_step"])
     else:
@@ -86,7 +85,7 @@ def segments(call: OpCall, c: Constants) -> float:
 
 def _whole_sequences(call: OpCall, kernel: KernelPlan, c: Constants) -> float:
     """Seconds of a call whose outputs are computed by `kernel` alone; the one for wide heads is two."""
-    device = kernel_seconds(call, _block_time(call, kernel, c), whole(call, c), moved_bytes(call), c)
+    device = kernel_seconds(call, _block_time(call, kernel, c), whole(call), moved_bytes(call), c)
     if kernel.kernel is not Kernel.FORWARD_SM90_WIDE:
         return in_all(call, device, host_seconds(1, c))
     B, T, H, K = (call.dims[name] for name in ("B", "T", "H", "K"))
@@ -123,20 +122,26 @@ def planned(plan: Callable[[OpCall, Gpu, bool], Plan], call: OpCall, c: Constant
     return plan(call, gpu_of_constants(c), _aligned(call))
 
 
-def whole(call: OpCall, c: Constants) -> Cut:
+def whole(call: OpCall) -> Cut:
     """Sequences that stay whole."""
-    B, T, N = (call.dims[name] for name in ("B", "T", "N"))
-    return Cut(N, B * T / max(N, 1), c["uneven"])
+    T, N = call.dims["T"], max(call.dims["N"], 1)
+    return Cut(N, T / N, _longest(call)) if call.variable_length else Cut(N, T, T)
 
 
-def cut(call: OpCall, length: int, c: Constants) -> Cut:
+def cut(call: OpCall, length: int) -> Cut:
     """Sequences that are cut into segments of `length` tokens."""
     T, N = max(call.dims["T"], 1), call.dims["N"]
     if not call.variable_length:
-        return Cut(N * math.ceil(T / length), length)
+        return Cut(N * math.ceil(T / length), length, length)
     # Of a packed sequence the last segment is short, and half as long as the others where sequences are long.
     number = max(N, T / length + N / 2)
-    return Cut(number, T / number, max(1, min(c["uneven"], length * number / T)))
+    return Cut(number, T / number, min(length, _longest(call)))
+
+
+def _longest(call: OpCall) -> float:
+    """Tokens of the longest of packed sequences; where nothing is said of it, it has half as many again as the mean."""
+    T, N = call.dims["T"], max(call.dims["N"], 1)
+    return min(T, 1.5 * T / N) if call.longest is None else max(min(T, call.longest), T / N)
 
 
 def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c: Constants) -> float:
@@ -144,12 +149,15 @@ def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c
     H, K, V = (call.dims[name] for name in ("H", "K", "V"))
     blocks = segments.number * H * math.ceil(K / block.keys) * math.ceil(V / block.columns)
     if call.variable_length:  # unequal blocks, in no order: all multiprocessors are busy until the last blocks run
-        seconds = block.start + c["ragged"] + segments.mean / block.tokens * block.step
-        waves = max(segments.longest, (blocks / c["multiprocessors"] + segments.longest / 2) / block.shared)
+        mean, longest = (
+            block.start + c["ragged"] + tokens / block.tokens * block.step
+            for tokens in (segments.mean, segments.longest)
+        )
+        seconds = max(longest, (blocks / c["multiprocessors"] * mean + longest / 2) / block.shared)
     else:
-        seconds = block.start + math.ceil(segments.mean / block.tokens) * block.step
         waves = max(1.0, math.ceil(blocks / c["multiprocessors"]) / block.shared)
-    return c["launch"] + max(waves * seconds, size / c["bandwidth"])
+        seconds = waves * (block.start + math.ceil(segments.mean / block.tokens) * block.step)
+    return c["launch"] + max(seconds, size / c["bandwidth"])
 
 
 def states_seconds(
@@ -161,10 +169,10 @@ def states_seconds(
         heads: of the tokens that are met. moved: bytes that a number of a state is on its ways to memory and back.
     """
     B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
-    number = cut(call, length, c).number
+    number = cut(call, length).number
     built = max(0, T / length - N / 2) if call.variable_length else number - N  # segments with another one after them
     read = B * T * (heads * (K + V) * call.dtype.itemsize + H * K * _gate_itemsize(call))
-    build = kernel_seconds(call, block, Cut(built, length), read, c) if built else c["launch"]
+    build = kernel_seconds(call, block, Cut(built, length, length), read, c) if built else c["launch"]
     scan = c["launch"] + number / max(N, 1) * c["scan_step"] + moved * number * H * K * V / c["bandwidth"]
     return build, scan
 

@@ -18,7 +18,6 @@ cost.py says how a kernel that goes through segments is priced. Constants, in se
     build_start, build         before a block's first step in states.py; 64 tokens of a head with bfloat16 products
     scan_step                  a segment in scan.py
     ragged                     a packed sequence's incomplete chunk
-    uneven                     tokens of the longest of packed sequences over their mean
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> list[float]:
     found = _found(call, plan.gradients)
     written = sum(x.numbers * (4 * x.parts if x.parts > 1 else x.itemsize) for x in found)
     size = moved_bytes(call) + checkpoint_bytes(call, CHUNK) + written
-    through = whole(call, c) if plan.leaving is None else cut(call, plan.leaving.length, c)
+    through = whole(call) if plan.leaving is None else cut(call, plan.leaving.length)
     through = through._replace(number=through.number * _heads_apart(call, plan.gradients))
     if plan.gradients.kernel is Kernel.BACKWARD_SM90_WIDE:
         gradients = _wide_seconds(call, plan.gradients, through, size, c)
@@ -127,7 +126,7 @@ def _wide_seconds(call: OpCall, kernel: GradientPlan, through: Cut, size: float,
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
     keys = math.ceil(K / 64)
     step = keys * (c["wide_keys"] + c["wide_tile"] * math.ceil(V / 64))
-    through = cut(call, CHUNK, c)
+    through = cut(call, CHUNK)
     through = through._replace(number=through.number * heads)
     return states + kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), through, size + P, c)
 
