@@ -1,8 +1,9 @@
 """Run every kernel of a backend once, in each of its configurations, on small inputs, for a checker to watch:
 
-    python tests/every_kernel.py BACKEND [general_chunks] [hopper_chunks] [steps] [softmaxes] [attentions] [backwards]
+    python tests/every_kernel.py BACKEND [general_chunks] [hopper_chunks] [steps] [softmaxes] [attentions] [backwards] [I/N]
     compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused
     compute-sanitizer --tool racecheck python tests/every_kernel.py triton_fused general_chunks steps softmaxes
+    compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused backwards 0/8    one of 8 processes
 
 Run it by itself first: it compiles then, undisturbed.
 """
@@ -22,6 +23,8 @@ from gla_triton_kernels.runtime import replay
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BEST_KERNEL, FITS_SM90 = plan.best_kernel, plan_backward.fits_sm90
+SHARE = [0, 1]
+"""This process takes the first of so many shares of the calls of chunk_gla."""
 WIDTHS = ((16, 16), (64, 64), (128, 128), (256, 128), (512, 64))
 
 
@@ -57,7 +60,9 @@ def chunks() -> None:
 
 def chunk_calls() -> Iterator[GlaInputs]:
     """Every width, dtype and kind of gate; packed and grouped at the widths that models have."""
-    for (K, V), gates, dtype in itertools.product(WIDTHS, ("mild", "-inf", "none"), DTYPES):
+    first, step = SHARE
+    combinations = itertools.product(WIDTHS, ("mild", "-inf", "none"), DTYPES)
+    for (K, V), gates, dtype in itertools.islice(combinations, first, None, step):
         sizes = {"K": K, "V": V, "gates": gates, "dtype": dtype, "device": "cuda", "initial_state": True}
         yield gla_inputs(B=1, T=70, H=2, gate_dtype=torch.float32, **sizes)
         if K in (128, 256):
@@ -124,6 +129,8 @@ PARTS = {run.__name__: run for run in (general_chunks, hopper_chunks, steps, sof
 
 if __name__ == "__main__":
     backend, *names = sys.argv[1:]
+    if names and "/" in names[-1]:
+        SHARE[:] = map(int, names.pop().split("/"))
     plan.segment_length = plan_backward.segment_length = lambda *sizes: 64  # or so few tokens would stay one segment
     with gla.use_backend(backend):
         for precision in ("highest", "high"):
