@@ -1,9 +1,9 @@
 """Run every kernel of a backend once, in each of its configurations, on small inputs, for a checker to watch:
 
-    python tests/every_kernel.py BACKEND [general_chunks] [hopper_chunks] [steps] [softmaxes] [attentions] [backwards] [I/N]
+    python tests/every_kernel.py BACKEND [general_chunks] [hopper_chunks] [steps] [softmaxes] [attentions] [backwards]
     compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused
     compute-sanitizer --tool racecheck python tests/every_kernel.py triton_fused general_chunks steps softmaxes
-    compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused backwards 0/8    one of 8 processes
+    compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused backwards 0/8  # one of 8 processes
 
 Run it by itself first: it compiles then, undisturbed.
 """
