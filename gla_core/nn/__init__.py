@@ -1,5 +1,7 @@
 """Layers over the ops, for training and decoding."""
 
-from gla_core.nn.gated_linear_attention import GatedLinearAttention, GLAState
+from gla_core.nn.gated_linear_attention import GatedLinearAttention
+from gla_core.nn.hgrn2 import HGRN2
+from gla_core.nn.recurrence import GLAState
 
-__all__ = ["GLAState", "GatedLinearAttention"]
+__all__ = ["HGRN2", "GLAState", "GatedLinearAttention"]

@@ -2,8 +2,8 @@
 
     q = x W_q        k = x W_k        v = x W_v              each, if asked for, through a short convolution and silu
     g = log sigma(x W_1 W_2 + b) / normalizer                the log of the forget gate, of low rank
-    o = chunk_gla(q, k, v, g)                                per head
-    y = (rms_norm(o) * silu(x W_g)) W_o
+    o = chunk_gla(phi(q), phi(k), v, g)                      per head, with a feature map phi if asked for
+    y = (rms_norm(o) * f(x W_g)) W_o                         with f = silu
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635). The
 parameters have the names and shapes of those of flash-linear-attention's layer, so weights move between the two.
@@ -11,8 +11,7 @@ parameters have the names and shapes of those of flash-linear-attention's layer,
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -20,28 +19,14 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from gla_core.dispatch import request
+from gla_core.nn import recurrence
 from gla_core.nn._typed_call import as_typed
+from gla_core.nn.activations import Activation, activation
+from gla_core.nn.recurrence import Convolve, GLAState, at_least_float32, check_mode, check_positive, head_width
 from gla_core.nn.rms_norm import RMSNormGated
-from gla_core.nn.short_convolution import ShortConvolution, packing
-from gla_core.ops import _checks
-from gla_core.ops.chunk_gla import chunk_gla
-from gla_core.ops.recurrent_gla_step import recurrent_gla_step
+from gla_core.nn.short_convolution import ShortConvolution
 
-
-class GLAState(NamedTuple):
-    """What a `GatedLinearAttention` remembers of N sequences.
-
-    Attributes:
-        recurrent: [N, H, K, V] float32 (float64 with float64), the state of each key/value head.
-        conv: the last conv_size - 1 inputs of the convolutions of q, k and v, each [N, conv_size - 1, width]; None
-            for a layer without convolutions.
-    """
-
-    recurrent: Tensor
-    conv: tuple[Tensor, Tensor, Tensor] | None = None
-
-
-torch.serialization.add_safe_globals([GLAState])  # so that torch.load reads it with weights_only=True, its default
+NORM_NAMES = ("g_norm", "g_norm_swish_gate")
 
 
 class GatedLinearAttention(nn.Module):
@@ -54,10 +39,12 @@ class GatedLinearAttention(nn.Module):
         num_heads: number of query heads.
         num_kv_heads: number of key/value heads, a divisor of num_heads, which is the default. Query head i reads
             key/value head i // (num_heads // num_kv_heads).
+        feature_map: phi, by name (see `activations`) or as a function of the queries or keys [..., K] of heads.
         use_short_conv: send q, k and v through a causal convolution over the last conv_size tokens, and silu.
         conv_size: tokens that an output of the convolution sees.
         conv_bias: give the convolutions a bias.
-        use_output_gate: multiply the normed output by silu(x W_g).
+        use_output_gate: multiply the normed output by gate_fn(x W_g).
+        gate_fn: f, by name or as a function.
         elementwise_affine: give the norm a weight.
         norm_eps: added to the mean square in the norm.
         gate_logit_normalizer: divides the log of the forget gate; the greater, the slower the decay.
@@ -65,9 +52,13 @@ class GatedLinearAttention(nn.Module):
         clamp_min: least value of the log gate after that division, at most 0; None for no bound.
         backend: a request handed to every op, such as "reference"; see `gla_core.use_backend`.
         device, dtype: of the parameters, as in torch's own modules.
+        fuse_norm: names the norm's weight as flash-linear-attention does: `g_norm_swish_gate` where it is True, there
+            is an output gate and gate_fn is "swish", else `g_norm`. A checkpoint is read under either name.
+        mode: "chunk", "fused_chunk" or "fused_recurrent", as configurations say; all compute the same.
+        layer_idx: the number of the layer in its model, kept for who asks.
 
     Raises:
-        ValueError: sizes that do not fit together.
+        ValueError: sizes that do not fit together, a name that is not known.
         ValueError, UnknownOpError, UnknownBackendError: `backend` cannot be read or met.
 
     Example:
@@ -83,10 +74,12 @@ class GatedLinearAttention(nn.Module):
         expand_v: float = 1.0,
         num_heads: int = 4,
         num_kv_heads: int | None = None,
+        feature_map: str | Activation | None = None,
         use_short_conv: bool = False,
         conv_size: int = 4,
         conv_bias: bool = False,
         use_output_gate: bool = True,
+        gate_fn: str | Activation = "swish",
         elementwise_affine: bool = True,
         norm_eps: float = 1e-5,
         gate_logit_normalizer: float = 16,
@@ -95,10 +88,14 @@ class GatedLinearAttention(nn.Module):
         backend: str | None = None,
         device: Device = None,
         dtype: torch.dtype | None = None,
+        *,
+        fuse_norm: bool = True,
+        mode: str = "chunk",
+        layer_idx: int | None = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_positive(
+        check_positive(
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -111,16 +108,18 @@ class GatedLinearAttention(nn.Module):
             raise ValueError(f"gate_logit_normalizer is {gate_logit_normalizer}; expected a number above 0")
         if clamp_min is not None and not clamp_min <= 0:
             raise ValueError(f"clamp_min is {clamp_min}; expected at most 0: it bounds the log of a forget gate")
+        check_mode(mode)
         if backend is not None:
             request.check(backend, "backend=")
 
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
-        self.head_k_dim = _head_width("expand_k", expand_k, hidden_size, num_heads)
-        self.head_v_dim = _head_width("expand_v", expand_v, hidden_size, num_heads)
+        self.head_k_dim = head_width("expand_k", expand_k, hidden_size, num_heads)
+        self.head_v_dim = head_width("expand_v", expand_v, hidden_size, num_heads)
         self.use_short_conv, self.conv_size = use_short_conv, conv_size
         self.use_output_gate = use_output_gate
+        self.feature_map = None if feature_map is None else activation("feature_map", feature_map)
         self.gate_logit_normalizer, self.clamp_min = gate_logit_normalizer, clamp_min
-        self.backend = backend
+        self.backend, self.mode, self.layer_idx = backend, mode, layer_idx
 
         key_dim, value_dim = num_heads * self.head_k_dim, num_heads * self.head_v_dim
         kv_key_dim, kv_value_dim = num_kv_heads * self.head_k_dim, num_kv_heads * self.head_v_dim
@@ -136,12 +135,12 @@ class GatedLinearAttention(nn.Module):
             nn.Linear(hidden_size, gate_low_rank_dim, bias=False, **where),
             nn.Linear(gate_low_rank_dim, kv_key_dim, **where),
         )
-        norm = RMSNormGated(self.head_v_dim, norm_eps, elementwise_affine, **where)
         if use_output_gate:
             self.g_proj = nn.Linear(hidden_size, value_dim, bias=False, **where)
-            self.g_norm_swish_gate = norm
-        else:
-            self.g_norm = norm
+        fused = use_output_gate and gate_fn == "swish" and fuse_norm
+        self._norm_name = "g_norm_swish_gate" if fused else "g_norm"
+        self.add_module(self._norm_name, RMSNormGated(self.head_v_dim, norm_eps, elementwise_affine, gate_fn, **where))
+        self.register_load_state_dict_pre_hook(_read_norm_under_either_name)
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False, **where)
 
     def reset_parameters(self) -> None:
@@ -158,6 +157,7 @@ class GatedLinearAttention(nn.Module):
         output_final_state: Literal[True],
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, GLAState]: ...
 
     @overload
@@ -169,6 +169,7 @@ class GatedLinearAttention(nn.Module):
         output_final_state: Literal[True],
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, GLAState]: ...
 
     @overload
@@ -179,6 +180,7 @@ class GatedLinearAttention(nn.Module):
         output_final_state: bool = False,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, GLAState | None]: ...
 
     def forward(
@@ -188,6 +190,7 @@ class GatedLinearAttention(nn.Module):
         output_final_state: bool = False,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, GLAState | None]:
         """Read whole sequences: training and prefill. Differentiable, through the states too.
 
@@ -198,38 +201,21 @@ class GatedLinearAttention(nn.Module):
             cu_seqlens: [N+1] int32 or int64 on x's device, B = 1: sequence i is rows cu_seqlens[i] to cu_seqlens[i+1].
                 Empty sequences are legal. Rows outside all sequences are padding: their y is 0. Without it N = B.
             max_seqlen: tokens of the longest packed sequence, where they are known; see `chunk_gla`.
+            attention_mask: [B, T] or with more columns, of which the last T count: 0 where x is padding, which may be
+                in front, behind or between the tokens of a sequence. Its y is 0, and it leaves no trace in the state.
 
         Returns:
             y [B, T, hidden_size] as x (under torch.autocast, of its dtype), and the state (None unless asked for).
 
         Raises:
-            ValueError, TypeError: an argument of a wrong shape or dtype.
+            ValueError, TypeError: an argument of a wrong shape or dtype; both cu_seqlens and attention_mask.
             NoBackendError, UnknownBackendError: nobody can serve the request in `backend`.
         """
-        dims: dict[str, Any] = {"hidden_size": self.hidden_size}
-        _checks.tensor("x", x, "B T hidden_size", dims)
-        dims["N"] = dims["B"]
-        if cu_seqlens is not None:  # here and not only in the op, for the convolutions come before it
-            _checks.tensor("cu_seqlens", cu_seqlens, "N+1", dims)
-            _checks.dtype("cu_seqlens", cu_seqlens, _checks.INTEGERS)
-            _checks.packed(dims, of="x")
-        if state is not None:
-            self._check_state(state, dims["N"])
-        q, k, v, g, conv = self._op_inputs(x, None if state is None else state.conv, cu_seqlens)
-        # Half precision, which FSDP2's mixed precision makes of every input, is widened.
-        initial = None if state is None else state.recurrent.to(_at_least_float32(state.recurrent))
-        o, recurrent = chunk_gla(
-            q,
-            k,
-            v,
-            g,
-            initial_state=initial,
-            output_final_state=output_final_state,
-            cu_seqlens=cu_seqlens,
-            backend=self.backend,
-            max_seqlen=max_seqlen,
+        o, x, padded, after = recurrence.read_sequences(
+            self, self.op_inputs, x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask
         )
-        return self._output(o, x), None if recurrent is None else GLAState(recurrent, conv)
+        y = self._output(o, x)
+        return y if padded is None else padded.back(y), after
 
     if TYPE_CHECKING:
 
@@ -237,28 +223,28 @@ class GatedLinearAttention(nn.Module):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     @torch.no_grad()
-    def step(self, x: Tensor, state: GLAState) -> tuple[Tensor, GLAState]:
+    def step(
+        self, x: Tensor, state: GLAState, inplace: bool = False, state_indices: Tensor | None = None
+    ) -> tuple[Tensor, GLAState]:
         """Read one token of each sequence: decoding. Runs under torch.no_grad(), as its op has no backward.
 
         Under FSDP2 call `torch.distributed.fsdp.register_fsdp_forward_method(layer, "step")` first.
 
         Args:
             x: [B, hidden_size], as in `forward`.
-            state: of the B sequences, from `forward`, `step` or `initial_state`.
+            state: of the B sequences, from `forward`, `step` or `initial_state`; with `state_indices` a pool of states.
+            inplace: write the new states into `state` instead of returning new tensors.
+            state_indices: [B] int32 or int64, the row of the pool that each row of the batch reads and writes, no two
+                alike. A row with a negative index is skipped: its y is 0.
 
         Returns:
-            y [B, hidden_size] as in `forward`, and the new state; the state given is left alone.
+            y [B, hidden_size] as in `forward`, and the new state; the one given if `inplace`, which else is left alone.
 
         Raises:
             As `forward`.
         """
-        dims: dict[str, Any] = {"hidden_size": self.hidden_size}
-        _checks.tensor("x", x, "B hidden_size", dims)
-        self._check_state(state, dims["B"])
-        q, k, v, g, conv = self._op_inputs(x[:, None], state.conv)
-        q, k, v, g = (t[:, 0] for t in (q, k, v, g))
-        o, recurrent = recurrent_gla_step(q, k, v, g, state.recurrent, backend=self.backend)
-        return self._output(o, x), GLAState(recurrent, conv)
+        o, after = recurrence.read_tokens(self, self.op_inputs, x, state, inplace, state_indices)
+        return self._output(o, x), after
 
     def initial_state(self, batch_size: int, device: Device = None) -> GLAState:
         """The state before the first token of `batch_size` sequences: zeros.
@@ -267,86 +253,42 @@ class GatedLinearAttention(nn.Module):
             batch_size: N.
             device: where x will be; by default the device of the layer's first floating-point parameter.
         """
-        like = next((p for p in self.parameters() if p.dtype in _checks.FLOATS), torch.empty(0))
-        device = like.device if device is None else device
-        recurrent = torch.zeros(batch_size, *self._state_shape(), device=device, dtype=_checks.wide(like.dtype))
-        if not self.use_short_conv:
-            return GLAState(recurrent)
-        widths = (convolution.width for convolution in self._convolutions())
-        q, k, v = (torch.zeros(batch_size, self.conv_size - 1, w, device=device, dtype=like.dtype) for w in widths)
-        return GLAState(recurrent, (q, k, v))
+        return recurrence.initial_state(self, batch_size, device)
 
-    def _op_inputs(
-        self, x: Tensor, conv: tuple[Tensor, Tensor, Tensor] | None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-        """From x [B, T, hidden_size] to q [B, T, Hq, K], k and g [B, T, H, K], v [B, T, H, V], and the new `conv`."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        if self.use_short_conv:
-            places = None if cu_seqlens is None else packing(cu_seqlens, x.shape[1], self.conv_size)
-            before_q, before_k, before_v = (None, None, None) if conv is None else conv
-            q, after_q = self.q_conv1d(q, before_q, places)
-            k, after_k = self.k_conv1d(k, before_k, places)
-            v, after_v = self.v_conv1d(v, before_v, places)
-            conv = (after_q, after_k, after_v)
-        g = self._log_gate(x)
-        key_heads, value_heads = (self.num_kv_heads, self.head_k_dim), (self.num_kv_heads, self.head_v_dim)
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """H, K and V: sizes of the recurrent state of a sequence."""
+        return self.num_kv_heads, self.head_k_dim, self.head_v_dim
+
+    @property
+    def convolutions(self) -> tuple[ShortConvolution, ...]:
+        """Those of q, k and v; none without use_short_conv."""
+        return (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.use_short_conv else ()
+
+    def op_inputs(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """From x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
+        q, k, v = convolve(self.q_proj(x), self.k_proj(x), self.v_proj(x))
         q = q.unflatten(-1, (self.num_heads, self.head_k_dim))
-        return q, k.unflatten(-1, key_heads), v.unflatten(-1, value_heads), g.unflatten(-1, key_heads), conv
+        k, g = (y.unflatten(-1, (self.num_kv_heads, self.head_k_dim)) for y in (k, self._log_gate(x)))
+        if self.feature_map is not None:
+            q, k = self.feature_map(q), self.feature_map(k)
+        return q, k, v.unflatten(-1, (self.num_kv_heads, self.head_v_dim)), g
 
     def _log_gate(self, x: Tensor) -> Tensor:
         """The log of the forget gate, in float32 (float64 with float64): half precision loses what is near 0."""
         logits = self.gk_proj(x)
-        logits = logits.to(_at_least_float32(logits))
+        logits = logits.to(at_least_float32(logits))
         g = F.logsigmoid(logits) / self.gate_logit_normalizer
         return g if self.clamp_min is None else g.clamp(min=self.clamp_min)
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         """From o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size]."""
-        if self.use_output_gate:
-            gate = self.g_proj(x).unflatten(-1, (self.num_heads, self.head_v_dim))
-            o = self.g_norm_swish_gate(o, gate)
-        else:
-            o = self.g_norm(o)
-        return self.o_proj(o.flatten(-2))
-
-    def _convolutions(self) -> tuple[ShortConvolution, ShortConvolution, ShortConvolution]:
-        return self.q_conv1d, self.k_conv1d, self.v_conv1d
-
-    def _state_shape(self) -> tuple[int, int, int]:
-        return self.num_kv_heads, self.head_k_dim, self.head_v_dim
-
-    def _check_state(self, state: GLAState, N: int) -> None:
-        if not isinstance(state, GLAState):
-            raise TypeError(f"state is {type(state).__name__}; expected a GLAState, as this layer returns")
-        dims = dict(zip("NHKV", (N, *self._state_shape()), strict=True))
-        _checks.tensor("state.recurrent", state.recurrent, "N H K V", dims)
-        if (state.conv is not None) != self.use_short_conv:
-            has, expected = ("none", "some") if self.use_short_conv else ("some", "none")
-            raise ValueError(
-                f"state.conv holds {has} of the convolutions' inputs; expected {expected}, as use_short_conv is "
-                f"{self.use_short_conv}: pass a state of this layer"
-            )
-        if state.conv is not None:
-            for name, convolution, inputs in zip("qkv", self._convolutions(), state.conv, strict=True):
-                dims = {"N": N, "conv_size-1": self.conv_size - 1, "width": convolution.width}
-                _checks.tensor(f"state.conv of {name}", inputs, "N conv_size-1 width", dims)
+        gate = self.g_proj(x).unflatten(-1, (self.num_heads, self.head_v_dim)) if self.use_output_gate else None
+        return self.o_proj(getattr(self, self._norm_name)(o, gate).flatten(-2))
 
 
-def _at_least_float32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} is {size!r}; expected a whole number, at least 1")
-
-
-def _head_width(name: str, expand: float, hidden_size: int, num_heads: int) -> int:
-    """hidden_size * expand / num_heads."""
-    total = hidden_size * expand
-    if not math.isfinite(total) or round(total) < 1 or not math.isclose(total, round(total)):
-        raise ValueError(f"hidden_size * {name} is {total}; expected a whole number, at least 1")
-    if round(total) % num_heads != 0:
-        raise ValueError(f"hidden_size * {name} is {round(total)}; expected a multiple of num_heads = {num_heads}")
-    return round(total) // num_heads
+def _read_norm_under_either_name(layer: GatedLinearAttention, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    own = f"{prefix}{layer._norm_name}.weight"
+    for name in NORM_NAMES:
+        if own not in state_dict and f"{prefix}{name}.weight" in state_dict:
+            state_dict[own] = state_dict.pop(f"{prefix}{name}.weight")

@@ -1,4 +1,4 @@
-"""RMS norm of each head with an optional swish gate: y = weight * x / sqrt(mean(x^2) + eps) * silu(gate).
+"""RMS norm of each head with an optional gate: y = weight * x / sqrt(mean(x^2) + eps) * f(gate).
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
 """
@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from gla_core.nn._typed_call import as_typed
+from gla_core.nn.activations import Activation, activation
 
 
 class RMSNormGated(nn.Module):
-    """RMS norm over the last dimension, times silu(gate) where a gate is given.
+    """RMS norm over the last dimension, times f(gate) where a gate is given.
 
     Args:
         width: size of the last dimension.
         eps: added to the mean square.
         elementwise_affine: whether there is a `weight` [width].
+        gate_fn: f, by name or as a function; see `activations`.
         device, dtype: of the weight, as in torch's own modules.
 
     Example:
@@ -36,11 +38,13 @@ class RMSNormGated(nn.Module):
         width: int,
         eps: float = 1e-5,
         elementwise_affine: bool = True,
+        gate_fn: str | Activation = "swish",
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.width, self.eps = width, eps
+        self.gate_fn = activation("gate_fn", gate_fn)
         weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if elementwise_affine else None
         self.register_parameter("weight", weight)
         self.reset_parameters()
@@ -56,7 +60,7 @@ class RMSNormGated(nn.Module):
         weight = None if self.weight is None else self.weight.to(dtype)
         y = F.rms_norm(x.to(dtype), (self.width,), weight, self.eps)
         if gate is not None:
-            y = y * F.silu(gate.to(dtype))
+            y = y * self.gate_fn(gate.to(dtype))
         return y.to(x.dtype)
 
     if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A causal convolution of each channel over the last W tokens, then silu: y_t = silu(bias + sum_i w_i x_{t-W+1+i}).
+"""A causal convolution of each channel over the last W tokens: y_t = f(bias + sum_i w_i x_{t-W+1+i}), with f = silu.
 
 What precedes a sequence is its history: the W - 1 inputs before its first token, zeros if there were none. In a packed
 batch every sequence is given room for its history in front of it,
@@ -15,11 +15,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
 from gla_core.nn._typed_call import as_typed
+from gla_core.nn.activations import Activation
+from gla_core.nn.activations import activation as activation_of
 
 
 class Packing(NamedTuple):
@@ -49,13 +50,22 @@ def packing(cu_seqlens: Tensor, T: int, W: int) -> Packing:
     return Packing(tokens + (begun + 1) * room, offsets[:-1, None] + rooms, offsets[1:, None] + rooms)
 
 
+def _last(rows: Tensor, room: int, lengths: Tensor | None) -> Tensor:
+    """The last inputs [B, room, D] among rows [B, room + T, D], of which the first room + lengths [B] are inputs."""
+    if lengths is None:
+        return rows[:, rows.shape[1] - room :].clone()  # a view would keep all rows alive
+    places = lengths[:, None] + torch.arange(room, device=rows.device)  # [B, room]
+    return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[2]))
+
+
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution and silu.
+    """Causal depthwise convolution, then an activation.
 
     Args:
         width: number of channels D.
         kernel_size: tokens W that an output sees.
         bias: whether there is a `bias` [D] beside the `weight` [D, 1, W] (laid out as in `nn.Conv1d`).
+        activation: by name or as a function, see `activations`; None for none.
         device, dtype: of the parameters, as in torch's own modules.
 
     Example:
@@ -71,11 +81,13 @@ class ShortConvolution(nn.Module):
         width: int,
         kernel_size: int,
         bias: bool = False,
+        activation: str | Activation | None = "silu",
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.width, self.kernel_size = width, kernel_size
+        self.activation = None if activation is None else activation_of("activation", activation)
         self.weight = nn.Parameter(torch.empty(width, 1, kernel_size, device=device, dtype=dtype))
         self.register_parameter("bias", nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if bias else None)
         self.reset_parameters()
@@ -86,7 +98,11 @@ class ShortConvolution(nn.Module):
             nn.init.uniform_(parameter, -(self.kernel_size**-0.5), self.kernel_size**-0.5)
 
     def forward(
-        self, x: Tensor, history: Tensor | None = None, packing: Packing | None = None
+        self,
+        x: Tensor,
+        history: Tensor | None = None,
+        packing: Packing | None = None,
+        lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Convolve.
 
@@ -94,6 +110,7 @@ class ShortConvolution(nn.Module):
             x: [B, T, D].
             history: [N, W - 1, D], the inputs before x, N = B unless packed. Zeros by default.
             packing: where the rows of a packed x go (B = 1); see `packing`.
+            lengths: [B], how many rows of x are tokens, the first ones; all by default. The new history ends with them.
 
         Returns:
             y [B, T, D], computed in float32 (float64 with float64), and the new history [N, W - 1, D]; both as x.
@@ -103,7 +120,7 @@ class ShortConvolution(nn.Module):
         history = x.new_zeros(N, room, self.width) if history is None else history.to(x.dtype)
         if packing is None:
             rows = torch.cat([history, x], dim=1)
-            return self._convolve(rows), rows[:, x.shape[1] :].clone()  # a view would keep all rows alive
+            return self._convolve(rows), _last(rows, room, lengths)
         order = torch.cat([packing.histories.flatten(), packing.tokens])
         rows = torch.cat([history.flatten(0, 1), x[0]])
         rows = rows.new_zeros(room + rows.shape[0], self.width).index_copy(0, order, rows)  # [T + (N + 1) (W - 1), D]
@@ -123,7 +140,7 @@ class ShortConvolution(nn.Module):
         y = wide.new_zeros(()) if self.bias is None else self.bias.to(dtype)
         for i, weight in enumerate(self.weight.to(dtype).unbind(-1)):  # weight [D, 1], of the input W-1-i tokens back
             y = torch.addcmul(y, wide[:, i : i + n], weight[:, 0])
-        return F.silu(y).to(rows.dtype)
+        return (y if self.activation is None else self.activation(y)).to(rows.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.width}, kernel_size={self.kernel_size}, bias={self.bias is not None}"

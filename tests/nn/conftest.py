@@ -19,6 +19,9 @@ LAYERS = {
     "conv_bias": {"use_short_conv": True, "conv_bias": True, "conv_size": 3},
     "conv_of_one": {"use_short_conv": True, "conv_size": 1},
     "not_affine": {"elementwise_affine": False, "norm_eps": 0.1},
+    "feature_map": {"feature_map": "sqrelu", "use_short_conv": True},
+    "gelu_gate": {"gate_fn": "gelu", "num_heads": 4, "num_kv_heads": 2},
+    "not_fused": {"fuse_norm": False, "mode": "fused_chunk", "layer_idx": 3},
     "other_gate": {"gate_logit_normalizer": 0.5, "clamp_min": -1.0, "expand_k": 1.0, "expand_v": 2.0},
 }
 

@@ -30,15 +30,18 @@ def evaluate(layer: GatedLinearAttention, options: dict, x: Tensor) -> Tensor:
     q, k, v, g = (
         t.unflatten(-1, (n, t.shape[-1] // n)) for t, n in ((q, heads), (k, kv_heads), (v, kv_heads), (g, kv_heads))
     )
+    if options.get("feature_map"):
+        q, k = (F.relu(t) ** 2 for t in (q, k))
     o, _ = oracle.chunk_gla(q, k, v, g)
     gated = options.get("use_output_gate", True)
     o = o / torch.sqrt((o**2).mean(-1, keepdim=True) + options.get("norm_eps", 1e-5))
     if options.get("elementwise_affine", True):
-        o = o * p["g_norm_swish_gate.weight" if gated else "g_norm.weight"]
+        fused = gated and options.get("fuse_norm", True) and "gate_fn" not in options
+        o = o * p["g_norm_swish_gate.weight" if fused else "g_norm.weight"]
     o = o.flatten(-2)
     if gated:
         gate = x @ p["g_proj.weight"].T
-        o = o * gate / (1 + torch.exp(-gate))
+        o = o * (F.gelu(gate, approximate="tanh") if "gate_fn" in options else gate / (1 + torch.exp(-gate)))
     return o @ p["o_proj.weight"].T
 
 
@@ -177,7 +180,7 @@ def test_log_gate_is_float32_in_bfloat16(make_layer: Callable) -> None:
     with torch.no_grad():
         layer.gk_proj[1].weight.zero_()
         layer.gk_proj[1].bias.fill_(8.0)
-    g = layer._op_inputs(torch.randn(1, 3, 16, dtype=torch.bfloat16), None)[3]
+    g = layer.op_inputs(torch.randn(1, 3, 16, dtype=torch.bfloat16), lambda *projections: projections)[3]
     torch.testing.assert_close(g, torch.full((1, 3, 2, 4), -3.3540637289566e-4 / 16), rtol=1e-5, atol=0)
 
 

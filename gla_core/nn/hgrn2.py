@@ -1,0 +1,208 @@
+"""The HGRN2 layer: gated linear attention whose keys are what its gates forget. For an input x:
+
+    q = silu(x W_q)        f = x W_f        v = x W_i        each, if asked for, through a short convolution first
+    alpha = c + (1 - c) sigmoid(f)                           the forget gate, with a lower bound c if there is one
+    o = chunk_gla(q, 1 - alpha, v, log alpha)                per head
+    y = rms_norm(o) W_o                                      over all heads
+
+Source: Qin et al., "HGRN2: Gated Linear RNNs with State Expansion" (arXiv 2404.07904). The parameters have the names
+and shapes of those of flash-linear-attention's layer, so weights move between the two.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.types import Device
+
+from gla_core.dispatch import request
+from gla_core.nn import recurrence
+from gla_core.nn._typed_call import as_typed
+from gla_core.nn.recurrence import Convolve, GLAState, at_least_float32, check_mode, check_positive
+from gla_core.nn.rms_norm import RMSNormGated
+from gla_core.nn.short_convolution import ShortConvolution
+
+
+class HGRN2(nn.Module):
+    """HGRN2 as a layer: [B, T, hidden_size] to [B, T, hidden_size].
+
+    Args:
+        hidden_size: width of the input and the output, and of the values of all heads together.
+        num_heads: by default hidden_size / expand_ratio.
+        expand_ratio: key width of a head; by default 128, or hidden_size / num_heads where that is given.
+        use_short_conv: send q, f and v through a causal convolution over the last conv_size tokens.
+        conv_size: tokens that an output of the convolution sees.
+        conv_bias: give the convolutions a bias.
+        elementwise_affine: give the norm a weight.
+        norm_eps: added to the mean square in the norm. flash-linear-attention 0.6.0 takes 1e-5 whatever its own says.
+        backend: a request handed to every op, such as "reference"; see `gla_core.use_backend`.
+        device, dtype: of the parameters, as in torch's own modules.
+        mode, layer_idx: as of `GatedLinearAttention`.
+
+    Raises:
+        ValueError: sizes that do not fit together, a mode that is not known.
+        ValueError, UnknownOpError, UnknownBackendError: `backend` cannot be read or met.
+
+    Example:
+        >>> layer = gla.nn.HGRN2(hidden_size=256, expand_ratio=64)
+        >>> y, state = layer(torch.randn(2, 100, 256), output_final_state=True)
+        >>> y1, state = layer.step(torch.randn(2, 256), state)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 1024,
+        num_heads: int | None = None,
+        expand_ratio: int | None = None,
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        elementwise_affine: bool = True,
+        norm_eps: float = 1e-5,
+        backend: str | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        mode: str = "chunk",
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        if expand_ratio is None:
+            expand_ratio = 128 if num_heads is None else hidden_size // num_heads
+        num_heads = hidden_size // expand_ratio if num_heads is None else num_heads
+        check_positive(hidden_size=hidden_size, num_heads=num_heads, expand_ratio=expand_ratio, conv_size=conv_size)
+        if hidden_size % num_heads != 0:
+            raise ValueError(f"hidden_size is {hidden_size}; expected a multiple of num_heads = {num_heads}")
+        check_mode(mode)
+        if backend is not None:
+            request.check(backend, "backend=")
+        self.hidden_size, self.num_heads, self.expand_ratio = hidden_size, num_heads, expand_ratio
+        self.use_short_conv, self.conv_size = use_short_conv, conv_size
+        self.backend, self.mode, self.layer_idx = backend, mode, layer_idx
+
+        forget_dim = num_heads * expand_ratio
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, forget_dim, bias=False, **where)
+        self.f_proj = nn.Linear(hidden_size, forget_dim, bias=False, **where)
+        self.i_proj = nn.Linear(hidden_size, hidden_size, bias=False, **where)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(forget_dim, conv_size, conv_bias, None, **where)
+            self.f_conv1d = ShortConvolution(forget_dim, conv_size, conv_bias, None, **where)
+            self.i_conv1d = ShortConvolution(hidden_size, conv_size, conv_bias, None, **where)
+        self.g_norm = RMSNormGated(hidden_size, norm_eps, elementwise_affine, **where)
+        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False, **where)
+
+    def reset_parameters(self) -> None:
+        """Set every parameter as the constructor does, such as after `to_empty`."""
+        for module in self.modules():
+            if module is not self and callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: GLAState | None = None,
+        *,
+        output_final_state: Literal[True],
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
+        lower_bound: Tensor | None = None,
+    ) -> tuple[Tensor, GLAState]: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: GLAState | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
+        lower_bound: Tensor | None = None,
+    ) -> tuple[Tensor, GLAState | None]: ...
+
+    def forward(
+        self,
+        x: Tensor,
+        state: GLAState | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
+        lower_bound: Tensor | None = None,
+    ) -> tuple[Tensor, GLAState | None]:
+        """Read whole sequences: training and prefill. Differentiable, through the states and the bound too.
+
+        Args:
+            lower_bound: c, [num_heads * expand_ratio] or of one number, from 0 to below 1; 0 by default.
+
+        All else is as of `GatedLinearAttention.forward`.
+        """
+        op_inputs = functools.partial(self.op_inputs, lower_bound=lower_bound)
+        o, x, padded, after = recurrence.read_sequences(
+            self, op_inputs, x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask
+        )
+        y = self._output(o)
+        return y if padded is None else padded.back(y), after
+
+    if TYPE_CHECKING:
+
+        @as_typed(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    @torch.no_grad()
+    def step(
+        self,
+        x: Tensor,
+        state: GLAState,
+        inplace: bool = False,
+        state_indices: Tensor | None = None,
+        lower_bound: Tensor | None = None,
+    ) -> tuple[Tensor, GLAState]:
+        """Read one token of each sequence: decoding. As of `GatedLinearAttention.step`, with the bound of `forward`."""
+        op_inputs = functools.partial(self.op_inputs, lower_bound=lower_bound)
+        o, after = recurrence.read_tokens(self, op_inputs, x, state, inplace, state_indices)
+        return self._output(o), after
+
+    def initial_state(self, batch_size: int, device: Device = None) -> GLAState:
+        """The state before the first token of `batch_size` sequences: zeros, on the layer's device by default."""
+        return recurrence.initial_state(self, batch_size, device)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """H, K and V: sizes of the recurrent state of a sequence."""
+        return self.num_heads, self.expand_ratio, self.hidden_size // self.num_heads
+
+    @property
+    def convolutions(self) -> tuple[ShortConvolution, ...]:
+        """Those of q, f and v; none without use_short_conv."""
+        return (self.q_conv1d, self.f_conv1d, self.i_conv1d) if self.use_short_conv else ()
+
+    def op_inputs(
+        self, x: Tensor, convolve: Convolve, lower_bound: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """From x [B, T, hidden_size] to q, k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
+        q, f, v = convolve(self.q_proj(x), self.f_proj(x), self.i_proj(x))
+        g = _log_gate(f, lower_bound)
+        q, k, g = (y.unflatten(-1, (self.num_heads, self.expand_ratio)) for y in (F.silu(q), -g.expm1().to(v.dtype), g))
+        return q, k, v.unflatten(-1, (self.num_heads, -1)), g
+
+    def _output(self, o: Tensor) -> Tensor:
+        """From o [..., H, V] to y [..., hidden_size]."""
+        return self.o_proj(self.g_norm(o.flatten(-2)))
+
+
+def _log_gate(f: Tensor, lower_bound: Tensor | None) -> Tensor:
+    """The log of the forget gate, in float32 (float64 with float64): half precision loses what is near 0."""
+    g = F.logsigmoid(f.to(at_least_float32(f)))
+    if lower_bound is None:
+        return g
+    c = lower_bound.to(g.dtype)
+    least = torch.finfo(g.dtype).tiny  # the log of a bound of 0 has no gradient
+    return torch.logaddexp(c.clamp(min=least).log(), torch.log1p(-c) + g)

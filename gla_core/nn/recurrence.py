@@ -1,0 +1,273 @@
+"""What layers over the ops have in common: how they read sequences and tokens, and the state they carry between them.
+
+Such a layer makes q, k, v and g of x. Three of its projections go through short convolutions, if it has any; it
+receives a function for that, for what precedes a token is in the state, and where sequences begin is known here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.types import Device
+
+from gla_core.dispatch.errors import nearest
+from gla_core.nn.padding import Padding, padding
+from gla_core.nn.short_convolution import Packing, ShortConvolution, packing
+from gla_core.ops import _checks
+from gla_core.ops.chunk_gla import chunk_gla
+from gla_core.ops.recurrent_gla_step import recurrent_gla_step
+
+MODES = ("chunk", "fused_chunk", "fused_recurrent")
+"""What flash-linear-attention's configurations say of how to compute."""
+
+Histories = tuple[Tensor, Tensor, Tensor]
+"""The last inputs of a layer's three convolutions, each [N, conv_size - 1, width]."""
+Convolve = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""Sends three projections [B, T, width] of x through the convolutions of a layer, or leaves them alone."""
+OpInputs = Callable[[Tensor, Convolve], tuple[Tensor, Tensor, Tensor, Tensor]]
+"""From x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
+
+
+class GLAState(NamedTuple):
+    """What a layer remembers of N sequences.
+
+    Attributes:
+        recurrent: [N, H, K, V] float32 (float64 with float64), the state of each key/value head.
+        conv: the last conv_size - 1 inputs of the three convolutions, of q, k and v or what stands in their place,
+            each [N, conv_size - 1, width]; None for a layer without convolutions.
+    """
+
+    recurrent: Tensor
+    conv: Histories | None = None
+
+
+torch.serialization.add_safe_globals([GLAState])  # so that torch.load reads it with weights_only=True, its default
+
+
+class RecurrentLayer(Protocol):
+    """What is asked of a layer.
+
+    Attributes:
+        state_shape: H, K and V. convolutions: of its three projections; none if it has no convolutions.
+    """
+
+    hidden_size: int
+    conv_size: int
+    backend: str | None
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]: ...
+
+    @property
+    def convolutions(self) -> tuple[ShortConvolution, ...]: ...
+
+    def parameters(self) -> Iterable[Tensor]: ...
+
+
+def read_sequences(
+    layer: RecurrentLayer,
+    op_inputs: OpInputs,
+    x: Tensor,
+    state: GLAState | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    attention_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Padding | None, GLAState | None]:
+    """The op's o [B, T, Hq, V] for x, x with its tokens in front, what brings them back, and the state after them.
+
+    The other arguments are those of `GatedLinearAttention.forward`.
+    """
+    dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
+    _checks.tensor("x", x, "B T hidden_size", dims)
+    dims["N"] = dims["B"]
+    if cu_seqlens is not None:  # here and not only in the op, for the convolutions come before it
+        _checks.tensor("cu_seqlens", cu_seqlens, "N+1", dims)
+        _checks.dtype("cu_seqlens", cu_seqlens, _checks.INTEGERS)
+        _checks.packed(dims, of="x")
+    if state is not None:
+        _check_state(layer, state, dims["N"])
+    padded = None
+    if attention_mask is not None:
+        _check_mask(attention_mask, cu_seqlens, dims)
+        padded = padding(attention_mask, dims["T"])
+        x = padded.front(x)
+    places = None if cu_seqlens is None or not layer.convolutions else packing(cu_seqlens, dims["T"], layer.conv_size)
+    convolve = _Convolved(layer, None if state is None else state.conv, places, padded and padded.lengths)
+    q, k, v, g = op_inputs(x, convolve)
+    if padded is not None:  # what comes behind the tokens changes no state
+        k, g = padded.zeroed(k), padded.zeroed(g)
+    # Half precision, which FSDP2's mixed precision makes of every input, is widened.
+    initial = None if state is None else state.recurrent.to(at_least_float32(state.recurrent))
+    o, recurrent = chunk_gla(
+        q,
+        k,
+        v,
+        g,
+        initial_state=initial,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        backend=layer.backend,
+        max_seqlen=max_seqlen,
+    )
+    return o, x, padded, None if recurrent is None else GLAState(recurrent, convolve.after)
+
+
+def read_tokens(
+    layer: RecurrentLayer,
+    op_inputs: OpInputs,
+    x: Tensor,
+    state: GLAState,
+    inplace: bool,
+    state_indices: Tensor | None,
+) -> tuple[Tensor, GLAState]:
+    """The op's o [B, Hq, V] for one token of each sequence, x [B, hidden_size], and the state after it.
+
+    The other arguments are those of `GatedLinearAttention.step`.
+    """
+    dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
+    _checks.tensor("x", x, "B hidden_size", dims)
+    if state_indices is not None:  # here and not only in the op, for the convolutions come before it
+        _checks.tensor("state_indices", state_indices, "B", dims)
+        _checks.dtype("state_indices", state_indices, _checks.INTEGERS)
+    _check_state(layer, state, dims["B"] if state_indices is None else None)
+    convolve = _Convolved(layer, _rows(state.conv, state_indices))
+    q, k, v, g = (t[:, 0] for t in op_inputs(x[:, None], convolve))
+    o, recurrent = recurrent_gla_step(
+        q, k, v, g, state.recurrent, state_indices=state_indices, inplace=inplace, backend=layer.backend
+    )
+    conv = _with_rows(state.conv, convolve.after, state_indices, inplace)
+    return o, state if inplace else GLAState(recurrent, conv)
+
+
+def initial_state(layer: RecurrentLayer, batch_size: int, device: Device) -> GLAState:
+    """The state before the first token of sequences: zeros, on the device of the layer by default."""
+    like = next((p for p in layer.parameters() if p.dtype in _checks.FLOATS), torch.empty(0))
+    device = like.device if device is None else device
+    recurrent = torch.zeros(batch_size, *layer.state_shape, device=device, dtype=_checks.wide(like.dtype))
+    if not layer.convolutions:
+        return GLAState(recurrent)
+    widths = (convolution.width for convolution in layer.convolutions)
+    a, b, c = (torch.zeros(batch_size, layer.conv_size - 1, w, device=device, dtype=like.dtype) for w in widths)
+    return GLAState(recurrent, (a, b, c))
+
+
+class _Convolved:
+    """Sends projections through a layer's convolutions; `after` then holds the histories for what comes next."""
+
+    after: Histories | None = None
+
+    def __init__(
+        self,
+        layer: RecurrentLayer,
+        before: Histories | None,
+        places: Packing | None = None,
+        lengths: Tensor | None = None,
+    ) -> None:
+        self.convolutions, self.before = layer.convolutions, before
+        self.places, self.lengths = places, lengths
+
+    def __call__(self, *projections: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, b, c = projections
+        if self.convolutions:
+            before = (None, None, None) if self.before is None else self.before
+            (a, to_a), (b, to_b), (c, to_c) = (
+                convolution(y, history, self.places, self.lengths)
+                for convolution, y, history in zip(self.convolutions, projections, before, strict=True)
+            )
+            self.after = (to_a, to_b, to_c)
+        return a, b, c
+
+
+def _check_mask(mask: Tensor, cu_seqlens: Tensor | None, dims: dict[str, Any]) -> None:
+    if cu_seqlens is not None:
+        raise ValueError("both cu_seqlens and attention_mask are given; packed sequences need no mask")
+    _checks.tensor("attention_mask", mask, "B columns", dims)
+    if dims["columns"] < dims["T"]:
+        raise ValueError(f"attention_mask has {dims['columns']} columns; expected one for each of {dims['T']} tokens")
+
+
+def _check_state(layer: RecurrentLayer, state: GLAState, N: int | None) -> None:
+    """Check a state of N sequences, or of as many as it has."""
+    if not isinstance(state, GLAState):
+        raise TypeError(f"state is {type(state).__name__}; expected a GLAState, as this layer returns")
+    dims = dict(zip("HKV", layer.state_shape, strict=True)) | ({} if N is None else {"N": N})
+    _checks.tensor("state.recurrent", state.recurrent, "N H K V", dims)
+    if (state.conv is not None) != bool(layer.convolutions):
+        has, expected = ("none", "some") if layer.convolutions else ("some", "none")
+        raise ValueError(
+            f"state.conv holds {has} of the convolutions' inputs; expected {expected}, as use_short_conv is "
+            f"{bool(layer.convolutions)}: pass a state of this layer"
+        )
+    for name, convolution, inputs in zip("qkv", layer.convolutions, state.conv or (), strict=False):
+        sizes = {"N": dims["N"], "conv_size-1": layer.conv_size - 1, "width": convolution.width}
+        _checks.tensor(f"state.conv of {name}", inputs, "N conv_size-1 width", sizes)
+
+
+# ---- rows of a pool
+
+
+def _rows(pool: Histories | None, indices: Tensor | None) -> Histories | None:
+    """The rows of a pool that these indices name; any row for those that are negative."""
+    if pool is None or indices is None:
+        return pool
+    a, b, c = (rows.index_select(0, indices.clamp(min=0)) for rows in pool)
+    return a, b, c
+
+
+def _with_rows(
+    pool: Histories | None, new: Histories | None, indices: Tensor | None, inplace: bool
+) -> Histories | None:
+    """The pool with new rows where these indices say, but for those that are negative."""
+    if pool is None or new is None or (indices is None and not inplace):
+        return new
+    a, b, c = (_written(rows if inplace else rows.clone(), to, indices) for rows, to in zip(pool, new, strict=True))
+    return a, b, c
+
+
+def _written(rows: Tensor, new: Tensor, indices: Tensor | None) -> Tensor:
+    """Write new [B, ...] into rows [P, ...], where these indices [B] say if there are any."""
+    if indices is None:
+        return rows.copy_(new)
+    if not len(indices):
+        return rows
+    # A row that is skipped writes what the first one that is not writes, or what stands in row 0 if all are.
+    skipped, new = indices < 0, new.to(rows.dtype)
+    first = skipped.to(torch.uint8).argmin()
+    places = torch.where(skipped, indices[first].clamp(min=0), indices)
+    instead = torch.where(skipped[first], rows[places[first]], new[first])
+    return rows.index_copy_(0, places.long(), torch.where(skipped[:, None, None], instead, new))
+
+
+# ---- of constructors
+
+
+def check_mode(mode: str) -> None:
+    """Raise ValueError unless a configuration may say so."""
+    if mode not in MODES:
+        raise ValueError(f"unknown mode {mode!r}{nearest(mode, MODES)} (there are {', '.join(MODES)})")
+
+
+def at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def check_positive(**sizes: int) -> None:
+    """Raise ValueError unless these are whole numbers, at least 1."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is {size!r}; expected a whole number, at least 1")
+
+
+def head_width(name: str, expand: float, hidden_size: int, num_heads: int) -> int:
+    """hidden_size * expand / num_heads, which has to be a whole number."""
+    total = hidden_size * expand
+    if not math.isfinite(total) or round(total) < 1 or not math.isclose(total, round(total)):
+        raise ValueError(f"hidden_size * {name} is {total}; expected a whole number, at least 1")
+    if round(total) % num_heads != 0:
+        raise ValueError(f"hidden_size * {name} is {round(total)}; expected a multiple of num_heads = {num_heads}")
+    return round(total) // num_heads
