@@ -1,0 +1,1 @@
+"""What eases the way from other libraries; nothing of theirs is imported."""

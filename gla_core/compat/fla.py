@@ -1,0 +1,71 @@
+"""States of flash-linear-attention's layers, and back: what its cache holds of one layer.
+
+    here                                    there
+    recurrent   [N, H, K, V]                recurrent_state   [N, Hq, V, K], a key/value head once for each query head
+    conv        [N, W - 1, D] three times   conv_state        [N, D, W] three times, the oldest input never read again
+
+Source: `GatedLinearAttention`, `HGRN2Attention` and `ShortConvolution` of flash-linear-attention 0.6.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gla_core.nn.recurrence import GLAState
+from gla_core.ops import _checks
+
+
+def state_from_fla(entry: Mapping[str, Any], groups: int = 1) -> GLAState:
+    """The state of a layer here, from the entry of flash-linear-attention's cache for its layer there.
+
+    Args:
+        entry: "recurrent_state" [N, Hq, V, K], and "conv_state", three of [N, D, W], or None where there are none.
+        groups: query heads of a key/value head: num_heads / num_kv_heads.
+
+    Returns:
+        Fresh, contiguous tensors; the recurrent state in float32 (float64 with float64).
+
+    Raises:
+        ValueError, TypeError: no such entry, or one whose heads are no multiple of `groups`.
+
+    Example:
+        >>> state = state_from_fla(past_key_values[0])
+        >>> y, state = layer.step(x, state)
+    """
+    recurrent = entry.get("recurrent_state")
+    if recurrent is None:
+        raise ValueError("the entry has no 'recurrent_state'; expected what the cache holds of a layer that has run")
+    sizes: dict[str, Any] = {}
+    _checks.tensor("recurrent_state", recurrent, "N Hq V K", sizes)
+    if groups < 1 or sizes["Hq"] % groups != 0:
+        raise ValueError(f"recurrent_state has {sizes['Hq']} heads; expected a multiple of groups = {groups}")
+    recurrent = recurrent[:, ::groups].mT.to(_checks.wide(recurrent.dtype), copy=True)
+    conv = entry.get("conv_state")
+    if conv is None:
+        return GLAState(recurrent.contiguous())
+    q, k, v = (x[..., 1:].mT.clone(memory_format=torch.contiguous_format) for x in conv)
+    return GLAState(recurrent.contiguous(), (q, k, v))
+
+
+def state_to_fla(state: GLAState, groups: int = 1) -> dict[str, Any]:
+    """The entry of flash-linear-attention's cache for a layer, from the state of the same layer here.
+
+    Args:
+        state: from `forward` or `step`. groups: as of `state_from_fla`.
+
+    Returns:
+        "recurrent_state" and "conv_state", fresh and contiguous, as keyword arguments of its `Cache.update`.
+
+    Example:
+        >>> past_key_values.update(layer_idx=0, offset=100, **state_to_fla(state))
+    """
+    recurrent = state.recurrent.repeat_interleave(groups, 1).mT.contiguous()
+    conv: tuple[Tensor, ...] | None = None
+    if state.conv is not None:
+        conv = tuple(F.pad(x.mT, (1, 0)) for x in state.conv)
+    return {"recurrent_state": recurrent, "conv_state": conv}
