@@ -42,32 +42,41 @@ def torch_op_of(
 
 def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
     """What runs an op as a torch op; `last` are its last arguments, where the torch op does not take them."""
+    arguments = _arguments(spec, last)
 
     def run(*args: Any) -> Any:
-        values, (*needs_grad, backend) = _arguments(spec, args, last)
-        found = run_op(spec, spec.prepared(values), needs_grad == [True], backend)
+        values, needs_grad, backend = arguments(args)
+        found = run_op(spec, spec.prepared(values), needs_grad, backend)
         return tuple(found) if isinstance(found, list) else found
 
     return run
 
 
-def _arguments(spec: OpSpec, args: tuple, last: tuple) -> tuple[tuple, tuple]:
-    """The arguments of an op among those of its torch op, and the others: needs_grad if it has one, and the request."""
-    taken, hints = len(spec.contract) - len(last), len(spec.parameters) - len(spec.contract)
-    defaults = (None,) * hints + ((False, "") if spec.differentiable else ("",))  # which PyTorch leaves out
-    args += defaults[len(args) - taken :]
-    return (*args[:taken], *last, *args[taken : taken + hints]), args[taken + hints :]
-
-
 def faker(spec: OpSpec, *last: Any) -> Callable[..., Any]:
     """What stands for an op where tensors have no values; `last` as of `runner`."""
+    arguments = _arguments(spec, last)
 
     def fake(x: Tensor, *args: Any) -> Any:
-        values, _ = _arguments(spec, (x, *args), last)
+        values, _, _ = arguments((x, *args))
         empty = [None if e is None else x.new_empty(e.shape, dtype=e.dtype) for e in spec.expected(*values)]
         return empty[0] if len(empty) == 1 else _without_none(x, empty)
 
     return fake
+
+
+def _arguments(spec: OpSpec, last: tuple) -> Callable[[tuple], tuple[tuple, bool, str]]:
+    """Takes the arguments of a torch op apart: those of the op, needs_grad, and the request."""
+    taken, given = len(spec.contract) - len(last), len(spec.parameters) - len(last)
+    defaults = (None,) * (given - taken) + ((False, "") if spec.differentiable else ("",))
+    full, differentiable = taken + len(defaults), spec.differentiable
+
+    def apart(args: tuple) -> tuple[tuple, bool, str]:
+        if len(args) < full:  # PyTorch leaves out defaults
+            args += defaults[len(args) - full :]
+        values = (*args[:taken], *last, *args[taken:given]) if last else args[:given]
+        return values, differentiable and args[given] is True, args[-1]
+
+    return apart
 
 
 def _without_none(x: Tensor, results: Any) -> Any:
