@@ -212,17 +212,17 @@ def _check_state(layer: RecurrentLayer, state: GLAState, N: int | None) -> None:
 
 
 def _rows(pool: Histories | None, indices: Tensor | None) -> Histories | None:
-    """The rows of a pool that these indices name; any row for those that are negative."""
+    """The rows of a pool that these indices name; any row for those outside it."""
     if pool is None or indices is None:
         return pool
-    a, b, c = (rows.index_select(0, indices.clamp(min=0)) for rows in pool)
+    a, b, c = (rows.index_select(0, indices.clamp(0, len(rows) - 1)) for rows in pool)
     return a, b, c
 
 
 def _with_rows(
     pool: Histories | None, new: Histories | None, indices: Tensor | None, inplace: bool
 ) -> Histories | None:
-    """The pool with new rows where these indices say, but for those that are negative."""
+    """The pool with new rows where these indices say, but for those outside it."""
     if pool is None or new is None or (indices is None and not inplace):
         return new
     a, b, c = (_written(rows if inplace else rows.clone(), to, indices) for rows, to in zip(pool, new, strict=True))
@@ -235,10 +235,10 @@ def _written(rows: Tensor, new: Tensor, indices: Tensor | None) -> Tensor:
         return rows.copy_(new)
     if not len(indices):
         return rows
-    # A row that is skipped writes what the first one that is not writes, or what stands in row 0 if all are.
-    skipped, new = indices < 0, new.to(rows.dtype)
+    # A row that is skipped writes what the first one that is not writes, or what stands in some row if all are.
+    skipped, new = (indices < 0) | (indices >= len(rows)), new.to(rows.dtype)
     first = skipped.to(torch.uint8).argmin()
-    places = torch.where(skipped, indices[first].clamp(min=0), indices)
+    places = torch.where(skipped, indices[first].clamp(0, len(rows) - 1), indices)
     instead = torch.where(skipped[first], rows[places[first]], new[first])
     return rows.index_copy_(0, places.long(), torch.where(skipped[:, None, None], instead, new))
 

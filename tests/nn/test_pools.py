@@ -32,7 +32,7 @@ def expected(layer: torch.nn.Module, x: Tensor, state: GLAState, indices: list[i
     """One row after the other."""
     y, after = torch.zeros_like(x), copy(state)
     for i, row in enumerate(indices):
-        if row >= 0:
+        if 0 <= row < POOL:
             own = GLAState(state.recurrent[row : row + 1], state.conv and tuple(t[row : row + 1] for t in state.conv))
             y[i], new = layer.step(x[i : i + 1], own)
             for to, found in zip(tensors(after), tensors(new), strict=True):
@@ -42,7 +42,7 @@ def expected(layer: torch.nn.Module, x: Tensor, state: GLAState, indices: list[i
 
 @pytest.mark.parametrize("name", ["plain", "conv_bias", "multi_query", "conv_of_one"])
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("indices", [INDICES, [-1, -1], [3, 0, -1], [-1, 0, 5], []], ids=str)
+@pytest.mark.parametrize("indices", [INDICES, [-1, -1], [3, 0, -1], [POOL, 0, 5], [POOL, -1], []], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_rows_of_a_pool(
     pool: tuple, inplace: bool, indices: list[int], dtype: torch.dtype, assert_same_state: Callable
