@@ -29,6 +29,7 @@ def gla_register_backends() -> list[Backend]:
         dtypes=kernels.dtypes() | (set() if interpreted() else {torch.float64}),
         min_compute_capability=(8, 0),
         checkpoints=True,
+        swapped_states=True,
         cuda_graphs=not interpreted(),
     )
     by_triton_alone = replace(

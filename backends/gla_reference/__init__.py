@@ -24,6 +24,7 @@ def gla_register_backends() -> list[Backend]:
             capabilities=Capabilities(
                 dtypes=frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16}),
                 checkpoints=True,
+                swapped_states=True,
                 cuda_graphs=True,
             ),
             cost=CostModel(predicted_seconds, shipped_constants("gla_reference")),

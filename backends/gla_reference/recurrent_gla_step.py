@@ -13,6 +13,8 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
+from gla_core.dispatch.backend import new_state
+
 
 def recurrent_gla_step(
     q: Tensor,
@@ -28,7 +30,7 @@ def recurrent_gla_step(
     if state_indices is None:
         o, new = _step(q, k, v, g, state, scale)
         return (o, state.copy_(new)) if inplace else (o, new)
-    pool = state if inplace else state.clone(memory_format=torch.contiguous_format)
+    pool = state if inplace else new_state(state).copy_(state)
     return _step_in_pool(q, k, v, g, pool, scale, state_indices.long())
 
 
@@ -40,7 +42,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scal
     kept = state.to(dtype) if g is None else g.to(dtype).exp()[..., None] * state.to(dtype)
     new = kept + update
     o = scale * einsum(queries, new, "b h g k, b h k v -> b h g v")
-    return o.flatten(1, 2).to(v.dtype, copy=True), new.to(state.dtype).contiguous()
+    return o.flatten(1, 2).to(v.dtype, copy=True), new_state(state).copy_(new)
 
 
 def _step_in_pool(

@@ -33,6 +33,7 @@ def gla_register_backends() -> list[Backend]:
                 key_widths=range(1, kernels.MAX_WIDTH + 1),
                 value_widths=range(1, kernels.MAX_WIDTH + 1),
                 checkpoints=True,
+                swapped_states=True,
                 cuda_graphs=not interpreted(),
             ),
             supports=kernels.refusal,

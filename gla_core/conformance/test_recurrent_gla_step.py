@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import expected_step, poisoned, run_step, step, three_runs
 from gla_core.conformance.cases import over
@@ -123,6 +124,19 @@ def test_strided_views(backend, case, measure):
         views["state"] = x["state"].transpose(0, 1).contiguous().transpose(0, 1)
         out = run_step({**views, "state_indices": x["state_indices"]}, backend.name, inplace=inplace)
         measure(out, expected_step(x), FORWARD[case.dtype])
+
+
+@over(STEP, in_turn=True)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_states_with_values_first(backend, case, inplace, measure):
+    x = step(case)
+    expected = expected_step(x)
+    state = x["state"].mT.contiguous()
+    given = {**x, "state": state}
+    o, new = gla.recurrent_gla_step(**given, inplace=inplace, backend=backend.name, state_v_first=True)
+    assert (new is state) == inplace
+    assert new.is_contiguous()
+    measure({"o": o, "state": new.mT}, expected, FORWARD[case.dtype])
 
 
 @over(STEP, in_turn=True)

@@ -3,7 +3,8 @@
 A backend is a value: a name, a version, a mapping from abstract op names to plain functions, and data that says
 where those functions work. The functions take exactly the parameters listed in `OP_PARAMETERS`, positionally; what
 they mean, and what is returned, is documented in `gla_core/ops/<op>.py`. All arguments have been checked when a
-function is called, the last dimension of every tensor is contiguous, `scale` is always a float, and autocast is off.
+function is called, the last dimension of every tensor is contiguous (of a state it may be the one before it, where
+`Capabilities.swapped_states` says so), `scale` is always a float, and autocast is off.
 Every tensor returned must be contiguous and in memory of its own: no input, and no view of another tensor. The core
 checks what comes back, once for each signature.
 """
@@ -58,6 +59,8 @@ class Capabilities:
         grouped_queries: more query heads than key/value heads.
         gradients: the forward may be used where a gradient is needed, by this backend's backward or another's.
         checkpoints: `chunk_gla_fwd` returns checkpoints where `checkpoint_every` is given.
+        swapped_states: `recurrent_gla_step` takes states as they are that lie in memory with their last two dimensions
+            swapped, keys contiguous in place of values; the new state is then to lie so as well: see `new_state`.
         deterministic: the same inputs give the same bits. A backend that says False is refused under
             `torch.use_deterministic_algorithms(True)`.
         cuda_graphs: may be captured into a CUDA graph.
@@ -72,6 +75,7 @@ class Capabilities:
     grouped_queries: bool = True
     gradients: bool = True
     checkpoints: bool = False
+    swapped_states: bool = False
     deterministic: bool = True
     cuda_graphs: bool = False
 
@@ -124,6 +128,18 @@ class OpCall:
     capturing: bool = False
     float32_matmul_precision: str = "highest"
     assumed: KnownDevice | None = None
+
+
+def swapped(x: torch.Tensor) -> bool:
+    """Whether a tensor [..., K, V] lies in memory with these two dimensions swapped: K is contiguous, and V is not."""
+    return x.ndim > 1 and x.stride(-1) != 1 and x.stride(-2) == 1 and not x.is_contiguous()
+
+
+def new_state(state: torch.Tensor) -> torch.Tensor:
+    """Memory for what a step makes of a state [P, H, K, V]: dense, with K and V swapped where the state's are."""
+    if swapped(state):
+        return torch.empty_like(state.mT, memory_format=torch.contiguous_format).mT
+    return torch.empty_like(state, memory_format=torch.contiguous_format)
 
 
 def supports_everything(call: OpCall) -> Reason | None:

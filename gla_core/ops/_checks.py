@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gla_core.dispatch.backend import swapped
+
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
 
@@ -51,6 +53,20 @@ def dtype(name: str, x: Tensor, allowed: Iterable[torch.dtype], why: str = "") -
 def has_contiguous_rows(x: Tensor) -> bool:
     """Whether neighbours along the last dimension are neighbours in memory, as backends receive tensors."""
     return x.is_contiguous() or x.stride(-1) == 1
+
+
+def as_backends_take(x: Tensor, swapped_states: bool) -> bool:
+    """Whether a backend receives x as it is, and not a copy.
+
+    Args:
+        swapped_states: whether x is a state, and the backend takes states with their last two dimensions swapped.
+    """
+    return has_contiguous_rows(x) or (swapped_states and swapped(x))
+
+
+def keys_first(state: Any) -> Any:
+    """A view [N, H, K, V] of a state [N, H, V, K]; what is no such tensor as it is, for the op's checks to refuse."""
+    return state.mT if isinstance(state, Tensor) and state.ndim > 1 else state
 
 
 def packed(sizes: dict[str, Any], of: str) -> None:

@@ -44,11 +44,12 @@ def _wrong(x: Any, result: Expected, device: torch.device, taken: dict[int | Non
         return f"{name} as {x.dtype}; expected {result.dtype}"
     if x.device != device:
         return f"{name} on {x.device}; expected {device}"
-    if not x.is_contiguous():
-        return f"{name} with strides {tuple(x.stride())}; expected a contiguous tensor"
+    if not (x.mT if result.swapped else x).is_contiguous():
+        how = ", its last two dimensions swapped" if result.swapped else ""
+        return f"{name} with strides {tuple(x.stride())}; expected a contiguous tensor{how}"
     if _memory(x) is not None and _memory(x) in taken:
         return f"{name} in the memory of {taken[_memory(x)]}; expected a tensor of its own"
-    if x._is_view():
+    if x._is_view() and not result.swapped:
         return f"{name} as a view of another tensor; expected a fresh one, such as its clone()"
     return None
 

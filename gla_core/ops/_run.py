@@ -17,13 +17,13 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import Backend, OpCall
+from gla_core.dispatch.backend import Backend, OpCall, new_state, swapped
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
 from gla_core.ops import _autocast, _memory, _results
-from gla_core.ops._checks import has_contiguous_rows
-from gla_core.ops._spec import OpSpec
+from gla_core.ops._checks import as_backends_take
+from gla_core.ops._spec import POOL, OpSpec
 
 # Asked in every call, and so without PyTorch's wrappers.
 _deterministic = torch._C._get_deterministic_algorithms
@@ -68,6 +68,7 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
         known = None
     plan = known or _plan(spec, args, needs_grad, capturing, request)
     function, number, chosen, call, copied = plan
+    given = args
     if copied:
         args = tuple(x.contiguous() if i in copied else x for i, x in enumerate(args))
     if spec.check_values is not None and environment().check_values and call.device.type != "meta":
@@ -86,7 +87,7 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
         if len(plans) >= _MOST_PLANS:
             plans.clear()
         plans[key] = plan
-    return found
+    return _laid_out(spec, given, args, found) if copied else found
 
 
 def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request: Request) -> _Plan:
@@ -96,8 +97,29 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     if needs_grad and spec.backward is not None:
         select(backward_of(call, spec.backward), request)  # so that its absence is found before a launch
     chosen = select(call, request)
-    copied = (i for i, x in enumerate(args) if isinstance(x, Tensor) and not has_contiguous_rows(x))
-    return chosen.ops[spec.name], len(spec.contract), chosen, call, frozenset(copied)
+    can_swap = spec.has(POOL) is not None and chosen.can(spec.name).swapped_states
+    copied = frozenset(
+        i
+        for i, (argument, x) in enumerate(zip(spec.arguments, args, strict=True))
+        if isinstance(x, Tensor) and not as_backends_take(x, can_swap and argument.dtype is POOL)
+    )
+    return chosen.ops[spec.name], len(spec.contract), chosen, call, copied
+
+
+def _laid_out(spec: OpSpec, given: tuple, args: tuple, found: Any) -> Any:
+    """What a backend returned for copies of arguments, with states laid out as those that were given, or in them."""
+    if not any(result.state for result in spec.results):
+        return found
+    results = list(found)
+    for i, result in enumerate(spec.results):
+        place = spec.parameters.index(result.like) if result.state and result.like else -1
+        if place < 0 or given[place] is args[place]:
+            continue
+        if results[i] is args[place]:
+            results[i] = given[place].copy_(results[i])
+        elif swapped(given[place]):
+            results[i] = new_state(given[place]).copy_(results[i])
+    return tuple(results)
 
 
 def backward_of(call: OpCall, op: str) -> OpCall:

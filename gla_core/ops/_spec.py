@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import OpCall, swapped
 from gla_core.ops import _checks
 from gla_core.ops._checks import FLOATS, INTEGERS, wide
 
@@ -94,6 +94,7 @@ class Result:
         like: name of the argument that it has the shape and dtype of, and is None with.
         when: takes the arguments by name, says whether the result is asked for; None where it always is.
         written: takes the arguments by name, says whether the result is the argument `like` itself, written.
+        state: whether it lies in memory as the argument `like` does, keys or values contiguous.
     """
 
     name: str
@@ -102,15 +103,29 @@ class Result:
     like: str | None = None
     when: Callable[[Mapping[str, Any]], bool] | None = None
     written: Callable[[Mapping[str, Any]], bool] | None = None
+    state: bool = False
 
 
 class Expected(NamedTuple):
-    """What a backend has to return in one place; `written` is the argument that it must be, if it must be one."""
+    """What a backend has to return in one place.
+
+    Attributes:
+        written: the argument that it must be, if it must be one. swapped: whether it lies with its last two dimensions
+            swapped.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     written: Tensor | None = None
+    swapped: bool = False
+
+    def empty(self, like: Tensor) -> Tensor:
+        """New memory for it, on the device of a tensor."""
+        if self.swapped:
+            *outer, K, V = self.shape
+            return like.new_empty((*outer, V, K), dtype=self.dtype).mT
+        return like.new_empty(self.shape, dtype=self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,14 +360,16 @@ def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str,
 
 
 def _check_written(result: Result, given: Mapping[str, Any]) -> None:
-    """Refuse to write into a tensor whose rows are not contiguous: a copy of it would be written."""
+    """Refuse to write into a tensor of which neither of the last two dimensions is contiguous."""
     name = result.like
     if name is None or result.written is None or not result.written(given):
         return
     x = given[name]
-    if not _checks.has_contiguous_rows(x):
-        strides = tuple(x.stride())
-        raise ValueError(f"{name} has strides {strides} and is written in place; its last dimension must be contiguous")
+    if not _checks.as_backends_take(x, swapped_states=True):
+        raise ValueError(
+            f"{name} has strides {tuple(x.stride())} and is written in place; its last dimension, or the one before, "
+            "must be contiguous"
+        )
 
 
 _SCALARS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -378,7 +395,8 @@ def _expected(
     if result.like is not None:
         x = given[result.like]
         written = x if result.written is not None and result.written(given) else None
-        return None if x is None else Expected(result.name, tuple(x.shape), x.dtype, written)
+        lies_swapped = result.state and x is not None and swapped(x)
+        return None if x is None else Expected(result.name, tuple(x.shape), x.dtype, written, lies_swapped)
     if result.when is not None and not result.when(given):
         return None
     return Expected(result.name, tuple(sizes[n] for n in result.shape.split()), result.dtype.allowed(first)[0])

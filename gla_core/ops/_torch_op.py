@@ -58,7 +58,7 @@ def faker(spec: OpSpec, *last: Any) -> Callable[..., Any]:
 
     def fake(x: Tensor, *args: Any) -> Any:
         values, _, _ = arguments((x, *args))
-        empty = [None if e is None else x.new_empty(e.shape, dtype=e.dtype) for e in spec.expected(*values)]
+        empty = [None if e is None else e.empty(x) for e in spec.expected(*values)]
         return empty[0] if len(empty) == 1 else _without_none(x, empty)
 
     return fake

@@ -85,6 +85,7 @@ def chunk_gla(
     *,
     checkpoint_every: None = None,
     max_seqlen: int | None = None,
+    state_v_first: bool = False,
 ) -> tuple[Tensor, None]: ...
 
 
@@ -102,6 +103,7 @@ def chunk_gla(
     backend: str | None = None,
     checkpoint_every: None = None,
     max_seqlen: int | None = None,
+    state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -119,6 +121,7 @@ def chunk_gla(
     *,
     checkpoint_every: None = None,
     max_seqlen: int | None = None,
+    state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -136,6 +139,7 @@ def chunk_gla(
     *,
     checkpoint_every: int,
     max_seqlen: int | None = None,
+    state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
@@ -152,6 +156,7 @@ def chunk_gla(
     *,
     checkpoint_every: int | None = None,
     max_seqlen: int | None = None,
+    state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Gated linear attention, differentiable in q, k, v, g and initial_state.
 
@@ -172,6 +177,7 @@ def chunk_gla(
         checkpoint_every: also return the states that enter every so many tokens of a sequence, a multiple of 64.
         max_seqlen: tokens of the longest packed sequence, or a bound, where they are known: a hint by which `auto`
             chooses. Lengths are on the device, so without it any may come.
+        state_v_first: states are [N, H, V, K], given and returned, checkpoints too. They are copied once.
 
     Returns:
         o [B, T, Hq, V] as v, and the final state [N, H, K, V] as initial_state (None unless asked for).
@@ -191,6 +197,11 @@ def chunk_gla(
         >>> o, state = gla.chunk_gla(q, k, v, g, output_final_state=True)
         >>> o, _, checkpoints = gla.chunk_gla(q, k, v, g, checkpoint_every=64)  # [2, 2, 4, 32, 32]
     """
+    if state_v_first:
+        states = (_checks.keys_first(initial_state), output_final_state)
+        options: Any = {"checkpoint_every": checkpoint_every, "max_seqlen": max_seqlen}
+        o, *found = chunk_gla(q, k, v, g, scale, *states, cu_seqlens, backend, **options)
+        return (o, *(None if x is None else x.mT.contiguous() for x in found))  # pyright: ignore[reportReturnType]
     needs_grad = needs_gradient(q, k, v, g, initial_state)
     if not needs_grad and bypasses_torch(q):
         scale = scale_or_default(q, scale)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gla_core.ops import _autocast, _checks
+from gla_core.ops._checks import keys_first
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._spec import (
     AS_INPUT,
@@ -56,6 +57,8 @@ def recurrent_gla_step(
     state_indices: Tensor | None = None,
     inplace: bool = False,
     backend: str | None = None,
+    *,
+    state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Advance a state by one token per row. Not differentiable: train with `chunk_gla`.
 
@@ -72,13 +75,14 @@ def recurrent_gla_step(
             alike. A row with a negative index is skipped: its o is 0.
         inplace: write the new state into `state` instead of returning a new tensor.
         backend: a request such as "reference"; see `use_backend`.
+        state_v_first: states are [P, H, V, K], given and returned.
 
     Returns:
         o [B, Hq, V] as v, and the new state, shaped as `state` (the same tensor if `inplace`).
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype or device; with inplace, a state whose last dimension
-            is not contiguous.
+        ValueError, TypeError: an argument of a wrong shape, dtype or device; with inplace, a state of which neither the
+            last dimension is contiguous nor the one before it.
         RuntimeError: an input requires a gradient.
         NoBackendError, UnknownBackendError: nobody can serve the request.
         NotImplementedError: an input carries a tangent of forward-mode AD.
@@ -87,6 +91,9 @@ def recurrent_gla_step(
         >>> state = torch.zeros(2, 4, 32, 32)
         >>> o, state = gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state)
     """
+    if state_v_first:
+        o, new = recurrent_gla_step(q, k, v, g, keys_first(state), scale, state_indices, inplace, backend)
+        return o, state if inplace else new.mT
     if needs_gradient(q, k, v, g, state):
         _no_backward()
     if bypasses_torch(q):
@@ -151,7 +158,7 @@ STEP = OpSpec(
     ),
     results=(
         Result("o", "B Hq V"),
-        Result("state", like="state", written=lambda given: given["inplace"]),
+        Result("state", like="state", written=lambda given: given["inplace"], state=True),
     ),
     sizes={"B": "B", "H": "H", "Hq": "H", "K": "K", "V": "V", "P": "B"},
     bind=_bind,

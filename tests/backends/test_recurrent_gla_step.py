@@ -143,6 +143,20 @@ def test_pool_of_strided_states(inplace, device):
     assert new is pool if inplace else new.is_contiguous()
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("rows", [None, [4, 1], [-1, 7]], ids=str)
+@pytest.mark.parametrize(("K", "V"), [(16, 20), (37, 8)])
+def test_states_whose_keys_are_contiguous(K, V, rows, inplace, device):
+    *token, _ = inputs(B=2, H=3, G=2, K=K, V=V, device=device)
+    pool = torch.randn(2 if rows is None else 5, 3, V, K, device=device).mT
+    reference, before = expected(*token, pool, rows=rows), pool.clone()
+    indices = None if rows is None else torch.tensor(rows, device=device)
+    o, new = step(*token, pool, state_indices=indices, inplace=inplace)
+    check((o, new), reference, torch.float32)
+    assert new.mT.is_contiguous()
+    assert new is pool if inplace else torch.equal(pool, before)
+
+
 @pytest.mark.parametrize("rows", [[], [0, -1]], ids=str)
 def test_nobody(rows, device):
     """An empty batch, and an empty pool."""

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.dispatch.backend import Backend
+from gla_core.dispatch import registry
+from gla_core.dispatch.backend import Backend, Capabilities
 
 
 def every_other(x):
@@ -82,6 +83,87 @@ def test_a_step(layout):
     found = gla.recurrent_gla_step(*(layout(x) for x in (q, k, v, -g.exp(), state)))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert torch.equal(state, before)
+
+
+# ---- states whose values come first
+
+
+def step_inputs(P=2):
+    q, k, v, g, state = random((2, 4, 6), (2, 2, 6), (2, 2, 5), (2, 2, 6), (P, 2, 6, 5))
+    return q, k, v, -g.exp(), state
+
+
+@pytest.mark.parametrize("rows", [None, [3, -1]])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_step_of_states_with_values_first(inplace, rows):
+    *token, state = step_inputs(2 if rows is None else 4)
+    rows = None if rows is None else torch.tensor(rows)
+    o, new = gla.recurrent_gla_step(*token, state, None, rows)
+    given = state.mT.contiguous()
+    found, after = gla.recurrent_gla_step(*token, given, None, rows, inplace, state_v_first=True)
+    assert torch.equal(found, o)
+    assert torch.equal(after, new.mT)
+    assert after.is_contiguous()
+    assert (after is given) == inplace
+    assert torch.equal(given, (new if inplace else state).mT)
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_backend_receives_such_states_as_it_can_take_them(swaps, inplace):
+    received = []
+    reference = registry.get("reference").ops["recurrent_gla_step"]
+
+    def step(q, k, v, g, state, scale, state_indices, inplace):
+        received.append(state)
+        return reference(q, k, v, g, state, scale, state_indices, inplace)
+
+    *token, state = step_inputs()
+    o, new = gla.recurrent_gla_step(*token, state, backend="reference")
+    given = state.mT.contiguous()
+    with gla.register(Backend("mine", "1", {"recurrent_gla_step": step}, Capabilities(swapped_states=swaps))):
+        for _ in range(2):  # the first call is checked
+            start = given.clone()
+            found, after = gla.recurrent_gla_step(*token, start, None, None, inplace, "mine", state_v_first=True)
+            assert torch.equal(found, o)
+            assert torch.equal(after, new.mT)
+            assert after.is_contiguous()
+            assert (after is start) == inplace
+            assert received[-1].is_contiguous() != swaps
+            assert (received[-1].data_ptr() == start.data_ptr()) == swaps
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_compiled_step_of_states_with_values_first(inplace):
+    *token, state = step_inputs()
+    step = torch.compile(
+        lambda *x: gla.recurrent_gla_step(*x, inplace=inplace, state_v_first=True), fullgraph=True, backend="aot_eager"
+    )
+    o, new = gla.recurrent_gla_step(*token, state)
+    given = state.mT.contiguous()
+    found, after = step(*token, given)
+    torch.testing.assert_close(found, o)
+    torch.testing.assert_close(after, new.mT)
+    torch.testing.assert_close(given, (new if inplace else state).mT)
+    assert after.is_contiguous()
+
+
+def test_whole_sequences_with_states_of_values_first():
+    q, k, v, g, state = chunk_inputs()
+    leaves = [x.requires_grad_() for x in (q, k, v, g, state)]
+    o, final, checkpoints = gla.chunk_gla(*leaves[:4], None, state, True, checkpoint_every=64)
+    swapped = state.detach().mT.contiguous().requires_grad_()
+    found = gla.chunk_gla(*leaves[:4], None, swapped, True, checkpoint_every=64, state_v_first=True)
+    for x, expected in zip(found, (o, final.mT, checkpoints.mT), strict=True):
+        assert torch.equal(x, expected)
+        assert x.is_contiguous()
+    do, dfinal = torch.randn_like(o), torch.randn_like(final)
+    grads = torch.autograd.grad((o, final), leaves, (do, dfinal))
+    again = torch.autograd.grad(found[:2], [*leaves[:4], swapped], (do, dfinal.mT))
+    for x, expected in zip(again, (*grads[:4], grads[4].mT), strict=True):
+        assert torch.equal(x, expected)
+    o, final = gla.chunk_gla(*(x.detach() for x in leaves[:4]), state_v_first=True)
+    assert final is None
 
 
 def test_in_a_compiled_graph():

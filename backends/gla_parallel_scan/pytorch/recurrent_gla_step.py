@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gla_core.dispatch.backend import new_state
+
 
 def recurrent_gla_step(
     q: Tensor,
@@ -24,7 +26,7 @@ def recurrent_gla_step(
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
     """See gla_core/ops/recurrent_gla_step.py."""
-    pool = state if inplace else state.clone(memory_format=torch.contiguous_format)
+    pool = state if inplace else new_state(state).copy_(state)
     if state_indices is None:
         return _step(q, k, v, g, pool, scale), pool
     used = torch.nonzero((state_indices >= 0) & (state_indices < len(pool)))[:, 0]  # rows that are not skipped

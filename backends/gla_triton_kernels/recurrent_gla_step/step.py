@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import OpCall, new_state
 from gla_triton_kernels.recurrent_gla_step.plan import plan
 from gla_triton_kernels.runtime.architecture import gpu_of
 from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
@@ -37,8 +36,8 @@ def recurrent_gla_step(
 ) -> tuple[Tensor, Tensor]:
     """See gla_core/ops/recurrent_gla_step.py."""
     if state_indices is not None and not inplace:  # rows that nobody addresses are copied too
-        state, inplace = state.clone(memory_format=torch.contiguous_format), True
-    new = None if inplace else torch.empty_like(state, memory_format=torch.contiguous_format)
+        state, inplace = new_state(state).copy_(state), True
+    new = None if inplace else new_state(state)
     B, Hq, _ = q.shape
     o = v.new_empty(B, Hq, v.shape[2])
     tensors = (q, k, v, g, state, state_indices, new, o)
@@ -60,13 +59,14 @@ def _launch(
     key: Hashable,
 ) -> None:
     """Write o, and the states into `new`, or into `state` where `new` is None; and remember how under `key`."""
-    q, k, v, g, state, _, _, _ = tensors
+    q, k, v, g, state, _, new, _ = tensors
     (B, Hq, K), (P, H, _, V) = q.shape, state.shape
     dims = {"B": B, "H": H, "Hq": Hq, "K": K, "V": V, "P": P}
     call = OpCall(op="recurrent_gla_step", device=q.device, dtype=q.dtype, dims=dims, state_dtype=state.dtype)
     BK, BV, warps, overlaps = plan(call, gpu_of(q.device))
     strides = [stride for x in (q, k, v, q if g is None else g) for stride in x.stride()[:2]]
-    integers = (P, *strides, *state.stride()[:3], H, Hq // H, K, V, BK, BV, overlaps)
+    states = (*state.stride(), *(state if new is None else new).stride()[2:])
+    integers = (P, *strides, *states, H, Hq // H, K, V, BK, BV, overlaps)
     grid, options = (B * H * -(-V // BV), 1, 1), {"num_warps": warps, "launch_pdl": overlaps}
     launches = [Launch(_recurrent_gla_step, grid, tensors, (scale,), integers, options)]
     start(launches)
@@ -81,7 +81,7 @@ def _recurrent_gla_step(
     g_ptr,  # [B, H, K] or None
     state_ptr,  # [P, H, K, V]
     indices_ptr,  # [B] or None: row b has state b
-    new_ptr,  # [B, H, K, V], contiguous, or None: in place
+    new_ptr,  # [B, H, K, V], dense, or None: in place
     o_ptr,  # [B, H * G, V], contiguous
     scale,
     P,
@@ -96,6 +96,9 @@ def _recurrent_gla_step(
     state_stride_p,
     state_stride_h,
     state_stride_k: tl.constexpr,
+    state_stride_v: tl.constexpr,
+    new_stride_k: tl.constexpr,
+    new_stride_v: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
@@ -125,7 +128,7 @@ def _recurrent_gla_step(
             return
 
     state_block = state_ptr + p * state_stride_p + h * state_stride_h  # [BK, BV]
-    state_block += rows[:, None].to(tl.int64) * state_stride_k + columns[None, :]
+    state_block += rows[:, None].to(tl.int64) * state_stride_k + columns[None, :] * state_stride_v
     q_block = q_ptr + b * q_stride_b + h * G * q_stride_h + rows  # [BK], of the first query head
     # Everything is loaded before anything is converted: a conversion waits for its operand, and would hold up what
     # is loaded after it.
@@ -146,5 +149,5 @@ def _recurrent_gla_step(
         q = following
 
     if new_ptr is not None:
-        state_block = new_ptr + (b * H + h) * K * V + rows[:, None] * V + columns[None, :]
+        state_block = new_ptr + (b * H + h) * K * V + rows[:, None] * new_stride_k + columns[None, :] * new_stride_v
     tl.store(state_block, state.to(state_ptr.dtype.element_ty), mask=in_state)
