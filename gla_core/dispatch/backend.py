@@ -4,9 +4,9 @@ A backend is a value: a name, a version, a mapping from abstract op names to pla
 where those functions work. The functions take exactly the parameters listed in `OP_PARAMETERS`, positionally; what
 they mean, and what is returned, is documented in `gla_core/ops/<op>.py`. All arguments have been checked when a
 function is called, the last dimension of every tensor is contiguous (of a state it may be the one before it, where
-`Capabilities.swapped_states` says so), `scale` is always a float, and autocast is off.
-Every tensor returned must be contiguous and in memory of its own: no input, and no view of another tensor. The core
-checks what comes back, once for each signature.
+`Capabilities.swapped_states` says so), `scale` is always a float, and autocast is off. Every tensor returned must be
+contiguous and in memory of its own: no input, and no view of another tensor. The core checks what comes back, once for
+each signature.
 """
 
 from __future__ import annotations

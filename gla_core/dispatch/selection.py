@@ -49,11 +49,8 @@ class Candidate:
             return self.refusal
         of = f" (constants {self.constants})" if self.constants else ""
         worst = "" if self.worst is None else f", {_time(self.worst)} at worst"
-        said = [
-            "can run; predicts no time"
-            if self.seconds is None
-            else f"can run; predicts {_time(self.seconds)}{worst}{of}"
-        ]
+        time = "no time" if self.seconds is None else f"{_time(self.seconds)}{worst}{of}"
+        said = [f"can run; predicts {time}"]
         if self.measured is not None:
             said.append(f"measured {_time(self.measured)}")
         if self.failure is not None:

@@ -58,7 +58,7 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
         kind = type(x)
         signature.append(kind)  # 1, 1.0 and True are equal, and only one of them may be legal
         if kind is Tensor or isinstance(x, Tensor):
-            signature += x.shape, x.dtype, x.device, x.is_contiguous() or x.stride()[-1:]
+            signature += x.shape, x.dtype, x.device, x.is_contiguous() or x.stride()[-2:]
         elif kind is not float:
             signature.append(x)
     key = tuple(signature)
@@ -81,7 +81,7 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
         remember_launch_failure(chosen, call, error)
         _drop_plans()
         warnings.warn(f"{spec.name}: backend {chosen.name!r} could not launch and is skipped: {error}", stacklevel=2)
-        return run(spec, args, needs_grad, backend)
+        return run(spec, given, needs_grad, backend)
     if known is None:
         _results.check(f"{spec.name}: backend {chosen.name!r}", found, spec.expected(*args), args)
         if len(plans) >= _MOST_PLANS:

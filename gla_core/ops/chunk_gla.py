@@ -177,7 +177,7 @@ def chunk_gla(
         checkpoint_every: also return the states that enter every so many tokens of a sequence, a multiple of 64.
         max_seqlen: tokens of the longest packed sequence, or a bound, where they are known: a hint by which `auto`
             chooses. Lengths are on the device, so without it any may come.
-        state_v_first: states are [N, H, V, K], given and returned, checkpoints too. They are copied once.
+        state_v_first: states are [N, H, V, K], given and returned, checkpoints too; each is copied once.
 
     Returns:
         o [B, T, Hq, V] as v, and the final state [N, H, K, V] as initial_state (None unless asked for).

@@ -7,7 +7,7 @@ import torch
 
 import gla_core as gla
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import Backend, Capabilities
+from gla_core.dispatch.backend import Backend, Capabilities, LaunchError
 
 
 def every_other(x):
@@ -131,6 +131,28 @@ def test_a_backend_receives_such_states_as_it_can_take_them(swaps, inplace):
             assert (after is start) == inplace
             assert received[-1].is_contiguous() != swaps
             assert (received[-1].data_ptr() == start.data_ptr()) == swaps
+
+
+def test_states_that_are_swapped_and_those_that_only_seem_so():
+    """Both have the same stride of values; after a step in place of the first, the second is refused as before it."""
+    *token, state = step_inputs()
+    gla.recurrent_gla_step(*token, state.mT.contiguous(), inplace=True, state_v_first=True)
+    apart = torch.zeros(2, 2, 6, 5 * 6)[..., ::6]
+    assert apart.stride(-1) == state.mT.contiguous().mT.stride(-1)
+    with pytest.raises(ValueError, match="is written in place"):
+        gla.recurrent_gla_step(*token, apart, inplace=True)
+
+
+def test_after_a_backend_that_cannot_launch_the_state_that_was_given_is_written():
+    def step(q, k, v, g, state, scale, state_indices, inplace):
+        raise LaunchError("no")
+
+    *token, state = step_inputs()
+    expected, given = gla.recurrent_gla_step(*token, state, backend="reference")[1], state.mT.contiguous()
+    backend = Backend("a", "1", {"recurrent_gla_step": step}, cost=lambda call: 0.0)
+    with gla.register(backend), pytest.warns(UserWarning, match="'a' could not launch"):
+        gla.recurrent_gla_step(*token, given, inplace=True, state_v_first=True)
+    torch.testing.assert_close(given, expected.mT)
 
 
 @pytest.mark.parametrize("inplace", [False, True])
