@@ -1,0 +1,18 @@
+"""flash-linear-attention 0.6.0: its functions for gated linear attention, computed here; models that call them; states.
+
+Nothing of it is imported: who calls `accelerate` has it.
+"""
+
+from gla_core.compat.fla.accelerate import Acceleration, accelerate
+from gla_core.compat.fla.ops import chunk_gla, fused_chunk_gla, fused_recurrent_gla
+from gla_core.compat.fla.states import state_from_fla, state_to_fla
+
+__all__ = [
+    "Acceleration",
+    "accelerate",
+    "chunk_gla",
+    "fused_chunk_gla",
+    "fused_recurrent_gla",
+    "state_from_fla",
+    "state_to_fla",
+]

@@ -1,0 +1,139 @@
+"""The functions of `fla.ops.gla`, with its arguments and its results.
+
+Dimensions and dtypes are those of `gla_core.chunk_gla`, to which they come down; a state may be of any dtype. g and gk
+are natural logarithms of forget gates.
+
+Source: flash-linear-attention 0.6.0, fla/ops/gla.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from gla_core.ops import _checks
+from gla_core.ops import chunk_gla as _chunk_gla
+from gla_core.ops import recurrent_gla_step as _recurrent_gla_step
+from gla_core.ops._run import needs_gradient
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated linear attention over sequences, as `fla.ops.gla.chunk_gla`.
+
+    Args:
+        q: [B, T, Hq, K]. k: [B, T, H, K]. v: [B, T, H, V]. g: [B, T, H, K]. scale: K^-1/2 by default.
+        initial_state: [N, H, K, V], or [N, H, V, K] with state_v_first.
+        output_final_state: also return the final state, laid out likewise.
+        cu_seqlens: [N+1] offsets of packed sequences, B = 1. cu_seqlens_cpu: the same on the CPU, which
+            tell the longest sequence without waiting.
+
+    Returns:
+        o [B, T, Hq, V] and the final state, None unless asked for.
+
+    Raises:
+        As `gla_core.chunk_gla`.
+    """
+    longest = None
+    if cu_seqlens_cpu is not None and len(cu_seqlens_cpu) > 1:
+        longest = int(cu_seqlens_cpu.diff().max())
+    found = _chunk_gla(
+        q,
+        k,
+        v,
+        g,
+        scale,
+        _wide(initial_state, q),
+        output_final_state,
+        cu_seqlens,
+        max_seqlen=longest,
+        state_v_first=state_v_first,
+    )
+    return found[0], found[1]
+
+
+def fused_chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_gla` of whole batches, which flash-linear-attention itself no longer has beyond 64 tokens."""
+    return chunk_gla(q, k, v, g, scale, initial_state, output_final_state)
+
+
+def fused_recurrent_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_gla` with gates gk, as `fla.ops.gla.fused_recurrent_gla`; one token without gradients is a decoding step.
+
+    Raises:
+        NotImplementedError: gates of values (gv), or reverse, which nothing here computes.
+        TypeError: an argument that there is not. All else as `gla_core.chunk_gla`.
+    """
+    if "transpose_state_layout" in kwargs:
+        if state_v_first:
+            raise ValueError(
+                "both state_v_first and transpose_state_layout, its former name, are given; pass the first"
+            )
+        warnings.warn("transpose_state_layout is deprecated; pass state_v_first", DeprecationWarning, stacklevel=2)
+        state_v_first = kwargs.pop("transpose_state_layout")
+    if kwargs:
+        raise TypeError(f"fused_recurrent_gla takes no argument {', '.join(map(repr, kwargs))}")
+    if gv is not None or reverse:
+        what = "gates of values (gv)" if gv is not None else "reverse"
+        raise NotImplementedError(f"{what}: not computed here; call flash-linear-attention's own fused_recurrent_gla")
+    if q.shape[1] == 1 and cu_seqlens is None and not needs_gradient(q, k, v, gk, initial_state):
+        o, state = _step(q, k, v, gk, scale, initial_state, state_v_first)
+        return o, state if output_final_state else None
+    return chunk_gla(q, k, v, gk, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+
+
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    state_v_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """The output [B, 1, Hq, V] of one token [B, 1, ...], and the state after it."""
+    B, _, H, K = k.shape
+    state = _wide(initial_state, q)
+    if state is None:
+        sizes = (v.shape[3], K) if state_v_first else (K, v.shape[3])
+        state = q.new_zeros(B, H, *sizes, dtype=_checks.wide(q.dtype))
+    token = (q[:, 0], k[:, 0], v[:, 0], None if gk is None else gk[:, 0])
+    o, state = _recurrent_gla_step(*token, state, scale, state_v_first=state_v_first)
+    return o[:, None], state
+
+
+def _wide(state: Tensor | None, q: Tensor) -> Tensor | None:
+    return None if state is None else state.to(_checks.wide(q.dtype))

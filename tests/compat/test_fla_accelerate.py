@@ -1,0 +1,135 @@
+"""Replacing functions of flash-linear-attention, on modules that are laid out as its own are."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+from gla_core.compat.fla import accelerate
+from gla_core.compat.fla.accelerate import FUNCTIONS
+
+
+def module(name, **members):
+    made = types.ModuleType(name)
+    vars(made).update(members)
+    return made
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    """Modules `fla...` whose functions say that they are the originals, and what they were given."""
+
+    def original(name):
+        def function(*args, **kwargs):
+            return name, args, kwargs
+
+        function.__name__ = name
+        return function
+
+    functions = {name: original(name) for name in FUNCTIONS}
+    layer = {name: functions[name] for name in ("chunk_gla", "fused_recurrent_gla")}
+    modules = [
+        module("fla", chunk_gla="not a function of ours"),
+        module("fla.ops", **functions),
+        module("fla.ops.gla", **functions, other=original("other")),
+        module("fla.layers.gla", **layer, fused_chunk_gla=functions["fused_chunk_gla"]),
+        module("fla.layers.hgrn2", **layer),
+        module("flat.ops", **functions),
+    ]
+    for each in modules:
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    return {each.__name__: each for each in modules}
+
+
+def originals(fla):
+    return {name: dict(vars(each)) for name, each in fla.items()}
+
+
+def tokens(T=3):
+    q, k, v, g = (torch.randn(1, T, 2, d) for d in (4, 4, 5, 4))
+    return q, k, v, -g.exp()
+
+
+def test_all_are_replaced_wherever_they_are_and_put_back(fla):
+    before = originals(fla)
+    found = accelerate()
+    layer = fla["fla.layers.gla"]
+    q, k, v, g = tokens()
+    o, state = layer.chunk_gla(q=q, k=k, v=v, g=g, output_final_state=True, state_v_first=True)
+    assert (o.shape, state.shape) == (v.shape, (1, 2, 5, 4))
+    assert layer.fused_recurrent_gla(q, k, v, g)[0].shape == v.shape
+    assert fla["fla.ops.gla"].fused_chunk_gla(q, k, v, g)[0].shape == v.shape
+    everywhere = ("fla.layers.gla", "fla.layers.hgrn2", "fla.ops", "fla.ops.gla")
+    assert found.replaced == {
+        "chunk_gla": everywhere,
+        "fused_chunk_gla": ("fla.layers.gla", "fla.ops", "fla.ops.gla"),
+        "fused_recurrent_gla": everywhere,
+    }
+    assert "chunk_gla: computed by gla_core in fla.layers.gla, " in str(found)
+    assert vars(fla["flat.ops"]) == before["flat.ops"]
+    assert fla["fla"].chunk_gla == "not a function of ours"
+    found.undo()
+    assert originals(fla) == before
+    assert "nothing" in str(found)
+
+
+def test_states_of_layers_have_values_first_whatever_their_mode(fla):
+    q, k, v, g = tokens(70)
+    with accelerate():
+        layer = fla["fla.layers.gla"]
+        _, state = layer.fused_chunk_gla(q=q, k=k, v=v, g=g, initial_state=None, output_final_state=True)
+        _, expected = layer.chunk_gla(q=q, k=k, v=v, g=g, output_final_state=True, state_v_first=True)
+    assert torch.equal(state, expected)
+    assert state.shape == (1, 2, 5, 4)
+
+
+def test_modules_that_are_imported_later(fla, monkeypatch):
+    with accelerate("chunk_gla") as found:
+        later = module("fla.layers.lightnet", chunk_gla=fla["fla.ops.gla"].chunk_gla)
+        monkeypatch.setitem(sys.modules, later.__name__, later)
+        assert later.chunk_gla(*tokens())[0].shape == (1, 3, 2, 5)
+        assert list(found.replaced) == ["chunk_gla"]
+        assert fla["fla.ops.gla"].fused_chunk_gla(1)[0] == "fused_chunk_gla"
+    assert later.chunk_gla(1) == ("chunk_gla", (1,), {})
+
+
+def test_twice_is_once(fla):
+    before = originals(fla)
+    first = accelerate()
+    inside = originals(fla)
+    with accelerate() as second:
+        assert second.replaced == {}
+    assert originals(fla) == inside
+    first.undo()
+    first.undo()
+    assert originals(fla) == before
+
+
+def test_after_an_error_all_is_as_before(fla):
+    before = originals(fla)
+    with pytest.raises(RuntimeError, match="mine"), accelerate():
+        raise RuntimeError("mine")
+    assert originals(fla) == before
+
+
+def test_what_is_not_computed_here_is_left_to_the_original(fla):
+    with accelerate():
+        recurrent = fla["fla.layers.gla"].fused_recurrent_gla
+        for args, kwargs in (((1, 2, 3), {"gv": 4}), ((1, 2, 3), {"reverse": True}), ((1, 2, 3, None, 5), {})):
+            assert recurrent(*args, **kwargs) == ("fused_recurrent_gla", args, kwargs)
+        q, k, v, g = tokens()
+        assert recurrent(q, k, v, g, None, reverse=False)[0].shape == v.shape
+
+
+def test_a_name_that_is_not_known(fla):
+    with pytest.raises(ValueError, match=r"unknown function 'chunk_glaa'; did you mean 'chunk_gla'\?"):
+        accelerate("chunk_glaa")
+
+
+def test_without_flash_linear_attention(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fla.ops.gla", None)
+    with pytest.raises(ImportError):
+        accelerate()
