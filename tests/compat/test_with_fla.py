@@ -88,3 +88,45 @@ def test_hgrn2(monkeypatch):
     ours.load_state_dict(theirs.state_dict())
     x, bound = torch.randn(2, 80, 32), torch.rand(32)
     torch.testing.assert_close(theirs(x, lower_bound=bound)[0], ours(x, lower_bound=bound)[0], rtol=1e-4, atol=1e-5)
+
+
+MODELS = [
+    ("GLA", {"num_heads": 2}),
+    ("GLA", {"num_heads": 4, "num_kv_heads": 2, "use_short_conv": True, "fuse_norm": False, "fuse_swiglu": False}),
+    ("GLA", {"num_heads": 2, "feature_map": "relu", "fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}),
+    ("HGRN2", {"expand_ratio": 32, "use_short_conv": True}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), MODELS, ids=str)
+def test_models_train_and_decode_on_a_cpu(name, options):
+    from fla import models
+
+    with accelerate(cpu=True):
+        torch.manual_seed(0)
+        config = getattr(models, f"{name}Config")(
+            hidden_size=64, num_hidden_layers=2, vocab_size=97, intermediate_size=128, **options
+        )
+        model, tokens = getattr(models, f"{name}ForCausalLM")(config), torch.randint(0, 97, (2, 80))
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        losses = []
+        for _ in range(5):
+            loss = model(tokens, labels=tokens).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < 0.8 * losses[0]
+        model.eval()
+        with torch.no_grad():
+            logits = model(tokens).logits
+            expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            torch.testing.assert_close(model(tokens, labels=tokens).loss, expected, rtol=1e-4, atol=1e-4)
+            out = model(tokens[:, :70], use_cache=True)
+            for t in range(70, 73):
+                out = model(tokens[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+                torch.testing.assert_close(out.logits[:, 0], logits[:, t], rtol=1e-3, atol=1e-4)
+            mask = torch.ones(2, 80, dtype=torch.long)
+            mask[0, :9] = 0
+            padded = model(tokens, attention_mask=mask).logits[0, 9:]
+            torch.testing.assert_close(padded, model(tokens[:1, 9:]).logits[0], rtol=1e-3, atol=1e-4)

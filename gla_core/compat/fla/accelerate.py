@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType, TracebackType
 from typing import Any
 
-from gla_core.compat.fla import ops
+from torch import Tensor
+
+from gla_core.compat.fla import on_cpu, ops
 from gla_core.dispatch.errors import nearest
 
 FUNCTIONS: Mapping[str, Callable] = {
@@ -23,15 +25,18 @@ FUNCTIONS: Mapping[str, Callable] = {
     "fused_chunk_gla": functools.partial(ops.chunk_gla, state_v_first=True),
     "fused_recurrent_gla": ops.fused_recurrent_gla,
 }
-NOT_HERE = ("gv", "reverse")
+TABLES = ("ACT2FN",)
+"""Names of dictionaries that hold functions."""
 _HOME = "fla.ops.gla"
 
 
-def accelerate(*functions: str) -> Acceleration:
+def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
     """Replace functions of `fla.ops.gla` wherever flash-linear-attention calls them, now and in what it imports later.
 
     Args:
         functions: names among `FUNCTIONS`; all by default. What is replaced already stays so.
+        cpu: replace as well what its GLA and HGRN2 models have in Triton alone, for tensors on a CPU, by PyTorch; see
+            on_cpu.py. Its losses then leave out the gradient of l2warp.
 
     Returns:
         What was replaced where, to print, and to undo: as a context manager it is undone at the end.
@@ -47,12 +52,14 @@ def accelerate(*functions: str) -> Acceleration:
     for name in functions:
         if name not in FUNCTIONS:
             raise ValueError(f"unknown function {name!r}{nearest(name, FUNCTIONS)} (there are {', '.join(FUNCTIONS)})")
-    home = importlib.import_module(_HOME)
+    wanted = [(_HOME, name, FUNCTIONS[name], _is_computed_here) for name in functions or FUNCTIONS]
+    for home, members in on_cpu.REPLACED.items() if cpu else ():
+        wanted += [(home, name, function, _is_on_cpu) for name, function in members.items()]
     made = {}
-    for name in functions or FUNCTIONS:
-        original = getattr(home, name)
+    for home, name, function, serves in wanted:
+        original = getattr(importlib.import_module(home), name)
         if not isinstance(original, _Replacement):
-            made[name] = _Replacement(FUNCTIONS[name], original)
+            made[name] = _Replacement(function, original, serves)
     return Acceleration(made)
 
 
@@ -89,28 +96,44 @@ class Acceleration:
 
 
 class _Replacement:
-    """The function, or the original for what it does not compute."""
+    """A function, or the original for calls that it does not serve."""
 
-    def __init__(self, function: Callable, original: Callable) -> None:
-        self.function, self.original = function, original
-        names = list(inspect.signature(function).parameters)
-        self._beyond = [names.index(name) for name in NOT_HERE if name in names]
-        functools.update_wrapper(self, original)
+    def __init__(self, function: Callable, original: Callable, serves: Callable[[dict[str, Any]], bool]) -> None:
+        self.function, self.original, self.serves = function, original, serves
+        self._names = _parameters(function)
+        self.__name__, self.__doc__ = getattr(original, "__name__", function.__class__.__name__), original.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        asked = [*(kwargs.get(name) for name in NOT_HERE), *(args[i] for i in self._beyond if i < len(args))]
-        if any(x is not None and x is not False for x in asked):
-            return self.original(*args, **kwargs)
-        return self.function(*args, **kwargs)
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        return (self.function if self.serves(given) else self.original)(*args, **kwargs)
+
+
+def _parameters(function: Callable) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except ValueError:  # an activation of PyTorch's in C
+        return ["x"]
+
+
+def _is_computed_here(given: dict[str, Any]) -> bool:
+    return given.get("gv") is None and not given.get("reverse")
+
+
+def _is_on_cpu(given: dict[str, Any]) -> bool:
+    return all(x.device.type == "cpu" for x in given.values() if isinstance(x, Tensor))
 
 
 def _exchange(name: str, old: Callable, new: Callable) -> tuple[str, ...]:
-    """Put `new` where a module of flash-linear-attention has `old` under this name, and return the modules' names."""
-    places = [
-        module
-        for path, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and path.partition(".")[0] == "fla" and vars(module).get(name) is old
-    ]
-    for module in places:
-        setattr(module, name, new)
-    return tuple(sorted(module.__name__ for module in places))
+    """Put `new` where a module of flash-linear-attention has `old`, by name or in a table, and name the modules."""
+    places = []
+    for path, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or path.partition(".")[0] != "fla":
+            continue
+        if vars(module).get(name) is old:
+            setattr(module, name, new)
+            places.append(module.__name__)
+        for table in TABLES:
+            for key, value in vars(module).get(table, {}).items():
+                if value is old:
+                    vars(module)[table][key] = new
+    return tuple(sorted(places))
