@@ -1,6 +1,7 @@
 # make demo         install into .venv and train a small language model on the CPU
 # make test         the tests as users see the library; without a GPU, then those of Triton kernels, interpreted
 # make conformance  the conformance kit on every backend here, whole; of the interpreted ones `make test` runs a sample
+# make test-fla     models of flash-linear-attention 0.6.0, which is installed beside .venv, in .fla
 # make check        format, lint, types, direction of imports
 # make bench        the benchmarks; writes .benchmarks/
 PYTHON ?= python3
@@ -10,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 KIT := --pyargs gla_core.conformance --gla-backend
 GPU := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 
-.PHONY: demo test conformance check bench format
+.PHONY: demo test conformance test-fla check bench format
 
 demo: $(INSTALLED)
 	$(BIN)/gla demo
@@ -27,6 +28,14 @@ conformance: $(INSTALLED)
 	else \
 		for name in parallel_scan triton_fused; do TRITON_INTERPRET=1 $(PYTEST) $(KIT) $$name || exit 1; done; \
 	fi
+
+test-fla: $(INSTALLED) .fla/.installed
+	PYTHONPATH=.fla $(BIN)/pytest tests/compat
+
+.fla/.installed:
+	$(BIN)/pip install --quiet --disable-pip-version-check --target .fla --no-deps fla-core==0.6.0 flash-linear-attention==0.6.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --target .fla 'transformers<6'
+	touch $@
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""Layers of flash-linear-attention itself, accelerated: run where it is installed, on a CPU too.
+"""Layers and models of flash-linear-attention 0.6.0 itself, accelerated: `make test-fla`, on a CPU too.
 
 On a CPU its norm, which is Triton's alone, is replaced for the test; all else is its own code.
 """
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from gla_core.compat.fla import accelerate, state_from_fla
 from gla_core.nn import HGRN2, GatedLinearAttention
 
-layers = pytest.importorskip("fla.layers.gla", reason="needs flash-linear-attention 0.6.0 and transformers")
+layers = pytest.importorskip("fla.layers.gla", reason="needs flash-linear-attention 0.6.0: make test-fla")
 SMALL = {"hidden_size": 32, "num_heads": 4, "gate_low_rank_dim": 3}
 
 
