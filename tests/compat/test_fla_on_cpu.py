@@ -113,6 +113,8 @@ def test_losses(reduction):
             logits, target, torch.eye(7, **WIDE), reduction=reduction, **options
         )
         torch.testing.assert_close(found, reduce(plain))
+    with pytest.raises(NotImplementedError, match="l2warp"):
+        on_cpu.fused_linear_cross_entropy_loss(logits, target, torch.eye(7, **WIDE), use_l2warp=True)
     assert math.isclose(float(on_cpu.FusedCrossEntropyLoss()(logits, target)), float(F.cross_entropy(logits, target)))
 
 

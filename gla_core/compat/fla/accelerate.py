@@ -36,7 +36,7 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
     Args:
         functions: names among `FUNCTIONS`; all by default. What is replaced already stays so.
         cpu: replace as well what its GLA and HGRN2 models have in Triton alone, for tensors on a CPU, by PyTorch; see
-            on_cpu.py. Its losses then leave out the gradient of l2warp.
+            on_cpu.py.
 
     Returns:
         What was replaced where, to print, and to undo: as a context manager it is undone at the end.

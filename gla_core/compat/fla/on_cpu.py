@@ -189,10 +189,13 @@ def fused_linear_cross_entropy_loss(
     logit_softcapping: float | None = None,
     num_chunks: int = 8,
     reduction: str = "mean",
+    use_l2warp: bool = False,
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """The loss of a linear map of x [T, D]."""
+    """The loss of a linear map of x [T, D]. Raises NotImplementedError for l2warp, which is part of this function."""
+    if use_l2warp:
+        raise NotImplementedError("no l2warp on a CPU with fuse_linear_cross_entropy; turn one of the two off")
     logits = _scaled(F.linear(x, weight, bias), logit_scale, logit_softcapping)
     return F.cross_entropy(
         logits, target, reduction=reduction, label_smoothing=label_smoothing, ignore_index=ignore_index
