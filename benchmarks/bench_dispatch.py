@@ -26,8 +26,8 @@ def recurrent_gla_step(q, k, v, g, state, scale, state_indices, inplace):
     return O_STEP, state
 
 
-def chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens):
-    return O_CHUNK, None
+def chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    return O_CHUNK, None, None
 
 
 def seconds(function, number=20_000):
@@ -42,7 +42,7 @@ CALLS = {
     ),
     "chunk_gla": (
         lambda x: gla.chunk_gla(x, x, x, x),
-        lambda x: chunk_gla_fwd(x, x, x, x, 1.0, None, False, None),
+        lambda x: chunk_gla_fwd(x, x, x, x, 1.0, None, False, None, None),
         (B, T, H, K),
     ),
 }
