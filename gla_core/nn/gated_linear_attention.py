@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from gla_core.dispatch import request
 from gla_core.nn import recurrence
 from gla_core.nn._typed_call import as_typed
 from gla_core.nn.activations import Activation, activation
-from gla_core.nn.recurrence import Convolve, GLAState, at_least_float32, check_mode, check_positive, head_width
+from gla_core.nn.recurrence import Convolve, GLAState, check_computation, check_positive, head_width
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
+from gla_core.ops._checks import wide
 
 NORM_NAMES = ("g_norm", "g_norm_swish_gate")
 
@@ -108,9 +108,7 @@ class GatedLinearAttention(nn.Module):
             raise ValueError(f"gate_logit_normalizer is {gate_logit_normalizer}; expected a number above 0")
         if clamp_min is not None and not clamp_min <= 0:
             raise ValueError(f"clamp_min is {clamp_min}; expected at most 0: it bounds the log of a forget gate")
-        check_mode(mode)
-        if backend is not None:
-            request.check(backend, "backend=")
+        check_computation(mode, backend)
 
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
         self.head_k_dim = head_width("expand_k", expand_k, hidden_size, num_heads)
@@ -145,9 +143,7 @@ class GatedLinearAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set every parameter as the constructor does, such as after `to_empty`."""
-        for module in self.modules():
-            if module is not self and callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
+        recurrence.reset_parameters(self)
 
     @overload
     def forward(
@@ -211,11 +207,8 @@ class GatedLinearAttention(nn.Module):
             ValueError, TypeError: an argument of a wrong shape or dtype; both cu_seqlens and attention_mask.
             NoBackendError, UnknownBackendError: nobody can serve the request in `backend`.
         """
-        o, x, padded, after = recurrence.read_sequences(
-            self, self.op_inputs, x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask
-        )
-        y = self._output(o, x)
-        return y if padded is None else padded.back(y), after
+        given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask)
+        return recurrence.read_sequences(self, self.op_inputs, self._output, *given)
 
     if TYPE_CHECKING:
 
@@ -243,8 +236,7 @@ class GatedLinearAttention(nn.Module):
         Raises:
             As `forward`.
         """
-        o, after = recurrence.read_tokens(self, self.op_inputs, x, state, inplace, state_indices)
-        return self._output(o, x), after
+        return recurrence.read_tokens(self, self.op_inputs, self._output, x, state, inplace, state_indices)
 
     def initial_state(self, batch_size: int, device: Device = None) -> GLAState:
         """The state before the first token of `batch_size` sequences: zeros.
@@ -277,7 +269,7 @@ class GatedLinearAttention(nn.Module):
     def _log_gate(self, x: Tensor) -> Tensor:
         """The log of the forget gate, in float32 (float64 with float64): half precision loses what is near 0."""
         logits = self.gk_proj(x)
-        logits = logits.to(at_least_float32(logits))
+        logits = logits.to(wide(logits.dtype))
         g = F.logsigmoid(logits) / self.gate_logit_normalizer
         return g if self.clamp_min is None else g.clamp(min=self.clamp_min)
 

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from gla_core.dispatch import request
 from gla_core.nn import recurrence
 from gla_core.nn._typed_call import as_typed
-from gla_core.nn.recurrence import Convolve, GLAState, at_least_float32, check_mode, check_positive
+from gla_core.nn.recurrence import Convolve, GLAState, check_computation, check_positive
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
+from gla_core.ops._checks import wide
 
 
 class HGRN2(nn.Module):
@@ -77,9 +77,7 @@ class HGRN2(nn.Module):
         check_positive(hidden_size=hidden_size, num_heads=num_heads, expand_ratio=expand_ratio, conv_size=conv_size)
         if hidden_size % num_heads != 0:
             raise ValueError(f"hidden_size is {hidden_size}; expected a multiple of num_heads = {num_heads}")
-        check_mode(mode)
-        if backend is not None:
-            request.check(backend, "backend=")
+        check_computation(mode, backend)
         self.hidden_size, self.num_heads, self.expand_ratio = hidden_size, num_heads, expand_ratio
         self.use_short_conv, self.conv_size = use_short_conv, conv_size
         self.backend, self.mode, self.layer_idx = backend, mode, layer_idx
@@ -98,9 +96,7 @@ class HGRN2(nn.Module):
 
     def reset_parameters(self) -> None:
         """Set every parameter as the constructor does, such as after `to_empty`."""
-        for module in self.modules():
-            if module is not self and callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
+        recurrence.reset_parameters(self)
 
     @overload
     def forward(
@@ -145,11 +141,8 @@ class HGRN2(nn.Module):
         All else is as of `GatedLinearAttention.forward`.
         """
         op_inputs = functools.partial(self.op_inputs, lower_bound=lower_bound)
-        o, x, padded, after = recurrence.read_sequences(
-            self, op_inputs, x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask
-        )
-        y = self._output(o)
-        return y if padded is None else padded.back(y), after
+        given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask)
+        return recurrence.read_sequences(self, op_inputs, self._output, *given)
 
     if TYPE_CHECKING:
 
@@ -167,8 +160,7 @@ class HGRN2(nn.Module):
     ) -> tuple[Tensor, GLAState]:
         """Read one token of each sequence: decoding. As of `GatedLinearAttention.step`, with the bound of `forward`."""
         op_inputs = functools.partial(self.op_inputs, lower_bound=lower_bound)
-        o, after = recurrence.read_tokens(self, op_inputs, x, state, inplace, state_indices)
-        return self._output(o), after
+        return recurrence.read_tokens(self, op_inputs, self._output, x, state, inplace, state_indices)
 
     def initial_state(self, batch_size: int, device: Device = None) -> GLAState:
         """The state before the first token of `batch_size` sequences: zeros, on the layer's device by default."""
@@ -193,14 +185,14 @@ class HGRN2(nn.Module):
         q, k, g = (y.unflatten(-1, (self.num_heads, self.expand_ratio)) for y in (F.silu(q), -g.expm1().to(v.dtype), g))
         return q, k, v.unflatten(-1, (self.num_heads, -1)), g
 
-    def _output(self, o: Tensor) -> Tensor:
+    def _output(self, o: Tensor, _x: Tensor) -> Tensor:
         """From o [..., H, V] to y [..., hidden_size]."""
         return self.o_proj(self.g_norm(o.flatten(-2)))
 
 
 def _log_gate(f: Tensor, lower_bound: Tensor | None) -> Tensor:
     """The log of the forget gate, in float32 (float64 with float64): half precision loses what is near 0."""
-    g = F.logsigmoid(f.to(at_least_float32(f)))
+    g = F.logsigmoid(f.to(wide(f.dtype)))
     if lower_bound is None:
         return g
     c = lower_bound.to(g.dtype)

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.types import Device
 
+from gla_core.dispatch import request
 from gla_core.dispatch.errors import nearest
-from gla_core.nn.padding import Padding, padding
+from gla_core.nn.padding import padding
 from gla_core.nn.short_convolution import Packing, ShortConvolution, packing
 from gla_core.ops import _checks
 from gla_core.ops.chunk_gla import chunk_gla
@@ -30,6 +31,8 @@ Convolve = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """Sends three projections [B, T, width] of x through the convolutions of a layer, or leaves them alone."""
 OpInputs = Callable[[Tensor, Convolve], tuple[Tensor, Tensor, Tensor, Tensor]]
 """From x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
+Output = Callable[[Tensor, Tensor], Tensor]
+"""From the op's o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size]."""
 
 
 class GLAState(NamedTuple):
@@ -71,14 +74,15 @@ class RecurrentLayer(Protocol):
 def read_sequences(
     layer: RecurrentLayer,
     op_inputs: OpInputs,
+    output: Output,
     x: Tensor,
     state: GLAState | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
     attention_mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Padding | None, GLAState | None]:
-    """The op's o [B, T, Hq, V] for x, x with its tokens in front, what brings them back, and the state after them.
+) -> tuple[Tensor, GLAState | None]:
+    """What the layer's `forward` returns, from what it makes of x for the op and of the op's o.
 
     The other arguments are those of `GatedLinearAttention.forward`.
     """
@@ -102,7 +106,7 @@ def read_sequences(
     if padded is not None:  # what comes behind the tokens changes no state
         k, g = padded.zeroed(k), padded.zeroed(g)
     # Half precision, which FSDP2's mixed precision makes of every input, is widened.
-    initial = None if state is None else state.recurrent.to(at_least_float32(state.recurrent))
+    initial = None if state is None else state.recurrent.to(_checks.wide(state.recurrent.dtype))
     o, recurrent = chunk_gla(
         q,
         k,
@@ -114,18 +118,21 @@ def read_sequences(
         backend=layer.backend,
         max_seqlen=max_seqlen,
     )
-    return o, x, padded, None if recurrent is None else GLAState(recurrent, convolve.after)
+    y = output(o, x)
+    y = y if padded is None else padded.back(y)
+    return y, None if recurrent is None else GLAState(recurrent, convolve.after)
 
 
 def read_tokens(
     layer: RecurrentLayer,
     op_inputs: OpInputs,
+    output: Output,
     x: Tensor,
     state: GLAState,
     inplace: bool,
     state_indices: Tensor | None,
 ) -> tuple[Tensor, GLAState]:
-    """The op's o [B, Hq, V] for one token of each sequence, x [B, hidden_size], and the state after it.
+    """What the layer's `step` returns, as `read_sequences` for its `forward`.
 
     The other arguments are those of `GatedLinearAttention.step`.
     """
@@ -141,7 +148,7 @@ def read_tokens(
         q, k, v, g, state.recurrent, state_indices=state_indices, inplace=inplace, backend=layer.backend
     )
     conv = _with_rows(state.conv, convolve.after, state_indices, inplace)
-    return o, state if inplace else GLAState(recurrent, conv)
+    return output(o, x), state if inplace else GLAState(recurrent, conv)
 
 
 def initial_state(layer: RecurrentLayer, batch_size: int, device: Device) -> GLAState:
@@ -154,6 +161,13 @@ def initial_state(layer: RecurrentLayer, batch_size: int, device: Device) -> GLA
     widths = (convolution.width for convolution in layer.convolutions)
     a, b, c = (torch.zeros(batch_size, layer.conv_size - 1, w, device=device, dtype=like.dtype) for w in widths)
     return GLAState(recurrent, (a, b, c))
+
+
+def reset_parameters(layer: nn.Module) -> None:
+    """Set every parameter as the constructor does, such as after `to_empty`."""
+    for module in layer.modules():
+        if module is not layer and callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
 
 
 class _Convolved:
@@ -246,14 +260,12 @@ def _written(rows: Tensor, new: Tensor, indices: Tensor | None) -> Tensor:
 # ---- of constructors
 
 
-def check_mode(mode: str) -> None:
-    """Raise ValueError unless a configuration may say so."""
+def check_computation(mode: str, backend: str | None) -> None:
+    """Raise ValueError unless a configuration may say this mode, and as a request does unless it can be met."""
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}{nearest(mode, MODES)} (there are {', '.join(MODES)})")
-
-
-def at_least_float32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    if backend is not None:
+        request.check(backend, "backend=")
 
 
 def check_positive(**sizes: int) -> None:

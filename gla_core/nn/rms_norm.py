@@ -14,6 +14,7 @@ from torch.types import Device
 
 from gla_core.nn._typed_call import as_typed
 from gla_core.nn.activations import Activation, activation
+from gla_core.ops._checks import wide
 
 
 class RMSNormGated(nn.Module):
@@ -56,7 +57,7 @@ class RMSNormGated(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Norm x [..., width], gate likewise; computed in float32 (float64 with float64), returned in x's dtype."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = wide(x.dtype)
         weight = None if self.weight is None else self.weight.to(dtype)
         y = F.rms_norm(x.to(dtype), (self.width,), weight, self.eps)
         if gate is not None:

@@ -21,6 +21,7 @@ from torch.types import Device
 from gla_core.nn._typed_call import as_typed
 from gla_core.nn.activations import Activation
 from gla_core.nn.activations import activation as activation_of
+from gla_core.ops._checks import wide
 
 
 class Packing(NamedTuple):
@@ -134,12 +135,12 @@ class ShortConvolution(nn.Module):
 
     def _convolve(self, rows: Tensor) -> Tensor:
         """[B, n + W - 1, D] to [B, n, D]."""
-        dtype = torch.promote_types(rows.dtype, torch.float32)
+        dtype = wide(rows.dtype)
         n = rows.shape[1] - self.kernel_size + 1
-        wide = rows.to(dtype)
-        y = wide.new_zeros(()) if self.bias is None else self.bias.to(dtype)
+        x = rows.to(dtype)
+        y = x.new_zeros(()) if self.bias is None else self.bias.to(dtype)
         for i, weight in enumerate(self.weight.to(dtype).unbind(-1)):  # weight [D, 1], of the input W-1-i tokens back
-            y = torch.addcmul(y, wide[:, i : i + n], weight[:, 0])
+            y = torch.addcmul(y, x[:, i : i + n], weight[:, 0])
         return (y if self.activation is None else self.activation(y)).to(rows.dtype)
 
     def extra_repr(self) -> str:

@@ -50,18 +50,13 @@ def dtype(name: str, x: Tensor, allowed: Iterable[torch.dtype], why: str = "") -
         raise TypeError(f"{name} is {str(x.dtype).removeprefix('torch.')}; expected {expected}{why}")
 
 
-def has_contiguous_rows(x: Tensor) -> bool:
-    """Whether neighbours along the last dimension are neighbours in memory, as backends receive tensors."""
-    return x.is_contiguous() or x.stride(-1) == 1
-
-
 def as_backends_take(x: Tensor, swapped_states: bool) -> bool:
-    """Whether a backend receives x as it is, and not a copy.
+    """Whether a backend receives x as it is, and not a copy: its last dimension is contiguous.
 
     Args:
         swapped_states: whether x is a state, and the backend takes states with their last two dimensions swapped.
     """
-    return has_contiguous_rows(x) or (swapped_states and swapped(x))
+    return x.is_contiguous() or x.stride(-1) == 1 or (swapped_states and swapped(x))
 
 
 def keys_first(state: Any) -> Any:

@@ -97,7 +97,7 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     if needs_grad and spec.backward is not None:
         select(backward_of(call, spec.backward), request)  # so that its absence is found before a launch
     chosen = select(call, request)
-    can_swap = spec.has(POOL) is not None and chosen.can(spec.name).swapped_states
+    can_swap = chosen.can(spec.name).swapped_states
     copied = frozenset(
         i
         for i, (argument, x) in enumerate(zip(spec.arguments, args, strict=True))

@@ -372,10 +372,11 @@ def _check_written(result: Result, given: Mapping[str, Any]) -> None:
         )
 
 
+_WHOLE: tuple[Callable[[Any], bool], str] = (lambda x: isinstance(x, int | torch.SymInt), "an integer")
 _SCALARS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "float": (lambda x: isinstance(x, numbers.Real | torch.SymFloat | torch.SymInt), "a number"),
-    "int": (lambda x: isinstance(x, int | torch.SymInt), "an integer"),
-    "SymInt": (lambda x: isinstance(x, int | torch.SymInt), "an integer"),
+    "int": _WHOLE,
+    "SymInt": _WHOLE,
     "bool": (lambda x: isinstance(x, bool), "True or False"),
 }
 

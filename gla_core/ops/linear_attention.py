@@ -110,11 +110,10 @@ def linear_attention(
     """
     if feature_map is not None:
         q, k = feature_map(q), feature_map(k)
+    states = (initial_state, output_final_state)
     if not normalize:
-        states = (initial_state, output_final_state)
         return chunk_gla(q, k, v, None, scale, *states, cu_seqlens, backend, max_seqlen=max_seqlen)
     v = torch.cat([v, v.new_ones(()).expand(*v.shape[:-1], 1)], dim=-1)
-    states = (initial_state, output_final_state)
     o, state = chunk_gla(q, k, v, None, 1.0, *states, cu_seqlens, backend, max_seqlen=max_seqlen)
     z = o[..., -1:]
     if cu_seqlens is not None:  # rows of no sequence stay 0

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_core.nn.activations import ACTIVATIONS
-from gla_core.nn.recurrence import at_least_float32
+from gla_core.ops._checks import wide
 
 
 def rms_norm(
@@ -31,7 +31,7 @@ def rms_norm(
     residual_in_fp32: bool = False,
 ) -> Any:
     """The norm of x + residual over the last dimension; with prenorm that sum as well."""
-    total = x.to(at_least_float32(x)) if residual is None else x.to(at_least_float32(x)) + residual
+    total = x.to(wide(x.dtype)) if residual is None else x.to(wide(x.dtype)) + residual
     y = _normed(total, weight, eps)
     y = (y if bias is None else y + bias).to(x.dtype)
     kept = torch.float32 if residual_in_fp32 else x.dtype if residual is None else residual.dtype
@@ -67,7 +67,7 @@ def rms_norm_gated(
     eps: float = 1e-6,
 ) -> Any:
     """`rms_norm` times an activation of the gate g."""
-    y, kept = rms_norm(x.to(at_least_float32(x)), weight, bias, residual, eps, True, residual_in_fp32)
+    y, kept = rms_norm(x.to(wide(x.dtype)), weight, bias, residual, eps, True, residual_in_fp32)
     y = (y * ACTIVATIONS[activation](g.to(y.dtype))).to(x.dtype)
     return (y, kept) if prenorm else y
 
@@ -241,5 +241,5 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | 
 
 
 def _scaled(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
-    logits = logits.to(at_least_float32(logits)) * scale
+    logits = logits.to(wide(logits.dtype)) * scale
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
