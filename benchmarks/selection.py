@@ -3,9 +3,11 @@
 `evidence.py selection` runs it.
 
 The shapes of the grid are drawn at random, from a fixed seed, over B*H from 1 to 512 and T from 1 to 131,072 (smaller
-on a CPU); `gla calibrate` uses none of them. The file holds two more parts: other ops, and the lengths of the
-crossover that benchmarks/crossover.py draws. What an earlier run has measured is not measured again, unless the device,
-a version, the commit or a constant has changed.
+on a CPU); `gla calibrate` uses none of them. `auto` knows a bound of the lengths of packed sequences there. The file
+holds more parts: on a GPU the backward of some of these shapes, with checkpoints, as training runs it, and packed
+sequences of several kinds of lengths, of which `auto` knows nothing; other ops; the lengths of the crossover that
+benchmarks/crossover.py draws. What an earlier run has measured is not measured again, unless the device, a version, the
+commit or a constant has changed.
 """
 
 from __future__ import annotations
@@ -31,10 +33,14 @@ from gla_core.dispatch.backend import CostModel, OpCall
 from gla_core.dispatch.calibration import constants_for
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Explanation, explain_call
+from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops.chunk_gla import CHUNK
 from gla_core.workloads.inputs import random_arguments
 
 CLOSE = 1.05
 """A pick that takes up to so many times as long as the fastest counts as right."""
+CLOSE_UNKNOWN = 1.15
+"""The same where the lengths of packed sequences are not known."""
 HOPELESS = 20
 """A backend that is predicted to take so many times as long as the best, and `LONG`, is left out."""
 LONG = 10e-3
@@ -42,6 +48,9 @@ ROUNDS = 3
 """The backends are timed in turns so many times: a clock that drifts then meets them all."""
 WIDTHS = (*[(128, 128)] * 4, *[(64, 64)] * 2, (64, 128), (128, 64), (96, 192), (128, 256), (256, 128), (256, 256))
 GRID = 72
+BACKWARDS = 36
+LENGTHS = ("equal", "uniform", "log-uniform", "one giant", "single tokens")
+OF_EACH = 20
 
 Row = dict[str, Any]
 Shape = tuple[int, int, int, int, int, int | None]
@@ -51,13 +60,16 @@ Shape = tuple[int, int, int, int, int, int | None]
 
 
 def calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
-    """Every call with its part: 'grid', 'other ops' or 'crossover'. Small ones come in a CUDA graph as well."""
+    """Every call with its part, such as 'grid' or 'packed, equal'. Small ones come in a CUDA graph as well."""
     cuda = device.type == "cuda"
     for B, H, T, K, V, N in shapes(cuda):
         call = chunk_call(device, B, H, T, K, V, N)
         yield "grid", call
         if cuda and B * H * T <= 2**17:
             yield "grid", dataclasses.replace(call, capturing=True)
+    for B, H, T, K, V, N in shapes(cuda)[:BACKWARDS] if cuda else ():
+        yield "backward", backward_of(chunk_call(device, B, H, T, K, V, N))
+    yield from packed_calls(device) if cuda else ()
     for call in other_calls(device):
         yield "other ops", call
         if cuda and call.op == "recurrent_gla_step":
@@ -101,7 +113,44 @@ def chunk_call(device: torch.device, B: int, H: int, T: int, K: int, V: int, N: 
         dims={"B": B, "T": T, "H": H, "Hq": H, "K": K, "V": V, "N": N or B},
         gate_dtype=torch.float32,
         variable_length=N is not None,
+        longest=None if N is None else min(T, -(-2 * T // N)),
     )
+
+
+def backward_of(call: OpCall) -> OpCall:
+    """Its chunk_gla_bwd, as training runs it."""
+    return dataclasses.replace(call, op="chunk_gla_bwd", scalars={"checkpoint_every": CHUNK})
+
+
+def packed_calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
+    """Calls of packed sequences whose lengths nobody has said, forward and, of half of them, backward."""
+    random = Random(6)
+    for kind in LENGTHS:
+        for i in range(OF_EACH):
+            N, T = round(2 * 256 ** random.random()), round(1000 * 100 ** random.random())
+            H, K, V = random.choice((4, 8, 16, 32)), random.choice((64, 128, 256)), random.choice((64, 128, 256))
+            T = max(N, min(T, 2**29 // (H * (K + V))))
+            call = dataclasses.replace(chunk_call(device, 1, H, T, K, V, N), longest=None)
+            yield f"packed, {kind}", call
+            if i % 2:
+                yield f"packed, {kind}", backward_of(call)
+
+
+def lengths(kind: str, T: int, N: int) -> list[int]:
+    """Tokens of N sequences, T in all, each of at least one; the same for the same arguments."""
+    random = Random(f"{kind} {T} {N}")
+    weights = {
+        "equal": lambda i: 1.0,
+        "uniform": lambda i: random.random(),
+        "log-uniform": lambda i: 1000 ** random.random(),
+        "one giant": lambda i: 1.0 if i else N * random.uniform(0.5, 10),
+        "single tokens": lambda i: 1.0 if i % 4 == 0 else 0.0,
+    }[kind]
+    shares = [weights(i) for i in range(N)]
+    random.shuffle(shares)
+    ends = [0, *(N * end / sum(shares) for end in itertools.accumulate(shares))]
+    offsets = [round(end / N * (T - N)) + i for i, end in enumerate(ends)]
+    return [end - start for start, end in itertools.pairwise(offsets)]
 
 
 def other_calls(device: torch.device) -> Iterator[OpCall]:
@@ -139,7 +188,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 def measure_row(part: str, call: OpCall, seconds: float) -> Row:
     """Time every backend that can run the call; `seconds` of timed calls each."""
     explanation = _explain(call)
-    times, left_out = _time(call, *_worth_timing(explanation), seconds)
+    times, left_out = _time(call, _arguments(part, call), *_worth_timing(explanation), seconds)
     row = {
         "part": part,
         **as_json(call),
@@ -149,6 +198,16 @@ def measure_row(part: str, call: OpCall, seconds: float) -> Row:
         "pick": explanation.winner,
     }
     return judged(row)
+
+
+def _arguments(part: str, call: OpCall) -> tuple[Any, ...]:
+    """Random arguments, with sequences of the lengths that the part names, if it does."""
+    arguments, (_, _, kind) = random_arguments(call), part.partition(", ")
+    if not kind:
+        return arguments
+    at = ABSTRACT_OPS[call.op].parameters.index("cu_seqlens")
+    ends = torch.tensor([0, *lengths(kind, call.dims["T"], call.dims["N"])]).cumsum(0)
+    return (*arguments[:at], ends.to(arguments[at]), *arguments[at + 1 :])
 
 
 def judged(row: Row) -> Row:
@@ -190,13 +249,12 @@ def _worth_timing(explanation: Explanation) -> tuple[list[str], dict[str, str]]:
 
 
 def _time(
-    call: OpCall, names: Sequence[str], left_out: dict[str, str], seconds: float
+    call: OpCall, arguments: tuple[Any, ...], names: Sequence[str], left_out: dict[str, str], seconds: float
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Seconds of each backend that ran, in the quickest of its rounds, and why the others did not.
 
     Rounds are medians, by turns. Whatever else a machine does for a while makes times longer, never shorter.
     """
-    arguments = random_arguments(call)
     timer = measure.time_graph if call.capturing else measure.time_calls
     rounds = 1 if call.capturing else ROUNDS
     calls_of: dict[str, list] = {}
@@ -321,9 +379,14 @@ def summary(rows: Sequence[Row]) -> dict[str, Row]:
     for part in dict.fromkeys(row["part"] for row in rows):
         ratios = [math.inf if row["ratio"] is None else row["ratio"] for row in rows if row["part"] == part]
         shapes = {json.dumps(row["dims"]) for row in rows if row["part"] == part}
-        close = sum(ratio <= CLOSE for ratio in ratios) / len(ratios)
+        close = sum(ratio <= closeness(part) for ratio in ratios) / len(ratios)
         found[part] = {"shapes": len(shapes), "calls": len(ratios), "close": close, "worst": max(ratios)}
     return found
+
+
+def closeness(part: str) -> float:
+    """How many times as long as the fastest a pick of a part may take and counts as right."""
+    return CLOSE_UNKNOWN if part.startswith("packed") else CLOSE
 
 
 def describe(row: Row) -> str:
@@ -338,13 +401,18 @@ def describe(row: Row) -> str:
         f"{name} {results.time_text(row['measured'].get(name))} ({results.time_text(row['predicted'][name])})"
         for name in names
     )
-    wrong = "" if row["ratio"] is not None and row["ratio"] <= CLOSE else f"  <- {row['pick']}: {row['ratio']}"
+    wrong = (
+        ""
+        if row["ratio"] is not None and row["ratio"] <= closeness(row.get("part", ""))
+        else f"  <- {row['pick']}: {row['ratio']}"
+    )
     return f"{line}: {times}{wrong}"
 
 
 def in_words(part: str, found: Row) -> str:
     """The summary of a part in a sentence."""
+    within = f"{closeness(part) - 1:.0%}"
     return (
-        f"{part}: {found['calls']} calls of {found['shapes']} shapes; the pick is within {CLOSE - 1:.0%} of the "
+        f"{part}: {found['calls']} calls of {found['shapes']} shapes; the pick is within {within} of the "
         f"fastest on {found['close']:.1%}, and {found['worst']:.2f} times as slow at worst"
     )

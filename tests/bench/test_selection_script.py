@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -12,6 +13,7 @@ import torch
 
 import gla_core as gla
 from gla_core.dispatch.backend import Backend, CostModel, OpCall
+from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads import calibration as calibration_shapes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -177,6 +179,32 @@ def test_no_constant_is_fitted_to_the_grid(selection, device):
     assert not [call for part, call in parts if part != "crossover" and call in fitted]
 
 
+@pytest.mark.parametrize("kind", ["equal", "uniform", "log-uniform", "one giant", "single tokens"])
+@pytest.mark.parametrize(("T", "N"), [(1000, 2), (1000, 500), (70_000, 300), (512, 512)])
+def test_lengths_of_packed_sequences(selection, kind, T, N):
+    found = selection.lengths(kind, T, N)
+    assert found == selection.lengths(kind, T, N)
+    assert (len(found), sum(found), min(found) >= 1) == (N, T, True)
+    mean = T / N
+    if kind == "equal":
+        assert max(found) - min(found) <= 1
+    if mean > 100 and kind != "equal":
+        assert max(found) > {"uniform": 1.2, "log-uniform": 1.2, "one giant": 1.3, "single tokens": 1.9}[kind] * mean
+        assert (min(found) == 1) == (kind == "single tokens")
+
+
+def test_the_lengths_that_a_part_names_are_timed(selection):
+    for part, call in selection.packed_calls(torch.device("cpu")):
+        kind = part.removeprefix("packed, ")
+        assert call.longest is None
+        if call.dims["T"] * call.dims["H"] * call.dims["K"] > 2**19:
+            continue
+        offsets = selection._arguments(part, dataclasses.replace(call, dtype=torch.float32))[
+            ABSTRACT_OPS[call.op].parameters.index("cu_seqlens")
+        ]
+        assert offsets.diff().tolist() == selection.lengths(kind, call.dims["T"], call.dims["N"])
+
+
 # ---- committed results
 
 
@@ -188,6 +216,9 @@ def test_auto_was_right(selection, path):
     assert grid["shapes"] >= 60
     assert grid["close"] >= 0.95
     assert grid["worst"] <= 1.3
+    packed = [row["ratio"] for row in found["rows"] if row["part"].startswith("packed")]
+    assert all(ratio <= 1.4 for ratio in packed)
+    assert sum(ratio <= 1.15 for ratio in packed) >= 0.95 * len(packed)
     device = torch.device("cpu" if path.stem == "selection-cpu" else "cuda")
     wanted = {selection.key({"part": part, **selection.as_json(call)}) for part, call in selection.calls(device)}
     assert {selection.key(row) for row in found["rows"]} == wanted
