@@ -3,6 +3,7 @@
     python3 benchmarks/evidence.py times [--name baseline] [--backends reference,gla_fla] [--workloads NAME,..] ...
     python3 benchmarks/evidence.py selection [--passes 3]
     python3 benchmarks/evidence.py selection --share 0/8    one of 8 processes that fill Triton's cache first
+    python3 benchmarks/evidence.py selection --picks FILE   after a change of constants, of the times in a file
 
 times       FLA, PyTorch and the backends over the workloads of models: see times.py
 selection   whether the backend that `auto` picks is the fastest: see selection.py
@@ -70,7 +71,10 @@ def measure_selection(options: argparse.Namespace) -> None:
         first, step = map(int, options.share.split("/"))
         selection.compile_share(device, (first, step), say)
         return
-    path = selection.run(options.out, device, options.seconds, options.minutes, options.commit, say, options.passes)
+    if options.picks is not None:
+        path = selection.pick_again(options.picks)
+    else:
+        path = selection.run(options.out, device, options.seconds, options.minutes, options.commit, say, options.passes)
     for part, found in json.loads(path.read_text())["summary"].items():
         say(selection.in_words(part, found))
 
@@ -97,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     of_selection.set_defaults(run=measure_selection)
     of_selection.add_argument("--seconds", type=float, default=0.05, help="of timed calls for each backend and call")
     of_selection.add_argument("--passes", type=int, default=1, help="over all calls; the quickest time counts")
+    of_selection.add_argument("--picks", type=Path, help="a file: what `auto` would pick now of its times; no device")
     of_selection.add_argument("--share", help="i/n: run the i-th of n shares of the calls once, and measure nothing")
     return parser
 

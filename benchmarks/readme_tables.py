@@ -74,7 +74,10 @@ def newest(folder: Path) -> Results | None:
     """
     runs = [found for path in _files_of_times(folder) if (found := results.read(path)).device == DEVICE]
     runs.sort(key=lambda found: found.date)
-    rows = {(row.key, row.backend): row for found in runs for row in found.rows if row.error is None and _shown(row)}
+    shown = [row for found in runs for row in found.rows if row.error is None and _shown(row)]
+    # What was measured beside a baseline is kept until it is measured so again.
+    shown.sort(key=lambda row: bool(row.ratio_to) or row.backend in BASELINES)
+    rows = {(row.key, row.backend): row for row in shown}
     measured = {row.key for row in rows.values() if row.backend not in BASELINES}
     baselines_first = sorted(rows.values(), key=lambda row: row.backend not in BASELINES)
     kept = tuple(row for row in baselines_first if row.key in measured)
@@ -199,13 +202,14 @@ def _selection(found: dict[str, Any], path: Path) -> str:
     lines = [
         f"## What auto picks, {found['device']}\n",
         f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}. "
-        "The time of the backend that is picked over that of the fastest; the grid is one of chunk_gla_fwd, of shapes "
-        "that no constant was fitted to. "
+        "The time of the backend that is picked over that of the fastest. The grid is one of chunk_gla_fwd, of shapes "
+        "that no constant was fitted to; of packed sequences, forward and backward, nothing is known but how many. "
         f"Written by `benchmarks/evidence.py selection` into `benchmarks/results/{path.name}`.\n",
-        "| calls | measured | within 5 % of the fastest | slowest pick |\n| --- | ---: | ---: | ---: |",
+        "| calls | measured | close to the fastest | slowest pick |\n| --- | ---: | ---: | ---: |",
     ]
     for part, of_part in found["summary"].items():
-        cells = (part, str(of_part["calls"]), f"{of_part['close']:.1%}", f"{of_part['worst']:.2f} ×")
+        close = f"{of_part['close']:.1%} within {of_part['within'] - 1:.0%}"
+        cells = (part, str(of_part["calls"]), close, f"{of_part['worst']:.2f} ×")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *_pictures(path.with_suffix(""))])
 

@@ -29,8 +29,8 @@ import torch
 from gla_core.bench import calibrate, measure, results
 from gla_core.bench.calls import calls_for, run_once
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import CostModel, OpCall
-from gla_core.dispatch.calibration import constants_for
+from gla_core.dispatch.backend import CostModel, KnownDevice, OpCall
+from gla_core.dispatch.calibration import KNOWN_DEVICES, constants_for
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Explanation, explain_call
 from gla_core.ops import ABSTRACT_OPS
@@ -189,15 +189,13 @@ def measure_row(part: str, call: OpCall, seconds: float) -> Row:
     """Time every backend that can run the call; `seconds` of timed calls each."""
     explanation = _explain(call)
     times, left_out = _time(call, _arguments(part, call), *_worth_timing(explanation), seconds)
-    row = {
-        "part": part,
-        **as_json(call),
-        "predicted": {c.name: _rounded(c.seconds) for c in explanation.candidates if c.refusal is None},
-        "measured": {name: _rounded(time) for name, time in times.items()},
-        "left_out": left_out,
-        "pick": explanation.winner,
-    }
-    return judged(row)
+    measured = {name: _rounded(time) for name, time in times.items()}
+    return judged({"part": part, **as_json(call), **_picked(explanation), "measured": measured, "left_out": left_out})
+
+
+def _picked(explanation: Explanation) -> Row:
+    predicted = {c.name: _rounded(c.seconds) for c in explanation.candidates if c.refusal is None}
+    return {"predicted": predicted, "pick": explanation.winner}
 
 
 def _arguments(part: str, call: OpCall) -> tuple[Any, ...]:
@@ -310,12 +308,15 @@ def _kernels(name: str, call: OpCall) -> tuple:
 # ---- the file
 
 
-def constants_in_use(device: torch.device) -> dict[str, dict[str, dict[str, float]]]:
+def constants_in_use(
+    device: torch.device, assumed: KnownDevice | None = None
+) -> dict[str, dict[str, dict[str, float]]]:
     """Of every cost model: backend to op to constant to value."""
     found: dict[str, dict[str, dict[str, float]]] = {}
+    call = functools.partial(OpCall, device=device, dtype=torch.float32, dims={}, assumed=assumed)
     for backend in registry.installed().values():
         if isinstance(backend.cost, CostModel):
-            calls_of = {op: OpCall(op=op, device=device, dtype=torch.float32, dims={}) for op in backend.ops}
+            calls_of = {op: call(op=op) for op in backend.ops}
             found[backend.name] = {op: dict(constants_for(backend, call)[0]) for op, call in calls_of.items()}
     return found
 
@@ -338,6 +339,21 @@ def run(
         rows[name] = quickest(rows[name], row) if name in rows else row
         write(path, head, list(rows.values()))
         say(describe(rows[name]))
+    return path
+
+
+def pick_again(path: Path) -> Path:
+    """Make the picks of a file anew, of the times that it holds: cost models or constants have changed since.
+
+    Raises:
+        KeyError: it was measured on a GPU that is not one of `KNOWN_DEVICES`.
+    """
+    found = json.loads(path.read_text())
+    rows, assumed = found.pop("rows"), None if path.stem == "selection-cpu" else KNOWN_DEVICES[found["device"]]
+    device = torch.device("cuda" if assumed else "cpu")
+    calls_of = {key({"part": part, **as_json(c)}): dataclasses.replace(c, assumed=assumed) for part, c in calls(device)}
+    rows = [judged({**row, **_picked(_explain(calls_of[key(row)]))}) for row in rows]
+    write(path, {**found, "constants": constants_in_use(device, assumed)}, rows)
     return path
 
 
@@ -374,13 +390,15 @@ def key(row: Row) -> str:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:
-    """Of each part: number of calls, share of picks that are close to the fastest, and the worst ratio."""
+    """Of each part: number of calls, share of picks within so many times the fastest time, and the worst ratio."""
     found = {}
     for part in dict.fromkeys(row["part"] for row in rows):
         ratios = [math.inf if row["ratio"] is None else row["ratio"] for row in rows if row["part"] == part]
         shapes = {json.dumps(row["dims"]) for row in rows if row["part"] == part}
-        close = sum(ratio <= closeness(part) for ratio in ratios) / len(ratios)
-        found[part] = {"shapes": len(shapes), "calls": len(ratios), "close": close, "worst": max(ratios)}
+        within = closeness(part)
+        close = sum(ratio <= within for ratio in ratios) / len(ratios)
+        numbers = {"within": within, "close": close, "worst": max(ratios)}
+        found[part] = {"shapes": len(shapes), "calls": len(ratios), **numbers}
     return found
 
 
@@ -411,7 +429,7 @@ def describe(row: Row) -> str:
 
 def in_words(part: str, found: Row) -> str:
     """The summary of a part in a sentence."""
-    within = f"{closeness(part) - 1:.0%}"
+    within = f"{found['within'] - 1:.0%}"
     return (
         f"{part}: {found['calls']} calls of {found['shapes']} shapes; the pick is within {within} of the "
         f"fastest on {found['close']:.1%}, and {found['worst']:.2f} times as slow at worst"

@@ -163,7 +163,7 @@ def test_a_page_without_markers(tables):
 
 
 def test_a_selection_is_told_in_a_few_lines(tables, tmp_path):
-    of_grid = {"shapes": 70, "calls": 120, "close": 0.975, "worst": 1.21}
+    of_grid = {"shapes": 70, "calls": 120, "within": 1.05, "close": 0.975, "worst": 1.21}
     head = {"device": "NVIDIA Pretend", "gla_core": "0.1.0", "commit": "0123456789abcdef", "torch": "2.11.0"}
     found = {**head, "date": "2026-01-02T03:04:05+00:00", "summary": {"grid": of_grid}, "rows": []}
     (tmp_path / "selection-pretend.json").write_text(json.dumps(found))
@@ -173,5 +173,5 @@ def test_a_selection_is_told_in_a_few_lines(tables, tmp_path):
     assert section.startswith(
         "## What auto picks, NVIDIA Pretend\n\ngla_core 0.1.0 at 0123456789, torch 2.11.0, 2026-01-02."
     )
-    assert "| grid | 120 | 97.5% | 1.21 × |\n" in section
+    assert "| grid | 120 | 97.5% within 5% | 1.21 × |\n" in section
     assert section.endswith("\n\n![crossover](../benchmarks/results/selection-pretend/crossover.png)\n")
