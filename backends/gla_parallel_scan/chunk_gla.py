@@ -55,9 +55,11 @@ def _segments(call: OpCall, gpu: Gpu, aligned: bool, x: Tensors, scale: float) -
     if plan.segments is None:
         return outputs.run(plan, x, scale, every)
     recurrence = kernels.segments.Recurrence(x.k, x.v, x.g, x.initial_state, x.final_state)
-    S, segments, launches = kernels.before_segments.run(plan.segments, recurrence, x.k.shape[2], x.cu_seqlens)
-    entering = x._replace(initial_state=S, cu_seqlens=segments.bounds, sequences=x.cu_seqlens, final_state=None)
-    return launches + outputs.run(plan, entering, scale, every)
+    S, segments, launches = kernels.before_segments.run(
+        plan.segments, recurrence, x.k.shape[2], x.cu_seqlens, skip_first=True
+    )
+    each = x._replace(entering=S, cu_seqlens=segments.bounds, sequences=x.cu_seqlens, final_state=None)
+    return launches + outputs.run(plan, each, scale, every)
 
 
 def chunk_gla_bwd(

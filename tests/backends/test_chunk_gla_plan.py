@@ -174,6 +174,16 @@ def test_sequences_that_stay_whole_take_one_pass(changes):
     assert plan_segments(call_of(**changes), H200, True) == plan_one_pass(call_of(**changes), H200, True)
 
 
+def test_packed_sequences_of_about_the_mean_stay_whole_where_they_half_fill_the_device():
+    def length(N, H):
+        return plan_segments(call_of(B=1, T=65536, N=N, H=H, packed=True), H200, True).segments.length
+
+    for N, H in ((8, 32), (4, 32), (16, 8), (9, 8)):  # equal ones are not cut, twice as long ones are
+        assert 1.5 * 65536 / N <= length(N, H) < 2 * 65536 / N
+    assert length(8, 8) == 64 * 32  # 64 blocks for 132 multiprocessors: half of the share of one
+    assert length(32, 16) == 64 * 63  # by their share longer than that anyway
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_interpreted_sequences_are_cut(packed):
     gpu = Gpu(Architecture.INTERPRETED, 1)

@@ -13,9 +13,18 @@ from gla_triton_kernels.runtime.launch import Launch
 
 
 def run(
-    plan: SegmentPlan, x: Recurrence, H: int, cu_seqlens: Tensor | None, dtype: torch.dtype = torch.float32
+    plan: SegmentPlan,
+    x: Recurrence,
+    H: int,
+    cu_seqlens: Tensor | None,
+    dtype: torch.dtype = torch.float32,
+    skip_first: bool = False,
 ) -> tuple[Tensor, Segments, list[Launch]]:
-    """What a recurrence carries into each segment of sequences [I, H, K, V], the segments, and the launches."""
+    """What a recurrence carries into each segment of sequences [I, H, K, V], the segments, and the launches.
+
+    Args:
+        skip_first: what it carries into sequences is not written there: it is x.before, or 0.
+    """
     B, T, _, K = x.left.shape
     V = x.right.shape[3]
     segments = cut(B, T, plan.length, cu_seqlens)
@@ -23,5 +32,5 @@ def run(
     D = None if x.g is None else torch.empty(segments.count, H, K, dtype=torch.float32, device=x.left.device)
     before = S if dtype == S.dtype else torch.empty_like(S, dtype=dtype)
     built = getattr(kernels, plan.states.kernel).run(plan, x, segments, S, D)
-    scanned = scan.run(plan, x, segments, S, D, before)
+    scanned = scan.run(plan, x, segments, S, D, before, skip_first)
     return before, segments, [*segments.launches, *built, *scanned]

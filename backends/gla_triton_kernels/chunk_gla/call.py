@@ -20,7 +20,9 @@ from gla_triton_kernels.runtime.tma import UNIT, addressable
 class Tensors(NamedTuple):
     """All tensors of a call of chunk_gla_fwd, the results allocated; for their shapes see gla_core/ops/chunk_gla.py.
 
-    Where segments take the place of sequences, `cu_seqlens` holds their bounds, and `sequences` what it held before.
+    Where segments take the place of sequences, `entering` [I, H, K, V] holds the states that enter them, but for those
+    that enter a sequence, which `initial_state` has; of packed ones `cu_seqlens` holds their bounds, and `sequences`
+    what it held before.
     """
 
     q: Tensor
@@ -33,6 +35,7 @@ class Tensors(NamedTuple):
     final_state: Tensor | None
     checkpoints: Tensor | None = None
     sequences: Tensor | None = None
+    entering: Tensor | None = None
 
 
 class BackwardTensors(NamedTuple):
@@ -94,7 +97,7 @@ def forward(
         gpu = gpu_of(q.device)
         launches = way(call, gpu, _aligned(gpu, q, k, v, g, o), x, scale)
         if cu_seqlens is not None and T > 0:
-            launches += clear_padding(o, cu_seqlens)
+            launches += clear_padding([o], cu_seqlens)
         start(launches)
         record(key, tensors, launches)
     return o, final_state, checkpoints
@@ -149,8 +152,7 @@ def backward(
         gpu = gpu_of(q.device)
         launches = way(call, gpu, _aligned(gpu, q, k, v, g, do), x, scale)
         if cu_seqlens is not None:
-            for y in results[:4]:
-                launches += [] if y is None else clear_padding(y, cu_seqlens)
+            launches += clear_padding([y for y in results[:4] if y is not None], cu_seqlens)
         start(launches)
         record(key, tensors, launches)
     return results

@@ -113,7 +113,7 @@ def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> list[float]:
     sums = [c["launch"] + x.numbers * (4 * x.parts + x.itemsize) / c["bandwidth"] for x in found if x.parts > 1]
     # Nearly all chunks are mild, and have no pairs left to add.
     pairs = [c["launch"]] if plan.gradients.kernel is not Kernel.BACKWARD and call.gate_dtype else []
-    padding = [c["launch"] for _ in found] if call.variable_length else []
+    padding = [c["launch"]] if call.variable_length else []
     return [gradients, *sums, *pairs, *padding]
 
 

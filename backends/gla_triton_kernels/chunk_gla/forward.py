@@ -53,8 +53,7 @@ from gla_triton_kernels.runtime.tma import tiles
 def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
     """The launch that fills o, and final_state and checkpoints if there are any.
 
-    Of segments, initial_state holds the states that enter them in order, cu_seqlens, if given, their bounds, and
-    sequences the bounds of sequences. There are `every` tokens between checkpoints.
+    There are `every` tokens between checkpoints.
     """
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
@@ -69,7 +68,6 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     sizes = (K, V, kernel.C, kernel.BK, kernel.BV, Hq != H, OPERANDS[kernel.operand])
     constants = (*sizes, kernel.tokenwise, kernel.triangle, kernel.keys_first, kernel.stages)
     integers = (T, segment, segments, every or 0, H, Hq // H, *strides, *constants)
-    x = x if x.checkpoints is not None else x._replace(sequences=None)
     grid, tensors = (-(-V // kernel.BV) * N * H, 1, 1), (*x, *maps)
     return [Launch(_chunk_gla_fwd_kernel, grid, tensors, (scale,), integers, {"num_warps": kernel.warps})]
 
@@ -80,12 +78,13 @@ def _chunk_gla_fwd_kernel(
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, H, V]
     g_ptr,  # [B, T, H, K] or None
-    initial_ptr,  # [N, H, K, V] or None
+    initial_ptr,  # [sequences, H, K, V] or None
     cu_seqlens_ptr,  # [N+1] or None
     o_ptr,  # [B, T, H*G, V]
     final_ptr,  # [N, H, K, V] or None
     checkpoints_ptr,  # [B, n, H, K, V] or None
-    sequences_ptr,  # [sequences+1] where cu_seqlens holds bounds of segments and there are checkpoints, or None
+    sequences_ptr,  # [sequences+1] where cu_seqlens holds bounds of segments, or None
+    entering_ptr,  # [N, H, K, V] of segments, or None
     q_tiles,  # the same tensors as tiles [C, BK or BV], or None
     k_tiles,
     v_tiles,
@@ -137,6 +136,9 @@ def _chunk_gla_fwd_kernel(
         b = 0
         start = tl.load(cu_seqlens_ptr + n).to(tl.int32)
         end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32)
+        if entering_ptr is not None:
+            if start == end:
+                return
 
     b64 = tl.cast(b, tl.int64)
     stride_ot = H * G * V
@@ -154,22 +156,22 @@ def _chunk_gla_fwd_kernel(
     VALUES: tl.constexpr = 1 - KEYS
     s_k, s_v = tl.expand_dims(i_k, VALUES).to(tl.int64), tl.expand_dims(i_v, KEYS)
     m_s = (s_k < K) & (s_v < V)
-    if initial_ptr is None:
-        S = tl.zeros([BK, BV] if KEYS_FIRST else [BV, BK], tl.float32)
-    else:
-        initial_ptr += n.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
-        S = tl.load(initial_ptr + s_k * stride_sk + s_v, mask=m_s, other=0.0)
+    sequence, origin = n, start  # of a segment's sequence, the first token
+    if cu_seqlens_ptr is None:
+        sequence, origin = b, 0
+    elif sequences_ptr is not None:
+        sequence = n - start // segment
+        origin = tl.load(sequences_ptr + sequence).to(tl.int32)
+    S = tl.zeros([BK, BV] if KEYS_FIRST else [BV, BK], tl.float32)
+    if entering_ptr is not None:
+        entering_ptr += tl.cast(nh, tl.int64) * K * V
+        S += tl.load(entering_ptr + s_k * V + s_v, mask=m_s & (start > origin), other=0.0)
+    if initial_ptr is not None:
+        initial_ptr += sequence.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
+        S += tl.load(initial_ptr + s_k * stride_sk + s_v, mask=m_s & (start == origin), other=0.0)
 
-    origin = start  # the first token of the sequence
     if checkpoints_ptr is not None:
-        if cu_seqlens_ptr is None:
-            origin, row = 0, b * tl.cdiv(T, every)
-        elif sequences_ptr is None:
-            row = n + start // every
-        else:
-            sequence = n - start // segment
-            origin = tl.load(sequences_ptr + sequence, mask=start < end, other=0).to(tl.int32)
-            row = sequence + origin // every
+        row = b * tl.cdiv(T, every) if cu_seqlens_ptr is None else sequence + origin // every
         checkpoints_ptr += (tl.cast(row, tl.int64) * H + h) * K * V  # the first one of the sequence
 
     i_c = tl.arange(0, C)  # [C]

@@ -48,7 +48,7 @@ from gla_triton_kernels.runtime.tma import shared_tiles
 def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
     """The launch that fills o, and final_state and checkpoints if there are any, as that of forward.py.
 
-    Of segments that overlap, the kernel before this one writes nothing but initial_state.
+    Of segments that overlap, the kernel before this one writes nothing but the states that enter them.
     """
     B, T, H, K = x.k.shape
     V = x.v.shape[3]
@@ -60,8 +60,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     moved = ((x.q, kernel.BK), (x.k, kernel.BK), (x.v, W), (x.g, kernel.BK), (x.o, W))
     maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
     maps.append(checkpoint_tiles(x.checkpoints, kernel.BK, W))
-    bounds = (x.cu_seqlens, None if x.checkpoints is None else x.sequences)
-    tensors = (*maps, x.o, x.initial_state, x.final_state, *bounds)
+    tensors = (*maps, x.o, x.initial_state, x.entering, x.final_state, x.cu_seqlens, x.sequences)
     strides = (0, 0, 0) if x.initial_state is None else x.initial_state.stride()[:3]
     integers = (*strides, T, segment, segments, every or 0, H, K, V, kernel.stages)
     options = {"launch_pdl": True} if plan.segments is not None and plan.segments.overlap else {}
@@ -184,9 +183,9 @@ def _state_warps(
     q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
-    initial_state, state_n, state_h, state_k, final_state = states
+    initial_state, state_n, state_h, state_k, entering, is_first, final_state = states
     s_desc, checkpoint, left, every = kept
-    b, h, n, column, start, length = place
+    b, h, n, sequence, column, start, length = place
     H, K, V = sizes
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
@@ -203,12 +202,14 @@ def _state_warps(
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     inside = (key < K) & (value < V)
-    wait_for_predecessor()
+    S = gl.zeros([BK, W], gl.float32, layout)
     if initial_state is not None:
-        head = initial_state + n.to(gl.int64) * state_n + h.to(gl.int64) * state_h
-        S = gl.load(head + key.to(gl.int64) * state_k + value, inside, 0.0)  # [BK, W]
-    else:
-        S = gl.zeros([BK, W], gl.float32, layout)
+        head = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+        S = gl.load(head + key.to(gl.int64) * state_k + value, inside & is_first, 0.0)
+    wait_for_predecessor()
+    if entering is not None:
+        head = entering + (n * H + h).to(gl.int64) * K * V
+        S += gl.load(head + key * V + value, inside & (not is_first), 0.0)
     for i in range(gl.cdiv(length, C)):
         if s_desc is not None:
             if left == 0:
@@ -279,10 +280,11 @@ def _chunk_gla_fwd_kernel(
     o_desc,  # [B, H, T, V], tiles [C, W]
     s_desc,  # checkpoints [B, n, H, K, V], tiles [BK, W], or None
     o_ptr,  # [B, T, H, V]
-    initial_state,  # [N, H, K, V] or None
+    initial_state,  # [sequences, H, K, V] or None
+    entering,  # [N, H, K, V] of segments, or None
     final_state,  # [N, H, K, V] or None
     cu_seqlens,  # [N + 1] or None
-    sequences,  # [sequences + 1] where cu_seqlens holds bounds of segments and there are checkpoints, or None
+    sequences,  # [sequences + 1] where cu_seqlens holds bounds of segments, or None
     scale,
     state_n,
     state_h,
@@ -310,19 +312,22 @@ def _chunk_gla_fwd_kernel(
         b = gl.to_tensor(0)
         start = gl.load(cu_seqlens + n).to(gl.int32)
         length = gl.load(cu_seqlens + n + 1).to(gl.int32) - start
+        sequence, origin = n, start  # of a segment's sequence, the first token
+        if sequences is not None:
+            if length == 0:
+                return
+            sequence = n - start // segment  # see segments.py
+            origin = gl.load(sequences + sequence).to(gl.int32)
     else:
         b = n // segments
         start = n % segments * segment
         length = gl.minimum(segment, T - start)
+        sequence, origin = b, gl.to_tensor(0)
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # the next one's row, and tokens until then
     if s_desc is not None:
-        row, passed = 0, start
+        row, passed = 0, start - origin
         if PACKED:
-            sequence, origin = n, start
-            if sequences is not None:
-                sequence = n - start // segment  # see segments.py
-                origin = gl.load(sequences + sequence, length > 0, 0).to(gl.int32)
-            row, passed = sequence + origin // every, start - origin
+            row = sequence + origin // every
         checkpoint = row + gl.cdiv(passed, every)
         left = (checkpoint - row) * every - passed
 
@@ -360,8 +365,8 @@ def _chunk_gla_fwd_kernel(
     barriers = (full, gated, empty)
     outputs = (o_desc, o_ptr, scale)
     kept = (s_desc, checkpoint, left, every)
-    states = (initial_state, state_n, state_h, state_k, final_state)
-    place = (b, h, n, column, start, length)
+    states = (initial_state, state_n, state_h, state_k, entering, start == origin, final_state)
+    place = (b, h, n, sequence, column, start, length)
     sizes = (H, K, V)
     gl.warp_specialize(
         [

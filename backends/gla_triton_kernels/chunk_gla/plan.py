@@ -243,7 +243,10 @@ def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bo
     if packed and sequences * blocks >= FILLED * at_once:
         return max(T, 1)
     if packed:  # half of what one block would do were all work even: only longer sequences hold the others up
-        return SEGMENT_UNIT * max(1, -(-T * blocks // (2 * at_once * SEGMENT_UNIT)))
+        units = -(-T * blocks // (2 * at_once * SEGMENT_UNIT))
+        if 2 * sequences * blocks >= at_once:  # sequences of about the mean fill half of the device, and stay whole
+            units = max(units, -(-3 * T // (2 * sequences * SEGMENT_UNIT)))
+        return SEGMENT_UNIT * max(1, units)
     chunks = -(-T // SEGMENT_UNIT)
     cuts = {min(chunks, waves * at_once // max(1, sequences * blocks)) for waves in range(1, MOST_WAVES + 1)}
     best = min(sorted({1, *cuts} - {0}), key=lambda n: _time_of_cut(n, chunks, sequences * blocks, at_once, times))

@@ -23,13 +23,22 @@ from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 
-def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None, out: Tensor) -> list[Launch]:
+def run(
+    plan: SegmentPlan,
+    x: Recurrence,
+    segments: Segments,
+    S: Tensor,
+    D: Tensor | None,
+    out: Tensor,
+    skip_first: bool = False,
+) -> list[Launch]:
     """The launch that turns states from zero S [I, H, K, V] into those before each segment, and fills x.after.
 
     Those of empty segments are left as they are.
 
     Args:
         out: takes the states, in any dtype; may be S.
+        skip_first: leave those before a sequence's first segment as they are: they are x.before, or 0.
     """
     _, H, K, V = S.shape
     N = x.left.shape[0] if segments.cu_seqlens is None else len(segments.cu_seqlens) - 1
@@ -38,10 +47,11 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
     BK = min(256 // BV, power_of_two(K))
     group = min(16, power_of_two(segments.per_sequence or 16))
     tensors = (S, D, out, segments.cu_seqlens, x.before, x.after)
-    integers = (segments.length, segments.per_sequence, *strides, H, K, V, BK, BV, group, x.backwards, plan.overlap)
+    integers = (segments.length, segments.per_sequence, *strides, H, K, V, BK, BV, group)
+    constants = (x.backwards, skip_first, plan.overlap)
     grid = (-(-K // BK) * -(-V // BV) * N * H, 1, 1)
     options = {"launch_pdl": True} if plan.overlap else {}
-    return [Launch(_scan_kernel, grid, tensors, (), integers, {"num_warps": 4, **options})]
+    return [Launch(_scan_kernel, grid, tensors, (), (*integers, *constants), {"num_warps": 4, **options})]
 
 
 @triton.jit(do_not_specialize=["segment", "segments", "H"])
@@ -64,6 +74,7 @@ def _scan_kernel(
     BV: tl.constexpr,
     GROUP: tl.constexpr,
     BACKWARDS: tl.constexpr,
+    SKIP_FIRST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Program: block [BK, BV] of the states of one head of one sequence, GROUP segments on their way at a time."""
@@ -88,6 +99,9 @@ def _scan_kernel(
         end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32)
         first = n + start // segment
         segments = tl.cdiv(end - start, segment)
+        if SKIP_FIRST and after_ptr is None:
+            if segments <= 1:
+                return
     step: tl.constexpr = -1 if BACKWARDS else 1  # pyright: ignore
     if BACKWARDS:
         first += segments - 1
@@ -108,7 +122,8 @@ def _scan_kernel(
         for j in tl.static_range(GROUP):  # pyright: ignore
             ih = tl.cast(first + (m + j) * step, tl.int64) * H + h
             before = running.to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + ih * (K * V) + block, before, mask=inside & (m + j < segments))
+            asked = (m + j < segments) & (m + j > 0) if SKIP_FIRST else m + j < segments
+            tl.store(out_ptr + ih * (K * V) + block, before, mask=inside & asked)
             if D_ptr is not None:
                 running *= tl.expand_dims(D[j], 1)
             running += S[j]
