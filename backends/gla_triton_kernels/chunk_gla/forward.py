@@ -136,9 +136,8 @@ def _chunk_gla_fwd_kernel(
         b = 0
         start = tl.load(cu_seqlens_ptr + n).to(tl.int32)
         end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32)
-        if entering_ptr is not None:
-            if start == end:
-                return
+        if entering_ptr is not None and start == end:
+            return
 
     b64 = tl.cast(b, tl.int64)
     stride_ot = H * G * V

@@ -99,9 +99,8 @@ def _scan_kernel(
         end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32)
         first = n + start // segment
         segments = tl.cdiv(end - start, segment)
-        if SKIP_FIRST and after_ptr is None:
-            if segments <= 1:
-                return
+        if SKIP_FIRST and after_ptr is None and segments <= 1:
+            return
     step: tl.constexpr = -1 if BACKWARDS else 1  # pyright: ignore
     if BACKWARDS:
         first += segments - 1
