@@ -164,10 +164,10 @@ def _chunk_gla_fwd_kernel(
     S = tl.zeros([BK, BV] if KEYS_FIRST else [BV, BK], tl.float32)
     if entering_ptr is not None:
         entering_ptr += tl.cast(nh, tl.int64) * K * V
-        S += tl.load(entering_ptr + s_k * V + s_v, mask=m_s & (start > origin), other=0.0)
+        S = tl.load(entering_ptr + s_k * V + s_v, mask=m_s & (start > origin), other=0.0)
     if initial_ptr is not None:
         initial_ptr += sequence.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
-        S += tl.load(initial_ptr + s_k * stride_sk + s_v, mask=m_s & (start == origin), other=0.0)
+        S = tl.load(initial_ptr + s_k * stride_sk + s_v, mask=m_s & (start == origin), other=S)
 
     if checkpoints_ptr is not None:
         row = b * tl.cdiv(T, every) if cu_seqlens_ptr is None else sequence + origin // every

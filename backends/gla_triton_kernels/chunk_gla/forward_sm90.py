@@ -203,13 +203,13 @@ def _state_warps(
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     inside = (key < K) & (value < V)
     S = gl.zeros([BK, W], gl.float32, layout)
-    if initial_state is not None:
-        head = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
-        S = gl.load(head + key.to(gl.int64) * state_k + value, inside & is_first, 0.0)
     wait_for_predecessor()
     if entering is not None:
         head = entering + (n * H + h).to(gl.int64) * K * V
-        S += gl.load(head + key * V + value, inside & (not is_first), 0.0)
+        S = gl.load(head + key * V + value, inside & (not is_first), 0.0)
+    if initial_state is not None:
+        head = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+        S = gl.load(head + key.to(gl.int64) * state_k + value, inside & is_first, S)
     for i in range(gl.cdiv(length, C)):
         if s_desc is not None:
             if left == 0:
