@@ -61,7 +61,7 @@ def chunks() -> None:
 def chunk_calls() -> Iterator[GlaInputs]:
     """Every width, dtype and kind of gate; packed and grouped at the widths that models have."""
     first, step = SHARE
-    combinations = itertools.product(WIDTHS, ("mild", "-inf", "none"), DTYPES)
+    combinations = itertools.product(WIDTHS, ("mild", "-inf", "none"), dtypes())
     for (K, V), gates, dtype in itertools.islice(combinations, first, None, step):
         sizes = {"K": K, "V": V, "gates": gates, "dtype": dtype, "device": "cuda", "initial_state": True}
         yield gla_inputs(B=1, T=70, H=2, gate_dtype=torch.float32, **sizes)
@@ -70,13 +70,21 @@ def chunk_calls() -> Iterator[GlaInputs]:
             yield gla_inputs(B=1, T=10, G=2, **sizes)
 
 
+def dtypes() -> tuple[torch.dtype, ...]:
+    """Those whose kernels depend on the precision in force; "highest" comes first, with all."""
+    return DTYPES if torch.get_float32_matmul_precision() == "highest" else (torch.float32,)
+
+
 def chunk(x: GlaInputs) -> None:
     replay._calls.clear()  # they are of other plans
     gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
 
 
 def backwards() -> None:
-    """Gradients of the same calls by both kinds of kernels, from checkpoints and from states that are built again."""
+    """Gradients of the same calls by both kinds of kernels, from checkpoints and from states that are built again.
+
+    Those with checkpoints have a state at either end, the others have none.
+    """
     for kernels, every in itertools.product((general_kernels, hopper_kernels), (64, 128)):
         kernels()
         for x in chunk_calls():
@@ -84,15 +92,13 @@ def backwards() -> None:
 
 
 def backward(x: GlaInputs, checkpoint_every: int) -> None:
-    """Once with a state at either end, and once with none."""
-    for initial_state, final in ((x.initial_state, True), (None, False)):
-        replay._calls.clear()
-        leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, initial_state) if y is not None]
-        o, state, *_ = gla.chunk_gla(
-            x.q, x.k, x.v, x.g, None, initial_state, final, x.cu_seqlens, checkpoint_every=checkpoint_every
-        )
-        results = [y for y in (o, state) if y is not None]
-        torch.autograd.grad(results, leaves, [torch.randn_like(y) for y in results])
+    replay._calls.clear()
+    initial_state = x.initial_state if checkpoint_every == 64 else None
+    leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, initial_state) if y is not None]
+    states = (initial_state, initial_state is not None)
+    o, state, *_ = gla.chunk_gla(x.q, x.k, x.v, x.g, None, *states, x.cu_seqlens, checkpoint_every=checkpoint_every)
+    results = [y for y in (o, state) if y is not None]
+    torch.autograd.grad(results, leaves, [torch.randn_like(y) for y in results])
 
 
 def steps() -> None:
@@ -108,16 +114,16 @@ def steps() -> None:
 
 def softmaxes() -> None:
     """Rows on chip and in two sweeps, along either dimension; few and many, aligned and not."""
-    for columns, dim, dtype in itertools.product((7, 1000, 16384, 20000, 20001, 40001), (0, 1), DTYPES):
+    for columns, dim, dtype in itertools.product((7, 1000, 16384, 20000, 20001, 40001), (0, 1), dtypes()):
         x = torch.randn(5, columns, device="cuda").to(dtype)
         gla.online_softmax(x if dim else x.reshape(columns, 5), dim)
-    for columns, dtype in itertools.product((256, 1024), DTYPES):
+    for columns, dtype in itertools.product((256, 1024), dtypes()):
         gla.online_softmax(torch.randn(2048, columns, device="cuda").to(dtype))
 
 
 def attentions() -> None:
     """The kernel for Hopper and the general one, by TMA and by pointers."""
-    for width, tokens, dtype, causal in itertools.product((16, 64, 128, 256), (3, 130), DTYPES, (True, False)):
+    for width, tokens, dtype, causal in itertools.product((16, 64, 128, 256), (3, 130), dtypes(), (True, False)):
         q = torch.randn(1, tokens, 2, width, device="cuda").to(dtype)
         k = torch.randn(1, tokens, 1, width + 1, device="cuda").to(dtype)[..., :-1]
         gla.softmax_attention(q, q, q, causal=causal)
