@@ -57,7 +57,7 @@ def gla_register_backends() -> list[Backend]:
             capabilities=capabilities,
             op_capabilities={"chunk_gla_bwd": by_triton_alone},
             supports=_supports,
-            cost=CostModel(predicted_seconds, shipped_constants("gla_parallel_scan")),
+            cost=CostModel(predicted_seconds, shipped_constants("gla_parallel_scan"), kernels="gla_triton_kernels"),
             notes=kernels.notes,
         )
     ]

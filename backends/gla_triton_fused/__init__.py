@@ -37,7 +37,7 @@ def gla_register_backends() -> list[Backend]:
                 cuda_graphs=not interpreted(),
             ),
             supports=kernels.refusal,
-            cost=CostModel(predicted_seconds, shipped_constants("gla_triton_fused")),
+            cost=CostModel(predicted_seconds, shipped_constants("gla_triton_fused"), kernels="gla_triton_kernels"),
             notes=kernels.notes,
         )
     ]

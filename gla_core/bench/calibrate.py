@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from rich.progress import track
 from gla_core.bench.calls import time_call
 from gla_core.bench.fit import error, fit
 from gla_core.dispatch import calibration, registry
-from gla_core.dispatch.backend import OP_PARAMETERS, Backend, CostModel, OpCall
+from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Constants, CostModel, OpCall
 from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.files import check_writable, write_json
 from gla_core.terminal import print_table
@@ -137,32 +137,48 @@ def _predicted_by_start(task: Task) -> float | None:
 def fit_samples(samples: Iterable[Sample], device: torch.device) -> list[Fit]:
     """Fit the constants of every op of every backend in the samples that were measured.
 
-    An op whose formula predicts none of its samples has no fit.
+    Backends that run the same kernels (`CostModel.kernels`) are fitted together where an op has the same constants. An
+    op whose formula predicts none of its samples has no fit.
     """
-    groups: dict[tuple[str, str], list[tuple[OpCall, float]]] = {}
+    groups: dict[tuple, list[Timed]] = {}
     for sample in samples:
         if sample.seconds is not None:
-            groups.setdefault((sample.backend, sample.call.op), []).append((sample.call, sample.seconds))
-    fits = (_fit(registry.get(name), op, found, device) for (name, op), found in groups.items())
-    return [found for found in fits if found is not None]
+            backend, op = registry.get(sample.backend), sample.call.op
+            assert isinstance(backend.cost, CostModel)
+            names = frozenset(calibration.start_constants(backend, op, device) or ())
+            key = (backend.cost.kernels or backend.name, op, names)
+            groups.setdefault(key, []).append(((backend, sample.call), sample.seconds))
+    return [found for group in groups.values() for found in _fits(group, device)]
 
 
-def _fit(backend: Backend, op: str, samples: list[tuple[OpCall, float]], device: torch.device) -> Fit | None:
-    assert isinstance(backend.cost, CostModel)
-    formula, facts = backend.cost.formula, calibration.device_facts(device)
-    start = calibration.start_constants(backend, op, device) or {}
-    samples = [s for s in samples if math.isfinite(error(formula, {**start, **facts}, s))]
+Timed = tuple[tuple[Backend, OpCall], float]
+"""A call, who computed it, and the seconds that it took."""
+
+
+def _fits(samples: list[Timed], device: torch.device) -> Iterator[Fit]:
+    """The fit of an op for each of the backends that computed it, with constants that all of them have."""
+    (first, call), _ = samples[0]
+    facts, start = calibration.device_facts(device), calibration.start_constants(first, call.op, device) or {}
+    samples = [s for s in samples if math.isfinite(error(_formula, {**start, **facts}, s))]
     if not samples:
-        return None
-    constants = fit(formula, start, samples, facts)
-    before, after = ([_factor(formula, {**c, **facts}, s) for s in samples] for c in (start, constants))
-    worst, worst_call = max(zip(after, (call for call, _ in samples), strict=True), key=lambda pair: pair[0])
-    medians = statistics.median(before), statistics.median(after)
-    return Fit(backend.name, op, constants, len(samples), *medians, worst, worst_call)
+        return
+    constants = fit(_formula, start, samples, facts)
+    for backend in {backend.name: backend for (backend, _), _ in samples}.values():
+        own = [s for s in samples if s[0][0] is backend]
+        before, after = ([_factor({**c, **facts}, s) for s in own] for c in (start, constants))
+        worst, worst_call = max(zip(after, (call for (_, call), _ in own), strict=True), key=lambda pair: pair[0])
+        medians = statistics.median(before), statistics.median(after)
+        yield Fit(backend.name, call.op, constants, len(own), *medians, worst, worst_call)
 
 
-def _factor(*args: Any) -> float:
-    return math.exp(abs(error(*args)))
+def _formula(work: tuple[Backend, OpCall], constants: Constants) -> float | None:
+    backend, call = work
+    assert isinstance(backend.cost, CostModel)
+    return backend.cost.formula(call, constants)
+
+
+def _factor(constants: Constants, sample: Timed) -> float:
+    return math.exp(abs(error(_formula, constants, sample)))
 
 
 # ---- files

@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import Constants, OpCall, seconds_or_none
+from gla_core.dispatch.backend import Constants, seconds_or_none
 
-Formula = Callable[[OpCall, Constants], float | None]
+Work = TypeVar("Work")
+"""What a formula prices: an `OpCall`, or one with who computes it."""
+Formula = Callable[[Work, Constants], float | None]
 Errors = Callable[[Tensor], Tensor]
 """From the logs of constant / start, [constants], to those of predicted / measured, [samples]."""
 
@@ -33,13 +36,13 @@ _SEARCHED = 3
 
 
 def fit(
-    formula: Formula, start: Constants, samples: Sequence[tuple[OpCall, float]], fixed: Constants | None = None
+    formula: Formula[Work], start: Constants, samples: Sequence[tuple[Work, float]], fixed: Constants | None = None
 ) -> dict[str, float]:
     """Constants that make the formula predict the samples best; one that no sample depends on stays as it is.
 
     Args:
         start: a guess of every constant to fit, positive.
-        samples: calls with their measured seconds. The formula must predict a time for each.
+        samples: work with its measured seconds. The formula must predict a time for each.
         fixed: what else the formula receives, such as multiprocessors.
 
     Example:
@@ -57,10 +60,10 @@ def fit(
     return _shifted(start, min(found, key=lambda x: _loss(errors(x), x)))
 
 
-def error(formula: Formula, constants: Constants, sample: tuple[OpCall, float]) -> float:
+def error(formula: Formula[Work], constants: Constants, sample: tuple[Work, float]) -> float:
     """log(predicted / measured); infinite where the formula predicts no time."""
-    call, seconds = sample
-    predicted = seconds_or_none(formula, call, constants)
+    work, seconds = sample
+    predicted = seconds_or_none(formula, work, constants)
     return math.log(predicted / seconds) if predicted else math.inf
 
 
