@@ -1,0 +1,26 @@
+"""The GLA language model for transformers, interchangeable with that of flash-linear-attention (FLA), computed by gla_core.
+
+Importing this registers `model_type` "gla" with AutoConfig, AutoModel and AutoModelForCausalLM. FLA does so too, and of
+the two the one imported last answers them; `register()` after both decides it.
+"""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from gla_transformers.cache import GLACache
+from gla_transformers.configuration import GLAConfig
+from gla_transformers.modeling import GLAForCausalLM, GLAModel
+
+__version__ = "0.1.0"
+__all__ = ["GLACache", "GLAConfig", "GLAForCausalLM", "GLAModel", "register"]
+
+
+def register() -> None:
+    """Have transformers' Auto classes give these classes for `model_type` "gla", whoever had it before."""
+    AutoConfig.register(GLAConfig.model_type, GLAConfig, exist_ok=True)
+    AutoModel.register(GLAConfig, GLAModel, exist_ok=True)
+    AutoModelForCausalLM.register(GLAConfig, GLAForCausalLM, exist_ok=True)
+
+
+register()

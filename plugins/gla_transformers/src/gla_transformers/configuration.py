@@ -1,0 +1,150 @@
+"""The configuration of a GLA language model: fields, defaults and JSON as in flash-linear-attention (FLA) 0.6.0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+AttentionSpec = dict[str, Any]
+"""Layers that are softmax attention: their `layers`, `num_heads`, `num_kv_heads`, `qkv_bias`, `window_size`, `rope_theta`."""
+
+
+class GLAConfig(PreTrainedConfig):
+    """What a GLA language model is made of.
+
+    Args:
+        hidden_size, expand_k, expand_v, num_heads, num_kv_heads, feature_map, use_short_conv, conv_size,
+            use_output_gate, clamp_min, elementwise_affine, norm_eps: of each layer, see
+            `gla_core.nn.GatedLinearAttention`; norm_eps is of all other norms too.
+        hidden_ratio, intermediate_size: width of the MLP; without the second, 2/3 of hidden_ratio times hidden_size,
+            rounded up to a multiple of 256.
+        attn_mode: "chunk", "fused_chunk" or "fused_recurrent"; all compute the same.
+        hidden_act: of the MLP and the output gate; "swish" alone.
+        attn: which layers are softmax attention instead, one `AttentionSpec` or several; None for no layer.
+        max_position_embeddings: kept for who asks; no sequence is too long.
+        fuse_norm: names the norm's weight as FLA does, see `gla_core.nn.GatedLinearAttention`.
+        fuse_linear_cross_entropy: compute the loss in parts, and return no logits where there are labels.
+        use_l2warp: let the loss have, in its gradient alone, 0.5e-4 times the mean square of the largest logits.
+        fuse_swiglu, fuse_cross_entropy: name kernels of FLA; all compute the same.
+        use_gk, use_gv: kept for FLA, which reads neither.
+        attnres_block_size: None; FLA's attention residuals are not here.
+        use_cache, vocab_size, initializer_range, and all else: as in transformers.
+
+    Raises:
+        ValueError: a field whose model there is not here, or that makes no sense. The sizes of the layers are checked
+            when the model is made.
+
+    Example:
+        >>> config = GLAConfig(hidden_size=256, num_hidden_layers=4, vocab_size=1000)
+        >>> config = GLAConfig(attn={"layers": [5, 11], "num_heads": 16, "window_size": 1024})
+    """
+
+    model_type = "gla"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_k: float = 0.5,
+        expand_v: float = 1.0,
+        hidden_ratio: int | None = 4,
+        intermediate_size: int | None = None,
+        num_hidden_layers: int = 24,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        feature_map: str | None = None,
+        attn_mode: str = "chunk",
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        use_output_gate: bool = True,
+        clamp_min: float | None = None,
+        hidden_act: str = "swish",
+        max_position_embeddings: int = 2048,
+        elementwise_affine: bool | None = True,
+        norm_eps: float = 1e-6,
+        use_gk: bool = True,
+        use_gv: bool = False,
+        attn: AttentionSpec | Sequence[AttentionSpec] | None = None,
+        use_cache: bool = True,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = 1,
+        eos_token_id: int | list[int] | None = 2,
+        tie_word_embeddings: bool = False,
+        initializer_range: float = 0.02,
+        fuse_norm: bool = True,
+        fuse_swiglu: bool = True,
+        fuse_cross_entropy: bool = True,
+        fuse_linear_cross_entropy: bool = False,
+        use_l2warp: bool = False,
+        vocab_size: int = 32000,
+        attnres_block_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if hidden_act != "swish":
+            raise ValueError(f"hidden_act is {hidden_act!r}; expected 'swish', the only activation here")
+        if attnres_block_size is not None:
+            raise ValueError(
+                f"attnres_block_size is {attnres_block_size}; expected None: attention residuals are in "
+                "flash-linear-attention's model alone"
+            )
+        if fuse_cross_entropy and fuse_linear_cross_entropy:
+            raise ValueError("both fuse_cross_entropy and fuse_linear_cross_entropy are True; set one of them to False")
+        self.hidden_size, self.num_hidden_layers, self.vocab_size = hidden_size, num_hidden_layers, vocab_size
+        self.expand_k, self.expand_v = expand_k, expand_v
+        self.hidden_ratio, self.intermediate_size, self.hidden_act = hidden_ratio, intermediate_size, hidden_act
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.feature_map, self.attn_mode, self.clamp_min = feature_map, attn_mode, clamp_min
+        self.use_short_conv, self.conv_size, self.use_output_gate = use_short_conv, conv_size, use_output_gate
+        self.max_position_embeddings = max_position_embeddings
+        self.elementwise_affine, self.norm_eps = elementwise_affine, norm_eps
+        self.use_gk, self.use_gv = use_gk, use_gv
+        self.attn = _complete(attn, num_hidden_layers)
+        self.use_cache, self.initializer_range = use_cache, initializer_range
+        self.fuse_norm, self.fuse_swiglu = fuse_norm, fuse_swiglu
+        self.fuse_cross_entropy, self.fuse_linear_cross_entropy = fuse_cross_entropy, fuse_linear_cross_entropy
+        self.use_l2warp, self.attnres_block_size = use_l2warp, attnres_block_size
+        super().__init__(
+            pad_token_id=pad_token_id,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            tie_word_embeddings=tie_word_embeddings,
+            **kwargs,
+        )
+
+    def mlp_width(self) -> int:
+        """The width of each MLP."""
+        if self.intermediate_size is not None:
+            return self.intermediate_size
+        width = int(self.hidden_size * (4 if self.hidden_ratio is None else self.hidden_ratio) * 2 / 3)
+        return (width + 255) // 256 * 256
+
+    def softmax_attention(self, layer: int) -> AttentionSpec | None:
+        """The attention of this layer if it is softmax attention, else None."""
+        return next((spec for spec in _listed(self.attn) if layer in spec["layers"]), None)
+
+
+def _listed(attn: AttentionSpec | Sequence[AttentionSpec] | None) -> Sequence[AttentionSpec]:
+    return [] if attn is None else [attn] if isinstance(attn, dict) else attn
+
+
+def _complete(
+    attn: AttentionSpec | Sequence[AttentionSpec] | None, num_hidden_layers: int
+) -> AttentionSpec | list[AttentionSpec] | None:
+    """The same attention with the defaults of what it does not say. Raises ValueError if it makes no sense."""
+    completed = [_completed(spec) for spec in _listed(attn)]
+    layers = [layer for spec in completed for layer in spec["layers"]]
+    if len(set(layers)) < len(layers) or any(layer not in range(num_hidden_layers) for layer in layers):
+        raise ValueError(f"layers of attn are {layers}; expected each once, from 0 to {num_hidden_layers - 1}")
+    return None if attn is None else completed[0] if isinstance(attn, dict) else completed
+
+
+def _completed(spec: Any) -> AttentionSpec:
+    if not isinstance(spec, dict) or not {"layers", "num_heads"} <= spec.keys():
+        raise ValueError(f"attn has {spec!r}; expected a dictionary with at least 'layers' and 'num_heads'")
+    defaults = {"qkv_bias": False, "window_size": None, "rope_theta": 10000.0}
+    completed = {**defaults, **spec, "layers": list(spec["layers"])}
+    if completed.get("num_kv_heads") is None:
+        completed["num_kv_heads"] = spec["num_heads"]
+    return completed

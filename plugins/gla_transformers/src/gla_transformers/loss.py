@@ -1,0 +1,53 @@
+"""What GLA's configuration adds to the loss of a language model: l2warp, and a loss without all logits at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+IGNORED = -100
+PARTS = 8
+
+
+def l2warp(logits: Tensor, rows: int) -> Tensor:
+    """A loss of 0 whose gradient is that of 0.5e-4 times the mean over `rows` of the largest of logits [..., D] squared.
+
+    It keeps logits from growing. Source: the RWKV language model.
+    """
+    penalty = 0.5e-4 / rows * logits.max(-1).values.float().square().sum()
+    return penalty - penalty.detach()
+
+
+def loss_in_parts(
+    head: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    shifted: bool,
+    num_items_in_batch: Tensor | int | None,
+    with_l2warp: bool,
+) -> Tensor:
+    """The loss of head(x), of whose logits an eighth is in memory at a time; the backward computes them again.
+
+    Args:
+        head: from [n, hidden_size] to logits [n, D].
+        x: [B, T, hidden_size].
+        labels: [B, T], the tokens themselves, or if `shifted` the token after each; -100 where there is none.
+        num_items_in_batch: the number of labels by which to divide; those of this batch by default.
+    """
+    targets = labels if shifted else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    targets, x = targets.flatten().to(x.device), x.flatten(0, 1)
+    count = (targets != IGNORED).sum() if num_items_in_batch is None else 1
+
+    def part(x: Tensor, targets: Tensor) -> Tensor:
+        logits = head(x).float()
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / count
+        return loss + l2warp(logits, rows) if with_l2warp else loss
+
+    rows = len(targets)
+    parts = zip(x.chunk(PARTS), targets.chunk(PARTS), strict=True)
+    loss = torch.stack([checkpoint(part, *each, use_reentrant=False) for each in parts]).sum()
+    return loss if num_items_in_batch is None else loss / num_items_in_batch

@@ -1,0 +1,324 @@
+"""The GLA language model: blocks of gated linear attention and a gated MLP, each on a normed residual stream.
+
+    x = x + attn(norm(x))        y = W_head norm(x)
+    x = x + mlp(norm(x))         mlp(x) = (silu(x W_gate) * x W_up) W_down
+
+Parameters have the names and shapes of those of flash-linear-attention 0.6.0. Source: Yang et al., "Gated Linear
+Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
+
+from gla_core.nn import GatedLinearAttention
+from gla_core.nn.rms_norm import RMSNormGated
+from gla_core.nn.short_convolution import ShortConvolution
+from gla_transformers import packing
+from gla_transformers.cache import GLACache, read
+from gla_transformers.configuration import GLAConfig
+from gla_transformers.loss import l2warp, loss_in_parts
+from gla_transformers.softmax_attention import SoftmaxAttention
+
+
+class GatedMLP(nn.Module):
+    """Two projections, one through silu, multiplied and projected back: [..., hidden_size] to the same."""
+
+    def __init__(self, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GLABlock(GradientCheckpointingLayer):
+    """One layer of the model: [B, T, hidden_size] to [B, T, hidden_size]."""
+
+    def __init__(self, config: GLAConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.attn_norm = RMSNormGated(config.hidden_size, config.norm_eps)
+        self.attn = _attention(config, layer_idx)
+        self.mlp_norm = RMSNormGated(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.mlp_width())
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: GLACache | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """As `GLAModel.forward`, of which these arguments are."""
+        memory: Any = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        y = self.attn_norm(x)
+        if isinstance(self.attn, GatedLinearAttention):
+            y = read(self.attn, y, memory, attention_mask, cu_seqlens, max_seqlen)
+        else:
+            y = self.attn(y, memory, attention_mask, cu_seqlens)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GLAPreTrainedModel(PreTrainedModel):
+    """What transformers wants to know of both models."""
+
+    config_class = GLAConfig
+    config: GLAConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["GLABlock"]
+    _is_stateful = True  # no token can be taken back
+    _can_compile_fullgraph = True
+    _input_embed_layer = "embeddings"
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, ShortConvolution):
+            init.normal_(module.weight, std=self.config.initializer_range)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+
+
+class GLAModel(GLAPreTrainedModel):
+    """The model without its head: tokens [B, T] to hidden states [B, T, hidden_size].
+
+    Args:
+        config: sizes and options.
+
+    Raises:
+        ValueError: sizes that do not fit together, as `GatedLinearAttention` and `SoftmaxAttention` say.
+    """
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(GLABlock(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNormGated(config.hidden_size, config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: GLACache | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Read tokens, from the beginning or after those of a cache.
+
+        Args:
+            input_ids: [B, T] int. inputs_embeds: [B, T, hidden_size] in their place.
+            attention_mask: [B, T] or with columns for the tokens of the cache too, 0 for padding, wherever it is.
+            past_key_values: what was read before, and is brought up to date here.
+            use_cache: return a cache, a new one if none is given; by default as the configuration says, but not in
+                training.
+            output_attentions: False; there are no attention weights.
+            output_hidden_states: also return the input of every layer, and the normed output of the last.
+            cu_seqlens: [N+1] int32 or int64, B = 1: sequence i is columns cu_seqlens[i] to cu_seqlens[i+1].
+            max_seqlen: the tokens of the longest of them, where that is known.
+            kwargs: return_dict=False for a tuple; what transformers' collators say of packed sequences (see packing.py).
+
+        Returns:
+            last_hidden_state [B, T, hidden_size], past_key_values and hidden_states; None unless asked for.
+
+        Raises:
+            ValueError: both or none of input_ids and inputs_embeds; output_attentions.
+            TypeError: a cache of another kind. All else as `GatedLinearAttention.forward`.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("expected either input_ids or inputs_embeds")
+        if self.config.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError("output_attentions is True; gated linear attention has no attention weights: leave it out")
+        x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self._cache(past_key_values, use_cache)
+        if cu_seqlens is None:
+            alone = attention_mask is None and past_key_values is None
+            cu_seqlens, max_seqlen = packing.offsets(kwargs, alone)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        seen: tuple[Tensor, ...] = ()
+        for layer in self.layers:
+            seen += (x,) if output_hidden_states else ()
+            x = layer(
+                x,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen,
+            )
+        if cache is not None:
+            cache.advance(x.shape[1], x.device)
+        x = self.norm(x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,  # pyright: ignore[reportArgumentType]
+            past_key_values=cache,
+            hidden_states=(*seen, x) if output_hidden_states else None,  # pyright: ignore[reportArgumentType]
+        )
+
+    def _cache(self, given: Any, wanted: bool | None) -> GLACache | None:
+        if given is not None and not isinstance(given, GLACache):
+            raise TypeError(f"past_key_values is {type(given).__name__}; expected a gla_transformers.GLACache")
+        if wanted is None:
+            wanted = self.config.use_cache and not self.training
+        return GLACache(self.config) if given is None and wanted else given
+
+
+class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
+    """The language model: tokens [B, T] to logits [B, T, vocab_size], or to the loss of labels; and `generate`.
+
+    Args:
+        config: sizes and options.
+
+    Raises:
+        As `GLAModel`.
+
+    Example:
+        >>> model = GLAForCausalLM.from_pretrained("a/folder", dtype=torch.bfloat16)
+        >>> tokens = model.generate(prompt, max_new_tokens=100)
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
+
+    def __init__(self, config: GLAConfig) -> None:
+        super().__init__(config)
+        self.model = GLAModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: GLACache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Read tokens as `GLAModel.forward`, and predict the token after each.
+
+        Args:
+            labels: [B, T] int, the tokens themselves, which are shifted here; -100 where no loss is wanted.
+            logits_to_keep: for so many last tokens alone, 0 for all, or for the tokens of these columns.
+            kwargs: arguments of `GLAModel.forward`, and of transformers' loss: num_items_in_batch, the number of labels
+                to divide by; shift_labels [B, T], labels that are shifted already.
+
+        Returns:
+            loss (a scalar, float32), logits [B, T, vocab_size], past_key_values and hidden_states; None unless asked
+            for, the logits if there is a loss and the configuration says fuse_linear_cross_entropy.
+
+        Raises:
+            As `GLAModel.forward`.
+        """
+        out = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            **{**kwargs, "return_dict": True},
+        )
+        columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        loss, logits = self._loss_and_logits(out.last_hidden_state[:, columns], labels, kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,  # pyright: ignore[reportArgumentType]
+            logits=logits,  # pyright: ignore[reportArgumentType]
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+        )
+
+    def _loss_and_logits(
+        self, x: Tensor, labels: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        shifted = options.get("shift_labels")
+        targets = labels if shifted is None else shifted
+        if targets is None:
+            return None, self.lm_head(x)
+        number, warp = options.get("num_items_in_batch"), self.config.use_l2warp
+        if self.config.fuse_linear_cross_entropy:
+            return loss_in_parts(self.lm_head, x, targets, shifted is not None, number, warp), None
+        logits = self.lm_head(x)
+        loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=number, shift_labels=shifted)
+        if warp:
+            loss = loss + l2warp(logits, targets.numel()) / (1 if number is None else number)
+        return loss, logits
+
+    # ---- what `generate` asks
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The inputs of one call of the model, as transformers prepares them."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        later = inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration")
+        if later and self.config.attn is None:  # no token generated is padding; softmax attention looks back at the mask
+            inputs.pop("attention_mask", None)
+        return inputs
+
+    @staticmethod
+    def create_masks_for_generate(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+        """The mask as it is: layers here take [B, T], also where transformers would prepare one for compiled attention."""
+        return attention_mask
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            wanted = generation_config.cache_implementation
+            if wanted not in (None, "dynamic", "static"):
+                raise ValueError(f"cache_implementation is {wanted!r}; expected 'dynamic' or 'static', or nothing")
+            model_kwargs["past_key_values"] = GLACache(self.config, compileable=wanted == "static")
+        else:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+
+
+def _attention(config: GLAConfig, layer_idx: int) -> GatedLinearAttention | SoftmaxAttention:
+    spec = config.softmax_attention(layer_idx)
+    if spec is not None:
+        names = ("num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta")
+        return SoftmaxAttention(config.hidden_size, **{name: spec[name] for name in names})
+    return GatedLinearAttention(
+        hidden_size=config.hidden_size,
+        expand_k=config.expand_k,
+        expand_v=config.expand_v,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        feature_map=config.feature_map,
+        use_short_conv=config.use_short_conv,
+        conv_size=config.conv_size,
+        use_output_gate=config.use_output_gate,
+        gate_fn=config.hidden_act,
+        elementwise_affine=bool(config.elementwise_affine),
+        norm_eps=config.norm_eps,
+        clamp_min=config.clamp_min,
+        fuse_norm=config.fuse_norm,
+        mode=config.attn_mode,
+        layer_idx=layer_idx,
+    )

@@ -1,0 +1,30 @@
+"""Several sequences in one row: what transformers' collators say of them, as cu_seqlens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def offsets(said: Mapping[str, Any], alone: bool) -> tuple[Tensor | None, int | None]:
+    """cu_seqlens [N+1] and max_seqlen of packed sequences, None where nothing is said of any.
+
+    Args:
+        said: arguments of a model's call. `DataCollatorWithFlattening` gives cu_seq_lens_q and max_length_q if asked
+            for, else position_ids [1, T], which begin again at 0 with each sequence; to read those waits for the device.
+        alone: position_ids may say so, as there is neither a mask nor a state from before.
+    """
+    if said.get("cu_seq_lens_q") is not None:
+        longest = said.get("max_length_q")
+        return said["cu_seq_lens_q"], longest if isinstance(longest, int) else None
+    positions = said.get("position_ids")
+    if positions is None or not alone or positions.ndim != 2 or len(positions) != 1:
+        return None, None
+    starts = 1 + (positions[0, 1:] == 0).nonzero()[:, 0]
+    if not len(starts):
+        return None, None
+    ends = starts.new_tensor([0]), starts.new_tensor([positions.shape[1]])
+    return torch.cat([ends[0], starts, ends[1]]), None
