@@ -291,6 +291,41 @@ def demo(
 
 
 @app.command(
+    short_help="Continue a text with a GLA model of transformers.",
+    epilog="\b\nExamples:\n  gla generate my_model --prompt 'Once upon a time'\n"
+    "  gla generate my_model --prompt 'Once' --temperature 0 --device cpu --dtype float32 > story.txt",
+)
+def generate(
+    folder: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A folder with a GLA model and its tokenizer.")],
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 100,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, callback=_finite, help="0 always takes the likeliest token.")
+    ] = 0.7,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling.")] = 0,
+    device: Device = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="float64, float32, float16 or bfloat16; that of the weights by default.")
+    ] = None,
+) -> None:
+    """Continue a text with a GLA model that transformers or flash-linear-attention has saved, as it is generated.
+
+    Needs the package gla-transformers. Looks for nothing outside the folder.
+
+    Exits with 2 if the folder has no such model or no tokenizer.
+    """
+    with _in_a_line("generate"):
+        from gla_core.cli.calls import device_here, dtype_of
+
+        try:
+            from gla_transformers.text import Options, run_generate
+        except ImportError as error:
+            raise ValueError(f"needs the package gla-transformers ({error}): pip install gla-transformers") from None
+        precision = None if dtype is None else dtype_of(dtype)
+        run_generate(Options(folder, prompt, device_here(device), max_new_tokens, temperature, seed, precision))
+
+
+@app.command(
     short_help="Prove a backend right.",
     epilog="\b\nExamples:\n  gla conformance reference --report report.json -k 'gradients and float32'\n"
     "  gla conformance reference -- -n 6 --tb=short",

@@ -49,8 +49,7 @@ def describe_call(
     op = abstract_ops(op)[0]
     if op not in SHAPES:
         raise gla.UnknownOpError(f"unknown op {op!r}{nearest(op, SHAPES)} (there are {', '.join(SHAPES)})")
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)} (there are {', '.join(DTYPES)})")
+    precision = dtype_of(dtype)
     sizes = _sizes(op, shape)
     if query_heads is not None and "H" not in sizes:
         raise ValueError(f"--query-heads does not go with {op}, which has no heads")
@@ -63,7 +62,7 @@ def describe_call(
     return ABSTRACT_OPS[op].call(
         _with_heads(sizes, query_heads) | ({} if varlen is None else {"N": varlen}),
         device_of(device) if assume is None else _assumed_place(device),
-        DTYPES[dtype],
+        precision,
         assumed=None if assume is None else _assumed(assume),
         variable_length=varlen is not None,
         longest=max_seqlen,
@@ -117,6 +116,13 @@ def device_of(name: str) -> torch.device:
     if torch.cuda.is_available() and index >= torch.cuda.device_count():
         raise ValueError(f"there is no device {name!r}; this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", index)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of this name, one of `DTYPES`."""
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype {name!r}{nearest(name, DTYPES)} (there are {', '.join(DTYPES)})")
+    return DTYPES[name]
 
 
 def device_here(name: str) -> torch.device:
