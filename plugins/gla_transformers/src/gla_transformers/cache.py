@@ -110,7 +110,7 @@ class LayerState:
         """Without a bound."""
         return -1
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.10
+    get_max_cache_shape = get_max_length  # its name in transformers 5.0
 
     def _adopt(self, state: GLAState) -> None:
         self.state, self.is_initialized = state, True

@@ -274,9 +274,11 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
 
     # ---- what `generate` asks
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The inputs of one call of the model, as transformers prepares them."""
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """The arguments of one call of `forward`, as transformers prepares them."""
+        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         later = inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration")
         if later and self.config.attn is None:  # no token generated is padding; softmax attention looks back at the mask
             inputs.pop("attention_mask", None)

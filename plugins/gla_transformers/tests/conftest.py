@@ -1,0 +1,48 @@
+"""Small models of random weights, ours and flash-linear-attention's (FLA), on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gla_core.compat.fla import accelerate
+from gla_transformers import GLAConfig, GLAForCausalLM
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 61, "intermediate_size": 48}
+SMALL |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.3}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def ours():
+    """`ours(**options)` is a model in evaluation mode."""
+    return lambda **options: GLAForCausalLM(GLAConfig(**SMALL | options)).eval()
+
+
+@pytest.fixture
+def theirs():
+    """`theirs(**options)` is FLA's model, which computes on a CPU as long as the test runs."""
+    models = pytest.importorskip("fla.models", reason="needs flash-linear-attention 0.6.0: make test-fla")
+    with accelerate(cpu=True):
+        yield lambda **options: models.GLAForCausalLM(models.GLAConfig(**SMALL | options)).eval()
+
+
+@pytest.fixture
+def pair(theirs, ours):
+    """`pair(**options)` is FLA's model and ours with its weights."""
+
+    def make(**options):
+        a, b = theirs(**options), ours(**options)
+        b.load_state_dict(a.state_dict())
+        return a, b
+
+    return make
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(1, 61, (2, 80))

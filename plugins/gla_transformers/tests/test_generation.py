@@ -1,0 +1,172 @@
+"""`generate` and the cache: values, padding, and storage that stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from gla_transformers import GLACache
+
+CONFIGURATIONS = [{}, {"num_heads": 4, "num_kv_heads": 2, "use_short_conv": True}]
+HYBRID = {"attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 7}, "use_short_conv": True}
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(params=[*CONFIGURATIONS, HYBRID], ids=str)
+def model(request, ours):
+    return ours(**request.param)
+
+
+def storage(cache):
+    return [x.data_ptr() for layer in cache.layers for x in (layer.state.recurrent, *(layer.state.conv or ()))]
+
+
+def greedy(model, tokens, steps):
+    """What `generate` should give, by reading everything again for each token."""
+    for _ in range(steps):
+        tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], 1)
+    return tokens
+
+
+@torch.no_grad()
+def test_greedy_and_padded(model, tokens):
+    expected = greedy(model, tokens[:1, 25:], 12)
+    assert torch.equal(model.generate(tokens[:1, 25:], max_new_tokens=12), expected)
+    mask = torch.ones_like(tokens)
+    mask[0, :25] = 0
+    batch = model.generate(tokens, attention_mask=mask, max_new_tokens=12)
+    assert torch.equal(batch[:1, 25:], expected)
+    assert torch.equal(batch[1:], greedy(model, tokens[1:], 12))
+
+
+@pytest.mark.parametrize("how", [{"do_sample": True}, {"num_beams": 3}, {"do_sample": True, "num_beams": 2}], ids=str)
+def test_with_and_without_a_cache(model, tokens, how):
+    mask = torch.ones_like(tokens)
+    mask[0, :25] = 0
+    found = []
+    for use_cache in (True, False):
+        torch.manual_seed(1)
+        found.append(model.generate(tokens, attention_mask=mask, max_new_tokens=8, use_cache=use_cache, **how))
+    assert torch.equal(*found)
+
+
+def test_embeddings_and_chunks_of_a_prompt(model, tokens):
+    expected = model.generate(tokens, max_new_tokens=8)
+    assert torch.equal(model.generate(tokens, max_new_tokens=8, prefill_chunk_size=33), expected)
+    embedded = model.get_input_embeddings()(tokens)
+    assert torch.equal(model.generate(inputs_embeds=embedded, max_new_tokens=8), expected[:, 80:])
+
+
+@torch.no_grad()
+def test_reading_on_in_parts_of_any_size(model, tokens):
+    mask = torch.ones_like(tokens)
+    mask[0, :25] = 0
+    mask[1, 60:62] = 0
+    whole, cache = model(tokens, attention_mask=mask).logits, GLACache(model.config)
+    for begin, end in [(0, 40), (40, 41), (41, 60), (60, 61), (61, 80)]:
+        part = model(tokens[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache)
+        assert part.past_key_values is cache
+        where = mask[:, begin:end] == 1
+        torch.testing.assert_close(part.logits[where], whole[:, begin:end][where], **CLOSE)
+    assert cache.get_seq_length() == 80
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
+def test_the_states_stay_where_they_are(ours, tokens, options):
+    model = ours(**options)
+    cache = GLACache(model.config)
+    first = model(tokens, past_key_values=cache).logits
+    places = storage(cache)
+    assert len(places) == (8 if options else 2)
+    for t in range(3):
+        model(tokens[:, t : t + 1], past_key_values=cache)
+    model(tokens[:, :9], past_key_values=cache)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.reset()
+    assert storage(cache) == places
+    assert cache.get_seq_length() == 0
+    assert torch.equal(model(tokens, past_key_values=cache).logits, first)
+    assert storage(cache) == places
+
+
+@torch.no_grad()
+def test_rows_of_a_cache(model, tokens):
+    def go_on(rows, change):
+        cache = model(tokens[:, :40], use_cache=True).past_key_values
+        change(cache)
+        return model(tokens[rows, 40:41], past_key_values=cache).logits[:, -1]
+
+    expected = model(tokens[:, :41]).logits[:, -1]
+    change = {
+        (1, 0): lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        (0, 0, 1, 1): lambda cache: cache.batch_repeat_interleave(2),
+        (1,): lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    }
+    for rows, how in change.items():
+        torch.testing.assert_close(go_on(list(rows), how), expected[list(rows)], **CLOSE)
+
+
+def test_gradients_with_a_cache_are_of_the_part_alone(ours, tokens):
+    model = ours(use_short_conv=True)
+    cache = GLACache(model.config)
+    for part in tokens.split(40, 1):
+        loss = model(part, labels=part, past_key_values=cache).loss
+        gradient = torch.autograd.grad(loss, model.lm_head.weight)[0]
+    with torch.no_grad():
+        hidden = model.model(tokens).last_hidden_state[:, 40:]
+    weight = model.lm_head.weight.detach().requires_grad_()
+    logits = hidden[:, :-1] @ weight.mT
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 41:].flatten())
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, weight)[0], **CLOSE)
+
+
+def test_a_compiled_step_and_a_cache_that_says_so(ours, tokens):
+    model = ours(use_short_conv=True)
+    expected = model.generate(tokens, max_new_tokens=8)
+    torch._dynamo.reset()
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        cache = GLACache(model.config, compileable=True)
+        token = model(tokens, past_key_values=cache).logits[:, -1:].argmax(-1)
+        places, found = storage(cache), [tokens, token]
+        for _ in range(7):
+            found.append(step(found[-1], past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1))
+    assert torch.equal(torch.cat(found, 1), expected)
+    assert storage(cache) == places
+    assert cache.get_seq_length() == 87
+    assert cache.is_compileable
+    assert not GLACache(model.config).is_compileable
+    assert torch.equal(model.generate(tokens, max_new_tokens=8, cache_implementation="static"), expected)
+
+
+def test_generate_compiles_if_asked(ours, tokens):
+    from transformers import CompileConfig
+
+    model = ours()
+    asked = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    asked._compile_all_devices = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    mask = torch.ones_like(tokens)
+    mask[0, :25] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 8}
+    found = model.generate(tokens, **how, cache_implementation="static", compile_config=asked)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(found, model.generate(tokens, **how))
+
+
+@pytest.mark.parametrize("wanted", ["quantized", "offloaded"])
+def test_caches_there_are_not(ours, tokens, wanted):
+    model = ours()
+    with pytest.raises(ValueError, match="expected 'dynamic' or 'static'"):
+        model.generate(tokens, max_new_tokens=2, cache_implementation=wanted)
+    with pytest.raises(TypeError, match="expected a gla_transformers.GLACache"):
+        model(tokens, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="grows"):
+        GLACache(ours(**HYBRID).config, compileable=True)
+    with pytest.raises(NotImplementedError, match="cannot be taken back"):
+        model(tokens, use_cache=True).past_key_values.crop(-1)
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(tokens[:1], max_new_tokens=2, assistant_model=ours())

@@ -1,0 +1,135 @@
+"""Weights, configurations and values are those of flash-linear-attention's own model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import gla_transformers
+from gla_transformers import GLAConfig, GLAForCausalLM
+
+CONFIGURATIONS = [
+    {},
+    {"intermediate_size": None, "hidden_ratio": 3},
+    {"num_heads": 4, "num_kv_heads": 2, "expand_k": 1.0, "clamp_min": -0.02},
+    {"use_short_conv": True, "conv_size": 3, "feature_map": "relu"},
+    {"fuse_norm": False, "fuse_swiglu": False, "fuse_cross_entropy": False, "norm_eps": 1e-3},
+    {"use_output_gate": False, "elementwise_affine": False, "use_gk": False, "use_gv": True},
+    {"tie_word_embeddings": True, "attn_mode": "fused_recurrent"},
+]
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
+def test_state_dicts_are_strict_in_both_directions(theirs, ours, options):
+    a, b = theirs(**options), ours(**options)
+    assert {name: x.shape for name, x in a.state_dict().items()} == {n: x.shape for n, x in b.state_dict().items()}
+    b.load_state_dict(a.state_dict(), strict=True)
+    a.load_state_dict(b.state_dict(), strict=True)
+
+
+ATTENTION = {"layers": [1], "num_heads": 2}
+
+
+@pytest.mark.parametrize("options", [*CONFIGURATIONS, {"attn": ATTENTION}, {"attn": [ATTENTION]}], ids=str)
+def test_configurations_say_the_same(options):
+    from fla.models import GLAConfig as Theirs
+
+    assert GLAConfig(**options).to_dict() == Theirs(**options).to_dict()
+    assert GLAConfig.from_dict(Theirs(**options).to_dict()).to_dict() == Theirs(**options).to_dict()
+    assert Theirs.from_dict(GLAConfig(**options).to_dict()).to_dict() == GLAConfig(**options).to_dict()
+
+
+def test_the_public_checkpoint_has_its_size():
+    with torch.device("meta"):
+        model = GLAForCausalLM(GLAConfig())  # what FLA has published: 2048 wide, 24 layers, 4 heads
+    assert model.num_parameters() == 1365514240
+    assert model.model.layers[23].mlp.gate_proj.weight.shape == (5632, 2048)
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
+def test_logits_loss_and_gradients(pair, tokens, options):
+    labels = tokens.clone()
+    labels[0, :30] = -100
+    found = []
+    for model in pair(**options):
+        out = model(tokens, labels=labels, output_hidden_states=True)
+        gradients = torch.autograd.grad(out.loss, list(model.parameters()))
+        names = [name for name, _ in model.named_parameters()]
+        found.append((out.logits, out.loss, out.hidden_states, dict(zip(names, gradients, strict=True))))
+    torch.testing.assert_close(*found, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
+def test_padding(pair, tokens, options):
+    mask = torch.ones_like(tokens)
+    mask[0, :25] = 0
+    mask[1, 70:] = 0
+    a, b = (model(tokens, attention_mask=mask).logits for model in pair(**options))
+    torch.testing.assert_close(a[mask == 1], b[mask == 1], **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
+def test_packed_sequences(pair, tokens, options):
+    cu_seqlens = torch.tensor([0, 3, 50, 80])
+    a, b = pair(**options)
+    found = b(tokens[:1], cu_seqlens=cu_seqlens).logits
+    torch.testing.assert_close(found, a(tokens[:1], cu_seqlens=cu_seqlens).logits, **CLOSE)
+    torch.testing.assert_close(found[:, 3:50], b(tokens[:1, 3:50]).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
+def test_generated_tokens(pair, tokens, how):
+    mask = torch.ones_like(tokens)
+    mask[0, :25] = 0
+    found = []
+    for model in pair(use_short_conv=True):
+        torch.manual_seed(1)
+        found.append(model.generate(tokens, attention_mask=mask, max_new_tokens=12, **how))
+    assert found[0].shape == (2, 92)
+    assert torch.equal(*found)
+
+
+def test_a_folder_of_theirs(theirs, tokens, tmp_path):
+    model = theirs(use_short_conv=True)
+    model.save_pretrained(tmp_path)
+    gla_transformers.register()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is GLAForCausalLM
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, **CLOSE)
+
+
+def test_a_folder_of_ours(ours, tokens, tmp_path):
+    from fla.models import GLAForCausalLM as Theirs
+
+    from gla_core.compat.fla import accelerate
+
+    model = ours(use_short_conv=True)
+    model.save_pretrained(tmp_path)
+    with accelerate(cpu=True), torch.no_grad():
+        torch.testing.assert_close(Theirs.from_pretrained(tmp_path)(tokens).logits, model(tokens).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}], ids=str)
+def test_the_loss_of_a_number_of_items(pair, tokens, options):
+    a, b = (model(tokens, labels=tokens, num_items_in_batch=torch.tensor(37)) for model in pair(**options))
+    torch.testing.assert_close(a.loss, b.loss, **CLOSE)
+    assert (a.logits is None) == (b.logits is None)
+
+
+@pytest.mark.parametrize("number", [None, 37])
+def test_l2warp(pair, tokens, number):
+    found = []
+    for model in pair(use_l2warp=True):
+        model.lm_head.weight.data *= 1000  # logits that it is there to keep small
+        loss = model(tokens, labels=tokens, num_items_in_batch=number).loss
+        found.append((loss, torch.autograd.grad(loss, model.lm_head.weight)[0]))
+    torch.testing.assert_close(*found, **CLOSE)
+    model.config.use_l2warp = False
+    loss = model(tokens, labels=tokens, num_items_in_batch=number).loss
+    assert loss == found[1][0]
+    assert (torch.autograd.grad(loss, model.lm_head.weight)[0] - found[1][1]).abs().max() > 10 * CLOSE["atol"]

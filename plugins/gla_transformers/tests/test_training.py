@@ -1,0 +1,151 @@
+"""Training: losses, checkpointing, compilation, precision, packing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import DataCollatorWithFlattening
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def loss_and_gradients(model, *args, **kwargs):
+    loss = model(*args, **kwargs).loss
+    return loss, torch.autograd.grad(loss, list(model.parameters()))
+
+
+@pytest.fixture
+def model(ours):
+    return ours(use_short_conv=True).train()
+
+
+def test_the_loss_is_of_the_next_token(model, tokens):
+    labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.3, -100)
+    logits = model(tokens).logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    count = (labels[:, 1:] != -100).sum()
+    torch.testing.assert_close(model(tokens, labels=labels).loss, expected / count)
+    torch.testing.assert_close(model(tokens, labels=labels, num_items_in_batch=50).loss, expected / 50)
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    torch.testing.assert_close(model(tokens, shift_labels=shifted).loss, expected / count)
+
+
+@pytest.mark.parametrize("warp", [False, True])
+@pytest.mark.parametrize("number", [None, 50])
+def test_the_loss_in_parts(ours, tokens, warp, number):
+    model = ours(use_l2warp=warp).train()
+    model.lm_head.weight.data *= 100
+    labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.3, -100)
+    whole = loss_and_gradients(model, tokens, labels=labels, num_items_in_batch=number)
+    model.config.fuse_linear_cross_entropy = True
+    torch.testing.assert_close(loss_and_gradients(model, tokens, labels=labels, num_items_in_batch=number), whole)
+    shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+    found = loss_and_gradients(model, tokens, shift_labels=shifted, num_items_in_batch=number)
+    torch.testing.assert_close(found, whole)
+    assert model(tokens, labels=labels).logits is None
+    assert model(tokens).logits.shape == (2, 80, 61)
+
+
+def test_what_is_kept_and_returned(ours, tokens):
+    model = ours()
+    with torch.no_grad():
+        out = model(tokens, output_hidden_states=True)
+        assert [x.shape for x in out.hidden_states] == [(2, 80, 32)] * 3
+        assert torch.equal(out.hidden_states[0], model.get_input_embeddings()(tokens))
+        assert torch.equal(model.lm_head(out.hidden_states[2]), out.logits)
+        torch.testing.assert_close(model(tokens, logits_to_keep=3).logits, out.logits[:, -3:])
+        places = torch.tensor([5, 70])
+        torch.testing.assert_close(model(tokens, logits_to_keep=places).logits, out.logits[:, places])
+        embedded = model.get_input_embeddings()(tokens)
+        assert torch.equal(model(inputs_embeds=embedded).logits, out.logits)
+        logits, cache = model(tokens, return_dict=False)
+        assert torch.equal(logits, out.logits)
+        assert cache.get_seq_length() == 80
+        assert model(tokens, use_cache=False).past_key_values is None
+    assert model.train()(tokens).past_key_values is None
+
+
+def test_tied_embeddings_and_another_vocabulary(ours, tokens):
+    model = ours(tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embeddings.weight
+    model.resize_token_embeddings(70)
+    assert model(tokens).logits.shape == (2, 80, 70)
+    assert model.lm_head.weight is model.model.embeddings.weight
+    assert (model.config.vocab_size, model(tokens, labels=tokens).loss.isfinite()) == (70, True)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")  # its new name is not in transformers 5.0
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(model, tokens, reentrant):
+    expected = loss_and_gradients(model, tokens, labels=tokens)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    runs = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    assert len(runs) == 2  # forward, and again in the backward
+    torch.testing.assert_close((loss, [x.grad for x in model.parameters()]), (expected[0], list(expected[1])))
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}], ids=str)
+def test_compiled_without_a_break(ours, tokens, options):
+    model = ours(use_short_conv=True, use_l2warp=True, **options).train()
+    mask = torch.ones_like(tokens)
+    mask[0, :25] = 0
+    arguments = {"labels": tokens, "attention_mask": mask}
+    expected = loss_and_gradients(model, tokens, **arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(loss_and_gradients(compiled, tokens, **arguments), expected, **CLOSE)
+    cu_seqlens = torch.tensor([0, 30, 80])
+    arguments = {"labels": tokens[:1], "cu_seqlens": cu_seqlens}
+    expected = loss_and_gradients(model, tokens[:1], **arguments)
+    torch.testing.assert_close(loss_and_gradients(compiled, tokens[:1], **arguments), expected, **CLOSE)
+
+
+def test_autocast_and_bfloat16(model, tokens):
+    expected, gradients = loss_and_gradients(model, tokens, labels=tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(tokens, labels=tokens)
+    assert out.logits.dtype == torch.bfloat16
+    torch.testing.assert_close(out.loss, expected, rtol=2e-2, atol=2e-2)
+    found = torch.autograd.grad(out.loss, list(model.parameters()))
+    assert all(x.dtype == torch.float32 for x in found)
+    for a, b in zip(found, gradients, strict=True):
+        assert F.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.95
+    half = model.to(torch.bfloat16).eval()
+    with torch.no_grad():
+        out = half(tokens, labels=tokens)
+        assert (out.logits.dtype, out.loss.dtype) == (torch.bfloat16, torch.float32)
+        torch.testing.assert_close(out.loss, expected, rtol=3e-2, atol=3e-2)
+        assert out.past_key_values.layers[0].state.recurrent.dtype == torch.float32
+    assert half.generate(tokens, max_new_tokens=4).shape == (2, 84)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kernels", [False, True])
+def test_what_the_collator_packs_stays_apart(ours, tokens, kernels):
+    model = ours(use_short_conv=True)
+    lengths = (30, 1, 49)
+    sequences = tokens[0].split(lengths)
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=kernels)
+    batch = collator([{"input_ids": sequence.tolist()} for sequence in sequences])
+    assert batch["input_ids"].shape == (1, 80)
+    logits = model(**batch).logits[0].split(lengths)
+    for found, sequence in zip(logits, sequences, strict=True):
+        torch.testing.assert_close(found, model(sequence[None]).logits[0], **CLOSE)
+    torch.testing.assert_close(model(tokens, position_ids=torch.arange(80)[None]).logits, model(tokens).logits)
+
+
+def test_learning(ours):
+    model = ours(initializer_range=0.02).train()
+    tokens = torch.arange(60).repeat(3)[None]
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    for _ in range(30):
+        loss = model(tokens, labels=tokens).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.5
+    assert torch.equal(model.eval().generate(tokens[:, :70], max_new_tokens=10), tokens[:, :80])
