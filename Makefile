@@ -1,7 +1,7 @@
 # make demo         install into .venv and train a small language model on the CPU
 # make test         the tests as users see the library; without a GPU, then those of Triton kernels, interpreted
 # make conformance  the conformance kit on every backend here, whole; of the interpreted ones `make test` runs a sample
-# make test-fla     models of flash-linear-attention 0.6.0, which is installed beside .venv, in .fla
+# make test-fla     models of flash-linear-attention 0.6.0 and of transformers, which are installed beside .venv, in .fla
 # make check        format, lint, types, direction of imports
 # make bench        the benchmarks; writes .benchmarks/
 PYTHON ?= python3
@@ -30,7 +30,7 @@ conformance: $(INSTALLED)
 	fi
 
 test-fla: $(INSTALLED) .fla/.installed
-	PYTHONPATH=.fla $(BIN)/pytest tests/compat
+	PYTHONPATH=.fla:plugins/gla_transformers/src $(BIN)/pytest tests/compat plugins/gla_transformers/tests
 
 .fla/.installed:
 	$(BIN)/pip install --quiet --disable-pip-version-check --target .fla --no-deps fla-core==0.6.0 flash-linear-attention==0.6.0

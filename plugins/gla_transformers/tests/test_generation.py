@@ -162,7 +162,7 @@ def test_caches_there_are_not(ours, tokens, wanted):
     model = ours()
     with pytest.raises(ValueError, match="expected 'dynamic' or 'static'"):
         model.generate(tokens, max_new_tokens=2, cache_implementation=wanted)
-    with pytest.raises(TypeError, match="expected a gla_transformers.GLACache"):
+    with pytest.raises(TypeError, match=r"expected a gla_transformers\.GLACache"):
         model(tokens, past_key_values=DynamicCache())
     with pytest.raises(ValueError, match="grows"):
         GLACache(ours(**HYBRID).config, compileable=True)

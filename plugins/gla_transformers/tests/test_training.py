@@ -43,6 +43,8 @@ def test_the_loss_in_parts(ours, tokens, warp, number):
     shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
     found = loss_and_gradients(model, tokens, shift_labels=shifted, num_items_in_batch=number)
     torch.testing.assert_close(found, whole)
+    other = {"labels": labels.where(labels >= 0, 0), "num_items_in_batch": number, "ignore_index": 0}
+    torch.testing.assert_close(loss_and_gradients(model, tokens, **other), whole)
     assert model(tokens, labels=labels).logits is None
     assert model(tokens).logits.shape == (2, 80, 61)
 

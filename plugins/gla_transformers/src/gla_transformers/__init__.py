@@ -1,4 +1,4 @@
-"""The GLA language model for transformers, interchangeable with that of flash-linear-attention (FLA), computed by gla_core.
+"""The GLA language model for transformers, computed by gla_core, interchangeable with flash-linear-attention's (FLA).
 
 Importing this registers `model_type` "gla" with AutoConfig, AutoModel and AutoModelForCausalLM. FLA does so too, and of
 the two the one imported last answers them; `register()` after both decides it.

@@ -63,7 +63,7 @@ class GLACache(Cache):
 
 
 class LayerState:
-    """What one layer of gated linear attention remembers, with the methods that transformers asks of a cache's layer."""
+    """What a layer of gated linear attention remembers, with the methods that transformers asks of a cache's layers."""
 
     is_sliding = False
     is_croppable = False
@@ -127,7 +127,7 @@ def read(
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
 ) -> Tensor:
-    """The layer's output y for x [B, T, hidden_size], with the memory of what it read before, which is brought up to date.
+    """The layer's output y for x [B, T, hidden_size], after what its memory holds, which x is added to.
 
     One token without gradients is a step in place. All else as `GatedLinearAttention.forward`.
     """

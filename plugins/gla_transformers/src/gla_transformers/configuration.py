@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
 AttentionSpec = dict[str, Any]
-"""Layers that are softmax attention: their `layers`, `num_heads`, `num_kv_heads`, `qkv_bias`, `window_size`, `rope_theta`."""
+"""Which `layers` are softmax attention, with `num_heads`, `num_kv_heads`, `qkv_bias`, `window_size`, `rope_theta`."""
 
 
 class GLAConfig(PreTrainedConfig):
@@ -42,7 +42,7 @@ class GLAConfig(PreTrainedConfig):
     """
 
     model_type = "gla"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     def __init__(
         self,
@@ -126,7 +126,9 @@ class GLAConfig(PreTrainedConfig):
 
 
 def _listed(attn: AttentionSpec | Sequence[AttentionSpec] | None) -> Sequence[AttentionSpec]:
-    return [] if attn is None else [attn] if isinstance(attn, dict) else attn
+    if attn is None:
+        return []
+    return attn if isinstance(attn, list | tuple) else [attn]  # pyright: ignore[reportReturnType]
 
 
 def _complete(

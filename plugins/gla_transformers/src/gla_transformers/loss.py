@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100
+"""The label that stands for none."""
 PARTS = 8
 
 
 def l2warp(logits: Tensor, rows: int) -> Tensor:
-    """A loss of 0 whose gradient is that of 0.5e-4 times the mean over `rows` of the largest of logits [..., D] squared.
+    """A loss of 0 with the gradient of 0.5e-4 times the mean over `rows` of the largest of logits [..., D], squared.
 
     It keeps logits from growing. Source: the RWKV language model.
     """
@@ -29,22 +30,23 @@ def loss_in_parts(
     shifted: bool,
     num_items_in_batch: Tensor | int | None,
     with_l2warp: bool,
+    ignored: int = IGNORED,
 ) -> Tensor:
     """The loss of head(x), of whose logits an eighth is in memory at a time; the backward computes them again.
 
     Args:
         head: from [n, hidden_size] to logits [n, D].
         x: [B, T, hidden_size].
-        labels: [B, T], the tokens themselves, or if `shifted` the token after each; -100 where there is none.
+        labels: [B, T], the tokens themselves, or if `shifted` the token after each; `ignored` where there is none.
         num_items_in_batch: the number of labels by which to divide; those of this batch by default.
     """
-    targets = labels if shifted else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    targets = labels if shifted else F.pad(labels[:, 1:], (0, 1), value=ignored)
     targets, x = targets.flatten().to(x.device), x.flatten(0, 1)
-    count = (targets != IGNORED).sum() if num_items_in_batch is None else 1
+    count = (targets != ignored).sum() if num_items_in_batch is None else 1
 
     def part(x: Tensor, targets: Tensor) -> Tensor:
         logits = head(x).float()
-        loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / count
+        loss = F.cross_entropy(logits, targets, ignore_index=ignored, reduction="sum") / count
         return loss + l2warp(logits, rows) if with_l2warp else loss
 
     rows = len(targets)

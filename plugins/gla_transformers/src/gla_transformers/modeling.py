@@ -9,7 +9,7 @@ Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from gla_core.nn.short_convolution import ShortConvolution
 from gla_transformers import packing
 from gla_transformers.cache import GLACache, read
 from gla_transformers.configuration import GLAConfig
-from gla_transformers.loss import l2warp, loss_in_parts
+from gla_transformers.loss import IGNORED, l2warp, loss_in_parts
 from gla_transformers.softmax_attention import SoftmaxAttention
 
 
@@ -80,7 +80,7 @@ class GLAPreTrainedModel(PreTrainedModel):
     config: GLAConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["GLABlock"]
+    _no_split_modules: ClassVar[list[str]] = ["GLABlock"]
     _is_stateful = True  # no token can be taken back
     _can_compile_fullgraph = True
     _input_embed_layer = "embeddings"
@@ -138,7 +138,7 @@ class GLAModel(GLAPreTrainedModel):
             output_hidden_states: also return the input of every layer, and the normed output of the last.
             cu_seqlens: [N+1] int32 or int64, B = 1: sequence i is columns cu_seqlens[i] to cu_seqlens[i+1].
             max_seqlen: the tokens of the longest of them, where that is known.
-            kwargs: return_dict=False for a tuple; what transformers' collators say of packed sequences (see packing.py).
+            kwargs: return_dict=False for a tuple; what transformers' collators say of packed sequences.
 
         Returns:
             last_hidden_state [B, T, hidden_size], past_key_values and hidden_states; None unless asked for.
@@ -199,7 +199,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         >>> tokens = model.generate(prompt, max_new_tokens=100)
     """
 
-    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embeddings.weight"}
 
     def __init__(self, config: GLAConfig) -> None:
         super().__init__(config)
@@ -265,9 +265,10 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             return None, self.lm_head(x)
         number, warp = options.get("num_items_in_batch"), self.config.use_l2warp
         if self.config.fuse_linear_cross_entropy:
-            return loss_in_parts(self.lm_head, x, targets, shifted is not None, number, warp), None
+            ignored = options.get("ignore_index", IGNORED)
+            return loss_in_parts(self.lm_head, x, targets, shifted is not None, number, warp, ignored), None
         logits = self.lm_head(x)
-        loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=number, shift_labels=shifted)
+        loss = self.loss_function(logits, labels, self.config.vocab_size, **options)
         if warp:
             loss = loss + l2warp(logits, targets.numel()) / (1 if number is None else number)
         return loss, logits
@@ -280,13 +281,15 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         """The arguments of one call of `forward`, as transformers prepares them."""
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         later = inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration")
-        if later and self.config.attn is None:  # no token generated is padding; softmax attention looks back at the mask
+        if (
+            later and self.config.attn is None
+        ):  # no token generated is padding; softmax attention looks back at the mask
             inputs.pop("attention_mask", None)
         return inputs
 
     @staticmethod
     def create_masks_for_generate(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-        """The mask as it is: layers here take [B, T], also where transformers would prepare one for compiled attention."""
+        """The mask [B, T] as it is, where transformers would make one of four dimensions for compiled attention."""
         return attention_mask
 
     def _prepare_cache_for_generation(

@@ -14,7 +14,7 @@ def offsets(said: Mapping[str, Any], alone: bool) -> tuple[Tensor | None, int | 
 
     Args:
         said: arguments of a model's call. `DataCollatorWithFlattening` gives cu_seq_lens_q and max_length_q if asked
-            for, else position_ids [1, T], which begin again at 0 with each sequence; to read those waits for the device.
+            for, else position_ids [1, T], which begin at 0 with each sequence; reading those waits for the device.
         alone: position_ids may say so, as there is neither a mask nor a state from before.
     """
     if said.get("cu_seq_lens_q") is not None:

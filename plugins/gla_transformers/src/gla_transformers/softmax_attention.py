@@ -83,10 +83,8 @@ class SoftmaxAttention(nn.Module):
         y = self.o_proj(o.transpose(1, 2).flatten(2))
         return y if attention_mask is None else torch.where(attention_mask[:, -T:, None] != 0, y, 0)
 
-    def _visible(
-        self, rows: Tensor, S: int, attention_mask: Tensor | None, cu_seqlens: Tensor | None
-    ) -> Tensor | None:
-        """Which of S keys each row sees, [T, S] or [B, 1, T, S]; None where causality alone decides, and no key is past."""
+    def _visible(self, rows: Tensor, S: int, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+        """Which of S keys each row sees, [T, S] or [B, 1, T, S]; None where causality alone decides."""
         T = len(rows)
         if attention_mask is None and cu_seqlens is None and self.window_size is None and T in (1, S):
             return None
@@ -109,7 +107,7 @@ class SoftmaxAttention(nn.Module):
 
 
 def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """x [B, H, T, D] with each pair of channels i and i + D/2 turned by positions [T] * theta^(-2i / D)."""
+    """Turn each pair of channels i and i + D/2 of x [B, H, T, D] by the angles positions [T] * theta^(-2i / D)."""
     half = x.shape[-1] // 2
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = positions[:, None].float() * frequencies

@@ -42,7 +42,8 @@ def run_generate(options: Options) -> None:
         raise ValueError("the prompt has no tokens; pass some text as --prompt")
     if tokens.max() >= model.vocab_size:
         raise ValueError(
-            f"the prompt has token {tokens.max()} and the model knows {model.vocab_size}; expected the model's own tokenizer"
+            f"the prompt has token {tokens.max()} of a model with {model.vocab_size}; "
+            "expected the tokenizer that the model was trained with"
         )
     sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
     model.generate(

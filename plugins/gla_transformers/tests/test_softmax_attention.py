@@ -1,0 +1,93 @@
+"""Layers of softmax attention among those of gated linear attention: `attn` of the configuration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+CONFIGURATIONS = [
+    {"attn": {"layers": [1], "num_heads": 4}},
+    {"attn": [{"layers": [0], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "rope_theta": 500.0}]},
+    {"attn": [{"layers": [0], "num_heads": 2}, {"layers": [1], "num_heads": 4, "window_size": 7}]},
+]
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture
+def theirs(theirs, monkeypatch):
+    """FLA's model with what it has for CUDA alone, flash-attn and the rotation, in plain PyTorch."""
+    from fla.layers import attn
+    from fla.modules import rotary
+
+    def flash(q, k, v, causal, window_size):
+        q, k, v = (x.transpose(1, 2).double() for x in (q, k, v))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        for i in range(scores.shape[2]):
+            scores[:, :, i, i + 1 :] = -torch.inf
+            if window_size[0] >= 0:
+                scores[:, :, i, : max(0, i - window_size[0])] = -torch.inf
+        return (scores.softmax(-1) @ v).transpose(1, 2).float()
+
+    def rotate(self, q, k, **_):
+        angles = torch.arange(q.shape[1]).double()[:, None] * self.base ** (-torch.arange(0, self.dim, 2) / self.dim)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        return tuple(rotary.ops.rotary_embedding_ref(x, cos, sin) for x in (q, k))
+
+    monkeypatch.setattr(attn, "flash_attn_func", flash)
+    monkeypatch.setattr(rotary.RotaryEmbedding, "forward", rotate)
+    return theirs
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
+def test_state_dicts_and_values(theirs, ours, tokens, options):
+    a, b = theirs(**options), ours(**options)
+    b.load_state_dict(a.state_dict())
+    a.load_state_dict(b.state_dict())
+    found = []
+    for model in (a, b):
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        found.append((loss, dict(zip(model.state_dict(), gradients, strict=True))))
+    torch.testing.assert_close(*found, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
+def test_padding_packing_and_decoding(ours, tokens, options):
+    model = ours(**options)
+    alone = [model(tokens[:1, begin:end]).logits for begin, end in [(0, 25), (25, 80)]]
+    packed = model(tokens[:1], cu_seqlens=torch.tensor([0, 25, 80]), use_cache=False).logits
+    torch.testing.assert_close(packed, torch.cat(alone, 1), **CLOSE)
+    mask = torch.ones_like(tokens)
+    mask[0, :25] = 0
+    out = model(tokens[:, :70], attention_mask=mask[:, :70])
+    torch.testing.assert_close(out.logits[:1, 25:], alone[1][:, :45], **CLOSE)
+    for end in range(71, 81):
+        out = model(tokens[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=out.past_key_values)
+        torch.testing.assert_close(out.logits[0, 0], alone[1][0, end - 26], **CLOSE)
+
+
+def test_refusals(ours, tokens):
+    model = ours(**CONFIGURATIONS[0])
+    with pytest.raises(ValueError, match="cu_seqlens is given with a cache"):
+        model(tokens[:1], cu_seqlens=torch.tensor([0, 80]), use_cache=True)
+    cache = model(tokens).past_key_values
+    with pytest.raises(ValueError, match=r"attention_mask is \[2, 1\]; expected \[B, 81 or more\]"):
+        model(tokens[:, :1], attention_mask=torch.ones(2, 1), past_key_values=cache)
+
+
+def test_compiled_training(ours, tokens):
+    model = ours(**CONFIGURATIONS[2]).train()
+    mask = torch.ones_like(tokens)
+    mask[0, :25] = 0
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = []
+    for each in (model, compiled):
+        logits = each(tokens, attention_mask=mask).logits
+        loss = F.cross_entropy(logits[mask == 1], tokens[mask == 1])
+        found.append((loss, torch.autograd.grad(loss, list(model.parameters()))))
+    torch.testing.assert_close(*found, **CLOSE)
+    assert all(x.isfinite().all() for x in found[0][1])

@@ -1,0 +1,92 @@
+"""`gla generate`, with a model and a tokenizer of bytes in a folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from gla_command import app
+
+PROMPT = "Once upon"
+
+
+@pytest.fixture
+def folder(ours, tmp_path):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    model = ours(vocab_size=256)
+    model.lm_head.weight.data[[i for i, letter in enumerate(alphabet) if not letter.isascii()]] = 0
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: CliRunner().invoke(app, ["generate", *map(str, arguments), "--device", "cpu"])
+
+
+def expected(folder, **how):
+    from gla_transformers import GLAForCausalLM
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokens = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    model = GLAForCausalLM.from_pretrained(folder).eval()
+    return tokenizer.decode(model.generate(tokens, max_new_tokens=12, **how)[0]) + "\n"
+
+
+def test_greedy(run, folder):
+    result = run(folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--temperature", 0)
+    assert (result.exit_code, result.output) == (0, expected(folder, do_sample=False))
+    assert result.output.startswith(PROMPT)
+    assert len(result.output) == len(PROMPT) + 13
+
+
+def test_sampling(run, folder):
+    arguments = (folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--temperature", 5.0)
+    first, second = (run(*arguments, "--seed", seed).output for seed in (3, 4))
+    torch.manual_seed(3)
+    assert first == expected(folder, do_sample=True, temperature=5.0)
+    assert first != second
+
+
+def test_piped_and_in_bfloat16(folder):
+    command = [sys.executable, "-m", "gla_core", "generate", folder, "--prompt", PROMPT, "--dtype", "bfloat16"]
+    result = subprocess.run([*map(str, command), "--device", "cpu"], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(PROMPT)
+
+
+def test_wrong_questions(run, folder, tmp_path):
+    def says(*arguments):
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert result.output.count("\n") == 1, result.output
+        return result.output
+
+    assert "no config.json" in says(tmp_path / "nothing", "--prompt", PROMPT)
+    assert "the prompt has no tokens" in says(folder, "--prompt", "")
+    assert "did you mean 'float16'" in says(folder, "--prompt", PROMPT, "--dtype", "floot16")
+    (folder / "tokenizer.json").unlink()
+    assert "no tokenizer that transformers reads" in says(folder, "--prompt", PROMPT)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    assert "lacks the weights model.layers.2.attn.g_norm_swish_gate.weight, " in says(folder, "--prompt", PROMPT)
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    assert "a model of type 'llama'; expected 'gla'" in says(folder, "--prompt", PROMPT)
+
+
+def test_a_tokenizer_of_another_model(run, folder, ours):
+    ours(vocab_size=61).save_pretrained(folder)
+    result = run(folder, "--prompt", PROMPT)
+    assert result.exit_code == 2
+    assert "expected the tokenizer that the model was trained with" in result.output

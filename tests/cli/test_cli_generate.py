@@ -1,0 +1,51 @@
+"""gla generate, as a command; what it does is tested in plugins/gla_transformers/tests, where transformers is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list:
+    """The arguments of each run, none of which generates."""
+    options: list = []
+    text = SimpleNamespace(Options=lambda *arguments: arguments, run_generate=options.append)
+    monkeypatch.setitem(sys.modules, "gla_transformers", ModuleType("gla_transformers"))
+    monkeypatch.setitem(sys.modules, "gla_transformers.text", text)
+    return options
+
+
+def test_options_reach_it(run, asked):
+    result = run(
+        *("generate", "folder", "--prompt", "class ", "--max-new-tokens", 9, "--temperature", 0.1, "--seed", 7),
+        *("--device", "cpu", "--dtype", "bfloat16"),
+    )
+    assert result.exit_code == 0, result.output
+    assert run("generate", "folder", "--prompt", "x", "--device", "cpu").exit_code == 0
+    cpu = torch.device("cpu")
+    assert asked == [
+        (Path("folder"), "class ", cpu, 9, 0.1, 7, torch.bfloat16),
+        (Path("folder"), "x", cpu, 100, 0.7, 0, None),
+    ]
+
+
+def test_without_the_package_it_says_what_to_install(run, monkeypatch):
+    for name in ("gla_transformers", "gla_transformers.text"):
+        monkeypatch.setitem(sys.modules, name, None)
+    result = run("generate", "folder", "--prompt", "x")
+    assert result.exit_code == 2
+    assert result.output.endswith("pip install gla-transformers\n")
+    assert result.output.count("\n") == 1
+
+
+def test_bad_usage(run, asked, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for wrong in (["--temperature", -1], ["--max-new-tokens", 0], ["--device", "cuda"], ["--dtype", "int8"]):
+        assert run("generate", "folder", "--prompt", "x", *wrong).exit_code == 2
+    assert run("generate", "folder").exit_code == 2
+    assert asked == []
