@@ -1,4 +1,5 @@
-"""The command `gla`: its subcommands with their arguments and help texts. What they do is in `gla_core`.
+"""The command `gla`: its subcommands with their arguments and help texts. What they do is in `gla_core`,
+or in the plugin that a subcommand names.
 
 They stand in a package of their own because `import gla_core` imports torch, for which `gla --help` must not wait. Each
 subcommand imports what it needs when it runs.

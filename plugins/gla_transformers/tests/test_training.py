@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from transformers import DataCollatorWithFlattening
 
+from gla_transformers import GLACache
+
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -84,10 +86,13 @@ def test_gradient_checkpointing(model, tokens, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     runs = []
     model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
-    loss = model(tokens, labels=tokens).loss
+    loss = model(tokens, labels=tokens, use_cache=True).loss
     loss.backward()
     assert len(runs) == 2  # forward, and again in the backward
     torch.testing.assert_close((loss, [x.grad for x in model.parameters()]), (expected[0], list(expected[1])))
+    assert model(tokens, use_cache=True).past_key_values is None
+    with pytest.raises(ValueError, match="in training with gradient checkpointing"):
+        model(tokens, past_key_values=GLACache(model.config))
 
 
 @pytest.mark.parametrize("options", [{}, {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}], ids=str)

@@ -44,7 +44,7 @@ class GLACache(Cache):
         self.length: Tensor | None = None
 
     def advance(self, tokens: int, device: torch.device) -> None:
-        """Count tokens [B, T] by their T; `device` is where they are."""
+        """Count so many more tokens of every row, on this device."""
         if self.length is None:
             self.length = torch.zeros((), dtype=torch.int64, device=device)
             if self.compileable:

@@ -133,7 +133,7 @@ class GLAModel(GLAPreTrainedModel):
             attention_mask: [B, T] or with columns for the tokens of the cache too, 0 for padding, wherever it is.
             past_key_values: what was read before, and is brought up to date here.
             use_cache: return a cache, a new one if none is given; by default as the configuration says, but not in
-                training.
+                training. With gradient checkpointing there is none in training.
             output_attentions: False; there are no attention weights.
             output_hidden_states: also return the input of every layer, and the normed output of the last.
             cu_seqlens: [N+1] int32 or int64, B = 1: sequence i is columns cu_seqlens[i] to cu_seqlens[i+1].
@@ -144,7 +144,8 @@ class GLAModel(GLAPreTrainedModel):
             last_hidden_state [B, T, hidden_size], past_key_values and hidden_states; None unless asked for.
 
         Raises:
-            ValueError: both or none of input_ids and inputs_embeds; output_attentions.
+            ValueError: both or none of input_ids and inputs_embeds; output_attentions; a cache given in training with
+                gradient checkpointing.
             TypeError: a cache of another kind. All else as `GatedLinearAttention.forward`.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -180,6 +181,12 @@ class GLAModel(GLAPreTrainedModel):
     def _cache(self, given: Any, wanted: bool | None) -> GLACache | None:
         if given is not None and not isinstance(given, GLACache):
             raise TypeError(f"past_key_values is {type(given).__name__}; expected a gla_transformers.GLACache")
+        if self.training and self.gradient_checkpointing:  # which would write it a second time in the backward
+            if given is not None:
+                raise ValueError(
+                    "past_key_values is given in training with gradient checkpointing; disable one of them"
+                )
+            return None
         if wanted is None:
             wanted = self.config.use_cache and not self.training
         return GLACache(self.config) if given is None and wanted else given
@@ -245,7 +252,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
-            **{**kwargs, "return_dict": True},
+            return_dict=True,
+            **kwargs,
         )
         columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         loss, logits = self._loss_and_logits(out.last_hidden_state[:, columns], labels, kwargs)
@@ -280,10 +288,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """The arguments of one call of `forward`, as transformers prepares them."""
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
-        later = inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration")
-        if (
-            later and self.config.attn is None
-        ):  # no token generated is padding; softmax attention looks back at the mask
+        generated = inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration")
+        if generated and self.config.attn is None:  # no padding; softmax attention alone looks back at that before
             inputs.pop("attention_mask", None)
         return inputs
 
