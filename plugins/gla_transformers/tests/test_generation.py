@@ -141,6 +141,26 @@ def test_a_compiled_step_and_a_cache_that_says_so(ours, tokens):
     assert torch.equal(model.generate(tokens, max_new_tokens=8, cache_implementation="static"), expected)
 
 
+@torch.no_grad()
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_in_a_cuda_graph(ours, tokens):
+    model, tokens = ours(use_short_conv=True).cuda(), tokens.cuda()
+    cache, token = GLACache(model.config), tokens[:, :1].clone()
+    for _ in range(2):  # what a first call compiles or allocates must not be captured
+        model(token, past_key_values=cache)
+        model(token, past_key_values=cache)
+        cache.reset()
+    token.copy_(model(tokens, past_key_values=cache).logits[:, -1:].argmax(-1))
+    found, graph = [tokens, token.clone()], torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        token.copy_(model(token, past_key_values=cache).logits[:, -1:].argmax(-1))
+    for _ in range(7):
+        graph.replay()
+        found.append(token.clone())
+    assert torch.equal(torch.cat(found, 1), model.generate(tokens, max_new_tokens=8))
+    assert cache.get_seq_length() == 87
+
+
 def test_generate_compiles_if_asked(ours, tokens):
     from transformers import CompileConfig
 
