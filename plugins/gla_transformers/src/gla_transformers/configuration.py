@@ -143,8 +143,8 @@ def _complete(
 
 
 def _completed(spec: Any) -> AttentionSpec:
-    if not isinstance(spec, dict) or not {"layers", "num_heads"} <= spec.keys():
-        raise ValueError(f"attn has {spec!r}; expected a dictionary with at least 'layers' and 'num_heads'")
+    if not (isinstance(spec, dict) and isinstance(spec.get("layers"), list | tuple) and "num_heads" in spec):
+        raise ValueError(f"attn has {spec!r}; expected a dictionary with at least a list 'layers' and 'num_heads'")
     defaults = {"qkv_bias": False, "window_size": None, "rope_theta": 10000.0}
     completed = {**defaults, **spec, "layers": list(spec["layers"])}
     if completed.get("num_kv_heads") is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -26,5 +26,4 @@ def offsets(said: Mapping[str, Any], alone: bool) -> tuple[Tensor | None, int | 
     starts = 1 + (positions[0, 1:] == 0).nonzero()[:, 0]
     if not len(starts):
         return None, None
-    ends = starts.new_tensor([0]), starts.new_tensor([positions.shape[1]])
-    return torch.cat([ends[0], starts, ends[1]]), None
+    return F.pad(F.pad(starts, (1, 0)), (0, 1), value=positions.shape[1]), None

@@ -108,9 +108,9 @@ class SoftmaxAttention(nn.Module):
 
 def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Turn each pair of channels i and i + D/2 of x [B, H, T, D] by the angles positions [T] * theta^(-2i / D)."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = positions[:, None].float() * frequencies
+    half, dtype = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
+    frequencies = theta ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
+    angles = positions[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
-    a, b = x.float().chunk(2, dim=-1)
+    a, b = x.to(dtype).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
