@@ -1,4 +1,4 @@
-"""The text of the demonstration: the source files of Python's standard library, found where Python is installed."""
+"""The text to learn from: the source files of Python's standard library, or the files of a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SKIPPED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Text split by file, so that nothing held out has been seen in part.
+    """Text, split by file where there are enough, so that nothing held out has been seen in part.
 
     Attributes:
         train, held_out: bytes [n] uint8, the files one after another.
@@ -40,6 +40,36 @@ def standard_library() -> Corpus:
     if len(files) < 2 * HELD_OUT_EVERY:
         raise FileNotFoundError(f"{root} holds {len(files)} source files; the demo needs a Python with its sources")
     return load(files)
+
+
+def folder(root: Path) -> Corpus:
+    """The text files under a folder; of fewer than 40 files the last twentieth of each is held out.
+
+    Raises FileNotFoundError where there is no text, NotADirectoryError where there is no folder.
+    """
+    if not root.is_dir():
+        raise NotADirectoryError(f"{root} is no folder")
+    files = text_files(root)
+    if not files:
+        raise FileNotFoundError(f"{root} holds no text files")
+    if len(files) >= 2 * HELD_OUT_EVERY:
+        return load(files)
+    texts = [_read((path,)) for path in files]
+    split = [text.tensor_split([len(text) - len(text) // HELD_OUT_EVERY]) for text in texts]
+    train, held_out = (torch.cat(parts) for parts in zip(*split, strict=True))
+    return Corpus(train, held_out, tuple(files), tuple(files))
+
+
+def text_files(root: Path) -> list[Path]:
+    """The files under root that hold text, hidden ones left out, in an order that does not depend on the file system."""
+    found = (path for path in root.rglob("*") if path.is_file())
+    shown = (path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts))
+    return sorted(path for path in shown if _is_text(path))
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(8000)  # as git tells
 
 
 def source_files(root: Path) -> list[Path]:

@@ -25,7 +25,7 @@ def model_bits(model: LanguageModel, windows: Tensor, batch: int) -> float:
     total = 0.0
     for part in windows.to(_device(model)).long().split(batch):
         logits, _ = model(part[:, :-1])
-        total += float(F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
+        total += float(F.cross_entropy(logits.flatten(0, 1).float(), part[:, 1:].flatten(), reduction="sum"))
     return total / windows[:, 1:].numel() / math.log(2)
 
 

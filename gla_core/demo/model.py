@@ -34,6 +34,7 @@ class LanguageModel(nn.Module):
         width: D, a multiple of 2 * heads.
         blocks: number of blocks.
         heads: heads of each gated linear attention; keys are D/2 wide together, values D.
+        mlp_width: of the inner layer of each MLP, 2 D by default.
 
     Example:
         >>> model = LanguageModel(width=128, blocks=2, heads=4)
@@ -41,10 +42,11 @@ class LanguageModel(nn.Module):
         >>> logits, states = model.step(logits[:, -1].argmax(-1), states)
     """
 
-    def __init__(self, width: int, blocks: int, heads: int) -> None:
+    def __init__(self, width: int, blocks: int, heads: int, mlp_width: int | None = None) -> None:
         super().__init__()
         self.embedding = nn.Embedding(BYTES, width)
-        self.blocks = cast("Sequence[Block]", nn.ModuleList(Block(width, heads) for _ in range(blocks)))
+        made = (Block(width, heads, mlp_width or 2 * width) for _ in range(blocks))
+        self.blocks = cast("Sequence[Block]", nn.ModuleList(made))
         self.norm = nn.RMSNorm(width)
         nn.init.normal_(self.embedding.weight, std=0.02)  # it is the head too, and logits should begin near 0
 
@@ -80,12 +82,12 @@ class LanguageModel(nn.Module):
 class Block(nn.Module):
     """Gated linear attention, then a gated MLP, each on a normed copy of x and added to it."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, mlp_width: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(width)
         self.attention = GatedLinearAttention(width, num_heads=heads)
         self.mlp_norm = nn.RMSNorm(width)
-        self.mlp = GatedMLP(width, 2 * width)
+        self.mlp = GatedMLP(width, mlp_width)
 
     def forward(self, x: Tensor, state: GLAState | None, output_final_state: bool) -> tuple[Tensor, GLAState | None]:
         """[B, T, D] to [B, T, D], and the state if asked for."""

@@ -34,6 +34,10 @@ SETTINGS = {
 }
 
 
+GRADIENT_NORM = 1.0
+"""To which the norm of all gradients together is clipped."""
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """How long to train: for `steps` if given, else for `seconds`."""
@@ -64,7 +68,7 @@ def train(
 
     Stop asking, and the model is what the steps so far have made of it.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1, betas=(0.9, 0.95), fused=True)
+    optimizer = new_optimizer(model)
     device = next(model.parameters()).device
     start, steps, used = time.perf_counter(), 0, 0.0
     while used < 1:
@@ -77,15 +81,28 @@ def train(
         yield Progress(steps, used, loss / math.log(2), steps * settings.batch * settings.window / seconds)
 
 
-def training_step(model: LanguageModel, optimizer: torch.optim.Optimizer, windows: Tensor) -> float:
-    """One step on windows [B, T + 1] uint8. Returns the loss before it, in nats per byte."""
-    logits, _ = model(windows[:, :-1].long())
-    loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten().long())
+def training_step(model: LanguageModel, optimizer: torch.optim.Optimizer, windows: Tensor, parts: int = 1) -> float:
+    """One step on windows [B, T + 1] uint8, `parts` of them one after another. Returns the loss before it, in nats."""
     optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    total = 0.0
+    for part in windows.chunk(parts):
+        loss = loss_of(model, part) / parts
+        loss.backward()
+        total += loss.detach()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
     optimizer.step()
-    return loss.item()
+    return float(total)
+
+
+def loss_of(model: LanguageModel, windows: Tensor) -> Tensor:
+    """Nats per byte of bytes 1.. of each of windows [B, T + 1] uint8."""
+    logits, _ = model(windows[:, :-1].long())
+    return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten().long())
+
+
+def new_optimizer(model: LanguageModel) -> torch.optim.Optimizer:
+    """AdamW over the parameters of a model; its learning rate is set at every step."""
+    return torch.optim.AdamW(model.parameters(), weight_decay=0.1, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate(peak: float, used: float) -> float:
