@@ -1,10 +1,10 @@
-"""Checkpoints of a training run, one folder each, of which the last is kept: whole, whenever the processes are killed.
+"""Checkpoints of a training run, one folder each; whenever the processes are killed, the last whole one is there.
 
-    OUT/step-200/               weights and optimizer, written by torch.distributed.checkpoint, by every process its part
+    OUT/step-200/               what torch.distributed.checkpoint writes, each process its part of weights and optimizer
     OUT/step-200/run.json       the settings of the run, and what it has printed so far
     OUT/step-250.unfinished/    being written, or what a killed run left
 
-A folder gets its name when it is complete; until then the one before it stays.
+A folder gets its name when it is complete, and then those before it go.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from processes import Processes
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from gla_core.demo.model import LanguageModel
 from gla_core.files import write_json
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a single process is meant to be alone
 
 
 @dataclass(slots=True)
@@ -48,14 +50,15 @@ class Training:
         return {"model": model, "optimizer": optimizer, "generator": self.generator.get_state()}
 
 
-def save(out: Path, run: Run, training: Training, processes: Processes) -> None:
-    """Write a checkpoint, then remove all others. Every process calls this."""
+def save(out: Path, run: Run, training: Training, rank: int) -> None:
+    """Write a checkpoint, then remove all others. Every process calls this, by its rank."""
     final = out / f"step-{len(run.losses)}"
     unfinished = final.with_name(f"{final.name}.unfinished")
-    if processes.rank == 0:
+    if rank == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
         write_json(unfinished / "run.json", asdict(run))
-    dcp.save(training.state(), checkpoint_id=unfinished, no_dist=processes.mesh is None)
-    if processes.rank == 0:
+    state_dict_saver.save(training.state(), checkpoint_id=unfinished)
+    if rank == 0:
         unfinished.replace(final)
         for other in out.glob("step-*"):
             if other != final:
@@ -80,10 +83,10 @@ def read(checkpoint: Path, settings: dict[str, Any]) -> Run:
     return run
 
 
-def restore(checkpoint: Path, training: Training, processes: Processes) -> None:
+def restore(checkpoint: Path, training: Training) -> None:
     """Set the training to what a checkpoint holds, whatever the number of processes that wrote it."""
     state = training.state()
-    dcp.load(state, checkpoint_id=checkpoint, no_dist=processes.mesh is None)
+    state_dict_loader.load(state, checkpoint_id=checkpoint)
     set_state_dict(
         training.model, training.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )

@@ -24,7 +24,7 @@ class Processes:
     mesh: DeviceMesh | None
 
     def share(self, windows: Tensor) -> Tensor:
-        """This process's part of windows [B, ...] that all of them hold; B is a multiple of their number."""
+        """Of windows [B, ...] that all processes hold, those of this one; B is a multiple of their number."""
         return windows[self.rank :: self.number].to(self.device)
 
     def mean(self, value: float) -> float:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr that it begins and ends
@@ -57,7 +56,7 @@ def profiled(step: Callable[[], float], device: torch.device) -> tuple[float, fl
         start = time.perf_counter()
         result = step()
         seconds = time.perf_counter() - start
-    events = [event for event in profiler.events() or () if event.device_type == DeviceType.CPU]
+    events = [event for event in profiler.events() or () if event.device_type.name == "CPU"]
     if on_gpu:
         whole = sum(event.self_device_time_total for event in events)
         return result, sum(event.device_time_total for event in _outermost(events)) / whole

@@ -27,6 +27,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from speed import PROFILED, Speed
 from torch.utils.checkpoint import checkpoint
 
+from gla_core import NoBackendError
 from gla_core.bench.plots import pyplot
 from gla_core.cli.calls import device_here
 from gla_core.demo.corpus import Corpus, folder, standard_library
@@ -91,8 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = read_options(arguments)
     try:
         train(options)
-    except (ValueError, LookupError, OSError) as error:
+    except (ValueError, LookupError) as error:
         end(message(error), 2)
+    except (OSError, NoBackendError) as error:
+        end(message(error), 1)
     except KeyboardInterrupt:
         end("interrupted; the same command goes on from the last checkpoint in --out, if there is one", 130)
 
@@ -102,7 +105,7 @@ def train(options: Options) -> None:
     device = device_here(options.device)
     if options.out is not None:
         check_writable("--out", options.out, folder=True)
-    corpus = standard_library() if options.data is None else folder(options.data)
+    corpus = standard_library() if options.data is None else folder_of(options.data)
     group = processes.start(device)
     check_sizes(options, corpus, group)
     settings = settings_of(options, corpus)
@@ -112,12 +115,20 @@ def train(options: Options) -> None:
     training = new_training(options, group)
     introduce(options, corpus, training.model, group, console)
     if last is not None:
-        checkpoints.restore(last, training, group)
-        console.print(f"Going on after step {len(run.losses)}, from {last}.", soft_wrap=True)
+        checkpoints.restore(last, training)
+        console.print(f"Going on after step {len(run.losses)} of {options.steps}, from {last}.", soft_wrap=True)
     speed = Speed(group.device)
     take_steps(options, corpus, training, run, group, speed, console)
     conclude(options, run, speed, console)
     processes.finish(group)
+
+
+def folder_of(data: Path) -> Corpus:
+    """The text in --data."""
+    try:
+        return folder(data)
+    except FileNotFoundError as error:
+        raise ValueError(f"--data: {error}; name another folder") from None
 
 
 def new_training(options: Options, group: Processes) -> Training:
@@ -173,7 +184,7 @@ def take_steps(
                     f"step {now} of {options.steps}: {run.held_out[str(now)]:.3f} bits per byte of held-out text"
                 )
             if options.out is not None and (now % options.save_every == 0 or at_end):
-                checkpoints.save(options.out, run, training, group)
+                checkpoints.save(options.out, run, training, group.rank)
             bar.update(task, completed=now, status=pace(options, speed))
 
 
@@ -200,8 +211,8 @@ def introduce(options: Options, corpus: Corpus, model: LanguageModel, group: Pro
     size = sum(parameter.numel() for parameter in model.parameters())
     shared = "" if group.mesh is None else f", sharded by FSDP2 over {group.number} processes"
     console.print(
-        f"The text: {options.data or 'the standard library of Python'}. {len(corpus.train) / 1e6:.1f} MB to learn from, "
-        f"{len(corpus.held_out) / 1e6:.1f} MB held out.\n"
+        f"The text: {options.data or 'the standard library of Python'}. "
+        f"{len(corpus.train) / 1e6:.1f} MB to learn from, {len(corpus.held_out) / 1e6:.1f} MB held out.\n"
         f"The model: {size:,} parameters on {group.device}{shared}, computed in {precision(options, group.device)}.",
         soft_wrap=True,
     )
@@ -239,7 +250,8 @@ def conclude(options: Options, run: Run, speed: Speed, console: Console) -> None
 
 def draw(run: Run, target: Path) -> None:
     """Draw the loss of every step and of held-out text, as PNG. Raises ValueError without matplotlib."""
-    figure, axes = pyplot().subplots(figsize=(7, 4))
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7, 4))
     axes.plot(range(1, len(run.losses) + 1), [in_bits(loss) for loss in run.losses], linewidth=0.8, label="training")
     axes.plot([int(number) for number in run.held_out], list(run.held_out.values()), "o-", label="held-out text")
     axes.set_xlabel("step")
@@ -247,6 +259,7 @@ def draw(run: Run, target: Path) -> None:
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(target, dpi=120, bbox_inches="tight")
+    plt.close(figure)
 
 
 def in_bits(nats: float) -> float:
@@ -283,10 +296,10 @@ def check_sizes(options: Options, corpus: Corpus, group: Processes) -> None:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Reads a whole number from `least` on."""
+    """Reads a whole number from `least` on, of at most 63 bits."""
 
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
+        if not text.isdecimal() or not least <= int(text) < 2**63:
             raise argparse.ArgumentTypeError(f"it is {text!r}; expected a whole number, at least {least}")
         return int(text)
 
@@ -312,8 +325,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def end(text: str, code: int) -> NoReturn:
-    """End with a line on stderr, of the first process alone."""
-    if os.environ.get("RANK", "0") == "0":
+    """End with a line on stderr; of an error that all processes find, the first one's."""
+    if code == 1 or os.environ.get("RANK", "0") == "0":
         print(f"train_lm.py: {text}", file=sys.stderr)
     raise SystemExit(code)
 
@@ -410,8 +423,8 @@ def presets_in_words() -> str:
         f"  {name:6}" + "".join(f"{value:15}" for value in asdict(sizes).values()) for name, sizes in PRESETS.items()
     ]
     return "\n".join(lines) + (
-        "\n\n340m has the sizes of flash-linear-attention's 340M model; as it reads bytes instead of 32,000 tokens, it has "
-        "309M\nparameters."
+        "\n\n340m has the sizes of flash-linear-attention's 340M model. As it reads bytes instead of 32,000 tokens,\n"
+        "it has 309M parameters."
     )
 
 

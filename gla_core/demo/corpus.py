@@ -45,13 +45,11 @@ def standard_library() -> Corpus:
 def folder(root: Path) -> Corpus:
     """The text files under a folder; of fewer than 40 files the last twentieth of each is held out.
 
-    Raises FileNotFoundError where there is no text, NotADirectoryError where there is no folder.
+    Raises FileNotFoundError where there are none.
     """
-    if not root.is_dir():
-        raise NotADirectoryError(f"{root} is no folder")
     files = text_files(root)
     if not files:
-        raise FileNotFoundError(f"{root} holds no text files")
+        raise FileNotFoundError(f"{root} is no folder with text files in it; hidden and binary ones do not count")
     if len(files) >= 2 * HELD_OUT_EVERY:
         return load(files)
     texts = [_read((path,)) for path in files]
@@ -61,7 +59,7 @@ def folder(root: Path) -> Corpus:
 
 
 def text_files(root: Path) -> list[Path]:
-    """The files under root that hold text, hidden ones left out, in an order that does not depend on the file system."""
+    """The files under root that hold text and are not hidden, in an order that does not depend on the file system."""
     found = (path for path in root.rglob("*") if path.is_file())
     shown = (path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts))
     return sorted(path for path in shown if _is_text(path))

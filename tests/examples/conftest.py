@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SIZES = ("--width=16", "--layers=2", "--heads=2", "--window=32", "--batch=4", "--learning-rate=1e-2", "--device=cpu")
+
+
+@pytest.fixture(autouse=True)
+def isolated(fresh_registry: None, plain_terminal: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test here, on one thread: the number of threads decides how sums are rounded."""
+    monkeypatch.syspath_prepend(EXAMPLES)  # as where a script of it is run
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder of one file: 47,500 bytes to learn from and 2500 held out."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    text = Path(sysconfig.get_path("stdlib"), "argparse.py").read_bytes()
+    (folder / "text").write_bytes(text[:50_000])
+    return folder
+
+
+@pytest.fixture
+def arguments(texts: Path) -> list[str]:
+    """Those of a tiny model on little text."""
+    return [*SIZES, f"--data={texts}"]
+
+
+@pytest.fixture
+def train(arguments: list[str]) -> Callable[..., list[float]]:
+    """`train(out, ...)` trains in this process, with more arguments, and returns the losses."""
+    import train_lm
+
+    def run(out: Path, *more: str) -> list[float]:
+        train_lm.main([*arguments, f"--out={out}", *more])
+        return read_losses(out)
+
+    return run
+
+
+@pytest.fixture
+def losses() -> Callable[[Path], list[float]]:
+    """`losses(out)` are those of all steps up to the last checkpoint."""
+    return read_losses
+
+
+def read_losses(out: Path) -> list[float]:
+    import checkpoints
+
+    last = checkpoints.newest(out)
+    assert last is not None
+    return json.loads((last / "run.json").read_text())["losses"]

@@ -1,0 +1,92 @@
+"""Trainings that are killed and go on, and trainings of two processes: the losses are those of one left in peace."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_lm.py"
+SECONDS = 120  # that any of them may take
+
+Start = Callable[..., list[subprocess.Popen]]
+
+
+@pytest.fixture
+def start(arguments: list[str]) -> Start:
+    """`start(number, ...)` starts the example in new processes, two and more as torchrun does."""
+
+    def begin(number: int, *more: str) -> list[subprocess.Popen]:
+        environments = in_group(number) if number > 1 else [{}]
+        command = [sys.executable, str(SCRIPT), *arguments, *more]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return [subprocess.Popen(command, env={**os.environ, **more}, **pipes) for more in environments]
+
+    return begin
+
+
+def in_group(number: int) -> list[dict[str, str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(number)}
+    return [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
+
+
+def wait(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        out, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, out
+
+
+def kill_when(processes: list[subprocess.Popen], there: Callable[[], bool]) -> None:
+    """Kill processes as soon as something is there; until then they are to run."""
+    end = time.monotonic() + SECONDS
+    while not there() and processes[0].poll() is None and time.monotonic() < end:
+        time.sleep(0.0005)
+    for process in processes:
+        process.kill()
+    outputs = [process.communicate()[0] for process in processes]
+    assert processes[0].returncode == -9, outputs[0]
+
+
+def test_killed_while_a_checkpoint_is_written(train, start: Start, tmp_path, capfd):
+    whole = train(tmp_path / "whole", "--steps=40", "--save-every=4")
+    out = tmp_path / "killed"
+    common = ("--steps=40", "--save-every=4", f"--out={out}")
+    there = lambda: any(out.glob("*.unfinished")) and any(out.glob("step-*[0-9]"))  # noqa: E731
+    while not there():  # again, should one have been complete before the kill
+        kill_when(start(1, *common), there)
+    before = [path.name for path in out.glob("step-*[0-9]")]
+    assert "step-40" not in before
+    assert train(out, *common) == whole
+    assert f"from {out / before[-1]}" in capfd.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["loss.png", "step-40"]
+
+
+def test_two_processes(train, start: Start, losses, arguments, tmp_path):
+    common = ("--steps=12", "--save-every=3")
+    alone = train(tmp_path / "alone", *common)
+
+    together, killed = tmp_path / "together", tmp_path / "killed"
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(SCRIPT), *arguments, *common]
+    done = subprocess.run(
+        [sys.executable, *command, f"--out={together}"], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    assert "sharded by FSDP2 over 2 processes" in done.stdout
+    assert losses(together) == pytest.approx(alone, rel=1e-4)
+    assert [c for c in done.stdout if unicodedata.category(c) == "Cc" and c != "\n"] == []
+    assert done.stdout.count("bits per byte, ") == 12
+
+    kill_when(start(2, *common, f"--out={killed}"), lambda: any(killed.glob("step-*[0-9]")))
+    assert len(losses(killed)) < 12
+    wait(start(2, *common, f"--out={killed}"))
+    assert losses(killed) == losses(together)
