@@ -9,7 +9,7 @@ import torch
 
 from gla_core.demo.evaluate import both_forms, generate, model_bits
 from gla_core.demo.model import LanguageModel
-from gla_core.demo.train import Budget, Settings, learning_rate, train
+from gla_core.demo.train import Budget, Settings, learning_rate, new_optimizer, train, training_step
 
 TINY = Settings(width=16, blocks=2, heads=2, window=16, batch=4, learning_rate=1e-2, seconds=1)
 TEXT = torch.tensor(list(b"for x in range(10):\n    print(x)\n" * 20), dtype=torch.uint8)
@@ -51,6 +51,18 @@ def test_training_reduces_the_loss(model):
     assert before == pytest.approx(8, abs=0.5)
     assert after < 4
     assert progress[-1].used == 1
+
+
+def test_a_step_in_parts_is_the_step():
+    windows, found = TEXT.unfold(0, 17, 17)[:8], []
+    for parts in (1, 4):
+        torch.manual_seed(3)
+        model = LanguageModel(16, 1, 2, mlp_width=48).double()
+        loss = training_step(model, new_optimizer(model), windows, parts)
+        found.append((loss, model.embedding.weight.detach()))
+    assert model.blocks[0].mlp.down.in_features == 48
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-6)
+    torch.testing.assert_close(found[1][1], found[0][1])
 
 
 def test_training_by_steps_repeats_itself():

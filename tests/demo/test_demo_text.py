@@ -57,6 +57,40 @@ def test_a_python_without_sources(tmp_path, monkeypatch):
         corpus.standard_library()
 
 
+def test_a_folder_of_many_files_is_split_by_file(library):
+    (library / ".hidden").write_bytes(b"hidden")
+    (library / ".git").mkdir()
+    (library / ".git" / "config").write_bytes(b"hidden")
+    (library / "picture").write_bytes(b"\x89PNG\0")
+    text = corpus.folder(library)
+    files = [path.relative_to(library).as_posix() for path in sorted((*text.train_files, *text.held_out_files))]
+    assert files == sorted(
+        [
+            *(f"module{i:02}.py" for i in range(41)),
+            "notes.txt",
+            *(f"{s}/m.py" for s in ("encodings", "site-packages", "test")),
+        ]
+    )
+    assert [path.name for path in text.held_out_files] == ["m.py", "module19.py", "module39.py"]
+    assert bytes(text.held_out.tolist()) == b"skipped19\n39\n"
+
+
+def test_of_few_files_the_end_of_each_is_held_out(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "a").write_bytes(bytes(range(1, 41)))
+    (tmp_path / "inner" / "b").write_bytes(b"b" * 19 + b"\n")
+    text = corpus.folder(tmp_path)
+    assert bytes(text.train.tolist()) == bytes(range(1, 39)) + b"b" * 19
+    assert bytes(text.held_out.tolist()) == bytes((39, 40)) + b"\n"
+
+
+def test_a_folder_without_text(tmp_path):
+    (tmp_path / "picture").write_bytes(b"\0")
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(FileNotFoundError, match="is no folder with text files in it"):
+            corpus.folder(folder)
+
+
 def test_unigram_by_hand():
     p = baselines.unigram(bytes_of(b"aab"))
     assert p[ord("a")] == 3 / 259

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -57,26 +58,26 @@ def kill_when(processes: list[subprocess.Popen], there: Callable[[], bool]) -> N
     assert processes[0].returncode == -9, outputs[0]
 
 
-def test_killed_while_a_checkpoint_is_written(train, start: Start, tmp_path, capfd):
-    whole = train(tmp_path / "whole", "--steps=24", "--save-every=3")
+def test_killed_while_a_checkpoint_is_written(train, start: Start, losses, tmp_path, capfd):
+    whole = train(tmp_path / "whole", "--steps=8", "--save-every=2")
     out = tmp_path / "killed"
-    common = ("--steps=24", "--save-every=3", f"--out={out}")
+    common = ("--steps=8", "--save-every=2", f"--out={out}")
 
     def half_written() -> bool:
         return any(out.glob("*.unfinished")) and any(out.glob("step-*[0-9]"))
 
     while not half_written():  # again, should it have been complete before the kill
         kill_when(start(1, *common), half_written)
-    before = [path.name for path in out.glob("step-*[0-9]")]
-    assert "step-24" not in before
+    done = len(losses(out))
+    assert 2 <= done < 8
     assert train(out, *common) == whole
-    assert f"from {out / before[-1]}" in capfd.readouterr().out
-    assert sorted(path.name for path in out.iterdir()) == ["loss.png", "step-24"]
+    assert f"Going on after step {done} of 8" in capfd.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["loss.png", "step-8"]
 
 
 @pytest.mark.slow
 def test_two_processes(train, start: Start, losses, arguments, tmp_path):
-    common = ("--steps=12", "--save-every=3")
+    common = ("--steps=4", "--save-every=1")
     alone = train(tmp_path / "alone", *common)
 
     together, killed = tmp_path / "together", tmp_path / "killed"
@@ -88,9 +89,11 @@ def test_two_processes(train, start: Start, losses, arguments, tmp_path):
     assert "sharded by FSDP2 over 2 processes" in done.stdout
     assert losses(together) == pytest.approx(alone, rel=1e-4)
     assert [c for c in done.stdout if unicodedata.category(c) == "Cc" and c != "\n"] == []
-    assert done.stdout.count("bits per byte, ") == 12
+    assert done.stdout.count("bits per byte, ") == 4
 
-    kill_when(start(2, *common, f"--out={killed}"), lambda: any(killed.glob("step-*[0-9]")))
-    assert len(losses(killed)) < 12
+    kill_when(start(2, *common, f"--out={killed}"), (killed / "step-2").exists)
+    assert len(losses(killed)) in (2, 3)
+    by_another_number = shutil.copytree(killed, tmp_path / "by another number")
     wait(start(2, *common, f"--out={killed}"))
     assert losses(killed) == losses(together)
+    assert train(by_another_number, *common) == pytest.approx(alone, rel=1e-4)
