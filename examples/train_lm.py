@@ -103,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def train(options: Options) -> None:
     """Train from the beginning or the last checkpoint to the last step, and report."""
     device = device_here(options.device)
+    repeat_bits()
     if options.out is not None:
         check_writable("--out", options.out, folder=True)
     corpus = standard_library() if options.data is None else folder_of(options.data)
@@ -121,6 +122,13 @@ def train(options: Options) -> None:
     take_steps(options, corpus, training, run, group, speed, console)
     conclude(options, run, speed, console)
     processes.finish(group)
+
+
+def repeat_bits() -> None:
+    """Have PyTorch compute the same bits each time, or warn where it cannot: a training that goes on repeats itself."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by matrix products on a GPU
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def folder_of(data: Path) -> Corpus:
@@ -212,7 +220,7 @@ def introduce(options: Options, corpus: Corpus, model: LanguageModel, group: Pro
     shared = "" if group.mesh is None else f", sharded by FSDP2 over {group.number} processes"
     console.print(
         f"The text: {options.data or 'the standard library of Python'}. "
-        f"{len(corpus.train) / 1e6:.1f} MB to learn from, {len(corpus.held_out) / 1e6:.1f} MB held out.\n"
+        f"{len(corpus.train) / 1e6:.2f} MB to learn from, {len(corpus.held_out) / 1e6:.2f} MB held out.\n"
         f"The model: {size:,} parameters on {group.device}{shared}, computed in {precision(options, group.device)}.",
         soft_wrap=True,
     )

@@ -14,13 +14,15 @@ SIZES = ("--width=16", "--layers=2", "--heads=2", "--window=32", "--batch=4", "-
 
 @pytest.fixture(autouse=True)
 def isolated(fresh_registry: None, plain_terminal: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test here, on one thread: the number of threads decides how sums are rounded."""
+    """Every test here, on one thread: the number of threads decides how sums are rounded. Restores what is global."""
     monkeypatch.syspath_prepend(EXAMPLES)  # as where a script of it is run
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 @pytest.fixture
