@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -49,7 +50,8 @@ class Speed:
 def profiled(step: Callable[[], float], device: torch.device) -> tuple[float, float]:
     """Take a step. Returns its result, and the share of GLA ops in it.
 
-    On a CPU that is the ops' part of the time of the step, on a GPU of the time of all kernels.
+    On a CPU that is the ops' part of the time of the step, on a GPU of the time of all kernels; NaN where the profiler
+    sees no kernels, as where the system does not let it.
     """
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
@@ -59,7 +61,7 @@ def profiled(step: Callable[[], float], device: torch.device) -> tuple[float, fl
     events = [event for event in profiler.events() or () if event.device_type.name == "CPU"]
     if on_gpu:
         whole = sum(event.self_device_time_total for event in events)
-        return result, sum(event.device_time_total for event in _outermost(events)) / whole
+        return result, sum(event.device_time_total for event in _outermost(events)) / whole if whole else math.nan
     return result, sum(event.cpu_time_total for event in _outermost(events)) / 1e6 / seconds
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import io
 import statistics
 import sys
 
 import pytest
 import torch
+from rich.console import Console
 from torch.nn.functional import logsigmoid
 
 import gla_core as gla
@@ -59,6 +61,17 @@ def test_a_finished_training_is_left_as_it_is(train, tmp_path, capsys):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_terminal_has_a_bar(train, tmp_path, monkeypatch):
+    import train_lm
+
+    console = Console(file=io.StringIO(), force_terminal=True, width=150)
+    monkeypatch.setattr(train_lm, "new_console", lambda: console)
+    train(tmp_path, "--steps=2")
+    out = console.file.getvalue()
+    assert "100%" in out
+    assert "bits per byte of held-out text" in out
+
+
 def test_without_matplotlib(train, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert len(train(tmp_path, "--steps=2")) == 2
@@ -102,22 +115,23 @@ def test_a_run_goes_on_with_its_own_settings(train, tmp_path, capsys):
 
 
 def test_help_tells_of_every_option_and_preset(capsys):
+    import options
     import train_lm
 
     with pytest.raises(SystemExit):
         train_lm.main(["--help"])
     out = capsys.readouterr().out
-    options = [action for action in train_lm.parser()._actions if action.option_strings]
-    assert [action.dest for action in options if not action.help] == []
-    for preset, sizes in train_lm.PRESETS.items():
+    assert [action.dest for action in options.parser()._actions if not action.help] == []
+    for preset, sizes in options.PRESETS.items():
         assert f"{preset} " in out
         assert f" {sizes.width} " in out
 
 
 def test_the_presets_have_the_sizes_that_they_are_named_after():
+    import options
     import train_lm
 
-    for preset, sizes in train_lm.PRESETS.items():
+    for preset, sizes in options.PRESETS.items():
         with torch.device("meta"):
             model = train_lm.LanguageModel(sizes.width, sizes.layers, sizes.heads, train_lm.mlp_width(sizes.width))
         number = sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,194 @@
+"""The command line of train_lm.py: its options, their values in words, and errors of one line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+DESCRIPTION = """\
+Train a language model of gated linear attention, which reads bytes and predicts the next one.
+
+  python examples/train_lm.py --preset 6m --steps 200 --out runs/small
+  torchrun --nproc-per-node 8 examples/train_lm.py --preset 340m --data texts --steps 20000 --out runs/large
+
+Under torchrun the model is sharded over the processes by FSDP2, on a GPU each, or on the CPU."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Sizes of a model, and of a step that suits it."""
+
+    width: int
+    layers: int
+    heads: int
+    window: int
+    batch: int
+    learning_rate: float
+
+
+PRESETS = {
+    "6m": Preset(width=256, layers=7, heads=4, window=256, batch=8, learning_rate=2e-3),
+    "30m": Preset(width=512, layers=9, heads=4, window=512, batch=16, learning_rate=1e-3),
+    "125m": Preset(width=768, layers=18, heads=4, window=1024, batch=16, learning_rate=6e-4),
+    "340m": Preset(width=1024, layers=24, heads=4, window=2048, batch=16, learning_rate=3e-4),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options(Preset):
+    """What the command line says; the preset's values where it says nothing."""
+
+    preset: str
+    data: Path | None
+    steps: int
+    accumulate: int
+    seed: int
+    device: str
+    precision: str
+    activation_checkpointing: bool
+    compile: bool
+    out: Path | None
+    save_every: int
+    evaluate_every: int
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Reads a whole number from `least` on, of at most 63 bits."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) < 2**63:
+            raise argparse.ArgumentTypeError(f"it is {text!r}; expected a whole number, at least {least}")
+        return int(text)
+
+    return read
+
+
+def rate(text: str) -> float:
+    """Reads a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; expected a number above 0, such as 1e-3")
+    return value
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        end(f"{message}; --help lists what there is", 2)
+
+
+def end(text: str, code: int) -> NoReturn:
+    """End with a line on stderr; of an error that all processes find, the first one's."""
+    if code == 1 or os.environ.get("RANK", "0") == "0":
+        print(f"train_lm.py: {text}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def read_options(arguments: Sequence[str] | None) -> Options:
+    """What the command line says; the preset's values where it says nothing."""
+    given = vars(parser().parse_args(arguments))
+    return Options(
+        **given | {name: value for name, value in asdict(PRESETS[given["preset"]]).items() if given[name] is None}
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options, with their help."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    made = Parser("train_lm.py", description=DESCRIPTION, epilog=presets_in_words(), formatter_class=as_written)
+    option = made.add_argument_group("the model").add_argument
+    option("--preset", choices=PRESETS, default="6m", help="sizes from the table below (default: %(default)s)")
+    option("--width", type=whole(1), metavar="N", help="width of the model, a multiple of twice --heads")
+    option("--layers", type=whole(1), metavar="N", help="blocks of gated linear attention and an MLP")
+    option("--heads", type=whole(1), metavar="N", help="heads of each gated linear attention")
+    option = made.add_argument_group("the training").add_argument
+    option(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="a folder of text, read whole into memory; hidden and binary files "
+        "are left out, about 5 %% is held out (default: the standard library of Python)",
+    )
+    option(
+        "--steps", type=whole(1), default=1000, metavar="N", help="steps of the whole training (default: %(default)s)"
+    )
+    option("--window", type=whole(1), metavar="N", help="bytes that the model reads at once")
+    option("--batch", type=whole(1), metavar="N", help="windows in a step, over all processes")
+    option(
+        "--accumulate",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="read a process's windows in so many parts, one after another, to save memory (default: %(default)s)",
+    )
+    option(
+        "--learning-rate",
+        type=rate,
+        metavar="X",
+        help="of AdamW, at its peak: it rises over the first 5 %% of the steps and falls to 0 along a cosine",
+    )
+    option(
+        "--seed", type=whole(0), default=0, metavar="N", help="of the weights and of the windows (default: %(default)s)"
+    )
+    option(
+        "--evaluate-every",
+        type=whole(1),
+        default=250,
+        metavar="N",
+        help="steps between evaluations on held-out text; there is one at the end (default: %(default)s)",
+    )
+    option = made.add_argument_group("where and how it computes").add_argument
+    option("--device", default="auto", help="auto, cpu, cuda or cuda:1; auto is cuda where there is one")
+    option(
+        "--precision",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="bfloat16 is mixed precision: weights stay in float32; auto is bfloat16 on a GPU, else float32",
+    )
+    option(
+        "--activation-checkpointing",
+        action="store_true",
+        help="compute the inside of every block again in the backward: less memory, more time",
+    )
+    option("--compile", action="store_true", help="compile the blocks by torch.compile; slow to start")
+    option = made.add_argument_group("what is kept").add_argument
+    option(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where checkpoints, losses and a picture of them go; the same command "
+        "goes on from the last checkpoint there (default: nothing is kept)",
+    )
+    option(
+        "--save-every",
+        type=whole(1),
+        default=250,
+        metavar="N",
+        help="steps between checkpoints; there is one at the end (default: %(default)s)",
+    )
+    return made
+
+
+def presets_in_words() -> str:
+    """A table of the presets, for the end of the help."""
+    lines = ["presets:", "        " + "".join(f"{name.replace('_', ' '):>15}" for name in asdict(PRESETS["6m"]))]
+    lines += [
+        f"  {name:6}" + "".join(f"{value:15}" for value in asdict(sizes).values()) for name, sizes in PRESETS.items()
+    ]
+    return "\n".join(lines) + (
+        "\n\n340m has the sizes of flash-linear-attention's 340M model. As it reads bytes instead of 32,000 tokens,\n"
+        "it has 309M parameters."
+    )
