@@ -1,4 +1,4 @@
-"""The processes that train together under torchrun: each one's share of the model, of a batch and of a mean."""
+"""The processes that torchrun starts to train together: each one's part of the model, of a batch and of a mean."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start(device: torch.device) -> Processes:
     Raises:
         ValueError: more processes than GPUs.
     """
-    if not started_by_torchrun():
+    if "RANK" not in os.environ:
         return Processes(0, 1, device, None)
     if device.type == "cuda":
         here, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
@@ -55,11 +55,6 @@ def start(device: torch.device) -> Processes:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
     return Processes(dist.get_rank(), dist.get_world_size(), device, mesh)
-
-
-def started_by_torchrun() -> bool:
-    """Whether there may be more than one process."""
-    return "RANK" in os.environ
 
 
 def finish(processes: Processes) -> None:

@@ -111,8 +111,10 @@ def mlp_width(width: int) -> int:
 
 
 def precision(options: Options, device: torch.device) -> str:
-    """What is computed in, if nothing was said bfloat16 on a GPU."""
-    return options.precision if options.precision != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+    """What is computed in: what --precision says, or what "auto" means on this device."""
+    if options.precision != "auto":
+        return options.precision
+    return "bfloat16" if device.type == "cuda" else "float32"
 
 
 # ---- training
