@@ -31,11 +31,13 @@ def fla(monkeypatch):
 
     functions = {name: original(name) for name in FUNCTIONS}
     layer = {name: functions[name] for name in ("chunk_gla", "fused_recurrent_gla")}
+    repeat = original("repeat")
     modules = [
         module("fla", chunk_gla="not a function of ours"),
         module("fla.ops", **functions),
         module("fla.ops.gla", **functions, other=original("other")),
-        module("fla.layers.gla", **layer, fused_chunk_gla=functions["fused_chunk_gla"]),
+        module("fla.layers.gla", **layer, fused_chunk_gla=functions["fused_chunk_gla"], repeat=repeat),
+        module("fla.layers.gsa", repeat=repeat),
         module("fla.layers.hgrn2", **layer),
         module("flat.ops", **functions),
     ]
@@ -67,6 +69,7 @@ def test_all_are_replaced_wherever_they_are_and_put_back(fla):
         "chunk_gla": everywhere,
         "fused_chunk_gla": ("fla.layers.gla", "fla.ops", "fla.ops.gla"),
         "fused_recurrent_gla": everywhere,
+        "repeat": ("fla.layers.gla",),
     }
     assert "chunk_gla: computed by gla_core in fla.layers.gla, " in str(found)
     assert vars(fla["flat.ops"]) == before["flat.ops"]
@@ -84,6 +87,35 @@ def test_states_of_layers_have_values_first_whatever_their_mode(fla):
         _, expected = layer.chunk_gla(q=q, k=k, v=v, g=g, output_final_state=True, state_v_first=True)
     assert torch.equal(state, expected)
     assert state.shape == (1, 2, 5, 4)
+
+
+def test_key_value_heads_are_handed_over_once(fla):
+    layer, x = fla["fla.layers.gla"], torch.randn(2, 3, 8)
+    heads = "... (h d) -> ... (h g) d"
+    with accelerate() as found:
+        assert torch.equal(layer.repeat(x, heads, g=2, d=4), x.reshape(2, 3, 2, 4))
+        assert layer.repeat(x, "b t d -> b t d g", g=2)[0] == "repeat"
+        assert fla["fla.layers.gsa"].repeat(x, heads, g=2, d=4)[0] == "repeat"
+        assert "repeat: left out for key/value heads in fla.layers.gla" in str(found)
+    for some in ({"chunk_gla"}, {"chunk_gla", "fused_recurrent_gla"}):  # the others could not take fewer heads
+        with accelerate(*some), accelerate():
+            assert layer.repeat(x, heads, g=2, d=4)[0] == "repeat"
+    assert layer.repeat(x, heads, g=2, d=4)[0] == "repeat"
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+@pytest.mark.parametrize("T", [1, 70])
+def test_states_are_those_of_query_heads(fla, name, T):
+    q, k, v, g = (torch.randn(1, T, heads, d) for heads, d in ((4, 4), (2, 4), (2, 5), (2, 4)))
+    repeated = [x.repeat_interleave(2, 2) for x in (k, v, -g.exp())]
+    state = torch.randn(1, 2, 5, 4).repeat_interleave(2, 1)
+    options = {"initial_state": state, "output_final_state": True}
+    options |= {} if name == "fused_chunk_gla" else {"state_v_first": True}
+    with accelerate(), torch.no_grad():
+        function = getattr(fla["fla.layers.gla"], name)
+        found, expected = function(q, k, v, -g.exp(), **options), function(q, *repeated, **options)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_modules_that_are_imported_later(fla, monkeypatch):

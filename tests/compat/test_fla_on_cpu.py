@@ -127,6 +127,7 @@ def fla(monkeypatch):
 
     homes = {home: {name: original(name) for name in members} for home, members in on_cpu.REPLACED.items()}
     homes["fla.ops.gla"] = {name: original(name) for name in FUNCTIONS}
+    homes["fla.layers.gla"] = {"repeat": original("repeat")}
     activations = homes["fla.modules.activations.ops"]
     activations["ACT2FN"] = {"silu": activations["swish"], "relu": F.relu}
     homes["fla.models.gla"] = {"RMS": None, "swiglu": activations["swiglu"], "ACT2FN": activations["ACT2FN"]}
@@ -156,5 +157,5 @@ def test_they_are_replaced_for_tensors_on_a_cpu_and_put_back(fla):
 
 def test_they_are_left_alone_unless_asked_for(fla):
     with accelerate() as found:
-        assert set(found.replaced) == set(FUNCTIONS)
+        assert set(found.replaced) == {*FUNCTIONS, "repeat"}
         assert fla("fla.models.gla", "swiglu")(1, 2) == "swiglu"

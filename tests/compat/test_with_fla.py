@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gla_core.compat.fla import accelerate, state_from_fla
+from gla_core import chunk_gla
+from gla_core.compat.fla import accelerate, ops, state_from_fla
 from gla_core.nn import HGRN2, GatedLinearAttention
 
 layers = pytest.importorskip("fla.layers.gla", reason="needs flash-linear-attention 0.6.0: make test-fla")
@@ -51,6 +52,18 @@ def test_values_and_gradients(pair):
         found.append((y, *torch.autograd.grad(y.sum(), wanted)))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_key_value_heads_are_not_repeated(pair, monkeypatch):
+    heads = []
+
+    def spied(q, k, *args, **kwargs):
+        heads.append((q.shape[2], k.shape[2]))
+        return chunk_gla(q, k, *args, **kwargs)
+
+    monkeypatch.setattr(ops, "_chunk_gla", spied)
+    pair[0](torch.randn(2, 80, 32))
+    assert heads == [(4, pair[1].num_kv_heads)]
 
 
 def test_padding(pair):

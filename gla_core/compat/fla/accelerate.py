@@ -2,6 +2,9 @@
 
 Its functions are replaced where they are defined, so that modules that are imported later find the replacements, and by
 name in every module that has imported them already. What is not computed here is left to the originals.
+
+Where all of them are replaced at once, its GLA layer hands over key/value heads once, and no longer once for each query
+head: the `repeat` that it calls is replaced in the layer's module. States in its caches keep all heads.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ FUNCTIONS: Mapping[str, Callable] = {
 }
 TABLES = ("ACT2FN",)
 """Names of dictionaries that hold functions."""
-_HOME = "fla.ops.gla"
+_HOME, _LAYER = "fla.ops.gla", "fla.layers.gla"
 
 
 def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
@@ -52,7 +55,9 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
     for name in functions:
         if name not in FUNCTIONS:
             raise ValueError(f"unknown function {name!r}{nearest(name, FUNCTIONS)} (there are {', '.join(FUNCTIONS)})")
-    wanted = [(_HOME, name, FUNCTIONS[name], _is_computed_here) for name in functions or FUNCTIONS]
+    wanted: list[tuple[str, str, Callable, Callable[[dict[str, Any]], bool]]] = [
+        (_HOME, name, _for_query_heads(FUNCTIONS[name]), _is_computed_here) for name in functions or FUNCTIONS
+    ]
     for home, members in on_cpu.REPLACED.items() if cpu else ():
         wanted += [(home, name, function, _is_on_cpu) for name, function in members.items()]
     made = {}
@@ -60,6 +65,9 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
         original = getattr(importlib.import_module(home), name)
         if not isinstance(original, _Replacement):
             made[name] = _Replacement(function, original, serves)
+    if made.keys() >= FUNCTIONS.keys():
+        original = importlib.import_module(_LAYER).repeat
+        made["repeat"] = _Replacement(_heads, original, _repeats_heads, within=_LAYER)
     return Acceleration(made)
 
 
@@ -72,12 +80,12 @@ class Acceleration:
 
     def __init__(self, made: dict[str, _Replacement]) -> None:
         self._made = made
-        self.replaced = {name: _exchange(name, new.original, new) for name, new in made.items()}
+        self.replaced = {name: _exchange(name, new.original, new, new.within) for name, new in made.items()}
 
     def undo(self) -> None:
         """Put the originals back, in modules too that were imported since."""
         for name, new in self._made.items():
-            _exchange(name, new, new.original)
+            _exchange(name, new, new.original, new.within)
         self._made, self.replaced = {}, {}
 
     def __enter__(self) -> Acceleration:
@@ -91,15 +99,21 @@ class Acceleration:
     def __str__(self) -> str:
         if not self.replaced:
             return "nothing of flash-linear-attention is replaced by this"
-        lines = [f"{name}: computed by gla_core in {', '.join(places)}" for name, places in self.replaced.items()]
+        how = {"repeat": "left out for key/value heads"}
+        lines = [
+            f"{name}: {how.get(name, 'computed by gla_core')} in {', '.join(places)}"
+            for name, places in self.replaced.items()
+        ]
         return "\n".join([*lines, "gates of values (gv) and reverse are left to flash-linear-attention"])
 
 
 class _Replacement:
-    """A function, or the original for calls that it does not serve."""
+    """A function, or the original for calls that it does not serve; within a module, or a package with all in it."""
 
-    def __init__(self, function: Callable, original: Callable, serves: Callable[[dict[str, Any]], bool]) -> None:
-        self.function, self.original, self.serves = function, original, serves
+    def __init__(
+        self, function: Callable, original: Callable, serves: Callable[[dict[str, Any]], bool], within: str = "fla"
+    ) -> None:
+        self.function, self.original, self.serves, self.within = function, original, serves, within
         self._names = _parameters(function)
         self.__name__, self.__doc__ = getattr(original, "__name__", function.__class__.__name__), original.__doc__
 
@@ -115,6 +129,32 @@ def _parameters(function: Callable) -> list[str]:
         return ["x"]
 
 
+def _for_query_heads(function: Callable) -> Callable:
+    """The function with states of query heads, also where k and v have fewer heads than q."""
+
+    @functools.wraps(function, updated=())
+    def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        q, k, state = (given.get(name) for name in ("q", "k", "initial_state"))
+        if q is None or k is None or q.shape[2] == k.shape[2]:
+            return function(*args, **kwargs)
+        groups = q.shape[2] // k.shape[2]
+        o, state = function(**{**given, "initial_state": None if state is None else state[:, ::groups]})
+        return o, None if state is None else state.repeat_interleave(groups, 1)
+
+    names = _parameters(function)
+    return call
+
+
+def _heads(tensor: Tensor, pattern: str, **sizes: int) -> Tensor:
+    """Heads [..., h, d] of a tensor [..., h * d], once each."""
+    return tensor.unflatten(-1, (-1, sizes["d"]))
+
+
+def _repeats_heads(given: dict[str, Any]) -> bool:
+    return given.get("pattern") == "... (h d) -> ... (h g) d"
+
+
 def _is_computed_here(given: dict[str, Any]) -> bool:
     return given.get("gv") is None and not given.get("reverse")
 
@@ -123,11 +163,11 @@ def _is_on_cpu(given: dict[str, Any]) -> bool:
     return all(x.device.type == "cpu" for x in given.values() if isinstance(x, Tensor))
 
 
-def _exchange(name: str, old: Callable, new: Callable) -> tuple[str, ...]:
-    """Put `new` where a module of flash-linear-attention has `old`, by name or in a table, and name the modules."""
+def _exchange(name: str, old: Callable, new: Callable, within: str) -> tuple[str, ...]:
+    """Put `new` where a module of this package has `old`, by name or in a table, and name the modules."""
     places = []
     for path, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType) or path.partition(".")[0] != "fla":
+        if not isinstance(module, ModuleType) or not f"{path}.".startswith(f"{within}."):
             continue
         if vars(module).get(name) is old:
             setattr(module, name, new)
