@@ -124,8 +124,8 @@ def explain(
     """Say which backend would run a call of this size, which would not, and why. Runs nothing, but with --measure.
 
     The sizes are B,T,H,K,V (batch, tokens, heads, key width, value width) for chunk_gla or chunk_gla_fwd, for
-    chunk_gla_bwd and for softmax_attention; B,H,K,V for recurrent_gla_step; ROWS,COLUMNS for online_softmax. Gates and
-    states are float32 (float64 with float64).
+    chunk_gla_bwd, chunk_gla_summary and softmax_attention; B,H,K,V for recurrent_gla_step; ROWS,COLUMNS for
+    online_softmax. Gates and states are float32 (float64 with float64).
 
     Exits with 0 if some backend can run it, 1 if none can, 2 for a wrong question.
     """

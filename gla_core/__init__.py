@@ -15,6 +15,7 @@ from gla_core.dispatch.selection import Explanation
 from gla_core.explanation import explain
 from gla_core.ops import (
     chunk_gla,
+    chunk_gla_summary,
     linear_attention,
     merge_attention,
     online_softmax,
@@ -34,6 +35,7 @@ __all__ = [
     "UnknownOpError",
     "backends",
     "chunk_gla",
+    "chunk_gla_summary",
     "explain",
     "linear_attention",
     "merge_attention",

@@ -18,7 +18,7 @@ import torch
 
 import gla_core as gla
 from gla_core.workloads.inputs import GlaInputs, gla_inputs
-from gla_triton_kernels.chunk_gla import plan, plan_backward
+from gla_triton_kernels.chunk_gla import plan, plan_backward, plan_summary
 from gla_triton_kernels.runtime import replay
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -101,6 +101,17 @@ def backward(x: GlaInputs, checkpoint_every: int) -> None:
     torch.autograd.grad(results, leaves, [torch.randn_like(y) for y in results])
 
 
+def summaries() -> None:
+    """States from zero of the same calls in both directions, by both kinds of kernels."""
+    for kernels in (general_kernels, hopper_kernels):
+        kernels()
+        for x in chunk_calls():
+            do = torch.randn(*x.q.shape[:3], x.v.shape[3], device="cuda").to(x.q.dtype)
+            for k, v, reverse in ((x.k, x.v, False), (x.q, do, True)):
+                replay._calls.clear()
+                gla.chunk_gla_summary(k, v, x.g, x.cu_seqlens, backwards=reverse)
+
+
 def steps() -> None:
     """Few states and many, narrow and wide, of both dtypes."""
     for B, K, state_dtype in itertools.product((1, 40), (64, 128, 256, 512), (torch.float32, torch.bfloat16)):
@@ -130,14 +141,16 @@ def attentions() -> None:
         gla.softmax_attention(q, k, k, causal=causal)
 
 
-PARTS = {run.__name__: run for run in (general_chunks, hopper_chunks, steps, softmaxes, attentions, backwards)}
+KINDS = (general_chunks, hopper_chunks, summaries, steps, softmaxes, attentions, backwards)
+PARTS = {run.__name__: run for run in KINDS}
 
 
 if __name__ == "__main__":
     backend, *names = sys.argv[1:]
     if names and "/" in names[-1]:
         SHARE[:] = map(int, names.pop().split("/"))
-    plan.segment_length = plan_backward.segment_length = lambda *sizes: 64  # or so few tokens would stay one segment
+    for module in (plan, plan_backward, plan_summary):
+        module.segment_length = lambda *sizes: 64  # or so few tokens would stay one segment
     with gla.use_backend(backend):
         for precision in ("highest", "high"):
             torch.set_float32_matmul_precision(precision)

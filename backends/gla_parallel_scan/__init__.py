@@ -17,7 +17,14 @@ from torch import Tensor
 
 import gla_triton_kernels as kernels
 from gla_core.dispatch.backend import Backend, Capabilities, CostModel, OpCall, Reason, hookimpl, shipped_constants
-from gla_parallel_scan import chunk_gla, online_softmax, pytorch, recurrent_gla_step, softmax_attention
+from gla_parallel_scan import (
+    chunk_gla,
+    chunk_gla_summary,
+    online_softmax,
+    pytorch,
+    recurrent_gla_step,
+    softmax_attention,
+)
 from gla_parallel_scan.cost import predicted_seconds
 from gla_triton_kernels.runtime.architecture import interpreted
 
@@ -46,6 +53,7 @@ def gla_register_backends() -> list[Backend]:
             ops={
                 "chunk_gla_fwd": _by_device(chunk_gla.chunk_gla_fwd, pytorch.chunk_gla.chunk_gla_fwd),
                 "chunk_gla_bwd": chunk_gla.chunk_gla_bwd,
+                "chunk_gla_summary": chunk_gla_summary.chunk_gla_summary,
                 "recurrent_gla_step": _by_device(
                     recurrent_gla_step.recurrent_gla_step, pytorch.recurrent_gla_step.recurrent_gla_step
                 ),
@@ -55,7 +63,8 @@ def gla_register_backends() -> list[Backend]:
                 ),
             },
             capabilities=capabilities,
-            op_capabilities={"chunk_gla_bwd": by_triton_alone},
+            # On a CPU a summary has no second pass that scanning would spare: there is the reference's.
+            op_capabilities={"chunk_gla_bwd": by_triton_alone, "chunk_gla_summary": by_triton_alone},
             supports=_supports,
             cost=CostModel(predicted_seconds, shipped_constants("gla_parallel_scan"), kernels="gla_triton_kernels"),
             notes=kernels.notes,

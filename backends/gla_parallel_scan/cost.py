@@ -8,6 +8,7 @@ from gla_core.dispatch.backend import Constants, OpCall
 from gla_parallel_scan.pytorch import cost as in_pytorch
 from gla_triton_kernels.chunk_gla import cost as chunk_gla
 from gla_triton_kernels.chunk_gla import cost_backward as chunk_gla_backward
+from gla_triton_kernels.chunk_gla import cost_summary as chunk_gla_summary
 from gla_triton_kernels.online_softmax import cost as online_softmax
 from gla_triton_kernels.recurrent_gla_step import cost as recurrent_gla_step
 from gla_triton_kernels.runtime.architecture import interpreted
@@ -16,6 +17,7 @@ from gla_triton_kernels.softmax_attention import cost as softmax_attention
 _SECONDS: Mapping[str, Callable[[OpCall, Constants], float]] = {
     "chunk_gla_fwd": chunk_gla.segments,
     "chunk_gla_bwd": chunk_gla_backward.segments,
+    "chunk_gla_summary": chunk_gla_summary.segments,
     "recurrent_gla_step": recurrent_gla_step.seconds,
     "online_softmax": online_softmax.splits,
     "softmax_attention": softmax_attention.splits,

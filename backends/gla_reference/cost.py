@@ -68,6 +68,19 @@ def _chunk_gla(call: OpCall) -> Count:
     return Count(steps, B * H * chunks * C * per_token * (1.5 if packed else 1), B * H * chunks * C * held)
 
 
+def _chunk_gla_summary(call: OpCall) -> Count:
+    """As of a forward, without scores, outputs and what joins them: a token is decayed in halvings, and multiplied."""
+    B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
+    C = min(CHUNK, 1 << max(T - 1, 0).bit_length())
+    chunks = T // C + N if call.variable_length else -(-T // C)
+    G, halvings = Hq / H if H else 0, math.log2(C)
+    per_token = K * (4 + halvings) + G * (3 * K + 2 * V + K * V / 10) + 2 * K * V / C
+    held = (2 + 2 * G) * K + G * V + 3 * K * V / C
+    packed = call.variable_length
+    steps = HALVING * halvings + chunks * (3 if packed else 1)
+    return Count(steps, B * H * chunks * C * per_token * (1.5 if packed else 1), B * H * chunks * C * held)
+
+
 def _recurrent_gla_step(call: OpCall) -> Count:
     """States are read, decayed, added to, multiplied and written; those of a pool gathered and scattered as well."""
     B, H, K, V, P = (call.dims[name] for name in ("B", "H", "K", "V", "P"))
@@ -88,6 +101,7 @@ def _softmax_attention(call: OpCall) -> Count:
 _COUNT: Mapping[str, Callable[[OpCall], Count]] = {
     "chunk_gla_fwd": _chunk_gla,
     "chunk_gla_bwd": _chunk_gla,
+    "chunk_gla_summary": _chunk_gla_summary,
     "recurrent_gla_step": _recurrent_gla_step,
     "online_softmax": _online_softmax,
     "softmax_attention": _softmax_attention,

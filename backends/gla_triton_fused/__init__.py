@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gla_triton_kernels as kernels
 from gla_core.dispatch.backend import Backend, Capabilities, CostModel, hookimpl, shipped_constants
-from gla_triton_fused import chunk_gla, online_softmax, recurrent_gla_step, softmax_attention
+from gla_triton_fused import chunk_gla, chunk_gla_summary, online_softmax, recurrent_gla_step, softmax_attention
 from gla_triton_fused.cost import predicted_seconds
 from gla_triton_kernels.runtime.architecture import interpreted
 
@@ -22,6 +22,7 @@ def gla_register_backends() -> list[Backend]:
             ops={
                 "chunk_gla_fwd": chunk_gla.chunk_gla_fwd,
                 "chunk_gla_bwd": chunk_gla.chunk_gla_bwd,
+                "chunk_gla_summary": chunk_gla_summary.chunk_gla_summary,
                 "recurrent_gla_step": recurrent_gla_step.recurrent_gla_step,
                 "online_softmax": online_softmax.online_softmax,
                 "softmax_attention": softmax_attention.softmax_attention,

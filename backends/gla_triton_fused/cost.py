@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from gla_core.dispatch.backend import Constants, OpCall
 from gla_triton_kernels.chunk_gla import cost as chunk_gla
 from gla_triton_kernels.chunk_gla import cost_backward as chunk_gla_backward
+from gla_triton_kernels.chunk_gla import cost_summary as chunk_gla_summary
 from gla_triton_kernels.online_softmax import cost as online_softmax
 from gla_triton_kernels.recurrent_gla_step import cost as recurrent_gla_step
 from gla_triton_kernels.softmax_attention import cost as softmax_attention
@@ -14,6 +15,7 @@ from gla_triton_kernels.softmax_attention import cost as softmax_attention
 _SECONDS: Mapping[str, Callable[[OpCall, Constants], float]] = {
     "chunk_gla_fwd": chunk_gla.one_pass,
     "chunk_gla_bwd": chunk_gla_backward.whole_sequences,
+    "chunk_gla_summary": chunk_gla_summary.whole_sequences,
     "recurrent_gla_step": recurrent_gla_step.seconds,
     "online_softmax": online_softmax.one_pass,
     "softmax_attention": softmax_attention.one_pass,

@@ -74,9 +74,9 @@ def forward(x: GlaInputs, request: str, scale: float | None = None) -> Named:
     return {"o": o, "state": state}
 
 
-def training_request(backend: Backend) -> str:
-    """The backend for the backward, and for the forward if it has one."""
-    own = [f"{op}={backend.name}" for op in ("chunk_gla_fwd", "chunk_gla_bwd") if op in backend.ops]
+def training_request(backend: Backend, op: str = "chunk_gla_fwd") -> str:
+    """The backend for chunk_gla_bwd, and for the op that needs it, as far as it has them."""
+    own = [f"{name}={backend.name}" for name in (op, "chunk_gla_bwd") if name in backend.ops]
     return ";".join([*own, "*=reference"])
 
 
@@ -191,6 +191,22 @@ def _joined(rows: list[Named]) -> Named:
 
 
 # ---- the other ops
+
+
+def summary(case: Case, backwards: bool = False, **changes: object) -> dict[str, Any]:
+    """Arguments of `chunk_gla_summary`; backwards, queries and gradients of outputs stand in for k and v."""
+    x = chunk(case, **changes)
+    if not backwards:
+        return {"k": x.k, "v": x.v, "g": x.g, "cu_seqlens": x.cu_seqlens}
+    return {"k": x.q, "v": loss_gradients(x)[0], "g": x.g, "cu_seqlens": x.cu_seqlens, "backwards": True}
+
+
+def run_summary(x: dict[str, Any], request: str) -> Named:
+    return dict(zip(("decay", "state"), gla.chunk_gla_summary(**x, backend=request), strict=True))
+
+
+def expected_summary(x: dict[str, Any]) -> Named:
+    return dict(zip(("decay", "state"), oracle.chunk_gla_summary(**x), strict=True))
 
 
 def step(case: Case, **changes: object) -> dict[str, Tensor | None]:

@@ -13,14 +13,17 @@ from gla_core.conformance.calls import (
     chunk,
     expected_attention,
     expected_step,
+    expected_summary,
     forward,
     gradients,
     oracle_forward,
     oracle_gradients,
     run_attention,
     run_step,
+    run_summary,
     softmax,
     step,
+    summary,
     training_request,
 )
 from gla_core.conformance.cases import over
@@ -66,6 +69,17 @@ def test_autocast_of_gradients(backend, case, measure):
     assert set(dtypes(out).values()) == {torch.float32}
     measure(out, gradients(cast, request), same(backend.can(case.op), GRADIENT[case.dtype]))
     measure(out, oracle_gradients(cast), GRADIENT[case.dtype])
+
+
+@over("chunk_gla_summary", "short", "ungated", "packed", half=True)
+def test_autocast_of_chunk_gla_summary(backend, case, measure):
+    x = summary(case, dtype=torch.float32)
+    cast = {**x, "k": x["k"].to(case.dtype), "v": x["v"].to(case.dtype)}
+    with torch.autocast(case.device, case.dtype):
+        out = run_summary(x, backend.name)
+    assert dtypes(out) == {"decay": torch.float32, "state": torch.float32}
+    measure(out, run_summary(cast, backend.name), same(backend.can(case.op), FORWARD[case.dtype]))
+    measure(out, {"state": expected_summary(cast)["state"]}, FORWARD[case.dtype])
 
 
 @over("recurrent_gla_step", "small", "ungated", "pool", half=True)

@@ -81,6 +81,11 @@ def test_no_wait_chunk_gla_bwd(backend, case):
     check_no_wait(case, backend)
 
 
+@over("chunk_gla_summary", cuda=True)
+def test_no_wait_chunk_gla_summary(backend, case):
+    check_no_wait(case, backend)
+
+
 @over("recurrent_gla_step", cuda=True)
 def test_no_wait_recurrent_gla_step(backend, case):
     check_no_wait(case, backend)
@@ -104,6 +109,11 @@ def test_graph_chunk_gla_fwd(backend, case, measure):
 
 @over("chunk_gla_bwd", "short", "last_chunk_partial", "grouped", "ungated", "packed", graphs=True)
 def test_graph_chunk_gla_bwd(backend, case, measure):
+    check_capture(case, backend, measure)
+
+
+@over("chunk_gla_summary", "short", "last_chunk_partial", "ungated", "packed", graphs=True)
+def test_graph_chunk_gla_summary(backend, case, measure):
     check_capture(case, backend, measure)
 
 

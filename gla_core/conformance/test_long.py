@@ -13,12 +13,15 @@ from gla_core.conformance.calls import (
     backward,
     chunk,
     expected_attention,
+    expected_summary,
     forward,
     loss_gradients,
     oracle_forward,
     oracle_gradients,
     run_attention,
+    run_summary,
     softmax,
+    summary,
     tokens,
 )
 from gla_core.conformance.cases import over
@@ -66,6 +69,14 @@ def test_gradients_of_long_sequence(backend, case, measure):
     x = long_inputs(case)
     out = backward(x, backend, *loss_gradients(x))
     measure(with_ends(out), with_ends(oracle_gradients(x)), GRADIENT[case.dtype])
+
+
+@over("chunk_gla_summary", tag="narrow", one_dtype=True, half=INTERPRETED)
+def test_summary_of_long_sequence(backend, case, measure):
+    """The last tokens, or backwards the first, are nearly all that gates leave: without gates all count."""
+    changes = {"T": long_inputs(case).q.shape[1], "gates": "none"}
+    for x in (summary(case, **changes), summary(case, backwards=True, **changes)):
+        measure(run_summary(x, backend.name), {"state": expected_summary(x)["state"]}, FORWARD[case.dtype])
 
 
 @over("online_softmax", tag="narrow", one_dtype=True)

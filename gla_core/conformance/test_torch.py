@@ -32,6 +32,11 @@ def test_opcheck_chunk_gla_bwd(backend, case):
     check_op(case, backend.name)
 
 
+@over("chunk_gla_summary", "packed", "ungated", one_dtype=True)
+def test_opcheck_chunk_gla_summary(backend, case):
+    check_op(case, backend.name)
+
+
 @over("recurrent_gla_step", "pool", one_dtype=True)
 def test_opcheck_recurrent_gla_step(backend, case):
     check_op(case, backend.name)
@@ -90,6 +95,16 @@ def test_compiled_chunk_gla_with_backward(backend, case, dynamic, measure):
     x = chunk(case)
     function = compiled_chunk(training_request(backend), x.cu_seqlens)
     compare(function, (x.q, x.k, x.v, x.g, x.initial_state), ("o", "state"), dynamic, measure, case.dtype, True)
+
+
+@over("chunk_gla_summary", "packed", one_dtype=True, gradients=True)
+def test_compiled_chunk_gla_summary(backend, case, measure):
+    x, request = chunk(case), training_request(backend, "chunk_gla_summary")
+
+    def function(k, v, g):
+        return gla.chunk_gla_summary(k * 1.0, v, g, x.cu_seqlens, backend=request)
+
+    compare(function, (x.k, x.v, x.g), ("decay", "state"), True, measure, case.dtype, True)
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])

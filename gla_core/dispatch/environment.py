@@ -3,7 +3,7 @@
 GLA_BACKEND         a request (see request.py), weaker than `use_backend` and `backend=`
 GLA_BLOCK_PLUGINS   comma-separated entry-point names of plugins that are not to be imported
 GLA_CACHE_DIR       where `gla calibrate` keeps what it measured; $XDG_CACHE_HOME/gla_core or ~/.cache/gla_core if none
-GLA_CHECK           1 adds checks that read tensor values (and so wait for the device)
+GLA_CHECK           1 adds checks that read tensor values (and so wait for the device), and compare ranks
 GLA_CHECKPOINTS     0 has a backward on a GPU compute states that the forward would otherwise keep for it
 GLA_KEEP_MEMORY     0 leaves the C library's settings of memory alone, which ops/_memory.py changes for a CPU
 """

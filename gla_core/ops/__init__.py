@@ -3,6 +3,7 @@
 from gla_core.dispatch.backend import declare_op
 from gla_core.ops._spec import OpSpec
 from gla_core.ops.chunk_gla import BACKWARD, FORWARD, chunk_gla
+from gla_core.ops.chunk_gla_summary import SUMMARY, chunk_gla_summary
 from gla_core.ops.linear_attention import linear_attention
 from gla_core.ops.online_softmax import SOFTMAX, online_softmax
 from gla_core.ops.recurrent_gla_step import STEP, recurrent_gla_step
@@ -13,6 +14,7 @@ __all__ = [
     "PUBLIC_OPS",
     "OpSpec",
     "chunk_gla",
+    "chunk_gla_summary",
     "linear_attention",
     "merge_attention",
     "online_softmax",
@@ -20,7 +22,7 @@ __all__ = [
     "softmax_attention",
 ]
 
-ABSTRACT_OPS = {spec.name: spec for spec in (FORWARD, BACKWARD, STEP, SOFTMAX, ATTENTION)}
+ABSTRACT_OPS = {spec.name: spec for spec in (FORWARD, BACKWARD, SUMMARY, STEP, SOFTMAX, ATTENTION)}
 for _spec in ABSTRACT_OPS.values():
     declare_op(_spec.name, _spec.contract)
 

@@ -94,9 +94,9 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     call = spec.describe(*args, needs_grad=needs_grad, capturing=capturing)
     if call.device.type == "cpu":
         _memory.keep_freed()
+    chosen = select(call, request)
     if needs_grad and spec.backward is not None:
         select(backward_of(call, spec.backward), request)  # so that its absence is found before a launch
-    chosen = select(call, request)
     can_swap = chosen.can(spec.name).swapped_states
     copied = frozenset(
         i

@@ -284,8 +284,11 @@ class OpSpec:
         for name in WIDTHS:
             if sizes.get(name, 1) < 1:
                 raise ValueError(f"{name} is {sizes[name]}; expected at least 1")
-        if "Hq" in sizes and sizes["Hq"] % sizes["H"] != 0:
-            raise ValueError(f"{self.parameters[0]} has {sizes['Hq']} heads; expected a multiple of k's {sizes['H']}")
+        if sizes.get("Hq", 0) % sizes.get("H", 1) != 0:
+            owner = next(a.name for a in self.arguments if a.shape is not None and "H" in a.shape.split())
+            raise ValueError(
+                f"{self.parameters[0]} has {sizes['Hq']} heads; expected a multiple of {owner}'s {sizes['H']}"
+            )
         self.bind(given, sizes)
 
     # ---- what follows from the description alone

@@ -212,14 +212,14 @@ def chunk_gla(
         refuse_tangents(q, k, v, g, initial_state)
         every = checkpoint_every
         if every is None and needs_grad and q.is_cuda:
-            every = _interval_for_backward(backend)
+            every = interval_for_backward(backend)
         args = (q, k, v, g, plain_number(scale), initial_state, output_final_state, cu_seqlens, every, max_seqlen)
-        o, state, checkpoints = _torch_fwd(*args, needs_grad, request_text(backend))
+        o, state, checkpoints = torch_fwd(*args, needs_grad, request_text(backend))
         found = o, state if output_final_state else None, checkpoints
     return found[:2] if checkpoint_every is None else found
 
 
-def _interval_for_backward(backend: str | None) -> int | None:
+def interval_for_backward(backend: str | None) -> int | None:
     """How far apart checkpoints are that a forward on a GPU keeps for its backward, under the request in force."""
     if environment().checkpoints and makes_checkpoints("chunk_gla_fwd", current_request(backend)):
         return CHUNK
@@ -227,7 +227,7 @@ def _interval_for_backward(backend: str | None) -> int | None:
 
 
 # As torch.compiler.assume_constant_result does, which imports the compiler: a graph takes its answer, not its code.
-_interval_for_backward._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+interval_for_backward._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 _SIZES = {"B": "B", "T": "T", "H": "H", "Hq": "H", "K": "K", "V": "V", "N": "B"}
@@ -345,11 +345,11 @@ def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: Any) -> tup
     inputs = (q, k, v, g, ctx.scale, initial_state, cu_seqlens, checkpoints, ctx.checkpoint_every)
     do = v.new_zeros(*q.shape[:-1], v.shape[-1]) if do is None else do
     dfinal = dstate if ctx.has_final_state else None
-    dq, dk, dv, dg, dinitial = _torch_bwd(*inputs, do, dfinal, ctx.max_seqlen, ctx.backend)
+    dq, dk, dv, dg, dinitial = torch_bwd(*inputs, do, dfinal, ctx.max_seqlen, ctx.backend)
     dg = None if g is None else dg
     dinitial = None if initial_state is None else dinitial
     return dq, dk, dv, dg, None, dinitial, None, None, None, None, None, None
 
 
-_torch_fwd = torch_op_of(FORWARD, _setup_context, _backward)
-_torch_bwd = torch_op_of(BACKWARD, backward=no_second_derivative("chunk_gla"))
+torch_fwd = torch_op_of(FORWARD, _setup_context, _backward)
+torch_bwd = torch_op_of(BACKWARD, backward=no_second_derivative("chunk_gla"))

@@ -82,6 +82,14 @@ _CHUNK_CPU: tuple[Sizes, ...] = (
     (1, 512, 2, 256, 256, 8),
     (1, 1024, 4, 128, 128, 32),
 )
+_SUMMARY_CUDA: tuple[Sizes, ...] = (
+    *((1, T, H, 128, 128) for T in (16, 256, 4096, 65536) for H in (1, 4, 16)),
+    *((B, T, 16, 128, 128) for B, T in ((4, 256), (8, 64), (8, 2048), (8, 8192))),
+    *((B, T, 8, 64, 64) for B, T in ((1, 1024), (1, 16384), (32, 1024))),
+    *((B, T, 4, 256, 256) for B, T in ((1, 1024), (1, 16384), (8, 2048))),
+    *((1, T, 8, 128, 128, N) for T, N in ((1024, 16), (16384, 4), (65536, 4), (65536, 64))),
+    (1, 16384, 4, 256, 256, 16),
+)
 # B, H, K, V
 _STEP_CUDA: tuple[Sizes, ...] = (
     *((B, 16, 128, 128) for B in (1, 4, 16, 64, 256, 1024)),
@@ -135,6 +143,7 @@ _ATTENTION_CPU: tuple[Sizes, ...] = (
 _SIZES = {
     "chunk_gla_fwd": {"cuda": _CHUNK_CUDA, "cpu": _CHUNK_CPU},
     "chunk_gla_bwd": {"cuda": _BACKWARD_CUDA, "cpu": _CHUNK_CPU},
+    "chunk_gla_summary": {"cuda": _SUMMARY_CUDA, "cpu": _CHUNK_CPU},
     "recurrent_gla_step": {"cuda": _STEP_CUDA, "cpu": _STEP_CPU},
     "online_softmax": {"cuda": _SOFTMAX_CUDA, "cpu": _SOFTMAX_CPU},
     "softmax_attention": {"cuda": _ATTENTION_CUDA, "cpu": _ATTENTION_CPU},
@@ -142,6 +151,7 @@ _SIZES = {
 _NAMES = {
     "chunk_gla_fwd": ("B", "T", "H", "K", "V", "N"),
     "chunk_gla_bwd": ("B", "T", "H", "K", "V", "N"),
+    "chunk_gla_summary": ("B", "T", "H", "K", "V", "N"),
     "recurrent_gla_step": ("B", "H", "K", "V"),
     "online_softmax": ("rows", "columns"),
     "softmax_attention": ("B", "Tq", "Tk", "H", "K", "V"),
@@ -157,6 +167,11 @@ _OTHERS: dict[str, tuple[tuple[Sizes, torch.dtype, int], ...]] = {
         (sizes, dtype, groups)
         for sizes in ((1, 4096, 4, 128, 128), (8, 1024, 8, 128, 128), (1, 4096, 8, 64, 64), (8, 2048, 8, 64, 64))
         for dtype, groups in ((torch.float16, 1), (torch.float32, 1), (torch.float16, 4), (torch.bfloat16, 4))
+    ),
+    "chunk_gla_summary": tuple(
+        ((B, T, H, 128, 128), dtype, 1)
+        for B, T, H in ((1, 4096, 4), (8, 2048, 8))
+        for dtype in (torch.float16, torch.float32)
     ),
     "softmax_attention": (
         ((1, 512, 512, 8, 128, 128), torch.float32, 1),

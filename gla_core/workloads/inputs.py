@@ -155,8 +155,14 @@ def _chunk_arguments(workload: Workload, **changes: object) -> dict[str, Any]:
     return {**given, "output_final_state": x.initial_state is not None}
 
 
+def _summary_arguments(workload: Workload, **changes: object) -> dict[str, Any]:
+    x = chunk_inputs(workload, **changes)
+    return {name: getattr(x, name) for name in ("k", "v", "g", "cu_seqlens")}
+
+
 _ARGUMENTS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "chunk_gla": _chunk_arguments,
+    "chunk_gla_summary": _summary_arguments,
     "recurrent_gla_step": step_inputs,
     "online_softmax": lambda workload, **changes: dict(
         zip(("x", "dim"), softmax_inputs(workload, **changes), strict=True)

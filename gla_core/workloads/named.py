@@ -11,6 +11,7 @@ A workload is an op, the sizes of its arguments, and tags that say what it is th
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterable
@@ -88,6 +89,9 @@ CHUNK_GLA = (
     _workload("chunk_gla", "long_b1_t65536_h8", "prefill long", B=1, T=65536, H=8, K=128, V=128, **IN_BFLOAT16),
     _workload("chunk_gla", "packed_64_t65536_h8", "prefill", lengths=_cut(65536, 64), H=8, K=128, V=128, **IN_BFLOAT16),
 )
+CHUNK_GLA_SUMMARY = tuple(  # the same tokens; groups of queries are not among them
+    dataclasses.replace(workload, op="chunk_gla_summary") for workload in CHUNK_GLA if "G" not in workload.sizes
+)
 RECURRENT_GLA_STEP = (
     _workload("recurrent_gla_step", "small", "ci", B=3, H=2, K=16, V=16),
     _workload("recurrent_gla_step", "odd_widths", "ci odd", B=2, H=3, K=19, V=37, gates="extreme"),
@@ -148,7 +152,7 @@ SOFTMAX_ATTENTION = (
         dtype=torch.bfloat16,
     ),
 )
-WORKLOADS = (*CHUNK_GLA, *RECURRENT_GLA_STEP, *ONLINE_SOFTMAX, *SOFTMAX_ATTENTION)
+WORKLOADS = (*CHUNK_GLA, *CHUNK_GLA_SUMMARY, *RECURRENT_GLA_STEP, *ONLINE_SOFTMAX, *SOFTMAX_ATTENTION)
 
 
 def select(op: str | None = None, tags: Iterable[str] = ()) -> list[Workload]:

@@ -34,13 +34,17 @@ def op_calls(draw):
         scalars["causal"] = draw(st.booleans())
     if "g" in spec.parameters:
         facts["gate_dtype"] = draw(st.sampled_from([None, dtype, torch.float32]))
+    if "backwards" in spec.parameters:
+        scalars["backwards"] = draw(st.booleans())
+        if not scalars["backwards"] or facts["gate_dtype"] is None:  # heads are shared backwards alone, as gates say
+            sizes["Hq"] = sizes["H"]
     if "state_indices" in spec.parameters and draw(st.booleans()):
         facts["indexed"], sizes["P"] = True, draw(size)
     if "initial_state" in spec.parameters:
         facts["state_dtype"] = draw(st.sampled_from([None, wide]))
     if "cu_seqlens" in spec.parameters and draw(st.booleans()):
         facts["variable_length"], sizes["B"], sizes["N"] = True, 1, draw(size)
-        facts["longest"] = draw(st.sampled_from([None, sizes["T"]]))
+        facts["longest"] = draw(st.sampled_from([None, sizes["T"]])) if "max_seqlen" in spec.parameters else None
     if "checkpoint_every" in spec.parameters:
         scalars["checkpoint_every"] = draw(st.sampled_from([None, 64]))
         facts["checkpoints"] = spec.name == "chunk_gla_fwd" and scalars["checkpoint_every"] is not None

@@ -49,6 +49,8 @@ def tensors_of(op: str) -> tuple[str, dict]:
             "g": x(2, 4, 16),
             "state": x(2, 4, 16, 32),
         }
+    if op == "chunk_gla_summary":
+        return "2,64,4,16,32", {"k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32), "g": x(2, 64, 4, 16)}
     qkv = {"q": x(2, 64, 8, 16), "k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32)}
     return "2,64,4,16,32", qkv if op == "softmax_attention" else {**qkv, "g": x(2, 64, 4, 16)}
 
@@ -56,7 +58,7 @@ def tensors_of(op: str) -> tuple[str, dict]:
 @pytest.mark.parametrize("op", SHAPES)
 def test_numbers_describe_the_same_call_as_tensors(op):
     shape, tensors = tensors_of(op)
-    heads = None if op == "online_softmax" else 8
+    heads = None if op in ("online_softmax", "chunk_gla_summary") else 8
     assert describe_call(op, shape, heads, "float32", "cpu", None) == gla.explain(op, **tensors).call
 
 

@@ -20,9 +20,16 @@ from gla_core.dispatch.backend import Backend, Capabilities
 from gla_core.dispatch.registry import get
 
 REFERENCE = get("reference").ops
-FWD, BWD, STEP, SOFTMAX, ATTENTION = (
+FWD, BWD, SUMMARY, STEP, SOFTMAX, ATTENTION = (
     REFERENCE[op]
-    for op in ("chunk_gla_fwd", "chunk_gla_bwd", "recurrent_gla_step", "online_softmax", "softmax_attention")
+    for op in (
+        "chunk_gla_fwd",
+        "chunk_gla_bwd",
+        "chunk_gla_summary",
+        "recurrent_gla_step",
+        "online_softmax",
+        "softmax_attention",
+    )
 )
 
 
@@ -404,6 +411,30 @@ def always_in_place(q, k, v, g, state, scale, state_indices, inplace):
     return STEP(q, k, v, g, state, scale, state_indices, True)
 
 
+def decay_without_the_last_gate(k, v, g, cu_seqlens, backwards):
+    decay, _ = SUMMARY(k[:, :-1], v[:, :-1], None if g is None else g[:, :-1], cu_seqlens, backwards)
+    return decay, SUMMARY(k, v, g, cu_seqlens, backwards)[1]
+
+
+def own_gate_left_out_backwards(k, v, g, cu_seqlens, backwards):
+    decay, state = SUMMARY(k, v, g, cu_seqlens, backwards)
+    if backwards and g is not None and g.shape[1]:
+        late = torch.cat([torch.zeros_like(g[:, :1]), g[:, :-1]], 1)
+        state = SUMMARY(k, v, late, cu_seqlens, backwards)[1]
+    return decay, state
+
+
+def one_query_head_of_a_group(k, v, g, cu_seqlens, backwards):
+    groups = 1 if g is None else k.shape[2] // g.shape[2]
+    return SUMMARY(k[:, :, ::groups], v[:, :, ::groups], g, cu_seqlens, backwards)
+
+
+def summary_of_padding(k, v, g, cu_seqlens, backwards):
+    if cu_seqlens is not None:
+        cu_seqlens = torch.cat([cu_seqlens[:-1], cu_seqlens.new_full((1,), k.shape[1])])
+    return SUMMARY(k, v, g, cu_seqlens, backwards)
+
+
 def nan_for_a_tile_of_minus_infinity(x, dim):
     rows = x.movedim(dim, -1)
     m, z = rows.new_full((*rows.shape[:-1], 1), -torch.inf), rows.new_zeros(*rows.shape[:-1], 1)
@@ -487,6 +518,10 @@ PLANTED = [  # the bug, the op it is in, and (the beginning of) the case that mu
     (strides_of_do_ignored, "chunk_gla_bwd", "test_gradients_of_strided_views[short-float32]"),
     (gradient_row_not_written, "chunk_gla_bwd", "test_no_uninitialised_gradient[short-float32]"),
     (gradient_last_bit_changes, "chunk_gla_bwd", "test_gradients_same_bits[short-float32]"),
+    (decay_without_the_last_gate, "chunk_gla_summary", "test_values[short-float32-forwards]"),
+    (own_gate_left_out_backwards, "chunk_gla_summary", "test_values[short-float32-backwards]"),
+    (one_query_head_of_a_group, "chunk_gla_summary", "test_grouped_queries_backwards[short-float32]"),
+    (summary_of_padding, "chunk_gla_summary", "test_padding[padded-float32-forwards]"),
     (
         negative_index_counts_from_the_end,
         "recurrent_gla_step",

@@ -21,8 +21,8 @@ FACTS = {
 MEASURED = results.read(Path(__file__).parents[2] / "benchmarks" / "results" / "triton-h200.json")
 BACKENDS = ("reference", "triton_fused", "parallel_scan")
 KINDS = [(name, kind) for name in BACKENDS for kind in FACTS if (name, kind) != ("triton_fused", "cpu")]
-BY_TRITON_ALONE = ("parallel_scan", "cpu", "chunk_gla_bwd")
-OPS = [(*place, op) for place in KINDS for op in OP_PARAMETERS if (*place, op) != BY_TRITON_ALONE]
+BY_TRITON_ALONE = [("parallel_scan", "cpu", op) for op in ("chunk_gla_bwd", "chunk_gla_summary")]
+OPS = [(*place, op) for place in KINDS for op in OP_PARAMETERS if (*place, op) not in BY_TRITON_ALONE]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def call_of(op, kind, **changes):
         "online_softmax": {"rows": 10, "columns": 1000},
         "softmax_attention": {"B": 1, "Tq": 100, "Tk": 1000, "H": 4, "Hq": 4, "K": 128, "V": 128},
     }
-    sizes["chunk_gla_bwd"] = sizes["chunk_gla_fwd"]
+    sizes["chunk_gla_bwd"] = sizes["chunk_gla_summary"] = sizes["chunk_gla_fwd"]
     dims = {name: changes.pop(name, size) for name, size in sizes[op].items()}
     if op.startswith("chunk_gla"):
         dims["N"] = changes.pop("N", dims["B"])
@@ -75,7 +75,7 @@ def test_the_backend_carries_its_model(name):
     assert isinstance(backend.cost, CostModel)
     assert backend.cost.constants == shipped_constants(f"gla_{name}")
     for kind, ops in backend.cost.constants.items():
-        assert set(ops) == {op for op in backend.ops if (name, kind, op) != BY_TRITON_ALONE}
+        assert set(ops) == {op for op in backend.ops if (name, kind, op) not in BY_TRITON_ALONE}
 
 
 @pytest.mark.parametrize(("name", "kind", "op"), OPS)
@@ -107,6 +107,7 @@ SIZES = {
     "online_softmax": [{"rows": rows, "columns": columns} for rows in (1, 10_000) for columns in (10, 100_000)],
     "softmax_attention": [{"Tq": 1}, {"Tq": 1000, "Tk": 1000}, {"Tq": 1, "Tk": 1_000_000}, {"B": 100, "Tq": 1}],
 }
+SIZES["chunk_gla_summary"] = SIZES["chunk_gla_fwd"]
 SIZES["chunk_gla_bwd"] = [*SIZES["chunk_gla_fwd"], {"T": 1000, "H": 4, "Hq": 8, "K": 100, "V": 100}]
 GATED = {"gate_dtype": torch.float32}
 TENSORS = {
@@ -169,7 +170,7 @@ def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturin
                 assert predicted(name, kind, large) >= nearly * predicted(name, kind, small), (dim, size, fixed)
 
 
-@pytest.mark.parametrize("op", ["chunk_gla_fwd", "chunk_gla_bwd"])
+@pytest.mark.parametrize("op", ["chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_graph_spares_the_host(name, op):
     eager, captured = (
@@ -194,7 +195,7 @@ def test_checkpoints_cost_the_forward_their_bytes_and_spare_the_backward_a_pass(
     assert less > 3 * more  # states are built in float32, scanned, and written like checkpoints
 
 
-@pytest.mark.parametrize("op", ["chunk_gla_fwd", "chunk_gla_bwd"])
+@pytest.mark.parametrize("op", ["chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary"])
 def test_few_heads_and_many_tokens_are_for_the_scan(op):
     def both(**sizes):
         call = call_of(op, "NVIDIA H200", **GATED, **sizes)

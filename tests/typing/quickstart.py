@@ -23,6 +23,7 @@ def ops(wanted: bool) -> None:
     assert_type(o, Tensor)
     assert_type(state, Tensor)
     assert_type(gla.chunk_gla(q, k, v, g, checkpoint_every=64), tuple[Tensor, Tensor | None, Tensor])
+    assert_type(gla.chunk_gla_summary(k, v, g), tuple[Tensor, Tensor])
     assert_type(gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state), tuple[Tensor, Tensor])
     assert_type(gla.linear_attention(q, k, v), tuple[Tensor, None])
     assert_type(gla.linear_attention(q, k, v, output_final_state=True), tuple[Tensor, Tensor])

@@ -5,6 +5,7 @@
     forward*.py            outputs, and the state that leaves, from the state that enters
     before_segments.py     the states that enter segments, or the gradients of those that leave them: states*.py builds
                            them from zero, scan.py joins them
+    summary.py             states from zero and decays of whole sequences, of the same kernels
     gradients.py           the kernels of a backward in order; of these backward*.py computes the gradients, for wide
                            heads after state_gradients_sm90.py, pairs.py adds what those for SM90 leave out,
                            partials.py sums what blocks or query heads give

@@ -29,16 +29,18 @@ def run(
     segments: Segments,
     S: Tensor,
     D: Tensor | None,
-    out: Tensor,
+    out: Tensor | None,
     skip_first: bool = False,
+    decay: Tensor | None = None,
 ) -> list[Launch]:
     """The launch that turns states from zero S [I, H, K, V] into those before each segment, and fills x.after.
 
     Those of empty segments are left as they are.
 
     Args:
-        out: takes the states, in any dtype; may be S.
+        out: takes the states, in any dtype; may be S; None where x.after is all that is asked for.
         skip_first: leave those before a sequence's first segment as they are: they are x.before, or 0.
+        decay: [N, H, K], takes the decay of each sequence, the product of D over its segments; only where D is there.
     """
     _, H, K, V = S.shape
     N = x.left.shape[0] if segments.cu_seqlens is None else len(segments.cu_seqlens) - 1
@@ -46,7 +48,7 @@ def run(
     BV = min(128, power_of_two(V))
     BK = min(256 // BV, power_of_two(K))
     group = min(16, power_of_two(segments.per_sequence or 16))
-    tensors = (S, D, out, segments.cu_seqlens, x.before, x.after)
+    tensors = (S, D, out, segments.cu_seqlens, x.before, x.after, decay)
     integers = (segments.length, segments.per_sequence, *strides, H, K, V, BK, BV, group)
     constants = (x.backwards, skip_first, plan.overlap)
     grid = (-(-K // BK) * -(-V // BV) * N * H, 1, 1)
@@ -58,10 +60,11 @@ def run(
 def _scan_kernel(
     S_ptr,  # [I, H, K, V]
     D_ptr,  # [I, H, K] or None
-    out_ptr,  # [I, H, K, V]
+    out_ptr,  # [I, H, K, V] or None
     cu_seqlens_ptr,  # [N+1] or None
     before_ptr,  # [N, H, K, V] or None
     after_ptr,  # [N, H, K, V] or None
+    decay_ptr,  # [N, H, K] or None
     segment,
     segments,
     stride_n,
@@ -110,6 +113,7 @@ def _scan_kernel(
     else:
         before_ptr += n.to(tl.int64) * stride_n + h.to(tl.int64) * stride_h
         running = tl.load(before_ptr + i_k[:, None].to(tl.int64) * stride_k + i_v[None, :], mask=inside, other=0.0)
+    decay = tl.full([BK], 1.0, tl.float32)
     for m in range(0, segments, GROUP):
         S, D = (), ()
         for j in tl.static_range(GROUP):  # pyright: ignore
@@ -120,11 +124,15 @@ def _scan_kernel(
                 D += (tl.load(D_ptr + ih * K + i_k, mask=m_k & there, other=1.0),)  # [BK]
         for j in tl.static_range(GROUP):  # pyright: ignore
             ih = tl.cast(first + (m + j) * step, tl.int64) * H + h
-            before = running.to(out_ptr.dtype.element_ty)
-            asked = (m + j < segments) & (m + j > 0) if SKIP_FIRST else m + j < segments
-            tl.store(out_ptr + ih * (K * V) + block, before, mask=inside & asked)
+            if out_ptr is not None:
+                before = running.to(out_ptr.dtype.element_ty)
+                asked = (m + j < segments) & (m + j > 0) if SKIP_FIRST else m + j < segments
+                tl.store(out_ptr + ih * (K * V) + block, before, mask=inside & asked)
             if D_ptr is not None:
                 running *= tl.expand_dims(D[j], 1)
+                decay *= D[j]
             running += S[j]
     if after_ptr is not None:
         tl.store(after_ptr + nh.to(tl.int64) * (K * V) + block, running, mask=inside)
+    if decay_ptr is not None:
+        tl.store(decay_ptr + nh.to(tl.int64) * K + i_k, decay, mask=m_k & (pid % blocks_v == 0))

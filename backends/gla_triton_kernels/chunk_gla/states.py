@@ -39,7 +39,8 @@ from gla_triton_kernels.runtime.tma import tiles
 def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
     """The launch that fills S [I, H, K, V] and D [I, H, K]; D is None without gates.
 
-    Those of empty segments hold anything and, where x.after is None, so do those of the last segment of a sequence.
+    Those of empty segments are 0 and 1; where x.after is None these, and those of the last segment of a sequence, hold
+    anything.
     """
     kernel = plan.states
     H, K, V = S.shape[1:]

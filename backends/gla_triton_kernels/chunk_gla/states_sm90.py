@@ -208,8 +208,8 @@ def _build_states_kernel(
     i = gl.program_id(0) // columns // H
     if PACKED:
         b = gl.to_tensor(0)
-        start = gl.load(bounds + i)
-        end = gl.load(bounds + i + 1)
+        start = gl.load(bounds + i).to(gl.int32)  # bounds of whole sequences are the offsets themselves, of any dtype
+        end = gl.load(bounds + i + 1).to(gl.int32)
         if start == end:
             return
         if SKIP_LAST:

@@ -1,0 +1,79 @@
+"""chunk_gla_summary by the kernels that build states, on whole sequences and on segments of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.conformance import oracle
+from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.dispatch.backend import OpCall
+from gla_core.workloads.inputs import gla_inputs
+from gla_triton_kernels.chunk_gla.plan import Kernel
+from gla_triton_kernels.chunk_gla.plan_summary import plan_cut_summary, plan_whole_summary
+from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+
+H200 = Gpu(Architecture.SM90, 132)
+
+
+def check(backend, backwards, **sizes):
+    x = gla_inputs(**sizes, gate_dtype=torch.float32)
+    G = x.q.shape[2] // x.k.shape[2]
+    k, v = (x.q, x.v.repeat_interleave(G, 2).roll(1, 1)) if backwards else (x.k, x.v)
+    found = gla.chunk_gla_summary(k, v, x.g, x.cu_seqlens, backend, backwards=backwards)
+    expected = oracle.chunk_gla_summary(k, v, x.g, x.cu_seqlens, backwards)
+    for name, y, ref in zip(("decay", "state"), found, expected, strict=True):
+        assert relative_error(y, ref) <= FORWARD[k.dtype], name
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+@pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
+@pytest.mark.parametrize("sizes", [{"B": 2, "T": 70}, {"lengths": (0, 40, 33, 0, 1), "padding": 5}], ids=str)
+def test_both_layouts(backend, device, sizes, gates, backwards):
+    check(backend, backwards, **sizes, K=20, V=9, gates=gates, dtype=torch.float16, device=device)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("gates", ["none", "mild"])
+def test_grouped_queries_token_by_token(backend, device, gates):
+    G = 3 if gates == "mild" else 1  # without gates every head has a state
+    check(backend, True, B=1, T=40, G=G, K=9, V=20, gates=gates, dtype=torch.float32, device=device)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+@pytest.mark.parametrize("sizes", [{"B": 1, "T": 17 * 32 + 3}, {"lengths": (17 * 32 + 3, 5)}], ids=str)
+def test_more_segments_than_are_scanned_at_a_time(device, sizes, backwards):
+    check("parallel_scan", backwards, **sizes, H=1, K=4, V=4, gates="strong", dtype=torch.float16, device=device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+@pytest.mark.parametrize("T", [128, 5000])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_kernel_for_hopper(backend, needs_sm90, packed, T, backwards):
+    sizes = {"lengths": (0, T - 37, 0, 100), "padding": 5} if packed else {"B": 2, "T": T}
+    check(backend, backwards, **sizes, K=128, V=128, dtype=torch.bfloat16, device="cuda")
+
+
+def call(T, H, B=1, K=128, N=None, dtype=torch.bfloat16):
+    dims = {"B": B, "T": T, "H": H, "Hq": H, "K": K, "V": 128, "N": N or B}
+    gate = {"gate_dtype": torch.float32, "scalars": {"backwards": False}, "variable_length": N is not None}
+    return OpCall(op="chunk_gla_summary", device=torch.device("cuda"), dtype=dtype, dims=dims, **gate)
+
+
+def test_few_heads_are_cut_and_many_stay_whole():
+    few, many = call(65536, 8), call(4096, 32, B=8)
+    assert plan_cut_summary(few, H200, True).length == 65536 // 16
+    assert plan_cut_summary(many, H200, True) == plan_whole_summary(many, H200, True)
+    assert plan_whole_summary(few, H200, True).length == 65536
+
+
+def test_the_kernel_follows_the_forward():
+    for plan in (plan_cut_summary, plan_whole_summary):
+        assert plan(call(65536, 8), H200, True).states.kernel is Kernel.STATES_SM90
+        assert plan(call(65536, 8, K=256), H200, True).states.kernel is Kernel.STATES
+        assert plan(call(65536, 8, dtype=torch.float16), H200, True).states.kernel is Kernel.STATES
+        assert plan(call(65536, 8, N=4), H200, False).states.kernel is Kernel.STATES
