@@ -15,6 +15,7 @@ def modules_added(statement):
 def test_importing_does_not_import_what_only_some_need(own_backends):
     added = modules_added("import gla_core")
     assert "gla_core.ops.chunk_gla" in added
+    assert "gla_core.distributed" not in added
     assert not added & {f"gla_{name}" for name in own_backends}
     assert not added & {"einops", "typer", "rich", "triton", "hypothesis", "pytest"}
 

@@ -1,0 +1,13 @@
+"""One sequence over several GPUs: each rank holds a part of the tokens, and states pass between the ranks.
+
+    shard.py        how tokens are cut into the ranks' shards, as a value that is made once per batch
+    chunk_gla.py    `chunk_gla` on a shard, forward and backward
+    exchange.py     what is gathered from all ranks, and how it is folded to what enters a part
+
+The core does not import this package, nor torch.distributed by itself; `import gla_core.distributed` does.
+"""
+
+from gla_core.distributed.chunk_gla import chunk_gla
+from gla_core.distributed.shard import Shard, shard
+
+__all__ = ["Shard", "chunk_gla", "shard"]

@@ -1,0 +1,204 @@
+"""`chunk_gla` where each rank holds a shard of the tokens: forward and backward with one gather each.
+
+    forward     summary of own tokens -> gather -> fold to the states that enter own pieces -> chunk_gla_fwd
+    backward    summary of own q and do, backwards -> gather -> fold to the gradients of the states that leave them
+                -> chunk_gla_bwd
+
+What a rank sends does not depend on what it receives, so that all ranks work at the same time.
+
+Sources: Chou et al., "ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention" (arXiv 2507.01004),
+which pipelines the exchange; Sun et al., "LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its Hybrid"
+(arXiv 2502.07563), which gathers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from gla_core.dispatch.environment import environment
+from gla_core.distributed.exchange import Summary, fold, gather
+from gla_core.distributed.shard import Layout, Packed, Shard, refuse_ranks_that_differ
+from gla_core.distributed.shard import shard as make_shard
+from gla_core.ops import _autocast
+from gla_core.ops._run import needs_gradient, request_text
+from gla_core.ops._spec import scale_or_default
+from gla_core.ops._torch_op import refuse_tangents
+from gla_core.ops.chunk_gla import FORWARD, interval_for_backward, torch_bwd, torch_fwd
+from gla_core.ops.chunk_gla_summary import chunk_gla_summary
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    layout: Layout = "contiguous",
+    backend: str | None = None,
+    *,
+    shard: Shard | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated linear attention over sequences whose tokens are spread over ranks; every rank calls it.
+
+    Differentiable in q, k, v, g and initial_state, with one gather forwards and one backwards; every rank has to go
+    through both. What comes out is what `gla_core.chunk_gla` gives for the ranks' tokens put together.
+
+    States are the same on every rank: each is given the same initial_state and gets the final states of all sequences.
+    So are their gradients: that of the final state has to be complete and the same on every rank, and that of
+    initial_state then is.
+
+    Args:
+        q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16, of this rank's T tokens: of B sequences, all
+            cut at the same places, or with cu_seqlens of one row, B = 1. T may be 0, and differ between ranks.
+        k, v, g: [B, T, H, K], [B, T, H, V] and [B, T, H, K] or None, as `gla_core.chunk_gla` takes them.
+        scale: factor of the output; K^-1/2 by default.
+        initial_state: [N, H, K, V] float32 (float64 with float64), of all sequences.
+        output_final_state: also return the states after the last tokens. Of packed sequences, giving or asking for
+            states has those of all N gathered, not one a rank.
+        cu_seqlens: [N+1] offsets of packed sequences in the row of all ranks' tokens; see `shard`.
+        group, layout: see `shard`.
+        backend: a request such as "reference"; see `use_backend`.
+        shard: what `shard` returned, in place of cu_seqlens, group and layout; else it is made for this call.
+
+    Returns:
+        o [B, T, Hq, V] as v, and the final states [N, H, K, V] (None unless asked for), on every rank.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype or device, before anything is sent. The other ranks
+            then wait in vain, and raise what torch.distributed does once the time-out of the group is over.
+        NoBackendError, UnknownBackendError: nobody can serve the request.
+        NotImplementedError: an input carries a tangent of forward-mode AD.
+
+    Example:
+        >>> torch.distributed.init_process_group("nccl")
+        >>> cut = gla_core.distributed.shard(q.shape[1], cu_seqlens)  # once per batch
+        >>> o, _ = gla_core.distributed.chunk_gla(q, k, v, g, shard=cut)  # in every layer
+    """
+    if shard is not None and (cu_seqlens is not None or group is not None or layout != "contiguous"):
+        raise ValueError("shard is given; expected neither cu_seqlens nor group nor layout beside it: it has its own")
+    if shard is not None and shard.packed is not None:
+        cu_seqlens = shard.packed.cu_seqlens
+    q, k, v, g = _autocast.tokens(q, k, v, g)
+    refuse_tangents(q, k, v, g, initial_state)
+    # What a backend would refuse later, when the other ranks already wait.
+    call = FORWARD.describe(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, None, None)
+    B, T = q.shape[:2]
+    shard = shard or make_shard(T, cu_seqlens, group, layout)
+    if shard.tokens != T:
+        raise ValueError(f"q has {T} tokens; expected {shard.tokens}, which its shard was made for")
+    if environment().check_values:
+        agreed = {name: size for name, size in call.dims.items() if name != "T"}
+        agreed |= {"dtype": q.dtype, "g": g is not None, "initial_state": initial_state is not None}
+        agreed |= {"output_final_state": output_final_state, "layout": shard.layout}
+        refuse_ranks_that_differ(agreed, shard.group, "all but the number of tokens is the same on every rank")
+    rows, offsets = (q, k, v, g), None if shard.packed is None else shard.packed.parts
+    if shard.packed is None and shard.layout == "zigzag":  # two pieces of each sequence, as packed ones in a row
+        rows = tuple(None if x is None else x.reshape(1, B * T, *x.shape[2:]) for x in rows)
+        offsets = torch.arange(2 * B + 1, device=q.device) * (T // 2)
+    every_state = initial_state is not None or output_final_state
+    own = _Own(shard, offsets, None if every_state else shard.packed)
+    needs_grad = needs_gradient(q, k, v, g, initial_state)
+    states = (initial_state, output_final_state)
+    o, final = _Sharded.apply(*rows, scale_or_default(q, scale), *states, own, needs_grad, request_text(backend))
+    return o.view(B, T, *o.shape[2:]), final
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Own:
+    """The part of a call that this rank has.
+
+    Attributes:
+        offsets: cu_seqlens of the parts of sequences that this rank has; None where each row of the batch is one.
+        cut: says where packed sequences are cut, where only what passes there is passed on; None where the states of
+            all parts are.
+    """
+
+    shard: Shard
+    offsets: Tensor | None
+    cut: Packed | None
+
+    def summary(self, k: Tensor, v: Tensor, g: Tensor | None, backwards: bool, backend: str) -> Summary:
+        """Of this rank's parts, or of those that are cut behind a piece, or backwards in front of one."""
+        if self.cut is None:
+            return chunk_gla_summary(k, v, g, self.offsets, backend, backwards=backwards)
+        stretches = self.cut.heads if backwards else self.cut.tails
+        decay, state = chunk_gla_summary(k, v, g, stretches, backend, backwards=backwards)
+        wanted = slice(0 if backwards else 1, None, 2)
+        return decay[wanted], state[wanted]
+
+    def passed_on(self, summary: Summary, start: Tensor | None, backwards: bool, to_end: bool) -> tuple[Tensor, Tensor]:
+        """What enters each of this rank's parts, or backwards leaves it [parts, H, K, V], and what is left at the end.
+
+        Args:
+            summary: of this rank. start: [N, H, K, V] before the first piece; None is 0.
+            to_end: whether what is left at the end is asked for.
+        """
+        (decay, state), places, cut = summary, self.shard.places, self.cut
+        by_row = self.shard.packed is None
+        wait = gather(self.shard, decay, state, by_row)
+        # What needs nothing of the other ranks, while they send.
+        if start is None:
+            start = state.new_zeros(len(state) // len(places), *state.shape[1:])
+        parts = None if cut is None else state.new_zeros(len(cut.parts) - 1, *state.shape[1:])
+        summaries = list(enumerate(wait()))
+        ordered = reversed(summaries) if backwards else summaries
+        found, final = fold(ordered, start, places, None if cut is None else cut.passed, to_end)
+        own = [found[place] for place in places]
+        if cut is None or parts is None:
+            return own[0] if len(own) == 1 else torch.stack(own, 1 if by_row else 0).flatten(0, 1), final
+        return parts.index_copy_(0, cut.left if backwards else cut.entered, torch.cat(own)), final
+
+
+class _Sharded(torch.autograd.Function):
+    """One function, not three that autograd joins: what is gathered needs no gradient of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        scale: float,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        own: _Own,
+        needs_grad: bool,
+        backend: str,
+    ) -> tuple[Tensor, Tensor | None]:
+        summary = own.summary(k, v, g, False, backend)
+        entering, final = own.passed_on(summary, initial_state, False, output_final_state)
+        every = interval_for_backward(backend) if needs_grad and q.is_cuda else None
+        args = (q, k, v, g, scale, entering, False, own.offsets, every, None)
+        o, _, checkpoints = torch_fwd(*args, needs_grad, backend)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, g, entering, None if every is None else checkpoints)
+        ctx.scale, ctx.own, ctx.every, ctx.backend = scale, own, every, backend
+        return o, final if output_final_state else None
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, g, entering, checkpoints = ctx.saved_tensors
+        own, scale, backend = ctx.own, ctx.scale, ctx.backend
+        do = v.new_zeros(*q.shape[:-1], v.shape[-1]) if do is None else do
+        decay, state = own.summary(q, do, g, True, backend)
+        if g is None:  # then each query head has its own; those of a group go into one state
+            decay, state = (x.unflatten(1, (k.shape[2], -1)) for x in (decay, state))
+            decay, state = decay[:, :, 0], state.sum(2)
+        needs_initial = ctx.needs_input_grad[5]
+        leaving, dinitial = own.passed_on((decay, scale * state), dfinal, True, needs_initial)
+        args = (q, k, v, g, scale, entering, own.offsets, checkpoints, ctx.every, do, leaving)
+        dq, dk, dv, dg, _ = torch_bwd(*args, None, backend)
+        dg = None if g is None else dg
+        return dq, dk, dv, dg, None, dinitial if needs_initial else None, None, None, None, None
