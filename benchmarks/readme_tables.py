@@ -103,7 +103,8 @@ def insert(page: str, generated: str) -> str:
 
 
 def _files_of_times(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.glob("*.json")) if not path.name.startswith(("selection-", "conformance-"))]
+    others = ("conformance-", "ranks-", "selection-")
+    return [path for path in sorted(folder.glob("*.json")) if not path.name.startswith(others)]
 
 
 def _shown(row: Row) -> bool:

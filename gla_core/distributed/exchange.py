@@ -29,10 +29,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gla_core.distributed.shard import Shard
+from gla_core.distributed.shard import Shard, all_gather
 
 Summary = tuple[Tensor, Tensor]
 """Decay [M, H, K] and state from zero [M, H, K, V] of a piece."""
@@ -47,7 +46,7 @@ def gather(shard: Shard, decay: Tensor, state: Tensor, by_row: bool) -> Callable
     """
     sent = torch.cat([decay.flatten(), state.flatten()])
     received = sent.new_empty(shard.ranks, len(sent))
-    work = dist.all_gather_into_tensor(received.view(-1), sent, shard.group, async_op=True)
+    work = all_gather(received.view(-1), sent, shard.group, async_op=True)
 
     def wait() -> list[Summary]:
         assert work is not None  # of a process that is in the group

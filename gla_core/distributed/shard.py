@@ -156,8 +156,14 @@ def _lengths(
     if known is not None:
         return torch.cat([cu_seqlens.new_full((1,), n, dtype=torch.int64) for n in known])
     found = cu_seqlens.new_empty(ranks, dtype=torch.int64)
-    dist.all_gather_into_tensor(found, cu_seqlens.new_full((1,), tokens, dtype=torch.int64), group)
+    all_gather(found, cu_seqlens.new_full((1,), tokens, dtype=torch.int64), group)
     return found
+
+
+def all_gather(received: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
+    """What all ranks send, one after another; by the name that it has since PyTorch 2.13, or had before."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return function(received, sent, group, async_op=async_op)
 
 
 def _bounds(lengths: Tensor, layout: Layout) -> Tensor:

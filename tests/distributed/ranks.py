@@ -175,7 +175,7 @@ def check_one_gather_each_way(ranks: Ranks) -> None:
     for layout in ("contiguous", "zigzag"):
         batch, where = Batch(x, lengths, layout, final_state=False), {"layout": layout}
         asked, gathers = collectives(distributed.shard, 10, x.cu_seqlens, **where)
-        assert gathers == ["all_gather_into_tensor"]
+        assert gathers == [GATHER]
         known, gathers = collectives(distributed.shard, 10, x.cu_seqlens, **where, lengths=lengths)
         assert gathers == []
         for cut in (asked, known):
@@ -183,9 +183,10 @@ def check_one_gather_each_way(ranks: Ranks) -> None:
         q, k, v = (batch.of_rank(y, ranks.rank).requires_grad_() for y in (x.q, x.k, x.v))
         (o, _), forward = collectives(distributed.chunk_gla, q, k, v, shard=known)
         _, backward = collectives(o.sum().backward)
-        assert forward == backward == ["all_gather_into_tensor"]
+        assert forward == backward == [GATHER]
 
 
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 COMMUNICATING = (
     "all_",
     "barrier",
@@ -233,7 +234,7 @@ def check_one_state_is_sent_for_packed_sequences(ranks: Ranks) -> None:
     own = slice(10 * ranks.rank, 10 * ranks.rank + 10)
     tokens = [y[:, own] for y in (x.q, x.k, x.v, x.g)]
     cut = distributed.shard(10, x.cu_seqlens, lengths=(10,) * ranks.number)
-    with mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gather:
+    with mock.patch.object(dist, GATHER, wraps=getattr(dist, GATHER)) as gather:
         for final_state in (False, True):
             distributed.chunk_gla(*tokens, None, None, final_state, shard=cut)
     one = 2 * 4 * (1 + 3)  # numbers of a decay and a state

@@ -1,0 +1,60 @@
+"""benchmarks/context_parallel.py: what it makes of times, and a small run on two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "context_parallel.py"
+ROW = {"tokens": 64, "heads": 2, "width": 16, "direction": "forward", "ranks": 2, "one_rank": 2.0, "all_ranks": 1.1}
+ROW |= {"gather": 0.1, "efficiency": 2.0 / 1.1 / 2}
+
+
+@pytest.fixture
+def context_parallel(script):
+    return script("context_parallel")
+
+
+def test_more_ranks_are_predicted_from_a_shard_and_the_bytes_that_it_receives(context_parallel):
+    found = context_parallel.predicted(ROW)
+    assert found == {
+        "4": pytest.approx(1.0 / 1.3),
+        "8": pytest.approx(1.0 / 1.7),
+        **{R: found[R] for R in ("64", "1024")},
+    }
+    assert found["8"] > found["64"] > found["1024"] > 0
+    assert context_parallel.predicted({**ROW, "efficiency": None}) is None
+
+
+def test_a_row_in_words(context_parallel):
+    assert context_parallel.in_words(ROW) == (
+        "T64 H2 forward: one rank 2.00 s, 2 ranks 1.10 s, of which gathers 100 ms; efficiency 0.91"
+    )
+    too_long = {**ROW, "one_rank": None, "efficiency": None}
+    assert "one rank -, 2 ranks 1.10 s" in context_parallel.in_words(too_long)
+
+
+def test_two_ranks(tmp_path):
+    options = ["--device", "cpu", "--tokens", "128", "--heads", "2", "--width", "16", "--plot"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(SCRIPT)]
+    ran = subprocess.run(
+        [*command, *options, f"--out={tmp_path}", "--commit=abc"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads((tmp_path / "ranks-cpu.json").read_text())
+    assert (found["commit"], [row["direction"] for row in found["rows"]]) == ("abc", ["forward", "forward+backward"])
+    for row in found["rows"]:
+        assert row["ranks"] == 2
+        assert row["efficiency"] == pytest.approx(row["one_rank"] / row["all_ranks"] / 2)
+        assert min(row["one_rank"], row["all_ranks"], row["gather"]) > 0
+    assert ran.stdout.count("efficiency") == 2  # rank 0 alone speaks
+    assert (tmp_path / "ranks-cpu.png").stat().st_size > 1000
