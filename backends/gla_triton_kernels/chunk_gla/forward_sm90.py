@@ -183,9 +183,9 @@ def _state_warps(
     q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
-    initial_state, state_n, state_h, state_k, entering, is_first, final_state = states
+    initial_state, state_n, state_h, state_k, entering, final_state = states
     s_desc, checkpoint, left, every = kept
-    b, h, n, sequence, column, start, length = place
+    b, h, n, sequence, origin, column, start, length = place
     H, K, V = sizes
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
@@ -203,6 +203,7 @@ def _state_warps(
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     inside = (key < K) & (value < V)
     S = gl.zeros([BK, W], gl.float32, layout)
+    is_first = start == origin  # of the segments of its sequence
     wait_for_predecessor()
     if entering is not None:
         head = entering + (n * H + h).to(gl.int64) * K * V
@@ -365,8 +366,8 @@ def _chunk_gla_fwd_kernel(
     barriers = (full, gated, empty)
     outputs = (o_desc, o_ptr, scale)
     kept = (s_desc, checkpoint, left, every)
-    states = (initial_state, state_n, state_h, state_k, entering, start == origin, final_state)
-    place = (b, h, n, sequence, column, start, length)
+    states = (initial_state, state_n, state_h, state_k, entering, final_state)
+    place = (b, h, n, sequence, origin, column, start, length)
     sizes = (H, K, V)
     gl.warp_specialize(
         [
