@@ -17,7 +17,6 @@ R ranks   T tokens of all ranks   H heads   K key and value width
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import statistics
 import time
@@ -53,9 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    head = dataclasses.asdict(results.describe_run(device, None, options.commit))
-    found = {**{name: head[name] for name in head if name not in ("rows", "copy_bandwidth", "fla")}, "rows": []}
-    path = options.out / f"ranks-{results.short_name(head['device']) if device.type == 'cuda' else 'cpu'}.json"
+    found: Row = {**results.conditions(device, options.commit), "rows": []}
+    path = options.out / results.file_name("ranks", device)
     for H in options.heads:
         for T in options.tokens:
             for direction in DIRECTIONS:

@@ -327,7 +327,7 @@ def run(
     """Measure what is not in the file yet, then all of it again; no measurement begins after `minutes`."""
     end = time.monotonic() + 60 * minutes
     head = header(device, commit)
-    path = out / f"selection-{results.short_name(head['device']) if device.type == 'cuda' else 'cpu'}.json"
+    path = out / results.file_name("selection", device)
     rows = {key(row): row for row in earlier_rows(path, head)}
     missing = [(part, call) for part, call in calls(device) if key({"part": part, **as_json(call)}) not in rows]
     for part, call in itertools.chain(missing, *(calls(device) for _ in range(passes - 1))):
@@ -359,10 +359,8 @@ def pick_again(path: Path) -> Path:
 
 def header(device: torch.device, commit: str | None) -> Row:
     """What the times depend on, and the date."""
-    described = dataclasses.asdict(results.describe_run(device, None, commit))
-    for name in ("rows", "fla", "copy_bandwidth"):
-        del described[name]
-    return {**described, "threads": torch.get_num_threads(), "constants": constants_in_use(device)}
+    now = results.conditions(device, commit)
+    return {**now, "threads": torch.get_num_threads(), "constants": constants_in_use(device)}
 
 
 def earlier_rows(path: Path, head: Row) -> list[Row]:

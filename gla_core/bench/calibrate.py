@@ -32,6 +32,10 @@ _MOST_BUDGETS = 10  # that one call may be predicted to take
 _PASSES = 2  # over all tasks, far apart in time
 
 
+Timed = tuple[tuple[Backend, OpCall], float]
+"""A call, who computed it, and the seconds that it took."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One measurement to make: a call by a backend."""
@@ -149,10 +153,6 @@ def fit_samples(samples: Iterable[Sample], device: torch.device) -> list[Fit]:
             key = (backend.cost.kernels or backend.name, op, names)
             groups.setdefault(key, []).append(((backend, sample.call), sample.seconds))
     return [found for group in groups.values() for found in _fits(group, device)]
-
-
-Timed = tuple[tuple[Backend, OpCall], float]
-"""A call, who computed it, and the seconds that it took."""
 
 
 def _fits(samples: list[Timed], device: torch.device) -> Iterator[Fit]:

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,6 +68,17 @@ def describe_run(device: torch.device, copy_bandwidth: float | None, commit: str
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         copy_bandwidth=copy_bandwidth,
     )
+
+
+def conditions(device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """What our own times depend on, and the date, for files that hold more than `Results`."""
+    described = dataclasses.asdict(describe_run(device, None, commit))
+    return {name: value for name, value in described.items() if name not in ("rows", "fla", "copy_bandwidth")}
+
+
+def file_name(kind: str, device: torch.device) -> str:
+    """The name of such a file: a kind, and the GPU, or cpu for any."""
+    return f"{kind}-{short_name(torch.cuda.get_device_name(device)) if device.type == 'cuda' else 'cpu'}.json"
 
 
 def short_name(device: str) -> str:

@@ -95,7 +95,7 @@ def forward(
         scalars = {"output_final_state": output_final_state, "checkpoint_every": checkpoint_every}
         call = _described("chunk_gla_fwd", x, N, precision, scalars, checkpoint_every is not None)
         gpu = gpu_of(q.device)
-        launches = way(call, gpu, _aligned(gpu, q, k, v, g, o), x, scale)
+        launches = way(call, gpu, all_aligned(gpu, q, k, v, g, o), x, scale)
         if cu_seqlens is not None and T > 0:
             launches += clear_padding([o], cu_seqlens)
         start(launches)
@@ -150,7 +150,7 @@ def backward(
         x = BackwardTensors(*tensors)
         call = _described("chunk_gla_bwd", x, N, precision, {"checkpoint_every": every})
         gpu = gpu_of(q.device)
-        launches = way(call, gpu, _aligned(gpu, q, k, v, g, do), x, scale)
+        launches = way(call, gpu, all_aligned(gpu, q, k, v, g, do), x, scale)
         if cu_seqlens is not None:
             launches += clear_padding([y for y in results[:4] if y is not None], cu_seqlens)
         start(launches)
@@ -188,6 +188,6 @@ def _described(
     )
 
 
-def _aligned(gpu: Gpu, *tensors: Tensor | None) -> bool:
+def all_aligned(gpu: Gpu, *tensors: Tensor | None) -> bool:
     """Whether TMA can address all of these tensors that there are."""
     return gpu.architecture.has_tma and all(x is None or addressable(x) for x in tensors)

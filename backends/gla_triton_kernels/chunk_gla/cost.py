@@ -168,10 +168,10 @@ def states_seconds(
     Args:
         heads: of the tokens that are met. moved: bytes that a number of a state is on its ways to memory and back.
     """
-    B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
+    T, H, K, V, N = (call.dims[name] for name in ("T", "H", "K", "V", "N"))
     number = cut(call, length).number
     built = max(0, T / length - N / 2) if call.variable_length else number - N  # segments with another one after them
-    read = B * T * (heads * (K + V) * call.dtype.itemsize + H * K * _gate_itemsize(call))
+    read = token_bytes(call, heads)
     build = kernel_seconds(call, block, Cut(built, length, length), read, c) if built else c["launch"]
     scan = c["launch"] + number / max(N, 1) * c["scan_step"] + moved * number * H * K * V / c["bandwidth"]
     return build, scan
@@ -184,11 +184,16 @@ def host_seconds(launches: int, c: Constants) -> float:
 
 def moved_bytes(call: OpCall) -> float:
     """Bytes of q, k, v, g, o or do, of the states that enter and leave, and of checkpoints where they are returned."""
-    B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
+    H, Hq, K, V, N = (call.dims[name] for name in ("H", "Hq", "K", "V", "N"))
     states = 2 * N * H * K * V * 4 if call.state_dtype else 0
     checkpoints = checkpoint_bytes(call, call.scalars["checkpoint_every"]) if call.checkpoints else 0
-    tokens = B * T * ((Hq + H) * (K + V) * call.dtype.itemsize + H * K * _gate_itemsize(call))
-    return tokens + states + checkpoints
+    return token_bytes(call, Hq + H) + states + checkpoints
+
+
+def token_bytes(call: OpCall, heads: int) -> int:
+    """Bytes of the gates, and of so many heads of keys and of values, or of what is as wide."""
+    B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
+    return B * T * (heads * (K + V) * call.dtype.itemsize + H * K * _gate_itemsize(call))
 
 
 def checkpoint_bytes(call: OpCall, every: int) -> float:

@@ -18,7 +18,7 @@ these are; 64 tokens of states take half the time of their outputs, and a launch
 from __future__ import annotations
 
 from gla_core.dispatch.backend import OpCall
-from gla_triton_kernels.chunk_gla.cost import BlockTime, cut, host_seconds, kernel_seconds, planned, whole
+from gla_triton_kernels.chunk_gla.cost import BlockTime, cut, host_seconds, kernel_seconds, planned, token_bytes, whole
 from gla_triton_kernels.chunk_gla.plan import Kernel, KernelPlan, SegmentPlan
 from gla_triton_kernels.chunk_gla.plan_summary import plan_cut_summary, plan_whole_summary
 from gla_triton_kernels.cost import Constants, in_all
@@ -35,10 +35,9 @@ def segments(call: OpCall, c: Constants) -> float:
 
 
 def _seconds(call: OpCall, plan: SegmentPlan, c: Constants) -> float:
-    B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
+    T, H, Hq, K, V, N = (call.dims[name] for name in ("T", "H", "Hq", "K", "V", "N"))
     block, state = _block_time(call, plan.states, c), 4 * H * K * V  # bytes
-    gate = call.gate_dtype.itemsize if call.gate_dtype else 0
-    read = B * T * (Hq * (K + V) * call.dtype.itemsize + H * K * gate)
+    read = token_bytes(call, Hq)
     if plan.length >= T:
         return in_all(call, kernel_seconds(call, block, whole(call), read + N * state, c), host_seconds(1, c))
     pieces = cut(call, plan.length)

@@ -13,12 +13,12 @@ from torch import Tensor
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels import chunk_gla as kernels
 from gla_triton_kernels.chunk_gla import scan
+from gla_triton_kernels.chunk_gla.call import all_aligned
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
 from gla_triton_kernels.chunk_gla.segments import Recurrence, cut, whole
 from gla_triton_kernels.runtime.architecture import Gpu, gpu_of
 from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
 from gla_triton_kernels.runtime.replay import layouts, record, replay
-from gla_triton_kernels.runtime.tma import addressable
 
 Plan = Callable[[OpCall, Gpu, bool], SegmentPlan]
 
@@ -54,9 +54,8 @@ def summary(
             float32_matmul_precision=precision,
         )
         gpu = gpu_of(k.device)
-        aligned = gpu.architecture.has_tma and all(x is None or addressable(x) for x in (k, v, g))
         x = Recurrence(k, v, g, None, state, backwards=backwards)
-        launches = _launches(plan(call, gpu, aligned), x, decay, cu_seqlens)
+        launches = _launches(plan(call, gpu, all_aligned(gpu, k, v, g)), x, decay, cu_seqlens)
         start(launches)
         record(key, tensors, launches)
     return decay, state

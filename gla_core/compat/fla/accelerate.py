@@ -133,13 +133,12 @@ def _for_query_heads(function: Callable) -> Callable:
     """The function with states of query heads, also where k and v have fewer heads than q."""
 
     @functools.wraps(function, updated=())
-    def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        q, k, state = (given.get(name) for name in ("q", "k", "initial_state"))
-        if q is None or k is None or q.shape[2] == k.shape[2]:
-            return function(*args, **kwargs)
-        groups = q.shape[2] // k.shape[2]
-        o, state = function(**{**given, "initial_state": None if state is None else state[:, ::groups]})
+    def call(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if q.shape[2] == k.shape[2]:
+            return function(q, k, *args, **kwargs)
+        given, groups = {**dict(zip(names, (q, k, *args), strict=False)), **kwargs}, q.shape[2] // k.shape[2]
+        state = given.pop("initial_state", None)
+        o, state = function(**given, initial_state=None if state is None else state[:, ::groups])
         return o, None if state is None else state.repeat_interleave(groups, 1)
 
     names = _parameters(function)
