@@ -17,6 +17,8 @@ from gla_core.conformance.tolerances import relative_error
 from gla_core.dispatch.backend import Backend
 
 Measure = Callable[..., None]
+KEPT = 2**30
+"""Bytes of a device's memory that PyTorch may keep for later cases: other processes of a run may need them."""
 
 _backend = pytest.StashKey[Backend]()
 _device = pytest.StashKey[str]()
@@ -130,6 +132,13 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
     except gla.NoBackendError as refusal:
         pytest.skip(f"not supported: {str(refusal).splitlines()[-1].strip()}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Give back memory that a large case has left, for the other processes of a run in parallel."""
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > KEPT:
+        torch.cuda.empty_cache()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -45,6 +45,30 @@ def test_auto_takes_a_triton_backend_on_a_gpu(op):
     assert explanation.winner in ("triton_fused", "parallel_scan")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
+def test_more_than_2_to_the_31_elements(backend):
+    """The first and the last heads of a call of 2^31 elements are as those of a call of their own; 90 GB."""
+    if torch.cuda.mem_get_info()[0] < 90e9:
+        pytest.skip("needs 90 GB of free memory")
+    shape, device = (2, 65_600, 130, 128), "cuda"
+    assert torch.Size(shape).numel() > 2**31
+    q, k, v, do = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(4))
+    g = -torch.rand(shape, device=device) / 16
+    found = pair(backend, do, q, k, v, g)
+    for part in ((slice(0, 1), slice(None), slice(0, 2)), (slice(1, 2), slice(None), slice(128, 130))):
+        expected = pair(backend, *(y[part].contiguous() for y in (do, q, k, v, g)))
+        for y, of_their_own in zip(found, expected, strict=True):
+            assert relative_error(y[part], of_their_own) <= GRADIENT[torch.bfloat16]
+
+
+def pair(backend, do, *inputs):
+    """o, dq, dk, dv and dg of a call with gates in float32."""
+    leaves = [y.detach().requires_grad_() for y in inputs]
+    o, _ = gla.chunk_gla(*leaves, backend=backend)
+    return [o, *torch.autograd.grad(o, leaves, do)]
+
+
 def can_run(device):
     (backend,) = [b for b in gla.backends() if b.name == "triton_fused"]
     return backend.capabilities.devices is None or device in backend.capabilities.devices
