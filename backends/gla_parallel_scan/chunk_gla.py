@@ -50,16 +50,7 @@ def chunk_gla_fwd(
 
 def _segments(call: OpCall, gpu: Gpu, aligned: bool, x: Tensors, scale: float) -> list[Launch]:
     """The launches that fill the results in x."""
-    plan = plan_segments(call, gpu, aligned)
-    outputs, every = getattr(kernels, plan.outputs.kernel), call.scalars["checkpoint_every"]
-    if plan.segments is None:
-        return outputs.run(plan, x, scale, every)
-    recurrence = kernels.segments.Recurrence(x.k, x.v, x.g, x.initial_state, x.final_state)
-    S, segments, launches = kernels.before_segments.run(
-        plan.segments, recurrence, x.k.shape[2], x.cu_seqlens, skip_first=True
-    )
-    each = x._replace(entering=S, cu_seqlens=segments.bounds, sequences=x.cu_seqlens, final_state=None)
-    return launches + outputs.run(plan, each, scale, every)
+    return kernels.outputs.run(plan_segments(call, gpu, aligned), x, scale, call.scalars["checkpoint_every"])
 
 
 def chunk_gla_bwd(

@@ -49,8 +49,7 @@ def chunk_gla_fwd(
 
 def _one_pass(call: OpCall, gpu: Gpu, aligned: bool, x: Tensors, scale: float) -> list[Launch]:
     """The launches that fill the results in x."""
-    plan = plan_one_pass(call, gpu, aligned)
-    return getattr(kernels, plan.outputs.kernel).run(plan, x, scale, call.scalars["checkpoint_every"])
+    return kernels.outputs.run(plan_one_pass(call, gpu, aligned), x, scale, call.scalars["checkpoint_every"])
 
 
 def chunk_gla_bwd(

@@ -84,6 +84,32 @@ def test_any_boundaries(check, lengths, length, around):
     check(lengths, length, around=around)
 
 
+@pytest.mark.kernels
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(0, 200), min_size=1, max_size=700 if torch.cuda.is_available() else 300),
+    length=st.sampled_from([64, None]),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+)
+def test_the_longest_first(device, lengths, length, dtype):
+    """Of sequences and of what they are cut into: all of them, once; of two that are as long, the first first."""
+    from gla_triton_kernels.chunk_gla import segments
+    from gla_triton_kernels.runtime.launch import start
+
+    offsets, T = offsets_of(lengths, device, dtype, 3), sum(lengths) + 6
+    found = segments.cut(1, T, length, offsets, True) if length else segments.whole(1, T, offsets, True)
+    start(found.launches)
+    tokens = found.bounds.diff()
+    assert found.order.tolist() == sorted(range(found.count), key=lambda i: -int(tokens[i]))
+
+
+def test_sequences_of_one_length_have_no_order():
+    from gla_triton_kernels.chunk_gla import segments
+
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        segments.whole(2, 10, None, longest_first=True)
+
+
 def test_equal_sequences_are_cut_on_the_host():
     from gla_triton_kernels.chunk_gla.segments import cut
 
@@ -121,9 +147,9 @@ def test_short_sequences_stay_whole():
     assert pieces(2, 128, 4) == 1
 
 
-def test_packed_sequences_that_are_longer_than_half_a_fair_share_are_cut():
-    assert segment_length(64, 65536, 8, 132, True, FORWARD_CUT) == 2048  # 65536 * 8 / 132 / 2 in whole chunks
-    assert segment_length(2000, 65536, 8, 132, True, FORWARD_CUT) == 65536  # whatever their lengths
+def test_packed_sequences_that_are_longer_than_a_fair_share_are_cut():
+    assert segment_length(64, 65536, 8, 132, True, FORWARD_CUT) == 4032  # 65536 * 8 / 132 in whole chunks
+    assert segment_length(2000, 65536, 8, 132, True, FORWARD_CUT) == 4032  # however many they are
 
 
 def test_nothing_to_cut():

@@ -2,7 +2,9 @@
 
     plan*.py, cost*.py     which kernels a call takes, and its predicted time; none imports Triton
     call.py                what every call goes through, forward and backward
-    forward*.py            outputs, and the state that leaves, from the state that enters
+    outputs.py             the kernels of a forward in order; of these forward*.py computes outputs, and the state
+                           that leaves, from the state that enters
+    segments.py            sequences, and what they are cut into, and in which order blocks take them
     before_segments.py     the states that enter segments, or the gradients of those that leave them: states*.py builds
                            them from zero, scan.py joins them
     summary.py             states from zero and decays of whole sequences, of the same kernels

@@ -90,7 +90,7 @@ def run(
     sizes = (K, V, CHUNK, CHUNK.bit_length() - 1, kernel.BK, kernel.BV)
     constants = (*sizes, x.initial_state is None, exact, precision, "bf16x3" if precision == "bf16" else precision)
     integers = (B, T, segments.length, segments.per_sequence, H, Hq // H, *strides, *constants)
-    tensors = (*given, x.cu_seqlens, segments.bounds, entering, leaving, *written, x.dinitial_state)
+    tensors = (*given, x.cu_seqlens, segments.bounds, segments.order, entering, leaving, *written, x.dinitial_state)
     grid = (blocks_v * blocks_k * segments.count * H, 1, 1)
     computed = Launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, {"num_warps": kernel.warps})
     return [computed, *partials.sums(written, (x.dq, x.dk, x.dg, x.dv))]
@@ -105,6 +105,7 @@ def _chunk_gla_bwd_kernel(
     do_ptr,  # [B, T, H*G, V]
     cu_seqlens_ptr,  # [N+1] or None
     bounds_ptr,  # [I+1] or None
+    order_ptr,  # [I] or None
     entering_ptr,  # [B, n, H, K, V]
     leaving_ptr,  # [I, H, K, V] or None
     dq_ptr,  # [B, T, H*G, K], or one for each block of values
@@ -157,6 +158,9 @@ def _chunk_gla_bwd_kernel(
     v0, k0 = block_v * BV, block_k * BK
     ih = pid // (blocks_v * blocks_k)
     i, h = ih // H, ih % H
+    if order_ptr is not None:
+        i = tl.load(order_ptr + i)
+        ih = i * H + h
     if bounds_ptr is None:
         b, start = i // segments, i % segments * segment
         end = tl.minimum(start + segment, T)

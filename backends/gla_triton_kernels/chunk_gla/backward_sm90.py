@@ -96,7 +96,7 @@ def run(
     strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
     marks = pairs.new_marks(x, entering, kernel.BK)
     maps += [state_tiles(entering, WIDTH, WIDTH), *written]
-    tensors = (*maps, dq, dk, dv, dg, marks, leaving, x.dinitial_state, segments.bounds)
+    tensors = (*maps, dq, dk, dv, dg, marks, leaving, x.dinitial_state, segments.bounds, segments.order)
     tiles = (kernel.BK // WIDTH, kernel.BV // WIDTH)
     integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, B, *tiles, G)
     grid = (blocks_k * blocks_v * segments.count * H, 1, 1)
@@ -464,6 +464,7 @@ def _chunk_gla_bwd_kernel(
     leaving,  # [N, H/G, K, V] or None
     dinitial,  # [N, H, K, V] or None
     bounds,  # [N + 1] or None
+    order,  # [N] or None
     scale,
     state_n,
     state_h,
@@ -489,6 +490,8 @@ def _chunk_gla_bwd_kernel(
     h = pid // (blocks_v * blocks_k) % H
     n = pid // (blocks_v * blocks_k * H)
     if PACKED:
+        if order is not None:
+            n = gl.load(order + n)
         b = gl.to_tensor(0)
         start = gl.load(bounds + n).to(gl.int32)
         length = gl.load(bounds + n + 1).to(gl.int32) - start

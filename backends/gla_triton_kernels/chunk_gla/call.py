@@ -22,7 +22,7 @@ class Tensors(NamedTuple):
 
     Where segments take the place of sequences, `entering` [I, H, K, V] holds the states that enter them, but for those
     that enter a sequence, which `initial_state` has; of packed ones `cu_seqlens` holds their bounds, and `sequences`
-    what it held before.
+    what it held before. `order` [N] or [I] is that in which packed sequences or segments start, as in `Segments`.
     """
 
     q: Tensor
@@ -36,6 +36,7 @@ class Tensors(NamedTuple):
     checkpoints: Tensor | None = None
     sequences: Tensor | None = None
     entering: Tensor | None = None
+    order: Tensor | None = None
 
 
 class BackwardTensors(NamedTuple):

@@ -33,11 +33,18 @@ import torch
 
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels import MAX_WIDTH
-from gla_triton_kernels.chunk_gla.plan import Kernel, KernelPlan, checkpoint_dtype, plan_one_pass, plan_segments
+from gla_triton_kernels.chunk_gla.plan import (
+    Kernel,
+    KernelPlan,
+    Plan,
+    checkpoint_dtype,
+    plan_one_pass,
+    plan_segments,
+)
 from gla_triton_kernels.cost import Constants, gpu_of_constants, in_all
 from gla_triton_kernels.runtime.architecture import Gpu
 
-Plan = TypeVar("Plan")
+AnyPlan = TypeVar("AnyPlan")
 
 
 class BlockTime(NamedTuple):
@@ -64,14 +71,14 @@ class Cut(NamedTuple):
 
 def one_pass(call: OpCall, c: Constants) -> float:
     """Seconds of a call whose sequences stay whole."""
-    return _whole_sequences(call, planned(plan_one_pass, call, c).outputs, c)
+    return _whole_sequences(call, planned(plan_one_pass, call, c), c)
 
 
 def segments(call: OpCall, c: Constants) -> float:
     """Seconds of a call whose sequences are cut into segments, unless they fill the device: states, scan, outputs."""
     plan = planned(plan_segments, call, c)
     if plan.segments is None:
-        return _whole_sequences(call, plan.outputs, c)
+        return _whole_sequences(call, plan, c)
     block, length = _block_time(call, plan.outputs, c), plan.segments.length
     outputs = kernel_seconds(call, block, cut(call, length), moved_bytes(call), c)
     if plan.segments.states.kernel is Kernel.STATES_SM90:
@@ -80,17 +87,24 @@ def segments(call: OpCall, c: Constants) -> float:
         block = block._replace(start=c["build_start"], step=c["build"] * block.step)
     # Of a state each number is written, scanned and read, in float32.
     before = states_seconds(call, length, call.dims["H"], block, 16, c)
-    return in_all(call, sum(before) + outputs, host_seconds(4 if call.variable_length else 3, c))
+    bounds = 1 if call.variable_length else 0
+    return in_all(call, sum(before) + outputs, host_seconds(3 + bounds + _beside(call, plan), c))
 
 
-def _whole_sequences(call: OpCall, kernel: KernelPlan, c: Constants) -> float:
-    """Seconds of a call whose outputs are computed by `kernel` alone; the one for wide heads is two."""
+def _whole_sequences(call: OpCall, plan: Plan, c: Constants) -> float:
+    """Seconds of a call whose outputs are computed by one kernel alone; the one for wide heads is two."""
+    kernel = plan.outputs
     device = kernel_seconds(call, _block_time(call, kernel, c), whole(call), moved_bytes(call), c)
     if kernel.kernel is not Kernel.FORWARD_SM90_WIDE:
-        return in_all(call, device, host_seconds(1, c))
+        return in_all(call, device, host_seconds(1 + _beside(call, plan), c))
     B, T, H, K = (call.dims[name] for name in ("B", "T", "H", "K"))
     gates = c["launch"] + B * T * H * K / c["gate_rate"]
     return in_all(call, gates + device, host_seconds(2, c))
+
+
+def _beside(call: OpCall, plan: Plan) -> int:
+    """Launches that packed sequences take more: their order, and rows of o that belong to none."""
+    return plan.longest_first + call.variable_length
 
 
 def _block_time(call: OpCall, kernel: KernelPlan, c: Constants) -> BlockTime:
@@ -117,7 +131,7 @@ def _block_time(call: OpCall, kernel: KernelPlan, c: Constants) -> BlockTime:
 # ---- for the backward as well
 
 
-def planned(plan: Callable[[OpCall, Gpu, bool], Plan], call: OpCall, c: Constants) -> Plan:
+def planned(plan: Callable[[OpCall, Gpu, bool], AnyPlan], call: OpCall, c: Constants) -> AnyPlan:
     """What `plan` decides for a call on the GPU whose facts stand among the constants."""
     return plan(call, gpu_of_constants(c), _aligned(call))
 
@@ -148,12 +162,12 @@ def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c
     """Device seconds of a kernel that goes through segments, or whole sequences, and moves `size` bytes."""
     H, K, V = (call.dims[name] for name in ("H", "K", "V"))
     blocks = segments.number * H * math.ceil(K / block.keys) * math.ceil(V / block.columns)
-    if call.variable_length:  # unequal blocks, in no order: all multiprocessors are busy until the last blocks run
+    if call.variable_length:  # unequal blocks, the longest first: all multiprocessors are busy until short ones run
         mean, longest = (
             block.start + c["ragged"] + tokens / block.tokens * block.step
             for tokens in (segments.mean, segments.longest)
         )
-        seconds = max(longest, (blocks / c["multiprocessors"] * mean + longest / 2) / block.shared)
+        seconds = max(longest, (blocks / c["multiprocessors"] + 0.5) * mean / block.shared)
     else:
         waves = max(1.0, math.ceil(blocks / c["multiprocessors"]) / block.shared)
         seconds = waves * (block.start + math.ceil(segments.mean / block.tokens) * block.step)

@@ -71,7 +71,9 @@ def segments(call: OpCall, c: Constants) -> float:
 def _seconds(call: OpCall, plan: BackwardPlan, c: Constants) -> float:
     """Seconds of a call that launches one kernel after the other."""
     H, Hq, slower = call.dims["H"], call.dims["Hq"], _slower(plan.gradients, c)
+    order = [c["launch"]] if plan.longest_first else []
     kernels = [
+        *order,
         *_states(call, plan.entering, H, checkpoint_dtype(call.dtype).itemsize, slower, c),
         *_states(call, plan.leaving, Hq, 4, slower, c),
         *_gradients(call, plan, c),

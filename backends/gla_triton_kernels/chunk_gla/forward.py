@@ -85,6 +85,7 @@ def _chunk_gla_fwd_kernel(
     checkpoints_ptr,  # [B, n, H, K, V] or None
     sequences_ptr,  # [sequences+1] where cu_seqlens holds bounds of segments, or None
     entering_ptr,  # [N, H, K, V] of segments, or None
+    order_ptr,  # [N] or None
     q_tiles,  # the same tensors as tiles [C, BK or BV], or None
     k_tiles,
     v_tiles,
@@ -129,6 +130,9 @@ def _chunk_gla_fwd_kernel(
     v0 = pid % blocks * BV
     nh = pid // blocks
     n, h = nh // H, nh % H
+    if order_ptr is not None:
+        n = tl.load(order_ptr + n)
+        nh = n * H + h
     if cu_seqlens_ptr is None:
         b, start = n // segments, n % segments * segment
         end = tl.minimum(start + segment, T)

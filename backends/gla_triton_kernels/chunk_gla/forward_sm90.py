@@ -60,7 +60,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     moved = ((x.q, kernel.BK), (x.k, kernel.BK), (x.v, W), (x.g, kernel.BK), (x.o, W))
     maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
     maps.append(checkpoint_tiles(x.checkpoints, kernel.BK, W))
-    tensors = (*maps, x.o, x.initial_state, x.entering, x.final_state, x.cu_seqlens, x.sequences)
+    tensors = (*maps, x.o, x.initial_state, x.entering, x.final_state, x.cu_seqlens, x.sequences, x.order)
     strides = (0, 0, 0) if x.initial_state is None else x.initial_state.stride()[:3]
     integers = (*strides, T, segment, segments, every or 0, H, K, V, kernel.stages)
     options = {"launch_pdl": True} if plan.segments is not None and plan.segments.overlap else {}
@@ -286,6 +286,7 @@ def _chunk_gla_fwd_kernel(
     final_state,  # [N, H, K, V] or None
     cu_seqlens,  # [N + 1] or None
     sequences,  # [sequences + 1] where cu_seqlens holds bounds of segments, or None
+    order,  # [N] or None
     scale,
     state_n,
     state_h,
@@ -310,6 +311,8 @@ def _chunk_gla_fwd_kernel(
     h = gl.program_id(0) // columns % H
     n = gl.program_id(0) // columns // H
     if PACKED:
+        if order is not None:
+            n = gl.load(order + n)
         b = gl.to_tensor(0)
         start = gl.load(cu_seqlens + n).to(gl.int32)
         length = gl.load(cu_seqlens + n + 1).to(gl.int32) - start

@@ -89,10 +89,12 @@ class Plan:
     Attributes:
         outputs: computes outputs, and the state that leaves, from the state that enters a sequence or segment.
         segments: how sequences are cut into segments; None where they stay whole.
+        longest_first: packed sequences, or their segments, start in the order of their lengths, the longest first.
     """
 
     outputs: KernelPlan
     segments: SegmentPlan | None = None
+    longest_first: bool = False
 
 
 # ---- forward: whole sequences
@@ -113,11 +115,12 @@ def plan_one_pass(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     Args:
         aligned: whether TMA can address q, k, v, g and o.
     """
-    B, T, K, N = (call.dims[name] for name in ("B", "T", "K", "N"))
+    B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
     tokens = B * T / max(N, 1)
     enough = tokens >= SM90_TOKENS * (1 if K > 64 else 2)
     kernel = best_kernel(call, gpu, aligned) if enough else Kernel.FORWARD
-    return Plan(_forward(call, gpu, aligned, N) if kernel is Kernel.FORWARD else _forward_sm90(call, kernel))
+    outputs = _forward(call, gpu, aligned, N) if kernel is Kernel.FORWARD else _forward_sm90(call, kernel)
+    return Plan(outputs, longest_first=are_unequal(call, gpu, N * H * -(-V // outputs.BV)))
 
 
 def best_kernel(call: OpCall, gpu: Gpu, aligned: bool) -> Kernel:
@@ -198,8 +201,6 @@ class CutTimes(NamedTuple):
 FORWARD_CUT = CutTimes(0.5, 1.5, 4.0)
 MOST_WAVES = 3
 """Waves of blocks that sequences are cut into at most."""
-FILLED = 4
-"""Blocks for each that runs at once, from which on packed sequences keep a device busy whatever their lengths are."""
 INTERPRETED_SEGMENT = 32
 """Tokens of a segment where kernels are interpreted: few, so that short sequences are cut as well."""
 SM90_TILES = 200 * 2**10
@@ -226,7 +227,13 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     segments = N + T // length if call.variable_length else N * -(-T // length)  # of packed sequences at most
     outputs = _forward_sm90(call, Kernel.FORWARD_SM90) if sm90 else _forward(call, gpu, aligned, segments)
     states = _states_sm90(call) if sm90 else _states(call, length, outputs)
-    return Plan(outputs, SegmentPlan(length, states, gpu.architecture.overlaps_kernels))
+    unequal = are_unequal(call, gpu, segments * H * -(-V // outputs.BV))
+    return Plan(outputs, SegmentPlan(length, states, gpu.architecture.overlaps_kernels), unequal)
+
+
+def are_unequal(call: OpCall, gpu: Gpu, blocks: int) -> bool:
+    """Whether blocks are of different lengths, and too many to start at once: a long one must not start last."""
+    return call.variable_length and blocks > gpu.multiprocessors
 
 
 def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bool, times: CutTimes) -> int:
@@ -240,10 +247,8 @@ def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bo
         blocks: that compute one sequence. at_once: blocks that a device runs at once.
         times: what a cut takes.
     """
-    if packed and sequences * blocks >= FILLED * at_once:
-        return max(T, 1)
-    if packed:  # half of what one block would do were all work even: only longer sequences hold the others up
-        units = -(-T * blocks // (2 * at_once * SEGMENT_UNIT))
+    if packed:  # what one block would do were all work even: only longer sequences hold the others up
+        units = -(-T * blocks // (at_once * SEGMENT_UNIT))
         if 2 * sequences * blocks >= at_once:  # sequences of about the mean fill half of the device, and stay whole
             units = max(units, -(-3 * T // (2 * sequences * SEGMENT_UNIT)))
         return SEGMENT_UNIT * max(1, units)

@@ -15,6 +15,7 @@ from gla_triton_kernels.chunk_gla.plan import (
     CutTimes,
     Kernel,
     SegmentPlan,
+    are_unequal,
     segment_length,
     states_of_segments,
 )
@@ -58,11 +59,13 @@ class BackwardPlan:
             and the gradient of the state that leaves it.
         entering: how the states that enter chunks are found; None where checkpoints hold them.
         leaving: how the gradients of the states that leave segments are found; None where sequences stay whole.
+        longest_first: as in `Plan`.
     """
 
     gradients: GradientPlan
     entering: SegmentPlan | None
     leaving: SegmentPlan | None = None
+    longest_first: bool = False
 
 
 def plan_whole_sequences(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPlan:
@@ -71,7 +74,9 @@ def plan_whole_sequences(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPlan:
     Args:
         aligned: whether TMA can address q, k, v, g and do.
     """
-    return BackwardPlan(_gradients(call, gpu, aligned), _entering(call, gpu, aligned))
+    gradients = _gradients(call, gpu, aligned)
+    unequal = are_unequal(call, gpu, call.dims["N"] * _blocks(call, gradients))
+    return BackwardPlan(gradients, _entering(call, gpu, aligned), longest_first=unequal)
 
 
 def plan_segments_backward(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPlan:
@@ -80,20 +85,26 @@ def plan_segments_backward(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPla
     Args:
         aligned: whether TMA can address q, k, v, g and do.
     """
-    T, H, K, V, N = (call.dims[name] for name in ("T", "H", "K", "V", "N"))
+    T, N = call.dims["T"], call.dims["N"]
     gradients = _gradients(call, gpu, aligned)
-    heads = H if gradients.kernel is Kernel.BACKWARD else call.dims["Hq"]
-    blocks = heads * -(-K // gradients.BK) * -(-V // gradients.BV)
+    blocks = _blocks(call, gradients)
     at_once = gpu.multiprocessors * (2 if gradients.BK == gradients.BV == 64 else 1)
     # Of the kernels for wide heads one alone goes through sequences, as quick as a forward's.
     times = FORWARD_CUT if gradients.kernel is Kernel.BACKWARD_SM90_WIDE else BACKWARD_CUT
     length = segment_length(N, T, blocks, at_once, call.variable_length, times)
     if gpu.architecture is Architecture.INTERPRETED:
         length = min(length, CHUNK)
-    entering = _entering(call, gpu, aligned)
     if length >= T:
-        return BackwardPlan(gradients, entering)
-    return BackwardPlan(gradients, entering, _states(call, gpu, aligned, length))
+        return plan_whole_sequences(call, gpu, aligned)
+    leaving = _states(call, gpu, aligned, length)
+    unequal = are_unequal(call, gpu, (N + T // length) * blocks)
+    return BackwardPlan(gradients, _entering(call, gpu, aligned), leaving, unequal)
+
+
+def _blocks(call: OpCall, kernel: GradientPlan) -> int:
+    """Blocks that compute one sequence or segment."""
+    heads = call.dims["H"] if kernel.kernel is Kernel.BACKWARD else call.dims["Hq"]
+    return heads * -(-call.dims["K"] // kernel.BK) * -(-call.dims["V"] // kernel.BV)
 
 
 def _entering(call: OpCall, gpu: Gpu, aligned: bool) -> SegmentPlan | None:

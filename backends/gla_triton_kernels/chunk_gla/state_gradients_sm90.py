@@ -61,7 +61,7 @@ def run(
     moved = ((x.q, WIDTH), (x.do, kernel.BV), (x.g, WIDTH))
     maps = [None if y is None else shared_tiles(y, CHUNK, width) for y, width in moved]
     maps.append(state_tiles(P, WIDTH, kernel.BV))
-    tensors = (*maps, marks, leaving, x.dinitial_state, segments.bounds)
+    tensors = (*maps, marks, leaving, x.dinitial_state, segments.bounds, segments.order)
     strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
     integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, keys, G)
     blocks = -(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * H
@@ -189,6 +189,7 @@ def _state_kernel(
     leaving,  # [I, H/G, K, V] or None
     dinitial,  # [N, H, K, V] or None
     bounds,  # [I + 1] or None
+    order,  # [I] or None
     scale,
     state_n,
     state_h,
@@ -213,6 +214,8 @@ def _state_kernel(
     h = pid // (blocks_v * blocks_k) % H
     i = pid // (blocks_v * blocks_k * H)
     if PACKED:
+        if order is not None:
+            i = gl.load(order + i)
         b = gl.to_tensor(0)
         start = gl.load(bounds + i).to(gl.int32)
         length = gl.load(bounds + i + 1).to(gl.int32) - start

@@ -1,0 +1,26 @@
+"""The kernels of a forward, in order: states that enter segments where sequences are cut, then the outputs."""
+
+from __future__ import annotations
+
+from gla_triton_kernels import chunk_gla as kernels
+from gla_triton_kernels.chunk_gla import before_segments
+from gla_triton_kernels.chunk_gla.call import Tensors
+from gla_triton_kernels.chunk_gla.plan import Plan
+from gla_triton_kernels.chunk_gla.segments import Recurrence, whole
+from gla_triton_kernels.runtime.launch import Launch
+
+
+def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
+    """The launches that fill the results in x, with `every` tokens between checkpoints."""
+    if plan.segments is None:
+        B, T = x.q.shape[:2]
+        sequences = whole(B, T, x.cu_seqlens, plan.longest_first)
+        launches, each = [*sequences.launches], x._replace(order=sequences.order)
+    else:
+        states = Recurrence(x.k, x.v, x.g, x.initial_state, x.final_state)
+        entering, segments, launches = before_segments.run(
+            plan.segments, states, x.k.shape[2], x.cu_seqlens, skip_first=True, longest_first=plan.longest_first
+        )
+        bounds = {"cu_seqlens": segments.bounds, "sequences": x.cu_seqlens, "order": segments.order}
+        each = x._replace(entering=entering, final_state=None, **bounds)
+    return launches + getattr(kernels, plan.outputs.kernel).run(plan, each, scale, every)
