@@ -51,7 +51,7 @@ def one_pass(gpu=H200, aligned=True, **changes):
         ({"K": 136}, Kernel.FORWARD_SM90_WIDE),
         ({"K": 256}, Kernel.FORWARD_SM90_WIDE),
         ({"K": 256, "gate_dtype": None}, Kernel.FORWARD),
-        ({"K": 256, "B": 1, "N": 8, "packed": True}, Kernel.FORWARD),
+        ({"K": 256, "B": 1, "N": 8, "packed": True}, Kernel.FORWARD_SM90_WIDE),
         ({"K": 132}, Kernel.FORWARD),
         ({"K": 264}, Kernel.FORWARD),
         ({"V": 60}, Kernel.FORWARD),
@@ -159,8 +159,14 @@ def test_segments_on_hopper():
     assert plan.segments.overlap
 
 
+def test_segments_of_wide_heads_on_hopper():
+    plan = plan_segments(call_of(B=1, T=65536, H=8, K=256), H200, True)
+    assert plan.outputs == one_pass(K=256)
+    assert plan.segments.states.kernel is Kernel.STATES
+
+
 def test_segments_without_the_kernels_for_hopper():
-    for changes in ({"Hq": 32}, {"dtype": float16}, {"K": 256}):
+    for changes in ({"Hq": 32}, {"dtype": float16}, {"K": 264}):
         plan = plan_segments(call_of(**{"B": 1, "T": 65536, "H": 8, **changes}), H200, True)
         assert (plan.outputs.kernel, plan.segments.states.kernel) == (Kernel.FORWARD, Kernel.STATES)
         assert plan.segments.overlap

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -33,16 +35,15 @@ def inputs(**sizes):
     return [x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens]
 
 
-def forward(q, k, v, g, scale, initial_state, cu_seqlens):
-    from gla_triton_fused.chunk_gla import chunk_gla_fwd
+def forward(q, k, v, g, scale, initial_state, cu_seqlens, backend="gla_triton_fused"):
+    module = importlib.import_module(f"{backend}.chunk_gla")
+    return module.chunk_gla_fwd(q, k, v, g, scale, initial_state, True, cu_seqlens, None)[:2]
 
-    return chunk_gla_fwd(q, k, v, g, scale, initial_state, True, cu_seqlens, None)[:2]
 
-
-def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3):
+def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, backend="gla_triton_fused"):
     """Compare with the oracle, twice with the same bits, and return what was found."""
-    o, state = forward(q, k, v, g, scale, initial_state, cu_seqlens)
-    again = forward(q, k, v, g, scale, initial_state, cu_seqlens)
+    o, state = forward(q, k, v, g, scale, initial_state, cu_seqlens, backend)
+    again = forward(q, k, v, g, scale, initial_state, cu_seqlens, backend)
     ref_o, ref_state = oracle.chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
     assert relative_error(o, ref_o) <= BUDGET
     assert relative_error(state, ref_state) <= BUDGET
@@ -87,8 +88,25 @@ def test_packed(lengths, gates):
     check(*inputs(lengths=lengths, K=128, V=128, gates=gates, initial_state=True))
 
 
-def test_a_packed_sequence_sees_nothing_of_the_next():
-    q, k, v, g, state, offsets = inputs(lengths=(70, 70), K=64, V=64, initial_state=True)
+@pytest.mark.parametrize("gates", [gates for gates in GATES if gates != "none"])
+@pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 3), (64, 64), (0, 0, 5), (200,)])
+@pytest.mark.parametrize("V", [72, 256])
+def test_packed_wide_heads(lengths, gates, V):
+    check(*inputs(lengths=lengths, H=3, K=256, V=V, gates=gates, initial_state=True))
+
+
+@pytest.mark.parametrize("initial_state", [False, True])
+@pytest.mark.parametrize("sizes", [{"B": 2, "T": 300}, {"lengths": (0, 65, 1, 0, 430, 3, 128)}], ids=str)
+@pytest.mark.parametrize("K", [128, 136, 256])
+def test_segments(change_plans, K, sizes, initial_state):
+    change_plans("segment_length", lambda *_: 128)
+    x = inputs(H=3, K=K, V=136, gates="-inf", initial_state=initial_state, **sizes)
+    check(*x, backend="gla_parallel_scan")
+
+
+@pytest.mark.parametrize("K", [64, 256])
+def test_a_packed_sequence_sees_nothing_of_the_next(K):
+    q, k, v, g, state, offsets = inputs(lengths=(70, 70), K=K, V=64, initial_state=True)
     for x in (q, k, v, g):
         x[:, 70:] = torch.nan
     o, states = forward(q, k, v, g, 0.3, state, offsets)

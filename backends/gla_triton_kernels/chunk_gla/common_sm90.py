@@ -1,4 +1,4 @@
-"""What the kernels for SM90 have in common: decays and scores of a chunk, rows cleared, kernels that overlap.
+"""What the kernels for SM90 have in common: segments, decays and scores of a chunk, rows cleared, overlap of kernels.
 
     b_t = g_1 + .. + g_t                             within a chunk
     mild chunk (no channel decays by more than MILD_DECAY_SM90): with r = b_C / 2,
@@ -60,6 +60,43 @@ def let_dependents_start():
 def wait_for_predecessor():
     """Wait until the kernel before this one in the stream is done, and all it wrote can be seen."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def tokens_of(n, T, segment, segments, cu_seqlens, sequences, order):
+    """Where the n-th sequence or segment to start is: its number, batch, first token, tokens, and of its sequence the
+    number and the first token.
+
+    Args:
+        cu_seqlens, sequences, order: as in `Tensors` of call.py. segment, segments: tokens of one, and how many a
+            sequence has, where there is no cu_seqlens.
+    """
+    if cu_seqlens is None:
+        b = n // segments
+        start = n % segments * segment
+        length = gl.minimum(segment, T - start)
+        return n, b, start, length, b, gl.to_tensor(0)
+    else:  # noqa: RET505 -- one branch is compiled
+        if order is not None:
+            n = gl.load(order + n)
+        start = gl.load(cu_seqlens + n).to(gl.int32)
+        length = gl.load(cu_seqlens + n + 1).to(gl.int32) - start
+        sequence, origin = n, start
+        if sequences is not None:
+            sequence = n - start // segment  # see segments.py
+            origin = gl.load(sequences + sequence, mask=length > 0, other=0).to(gl.int32)
+        return n, gl.to_tensor(0), start, length, sequence, origin
+
+
+@gluon.jit
+def next_checkpoint(start, sequence, origin, every, PACKED: gl.constexpr):
+    """The row of the first checkpoint at `start` or after, and the tokens until then; there is one `every` tokens."""
+    row = 0
+    if PACKED:
+        row = sequence + origin // every
+    passed = start - origin
+    checkpoint = row + gl.cdiv(passed, every)
+    return checkpoint, (checkpoint - row) * every - passed
 
 
 @gluon.jit

@@ -84,27 +84,34 @@ def segments(call: OpCall, c: Constants) -> float:
     if plan.segments.states.kernel is Kernel.STATES_SM90:
         block = BlockTime(plan.segments.states.C, plan.segments.states.BV, c["hopper_start"], c["build_step"])
     else:
-        block = block._replace(start=c["build_start"], step=c["build"] * block.step)
+        general = block if plan.outputs.kernel is Kernel.FORWARD else BlockTime(16, 128, 0, c["wide_step"])
+        block = general._replace(start=c["build_start"], step=c["build"] * general.step)
     # Of a state each number is written, scanned and read, in float32.
     before = states_seconds(call, length, call.dims["H"], block, 16, c)
     bounds = 1 if call.variable_length else 0
-    return in_all(call, sum(before) + outputs, host_seconds(3 + bounds + _beside(call, plan), c))
+    device = sum(before) + _gates_seconds(call, plan, c) + outputs
+    return in_all(call, device, host_seconds(3 + bounds + _beside(call, plan), c))
 
 
 def _whole_sequences(call: OpCall, plan: Plan, c: Constants) -> float:
-    """Seconds of a call whose outputs are computed by one kernel alone; the one for wide heads is two."""
-    kernel = plan.outputs
-    device = kernel_seconds(call, _block_time(call, kernel, c), whole(call), moved_bytes(call), c)
-    if kernel.kernel is not Kernel.FORWARD_SM90_WIDE:
-        return in_all(call, device, host_seconds(1 + _beside(call, plan), c))
+    """Seconds of a call whose outputs are computed without states of segments before them."""
+    device = kernel_seconds(call, _block_time(call, plan.outputs, c), whole(call), moved_bytes(call), c)
+    return in_all(call, _gates_seconds(call, plan, c) + device, host_seconds(1 + _beside(call, plan), c))
+
+
+def _gates_seconds(call: OpCall, plan: Plan, c: Constants) -> float:
+    """Device seconds of the kernel for wide heads that comes before the outputs."""
+    if plan.outputs.kernel is not Kernel.FORWARD_SM90_WIDE:
+        return 0.0
     B, T, H, K = (call.dims[name] for name in ("B", "T", "H", "K"))
-    gates = c["launch"] + B * T * H * K / c["gate_rate"]
-    return in_all(call, gates + device, host_seconds(2, c))
+    return c["launch"] + B * T * H * K / c["gate_rate"]
 
 
 def _beside(call: OpCall, plan: Plan) -> int:
-    """Launches that packed sequences take more: their order, and rows of o that belong to none."""
-    return plan.longest_first + call.variable_length
+    """Launches that not every call takes: the gates of wide heads, and of packed sequences their chunks, their order
+    and rows of o that belong to none."""
+    wide = plan.outputs.kernel is Kernel.FORWARD_SM90_WIDE
+    return wide + plan.longest_first + call.variable_length * (2 if wide else 1)
 
 
 def _block_time(call: OpCall, kernel: KernelPlan, c: Constants) -> BlockTime:

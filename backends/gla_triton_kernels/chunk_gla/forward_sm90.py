@@ -38,7 +38,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gla_triton_kernels.chunk_gla.call import Tensors
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, decay_any_chunk, decay_mild_chunk, wait_for_predecessor
+from gla_triton_kernels.chunk_gla.common_sm90 import (
+    clear_rows,
+    decay_any_chunk,
+    decay_mild_chunk,
+    next_checkpoint,
+    tokens_of,
+    wait_for_predecessor,
+)
 from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan import Plan
 from gla_triton_kernels.runtime.launch import Launch
@@ -310,30 +317,13 @@ def _chunk_gla_fwd_kernel(
     column = gl.program_id(0) % columns * 2 * W
     h = gl.program_id(0) // columns % H
     n = gl.program_id(0) // columns // H
-    if PACKED:
-        if order is not None:
-            n = gl.load(order + n)
-        b = gl.to_tensor(0)
-        start = gl.load(cu_seqlens + n).to(gl.int32)
-        length = gl.load(cu_seqlens + n + 1).to(gl.int32) - start
-        sequence, origin = n, start  # of a segment's sequence, the first token
-        if sequences is not None:
-            if length == 0:
-                return
-            sequence = n - start // segment  # see segments.py
-            origin = gl.load(sequences + sequence).to(gl.int32)
-    else:
-        b = n // segments
-        start = n % segments * segment
-        length = gl.minimum(segment, T - start)
-        sequence, origin = b, gl.to_tensor(0)
+    n, b, start, length, sequence, origin = tokens_of(n, T, segment, segments, cu_seqlens, sequences, order)
+    if sequences is not None:  # noqa: SIM102 -- known when this is compiled
+        if length == 0:
+            return
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # the next one's row, and tokens until then
     if s_desc is not None:
-        row, passed = 0, start - origin
-        if PACKED:
-            row = sequence + origin // every
-        checkpoint = row + gl.cdiv(passed, every)
-        left = (checkpoint - row) * every - passed
+        checkpoint, left = next_checkpoint(start, sequence, origin, every, PACKED)
 
     scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)

@@ -4,12 +4,14 @@ The mathematics is that of forward_sm90.py. A state so wide fills the registers 
 is shared by many blocks, and the gates, computed in each, would take most of the time. They are computed once here:
 
     _gate_kernel     a block per chunk and head: qg, kg, the scores A and the decay of the state, to memory
-    _state_kernel    a block per head and 2 W columns of v: a load warp, and two warpgroups with W columns of S each
+    _state_kernel    a block per sequence or segment, head and 2 W columns of v: a load warp, and two warpgroups with W
+                     columns of S each
 
-with K in slices of 128, each of which is mild or not on its own. Gates only, and no packed sequences.
+with K in slices of 128, each of which is mild or not on its own. Only with gates. In memory every chunk has C rows of
+its own, the last of a sequence too; they are in the order of segments of C tokens (segments.py).
 
-B batch   T time   H heads   K, V key and value width of a head   C rows of a chunk   BK width of a slice
-W columns of v that one warpgroup holds; a block holds 2 W
+B batch   T time   H heads   N sequences or segments   I chunks   K, V key and value width of a head   C rows of a chunk
+BK width of a slice   W columns of v that one warpgroup holds; a block holds 2 W
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -28,10 +30,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_triton_kernels.chunk_gla.call import Tensors
-from gla_triton_kernels.chunk_gla.common_sm90 import decay_any_chunk, decay_mild_chunk
+from gla_triton_kernels.chunk_gla.common_sm90 import (
+    clear_rows,
+    decay_any_chunk,
+    decay_mild_chunk,
+    next_checkpoint,
+    tokens_of,
+)
 from gla_triton_kernels.chunk_gla.forward_sm90 import checkpoint_tiles
 from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan import Plan
+from gla_triton_kernels.chunk_gla.segments import cut
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
@@ -39,45 +48,66 @@ STAGES = gl.constexpr(4)  # slices of qg and kg on their way: those of two chunk
 
 
 def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
-    """The launches that fill o, and final_state and checkpoints if there are any, of whole sequences with gates."""
+    """The launches that fill o, and final_state and checkpoints if there are any, as that of forward.py."""
     B, T, H, K = x.k.shape
     V = x.v.shape[3]
     C, BK, BV, W = plan.outputs.C, plan.outputs.BK, plan.outputs.BV, plan.outputs.BV // 2
-    chunks = -(-T // C)
-    qg, kg = x.q.new_empty(B, T, H, K), x.q.new_empty(B, T, H, K)
-    scores = x.q.new_empty(B, chunks * C, H, C)
-    decays = x.q.new_empty(B, H, chunks, 2, 2 * BK, dtype=torch.float32)  # before and after kg^T v is added
+    chunks = cut(B, T, C, x.cu_seqlens if x.sequences is None else x.sequences)
+    qg, kg = (x.q.new_empty(1, chunks.count * C, H, K) for _ in range(2))
+    scores = x.q.new_empty(1, chunks.count * C, H, C)
+    decays = x.q.new_empty(H, chunks.count, 2, 2 * BK, dtype=torch.float32)  # before and after kg^T v is added
     maps = [
         shared_tiles(y, C, width) for y, width in ((x.q, BK), (x.k, BK), (x.g, BK), (qg, BK), (kg, BK), (scores, C))
     ]
-    gates = Launch(_gate_kernel, (chunks, B * H, 1), (*maps, decays), (), (H,), {"num_warps": plan.outputs.warps})
+    integers = (chunks.per_sequence,)
+    gates = Launch(
+        _gate_kernel,
+        (chunks.count, H, 1),
+        (*maps, chunks.bounds, decays),
+        (),
+        integers,
+        {"num_warps": plan.outputs.warps},
+    )
+    segment = max(T, 1) if plan.segments is None else plan.segments.length
+    segments = max(1, -(-T // segment))
+    N = B * segments if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     maps = [shared_tiles(y, C, width) for y, width in ((qg, BK), (kg, BK), (scores, C), (x.v, W), (x.o, W))]
-    tensors = (*maps, checkpoint_tiles(x.checkpoints, BK, W), decays, x.initial_state, x.final_state)
+    maps.append(checkpoint_tiles(x.checkpoints, BK, W))
+    states = (x.initial_state, x.entering, x.final_state)
+    tensors = (*maps, x.o, decays, *states, x.cu_seqlens, x.sequences, x.order)
     strides = (0, 0, 0) if x.initial_state is None else x.initial_state.stride()[:3]
-    integers, grid = (*strides, chunks, (every or 0) // C, H, K, V), (-(-V // BV), B * H, 1)
+    integers, grid = (*strides, T, segment, segments, chunks.count, every or 0, H, K, V), (-(-V // BV) * N * H, 1, 1)
     state = Launch(_state_kernel, grid, tensors, (scale,), integers, {"num_warps": plan.outputs.warps, "maxnreg": 168})
-    return [gates, state]
+    return [*chunks.launches, gates, state]
 
 
-@gluon.jit(do_not_specialize=["H"])
+@gluon.jit(do_not_specialize=["chunks"])
 def _gate_kernel(
     q_desc,  # [B, H, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
     g_desc,  # [B, H, T, K], tiles [C, BK]
-    qg_desc,  # [B, H, T, K], tiles [C, BK]
-    kg_desc,  # [B, H, T, K], tiles [C, BK]
-    a_desc,  # [B, H, chunks * C, C], tiles [C, C]
-    decays,  # [B, H, chunks, 2, 2 * BK]
-    H,
+    qg_desc,  # [1, H, I * C, K], tiles [C, BK]
+    kg_desc,  # [1, H, I * C, K], tiles [C, BK]
+    a_desc,  # [1, H, I * C, C], tiles [C, C]
+    bounds,  # [I + 1] of packed sequences, or None
+    decays,  # [H, I, 2, 2 * BK]
+    chunks,  # of a sequence, where there are no bounds
 ):
+    PACKED: gl.constexpr = bounds is not None
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = gl.BlockedLayout([C // 2, 2], [2, 16], [1, 4], [1, 0])
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     i = gl.program_id(0)
-    b = gl.program_id(1) // H
-    h = gl.program_id(1) % H
+    h = gl.program_id(1)
+    if PACKED:
+        b, first = gl.to_tensor(0), gl.load(bounds + i).to(gl.int32)
+        rows = gl.load(bounds + i + 1).to(gl.int32) - first
+        if rows == 0:
+            return
+    else:
+        b, first, rows = i // chunks, i % chunks * C, C
     q_box = gl.allocate_shared_memory(dtype, [1, 1, C, BK], q_desc.layout)
     k_box = gl.allocate_shared_memory(dtype, [1, 1, C, BK], k_desc.layout)
     scratch = gl.allocate_shared_memory(dtype, [1, 2, C, BK], q_desc.layout)
@@ -90,16 +120,19 @@ def _gate_kernel(
     t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
     key = gl.arange(0, BK, gl.SliceLayout(0, layout))  # [BK]
-    decays += ((gl.program_id(1) * gl.num_programs(0) + i) * 4 * BK).to(gl.int64) + key
+    decays += ((h * gl.num_programs(0) + i).to(gl.int64) * 4 * BK) + key
     A = gl.zeros([C, C], gl.float32, scores)
     for j in range(2):
         tma.store_wait(0)
         mbarrier.expect(full, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [b, h, i * C, j * BK], full, q_box)
-        tma.async_copy_global_to_shared(k_desc, [b, h, i * C, j * BK], full, k_box)
-        tma.async_copy_global_to_shared(g_desc, [b, h, i * C, j * BK], full, g_box)
+        tma.async_copy_global_to_shared(q_desc, [b, h, first, j * BK], full, q_box)
+        tma.async_copy_global_to_shared(k_desc, [b, h, first, j * BK], full, k_box)
+        tma.async_copy_global_to_shared(g_desc, [b, h, first, j * BK], full, g_box)
         mbarrier.wait(full, j)
         g = g_box.reshape([C, BK]).load(layout).to(gl.float32)  # [C, BK]
+        if PACKED:
+            g = gl.where((gl.arange(0, C, gl.SliceLayout(1, layout)) < rows)[:, None], g, 0.0)
+            clear_rows(k_tile, rows, layout)
         if gl.min(gl.sum(g, 0), 0) > -MILD_DECAY_SM90:
             after = decay_mild_chunk(q_tile, k_tile, g)  # [BK], exp(r)
             before = after
@@ -114,11 +147,11 @@ def _gate_kernel(
             fence_async_shared()
         gl.store(decays + j * BK, before)
         gl.store(decays + (2 + j) * BK, after)
-        tma.async_copy_shared_to_global(qg_desc, [b, h, i * C, j * BK], q_box)
-        tma.async_copy_shared_to_global(kg_desc, [b, h, i * C, j * BK], k_box)
+        tma.async_copy_shared_to_global(qg_desc, [0, h, i * C, j * BK], q_box)
+        tma.async_copy_shared_to_global(kg_desc, [0, h, i * C, j * BK], k_box)
     a_box.reshape([C, C]).store(A.to(dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(a_desc, [b, h, i * C, 0], a_box)
+    tma.async_copy_shared_to_global(a_desc, [0, h, i * C, 0], a_box)
     tma.store_wait(0)
 
 
@@ -128,17 +161,18 @@ def _load_warp(descriptors, tiles, barriers, place):
     q_desc, k_desc, a_desc, v_desc = descriptors
     q_tiles, k_tiles, a_tiles, v_tiles = tiles
     full, empty, v_full, v_empty = barriers
-    b, h, column, chunks = place
+    b, h, column, start, row, chunks = place
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
     for step in range(2 * chunks):
-        t = step // 2 * C
+        t = start + step // 2 * C
+        own = row + step // 2 * C
         slot = step % STAGES
         mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
         mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, [b, h, t, step % 2 * BK], full.index(slot), q_tiles.index(slot))
-        tma.async_copy_global_to_shared(k_desc, [b, h, t, step % 2 * BK], full.index(slot), k_tiles.index(slot))
+        tma.async_copy_global_to_shared(q_desc, [0, h, own, step % 2 * BK], full.index(slot), q_tiles.index(slot))
+        tma.async_copy_global_to_shared(k_desc, [0, h, own, step % 2 * BK], full.index(slot), k_tiles.index(slot))
         if step % 2 == 0:
             slot = step // 2 % 2
             mbarrier.wait(v_empty.index(slot), (step // 4 & 1) ^ 1)
@@ -147,17 +181,30 @@ def _load_warp(descriptors, tiles, barriers, place):
             tma.async_copy_global_to_shared(
                 v_desc, [b, h, t, column + W], v_full.index(slot), v_tiles.index(2 * slot + 1)
             )
-            tma.async_copy_global_to_shared(a_desc, [b, h, t, 0], v_full.index(slot), a_tiles.index(slot))
+            tma.async_copy_global_to_shared(a_desc, [0, h, own, 0], v_full.index(slot), a_tiles.index(slot))
 
 
 @gluon.jit
-def _state_warps(tiles, barriers, descriptors, every, scale, decays, states, place, sizes, WARPGROUP: gl.constexpr):
+def _state_warps(
+    tiles,
+    barriers,
+    outputs,
+    scale,
+    decays,
+    states,
+    kept,
+    place,
+    sizes,
+    WARPGROUP: gl.constexpr,
+    PACKED: gl.constexpr,
+):
     """Carry W columns of the state, in two slices, through the sequence and write the outputs."""
     q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles = tiles
     full, empty, v_full, v_empty = barriers
-    o_desc, s_desc = descriptors
-    initial_state, state_n, state_h, state_k, final_state = states
-    b, h, column, chunks = place
+    o_desc, o_ptr = outputs
+    initial_state, state_n, state_h, state_k, entering, final_state = states
+    s_desc, checkpoint, left, every = kept
+    b, h, n, sequence, column, start, length, is_first = place
     H, K, V = sizes
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
@@ -167,26 +214,33 @@ def _state_warps(tiles, barriers, descriptors, every, scale, decays, states, pla
     s_tile = s_block.reshape([BK, W])
     o_tile = o_tiles.index(WARPGROUP)  # [1, 1, C, W]
     first = column + WARPGROUP * W
-    head = (b * H + h).to(gl.int64)
+    head = (n * H + h).to(gl.int64) * K * V
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))  # [BK]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
+    S0 = gl.zeros([BK, W], gl.float32, layout)
+    S1 = gl.zeros([BK, W], gl.float32, layout)
+    if entering is not None:
+        S0 = _load_slice(entering + head, V, key[:, None], value, K, V, not is_first, S0)
+        S1 = _load_slice(entering + head, V, BK + key[:, None], value, K, V, not is_first, S1)
     if initial_state is not None:
-        states_in = initial_state + b.to(gl.int64) * state_n + h.to(gl.int64) * state_h
-        S0 = _load_slice(states_in, state_k, key[:, None], value, K, V)  # [BK, W]
-        S1 = _load_slice(states_in, state_k, BK + key[:, None], value, K, V)  # [BK, W]
-    else:
-        S0 = gl.zeros([BK, W], gl.float32, layout)
-        S1 = gl.zeros([BK, W], gl.float32, layout)
-    decays += head * chunks * 4 * BK + key
-    for i in range(chunks):
-        if s_desc is not None:  # noqa: SIM102 -- known when this is compiled
-            if i % every == 0:
-                row = i // every
-                _write_slice(s_desc, [b, row, h, 0, first], s_block, S0)
-                _write_slice(s_desc, [b, row, h, BK, first], s_block, S1)
+        states_in = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+        S0 = _load_slice(states_in, state_k, key[:, None], value, K, V, is_first, S0)
+        S1 = _load_slice(states_in, state_k, BK + key[:, None], value, K, V, is_first, S1)
+    decays += key
+    for i in range(gl.cdiv(length, C)):
+        if s_desc is not None:
+            if left == 0:
+                _write_slice(s_desc, [b, checkpoint, h, 0, first], s_block, S0)
+                _write_slice(s_desc, [b, checkpoint, h, BK, first], s_block, S1)
+                checkpoint += 1
+                left = every
+            left -= C
         slot = i % 2
+        rows = length - i * C
         v_tile = v_tiles.index(2 * slot + WARPGROUP).reshape([C, W])
         mbarrier.wait(v_full.index(slot), i // 2 & 1)
+        if PACKED:
+            clear_rows(v_tile, rows, layout)
         o = gl.zeros([C, W], gl.float32, layout)
         o, S0 = _step(o, S0, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, 2 * i)
         o, S1 = _step(o, S1, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays + BK, 2 * i + 1)
@@ -194,21 +248,27 @@ def _state_warps(tiles, barriers, descriptors, every, scale, decays, states, pla
         o = warpgroup_mma_wait(0, [o])
         mbarrier.arrive(v_empty.index(slot), count=1)
         decays += 4 * BK
-        tma.store_wait(0)
-        o_tile.reshape([C, W]).store((o * scale).to(o_tile.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [b, h, i * C, first], o_tile)
+        o = (o * scale).to(o_tile.dtype)  # [C, W]
+        if PACKED and rows < C:
+            row = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]  # [C, 1]
+            token = (start + i * C + row).to(gl.int64) * H + h  # [C, 1]
+            gl.store(o_ptr + token * V + value, o, (row < rows) & (value < V))
+        else:
+            tma.store_wait(0)
+            o_tile.reshape([C, W]).store(o)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(o_desc, [b, h, start + i * C, first], o_tile)
     if final_state is not None:
-        rows = final_state + head * K * V
-        gl.store(rows + key[:, None] * V + value, S0, (key[:, None] < K) & (value < V))
-        gl.store(rows + (BK + key[:, None]) * V + value, S1, (BK + key[:, None] < K) & (value < V))
+        rows_out = final_state + head
+        gl.store(rows_out + key[:, None] * V + value, S0, (key[:, None] < K) & (value < V))
+        gl.store(rows_out + (BK + key[:, None]) * V + value, S1, (BK + key[:, None] < K) & (value < V))
     tma.store_wait(0)
 
 
 @gluon.jit
-def _load_slice(states_in, state_k, key, value, K, V):
-    """Rows `key` and columns `value` of a state, 0 beyond its edges."""
-    return gl.load(states_in + key.to(gl.int64) * state_k + value, (key < K) & (value < V), 0.0)
+def _load_slice(states_in, state_k, key, value, K, V, taken, other):
+    """Rows `key` and columns `value` of a state; `other` beyond its edges, or where it is not taken."""
+    return gl.load(states_in + key.to(gl.int64) * state_k + value, (key < K) & (value < V) & taken, other)
 
 
 @gluon.jit
@@ -242,31 +302,56 @@ def _step(o, S, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step):
     return o, S * after
 
 
-@gluon.jit(do_not_specialize=["state_n", "state_h", "state_k", "scale", "chunks", "every", "H", "K", "V"])
+@gluon.jit(
+    do_not_specialize=[
+        "state_n", "state_h", "state_k", "scale", "T", "segment", "segments", "slots", "every", "H", "K", "V"
+    ]
+)  # fmt: skip
 def _state_kernel(
-    q_desc,  # qg, [B, H, T, K], tiles [C, BK]
-    k_desc,  # kg, [B, H, T, K], tiles [C, BK]
-    a_desc,  # [B, H, chunks * C, C], tiles [C, C]
+    q_desc,  # qg, [1, H, I * C, K], tiles [C, BK]
+    k_desc,  # kg, [1, H, I * C, K], tiles [C, BK]
+    a_desc,  # [1, H, I * C, C], tiles [C, C]
     v_desc,  # [B, H, T, V], tiles [C, W]
     o_desc,  # [B, H, T, V], tiles [C, W]
     s_desc,  # [B, n, H, K, V], tiles [BK, W], or None
-    decays,  # [B, H, chunks, 2, 2 * BK]
-    initial_state,  # [B, H, K, V] or None
-    final_state,  # [B, H, K, V] or None
+    o_ptr,  # [B, T, H, V]
+    decays,  # [H, I, 2, 2 * BK]
+    initial_state,  # [sequences, H, K, V] or None
+    entering,  # [N, H, K, V] of segments, or None
+    final_state,  # [N, H, K, V] or None
+    cu_seqlens,  # [N + 1] or None
+    sequences,  # [sequences + 1] where cu_seqlens holds bounds of segments, or None
+    order,  # [N] or None
     scale,
     state_n,
     state_h,
     state_k,
-    chunks,
+    T,
+    segment,
+    segments,
+    slots,  # I
     every,
     H,
     K,
     V,
 ):
+    PACKED: gl.constexpr = cu_seqlens is not None
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
+    columns = gl.cdiv(V, 2 * W)
+    column = gl.program_id(0) % columns * 2 * W
+    h = gl.program_id(0) // columns % H
+    n = gl.program_id(0) // columns // H
+    n, b, start, length, sequence, origin = tokens_of(n, T, segment, segments, cu_seqlens, sequences, order)
+    if sequences is not None:  # noqa: SIM102 -- known when this is compiled
+        if length == 0:
+            return
+    checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # the next one's row, and tokens until then
+    if s_desc is not None:
+        checkpoint, left = next_checkpoint(start, sequence, origin, every, PACKED)
+    own = start // C + (sequence if PACKED else b * gl.cdiv(T, C))  # among the chunks, the first one
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
     a_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, C], a_desc.layout)
@@ -289,15 +374,18 @@ def _state_kernel(
     barriers = (full, empty, v_full, v_empty)
     load_tiles = (q_tiles, k_tiles, a_tiles, v_tiles)
     tiles = (q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles)
-    place = (gl.program_id(1) // H, gl.program_id(1) % H, gl.program_id(0) * 2 * W, chunks)
-    states = (initial_state, state_n, state_h, state_k, final_state)
-    descriptors = (o_desc, s_desc)
+    states = (initial_state, state_n, state_h, state_k, entering, final_state)
+    kept = (s_desc, checkpoint, left, every)
+    place = (b, h, n, sequence, column, start, length, start == origin)
+    load_place = (b, h, column, start, own * C, gl.cdiv(length, C))
+    decays += (h * slots + own).to(gl.int64) * 4 * BK
+    outputs = (o_desc, o_ptr)
     sizes = (H, K, V)
     gl.warp_specialize(
         [
-            (_state_warps, (tiles, barriers, descriptors, every, scale, decays, states, place, sizes, 0)),
-            (_state_warps, (tiles, barriers, descriptors, every, scale, decays, states, place, sizes, 1)),
-            (_load_warp, ((q_desc, k_desc, a_desc, v_desc), load_tiles, barriers, place)),
+            (_state_warps, (tiles, barriers, outputs, scale, decays, states, kept, place, sizes, 0, PACKED)),
+            (_state_warps, (tiles, barriers, outputs, scale, decays, states, kept, place, sizes, 1, PACKED)),
+            (_load_warp, ((q_desc, k_desc, a_desc, v_desc), load_tiles, barriers, load_place)),
         ],
         [4, 1],
         [232, 24],

@@ -131,7 +131,7 @@ def best_kernel(call: OpCall, gpu: Gpu, aligned: bool) -> Kernel:
         return Kernel.FORWARD
     if K <= 128:
         return Kernel.FORWARD_SM90
-    wide = K <= 256 and K % 8 == 0 and call.gate_dtype is not None and not call.variable_length
+    wide = K <= 256 and K % 8 == 0 and call.gate_dtype is not None
     return Kernel.FORWARD_SM90_WIDE if wide else Kernel.FORWARD
 
 
@@ -214,8 +214,8 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
         aligned: whether TMA can address q, k, v, g and o.
     """
     T, H, Hq, K, V, N = (call.dims[name] for name in ("T", "H", "Hq", "K", "V", "N"))
-    sm90 = best_kernel(call, gpu, aligned) is Kernel.FORWARD_SM90
-    if sm90:  # blocks of a sequence, and how many a multiprocessor runs at once
+    kernel = best_kernel(call, gpu, aligned)
+    if kernel is not Kernel.FORWARD:  # blocks of a sequence, and how many a multiprocessor runs at once
         blocks, at_once = H * -(-V // 128), 1
     else:
         blocks, at_once = H * -(-V // 64), 4 if Hq > H and K <= 128 < 2 * V else 2
@@ -225,8 +225,9 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     if length >= T:
         return plan_one_pass(call, gpu, aligned)
     segments = N + T // length if call.variable_length else N * -(-T // length)  # of packed sequences at most
-    outputs = _forward_sm90(call, Kernel.FORWARD_SM90) if sm90 else _forward(call, gpu, aligned, segments)
-    states = _states_sm90(call) if sm90 else _states(call, length, outputs)
+    general = kernel is Kernel.FORWARD
+    outputs = _forward(call, gpu, aligned, segments) if general else _forward_sm90(call, kernel)
+    states = _states_sm90(call) if kernel is Kernel.FORWARD_SM90 else _states(call, length, outputs)
     unequal = are_unequal(call, gpu, segments * H * -(-V // outputs.BV))
     return Plan(outputs, SegmentPlan(length, states, gpu.architecture.overlaps_kernels), unequal)
 
