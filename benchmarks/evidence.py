@@ -4,11 +4,13 @@
     python3 benchmarks/evidence.py selection [--passes 3]
     python3 benchmarks/evidence.py selection --share 0/8    one of 8 processes that fill Triton's cache first
     python3 benchmarks/evidence.py selection --picks FILE   after a change of constants, of the times in a file
+    python3 benchmarks/evidence.py shapes
 
 times       FLA, PyTorch and the backends over the workloads of models: see times.py
 selection   whether the backend that `auto` picks is the fastest: see selection.py
+shapes      odd widths beside the memory floor, a giant among packed sequences beside it alone: see shapes.py
 
-Both write their file after every row, and go on where an earlier run like this one ended. The reports of the
+All write their file after every row; the first two go on where an earlier run like this one ended. The reports of the
 conformance kit beside them are written by `gla conformance NAME --report`, the pages and pictures made of all of them
 by readme_tables.py.
 """
@@ -23,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import selection
+import shapes
 import times
 import torch
 from rich.console import Console
@@ -79,6 +82,14 @@ def measure_selection(options: argparse.Namespace) -> None:
         say(selection.in_words(part, found))
 
 
+def measure_shapes(options: argparse.Namespace) -> None:
+    """Measure with shapes.py, and print its summary."""
+    say = functools.partial(print, flush=True)
+    path = shapes.run(options.out, torch.device(options.device), options.seconds, options.minutes, options.commit, say)
+    for part, found in json.loads(path.read_text())["summary"].items():
+        say(f"{part}: {found['calls']} calls, {found['median']:.2f} in the median, {found['worst']:.2f} at worst")
+
+
 def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results file")
@@ -103,6 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     of_selection.add_argument("--passes", type=int, default=1, help="over all calls; the quickest time counts")
     of_selection.add_argument("--picks", type=Path, help="a file: what `auto` would pick now of its times; no device")
     of_selection.add_argument("--share", help="i/n: run the i-th of n shares of the calls once, and measure nothing")
+
+    of_shapes = commands.add_parser("shapes", parents=[shared])
+    of_shapes.set_defaults(run=measure_shapes)
+    of_shapes.add_argument("--seconds", type=float, default=0.05, help="of timed calls for each backend and call")
     return parser
 
 

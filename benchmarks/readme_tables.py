@@ -64,7 +64,8 @@ def render(folder: Path) -> str:
     times = [_section(results.read(path), path) for path in _files_of_times(folder)]
     kit = _conformance(sorted(folder.glob("conformance-*.json")))
     selections = [_selection(json.loads(path.read_text()), path) for path in sorted(folder.glob("selection-*.json"))]
-    return "\n".join([*_pictures(pictures_of(folder)), *kit, *selections, *times])
+    odd = [_shapes(json.loads(path.read_text()), path) for path in sorted(folder.glob("shapes-*.json"))]
+    return "\n".join([*_pictures(pictures_of(folder)), *kit, *selections, *odd, *times])
 
 
 def newest(folder: Path) -> Results | None:
@@ -103,7 +104,7 @@ def insert(page: str, generated: str) -> str:
 
 
 def _files_of_times(folder: Path) -> list[Path]:
-    others = ("conformance-", "ranks-", "selection-")
+    others = ("conformance-", "ranks-", "selection-", "shapes-")
     return [path for path in sorted(folder.glob("*.json")) if not path.name.startswith(others)]
 
 
@@ -213,6 +214,26 @@ def _selection(found: dict[str, Any], path: Path) -> str:
         cells = (part, str(of_part["calls"]), close, f"{of_part['worst']:.2f} ×")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *_pictures(path.with_suffix(""))])
+
+
+def _shapes(found: dict[str, Any], path: Path) -> str:
+    """Both parts of a file of shapes.py: what they take over what they are held to."""
+    lines = [
+        f"## Shapes that nobody tuned for, {found['device']}\n",
+        f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}. "
+        "chunk_gla_fwd by the backend that `auto` picks. Odd widths: time over that of the memory floor. One giant: "
+        "time over that of the longest sequence by itself and then of the others. Written by `benchmarks/evidence.py "
+        f"shapes` into `benchmarks/results/{path.name}`, which has every call.\n",
+    ]
+    for part, of_part in found["summary"].items():
+        numbers = f"{of_part['median']:.2f} in the median, {of_part['worst']:.2f} at worst"
+        lines.append(f"- {part}: {of_part['calls']} calls, {numbers}")
+    lines += ["", "| B T H K V | time | backend | over the floor |", "| --- | ---: | --- | ---: |"]
+    for row in (row for row in found["rows"] if row["part"] == "odd widths"):
+        sizes = " ".join(str(row["dims"][name]) for name in ("B", "T", "H", "K", "V"))
+        time = results.time_text(row["measured"][row["pick"]])
+        lines.append(f"| {sizes} | {time} | {row['pick']} | {row['over']:.2f} |")
+    return "\n".join([*lines, ""])
 
 
 def _pictures(folder: Path) -> list[str]:

@@ -187,24 +187,32 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 def measure_row(part: str, call: OpCall, seconds: float) -> Row:
     """Time every backend that can run the call; `seconds` of timed calls each."""
-    explanation = _explain(call)
-    times, left_out = _time(call, _arguments(part, call), *_worth_timing(explanation), seconds)
-    measured = {name: _rounded(time) for name, time in times.items()}
+    explanation = explain(call)
+    times, left_out = time_backends(
+        call, arguments_of(call, _lengths_of(part, call)), *_worth_timing(explanation), seconds
+    )
+    measured = {name: rounded(time) for name, time in times.items()}
     return judged({"part": part, **as_json(call), **_picked(explanation), "measured": measured, "left_out": left_out})
 
 
 def _picked(explanation: Explanation) -> Row:
-    predicted = {c.name: _rounded(c.seconds) for c in explanation.candidates if c.refusal is None}
+    predicted = {c.name: rounded(c.seconds) for c in explanation.candidates if c.refusal is None}
     return {"predicted": predicted, "pick": explanation.winner}
 
 
-def _arguments(part: str, call: OpCall) -> tuple[Any, ...]:
-    """Random arguments, with sequences of the lengths that the part names, if it does."""
-    arguments, (_, _, kind) = random_arguments(call), part.partition(", ")
-    if not kind:
+def _lengths_of(part: str, call: OpCall) -> list[int] | None:
+    """Tokens of the sequences of a packed call whose part names a kind of lengths."""
+    _, _, kind = part.partition(", ")
+    return lengths(kind, call.dims["T"], call.dims["N"]) if kind else None
+
+
+def arguments_of(call: OpCall, tokens: Sequence[int] | None) -> tuple[Any, ...]:
+    """Random arguments, of packed sequences with so many tokens each where that is said."""
+    arguments = random_arguments(call)
+    if tokens is None:
         return arguments
     at = ABSTRACT_OPS[call.op].parameters.index("cu_seqlens")
-    ends = torch.tensor([0, *lengths(kind, call.dims["T"], call.dims["N"])]).cumsum(0)
+    ends = torch.tensor([0, *tokens]).cumsum(0)
     return (*arguments[:at], ends.to(arguments[at]), *arguments[at + 1 :])
 
 
@@ -213,7 +221,7 @@ def judged(row: Row) -> Row:
     times = row["measured"]
     best, chosen = min(times.values(), default=math.nan), times.get(row["pick"])
     fastest = min(times, key=times.__getitem__, default=None)
-    return {**row, "fastest": fastest, "ratio": _rounded(chosen and chosen / best)}
+    return {**row, "fastest": fastest, "ratio": rounded(chosen and chosen / best)}
 
 
 def quickest(row: Row, again: Row) -> Row:
@@ -223,11 +231,11 @@ def quickest(row: Row, again: Row) -> Row:
     return judged({**again, "measured": both})
 
 
-def _rounded(x: float | None) -> float | None:
+def rounded(x: float | None) -> float | None:
     return x and float(f"{x:.4g}")
 
 
-def _explain(call: OpCall) -> Explanation:
+def explain(call: OpCall) -> Explanation:
     return explain_call(call, current_request("auto"))
 
 
@@ -246,7 +254,7 @@ def _worth_timing(explanation: Explanation) -> tuple[list[str], dict[str, str]]:
     return [c.name for c in able if c.name not in slow], reasons
 
 
-def _time(
+def time_backends(
     call: OpCall, arguments: tuple[Any, ...], names: Sequence[str], left_out: dict[str, str], seconds: float
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Seconds of each backend that ran, in the quickest of its rounds, and why the others did not.
@@ -282,7 +290,7 @@ def _free(device: torch.device) -> None:
 def compile_share(device: torch.device, share: tuple[int, int], say: Callable[[str], None]) -> None:
     """Run a share of all calls once, calibration's as well, by each backend timed: for what a first use compiles."""
     todo = [(task.backend, task.call) for task in calibrate.plan(device)]
-    todo += [(name, call) for _, call in calls(device) for name in _worth_timing(_explain(call))[0]]
+    todo += [(name, call) for _, call in calls(device) for name in _worth_timing(explain(call))[0]]
     groups: dict[tuple, list[tuple[str, OpCall]]] = {}
     for name, call in todo:
         if not call.capturing and name != "reference":
@@ -352,7 +360,7 @@ def pick_again(path: Path) -> Path:
     rows, assumed = found.pop("rows"), None if path.stem == "selection-cpu" else KNOWN_DEVICES[found["device"]]
     device = torch.device("cuda" if assumed else "cpu")
     calls_of = {key({"part": part, **as_json(c)}): dataclasses.replace(c, assumed=assumed) for part, c in calls(device)}
-    rows = [judged({**row, **_picked(_explain(calls_of[key(row)]))}) for row in rows]
+    rows = [judged({**row, **_picked(explain(calls_of[key(row)]))}) for row in rows]
     write(path, {**found, "constants": constants_in_use(device, assumed)}, rows)
     return path
 
@@ -372,12 +380,12 @@ def earlier_rows(path: Path, head: Row) -> list[Row]:
     return before["rows"] if same else []
 
 
-def write(path: Path, head: Row, rows: Sequence[Row]) -> None:
-    """A row a line. A reader never sees half a file."""
+def write(path: Path, head: Row, rows: Sequence[Row], summed: dict[str, Row] | None = None) -> None:
+    """A row a line, after the summary of all. A reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    text = json.dumps({**head, "summary": summary(rows)}, indent=1).removesuffix("\n}")
+    text = json.dumps({**head, "summary": summed or summary(rows)}, indent=1).removesuffix("\n}")
     unfinished.write_text(f'{text},\n "rows": [\n{lines}\n ]\n}}\n')
     unfinished.replace(path)
 

@@ -35,4 +35,4 @@ def test_it_measures_what_auto_picks(evidence, tmp_path, capsys, monkeypatch):
 def test_it_asks_what_to_measure(evidence, capsys):
     with pytest.raises(SystemExit):
         evidence.main([])
-    assert "{times,selection}" in capsys.readouterr().err
+    assert "{times,selection,shapes}" in capsys.readouterr().err

@@ -126,8 +126,8 @@ def test_of_several_passes_the_quickest_time_counts(selection, tmp_path, monkeyp
     monkeypatch.setattr(selection, "calls", lambda device: iter([("grid", CALL)]))
     monkeypatch.setattr(selection, "_worth_timing", lambda explanation: ([], {}))
     times = iter([{"mine": 2e-3, "theirs": 1e-3}, {"mine": 3e-3}, {"mine": 1e-3, "theirs": 4e-3}, {"mine": 3e-3}])
-    monkeypatch.setattr(selection, "_time", lambda *_: (next(times), {}))
-    monkeypatch.setattr(selection, "_explain", lambda call: Explained())
+    monkeypatch.setattr(selection, "time_backends", lambda *_: (next(times), {}))
+    monkeypatch.setattr(selection, "explain", lambda call: Explained())
     path = selection.run(tmp_path, CPU, 0.003, 1.0, None, lambda line: None, passes=3)
     (row,) = json.loads(path.read_text())["rows"]
     assert row["measured"] == {"mine": 1e-3, "theirs": 1e-3}
@@ -216,10 +216,10 @@ def test_the_lengths_that_a_part_names_are_timed(selection):
         assert call.longest is None
         if call.dims["T"] * call.dims["H"] * call.dims["K"] > 2**19:
             continue
-        offsets = selection._arguments(part, dataclasses.replace(call, dtype=torch.float32))[
-            ABSTRACT_OPS[call.op].parameters.index("cu_seqlens")
-        ]
-        assert offsets.diff().tolist() == selection.lengths(kind, call.dims["T"], call.dims["N"])
+        tokens = selection._lengths_of(part, call)
+        assert tokens == selection.lengths(kind, call.dims["T"], call.dims["N"])
+        arguments = selection.arguments_of(dataclasses.replace(call, dtype=torch.float32), tokens)
+        assert arguments[ABSTRACT_OPS[call.op].parameters.index("cu_seqlens")].diff().tolist() == tokens
 
 
 # ---- committed results

@@ -108,8 +108,10 @@ def _gates_seconds(call: OpCall, plan: Plan, c: Constants) -> float:
 
 
 def _beside(call: OpCall, plan: Plan) -> int:
-    """Launches that not every call takes: the gates of wide heads, and of packed sequences their chunks, their order
-    and rows of o that belong to none."""
+    """Launches that not every call takes.
+
+    The gates of wide heads; of packed sequences their chunks, their order, and rows of o that belong to none.
+    """
     wide = plan.outputs.kernel is Kernel.FORWARD_SM90_WIDE
     return wide + plan.longest_first + call.variable_length * (2 if wide else 1)
 

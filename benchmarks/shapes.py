@@ -1,0 +1,121 @@
+"""Shapes that nobody tuned for: odd widths beside the memory floor, a giant among packed sequences beside it alone.
+
+`evidence.py shapes` runs it, on a GPU. Both parts are chunk_gla_fwd by the backend that `auto` picks:
+
+    odd widths    40 dense calls, drawn at random once: keys of 40 to 120, values of 80 to 200, no powers of two, three
+                  in four of them multiples of 8; heads times batch a third of the multiprocessors, or just above their
+                  number; 100 MB and more to move. The time over that of the floor.
+    one giant     the packed calls of selection.py of that kind. The time over that of the giant by itself and then of
+                  the other sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import selection
+import torch
+
+from gla_core.bench import measure, results
+from gla_core.dispatch.backend import OpCall
+from gla_core.ops import ABSTRACT_OPS
+
+ODD = 40
+BYTES = (100e6, 1e9)
+MULTIPROCESSORS = 132
+"""Of an H200 or H100: the shapes are the same on every GPU."""
+
+Row = dict[str, Any]
+
+
+def odd_calls(device: torch.device) -> Iterator[OpCall]:
+    """The calls of odd widths."""
+    random = Random(8)
+    for i in range(ODD):
+        K, V = _width(random, 40, 120, i), _width(random, 80, 200, i)
+        H = random.choice((1, 2, 3, 5, 7, 8, 11))
+        blocks = MULTIPROCESSORS * (random.uniform(0.3, 0.37) if i % 2 else random.uniform(1.01, 1.15))
+        B = max(1, round(blocks / H))
+        one = floor_bytes(selection.chunk_call(device, B, H, 1, K, V))
+        size = BYTES[0] * (BYTES[1] / BYTES[0]) ** random.random()
+        yield selection.chunk_call(device, B, H, math.ceil(size / one), K, V)
+
+
+def _width(random: Random, low: int, high: int, i: int) -> int:
+    """No power of two; three in four are multiples of 8."""
+    step = 1 if i % 4 == 3 else 8
+    return random.choice([width for width in range(low, high + 1, step) if width & (width - 1)])
+
+
+def floor_bytes(call: OpCall) -> int:
+    """Bytes of a call's inputs and outputs, each once."""
+    return sum(ABSTRACT_OPS[call.op].floor_bytes(call))
+
+
+def giant_calls(device: torch.device) -> Iterator[tuple[OpCall, list[int]]]:
+    """Packed calls, forward, and the tokens of their sequences."""
+    for part, call in selection.packed_calls(device):
+        if part == "packed, one giant" and call.op == "chunk_gla_fwd":
+            yield call, selection.lengths("one giant", call.dims["T"], call.dims["N"])
+
+
+def run(out: Path, device: torch.device, seconds: float, minutes: float, commit: str | None, say: Callable) -> Path:
+    """Measure both parts and write shapes-<device>.json; no measurement begins after `minutes`."""
+    end = time.monotonic() + 60 * minutes
+    bandwidth = measure.copy_bandwidth(device)
+    head = {**results.conditions(device, commit), "copy_bandwidth": bandwidth}
+    path, rows = out / results.file_name("shapes", device), []
+    measurements = [functools.partial(_odd_row, call, bandwidth, seconds) for call in odd_calls(device)]
+    measurements += [functools.partial(_giant_row, call, tokens, seconds) for call, tokens in giant_calls(device)]
+    for measurement in measurements:
+        if time.monotonic() > end:
+            say("out of time")
+            break
+        rows.append(measurement())
+        say(json.dumps(rows[-1]))
+        selection.write(path, head, rows, summary(rows))
+    return path
+
+
+def _odd_row(call: OpCall, bandwidth: float, seconds: float) -> Row:
+    row = selection.measure_row("odd widths", call, seconds)
+    floor = floor_bytes(call) / bandwidth
+    return {**row, "floor": selection.rounded(floor), "over": selection.rounded(row["measured"][row["pick"]] / floor)}
+
+
+def _giant_row(call: OpCall, lengths: Sequence[int], seconds: float) -> Row:
+    giant = max(lengths)
+    others = [tokens for i, tokens in enumerate(lengths) if i != lengths.index(giant)]
+    alone = dataclasses.replace(call, dims={**call.dims, "T": giant, "N": 1}, variable_length=False, longest=None)
+    rest = dataclasses.replace(call, dims={**call.dims, "T": sum(others), "N": len(others)})
+    both = ((call, lengths), (alone, None), (rest, others))
+    together, first, then = (_seconds_of_pick(*each, seconds) for each in both)
+    about = {"part": "one giant", **selection.as_json(call), "giant": giant, "seconds": together}
+    return {**about, "apart": [first, then], "over": selection.rounded(together / (first + then))}
+
+
+def _seconds_of_pick(call: OpCall, lengths: Sequence[int] | None, seconds: float) -> float:
+    """Of the backend that `auto` picks, on packed sequences of these lengths if given."""
+    pick = selection.explain(call).winner or ""
+    times, left_out = selection.time_backends(call, selection.arguments_of(call, lengths), [pick], {}, seconds)
+    if left_out:
+        raise RuntimeError(f"{pick} did not run {selection.describe(selection.as_json(call))}: {left_out[pick]}")
+    return times[pick]
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Row]:
+    """Of each part how many calls, and the median and the worst of what they take over what they are held to."""
+    found = {}
+    for part in dict.fromkeys(row["part"] for row in rows):
+        over = [row["over"] for row in rows if row["part"] == part]
+        found[part] = {"calls": len(over), "median": statistics.median(over), "worst": max(over)}
+    return found

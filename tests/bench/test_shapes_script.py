@@ -1,0 +1,66 @@
+"""The script that measures shapes that nobody tuned for, on small ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def shapes(script):
+    return script("shapes")
+
+
+def test_odd_calls(shapes):
+    """Always the same; widths and numbers of heads as they are described, and enough to move."""
+    calls = list(shapes.odd_calls(CPU))
+    assert calls == list(shapes.odd_calls(CPU))
+    assert len(calls) == 40
+    for call in calls:
+        B, H, K, V = (call.dims[name] for name in ("B", "H", "K", "V"))
+        assert 40 <= K <= 120
+        assert 80 <= V <= 200
+        assert K & (K - 1)
+        assert V & (V - 1)
+        assert 100e6 <= shapes.floor_bytes(call) <= 1.1e9
+        assert 0.25 <= B * H / 132 <= 0.42 or 0.95 <= B * H / 132 <= 1.2
+    assert sum(call.dims["K"] % 8 == call.dims["V"] % 8 == 0 for call in calls) >= 30
+
+
+def test_both_parts_are_measured_and_summed_up(shapes, monkeypatch, tmp_path):
+    selection = shapes.selection
+    monkeypatch.setattr(shapes, "odd_calls", lambda device: [selection.chunk_call(device, 1, 2, 40, 24, 40)])
+    packed = dataclasses.replace(selection.chunk_call(CPU, 1, 2, 60, 16, 16, 3), longest=None)
+    monkeypatch.setattr(shapes, "giant_calls", lambda device: [(packed, [5, 50, 5])])
+    said = []
+    path = shapes.run(tmp_path, CPU, 1e-3, 1.0, "0123456789", said.append)
+    found = json.loads(path.read_text())
+    odd, giant = found["rows"]
+    assert odd["over"] == pytest.approx(odd["measured"][odd["pick"]] / odd["floor"], rel=1e-2)
+    assert odd["floor"] == pytest.approx(2 * 40 * (3 * 24 + 2 * 40) * 4 / found["copy_bandwidth"], rel=1e-3)
+    assert giant["giant"] == 50
+    assert giant["over"] == pytest.approx(giant["seconds"] / sum(giant["apart"]), rel=1e-2)
+    assert found["summary"]["one giant"] == {"calls": 1, "median": giant["over"], "worst": giant["over"]}
+    assert len(said) == 2
+
+
+def test_the_summary(shapes):
+    rows = [{"part": "odd widths", "over": over} for over in (1.0, 4.0, 2.0)]
+    assert shapes.summary(rows) == {"odd widths": {"calls": 3, "median": statistics.median([1, 2, 4]), "worst": 4.0}}
+
+
+def test_the_page_shows_every_odd_shape(shapes, script, tmp_path):
+    tables = script("readme_tables")
+    dims = {"B": 1, "T": 2, "H": 3, "K": 40, "V": 80}
+    rows = [{"part": "odd widths", "dims": dims, "measured": {"a": 1e-3}, "pick": "a", "over": 1.5}]
+    head = {"device": "D", "gla_core": "0", "commit": "0123456789ab", "torch": "2", "date": "2026-01-01T00"}
+    shapes.selection.write(tmp_path / "shapes-d.json", head, rows, shapes.summary(rows))
+    page = tables.render(tmp_path)
+    assert "- odd widths: 1 calls, 1.50 in the median, 1.50 at worst" in page
+    assert "| 1 2 3 40 80 | 1.00 ms | a | 1.50 |" in page
