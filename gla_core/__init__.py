@@ -10,7 +10,7 @@ from gla_core.dispatch.environment import environment as _environment
 from gla_core.dispatch.errors import BackendError, NoBackendError, UnknownBackendError, UnknownOpError
 from gla_core.dispatch.registry import BackendInfo, Registration, backends, register
 from gla_core.dispatch.registry import rediscover as _rediscover
-from gla_core.dispatch.request import use_backend
+from gla_core.dispatch.request import batch_invariant, use_backend
 from gla_core.dispatch.selection import Explanation
 from gla_core.explanation import explain
 from gla_core.ops import (
@@ -34,6 +34,7 @@ __all__ = [
     "UnknownBackendError",
     "UnknownOpError",
     "backends",
+    "batch_invariant",
     "chunk_gla",
     "chunk_gla_summary",
     "explain",

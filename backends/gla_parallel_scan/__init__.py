@@ -38,6 +38,7 @@ def gla_register_backends() -> list[Backend]:
         checkpoints=True,
         swapped_states=True,
         cuda_graphs=not interpreted(),
+        batch_invariant=frozenset({"cuda", "cpu"} if interpreted() else {"cuda"}),
     )
     by_triton_alone = replace(
         capabilities,

@@ -14,7 +14,9 @@ from __future__ import annotations
 import importlib.resources
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -64,6 +66,8 @@ class Capabilities:
         deterministic: the same inputs give the same bits. A backend that says False is refused under
             `torch.use_deterministic_algorithms(True)`.
         cuda_graphs: may be captured into a CUDA graph.
+        batch_invariant: device types on which chunk_gla_fwd, chunk_gla_bwd and recurrent_gla_step keep what
+            `invariant_tokens` asks of them. On others the core calls them for a segment of a sequence at a time.
     """
 
     devices: frozenset[str] | None = None
@@ -78,6 +82,7 @@ class Capabilities:
     swapped_states: bool = False
     deterministic: bool = True
     cuda_graphs: bool = False
+    batch_invariant: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,7 @@ class OpCall:
         capturing: whether a CUDA graph is being captured.
         float32_matmul_precision: what `torch.get_float32_matmul_precision()` says; 'highest' means no TF32.
         assumed: the device that `device` is taken to be, whatever is here; None in every call that is to run.
+        batch_invariant: as `invariant_tokens` says it.
     """
 
     op: str
@@ -128,6 +134,29 @@ class OpCall:
     capturing: bool = False
     float32_matmul_precision: str = "highest"
     assumed: KnownDevice | None = None
+    batch_invariant: int | None = None
+
+
+_invariant: ContextVar[int | None] = ContextVar("gla_batch_invariant", default=None)
+
+
+def invariant_tokens() -> int | None:
+    """Tokens at whose multiples a sequence may be cut into calls without a change of bits; None where nobody asks it.
+
+    Asked by a backend inside its functions. Where it is not None the results for a sequence depend on nothing else
+    either: sequences are packed, and how many there are, of which lengths, decides nothing. See `batch_invariant`.
+    """
+    return _invariant.get()
+
+
+@contextmanager
+def asking_for_invariance(tokens: int) -> Iterator[None]:
+    """Have `invariant_tokens` return this inside the block."""
+    before = _invariant.set(tokens)
+    try:
+        yield
+    finally:
+        _invariant.reset(before)
 
 
 def swapped(x: torch.Tensor) -> bool:

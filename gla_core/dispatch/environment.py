@@ -1,6 +1,7 @@
 """The environment variables, read at first use and again on `reload_environment()`.
 
 GLA_BACKEND         a request (see request.py), weaker than `use_backend` and `backend=`
+GLA_BATCH_INVARIANT tokens of a segment, as of `batch_invariant`; 0 or nothing leaves it off
 GLA_BLOCK_PLUGINS   comma-separated entry-point names of plugins that are not to be imported
 GLA_CACHE_DIR       where `gla calibrate` keeps what it measured; $XDG_CACHE_HOME/gla_core or ~/.cache/gla_core if none
 GLA_CHECK           1 adds checks that read tensor values (and so wait for the device), and compare ranks
@@ -18,7 +19,15 @@ from pathlib import Path
 
 from gla_core.dispatch.errors import nearest
 
-VARIABLES = ("GLA_BACKEND", "GLA_BLOCK_PLUGINS", "GLA_CACHE_DIR", "GLA_CHECK", "GLA_CHECKPOINTS", "GLA_KEEP_MEMORY")
+VARIABLES = (
+    "GLA_BACKEND",
+    "GLA_BATCH_INVARIANT",
+    "GLA_BLOCK_PLUGINS",
+    "GLA_CACHE_DIR",
+    "GLA_CHECK",
+    "GLA_CHECKPOINTS",
+    "GLA_KEEP_MEMORY",
+)
 _FALSE = ("0", "false", "no", "off")
 _TRUE = ("1", "true", "yes", "on")
 
@@ -26,6 +35,7 @@ _TRUE = ("1", "true", "yes", "on")
 @dataclass(frozen=True, slots=True)
 class Environment:
     backend: str
+    batch_invariant: str
     blocked_plugins: frozenset[str]
     check_values: bool
     cache_dir: Path
@@ -40,6 +50,7 @@ def environment() -> Environment:
     blocked = (name.strip() for name in os.environ.get("GLA_BLOCK_PLUGINS", "").split(","))
     return Environment(
         backend=os.environ.get("GLA_BACKEND", "").strip(),
+        batch_invariant=os.environ.get("GLA_BATCH_INVARIANT", "").strip(),
         blocked_plugins=frozenset(filter(None, blocked)),
         check_values=_flag("GLA_CHECK", False),
         cache_dir=_cache_dir(),

@@ -212,6 +212,10 @@ def _is_set_of(kind: type, value: object) -> bool:
     return isinstance(value, frozenset | set) and len(value) > 0 and all(isinstance(x, kind) for x in value)
 
 
+def _is_set_of_devices(value: object) -> bool:
+    return value == frozenset() or _is_set_of(str, value)
+
+
 def _is_widths(value: object) -> bool:
     return isinstance(value, range) and len(value) > 0
 
@@ -226,6 +230,7 @@ _CAPABILITIES: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "min_compute_capability": (_is_compute_capability, "two integers such as (8, 0)"),
     "key_widths": (_is_widths, "a range, not empty"),
     "value_widths": (_is_widths, "a range, not empty"),
+    "batch_invariant": (_is_set_of_devices, "a set of device types such as 'cuda'"),
 }
 _FLAG = (lambda x: isinstance(x, bool), "True or False")
 

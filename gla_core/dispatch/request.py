@@ -4,6 +4,7 @@ triton_fused                                    this backend, or an error that h
 triton_fused,parallel_scan                      the first that can run, or an error with every refusal
 auto                                            the ranked choice
 chunk_gla_fwd=parallel_scan;*=auto              per op; ops that are not named fall to the next weaker request
+batch_invariant=4096                            no choice but a setting, which `batch_invariant` explains; 0 ends it
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ from gla_core.dispatch.errors import UnknownOpError, nearest
 
 AUTO = "auto"
 ANY_OP = "*"
+INVARIANT = "batch_invariant"
+"""Names the setting among the clauses of a request."""
+UNIT = 64
+"""Tokens that sequences are cut at are multiples of so many: the longest chunk of the backends here."""
 
 _IN_GRAPH = "\x1f"  # parts a call's `backend=` from the blocks that a compiled graph holds; nobody types it
 _context: ContextVar[tuple[_Block, ...]] = ContextVar("gla_use_backend", default=())  # innermost first
@@ -51,12 +56,19 @@ class Request:
     choices: dict[str, Choice]
     spec: str
 
+    @property
+    def batch_invariant(self) -> int | None:
+        """Tokens at whose multiples a sequence may be cut without a change of bits; None where that is not asked."""
+        setting = self.choices.get(INVARIANT)
+        return int(setting.names[0]) or None if setting else None
+
     def choice(self, op: str) -> Choice:
         return self.choices.get(op) or self.choices[ANY_OP]
 
     def allowing(self, name: str, op: str) -> str:
         """The text of this request with one more backend for an op, to be tried last."""
-        texts = {each: str(choice) for each, choice in self.choices.items() if choice.source != "default"}
+        said = {each: choice for each, choice in self.choices.items() if each != INVARIANT}
+        texts = {each: str(choice) for each, choice in said.items() if choice.source != "default"}
         texts[op if op in texts else ANY_OP] += f",{name}"
         return texts[ANY_OP] if len(texts) == 1 and ANY_OP in texts else ";".join(f"{o}={t}" for o, t in texts.items())
 
@@ -67,7 +79,8 @@ def current_request(argument: str | None = None) -> Request:
         raise _not_a_string("backend=", argument)
     blocks = _context.get()
     requests = tuple(block.request for block in blocks if not block.ended) if blocks else ()
-    return _combine(argument or "", requests, environment().backend)
+    settings = environment()
+    return _combine(argument or "", requests, settings.backend, settings.batch_invariant)
 
 
 def _not_a_string(source: str, value: object) -> TypeError:
@@ -75,13 +88,17 @@ def _not_a_string(source: str, value: object) -> TypeError:
 
 
 @functools.lru_cache(maxsize=4096)
-def _combine(argument: str, context: tuple[str, ...], variable: str) -> Request:
+def _combine(argument: str, context: tuple[str, ...], variable: str, tokens: str) -> Request:
     choices = {ANY_OP: Choice((), "default")}
+    if tokens:
+        choices[INVARIANT] = _parse_tokens(tokens, "GLA_BATCH_INVARIANT", tokens)
     argument, *in_graph = argument.split(_IN_GRAPH)
     blocks = ((text, "use_backend") for text in reversed((*in_graph, *context)))
     for text, source in [(variable, "GLA_BACKEND"), *blocks, (argument, "backend=")]:
         stronger = parse(text, source) if text else {}
-        choices = stronger if ANY_OP in stronger else {**choices, **stronger}
+        if ANY_OP in stronger:  # of all that is weaker, the setting is left
+            choices = {op: choice for op, choice in choices.items() if op == INVARIANT}
+        choices = {**choices, **stronger}
     return Request(choices, ";".join(f"{op}={choice}@{choice.source}" for op, choice in choices.items()))
 
 
@@ -93,8 +110,8 @@ def check(request: str, source: str) -> dict[str, Choice]:
         UnknownOpError, UnknownBackendError: it names what does not exist.
     """
     choices = parse(request, source)
-    for choice in choices.values():
-        for name in choice.names:
+    for op, choice in choices.items():
+        for name in choice.names if op != INVARIANT else ():
             registry.get(name, f"{choice.source}: ")
     return choices
 
@@ -106,11 +123,11 @@ def parse(text: str, source: str) -> dict[str, Choice]:
     choices: dict[str, Choice] = {}
     for clause in filter(None, (part.strip() for part in text.split(";"))):
         op, names = (s.strip() for s in clause.split("=", 1)) if "=" in clause.split("@")[0] else (ANY_OP, clause)
-        if op != ANY_OP and op not in OP_PARAMETERS:
+        if op not in (ANY_OP, INVARIANT) and op not in OP_PARAMETERS:
             raise UnknownOpError(f"{source}: unknown op {op!r}{nearest(op, OP_PARAMETERS)}")
         if op in choices:
             raise ValueError(f"{source}: {text!r} names {op!r} twice")
-        choices[op] = _parse_names(names, source, text)
+        choices[op] = (_parse_tokens if op == INVARIANT else _parse_names)(names, source, text)
     if not choices:
         raise ValueError(f"{source}: empty request {text!r}; expected a backend's name or 'auto'")
     return choices
@@ -124,6 +141,13 @@ def _parse_names(names: str, source: str, text: str) -> Choice:
     if AUTO in listed or not all(name.isidentifier() for name in listed):
         raise ValueError(f"{source}: cannot read {names!r} in {text!r}; expected 'auto' or names such as 'a,b'")
     return Choice(listed, said_by or source)
+
+
+def _parse_tokens(tokens: str, source: str, text: str) -> Choice:
+    tokens, _, said_by = tokens.partition("@")
+    if not tokens.isdecimal() or int(tokens) % UNIT != 0:
+        raise ValueError(f"{source}: batch_invariant is {tokens!r} in {text!r}; expected a multiple of {UNIT}, or 0")
+    return Choice((tokens,), said_by or source)
 
 
 class _Block:
@@ -242,3 +266,33 @@ class use_backend:
                 return function(*args, **kwargs)
 
         return run
+
+
+def batch_invariant(tokens: int = 4096) -> use_backend:
+    """Give a sequence the same bits in any company, inside a `with` block or a decorated function.
+
+    The results of `chunk_gla` and `recurrent_gla_step` for a sequence, and its gradients, then depend on nothing but
+    the sequence: not on how many there are, nor on whether they are packed or rows of a batch, nor on how a prompt is
+    cut into calls at multiples of `tokens`, each with the final state of the one before. What stands behind a sequence
+    in its row of a batch counts as a part of it: pack sequences of unequal length, or give a layer an attention mask,
+    which packs them. Other ops raise NotImplementedError; matrix products of PyTorch's own are not covered.
+
+    A GPU's kernels then run as they would run for segments of so many tokens, whatever the batch. Other backends, and
+    those of a CPU, compute one such segment after the other, each by a call of its own, for which the host reads
+    cu_seqlens.
+
+    GLA_BATCH_INVARIANT=4096 does the same for a whole process, and is weaker than a block. It holds as `use_backend`
+    does, which this is: for a backward what was in force in its forward.
+
+    Args:
+        tokens: of a segment, a multiple of 64. With fewer, prompts may be cut more finely, and more states pass
+            through memory.
+
+    Raises:
+        ValueError: tokens is no multiple of 64.
+
+    Example:
+        >>> with gla.batch_invariant():
+        ...     o, _ = gla.chunk_gla(q, k, v, g)
+    """
+    return use_backend(f"{INVARIANT}={tokens}")

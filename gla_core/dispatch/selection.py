@@ -4,7 +4,8 @@ An explicit request never falls back. `auto` ranks the backends that can run by 
 those without a prediction come after, the ones written for named devices before the ones that run anywhere, then by
 name. Lengths of packed sequences are on the device and are not waited for: unless `max_seqlen` bounds the longest,
 times are predicted for two, the one that is expected and one that holds all tokens, and a backend ranks by its regret:
-by how many times as long as the best it takes, in the case that is worse for it.
+by how many times as long as the best it takes, in the case that is worse for it. Under `batch_invariant` no time
+counts, since it depends on the batch: who keeps it natively comes first.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def explain_call(call: OpCall, request: Request) -> Explanation:
     candidates = tuple(candidate for _, candidate in _candidates(call, choice, predicted=True))
     able = [c for c in candidates if c.refusal is None]
     winner = able[0].name if able else None
-    why = _why(able, choice) if able else _nobody(call, request, candidates)
+    why = _why(able, choice, call) if able else _nobody(call, request, candidates)
     return Explanation(call, str(choice), choice.source, candidates, winner, why)
 
 
@@ -151,12 +152,12 @@ def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Bac
         refusal, prediction, worst = backend.refusal(call), Prediction(None), None
         if refusal is None and not choice.names:  # an explicit request is tried again, and shows its own error
             refusal = _cannot_launch.get(_launch_class(backend, call))
-        if refusal is None and predicted:
+        if refusal is None and predicted and call.batch_invariant is None:
             prediction = predict(backend, call)
             worst = None if worst_case is None else predict(backend, worst_case).seconds
         found.append((backend, Candidate(backend.name, prediction.seconds, refusal, prediction.source, worst)))
     found.sort(key=lambda pair: pair[1].refusal is not None)
-    return found if choice.names else _ranked(found, call.op)
+    return found if choice.names else _ranked(found, call)
 
 
 def _worst_case(call: OpCall) -> OpCall | None:
@@ -166,7 +167,7 @@ def _worst_case(call: OpCall) -> OpCall | None:
     return dataclasses.replace(call, longest=call.dims["T"])
 
 
-def _ranked(found: list[tuple[Backend, Candidate]], op: str) -> list[tuple[Backend, Candidate]]:
+def _ranked(found: list[tuple[Backend, Candidate]], call: OpCall) -> list[tuple[Backend, Candidate]]:
     """Backends that can run a call, those of least regret first, and then the others."""
     seconds = [c.seconds for _, c in found if c.seconds is not None]
     worst = [c.worst for _, c in found if c.worst is not None]
@@ -174,8 +175,10 @@ def _ranked(found: list[tuple[Backend, Candidate]], op: str) -> list[tuple[Backe
     def rank(pair: tuple[Backend, Candidate]) -> tuple:
         backend, c = pair
         regret = max(_times(c.seconds, seconds), _times(c.worst, worst))
-        unnamed = backend.can(op).devices is None
-        return (c.refusal is not None, c.seconds is None, regret, c.seconds or 0.0, unnamed, backend.name)
+        can = backend.can(call.op)
+        by_parts = call.batch_invariant is not None and call.device.type not in can.batch_invariant
+        unnamed = can.devices is None
+        return (c.refusal is not None, by_parts, c.seconds is None, regret, c.seconds or 0.0, unnamed, backend.name)
 
     return sorted(found, key=rank)
 
@@ -221,13 +224,15 @@ def _first_able(call: OpCall) -> str | None:
     return found[0][0].name if found and found[0][1].refusal is None else None
 
 
-def _why(able: list[Candidate], choice: Choice) -> str:
+def _why(able: list[Candidate], choice: Choice, call: OpCall) -> str:
     winner = able[0].name
     if choice.names:
         first = "the first of the list that can run" if len(choice.names) > 1 else "the one asked for"
         return f"{winner}: {first}, by {choice.source}"
     if len(able) == 1:
         return f"{winner}: the only backend that can run this"
+    if call.batch_invariant is not None:
+        return f"{winner}: under batch_invariant who keeps it natively comes first, and no time counts"
     if able[0].seconds is not None:
         if able[0].worst is not None:
             return f"{winner}: the least regret over the lengths that may come; max_seqlen would bound them"

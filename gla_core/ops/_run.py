@@ -21,7 +21,7 @@ from gla_core.dispatch.backend import Backend, OpCall, new_state, swapped
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
-from gla_core.ops import _autocast, _memory, _results
+from gla_core.ops import _autocast, _invariant, _memory, _results
 from gla_core.ops._checks import as_backends_take
 from gla_core.ops._spec import POOL, OpSpec
 
@@ -91,19 +91,24 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
 
 
 def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request: Request) -> _Plan:
+    tokens = request.batch_invariant
     call = spec.describe(*args, needs_grad=needs_grad, capturing=capturing)
+    call = dataclasses.replace(call, batch_invariant=tokens) if tokens else call
     if call.device.type == "cpu":
         _memory.keep_freed()
     chosen = select(call, request)
     if needs_grad and spec.backward is not None:
         select(backward_of(call, spec.backward), request)  # so that its absence is found before a launch
-    can_swap = chosen.can(spec.name).swapped_states
+    can = chosen.can(spec.name)
     copied = frozenset(
         i
         for i, (argument, x) in enumerate(zip(spec.arguments, args, strict=True))
-        if isinstance(x, Tensor) and not as_backends_take(x, can_swap and argument.dtype is POOL)
+        if isinstance(x, Tensor) and not as_backends_take(x, can.swapped_states and argument.dtype is POOL)
     )
-    return chosen.ops[spec.name], len(spec.contract), chosen, call, copied
+    function = chosen.ops[spec.name]
+    if tokens:
+        function = _invariant.function_of(spec.name, chosen.ops, tokens, call.device.type in can.batch_invariant)
+    return function, len(spec.contract), chosen, call, copied
 
 
 def _laid_out(spec: OpSpec, given: tuple, args: tuple, found: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import OpCall, invariant_tokens
 from gla_triton_kernels.chunk_gla.padding import clear_padding
 from gla_triton_kernels.chunk_gla.plan import checkpoint_dtype
 from gla_triton_kernels.runtime.architecture import Gpu, gpu_of
@@ -85,9 +85,11 @@ def forward(
     checkpoints = None if checkpoint_every is None else _checkpoints(q, v, H, N, cu_seqlens, checkpoint_every)
     if N == 0 or (T == 0 and final_state is None):
         return o.zero_(), final_state, checkpoints  # any token there is belongs to no sequence
-    precision = torch.get_float32_matmul_precision()
+    precision, invariant = torch.get_float32_matmul_precision(), invariant_tokens()
+    if invariant:
+        q, k, v, g = map(_addressable, (q, k, v, g))
     given = (q, k, v, g, initial_state, cu_seqlens)
-    key: Hashable = (way, q.device, layouts(*given), output_final_state, checkpoint_every, precision)
+    key: Hashable = (way, q.device, layouts(*given), output_final_state, checkpoint_every, precision, invariant)
     tensors = (*given, o, final_state, checkpoints)
     if replay(key, tensors, scale):
         return o, final_state, checkpoints
@@ -139,11 +141,13 @@ def backward(
         if dinitial is not None:
             dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
         return results
-    precision = torch.get_float32_matmul_precision()
+    precision, invariant = torch.get_float32_matmul_precision(), invariant_tokens()
+    if invariant:
+        q, k, v, g, do = map(_addressable, (q, k, v, g, do))
     usable = checkpoints is not None and checkpoints.is_contiguous() and checkpoints.data_ptr() % UNIT == 0
     every = checkpoint_every if usable else None
     given = (q, k, v, g, initial_state, cu_seqlens, checkpoints, do, dstate)
-    key: Hashable = (way, q.device, layouts(*given), every, precision)
+    key: Hashable = (way, q.device, layouts(*given), every, precision, invariant)
     tensors = (*given, *results)
     if replay(key, tensors, scale):
         return results
@@ -186,7 +190,13 @@ def _described(
         scalars=scalars,
         checkpoints=checkpoints,
         float32_matmul_precision=precision,
+        batch_invariant=invariant_tokens(),
     )
+
+
+def _addressable(x: Any) -> Any:
+    """A copy of a tensor that TMA cannot address where it lies: kernels are not to depend on that."""
+    return x if x is None or addressable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def all_aligned(gpu: Gpu, *tensors: Tensor | None) -> bool:

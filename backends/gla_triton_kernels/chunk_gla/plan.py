@@ -146,6 +146,8 @@ def _forward(call: OpCall, gpu: Gpu, aligned: bool, sequences: int) -> KernelPla
     """Launch parameters of the general kernel that computes outputs, of so many sequences or segments."""
     B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
     BK, blocks, length = power_of_two(K, 16), sequences * H * -(-V // 64), B * T // max(sequences, 1)
+    if call.batch_invariant is not None:  # as for some sequences of some length
+        blocks, length = FEW_BLOCKS + 1, call.batch_invariant
     # What bfloat16 costs in accuracy does not average out over few terms.
     in_bfloat16 = call.dtype == torch.bfloat16 and BK > 32 and (length > 16 or BK > 128)
     if not in_bfloat16:
@@ -213,6 +215,8 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     Args:
         aligned: whether TMA can address q, k, v, g and o.
     """
+    if call.batch_invariant is not None:
+        return _plan_invariant(call, gpu, aligned, call.batch_invariant)
     T, H, Hq, K, V, N = (call.dims[name] for name in ("T", "H", "Hq", "K", "V", "N"))
     kernel = best_kernel(call, gpu, aligned)
     if kernel is not Kernel.FORWARD:  # blocks of a sequence, and how many a multiprocessor runs at once
@@ -225,11 +229,30 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     if length >= T:
         return plan_one_pass(call, gpu, aligned)
     segments = N + T // length if call.variable_length else N * -(-T // length)  # of packed sequences at most
-    general = kernel is Kernel.FORWARD
-    outputs = _forward(call, gpu, aligned, segments) if general else _forward_sm90(call, kernel)
+    outputs = _outputs(call, gpu, aligned, kernel, segments)
     states = _states_sm90(call) if kernel is Kernel.FORWARD_SM90 else _states(call, length, outputs)
     unequal = are_unequal(call, gpu, segments * H * -(-V // outputs.BV))
     return Plan(outputs, SegmentPlan(length, states, gpu.architecture.overlaps_kernels), unequal)
+
+
+def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> Plan:
+    """The same kernels whatever the batch, on segments of so many tokens, which calls may begin and end with.
+
+    A final state always comes of a scan, since that is what enters the next segment of a sequence that is not cut.
+    """
+    kernel = best_kernel(call, gpu, aligned)
+    outputs = _outputs(call, gpu, aligned, kernel, 0)
+    if call.dims["T"] <= tokens and not call.scalars["output_final_state"]:
+        return Plan(outputs, longest_first=True)
+    states = _states_sm90(call) if kernel is Kernel.FORWARD_SM90 else _states(call, tokens, outputs)
+    return Plan(outputs, SegmentPlan(tokens, states, gpu.architecture.overlaps_kernels), longest_first=True)
+
+
+def _outputs(call: OpCall, gpu: Gpu, aligned: bool, kernel: Kernel, segments: int) -> KernelPlan:
+    """Launch parameters of this kernel, which computes the outputs of so many segments."""
+    if kernel is Kernel.FORWARD:
+        return _forward(call, gpu, aligned, segments)
+    return _forward_sm90(call, kernel)
 
 
 def are_unequal(call: OpCall, gpu: Gpu, blocks: int) -> bool:

@@ -85,6 +85,8 @@ def plan_segments_backward(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPla
     Args:
         aligned: whether TMA can address q, k, v, g and do.
     """
+    if call.batch_invariant is not None:
+        return _plan_invariant(call, gpu, aligned, call.batch_invariant)
     T, N = call.dims["T"], call.dims["N"]
     gradients = _gradients(call, gpu, aligned)
     blocks = _blocks(call, gradients)
@@ -99,6 +101,13 @@ def plan_segments_backward(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPla
     leaving = _states(call, gpu, aligned, length)
     unequal = are_unequal(call, gpu, (N + T // length) * blocks)
     return BackwardPlan(gradients, _entering(call, gpu, aligned), leaving, unequal)
+
+
+def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> BackwardPlan:
+    """As that of plan.py: a gradient of an initial state always comes of a scan."""
+    gradients, entering = _gradients(call, gpu, aligned), _entering(call, gpu, aligned)
+    whole = call.dims["T"] <= tokens and call.state_dtype is None
+    return BackwardPlan(gradients, entering, None if whole else _states(call, gpu, aligned, tokens), longest_first=True)
 
 
 def _blocks(call: OpCall, kernel: GradientPlan) -> int:

@@ -22,13 +22,16 @@ class Plan(NamedTuple):
 
 
 def plan(call: OpCall, gpu: Gpu) -> Plan:
-    """Wide blocks where there are many states; else more and narrower ones, for all multiprocessors to have some."""
+    """Wide blocks where there are many states; else more and narrower ones, for all multiprocessors to have some.
+
+    Where bits must not depend on how many there are, narrow ones: a warp sums over keys in an order of its own.
+    """
     B, H, K, V = (call.dims[name] for name in ("B", "H", "K", "V"))
     itemsize = 4 if call.state_dtype is None else call.state_dtype.itemsize
     BK, columns = power_of_two(K), power_of_two(V)
     overlaps = gpu.architecture.overlaps_kernels
     wide = min(columns, (256 if BK <= 256 else 128) // itemsize)
-    if B * H * (columns // wide) >= FULL * gpu.multiprocessors:
+    if call.batch_invariant is None and B * H * (columns // wide) >= FULL * gpu.multiprocessors:
         return Plan(BK, wide, 4 if BK <= 128 else 8, overlaps)
     narrow = min(columns, (128 if BK <= 64 else 64) // itemsize)
     return Plan(BK, narrow, 2 if BK <= 64 else 1 if BK <= 128 else 4, overlaps)

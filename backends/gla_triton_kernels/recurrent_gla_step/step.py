@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_core.dispatch.backend import OpCall, new_state
+from gla_core.dispatch.backend import OpCall, invariant_tokens, new_state
 from gla_triton_kernels.recurrent_gla_step.plan import plan
 from gla_triton_kernels.runtime.architecture import gpu_of
 from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
@@ -46,6 +46,7 @@ def recurrent_gla_step(
         *(state.shape, state.dtype, state.stride(), inplace),
         None if g is None else (g.dtype, g.stride()),
         None if state_indices is None else state_indices.dtype,
+        invariant_tokens(),
     )
     if o.numel() and not replay(key, tensors, scale):
         with on_device_of(q):
@@ -62,7 +63,8 @@ def _launch(
     q, k, v, g, state, _, new, _ = tensors
     (B, Hq, K), (P, H, _, V) = q.shape, state.shape
     dims = {"B": B, "H": H, "Hq": Hq, "K": K, "V": V, "P": P}
-    call = OpCall(op="recurrent_gla_step", device=q.device, dtype=q.dtype, dims=dims, state_dtype=state.dtype)
+    facts = {"state_dtype": state.dtype, "batch_invariant": invariant_tokens()}
+    call = OpCall(op="recurrent_gla_step", device=q.device, dtype=q.dtype, dims=dims, **facts)
     BK, BV, warps, overlaps = plan(call, gpu_of(q.device))
     strides = [stride for x in (q, k, v, q if g is None else g) for stride in x.stride()[:2]]
     states = (*state.stride(), *(state if new is None else new).stride()[2:])

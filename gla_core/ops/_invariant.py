@@ -1,0 +1,197 @@
+"""Calls whose bits do not depend on their company: natively, or one segment of a sequence at a time.
+
+A backend that declares it keeps what it is asked for itself. Any other one is called for every segment of so many
+tokens by itself, which it computes as it always computes a call like that: so no segment knows of another one but by
+the state that enters it. See `gla_core.batch_invariant`.
+
+B batch   T tokens   H key/value heads   N sequences   K, V key and value width   n rows of checkpoints
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.backend import OP_PARAMETERS, asking_for_invariance, new_state
+from gla_core.ops._checks import wide
+
+Function = Callable[..., Any]
+
+
+class Segment(NamedTuple):
+    """Rows start to end of batch b: the next ones of sequence n. The first of their checkpoints stands in `row`."""
+
+    n: int
+    b: int
+    start: int
+    end: int
+    row: int
+
+    def of(self, *tensors: Tensor | None) -> list[Tensor | None]:
+        """These tokens of tensors [B, T, ...]."""
+        return [None if x is None else x[self.b : self.b + 1, self.start : self.end].contiguous() for x in tensors]
+
+    def write(self, x: Tensor | None, found: Tensor | None) -> None:
+        """Put `found` where these tokens of x [B, T, ...] are."""
+        if x is not None and found is not None:
+            x[self.b : self.b + 1, self.start : self.end] = found
+
+
+def function_of(op: str, functions: Mapping[str, Function], tokens: int, native: bool) -> Function:
+    """A backend's function of an op, such that bits depend on nothing but a sequence and its segments of `tokens`.
+
+    Args:
+        functions: those of the backend. native: whether it keeps that by itself.
+
+    Raises:
+        NotImplementedError: that is not to be had of this op.
+    """
+    if op not in _BY_SEGMENT:
+        raise NotImplementedError(
+            f"{op} may give other bits in other company; under batch_invariant call chunk_gla and recurrent_gla_step "
+            "alone, or put `gla.use_backend('batch_invariant=0')` around this call"
+        )
+    by_segment = functools.partial(_BY_SEGMENT[op], functions, tokens)
+    if not native:
+        return by_segment
+    offsets = OP_PARAMETERS[op].index("cu_seqlens") if "cu_seqlens" in OP_PARAMETERS[op] else None
+
+    def run(*args: Any) -> Any:
+        if offsets is not None and args[offsets] is None:  # `chunk_gla` packs what it is given
+            return by_segment(*args)
+        with asking_for_invariance(tokens):
+            return functions[op](*args)
+
+    return run
+
+
+def _segments(
+    tokens: int, q: Tensor, cu_seqlens: Tensor | None, checkpoint_every: int | None = None
+) -> Iterator[Segment]:
+    """In order, sequence by sequence; the host reads cu_seqlens for it."""
+    every = checkpoint_every or tokens
+    if tokens % every != 0:
+        raise ValueError(f"checkpoint_every is {every}; expected a divisor of the {tokens} tokens of batch_invariant")
+    B, T = q.shape[:2]
+    sequences = [(b, 0, T) for b in range(B)]
+    if cu_seqlens is not None:
+        sequences = [(0, start, end) for start, end in itertools.pairwise(cu_seqlens.tolist())]
+    for n, (b, first, end) in enumerate(sequences):
+        row = 0 if cu_seqlens is None else n + first // every
+        for start in range(first, end, tokens):
+            yield Segment(n, b, start, min(start + tokens, end), row + (start - first) // every)
+
+
+def _states(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, given: Tensor | None) -> Tensor:
+    """Those that enter sequences, or the gradients of those that leave them [N, H, K, V], in memory of their own."""
+    if given is not None:
+        return given.clone(memory_format=torch.contiguous_format)
+    N = len(k) if cu_seqlens is None else len(cu_seqlens) - 1
+    return k.new_zeros(N, *k.shape[2:], v.shape[3], dtype=wide(k.dtype))
+
+
+def _forward(
+    functions: Mapping[str, Function],
+    tokens: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    checkpoint_every: int | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """chunk_gla_fwd, segment by segment."""
+    o = v.new_zeros(*q.shape[:3], v.shape[3])
+    states = _states(k, v, cu_seqlens, initial_state)
+    checkpoints = None
+    if checkpoint_every is not None:
+        n = -(-q.shape[1] // checkpoint_every)
+        if cu_seqlens is not None:
+            n = len(states) + q.shape[1] // checkpoint_every
+        dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else states.dtype
+        checkpoints = states.new_zeros(len(q), n, *states.shape[1:], dtype=dtype)
+    for part in _segments(tokens, q, cu_seqlens, checkpoint_every):
+        state = states[part.n : part.n + 1]
+        inputs = (*part.of(q, k, v, g), scale, state.clone())
+        found, leaving, kept = functions["chunk_gla_fwd"](*inputs, True, None, checkpoint_every)
+        part.write(o, found)
+        state.copy_(leaving)
+        if checkpoints is not None:
+            checkpoints[part.b, part.row : part.row + kept.shape[1]] = kept[0]
+    return o, states if output_final_state else None, checkpoints
+
+
+def _backward(
+    functions: Mapping[str, Function],
+    tokens: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    checkpoints: Tensor | None,
+    checkpoint_every: int | None,
+    do: Tensor,
+    dstate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """chunk_gla_bwd, segment by segment, from the states that enter them, which the forward is asked for once more."""
+    parts = list(_segments(tokens, q, cu_seqlens))
+    states, entering = _states(k, v, cu_seqlens, initial_state), []
+    for part in parts:
+        state = states[part.n : part.n + 1]
+        entering.append(state.clone())
+        _, leaving, _ = functions["chunk_gla_fwd"](*part.of(q, k, v, g), scale, entering[-1], True, None, None)
+        state.copy_(leaving)
+    gradients = [
+        None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g)
+    ]
+    dstates = _states(k, v, cu_seqlens, dstate)
+    for part, state in zip(reversed(parts), reversed(entering), strict=True):
+        leaving = dstates[part.n : part.n + 1]
+        inputs = (*part.of(q, k, v, g), scale, state, None, None, None, *part.of(do), leaving.clone())
+        *found, dentering = functions["chunk_gla_bwd"](*inputs)
+        for x, of_part in zip(gradients, found, strict=True):
+            part.write(x, of_part)
+        leaving.copy_(dentering)
+    dq, dk, dv, dg = gradients
+    assert dq is not None
+    assert dk is not None
+    assert dv is not None
+    return dq, dk, dv, dg, None if initial_state is None else dstates
+
+
+def _step(
+    functions: Mapping[str, Function],
+    tokens: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    state_indices: Tensor | None,
+    inplace: bool,
+) -> tuple[Tensor, Tensor]:
+    """recurrent_gla_step, row by row."""
+    o = v.new_zeros(*q.shape[:2], v.shape[2])
+    new = state if inplace else new_state(state).copy_(state)
+    for b in range(len(q)):
+        row = slice(b, b + 1)
+        own = new[row] if state_indices is None else new
+        indices = None if state_indices is None else state_indices[row]
+        inputs = [None if x is None else x[row].contiguous() for x in (q, k, v, g)]
+        o[row], _ = functions["recurrent_gla_step"](*inputs, own, scale, indices, True)
+    return o, new
+
+
+_BY_SEGMENT = {"chunk_gla_fwd": _forward, "chunk_gla_bwd": _backward, "recurrent_gla_step": _step}

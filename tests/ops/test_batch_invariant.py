@@ -1,0 +1,219 @@
+"""`gla.batch_invariant`: the bits of a sequence in one company and in another, and in one call and in several."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.conformance.calls import gradients, oracle_gradients
+from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
+from gla_core.dispatch.backend import invariant_tokens
+from gla_core.workloads.inputs import gla_inputs
+
+TOKENS = 64
+LENGTHS = (1, 66, 130)
+
+
+@pytest.fixture(
+    params=[
+        "reference",
+        "auto",
+        pytest.param("parallel_scan", marks=pytest.mark.kernels),
+        pytest.param("triton_fused", marks=pytest.mark.gpu),
+    ]
+)
+def backend(request):
+    return request.param
+
+
+def inputs(device, **sizes):
+    """Sequences of these lengths, packed, with gradients of their results."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    sizes = {"K": 64 if device == "cuda" else 16, "V": 72 if device == "cuda" else 24, "gates": "-inf", **sizes}
+    x = gla_inputs(
+        lengths=LENGTHS, H=2, dtype=dtype, gate_dtype=torch.float32, initial_state=True, device=device, **sizes
+    )
+    torch.manual_seed(1)
+    return x, torch.randn_like(x.v), torch.randn_like(x.initial_state)
+
+
+def tokens_of(x, do, first, last):
+    """Rows from `first` to `last`, as a batch of one, unpacked."""
+    return [None if y is None else y[:, first:last].contiguous() for y in (x.q, x.k, x.v, x.g, do)]
+
+
+def run(q, k, v, g, do, state, dstate, cu_seqlens=None, backend="auto"):
+    """o, the final states, and all gradients of a call with an initial state."""
+    leaves = [y.detach().clone().requires_grad_() for y in (q, k, v, g, state)]
+    q, k, v, g, state = leaves
+    o, final = gla.chunk_gla(q, k, v, g, 0.3, state, True, cu_seqlens, backend)
+    return [o.detach(), final.detach(), *torch.autograd.grad([o, final], leaves, [do, dstate])]
+
+
+def test_alone_and_packed(device, backend):
+    """Each sequence of a packed batch as a batch of one, and its results against the oracle."""
+    x, do, dstate = inputs(device)
+    with gla.batch_invariant(TOKENS):
+        o, final, *tokens, dinitial = run(x.q, x.k, x.v, x.g, do, x.initial_state, dstate, x.cu_seqlens, backend)
+        for n, (first, last) in enumerate(itertools.pairwise(x.cu_seqlens.tolist())):
+            states = (x.initial_state[n : n + 1], dstate[n : n + 1])
+            alone = run(*tokens_of(x, do, first, last), *states, backend=backend)
+            together = [final[n : n + 1], *(y[:, first:last] for y in tokens), dinitial[n : n + 1]]
+            for found, expected in zip([o[:, first:last], *together], alone, strict=True):
+                assert torch.equal(found, expected)
+    without, final_without = gla.chunk_gla(x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, x.cu_seqlens, "reference")
+    assert relative_error(o, without) <= 2 * FORWARD[x.q.dtype]
+    assert relative_error(final, final_without) <= 2 * FORWARD[x.q.dtype]
+
+
+def test_gradients_are_right(device, backend):
+    x, _, _ = inputs(device)
+    expected = oracle_gradients(x)
+    with gla.batch_invariant(TOKENS):
+        found = gradients(x, backend)
+    for name, gradient in found.items():
+        assert relative_error(gradient, expected[name]) <= GRADIENT[x.q.dtype], name
+
+
+def test_rows_of_a_batch(device, backend):
+    """Two rows of a batch as batches of one."""
+    x, do, dstate = inputs(device)
+    rows = [y[:, :130].reshape(2, 65, *y.shape[2:]) for y in (x.q, x.k, x.v, x.g, do)]
+    with gla.batch_invariant(TOKENS):
+        both = run(*rows, x.initial_state[:2], dstate[:2], backend=backend)
+        for b in range(2):
+            own = slice(b, b + 1)
+            alone = run(*(y[own] for y in rows), x.initial_state[own], dstate[own], backend=backend)
+            assert all(torch.equal(found[own], expected) for found, expected in zip(both, alone, strict=True))
+
+
+def test_a_prompt_in_two_calls(device, backend):
+    """130 tokens, and 64 and then 66 of them from the state that the first call ends with, forwards and backwards."""
+    x, do, dstate = inputs(device)
+    first, last = x.cu_seqlens[2:].tolist()
+    state, dfinal = x.initial_state[2:], dstate[2:]
+    with gla.batch_invariant(TOKENS):
+        whole = run(*tokens_of(x, do, first, last), state, dfinal, backend=backend)
+        begin, rest = tokens_of(x, do, first, first + 64), tokens_of(x, do, first + 64, last)
+        entering = run(*begin, state, torch.zeros_like(state), backend=backend)[1]
+        after = run(*rest, entering, dfinal, backend=backend)
+        before = run(*begin, state, after[-1], backend=backend)
+    joined = [torch.cat([a, b], 1) for a, b in zip(before[:1] + before[2:6], after[:1] + after[2:6], strict=True)]
+    expected = [*whole[:1], *whole[2:6], whole[1], whole[6]]
+    assert all(torch.equal(a, b) for a, b in zip([*joined, after[1], before[6]], expected, strict=True))
+
+
+def test_steps(device, backend):
+    """A row of many, from a pool of states and without, as one of its own."""
+    x, _, _ = inputs(device)
+    B = 190 if device == "cuda" else 5
+    q, k, v, g = (y[0, :B].contiguous() for y in (x.q, x.k, x.v, x.g))
+    pool = torch.randn(B + 7, *x.initial_state.shape[1:], device=device)
+    rows = torch.arange(B, device=device) + 7
+    with gla.batch_invariant():
+        o, new = gla.recurrent_gla_step(q, k, v, g, pool, state_indices=rows, backend=backend)
+        plain_o, plain_new = gla.recurrent_gla_step(q, k, v, g, pool[7:], backend=backend)
+        for b in (0, B - 1):
+            own = slice(b, b + 1)
+            alone = gla.recurrent_gla_step(*(y[own] for y in (q, k, v, g)), pool[7 + b : 8 + b], backend=backend)
+            assert torch.equal(o[own], alone[0])
+            assert torch.equal(new[7 + b], alone[1][0])
+            assert torch.equal(plain_o[own], alone[0])
+            assert torch.equal(plain_new[own], alone[1])
+    assert torch.equal(new[:7], pool[:7])
+    assert relative_error(o, gla.recurrent_gla_step(q, k, v, g, pool[7:])[0]) <= 2 * FORWARD[q.dtype]
+
+
+def test_checkpoints_stand_where_they_do_without(device, backend):
+    x, _, _ = inputs(device)
+    calls = [
+        (x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, x.cu_seqlens),
+        (*(y[:, :196].reshape(2, 98, *y.shape[2:]) for y in (x.q, x.k, x.v, x.g)), 0.3, x.initial_state[:2], True),
+    ]
+    for call in calls:
+        *_, expected = gla.chunk_gla(*call, backend="reference", checkpoint_every=64)
+        with gla.batch_invariant(128):
+            *_, found = gla.chunk_gla(*call, backend=backend, checkpoint_every=64)
+        assert relative_error(found, expected) <= 2 * FORWARD[x.q.dtype]
+
+
+# ---- what is asked for
+
+
+@pytest.mark.usefixtures("fresh_registry")
+def test_who_asks(monkeypatch):
+    """A block outweighs the variable, an inner block an outer one, and a backend's name neither."""
+    q, k, v = (torch.randn(1, 3, 1, 4) for _ in range(3))
+
+    def asked(**options):
+        return gla.explain("chunk_gla_fwd", q, k, v, **options).call.batch_invariant
+
+    assert asked() is None
+    with gla.batch_invariant():
+        assert asked() == asked(backend="reference") == 4096
+        with gla.use_backend("reference"):
+            assert asked() == 4096
+        with gla.batch_invariant(64):
+            assert asked() == 64
+        with gla.use_backend("batch_invariant=0"):
+            assert asked() is None
+    monkeypatch.setenv("GLA_BATCH_INVARIANT", "128")
+    gla.reload_environment()
+    assert asked() == 128
+    with gla.batch_invariant(64):
+        assert asked() == 64
+
+
+@pytest.mark.usefixtures("fresh_registry")
+@pytest.mark.parametrize("tokens", [1, 100, -64, "many"])
+def test_what_is_no_multiple_of_64(monkeypatch, tokens):
+    with pytest.raises(ValueError, match="expected a multiple of 64"):
+        gla.batch_invariant(tokens)
+    monkeypatch.setenv("GLA_BATCH_INVARIANT", str(tokens))
+    gla.reload_environment()
+    with pytest.raises(ValueError, match=r"GLA_BATCH_INVARIANT: .* expected a multiple of 64"):
+        gla.chunk_gla(*(torch.randn(1, 3, 1, 4) for _ in range(3)))
+
+
+def test_other_ops_say_that_they_do_not_keep_it():
+    with gla.batch_invariant(), pytest.raises(NotImplementedError, match="online_softmax may give other bits"):
+        gla.online_softmax(torch.randn(2, 3))
+
+
+def test_checkpoints_have_to_fit_into_segments():
+    q, k, v = (torch.randn(1, 300, 1, 4) for _ in range(3))
+    with gla.batch_invariant(128), pytest.raises(ValueError, match="divisor of the 128 tokens"):
+        gla.chunk_gla(q, k, v, checkpoint_every=192, backend="reference")
+
+
+def test_a_backward_runs_as_its_forward(device):
+    """Outside the block, on autograd's own thread where there is one."""
+    x, do, _ = inputs(device)
+    leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)]
+    with gla.batch_invariant(TOKENS):
+        o, _ = gla.chunk_gla(*leaves, cu_seqlens=x.cu_seqlens)
+        inside = torch.autograd.grad(o, leaves, do, retain_graph=True)
+    outside = torch.autograd.grad(o, leaves, do)
+    assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
+    assert invariant_tokens() is None
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiled(inside):
+    x = gla_inputs(B=2, T=70, H=1, K=8, V=8)
+    compiled = torch.compile(lambda *args: gla.chunk_gla(*args)[0], fullgraph=True, backend="aot_eager")
+
+    def with_block(*args):
+        with gla.batch_invariant(TOKENS):
+            return gla.chunk_gla(*args)[0]
+
+    with gla.batch_invariant(TOKENS):
+        expected = gla.chunk_gla(x.q, x.k, x.v, x.g)[0]
+        if not inside:
+            assert torch.equal(compiled(x.q, x.k, x.v, x.g), expected)
+    if inside:
+        compiled = torch.compile(with_block, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x.q, x.k, x.v, x.g), expected)
