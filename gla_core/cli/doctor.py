@@ -149,8 +149,12 @@ def _variables(settings: Environment | None) -> list[dict[str, str | None]]:
 
 def _effects(settings: Environment) -> dict[str, str]:
     blocked = ", ".join(sorted(settings.blocked_plugins))
+    invariant = settings.batch_invariant
     return {
         "GLA_BACKEND": f"asks for {settings.backend or 'auto'}, unless a call or use_backend says more",
+        "GLA_BATCH_INVARIANT": f"bits do not depend on a batch, in segments of {invariant} tokens"
+        if invariant not in ("", "0")
+        else "bits may depend on a sequence's batch",
         "GLA_BLOCK_PLUGINS": f"not imported: {blocked}" if blocked else "every plugin is imported",
         "GLA_CACHE_DIR": f"what gla calibrate measures is kept in {settings.cache_dir}",
         "GLA_CHECK": f"tensor values are {'checked' if settings.check_values else 'not checked'}",

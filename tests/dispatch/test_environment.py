@@ -35,6 +35,7 @@ def no_cache_dir(isolated, monkeypatch):
 
 DEFAULTS = Environment(
     backend="",
+    batch_invariant="",
     blocked_plugins=frozenset(),
     check_values=False,
     cache_dir=Path.home() / ".cache" / "gla_core",
@@ -51,6 +52,7 @@ def test_all_of_them_are_read(monkeypatch):
     set_and_reload(
         monkeypatch,
         GLA_BACKEND=" reference ",
+        GLA_BATCH_INVARIANT=" 128 ",
         GLA_BLOCK_PLUGINS="a, b,,a",
         GLA_CHECK="1",
         GLA_CACHE_DIR="/x/y",
@@ -59,6 +61,7 @@ def test_all_of_them_are_read(monkeypatch):
     )
     assert environment() == Environment(
         backend="reference",
+        batch_invariant="128",
         blocked_plugins=frozenset({"a", "b"}),
         check_values=True,
         cache_dir=Path("/x/y"),
