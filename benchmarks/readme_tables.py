@@ -217,12 +217,13 @@ def _selection(found: dict[str, Any], path: Path) -> str:
 
 
 def _shapes(found: dict[str, Any], path: Path) -> str:
-    """Both parts of a file of shapes.py: what they take over what they are held to."""
+    """All parts of a file of shapes.py: what they take over what they are held to."""
     lines = [
         f"## Shapes that nobody tuned for, {found['device']}\n",
         f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}. "
         "chunk_gla_fwd by the backend that `auto` picks. Odd widths: time over that of the memory floor. One giant: "
-        "time over that of the longest sequence by itself and then of the others. Written by `benchmarks/evidence.py "
+        "time over that of the longest sequence by itself and then of the others. Invariant: the workloads of models, "
+        "forward and with the backward, under `batch_invariant` over without. Written by `benchmarks/evidence.py "
         f"shapes` into `benchmarks/results/{path.name}`, which has every call.\n",
     ]
     for part, of_part in found["summary"].items():

@@ -1,12 +1,14 @@
-"""Shapes that nobody tuned for: odd widths beside the memory floor, a giant among packed sequences beside it alone.
+"""What tuning did not look at: odd widths, a giant among packed sequences, and what `batch_invariant` costs.
 
-`evidence.py shapes` runs it, on a GPU. Both parts are chunk_gla_fwd by the backend that `auto` picks:
+`evidence.py shapes` runs it, on a GPU. The first two parts are chunk_gla_fwd by the backend that `auto` picks:
 
     odd widths    40 dense calls, drawn at random once: keys of 40 to 120, values of 80 to 200, no powers of two, three
                   in four of them multiples of 8; heads times batch a third of the multiprocessors, or just above their
                   number; 100 MB and more to move. The time over that of the floor.
     one giant     the packed calls of selection.py of that kind. The time over that of the giant by itself and then of
                   the other sequences.
+    invariant     the workloads of models, forward and with the backward, under `batch_invariant`. The time over that of
+                  the faster backend without.
 """
 
 from __future__ import annotations
@@ -25,9 +27,12 @@ from typing import Any
 import selection
 import torch
 
+import gla_core as gla
 from gla_core.bench import measure, results
+from gla_core.bench.suite import Case, implementing, measure_case
 from gla_core.dispatch.backend import OpCall
 from gla_core.ops import ABSTRACT_OPS
+from gla_core.workloads.named import Workload, select
 
 ODD = 40
 BYTES = (100e6, 1e9)
@@ -68,14 +73,23 @@ def giant_calls(device: torch.device) -> Iterator[tuple[OpCall, list[int]]]:
             yield call, selection.lengths("one giant", call.dims["T"], call.dims["N"])
 
 
+def workloads() -> Iterator[tuple[Workload, str]]:
+    """Those of models, in either direction."""
+    for workload in select("chunk_gla"):
+        if "ci" not in workload.tags:
+            yield workload, "forward"
+            yield workload, "forward+backward"
+
+
 def run(out: Path, device: torch.device, seconds: float, minutes: float, commit: str | None, say: Callable) -> Path:
-    """Measure both parts and write shapes-<device>.json; no measurement begins after `minutes`."""
+    """Measure all parts and write shapes-<device>.json; no measurement begins after `minutes`."""
     end = time.monotonic() + 60 * minutes
     bandwidth = measure.copy_bandwidth(device)
     head = {**results.conditions(device, commit), "copy_bandwidth": bandwidth}
     path, rows = out / results.file_name("shapes", device), []
     measurements = [functools.partial(_odd_row, call, bandwidth, seconds) for call in odd_calls(device)]
     measurements += [functools.partial(_giant_row, call, tokens, seconds) for call, tokens in giant_calls(device)]
+    measurements += [functools.partial(_invariant_row, *each, device, seconds) for each in workloads()]
     for measurement in measurements:
         if time.monotonic() > end:
             say("out of time")
@@ -110,6 +124,20 @@ def _seconds_of_pick(call: OpCall, lengths: Sequence[int] | None, seconds: float
     if left_out:
         raise RuntimeError(f"{pick} did not run {selection.describe(selection.as_json(call))}: {left_out[pick]}")
     return times[pick]
+
+
+def _invariant_row(workload: Workload, direction: str, device: torch.device, seconds: float) -> Row:
+    def time_of(backend: str) -> float:
+        row = measure_case(Case(workload, backend, direction), device, budget=seconds)
+        if row.seconds is None:
+            raise RuntimeError(f"{backend} did not run {workload.name} {direction}: {row.error}")
+        return row.seconds
+
+    times = [time_of(backend) for backend in implementing("chunk_gla") if backend not in ("reference", "gla_fla")]
+    with gla.batch_invariant():
+        kept = time_of("auto")
+    about = {"part": "invariant", "workload": workload.name, "direction": direction}
+    return {**about, "seconds": kept, "without": min(times), "over": selection.rounded(kept / min(times))}
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:

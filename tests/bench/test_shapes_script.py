@@ -9,6 +9,8 @@ import statistics
 import pytest
 import torch
 
+from gla_core.workloads.named import select
+
 CPU = torch.device("cpu")
 
 
@@ -33,21 +35,31 @@ def test_odd_calls(shapes):
     assert sum(call.dims["K"] % 8 == call.dims["V"] % 8 == 0 for call in calls) >= 30
 
 
-def test_both_parts_are_measured_and_summed_up(shapes, monkeypatch, tmp_path):
+def test_all_parts_are_measured_and_summed_up(shapes, monkeypatch, tmp_path):
     selection = shapes.selection
     monkeypatch.setattr(shapes, "odd_calls", lambda device: [selection.chunk_call(device, 1, 2, 40, 24, 40)])
     packed = dataclasses.replace(selection.chunk_call(CPU, 1, 2, 60, 16, 16, 3), longest=None)
     monkeypatch.setattr(shapes, "giant_calls", lambda device: [(packed, [5, 50, 5])])
+    small = next(w for w in select("chunk_gla") if "ci" in w.tags)
+    monkeypatch.setattr(shapes, "workloads", lambda: [(small, "forward+backward")])
+    monkeypatch.setattr(shapes, "implementing", lambda op: ["auto", "reference", "gla_fla"])
     said = []
     path = shapes.run(tmp_path, CPU, 1e-3, 1.0, "0123456789", said.append)
     found = json.loads(path.read_text())
-    odd, giant = found["rows"]
+    odd, giant, invariant = found["rows"]
     assert odd["over"] == pytest.approx(odd["measured"][odd["pick"]] / odd["floor"], rel=1e-2)
     assert odd["floor"] == pytest.approx(2 * 40 * (3 * 24 + 2 * 40) * 4 / found["copy_bandwidth"], rel=1e-3)
     assert giant["giant"] == 50
     assert giant["over"] == pytest.approx(giant["seconds"] / sum(giant["apart"]), rel=1e-2)
     assert found["summary"]["one giant"] == {"calls": 1, "median": giant["over"], "worst": giant["over"]}
-    assert len(said) == 2
+    assert invariant["over"] == pytest.approx(invariant["seconds"] / invariant["without"], rel=1e-2)
+    assert len(said) == 3
+
+
+def test_workloads_of_models_in_both_directions(shapes):
+    found = list(shapes.workloads())
+    assert ("train_b8_t4096_h16", "forward+backward") in [(workload.name, direction) for workload, direction in found]
+    assert len(found) == 2 * len({workload.name for workload, _ in found})
 
 
 def test_the_summary(shapes):
