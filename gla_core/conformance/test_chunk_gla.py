@@ -117,17 +117,26 @@ def test_chunk_equals_steps(backend, case, measure):
     measure(steps, forward(x, backend.name), 2 * FORWARD[case.dtype])
 
 
-@over(FWD, tag="packed")
-def test_packed_equals_separate(backend, case, measure):
-    x = chunk(case)
-    offsets = x.cu_seqlens.tolist()
-    parts = []
-    for i, (a, b) in enumerate(itertools.pairwise(offsets)):
-        initial = None if x.initial_state is None else x.initial_state[i : i + 1]
-        parts.append(forward(tokens(x, a, b, initial), backend.name))
+def packed_and_separate(x, backend):
+    """Results of packed sequences, and of each by itself, joined; without the rows that belong to none."""
+    spans = list(itertools.pairwise(x.cu_seqlens.tolist()))
+    initial = [None if x.initial_state is None else x.initial_state[i : i + 1] for i in range(len(spans))]
+    parts = [forward(tokens(x, *span, state), backend.name) for span, state in zip(spans, initial, strict=True)]
     separate = {"o": torch.cat([p["o"] for p in parts], 1), "state": torch.cat([p["state"] for p in parts])}
     out = forward(x, backend.name)
-    measure({**out, "o": out["o"][:, : offsets[-1]]}, separate, 2 * FORWARD[case.dtype])
+    return {**out, "o": out["o"][:, : spans[-1][1]]}, separate
+
+
+@over(FWD, tag="packed")
+def test_packed_equals_separate(backend, case, measure):
+    measure(*packed_and_separate(chunk(case), backend), 2 * FORWARD[case.dtype])
+
+
+@over(FWD, tag="packed", deterministic=True)
+def test_same_bits_in_any_company(backend, case, measure):
+    """Under `batch_invariant`: packed as alone."""
+    with gla.batch_invariant(64):
+        measure(*packed_and_separate(chunk(case), backend), 0)
 
 
 @over(FWD, tag="packed", one_dtype=True)
@@ -355,6 +364,23 @@ def test_gradients_same_bits(backend, case, measure):
     first, *again = three_runs(lambda: backward(x, backend, *loss_gradients(x)), case.device)
     for out in again:
         measure(out, first, 0)
+
+
+@over(BWD, tag="packed", also=FWD, deterministic=True)
+def test_gradients_same_bits_in_any_company(backend, case, measure):
+    """Under `batch_invariant`: packed as one sequence alone."""
+    x = chunk(case)
+    do, dstate = loss_gradients(x)
+    with gla.batch_invariant(64):
+        out = backward(x, backend, do, dstate)
+        for i, (a, b) in enumerate(itertools.pairwise(x.cu_seqlens.tolist())):
+            initial, span = None if x.initial_state is None else x.initial_state[i : i + 1], slice(a, b)
+            alone = dataclasses.replace(
+                tokens(x, a, b, initial), cu_seqlens=torch.tensor([0, b - a], device=case.device)
+            )
+            expected = backward(alone, backend, do[:, span].contiguous(), dstate[i : i + 1])
+            own = {name: d[i : i + 1] if name == "dinitial_state" else d[:, span] for name, d in out.items()}
+            measure(own, expected, 0)
 
 
 @over(BWD, in_turn=True)

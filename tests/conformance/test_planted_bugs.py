@@ -461,6 +461,20 @@ def mask_aligned_at_the_first_key(q, k, v, scale, causal):
     return ATTENTION(q, k[:, :Tq], v[:, :Tq], scale, True)
 
 
+def other_bits_in_company(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    if cu_seqlens is not None and len(cu_seqlens) > 2:
+        scale *= 1 + 1e-6
+    return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+
+
+def other_gradient_bits_in_company(
+    q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
+):
+    if cu_seqlens is not None and len(cu_seqlens) > 2:
+        scale *= 1 + 1e-6
+    return BWD(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)
+
+
 PLANTED = [  # the bug, the op it is in, and (the beginning of) the case that must name it
     (wrong_scale, "chunk_gla_fwd", "test_values[short-float32]"),
     (default_scale_always, "chunk_gla_fwd", "test_scale[short-float32-1.0]"),
@@ -471,6 +485,7 @@ PLANTED = [  # the bug, the op it is in, and (the beginning of) the case that mu
     (state_not_reset, "chunk_gla_fwd", "test_packed_equals_separate[packed-float32]"),
     (row_not_written, "chunk_gla_fwd", "test_no_uninitialised_output[short-float32]"),
     (last_bit_changes, "chunk_gla_fwd", "test_same_bits[short-float32]"),
+    (other_bits_in_company, "chunk_gla_fwd", "test_same_bits_in_any_company[packed-float32]"),
     (wrong_head_grouping, "chunk_gla_fwd", "test_values[grouped-float32]"),
     (state_in_bfloat16, "chunk_gla_fwd", "test_values[short-float32]"),
     (initial_state_ignored, "chunk_gla_fwd", "test_state_hand_off[last_chunk_partial-float32-64]"),
@@ -518,6 +533,7 @@ PLANTED = [  # the bug, the op it is in, and (the beginning of) the case that mu
     (strides_of_do_ignored, "chunk_gla_bwd", "test_gradients_of_strided_views[short-float32]"),
     (gradient_row_not_written, "chunk_gla_bwd", "test_no_uninitialised_gradient[short-float32]"),
     (gradient_last_bit_changes, "chunk_gla_bwd", "test_gradients_same_bits[short-float32]"),
+    (other_gradient_bits_in_company, "chunk_gla_bwd", "test_gradients_same_bits_in_any_company[packed-float32]"),
     (decay_without_the_last_gate, "chunk_gla_summary", "test_values[short-float32-forwards]"),
     (own_gate_left_out_backwards, "chunk_gla_summary", "test_values[short-float32-backwards]"),
     (one_query_head_of_a_group, "chunk_gla_summary", "test_grouped_queries_backwards[short-float32]"),
@@ -551,7 +567,9 @@ NAMING = ("AssertionError", "assert", "gla_core.dispatch.errors.BackendError")
 
 
 def planted(op, function):
-    can = Capabilities(dtypes=frozenset({torch.float32, torch.bfloat16}), checkpoints=True)
+    claims_bits = frozenset({"cpu"} if "in_company" in function.__name__ else ())
+    dtypes = frozenset({torch.float32, torch.bfloat16})
+    can = Capabilities(dtypes=dtypes, checkpoints=True, batch_invariant=claims_bits)
     return Backend("planted", "0", {**REFERENCE, op: function}, can)
 
 
