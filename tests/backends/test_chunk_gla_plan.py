@@ -162,7 +162,7 @@ def test_segments_on_hopper():
 def test_segments_of_wide_heads_on_hopper():
     plan = plan_segments(call_of(B=1, T=65536, H=8, K=256), H200, True)
     assert plan.outputs == one_pass(K=256)
-    assert plan.segments.states.kernel is Kernel.STATES
+    assert plan.segments.states.kernel is Kernel.STATES_SM90
 
 
 def test_segments_without_the_kernels_for_hopper():

@@ -74,6 +74,6 @@ def test_few_heads_are_cut_and_many_stay_whole():
 def test_the_kernel_follows_the_forward():
     for plan in (plan_cut_summary, plan_whole_summary):
         assert plan(call(65536, 8), H200, True).states.kernel is Kernel.STATES_SM90
-        assert plan(call(65536, 8, K=256), H200, True).states.kernel is Kernel.STATES
+        assert plan(call(65536, 8, K=264), H200, True).states.kernel is Kernel.STATES
         assert plan(call(65536, 8, dtype=torch.float16), H200, True).states.kernel is Kernel.STATES
         assert plan(call(65536, 8, N=4), H200, False).states.kernel is Kernel.STATES

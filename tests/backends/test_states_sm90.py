@@ -96,7 +96,9 @@ def test_gates(K, V, gates, gate_dtype, backwards):
     check(k, v, g, 192, backwards=backwards)
 
 
-@pytest.mark.parametrize(("K", "V"), [(8, 8), (16, 64), (40, 200), (64, 512), (96, 72), (128, 24), (120, 256)])
+@pytest.mark.parametrize(
+    ("K", "V"), [(8, 8), (16, 64), (40, 200), (64, 512), (96, 72), (128, 24), (120, 256), (136, 72), (256, 256)]
+)
 @pytest.mark.parametrize("gates", ["none", "-inf"])
 def test_widths(K, V, gates):
     _, k, v, g, *_ = inputs(T=200, H=3, K=K, V=V, gates=gates)
@@ -114,8 +116,9 @@ def test_lengths(T, length, backwards):
 @both_directions
 @pytest.mark.parametrize("gates", ["none", "strong", "-inf"])
 @pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 300), (64, 64), (0, 0, 5), (200,)])
-def test_packed(lengths, gates, backwards):
-    _, k, v, g, _, offsets = inputs(lengths=lengths, K=128, V=128, gates=gates)
+@pytest.mark.parametrize("K", [128, 200])
+def test_packed(K, lengths, gates, backwards):
+    _, k, v, g, _, offsets = inputs(lengths=lengths, K=K, V=128, gates=gates)
     check(k, v, g, 128, offsets, backwards)
 
 

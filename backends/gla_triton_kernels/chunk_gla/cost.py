@@ -34,6 +34,7 @@ import torch
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels import MAX_WIDTH
 from gla_triton_kernels.chunk_gla.plan import (
+    STATE_KEYS,
     Kernel,
     KernelPlan,
     Plan,
@@ -82,10 +83,10 @@ def segments(call: OpCall, c: Constants) -> float:
     block, length = _block_time(call, plan.outputs, c), plan.segments.length
     outputs = kernel_seconds(call, block, cut(call, length), moved_bytes(call), c)
     if plan.segments.states.kernel is Kernel.STATES_SM90:
-        block = BlockTime(plan.segments.states.C, plan.segments.states.BV, c["hopper_start"], c["build_step"])
+        states = plan.segments.states
+        block = BlockTime(states.C, states.BV, c["hopper_start"], c["build_step"], keys=STATE_KEYS)
     else:
-        general = block if plan.outputs.kernel is Kernel.FORWARD else BlockTime(16, 128, 0, c["wide_step"])
-        block = general._replace(start=c["build_start"], step=c["build"] * general.step)
+        block = block._replace(start=c["build_start"], step=c["build"] * block.step)
     # Of a state each number is written, scanned and read, in float32.
     before = states_seconds(call, length, call.dims["H"], block, 16, c)
     bounds = 1 if call.variable_length else 0

@@ -39,7 +39,7 @@ from gla_triton_kernels.chunk_gla.cost import (
     states_seconds,
     whole,
 )
-from gla_triton_kernels.chunk_gla.plan import Kernel, SegmentPlan, checkpoint_dtype
+from gla_triton_kernels.chunk_gla.plan import STATE_KEYS, Kernel, SegmentPlan, checkpoint_dtype
 from gla_triton_kernels.chunk_gla.plan_backward import (
     CHUNK,
     BackwardPlan,
@@ -92,7 +92,7 @@ def _states(
     if plan is None:
         return []
     if plan.states.kernel is Kernel.STATES_SM90:
-        block = BlockTime(CHUNK, plan.states.BV, c["hopper_start"], c["build_step"])
+        block = BlockTime(CHUNK, plan.states.BV, c["hopper_start"], c["build_step"], keys=STATE_KEYS)
     else:
         step = c["build"] * slower * heads / max(call.dims["H"], 1)
         block = BlockTime(CHUNK, plan.states.BV, c["build_start"], step, keys=plan.states.BK)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.chunk_gla.cost import BlockTime, cut, host_seconds, kernel_seconds, planned, token_bytes, whole
-from gla_triton_kernels.chunk_gla.plan import Kernel, KernelPlan, SegmentPlan
+from gla_triton_kernels.chunk_gla.plan import STATE_KEYS, Kernel, KernelPlan, SegmentPlan
 from gla_triton_kernels.chunk_gla.plan_summary import plan_cut_summary, plan_whole_summary
 from gla_triton_kernels.cost import Constants, in_all
 
@@ -50,7 +50,7 @@ def _seconds(call: OpCall, plan: SegmentPlan, c: Constants) -> float:
 def _block_time(call: OpCall, kernel: KernelPlan, c: Constants) -> BlockTime:
     """What a block takes of a kernel that builds states."""
     if kernel.kernel is Kernel.STATES_SM90:
-        return BlockTime(kernel.C, kernel.BV, c["hopper_start"], c["build_step"])
+        return BlockTime(kernel.C, kernel.BV, c["hopper_start"], c["build_step"], keys=STATE_KEYS)
     heads = call.dims["Hq"] / max(call.dims["H"], 1)
     slower = c["tokenwise"] if kernel.tokenwise else 1 if kernel.operand == call.dtype else c["tf32"]
     step = c["build"] * slower * heads * kernel.BK * kernel.BV / 64**2

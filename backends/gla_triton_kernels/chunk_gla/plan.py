@@ -115,12 +115,16 @@ def plan_one_pass(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     Args:
         aligned: whether TMA can address q, k, v, g and o.
     """
-    B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
-    tokens = B * T / max(N, 1)
-    enough = tokens >= SM90_TOKENS * (1 if K > 64 else 2)
-    kernel = best_kernel(call, gpu, aligned) if enough else Kernel.FORWARD
+    H, V, N = (call.dims[name] for name in ("H", "V", "N"))
+    kernel = Kernel.FORWARD if _are_short(call) else best_kernel(call, gpu, aligned)
     outputs = _forward(call, gpu, aligned, N) if kernel is Kernel.FORWARD else _forward_sm90(call, kernel)
     return Plan(outputs, longest_first=are_unequal(call, gpu, N * H * -(-V // outputs.BV)))
+
+
+def _are_short(call: OpCall) -> bool:
+    """Whether an average sequence has too few tokens for the kernels for SM90 to be the faster ones."""
+    B, T, K, N = (call.dims[name] for name in ("B", "T", "K", "N"))
+    return B * T / max(N, 1) < SM90_TOKENS * (1 if K > 64 else 2)
 
 
 def best_kernel(call: OpCall, gpu: Gpu, aligned: bool) -> Kernel:
@@ -203,6 +207,8 @@ class CutTimes(NamedTuple):
 FORWARD_CUT = CutTimes(0.5, 1.5, 4.0)
 MOST_WAVES = 3
 """Waves of blocks that sequences are cut into at most."""
+STATE_KEYS = 128
+"""Keys of a state that a block of states_sm90.py builds at most."""
 INTERPRETED_SEGMENT = 32
 """Tokens of a segment where kernels are interpreted: few, so that short sequences are cut as well."""
 SM90_TILES = 200 * 2**10
@@ -219,6 +225,8 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
         return _plan_invariant(call, gpu, aligned, call.batch_invariant)
     T, H, Hq, K, V, N = (call.dims[name] for name in ("T", "H", "Hq", "K", "V", "N"))
     kernel = best_kernel(call, gpu, aligned)
+    if call.variable_length and _are_short(call):  # most segments are short sequences
+        kernel = Kernel.FORWARD
     if kernel is not Kernel.FORWARD:  # blocks of a sequence, and how many a multiprocessor runs at once
         blocks, at_once = H * -(-V // 128), 1
     else:
@@ -230,7 +238,7 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
         return plan_one_pass(call, gpu, aligned)
     segments = N + T // length if call.variable_length else N * -(-T // length)  # of packed sequences at most
     outputs = _outputs(call, gpu, aligned, kernel, segments)
-    states = _states_sm90(call) if kernel is Kernel.FORWARD_SM90 else _states(call, length, outputs)
+    states = _states(call, length, outputs) if kernel is Kernel.FORWARD else _states_sm90(call)
     unequal = are_unequal(call, gpu, segments * H * -(-V // outputs.BV))
     return Plan(outputs, SegmentPlan(length, states, gpu.architecture.overlaps_kernels), unequal)
 
@@ -244,7 +252,7 @@ def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> Plan:
     outputs = _outputs(call, gpu, aligned, kernel, 0)
     if call.dims["T"] <= tokens and not call.scalars["output_final_state"]:
         return Plan(outputs, longest_first=True)
-    states = _states_sm90(call) if kernel is Kernel.FORWARD_SM90 else _states(call, tokens, outputs)
+    states = _states(call, tokens, outputs) if kernel is Kernel.FORWARD else _states_sm90(call)
     return Plan(outputs, SegmentPlan(tokens, states, gpu.architecture.overlaps_kernels), longest_first=True)
 
 
@@ -292,7 +300,7 @@ def _time_of_cut(segments: int, chunks: int, blocks: int, at_once: int, times: C
 
 def states_of_segments(call: OpCall, gpu: Gpu, aligned: bool, length: int) -> KernelPlan:
     """The kernel that builds states of segments of so many tokens, or their gradients, where no outputs follow."""
-    if best_kernel(call, gpu, aligned) is Kernel.FORWARD_SM90:
+    if best_kernel(call, gpu, aligned) is not Kernel.FORWARD:
         return _states_sm90(call)
     segments = call.dims["N"] + call.dims["B"] * call.dims["T"] // max(length, 1)
     return _states(call, length, _forward(call, gpu, aligned, segments))
@@ -320,7 +328,7 @@ def _states(call: OpCall, length: int, outputs: KernelPlan) -> KernelPlan:
 
 
 def _states_sm90(call: OpCall) -> KernelPlan:
-    """Launch parameters of the kernel for SM90 that builds states: a warpgroup for every 64 keys."""
+    """Launch parameters of the kernel for SM90 that builds states: a warpgroup for every 64 keys, two of a block."""
     K, V, BK, C = call.dims["K"], call.dims["V"], 64, 64
     BV = 64 if V <= 64 else 128
     keys = BK if K <= BK else 2 * BK

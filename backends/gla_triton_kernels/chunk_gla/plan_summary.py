@@ -8,6 +8,7 @@ from __future__ import annotations
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.chunk_gla.plan import (
     INTERPRETED_SEGMENT,
+    STATE_KEYS,
     CutTimes,
     Kernel,
     SegmentPlan,
@@ -40,7 +41,7 @@ def plan_cut_summary(call: OpCall, gpu: Gpu, aligned: bool) -> SegmentPlan:
     T, H, K, V, N = (call.dims[name] for name in ("T", "H", "K", "V", "N"))
     kernel = states_of_segments(call, gpu, aligned, T)
     if kernel.kernel is Kernel.STATES_SM90:  # blocks of a sequence, and how many a multiprocessor runs at once
-        blocks, at_once = H * -(-V // kernel.BV), 2 if K <= kernel.BK else 1
+        blocks, at_once = H * -(-K // STATE_KEYS) * -(-V // kernel.BV), 2 if K <= kernel.BK else 1
     else:
         blocks, at_once = H * -(-K // kernel.BK) * -(-V // kernel.BV), 2
     length = segment_length(N, T, blocks, at_once * gpu.multiprocessors, call.variable_length, SUMMARY_CUT)

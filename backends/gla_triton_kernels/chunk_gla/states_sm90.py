@@ -16,9 +16,10 @@ is a plain sum. With R the sum of the gates of the chunks so far, 0 at first, an
 No exponent is above 0 and no state is decayed, so there is one path for gates of any strength.
 
 B batch   T time   H heads, as many of queries   I segments   K, V key and value width of a head   C rows of a chunk
-BV columns of right that a block holds; the keys of a head in parts of PART
+BV columns of right that a block holds; the keys of a head in parts of PART, of which a block holds PARTS
 
-One block per segment, head and BV columns of right; two kinds of warps talk over barriers in shared memory:
+One block per segment, head, PARTS parts of the keys and BV columns of right; two kinds of warps talk over barriers in
+shared memory:
 
     load    one warp: copies left, right, g of the next chunks by TMA
     state   a warpgroup for each part of the keys: decays its left where it lies and adds left^T right to its rows of S;
@@ -61,14 +62,15 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
     B, T = x.left.shape[:2]
     H, K, V = S.shape[1:]
     skipped = B if skip_last and not packed else 0  # of packed sequences the kernel finds out
-    blocks = (segments.count - skipped) * H * -(-V // kernel.BV)
+    parts = min(2, -(-K // kernel.BK))
+    blocks = (segments.count - skipped) * H * -(-K // (parts * kernel.BK)) * -(-V // kernel.BV)
     if blocks == 0:
         return []
     moved = ((x.left, kernel.BK), (x.right, kernel.BV), (x.g, kernel.BK))
     maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
     tensors = (*maps, S, D, segments.cu_seqlens, segments.bounds)
     sizes = (T, segments.length, segments.per_sequence, H, K, V)
-    constants = (-(-K // kernel.BK), x.backwards, skip_last, kernel.stages)
+    constants = (parts, x.backwards, skip_last, kernel.stages)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
     return [Launch(_build_states_kernel, (blocks, 1, 1), tensors, (x.scale,), (*sizes, *constants), options)]
 
@@ -87,7 +89,7 @@ def _load_warp(
     left_desc, right_desc, g_desc = descriptors
     left_tiles, right_tiles, g_tiles = tiles
     full, empty = barriers
-    b, h, column, start, n_chunks = chunks
+    b, h, key, column, start, n_chunks = chunks
     C: gl.constexpr = left_desc.block_type.shape[2]
     PART: gl.constexpr = left_desc.block_type.shape[3]
     GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
@@ -101,8 +103,8 @@ def _load_warp(
         for part in gl.static_range(PARTS):
             place = PARTS * slot + part
             if g_desc is not None:
-                tma.async_copy_global_to_shared(g_desc, [b, h, t, part * PART], bar, g_tiles.index(place))
-            tma.async_copy_global_to_shared(left_desc, [b, h, t, part * PART], bar, left_tiles.index(place))
+                tma.async_copy_global_to_shared(g_desc, [b, h, t, key + part * PART], bar, g_tiles.index(place))
+            tma.async_copy_global_to_shared(left_desc, [b, h, t, key + part * PART], bar, left_tiles.index(place))
         tma.async_copy_global_to_shared(right_desc, [b, h, t, column], bar, right_tiles.index(slot))
 
 
@@ -123,7 +125,7 @@ def _state_warps(
     left_tiles, right_tiles, g_tiles = tiles
     full, empty = barriers
     S_ptr, D_ptr, scale = states
-    segment, h, column, length = place
+    segment, h, first_key, column, length = place
     H, K, V = sizes
     HAS_GATE: gl.constexpr = D_ptr is not None
     C: gl.constexpr = left_tiles.type.shape[3]
@@ -167,11 +169,12 @@ def _state_warps(
     if BACKWARDS:
         S = S * scale
     state = (segment * H + h).to(gl.int64) * K
-    key = part * PART + gl.arange(0, PART, gl.SliceLayout(1, state_layout))[:, None]  # [PART, 1]
+    first_key += part * PART
+    key = first_key + gl.arange(0, PART, gl.SliceLayout(1, state_layout))[:, None]  # [PART, 1]
     value = column + gl.arange(0, BV, gl.SliceLayout(0, state_layout))[None, :]  # [1, BV]
     gl.store(S_ptr + state * V + key * V + value, S, (key < K) & (value < V))
     if HAS_GATE:
-        key = part * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))  # [PART]
+        key = first_key + gl.arange(0, PART, gl.SliceLayout(0, layout))  # [PART]
         gl.store(D_ptr + state + key, gl.exp2(R), (key < K) & (column == 0))
 
 
@@ -203,9 +206,11 @@ def _build_states_kernel(
     BV: gl.constexpr = right_desc.block_type.shape[3]
     PACKED: gl.constexpr = bounds is not None
     columns = gl.cdiv(V, BV)
+    blocks = columns * gl.cdiv(K, PARTS * PART)  # of a head
     column = gl.program_id(0) % columns * BV
-    h = gl.program_id(0) // columns % H
-    i = gl.program_id(0) // columns // H
+    key = gl.program_id(0) // columns % gl.cdiv(K, PARTS * PART) * (PARTS * PART)
+    h = gl.program_id(0) // blocks % H
+    i = gl.program_id(0) // blocks // H
     if PACKED:
         b = gl.to_tensor(0)
         start = gl.load(bounds + i).to(gl.int32)  # bounds of whole sequences are the offsets themselves, of any dtype
@@ -243,10 +248,10 @@ def _build_states_kernel(
     tiles = (left_tiles, right_tiles, g_tiles)
     barriers = (full, empty)
     states = (S_ptr, D_ptr, scale)
-    place = (i, h, column, length)
+    place = (i, h, key, column, length)
     sizes = (H, K, V)
     descriptors = (left_desc, right_desc, g_desc)
-    chunks = (b, h, column, start, chunks_of(length, C))
+    chunks = (b, h, key, column, start, chunks_of(length, C))
     # Registers of a thread: what the load warp leaves is shared out evenly.
     if PARTS == 1:
         gl.warp_specialize(
