@@ -46,12 +46,13 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import makes_checkpoints
 from gla_core.ops import _autocast, _checks
-from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
+from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._spec import (
     AS_INPUT,
     CHECKPOINTS,
@@ -203,7 +204,8 @@ def chunk_gla(
         options: Any = {"checkpoint_every": checkpoint_every, "max_seqlen": max_seqlen}
         o, *found = chunk_gla(q, k, v, g, scale, *states, cu_seqlens, backend, **options)
         return (o, *(None if x is None else x.mT.contiguous() for x in found))  # pyright: ignore[reportReturnType]
-    if cu_seqlens is None and invariant_in_force(request_text(backend)) and _are_rows_of_a_batch(q, k, v, g):
+    request = request_text(backend) if is_compiling() else backend
+    if cu_seqlens is None and invariant_in_force(request) and _are_rows_of_a_batch(q, k, v, g):
         states = (initial_state, output_final_state)
         return _packed(q, k, v, g, scale, *states, backend, checkpoint_every)
     needs_grad = needs_gradient(q, k, v, g, initial_state)
@@ -223,13 +225,15 @@ def chunk_gla(
     return found[:2] if checkpoint_every is None else found
 
 
-def invariant_in_force(request: str) -> int | None:
+def invariant_in_force(request: str | None) -> int | None:
     """Tokens at whose multiples a sequence may be cut, under this request and the one in force."""
     return current_request(request).batch_invariant
 
 
 def _are_rows_of_a_batch(*tensors: Any) -> bool:
-    """Whether all [B, T, ..] agree in B and T; else a call says which one does not."""
+    """Whether all are [B, T, ..] of one B and T; else a call says which one is not. torch.func packs nothing."""
+    if transformed():
+        return False
     shapes = [x.shape for x in tensors if isinstance(x, Tensor)]
     return all(len(shape) == 4 and shape[:2] == shapes[0][:2] for shape in shapes)
 

@@ -201,6 +201,17 @@ def test_a_backward_runs_as_its_forward(device):
     assert invariant_tokens() is None
 
 
+def test_mapped():
+    x = gla_inputs(B=3, T=70, H=1, K=8, V=8)
+
+    def forward(*args):
+        return gla.chunk_gla(*(y[None] for y in args))[0][0]
+
+    with gla.batch_invariant(TOKENS):
+        expected = gla.chunk_gla(x.q, x.k, x.v, x.g)[0]
+        assert torch.equal(torch.vmap(forward)(x.q, x.k, x.v, x.g), expected)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_compiled(inside):
     x = gla_inputs(B=2, T=70, H=1, K=8, V=8)

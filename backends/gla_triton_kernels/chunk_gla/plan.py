@@ -117,7 +117,7 @@ def plan_one_pass(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     """
     H, V, N = (call.dims[name] for name in ("H", "V", "N"))
     kernel = Kernel.FORWARD if _are_short(call) else best_kernel(call, gpu, aligned)
-    outputs = _forward(call, gpu, aligned, N) if kernel is Kernel.FORWARD else _forward_sm90(call, kernel)
+    outputs = _outputs(call, gpu, aligned, kernel, N)
     return Plan(outputs, longest_first=are_unequal(call, gpu, N * H * -(-V // outputs.BV)))
 
 
@@ -272,14 +272,15 @@ def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bo
     """Tokens of a segment; T or more where sequences stay whole.
 
     Sequences that fill the device stay whole. Others are cut so that the blocks of their segments fill it; a cut costs
-    another pass over k, v and g, a scan, and two launches.
+    another pass over k, v and g, a scan, and two launches. Of packed ones those are cut that are longer than what one
+    block would do if all had as much.
 
     Args:
         sequences: how many there are. T: tokens of one of them, or of all where they are packed.
         blocks: that compute one sequence. at_once: blocks that a device runs at once.
         times: what a cut takes.
     """
-    if packed:  # what one block would do were all work even: only longer sequences hold the others up
+    if packed:
         units = -(-T * blocks // (at_once * SEGMENT_UNIT))
         if 2 * sequences * blocks >= at_once:  # sequences of about the mean fill half of the device, and stay whole
             units = max(units, -(-3 * T // (2 * sequences * SEGMENT_UNIT)))
