@@ -3,6 +3,7 @@
     shard.py        how tokens are cut into the ranks' shards, as a value that is made once per batch
     chunk_gla.py    `chunk_gla` on a shard, forward and backward
     exchange.py     what is gathered from all ranks, and how it is folded to what enters a part
+    history.py      the rows before a part, for the short convolutions of a layer
 
 The core does not import this package, nor torch.distributed by itself; `import gla_core.distributed` does.
 """
