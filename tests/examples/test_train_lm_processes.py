@@ -75,6 +75,12 @@ def test_killed_while_a_checkpoint_is_written(train, start: Start, losses, tmp_p
     assert sorted(path.name for path in out.iterdir()) == ["loss.png", "step-8"]
 
 
+def test_two_processes_read_each_window_together(train, start: Start, losses, tmp_path):
+    common = ("--steps=3", "--save-every=3", "--activation-checkpointing")
+    wait(start(2, *common, "--context-parallel=2", f"--out={tmp_path / 'together'}"))
+    assert losses(tmp_path / "together") == pytest.approx(train(tmp_path / "alone", *common), rel=1e-4)
+
+
 @pytest.mark.slow
 def test_two_processes(train, start: Start, losses, arguments, tmp_path):
     common = ("--steps=4", "--save-every=1")
