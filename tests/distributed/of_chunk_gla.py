@@ -335,4 +335,4 @@ def check_ranks_that_differ(ranks: Ranks) -> None:
     gla.reload_environment()
 
 
-OF_TWO = (check_one_rank_that_fails, check_ranks_that_differ)
+OF_NUMBER = {check_one_rank_that_fails: 2, check_ranks_that_differ: 2}

@@ -141,6 +141,3 @@ def check_what_a_layer_over_ranks_refuses(ranks: Ranks) -> None:
             layer(**{"x": x, **arguments})
     with pytest.raises(ValueError, match="step reads one token"):
         layer.step(x[:, 0], state)
-
-
-OF_TWO = ()

@@ -16,17 +16,19 @@ import traceback
 
 import of_chunk_gla
 import of_layers
+import of_tensor_parallel
 import torch
 import torch.distributed as dist
 from ranks import Ranks
 
 CHECKS = [
     function
-    for module in (of_chunk_gla, of_layers)
+    for module in (of_chunk_gla, of_layers, of_tensor_parallel)
     for name, function in vars(module).items()
     if name.startswith("check_")
 ]
-OF_TWO = (*of_chunk_gla.OF_TWO, *of_layers.OF_TWO)
+OF_NUMBER = of_chunk_gla.OF_NUMBER | of_tensor_parallel.OF_NUMBER
+"""Checks of one number of ranks; the others are of any."""
 
 
 def be(rank: int, number: int, folder: str) -> None:
@@ -35,7 +37,7 @@ def be(rank: int, number: int, folder: str) -> None:
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=number, timeout=timeout)
     for check in CHECKS:
-        if number == 2 or check not in OF_TWO:
+        if OF_NUMBER.get(check, number) == number:
             begin = time.monotonic()
             check(Ranks(rank, number))
             if rank == 0:
