@@ -15,6 +15,7 @@ import time
 import traceback
 
 import of_chunk_gla
+import of_dtensors
 import of_layers
 import of_tensor_parallel
 import torch
@@ -23,11 +24,11 @@ from ranks import Ranks
 
 CHECKS = [
     function
-    for module in (of_chunk_gla, of_layers, of_tensor_parallel)
+    for module in (of_chunk_gla, of_layers, of_tensor_parallel, of_dtensors)
     for name, function in vars(module).items()
     if name.startswith("check_")
 ]
-OF_NUMBER = of_chunk_gla.OF_NUMBER | of_tensor_parallel.OF_NUMBER
+OF_NUMBER = of_chunk_gla.OF_NUMBER | of_tensor_parallel.OF_NUMBER | of_dtensors.OF_NUMBER
 """Checks of one number of ranks; the others are of any."""
 
 
