@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gla_core.dispatch.environment import environment
 from gla_core.distributed.exchange import Summary, fold, gather
+from gla_core.distributed.outside_graphs import outside_graphs
 from gla_core.distributed.shard import Layout, Packed, Shard, refuse_ranks_that_differ
 from gla_core.distributed.shard import shard as make_shard
 from gla_core.ops import _autocast
@@ -33,6 +34,7 @@ from gla_core.ops.chunk_gla import FORWARD, interval_for_backward, torch_bwd, to
 from gla_core.ops.chunk_gla_summary import chunk_gla_summary
 
 
+@outside_graphs
 def chunk_gla(
     q: Tensor,
     k: Tensor,

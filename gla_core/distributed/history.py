@@ -17,9 +17,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from gla_core.distributed.outside_graphs import outside_graphs
 from gla_core.distributed.shard import Shard, all_gather, in_order, reduce_scatter
 
 
+@outside_graphs
 def histories(inputs: Sequence[Tensor], room: int, shard: Shard) -> list[Tensor]:
     """The `room` rows before each part of a sequence that this rank has, zeros where there are none.
 

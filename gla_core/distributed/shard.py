@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gla_core.dispatch.environment import environment
+from gla_core.distributed.outside_graphs import outside_graphs
 from gla_core.ops._checks import INTEGERS
 
 Layout = Literal["contiguous", "zigzag"]
@@ -88,6 +89,7 @@ class Shard:
         return _places(self.layout, self.rank, self.ranks)
 
 
+@outside_graphs
 def shard(
     tokens: int,
     cu_seqlens: Tensor | None = None,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ranks import Ranks, rows_of_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from gla_core import distributed
 from gla_core.conformance.tolerances import relative_error
@@ -53,7 +54,6 @@ def compare(
     lengths: tuple[int, ...],
     layout: str = "contiguous",
     forward: Callable[..., Tensor] = through,
-    **where: object,
 ) -> None:
     """Outputs and gradients over ranks beside those of one process; those of parameters are sums over ranks."""
     x = x.detach().requires_grad_()
@@ -68,8 +68,7 @@ def compare(
 
     model.zero_grad()
     z = own(x).detach().requires_grad_()
-    where = where or {"shard": distributed.shard(z.shape[1], cu_seqlens, layout=layout)}
-    found = forward(model, z, **where)
+    found = forward(model, z, shard=distributed.shard(z.shape[1], cu_seqlens, layout=layout))
     found.backward(own(dy))
     assert found.shape == own(y).shape
     for name, mine, reference in (("y", found, y), ("dx", z.grad, dx)):
@@ -124,6 +123,23 @@ def check_a_layer_with_a_mesh(ranks: Ranks) -> None:
         assert y[0, max(0, 3 - own.start) :].isfinite().all()
 
 
+def check_checkpointed_and_compiled_layers(ranks: Ranks) -> None:
+    """What runs again in a backward sends again, in the same order on all ranks; graphs end where ranks exchange."""
+
+    def again(model: nn.ModuleList, x: Tensor, **where: object) -> Tensor:
+        for layer in model:
+            x = x + checkpoint(layer, x, use_reentrant=False, **where)[0]
+        return x
+
+    def compiled(model: nn.ModuleList, x: Tensor, **where: object) -> Tensor:
+        return x + torch.compile(model[0], backend="aot_eager")(x, **where)[0]
+
+    x = torch.randn(1, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cu_seqlens, lengths = torch.tensor([0, 3, 20]), (12, 8)
+    compare(ranks, layers(), x, cu_seqlens, lengths, "zigzag", again)
+    compare(ranks, layers()[:1], x, cu_seqlens, lengths, "zigzag", compiled)
+
+
 def check_what_a_layer_over_ranks_refuses(ranks: Ranks) -> None:
     layer = GatedLinearAttention(16, use_short_conv=True, context_parallel=dist.group.WORLD)
     x, mask = torch.randn(1, 4, 16), torch.ones(1, 4)
@@ -141,3 +157,6 @@ def check_what_a_layer_over_ranks_refuses(ranks: Ranks) -> None:
             layer(**{"x": x, **arguments})
     with pytest.raises(ValueError, match="step reads one token"):
         layer.step(x[:, 0], state)
+
+
+OF_NUMBER = {check_checkpointed_and_compiled_layers: 2}

@@ -28,7 +28,7 @@ CHECKS = [
     for name, function in vars(module).items()
     if name.startswith("check_")
 ]
-OF_NUMBER = of_chunk_gla.OF_NUMBER | of_tensor_parallel.OF_NUMBER | of_dtensors.OF_NUMBER
+OF_NUMBER = of_chunk_gla.OF_NUMBER | of_layers.OF_NUMBER | of_tensor_parallel.OF_NUMBER | of_dtensors.OF_NUMBER
 """Checks of one number of ranks; the others are of any."""
 
 
