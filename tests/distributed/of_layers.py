@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Callable
 from unittest import mock
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+import gla_core as gla
 from gla_core import distributed
 from gla_core.conformance.tolerances import relative_error
 from gla_core.distributed import history
@@ -159,4 +161,16 @@ def check_what_a_layer_over_ranks_refuses(ranks: Ranks) -> None:
         layer.step(x[:, 0], state)
 
 
-OF_NUMBER = {check_checkpointed_and_compiled_layers: 2}
+def check_layers_that_differ(ranks: Ranks) -> None:
+    """Under GLA_CHECK=1 all ranks raise, before a convolution sends."""
+    os.environ["GLA_CHECK"] = "1"
+    gla.reload_environment()
+    layer = GatedLinearAttention(16, use_short_conv=True, context_parallel=dist.group.WORLD)
+    with pytest.raises(ValueError, match="B is 2 on rank 1 of the group and 1 on rank 0"):
+        layer(torch.randn(1 + ranks.rank, 4, 16))
+    layer(torch.randn(1, 4, 16))
+    del os.environ["GLA_CHECK"]
+    gla.reload_environment()
+
+
+OF_NUMBER = {check_checkpointed_and_compiled_layers: 2, check_layers_that_differ: 2}
