@@ -19,7 +19,8 @@ Train a language model of gated linear attention, which reads bytes and predicts
   python examples/train_lm.py --preset 6m --steps 200 --out runs/small
   torchrun --nproc-per-node 8 examples/train_lm.py --preset 340m --data texts --steps 20000 --out runs/large
 
-Under torchrun the model is sharded over the processes by FSDP2, on a GPU each, or on the CPU."""
+Under torchrun the model is sharded over the processes by FSDP2, on a GPU each, or on the CPU. With --context-parallel N
+each window is cut into parts, which N processes read together: for windows too long for one of them."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -54,6 +55,7 @@ class Options(Preset):
     seed: int
     device: str
     precision: str
+    context_parallel: int
     activation_checkpointing: bool
     compile: bool
     out: Path | None
@@ -157,6 +159,13 @@ def parser() -> argparse.ArgumentParser:
         choices=("auto", *DTYPES),
         default="auto",
         help="bfloat16 is mixed precision: weights stay in float32; auto is bfloat16 on a GPU, else float32",
+    )
+    option(
+        "--context-parallel",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="processes that read a window together, each an equal part of it (default: %(default)s)",
     )
     option(
         "--activation-checkpointing",

@@ -60,7 +60,7 @@ def train(options: Options) -> None:
     if options.out is not None:
         check_writable("--out", options.out, folder=True)
     corpus = standard_library() if options.data is None else folder_of(options.data)
-    group = processes.start(device)
+    group = processes.start(device, options.context_parallel)
     check_sizes(options, corpus, group)
     settings = settings_of(options, corpus, device)
     last = None if options.out is None else checkpoints.newest(options.out)
@@ -160,10 +160,10 @@ def step(options: Options, corpus: Corpus, training: Training, before: int, grou
 
 
 def evaluate(options: Options, corpus: Corpus, model: LanguageModel, group: Processes) -> float:
-    """Bits per byte of held-out text, every process reading as many windows."""
-    windows = held_out_windows(corpus.held_out, options.window, max(EVALUATED // options.window, group.number))
-    share = group.share(windows[: len(windows) // group.number * group.number])
-    return group.mean(model_bits(model, share, options.batch // (group.number * options.accumulate)))
+    """Bits per byte of held-out text, every group reading as many windows."""
+    windows = held_out_windows(corpus.held_out, options.window, max(EVALUATED // options.window, group.groups))
+    share = group.share(windows[: len(windows) // group.groups * group.groups])
+    return group.mean(model_bits(model, share, options.batch // (group.groups * options.accumulate)))
 
 
 # ---- what is printed and drawn
@@ -173,6 +173,7 @@ def introduce(options: Options, corpus: Corpus, model: LanguageModel, group: Pro
     """Say what is trained, on what, and how."""
     size = sum(parameter.numel() for parameter in model.parameters())
     shared = "" if group.mesh is None else f", sharded by FSDP2 over {group.number} processes"
+    shared += "" if group.context is None else f", {group.context.size()} to a window"
     console.print(
         f"The text: {options.data or 'the standard library of Python'}. "
         f"{len(corpus.train) / 1e6:.2f} MB to learn from, {len(corpus.held_out) / 1e6:.2f} MB held out.\n"
@@ -243,17 +244,23 @@ def check_sizes(options: Options, corpus: Corpus, group: Processes) -> None:
     """Raise ValueError where the sizes do not fit each other, the text or the processes."""
     if options.width % (2 * options.heads):
         raise ValueError(f"--width is {options.width}; expected a multiple of twice --heads, {2 * options.heads}")
-    parts = group.number * options.accumulate
+    parts = group.groups * options.accumulate
     if options.batch % parts:
+        over = "" if group.context is None else " over --context-parallel"
         raise ValueError(
-            f"--batch is {options.batch}; expected a multiple of {parts}, the number of processes times --accumulate"
+            f"--batch is {options.batch}; expected a multiple of {parts}, "
+            f"the number of processes{over} times --accumulate"
         )
-    least = min(len(corpus.train), len(corpus.held_out) // group.number)
+    if options.window % options.context_parallel:
+        raise ValueError(
+            f"--window is {options.window}; expected a multiple of --context-parallel, {options.context_parallel}"
+        )
+    least = min(len(corpus.train), len(corpus.held_out) // group.groups)
     if least <= options.window:
         raise ValueError(
             f"--window is {options.window}, but --data has {len(corpus.train)} bytes to learn from and "
-            f"{len(corpus.held_out)} held out, and every process needs one more than --window of each; "
-            "take a smaller --window or more text"
+            f"{len(corpus.held_out)} held out, and every process or group of --context-parallel needs one more than "
+            "--window of each; take a smaller --window or more text"
         )
 
 

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gla_core.dispatch.environment import environment
 from gla_core.distributed.exchange import Summary, fold, gather
+from gla_core.distributed.outside_graphs import outside_graphs
 from gla_core.distributed.shard import Layout, Packed, Shard, refuse_ranks_that_differ
 from gla_core.distributed.shard import shard as make_shard
 from gla_core.ops import _autocast
@@ -33,6 +34,7 @@ from gla_core.ops.chunk_gla import FORWARD, interval_for_backward, torch_bwd, to
 from gla_core.ops.chunk_gla_summary import chunk_gla_summary
 
 
+@outside_graphs
 def chunk_gla(
     q: Tensor,
     k: Tensor,
@@ -109,7 +111,9 @@ def chunk_gla(
     own = _Own(shard, offsets, None if every_state else shard.packed)
     needs_grad = needs_gradient(q, k, v, g, initial_state)
     states = (initial_state, output_final_state)
-    o, final = _Sharded.apply(*rows, scale_or_default(q, scale), *states, own, needs_grad, request_text(backend))
+    o, final = _chunk_gla_over_ranks.apply(
+        *rows, scale_or_default(q, scale), *states, own, needs_grad, request_text(backend)
+    )
     return o.view(B, T, *o.shape[2:]), final
 
 
@@ -159,8 +163,11 @@ class _Own:
         return parts.index_copy_(0, cut.left if backwards else cut.entered, torch.cat(own)), final
 
 
-class _Sharded(torch.autograd.Function):
-    """One function, not three that autograd joins: what is gathered needs no gradient of its own."""
+class _chunk_gla_over_ranks(torch.autograd.Function):
+    """One function, not three that autograd joins: what is gathered needs no gradient of its own.
+
+    Profilers show its name, which has the op's in it as those of the plain ops have.
+    """
 
     @staticmethod
     def forward(

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gla_core.dispatch.environment import environment
+from gla_core.distributed.outside_graphs import outside_graphs
 from gla_core.ops._checks import INTEGERS
 
 Layout = Literal["contiguous", "zigzag"]
@@ -49,6 +50,7 @@ class Packed:
         tails: offsets of 2 P stretches: for each piece what is before its tail, and its tail.
         heads: offsets of 2 P stretches: for each piece its head, and what is behind it.
         entered, left: [P], the part that the state before a piece enters, and that the state behind it leaves.
+        before: [P], how many rows in front of a piece are of the sequence that goes on in it.
         passed: whether one sequence goes through a whole piece, for all pieces of all ranks [P * R] in order.
     """
 
@@ -58,6 +60,7 @@ class Packed:
     heads: Tensor
     entered: Tensor
     left: Tensor
+    before: Tensor
     passed: Tensor
 
 
@@ -86,6 +89,7 @@ class Shard:
         return _places(self.layout, self.rank, self.ranks)
 
 
+@outside_graphs
 def shard(
     tokens: int,
     cu_seqlens: Tensor | None = None,
@@ -166,10 +170,22 @@ def all_gather(received: Tensor, sent: Tensor, group: dist.ProcessGroup, async_o
     return function(received, sent, group, async_op=async_op)
 
 
+def reduce_scatter(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
+    """The sum of what all ranks send for this one, of one after another; by either name, as `all_gather`."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(received, sent, group=group)
+
+
+def in_order(*pieces: Tensor) -> Tensor:
+    """The pieces of all ranks in the order of places [P R, ..], given the first of each rank [R, ..] and the second."""
+    first, *second = pieces
+    return torch.cat([first, *(piece.flip(0) for piece in second)])
+
+
 def _bounds(lengths: Tensor, layout: Layout) -> Tensor:
     """Where the pieces of all ranks begin and end in the whole row [P R + 1]."""
     if layout == "zigzag":
-        lengths = torch.cat([lengths // 2, (lengths // 2).flip(0)])
+        lengths = in_order(lengths // 2, lengths // 2)
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
@@ -203,6 +219,7 @@ def _packed(cu_seqlens: Tensor, bounds: Tensor, places: tuple[int, ...]) -> Pack
         heads=in_row(torch.cat([start, own(head)], 1), end),
         entered=own(sequence)[:, 0] + piece,
         left=own(sequence, 1)[:, 0] + piece,
+        before=own((bounds - first) * is_cut)[:, 0],
         passed=passed,
     )
 

@@ -26,6 +26,12 @@ from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 from gla_core.ops._checks import wide
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from gla_core.distributed import Shard
+
 NORM_NAMES = ("g_norm", "g_norm_swish_gate")
 
 
@@ -56,6 +62,8 @@ class GatedLinearAttention(nn.Module):
             is an output gate and gate_fn is "swish", else `g_norm`. A checkpoint is read under either name.
         mode: "chunk", "fused_chunk" or "fused_recurrent", as configurations say; all compute the same.
         layer_idx: the number of the layer in its model, kept for who asks.
+        context_parallel: ranks that the tokens of each sequence are spread over, a process group or a DeviceMesh of one
+            dimension. `forward` then reads this rank's tokens and is called by all of them, as is its backward.
 
     Raises:
         ValueError: sizes that do not fit together, a name that is not known.
@@ -92,6 +100,7 @@ class GatedLinearAttention(nn.Module):
         fuse_norm: bool = True,
         mode: str = "chunk",
         layer_idx: int | None = None,
+        context_parallel: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -118,6 +127,7 @@ class GatedLinearAttention(nn.Module):
         self.feature_map = None if feature_map is None else activation("feature_map", feature_map)
         self.gate_logit_normalizer, self.clamp_min = gate_logit_normalizer, clamp_min
         self.backend, self.mode, self.layer_idx = backend, mode, layer_idx
+        self.context_parallel = context_parallel
 
         key_dim, value_dim = num_heads * self.head_k_dim, num_heads * self.head_v_dim
         kv_key_dim, kv_value_dim = num_kv_heads * self.head_k_dim, num_kv_heads * self.head_v_dim
@@ -154,6 +164,8 @@ class GatedLinearAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
+        *,
+        shard: Shard | None = None,
     ) -> tuple[Tensor, GLAState]: ...
 
     @overload
@@ -166,6 +178,7 @@ class GatedLinearAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
+        shard: Shard | None = None,
     ) -> tuple[Tensor, GLAState]: ...
 
     @overload
@@ -177,6 +190,8 @@ class GatedLinearAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
+        *,
+        shard: Shard | None = None,
     ) -> tuple[Tensor, GLAState | None]: ...
 
     def forward(
@@ -187,6 +202,8 @@ class GatedLinearAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
+        *,
+        shard: Shard | None = None,
     ) -> tuple[Tensor, GLAState | None]:
         """Read whole sequences: training and prefill. Differentiable, through the states too.
 
@@ -199,15 +216,19 @@ class GatedLinearAttention(nn.Module):
             max_seqlen: tokens of the longest packed sequence, where they are known; see `chunk_gla`.
             attention_mask: [B, T] or with more columns, of which the last T count: 0 where x is padding, which may be
                 in front, behind or between the tokens of a sequence. Its y is 0, and it leaves no trace in the state.
+            shard: what `gla_core.distributed.shard` returned for this batch, the same for all layers of a model, in
+                place of cu_seqlens; T is then of this rank. Without it, context_parallel has every layer make one, of
+                contiguous shards, where cu_seqlens are the offsets in the row of all ranks' tokens. Over ranks there is
+                neither a state, given or asked for, nor a mask, and max_seqlen is not used.
 
         Returns:
             y [B, T, hidden_size] as x (under torch.autocast, of its dtype), and the state (None unless asked for).
 
         Raises:
-            ValueError, TypeError: an argument of a wrong shape or dtype; both cu_seqlens and attention_mask.
+            ValueError, TypeError: an argument of a wrong shape or dtype, or two that exclude each other.
             NoBackendError, UnknownBackendError: nobody can serve the request in `backend`.
         """
-        given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask)
+        given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard)
         return recurrence.read_sequences(self, self.op_inputs, self._output, *given)
 
     if TYPE_CHECKING:

@@ -26,6 +26,12 @@ from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 from gla_core.ops._checks import wide
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from gla_core.distributed import Shard
+
 
 class HGRN2(nn.Module):
     """HGRN2 as a layer: [B, T, hidden_size] to [B, T, hidden_size].
@@ -41,7 +47,7 @@ class HGRN2(nn.Module):
         norm_eps: added to the mean square in the norm. flash-linear-attention 0.6.0 takes 1e-5 whatever its own says.
         backend: a request handed to every op, such as "reference"; see `gla_core.use_backend`.
         device, dtype: of the parameters, as in torch's own modules.
-        mode, layer_idx: as of `GatedLinearAttention`.
+        mode, layer_idx, context_parallel: as of `GatedLinearAttention`.
 
     Raises:
         ValueError: sizes that do not fit together, a mode that is not known.
@@ -69,6 +75,7 @@ class HGRN2(nn.Module):
         *,
         mode: str = "chunk",
         layer_idx: int | None = None,
+        context_parallel: ProcessGroup | DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         if expand_ratio is None:
@@ -81,6 +88,7 @@ class HGRN2(nn.Module):
         self.hidden_size, self.num_heads, self.expand_ratio = hidden_size, num_heads, expand_ratio
         self.use_short_conv, self.conv_size = use_short_conv, conv_size
         self.backend, self.mode, self.layer_idx = backend, mode, layer_idx
+        self.context_parallel = context_parallel
 
         forget_dim = num_heads * expand_ratio
         where: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -109,6 +117,7 @@ class HGRN2(nn.Module):
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
         lower_bound: Tensor | None = None,
+        shard: Shard | None = None,
     ) -> tuple[Tensor, GLAState]: ...
 
     @overload
@@ -121,6 +130,8 @@ class HGRN2(nn.Module):
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
         lower_bound: Tensor | None = None,
+        *,
+        shard: Shard | None = None,
     ) -> tuple[Tensor, GLAState | None]: ...
 
     def forward(
@@ -132,6 +143,8 @@ class HGRN2(nn.Module):
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
         lower_bound: Tensor | None = None,
+        *,
+        shard: Shard | None = None,
     ) -> tuple[Tensor, GLAState | None]:
         """Read whole sequences: training and prefill. Differentiable, through the states and the bound too.
 
@@ -141,7 +154,7 @@ class HGRN2(nn.Module):
         All else is as of `GatedLinearAttention.forward`.
         """
         op_inputs = functools.partial(self.op_inputs, lower_bound=lower_bound)
-        given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask)
+        given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard)
         return recurrence.read_sequences(self, op_inputs, self._output, *given)
 
     if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,12 @@ from gla_core.nn.short_convolution import Packing, ShortConvolution, packing
 from gla_core.ops import _checks
 from gla_core.ops.chunk_gla import chunk_gla
 from gla_core.ops.recurrent_gla_step import recurrent_gla_step
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from gla_core.distributed import Shard
 
 MODES = ("chunk", "fused_chunk", "fused_recurrent")
 """What flash-linear-attention's configurations say of how to compute."""
@@ -61,6 +67,7 @@ class RecurrentLayer(Protocol):
     hidden_size: int
     conv_size: int
     backend: str | None
+    context_parallel: ProcessGroup | DeviceMesh | None
 
     @property
     def state_shape(self) -> tuple[int, int, int]: ...
@@ -81,11 +88,17 @@ def read_sequences(
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
     attention_mask: Tensor | None,
+    shard: Shard | None,
 ) -> tuple[Tensor, GLAState | None]:
     """What the layer's `forward` returns, from what it makes of x for the op and of the op's o.
 
     The other arguments are those of `GatedLinearAttention.forward`.
     """
+    if shard is not None or layer.context_parallel is not None:
+        _refuse_over_ranks(state=state, output_final_state=output_final_state or None, attention_mask=attention_mask)
+        from gla_core.nn.context_parallel import read_shard
+
+        return read_shard(layer, op_inputs, output, x, cu_seqlens, shard), None
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
     _checks.tensor("x", x, "B T hidden_size", dims)
     dims["N"] = dims["B"]
@@ -136,6 +149,8 @@ def read_tokens(
 
     The other arguments are those of `GatedLinearAttention.step`.
     """
+    if layer.context_parallel is not None:
+        raise ValueError("step reads one token, which no ranks share; decode by a layer without context_parallel")
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
     _checks.tensor("x", x, "B hidden_size", dims)
     if state_indices is not None:  # here and not only in the op, for the convolutions come before it
@@ -195,6 +210,15 @@ class _Convolved:
             )
             self.after = (to_a, to_b, to_c)
         return a, b, c
+
+
+def _refuse_over_ranks(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is given, and the tokens are spread over ranks (context_parallel or shard); "
+                "expected none: pack sequences in place of a mask, and pass states between calls without ranks"
+            )
 
 
 def _check_mask(mask: Tensor, cu_seqlens: Tensor | None, dims: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 
 from gla_core.ops import _autocast, _flops
 from gla_core.ops._checks import wide
+from gla_core.ops._over_mesh import taking_dtensors
 from gla_core.ops._run import bypasses_torch, transformed
 from gla_core.ops._run import run as run_op
 from gla_core.ops._spec import OpSpec
@@ -37,7 +38,7 @@ def torch_op_of(
     It takes the op's arguments, needs_grad where there is a gradient, and the request as a string. A result that is
     None may be an empty tensor. The other arguments are as of `torch_op`.
     """
-    return torch_op(spec.schema(), runner(spec), faker(spec), setup_context, backward, vmap, spec.flops)
+    return torch_op(spec.schema(), runner(spec), faker(spec), setup_context, backward, vmap, spec.flops, spec)
 
 
 def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
@@ -94,6 +95,7 @@ def torch_op(
     backward: Callable[..., tuple] | None = None,
     vmap: Callable[..., tuple[Any, Any]] | None = None,
     flops: Callable[..., int] | None = None,
+    spec: OpSpec | None = None,
 ) -> TorchOp:
     """Define `gla::<name>` and return the function that calls it.
 
@@ -106,6 +108,7 @@ def torch_op(
         vmap: as of `torch.library.register_vmap`; by default the new dimension joins the batch, which is the first
             dimension of every tensor.
         flops: takes the shapes of the tensors, returns the floating-point operations.
+        spec: of the op, of whose arguments these are the first; with one that has heads it takes DTensors.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -123,6 +126,8 @@ def torch_op(
         setup_context = setup_context or _keep_nothing
         torch.library.register_autograd(f"gla::{name}", backward, setup_context=setup_context, lib=_library)
         call = _differentiable(name, run, call, setup_context, backward, batched)
+    if spec is not None and "H" in spec.sizes:
+        call = taking_dtensors(spec, call, in_place="(a!)" in schema)
     return call
 
 

@@ -192,7 +192,7 @@ def _fake_in_place(*args: Any) -> Tensor:
 
 _SCHEMA = STEP.schema(len(STEP.arguments) - 1)  # two torch ops, one for each value of `inplace`
 _in_place, _faker = runner(STEP, True), faker(STEP, False)
-_torch_step = torch_op(_SCHEMA, runner(STEP, False), _faker, backward=_no_backward, flops=STEP.flops)
+_torch_step = torch_op(_SCHEMA, runner(STEP, False), _faker, backward=_no_backward, flops=STEP.flops, spec=STEP)
 _torch_step_inplace = torch_op(
     _SCHEMA.replace("step(", "step_(")
     .replace("Tensor state", "Tensor(a!) state")
@@ -201,4 +201,5 @@ _torch_step_inplace = torch_op(
     _fake_in_place,
     vmap=refuse_in_place,
     flops=STEP.flops,
+    spec=STEP,
 )

@@ -84,6 +84,7 @@ def test_without_matplotlib(train, tmp_path, capsys, monkeypatch):
         ("--device=gpu", "unknown device 'gpu'; expected auto, cpu, cuda or cuda:1"),
         ("--width=18", "--width is 18; expected a multiple of twice --heads, 4"),
         ("--accumulate=3", "--batch is 4; expected a multiple of 3, the number of processes times --accumulate"),
+        ("--context-parallel=2", "--context-parallel is 2; expected a divisor of the number of processes, 1"),
         ("--steps=0", "argument --steps: it is '0'; expected a whole number, at least 1"),
         ("--seed=1.5", "argument --seed: it is '1.5'; expected a whole number, at least 0"),
         ("--learning-rate=x", "argument --learning-rate: it is 'x'; expected a number above 0, such as 1e-3"),

@@ -41,10 +41,13 @@ def in_group(number: int) -> list[dict[str, str]]:
     return [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number)]
 
 
-def wait(processes: list[subprocess.Popen]) -> None:
+def wait(processes: list[subprocess.Popen]) -> str:
+    """What they print."""
+    outs = []
     for process in processes:
-        out, _ = process.communicate(timeout=SECONDS)
-        assert process.returncode == 0, out
+        outs.append(process.communicate(timeout=SECONDS)[0])
+        assert process.returncode == 0, outs[-1]
+    return "".join(outs)
 
 
 def kill_when(processes: list[subprocess.Popen], there: Callable[[], bool]) -> None:
@@ -73,6 +76,15 @@ def test_killed_while_a_checkpoint_is_written(train, start: Start, losses, tmp_p
     assert train(out, *common) == whole
     assert f"Going on after step {done} of 8" in capfd.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == ["loss.png", "step-8"]
+
+
+def test_two_processes_read_each_window_together(train, start: Start, losses, tmp_path):
+    common = ("--steps=3", "--save-every=3", "--activation-checkpointing")
+    out = wait(start(2, *common, "--context-parallel=2", f"--out={tmp_path / 'together'}"))
+    assert "sharded by FSDP2 over 2 processes, 2 to a window" in out
+    assert "% is GLA ops" in out
+    assert " 0% is GLA ops" not in out
+    assert losses(tmp_path / "together") == pytest.approx(train(tmp_path / "alone", *common), rel=1e-4)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""gla_core.distributed on 1 to 4 processes beside one that has all tokens; the checks are those of ranks.py."""
+"""gla_core.distributed on 1 to 4 processes; the checks are those of the modules that start.py names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-RANKS = Path(__file__).parent / "ranks.py"
+START = Path(__file__).parent / "start.py"
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_ranks(number, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, RANKS, tmp_path, str(number)]
+    command = [sys.executable, START, tmp_path, str(number)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stdout + ran.stderr

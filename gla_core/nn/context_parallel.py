@@ -1,0 +1,71 @@
+"""How layers read sequences whose tokens are spread over ranks: the op and the convolutions take what other ranks have.
+
+Imported by a layer that is asked for it, for it imports torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gla_core.dispatch.environment import environment
+from gla_core.distributed import Shard, chunk_gla
+from gla_core.distributed import shard as make_shard
+from gla_core.distributed.history import histories
+from gla_core.distributed.shard import refuse_ranks_that_differ
+from gla_core.nn.short_convolution import ShortConvolution, packing
+from gla_core.ops import _checks
+
+if TYPE_CHECKING:
+    from gla_core.nn.recurrence import OpInputs, Output, RecurrentLayer
+
+
+def read_shard(
+    layer: RecurrentLayer,
+    op_inputs: OpInputs,
+    output: Output,
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    shard: Shard | None,
+) -> Tensor:
+    """What the layer makes of this rank's tokens x [B, T, hidden_size]; the arguments are those of `read_sequences`."""
+    dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
+    if shard is None:
+        _checks.tensor("x", x, "B T hidden_size", dims)
+        shard = make_shard(x.shape[1], cu_seqlens, layer.context_parallel)
+    elif cu_seqlens is not None:
+        raise ValueError("both cu_seqlens and shard are given; the shard has offsets of its own")
+    dims["T"] = shard.tokens
+    _checks.tensor("x", x, "B T hidden_size", dims)
+    if shard.packed is not None:
+        _checks.packed(dims | {"N+1": len(shard.packed.cu_seqlens)}, of="x")
+    if environment().check_values:
+        agreed = {"B": x.shape[0], "dtype": x.dtype, "conv_size": layer.conv_size if layer.convolutions else None}
+        refuse_ranks_that_differ(agreed, shard.group, "a layer and its x are alike on every rank, but for T")
+
+    def convolve(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return _convolved(layer.convolutions, (a, b, c), layer.conv_size, shard) if layer.convolutions else (a, b, c)
+
+    q, k, v, g = op_inputs(x, convolve)
+    o, _ = chunk_gla(q, k, v, g, backend=layer.backend, shard=shard)
+    return output(o, x)
+
+
+def _convolved(
+    convolutions: Sequence[ShortConvolution], projections: Sequence[Tensor], W: int, shard: Shard
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Send projections [B, T, width] through the convolutions, after the W - 1 rows before each part of a sequence."""
+    before = histories(projections, W - 1, shard) if W > 1 else (None, None, None)
+    places, rows = None, projections
+    if shard.packed is not None:
+        places = packing(shard.packed.parts, shard.tokens, W)
+    elif len(shard.places) > 1:  # each piece as a row of the batch
+        pieces = (len(shard.places), shard.tokens // len(shard.places))
+        rows = [x.unflatten(1, pieces).flatten(0, 1) for x in projections]
+    a, b, c = (
+        convolution(x, history, places)[0].view(like.shape)
+        for convolution, x, history, like in zip(convolutions, rows, before, projections, strict=True)
+    )
+    return a, b, c

@@ -1,0 +1,103 @@
+"""Ops on DTensors: each rank computes the sequences or the heads that it has, and the op sends nothing.
+
+Along a dimension of the mesh all arguments are spread as the first that is spread there; what lies elsewhere is brought
+there. Tokens are refused: from each a state passes to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gla_core.ops._spec import INDICES, OFFSETS, OpSpec
+
+SPREAD = {"B": "B", "N": "B", "P": "B", "H": "H", "Hq": "H"}
+"""The dimensions that may be spread over ranks, by name: those of sequences (B), and those of heads (H)."""
+
+Along = Sequence[str | None]
+"""What each dimension of a mesh spreads: sequences (B), heads (H) or nothing."""
+
+
+def taking_dtensors(spec: OpSpec, call: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
+    """What calls an op with DTensors too, given what calls it with plain tensors.
+
+    Args:
+        in_place: whether the op writes into an argument, which is then not brought elsewhere, and returns the first
+            result alone.
+    """
+    results = spec.results[:1] if in_place else spec.results
+    shapes = {argument.name: (argument.shape or "").split() for argument in spec.arguments}
+
+    def call_any(*args: Any) -> Any:
+        if type(args[0]) is Tensor or not _is_dtensor(args[0]):
+            return call(*args)
+        from torch.distributed.tensor.experimental import local_map
+
+        given = dict(zip(spec.parameters, args, strict=False))
+        along, outputs = _along(spec, shapes, given), []
+        inputs = [_placements(shapes[name], along) if _is_dtensor(x) else None for name, x in given.items()]
+        for result in results:
+            shape = shapes[result.like] if result.like else result.shape.split()
+            absent = given[result.like] is None if result.like else result.when and not result.when(given)
+            outputs.append(None if absent else _placements(shape, along))
+        rest = [None] * (len(args) - len(inputs))
+        where: dict[str, Any] = {"device_mesh": args[0].device_mesh, "redistribute_inputs": not in_place}
+        return local_map(call, tuple(outputs), (*inputs, *rest), **where)(*args)
+
+    return call_any
+
+
+def _is_dtensor(x: Any) -> bool:
+    return isinstance(x, Tensor) and hasattr(x, "device_mesh")
+
+
+def _placements(shape: Sequence[str], along: Along) -> tuple[Any, ...]:
+    """Where on a mesh a tensor lies whose dimensions have these names."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    kinds = [SPREAD.get(name) for name in shape]
+    return tuple(Shard(kinds.index(kind)) if kind and kind in kinds else Replicate() for kind in along)
+
+
+def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str, Any]) -> Along:
+    """How a call is spread.
+
+    Raises:
+        ValueError, TypeError: tokens are spread, or sizes that do not divide, or not all tensors are DTensors.
+    """
+    first = given[spec.parameters[0]]
+    along: list[str | None] = [None] * first.device_mesh.ndim
+    packed = False
+    for argument in spec.arguments:
+        name = argument.name
+        x: Any = given.get(name)
+        if argument.dtype in (OFFSETS, INDICES):
+            packed |= x is not None
+        elif _is_dtensor(x):
+            for dim, placement in enumerate(x.placements):
+                where: str = shapes[name][int(placement.dim)] if placement.is_shard() else ""
+                if where == "T":
+                    raise ValueError(
+                        f"{name} is sharded along its tokens; expected along the batch or heads: "
+                        "sequences that are spread over ranks are for gla_core.distributed.chunk_gla"
+                    )
+                along[dim] = along[dim] or SPREAD.get(where)
+        elif isinstance(x, Tensor):
+            raise TypeError(f"{name} is a plain tensor and {spec.parameters[0]} a DTensor; expected both alike")
+    # Who packs sequences, or states in a pool, counts rows of the whole.
+    along = [None if packed and kind == "B" else kind for kind in along]
+    for name, x in given.items():
+        if _is_dtensor(x):
+            _check_even(name, shapes[name], x, along)
+    return along
+
+
+def _check_even(argument: str, shape: Sequence[str], x: Any, along: Along) -> None:
+    for name, size in zip(shape, x.shape, strict=False):
+        ranks = 1
+        for kind, number in zip(along, x.device_mesh.shape, strict=True):
+            ranks *= number if kind == SPREAD.get(name, "") else 1
+        if size % ranks:
+            raise ValueError(f"{argument} has {name} = {size}; expected a multiple of the {ranks} ranks that spread it")

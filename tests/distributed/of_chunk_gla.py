@@ -1,0 +1,338 @@
+"""`chunk_gla` over ranks beside one process that has all tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import inspect
+import itertools
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks, rows_of_rank
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+
+import gla_core as gla
+from gla_core import distributed
+from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
+from gla_core.workloads.inputs import GlaInputs, gla_inputs
+
+GATES = ("none", "mild", "strong", "-inf")
+DRAWN = 14
+"""Random batches that each group of ranks goes through."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A batch of all ranks' tokens, and how many of them each rank has."""
+
+    x: GlaInputs
+    lengths: tuple[int, ...]
+    layout: str = "contiguous"
+    final_state: bool = True
+
+    def of_rank(self, y: Tensor, rank: int) -> Tensor:
+        """The rows of y [B, T, ...] that a rank has."""
+        return rows_of_rank(y, rank, self.lengths, self.layout)
+
+
+LEAVES = ("q", "k", "v", "g", "initial_state")
+
+
+def leaves(x: GlaInputs) -> dict[str, Tensor]:
+    return {name: y for name in LEAVES if (y := getattr(x, name)) is not None}
+
+
+def results(x: GlaInputs, o: Tensor, state: Tensor | None, do: Tensor, dstate: Tensor | None) -> dict[str, Tensor]:
+    """Outputs and the gradients of all that is there."""
+    outs, seeds = ((o,), (do,)) if state is None else ((o, state), (do, dstate))
+    found = torch.autograd.grad(outs, list(leaves(x).values()), seeds)
+    named = {"o": o.detach(), **({} if state is None else {"state": state.detach()})}
+    return named | {f"d{name}": d for name, d in zip(leaves(x), found, strict=True)}
+
+
+def with_leaves(x: GlaInputs) -> GlaInputs:
+    return dataclasses.replace(x, **{name: y.detach().clone().requires_grad_() for name, y in leaves(x).items()})
+
+
+def compare(ranks: Ranks, batch: Batch, tolerance: float, **options: object) -> None:
+    """Values and gradients of this rank beside those of one process that has all tokens."""
+    generator = torch.Generator().manual_seed(0)
+    x = with_leaves(batch.x)
+    o, state = gla.chunk_gla(x.q, x.k, x.v, x.g, 0.3, x.initial_state, batch.final_state, x.cu_seqlens)
+    do = torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype)
+    dstate = None if state is None else torch.randn(state.shape, generator=generator, dtype=state.dtype)
+    whole = results(x, o, state, do, dstate)
+    states = ("state", "dinitial_state")
+    expected = {name: y if name in states else batch.of_rank(y, ranks.rank) for name, y in whole.items()}
+
+    own = {name: y if name == "initial_state" else batch.of_rank(y, ranks.rank) for name, y in leaves(x).items()}
+    y = with_leaves(dataclasses.replace(x, **own))
+    where = {} if "shard" in options else {"cu_seqlens": x.cu_seqlens, "layout": batch.layout}
+    given = (y.q, y.k, y.v, y.g, 0.3, y.initial_state, batch.final_state)
+    o, state = distributed.chunk_gla(*given, **where, **options)
+    found = results(y, o, state, batch.of_rank(do, ranks.rank), dstate)
+    assert found.keys() == expected.keys()
+    for name, ref in expected.items():
+        assert (found[name].shape, found[name].dtype) == (ref.shape, ref.dtype), name
+        # Of a rank with few tokens dg may be small beside what it is a sum of.
+        error = float((found[name] - ref).double().norm()) / max(1.0, float(ref.double().norm()))
+        assert error <= tolerance, f"{name} is off by {error:.3g}: {batch}"
+
+
+def drawn(number: int, seed: int) -> Batch:
+    """A random batch: one in two is packed, one in two in the layout zigzag, one rank in four has no token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=generator))
+
+    layout, is_packed = ("contiguous", "zigzag")[draw(0, 1)], draw(0, 1)
+    lengths = tuple(min(draw(0, 3), 1) * 2 * draw(1, 40) for _ in range(number))
+    T = sum(lengths)
+    sizes = {"G": draw(1, 3), "gates": GATES[draw(0, 3)], "initial_state": bool(draw(0, 1)), "K": 5, "V": 7}
+    if is_packed:
+        offsets = [0, *sorted(draw(0, T) for _ in range(draw(0, 5))), T]
+        packed = [end - start for start, end in itertools.pairwise(offsets)]
+        padding = packed.pop() if layout == "contiguous" and len(packed) > 1 and draw(0, 1) else 0
+        sizes |= {"lengths": tuple(packed), "padding": padding}
+    x = gla_inputs(B=2, T=T, dtype=torch.float64, seed=seed, **{"padding": 0, **sizes})
+    return Batch(x, lengths, layout, final_state=bool(draw(0, 1)))
+
+
+# ---- checks of any number of ranks
+
+
+def check_random_batches(ranks: Ranks) -> None:
+    for seed in range(DRAWN):
+        compare(ranks, drawn(ranks.number, 100 * ranks.number + seed), 1e-12)
+
+
+def check_a_sequence_over_all_ranks(ranks: Ranks) -> None:
+    """With others around it, and a rank in its midst that has no token."""
+    lengths = tuple(0 if rank == 1 and ranks.number > 3 else 20 for rank in range(ranks.number))
+    T = sum(lengths)
+    for final_state in (False, True):
+        x = gla_inputs(lengths=(3, 0, T - 8, 5), dtype=torch.float64, G=2, gates="strong", initial_state=final_state)
+        compare(ranks, Batch(x, lengths, final_state=final_state), 1e-12)
+        compare(ranks, Batch(x, lengths, "zigzag", final_state), 1e-12)
+        x = gla_inputs(T=T, dtype=torch.float64, G=2, gates="none", initial_state=final_state)
+        compare(ranks, Batch(x, lengths, final_state=final_state), 1e-12)
+
+
+def check_bfloat16(ranks: Ranks) -> None:
+    x = gla_inputs(B=2, T=40 * ranks.number, dtype=torch.bfloat16, gate_dtype=torch.float32, initial_state=True)
+    lengths = (40,) * ranks.number
+    compare(ranks, Batch(x, lengths), 2 * GRADIENT[torch.bfloat16])
+    compare(ranks, Batch(x, lengths, "zigzag"), 2 * GRADIENT[torch.bfloat16])
+
+
+def check_autocast(ranks: Ranks) -> None:
+    """q, k and v are cast, gates and states stay float32."""
+    x = gla_inputs(T=8 * ranks.number, initial_state=True)
+    own = slice(8 * ranks.rank, 8 * ranks.rank + 8)
+    q, k, v, g = (y[:, own] for y in (x.q, x.k, x.v, x.g))
+    with torch.autocast("cpu", torch.bfloat16):
+        o, state = distributed.chunk_gla(q.requires_grad_(), k, v, g, None, x.initial_state, True)
+    assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    (dq,) = torch.autograd.grad(o.float().sum(), q)
+    expected, _ = gla.chunk_gla(*(y.bfloat16() for y in (x.q, x.k, x.v)), x.g, None, x.initial_state)
+    assert dq.dtype == torch.float32
+    assert relative_error(o, expected[:, own]) <= 2 * FORWARD[torch.bfloat16]
+
+
+def check_one_gather_each_way(ranks: Ranks) -> None:
+    """Of a layer, once a shard is made; and its results do not depend on who knew the lengths."""
+    lengths = (10,) * ranks.number
+    x = gla_inputs(lengths=(4, 10 * ranks.number - 4), dtype=torch.float64)
+    for layout in ("contiguous", "zigzag"):
+        batch, where = Batch(x, lengths, layout, final_state=False), {"layout": layout}
+        asked, gathers = collectives(distributed.shard, 10, x.cu_seqlens, **where)
+        assert gathers == [GATHER]
+        known, gathers = collectives(distributed.shard, 10, x.cu_seqlens, **where, lengths=lengths)
+        assert gathers == []
+        for cut in (asked, known):
+            compare(ranks, batch, 1e-12, shard=cut)
+        q, k, v = (batch.of_rank(y, ranks.rank).requires_grad_() for y in (x.q, x.k, x.v))
+        (o, _), forward = collectives(distributed.chunk_gla, q, k, v, shard=known)
+        _, backward = collectives(o.sum().backward)
+        assert forward == backward == [GATHER]
+
+
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+COMMUNICATING = (
+    "all_",
+    "barrier",
+    "batch_isend",
+    "broadcast",
+    "gather",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "scatter",
+    "send",
+)
+
+
+def collectives(function: Callable, *args: object, **kwargs: object) -> tuple[Any, list[str]]:
+    """What a function returns, and what it calls of torch.distributed to communicate, by name."""
+    called = []
+
+    def noted(name):
+        original = getattr(dist, name)
+        return lambda *args, **kwargs: (called.append(name), original(*args, **kwargs))[1]
+
+    with contextlib.ExitStack() as stack:
+        for name in dir(dist):
+            if name.startswith(COMMUNICATING) and inspect.isfunction(getattr(dist, name)):
+                stack.enter_context(mock.patch.object(dist, name, noted(name)))
+        found = function(*args, **kwargs)
+    return found, called
+
+
+def check_nothing_waits_for_offsets(ranks: Ranks) -> None:
+    """No tensor of a shard is read: tensors without values do as well."""
+    lengths = (10,) * ranks.number
+    for layout in ("contiguous", "zigzag"):
+        with FakeTensorMode():
+            offsets = torch.empty(4, dtype=torch.int32)
+            cut = distributed.shard(10, offsets, layout=layout, lengths=lengths)
+        assert len(cut.packed.parts) == 3 * len(cut.places) + 1
+
+
+def check_one_state_is_sent_for_packed_sequences(ranks: Ranks) -> None:
+    """However many there are, unless their states are given or asked for."""
+    x = gla_inputs(lengths=(2,) * 5 * ranks.number, H=2, K=4, V=3)
+    own = slice(10 * ranks.rank, 10 * ranks.rank + 10)
+    tokens = [y[:, own] for y in (x.q, x.k, x.v, x.g)]
+    cut = distributed.shard(10, x.cu_seqlens, lengths=(10,) * ranks.number)
+    with mock.patch.object(dist, GATHER, wraps=getattr(dist, GATHER)) as gather:
+        for final_state in (False, True):
+            distributed.chunk_gla(*tokens, None, None, final_state, shard=cut)
+    one = 2 * 4 * (1 + 3)  # numbers of a decay and a state
+    assert [call.args[1].numel() for call in gather.call_args_list] == [one, 5 * ranks.number * one]
+
+
+def check_nothing_passes_between_sequences(ranks: Ranks) -> None:
+    """Infinities and NaN of one sequence stay in it, forwards and backwards."""
+    each = 12 if ranks.number > 1 else 16
+    T = each * ranks.number
+    x = gla_inputs(lengths=(7, T - 14, 7), dtype=torch.float64)
+    x.v[:, :7] = x.v[:, T - 7 :] = torch.inf
+    middle = (torch.arange(T) >= 7) & (torch.arange(T) < T - 7)
+    for layout in ("contiguous", "zigzag"):
+        batch = Batch(x, (each,) * ranks.number, layout)
+        q, k, v, g = (batch.of_rank(y, ranks.rank).requires_grad_() for y in (x.q, x.k, x.v, x.g))
+        o, _ = distributed.chunk_gla(q, k, v, g, cu_seqlens=x.cu_seqlens, layout=layout)
+        o.sum().backward()
+        inside = batch.of_rank(middle[None], ranks.rank)
+        assert all(y[inside].isfinite().all() for y in (o, q.grad, k.grad, v.grad, g.grad))
+
+
+def check_groups(ranks: Ranks) -> None:
+    """A mesh of one dimension, and a group of some ranks; one that a rank is not in is refused."""
+    x = gla_inputs(T=6 * ranks.number, dtype=torch.float64)
+    compare(ranks, Batch(x, (6,) * ranks.number), 1e-12, group=init_device_mesh("cpu", (ranks.number,)))
+    few = dist.new_group([0])
+    y = gla_inputs(T=6, dtype=torch.float64)
+    if ranks.rank == 0:
+        compare(ranks, Batch(y, (6,)), 1e-12, group=few)
+    else:
+        refused(TypeError, "that this rank is in", y.q, y.k, y.v, group=few)
+
+
+def refused(error: type[Exception], message: str, *args: object, **kwargs: object) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        distributed.chunk_gla(*args, **kwargs)
+
+
+def check_bad_arguments(ranks: Ranks) -> None:
+    """Refused by every rank for itself, before anything is sent."""
+    x = gla_inputs(lengths=(4, 6), H=2, K=4, V=3)
+    q, k, v, g = x.q, x.k, x.v, x.g
+    cut = distributed.shard(10, x.cu_seqlens, lengths=(10,) * ranks.number)
+    refused(ValueError, "k has shape [1, 10, 2, 3]; expected [B, T, H, K]", q, k[..., :3], v, g, shard=cut)
+    refused(ValueError, "initial_state has shape", q, k, v, g, None, torch.zeros(3, 2, 4, 3), shard=cut)
+    refused(ValueError, "q has 9 tokens; expected 10", q[:, 1:], k[:, 1:], v[:, 1:], shard=cut)
+    refused(ValueError, "shard is given", q, k, v, cu_seqlens=x.cu_seqlens, shard=cut)
+    refused(ValueError, "layout is 'zig'", q, k, v, layout="zig")
+    refused(ValueError, "tokens is 9; expected an even number", q[:, 1:], k[:, 1:], v[:, 1:], layout="zigzag")
+    refused(ValueError, "N of at least 1", q, k, v, cu_seqlens=torch.tensor([0]))
+
+
+def check_compiled(ranks: Ranks) -> None:
+    """A compiled function may call it: it is left to run between two graphs."""
+    if ranks.number > 1:  # compiling takes seconds
+        return
+    x = gla_inputs(lengths=(4, 6), dtype=torch.float64)
+    cut = distributed.shard(10, x.cu_seqlens, lengths=(10,))
+
+    def function(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        return distributed.chunk_gla(2 * q, k, v, g, shard=cut)[0].square().sum()
+
+    tokens = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)]
+    eager = torch.autograd.grad(function(*tokens), tokens)
+    compiled = torch.autograd.grad(torch.compile(function, backend="aot_eager")(*tokens), tokens)
+    for d, ref in zip(compiled, eager, strict=True):
+        assert relative_error(d, ref) <= 1e-12
+
+
+# ---- checks of two ranks that do not agree
+
+
+def check_one_rank_that_fails(ranks: Ranks) -> None:
+    """The other waits no longer than the time-out of the group."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    x = gla_inputs(T=6)
+    begin = time.monotonic()
+    if ranks.rank == 0:
+        refused(ValueError, "v has shape", x.q, x.k, x.v[:, 1:], group=group)
+    else:
+        refused(RuntimeError, "", x.q, x.k, x.v, group=group)
+        assert time.monotonic() - begin < 20
+    dist.barrier()
+
+
+def check_ranks_that_differ(ranks: Ranks) -> None:
+    """Under GLA_CHECK=1 all of them raise."""
+    os.environ["GLA_CHECK"] = "1"
+    gla.reload_environment()
+    x = gla_inputs(lengths=(4, 8))
+    offsets = x.cu_seqlens + torch.tensor([0, ranks.rank, 0])
+    tokens = [y[:, :6] for y in (x.q, x.k, x.v, x.g)]
+    refused(
+        ValueError,
+        "cu_seqlens is [0, 5, 12] on rank 1 of the group and [0, 4, 12] on rank 0",
+        *tokens,
+        cu_seqlens=offsets,
+    )
+    refused(ValueError, "cu_seqlens is [0, 4, 13]; expected", *tokens, cu_seqlens=torch.tensor([0, 4, 13]))
+    refused(ValueError, "cu_seqlens is [0, 4]; expected", *tokens, cu_seqlens=torch.tensor([0, 4]), layout="zigzag")
+    narrow = [y[..., : 8 + ranks.rank] for y in (x.q, x.k)]
+    gates = x.g[..., : 8 + ranks.rank]
+    refused(
+        ValueError,
+        "K is 9 on rank 1 of the group and 8 on rank 0",
+        *narrow,
+        x.v,
+        gates,
+    )
+    agreeing = gla_inputs(lengths=(4, 8), dtype=torch.float64)
+    for layout, final_state in itertools.product(("contiguous", "zigzag"), (False, True)):
+        compare(ranks, Batch(agreeing, (6, 6), layout, final_state), 1e-12)
+    del os.environ["GLA_CHECK"]
+    gla.reload_environment()
+
+
+OF_NUMBER = {check_one_rank_that_fails: 2, check_ranks_that_differ: 2}

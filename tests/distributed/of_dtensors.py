@@ -1,0 +1,111 @@
+"""The plain ops on DTensors of two ranks beside the same ops on whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+import gla_core as gla
+from gla_core.conformance.tolerances import relative_error
+from gla_core.workloads.inputs import gla_inputs
+
+MESH = (2,)
+BATCH, HEADS, WIDTH, WHOLE = Shard(0), Shard(2), Shard(3), Replicate()  # of [B, T, H, ..]
+
+
+def spread(x: Tensor | None, placement: Placement) -> DTensor | None:
+    if x is None:
+        return None
+    found = distribute_tensor(x.detach().clone(), init_device_mesh("cpu", MESH), [placement])
+    return found.requires_grad_(x.requires_grad)
+
+
+def compare(found: tuple, expected: tuple) -> None:
+    for x, reference in zip(found, expected, strict=True):
+        assert (x is None) == (reference is None)
+        assert x is None or relative_error(x.full_tensor(), reference) <= 1e-12
+
+
+def check_sequences_and_heads(ranks: Ranks) -> None:
+    """Results stay where q is, and what is elsewhere is brought there; gradients of it go back."""
+    for place, of_g, there in (
+        (BATCH, BATCH, BATCH),
+        (HEADS, HEADS, HEADS),
+        (HEADS, WHOLE, HEADS),
+        (BATCH, HEADS, BATCH),
+        (WIDTH, WIDTH, WHOLE),
+    ):
+        for states in (False, True):
+            x = gla_inputs(B=2, T=20, H=2, G=2, dtype=torch.float64, initial_state=states)
+            leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)]
+            own = [spread(y, p) for y, p in zip(leaves, (place, place, place, of_g), strict=True)]
+            expected = gla.chunk_gla(*leaves, None, x.initial_state, states)
+            found = gla.chunk_gla(*own, None, spread(x.initial_state, WHOLE), states)
+            compare(found, expected)
+            assert found[0].placements == (there,)
+            wanted = torch.autograd.grad(expected[0].square().sum(), leaves)
+            compare(torch.autograd.grad(found[0].square().sum(), own), wanted)
+
+
+def check_packed_sequences(ranks: Ranks) -> None:
+    """Offsets may be a plain tensor; a row of packed sequences is not cut."""
+    x = gla_inputs(lengths=(7, 0, 13), H=2, dtype=torch.float64)
+    expected = gla.chunk_gla(x.q, x.k, x.v, x.g, cu_seqlens=x.cu_seqlens, output_final_state=True)
+    for place in (HEADS, BATCH):
+        own = [spread(y, place) for y in (x.q, x.k, x.v, x.g)]
+        compare(gla.chunk_gla(*own, cu_seqlens=x.cu_seqlens, output_final_state=True), expected)
+
+
+def check_other_ops(ranks: Ranks) -> None:
+    """A step, in place too; a summary; softmax attention."""
+    x = gla_inputs(B=2, T=6, H=2, dtype=torch.float64)
+    q, k, v, g = x.q, x.k, x.v, x.g
+    state = torch.randn(2, 2, q.shape[-1], v.shape[-1], dtype=torch.float64)
+    token = [y[:, 0] for y in (q, k, v, g)]
+    for place, of_state in ((BATCH, BATCH), (HEADS, Shard(1))):
+        own = [spread(y, place) for y in (q, k, v, g)]
+        compare(gla.chunk_gla_summary(*own[1:]), gla.chunk_gla_summary(k, v, g))
+        compare(gla.softmax_attention(*own[:3], causal=True), gla.softmax_attention(q, k, v, causal=True))
+        one = [spread(y, of_state) for y in token]
+        compare(gla.recurrent_gla_step(*one, spread(state, WHOLE)), gla.recurrent_gla_step(*token, state))
+        written = spread(state, of_state)
+        expected = gla.recurrent_gla_step(*token, state)
+        o, same = gla.recurrent_gla_step(*one, written, inplace=True)
+        assert same is written
+        compare((o, written), expected)
+        with pytest.raises(ValueError, match="mismatched placements"):
+            gla.recurrent_gla_step(*one, spread(state, WHOLE), inplace=True)
+
+
+def check_a_mesh_of_two_dimensions(ranks: Ranks) -> None:
+    """Sequences along one, heads along the other."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = gla_inputs(B=2, T=20, H=2, G=2, dtype=torch.float64)
+    q, k, v, g = (distribute_tensor(y, mesh, [BATCH, HEADS]) for y in (x.q, x.k, x.v, x.g))
+    o, state = gla.chunk_gla(q, k, v, g, output_final_state=True)
+    assert o.placements == (BATCH, HEADS)
+    compare((o, state), gla.chunk_gla(x.q, x.k, x.v, x.g, output_final_state=True))
+
+
+def check_what_dtensors_are_refused(ranks: Ranks) -> None:
+    x = gla_inputs(B=2, T=6, H=3, dtype=torch.float64)
+    tokens = [spread(y, Shard(1)) for y in (x.q, x.k, x.v, x.g)]
+    with pytest.raises(ValueError, match=r"q is sharded along its tokens.*gla_core\.distributed\.chunk_gla"):
+        gla.chunk_gla(*tokens)
+    with pytest.raises(ValueError, match="q has Hq = 3; expected a multiple of the 2 ranks that spread it"):
+        gla.chunk_gla(*(spread(y, HEADS) for y in (x.q, x.k, x.v, x.g)))
+    with pytest.raises(TypeError, match="k is a plain tensor and q a DTensor"):
+        gla.chunk_gla(spread(x.q, BATCH), x.k, x.v, x.g)
+
+
+OF_NUMBER = {
+    check_sequences_and_heads: 2,
+    check_packed_sequences: 2,
+    check_other_ops: 2,
+    check_what_dtensors_are_refused: 2,
+    check_a_mesh_of_two_dimensions: 4,
+}

@@ -1,0 +1,176 @@
+"""Layers whose sequences are spread over ranks, beside the same layers in one process that has all tokens."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks, rows_of_rank
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import gla_core as gla
+from gla_core import distributed
+from gla_core.conformance.tolerances import relative_error
+from gla_core.distributed import history
+from gla_core.nn import HGRN2, GatedLinearAttention
+
+DRAWN = 8
+"""Random batches that each group of ranks goes through."""
+
+
+def layers() -> nn.ModuleList:
+    """Three of different kinds, float64, every parameter random so that none is left out unseen."""
+    torch.manual_seed(0)
+    made = nn.ModuleList(
+        [
+            GatedLinearAttention(16, num_heads=4, num_kv_heads=2, use_short_conv=True, feature_map="relu"),
+            HGRN2(16, expand_ratio=4, use_short_conv=True, conv_size=3, conv_bias=True),
+            GatedLinearAttention(16, num_heads=2),
+        ]
+    )
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return made.double()
+
+
+def through(model: nn.ModuleList, x: Tensor, **where: object) -> Tensor:
+    """As in a residual network."""
+    for layer in model:
+        x = x + layer(x, **where)[0]
+    return x
+
+
+def compare(
+    ranks: Ranks,
+    model: nn.ModuleList,
+    x: Tensor,
+    cu_seqlens: Tensor | None,
+    lengths: tuple[int, ...],
+    layout: str = "contiguous",
+    forward: Callable[..., Tensor] = through,
+) -> None:
+    """Outputs and gradients over ranks beside those of one process; those of parameters are sums over ranks."""
+    x = x.detach().requires_grad_()
+    alone = copy.deepcopy(model)
+    y = through(alone, x, cu_seqlens=cu_seqlens)
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    y.backward(dy)
+
+    def own(z: Tensor) -> Tensor:
+        return rows_of_rank(z, ranks.rank, lengths, layout)
+
+    model.zero_grad()
+    z = own(x).detach().requires_grad_()
+    found = forward(model, z, shard=distributed.shard(z.shape[1], cu_seqlens, layout=layout))
+    found.backward(own(dy))
+    assert found.shape == own(y).shape
+    for name, mine, reference in (("y", found, y), ("dx", z.grad, dx)):
+        error = float((mine - own(reference)).norm() / reference.norm().clamp(min=1))
+        assert error <= 1e-12, f"{name} is off by {error:.3g}: {lengths}, {layout}, {cu_seqlens}"
+    for (name, parameter), reference in zip(model.named_parameters(), alone.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        assert relative_error(parameter.grad, reference.grad) <= 1e-12, f"d{name}: {lengths}, {layout}, {cu_seqlens}"
+
+
+def check_layers_of_random_batches(ranks: Ranks) -> None:
+    """Packed or not, of either layout; shards may be shorter than a convolution, or empty."""
+    model = layers()
+    for seed in range(DRAWN):
+        generator = torch.Generator().manual_seed(100 * ranks.number + seed)
+
+        def draw(low: int, high: int, generator: torch.Generator = generator) -> int:
+            return int(torch.randint(low, high + 1, (1,), generator=generator))
+
+        longest, layout = (2, 2, 20)[draw(0, 2)], ("contiguous", "zigzag")[draw(0, 1)]
+        some = seed % ranks.number  # a rank that is not empty
+        lengths = tuple(2 * draw(int(rank == some), longest) for rank in range(ranks.number))
+        T, cu_seqlens = sum(lengths), None
+        if draw(0, 1):
+            end = T if layout == "zigzag" else draw(1, T)
+            cu_seqlens = torch.tensor([0, *sorted(draw(0, end) for _ in range(draw(0, 3))), end])
+        x = torch.randn(2 if cu_seqlens is None else 1, T, 16, dtype=torch.float64, generator=generator)
+        compare(ranks, model, x, cu_seqlens, lengths, layout)
+
+
+def check_a_layer_with_a_mesh(ranks: Ranks) -> None:
+    """Makes its shards itself, contiguous ones; its convolutions send once each way, and nothing of other sequences."""
+    model, mesh = layers(), init_device_mesh("cpu", (ranks.number,))
+    spread = layers()
+    for layer in spread:
+        layer.context_parallel = mesh
+    spread.load_state_dict(model.state_dict())
+    T = 5 * ranks.number
+    cu_seqlens = torch.tensor([0, 3, T - 1, T])
+    x = torch.randn(1, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    own = slice(5 * ranks.rank, 5 * ranks.rank + 5)
+    with torch.no_grad(), mock.patch.object(history, "all_gather", wraps=history.all_gather) as gather:
+        assert (
+            relative_error(
+                through(spread, x[:, own], cu_seqlens=cu_seqlens), through(model, x, cu_seqlens=cu_seqlens)[:, own]
+            )
+            <= 1e-12
+        )
+        assert gather.call_count == 2  # of three layers, one has no convolutions
+        x[:, :3] = torch.nan
+        y = through(spread, x[:, own], cu_seqlens=cu_seqlens)
+        assert y[0, max(0, 3 - own.start) :].isfinite().all()
+
+
+def check_checkpointed_and_compiled_layers(ranks: Ranks) -> None:
+    """What runs again in a backward sends again, in the same order on all ranks; graphs end where ranks exchange."""
+
+    def again(model: nn.ModuleList, x: Tensor, **where: object) -> Tensor:
+        for layer in model:
+            x = x + checkpoint(layer, x, use_reentrant=False, **where)[0]
+        return x
+
+    def compiled(model: nn.ModuleList, x: Tensor, **where: object) -> Tensor:
+        return x + torch.compile(model[0], backend="aot_eager")(x, **where)[0]
+
+    x = torch.randn(1, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cu_seqlens, lengths = torch.tensor([0, 3, 20]), (12, 8)
+    compare(ranks, layers(), x, cu_seqlens, lengths, "zigzag", again)
+    compare(ranks, layers()[:1], x, cu_seqlens, lengths, "zigzag", compiled)
+
+
+def check_what_a_layer_over_ranks_refuses(ranks: Ranks) -> None:
+    layer = GatedLinearAttention(16, use_short_conv=True, context_parallel=dist.group.WORLD)
+    x, mask = torch.randn(1, 4, 16), torch.ones(1, 4)
+    state, cut = layer.initial_state(1), distributed.shard(4)
+    packed = distributed.shard(4, torch.tensor([0, 4 * ranks.number]))
+    for error, arguments in {
+        "state is given": {"state": state},
+        "output_final_state is given": {"output_final_state": True},
+        "attention_mask is given": {"attention_mask": mask},
+        "both cu_seqlens and shard": {"cu_seqlens": torch.tensor([0, 4]), "shard": cut},
+        "x has shape [1, 3, 16]; expected [B, T, hidden_size] with T=4": {"x": x[:, 1:], "shard": cut},
+        "cu_seqlens goes with B = 1": {"x": x.expand(2, -1, -1), "shard": packed},
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(error)):
+            layer(**{"x": x, **arguments})
+    with pytest.raises(ValueError, match="step reads one token"):
+        layer.step(x[:, 0], state)
+
+
+def check_layers_that_differ(ranks: Ranks) -> None:
+    """Under GLA_CHECK=1 all ranks raise, before a convolution sends."""
+    os.environ["GLA_CHECK"] = "1"
+    gla.reload_environment()
+    layer = GatedLinearAttention(16, use_short_conv=True, context_parallel=dist.group.WORLD)
+    with pytest.raises(ValueError, match="B is 2 on rank 1 of the group and 1 on rank 0"):
+        layer(torch.randn(1 + ranks.rank, 4, 16))
+    layer(torch.randn(1, 4, 16))
+    del os.environ["GLA_CHECK"]
+    gla.reload_environment()
+
+
+OF_NUMBER = {check_checkpointed_and_compiled_layers: 2, check_layers_that_differ: 2}

@@ -1,0 +1,85 @@
+"""A layer whose heads are spread over two ranks beside the same layer in one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from gla_core import distributed
+from gla_core.conformance.tolerances import relative_error
+from gla_core.nn import HGRN2, GatedLinearAttention
+
+
+def spread(alone: GatedLinearAttention, mesh: DeviceMesh) -> GatedLinearAttention:
+    layer = copy.deepcopy(alone)
+    parallelize_module(layer, mesh, distributed.tensor_parallel_plan(layer))
+    return layer
+
+
+def new_layer(**options: object) -> GatedLinearAttention:
+    """Every parameter random, the same on all ranks."""
+    torch.manual_seed(0)
+    layer = GatedLinearAttention(16, num_heads=4, gate_low_rank_dim=3, dtype=torch.float64, **options)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def check_heads_over_ranks(ranks: Ranks) -> None:
+    """Outputs, states, steps, and the gradients of x and of every parameter; of packed sequences too."""
+    for options in (
+        {"num_kv_heads": 2, "use_short_conv": True, "conv_bias": True, "feature_map": "relu"},
+        {"use_output_gate": False, "elementwise_affine": False},
+    ):
+        alone = new_layer(**options)
+        layer = spread(alone, init_device_mesh("cpu", (ranks.number,)))
+        for cu_seqlens in (None, torch.tensor([0, 4, 4, 9])):
+            alone.zero_grad()
+            layer.zero_grad()
+            x = torch.randn(1, 9, 16, dtype=torch.float64, requires_grad=True)
+            dy = torch.randn_like(x)
+            y, state = alone(x, output_final_state=True, cu_seqlens=cu_seqlens)
+            found, own = layer(x=x, output_final_state=True, cu_seqlens=cu_seqlens)
+            (dx,), (dx_found,) = (torch.autograd.grad(z, x, dy, retain_graph=True) for z in (y, found))
+            y.backward(dy)
+            found.backward(dy)
+            heads = state.recurrent.chunk(ranks.number, dim=1)[ranks.rank]
+            for one, reference in ((found, y), (own.recurrent, heads), (dx_found, dx)):
+                assert relative_error(one, reference) <= 1e-12
+            for (name, p), q in zip(layer.named_parameters(), alone.parameters(), strict=True):
+                assert relative_error(p.grad.full_tensor(), q.grad) <= 1e-12, name
+            token = torch.randn(len(state.recurrent), 16, dtype=torch.float64)
+            start = layer.initial_state(len(token))
+            assert relative_error(layer.step(token, own)[0], alone.step(token, state)[0]) <= 1e-12
+            assert relative_error(layer.step(token, start)[0], alone(token[:, None])[0][:, 0]) <= 1e-12
+
+
+def check_heads_and_tokens_over_ranks(ranks: Ranks) -> None:
+    """Two ranks for the heads, two for the tokens."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tokens", "heads"))
+    alone = new_layer(use_short_conv=True)
+    layer = spread(alone, mesh["heads"])
+    layer.context_parallel = mesh["tokens"]
+    x = torch.randn(2, 10, 16, dtype=torch.float64, requires_grad=True)
+    own = slice(5 * mesh.get_local_rank("tokens"), 5 * mesh.get_local_rank("tokens") + 5)
+    y, found = alone(x)[0], layer(x[:, own])[0]
+    assert relative_error(found, y[:, own]) <= 1e-12
+    (dx,), (dx_found,) = (torch.autograd.grad(z.square().sum(), x) for z in (y, found))
+    assert relative_error(dx_found[:, own], dx[:, own]) <= 1e-12
+
+
+def check_what_cannot_be_spread(ranks: Ranks) -> None:
+    with pytest.raises(TypeError, match="layer is HGRN2; expected a GatedLinearAttention"):
+        distributed.tensor_parallel_plan(HGRN2(16, num_heads=2))
+    layer = GatedLinearAttention(16, num_heads=4, num_kv_heads=1)
+    with pytest.raises(ValueError, match="num_kv_heads is 1; expected a multiple of the mesh's 2 ranks"):
+        parallelize_module(layer, init_device_mesh("cpu", (2,)), distributed.tensor_parallel_plan(layer))
+
+
+OF_NUMBER = {check_heads_over_ranks: 2, check_what_cannot_be_spread: 2, check_heads_and_tokens_over_ranks: 4}
