@@ -31,13 +31,13 @@ def taking_dtensors(spec: OpSpec, call: Callable[..., Any], in_place: bool) -> C
     shapes = {argument.name: (argument.shape or "").split() for argument in spec.arguments}
 
     def call_any(*args: Any) -> Any:
-        if type(args[0]) is Tensor or not _is_dtensor(args[0]):
+        if type(args[0]) is Tensor or not is_dtensor(args[0]):
             return call(*args)
         from torch.distributed.tensor.experimental import local_map
 
         given = dict(zip(spec.parameters, args, strict=False))
         along, outputs = _along(spec, shapes, given), []
-        inputs = [_placements(shapes[name], along) if _is_dtensor(x) else None for name, x in given.items()]
+        inputs = [_placements(shapes[name], along) if is_dtensor(x) else None for name, x in given.items()]
         for result in results:
             shape = shapes[result.like] if result.like else result.shape.split()
             absent = given[result.like] is None if result.like else result.when and not result.when(given)
@@ -49,7 +49,8 @@ def taking_dtensors(spec: OpSpec, call: Callable[..., Any], in_place: bool) -> C
     return call_any
 
 
-def _is_dtensor(x: Any) -> bool:
+def is_dtensor(x: Any) -> bool:
+    """Whether x is spread over ranks."""
     return isinstance(x, Tensor) and hasattr(x, "device_mesh")
 
 
@@ -75,7 +76,7 @@ def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str
         x: Any = given.get(name)
         if argument.dtype in (OFFSETS, INDICES):
             packed |= x is not None
-        elif _is_dtensor(x):
+        elif is_dtensor(x):
             for dim, placement in enumerate(x.placements):
                 where: str = shapes[name][int(placement.dim)] if placement.is_shard() else ""
                 if where == "T":
@@ -89,7 +90,7 @@ def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str
     # Who packs sequences, or states in a pool, counts rows of the whole.
     along = [None if packed and kind == "B" else kind for kind in along]
     for name, x in given.items():
-        if _is_dtensor(x):
+        if is_dtensor(x):
             _check_even(name, shapes[name], x, along)
     return along
 

@@ -52,6 +52,7 @@ from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import makes_checkpoints
 from gla_core.ops import _autocast, _checks
+from gla_core.ops._over_mesh import is_dtensor
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._spec import (
     AS_INPUT,
@@ -231,8 +232,11 @@ def invariant_in_force(request: str | None) -> int | None:
 
 
 def _are_rows_of_a_batch(*tensors: Any) -> bool:
-    """Whether all are [B, T, ..] of one B and T; else a call says which one is not. torch.func packs nothing."""
-    if transformed():
+    """Whether all are [B, T, ..] of one B and T; else a call says which one is not.
+
+    Those that torch.func maps, or that are spread over ranks, stay rows.
+    """
+    if transformed() or any(is_dtensor(x) for x in tensors):
         return False
     shapes = [x.shape for x in tensors if isinstance(x, Tensor)]
     return all(len(shape) == 4 and shape[:2] == shapes[0][:2] for shape in shapes)
