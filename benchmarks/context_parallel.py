@@ -9,7 +9,8 @@ and over R. The gather's share is what the gathers of a pass take by themselves,
 into the memory of one rank has no efficiency: what is then found is that R ranks can do it.
 
 For other numbers of ranks a row predicts the efficiency, with as many tokens a rank as measured: a shard takes what it
-took here, and the gather grows in proportion to what a rank receives. It is a model and no measurement.
+took here, and what is exchanged takes as long for every summary that a rank receives, of all others from a gather, of
+as many as there are rounds from a scan (exchange.py). It is a model and no measurement.
 
 R ranks   T tokens of all ranks   H heads   K key and value width
 """
@@ -17,6 +18,7 @@ R ranks   T tokens of all ranks   H heads   K key and value width
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
@@ -32,7 +34,7 @@ from gla_core.bench import results
 from gla_core.bench.measure import synchronize
 from gla_core.bench.plots import pyplot
 from gla_core.distributed import chunk_gla, shard
-from gla_core.distributed.exchange import gather
+from gla_core.distributed.exchange import MOST_GATHERED, gather
 from gla_core.files import write_json
 from gla_core.workloads.inputs import gla_inputs
 
@@ -167,8 +169,13 @@ def predicted(row: Row) -> dict[str, float] | None:
         return None
     shard_alone = max(row["all_ranks"] - row["gather"], 0.0)
     one = row["one_rank"] / row["ranks"]  # of as many tokens as a shard has
-    per_rank = row["gather"] / (row["ranks"] - 1)
-    return {str(R): one / (shard_alone + per_rank * (R - 1)) for R in PREDICTED}
+    per_summary = row["gather"] / (row["ranks"] - 1)
+    return {str(R): one / (shard_alone + per_summary * _received(R)) for R in PREDICTED}
+
+
+def _received(R: int) -> int:
+    """Summaries that one of R ranks receives."""
+    return R - 1 if R <= MOST_GATHERED else math.ceil(math.log2(R)) + 1
 
 
 def in_words(row: Row) -> str:

@@ -1,7 +1,7 @@
-"""`chunk_gla` where each rank holds a shard of the tokens: forward and backward with one gather each.
+"""`chunk_gla` where each rank holds a shard of the tokens: forward and backward with one exchange each.
 
-    forward     summary of own tokens -> gather -> fold to the states that enter own pieces -> chunk_gla_fwd
-    backward    summary of own q and do, backwards -> gather -> fold to the gradients of the states that leave them
+    forward     summary of own tokens -> exchange: the states that enter own pieces -> chunk_gla_fwd
+    backward    summary of own q and do, backwards -> exchange: the gradients of the states that leave them
                 -> chunk_gla_bwd
 
 What a rank sends does not depend on what it receives, so that all ranks work at the same time.
@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gla_core.dispatch.environment import environment
-from gla_core.distributed.exchange import Summary, fold, gather
+from gla_core.distributed import exchange
+from gla_core.distributed.exchange import Summary
 from gla_core.distributed.outside_graphs import outside_graphs
 from gla_core.distributed.shard import Layout, Packed, Shard, refuse_ranks_that_differ
 from gla_core.distributed.shard import shard as make_shard
@@ -148,15 +149,18 @@ class _Own:
             to_end: whether what is left at the end is asked for.
         """
         (decay, state), places, cut = summary, self.shard.places, self.cut
-        by_row = self.shard.packed is None
-        wait = gather(self.shard, decay, state, by_row)
+        by_row, passed = self.shard.packed is None, None if cut is None else cut.passed
+        gathered = to_end or self.shard.ranks <= exchange.MOST_GATHERED
+        wait = exchange.gather(self.shard, decay, state, by_row) if gathered else None
         # What needs nothing of the other ranks, while they send.
         if start is None:
             start = state.new_zeros(len(state) // len(places), *state.shape[1:])
         parts = None if cut is None else state.new_zeros(len(cut.parts) - 1, *state.shape[1:])
-        summaries = list(enumerate(wait()))
-        ordered = reversed(summaries) if backwards else summaries
-        found, final = fold(ordered, start, places, None if cut is None else cut.passed, to_end)
+        if wait is None:
+            found, final = exchange.scan(self.shard, decay, state, start, passed, backwards, by_row), start
+        else:
+            summaries = list(enumerate(wait()))
+            found, final = exchange.fold(reversed(summaries) if backwards else summaries, start, places, passed, to_end)
         own = [found[place] for place in places]
         if cut is None or parts is None:
             return own[0] if len(own) == 1 else torch.stack(own, 1 if by_row else 0).flatten(0, 1), final

@@ -1,4 +1,4 @@
-"""What all ranks gather, and how each folds it to what enters its own pieces.
+"""What ranks send each other of their pieces, and how each makes of it what enters its own.
 
 A summary is a decay D [M, H, K] and a state from zero S [M, H, K, V] (see gla_core/ops/chunk_gla_summary.py). Over the
 pieces in order, or backwards from the last,
@@ -10,29 +10,39 @@ begins with the initial states, or the gradients of the final ones, and what it 
 M is the number of sequences where all are passed on, those that end in one rank too: without packed sequences, or where
 states are given or asked for. Otherwise M is 1: the sequence that is cut at a place.
 
-**One gather, not a chain.** With b = 4 M H K (V + 1) bytes a piece, a rank receives those of all others, and a chain
-from rank to rank sends b once, in m parts, so that it receives, decays and sends at the same time:
+**A gather, or of more than `MOST_GATHERED` ranks a scan.** With b = 4 M H K (V + 1) bytes a piece, and f seconds to
+take one more summary into what is running:
 
-    gather    latency + P (R - 1) b / bandwidth
-    chain     (R - 1 + m - 1) (latency + b / (m bandwidth))        contiguous, P = 1
+    gather    latency + P (R - 1) b / bandwidth + P R f           all to all, each folds what is before its own
+    scan      ceil(log2 P R + 1) (latency + b / bandwidth + f)    summaries of places 1, 2, 4 .. apart are joined
+    chain     (R + m - 2) (latency + b / (m bandwidth))           from rank to rank, b in m parts
 
-With each further rank a gather takes b / bandwidth longer and a chain at least a latency. So where b is less than
-latency * bandwidth no number of ranks makes a chain quicker, and where it is several times as much, three or four do.
-At 10 us and 100 GB/s (assumed, not measured) that is 1 MB, one sequence of 15 heads with K = V = 128: what packed
-sequences send of a layer. A chain would pay for batches of many long sequences; there is none here.
+In us, at 20 us, 50 GB/s and f = 5 us (assumed, not measured), one row of eight heads with K = V = 128, contiguous:
+
+    ranks       4      8     16     32     64    1024
+    gather     72    134    259    508   1006  15,951
+    scan      107    142    178    213    249     391
+    chain      92    202    400    770   1480  21,380
+
+A scan takes more rounds but sends little in each, so it wins once there are many ranks, and its memory does not grow
+with them. A chain has a latency for every rank. Final states, and gradients of initial ones, are wanted on all ranks:
+they take the gather, whatever R is.
 
 R ranks   P pieces of a rank   N sequences   H heads   K, V key and value width
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gla_core.distributed.shard import Shard, all_gather
 
+MOST_GATHERED = 8
+"""Ranks up to which one gather is quicker than a scan."""
 Summary = tuple[Tensor, Tensor]
 """Decay [M, H, K] and state from zero [M, H, K, V] of a piece."""
 
@@ -91,3 +101,74 @@ def fold(
             running = torch.where(passed[place], running, 0)
         running = torch.addcmul(state, decay[..., None], running)
     return found, running
+
+
+def scan(
+    shard: Shard,
+    decay: Tensor,
+    state: Tensor,
+    start: Tensor,
+    passed: Tensor | None,
+    backwards: bool,
+    by_row: bool,
+) -> dict[int, Tensor]:
+    """What is there before each of this rank's places [M, H, K, V], by messages between two ranks at a time.
+
+    Args:
+        decay, state, by_row: as of `gather`. start, passed: as of `fold`.
+        backwards: whether the last place comes first.
+    """
+    last = len(shard.places) * shard.ranks - 1
+    order = {last - place if backwards else place: place for place in shard.places}
+    parts = (_own_parts(x, len(order), by_row) for x in (decay, state))
+    own = {}
+    for position, D, S in zip(order, *parts, strict=True):
+        own[position] = (D if passed is None else torch.where(passed[order[position]], D, 0), S)
+    # What enters a place is what leaves the one before it, once that is joined with all before it.
+    running = _from_before(shard, own, 1, backwards)
+    if 0 in own:
+        running[0] = (torch.zeros_like(own[0][0]), start)
+    distance = 1
+    while distance <= last:
+        received = _from_before(shard, running, distance, backwards)
+        for position, (D, S) in received.items():
+            own_D, own_S = running[position]
+            running[position] = own_D * D, torch.addcmul(own_S, own_D[..., None], S)
+        distance *= 2
+    return {order[position]: S for position, (_, S) in running.items()}
+
+
+def _own_parts(x: Tensor, pieces: int, by_row: bool) -> Sequence[Tensor]:
+    """Views of x [P * M, ...] of one rank, one [M, ...] for each of its pieces."""
+    return x.unflatten(0, (-1, pieces)).unbind(1) if by_row else x.unflatten(0, (pieces, -1)).unbind(0)
+
+
+def _from_before(shard: Shard, sent: dict[int, Summary], distance: int, backwards: bool) -> dict[int, Summary]:
+    """What stands in the positions so far before those of this rank, each sent by the rank that has it."""
+    last = len(shard.places) * shard.ranks - 1
+    received: dict[int, Tensor] = {}
+    messages = []
+    flat = {position: torch.cat([D.flatten(), S.flatten()]) for position, (D, S) in sent.items()}
+    for position, x in flat.items():
+        there, here = position + distance, position - distance
+        if there <= last and there not in flat:
+            messages.append(dist.P2POp(dist.isend, x, _peer(shard, there, backwards), shard.group))
+        if here in flat:
+            received[position] = flat[here]
+        elif here >= 0:
+            received[position] = torch.empty_like(x)
+            messages.append(dist.P2POp(dist.irecv, received[position], _peer(shard, here, backwards), shard.group))
+    for work in dist.batch_isend_irecv(messages) if messages else ():
+        work.wait()
+    return {
+        position: (x[: D.numel()].view_as(D), x[D.numel() :].view_as(S))
+        for position, x in received.items()
+        for D, S in (sent[position],)
+    }
+
+
+def _peer(shard: Shard, position: int, backwards: bool) -> int:
+    """The rank, among all processes, that has the place in this position."""
+    last = len(shard.places) * shard.ranks - 1
+    place = last - position if backwards else position
+    return dist.get_global_rank(shard.group, min(place, last - place) if shard.layout == "zigzag" else place)

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gla_core as gla
 from gla_core import distributed
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
+from gla_core.distributed import exchange
 from gla_core.workloads.inputs import GlaInputs, gla_inputs
 
 GATES = ("none", "mild", "strong", "-inf")
@@ -116,6 +117,14 @@ def drawn(number: int, seed: int) -> Batch:
 def check_random_batches(ranks: Ranks) -> None:
     for seed in range(DRAWN):
         compare(ranks, drawn(ranks.number, 100 * ranks.number + seed), 1e-12)
+
+
+def check_random_batches_by_a_scan(ranks: Ranks) -> None:
+    """As from many ranks on; of half of them the gradient of an initial state goes by the gather."""
+    with mock.patch.object(exchange, "MOST_GATHERED", 0):
+        for seed in range(DRAWN):
+            batch = drawn(ranks.number, 200 * ranks.number + seed)
+            compare(ranks, dataclasses.replace(batch, final_state=False), 1e-12)
 
 
 def check_a_sequence_over_all_ranks(ranks: Ranks) -> None:
