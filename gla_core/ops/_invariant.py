@@ -56,6 +56,11 @@ def function_of(op: str, functions: Mapping[str, Function], tokens: int, native:
             f"{op} may give other bits in other company; under batch_invariant call chunk_gla and recurrent_gla_step "
             "alone, or put `gla.use_backend('batch_invariant=0')` around this call"
         )
+    if op == "chunk_gla_bwd" and "chunk_gla_fwd" not in functions:
+        raise NotImplementedError(
+            "under batch_invariant chunk_gla_bwd is computed segment by segment, from states of chunk_gla_fwd, which "
+            "its backend has not; ask for one that has both"
+        )
     by_segment = functools.partial(_BY_SEGMENT[op], functions, tokens)
     if not native:
         return by_segment

@@ -10,7 +10,8 @@ import torch
 import gla_core as gla
 from gla_core.conformance.calls import gradients, oracle_gradients
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
-from gla_core.dispatch.backend import invariant_tokens
+from gla_core.dispatch.backend import Backend, invariant_tokens
+from gla_core.dispatch.registry import get
 from gla_core.workloads.inputs import gla_inputs
 
 TOKENS = 64
@@ -187,6 +188,16 @@ def test_checkpoints_have_to_fit_into_segments():
     q, k, v = (torch.randn(1, 300, 1, 4) for _ in range(3))
     with gla.batch_invariant(128), pytest.raises(ValueError, match="divisor of the 128 tokens"):
         gla.chunk_gla(q, k, v, checkpoint_every=192, backend="reference")
+
+
+def test_a_backward_without_its_forward_says_so():
+    q, k, v = (torch.randn(1, 70, 1, 4, requires_grad=True) for _ in range(3))
+    backward = {"chunk_gla_bwd": get("reference").ops["chunk_gla_bwd"]}
+    request = "chunk_gla_fwd=reference;chunk_gla_bwd=alone"
+    with gla.register(Backend("alone", "0", backward)), gla.batch_invariant(TOKENS):
+        o, _ = gla.chunk_gla(q, k, v, backend=request)
+        with pytest.raises(NotImplementedError, match="ask for one that has both"):
+            o.sum().backward()
 
 
 def test_a_backward_runs_as_its_forward(device):
