@@ -235,7 +235,7 @@ def _check_state(layer: RecurrentLayer, state: GLAState, N: int | None) -> None:
         raise TypeError(f"state is {type(state).__name__}; expected a GLAState, as this layer returns")
     dims = dict(zip("HKV", layer.state_shape, strict=True)) | ({} if N is None else {"N": N})
     _checks.tensor("state.recurrent", state.recurrent, "N H K V", dims)
-    if (state.conv is not None) != bool(layer.convolutions):
+    if (state.conv is not None) != (len(layer.convolutions) > 0):
         has, expected = ("none", "some") if layer.convolutions else ("some", "none")
         raise ValueError(
             f"state.conv holds {has} of the convolutions' inputs; expected {expected}, as use_short_conv is "
