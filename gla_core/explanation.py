@@ -43,8 +43,8 @@ def explain(
     needs_grad = needs_gradient(*(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
     request = current_request(backend)
     spec = ABSTRACT_OPS[op]
-    call = spec.describe(*spec.complete(args, kwargs), needs_grad=needs_grad, capturing=capturing)
-    call = dataclasses.replace(call, batch_invariant=request.batch_invariant)
+    asked: Any = {"needs_grad": needs_grad, "capturing": capturing, "batch_invariant": request.batch_invariant}
+    call = spec.describe(*spec.complete(args, kwargs), **asked)
     explanation = explain_call(call, request)
     if needs_grad and spec.backward is not None and explanation.winner is not None:
         backward = explain_call(backward_of(call, spec.backward), request)

@@ -69,10 +69,16 @@ def gather(shard: Shard, decay: Tensor, state: Tensor, by_row: bool) -> Callable
     return wait
 
 
+def _by_piece(x: Tensor, dim: int, pieces: int, by_row: bool) -> Sequence[Tensor]:
+    """Views of x, of which a dimension holds P * M, one for each of the P pieces."""
+    if by_row:
+        return x.unflatten(dim, (-1, pieces)).unbind(dim + 1)
+    return x.unflatten(dim, (pieces, -1)).unbind(dim)
+
+
 def _by_place(x: Tensor, pieces: int, by_row: bool) -> list[Tensor]:
     """Views of x [R, P * M, ...], one [M, ...] for each place: the second pieces lie in the order of falling ranks."""
-    parts = x.unflatten(1, (-1, pieces)).unbind(2) if by_row else x.unflatten(1, (pieces, -1)).unbind(1)
-    first, *second = (part.unbind(0) for part in parts)
+    first, *second = (part.unbind(0) for part in _by_piece(x, 1, pieces, by_row))
     return [*first, *(x for part in second for x in reversed(part))]
 
 
@@ -118,9 +124,9 @@ def scan(
         decay, state, by_row: as of `gather`. start, passed: as of `fold`.
         backwards: whether the last place comes first.
     """
-    last = len(shard.places) * shard.ranks - 1
+    last = _last(shard)
     order = {last - place if backwards else place: place for place in shard.places}
-    parts = (_own_parts(x, len(order), by_row) for x in (decay, state))
+    parts = (_by_piece(x, 0, len(order), by_row) for x in (decay, state))
     own = {}
     for position, D, S in zip(order, *parts, strict=True):
         own[position] = (D if passed is None else torch.where(passed[order[position]], D, 0), S)
@@ -138,14 +144,9 @@ def scan(
     return {order[position]: S for position, (_, S) in running.items()}
 
 
-def _own_parts(x: Tensor, pieces: int, by_row: bool) -> Sequence[Tensor]:
-    """Views of x [P * M, ...] of one rank, one [M, ...] for each of its pieces."""
-    return x.unflatten(0, (-1, pieces)).unbind(1) if by_row else x.unflatten(0, (pieces, -1)).unbind(0)
-
-
 def _from_before(shard: Shard, sent: dict[int, Summary], distance: int, backwards: bool) -> dict[int, Summary]:
     """What stands in the positions so far before those of this rank, each sent by the rank that has it."""
-    last = len(shard.places) * shard.ranks - 1
+    last = _last(shard)
     received: dict[int, Tensor] = {}
     messages = []
     flat = {position: torch.cat([D.flatten(), S.flatten()]) for position, (D, S) in sent.items()}
@@ -169,6 +170,11 @@ def _from_before(shard: Shard, sent: dict[int, Summary], distance: int, backward
 
 def _peer(shard: Shard, position: int, backwards: bool) -> int:
     """The rank, among all processes, that has the place in this position."""
-    last = len(shard.places) * shard.ranks - 1
+    last = _last(shard)
     place = last - position if backwards else position
     return dist.get_global_rank(shard.group, min(place, last - place) if shard.layout == "zigzag" else place)
+
+
+def _last(shard: Shard) -> int:
+    """The last place of all."""
+    return len(shard.places) * shard.ranks - 1

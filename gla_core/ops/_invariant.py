@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +100,24 @@ def _states(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, given: Tensor | Non
     return k.new_zeros(N, *k.shape[2:], v.shape[3], dtype=wide(k.dtype))
 
 
+def _forwards(
+    functions: Mapping[str, Function],
+    parts: Iterable[Segment],
+    inputs: Sequence[Tensor | None],
+    scale: float,
+    states: Tensor,
+    checkpoint_every: int | None,
+) -> Iterator[tuple[Segment, Tensor, Tensor, Any]]:
+    """Each segment with the state that enters it, its o and its checkpoints; `states` are taken to the end."""
+    for part in parts:
+        state = states[part.n : part.n + 1]
+        entering = state.clone()
+        computed = functions["chunk_gla_fwd"](*part.of(*inputs), scale, entering, True, None, checkpoint_every)
+        o, leaving, checkpoints = computed
+        state.copy_(leaving)
+        yield part, entering, o, checkpoints
+
+
 def _forward(
     functions: Mapping[str, Function],
     tokens: int,
@@ -123,12 +141,9 @@ def _forward(
             n = len(states) + q.shape[1] // checkpoint_every
         dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else states.dtype
         checkpoints = states.new_zeros(len(q), n, *states.shape[1:], dtype=dtype)
-    for part in _segments(tokens, q, cu_seqlens, checkpoint_every):
-        state = states[part.n : part.n + 1]
-        inputs = (*part.of(q, k, v, g), scale, state.clone())
-        found, leaving, kept = functions["chunk_gla_fwd"](*inputs, True, None, checkpoint_every)
+    parts = _segments(tokens, q, cu_seqlens, checkpoint_every)
+    for part, _, found, kept in _forwards(functions, parts, (q, k, v, g), scale, states, checkpoint_every):
         part.write(o, found)
-        state.copy_(leaving)
         if checkpoints is not None:
             checkpoints[part.b, part.row : part.row + kept.shape[1]] = kept[0]
     return o, states if output_final_state else None, checkpoints
@@ -150,18 +165,14 @@ def _backward(
     dstate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """chunk_gla_bwd, segment by segment, from the states that enter them, which the forward is asked for once more."""
-    parts = list(_segments(tokens, q, cu_seqlens))
-    states, entering = _states(k, v, cu_seqlens, initial_state), []
-    for part in parts:
-        state = states[part.n : part.n + 1]
-        entering.append(state.clone())
-        _, leaving, _ = functions["chunk_gla_fwd"](*part.of(q, k, v, g), scale, entering[-1], True, None, None)
-        state.copy_(leaving)
+    states = _states(k, v, cu_seqlens, initial_state)
+    computed = _forwards(functions, _segments(tokens, q, cu_seqlens), (q, k, v, g), scale, states, None)
+    entered = [(part, state) for part, state, *_ in computed]
     gradients = [
         None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g)
     ]
     dstates = _states(k, v, cu_seqlens, dstate)
-    for part, state in zip(reversed(parts), reversed(entering), strict=True):
+    for part, state in reversed(entered):
         leaving = dstates[part.n : part.n + 1]
         inputs = (*part.of(q, k, v, g), scale, state, None, None, None, *part.of(do), leaving.clone())
         *found, dentering = functions["chunk_gla_bwd"](*inputs)

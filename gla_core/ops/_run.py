@@ -92,8 +92,7 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
 
 def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request: Request) -> _Plan:
     tokens = request.batch_invariant
-    call = spec.describe(*args, needs_grad=needs_grad, capturing=capturing)
-    call = dataclasses.replace(call, batch_invariant=tokens) if tokens else call
+    call = spec.describe(*args, needs_grad=needs_grad, capturing=capturing, batch_invariant=tokens)
     if call.device.type == "cpu":
         _memory.keep_freed()
     chosen = select(call, request)

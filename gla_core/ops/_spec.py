@@ -223,11 +223,13 @@ class OpSpec:
             args = (*args[:at], scale_or_default(args[0], args[at]), *args[at + 1 :])
         return args
 
-    def describe(self, *args: Any, needs_grad: bool = False, capturing: bool = False) -> OpCall:
+    def describe(
+        self, *args: Any, needs_grad: bool = False, capturing: bool = False, batch_invariant: int | None = None
+    ) -> OpCall:
         """Check all arguments, in order, reading no values, and describe the call, PyTorch's settings included.
 
         Args:
-            needs_grad, capturing: as in `OpCall`.
+            needs_grad, capturing, batch_invariant: as in `OpCall`.
 
         Raises:
             ValueError, TypeError: an argument of a wrong type, shape, dtype or device; one that cannot be written in
@@ -252,6 +254,7 @@ class OpSpec:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             capturing=capturing,
             float32_matmul_precision=torch.get_float32_matmul_precision(),
+            batch_invariant=batch_invariant,
         )
 
     def expected(self, *args: Any) -> tuple[Expected | None, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall, invariant_tokens
 from gla_triton_kernels.chunk_gla.padding import clear_padding
-from gla_triton_kernels.chunk_gla.plan import checkpoint_dtype
+from gla_triton_kernels.chunk_gla.plan import Plan, checkpoint_dtype
 from gla_triton_kernels.runtime.architecture import Gpu, gpu_of
 from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
 from gla_triton_kernels.runtime.replay import layouts, record, replay
@@ -37,6 +37,16 @@ class Tensors(NamedTuple):
     sequences: Tensor | None = None
     entering: Tensor | None = None
     order: Tensor | None = None
+
+    def gone_through(self, plan: Plan) -> tuple[int, int, int]:
+        """Tokens of a segment, how many of them a row of the batch has, and how many segments or sequences there are.
+
+        Rows that stay whole are segments of their own; of packed sequences the second number says nothing.
+        """
+        B, T = self.q.shape[:2]
+        segment = max(T, 1) if plan.segments is None else plan.segments.length
+        segments = max(1, -(-T // segment))
+        return segment, segments, B * segments if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
 
 class BackwardTensors(NamedTuple):

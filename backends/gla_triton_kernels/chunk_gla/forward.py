@@ -55,12 +55,10 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
 
     There are `every` tokens between checkpoints.
     """
-    B, T, Hq, K = x.q.shape
+    T, Hq, K = x.q.shape[1:]
     H, V = x.v.shape[2:]
     kernel = plan.outputs
-    segment = max(T, 1) if plan.segments is None else plan.segments.length
-    segments = max(1, -(-T // segment))
-    N = B * segments if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    segment, segments, N = x.gone_through(plan)
     moved = ((x.q, kernel.BK), (x.k, kernel.BK), (x.v, kernel.BV), (x.g, kernel.BK), (x.o, kernel.BV))
     maps = [tiles(y, kernel.C, width) if kernel.tma and y is not None else None for y, width in moved]
     given = (x.q, x.k, x.v, x.g, x.initial_state)

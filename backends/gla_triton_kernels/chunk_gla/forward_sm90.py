@@ -57,12 +57,10 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
 
     Of segments that overlap, the kernel before this one writes nothing but the states that enter them.
     """
-    B, T, H, K = x.k.shape
+    T, H, K = x.k.shape[1:]
     V = x.v.shape[3]
     kernel, W = plan.outputs, plan.outputs.BV // 2
-    segment = max(T, 1) if plan.segments is None else plan.segments.length
-    segments = max(1, -(-T // segment))
-    N = B * segments if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    segment, segments, N = x.gone_through(plan)
     grid = (-(-V // kernel.BV) * N * H, 1, 1)
     moved = ((x.q, kernel.BK), (x.k, kernel.BK), (x.v, W), (x.g, kernel.BK), (x.o, W))
     maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]

@@ -68,9 +68,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
         integers,
         {"num_warps": plan.outputs.warps},
     )
-    segment = max(T, 1) if plan.segments is None else plan.segments.length
-    segments = max(1, -(-T // segment))
-    N = B * segments if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    segment, segments, N = x.gone_through(plan)
     maps = [shared_tiles(y, C, width) for y, width in ((qg, BK), (kg, BK), (scores, C), (x.v, W), (x.o, W))]
     maps.append(checkpoint_tiles(x.checkpoints, BK, W))
     states = (x.initial_state, x.entering, x.final_state)

@@ -238,9 +238,8 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
         return plan_one_pass(call, gpu, aligned)
     segments = N + T // length if call.variable_length else N * -(-T // length)  # of packed sequences at most
     outputs = _outputs(call, gpu, aligned, kernel, segments)
-    states = _states(call, length, outputs) if kernel is Kernel.FORWARD else _states_sm90(call)
     unequal = are_unequal(call, gpu, segments * H * -(-V // outputs.BV))
-    return Plan(outputs, SegmentPlan(length, states, gpu.architecture.overlaps_kernels), unequal)
+    return Plan(outputs, _before(call, gpu, outputs, length), unequal)
 
 
 def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> Plan:
@@ -252,8 +251,13 @@ def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> Plan:
     outputs = _outputs(call, gpu, aligned, kernel, 0)
     if call.dims["T"] <= tokens and not call.scalars["output_final_state"]:
         return Plan(outputs, longest_first=True)
-    states = _states(call, tokens, outputs) if kernel is Kernel.FORWARD else _states_sm90(call)
-    return Plan(outputs, SegmentPlan(tokens, states, gpu.architecture.overlaps_kernels), longest_first=True)
+    return Plan(outputs, _before(call, gpu, outputs, tokens), longest_first=True)
+
+
+def _before(call: OpCall, gpu: Gpu, outputs: KernelPlan, length: int) -> SegmentPlan:
+    """How the states that enter segments of so many tokens are found, before their outputs are computed."""
+    states = _states(call, length, outputs) if outputs.kernel is Kernel.FORWARD else _states_sm90(call)
+    return SegmentPlan(length, states, gpu.architecture.overlaps_kernels)
 
 
 def _outputs(call: OpCall, gpu: Gpu, aligned: bool, kernel: Kernel, segments: int) -> KernelPlan:
