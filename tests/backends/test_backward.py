@@ -85,6 +85,7 @@ def gradients(x, entering, *, precision=None, BK=16, BV=16, warps=4, segments=No
     tensors = BackwardTensors(*inputs, x.cu_seqlens, None, x.do, x.dstate, *results)
     if segments is None:
         segments, leaving = whole(*x.q.shape[:2], x.cu_seqlens), x.dstate
+        start(segments.launches)
     else:
         tensors = tensors._replace(dinitial_state=None)
     start(backward.run(plan, tensors, entering.contiguous(), leaving, segments, SCALE))

@@ -190,14 +190,6 @@ def test_packed_sequences_of_about_the_mean_stay_whole_where_they_half_fill_the_
     assert length(32, 16) == 64 * 125  # by their share longer than that anyway
 
 
-@pytest.mark.parametrize("plan", [plan_one_pass, plan_segments])
-def test_unequal_blocks_start_longest_first_where_not_all_start_at_once(plan):
-    assert plan(call_of(B=1, T=65536, N=64, H=8, packed=True), H200, True).longest_first
-    assert not plan(call_of(B=1, T=2048, N=4, H=2, packed=True), H200, True).longest_first
-    assert not plan(call_of(B=64, T=1024, H=8), H200, True).longest_first
-    assert plan(call_of(B=1, T=40, N=4, H=8, packed=True), Gpu(Architecture.INTERPRETED, 1), False).longest_first
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_interpreted_sequences_are_cut(packed):
     gpu = Gpu(Architecture.INTERPRETED, 1)

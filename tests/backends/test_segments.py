@@ -97,17 +97,10 @@ def test_the_longest_first(device, lengths, length, dtype):
     from gla_triton_kernels.runtime.launch import start
 
     offsets, T = offsets_of(lengths, device, dtype, 3), sum(lengths) + 6
-    found = segments.cut(1, T, length, offsets, True) if length else segments.whole(1, T, offsets, True)
+    found = segments.cut(1, T, length, offsets) if length else segments.whole(1, T, offsets)
     start(found.launches)
     tokens = found.bounds.diff()
     assert found.order.tolist() == sorted(range(found.count), key=lambda i: -int(tokens[i]))
-
-
-def test_sequences_of_one_length_have_no_order():
-    from gla_triton_kernels.chunk_gla import segments
-
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        segments.whole(2, 10, None, longest_first=True)
 
 
 def test_equal_sequences_are_cut_on_the_host():

@@ -76,7 +76,8 @@ def run(
     Args:
         x: its dinitial_state is None unless segments are whole sequences.
         entering: the states that enter chunks, [B, n, H, K, V], contiguous.
-        leaving: the gradients of the states that leave segments, [I, H, K, V]; None is 0.
+        leaving: the gradients of the states that leave segments, [I, H, K, V]; None is 0. That of the last segment of a
+            packed sequence is 0, whatever it holds, where x.dstate is None.
     """
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
@@ -88,7 +89,14 @@ def run(
     exact = kernel.precision == "bf16x6" and x.g is not None
     precision = "ieee" if interpreted() else kernel.precision  # the interpreter does not split operands
     sizes = (K, V, CHUNK, CHUNK.bit_length() - 1, kernel.BK, kernel.BV)
-    constants = (*sizes, x.initial_state is None, exact, precision, "bf16x3" if precision == "bf16" else precision)
+    constants = (
+        *sizes,
+        x.initial_state is None,
+        x.dstate is None,
+        exact,
+        precision,
+        "bf16x3" if precision == "bf16" else precision,
+    )
     integers = (B, T, segments.length, segments.per_sequence, H, Hq // H, *strides, *constants)
     tensors = (*given, x.cu_seqlens, segments.bounds, segments.order, entering, leaving, *written, x.dinitial_state)
     grid = (blocks_v * blocks_k * segments.count * H, 1, 1)
@@ -145,6 +153,7 @@ def _chunk_gla_bwd_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     FROM_ZERO: tl.constexpr,
+    TO_ZERO: tl.constexpr,
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
     SUMS: tl.constexpr,
@@ -158,9 +167,6 @@ def _chunk_gla_bwd_kernel(
     v0, k0 = block_v * BV, block_k * BK
     ih = pid // (blocks_v * blocks_k)
     i, h = ih // H, ih % H
-    if order_ptr is not None:
-        i = tl.load(order_ptr + i)
-        ih = i * H + h
     if bounds_ptr is None:
         b, start = i // segments, i % segments * segment
         end = tl.minimum(start + segment, T)
@@ -168,6 +174,8 @@ def _chunk_gla_bwd_kernel(
         row = b * tl.cdiv(T, C) + start // C  # of the state that enters the first chunk
     else:
         b = 0
+        i = tl.load(order_ptr + i)
+        ih = i * H + h
         start = tl.load(bounds_ptr + i).to(tl.int32)
         end = tl.load(bounds_ptr + i + 1).to(tl.int32)
         n = i - start // segment
@@ -195,7 +203,10 @@ def _chunk_gla_bwd_kernel(
         dS = tl.zeros([BV, BK], tl.float32)
     else:
         leaving_ptr += i.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
-        dS = tl.load(leaving_ptr + i_k * stride_sk + i_v, mask=m_s, other=0.0).to(tl.float32)
+        m_l = m_s  # [BV, BK]
+        if TO_ZERO and bounds_ptr is not None:
+            m_l &= end < tl.load(cu_seqlens_ptr + n + 1, mask=start < end, other=0)
+        dS = tl.load(leaving_ptr + i_k * stride_sk + i_v, mask=m_l, other=0.0).to(tl.float32)
 
     i_c = tl.arange(0, C)  # [C]
     before = i_c[:, None] < i_c[None, :]  # [C, C], whether a row's token comes before a column's

@@ -62,6 +62,7 @@ from gla_triton_kernels.chunk_gla.common_backward_sm90 import (
     exponents,
     gate_tile,
     gates,
+    keys_that_leave,
     product,
     write,
 )
@@ -96,7 +97,8 @@ def run(
     strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
     marks = pairs.new_marks(x, entering, kernel.BK)
     maps += [state_tiles(entering, WIDTH, WIDTH), *written]
-    tensors = (*maps, dq, dk, dv, dg, marks, leaving, x.dinitial_state, segments.bounds, segments.order)
+    ends = x.cu_seqlens if x.dstate is None else None
+    tensors = (*maps, dq, dk, dv, dg, marks, leaving, x.dinitial_state, segments.bounds, segments.order, ends)
     tiles = (kernel.BK // WIDTH, kernel.BV // WIDTH)
     integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, B, *tiles, G)
     grid = (blocks_k * blocks_v * segments.count * H, 1, 1)
@@ -403,7 +405,7 @@ def _gradient_warps(
     """Carry D rows of dS backwards through the segment and write the gradients."""
     do_tiles = tiles[3]
     gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done = barriers
-    leaving, state_n, state_h, state_k, dinitial = states
+    leaving, held, state_n, state_h, state_k, dinitial = states
     b, h, n, key, value, start, length = place
     T, H, K, V = sizes
     keys = key + part * D + gl.arange(0, D, gl.SliceLayout(1, LAYOUT))[:, None]  # [D, 1]
@@ -412,7 +414,7 @@ def _gradient_warps(
     for j in gl.static_range(HALVES):
         if leaving is not None:
             head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
-            inside = (keys < K) & (values + j * D < V)
+            inside = (keys < held) & (values + j * D < V)
             if G > 1:
                 inside = inside & (h % G == 0)  # of the heads of a group one takes it
             dS += (gl.load(head + keys.to(gl.int64) * state_k + values + j * D, inside, 0.0),)
@@ -465,6 +467,7 @@ def _chunk_gla_bwd_kernel(
     dinitial,  # [N, H, K, V] or None
     bounds,  # [N + 1] or None
     order,  # [N] or None
+    ends,  # offsets of sequences that leave no gradient in `leaving`, or None
     scale,
     state_n,
     state_h,
@@ -490,17 +493,18 @@ def _chunk_gla_bwd_kernel(
     h = pid // (blocks_v * blocks_k) % H
     n = pid // (blocks_v * blocks_k * H)
     if PACKED:
-        if order is not None:
-            n = gl.load(order + n)
+        n = gl.load(order + n)
         b = gl.to_tensor(0)
         start = gl.load(bounds + n).to(gl.int32)
         length = gl.load(bounds + n + 1).to(gl.int32) - start
         row = n - start // segment + start // C  # of the first chunk's state
+        held = keys_that_leave(n, start, length, segment, leaving, ends, K)
     else:
         b = n // segments
         start = n % segments * segment
         length = gl.minimum(segment, T - start)
         row = b * gl.cdiv(T, C) + start // C
+        held = K
     chunks = gl.cdiv(length, C)
     key = block_k * (PARTS * D)
     value = block_v * (HALVES * D)
@@ -559,7 +563,7 @@ def _chunk_gla_bwd_kernel(
     tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, mild_flags)
     barriers = (gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done)
     outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
-    states = (leaving, state_n, state_h, state_k, dinitial)
+    states = (leaving, held, state_n, state_h, state_k, dinitial)
     place = (b, h, n, key, value, start, length)
     sizes = (T, H, K, V)
     # Registers of a thread: the gradients need most.

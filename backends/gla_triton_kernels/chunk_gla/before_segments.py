@@ -19,17 +19,17 @@ def run(
     cu_seqlens: Tensor | None,
     dtype: torch.dtype = torch.float32,
     skip_first: bool = False,
-    longest_first: bool = False,
+    o: Tensor | None = None,
 ) -> tuple[Tensor, Segments, list[Launch]]:
     """What a recurrence carries into each segment of sequences [I, H, K, V], the segments, and the launches.
 
     Args:
         skip_first: what it carries into sequences is not written there: it is x.before, or 0.
-        longest_first: whether the segments of packed sequences have an order.
+        o: as `cut` takes it.
     """
     B, T, _, K = x.left.shape
     V = x.right.shape[3]
-    segments = cut(B, T, plan.length, cu_seqlens, longest_first)
+    segments = cut(B, T, plan.length, cu_seqlens, o)
     S = torch.empty(segments.count, H, K, V, dtype=torch.float32, device=x.left.device)
     D = None if x.g is None else torch.empty(segments.count, H, K, dtype=torch.float32, device=x.left.device)
     before = S if dtype == S.dtype else torch.empty_like(S, dtype=dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import OpCall, invariant_tokens
 from gla_triton_kernels.chunk_gla.padding import clear_padding
 from gla_triton_kernels.chunk_gla.plan import Plan, checkpoint_dtype
+from gla_triton_kernels.chunk_gla.widths import widened
 from gla_triton_kernels.runtime.architecture import Gpu, gpu_of
 from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
 from gla_triton_kernels.runtime.replay import layouts, record, replay
@@ -104,13 +105,12 @@ def forward(
     if replay(key, tensors, scale):
         return o, final_state, checkpoints
     with on_device_of(q):
-        x = Tensors(*tensors)
+        gpu = gpu_of(q.device)
+        x, before, after = widened(Tensors(*tensors), gpu)
         scalars = {"output_final_state": output_final_state, "checkpoint_every": checkpoint_every}
         call = _described("chunk_gla_fwd", x, N, precision, scalars, checkpoint_every is not None)
-        gpu = gpu_of(q.device)
-        launches = way(call, gpu, all_aligned(gpu, q, k, v, g, o), x, scale)
-        if cu_seqlens is not None and T > 0:
-            launches += clear_padding([o], cu_seqlens)
+        computed = way(call, gpu, all_aligned(gpu, x.q, x.k, x.v, x.g, x.o), x, scale)
+        launches = [*before, *computed, *after]
         start(launches)
         record(key, tensors, launches)
     return o, final_state, checkpoints
@@ -162,10 +162,11 @@ def backward(
     if replay(key, tensors, scale):
         return results
     with on_device_of(q):
-        x = BackwardTensors(*tensors)
-        call = _described("chunk_gla_bwd", x, N, precision, {"checkpoint_every": every})
         gpu = gpu_of(q.device)
-        launches = way(call, gpu, all_aligned(gpu, q, k, v, g, do), x, scale)
+        x, before, after = widened(BackwardTensors(*tensors), gpu)
+        call = _described("chunk_gla_bwd", x, N, precision, {"checkpoint_every": every})
+        computed = way(call, gpu, all_aligned(gpu, x.q, x.k, x.v, x.g, x.do), x, scale)
+        launches = [*before, *computed, *after]
         if cu_seqlens is not None:
             launches += clear_padding([y for y in results[:4] if y is not None], cu_seqlens)
         start(launches)

@@ -40,6 +40,22 @@ def gate_tile(g_desc, x_tiles, i):
 
 
 @gluon.jit
+def keys_that_leave(i, start, length, segment, leaving, ends, K):
+    """Keys of a state's gradient that `leaving` holds for segment i of a packed sequence: K, or 0 where that is 0.
+
+    Args:
+        ends: offsets of sequences whose last segments leave none, or None. segment: tokens of one.
+    """
+    keys = K
+    if leaving is not None:  # noqa: SIM102 -- known when this is compiled
+        if ends is not None:
+            n = i - start // segment
+            last = start + length == gl.load(ends + n + 1, mask=length > 0, other=0)
+            keys = gl.where(last, 0, K)
+    return keys
+
+
+@gluon.jit
 def gates(block, rows, PACKED: gl.constexpr):
     """The gates [C, D] of a chunk of `rows` rows in a block [1, 1, C, D], in units of log 2."""
     g = block.reshape([C, D]).load(RUNS).to(gl.float32)  # [C, D]

@@ -77,8 +77,7 @@ def tokens_of(n, T, segment, segments, cu_seqlens, sequences, order):
         length = gl.minimum(segment, T - start)
         return n, b, start, length, b, gl.to_tensor(0)
     else:  # noqa: RET505 -- one branch is compiled
-        if order is not None:
-            n = gl.load(order + n)
+        n = gl.load(order + n)
         start = gl.load(cu_seqlens + n).to(gl.int32)
         length = gl.load(cu_seqlens + n + 1).to(gl.int32) - start
         sequence, origin = n, start

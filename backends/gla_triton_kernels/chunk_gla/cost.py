@@ -25,6 +25,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -41,6 +42,7 @@ from gla_triton_kernels.chunk_gla.plan import (
     checkpoint_dtype,
     plan_one_pass,
     plan_segments,
+    seen_width,
 )
 from gla_triton_kernels.cost import Constants, gpu_of_constants, in_all
 from gla_triton_kernels.runtime.architecture import Gpu
@@ -72,12 +74,18 @@ class Cut(NamedTuple):
 
 def one_pass(call: OpCall, c: Constants) -> float:
     """Seconds of a call whose sequences stay whole."""
-    return _whole_sequences(call, planned(plan_one_pass, call, c), c)
+    seen = seen_by_kernels(call, c)
+    return copying(call, c) + _whole_sequences(seen, planned(plan_one_pass, seen, c), c)
 
 
 def segments(call: OpCall, c: Constants) -> float:
-    """Seconds of a call whose sequences are cut into segments, unless they fill the device: states, scan, outputs."""
-    plan = planned(plan_segments, call, c)
+    """Seconds of a call whose sequences are cut into segments, unless they fill the device."""
+    seen = seen_by_kernels(call, c)
+    return copying(call, c) + _segments(seen, planned(plan_segments, seen, c), c)
+
+
+def _segments(call: OpCall, plan: Plan, c: Constants) -> float:
+    """Seconds of a call that builds states, scans them and computes outputs, if its sequences are cut."""
     if plan.segments is None:
         return _whole_sequences(call, plan, c)
     block, length = _block_time(call, plan.outputs, c), plan.segments.length
@@ -88,10 +96,10 @@ def segments(call: OpCall, c: Constants) -> float:
     else:
         block = block._replace(start=c["build_start"], step=c["build"] * block.step)
     # Of a state each number is written, scanned and read, in float32.
-    before = states_seconds(call, length, call.dims["H"], block, 16, c)
-    bounds = 1 if call.variable_length else 0
+    final = bool(call.scalars.get("output_final_state"))
+    before = states_seconds(call, length, call.dims["H"], block, 16, final, c)
     device = sum(before) + _gates_seconds(call, plan, c) + outputs
-    return in_all(call, device, host_seconds(3 + bounds + _beside(call, plan), c))
+    return in_all(call, device, host_seconds(3 + _beside(call, plan), c))
 
 
 def _whole_sequences(call: OpCall, plan: Plan, c: Constants) -> float:
@@ -109,12 +117,9 @@ def _gates_seconds(call: OpCall, plan: Plan, c: Constants) -> float:
 
 
 def _beside(call: OpCall, plan: Plan) -> int:
-    """Launches that not every call takes.
-
-    The gates of wide heads; of packed sequences their chunks, their order, and rows of o that belong to none.
-    """
+    """Launches that not every call takes: the gates of wide heads; of packed sequences their bounds, and of chunks."""
     wide = plan.outputs.kernel is Kernel.FORWARD_SM90_WIDE
-    return wide + plan.longest_first + call.variable_length * (2 if wide else 1)
+    return wide + call.variable_length * (2 if wide else 1)
 
 
 def _block_time(call: OpCall, kernel: KernelPlan, c: Constants) -> BlockTime:
@@ -139,6 +144,25 @@ def _block_time(call: OpCall, kernel: KernelPlan, c: Constants) -> BlockTime:
 
 
 # ---- for the backward as well
+
+
+def seen_by_kernels(call: OpCall, c: Constants) -> OpCall:
+    """The call with the widths of heads that kernels see."""
+    gpu = gpu_of_constants(c)
+    widths = {name: seen_width(call.dims[name], call.dtype, gpu) for name in ("K", "V")}
+    return dataclasses.replace(call, dims={**call.dims, **widths})
+
+
+def copying(call: OpCall, c: Constants) -> float:
+    """Seconds of the copies to the widths that kernels see, and back: q, k and g, v and o, and in a backward do too."""
+    B, T, H, Hq, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
+    seen = seen_by_kernels(call, c).dims
+    of_keys = 0 if seen["K"] == K else B * T * K * ((H + Hq) * call.dtype.itemsize + H * _gate_itemsize(call))
+    of_values = 0 if seen["V"] == V else B * T * V * (H + Hq) * call.dtype.itemsize
+    launches = 3 * (of_keys > 0) + 2 * (of_values > 0)
+    each = c["launch"] if call.capturing else max(c["launch"], c["host_launch"])
+    twice = 2 if call.op == "chunk_gla_bwd" else 1
+    return twice * (launches * each + 2 * (of_keys + of_values) / c["bandwidth"])
 
 
 def planned(plan: Callable[[OpCall, Gpu, bool], AnyPlan], call: OpCall, c: Constants) -> AnyPlan:
@@ -185,19 +209,25 @@ def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c
 
 
 def states_seconds(
-    call: OpCall, length: int, heads: int, block: BlockTime, moved: int, c: Constants
+    call: OpCall, length: int, heads: int, block: BlockTime, moved: int, ends: bool, c: Constants
 ) -> tuple[float, float]:
     """Device seconds to build the states of segments of `length` tokens from zero, and to scan them.
 
     Args:
         heads: of the tokens that are met. moved: bytes that a number of a state is on its ways to memory and back.
+        ends: whether what leaves sequences is asked for, and so all sequences are scanned, not only those that are cut.
     """
     T, H, K, V, N = (call.dims[name] for name in ("T", "H", "K", "V", "N"))
     number = cut(call, length).number
-    built = max(0, T / length - N / 2) if call.variable_length else number - N  # segments with another one after them
+    built = number  # segments; without `ends`, those with another one after them
+    if not ends:
+        built = max(0, T / length - N / 2) if call.variable_length else number - N
+    if call.variable_length:
+        number = built
     read = token_bytes(call, heads)
     build = kernel_seconds(call, block, Cut(built, length, length), read, c) if built else c["launch"]
-    scan = c["launch"] + number / max(N, 1) * c["scan_step"] + moved * number * H * K * V / c["bandwidth"]
+    in_a_row = _longest(call) / length if call.variable_length else number / max(N, 1)
+    scan = c["launch"] + in_a_row * c["scan_step"] + moved * number * H * K * V / c["bandwidth"]
     return build, scan
 
 

@@ -31,11 +31,13 @@ from gla_triton_kernels.chunk_gla.cost import (
     BlockTime,
     Cut,
     checkpoint_bytes,
+    copying,
     cut,
     host_seconds,
     kernel_seconds,
     moved_bytes,
     planned,
+    seen_by_kernels,
     states_seconds,
     whole,
 )
@@ -60,20 +62,23 @@ class Gradient(NamedTuple):
 
 def whole_sequences(call: OpCall, c: Constants) -> float:
     """Seconds of a call whose sequences stay whole."""
-    return _seconds(call, planned(plan_whole_sequences, call, c), c)
+    seen = seen_by_kernels(call, c)
+    return copying(call, c) + _seconds(seen, planned(plan_whole_sequences, seen, c), c)
 
 
 def segments(call: OpCall, c: Constants) -> float:
     """Seconds of a call whose sequences are cut into segments, unless they fill the device."""
-    return _seconds(call, planned(plan_segments_backward, call, c), c)
+    seen = seen_by_kernels(call, c)
+    return copying(call, c) + _seconds(seen, planned(plan_segments_backward, seen, c), c)
 
 
 def _seconds(call: OpCall, plan: BackwardPlan, c: Constants) -> float:
     """Seconds of a call that launches one kernel after the other."""
     H, Hq, slower = call.dims["H"], call.dims["Hq"], _slower(plan.gradients, c)
-    order = [c["launch"]] if plan.longest_first else []
+    cuts = 1 + (plan.entering is not None) + (plan.gradients.kernel is Kernel.BACKWARD_SM90_WIDE)
+    bounds = [c["launch"]] * cuts if call.variable_length else []  # of packed sequences, each time that they are cut
     kernels = [
-        *order,
+        *bounds,
         *_states(call, plan.entering, H, checkpoint_dtype(call.dtype).itemsize, slower, c),
         *_states(call, plan.leaving, Hq, 4, slower, c),
         *_gradients(call, plan, c),
@@ -96,9 +101,8 @@ def _states(
     else:
         step = c["build"] * slower * heads / max(call.dims["H"], 1)
         block = BlockTime(CHUNK, plan.states.BV, c["build_start"], step, keys=plan.states.BK)
-    bounds = [c["launch"]] if call.variable_length else []
     # Each number is written and scanned in float32.
-    return [*bounds, *states_seconds(call, plan.length, heads, block, 4 + 4 + itemsize, c)]
+    return [*states_seconds(call, plan.length, heads, block, 4 + 4 + itemsize, call.state_dtype is not None, c)]
 
 
 def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> list[float]:

@@ -128,14 +128,13 @@ def _chunk_gla_fwd_kernel(
     v0 = pid % blocks * BV
     nh = pid // blocks
     n, h = nh // H, nh % H
-    if order_ptr is not None:
-        n = tl.load(order_ptr + n)
-        nh = n * H + h
     if cu_seqlens_ptr is None:
         b, start = n // segments, n % segments * segment
         end = tl.minimum(start + segment, T)
     else:
         b = 0
+        n = tl.load(order_ptr + n)
+        nh = n * H + h
         start = tl.load(cu_seqlens_ptr + n).to(tl.int32)
         end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32)
         if entering_ptr is not None and start == end:

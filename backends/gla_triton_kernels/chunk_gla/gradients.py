@@ -23,13 +23,13 @@ def run(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
         entering, _, launches = before_segments.run(plan.entering, states, H, x.cu_seqlens, checkpoint_dtype(x.q.dtype))
     own = x  # of which the last kernel fills what is there
     if plan.leaving is None:
-        leaving, segments = x.dstate, whole(len(x.q), x.q.shape[1], x.cu_seqlens, plan.longest_first)
+        leaving, segments = x.dstate, whole(len(x.q), x.q.shape[1], x.cu_seqlens)
         launches += segments.launches
     else:
         states = Recurrence(x.q, x.do, x.g, x.dstate, x.dinitial_state, scale, backwards=True)
-        leaving, segments, before = before_segments.run(
-            plan.leaving, states, H, x.cu_seqlens, longest_first=plan.longest_first
-        )
+        # Of packed sequences there may be many more than are cut: nothing is written for all of them.
+        skip_last = x.cu_seqlens is not None and x.dstate is None
+        leaving, segments, before = before_segments.run(plan.leaving, states, H, x.cu_seqlens, skip_first=skip_last)
         launches += before
         own = x._replace(dinitial_state=None)  # which is there
     each = own if plan.gradients.kernel is Kernel.BACKWARD else partials.for_query_heads(own)

@@ -12,14 +12,15 @@ from gla_triton_kernels.runtime.launch import Launch
 
 def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
     """The launches that fill the results in x, with `every` tokens between checkpoints."""
+    B, T = x.q.shape[:2]
+    o = x.o if T > 0 else None
     if plan.segments is None:
-        B, T = x.q.shape[:2]
-        sequences = whole(B, T, x.cu_seqlens, plan.longest_first)
+        sequences = whole(B, T, x.cu_seqlens, o)
         launches, each = [*sequences.launches], x._replace(order=sequences.order)
     else:
         states = Recurrence(x.k, x.v, x.g, x.initial_state, x.final_state)
         entering, segments, launches = before_segments.run(
-            plan.segments, states, x.k.shape[2], x.cu_seqlens, skip_first=True, longest_first=plan.longest_first
+            plan.segments, states, x.k.shape[2], x.cu_seqlens, skip_first=True, o=o
         )
         bounds = {"cu_seqlens": segments.bounds, "sequences": x.cu_seqlens, "order": segments.order}
         each = x._replace(entering=entering, final_state=None, **bounds)

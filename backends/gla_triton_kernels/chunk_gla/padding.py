@@ -1,8 +1,8 @@
 """Rows of a packed tensor that belong to no sequence are made 0: those before the first offset and behind the last.
 
-Which they are is known on the device alone, so every program looks at rows of its own, and mostly has nothing to do.
+Which they are is known on the device alone, so every program looks for its share of them, and mostly finds none.
 
-T tokens   N sequences   D numbers of a row of each tensor   R rows of a program   BD numbers written at once
+T tokens   N sequences   D numbers of a row of each tensor   BD numbers written at once
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from torch import Tensor
 from gla_triton_kernels.runtime.launch import Launch
 
 ROWS = 64
+"""There is a program for so many rows."""
+BLOCK = 1024
+"""Numbers that a program writes at once."""
 MOST = 4
 """Tensors that one launch clears: a call has at most as many gradients with rows."""
 
@@ -27,7 +30,7 @@ def clear_padding(tensors: Sequence[Tensor], cu_seqlens: Tensor) -> list[Launch]
     widths = [x.numel() // T for x in tensors] + [0] * missing
     given = (*tensors, *[None] * missing, cu_seqlens)
     grid = (-(-T // ROWS), 1, 1)
-    return [Launch(_clear_padding_kernel, grid, given, (), (T, N, *widths, ROWS, 1024), {"num_warps": 4})]
+    return [Launch(_clear_padding_kernel, grid, given, (), (T, N, *widths, BLOCK), {"num_warps": 4})]
 
 
 @triton.jit(do_not_specialize=["T", "N", "D0", "D1", "D2", "D3"])
@@ -43,24 +46,32 @@ def _clear_padding_kernel(
     D1,
     D2,
     D3,
-    R: tl.constexpr,
     BD: tl.constexpr,
 ):
     first = tl.load(cu_seqlens_ptr)
     last = tl.load(cu_seqlens_ptr + N)
-    begin = tl.program_id(0) * R
-    for t in range(begin, tl.minimum(begin + R, T)):
-        if (t < first) | (t >= last):
-            _clear_row(x0_ptr, t, D0, BD)
-            _clear_row(x1_ptr, t, D1, BD)
-            _clear_row(x2_ptr, t, D2, BD)
-            _clear_row(x3_ptr, t, D3, BD)
+    clear_rows(x0_ptr, D0, first, last, T, BD)
+    if x1_ptr is not None:
+        clear_rows(x1_ptr, D1, first, last, T, BD)
+    if x2_ptr is not None:
+        clear_rows(x2_ptr, D2, first, last, T, BD)
+    if x3_ptr is not None:
+        clear_rows(x3_ptr, D3, first, last, T, BD)
+
+
+@triton.jit
+def clear_rows(x_ptr, D, first, last, T, BD: tl.constexpr):
+    """Write 0 to this program's share of the rows of x [T, D] before `first` and from `last` on."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    for t in range(program, first, programs):
+        _clear_row(x_ptr, t, D, BD)
+    for t in range(last + program, T, programs):
+        _clear_row(x_ptr, t, D, BD)
 
 
 @triton.jit
 def _clear_row(x_ptr, t, D, BD: tl.constexpr):
-    if x_ptr is not None:
-        row = x_ptr + tl.cast(t, tl.int64) * D
-        for d in range(0, D, BD):
-            columns = d + tl.arange(0, BD)  # [BD]
-            tl.store(row + columns, tl.zeros([BD], x_ptr.dtype.element_ty), mask=columns < D)
+    row = x_ptr + tl.cast(t, tl.int64) * D
+    for d in range(0, D, BD):
+        columns = d + tl.arange(0, BD)  # [BD]
+        tl.store(row + columns, tl.zeros([BD], x_ptr.dtype.element_ty), mask=columns < D)

@@ -89,12 +89,20 @@ class Plan:
     Attributes:
         outputs: computes outputs, and the state that leaves, from the state that enters a sequence or segment.
         segments: how sequences are cut into segments; None where they stay whole.
-        longest_first: packed sequences, or their segments, start in the order of their lengths, the longest first.
     """
 
     outputs: KernelPlan
     segments: SegmentPlan | None = None
-    longest_first: bool = False
+
+
+WIDTH_UNIT = 8
+"""Keys and values of a head that kernels for SM90 see are a multiple: TMA moves rows of whole 16 bytes."""
+
+
+def seen_width(width: int, dtype: torch.dtype, gpu: Gpu) -> int:
+    """Keys or values of a head that kernels see: widths.py puts zeros behind them where TMA would not do."""
+    specialised = gpu.architecture.has_wgmma and dtype == torch.bfloat16
+    return -(-width // WIDTH_UNIT) * WIDTH_UNIT if specialised else width
 
 
 # ---- forward: whole sequences
@@ -115,10 +123,8 @@ def plan_one_pass(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     Args:
         aligned: whether TMA can address q, k, v, g and o.
     """
-    H, V, N = (call.dims[name] for name in ("H", "V", "N"))
     kernel = Kernel.FORWARD if _are_short(call) else best_kernel(call, gpu, aligned)
-    outputs = _outputs(call, gpu, aligned, kernel, N)
-    return Plan(outputs, longest_first=are_unequal(call, gpu, N * H * -(-V // outputs.BV)))
+    return Plan(_outputs(call, gpu, aligned, kernel, call.dims["N"]))
 
 
 def _are_short(call: OpCall) -> bool:
@@ -238,8 +244,7 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
         return plan_one_pass(call, gpu, aligned)
     segments = N + T // length if call.variable_length else N * -(-T // length)  # of packed sequences at most
     outputs = _outputs(call, gpu, aligned, kernel, segments)
-    unequal = are_unequal(call, gpu, segments * H * -(-V // outputs.BV))
-    return Plan(outputs, _before(call, gpu, outputs, length), unequal)
+    return Plan(outputs, _before(call, gpu, outputs, length))
 
 
 def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> Plan:
@@ -250,8 +255,8 @@ def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> Plan:
     kernel = best_kernel(call, gpu, aligned)
     outputs = _outputs(call, gpu, aligned, kernel, 0)
     if call.dims["T"] <= tokens and not call.scalars["output_final_state"]:
-        return Plan(outputs, longest_first=True)
-    return Plan(outputs, _before(call, gpu, outputs, tokens), longest_first=True)
+        return Plan(outputs)
+    return Plan(outputs, _before(call, gpu, outputs, tokens))
 
 
 def _before(call: OpCall, gpu: Gpu, outputs: KernelPlan, length: int) -> SegmentPlan:
@@ -265,11 +270,6 @@ def _outputs(call: OpCall, gpu: Gpu, aligned: bool, kernel: Kernel, segments: in
     if kernel is Kernel.FORWARD:
         return _forward(call, gpu, aligned, segments)
     return _forward_sm90(call, kernel)
-
-
-def are_unequal(call: OpCall, gpu: Gpu, blocks: int) -> bool:
-    """Whether blocks are of different lengths, and too many to start at once: a long one must not start last."""
-    return call.variable_length and blocks > gpu.multiprocessors
 
 
 def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bool, times: CutTimes) -> int:

@@ -15,7 +15,6 @@ from gla_triton_kernels.chunk_gla.plan import (
     CutTimes,
     Kernel,
     SegmentPlan,
-    are_unequal,
     segment_length,
     states_of_segments,
 )
@@ -59,13 +58,11 @@ class BackwardPlan:
             and the gradient of the state that leaves it.
         entering: how the states that enter chunks are found; None where checkpoints hold them.
         leaving: how the gradients of the states that leave segments are found; None where sequences stay whole.
-        longest_first: as in `Plan`.
     """
 
     gradients: GradientPlan
     entering: SegmentPlan | None
     leaving: SegmentPlan | None = None
-    longest_first: bool = False
 
 
 def plan_whole_sequences(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPlan:
@@ -74,9 +71,7 @@ def plan_whole_sequences(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPlan:
     Args:
         aligned: whether TMA can address q, k, v, g and do.
     """
-    gradients = _gradients(call, gpu, aligned)
-    unequal = are_unequal(call, gpu, call.dims["N"] * _blocks(call, gradients))
-    return BackwardPlan(gradients, _entering(call, gpu, aligned), longest_first=unequal)
+    return BackwardPlan(_gradients(call, gpu, aligned), _entering(call, gpu, aligned))
 
 
 def plan_segments_backward(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPlan:
@@ -98,16 +93,14 @@ def plan_segments_backward(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPla
         length = min(length, CHUNK)
     if length >= T:
         return plan_whole_sequences(call, gpu, aligned)
-    leaving = _states(call, gpu, aligned, length)
-    unequal = are_unequal(call, gpu, (N + T // length) * blocks)
-    return BackwardPlan(gradients, _entering(call, gpu, aligned), leaving, unequal)
+    return BackwardPlan(gradients, _entering(call, gpu, aligned), _states(call, gpu, aligned, length))
 
 
 def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> BackwardPlan:
     """As that of plan.py: a gradient of an initial state always comes of a scan."""
     gradients, entering = _gradients(call, gpu, aligned), _entering(call, gpu, aligned)
     whole = call.dims["T"] <= tokens and call.state_dtype is None
-    return BackwardPlan(gradients, entering, None if whole else _states(call, gpu, aligned, tokens), longest_first=True)
+    return BackwardPlan(gradients, entering, None if whole else _states(call, gpu, aligned, tokens))
 
 
 def _blocks(call: OpCall, kernel: GradientPlan) -> int:

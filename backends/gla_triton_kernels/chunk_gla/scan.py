@@ -37,6 +37,8 @@ def run(
 
     Those of empty segments are left as they are.
 
+    Of packed sequences that stay whole nothing is to be done where nobody asks for x.after and what comes first.
+
     Args:
         out: takes the states, in any dtype; may be S; None where x.after is all that is asked for.
         skip_first: leave those before a sequence's first segment as they are: they are x.before, or 0.
@@ -47,11 +49,16 @@ def run(
     strides = (0, 0, 0) if x.before is None else x.before.stride()[:3]
     BV = min(128, power_of_two(V))
     BK = min(256 // BV, power_of_two(K))
+    places, order = N, None
+    if skip_first and x.after is None and segments.bounds is not None:
+        places, order = segments.full, segments.order
+    if places == 0:
+        return []
     group = min(16, power_of_two(segments.per_sequence or 16))
-    tensors = (S, D, out, segments.cu_seqlens, x.before, x.after, decay)
+    tensors = (S, D, out, segments.cu_seqlens, segments.bounds, order, x.before, x.after, decay)
     integers = (segments.length, segments.per_sequence, *strides, H, K, V, BK, BV, group)
     constants = (x.backwards, skip_first, plan.overlap)
-    grid = (-(-K // BK) * -(-V // BV) * N * H, 1, 1)
+    grid = (-(-K // BK) * -(-V // BV) * places * H, 1, 1)
     options = {"launch_pdl": True} if plan.overlap else {}
     return [Launch(_scan_kernel, grid, tensors, (), (*integers, *constants), {"num_warps": 4, **options})]
 
@@ -62,6 +69,8 @@ def _scan_kernel(
     D_ptr,  # [I, H, K] or None
     out_ptr,  # [I, H, K, V] or None
     cu_seqlens_ptr,  # [N+1] or None
+    bounds_ptr,  # [I+1] or None
+    order_ptr,  # [I], or None where all sequences are scanned
     before_ptr,  # [N, H, K, V] or None
     after_ptr,  # [N, H, K, V] or None
     decay_ptr,  # [N, H, K] or None
@@ -80,7 +89,10 @@ def _scan_kernel(
     SKIP_FIRST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Program: block [BK, BV] of the states of one head of one sequence, GROUP segments on their way at a time."""
+    """Program: block [BK, BV] of the states of one head of one sequence, GROUP segments on their way at a time.
+
+    Where there is an order, the sequence is that whose first segment comes next in it.
+    """
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     blocks_k: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0)
@@ -98,12 +110,19 @@ def _scan_kernel(
     if cu_seqlens_ptr is None:
         first = n * segments
     else:
+        if order_ptr is not None:
+            i = tl.load(order_ptr + n)
+            begin = tl.load(bounds_ptr + i)
+            n = i - begin // segment
+            if begin == tl.load(bounds_ptr + i + 1):  # an empty segment is of no sequence
+                return
+            if begin != tl.load(cu_seqlens_ptr + n):
+                return
+            nh = n * H + h
         start = tl.load(cu_seqlens_ptr + n).to(tl.int32)
         end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32)
         first = n + start // segment
         segments = tl.cdiv(end - start, segment)
-        if SKIP_FIRST and after_ptr is None and segments <= 1:
-            return
     step: tl.constexpr = -1 if BACKWARDS else 1  # pyright: ignore
     if BACKWARDS:
         first += segments - 1

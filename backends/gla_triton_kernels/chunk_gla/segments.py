@@ -11,15 +11,16 @@ laid out in the same way. Segment i begins at row
 
     max over n of  min(c_n % length + (i - n) length, c_{n+1}),        and not before c_0
 
-Blocks start in the order of segments, so where they are unequal a long one may start last and run alone. Where they are
-to start longest first, `order` says which segment is the next one's.
+Where blocks start in the order of segments a long one may start last, and run alone; `order` has the longest first. A
+segment with another one of its sequence after it is full, and at most T // length are full: so what is done for these
+alone is done for so many places of the order, however many sequences there are.
 
-N sequences   I segments   BI segments a program   BN sequences, or other segments, at a time
+N sequences   T tokens   I segments   BI segments a program   BN sequences at a time   D numbers of a token of o
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gla_triton_kernels.chunk_gla.padding import BLOCK, ROWS, clear_rows
 from gla_triton_kernels.runtime.launch import Launch
 
 
@@ -68,8 +70,9 @@ class Segments:
         per_sequence: how many a sequence has; 0 of packed sequences.
         cu_seqlens: of packed sequences, where each begins.
         bounds: of packed sequences, [count+1]: segment i is rows bounds[i] to bounds[i+1].
-        order: of packed sequences, [count] int32: all segments, the longest first; None where they start as they are.
-        launches: which compute bounds and order.
+        order: of packed sequences, [count] int32: all segments, the longest first.
+        full: of packed sequences, how many segments at most have `length` tokens.
+        launches: the one that computes bounds and order.
     """
 
     length: int
@@ -78,87 +81,101 @@ class Segments:
     cu_seqlens: Tensor | None = None
     bounds: Tensor | None = None
     order: Tensor | None = None
+    full: int = 0
     launches: tuple[Launch, ...] = ()
 
 
-def whole(B: int, T: int, cu_seqlens: Tensor | None, longest_first: bool = False) -> Segments:
-    """Each sequence as one segment, longer than any; packed ones may start with the longest."""
-    count = B if cu_seqlens is None else len(cu_seqlens) - 1
-    segments = Segments(T + 1, count, 1, cu_seqlens, cu_seqlens)
-    return _ordered(segments) if longest_first else segments
+def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
+    """Each sequence as one segment, longer than any; the arguments are those of `cut`."""
+    if cu_seqlens is None:
+        return Segments(T + 1, B, 1)
+    return _laid_out(T, T + 1, len(cu_seqlens) - 1, cu_seqlens, None, o)
 
 
-def cut(B: int, T: int, length: int, cu_seqlens: Tensor | None, longest_first: bool = False) -> Segments:
-    """Cut sequences into segments of `length` tokens; those of packed ones may start with the longest."""
+def cut(B: int, T: int, length: int, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
+    """Cut sequences into segments of `length` tokens.
+
+    Args:
+        o: of packed sequences, [1, T, ...], contiguous: rows that belong to no sequence are made 0 beside; None leaves
+            that to another launch.
+    """
     if cu_seqlens is None:
         per_sequence = -(-T // length)
         return Segments(length, B * per_sequence, per_sequence)
-    N = len(cu_seqlens) - 1
-    count = N + T // length
+    count = len(cu_seqlens) - 1 + T // length
     bounds = torch.empty(count + 1, dtype=torch.int32, device=cu_seqlens.device)
+    return _laid_out(T, length, count, cu_seqlens, bounds, o)
+
+
+def _laid_out(T: int, length: int, count: int, cu_seqlens: Tensor, bounds: Tensor | None, o: Tensor | None) -> Segments:
+    """Segments of packed sequences; the bounds of whole sequences are the offsets themselves."""
+    order = torch.empty(count, dtype=torch.int32, device=cu_seqlens.device)
     BI, BN = 16, 256
-    grid, integers = (-(-(count + 1) // BI), 1, 1), (N, count, length, BI, BN)
-    launches = (Launch(_bounds_kernel, grid, (cu_seqlens, bounds), (), integers),)
-    segments = Segments(length, count, 0, cu_seqlens, bounds, launches=launches)
-    return _ordered(segments) if longest_first else segments
+    programs = max(-(-(count + 1) // BI), 0 if o is None else -(-T // ROWS))
+    sizes = (T, len(cu_seqlens) - 1, count, length, 0 if o is None else o.numel() // T)
+    launch = Launch(_lay_out_kernel, (programs, 1, 1), (cu_seqlens, bounds, order, o), (), (*sizes, BI, BN, BLOCK))
+    bounds = cu_seqlens if bounds is None else bounds
+    return Segments(length, count, 0, cu_seqlens, bounds, order, T // length, (launch,))
 
 
-def _ordered(segments: Segments) -> Segments:
-    """The same segments of packed sequences, and their order by length."""
-    bounds, count = segments.bounds, segments.count
-    if bounds is None:
-        raise ValueError("only packed sequences are of different lengths; expected their cu_seqlens")
-    order = torch.empty(count, dtype=torch.int32, device=bounds.device)
-    BI, BN = 16, 256
-    launch = Launch(_order_kernel, (-(-count // BI), 1, 1), (bounds, order), (), (count, BI, BN))
-    return replace(segments, order=order, launches=(*segments.launches, launch))
-
-
-@triton.jit(do_not_specialize=["N", "count", "length"])
-def _bounds_kernel(
+@triton.jit(do_not_specialize=["T", "N", "count", "length", "D"])
+def _lay_out_kernel(
     cu_seqlens_ptr,  # [N+1]
-    bounds_ptr,  # [count+1]
+    bounds_ptr,  # [I+1], or None where segments are whole sequences
+    order_ptr,  # [I]
+    o_ptr,  # [T, D] or None
+    T,
     N,
     count,
     length,
+    D,
     BI: tl.constexpr,
     BN: tl.constexpr,
+    BD: tl.constexpr,
 ):
-    """Program: BI of the bounds."""
+    """Program: BI of the bounds, and the places of these segments in the order; of two as long the first comes first.
+
+    A sequence has full segments, and a rest that has fewer tokens. So a full segment comes behind the full ones before
+    it, a rest behind all full ones and the longer rests, and an empty segment behind all that are not.
+    """
+    if o_ptr is not None:
+        clear_rows(o_ptr, D, tl.load(cu_seqlens_ptr), tl.load(cu_seqlens_ptr + N), T, BD)
     i = tl.program_id(0) * BI + tl.arange(0, BI)  # [BI]
+    if tl.program_id(0) * BI > count:
+        return
     bound = tl.zeros([BI], tl.int64) + tl.load(cu_seqlens_ptr)
+    tokens = tl.zeros([BI], tl.int32)
+    full_before = tl.zeros([BI], tl.int32)
+    not_empty_before = tl.zeros([BI], tl.int32)
+    full, not_empty = 0, 0
     for n0 in range(0, N, BN):
-        n = n0 + tl.arange(0, BN)  # [BN]
-        start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=0).to(tl.int64)  # [BN]
-        end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0).to(tl.int64)  # [BN]
-        segments = (i[:, None] - n[None, :]).to(tl.int64)  # [BI, BN]
-        begin = segments * length + (start % length)[None, :]  # [BI, BN]
+        start, end, first, fulls, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length)  # [BN]
+        own = i[:, None] - first[None, :]  # [BI, BN], of which segment of a sequence i would be
+        begin = own.to(tl.int64) * length + start[None, :]  # [BI, BN]
         bound = tl.maximum(bound, tl.max(tl.minimum(begin, end[None, :]), 1))
-    tl.store(bounds_ptr + i, bound.to(tl.int32), mask=i <= count)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _order_kernel(
-    bounds_ptr,  # [I+1]
-    order_ptr,  # [I]
-    count,
-    BI: tl.constexpr,
-    BN: tl.constexpr,
-):
-    """Program: the places in the order of BI segments; of two that are as long, the first comes first."""
-    i = tl.program_id(0) * BI + tl.arange(0, BI)  # [BI]
-    tokens = _tokens(bounds_ptr, i, count)  # [BI]
-    place = tl.zeros([BI], tl.int32)
-    for j0 in range(0, count, BN):
-        j = j0 + tl.arange(0, BN)  # [BN]
-        others = _tokens(bounds_ptr, j, count)  # [BN]
-        as_long = (others[None, :] == tokens[:, None]) & (j[None, :] < i[:, None])  # [BI, BN]
-        place += tl.sum(((others[None, :] > tokens[:, None]) | as_long).to(tl.int32), 1)
+        segments = fulls + (rest > 0).to(tl.int32)  # [BN]
+        has = tl.where(own == fulls[None, :], rest[None, :], length)  # [BI, BN]
+        tokens += tl.sum(tl.where((own >= 0) & (own < segments[None, :]), has, 0), 1)
+        full_before += tl.sum(tl.minimum(tl.maximum(own, 0), fulls[None, :]), 1)
+        not_empty_before += tl.sum(tl.minimum(tl.maximum(own, 0), segments[None, :]), 1)
+        full += tl.sum(fulls)
+        not_empty += tl.sum(segments)
+    if bounds_ptr is not None:
+        tl.store(bounds_ptr + i, bound.to(tl.int32), mask=i <= count)
+    place = full + tl.zeros([BI], tl.int32)  # of rests
+    for n0 in range(0, N, BN):
+        _, _, first, fulls, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length)  # [BN]
+        as_long = (rest[None, :] == tokens[:, None]) & ((first + fulls)[None, :] < i[:, None])  # [BI, BN]
+        place += tl.sum(((rest[None, :] > tokens[:, None]) | as_long).to(tl.int32), 1)
+    place = tl.where(tokens == length, full_before, place)
+    place = tl.where(tokens == 0, not_empty + i - not_empty_before, place)
     tl.store(order_ptr + place, i, mask=i < count)
 
 
 @triton.jit
-def _tokens(bounds_ptr, i, count):
-    """Tokens of these segments; -1 of those that there are not."""
-    start = tl.load(bounds_ptr + i, mask=i < count, other=1)
-    return (tl.load(bounds_ptr + i + 1, mask=i < count, other=0) - start).to(tl.int32)
+def _cut(cu_seqlens_ptr, n, N, length):
+    """Of sequences n [BN]: first row, end, place of the first segment, full segments, and tokens of the rest."""
+    start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=0).to(tl.int64)
+    end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0).to(tl.int64)
+    tokens = (end - start).to(tl.int32)
+    return start, end, n + (start // length).to(tl.int32), tokens // length, tokens % length

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.common_backward_sm90 import RUNS, WIDTH, C, D, gates, product
+from gla_triton_kernels.chunk_gla.common_backward_sm90 import RUNS, WIDTH, C, D, gates, keys_that_leave, product
 from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, plus
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
@@ -61,7 +61,8 @@ def run(
     moved = ((x.q, WIDTH), (x.do, kernel.BV), (x.g, WIDTH))
     maps = [None if y is None else shared_tiles(y, CHUNK, width) for y, width in moved]
     maps.append(state_tiles(P, WIDTH, kernel.BV))
-    tensors = (*maps, marks, leaving, x.dinitial_state, segments.bounds, segments.order)
+    ends = x.cu_seqlens if x.dstate is None else None
+    tensors = (*maps, marks, leaving, x.dinitial_state, segments.bounds, segments.order, ends)
     strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
     integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, keys, G)
     blocks = -(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * H
@@ -111,7 +112,7 @@ def _state_warps(
     """Carry D rows of the gradient of the state backwards through the segment, and write P of every chunk."""
     q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles = tiles
     full, empty, both = barriers
-    leaving, state_n, state_h, state_k, dinitial = states
+    leaving, held, state_n, state_h, state_k, dinitial = states
     h, n, key, value, row, length = place
     H, K, V = sizes
     HAS_GATE: gl.constexpr = marks is not None
@@ -122,7 +123,7 @@ def _state_warps(
     inside = (keys < K) & (values < V)
     if leaving is not None:
         head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
-        taken = inside & (h % G == 0)  # of the heads of a group one takes it
+        taken = inside & (keys < held) & (h % G == 0)  # of the heads of a group one takes it
         dS = gl.load(head + keys.to(gl.int64) * state_k + values, taken, 0.0)  # [D, BV]
     else:
         dS = gl.zeros([D, BV], gl.float32, layout)
@@ -190,6 +191,7 @@ def _state_kernel(
     dinitial,  # [N, H, K, V] or None
     bounds,  # [I + 1] or None
     order,  # [I] or None
+    ends,  # offsets of sequences that leave no gradient in `leaving`, or None
     scale,
     state_n,
     state_h,
@@ -214,17 +216,18 @@ def _state_kernel(
     h = pid // (blocks_v * blocks_k) % H
     i = pid // (blocks_v * blocks_k * H)
     if PACKED:
-        if order is not None:
-            i = gl.load(order + i)
+        i = gl.load(order + i)
         b = gl.to_tensor(0)
         start = gl.load(bounds + i).to(gl.int32)
         length = gl.load(bounds + i + 1).to(gl.int32) - start
         row = i - start // segment + start // C  # of the first chunk
+        held = keys_that_leave(i, start, length, segment, leaving, ends, K)
     else:
         b = i // segments
         start = i % segments * segment
         length = gl.minimum(segment, T - start)
         row = b * gl.cdiv(T, C) + start // C
+        held = K
 
     dtype: gl.constexpr = gl.bfloat16
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -247,7 +250,7 @@ def _state_kernel(
 
     tiles = (q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles)
     barriers = (full, empty, both)
-    states = (leaving, state_n, state_h, state_k, dinitial)
+    states = (leaving, held, state_n, state_h, state_k, dinitial)
     place = (h, i, key, value, row, length)
     load_place = (b, h, key, value, start, gl.cdiv(length, C))
     sizes = (H, K, V)

@@ -61,14 +61,16 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
     kernel, packed, skip_last = plan.states, segments.bounds is not None, x.after is None
     B, T = x.left.shape[:2]
     H, K, V = S.shape[1:]
-    skipped = B if skip_last and not packed else 0  # of packed sequences the kernel finds out
+    asked = segments.count
+    if skip_last:
+        asked = segments.full if packed else segments.count - B
     parts = min(2, -(-K // kernel.BK))
-    blocks = (segments.count - skipped) * H * -(-K // (parts * kernel.BK)) * -(-V // kernel.BV)
+    blocks = asked * H * -(-K // (parts * kernel.BK)) * -(-V // kernel.BV)
     if blocks == 0:
         return []
     moved = ((x.left, kernel.BK), (x.right, kernel.BV), (x.g, kernel.BK))
     maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
-    tensors = (*maps, S, D, segments.cu_seqlens, segments.bounds)
+    tensors = (*maps, S, D, segments.cu_seqlens, segments.bounds, segments.order)
     sizes = (T, segments.length, segments.per_sequence, H, K, V)
     constants = (parts, x.backwards, skip_last, kernel.stages)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
@@ -188,6 +190,7 @@ def _build_states_kernel(
     D_ptr,  # [I, H, K], or None as g
     cu_seqlens,  # [N + 1] or None
     bounds,  # [I + 1] or None
+    order,  # [I] or None
     scale,
     T,
     segment,
@@ -213,15 +216,19 @@ def _build_states_kernel(
     i = gl.program_id(0) // blocks // H
     if PACKED:
         b = gl.to_tensor(0)
+        i = gl.load(order + i)
         start = gl.load(bounds + i).to(gl.int32)  # bounds of whole sequences are the offsets themselves, of any dtype
         end = gl.load(bounds + i + 1).to(gl.int32)
         if start == end:
             return
-        if SKIP_LAST:
+        if SKIP_LAST:  # a full segment with another one after it is asked for, or backwards that other one
             n = i - start // segment
-            last = start == gl.load(cu_seqlens + n) if BACKWARDS else end == gl.load(cu_seqlens + n + 1)
-            if last:
+            if end == gl.load(cu_seqlens + n + 1):
                 return
+            if BACKWARDS:
+                i += 1
+                start = end
+                end = gl.load(bounds + i + 1).to(gl.int32)
     else:
         built = segments - 1 if SKIP_LAST else segments
         b = i // built

@@ -68,7 +68,8 @@ def _launches(plan: SegmentPlan, x: Recurrence, decay: Tensor, cu_seqlens: Tenso
     state = x.after
     assert state is not None
     if plan.length >= T:
-        return build(plan, x, whole(B, T, cu_seqlens), state, None if x.g is None else decay)
+        segments = whole(B, T, cu_seqlens)
+        return [*segments.launches, *build(plan, x, segments, state, None if x.g is None else decay)]
     segments = cut(B, T, plan.length, cu_seqlens)
     S = state.new_empty(segments.count, *state.shape[1:])
     D = None if x.g is None else decay.new_empty(segments.count, *decay.shape[1:])

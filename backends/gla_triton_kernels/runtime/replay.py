@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from gla_triton_kernels.runtime.launch import Launch, current_device
 
 ALIGNMENT = 16
 """Bytes. Triton compiles for addresses that are multiples of it, or that are not: only the former are replayed."""
+_LINE = 128
+"""Bytes of a line of the cache; scratch tensors begin at multiples."""
 _MOST_CALLS = 4096
 _MOST_MAPS = 1024
 _NONE = -1
@@ -44,11 +47,12 @@ class _TensorMap:
         self.box = box
         self.encoded: dict[int, list[Any]] = {}
 
-    def encode(self, x: Tensor, address: int) -> list[Any]:
-        """What the kernel takes for x: the map encoded, then shape and strides."""
+    def encode(self, address: int) -> list[Any]:
+        """What the kernel takes for a tensor at this address: the map encoded, then shape and strides."""
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        encoded = make_tensordesc_arg(SimpleNamespace(base=x, **self.layout), self.box)
+        base = SimpleNamespace(data_ptr=lambda: address)  # all that is asked of a tensor
+        encoded = make_tensordesc_arg(SimpleNamespace(base=base, **self.layout), self.box)
         _put(self.encoded, address, encoded, _MOST_MAPS)
         return encoded
 
@@ -74,9 +78,9 @@ class _RecordedLaunch:
     takes_floats: bool
     integers: tuple[Any, ...]
 
-    def replay(self, stream: int, tensors: Sequence[Any], addresses: list[int], floats: tuple[float, ...]) -> None:
+    def replay(self, stream: int, addresses: list[int], floats: tuple[float, ...]) -> None:
         """Launch on the tensors of a call, which are at these addresses."""
-        arguments: list[Any] = self._mapped(tensors, addresses) if self.maps else [addresses[i] for i in self.places]
+        arguments: list[Any] = self._mapped(addresses) if self.maps else [addresses[i] for i in self.places]
         if self.takes_floats:
             arguments += floats
         if self.spread:
@@ -84,7 +88,7 @@ class _RecordedLaunch:
         else:
             self.launch(*self.grid, stream, *self.kernel, (*arguments, *self.integers))
 
-    def _mapped(self, tensors: Sequence[Any], addresses: list[int]) -> list[Any]:
+    def _mapped(self, addresses: list[int]) -> list[Any]:
         """Addresses, and encoded maps in the place of those that are mapped."""
         arguments = []
         for place, tensor_map in zip(self.places, self.maps, strict=True):
@@ -92,16 +96,21 @@ class _RecordedLaunch:
             if tensor_map is None:
                 arguments.append(address)
             else:
-                arguments += tensor_map.encoded.get(address) or tensor_map.encode(tensors[place], address)
+                arguments += tensor_map.encoded.get(address) or tensor_map.encode(address)
         return arguments
 
 
 @dataclass(frozen=True, slots=True)
 class _RecordedCall:
-    """The launches of a call in order, the device they are for, and how scratch tensors are allocated."""
+    """The launches of a call in order, and the device they are for.
+
+    Attributes:
+        scratch: where each scratch tensor begins in the memory of all of them. memory: how that is allocated.
+    """
 
     device: int
-    scratch: tuple[dict[str, Any], ...]
+    scratch: tuple[int, ...]
+    memory: dict[str, Any]
     launches: tuple[_RecordedLaunch, ...]
 
 
@@ -136,8 +145,9 @@ def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[L
     if any(launch.compiled.run.global_scratch_size or launch.compiled.run.profile_scratch_size for launch in launches):
         return  # memory that Triton allocates for each launch
     recorded = tuple(_recorded(launch, places) for launch in launches)
-    allocated = tuple({"size": x.shape, "stride": x.stride(), "dtype": x.dtype, "device": x.device} for x in scratch)
-    _put(_calls, key, _RecordedCall(current_device(), allocated, recorded), _MOST_CALLS)
+    *begins, size = itertools.accumulate((-(-x.nbytes // _LINE) * _LINE for x in scratch), initial=0)
+    memory = {"size": (size,), "dtype": torch.uint8, "device": given[0].device}
+    _put(_calls, key, _RecordedCall(current_device(), tuple(begins), memory, recorded), _MOST_CALLS)
 
 
 def _recorded(launch: Launch, places: dict[int, int]) -> _RecordedLaunch:
@@ -200,14 +210,14 @@ def replay(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> b
     if math.gcd(ALIGNMENT, *addresses) != ALIGNMENT:
         return False
     if call.scratch:
-        scratch = [torch.empty_strided(**how) for how in call.scratch]
-        tensors = [*tensors, *scratch]
-        addresses += [x.data_ptr() for x in scratch]
+        memory = torch.empty(**call.memory)
+        address = memory.data_ptr()
+        addresses += [address + begin for begin in call.scratch]
     addresses.append(0)  # at _NONE
     active: Any = driver.active
     stream = active.get_current_stream(call.device)
     for launch in call.launches:
-        launch.replay(stream, tensors, addresses, floats)
+        launch.replay(stream, addresses, floats)
     return True
 
 

@@ -1,0 +1,95 @@
+"""Heads of any width for kernels that TMA feeds: copies with zeros behind the keys and values, and results copied back.
+
+TMA moves rows of whole 16 bytes. Keys and queries of 0 add nothing to any product, values of 0 give outputs of 0, and
+gates of 0 decay nothing, so results are what they are without.
+
+A0, A1, A2, A3 dimensions of a tensor   R rows of A3 numbers that a program writes   BD numbers of a row, at least A3
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gla_triton_kernels.chunk_gla.plan import seen_width
+from gla_triton_kernels.runtime.architecture import Gpu
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.sizes import power_of_two
+
+if TYPE_CHECKING:
+    from gla_triton_kernels.chunk_gla.call import BackwardTensors, Tensors
+
+OF_KEYS = frozenset({"q", "k", "g", "dq", "dk", "dg"})
+OF_VALUES = frozenset({"v", "o", "do", "dv"})
+OF_BOTH = frozenset({"initial_state", "final_state", "checkpoints", "dstate", "dinitial_state"})
+RESULTS = frozenset({"o", "final_state", "dq", "dk", "dv", "dg", "dinitial_state"})
+
+AnyTensors = TypeVar("AnyTensors", "Tensors", "BackwardTensors")
+
+
+def widened(x: AnyTensors, gpu: Gpu) -> tuple[AnyTensors, list[Launch], list[Launch]]:
+    """X as kernels see it, and the launches that fill what they read, and x with what they have written."""
+    K, V = (seen_width(y.shape[-1], y.dtype, gpu) for y in (x.q, x.v))
+    given = {name: y for name, y in x._asdict().items() if y is not None}
+    shapes = {name: _seen_shape(name, y, K, V) for name, y in given.items()}
+    wide = {
+        name: torch.empty(shapes[name], dtype=y.dtype, device=y.device)
+        for name, y in given.items()
+        if shapes[name] != y.shape
+    }
+    # A forward fills checkpoints, but not all their rows where sequences are packed: the others stay 0.
+    written = RESULTS if "do" in given else RESULTS | {"checkpoints"}
+    read = [_copy(given[name], y) for name, y in wide.items() if name not in RESULTS and y.numel() > 0]
+    back = [_copy(y, given[name]) for name, y in wide.items() if name in written and y.numel() > 0]
+    return x._replace(**wide), read, back
+
+
+def _seen_shape(name: str, x: Tensor, K: int, V: int) -> tuple[int, ...]:
+    """The shape of a tensor of this name, with K keys or V values of a head, or both, if it has any."""
+    if name in OF_BOTH:
+        return (*x.shape[:-2], K, V)
+    width = K if name in OF_KEYS else V if name in OF_VALUES else x.shape[-1]
+    return (*x.shape[:-1], width)
+
+
+def _copy(source: Tensor, to: Tensor) -> Launch:
+    """The launch that copies what two tensors have in common, and makes the rest of `to` 0.
+
+    Args:
+        source: [.., A2, A3] with rows of A3 numbers that lie together, contiguous if there are more than 4 dimensions.
+        to: [.., A2, A3] with others, contiguous.
+    """
+    A1, A2, A3 = to.shape[-3:]
+    rows, BD = to.numel() // A3, power_of_two(A3, 16)
+    R = max(1, 4096 // BD)
+    sizes = (rows, *source.stride()[-4:-1], A1, source.shape[-2], A2, source.shape[-1], A3)
+    return Launch(_copy_kernel, (-(-rows // R), 1, 1), (source, to), (), (*sizes, R, BD), {"num_warps": 4})
+
+
+@triton.jit
+def _copy_kernel(
+    source_ptr,  # [A0, A1, A2_SOURCE, A3_SOURCE]
+    to_ptr,  # [A0, A1, A2, A3]
+    rows,  # A0 * A1 * A2
+    stride_0,
+    stride_1,
+    stride_2,
+    A1,
+    A2_SOURCE,
+    A2,
+    A3_SOURCE: tl.constexpr,
+    A3: tl.constexpr,
+    R: tl.constexpr,
+    BD: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
+    column = tl.arange(0, BD)  # [BD]
+    i_2, i_1, i_0 = row % A2, row // A2 % A1, row // A2 // A1  # [R]
+    there = ((row < rows) & (i_2 < A2_SOURCE))[:, None] & (column < A3_SOURCE)[None, :]  # [R, BD]
+    first = i_0 * stride_0 + i_1 * stride_1 + i_2 * stride_2  # [R]
+    x = tl.load(source_ptr + first[:, None] + column[None, :], mask=there, other=0.0)  # [R, BD]
+    tl.store(to_ptr + row[:, None] * A3 + column[None, :], x, mask=(row < rows)[:, None] & (column < A3)[None, :])

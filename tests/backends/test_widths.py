@@ -1,0 +1,73 @@
+"""Heads of widths that TMA does not move: tensors with zeros behind them, and results that are copied back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.kernels
+
+
+@pytest.fixture
+def widened():
+    from gla_triton_kernels.chunk_gla.widths import widened
+    from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+
+    return lambda x: widened(x, Gpu(Architecture.SM90, 132))
+
+
+def forward(device, K=20, V=9):
+    """A call with all tensors; q is a part of another tensor, and results are NaN but for checkpoints."""
+    from gla_triton_kernels.chunk_gla.call import Tensors
+
+    def random(*shape, dtype=torch.bfloat16):
+        return torch.randn(shape, device=device).to(dtype)
+
+    B, T, H = 2, 5, 3
+    state = random(B, H, K, V, dtype=torch.float32).transpose(0, 1).contiguous().transpose(0, 1)
+    results = random(B, T, H, V) * torch.nan, state.contiguous() * torch.nan, random(B, 2, H, K, V) * 0
+    tokens = random(B, T, H, 2 * K)[..., K:], random(B, T, H, K), random(B, T, H, V)
+    return Tensors(*tokens, random(B, T, H, K, dtype=torch.float32), state, None, *results)
+
+
+def padded(x, *widths):
+    """X with zeros behind its last dimensions, up to these widths."""
+    y = x.new_zeros(*x.shape[: -len(widths)], *widths)
+    y[tuple(slice(size) for size in x.shape)] = x
+    return y
+
+
+def test_zeros_stand_behind_what_kernels_read(widened, device):
+    from gla_triton_kernels.runtime.launch import start
+
+    x = forward(device)
+    wide, read, _ = widened(x)
+    start(read)
+    for name in ("q", "k", "g"):
+        assert torch.equal(getattr(wide, name), padded(getattr(x, name), 24))
+    assert torch.equal(wide.v, padded(x.v, 16))
+    assert torch.equal(wide.initial_state, padded(x.initial_state, 24, 16))
+    assert torch.equal(wide.checkpoints, padded(x.checkpoints, 24, 16))
+
+
+def test_results_are_copied_back(widened, device):
+    from gla_triton_kernels.runtime.launch import start
+
+    x = forward(device)
+    wide, _, back = widened(x)
+    for name in ("o", "final_state", "checkpoints"):
+        getattr(wide, name).normal_()
+    start(back)
+    assert torch.equal(x.o, wide.o[..., :9])
+    assert torch.equal(x.final_state, wide.final_state[..., :20, :9])
+    assert torch.equal(x.checkpoints, wide.checkpoints[..., :20, :9])
+
+
+def test_only_what_has_such_a_width_is_copied(widened, device):
+    x = forward(device, K=16)
+    wide, read, back = widened(x)
+    assert (wide.q is x.q, wide.k is x.k, wide.g is x.g) == (True, True, True)
+    assert (len(read), len(back)) == (3, 3)  # v and states; o and states
+    x = forward(device, K=16, V=8)
+    assert widened(x) == (x, [], [])
