@@ -6,7 +6,11 @@
 Rank 0 first computes the whole sequence by itself, by gla_core.chunk_gla, while the others wait; then all ranks compute
 their shards of it. A time is the median of the slowest rank's. Efficiency is the time of one rank over that of R ranks,
 and over R. The gather's share is what the gathers of a pass take by themselves, of the pass. A length that does not fit
-into the memory of one rank has no efficiency: what is then found is that R ranks can do it.
+into the memory of one rank has no efficiency: what is then found is that R ranks can do it. On GPUs it ends with the
+longest sequence that trains on one rank and on all, of the first number of heads.
+
+A rank whose memory ends in the midst of a pass would leave the others waiting. So each rank first makes the pass in a
+group of its own, with as many tokens, and all go on together only if it fits on every rank.
 
 For other numbers of ranks a row predicts the efficiency, with as many tokens a rank as measured: a shard takes what it
 took here, and what is exchanged takes as long for every summary that a rank receives, of all others from a gather, of
@@ -18,6 +22,9 @@ R ranks   T tokens of all ranks   H heads   K key and value width
 from __future__ import annotations
 
 import argparse
+import datetime
+import functools
+import json
 import math
 import os
 import statistics
@@ -43,30 +50,55 @@ HEADS = [8, 16]
 DIRECTIONS = ("forward", "forward+backward")
 PREDICTED = (4, 8, 64, 1024)
 WARM_UP, CALLS = 3, 9
+MEMORY = 0.95
+"""Of a GPU's memory, what tensors may take: NCCL and kernels need some too."""
+PROBE, STEP = 2**19, 2**17
+"""Tokens by which the longest sequence is first estimated, and in steps of which it is found."""
 Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, measure on all ranks, and on rank 0 write and draw."""
     options = _parser().parse_args(arguments)
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if options.draw:
+        print(f"wrote {draw(json.loads(options.draw.read_text()), options.draw.with_suffix('.png'))}")
+        return
+    device = _join(options.device)
+    speaks = dist.get_rank() == 0
     found: Row = {**results.conditions(device, options.commit), "rows": []}
     path = options.out / results.file_name("ranks", device)
     for H in options.heads:
         for T in options.tokens:
             for direction in DIRECTIONS:
                 row = measure(T, H, options.width, direction, device)
-                if dist.get_rank() == 0:
+                if speaks:
                     found["rows"].append(row)
                     write_json(path, found)
                     print(in_words(row), flush=True)
-    if dist.get_rank() == 0 and options.plot:
-        print(f"wrote {draw(found, path.with_suffix('.png'))}")
+    if speaks and options.plot:
+        print(_drawn(found, path.with_suffix(".png")), flush=True)
+    if device.type == "cuda":
+        found["longest"] = longest(options.heads[0], options.width, device)
+        if speaks:
+            write_json(path, found)
+            print(
+                "longest that trains: {heads} heads, one rank {one_rank}, all ranks {all_ranks}".format_map(
+                    found["longest"]
+                )
+            )
     dist.destroy_process_group()
+
+
+def _join(kind: str) -> torch.device:
+    """The device of this rank, which is then one of a group."""
+    device = torch.device(kind)
+    if kind == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        torch.cuda.set_per_process_memory_fraction(MEMORY, device)
+    # Rank 0 computes alone, and at first compiles, while the others wait.
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=200))
+    return device
 
 
 # ---- measuring
@@ -75,16 +107,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(T: int, H: int, K: int, direction: str, device: torch.device) -> Row:
     """Time a sequence of T tokens on one rank and on all; the same on every rank."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    alone = seconds_of(lambda: whole(T, H, K, direction, device), device) if rank == 0 else None
-    alone = _agreed(alone, device)
-    together = _agreed(seconds_of(lambda: own(T // ranks, H, K, direction, device), device, every=True), device)
-    exchanged = _agreed(seconds_of(lambda: gathers(H, K, direction, device), device, every=True), device)
+    sizes = (H, K, direction, device)
+    alone = _slowest(seconds_of(lambda: whole(T, *sizes), device) if rank == 0 else 0.0, device)
+    together = None
+    if _all(fits(lambda: own(T // ranks, *sizes, _itself()), device), device):
+        together = _slowest(seconds_of(lambda: own(T // ranks, *sizes), device, every=True), device)
+    exchanged = _slowest(seconds_of(lambda: gathers(H, K, direction, device), device, every=True), device)
     row = {"tokens": T, "heads": H, "width": K, "direction": direction, "ranks": ranks}
     row |= {"one_rank": alone, "all_ranks": together, "gather": exchanged}
-    both = alone is not None and together is not None
-    row["efficiency"] = alone / together / ranks if both and alone and together else None
+    row["efficiency"] = alone / together / ranks if alone and together else None
     row["predicted"] = predicted(row)
     return row
+
+
+def longest(H: int, K: int, device: torch.device) -> Row:
+    """The most tokens whose forward and backward fit into the memory of one rank, and of all."""
+    ranks, sizes = dist.get_world_size(), (H, K, DIRECTIONS[-1], device)
+    alone = _most(lambda T: whole(T, *sizes), device) if dist.get_rank() == 0 else 0
+    shortest = -int(_largest(-_most(lambda T: own(T, *sizes, _itself()), device), device))
+    fine = _all(seconds_of(lambda: own(shortest, *sizes), device, every=True) is not None, device)
+    found = {"one_rank": int(_largest(alone, device)), "all_ranks": ranks * shortest if fine else None}
+    return {"heads": H, "width": K, **found}
+
+
+def _most(prepare: Callable[[int], Callable[[], Any]], device: torch.device) -> int:
+    """The most tokens, a multiple of STEP, with which a call fits into memory."""
+    torch.cuda.reset_peak_memory_stats(device)
+    if not fits(lambda: prepare(PROBE), device):
+        return 0
+    of_token = torch.cuda.max_memory_allocated(device) / PROBE
+    room = MEMORY * torch.cuda.get_device_properties(device).total_memory
+    T = int(room / of_token) // STEP * STEP
+    while T > 0 and not fits(functools.partial(prepare, T), device):
+        T -= STEP
+    return T
 
 
 def seconds_of(prepare: Callable[[], Callable[[], Any]], device: torch.device, every: bool = False) -> float | None:
@@ -94,17 +150,29 @@ def seconds_of(prepare: Callable[[], Callable[[], Any]], device: torch.device, e
         prepare: makes the inputs, and returns the call.
         every: all ranks make it, and begin together.
     """
-    try:
+
+    def median() -> float:
         call = prepare()
         for _ in range(WARM_UP):
             call()
-        samples = [_sample(call, device, every) for _ in range(CALLS)]
+        return statistics.median(_sample(call, device, every) for _ in range(CALLS))
+
+    return _in_memory(median, device)
+
+
+def fits(prepare: Callable[[], Callable[[], Any]], device: torch.device) -> bool:
+    """Whether a call that this rank makes alone fits into memory."""
+    return _in_memory(lambda: _sample(prepare(), device, False), device) is not None
+
+
+def _in_memory(work: Callable[[], float], device: torch.device) -> float | None:
+    try:
+        return work()
     except torch.OutOfMemoryError:
         return None
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return statistics.median(samples)
 
 
 def _sample(call: Callable[[], Any], device: torch.device, every: bool) -> float:
@@ -117,11 +185,29 @@ def _sample(call: Callable[[], Any], device: torch.device, every: bool) -> float
     return time.perf_counter() - start
 
 
-def _agreed(seconds: float | None, device: torch.device) -> float | None:
-    """The longest time of all ranks that have one; None where one of them failed, or none has any."""
-    mine = torch.tensor([-1.0 if seconds is None else seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(mine, dist.ReduceOp.MAX)
-    return float(mine) if mine > 0 else None
+def _slowest(seconds: float | None, device: torch.device) -> float | None:
+    """The longest time of all ranks; None where one of them has none."""
+    found = _largest(math.inf if seconds is None else seconds, device)
+    return None if math.isinf(found) else found
+
+
+def _largest(x: float, device: torch.device) -> float:
+    """The largest x of all ranks."""
+    found = torch.tensor(x, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def _all(fine: bool, device: torch.device) -> bool:
+    return _slowest(0.0 if fine else None, device) is not None
+
+
+@functools.cache
+def _itself() -> dist.ProcessGroup:
+    """A group of this rank alone; all ranks first ask for it at the same place."""
+    group, _ = dist.new_subgroups(1)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def whole(T: int, H: int, K: int, direction: str, device: torch.device) -> Callable[[], Any]:
@@ -129,9 +215,11 @@ def whole(T: int, H: int, K: int, direction: str, device: torch.device) -> Calla
     return _pass_of(lambda *tokens: gla.chunk_gla(*tokens)[0], T, H, K, direction, device)
 
 
-def own(T: int, H: int, K: int, direction: str, device: torch.device) -> Callable[[], Any]:
-    """T tokens of this rank, with the other ranks."""
-    cut = shard(T)
+def own(
+    T: int, H: int, K: int, direction: str, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Callable[[], Any]:
+    """T tokens of this rank, with the other ranks of a group."""
+    cut = shard(T, group=group)
     return _pass_of(lambda *tokens: chunk_gla(*tokens, shard=cut)[0], T, H, K, direction, device)
 
 
@@ -209,6 +297,13 @@ def draw(found: Row, target: Path) -> Path:
     return target
 
 
+def _drawn(found: Row, target: Path) -> str:
+    try:
+        return f"wrote {draw(found, target)}"
+    except ValueError as error:
+        return f"no plot: {error}"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results file")
@@ -218,6 +313,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--width", type=int, default=128, help="of keys and values of a head")
     parser.add_argument("--commit", help="of the source, where it cannot be asked of git")
     parser.add_argument("--plot", action="store_true", help="draw efficiency against length, beside the file")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw what such a file holds, and measure nothing")
     return parser
 
 

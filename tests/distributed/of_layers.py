@@ -26,7 +26,7 @@ DRAWN = 8
 """Random batches that each group of ranks goes through."""
 
 
-def layers() -> nn.ModuleList:
+def layers(ranks: Ranks) -> nn.ModuleList:
     """Three of different kinds, float64, every parameter random so that none is left out unseen."""
     torch.manual_seed(0)
     made = nn.ModuleList(
@@ -38,7 +38,7 @@ def layers() -> nn.ModuleList:
     )
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.3)
-    return made.double()
+    return made.double().to(ranks.device)
 
 
 def through(model: nn.ModuleList, x: Tensor, **where: object) -> Tensor:
@@ -83,7 +83,7 @@ def compare(
 
 def check_layers_of_random_batches(ranks: Ranks) -> None:
     """Packed or not, of either layout; shards may be shorter than a convolution, or empty."""
-    model = layers()
+    model = layers(ranks)
     for seed in range(DRAWN):
         generator = torch.Generator().manual_seed(100 * ranks.number + seed)
 
@@ -96,21 +96,22 @@ def check_layers_of_random_batches(ranks: Ranks) -> None:
         T, cu_seqlens = sum(lengths), None
         if draw(0, 1):
             end = T if layout == "zigzag" else draw(1, T)
-            cu_seqlens = torch.tensor([0, *sorted(draw(0, end) for _ in range(draw(0, 3))), end])
+            offsets = [0, *sorted(draw(0, end) for _ in range(draw(0, 3))), end]
+            cu_seqlens = torch.tensor(offsets, device=ranks.device)
         x = torch.randn(2 if cu_seqlens is None else 1, T, 16, dtype=torch.float64, generator=generator)
-        compare(ranks, model, x, cu_seqlens, lengths, layout)
+        compare(ranks, model, x.to(ranks.device), cu_seqlens, lengths, layout)
 
 
 def check_a_layer_with_a_mesh(ranks: Ranks) -> None:
     """Makes its shards itself, contiguous ones; its convolutions send once each way, and nothing of other sequences."""
-    model, mesh = layers(), init_device_mesh("cpu", (ranks.number,))
-    spread = layers()
+    model, mesh = layers(ranks), init_device_mesh(ranks.device.type, (ranks.number,))
+    spread = layers(ranks)
     for layer in spread:
         layer.context_parallel = mesh
     spread.load_state_dict(model.state_dict())
     T = 5 * ranks.number
-    cu_seqlens = torch.tensor([0, 3, T - 1, T])
-    x = torch.randn(1, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cu_seqlens = torch.tensor([0, 3, T - 1, T], device=ranks.device)
+    x = torch.randn(1, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(ranks.device)
     own = slice(5 * ranks.rank, 5 * ranks.rank + 5)
     with torch.no_grad(), mock.patch.object(history, "all_gather", wraps=history.all_gather) as gather:
         assert (
@@ -138,8 +139,8 @@ def check_checkpointed_and_compiled_layers(ranks: Ranks) -> None:
 
     x = torch.randn(1, 20, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     cu_seqlens, lengths = torch.tensor([0, 3, 20]), (12, 8)
-    compare(ranks, layers(), x, cu_seqlens, lengths, "zigzag", again)
-    compare(ranks, layers()[:1], x, cu_seqlens, lengths, "zigzag", compiled)
+    compare(ranks, layers(ranks), x, cu_seqlens, lengths, "zigzag", again)
+    compare(ranks, layers(ranks)[:1], x, cu_seqlens, lengths, "zigzag", compiled)
 
 
 def check_what_a_layer_over_ranks_refuses(ranks: Ranks) -> None:

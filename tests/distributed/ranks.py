@@ -12,10 +12,11 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Which of how many a process is."""
+    """Which of how many a process is, and where its tensors lie."""
 
     rank: int
     number: int
+    device: torch.device
 
 
 def rows_of_rank(y: Tensor, rank: int, lengths: Sequence[int], layout: str) -> Tensor:

@@ -1,28 +1,29 @@
-"""What test_ranks.py starts: processes that are the ranks of a group on a CPU, and go through checks together.
+"""What test_ranks.py starts: processes that are the ranks of a group, and go through checks together.
 
-    python tests/distributed/start.py FOLDER RANKS
+    python tests/distributed/start.py FOLDER RANKS cpu     by gloo; forked, so that the package is imported once
+    python tests/distributed/start.py FOLDER RANKS cuda    by NCCL, with a GPU each; spawned, as CUDA wants it
 
-A check is a function of a `Ranks`; all ranks call the same ones in the same order, and one that fails ends the process
-with its traceback. The package is imported once, before the processes are forked.
+A check is a function of a `Ranks`; all ranks call the same ones in the same order. One that fails ends all processes,
+and its traceback is shown.
 """
 
 from __future__ import annotations
 
 import datetime
-import os
 import sys
 import time
-import traceback
 
 import of_chunk_gla
 import of_dtensors
+import of_gpus
 import of_layers
 import of_tensor_parallel
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from torch.multiprocessing.spawn import start_processes
 
-CHECKS = [
+ON_CPU = [
     function
     for module in (of_chunk_gla, of_layers, of_tensor_parallel, of_dtensors)
     for name, function in vars(module).items()
@@ -32,40 +33,31 @@ OF_NUMBER = of_chunk_gla.OF_NUMBER | of_layers.OF_NUMBER | of_tensor_parallel.OF
 """Checks of one number of ranks; the others are of any."""
 
 
-def be(rank: int, number: int, folder: str) -> None:
+def be(rank: int, number: int, folder: str, kind: str) -> None:
     torch.set_num_threads(1)
-    place = f"file://{folder}/{number}"
-    timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=number, timeout=timeout)
-    for check in CHECKS:
+    where = {
+        "init_method": f"file://{folder}/{kind}-{number}",
+        "rank": rank,
+        "world_size": number,
+        "timeout": datetime.timedelta(seconds=60),
+    }
+    if kind == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, **where)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", **where)
+    for check in of_gpus.CHECKS if kind == "cuda" else ON_CPU:
         if OF_NUMBER.get(check, number) == number:
             begin = time.monotonic()
-            check(Ranks(rank, number))
+            check(Ranks(rank, number, device))
             if rank == 0:
                 print(f"{check.__name__}: {time.monotonic() - begin:.2f} s", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def main(folder: str, number: int) -> int:
-    """Fork the ranks; returns how many of them failed."""
-    children = []
-    for rank in range(number):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                be(rank, number, folder)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    folder, number, kind = sys.argv[1:]
+    start_processes(be, (int(number), folder, kind), int(number), start_method="spawn" if kind == "cuda" else "fork")

@@ -1,4 +1,4 @@
-"""gla_core.distributed on 1 to 4 processes; the checks are those of the modules that start.py names."""
+"""gla_core.distributed on 1 to 4 processes and on two GPUs; the checks are those of modules that start.py names."""
 
 from __future__ import annotations
 
@@ -8,13 +8,24 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 START = Path(__file__).parent / "start.py"
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_ranks(number, tmp_path):
+def go_through_checks(*arguments):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, START, tmp_path, str(number)]
+    command = [sys.executable, START, *map(str, arguments)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_ranks(number, tmp_path):
+    go_through_checks(tmp_path, number, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two ranks need two GPUs")
+def test_ranks_on_gpus(tmp_path):
+    go_through_checks(tmp_path, 2, "cuda")

@@ -1,0 +1,151 @@
+"""What two GPUs show and a CPU does not: compiled kernels in bfloat16, steps in a CUDA graph, no wait for the host."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from unittest import mock
+
+import of_chunk_gla
+import of_layers
+import torch
+import torch.distributed as dist
+from of_chunk_gla import Batch
+from ranks import Ranks, rows_of_rank
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from gla_core import distributed
+from gla_core.conformance.test_cuda import without_waiting
+from gla_core.conformance.tolerances import GRADIENT, relative_error
+from gla_core.distributed import exchange
+from gla_core.nn import GatedLinearAttention
+from gla_core.workloads.inputs import GlaInputs, gla_inputs
+
+BF16 = GRADIENT[torch.bfloat16]
+
+
+def inputs(ranks: Ranks, **sizes: object) -> GlaInputs:
+    """In bfloat16 with gates in float32."""
+    types = {"dtype": torch.bfloat16, "gate_dtype": torch.float32, "device": ranks.device}
+    return gla_inputs(H=2, G=2, K=64, V=64, **types, **sizes)
+
+
+def check_kernels(ranks: Ranks) -> None:
+    """Beside one GPU that has all tokens, and beside the reference in float64; some rank may have no token."""
+    rows, packed = {"B": 2, "T": 400}, {"lengths": (90, 0, 270, 40)}
+    for sizes, lengths, layout in (
+        (rows, (200, 200), "contiguous"),
+        (rows, (130, 270), "contiguous"),
+        (rows, (200, 200), "zigzag"),
+        (packed, (130, 270), "contiguous"),
+        (packed, (400, 0), "contiguous"),
+        (packed, (0, 400), "zigzag"),
+        (packed, (150, 250), "zigzag"),
+    ):
+        batch = Batch(inputs(ranks, initial_state=True, **sizes), lengths, layout)
+        of_chunk_gla.compare(ranks, batch, 2 * BF16)
+        of_chunk_gla.compare(ranks, batch, 2 * BF16, exact=True)
+        batch = Batch(inputs(ranks, **sizes), lengths, layout, final_state=False)
+        of_chunk_gla.compare(ranks, batch, 2 * BF16, exact=True)
+
+
+def check_a_layer(ranks: Ranks) -> None:
+    """Parameters in bfloat16: over ranks it is not much farther from itself in float64 than on one GPU."""
+    torch.manual_seed(0)
+    sizes = {"num_heads": 2, "expand_k": 1.0, "use_short_conv": True}
+    alone = GatedLinearAttention(128, **sizes, device=ranks.device, dtype=torch.bfloat16)
+    exact = copy.deepcopy(alone).double()
+    spread = copy.deepcopy(alone)
+    spread.context_parallel = init_device_mesh(ranks.device.type, (ranks.number,))
+    x, dy = torch.randn(2, 1, 400, 128, device=ranks.device, dtype=torch.bfloat16)
+    cu_seqlens = torch.tensor([0, 90, 90, 360, 400], device=ranks.device)
+
+    def results(layer: GatedLinearAttention, of_rank: bool) -> dict[str, Tensor]:
+        def own(z: Tensor) -> Tensor:
+            return rows_of_rank(z, ranks.rank, (130, 270), "contiguous")
+
+        z = (own(x) if of_rank else x).detach().to(layer.o_proj.weight.dtype).requires_grad_()
+        y, _ = layer(z, cu_seqlens=cu_seqlens)
+        y.backward((own(dy) if of_rank else dy).to(y.dtype))
+        gradients = {name: p.grad.double() for name, p in layer.named_parameters()}
+        if of_rank:
+            for gradient in gradients.values():
+                dist.all_reduce(gradient)
+            return {"y": y, "x": z.grad, **gradients}
+        return {"y": own(y), "x": own(z.grad), **gradients}
+
+    reference = results(exact, False)
+    on_one, found = results(alone, False), results(spread, True)
+    for name, ref in reference.items():
+        error, bound = relative_error(found[name], ref), 2 * relative_error(on_one[name], ref) + BF16
+        assert error <= bound < 0.1, f"{name}: {error:.3g}, bound {bound:.3g}"
+
+
+def check_steps_in_a_graph(ranks: Ranks) -> None:
+    """The making of a shard, forward and backward wait for nothing, and replay with other tokens and offsets."""
+    lengths = (200, 200)
+    given = [inputs(ranks, lengths=cut, seed=seed) for seed, cut in enumerate(((90, 0, 270, 40), (10, 290, 20, 80)))]
+    for most_gathered, layout in itertools.product((exchange.MOST_GATHERED, 0), ("contiguous", "zigzag")):
+        tokens = [
+            [rows_of_rank(y, ranks.rank, lengths, layout) for y in (x.q, x.k, x.v, x.g, x.q[..., : x.v.shape[-1]])]
+            for x in given
+        ]
+        static, offsets = [y.clone() for y in tokens[0]], given[0].cu_seqlens.clone()
+        leaves, do = [y.requires_grad_() for y in static[:4]], static[4]
+
+        def step(
+            offsets: Tensor = offsets, leaves: list[Tensor] = leaves, do: Tensor = do, layout: str = layout
+        ) -> tuple[Tensor, ...]:
+            cut = distributed.shard(200, offsets, layout=layout, lengths=lengths)
+            o, _ = distributed.chunk_gla(*leaves, shard=cut)
+            return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+        with mock.patch.object(exchange, "MOST_GATHERED", most_gathered):
+            without_waiting(step)
+            expected = [y.clone() for y in step()]
+            again = captured(step)
+            with torch.no_grad():
+                for y, new in zip((*static, offsets), (*tokens[1], given[1].cu_seqlens), strict=True):
+                    y.copy_(new)
+            found = again()
+            assert relative_error(found[0], expected[0]) > 0.5
+            for y, ref in zip(found, step(), strict=True):
+                assert relative_error(y, ref) <= BF16
+
+
+def captured(step: Callable[[], tuple[Tensor, ...]]) -> Callable[[], list[Tensor]]:
+    """A step in a CUDA graph, and what replays it once, gives copies of its results, and lets go of it.
+
+    A process group does not end while a graph has its collectives.
+    """
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    # The thread of NCCL that looks for failures may ask the device while this one captures.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = step()
+
+    def again() -> list[Tensor]:
+        graph.replay()
+        found = [y.clone() for y in results]
+        torch.cuda.synchronize()
+        graph.reset()
+        return found
+
+    return again
+
+
+CHECKS = (
+    of_chunk_gla.check_random_batches,
+    of_chunk_gla.check_random_batches_by_a_scan,
+    of_chunk_gla.check_ranks_that_differ,
+    of_layers.check_layers_of_random_batches,
+    of_layers.check_a_layer_with_a_mesh,
+    check_kernels,
+    check_a_layer,
+    check_steps_in_a_graph,
+)
