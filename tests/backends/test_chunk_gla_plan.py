@@ -254,7 +254,7 @@ def test_the_launcher_knows_what_tma_can_address(monkeypatch):
     assert aligned(q, k, v, g)
     assert aligned(q, k, v, None)
     assert aligned(*(heads_first(y) for y in (q, k, v, g)))
-    assert not aligned(q, k, v[..., :60].contiguous(), g)
+    assert aligned(q, k, v[..., :60].contiguous(), g)  # with zeros behind them: see widths.py
     assert not aligned(q[..., 1:-7], k[..., 1:-7], v, g[..., 1:-7])
     assert not aligned(q, k, v, g[:, :, :1].expand_as(g))
     assert not aligned(q, k, v, g, gpu=Gpu(Architecture.SM80, 108))
