@@ -2,12 +2,14 @@
 
     x, whole on every rank -> this rank's heads: projections, convolutions, gates, op and norm -> its part of the output
 
-The outputs of all ranks are summed, and backwards their gradients of x. Parameters are DTensors, for optimizers and
-checkpoints; a module computes with what this rank has of them, plain tensors, so that layers need not know of it.
+The outputs of all ranks are summed, and backwards their gradients of x. A norm over all heads, that of HGRN2, sums its
+squares over the ranks too, one number a token. Parameters are DTensors, for optimizers and checkpoints; a module
+computes with what this rank has of them, plain tensors, so that layers need not know of it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ParallelStyle
 
 COLUMNS, ROWS, WHOLE = Shard(0), Shard(1), Replicate()
-PLACEMENTS: Mapping[str, Placement] = {
+Placements = Mapping[str, Placement]
+"""Of the parameters of the modules of a layer; a linear layer has its outputs in dimension 0."""
+OF_GLA: Placements = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), COLUMNS),
     **dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), COLUMNS),  # of each channel alone
     "gk_proj.0": WHOLE,  # to a width that all heads share, and a small one
@@ -25,26 +29,33 @@ PLACEMENTS: Mapping[str, Placement] = {
     **dict.fromkeys(("g_norm", "g_norm_swish_gate"), WHOLE),  # of each head alone, with one weight for all
     "o_proj": ROWS,
 }
-"""Of the parameters of the modules of a layer; a linear layer has its outputs in dimension 0."""
+OF_HGRN2: Placements = {
+    **dict.fromkeys(("q_proj", "f_proj", "i_proj", "q_conv1d", "f_conv1d", "i_conv1d"), COLUMNS),
+    "g_norm": COLUMNS,  # of all heads together
+    "o_proj": ROWS,
+}
 
 
 def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
-    """Say for `parallelize_module` how a `GatedLinearAttention` is spread over ranks by its heads.
+    """Say for `parallelize_module` how a `GatedLinearAttention` or `HGRN2` is spread over ranks by its heads.
 
-    Every rank then calls the layer with the same x, whole, and gets the whole y. Its `num_heads`, `num_kv_heads` and
-    states are those of the rank's heads. All that the layer does works, `context_parallel` over other ranks included.
+    Every rank then calls the layer with the same x, whole, and gets the whole y. Its `num_heads` and `num_kv_heads`,
+    states, and the `lower_bound` given to `HGRN2` are those of the rank's heads. All that the layer does works,
+    `context_parallel` over other ranks included.
 
     Raises:
-        TypeError: another layer. ValueError, by `parallelize_module`: num_kv_heads is no multiple of the ranks.
+        TypeError: another layer. ValueError, by `parallelize_module`: num_kv_heads, or the num_heads of `HGRN2`, is no
+            multiple of the ranks.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2,))
         >>> parallelize_module(layer, mesh, tensor_parallel_plan(layer))
     """
     modules = [name for name, module in layer.named_modules() if module._parameters]
-    if not modules or not PLACEMENTS.keys() >= set(modules):
-        raise TypeError(f"layer is {type(layer).__name__}; expected a GatedLinearAttention")
-    return {"": _OwnHeads(), **{name: _Spread(PLACEMENTS[name]) for name in modules}}
+    for placements in (OF_GLA, OF_HGRN2):
+        if modules and placements.keys() >= set(modules):
+            return {"": _OwnHeads(), **{name: _Spread(placements[name]) for name in modules}}
+    raise TypeError(f"layer is {type(layer).__name__}; expected a GatedLinearAttention or HGRN2")
 
 
 class _OwnHeads(ParallelStyle):
@@ -53,10 +64,11 @@ class _OwnHeads(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer: Any = module
         ranks = device_mesh.size()
-        if layer.num_kv_heads % ranks:
-            raise ValueError(f"num_kv_heads is {layer.num_kv_heads}; expected a multiple of the mesh's {ranks} ranks")
-        layer.num_heads //= ranks
-        layer.num_kv_heads //= ranks
+        for name in ("num_kv_heads", "num_heads") if hasattr(layer, "num_kv_heads") else ("num_heads",):
+            number = getattr(layer, name)
+            if number % ranks:
+                raise ValueError(f"{name} is {number}; expected a multiple of the mesh's {ranks} ranks")
+            setattr(layer, name, number // ranks)
         for convolution in layer.convolutions:
             convolution.width //= ranks
 
@@ -79,6 +91,10 @@ class _Spread(ParallelStyle):
         for name, parameter in list(module.named_parameters()):
             of_all = distribute_tensor(parameter, device_mesh, [self.placement], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(of_all, parameter.requires_grad))
+        if self.placement == COLUMNS and hasattr(module, "mean_over_ranks"):  # a norm
+            norm: Any = module
+            norm.width //= device_mesh.size()
+            norm.mean_over_ranks = functools.partial(_mean, mesh=device_mesh)
         spread: dict[str, Any] = {}  # parameters, while the module computes
 
         def enter(module: Any, _: tuple) -> None:
@@ -109,3 +125,8 @@ def _read_by_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
 def _summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
     """The sum of what all ranks have."""
     return DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+
+
+def _mean(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The mean of what all ranks have, read by each for its own part."""
+    return _read_by_all(_summed(x, mesh), mesh) / mesh.size()

@@ -86,6 +86,7 @@ class HGRN2(nn.Module):
             raise ValueError(f"hidden_size is {hidden_size}; expected a multiple of num_heads = {num_heads}")
         check_computation(mode, backend)
         self.hidden_size, self.num_heads, self.expand_ratio = hidden_size, num_heads, expand_ratio
+        self.head_v_dim = hidden_size // num_heads
         self.use_short_conv, self.conv_size = use_short_conv, conv_size
         self.backend, self.mode, self.layer_idx = backend, mode, layer_idx
         self.context_parallel = context_parallel
@@ -182,7 +183,7 @@ class HGRN2(nn.Module):
     @property
     def state_shape(self) -> tuple[int, int, int]:
         """H, K and V: sizes of the recurrent state of a sequence."""
-        return self.num_heads, self.expand_ratio, self.hidden_size // self.num_heads
+        return self.num_heads, self.expand_ratio, self.head_v_dim
 
     @property
     def convolutions(self) -> tuple[ShortConvolution, ...]:

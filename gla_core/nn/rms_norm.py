@@ -5,6 +5,7 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.0
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,10 @@ class RMSNormGated(nn.Module):
         gate_fn: f, by name or as a function; see `activations`.
         device, dtype: of the weight, as in torch's own modules.
 
+    Attributes:
+        mean_over_ranks: differentiable, from the mean of this rank's part of the last dimension to that of all ranks'
+            parts, which are equal; None where the dimension is whole.
+
     Example:
         >>> norm = RMSNormGated(64)
         >>> y = norm(torch.randn(2, 100, 4, 64), gate=torch.randn(2, 100, 4, 64))
@@ -46,6 +51,7 @@ class RMSNormGated(nn.Module):
         super().__init__()
         self.width, self.eps = width, eps
         self.gate_fn = activation("gate_fn", gate_fn)
+        self.mean_over_ranks: Callable[[Tensor], Tensor] | None = None
         weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if elementwise_affine else None
         self.register_parameter("weight", weight)
         self.reset_parameters()
@@ -59,7 +65,12 @@ class RMSNormGated(nn.Module):
         """Norm x [..., width], gate likewise; computed in float32 (float64 with float64), returned in x's dtype."""
         dtype = wide(x.dtype)
         weight = None if self.weight is None else self.weight.to(dtype)
-        y = F.rms_norm(x.to(dtype), (self.width,), weight, self.eps)
+        if self.mean_over_ranks is None:
+            y = F.rms_norm(x.to(dtype), (self.width,), weight, self.eps)
+        else:
+            y = x.to(dtype)
+            y = y * torch.rsqrt(self.mean_over_ranks(y.square().mean(-1, keepdim=True)) + self.eps)
+            y = y if weight is None else y * weight
         if gate is not None:
             y = y * self.gate_fn(gate.to(dtype))
         return y.to(x.dtype)

@@ -1,11 +1,13 @@
-"""Ops on DTensors: each rank computes the sequences or the heads that it has, and the op sends nothing.
+"""Ops on DTensors: each rank computes the sequences, heads or rows of a softmax that it has, and the op sends nothing.
 
 Along a dimension of the mesh all arguments are spread as the first that is spread there; what lies elsewhere is brought
-there. Tokens are refused: from each a state passes to the next.
+there. Tokens are refused, as from each a state passes to the next, or each query sees the keys of others; so is the
+dimension that a softmax sums.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,13 @@ from gla_core.ops._spec import INDICES, OFFSETS, OpSpec
 
 SPREAD = {"B": "B", "N": "B", "P": "B", "H": "H", "Hq": "H"}
 """The dimensions that may be spread over ranks, by name: those of sequences (B), and those of heads (H)."""
+
+TOKENS = {
+    "T": "sequences that are spread over ranks are for gla_core.distributed.chunk_gla",
+    "Tq": "redistribute() brings it there",
+    "Tk": "redistribute() brings it there",
+}
+"""Dimensions that may not be spread, by name, and what to do instead."""
 
 Along = Sequence[str | None]
 """What each dimension of a mesh spreads: sequences (B), heads (H) or nothing."""
@@ -49,6 +58,29 @@ def taking_dtensors(spec: OpSpec, call: Callable[..., Any], in_place: bool) -> C
     return call_any
 
 
+def taking_dtensors_of_rows(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What calls an op of x along dim with a DTensor too, spread along any other dimension, given what calls it."""
+
+    def call_any(x: Any, dim: Any, *rest: Any) -> Any:
+        if type(x) is Tensor or not is_dtensor(x):
+            return call(x, dim, *rest)
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.experimental import local_map
+
+        if any(placement.is_shard(dim) for placement in x.placements):
+            raise ValueError(
+                f"x is sharded along dim = {dim}, which sums to one; expected along other dimensions: "
+                "redistribute() brings it there"
+            )
+        where = tuple(placement if placement.is_shard() else Replicate() for placement in x.placements)
+        _check_even("x", [f"shape[{i}]" for i in range(x.ndim)], x, where)
+        inputs = (where, *[None] * (1 + len(rest)))
+        of_rank: Any = local_map(call, (where,), inputs, device_mesh=x.device_mesh, redistribute_inputs=True)
+        return of_rank(x, dim, *rest)
+
+    return call_any
+
+
 def is_dtensor(x: Any) -> bool:
     """Whether x is spread over ranks."""
     return isinstance(x, Tensor) and hasattr(x, "device_mesh")
@@ -79,10 +111,9 @@ def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str
         elif is_dtensor(x):
             for dim, placement in enumerate(x.placements):
                 where: str = shapes[name][int(placement.dim)] if placement.is_shard() else ""
-                if where == "T":
+                if where in TOKENS:
                     raise ValueError(
-                        f"{name} is sharded along its tokens; expected along the batch or heads: "
-                        "sequences that are spread over ranks are for gla_core.distributed.chunk_gla"
+                        f"{name} is sharded along its tokens; expected along the batch or heads: {TOKENS[where]}"
                     )
                 along[dim] = along[dim] or SPREAD.get(where)
         elif isinstance(x, Tensor):
@@ -91,14 +122,13 @@ def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str
     along = [None if packed and kind == "B" else kind for kind in along]
     for name, x in given.items():
         if is_dtensor(x):
-            _check_even(name, shapes[name], x, along)
+            _check_even(name, shapes[name], x, _placements(shapes[name], along))
     return along
 
 
-def _check_even(argument: str, shape: Sequence[str], x: Any, along: Along) -> None:
-    for name, size in zip(shape, x.shape, strict=False):
-        ranks = 1
-        for kind, number in zip(along, x.device_mesh.shape, strict=True):
-            ranks *= number if kind == SPREAD.get(name, "") else 1
+def _check_even(argument: str, names: Sequence[str], x: Any, placements: Sequence[Any]) -> None:
+    """Raise ValueError unless all ranks get as much of x, whose dimensions have these names."""
+    for dim, (name, size) in enumerate(zip(names, x.shape, strict=False)):
+        ranks = math.prod(n for p, n in zip(placements, x.device_mesh.shape, strict=True) if p.is_shard(dim))
         if size % ranks:
             raise ValueError(f"{argument} has {name} = {size}; expected a multiple of the {ranks} ranks that spread it")

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 
 from gla_core.ops import _autocast, _flops
 from gla_core.ops._checks import wide
-from gla_core.ops._over_mesh import taking_dtensors
+from gla_core.ops._over_mesh import taking_dtensors, taking_dtensors_of_rows
 from gla_core.ops._run import bypasses_torch, transformed
 from gla_core.ops._run import run as run_op
 from gla_core.ops._spec import OpSpec
@@ -108,7 +108,7 @@ def torch_op(
         vmap: as of `torch.library.register_vmap`; by default the new dimension joins the batch, which is the first
             dimension of every tensor.
         flops: takes the shapes of the tensors, returns the floating-point operations.
-        spec: of the op, of whose arguments these are the first; with one that has heads it takes DTensors.
+        spec: of the op, of whose arguments these are the first; with one it takes DTensors.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -126,9 +126,11 @@ def torch_op(
         setup_context = setup_context or _keep_nothing
         torch.library.register_autograd(f"gla::{name}", backward, setup_context=setup_context, lib=_library)
         call = _differentiable(name, run, call, setup_context, backward, batched)
-    if spec is not None and "H" in spec.sizes:
-        call = taking_dtensors(spec, call, in_place="(a!)" in schema)
-    return call
+    if spec is None:
+        return call
+    if "rows" in spec.sizes:
+        return taking_dtensors_of_rows(call)
+    return taking_dtensors(spec, call, in_place="(a!)" in schema)
 
 
 def _as_torch_op(run: Callable[..., Any]) -> Callable[..., Any]:

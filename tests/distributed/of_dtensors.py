@@ -81,6 +81,20 @@ def check_other_ops(ranks: Ranks) -> None:
             gla.recurrent_gla_step(*one, spread(state, WHOLE), inplace=True)
 
 
+def check_rows_of_a_softmax(ranks: Ranks) -> None:
+    x = torch.randn(4, 3, 6, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn_like(x)
+    y = gla.online_softmax(x, 1)
+    for place in (Shard(0), Shard(2), WHOLE):
+        own = spread(x, place)
+        found = gla.online_softmax(own, dim=-2)
+        assert found.placements == (place,)
+        compare((found,), (y,))
+        wanted = torch.autograd.grad(y, x, dy, retain_graph=True)
+        compare(torch.autograd.grad(found, own, spread(dy, place)), wanted)
+        compare((gla.online_softmax(own.detach(), 1),), (y,))
+
+
 def check_a_mesh_of_two_dimensions(ranks: Ranks) -> None:
     """Sequences along one, heads along the other."""
     mesh = init_device_mesh("cpu", (2, 2))
@@ -100,12 +114,22 @@ def check_what_dtensors_are_refused(ranks: Ranks) -> None:
         gla.chunk_gla(*(spread(y, HEADS) for y in (x.q, x.k, x.v, x.g)))
     with pytest.raises(TypeError, match="k is a plain tensor and q a DTensor"):
         gla.chunk_gla(spread(x.q, BATCH), x.k, x.v, x.g)
+    whole = [spread(y, WHOLE) for y in (x.q, x.k, x.v)]
+    for i, name in enumerate("qkv"):
+        given = [*whole[:i], tokens[i], *whole[i + 1 :]]
+        with pytest.raises(ValueError, match=rf"{name} is sharded along its tokens.*redistribute\(\)"):
+            gla.softmax_attention(*given)
+    with pytest.raises(ValueError, match=r"x is sharded along dim = 1, which sums to one.*redistribute\(\)"):
+        gla.online_softmax(tokens[0], 1)
+    with pytest.raises(ValueError, match=r"x has shape\[2\] = 3; expected a multiple of the 2 ranks that spread it"):
+        gla.online_softmax(spread(x.q, HEADS), 1)
 
 
 OF_NUMBER = {
     check_sequences_and_heads: 2,
     check_packed_sequences: 2,
     check_other_ops: 2,
+    check_rows_of_a_softmax: 2,
     check_what_dtensors_are_refused: 2,
     check_a_mesh_of_two_dimensions: 4,
 }

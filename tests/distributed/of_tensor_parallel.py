@@ -16,16 +16,17 @@ from gla_core.conformance.tolerances import relative_error
 from gla_core.nn import HGRN2, GatedLinearAttention
 
 
-def spread(alone: GatedLinearAttention, mesh: DeviceMesh) -> GatedLinearAttention:
+def spread(alone: nn.Module, mesh: DeviceMesh) -> nn.Module:
     layer = copy.deepcopy(alone)
     parallelize_module(layer, mesh, distributed.tensor_parallel_plan(layer))
     return layer
 
 
-def new_layer(**options: object) -> GatedLinearAttention:
+def new_layer(kind: type[nn.Module] = GatedLinearAttention, **options: object) -> nn.Module:
     """Every parameter random, the same on all ranks."""
     torch.manual_seed(0)
-    layer = GatedLinearAttention(16, num_heads=4, gate_low_rank_dim=3, dtype=torch.float64, **options)
+    own = {"gate_low_rank_dim": 3} if kind is GatedLinearAttention else {"expand_ratio": 3}
+    layer = kind(16, num_heads=4, dtype=torch.float64, **own, **options)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
     return layer
@@ -36,6 +37,8 @@ def check_heads_over_ranks(ranks: Ranks) -> None:
     for options in (
         {"num_kv_heads": 2, "use_short_conv": True, "conv_bias": True, "feature_map": "relu"},
         {"use_output_gate": False, "elementwise_affine": False},
+        {"kind": HGRN2, "use_short_conv": True, "conv_bias": True},
+        {"kind": HGRN2, "elementwise_affine": False},
     ):
         alone = new_layer(**options)
         layer = spread(alone, init_device_mesh("cpu", (ranks.number,)))
@@ -63,23 +66,40 @@ def check_heads_over_ranks(ranks: Ranks) -> None:
 def check_heads_and_tokens_over_ranks(ranks: Ranks) -> None:
     """Two ranks for the heads, two for the tokens."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tokens", "heads"))
-    alone = new_layer(use_short_conv=True)
-    layer = spread(alone, mesh["heads"])
-    layer.context_parallel = mesh["tokens"]
-    x = torch.randn(2, 10, 16, dtype=torch.float64, requires_grad=True)
-    own = slice(5 * mesh.get_local_rank("tokens"), 5 * mesh.get_local_rank("tokens") + 5)
-    y, found = alone(x)[0], layer(x[:, own])[0]
-    assert relative_error(found, y[:, own]) <= 1e-12
-    (dx,), (dx_found,) = (torch.autograd.grad(z.square().sum(), x) for z in (y, found))
-    assert relative_error(dx_found[:, own], dx[:, own]) <= 1e-12
+    for kind in (GatedLinearAttention, HGRN2):
+        alone = new_layer(kind, use_short_conv=True)
+        layer = spread(alone, mesh["heads"])
+        layer.context_parallel = mesh["tokens"]
+        x = torch.randn(2, 10, 16, dtype=torch.float64, requires_grad=True)
+        own = slice(5 * mesh.get_local_rank("tokens"), 5 * mesh.get_local_rank("tokens") + 5)
+        y, found = alone(x)[0], layer(x[:, own])[0]
+        assert relative_error(found, y[:, own]) <= 1e-12
+        (dx,), (dx_found,) = (torch.autograd.grad(z.square().sum(), x) for z in (y, found))
+        assert relative_error(dx_found[:, own], dx[:, own]) <= 1e-12
+
+
+def check_a_bound_of_own_heads(ranks: Ranks) -> None:
+    alone = new_layer(HGRN2)
+    layer = spread(alone, init_device_mesh("cpu", (ranks.number,)))
+    x, bound = torch.randn(2, 5, 16, dtype=torch.float64), torch.rand(12, dtype=torch.float64)
+    own = bound.chunk(ranks.number)[ranks.rank]
+    assert relative_error(layer(x, lower_bound=own)[0], alone(x, lower_bound=bound)[0]) <= 1e-12
 
 
 def check_what_cannot_be_spread(ranks: Ranks) -> None:
-    with pytest.raises(TypeError, match="layer is HGRN2; expected a GatedLinearAttention"):
-        distributed.tensor_parallel_plan(HGRN2(16, num_heads=2))
-    layer = GatedLinearAttention(16, num_heads=4, num_kv_heads=1)
-    with pytest.raises(ValueError, match="num_kv_heads is 1; expected a multiple of the mesh's 2 ranks"):
-        parallelize_module(layer, init_device_mesh("cpu", (2,)), distributed.tensor_parallel_plan(layer))
+    with pytest.raises(TypeError, match="layer is Linear; expected a GatedLinearAttention or HGRN2"):
+        distributed.tensor_parallel_plan(nn.Linear(16, 16))
+    for layer, named in (
+        (GatedLinearAttention(16, num_heads=4, num_kv_heads=1), "num_kv_heads is 1"),
+        (HGRN2(18, num_heads=3), "num_heads is 3"),
+    ):
+        with pytest.raises(ValueError, match=f"{named}; expected a multiple of the mesh's 2 ranks"):
+            spread(layer, init_device_mesh("cpu", (2,)))
 
 
-OF_NUMBER = {check_heads_over_ranks: 2, check_what_cannot_be_spread: 2, check_heads_and_tokens_over_ranks: 4}
+OF_NUMBER = {
+    check_heads_over_ranks: 2,
+    check_a_bound_of_own_heads: 2,
+    check_what_cannot_be_spread: 2,
+    check_heads_and_tokens_over_ranks: 4,
+}
