@@ -89,6 +89,7 @@ def test_segments(cut, device, length, every):
 def test_kernels_for_hopper(cut, change_plans, K, V, gates, length):
     cut(length)
     change_plans("SM90_TOKENS", 0)
+    change_plans("SM90_WIDE_TOKENS", 0)
     sizes = {"H": 3, "K": K, "V": V, "gates": gates, "gate_dtype": torch.float32, "dtype": torch.bfloat16}
     for every in (64, 128, 192):
         check("parallel_scan", every, T=500, B=2, device="cuda", **sizes)

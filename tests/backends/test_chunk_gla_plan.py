@@ -46,7 +46,9 @@ def one_pass(gpu=H200, aligned=True, **changes):
         ({"K": 8, "V": 8}, Kernel.FORWARD_SM90),
         ({"V": 512}, Kernel.FORWARD_SM90),
         ({"gate_dtype": None}, Kernel.FORWARD_SM90),
-        ({"B": 1, "N": 64, "packed": True}, Kernel.FORWARD),  # 64 tokens on average
+        ({"B": 1, "N": 1024, "packed": True}, Kernel.FORWARD_SM90),  # 4 tokens on average, and some may be long
+        ({"B": 1, "N": 128, "K": 256, "packed": True}, Kernel.FORWARD_SM90_WIDE),
+        ({"B": 1, "N": 129, "K": 256, "packed": True}, Kernel.FORWARD),
         ({"B": 1, "N": 8, "packed": True}, Kernel.FORWARD_SM90),
         ({"K": 136}, Kernel.FORWARD_SM90_WIDE),
         ({"K": 256}, Kernel.FORWARD_SM90_WIDE),

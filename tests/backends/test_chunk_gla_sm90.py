@@ -28,6 +28,7 @@ def sm90_kernels(change_plans):
 
     change_plans("best_kernel", sm90_kernel)
     change_plans("SM90_TOKENS", 0)
+    change_plans("SM90_WIDE_TOKENS", 0)
 
 
 def inputs(**sizes):

@@ -15,6 +15,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def prepared(monkeypatch):
+    """What has been asked of Triton before it compiles: there may be no device here."""
+    from gla_triton_kernels.runtime import launch
+
+    asked = []
+    monkeypatch.setattr(launch, "triton_key", lambda: asked.append("key"))
+    monkeypatch.setattr(launch, "driver", type("driver", (), {"active": property(lambda _: asked.append("driver"))})())
+    launch._prepare_compiler.cache_clear()
+    yield asked
+    launch._prepare_compiler.cache_clear()
+
+
 class Kernel:
     """Stands for a function of triton.jit, and notes what is asked of it."""
 
@@ -38,6 +51,14 @@ def launches(*kernels):
     from gla_triton_kernels.runtime.launch import Launch
 
     return [Launch(kernel, (i, 1, 1), ("x", None), (0.5,), (i,), {"num_warps": 4}) for i, kernel in enumerate(kernels)]
+
+
+def test_what_takes_long_once_is_begun_first(prepared):
+    from gla_triton_kernels.runtime.launch import start
+
+    for _ in range(2):
+        start(launches(Kernel("a", [])))
+    assert sorted(prepared) == ["driver", "key"]
 
 
 def test_all_are_compiled_before_the_first_is_launched():

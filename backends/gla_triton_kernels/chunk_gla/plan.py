@@ -10,6 +10,7 @@ C tokens a chunk   BK, BV keys and values of a block
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,7 +109,13 @@ def seen_width(width: int, dtype: torch.dtype, gpu: Gpu) -> int:
 # ---- forward: whole sequences
 
 SM90_TOKENS = 96
-"""Tokens of an average sequence from which on the kernels for SM90 are faster; up to K = 64, twice as many."""
+"""Tokens of a sequence from which on the kernels for SM90 are faster; up to K = 64, twice as many."""
+SM90_WIDE_TOKENS = 32
+"""The same of packed sequences on average where K is above 128; others are never left to the general kernel.
+
+It computes a long one among them several times as slowly, and is seldom faster: at K = V = 64 by up to 1.6 times, with
+1,000 blocks and more of 48 tokens; beyond that not, or by a few parts in a hundred.
+"""
 TMA_ELEMENTS = 2**22
 """Elements of v from which on faster loads outweigh the host's time for tensor maps."""
 FEW_BLOCKS = 66
@@ -128,9 +135,11 @@ def plan_one_pass(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
 
 
 def _are_short(call: OpCall) -> bool:
-    """Whether an average sequence has too few tokens for the kernels for SM90 to be the faster ones."""
-    B, T, K, N = (call.dims[name] for name in ("B", "T", "K", "N"))
-    return B * T / max(N, 1) < SM90_TOKENS * (1 if K > 64 else 2)
+    """Whether sequences have too few tokens for the kernels for SM90 to be the faster ones."""
+    T, K, N = (call.dims[name] for name in ("T", "K", "N"))
+    if call.variable_length:
+        return K > 128 and T / max(N, 1) < SM90_WIDE_TOKENS
+    return SM90_TOKENS * (1 if K > 64 else 2) > T
 
 
 def best_kernel(call: OpCall, gpu: Gpu, aligned: bool) -> Kernel:
@@ -277,7 +286,7 @@ def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bo
 
     Sequences that fill the device stay whole. Others are cut so that the blocks of their segments fill it; a cut costs
     another pass over k, v and g, a scan, and two launches. Of packed ones those are cut that are longer than what one
-    block would do if all had as much.
+    block would do if all had as much, and than what one does in twice the time of the launches.
 
     Args:
         sequences: how many there are. T: tokens of one of them, or of all where they are packed.
@@ -288,7 +297,7 @@ def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bo
         units = -(-T * blocks // (at_once * SEGMENT_UNIT))
         if 2 * sequences * blocks >= at_once:  # sequences of about the mean fill half of the device, and stay whole
             units = max(units, -(-3 * T // (2 * sequences * SEGMENT_UNIT)))
-        return SEGMENT_UNIT * max(1, units)
+        return SEGMENT_UNIT * max(units, math.ceil(2 * times.launching))
     chunks = -(-T // SEGMENT_UNIT)
     cuts = {min(chunks, waves * at_once // max(1, sequences * blocks)) for waves in range(1, MOST_WAVES + 1)}
     best = min(sorted({1, *cuts} - {0}), key=lambda n: _time_of_cut(n, chunks, sequences * blocks, at_once, times))

@@ -3,7 +3,7 @@
 TMA moves rows of whole 16 bytes. Keys and queries of 0 add nothing to any product, values of 0 give outputs of 0, and
 gates of 0 decay nothing, so results are what they are without.
 
-A0, A1, A2, A3 dimensions of a tensor   R rows of A3 numbers that a program writes   BD numbers of a row, at least A3
+A0, A1, A2, A3 dimensions of a tensor   R rows of A3 numbers that a program writes   BD at least A3
 """
 
 from __future__ import annotations
@@ -64,32 +64,38 @@ def _copy(source: Tensor, to: Tensor) -> Launch:
         to: [.., A2, A3] with others, contiguous.
     """
     A1, A2, A3 = to.shape[-3:]
-    rows, BD = to.numel() // A3, power_of_two(A3, 16)
+    BD = power_of_two(A3, 16)
     R = max(1, 4096 // BD)
-    sizes = (rows, *source.stride()[-4:-1], A1, source.shape[-2], A2, source.shape[-1], A3)
-    return Launch(_copy_kernel, (-(-rows // R), 1, 1), (source, to), (), (*sizes, R, BD), {"num_warps": 4})
+    blocks = -(-A1 // R)
+    sizes = (*source.stride()[-4:-1], A1, source.shape[-2], A2, blocks, source.shape[-1], A3, R, BD)
+    grid = (to.numel() // (A1 * A2 * A3) * blocks, A2, 1)
+    return Launch(_copy_kernel, grid, (source, to), (), sizes, {"num_warps": 4})
 
 
 @triton.jit
 def _copy_kernel(
     source_ptr,  # [A0, A1, A2_SOURCE, A3_SOURCE]
     to_ptr,  # [A0, A1, A2, A3]
-    rows,  # A0 * A1 * A2
     stride_0,
     stride_1,
     stride_2,
     A1,
     A2_SOURCE,
     A2,
+    blocks,  # of R along A1
     A3_SOURCE: tl.constexpr,
     A3: tl.constexpr,
     R: tl.constexpr,
     BD: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
-    column = tl.arange(0, BD)  # [BD]
-    i_2, i_1, i_0 = row % A2, row // A2 % A1, row // A2 // A1  # [R]
-    there = ((row < rows) & (i_2 < A2_SOURCE))[:, None] & (column < A3_SOURCE)[None, :]  # [R, BD]
-    first = i_0 * stride_0 + i_1 * stride_1 + i_2 * stride_2  # [R]
-    x = tl.load(source_ptr + first[:, None] + column[None, :], mask=there, other=0.0)  # [R, BD]
-    tl.store(to_ptr + row[:, None] * A3 + column[None, :], x, mask=(row < rows)[:, None] & (column < A3)[None, :])
+    """Program: R rows of one index of A0 and one of A2, along A1."""
+    i_0 = (tl.program_id(0) // blocks).to(tl.int64)
+    i_1 = tl.program_id(0) % blocks * R + tl.arange(0, R)  # [R]
+    i_2 = tl.program_id(1)
+    column = tl.arange(0, BD)[None, :]  # [1, BD]
+    inside = (i_1 < A1)[:, None]  # [R, 1]
+    there = inside & (column < A3_SOURCE) & (i_2 < A2_SOURCE)  # [R, BD]
+    first = i_0 * stride_0 + i_1.to(tl.int64) * stride_1 + i_2 * stride_2  # [R]
+    x = tl.load(source_ptr + first[:, None] + column, mask=there, other=0.0)  # [R, BD]
+    row = (i_0 * A1 + i_1) * A2 + i_2  # [R]
+    tl.store(to_ptr + row[:, None] * A3 + column, x, mask=inside & (column < A3))

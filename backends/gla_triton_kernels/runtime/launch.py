@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,8 @@ import torch
 import triton
 from torch import Tensor
 from triton.compiler.errors import CompilationError
+from triton.runtime.cache import triton_key
+from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from gla_core.dispatch.backend import LaunchError
@@ -50,13 +53,23 @@ def start(launches: Sequence[Launch]) -> None:
     Raises:
         LaunchError: a kernel does not fit or does not compile on this device. Launches before it have been made.
     """
-    if len(launches) > 1 and not interpreted():
-        _compile(launches)
+    if not interpreted():
+        _prepare_compiler()
+        if len(launches) > 1:
+            _compile(launches)
     for x in launches:
         try:
             x.compiled = x.kernel[x.grid](*x.arguments, **x.options)
         except (OutOfResources, CompilationError, PTXASError) as error:
             raise LaunchError(f"{x.kernel.fn.__name__} cannot be launched on this device: {error}") from error
+
+
+@functools.cache
+def _prepare_compiler() -> None:
+    """Have Triton hash its library while a C compiler builds its driver; either takes tenths of a second, once."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(triton_key)
+        _ = driver.active
 
 
 def _compile(launches: Sequence[Launch]) -> None:
