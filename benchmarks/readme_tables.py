@@ -37,6 +37,7 @@ HEADLINE = (
     ("chunk_gla", "long_b1_t65536_h8", "forward"),
     ("chunk_gla", "prefill_b1_t8192_h16", "forward"),
     ("chunk_gla", "packed_64_t65536_h8", "forward"),
+    ("chunk_gla", "packed_64_t65536_h8", "forward+backward"),
     ("recurrent_gla_step", "decode_b64", "step_graph"),
     ("recurrent_gla_step", "decode_b1024", "step_graph"),
     ("online_softmax", "rows_8192_columns_50257", "forward"),
