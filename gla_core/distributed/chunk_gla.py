@@ -6,6 +6,10 @@
 
 What a rank sends does not depend on what it receives, so that all ranks work at the same time.
 
+A piece of a long sequence is cut into segments, as many as fill the device: the summary is then of each segment, and of
+the piece by a scan over them; and chunk_gla_fwd, given what enters each, has nothing left to build. Otherwise it would
+cut the piece itself and build the same states once more, which takes a third of its time.
+
 Sources: Chou et al., "ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention" (arXiv 2507.01004),
 which pipelines the exchange; Sun et al., "LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its Hybrid"
 (arXiv 2502.07563), which gathers.
@@ -13,6 +17,7 @@ which pipelines the exchange; Sun et al., "LASP-2: Rethinking Sequence Paralleli
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +36,7 @@ from gla_core.ops import _autocast
 from gla_core.ops._run import needs_gradient, request_text
 from gla_core.ops._spec import scale_or_default
 from gla_core.ops._torch_op import refuse_tangents
-from gla_core.ops.chunk_gla import FORWARD, interval_for_backward, torch_bwd, torch_fwd
+from gla_core.ops.chunk_gla import CHUNK, FORWARD, interval_for_backward, torch_bwd, torch_fwd
 from gla_core.ops.chunk_gla_summary import chunk_gla_summary
 
 
@@ -104,12 +109,14 @@ def chunk_gla(
         agreed |= {"dtype": q.dtype, "g": g is not None, "initial_state": initial_state is not None}
         agreed |= {"output_final_state": output_final_state, "layout": shard.layout}
         refuse_ranks_that_differ(agreed, shard.group, "all but the number of tokens is the same on every rank")
-    rows, offsets = (q, k, v, g), None if shard.packed is None else shard.packed.parts
-    if shard.packed is None and shard.layout == "zigzag":  # two pieces of each sequence, as packed ones in a row
-        rows = tuple(None if x is None else x.reshape(1, B * T, *x.shape[2:]) for x in rows)
-        offsets = torch.arange(2 * B + 1, device=q.device) * (T // 2)
+    rows, segments = (q, k, v, g), 1
+    if shard.packed is None:  # pieces of sequences, or segments of these, as rows of their own
+        pieces = len(shard.places)
+        segments = segments_of_a_piece(B * pieces * k.shape[2], T // pieces, q.device)
+        each = (B * pieces * segments, T // (pieces * segments))
+        rows = tuple(None if x is None else x.reshape(*each, *x.shape[2:]) for x in rows)
     every_state = initial_state is not None or output_final_state
-    own = _Own(shard, offsets, None if every_state else shard.packed)
+    own = _Own(shard, segments, None if every_state else shard.packed)
     needs_grad = needs_gradient(q, k, v, g, initial_state)
     states = (initial_state, output_final_state)
     o, final = _chunk_gla_over_ranks.apply(
@@ -118,22 +125,44 @@ def chunk_gla(
     return o.view(B, T, *o.shape[2:]), final
 
 
+LEAST_SEGMENT = 512
+"""Tokens of a segment at least."""
+
+
+def segments_of_a_piece(heads: int, tokens: int, device: torch.device) -> int:
+    """How many segments of whole chunks a piece of so many tokens is cut into.
+
+    Args:
+        heads: of all pieces of this rank.
+    """
+    if device.type != "cuda" or heads == 0:
+        return 1
+    room = torch.cuda.get_device_properties(device).multi_processor_count // heads
+    numbers = range(min(room, tokens // LEAST_SEGMENT), 1, -1)
+    return next((n for n in numbers if tokens % (n * CHUNK) == 0), 1)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Own:
     """The part of a call that this rank has.
 
     Attributes:
-        offsets: cu_seqlens of the parts of sequences that this rank has; None where each row of the batch is one.
+        segments: that each piece of a sequence is cut into; 1 of packed sequences.
         cut: says where packed sequences are cut, where only what passes there is passed on; None where the states of
             all parts are.
     """
 
     shard: Shard
-    offsets: Tensor | None
+    segments: int
     cut: Packed | None
 
+    @property
+    def offsets(self) -> Tensor | None:
+        """Offsets of the parts of packed sequences that this rank has; None where each row is a sequence's."""
+        return None if self.shard.packed is None else self.shard.packed.parts
+
     def summary(self, k: Tensor, v: Tensor, g: Tensor | None, backwards: bool, backend: str) -> Summary:
-        """Of this rank's parts, or of those that are cut behind a piece, or backwards in front of one."""
+        """Of this rank's segments or parts, or of those that are cut behind a piece, or backwards in front of one."""
         if self.cut is None:
             return chunk_gla_summary(k, v, g, self.offsets, backend, backwards=backwards)
         stretches = self.cut.heads if backwards else self.cut.tails
@@ -142,12 +171,20 @@ class _Own:
         return decay[wanted], state[wanted]
 
     def passed_on(self, summary: Summary, start: Tensor | None, backwards: bool, to_end: bool) -> tuple[Tensor, Tensor]:
-        """What enters each of this rank's parts, or backwards leaves it [parts, H, K, V], and what is left at the end.
+        """What enters each of this rank's segments or parts, or backwards leaves it, and what is left at the end.
 
         Args:
-            summary: of this rank. start: [N, H, K, V] before the first piece; None is 0.
+            summary: as `summary` gives it. start: [N, H, K, V] before the first piece; None is 0.
             to_end: whether what is left at the end is asked for.
+
+        Returns:
+            [segments or parts, H, K, V] and [N, H, K, V].
         """
+        if self.segments > 1:
+            before, of_pieces = exchange.within(summary, self.segments, backwards)
+            found, final = dataclasses.replace(self, segments=1).passed_on(of_pieces, start, backwards, to_end)
+            decay, state = before
+            return torch.addcmul(state, decay[..., None], found[:, None]).flatten(0, 1), final
         (decay, state), places, cut = summary, self.shard.places, self.cut
         by_row, passed = self.shard.packed is None, None if cut is None else cut.passed
         gathered = to_end or self.shard.ranks <= exchange.MOST_GATHERED

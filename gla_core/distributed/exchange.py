@@ -69,6 +69,30 @@ def gather(shard: Shard, decay: Tensor, state: Tensor, by_row: bool) -> Callable
     return wait
 
 
+def within(summary: Summary, segments: int, backwards: bool) -> tuple[Summary, Summary]:
+    """The summaries of what is before each segment in its piece [M, segments, ...], and of all of the piece [M, ...].
+
+    By doubling: segments 1, 2, 4 .. apart are joined, all at once.
+
+    Args:
+        summary: of M * segments of them, those of a piece one after another.
+        backwards: whether the last one comes first.
+    """
+    D, S = (x.unflatten(0, (-1, segments)) for x in summary)
+    if backwards:
+        D, S = D.flip(1), S.flip(1)
+    distance = 1
+    while distance < segments:
+        joined = torch.addcmul(S[:, distance:], D[:, distance:, ..., None], S[:, :-distance])
+        S = torch.cat([S[:, :distance], joined], 1)
+        D = torch.cat([D[:, :distance], D[:, distance:] * D[:, :-distance]], 1)
+        distance *= 2
+    before = torch.cat([torch.ones_like(D[:, :1]), D[:, :-1]], 1), torch.cat([torch.zeros_like(S[:, :1]), S[:, :-1]], 1)
+    if backwards:
+        before = before[0].flip(1), before[1].flip(1)
+    return before, (D[:, -1], S[:, -1])
+
+
 def _by_piece(x: Tensor, dim: int, pieces: int, by_row: bool) -> Sequence[Tensor]:
     """Views of x, of which a dimension holds P * M, one for each of the P pieces."""
     if by_row:

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -131,6 +132,17 @@ def check_random_batches_by_a_scan(ranks: Ranks) -> None:
         for seed in range(DRAWN):
             batch = drawn(ranks, 200 * ranks.number + seed)
             compare(ranks, dataclasses.replace(batch, final_state=False), 1e-12)
+
+
+def check_pieces_in_segments(ranks: Ranks) -> None:
+    """As on a GPU, where pieces are cut so that their segments fill it."""
+
+    def segments(heads: int, tokens: int, device: torch.device) -> int:
+        return next((n for n in (5, 4, 3, 2) if tokens % n == 0), 1)
+
+    with mock.patch.object(sys.modules["gla_core.distributed.chunk_gla"], "segments_of_a_piece", segments):
+        for seed in range(DRAWN):
+            compare(ranks, drawn(ranks, 300 * ranks.number + seed), 1e-12)
 
 
 def check_a_sequence_over_all_ranks(ranks: Ranks) -> None:

@@ -34,11 +34,13 @@ def inputs(ranks: Ranks, **sizes: object) -> GlaInputs:
 
 def check_kernels(ranks: Ranks) -> None:
     """Beside one GPU that has all tokens, and beside the reference in float64; some rank may have no token."""
-    rows, packed = {"B": 2, "T": 400}, {"lengths": (90, 0, 270, 40)}
+    rows, packed, long = {"B": 2, "T": 400}, {"lengths": (90, 0, 270, 40)}, {"B": 1, "T": 4096}
     for sizes, lengths, layout in (
         (rows, (200, 200), "contiguous"),
         (rows, (130, 270), "contiguous"),
         (rows, (200, 200), "zigzag"),
+        (long, (1536, 2560), "contiguous"),
+        (long, (2048, 2048), "zigzag"),
         (packed, (130, 270), "contiguous"),
         (packed, (400, 0), "contiguous"),
         (packed, (0, 400), "zigzag"),
