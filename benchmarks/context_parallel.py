@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --device cpu --tokens 1024 --heads 2 --width 16
 
 Rank 0 first computes the whole sequence by itself, by gla_core.chunk_gla, while the others wait; then all ranks compute
-their shards of it. A time is the median of the slowest rank's. Efficiency is the time of one rank over that of R ranks,
+their shards of it. A time is the median of the slowest rank's, of calls one after the other, which on a GPU are replays
+of a CUDA graph (`--eager`: calls, where the host's time counts). Efficiency is the time of one rank over that of R ranks,
 and over R. The gather's share is what the gathers of a pass take by themselves, of the pass. A length that does not fit
 into the memory of one rank has no efficiency: what is then found is that R ranks can do it. On GPUs it ends with the
 longest sequence that trains on one rank and on all, of the first number of heads.
@@ -22,6 +23,7 @@ R ranks   T tokens of all ranks   H heads   K key and value width
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import functools
 import json
@@ -29,7 +31,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,8 @@ HEADS = [8, 16]
 DIRECTIONS = ("forward", "forward+backward")
 PREDICTED = (4, 8, 64, 1024)
 WARM_UP, CALLS = 3, 9
+AT_ONCE = 5
+"""Calls that are timed together, so that it does not count how long a host waits for a device."""
 MEMORY = 0.95
 """Of a GPU's memory, what tensors may take: NCCL and kernels need some too."""
 PROBE, STEP = 2**19, 2**17
@@ -64,13 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"wrote {draw(json.loads(options.draw.read_text()), options.draw.with_suffix('.png'))}")
         return
     device = _join(options.device)
-    speaks = dist.get_rank() == 0
-    found: Row = {**results.conditions(device, options.commit), "rows": []}
+    speaks, graphs = dist.get_rank() == 0, device.type == "cuda" and not options.eager
+    found: Row = {**results.conditions(device, options.commit), "graphs": graphs, "rows": []}
     path = options.out / results.file_name("ranks", device)
     for H in options.heads:
         for T in options.tokens:
             for direction in DIRECTIONS:
-                row = measure(T, H, options.width, direction, device)
+                row = measure(T, H, options.width, direction, device, graphs)
                 if speaks:
                     found["rows"].append(row)
                     write_json(path, found)
@@ -104,15 +108,15 @@ def _join(kind: str) -> torch.device:
 # ---- measuring
 
 
-def measure(T: int, H: int, K: int, direction: str, device: torch.device) -> Row:
+def measure(T: int, H: int, K: int, direction: str, device: torch.device, graphs: bool) -> Row:
     """Time a sequence of T tokens on one rank and on all; the same on every rank."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     sizes = (H, K, direction, device)
-    alone = _slowest(seconds_of(lambda: whole(T, *sizes), device) if rank == 0 else 0.0, device)
+    alone = _slowest(seconds_of(lambda: whole(T, *sizes), device, graphs) if rank == 0 else 0.0, device)
     together = None
     if _all(fits(lambda: own(T // ranks, *sizes, _itself()), device), device):
-        together = _slowest(seconds_of(lambda: own(T // ranks, *sizes), device, every=True), device)
-    exchanged = _slowest(seconds_of(lambda: gathers(H, K, direction, device), device, every=True), device)
+        together = _slowest(seconds_of(lambda: own(T // ranks, *sizes), device, graphs, every=True), device)
+    exchanged = _slowest(seconds_of(lambda: gathers(H, K, direction, device), device, graphs, every=True), device)
     row = {"tokens": T, "heads": H, "width": K, "direction": direction, "ranks": ranks}
     row |= {"one_rank": alone, "all_ranks": together, "gather": exchanged}
     row["efficiency"] = alone / together / ranks if alone and together else None
@@ -125,7 +129,7 @@ def longest(H: int, K: int, device: torch.device) -> Row:
     ranks, sizes = dist.get_world_size(), (H, K, DIRECTIONS[-1], device)
     alone = _most(lambda T: whole(T, *sizes), device) if dist.get_rank() == 0 else 0
     shortest = -int(_largest(-_most(lambda T: own(T, *sizes, _itself()), device), device))
-    fine = _all(seconds_of(lambda: own(shortest, *sizes), device, every=True) is not None, device)
+    fine = _all(seconds_of(lambda: own(shortest, *sizes), device, graphs=False, every=True) is not None, device)
     found = {"one_rank": int(_largest(alone, device)), "all_ranks": ranks * shortest if fine else None}
     return {"heads": H, "width": K, **found}
 
@@ -143,11 +147,14 @@ def _most(prepare: Callable[[int], Callable[[], Any]], device: torch.device) -> 
     return T
 
 
-def seconds_of(prepare: Callable[[], Callable[[], Any]], device: torch.device, every: bool = False) -> float | None:
+def seconds_of(
+    prepare: Callable[[], Callable[[], Any]], device: torch.device, graphs: bool, every: bool = False
+) -> float | None:
     """Median seconds of a call, or None where it does not fit into memory.
 
     Args:
         prepare: makes the inputs, and returns the call.
+        graphs: replay the call.
         every: all ranks make it, and begin together.
     """
 
@@ -155,14 +162,30 @@ def seconds_of(prepare: Callable[[], Callable[[], Any]], device: torch.device, e
         call = prepare()
         for _ in range(WARM_UP):
             call()
-        return statistics.median(_sample(call, device, every) for _ in range(CALLS))
+        with _replayed(call) if graphs else contextlib.nullcontext(call) as again:
+            return statistics.median(_sample(again, device, every, AT_ONCE) for _ in range(CALLS))
 
     return _in_memory(median, device)
 
 
+@contextlib.contextmanager
+def _replayed(call: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """The call as a CUDA graph; a process group does not end while one has its collectives."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # NCCL's thread that looks for failures may ask the device while this one captures.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = call()
+        yield graph.replay
+        del results
+    finally:
+        torch.cuda.synchronize()
+        graph.reset()
+
+
 def fits(prepare: Callable[[], Callable[[], Any]], device: torch.device) -> bool:
     """Whether a call that this rank makes alone fits into memory."""
-    return _in_memory(lambda: _sample(prepare(), device, False), device) is not None
+    return _in_memory(lambda: _sample(prepare(), device, False, 1), device) is not None
 
 
 def _in_memory(work: Callable[[], float], device: torch.device) -> float | None:
@@ -175,14 +198,15 @@ def _in_memory(work: Callable[[], float], device: torch.device) -> float | None:
             torch.cuda.empty_cache()
 
 
-def _sample(call: Callable[[], Any], device: torch.device, every: bool) -> float:
+def _sample(call: Callable[[], Any], device: torch.device, every: bool, number: int) -> float:
     synchronize(device)
     if every:
         dist.barrier()
     start = time.perf_counter()
-    call()
+    for _ in range(number):
+        call()
     synchronize(device)
-    return time.perf_counter() - start
+    return (time.perf_counter() - start) / number
 
 
 def _slowest(seconds: float | None, device: torch.device) -> float | None:
@@ -311,6 +335,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=_numbers, default=TOKENS, help="lengths, separated by commas")
     parser.add_argument("--heads", type=_numbers, default=HEADS, help="numbers of heads, separated by commas")
     parser.add_argument("--width", type=int, default=128, help="of keys and values of a head")
+    parser.add_argument("--eager", action="store_true", help="time calls, not replays of CUDA graphs")
     parser.add_argument("--commit", help="of the source, where it cannot be asked of git")
     parser.add_argument("--plot", action="store_true", help="draw efficiency against length, beside the file")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw what such a file holds, and measure nothing")

@@ -17,7 +17,6 @@ which pipelines the exchange; Sun et al., "LASP-2: Rethinking Sequence Paralleli
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,16 +179,16 @@ class _Own:
         Returns:
             [segments or parts, H, K, V] and [N, H, K, V].
         """
+        places, cut, upto = self.shard.places, self.cut, None
         if self.segments > 1:
-            before, of_pieces = exchange.within(summary, self.segments, backwards)
-            found, final = dataclasses.replace(self, segments=1).passed_on(of_pieces, start, backwards, to_end)
-            decay, state = before
-            return torch.addcmul(state, decay[..., None], found[:, None]).flatten(0, 1), final
-        (decay, state), places, cut = summary, self.shard.places, self.cut
+            upto = exchange.up_to_each(summary, self.segments, backwards)
+            summary = upto[0][:, -1], upto[1][:, -1]
+        decay, state = summary
         by_row, passed = self.shard.packed is None, None if cut is None else cut.passed
         gathered = to_end or self.shard.ranks <= exchange.MOST_GATHERED
         wait = exchange.gather(self.shard, decay, state, by_row) if gathered else None
         # What needs nothing of the other ranks, while they send.
+        before = None if upto is None else exchange.before_each(upto, backwards)
         if start is None:
             start = state.new_zeros(len(state) // len(places), *state.shape[1:])
         parts = None if cut is None else state.new_zeros(len(cut.parts) - 1, *state.shape[1:])
@@ -199,9 +198,13 @@ class _Own:
             summaries = list(enumerate(wait()))
             found, final = exchange.fold(reversed(summaries) if backwards else summaries, start, places, passed, to_end)
         own = [found[place] for place in places]
-        if cut is None or parts is None:
-            return own[0] if len(own) == 1 else torch.stack(own, 1 if by_row else 0).flatten(0, 1), final
-        return parts.index_copy_(0, cut.left if backwards else cut.entered, torch.cat(own)), final
+        if cut is not None and parts is not None:
+            return parts.index_copy_(0, cut.left if backwards else cut.entered, torch.cat(own)), final
+        entering = own[0] if len(own) == 1 else torch.stack(own, 1 if by_row else 0).flatten(0, 1)
+        if before is not None:
+            decay, state = before
+            entering = torch.addcmul(state, decay[..., None], entering[:, None]).flatten(0, 1)
+        return entering, final
 
 
 class _chunk_gla_over_ranks(torch.autograd.Function):

@@ -69,14 +69,14 @@ def gather(shard: Shard, decay: Tensor, state: Tensor, by_row: bool) -> Callable
     return wait
 
 
-def within(summary: Summary, segments: int, backwards: bool) -> tuple[Summary, Summary]:
-    """The summaries of what is before each segment in its piece [M, segments, ...], and of all of the piece [M, ...].
+def up_to_each(summary: Summary, segments: int, backwards: bool) -> Summary:
+    """The summaries of each piece up to and including each of its segments [M, segments, ...], in their order.
 
-    By doubling: segments 1, 2, 4 .. apart are joined, all at once.
+    By doubling: what is 1, 2, 4 .. segments apart is joined, all at once.
 
     Args:
         summary: of M * segments of them, those of a piece one after another.
-        backwards: whether the last one comes first.
+        backwards: whether the last one is the first in order.
     """
     D, S = (x.unflatten(0, (-1, segments)) for x in summary)
     if backwards:
@@ -87,10 +87,15 @@ def within(summary: Summary, segments: int, backwards: bool) -> tuple[Summary, S
         S = torch.cat([S[:, :distance], joined], 1)
         D = torch.cat([D[:, :distance], D[:, distance:] * D[:, :-distance]], 1)
         distance *= 2
-    before = torch.cat([torch.ones_like(D[:, :1]), D[:, :-1]], 1), torch.cat([torch.zeros_like(S[:, :1]), S[:, :-1]], 1)
-    if backwards:
-        before = before[0].flip(1), before[1].flip(1)
-    return before, (D[:, -1], S[:, -1])
+    return D, S
+
+
+def before_each(upto: Summary, backwards: bool) -> Summary:
+    """The summaries of what is before each segment in its piece, of what `up_to_each` gives; each where it lies."""
+    D, S = upto
+    D = torch.cat([torch.ones_like(D[:, :1]), D[:, :-1]], 1)
+    S = torch.cat([torch.zeros_like(S[:, :1]), S[:, :-1]], 1)
+    return (D.flip(1), S.flip(1)) if backwards else (D, S)
 
 
 def _by_piece(x: Tensor, dim: int, pieces: int, by_row: bool) -> Sequence[Tensor]:
