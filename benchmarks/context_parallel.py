@@ -5,10 +5,10 @@
 
 Rank 0 first computes the whole sequence by itself, by gla_core.chunk_gla, while the others wait; then all ranks compute
 their shards of it. A time is the median of the slowest rank's, of calls one after the other, which on a GPU are replays
-of a CUDA graph (`--eager`: calls, where the host's time counts). Efficiency is the time of one rank over that of R ranks,
-and over R. The gather's share is what the gathers of a pass take by themselves, of the pass. A length that does not fit
-into the memory of one rank has no efficiency: what is then found is that R ranks can do it. On GPUs it ends with the
-longest sequence that trains on one rank and on all, of the first number of heads.
+of a CUDA graph (`--eager`: calls, where the host's time counts). Efficiency is the time of one rank over that of R
+ranks, and over R. The gather's share is what the gathers of a pass take by themselves, of the pass. A length that does
+not fit into the memory of one rank has no efficiency: what is then found is that R ranks can do it. On GPUs it ends
+with the longest sequence that trains on one rank and on all, of the first number of heads.
 
 A rank whose memory ends in the midst of a pass would leave the others waiting. So each rank first makes the pass in a
 group of its own, with as many tokens, and all go on together only if it fits on every rank.

@@ -66,7 +66,8 @@ def render(folder: Path) -> str:
     kit = _conformance(sorted(folder.glob("conformance-*.json")))
     selections = [_selection(json.loads(path.read_text()), path) for path in sorted(folder.glob("selection-*.json"))]
     odd = [_shapes(json.loads(path.read_text()), path) for path in sorted(folder.glob("shapes-*.json"))]
-    return "\n".join([*_pictures(pictures_of(folder)), *kit, *selections, *odd, *times])
+    ranks = [_ranks(json.loads(path.read_text()), path) for path in sorted(folder.glob("ranks-*.json"))]
+    return "\n".join([*_pictures(pictures_of(folder)), *kit, *selections, *odd, *ranks, *times])
 
 
 def newest(folder: Path) -> Results | None:
@@ -236,6 +237,33 @@ def _shapes(found: dict[str, Any], path: Path) -> str:
         time = results.time_text(row["measured"][row["pick"]])
         lines.append(f"| {sizes} | {time} | {row['pick']} | {row['over']:.2f} |")
     return "\n".join([*lines, ""])
+
+
+def _ranks(found: dict[str, Any], path: Path) -> str:
+    """A file of context_parallel.py: times on one rank and on all, and what its model makes of them for more ranks."""
+    ranks, predicted = found["rows"][0]["ranks"], list(next(filter(None, (row["predicted"] for row in found["rows"]))))
+    how = "Replays of CUDA graphs." if found.get("graphs") else "Eager calls: of short sequences it is the host's time."
+    longest = found["longest"]
+    lines = [
+        f"## One sequence over {ranks} GPUs, {found['device']}\n",
+        f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}. "
+        f"gla_core.distributed.chunk_gla beside gla_core.chunk_gla on one of them, K = V = 128. {how} Efficiency is "
+        f"the time of one rank over {ranks} times that of all; for other numbers of ranks it is a prediction, of as "
+        "many tokens a rank, and not measured. Longest sequence that trains, of "
+        f"{longest['heads']} heads: {longest['one_rank']:,} tokens on one, {longest['all_ranks']:,} on all. "
+        f"Written by `benchmarks/context_parallel.py` into `benchmarks/results/{path.name}`.\n",
+        f"| T | H | direction | one rank | all | gathers | efficiency | {' | '.join(f'of {R}' for R in predicted)} |",
+        "| ---: | ---: | --- | ---: | ---: | ---: | ---: |" + " ---: |" * len(predicted),
+    ]
+    for row in found["rows"]:
+        times = [results.time_text(row[name]) for name in ("one_rank", "all_ranks", "gather")]
+        efficient = [row["efficiency"], *(row["predicted"] or {}).values()]
+        numbers = ["-" if x is None else f"{x:.2f}" for x in efficient] + ["-"] * (1 + len(predicted) - len(efficient))
+        cells = [f"{row['tokens']:,}", str(row["heads"]), row["direction"], *times, *numbers]
+        lines.append(f"| {' | '.join(cells)} |")
+    picture = path.with_suffix(".png")
+    drawn = [f"![{picture.stem}](../benchmarks/results/{picture.name})\n"] if picture.exists() else []
+    return "\n".join([*lines, "", *drawn])
 
 
 def _pictures(folder: Path) -> list[str]:
