@@ -67,7 +67,7 @@ def gla_register_backends() -> list[Backend]:
             # On a CPU a summary has no second pass that scanning would spare: there is the reference's.
             op_capabilities={"chunk_gla_bwd": by_triton_alone, "chunk_gla_summary": by_triton_alone},
             supports=_supports,
-            cost=CostModel(predicted_seconds, shipped_constants("gla_parallel_scan"), kernels="gla_triton_kernels"),
+            cost=CostModel(predicted_seconds, shipped_constants("gla_parallel_scan"), kernels=kernels.COMMON),
             notes=kernels.notes,
         )
     ]

@@ -38,7 +38,7 @@ def gla_register_backends() -> list[Backend]:
                 cuda_graphs=not interpreted(),
             ),
             supports=kernels.refusal,
-            cost=CostModel(predicted_seconds, shipped_constants("gla_triton_fused"), kernels="gla_triton_kernels"),
+            cost=CostModel(predicted_seconds, shipped_constants("gla_triton_fused"), kernels=kernels.COMMON),
             notes=kernels.notes,
         )
     ]

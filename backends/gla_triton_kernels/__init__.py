@@ -8,6 +8,7 @@ first used, as attributes of the op's package.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 
 import torch
 
@@ -16,6 +17,10 @@ from gla_triton_kernels.runtime.architecture import interpreted
 
 MAX_WIDTH = 512
 """The widest head, K or V, whose state the kernels can keep on chip."""
+
+_OPS = ("chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary", "recurrent_gla_step")
+COMMON: Mapping[str, str] = dict.fromkeys(_OPS, __name__)
+"""The ops for which both backends run the same kernels, on whole sequences or on segments: for their `CostModel`s."""
 
 
 def dtypes() -> frozenset[torch.dtype]:

@@ -141,34 +141,36 @@ def _predicted_by_start(task: Task) -> float | None:
 def fit_samples(samples: Iterable[Sample], device: torch.device) -> list[Fit]:
     """Fit the constants of every op of every backend in the samples that were measured.
 
-    Backends that run the same kernels (`CostModel.kernels`) are fitted together where an op has the same constants. An
-    op whose formula predicts none of its samples has no fit.
+    Backends that run the same kernels (`CostModel.kernels`) are fitted together. An op whose formula predicts none of
+    its samples has no fit.
     """
-    groups: dict[tuple, list[Timed]] = {}
+    groups: dict[tuple[str, str], list[Timed]] = {}
     for sample in samples:
         if sample.seconds is not None:
             backend, op = registry.get(sample.backend), sample.call.op
             assert isinstance(backend.cost, CostModel)
-            names = frozenset(calibration.start_constants(backend, op, device) or ())
-            key = (backend.cost.kernels or backend.name, op, names)
+            key = (backend.cost.kernels.get(op, backend.name), op)
             groups.setdefault(key, []).append(((backend, sample.call), sample.seconds))
     return [found for group in groups.values() for found in _fits(group, device)]
 
 
 def _fits(samples: list[Timed], device: torch.device) -> Iterator[Fit]:
-    """The fit of an op for each of the backends that computed it, with constants that all of them have."""
-    (first, call), _ = samples[0]
-    facts, start = calibration.device_facts(device), calibration.start_constants(first, call.op, device) or {}
+    """The fit of an op for each of the backends that computed it; what their constants have in common is one."""
+    op, facts = samples[0][0][1].op, calibration.device_facts(device)
+    backends = {backend.name: backend for (backend, _), _ in samples}.values()
+    starts = {backend.name: calibration.start_constants(backend, op, device) or {} for backend in backends}
+    start = {name: value for of_backend in starts.values() for name, value in of_backend.items()}
     samples = [s for s in samples if math.isfinite(error(_formula, {**start, **facts}, s))]
     if not samples:
         return
-    constants = fit(_formula, start, samples, facts)
+    fitted = fit(_formula, start, samples, facts)
     for backend in {backend.name: backend for (backend, _), _ in samples}.values():
         own = [s for s in samples if s[0][0] is backend]
-        before, after = ([_factor({**c, **facts}, s) for s in own] for c in (start, constants))
+        constants = {name: fitted[name] for name in starts[backend.name]}
+        before, after = ([_factor({**c, **facts}, s) for s in own] for c in (starts[backend.name], constants))
         worst, worst_call = max(zip(after, (call for (_, call), _ in own), strict=True), key=lambda pair: pair[0])
         medians = statistics.median(before), statistics.median(after)
-        yield Fit(backend.name, call.op, constants, len(own), *medians, worst, worst_call)
+        yield Fit(backend.name, op, constants, len(own), *medians, worst, worst_call)
 
 
 def _formula(work: tuple[Backend, OpCall], constants: Constants) -> float | None:

@@ -198,8 +198,8 @@ class CostModel:
         formula: takes an `OpCall` and the constants, returns seconds.
         constants: shipped constants: kind of device ("cpu", or what `torch.cuda.get_device_name()` says) to op to name
             to value. An op has the same names on every kind; `gla calibrate` starts from these values.
-        kernels: what backends that run the same kernels have in common. `gla calibrate` fits their constants together
-            where an op has the same ones: what they compute alike then costs the same.
+        kernels: op to a name that backends have in common which run the same kernels for it. `gla calibrate` fits their
+            constants together, those of a name that both have as one: what they compute alike then costs the same.
 
     Example:
         >>> def seconds(call, c):
@@ -209,7 +209,7 @@ class CostModel:
 
     formula: Callable[[OpCall, Constants], float | None]
     constants: Mapping[str, Mapping[str, Constants]] = field(default_factory=dict)
-    kernels: str | None = None
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
 
 def shipped_constants(package: str) -> Mapping[str, Mapping[str, Constants]]:

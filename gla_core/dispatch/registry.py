@@ -266,8 +266,10 @@ def _check_cost(name: str, cost: object) -> None:
         return
     if not callable(cost.formula):
         raise BackendError(f"backend {name!r}: the formula of cost is {type(cost.formula).__name__}, not a function")
-    if not isinstance(cost.kernels, str | None):
-        raise BackendError(f"backend {name!r}: kernels of cost is {cost.kernels!r}; expected a name, or None")
+    if not isinstance(cost.kernels, Mapping):
+        raise BackendError(
+            f"backend {name!r}: kernels of cost is {cost.kernels!r}; expected a mapping from ops to names"
+        )
     for kind, ops in _items(name, cost.constants, "constants"):
         for op, constants in _items(name, ops, f"constants of {kind!r}"):
             _check_op(f"backend {name!r} has constants of", op)
