@@ -106,6 +106,7 @@ def change_plans(monkeypatch):
     pytest.importorskip("triton")
     replay = importlib.import_module("gla_triton_kernels.runtime.replay")
     plan = importlib.import_module("gla_triton_kernels.chunk_gla.plan")
+    importlib.import_module("gla_triton_kernels.chunk_gla.plan_backward")  # which would keep names that are set
     monkeypatch.setattr(replay, "_calls", {})
     return functools.partial(monkeypatch.setattr, plan)
 

@@ -8,7 +8,8 @@ With g_t the log gates of a segment of tokens 1 to L,
     (3)  the outputs of every segment, from the state S_i that enters it
 
 where (1) builds every segment's state from zero and its decay, to memory, (2) scans them in place, and (3) is one pass
-over every segment. Sequences that fill the device stay whole and take (3) alone.
+over every segment. Sequences that fill the device stay whole and take (3) alone; of a batch that fills it, and a little
+more, the rows that are left over are cut.
 
 The kernels are those of gla_triton_kernels/chunk_gla, and plan.py there says which of them a call takes.
 
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels import chunk_gla as kernels
-from gla_triton_kernels.chunk_gla.plan import plan_segments
-from gla_triton_kernels.chunk_gla.plan_backward import plan_segments_backward
+from gla_triton_kernels.chunk_gla.plan import plan_rows
+from gla_triton_kernels.chunk_gla.plan_backward import plan_rows_backward
 from gla_triton_kernels.runtime.architecture import Gpu
 
 if TYPE_CHECKING:
@@ -50,7 +51,10 @@ def chunk_gla_fwd(
 
 def _segments(call: OpCall, gpu: Gpu, aligned: bool, x: Tensors, scale: float) -> list[Launch]:
     """The launches that fill the results in x."""
-    return kernels.outputs.run(plan_segments(call, gpu, aligned), x, scale, call.scalars["checkpoint_every"])
+    plans, every = plan_rows(call, gpu, aligned), call.scalars["checkpoint_every"]
+    return [
+        launch for plan, y in kernels.call.by_rows(plans, x) for launch in kernels.outputs.run(plan, y, scale, every)
+    ]
 
 
 def chunk_gla_bwd(
@@ -73,4 +77,5 @@ def chunk_gla_bwd(
 
 def _segments_backward(call: OpCall, gpu: Gpu, aligned: bool, x: BackwardTensors, scale: float) -> list[Launch]:
     """The launches that fill the gradients in x."""
-    return kernels.gradients.run(plan_segments_backward(call, gpu, aligned), x, scale)
+    parts = kernels.call.by_rows(plan_rows_backward(call, gpu, aligned), x)
+    return [launch for plan, y in parts for launch in kernels.gradients.run(plan, y, scale)]

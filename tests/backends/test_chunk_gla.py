@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gla_core.conformance import oracle
-from gla_core.conformance.calls import heads_first
-from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.conformance.calls import gradients, heads_first, oracle_gradients
+from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.workloads.inputs import GATES, gla_inputs
 from gla_triton_kernels.chunk_gla.plan import Kernel
 
@@ -243,3 +243,19 @@ def far_apart(x):
     """The values of x [1, T, 2, K]."""
     far = x.new_zeros(2**31 + x.numel()).as_strided(x.shape, (0, x.shape[3], 2**31, 1))
     return far.copy_(x)
+
+
+@pytest.mark.parametrize("backend", ["parallel_scan"])
+def test_rows_of_a_batch_in_one_pass_and_others_cut(forward, device, change_plans):
+    change_plans("rows_in_one_pass", lambda *_: 2)
+    check(forward, *inputs(device, B=3, T=2 * CHUNK + 3, K=20, V=9, gates="mild", dtype=DTYPE, initial_state=True))
+
+
+@pytest.mark.usefixtures("change_plans")
+def test_gradients_of_rows_in_one_pass_and_of_others(device, monkeypatch):
+    for module in ("plan", "plan_backward"):
+        monkeypatch.setattr(f"gla_triton_kernels.chunk_gla.{module}.rows_in_one_pass", lambda *_: 2)
+    x = gla_inputs(B=3, T=131, H=2, K=20, V=9, gates="mild", dtype=DTYPE, initial_state=True, device=device)
+    expected = oracle_gradients(x)
+    for name, gradient in gradients(x, "parallel_scan").items():
+        assert relative_error(gradient, expected[name]) <= GRADIENT[DTYPE], name

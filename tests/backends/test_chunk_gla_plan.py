@@ -12,7 +12,7 @@ from gla_core.conformance.calls import heads_first
 from gla_core.dispatch.backend import OpCall
 from gla_core.workloads.inputs import gla_inputs
 from gla_triton_kernels.chunk_gla import cost
-from gla_triton_kernels.chunk_gla.plan import Kernel, plan_one_pass, plan_segments
+from gla_triton_kernels.chunk_gla.plan import Kernel, plan_one_pass, plan_rows, plan_segments
 from gla_triton_kernels.cost import gpu_of_constants
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 
@@ -260,3 +260,40 @@ def test_the_launcher_knows_what_tma_can_address(monkeypatch):
     assert not aligned(q[..., 1:-7], k[..., 1:-7], v, g[..., 1:-7])
     assert not aligned(q, k, v, g[:, :, :1].expand_as(g))
     assert not aligned(q, k, v, g, gpu=Gpu(Architecture.SM80, 108))
+
+
+# ---- rows of a batch
+
+
+def rows_of(**changes):
+    """How many rows each plan of a batch is for, and whether it cuts them."""
+    return [
+        (call.dims["B"], call.dims["N"], plan.segments is not None)
+        for call, plan in plan_rows(call_of(**changes), H200, True)
+    ]
+
+
+def test_rows_that_do_not_fit_beside_the_others_are_cut():
+    assert rows_of(B=13, H=11) == [(12, 12, False), (1, 1, True)]  # 143 blocks for 132 multiprocessors
+    assert rows_of(B=142, H=1, T=1408) == [(132, 132, False), (10, 10, True)]
+    assert rows_of(B=18, H=8, V=256, T=8192) == [(16, 16, False), (2, 2, True)]  # 288 blocks
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},  # 128 blocks
+        {"B": 2},  # which do not fill the device
+        {"B": 1, "H": 143},
+        {"B": 13, "H": 11, "T": 256},  # launches take longer
+        {"B": 15, "H": 16},  # 240 blocks, nearly two waves
+        {"B": 1, "N": 13, "H": 11, "packed": True},
+        {"B": 0},
+    ],
+    ids=str,
+)
+def test_all_rows_go_one_way(changes):
+    call = call_of(**changes)
+    assert plan_rows(call, H200, True) == [(call, plan_segments(call, H200, True))]
+    invariant = dataclasses.replace(call_of(B=13, H=11), batch_invariant=4096, scalars={"output_final_state": False})
+    assert len(plan_rows(invariant, H200, True)) == 1

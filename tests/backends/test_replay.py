@@ -214,6 +214,28 @@ def test_a_call_of_several_launches(gpu):
     assert (second_grid, second[-4:]) == (6, [handed_over, x.data_ptr(), 0.25, 3])
 
 
+def test_parts_of_tensors_are_where_they_were(gpu):
+    from gla_triton_kernels.runtime.launch import Launch
+    from gla_triton_kernels.runtime.replay import part, record, replay
+    from gla_triton_kernels.runtime.tma import tiles
+
+    x, y, scratch = tensor(), tensor(), torch.empty(2, 8, dtype=torch.float64)
+    kernel = compiled(gpu, *TYPES)
+    tensors = (tiles(part(x, 1, 2), 8, 8), part(y, 1, 2), part(scratch, 1, 2))
+    made = Launch(None, GRID, (tensors[0], None, tensors[1]), (0.5,), (9,), compiled=kernel)
+    other = Launch(None, GRID, (tensors[2], tensors[1]), (0.5,), (9,), compiled=compiled(gpu, "*fp64", "*fp32"))
+    record("parts", (x, y), [made, other])
+    gpu.encoded.clear()
+    new = tensor(), tensor()
+    assert replay("parts", new, 0.25)
+    of_one = x[0].nbytes
+    assert gpu.encoded == [new[0].data_ptr() + of_one]
+    (_, *first), (_, *second) = gpu.launched
+    assert first[-3:] == [new[1].data_ptr() + of_one, 0.25, 9]
+    assert second[-3:] == [new[1].data_ptr() + of_one, 0.25, 9]
+    assert second[-4] not in (scratch.data_ptr() + 64, 0)
+
+
 def test_calls_that_cannot_be_told_apart_are_not_recorded(gpu):
     """Which of its tensors a launch has taken must be plain, and that it may be allocated anew."""
     from gla_triton_kernels.runtime.replay import replay

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from gla_triton_kernels.chunk_gla.plan import Plan, checkpoint_dtype
 from gla_triton_kernels.chunk_gla.widths import widened
 from gla_triton_kernels.runtime.architecture import Gpu, gpu_of
 from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
-from gla_triton_kernels.runtime.replay import layouts, record, replay
+from gla_triton_kernels.runtime.replay import layouts, part, record, replay
 from gla_triton_kernels.runtime.tma import UNIT, addressable
 
 
@@ -67,6 +68,22 @@ class BackwardTensors(NamedTuple):
     dv: Tensor
     dg: Tensor | None
     dinitial_state: Tensor | None
+
+
+AnyPlan = TypeVar("AnyPlan")
+AnyTensors = TypeVar("AnyTensors", Tensors, BackwardTensors)
+
+
+def by_rows(plans: Sequence[tuple[OpCall, AnyPlan]], x: AnyTensors) -> list[tuple[AnyPlan, AnyTensors]]:
+    """The plans, each with the rows of all tensors of a batch that it is for: the first ones, then the next."""
+    if len(plans) == 1:
+        return [(plans[0][1], x)]
+    ends = itertools.accumulate((call.dims["B"] for call, _ in plans), initial=0)
+    return [(plan, _rows(x, *bounds)) for (_, plan), bounds in zip(plans, itertools.pairwise(ends), strict=True)]
+
+
+def _rows(x: AnyTensors, start: int, end: int) -> AnyTensors:
+    return x._replace(**{name: part(y, start, end) for name, y in x._asdict().items() if y is not None})
 
 
 Way = Callable[[OpCall, Gpu, bool, Tensors, float], list[Launch]]

@@ -41,7 +41,7 @@ from gla_triton_kernels.chunk_gla.plan import (
     Plan,
     checkpoint_dtype,
     plan_one_pass,
-    plan_segments,
+    plan_rows,
     seen_width,
 )
 from gla_triton_kernels.cost import Constants, gpu_of_constants, in_all
@@ -81,7 +81,7 @@ def one_pass(call: OpCall, c: Constants) -> float:
 def segments(call: OpCall, c: Constants) -> float:
     """Seconds of a call whose sequences are cut into segments, unless they fill the device."""
     seen = seen_by_kernels(call, c)
-    return copying(call, c) + _segments(seen, planned(plan_segments, seen, c), c)
+    return copying(call, c) + sum(_segments(rows, plan, c) for rows, plan in planned(plan_rows, seen, c))
 
 
 def _segments(call: OpCall, plan: Plan, c: Constants) -> float:

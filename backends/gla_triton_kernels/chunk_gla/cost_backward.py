@@ -46,7 +46,7 @@ from gla_triton_kernels.chunk_gla.plan_backward import (
     CHUNK,
     BackwardPlan,
     GradientPlan,
-    plan_segments_backward,
+    plan_rows_backward,
     plan_whole_sequences,
 )
 from gla_triton_kernels.cost import Constants, in_all
@@ -69,7 +69,7 @@ def whole_sequences(call: OpCall, c: Constants) -> float:
 def segments(call: OpCall, c: Constants) -> float:
     """Seconds of a call whose sequences are cut into segments, unless they fill the device."""
     seen = seen_by_kernels(call, c)
-    return copying(call, c) + _seconds(seen, planned(plan_segments_backward, seen, c), c)
+    return copying(call, c) + sum(_seconds(rows, plan, c) for rows, plan in planned(plan_rows_backward, seen, c))
 
 
 def _seconds(call: OpCall, plan: BackwardPlan, c: Constants) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -238,15 +238,11 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     """
     if call.batch_invariant is not None:
         return _plan_invariant(call, gpu, aligned, call.batch_invariant)
-    T, H, Hq, K, V, N = (call.dims[name] for name in ("T", "H", "Hq", "K", "V", "N"))
+    T, N = call.dims["T"], call.dims["N"]
     kernel = best_kernel(call, gpu, aligned)
     if call.variable_length and _are_short(call):  # most segments are short sequences
         kernel = Kernel.FORWARD
-    if kernel is not Kernel.FORWARD:  # blocks of a sequence, and how many a multiprocessor runs at once
-        blocks, at_once = H * -(-V // 128), 1
-    else:
-        blocks, at_once = H * -(-V // 64), 4 if Hq > H and K <= 128 < 2 * V else 2
-    length = segment_length(N, T, blocks, at_once * gpu.multiprocessors, call.variable_length, FORWARD_CUT)
+    length = segment_length(N, T, *_blocks(call, gpu, kernel), call.variable_length, FORWARD_CUT)
     if gpu.architecture is Architecture.INTERPRETED:
         length = min(length, INTERPRETED_SEGMENT)
     if length >= T:
@@ -254,6 +250,27 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     segments = N + T // length if call.variable_length else N * -(-T // length)  # of packed sequences at most
     outputs = _outputs(call, gpu, aligned, kernel, segments)
     return Plan(outputs, _before(call, gpu, outputs, length))
+
+
+def plan_rows(call: OpCall, gpu: Gpu, aligned: bool) -> list[tuple[OpCall, Plan]]:
+    """Plans of the rows of a batch: of those that fill the device in one pass, if others are left, and of the others.
+
+    Args:
+        aligned: whether TMA can address q, k, v, g and o.
+    """
+    rows = rows_in_one_pass(call, *_blocks(call, gpu, best_kernel(call, gpu, aligned)), FORWARD_CUT)
+    if rows == 0:
+        return [(call, plan_segments(call, gpu, aligned))]
+    whole, cut = of_rows(call, rows), of_rows(call, call.dims["B"] - rows)
+    return [(whole, plan_one_pass(whole, gpu, aligned)), (cut, plan_segments(cut, gpu, aligned))]
+
+
+def _blocks(call: OpCall, gpu: Gpu, kernel: Kernel) -> tuple[int, int]:
+    """Blocks of this kernel that compute the outputs of one sequence, and how many the device runs at once."""
+    H, Hq, K, V = (call.dims[name] for name in ("H", "Hq", "K", "V"))
+    if kernel is not Kernel.FORWARD:
+        return H * -(-V // 128), gpu.multiprocessors
+    return H * -(-V // 64), (4 if Hq > H and K <= 128 < 2 * V else 2) * gpu.multiprocessors
 
 
 def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> Plan:
@@ -299,9 +316,43 @@ def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bo
             units = max(units, -(-3 * T // (2 * sequences * SEGMENT_UNIT)))
         return SEGMENT_UNIT * max(units, math.ceil(2 * times.launching))
     chunks = -(-T // SEGMENT_UNIT)
-    cuts = {min(chunks, waves * at_once // max(1, sequences * blocks)) for waves in range(1, MOST_WAVES + 1)}
-    best = min(sorted({1, *cuts} - {0}), key=lambda n: _time_of_cut(n, chunks, sequences * blocks, at_once, times))
+    best, _ = _best_cut(chunks, sequences * blocks, at_once, times)
     return SEGMENT_UNIT * max(1, -(-chunks // best))
+
+
+def rows_in_one_pass(call: OpCall, blocks: int, at_once: int, times: CutTimes) -> int:
+    """How many rows of a batch go through one pass, where the others are better cut; 0 where all go one way.
+
+    A few blocks that do not fit beside the others take as long as all of those did; cut into segments, a part of it.
+
+    Args:
+        blocks, at_once, times: as those of `segment_length`.
+    """
+    B, T = call.dims["B"], call.dims["T"]
+    rows = B * blocks // at_once * at_once // max(1, blocks)  # that fill the device, several times if there are as many
+    if call.variable_length or call.batch_invariant is not None or not 0 < rows < B:
+        return 0
+    chunks = -(-T // SEGMENT_UNIT)
+    _, together = _best_cut(chunks, B * blocks, at_once, times)
+    _, others = _best_cut(chunks, (B - rows) * blocks, at_once, times)
+    whole = -(-rows * blocks // at_once) * chunks
+    return rows if whole + others + times.launching / 2 < together else 0
+
+
+def of_rows(call: OpCall, rows: int) -> OpCall:
+    """The call of so many rows of its batch."""
+    return replace(call, dims={**call.dims, "B": rows, "N": rows})
+
+
+def _best_cut(chunks: int, blocks: int, at_once: int, times: CutTimes) -> tuple[int, float]:
+    """Into how many segments each sequence is best cut, and the predicted time, in chunks of one block.
+
+    Args:
+        blocks: that compute all sequences.
+    """
+    cuts = {min(chunks, waves * at_once // max(1, blocks)) for waves in range(1, MOST_WAVES + 1)}
+    time, best = min((_time_of_cut(n, chunks, blocks, at_once, times), n) for n in {1, *cuts} - {0})
+    return best, time
 
 
 def _time_of_cut(segments: int, chunks: int, blocks: int, at_once: int, times: CutTimes) -> float:

@@ -15,6 +15,8 @@ from gla_triton_kernels.chunk_gla.plan import (
     CutTimes,
     Kernel,
     SegmentPlan,
+    of_rows,
+    rows_in_one_pass,
     segment_length,
     states_of_segments,
 )
@@ -84,16 +86,34 @@ def plan_segments_backward(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPla
         return _plan_invariant(call, gpu, aligned, call.batch_invariant)
     T, N = call.dims["T"], call.dims["N"]
     gradients = _gradients(call, gpu, aligned)
-    blocks = _blocks(call, gradients)
-    at_once = gpu.multiprocessors * (2 if gradients.BK == gradients.BV == 64 else 1)
-    # Of the kernels for wide heads one alone goes through sequences, as quick as a forward's.
-    times = FORWARD_CUT if gradients.kernel is Kernel.BACKWARD_SM90_WIDE else BACKWARD_CUT
+    blocks, at_once, times = _cut_of(call, gpu, gradients)
     length = segment_length(N, T, blocks, at_once, call.variable_length, times)
     if gpu.architecture is Architecture.INTERPRETED:
         length = min(length, CHUNK)
     if length >= T:
         return plan_whole_sequences(call, gpu, aligned)
     return BackwardPlan(gradients, _entering(call, gpu, aligned), _states(call, gpu, aligned, length))
+
+
+def plan_rows_backward(call: OpCall, gpu: Gpu, aligned: bool) -> list[tuple[OpCall, BackwardPlan]]:
+    """Plans of the rows of a batch, as `plan_rows` of plan.py makes them.
+
+    Args:
+        aligned: whether TMA can address q, k, v, g and do.
+    """
+    rows = rows_in_one_pass(call, *_cut_of(call, gpu, _gradients(call, gpu, aligned)))
+    if rows == 0:
+        return [(call, plan_segments_backward(call, gpu, aligned))]
+    whole, cut = of_rows(call, rows), of_rows(call, call.dims["B"] - rows)
+    return [(whole, plan_whole_sequences(whole, gpu, aligned)), (cut, plan_segments_backward(cut, gpu, aligned))]
+
+
+def _cut_of(call: OpCall, gpu: Gpu, kernel: GradientPlan) -> tuple[int, int, CutTimes]:
+    """Blocks that compute one sequence, how many the device runs at once, and what a cut takes."""
+    at_once = gpu.multiprocessors * (2 if kernel.BK == kernel.BV == 64 else 1)
+    # Of the kernels for wide heads one alone goes through sequences, as quick as a forward's.
+    times = FORWARD_CUT if kernel.kernel is Kernel.BACKWARD_SM90_WIDE else BACKWARD_CUT
+    return _blocks(call, kernel), at_once, times
 
 
 def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> BackwardPlan:

@@ -106,11 +106,13 @@ class _RecordedCall:
 
     Attributes:
         scratch: where each scratch tensor begins in the memory of all of them. memory: how that is allocated.
+        parts: of tensors (see `part`): the place of the whole among those of the call and scratch, and bytes into it.
     """
 
     device: int
     scratch: tuple[int, ...]
     memory: dict[str, Any]
+    parts: tuple[tuple[int, int], ...]
     launches: tuple[_RecordedLaunch, ...]
 
 
@@ -130,24 +132,43 @@ def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[L
         key: holds the op, the device, and all that decides which launches are made and all that Triton compiles for,
             but for addresses.
         tensors: what the call has been given, and returns. Other tensors of the launches are scratch: contiguous,
-            allocated anew for each call, on whose contents before it nothing depends.
+            allocated anew for each call, on whose contents before it nothing depends; or a `part` of either.
         launches: in order, as they have been made. Each takes all the call's floats, or none.
     """
     given = [x for x in tensors if x is not None]
     taken = [getattr(x, "base", x) for launch in launches for x in launch.tensors if x is not None]
+    parts = {id(x): x for x in taken if hasattr(x, _WHOLE)}
     places = {id(x): i for i, x in enumerate(tensors) if x is not None}
-    scratch = list({id(x): x for x in taken if id(x) not in places}.values())
+    scratch = list({id(x): x for x in map(_whole_of, taken) if id(x) not in places}.values())
     one_in_two_places = len({id(x) for x in given}) < len(given)
     aligned = math.gcd(ALIGNMENT, *(x.data_ptr() for x in given + taken)) == ALIGNMENT
     if one_in_two_places or not aligned or not all(x.is_contiguous() for x in scratch) or why_not_replayed():
         return
     places.update({id(x): len(tensors) + i for i, x in enumerate(scratch)})
+    wholes = {i: _whole_of(x) for i, x in parts.items()}
+    begins_of_parts = tuple((places[id(wholes[i])], x.data_ptr() - wholes[i].data_ptr()) for i, x in parts.items())
+    places.update({i: len(tensors) + len(scratch) + n for n, i in enumerate(parts)})
     if any(launch.compiled.run.global_scratch_size or launch.compiled.run.profile_scratch_size for launch in launches):
         return  # memory that Triton allocates for each launch
     recorded = tuple(_recorded(launch, places) for launch in launches)
     *begins, size = itertools.accumulate((-(-x.nbytes // _LINE) * _LINE for x in scratch), initial=0)
     memory = {"size": (size,), "dtype": torch.uint8, "device": given[0].device}
-    _put(_calls, key, _RecordedCall(current_device(), tuple(begins), memory, recorded), _MOST_CALLS)
+    _put(_calls, key, _RecordedCall(current_device(), tuple(begins), memory, begins_of_parts, recorded), _MOST_CALLS)
+
+
+_WHOLE = "_part_of"
+
+
+def part(x: Tensor, start: int, end: int) -> Tensor:
+    """Rows start to end of x, for launches that are recorded: it remembers x, where a replay finds it."""
+    found = x[start:end]
+    setattr(found, _WHOLE, x)
+    return found
+
+
+def _whole_of(x: Any) -> Any:
+    """What x is a part of, or x itself."""
+    return getattr(x, _WHOLE, x)
 
 
 def _recorded(launch: Launch, places: dict[int, int]) -> _RecordedLaunch:
@@ -213,6 +234,8 @@ def replay(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> b
         memory = torch.empty(**call.memory)
         address = memory.data_ptr()
         addresses += [address + begin for begin in call.scratch]
+    if call.parts:
+        addresses += [addresses[place] + bytes_into for place, bytes_into in call.parts]
     addresses.append(0)  # at _NONE
     active: Any = driver.active
     stream = active.get_current_stream(call.device)
