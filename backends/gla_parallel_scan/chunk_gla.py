@@ -51,10 +51,8 @@ def chunk_gla_fwd(
 
 def _segments(call: OpCall, gpu: Gpu, aligned: bool, x: Tensors, scale: float) -> list[Launch]:
     """The launches that fill the results in x."""
-    plans, every = plan_rows(call, gpu, aligned), call.scalars["checkpoint_every"]
-    return [
-        launch for plan, y in kernels.call.by_rows(plans, x) for launch in kernels.outputs.run(plan, y, scale, every)
-    ]
+    parts, every = kernels.call.by_rows(plan_rows(call, gpu, aligned), x), call.scalars["checkpoint_every"]
+    return [launch for plan, y in parts for launch in kernels.outputs.run(plan, y, scale, every)]
 
 
 def chunk_gla_bwd(

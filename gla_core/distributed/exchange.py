@@ -83,11 +83,16 @@ def up_to_each(summary: Summary, segments: int, backwards: bool) -> Summary:
         D, S = D.flip(1), S.flip(1)
     distance = 1
     while distance < segments:
-        joined = torch.addcmul(S[:, distance:], D[:, distance:, ..., None], S[:, :-distance])
-        S = torch.cat([S[:, :distance], joined], 1)
-        D = torch.cat([D[:, :distance], D[:, distance:] * D[:, :-distance]], 1)
+        joined = _joined((D[:, :-distance], S[:, :-distance]), (D[:, distance:], S[:, distance:]))
+        D, S = (torch.cat([x[:, :distance], y], 1) for x, y in zip((D, S), joined, strict=True))
         distance *= 2
     return D, S
+
+
+def _joined(first: Summary, then: Summary) -> Summary:
+    """The summary of two stretches of a sequence, one behind the other."""
+    D, S = then
+    return D * first[0], torch.addcmul(S, D[..., None], first[1])
 
 
 def before_each(upto: Summary, backwards: bool) -> Summary:
@@ -166,9 +171,8 @@ def scan(
     distance = 1
     while distance <= last:
         received = _from_before(shard, running, distance, backwards)
-        for position, (D, S) in received.items():
-            own_D, own_S = running[position]
-            running[position] = own_D * D, torch.addcmul(own_S, own_D[..., None], S)
+        for position, before in received.items():
+            running[position] = _joined(before, running[position])
         distance *= 2
     return {order[position]: S for position, (_, S) in running.items()}
 

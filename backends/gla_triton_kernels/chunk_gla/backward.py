@@ -92,7 +92,7 @@ def run(
     constants = (
         *sizes,
         x.initial_state is None,
-        x.dstate is None,
+        x.ends is not None,
         exact,
         precision,
         "bf16x3" if precision == "bf16" else precision,
@@ -204,7 +204,7 @@ def _chunk_gla_bwd_kernel(
     else:
         leaving_ptr += i.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
         m_l = m_s  # [BV, BK]
-        if TO_ZERO and bounds_ptr is not None:
+        if TO_ZERO:
             m_l &= end < tl.load(cu_seqlens_ptr + n + 1, mask=start < end, other=0)
         dS = tl.load(leaving_ptr + i_k * stride_sk + i_v, mask=m_l, other=0.0).to(tl.float32)
 

@@ -97,8 +97,7 @@ def run(
     strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
     marks = pairs.new_marks(x, entering, kernel.BK)
     maps += [state_tiles(entering, WIDTH, WIDTH), *written]
-    ends = x.cu_seqlens if x.dstate is None else None
-    tensors = (*maps, dq, dk, dv, dg, marks, leaving, x.dinitial_state, segments.bounds, segments.order, ends)
+    tensors = (*maps, dq, dk, dv, dg, marks, leaving, x.dinitial_state, segments.bounds, segments.order, x.ends)
     tiles = (kernel.BK // WIDTH, kernel.BV // WIDTH)
     integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, B, *tiles, G)
     grid = (blocks_k * blocks_v * segments.count * H, 1, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall, invariant_tokens
 from gla_triton_kernels.chunk_gla.padding import clear_padding
-from gla_triton_kernels.chunk_gla.plan import Plan, checkpoint_dtype
+from gla_triton_kernels.chunk_gla.plan import AnyPlan, Plan, checkpoint_dtype
 from gla_triton_kernels.chunk_gla.widths import widened
 from gla_triton_kernels.runtime.architecture import Gpu, gpu_of
 from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
@@ -69,8 +69,12 @@ class BackwardTensors(NamedTuple):
     dg: Tensor | None
     dinitial_state: Tensor | None
 
+    @property
+    def ends(self) -> Tensor | None:
+        """Offsets of packed sequences whose last segments leave no gradient of a state; None where they may."""
+        return self.cu_seqlens if self.dstate is None else None
 
-AnyPlan = TypeVar("AnyPlan")
+
 AnyTensors = TypeVar("AnyTensors", Tensors, BackwardTensors)
 
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -36,6 +36,7 @@ from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels import MAX_WIDTH
 from gla_triton_kernels.chunk_gla.plan import (
     STATE_KEYS,
+    AnyPlan,
     Kernel,
     KernelPlan,
     Plan,
@@ -46,8 +47,6 @@ from gla_triton_kernels.chunk_gla.plan import (
 )
 from gla_triton_kernels.cost import Constants, gpu_of_constants, in_all
 from gla_triton_kernels.runtime.architecture import Gpu
-
-AnyPlan = TypeVar("AnyPlan")
 
 
 class BlockTime(NamedTuple):
@@ -75,13 +74,13 @@ class Cut(NamedTuple):
 def one_pass(call: OpCall, c: Constants) -> float:
     """Seconds of a call whose sequences stay whole."""
     seen = seen_by_kernels(call, c)
-    return copying(call, c) + _whole_sequences(seen, planned(plan_one_pass, seen, c), c)
+    return copying(call, seen, c) + _whole_sequences(seen, planned(plan_one_pass, seen, c), c)
 
 
 def segments(call: OpCall, c: Constants) -> float:
     """Seconds of a call whose sequences are cut into segments, unless they fill the device."""
     seen = seen_by_kernels(call, c)
-    return copying(call, c) + sum(_segments(rows, plan, c) for rows, plan in planned(plan_rows, seen, c))
+    return copying(call, seen, c) + sum(_segments(rows, plan, c) for rows, plan in planned(plan_rows, seen, c))
 
 
 def _segments(call: OpCall, plan: Plan, c: Constants) -> float:
@@ -153,12 +152,11 @@ def seen_by_kernels(call: OpCall, c: Constants) -> OpCall:
     return dataclasses.replace(call, dims={**call.dims, **widths})
 
 
-def copying(call: OpCall, c: Constants) -> float:
+def copying(call: OpCall, seen: OpCall, c: Constants) -> float:
     """Seconds of the copies to the widths that kernels see, and back: q, k and g, v and o, and in a backward do too."""
     B, T, H, Hq, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
-    seen = seen_by_kernels(call, c).dims
-    of_keys = 0 if seen["K"] == K else B * T * K * ((H + Hq) * call.dtype.itemsize + H * _gate_itemsize(call))
-    of_values = 0 if seen["V"] == V else B * T * V * (H + Hq) * call.dtype.itemsize
+    of_keys = 0 if seen.dims["K"] == K else B * T * K * ((H + Hq) * call.dtype.itemsize + H * _gate_itemsize(call))
+    of_values = 0 if seen.dims["V"] == V else B * T * V * (H + Hq) * call.dtype.itemsize
     launches = 3 * (of_keys > 0) + 2 * (of_values > 0)
     each = c["launch"] if call.capturing else max(c["launch"], c["host_launch"])
     twice = 2 if call.op == "chunk_gla_bwd" else 1

@@ -63,13 +63,13 @@ class Gradient(NamedTuple):
 def whole_sequences(call: OpCall, c: Constants) -> float:
     """Seconds of a call whose sequences stay whole."""
     seen = seen_by_kernels(call, c)
-    return copying(call, c) + _seconds(seen, planned(plan_whole_sequences, seen, c), c)
+    return copying(call, seen, c) + _seconds(seen, planned(plan_whole_sequences, seen, c), c)
 
 
 def segments(call: OpCall, c: Constants) -> float:
     """Seconds of a call whose sequences are cut into segments, unless they fill the device."""
     seen = seen_by_kernels(call, c)
-    return copying(call, c) + sum(_seconds(rows, plan, c) for rows, plan in planned(plan_rows_backward, seen, c))
+    return copying(call, seen, c) + sum(_seconds(rows, plan, c) for rows, plan in planned(plan_rows_backward, seen, c))
 
 
 def _seconds(call: OpCall, plan: BackwardPlan, c: Constants) -> float:

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 from gla_triton_kernels.runtime.sizes import power_of_two
+
+AnyPlan = TypeVar("AnyPlan")  # Plan, or that of a backward
 
 
 def checkpoint_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -259,10 +262,7 @@ def plan_rows(call: OpCall, gpu: Gpu, aligned: bool) -> list[tuple[OpCall, Plan]
         aligned: whether TMA can address q, k, v, g and o.
     """
     rows = rows_in_one_pass(call, *_blocks(call, gpu, best_kernel(call, gpu, aligned)), FORWARD_CUT)
-    if rows == 0:
-        return [(call, plan_segments(call, gpu, aligned))]
-    whole, cut = of_rows(call, rows), of_rows(call, call.dims["B"] - rows)
-    return [(whole, plan_one_pass(whole, gpu, aligned)), (cut, plan_segments(cut, gpu, aligned))]
+    return split_rows(call, rows, lambda x: plan_one_pass(x, gpu, aligned), lambda x: plan_segments(x, gpu, aligned))
 
 
 def _blocks(call: OpCall, gpu: Gpu, kernel: Kernel) -> tuple[int, int]:
@@ -339,9 +339,18 @@ def rows_in_one_pass(call: OpCall, blocks: int, at_once: int, times: CutTimes) -
     return rows if whole + others + times.launching / 2 < together else 0
 
 
-def of_rows(call: OpCall, rows: int) -> OpCall:
-    """The call of so many rows of its batch."""
-    return replace(call, dims={**call.dims, "B": rows, "N": rows})
+def split_rows(
+    call: OpCall, rows: int, whole: Callable[[OpCall], AnyPlan], cut: Callable[[OpCall], AnyPlan]
+) -> list[tuple[OpCall, AnyPlan]]:
+    """The calls of so many rows of a batch and of the others, each with its plan; where rows is 0, of the others alone.
+
+    Args:
+        whole, cut: plan the first call and the second.
+    """
+    if rows == 0:
+        return [(call, cut(call))]
+    first, others = (replace(call, dims={**call.dims, "B": n, "N": n}) for n in (rows, call.dims["B"] - rows))
+    return [(first, whole(first)), (others, cut(others))]
 
 
 def _best_cut(chunks: int, blocks: int, at_once: int, times: CutTimes) -> tuple[int, float]:

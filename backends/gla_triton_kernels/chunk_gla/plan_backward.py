@@ -15,9 +15,9 @@ from gla_triton_kernels.chunk_gla.plan import (
     CutTimes,
     Kernel,
     SegmentPlan,
-    of_rows,
     rows_in_one_pass,
     segment_length,
+    split_rows,
     states_of_segments,
 )
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
@@ -102,10 +102,12 @@ def plan_rows_backward(call: OpCall, gpu: Gpu, aligned: bool) -> list[tuple[OpCa
         aligned: whether TMA can address q, k, v, g and do.
     """
     rows = rows_in_one_pass(call, *_cut_of(call, gpu, _gradients(call, gpu, aligned)))
-    if rows == 0:
-        return [(call, plan_segments_backward(call, gpu, aligned))]
-    whole, cut = of_rows(call, rows), of_rows(call, call.dims["B"] - rows)
-    return [(whole, plan_whole_sequences(whole, gpu, aligned)), (cut, plan_segments_backward(cut, gpu, aligned))]
+    return split_rows(
+        call,
+        rows,
+        lambda x: plan_whole_sequences(x, gpu, aligned),
+        lambda x: plan_segments_backward(x, gpu, aligned),
+    )
 
 
 def _cut_of(call: OpCall, gpu: Gpu, kernel: GradientPlan) -> tuple[int, int, CutTimes]:

@@ -61,8 +61,7 @@ def run(
     moved = ((x.q, WIDTH), (x.do, kernel.BV), (x.g, WIDTH))
     maps = [None if y is None else shared_tiles(y, CHUNK, width) for y, width in moved]
     maps.append(state_tiles(P, WIDTH, kernel.BV))
-    ends = x.cu_seqlens if x.dstate is None else None
-    tensors = (*maps, marks, leaving, x.dinitial_state, segments.bounds, segments.order, ends)
+    tensors = (*maps, marks, leaving, x.dinitial_state, segments.bounds, segments.order, x.ends)
     strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
     integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, keys, G)
     blocks = -(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * H

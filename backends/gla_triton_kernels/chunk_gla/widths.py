@@ -8,7 +8,7 @@ A0, A1, A2, A3 dimensions of a tensor   R rows of A3 numbers that a program writ
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -21,14 +21,12 @@ from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 if TYPE_CHECKING:
-    from gla_triton_kernels.chunk_gla.call import BackwardTensors, Tensors
+    from gla_triton_kernels.chunk_gla.call import AnyTensors
 
 OF_KEYS = frozenset({"q", "k", "g", "dq", "dk", "dg"})
 OF_VALUES = frozenset({"v", "o", "do", "dv"})
 OF_BOTH = frozenset({"initial_state", "final_state", "checkpoints", "dstate", "dinitial_state"})
 RESULTS = frozenset({"o", "final_state", "dq", "dk", "dv", "dg", "dinitial_state"})
-
-AnyTensors = TypeVar("AnyTensors", "Tensors", "BackwardTensors")
 
 
 def widened(x: AnyTensors, gpu: Gpu) -> tuple[AnyTensors, list[Launch], list[Launch]]:

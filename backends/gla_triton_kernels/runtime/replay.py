@@ -145,8 +145,7 @@ def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[L
     if one_in_two_places or not aligned or not all(x.is_contiguous() for x in scratch) or why_not_replayed():
         return
     places.update({id(x): len(tensors) + i for i, x in enumerate(scratch)})
-    wholes = {i: _whole_of(x) for i, x in parts.items()}
-    begins_of_parts = tuple((places[id(wholes[i])], x.data_ptr() - wholes[i].data_ptr()) for i, x in parts.items())
+    begins_of_parts = tuple((places[id(_whole_of(x))], x.data_ptr() - _whole_of(x).data_ptr()) for x in parts.values())
     places.update({i: len(tensors) + len(scratch) + n for n, i in enumerate(parts)})
     if any(launch.compiled.run.global_scratch_size or launch.compiled.run.profile_scratch_size for launch in launches):
         return  # memory that Triton allocates for each launch
