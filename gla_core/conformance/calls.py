@@ -281,6 +281,11 @@ def with_room(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 1, 2))[:, :, 1:-2]
 
 
+def values_first(x: Tensor) -> Tensor:
+    """The values of states x [N, H, K, V], laid out as [N, H, V, K]."""
+    return x.mT.contiguous().mT
+
+
 def repeated(x: Tensor, *dimensions: int) -> Tensor:
     """The first entries of x along `dimensions`, as often as there are entries: with stride 0."""
     shape = x.shape

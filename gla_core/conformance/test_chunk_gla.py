@@ -35,6 +35,7 @@ from gla_core.conformance.calls import (
     three_runs,
     tokens,
     training_request,
+    values_first,
     with_room,
 )
 from gla_core.conformance.cases import over
@@ -166,16 +167,20 @@ def test_padding(backend, case, measure):
     measure(out, expected_forward(case), FORWARD[case.dtype])
 
 
-def strided(x):
+LAYOUTS_OF_STATES = pytest.mark.parametrize("states", [with_room, values_first], ids=["with_room", "values_first"])
+
+
+def strided(x, states):
     views = {name: heads_first(y) for name in "qkvg" if (y := getattr(x, name)) is not None}
     if x.initial_state is not None:
-        views["initial_state"] = with_room(x.initial_state)
+        views["initial_state"] = states(x.initial_state)
     return dataclasses.replace(x, **views)
 
 
 @over(FWD, in_turn=True)
-def test_strided_views(backend, case, measure):
-    measure(forward(strided(chunk(case)), backend.name), expected_forward(case), FORWARD[case.dtype])
+@LAYOUTS_OF_STATES
+def test_strided_views(backend, case, states, measure):
+    measure(forward(strided(chunk(case), states), backend.name), expected_forward(case), FORWARD[case.dtype])
 
 
 @over(FWD, in_turn=True)
@@ -331,11 +336,12 @@ def test_gradients_of_float32_gates(backend, case, measure):
 
 
 @over(BWD, in_turn=True)
-def test_gradients_of_strided_views(backend, case, measure):
+@LAYOUTS_OF_STATES
+def test_gradients_of_strided_views(backend, case, states, measure):
     """Of the inputs, and of the gradients that come in."""
     x = chunk(case)
     do, dstate = loss_gradients(x)
-    out = gradients(strided(x), training_request(backend), loss=(heads_first(do), with_room(dstate)))
+    out = gradients(strided(x, states), training_request(backend), loss=(heads_first(do), states(dstate)))
     measure(out, expected_gradients(case), GRADIENT[case.dtype])
 
 

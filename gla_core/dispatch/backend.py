@@ -61,8 +61,9 @@ class Capabilities:
         grouped_queries: more query heads than key/value heads.
         gradients: the forward may be used where a gradient is needed, by this backend's backward or another's.
         checkpoints: `chunk_gla_fwd` returns checkpoints where `checkpoint_every` is given.
-        swapped_states: `recurrent_gla_step` takes states as they are that lie in memory with their last two dimensions
-            swapped, keys contiguous in place of values; the new state is then to lie so as well: see `new_state`.
+        swapped_states: states are taken as they are that lie in memory with their last two dimensions swapped, keys
+            contiguous in place of values. The new state of `recurrent_gla_step` is then to lie so as well: see
+            `new_state`; what other ops return is contiguous.
         deterministic: the same inputs give the same bits. A backend that says False is refused under
             `torch.use_deterministic_algorithms(True)`.
         cuda_graphs: may be captured into a CUDA graph.

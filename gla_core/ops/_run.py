@@ -23,7 +23,7 @@ from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
 from gla_core.ops import _autocast, _invariant, _memory, _results
 from gla_core.ops._checks import as_backends_take
-from gla_core.ops._spec import POOL, OpSpec
+from gla_core.ops._spec import STATES, OpSpec
 
 # Asked in every call, and so without PyTorch's wrappers.
 _deterministic = torch._C._get_deterministic_algorithms
@@ -102,7 +102,7 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     copied = frozenset(
         i
         for i, (argument, x) in enumerate(zip(spec.arguments, args, strict=True))
-        if isinstance(x, Tensor) and not as_backends_take(x, can.swapped_states and argument.dtype is POOL)
+        if isinstance(x, Tensor) and not as_backends_take(x, can.swapped_states and argument.dtype in STATES)
     )
     function = chosen.ops[spec.name]
     if tokens:

@@ -40,7 +40,7 @@ class DType:
         """The dtype of such a tensor in a call; None if the call has none, or it holds no numbers to compute with."""
         if self is GATE:
             return call.gate_dtype
-        if self in (STATE, POOL, STATE_GRADIENT):
+        if self in STATES:
             return call.state_dtype
         if self in (OFFSETS, INDICES, CHECKPOINTS):
             return None
@@ -55,6 +55,7 @@ POOL = DType(lambda d: (wide(d),) if d == torch.float64 else (torch.float32, tor
 CHECKPOINTS = DType(lambda dtype: (dtype if dtype == torch.bfloat16 else wide(dtype),), " with {dtype} inputs")
 WIDE = DType(lambda dtype: (wide(dtype),))
 STATE_GRADIENT = DType(STATE.allowed, STATE.reason)
+STATES = (STATE, POOL, STATE_GRADIENT)
 OFFSETS = DType(lambda dtype: INTEGERS)
 INDICES = DType(lambda dtype: INTEGERS)
 
@@ -184,8 +185,7 @@ class OpSpec:
     @functools.cached_property
     def _states_last(self) -> tuple[Argument, ...]:
         """The arguments in the order in which they are checked: how many states there are follows from all else."""
-        states = (STATE, POOL, CHECKPOINTS, STATE_GRADIENT)
-        return tuple(sorted(self.arguments, key=lambda argument: argument.dtype in states))
+        return tuple(sorted(self.arguments, key=lambda argument: argument.dtype in (*STATES, CHECKPOINTS)))
 
     @property
     def command_line_sizes(self) -> tuple[str, ...]:
@@ -268,7 +268,7 @@ class OpSpec:
         sizes: dict[str, Any] = {}
         first, bound = self.parameters[0], False
         for argument in self._states_last:
-            if not bound and argument.dtype in (STATE, POOL, CHECKPOINTS, STATE_GRADIENT):
+            if not bound and argument.dtype in (*STATES, CHECKPOINTS):
                 self._bind(given, sizes)
                 bound = True
             x = given[argument.name]

@@ -180,7 +180,8 @@ def chunk_gla(
         checkpoint_every: also return the states that enter every so many tokens of a sequence, a multiple of 64.
         max_seqlen: tokens of the longest packed sequence, or a bound, where they are known: a hint by which `auto`
             chooses. Lengths are on the device, so without it any may come.
-        state_v_first: states are [N, H, V, K], given and returned, checkpoints too; each is copied once.
+        state_v_first: states are [N, H, V, K], given and returned, checkpoints too. None is copied: those returned are
+            views of memory in which K comes first.
 
     Returns:
         o [B, T, Hq, V] as v, and the final state [N, H, K, V] as initial_state (None unless asked for).
@@ -204,7 +205,7 @@ def chunk_gla(
         states = (_checks.keys_first(initial_state), output_final_state)
         options: Any = {"checkpoint_every": checkpoint_every, "max_seqlen": max_seqlen}
         o, *found = chunk_gla(q, k, v, g, scale, *states, cu_seqlens, backend, **options)
-        return (o, *(None if x is None else x.mT.contiguous() for x in found))  # pyright: ignore[reportReturnType]
+        return (o, *(None if x is None else x.mT for x in found))  # pyright: ignore[reportReturnType]
     request = request_text(backend) if is_compiling() else backend
     if cu_seqlens is None and invariant_in_force(request) and _are_rows_of_a_batch(q, k, v, g):
         states = (initial_state, output_final_state)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -178,7 +180,7 @@ def test_whole_sequences_with_states_of_values_first():
     found = gla.chunk_gla(*leaves[:4], None, swapped, True, checkpoint_every=64, state_v_first=True)
     for x, expected in zip(found, (o, final.mT, checkpoints.mT), strict=True):
         assert torch.equal(x, expected)
-        assert x.is_contiguous()
+    assert all(x.mT.is_contiguous() for x in found[1:])
     do, dfinal = torch.randn_like(o), torch.randn_like(final)
     grads = torch.autograd.grad((o, final), leaves, (do, dfinal))
     again = torch.autograd.grad(found[:2], [*leaves[:4], swapped], (do, dfinal.mT))
@@ -186,6 +188,32 @@ def test_whole_sequences_with_states_of_values_first():
         assert torch.equal(x, expected)
     o, final = gla.chunk_gla(*(x.detach() for x in leaves[:4]), state_v_first=True)
     assert final is None
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+def test_states_with_values_first_come_to_a_backend_that_takes_them_as_they_are(swaps):
+    """The initial state, and the gradient of the final one."""
+    received = []
+
+    def listening(op, place):
+        function = registry.get("reference").ops[op]
+
+        @functools.wraps(function)
+        def computed(*args):
+            received.append(args[place])
+            return function(*args)
+
+        return computed
+
+    *tokens, state = chunk_inputs()
+    given = state.mT.contiguous().requires_grad_()
+    ops = {"chunk_gla_fwd": listening("chunk_gla_fwd", 5), "chunk_gla_bwd": listening("chunk_gla_bwd", -1)}
+    with gla.register(Backend("mine", "1", ops, Capabilities(swapped_states=swaps))):
+        _, final = gla.chunk_gla(*tokens, None, given, True, backend="mine", state_v_first=True)
+        dfinal = torch.randn_like(final, memory_format=torch.contiguous_format)
+        final.backward(dfinal)
+    assert [x.data_ptr() == y.data_ptr() for x, y in zip(received, (given, dfinal), strict=True)] == [swaps, swaps]
+    assert [x.is_contiguous() for x in received] == [not swaps, not swaps]
 
 
 def test_in_a_compiled_graph():

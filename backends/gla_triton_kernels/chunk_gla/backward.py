@@ -53,10 +53,10 @@ from torch import Tensor
 
 from gla_triton_kernels.chunk_gla import partials
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.common import load_tile, store_tile
+from gla_triton_kernels.chunk_gla.common import in_state, load_tile, store_tile
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E, MILD_DECAY
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
-from gla_triton_kernels.chunk_gla.segments import Segments
+from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
 from gla_triton_kernels.runtime.architecture import interpreted
 from gla_triton_kernels.runtime.launch import Launch
 
@@ -85,7 +85,7 @@ def run(
     summed = ((x.dq, blocks_v), (x.dk, blocks_v), (x.dg, blocks_v), (x.dv, blocks_k))
     written = [partials.parts_of(y, blocks) for y, blocks in summed]
     given = (x.q, x.k, x.v, x.g, x.do)
-    strides = [stride for y in (*given, leaving) for stride in ((0, 0, 0) if y is None else y.stride()[:3])]
+    strides = [stride for y in given for stride in ((0, 0, 0) if y is None else y.stride()[:3])]
     exact = kernel.precision == "bf16x6" and x.g is not None
     precision = "ieee" if interpreted() else kernel.precision  # the interpreter does not split operands
     sizes = (K, V, CHUNK, CHUNK.bit_length() - 1, kernel.BK, kernel.BV)
@@ -97,7 +97,7 @@ def run(
         precision,
         "bf16x3" if precision == "bf16" else precision,
     )
-    integers = (B, T, segments.length, segments.per_sequence, H, Hq // H, *strides, *constants)
+    integers = (B, T, segments.length, segments.per_sequence, H, Hq // H, *strides, *state_strides(leaving), *constants)
     tensors = (*given, x.cu_seqlens, segments.bounds, segments.order, entering, leaving, *written, x.dinitial_state)
     grid = (blocks_v * blocks_k * segments.count * H, 1, 1)
     computed = Launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, {"num_warps": kernel.warps})
@@ -146,6 +146,7 @@ def _chunk_gla_bwd_kernel(
     stride_sn,
     stride_sh,
     stride_sk,
+    stride_sv,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -206,7 +207,7 @@ def _chunk_gla_bwd_kernel(
         m_l = m_s  # [BV, BK]
         if TO_ZERO:
             m_l &= end < tl.load(cu_seqlens_ptr + n + 1, mask=start < end, other=0)
-        dS = tl.load(leaving_ptr + i_k * stride_sk + i_v, mask=m_l, other=0.0).to(tl.float32)
+        dS = tl.load(leaving_ptr + in_state(i_k, i_v, stride_sk, stride_sv), mask=m_l, other=0.0).to(tl.float32)
 
     i_c = tl.arange(0, C)  # [C]
     before = i_c[:, None] < i_c[None, :]  # [C, C], whether a row's token comes before a column's

@@ -66,10 +66,10 @@ from gla_triton_kernels.chunk_gla.common_backward_sm90 import (
     product,
     write,
 )
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, opaque_zero, plus
+from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, in_state, opaque_zero, plus
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
-from gla_triton_kernels.chunk_gla.segments import Segments
+from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
@@ -94,7 +94,7 @@ def run(
     maps = [None if y is None else shared_tiles(y, CHUNK, WIDTH) for y in (x.q, x.k, x.v, x.do, x.g)]
     results = ((x.dq, blocks_v), (x.dk, blocks_v), (x.dv, blocks_k))
     written = [shared_tiles(y, CHUNK, WIDTH) if blocks == 1 else None for y, blocks in results]
-    strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
+    strides = state_strides(leaving)
     marks = pairs.new_marks(x, entering, kernel.BK)
     maps += [state_tiles(entering, WIDTH, WIDTH), *written]
     tensors = (*maps, dq, dk, dv, dg, marks, leaving, x.dinitial_state, segments.bounds, segments.order, x.ends)
@@ -404,7 +404,7 @@ def _gradient_warps(
     """Carry D rows of dS backwards through the segment and write the gradients."""
     do_tiles = tiles[3]
     gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done = barriers
-    leaving, held, state_n, state_h, state_k, dinitial = states
+    leaving, held, state_n, state_h, state_k, state_v, dinitial = states
     b, h, n, key, value, start, length = place
     T, H, K, V = sizes
     keys = key + part * D + gl.arange(0, D, gl.SliceLayout(1, LAYOUT))[:, None]  # [D, 1]
@@ -416,7 +416,7 @@ def _gradient_warps(
             inside = (keys < held) & (values + j * D < V)
             if G > 1:
                 inside = inside & (h % G == 0)  # of the heads of a group one takes it
-            dS += (gl.load(head + keys.to(gl.int64) * state_k + values + j * D, inside, 0.0),)
+            dS += (gl.load(head + in_state(keys, values + j * D, state_k, state_v), inside, 0.0),)
         else:
             dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
     waiting = gl.full([D], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
@@ -471,6 +471,7 @@ def _chunk_gla_bwd_kernel(
     state_n,
     state_h,
     state_k,
+    state_v,
     T,
     segment,
     segments,
@@ -562,7 +563,7 @@ def _chunk_gla_bwd_kernel(
     tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, mild_flags)
     barriers = (gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done)
     outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
-    states = (leaving, held, state_n, state_h, state_k, dinitial)
+    states = (leaving, held, state_n, state_h, state_k, state_v, dinitial)
     place = (b, h, n, key, value, start, length)
     sizes = (T, H, K, V)
     # Registers of a thread: the gradients need most.

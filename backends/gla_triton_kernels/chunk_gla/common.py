@@ -18,6 +18,12 @@ OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @triton.jit
+def in_state(key, value, stride_k, stride_v):
+    """Where numbers of a state lie, from its first; the stride of what lies together is None."""
+    return value.to(tl.int64) * stride_v + key if stride_k is None else key.to(tl.int64) * stride_k + value
+
+
+@triton.jit
 def operand(x, dtype: tl.constexpr):
     """Round x to what the matrix units take: dtype, or TF32 where that is float32."""
     x = x.to(dtype)

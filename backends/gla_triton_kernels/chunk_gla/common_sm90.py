@@ -122,6 +122,12 @@ def decay_any_chunk(q_tile, k_tile, scratch, g):
 
 
 @gluon.jit
+def in_state(key, value, stride_k, stride_v):
+    """Where numbers of a state lie, from its first; the stride of what lies together is None."""
+    return value.to(gl.int64) * stride_v + key if stride_k is None else key.to(gl.int64) * stride_k + value
+
+
+@gluon.jit
 def clear_rows(tile, rows, layout: gl.constexpr):
     """Zero what lies behind the first `rows` rows of a tile: rows of the next sequence."""
     if rows < tile.shape[0]:

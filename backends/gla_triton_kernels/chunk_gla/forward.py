@@ -43,9 +43,10 @@ import triton
 import triton.language as tl
 
 from gla_triton_kernels.chunk_gla.call import Tensors
-from gla_triton_kernels.chunk_gla.common import OPERANDS, load_row, load_tile, operand, store_tile
+from gla_triton_kernels.chunk_gla.common import OPERANDS, in_state, load_row, load_tile, operand, store_tile
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY
 from gla_triton_kernels.chunk_gla.plan import Plan
+from gla_triton_kernels.chunk_gla.segments import state_strides
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import tiles
 
@@ -61,11 +62,11 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     segment, segments, N = x.gone_through(plan)
     moved = ((x.q, kernel.BK), (x.k, kernel.BK), (x.v, kernel.BV), (x.g, kernel.BK), (x.o, kernel.BV))
     maps = [tiles(y, kernel.C, width) if kernel.tma and y is not None else None for y, width in moved]
-    given = (x.q, x.k, x.v, x.g, x.initial_state)
+    given = (x.q, x.k, x.v, x.g)
     strides = [stride for y in given for stride in ((0, 0, 0) if y is None else y.stride()[:3])]
     sizes = (K, V, kernel.C, kernel.BK, kernel.BV, Hq != H, OPERANDS[kernel.operand])
     constants = (*sizes, kernel.tokenwise, kernel.triangle, kernel.keys_first, kernel.stages)
-    integers = (T, segment, segments, every or 0, H, Hq // H, *strides, *constants)
+    integers = (T, segment, segments, every or 0, H, Hq // H, *strides, *state_strides(x.initial_state), *constants)
     grid, tensors = (-(-V // kernel.BV) * N * H, 1, 1), (*x, *maps)
     return [Launch(_chunk_gla_fwd_kernel, grid, tensors, (scale,), integers, {"num_warps": kernel.warps})]
 
@@ -111,6 +112,7 @@ def _chunk_gla_fwd_kernel(
     stride_sn,
     stride_sh,
     stride_sk,
+    stride_sv,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -168,7 +170,7 @@ def _chunk_gla_fwd_kernel(
         S = tl.load(entering_ptr + s_k * V + s_v, mask=m_s & (start > origin), other=0.0)
     if initial_ptr is not None:
         initial_ptr += sequence.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
-        S = tl.load(initial_ptr + s_k * stride_sk + s_v, mask=m_s & (start == origin), other=S)
+        S = tl.load(initial_ptr + in_state(s_k, s_v, stride_sk, stride_sv), mask=m_s & (start == origin), other=S)
 
     if checkpoints_ptr is not None:
         row = b * tl.cdiv(T, every) if cu_seqlens_ptr is None else sequence + origin // every

@@ -42,12 +42,14 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
     clear_rows,
     decay_any_chunk,
     decay_mild_chunk,
+    in_state,
     next_checkpoint,
     tokens_of,
     wait_for_predecessor,
 )
 from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan import Plan
+from gla_triton_kernels.chunk_gla.segments import state_strides
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
@@ -66,7 +68,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
     maps.append(checkpoint_tiles(x.checkpoints, kernel.BK, W))
     tensors = (*maps, x.o, x.initial_state, x.entering, x.final_state, x.cu_seqlens, x.sequences, x.order)
-    strides = (0, 0, 0) if x.initial_state is None else x.initial_state.stride()[:3]
+    strides = state_strides(x.initial_state)
     integers = (*strides, T, segment, segments, every or 0, H, K, V, kernel.stages)
     options = {"launch_pdl": True} if plan.segments is not None and plan.segments.overlap else {}
     jit = _chunk_gla_fwd_kernel
@@ -188,7 +190,7 @@ def _state_warps(
     q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
-    initial_state, state_n, state_h, state_k, entering, final_state = states
+    initial_state, state_n, state_h, state_k, state_v, entering, final_state = states
     s_desc, checkpoint, left, every = kept
     b, h, n, sequence, origin, column, start, length = place
     H, K, V = sizes
@@ -215,7 +217,7 @@ def _state_warps(
         S = gl.load(head + key * V + value, inside & (not is_first), 0.0)
     if initial_state is not None:
         head = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
-        S = gl.load(head + key.to(gl.int64) * state_k + value, inside & is_first, S)
+        S = gl.load(head + in_state(key, value, state_k, state_v), inside & is_first, S)
     for i in range(gl.cdiv(length, C)):
         if s_desc is not None:
             if left == 0:
@@ -296,6 +298,7 @@ def _chunk_gla_fwd_kernel(
     state_n,
     state_h,
     state_k,
+    state_v,
     T,
     segment,
     segments,
@@ -357,7 +360,7 @@ def _chunk_gla_fwd_kernel(
     barriers = (full, gated, empty)
     outputs = (o_desc, o_ptr, scale)
     kept = (s_desc, checkpoint, left, every)
-    states = (initial_state, state_n, state_h, state_k, entering, final_state)
+    states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
     place = (b, h, n, sequence, origin, column, start, length)
     sizes = (H, K, V)
     gl.warp_specialize(

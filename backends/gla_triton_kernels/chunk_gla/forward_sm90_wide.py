@@ -34,13 +34,14 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
     clear_rows,
     decay_any_chunk,
     decay_mild_chunk,
+    in_state,
     next_checkpoint,
     tokens_of,
 )
 from gla_triton_kernels.chunk_gla.forward_sm90 import checkpoint_tiles
 from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan import Plan
-from gla_triton_kernels.chunk_gla.segments import cut
+from gla_triton_kernels.chunk_gla.segments import cut, state_strides
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
@@ -73,7 +74,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     maps.append(checkpoint_tiles(x.checkpoints, BK, W))
     states = (x.initial_state, x.entering, x.final_state)
     tensors = (*maps, x.o, decays, *states, x.cu_seqlens, x.sequences, x.order)
-    strides = (0, 0, 0) if x.initial_state is None else x.initial_state.stride()[:3]
+    strides = state_strides(x.initial_state)
     integers, grid = (*strides, T, segment, segments, chunks.count, every or 0, H, K, V), (-(-V // BV) * N * H, 1, 1)
     state = Launch(_state_kernel, grid, tensors, (scale,), integers, {"num_warps": plan.outputs.warps, "maxnreg": 168})
     return [*chunks.launches, gates, state]
@@ -200,7 +201,7 @@ def _state_warps(
     q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles = tiles
     full, empty, v_full, v_empty = barriers
     o_desc, o_ptr = outputs
-    initial_state, state_n, state_h, state_k, entering, final_state = states
+    initial_state, state_n, state_h, state_k, state_v, entering, final_state = states
     s_desc, checkpoint, left, every = kept
     b, h, n, sequence, column, start, length, is_first = place
     H, K, V = sizes
@@ -218,12 +219,12 @@ def _state_warps(
     S0 = gl.zeros([BK, W], gl.float32, layout)
     S1 = gl.zeros([BK, W], gl.float32, layout)
     if entering is not None:
-        S0 = _load_slice(entering + head, V, key[:, None], value, K, V, not is_first, S0)
-        S1 = _load_slice(entering + head, V, BK + key[:, None], value, K, V, not is_first, S1)
+        S0 = _load_slice(entering + head, V, None, key[:, None], value, K, V, not is_first, S0)
+        S1 = _load_slice(entering + head, V, None, BK + key[:, None], value, K, V, not is_first, S1)
     if initial_state is not None:
         states_in = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
-        S0 = _load_slice(states_in, state_k, key[:, None], value, K, V, is_first, S0)
-        S1 = _load_slice(states_in, state_k, BK + key[:, None], value, K, V, is_first, S1)
+        S0 = _load_slice(states_in, state_k, state_v, key[:, None], value, K, V, is_first, S0)
+        S1 = _load_slice(states_in, state_k, state_v, BK + key[:, None], value, K, V, is_first, S1)
     decays += key
     for i in range(gl.cdiv(length, C)):
         if s_desc is not None:
@@ -264,9 +265,9 @@ def _state_warps(
 
 
 @gluon.jit
-def _load_slice(states_in, state_k, key, value, K, V, taken, other):
+def _load_slice(states_in, state_k, state_v, key, value, K, V, taken, other):
     """Rows `key` and columns `value` of a state; `other` beyond its edges, or where it is not taken."""
-    return gl.load(states_in + key.to(gl.int64) * state_k + value, (key < K) & (value < V) & taken, other)
+    return gl.load(states_in + in_state(key, value, state_k, state_v), (key < K) & (value < V) & taken, other)
 
 
 @gluon.jit
@@ -324,6 +325,7 @@ def _state_kernel(
     state_n,
     state_h,
     state_k,
+    state_v,
     T,
     segment,
     segments,
@@ -372,7 +374,7 @@ def _state_kernel(
     barriers = (full, empty, v_full, v_empty)
     load_tiles = (q_tiles, k_tiles, a_tiles, v_tiles)
     tiles = (q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles)
-    states = (initial_state, state_n, state_h, state_k, entering, final_state)
+    states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
     kept = (s_desc, checkpoint, left, every)
     place = (b, h, n, sequence, column, start, length, start == origin)
     load_place = (b, h, column, start, own * C, gl.cdiv(length, C))

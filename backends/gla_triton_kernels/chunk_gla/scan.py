@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from gla_triton_kernels.chunk_gla.common import in_state
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
-from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments
+from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments, state_strides
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
@@ -46,7 +47,7 @@ def run(
     """
     _, H, K, V = S.shape
     N = x.left.shape[0] if segments.cu_seqlens is None else len(segments.cu_seqlens) - 1
-    strides = (0, 0, 0) if x.before is None else x.before.stride()[:3]
+    strides = state_strides(x.before)
     BV = min(128, power_of_two(V))
     BK = min(256 // BV, power_of_two(K))
     places, order = N, None
@@ -79,6 +80,7 @@ def _scan_kernel(
     stride_n,
     stride_h,
     stride_k,
+    stride_v,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -131,7 +133,8 @@ def _scan_kernel(
         running = tl.zeros([BK, BV], tl.float32)
     else:
         before_ptr += n.to(tl.int64) * stride_n + h.to(tl.int64) * stride_h
-        running = tl.load(before_ptr + i_k[:, None].to(tl.int64) * stride_k + i_v[None, :], mask=inside, other=0.0)
+        place = in_state(i_k[:, None], i_v[None, :], stride_k, stride_v)  # [BK, BV]
+        running = tl.load(before_ptr + place, mask=inside, other=0.0)
     decay = tl.full([BK], 1.0, tl.float32)
     for m in range(0, segments, GROUP):
         S, D = (), ()

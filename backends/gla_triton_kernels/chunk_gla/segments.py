@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gla_core.dispatch.backend import swapped
 from gla_triton_kernels.chunk_gla.padding import BLOCK, ROWS, clear_rows
 from gla_triton_kernels.runtime.launch import Launch
 
@@ -45,7 +46,7 @@ class Recurrence(NamedTuple):
         left: k [B, T, H, K], or q [B, T, Hq, K].
         right: v [B, T, H, V], or do [B, T, Hq, V].
         g: log gates [B, T, H, K]; None without.
-        before: [N, H, K, V], its rows contiguous: the initial state, or the gradient of the final one; None is 0.
+        before: [N, H, K, V], values or keys contiguous: the initial state, or the gradient of the final one; None is 0.
         after: [N, H, K, V], contiguous: takes the final state, or the gradient of the initial one; None if nobody asks.
         scale: of the products backwards; forwards there is none.
         backwards: whether it goes from the last token to the first.
@@ -83,6 +84,14 @@ class Segments:
     order: Tensor | None = None
     full: int = 0
     launches: tuple[Launch, ...] = ()
+
+
+def state_strides(x: Tensor | None) -> tuple[int | None, ...]:
+    """Strides of states [N, H, K, V]; None for that of values, or of keys, where they lie together."""
+    if x is None:
+        return 0, 0, 0, None
+    n, h, k, v = x.stride()
+    return (n, h, None, v) if swapped(x) else (n, h, k, None)
 
 
 def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:

@@ -30,10 +30,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
 from gla_triton_kernels.chunk_gla.common_backward_sm90 import RUNS, WIDTH, C, D, gates, keys_that_leave, product
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, plus
+from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, in_state, plus
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
-from gla_triton_kernels.chunk_gla.segments import Segments
+from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
@@ -62,7 +62,7 @@ def run(
     maps = [None if y is None else shared_tiles(y, CHUNK, width) for y, width in moved]
     maps.append(state_tiles(P, WIDTH, kernel.BV))
     tensors = (*maps, marks, leaving, x.dinitial_state, segments.bounds, segments.order, x.ends)
-    strides = (0, 0, 0) if leaving is None else leaving.stride()[:3]
+    strides = state_strides(leaving)
     integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, keys, G)
     blocks = -(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * H
     return Launch(
@@ -111,7 +111,7 @@ def _state_warps(
     """Carry D rows of the gradient of the state backwards through the segment, and write P of every chunk."""
     q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles = tiles
     full, empty, both = barriers
-    leaving, held, state_n, state_h, state_k, dinitial = states
+    leaving, held, state_n, state_h, state_k, state_v, dinitial = states
     h, n, key, value, row, length = place
     H, K, V = sizes
     HAS_GATE: gl.constexpr = marks is not None
@@ -123,7 +123,7 @@ def _state_warps(
     if leaving is not None:
         head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
         taken = inside & (keys < held) & (h % G == 0)  # of the heads of a group one takes it
-        dS = gl.load(head + keys.to(gl.int64) * state_k + values, taken, 0.0)  # [D, BV]
+        dS = gl.load(head + in_state(keys, values, state_k, state_v), taken, 0.0)  # [D, BV]
     else:
         dS = gl.zeros([D, BV], gl.float32, layout)
     chunks = gl.cdiv(length, C)
@@ -195,6 +195,7 @@ def _state_kernel(
     state_n,
     state_h,
     state_k,
+    state_v,
     T,
     segment,
     segments,
@@ -249,7 +250,7 @@ def _state_kernel(
 
     tiles = (q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles)
     barriers = (full, empty, both)
-    states = (leaving, held, state_n, state_h, state_k, dinitial)
+    states = (leaving, held, state_n, state_h, state_k, state_v, dinitial)
     place = (h, i, key, value, row, length)
     load_place = (b, h, key, value, start, gl.cdiv(length, C))
     sizes = (H, K, V)

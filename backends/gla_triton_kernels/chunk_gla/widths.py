@@ -58,14 +58,18 @@ def _copy(source: Tensor, to: Tensor) -> Launch:
     """The launch that copies what two tensors have in common, and makes the rest of `to` 0.
 
     Args:
-        source: [.., A2, A3] with rows of A3 numbers that lie together, contiguous if there are more than 4 dimensions.
+        source: [.., A2, A3], contiguous if there are more than 4 dimensions.
         to: [.., A2, A3] with others, contiguous.
     """
-    A1, A2, A3 = to.shape[-3:]
+    A3, A3_SOURCE = to.shape[-1], source.shape[-1]
+    if source.is_contiguous() and source.shape[:-1] == to.shape[:-1]:  # rows of one dimension: read and written in turn
+        A1, A2, A2_SOURCE, strides = to.numel() // A3, 1, 1, (0, A3_SOURCE, 0, 1)
+    else:
+        A1, A2, A2_SOURCE, strides = *to.shape[-3:-1], source.shape[-2], source.stride()[-4:]
     BD = power_of_two(A3, 16)
     R = max(1, 4096 // BD)
     blocks = -(-A1 // R)
-    sizes = (*source.stride()[-4:-1], A1, source.shape[-2], A2, blocks, source.shape[-1], A3, R, BD)
+    sizes = (*strides, A1, A2_SOURCE, A2, blocks, A3_SOURCE, A3, R, BD)
     grid = (to.numel() // (A1 * A2 * A3) * blocks, A2, 1)
     return Launch(_copy_kernel, grid, (source, to), (), sizes, {"num_warps": 4})
 
@@ -77,6 +81,7 @@ def _copy_kernel(
     stride_0,
     stride_1,
     stride_2,
+    stride_3,
     A1,
     A2_SOURCE,
     A2,
@@ -94,6 +99,6 @@ def _copy_kernel(
     inside = (i_1 < A1)[:, None]  # [R, 1]
     there = inside & (column < A3_SOURCE) & (i_2 < A2_SOURCE)  # [R, BD]
     first = i_0 * stride_0 + i_1.to(tl.int64) * stride_1 + i_2 * stride_2  # [R]
-    x = tl.load(source_ptr + first[:, None] + column, mask=there, other=0.0)  # [R, BD]
+    x = tl.load(source_ptr + first[:, None] + column.to(tl.int64) * stride_3, mask=there, other=0.0)  # [R, BD]
     row = (i_0 * A1 + i_1) * A2 + i_2  # [R]
     tl.store(to_ptr + row[:, None] * A3 + column, x, mask=inside & (column < A3))
