@@ -58,7 +58,9 @@ def test_all_parts_are_measured_and_summed_up(shapes, monkeypatch, tmp_path):
 
 def test_workloads_of_models_in_both_directions(shapes):
     found = list(shapes.workloads())
-    assert ("train_b8_t4096_h16", "forward+backward_graph") in [(workload.name, direction) for workload, direction in found]
+    assert ("train_b8_t4096_h16", "forward+backward_graph") in [
+        (workload.name, direction) for workload, direction in found
+    ]
     assert len(found) == 2 * len({workload.name for workload, _ in found})
 
 
