@@ -1,0 +1,69 @@
+"""The model on a GPU: decoding in a CUDA graph, and a compiled step of training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gla_transformers import GLACache
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.05}
+NEW = 9
+
+
+@pytest.fixture
+def model(ours):
+    return ours(**SIZES).to("cuda", torch.bfloat16)
+
+
+@pytest.fixture
+def prompt():
+    return torch.randint(1, 61, (3, 80), device="cuda")
+
+
+@torch.no_grad()
+def test_a_step_in_a_cuda_graph(model, prompt):
+    """Replayed, it gives the words of `generate`; and again after the cache was reset, in the same memory."""
+    expected = model.generate(prompt, min_new_tokens=NEW, max_new_tokens=NEW, do_sample=False)[:, 80:]
+    cache = GLACache(model.config, compileable=True)
+
+    def read(words):
+        return model(words, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+
+    word, stream = read(prompt), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        word.copy_(read(word))
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        word.copy_(read(word))
+    for _ in range(2):
+        cache.reset()
+        word.copy_(read(prompt))
+        found = [word.clone()]
+        for _ in range(NEW - 1):
+            graph.replay()
+            found.append(word.clone())
+        assert torch.equal(torch.cat(found, 1), expected)
+
+
+@torch.no_grad()
+def test_a_static_cache(model, prompt):
+    options = {"min_new_tokens": NEW, "max_new_tokens": NEW, "do_sample": False}
+    expected = model.generate(prompt, **options)
+    found = model.generate(prompt, cache_implementation="static", **options)
+    same = (found == expected).float().mean()
+    assert same > 0.9, "a compiled step rounds in other places, but hardly changes a word"
+
+
+def test_a_compiled_step_of_training(model, prompt):
+    """No graph break, and the gradients of an eager step up to rounding."""
+    model.train()
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(prompt, labels=prompt).loss, parameters)
+    compiled = torch.compile(lambda words: model(words, labels=words).loss, fullgraph=True)
+    for a, b in zip(torch.autograd.grad(compiled(prompt), parameters), expected, strict=True):
+        difference = (a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-6)
+        assert difference < 3e-2
