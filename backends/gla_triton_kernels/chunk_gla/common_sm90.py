@@ -150,33 +150,37 @@ def _scores_by_halving(q_tile, k_tile, scratch, b, levels):
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], q_tile.dtype)
     t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
-    halves = scratch._reinterpret(q_tile.dtype, [2, C, K], tile)
+    decayed = scratch._reinterpret(q_tile.dtype, [2, C, K], tile).index(0)
     a = gl.zeros([C, C], gl.float32, scores)
     a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
     a = gl.where(t == s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
     for level in gl.static_range(LOG2_C):
         if levels & (C >> (level + 1)) != 0:
-            a += _scores_across_halves(q_tile, k_tile, halves, b, scores, C >> (level + 1))
-    return a
+            a = _across_halves(a, q_tile, k_tile, decayed, b, C >> (level + 1))
+    return gl.where(t >= s, a, 0.0)
 
 
 @gluon.jit
-def _scores_across_halves(q_tile, k_tile, halves, b, scores: gl.constexpr, m: gl.constexpr):
-    """The part of A [C, C] of _scores_by_halving with t and s in the two halves of a block of 2 m rows."""
+def _across_halves(a, q_tile, k_tile, decayed, b, m: gl.constexpr):
     C: gl.constexpr = b.shape[0]
+    scores: gl.constexpr = a.type.layout
     t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
+    return gl.where(((t ^ s) & -m) == m, _scores_across_halves(q_tile, k_tile, decayed, b, scores, m), a)
+
+
+@gluon.jit
+def _scores_across_halves(q_tile, k_tile, decayed, b, scores: gl.constexpr, m: gl.constexpr):
+    C: gl.constexpr = b.shape[0]
     second = (gl.arange(0, C, gl.SliceLayout(1, b.type.layout))[:, None] & m) != 0  # [C, 1]
     x = _relative_to_middle(b, m)  # [C, K]
     decay = gl.exp2(gl.where(second, x, -x))
-    q = q_tile.load(b.type.layout).to(gl.float32)  # [C, K]
-    k = k_tile.load(b.type.layout).to(gl.float32)  # [C, K]
-    halves.index(0).store(gl.where(second, q * decay, 0.0).to(q_tile.dtype))
-    halves.index(1).store(gl.where(second, 0.0, k * decay).to(q_tile.dtype))
+    z = gl.where(second, q_tile.load(b.type.layout), k_tile.load(b.type.layout)).to(gl.float32)  # [C, K]
+    decayed.store((z * decay).to(q_tile.dtype))
     fence_async_shared()
     a = gl.zeros([C, C], gl.float32, scores)
-    a = warpgroup_mma(halves.index(0), halves.index(1).permute([1, 0]), a, use_acc=False, is_async=True)
-    return gl.where((t & -2 * m) == (s & -2 * m), warpgroup_mma_wait(0, [a]), 0.0)
+    a = warpgroup_mma(decayed, decayed.permute([1, 0]), a, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, [a])
 
 
 @gluon.jit
