@@ -156,21 +156,17 @@ def _scores_by_halving(q_tile, k_tile, scratch, b, levels):
     a = gl.where(t == s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
     for level in gl.static_range(LOG2_C):
         if levels & (C >> (level + 1)) != 0:
-            a = _across_halves(a, q_tile, k_tile, decayed, b, C >> (level + 1))
+            m: gl.constexpr = C >> (level + 1)
+            a = gl.where(((t ^ s) & -m) == m, _across_halves(q_tile, k_tile, decayed, b, scores, m), a)
     return gl.where(t >= s, a, 0.0)
 
 
 @gluon.jit
-def _across_halves(a, q_tile, k_tile, decayed, b, m: gl.constexpr):
-    C: gl.constexpr = b.shape[0]
-    scores: gl.constexpr = a.type.layout
-    t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
-    s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
-    return gl.where(((t ^ s) & -m) == m, _scores_across_halves(q_tile, k_tile, decayed, b, scores, m), a)
+def _across_halves(q_tile, k_tile, decayed, b, scores: gl.constexpr, m: gl.constexpr):
+    """A [C, C] where t and s are in the two halves of a block of 2 m rows, for t < s as well; elsewhere anything.
 
-
-@gluon.jit
-def _scores_across_halves(q_tile, k_tile, decayed, b, scores: gl.constexpr, m: gl.constexpr):
+    One tile holds both factors: the rows of q in the second halves, and those of k in the first.
+    """
     C: gl.constexpr = b.shape[0]
     second = (gl.arange(0, C, gl.SliceLayout(1, b.type.layout))[:, None] & m) != 0  # [C, 1]
     x = _relative_to_middle(b, m)  # [C, K]
