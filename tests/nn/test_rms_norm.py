@@ -20,14 +20,15 @@ def test_eps_keeps_zeros_finite() -> None:
     assert torch.equal(RMSNormGated(4)(torch.zeros(3, 4)), torch.zeros(3, 4))
 
 
-def test_half_precision_is_rounded_once() -> None:
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_half_precision_is_rounded_once(inputs: int) -> None:
     norm = RMSNormGated(64)
     torch.nn.init.normal_(norm.weight)
     norm = norm.bfloat16()
-    x, gate = torch.randn(2, 30, 64).bfloat16()
-    y = norm(x, gate)
+    given = torch.randn(inputs, 30, 64).bfloat16()
+    y = norm(*given)
     assert y.dtype == torch.bfloat16
-    assert torch.equal(y, norm.float()(x.float(), gate.float()).bfloat16())
+    assert torch.equal(y, norm.float()(*given.float()).bfloat16())
 
 
 @pytest.mark.parametrize("gated", [False, True])
