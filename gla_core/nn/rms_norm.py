@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from gla_core.nn._typed_call import as_typed
-from gla_core.nn.activations import Activation, activation
+from gla_core.nn.activations import ACTIVATIONS, Activation, activation
+from gla_core.nn.recompute import recomputed
 from gla_core.ops._checks import wide
 
 
@@ -65,8 +66,13 @@ class RMSNormGated(nn.Module):
         """Norm x [..., width], gate likewise; computed in float32 (float64 with float64), returned in x's dtype."""
         if gate is None and self.mean_over_ranks is None and (self.weight is None or self.weight.dtype == x.dtype):
             return F.rms_norm(x, (self.width,), self.weight, self.eps)  # in float32 within one kernel
+        if self.mean_over_ranks is None and self.gate_fn in ACTIVATIONS.values():  # no function with parameters
+            return recomputed(self._computed, x, self.weight, gate)
+        return self._computed(x, self.weight, gate)
+
+    def _computed(self, x: Tensor, weight: Tensor | None, gate: Tensor | None) -> Tensor:
         dtype = wide(x.dtype)
-        weight = None if self.weight is None else self.weight.to(dtype)
+        weight = None if weight is None else weight.to(dtype)
         if self.mean_over_ranks is None:
             y = F.rms_norm(x.to(dtype), (self.width,), weight, self.eps)
         else:

@@ -43,3 +43,10 @@ def test_without_weight() -> None:
     assert list(norm.parameters()) == []
     x = torch.randn(3, 8)
     torch.testing.assert_close(norm(x), RMSNormGated(8)(x))
+
+
+def test_a_gate_function_with_parameters_gets_gradients() -> None:
+    norm = RMSNormGated(8, gate_fn=torch.nn.PReLU())
+    norm(*torch.randn(2, 3, 8)).sum().backward()
+    assert all(parameter.grad is not None for parameter in norm.parameters())
+    assert len(list(norm.parameters())) == 2
