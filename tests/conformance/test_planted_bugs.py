@@ -142,6 +142,11 @@ def strides_ignored(q, k, v, g, scale, initial_state, output_final_state, cu_seq
     )
 
 
+def swapped_state_read_as_any(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    state = initial_state.as_strided(initial_state.shape, torch.empty(initial_state.shape).stride())
+    return FWD(q, k, v, g, scale, state, output_final_state, cu_seqlens, checkpoint_every)
+
+
 def output_not_contiguous(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
     o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
     return o.transpose(1, 2).contiguous().transpose(1, 2), state, checkpoints
@@ -492,7 +497,8 @@ PLANTED = [  # the bug, the op it is in, and (the beginning of) the case that mu
     (computed_in_half, "chunk_gla_fwd", "test_values[short-float32]"),
     (gate_clamped, "chunk_gla_fwd", "test_nothing_crosses_a_gate_of_minus_infinity[one_chunk-float32-41]"),
     (input_scaled_in_place, "chunk_gla_fwd", "test_inputs_unchanged[short-float32]"),
-    (strides_ignored, "chunk_gla_fwd", "test_strided_views[short-float32]"),
+    (strides_ignored, "chunk_gla_fwd", "test_strided_views[short-float32-with_room]"),
+    (swapped_state_read_as_any, "chunk_gla_fwd", "test_strided_views[short-float32-values_first]"),
     (output_not_contiguous, "chunk_gla_fwd", "test_values[short-float32]"),
     (output_wrong_from_late, "chunk_gla_fwd", "test_long_sequence[narrow_mild-"),
     (state_not_decayed_from_late, "chunk_gla_fwd", "test_long_sequence[narrow_strong-"),
@@ -530,7 +536,7 @@ PLANTED = [  # the bug, the op it is in, and (the beginning of) the case that mu
     ),
     (rows_of_a_partial_chunk_dropped, "chunk_gla_bwd", "test_gradients[one_more_than_a_chunk-float32]"),
     (dk_of_a_head_by_one_of_its_query_heads, "chunk_gla_bwd", "test_gradients[grouped-float32]"),
-    (strides_of_do_ignored, "chunk_gla_bwd", "test_gradients_of_strided_views[short-float32]"),
+    (strides_of_do_ignored, "chunk_gla_bwd", "test_gradients_of_strided_views[short-float32-with_room]"),
     (gradient_row_not_written, "chunk_gla_bwd", "test_no_uninitialised_gradient[short-float32]"),
     (gradient_last_bit_changes, "chunk_gla_bwd", "test_gradients_same_bits[short-float32]"),
     (other_gradient_bits_in_company, "chunk_gla_bwd", "test_gradients_same_bits_in_any_company[packed-float32]"),
@@ -569,7 +575,8 @@ NAMING = ("AssertionError", "assert", "gla_core.dispatch.errors.BackendError")
 def planted(op, function):
     claims_bits = frozenset({"cpu"} if "in_company" in function.__name__ else ())
     dtypes = frozenset({torch.float32, torch.bfloat16})
-    can = Capabilities(dtypes=dtypes, checkpoints=True, batch_invariant=claims_bits)
+    swaps = "swapped" in function.__name__
+    can = Capabilities(dtypes=dtypes, checkpoints=True, batch_invariant=claims_bits, swapped_states=swaps)
     return Backend("planted", "0", {**REFERENCE, op: function}, can)
 
 
