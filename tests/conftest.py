@@ -8,7 +8,7 @@ every other test sees what users see. Tests marked `gpu` need a CUDA device.
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import os
 from pathlib import Path
 
@@ -90,6 +90,21 @@ def plain_terminal(monkeypatch):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "250")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Import a script of the folder benchmarks."""
+    folder = Path(__file__).parents[1] / "benchmarks"
+    monkeypatch.syspath_prepend(folder)  # as where one is run
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture

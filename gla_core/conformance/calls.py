@@ -281,8 +281,8 @@ def with_room(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 1, 2))[:, :, 1:-2]
 
 
-def values_first(x: Tensor) -> Tensor:
-    """The values of states x [N, H, K, V], laid out as [N, H, V, K]."""
+def last_two_swapped(x: Tensor) -> Tensor:
+    """The values of x, laid out with its last two dimensions swapped: of states [N, H, K, V] as [N, H, V, K]."""
     return x.mT.contiguous().mT
 
 

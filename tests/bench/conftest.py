@@ -1,33 +1,14 @@
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 from gla_core.bench.results import Results
 from gla_core.bench.suite import Row
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(autouse=True)
 def isolated(fresh_registry, plain_terminal):
     """Every test here."""
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """Import a script of the folder benchmarks."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")  # as where one is run
-
-    def load(name):
-        spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
 
 
 @pytest.fixture

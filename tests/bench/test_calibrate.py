@@ -152,9 +152,8 @@ def test_backends_that_run_the_same_kernels_are_fitted_together(made_up):
     made_up("other", cost=CostModel(halved, shipped, kernels=common))
     made_up("alone", cost=CostModel(seconds, {"cpu": {"online_softmax": SHIPPED}}))
     large, small = (sorted(samples, key=lambda s: s.seconds)[i] for i in (-1, 0))
-    others = [
-        Sample("other", large.call, halved(large.call, {**TRUE, "own": 1.0}))
-    ]  # of one call alone nobody could fit two constants
+    # Of one call alone nobody could fit two constants.
+    others = [Sample("other", large.call, halved(large.call, {**TRUE, "own": 1.0}))]
     fits = calibrate.fit_samples([small, *others, Sample("alone", large.call, 1.0)], CPU)
     found = {f.backend: f for f in fits}
     assert list(found) == ["mine", "other", "alone"]

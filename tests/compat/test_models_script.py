@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fla.models", reason="needs flash-linear-attention 0.6.0: make test-fla")
 pytest.importorskip("gla_transformers", reason="needs the plugin: make test-fla")
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "models.py"
 
 
 @pytest.fixture
-def models():
-    spec = importlib.util.spec_from_file_location("models", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def models(script):
+    return script("models")
 
 
 def test_rows(models, tmp_path):

@@ -8,16 +8,13 @@ import pytest
 import torch
 
 import gla_core as gla
+from gla_core.conformance.calls import last_two_swapped
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend, Capabilities, LaunchError
 
 
 def every_other(x):
     return torch.stack([x, x + 1], -1).flatten(-2)[..., ::2]
-
-
-def last_two_swapped(x):
-    return x.mT.contiguous().mT
 
 
 def chunk(inputs, gates=None):

@@ -7,7 +7,8 @@ import torch
 
 from gla_transformers import GLACache
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+# A marker leaves nothing out by itself, and a plugin is tested without the repository's conftest.py too.
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.05}
 NEW = 9
 
