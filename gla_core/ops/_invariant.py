@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OP_PARAMETERS, asking_for_invariance, new_state
+from gla_core.dispatch.backend import asking_for_invariance, new_state
 from gla_core.ops._checks import wide
 
 Function = Callable[..., Any]
@@ -61,14 +61,10 @@ def function_of(op: str, functions: Mapping[str, Function], tokens: int, native:
             "under batch_invariant chunk_gla_bwd is computed segment by segment, from states of chunk_gla_fwd, which "
             "its backend has not; ask for one that has both"
         )
-    by_segment = functools.partial(_BY_SEGMENT[op], functions, tokens)
     if not native:
-        return by_segment
-    offsets = OP_PARAMETERS[op].index("cu_seqlens") if "cu_seqlens" in OP_PARAMETERS[op] else None
+        return functools.partial(_BY_SEGMENT[op], functions, tokens)
 
     def run(*args: Any) -> Any:
-        if offsets is not None and args[offsets] is None:  # `chunk_gla` packs what it is given
-            return by_segment(*args)
         with asking_for_invariance(tokens):
             return functions[op](*args)
 

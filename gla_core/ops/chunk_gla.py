@@ -44,16 +44,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import makes_checkpoints
 from gla_core.ops import _autocast, _checks
-from gla_core.ops._over_mesh import is_dtensor
-from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
+from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
 from gla_core.ops._spec import (
     AS_INPUT,
     CHECKPOINTS,
@@ -206,10 +203,6 @@ def chunk_gla(
         options: Any = {"checkpoint_every": checkpoint_every, "max_seqlen": max_seqlen}
         o, *found = chunk_gla(q, k, v, g, scale, *states, cu_seqlens, backend, **options)
         return (o, *(None if x is None else x.mT for x in found))  # pyright: ignore[reportReturnType]
-    request = request_text(backend) if is_compiling() else backend
-    if cu_seqlens is None and invariant_in_force(request) and _are_rows_of_a_batch(q, k, v, g):
-        states = (initial_state, output_final_state)
-        return _packed(q, k, v, g, scale, *states, backend, checkpoint_every)
     needs_grad = needs_gradient(q, k, v, g, initial_state)
     if not needs_grad and bypasses_torch(q):
         scale = scale_or_default(q, scale)
@@ -227,48 +220,6 @@ def chunk_gla(
     return found[:2] if checkpoint_every is None else found
 
 
-def invariant_in_force(request: str | None) -> int | None:
-    """Tokens at whose multiples a sequence may be cut, under this request and the one in force."""
-    return current_request(request).batch_invariant
-
-
-def _are_rows_of_a_batch(*tensors: Any) -> bool:
-    """Whether all are [B, T, ..] of one B and T; else a call says which one is not.
-
-    Those that torch.func maps, or that are spread over ranks, stay rows.
-    """
-    if transformed() or any(is_dtensor(x) for x in tensors):
-        return False
-    shapes = [x.shape for x in tensors if isinstance(x, Tensor)]
-    return all(len(shape) == 4 and shape[:2] == shapes[0][:2] for shape in shapes)
-
-
-def _packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    backend: str | None,
-    checkpoint_every: int | None,
-) -> Any:
-    """`chunk_gla` of B sequences, packed into one row: by the same kernels as any others."""
-    B, T = q.shape[:2]
-    rows = [None if x is None else x.reshape(1, B * T, *x.shape[2:]) for x in (q, k, v, g)]
-    first = torch.arange(B + 1, device=q.device) * T
-    states: Any = (initial_state, output_final_state)
-    options: Any = {"checkpoint_every": checkpoint_every, "max_seqlen": T}
-    o, state, *checkpoints = chunk_gla(*rows, scale, *states, first, backend, **options)  # pyright: ignore
-    o = o.view(B, T, *o.shape[2:])
-    if checkpoint_every is None:
-        return o, state
-    own = torch.arange(B, device=q.device) + first[:-1] // checkpoint_every  # [B], rows of the first ones
-    of_each = torch.arange(-(-T // checkpoint_every), device=q.device)  # [n]
-    return o, state, checkpoints[0][0, own[:, None] + of_each]
-
-
 def interval_for_backward(backend: str | None) -> int | None:
     """How far apart checkpoints are that a forward on a GPU keeps for its backward, under the request in force."""
     if environment().checkpoints and makes_checkpoints("chunk_gla_fwd", current_request(backend)):
@@ -278,7 +229,6 @@ def interval_for_backward(backend: str | None) -> int | None:
 
 # As torch.compiler.assume_constant_result does, which imports the compiler: a graph takes its answer, not its code.
 interval_for_backward._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-invariant_in_force._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 _SIZES = {"B": "B", "T": "T", "H": "H", "Hq": "H", "K": "K", "V": "V", "N": "B"}

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma
 
-from gla_triton_kernels.chunk_gla.common_sm90 import opaque_zero, plus
+from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, opaque_zero, plus
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK
 
@@ -58,12 +58,10 @@ def keys_that_leave(i, start, length, segment, leaving, ends, K):
 @gluon.jit
 def gates(block, rows, PACKED: gl.constexpr):
     """The gates [C, D] of a chunk of `rows` rows in a block [1, 1, C, D], in units of log 2."""
-    g = block.reshape([C, D]).load(RUNS).to(gl.float32)  # [C, D]
-    g = gl.maximum(g, LEAST_GATE) * LOG2E
+    tile = block.reshape([C, D])
     if PACKED:
-        row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
-        g = gl.where(row < rows, g, 0.0)
-    return g
+        clear_rows(tile, rows, RUNS)
+    return gl.maximum(tile.load(RUNS).to(gl.float32), LEAST_GATE) * LOG2E  # [C, D]
 
 
 @gluon.jit

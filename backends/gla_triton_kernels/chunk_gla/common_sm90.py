@@ -131,7 +131,7 @@ def in_state(key, value, stride_k, stride_v):
 def clear_rows(tile, rows, layout: gl.constexpr):
     """Zero what lies behind the first `rows` rows of a tile: rows of the next sequence."""
     if rows < tile.shape[0]:
-        row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+        row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout)) + opaque_zero()
         x = tile.load(layout)
         tile.store(gl.where((row < rows)[:, None], x, gl.zeros_like(x)))
 

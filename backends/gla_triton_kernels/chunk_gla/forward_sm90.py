@@ -44,6 +44,7 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
     decay_mild_chunk,
     in_state,
     next_checkpoint,
+    opaque_zero,
     tokens_of,
     wait_for_predecessor,
 )
@@ -137,7 +138,6 @@ def _gate_warps(
     RUN: gl.constexpr = C // 2 if K > 64 else 4
     LANES: gl.constexpr = 256 // K
     layout: gl.constexpr = gl.BlockedLayout([RUN, 2], [LANES, 32 // LANES], [1, 4], [1, 0])
-    row = gl.arange(0, C, gl.SliceLayout(1, layout))  # [C]
     for i in range(gl.cdiv(length, C)):
         slot = i % STAGES
         phase = (i // STAGES) & 1
@@ -146,9 +146,10 @@ def _gate_warps(
         rows = length - i * C
         if HAS_GATE:
             mbarrier.wait(g_full.index(slot), phase)
-            g = _gate_tile(scratch_tiles, slot, g_desc).reshape([C, K]).load(layout).to(gl.float32)  # [C, K]
+            g_tile = _gate_tile(scratch_tiles, slot, g_desc).reshape([C, K])
             if PACKED:
-                g = gl.where((row < rows)[:, None], g, 0.0)
+                clear_rows(g_tile, rows, layout)
+            g = g_tile.load(layout).to(gl.float32)  # [C, K]
             mild = gl.min(gl.sum(g, 0), 0) > -MILD_DECAY_SM90
             mbarrier.wait(full.index(slot), phase)  # and nobody reads what was written to this slot before
             mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, layout)))
@@ -265,9 +266,10 @@ def _state_warps(
             S = S * r
         o = (o * scale).to(o_tile.dtype)  # [C, W]
         if PACKED and rows < C:
-            row = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]  # [C, 1]
+            row = (gl.arange(0, C, gl.SliceLayout(1, layout)) + opaque_zero())[:, None]  # [C, 1]
+            columns = first + opaque_zero() + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
             token = (start + i * C + row).to(gl.int64) * H + h  # [C, 1]
-            gl.store(o_ptr + token * V + value, o, (row < rows) & (value < V))
+            gl.store(o_ptr + token * V + columns, o, (row < rows) & (columns < V))
         else:
             tma.store_wait(0)
             o_tile.reshape([C, W]).store(o)

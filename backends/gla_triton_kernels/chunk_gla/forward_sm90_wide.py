@@ -36,6 +36,7 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
     decay_mild_chunk,
     in_state,
     next_checkpoint,
+    opaque_zero,
     tokens_of,
 )
 from gla_triton_kernels.chunk_gla.forward_sm90 import checkpoint_tiles
@@ -128,10 +129,11 @@ def _gate_kernel(
         tma.async_copy_global_to_shared(k_desc, [b, h, first, j * BK], full, k_box)
         tma.async_copy_global_to_shared(g_desc, [b, h, first, j * BK], full, g_box)
         mbarrier.wait(full, j)
-        g = g_box.reshape([C, BK]).load(layout).to(gl.float32)  # [C, BK]
+        g_tile = g_box.reshape([C, BK])
         if PACKED:
-            g = gl.where((gl.arange(0, C, gl.SliceLayout(1, layout)) < rows)[:, None], g, 0.0)
+            clear_rows(g_tile, rows, layout)
             clear_rows(k_tile, rows, layout)
+        g = g_tile.load(layout).to(gl.float32)  # [C, BK]
         if gl.min(gl.sum(g, 0), 0) > -MILD_DECAY_SM90:
             after = decay_mild_chunk(q_tile, k_tile, g)  # [BK], exp(r)
             before = after
@@ -249,9 +251,10 @@ def _state_warps(
         decays += 4 * BK
         o = (o * scale).to(o_tile.dtype)  # [C, W]
         if PACKED and rows < C:
-            row = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]  # [C, 1]
+            row = (gl.arange(0, C, gl.SliceLayout(1, layout)) + opaque_zero())[:, None]  # [C, 1]
+            columns = first + opaque_zero() + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
             token = (start + i * C + row).to(gl.int64) * H + h  # [C, 1]
-            gl.store(o_ptr + token * V + value, o, (row < rows) & (value < V))
+            gl.store(o_ptr + token * V + columns, o, (row < rows) & (columns < V))
         else:
             tma.store_wait(0)
             o_tile.reshape([C, W]).store(o)

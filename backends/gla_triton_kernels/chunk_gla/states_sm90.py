@@ -136,7 +136,6 @@ def _state_warps(
     state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     # A thread holds whole runs of rows of two columns, so that sums over rows stay within a few threads.
     layout: gl.constexpr = gl.BlockedLayout([16, 2], [4, 8], [1, 4], [1, 0])
-    row = gl.arange(0, C, gl.SliceLayout(1, layout))  # [C]
     R = gl.zeros([PART], gl.float32, gl.SliceLayout(0, layout))  # in units of log 2
     S = warpgroup_mma_init(gl.zeros([PART, BV], gl.float32, state_layout))
     n_chunks = chunks_of(length, C)
@@ -147,21 +146,17 @@ def _state_warps(
         right_tile = right_tiles.index(slot).reshape([C, BV])
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         if HAS_GATE:
-            g = g_tiles.index(PARTS * slot + part).reshape([C, PART]).load(layout).to(gl.float32)  # [C, PART]
-            g = gl.maximum(g, LEAST_GATE) * LOG2E
+            g_tile = g_tiles.index(PARTS * slot + part).reshape([C, PART])
             if PACKED:
-                g = gl.where((row < rows)[:, None], g, 0.0)
+                clear_rows(g_tile, rows, layout)
+            g = gl.maximum(g_tile.load(layout).to(gl.float32), LEAST_GATE) * LOG2E  # [C, PART]
             b = gl.associative_scan(g, 0, plus)  # [C, PART]
             R_end = R + gl.sum(g, 0)
             x = R[None, :] + b if BACKWARDS else R_end[None, :] - b  # [C, PART]
             R = R_end
-            left = left_tile.load(layout).to(gl.float32) * gl.exp2(x)  # [C, PART]
-            if PACKED:
-                left = gl.where((row < rows)[:, None], left, 0.0)
-            left_tile.store(left.to(left_tile.dtype))
+            left_tile.store((left_tile.load(layout).to(gl.float32) * gl.exp2(x)).to(left_tile.dtype))
         if PACKED:
-            if not HAS_GATE:
-                clear_rows(left_tile, rows, layout)
+            clear_rows(left_tile, rows, layout)
             clear_rows(right_tile, rows, layout)
         fence_async_shared()
         S = warpgroup_mma_wait(0, [S])
