@@ -92,15 +92,22 @@ def test_any_boundaries(check, lengths, length, around):
     dtype=st.sampled_from([torch.int32, torch.int64]),
 )
 def test_the_longest_first(device, lengths, length, dtype):
-    """Of sequences and of what they are cut into: all of them, once; of two that are as long, the first first."""
+    """Of sequences and of what they are cut into: all of them, once; those first that another one follows."""
     from gla_triton_kernels.chunk_gla import segments
     from gla_triton_kernels.runtime.launch import start
 
     offsets, T = offsets_of(lengths, device, dtype, 3), sum(lengths) + 6
     found = segments.cut(1, T, length, offsets) if length else segments.whole(1, T, offsets)
     start(found.launches)
-    tokens = found.bounds.diff()
-    assert found.order.tolist() == sorted(range(found.count), key=lambda i: -int(tokens[i]))
+    tokens, starts = found.bounds.diff().tolist(), set(offsets.tolist())
+    begins = [start in starts and n > 0 for start, n in zip(found.bounds.tolist(), tokens, strict=False)]
+    ends = [*begins[1:], True]
+    followed = [n > 0 and not end and after > 0 for n, end, after in zip(tokens, ends, [*tokens[1:], 0], strict=True)]
+    cut = [a and b for a, b in zip(followed, begins, strict=True)]
+    assert found.order.tolist() == sorted(range(found.count), key=lambda i: (not cut[i], not followed[i], -tokens[i]))
+    if length:
+        assert found.counts.tolist() == [sum(followed), sum(cut)]
+        assert sum(followed) <= found.most
 
 
 def test_equal_sequences_are_cut_on_the_host():
@@ -224,20 +231,25 @@ def through(x, b, rows, state):
     return state
 
 
-def check_states(backwards, length=32, **sizes):
-    """Compare the state before each segment, and the one after the last, with the recurrence in float64."""
+def check_states(backwards, length=32, skip_first=False, **sizes):
+    """Compare the state before each segment, and the one after the last, with the recurrence in float64.
+
+    Args:
+        skip_first: leave out the state before a sequence.
+    """
     from gla_triton_kernels.chunk_gla import scan
     from gla_triton_kernels.runtime.launch import start
 
     x, offsets = recurrence(backwards, **sizes)
     cut, S, D = own_states(x, length, offsets)
-    start(scan.run(planned(x, length), x, cut, S, D, S))
+    start(scan.run(planned(x, length), x, cut, S, D, S, skip_first))
     for n, found in enumerate(segments_of(x, length, offsets)):
         state = torch.zeros(S.shape[1:], dtype=torch.float64, device=S.device)
         if x.before is not None:
             state += x.before[n]
-        for i, b, rows in found:
-            assert relative_error(S[i], state) <= FORWARD[x.left.dtype]
+        for m, (i, b, rows) in enumerate(found):
+            if m > 0 or not skip_first:
+                assert relative_error(S[i], state) <= FORWARD[x.left.dtype]
             state = through(x, b, rows, state)
         if x.after is not None:
             assert relative_error(x.after[n], state) <= FORWARD[x.left.dtype]
@@ -257,6 +269,17 @@ def test_states(device, sizes, gates, dtype, backwards):
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 70}, {"lengths": (0, 70, 32, 0, 1), "around": 40}], ids=str)
 def test_states_that_start_from_zero_and_end_nowhere(device, sizes, backwards):
     check_states(backwards, **sizes, carried=False, dtype=torch.float16, device=device)
+
+
+@pytest.mark.kernels
+@both_directions
+@pytest.mark.parametrize("programs", [1, 5, 528])
+def test_a_few_programs_scan_all_that_is_cut(device, programs, backwards, monkeypatch):
+    from gla_triton_kernels.chunk_gla import scan
+
+    monkeypatch.setattr(scan, "PROGRAMS", programs)
+    lengths = (0, 70, 5, 0, 33, 32, 1, 129)
+    check_states(backwards, lengths=lengths, around=40, carried=False, skip_first=True, K=4, V=70, device=device)
 
 
 @pytest.mark.kernels

@@ -7,6 +7,9 @@ For the segments i of a sequence in order, with S_i its state from zero and D_i 
 Gradients are scanned backwards: from those of segments to those of the states that leave them, from the last segment to
 the first, with the gradient of the final state before the last.
 
+Of packed sequences, unless something is asked for of each, those alone are scanned that are cut: how many they are is
+known on the device, and a program takes one block of a state after the other.
+
 I segments   N sequences   H key/value heads   K, V key and value width   BK, BV keys and values of a block of a state
 """
 
@@ -23,6 +26,10 @@ from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments, state_st
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
+PROGRAMS = 528
+"""That go through what is cut of packed sequences, however much that is: four for each multiprocessor of an H200, which
+are as many as its registers hold."""
+
 
 def run(
     plan: SegmentPlan,
@@ -38,8 +45,6 @@ def run(
 
     Those of empty segments are left as they are.
 
-    Of packed sequences that stay whole nothing is to be done where nobody asks for x.after and what comes first.
-
     Args:
         out: takes the states, in any dtype; may be S; None where x.after is all that is asked for.
         skip_first: leave those before a sequence's first segment as they are: they are x.before, or 0.
@@ -50,21 +55,21 @@ def run(
     strides = state_strides(x.before)
     BV = min(128, power_of_two(V))
     BK = min(256 // BV, power_of_two(K))
-    places, order = N, None
-    if skip_first and x.after is None and segments.bounds is not None:
-        places, order = segments.full, segments.order
-    if places == 0:
+    blocks = -(-K // BK) * -(-V // BV) * H  # of a sequence
+    only_cut = skip_first and x.after is None and segments.bounds is not None
+    programs = min(PROGRAMS, segments.most * blocks) if only_cut else N * blocks
+    if programs == 0:
         return []
+    order, counts = (segments.order, segments.counts) if only_cut else (None, None)
     group = min(16, power_of_two(segments.per_sequence or 16))
-    tensors = (S, D, out, segments.cu_seqlens, segments.bounds, order, x.before, x.after, decay)
-    integers = (segments.length, segments.per_sequence, *strides, H, K, V, BK, BV, group)
+    tensors = (S, D, out, segments.cu_seqlens, segments.bounds, order, counts, x.before, x.after, decay)
+    integers = (segments.length, segments.per_sequence, *strides, N, H, K, V, BK, BV, group)
     constants = (x.backwards, skip_first, plan.overlap)
-    grid = (-(-K // BK) * -(-V // BV) * places * H, 1, 1)
     options = {"launch_pdl": True} if plan.overlap else {}
-    return [Launch(_scan_kernel, grid, tensors, (), (*integers, *constants), {"num_warps": 4, **options})]
+    return [Launch(_scan_kernel, (programs, 1, 1), tensors, (), (*integers, *constants), {"num_warps": 4, **options})]
 
 
-@triton.jit(do_not_specialize=["segment", "segments", "H"])
+@triton.jit(do_not_specialize=["segment", "segments", "N", "H"])
 def _scan_kernel(
     S_ptr,  # [I, H, K, V]
     D_ptr,  # [I, H, K] or None
@@ -72,6 +77,7 @@ def _scan_kernel(
     cu_seqlens_ptr,  # [N+1] or None
     bounds_ptr,  # [I+1] or None
     order_ptr,  # [I], or None where all sequences are scanned
+    counts_ptr,  # [2] or None, as order
     before_ptr,  # [N, H, K, V] or None
     after_ptr,  # [N, H, K, V] or None
     decay_ptr,  # [N, H, K] or None
@@ -81,6 +87,7 @@ def _scan_kernel(
     stride_h,
     stride_k,
     stride_v,
+    N,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -91,70 +98,64 @@ def _scan_kernel(
     SKIP_FIRST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Program: block [BK, BV] of the states of one head of one sequence, GROUP segments on their way at a time.
+    """Program: blocks [BK, BV] of the states of one head of one sequence, GROUP segments on their way at a time.
 
-    Where there is an order, the sequence is that whose first segment comes next in it.
+    Where there is an order, the sequences are those whose first segments lead it.
     """
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     blocks_k: tl.constexpr = (K + BK - 1) // BK
-    pid = tl.program_id(0)
-    nh = pid // (blocks_v * blocks_k)
-    n, h = nh // H, nh % H
-    i_v = pid % blocks_v * BV + tl.arange(0, BV)  # [BV]
-    i_k = pid // blocks_v % blocks_k * BK + tl.arange(0, BK)  # [BK]
-    m_k = i_k < K  # [BK]
-    inside = m_k[:, None] & (i_v < V)[None, :]  # [BK, BV]
-    block = i_k[:, None] * V + i_v[None, :]  # [BK, BV]
     if OVERLAPS:  # what the kernel before writes is there only after the wait
         gdc_launch_dependents()
         gdc_wait()
-
-    if cu_seqlens_ptr is None:
-        first = n * segments
-    else:
-        if order_ptr is not None:
-            i = tl.load(order_ptr + n)
-            begin = tl.load(bounds_ptr + i)
-            n = i - begin // segment
-            if begin == tl.load(bounds_ptr + i + 1):  # an empty segment is of no sequence
-                return
-            if begin != tl.load(cu_seqlens_ptr + n):
-                return
-            nh = n * H + h
-        start = tl.load(cu_seqlens_ptr + n).to(tl.int32)
-        end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32)
-        first = n + start // segment
-        segments = tl.cdiv(end - start, segment)
-    step: tl.constexpr = -1 if BACKWARDS else 1  # pyright: ignore
-    if BACKWARDS:
-        first += segments - 1
-    built = segments if after_ptr is not None else segments - 1  # nobody asks for the last segment's state
-    if before_ptr is None:
+    sequences = N if counts_ptr is None else tl.load(counts_ptr + 1)
+    for item in range(tl.program_id(0), sequences * H * (blocks_k * blocks_v), tl.num_programs(0)):
+        nh = item // (blocks_v * blocks_k)
+        n, h = nh // H, nh % H
+        v0 = item % blocks_v * BV
+        i_v = v0 + tl.arange(0, BV)  # [BV]
+        i_k = item // blocks_v % blocks_k * BK + tl.arange(0, BK)  # [BK]
+        m_k = i_k < K  # [BK]
+        inside = m_k[:, None] & (i_v < V)[None, :]  # [BK, BV]
+        block = i_k[:, None] * V + i_v[None, :]  # [BK, BV]
+        if cu_seqlens_ptr is None:
+            first, count = n * segments, segments
+        else:
+            if order_ptr is not None:
+                i = tl.load(order_ptr + n)
+                n = i - tl.load(bounds_ptr + i) // segment
+                nh = n * H + h
+            start = tl.load(cu_seqlens_ptr + n).to(tl.int32)
+            end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32)
+            first, count = n + start // segment, tl.cdiv(end - start, segment)
+        step: tl.constexpr = -1 if BACKWARDS else 1  # pyright: ignore
+        if BACKWARDS:
+            first += count - 1
+        built = count if after_ptr is not None else count - 1  # nobody asks for the last segment's state
         running = tl.zeros([BK, BV], tl.float32)
-    else:
-        before_ptr += n.to(tl.int64) * stride_n + h.to(tl.int64) * stride_h
-        place = in_state(i_k[:, None], i_v[None, :], stride_k, stride_v)  # [BK, BV]
-        running = tl.load(before_ptr + place, mask=inside, other=0.0)
-    decay = tl.full([BK], 1.0, tl.float32)
-    for m in range(0, segments, GROUP):
-        S, D = (), ()
-        for j in tl.static_range(GROUP):  # pyright: ignore
-            ih = tl.cast(first + (m + j) * step, tl.int64) * H + h
-            there = m + j < built
-            S += (tl.load(S_ptr + ih * (K * V) + block, mask=inside & there, other=0.0),)  # [BK, BV]
-            if D_ptr is not None:
-                D += (tl.load(D_ptr + ih * K + i_k, mask=m_k & there, other=1.0),)  # [BK]
-        for j in tl.static_range(GROUP):  # pyright: ignore
-            ih = tl.cast(first + (m + j) * step, tl.int64) * H + h
-            if out_ptr is not None:
-                before = running.to(out_ptr.dtype.element_ty)
-                asked = (m + j < segments) & (m + j > 0) if SKIP_FIRST else m + j < segments
-                tl.store(out_ptr + ih * (K * V) + block, before, mask=inside & asked)
-            if D_ptr is not None:
-                running *= tl.expand_dims(D[j], 1)
-                decay *= D[j]
-            running += S[j]
-    if after_ptr is not None:
-        tl.store(after_ptr + nh.to(tl.int64) * (K * V) + block, running, mask=inside)
-    if decay_ptr is not None:
-        tl.store(decay_ptr + nh.to(tl.int64) * K + i_k, decay, mask=m_k & (pid % blocks_v == 0))
+        if before_ptr is not None:
+            states = before_ptr + n.to(tl.int64) * stride_n + h.to(tl.int64) * stride_h
+            place = in_state(i_k[:, None], i_v[None, :], stride_k, stride_v)  # [BK, BV]
+            running = tl.load(states + place, mask=inside, other=0.0)
+        decay = tl.full([BK], 1.0, tl.float32)
+        for m in range(0, count, GROUP):
+            S, D = (), ()
+            for j in tl.static_range(GROUP):  # pyright: ignore
+                ih = tl.cast(first + (m + j) * step, tl.int64) * H + h
+                there = m + j < built
+                S += (tl.load(S_ptr + ih * (K * V) + block, mask=inside & there, other=0.0),)  # [BK, BV]
+                if D_ptr is not None:
+                    D += (tl.load(D_ptr + ih * K + i_k, mask=m_k & there, other=1.0),)  # [BK]
+            for j in tl.static_range(GROUP):  # pyright: ignore
+                ih = tl.cast(first + (m + j) * step, tl.int64) * H + h
+                if out_ptr is not None:
+                    before = running.to(out_ptr.dtype.element_ty)
+                    asked = (m + j < count) & (m + j > 0) if SKIP_FIRST else m + j < count
+                    tl.store(out_ptr + ih * (K * V) + block, before, mask=inside & asked)
+                if D_ptr is not None:
+                    running *= tl.expand_dims(D[j], 1)
+                    decay *= D[j]
+                running += S[j]
+        if after_ptr is not None:
+            tl.store(after_ptr + nh.to(tl.int64) * (K * V) + block, running, mask=inside)
+        if decay_ptr is not None:
+            tl.store(decay_ptr + nh.to(tl.int64) * K + i_k, decay, mask=m_k & (v0 == 0))

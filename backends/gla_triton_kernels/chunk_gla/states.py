@@ -47,7 +47,7 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
     moved = ((x.left, kernel.BK), (x.right, kernel.BV), (x.g, kernel.BK))
     maps = [tiles(y, kernel.C, width) if kernel.tma and y is not None else None for y, width in moved]
     strides = [stride for y, _ in moved for stride in ((0, 0, 0) if y is None else y.stride()[:3])]
-    places = segments.full if x.after is None and segments.bounds is not None else segments.count
+    places = segments.most if x.after is None and segments.bounds is not None else segments.count
     if places == 0:
         return []
     grid = (-(-K // kernel.BK) * -(-V // kernel.BV) * places * H, 1, 1)
@@ -55,7 +55,7 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
     constants = (*sizes, x.backwards, x.after is None, kernel.stages, plan.overlap)
     T, G = x.left.shape[1], x.left.shape[2] // H
     integers = (T, segments.length, segments.per_sequence, H, G, *strides, *constants)
-    tensors = (x.left, x.right, x.g, segments.cu_seqlens, segments.bounds, segments.order, S, D, *maps)
+    tensors = (x.left, x.right, x.g, segments.bounds, segments.order, segments.counts, S, D, *maps)
     return [Launch(_states_kernel, grid, tensors, (x.scale,), integers, {"num_warps": kernel.warps})]
 
 
@@ -64,9 +64,9 @@ def _states_kernel(
     left_ptr,  # [B, T, H*G, K]
     right_ptr,  # [B, T, H*G, V]
     g_ptr,  # [B, T, H, K] or None
-    cu_seqlens_ptr,  # [N+1] or None
     bounds_ptr,  # [I+1] or None
     order_ptr,  # [I] or None
+    counts_ptr,  # [2] or None
     S_ptr,  # [I, H, K, V]
     D_ptr,  # [I, H, K] or None
     left_tiles,  # the same tensors as tiles [C, BK or BV], or None
@@ -115,17 +115,15 @@ def _states_kernel(
         if SKIP_LAST and i % segments == (0 if BACKWARDS else segments - 1):
             return
     else:
+        if SKIP_LAST:  # noqa: SIM102 -- known when this is compiled
+            if i >= tl.load(counts_ptr):
+                return
         b = 0
         i = tl.load(order_ptr + i)
+        if SKIP_LAST and BACKWARDS:  # of a segment that another one follows that other one is asked for
+            i += 1
         start = tl.load(bounds_ptr + i)
         end = tl.load(bounds_ptr + i + 1)
-        if SKIP_LAST:  # a full segment with another one after it is asked for, or backwards that other one
-            n = i - start // segment  # an empty segment is of no sequence
-            if end == tl.load(cu_seqlens_ptr + n + 1, mask=start < end, other=end):
-                return
-            if BACKWARDS:
-                i += 1
-                start, end = end, tl.load(bounds_ptr + i + 1)
         ih = i * H + h
 
     b64 = tl.cast(b, tl.int64)

@@ -63,14 +63,14 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
     H, K, V = S.shape[1:]
     asked = segments.count
     if skip_last:
-        asked = segments.full if packed else segments.count - B
+        asked = segments.most if packed else segments.count - B
     parts = min(2, -(-K // kernel.BK))
     blocks = asked * H * -(-K // (parts * kernel.BK)) * -(-V // kernel.BV)
     if blocks == 0:
         return []
     moved = ((x.left, kernel.BK), (x.right, kernel.BV), (x.g, kernel.BK))
     maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
-    tensors = (*maps, S, D, segments.cu_seqlens, segments.bounds, segments.order)
+    tensors = (*maps, S, D, segments.bounds, segments.order, segments.counts)
     sizes = (T, segments.length, segments.per_sequence, H, K, V)
     constants = (parts, x.backwards, skip_last, kernel.stages)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
@@ -183,9 +183,9 @@ def _build_states_kernel(
     g_desc,  # [B, H, T, K], tiles [C, PART], or None
     S_ptr,  # [I, H, K, V]
     D_ptr,  # [I, H, K], or None as g
-    cu_seqlens,  # [N + 1] or None
     bounds,  # [I + 1] or None
     order,  # [I] or None
+    counts,  # [2] or None
     scale,
     T,
     segment,
@@ -210,20 +210,17 @@ def _build_states_kernel(
     h = gl.program_id(0) // blocks % H
     i = gl.program_id(0) // blocks // H
     if PACKED:
+        if SKIP_LAST:  # noqa: SIM102 -- known when this is compiled
+            if i >= gl.load(counts):
+                return
         b = gl.to_tensor(0)
         i = gl.load(order + i)
+        if SKIP_LAST and BACKWARDS:  # of a segment that another one follows that other one is asked for
+            i += 1
         start = gl.load(bounds + i).to(gl.int32)  # bounds of whole sequences are the offsets themselves, of any dtype
         end = gl.load(bounds + i + 1).to(gl.int32)
         if start == end:
             return
-        if SKIP_LAST:  # a full segment with another one after it is asked for, or backwards that other one
-            n = i - start // segment
-            if end == gl.load(cu_seqlens + n + 1):
-                return
-            if BACKWARDS:
-                i += 1
-                start = end
-                end = gl.load(bounds + i + 1).to(gl.int32)
     else:
         built = segments - 1 if SKIP_LAST else segments
         b = i // built
