@@ -111,7 +111,7 @@ def _scan_kernel(
     for item in range(tl.program_id(0), sequences * H * (blocks_k * blocks_v), tl.num_programs(0)):
         nh = item // (blocks_v * blocks_k)
         n, h = nh // H, nh % H
-        v0 = item % blocks_v * BV
+        v0 = item % blocks_v * BV  # pyright: ignore
         i_v = v0 + tl.arange(0, BV)  # [BV]
         i_k = item // blocks_v % blocks_k * BK + tl.arange(0, BK)  # [BK]
         m_k = i_k < K  # [BK]
