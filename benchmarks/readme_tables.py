@@ -56,6 +56,7 @@ def headline(folder: Path) -> str:
             lines.append(_headline(min(ours, key=lambda row: row.seconds or 0)))
     if found is None or len(lines) == 2:
         return ""
+    lines += _headline_of_models(folder / f"models-{results.short_name(DEVICE)}.json")
     told = f"{found.device}, torch {found.torch}, triton {found.triton}, fla {found.fla}; medians. "
     return "\n".join(lines) + f"\n\n{told}{_how_right(folder)}\n"
 
@@ -67,7 +68,8 @@ def render(folder: Path) -> str:
     selections = [_selection(json.loads(path.read_text()), path) for path in sorted(folder.glob("selection-*.json"))]
     odd = [_shapes(json.loads(path.read_text()), path) for path in sorted(folder.glob("shapes-*.json"))]
     ranks = [_ranks(json.loads(path.read_text()), path) for path in sorted(folder.glob("ranks-*.json"))]
-    return "\n".join([*_pictures(pictures_of(folder)), *kit, *selections, *odd, *ranks, *times])
+    models = [_models(json.loads(path.read_text()), path) for path in sorted(folder.glob("models-*.json"))]
+    return "\n".join([*_pictures(pictures_of(folder)), *kit, *models, *selections, *odd, *ranks, *times])
 
 
 def newest(folder: Path) -> Results | None:
@@ -106,7 +108,7 @@ def insert(page: str, generated: str) -> str:
 
 
 def _files_of_times(folder: Path) -> list[Path]:
-    others = ("conformance-", "ranks-", "selection-", "shapes-")
+    others = ("conformance-", "models-", "ranks-", "selection-", "shapes-")
     return [path for path in sorted(folder.glob("*.json")) if not path.name.startswith(others)]
 
 
@@ -120,6 +122,37 @@ def _headline(row: Row) -> str:
     theirs, time = results.time_text((row.seconds or 0) * ratio), results.time_text(row.seconds)
     call = f"`{row.op}` {IN_WORDS[row.direction]}: {plots.in_words(row.op, row.workload)}"
     return f"| {call} | {baseline} {theirs} | {row.backend} {time} | {ratio:.2f} |"
+
+
+def _headline_of_models(path: Path) -> list[str]:
+    """A step of training and decoding of a whole model beside FLA's; nothing without the file."""
+    if not path.exists():
+        return []
+    rows = {(row["what"], row["way"], row.get("rows")): row for row in json.loads(path.read_text())["rows"]}
+    step, accelerated, compiled = (rows["train", way, None]["seconds"] for way in ("fla", "accelerated", "compiled"))
+    decoded, in_graph = (rows["generate", way, 8]["tokens_per_second"] for way in ("fla", "graph"))
+    training = "training step of FLA's GLA model of 340M parameters, 8 sequences of 2048 tokens"
+    cells = (
+        (
+            f"{training}, after `accelerate()`",
+            results.time_text(step),
+            results.time_text(accelerated),
+            step / accelerated,
+        ),
+        (
+            "the same by `gla_transformers`, compiled",
+            results.time_text(step),
+            results.time_text(compiled),
+            step / compiled,
+        ),
+        (
+            "tokens a second of it, 8 sequences, in a CUDA graph; fla's by `generate`",
+            f"{decoded:,.0f}",
+            f"{in_graph:,.0f}",
+            in_graph / decoded,
+        ),
+    )
+    return [f"| {call} | fla {theirs} | {ours} | {ratio:.2f} |" for call, theirs, ours, ratio in cells]
 
 
 def _how_right(folder: Path) -> str:
@@ -200,6 +233,37 @@ def _worst(properties: Sequence[dict[str, Any]], name: str) -> str:
     """The largest error of a property over all ops, as a part of its budget; "-" where nothing was measured."""
     texts = [ratio_text(row["worst"]) for row in properties if row["property"] == name and row["worst"]]
     return max(texts, key=lambda text: float("inf") if text == "infinite" else float(text), default="-")
+
+
+def _models(found: dict[str, Any], path: Path) -> str:
+    """A file of models.py: a step of training, then generating, of each way beside FLA's."""
+    sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in found["model"].items())
+    lines = [
+        f"## Whole models beside FLA's, {found['device']}\n",
+        f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}. FLA's "
+        f"GLA model ({sizes}) in bfloat16, as it is (`fla`) and after `gla_core.compat.fla.accelerate()`; and that of "
+        "`gla_transformers`: eager (`ours`), with each layer compiled (`blocks`), with the whole loss compiled, and "
+        "decoding in a CUDA graph. A step has 8 sequences of 2048 tokens and a fused AdamW; prompts have 512 tokens. "
+        f"Written by `benchmarks/models.py` into `benchmarks/results/{path.name}`.\n",
+        "| training | step | tokens/s | on the device | of GLA | memory | times as fast |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    theirs = {row.get("rows"): row for row in found["rows"] if row["way"] == "fla"}
+    for row in (row for row in found["rows"] if row["what"] == "train"):
+        times = [results.time_text(row[name]) for name in ("seconds", "device_seconds", "gla_seconds")]
+        ratio = theirs[None]["seconds"] / row["seconds"]
+        speed, memory = f"{row['tokens_per_second']:,.0f}", f"{row['gib']:.1f} GiB"
+        lines.append(f"| {row['way']} | {times[0]} | {speed} | {times[1]} | {times[2]} | {memory} | {ratio:.2f} |")
+    lines += [
+        "",
+        "| generating | sequences | first token | tokens/s | times as many |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in (row for row in found["rows"] if row["what"] == "generate"):
+        ratio = row["tokens_per_second"] / theirs[row["rows"]]["tokens_per_second"]
+        first, speed = results.time_text(row["first_token"]), f"{row['tokens_per_second']:,.0f}"
+        lines.append(f"| {row['way']} | {row['rows']} | {first} | {speed} | {ratio:.2f} |")
+    return "\n".join([*lines, ""])
 
 
 def _selection(found: dict[str, Any], path: Path) -> str:

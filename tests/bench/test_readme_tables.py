@@ -118,6 +118,35 @@ def test_every_row_of_the_headline_is_a_workload(tables):
     assert {(op, name) for op, name, _ in tables.HEADLINE} <= names
 
 
+def test_models_stand_beside_flas(tables, measured):
+    def step(way, seconds):
+        times = {"seconds": seconds, "device_seconds": seconds / 2, "gla_seconds": seconds / 4}
+        return {"what": "train", "way": way, **times, "tokens_per_second": 2**14 / seconds, "gib": 2.0}
+
+    def generated(way, speed):
+        return {"what": "generate", "way": way, "rows": 8, "first_token": 0.05, "tokens_per_second": speed}
+
+    rows = [step("fla", 0.4), step("accelerated", 0.2), step("compiled", 0.1)]
+    rows += [generated("fla", 200), generated("graph", 3000)]
+    about = {
+        "device": tables.DEVICE,
+        "gla_core": "0.1.0",
+        "commit": "0123456789ab",
+        "torch": "2.11.0",
+        "date": "2026-01-02",
+    }
+    (measured / "models-h200.json").write_text(json.dumps({**about, "model": {"hidden_size": 8}, "rows": rows}))
+    section = tables.render(measured)
+    assert (
+        "## Whole models beside FLA's, NVIDIA H200\n\ngla_core 0.1.0 at 0123456789, torch 2.11.0, 2026-01-02."
+        in section
+    )
+    assert "| accelerated | 200 ms | 81,920 | 100 ms | 50.0 ms | 2.0 GiB | 2.00 |" in section
+    assert "| graph | 8 | 50.0 ms | 3,000 | 15.00 |" in section
+    ratios = [line.split("|")[-2].strip() for line in tables.headline(measured).splitlines()[4:7]]
+    assert ratios == ["2.00", "4.00", "15.00"]
+
+
 def test_conformance_is_told_in_a_line(tables, tmp_path):
     def worst(error):
         return {"case": "a", "quantity": "o", "error": error, "budget": 0.01}
