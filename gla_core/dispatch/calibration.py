@@ -28,7 +28,7 @@ from gla_core.files import write_json
 STAND_IN = "NVIDIA H200"
 """The device whose constants serve on a CUDA device that nobody has measured."""
 
-KNOWN_DEVICES = {device.name: device for device in (KnownDevice(STAND_IN, 132, (9, 0)),)}
+KNOWN_DEVICES = {name: KnownDevice(name, 132, (9, 0)) for name in (STAND_IN, "NVIDIA H100 80GB HBM3")}
 """Devices, by name, that a call can be explained for where there is none: `OpCall.assumed`."""
 
 _lock = threading.Lock()  # of writing

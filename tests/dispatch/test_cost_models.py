@@ -56,6 +56,8 @@ def call_of(op, kind, **changes):
 
 # ---- constants
 
+PARTLY_MEASURED = {"NVIDIA H100 80GB HBM3"}  # its other ops borrow an H200's
+
 
 @pytest.mark.parametrize(("name", "kind", "op"), OPS)
 def test_every_op_has_constants_for_a_cpu_and_an_h200(name, kind, op):
@@ -75,7 +77,8 @@ def test_the_backend_carries_its_model(name):
     assert isinstance(backend.cost, CostModel)
     assert backend.cost.constants == shipped_constants(f"gla_{name}")
     for kind, ops in backend.cost.constants.items():
-        assert set(ops) == {op for op in backend.ops if (name, kind, op) not in BY_TRITON_ALONE}
+        known = {op for op in backend.ops if (name, kind, op) not in BY_TRITON_ALONE}
+        assert set(ops) <= known if kind in PARTLY_MEASURED else set(ops) == known
 
 
 @pytest.mark.parametrize(("name", "kind", "op"), OPS)
