@@ -65,11 +65,12 @@ def render(folder: Path) -> str:
     """Markdown of everything in the folder, ending in a line end; '' where there is nothing."""
     times = [_section(results.read(path), path) for path in _files_of_times(folder)]
     kit = _conformance(sorted(folder.glob("conformance-*.json")))
-    selections = [_selection(json.loads(path.read_text()), path) for path in sorted(folder.glob("selection-*.json"))]
-    odd = [_shapes(json.loads(path.read_text()), path) for path in sorted(folder.glob("shapes-*.json"))]
-    ranks = [_ranks(json.loads(path.read_text()), path) for path in sorted(folder.glob("ranks-*.json"))]
-    models = [_models(json.loads(path.read_text()), path) for path in sorted(folder.glob("models-*.json"))]
-    return "\n".join([*_pictures(pictures_of(folder)), *kit, *models, *selections, *odd, *ranks, *times])
+    told = [
+        tell(json.loads(path.read_text()), path)
+        for name, tell in _SECTIONS.items()
+        for path in sorted(folder.glob(f"{name}-*.json"))
+    ]
+    return "\n".join([*_pictures(pictures_of(folder)), *kit, *told, *times])
 
 
 def newest(folder: Path) -> Results | None:
@@ -108,8 +109,8 @@ def insert(page: str, generated: str) -> str:
 
 
 def _files_of_times(folder: Path) -> list[Path]:
-    others = ("conformance-", "models-", "ranks-", "selection-", "shapes-")
-    return [path for path in sorted(folder.glob("*.json")) if not path.name.startswith(others)]
+    others = ("conformance", *_SECTIONS)
+    return [path for path in sorted(folder.glob("*.json")) if path.name.partition("-")[0] not in others]
 
 
 def _shown(row: Row) -> bool:
@@ -132,27 +133,17 @@ def _headline_of_models(path: Path) -> list[str]:
     step, accelerated, compiled = (rows["train", way, None]["seconds"] for way in ("fla", "accelerated", "compiled"))
     decoded, in_graph = (rows["generate", way, 8]["tokens_per_second"] for way in ("fla", "graph"))
     training = "training step of FLA's GLA model of 340M parameters, 8 sequences of 2048 tokens"
-    cells = (
-        (
-            f"{training}, after `accelerate()`",
-            results.time_text(step),
-            results.time_text(accelerated),
-            step / accelerated,
-        ),
-        (
-            "the same by `gla_transformers`, compiled",
-            results.time_text(step),
-            results.time_text(compiled),
-            step / compiled,
-        ),
+    lines = [
+        (f"{training}, after `accelerate()`", *map(results.time_text, (step, accelerated)), step / accelerated),
+        ("the same by `gla_transformers`, compiled", *map(results.time_text, (step, compiled)), step / compiled),
         (
             "tokens a second of it, 8 sequences, in a CUDA graph; fla's by `generate`",
             f"{decoded:,.0f}",
             f"{in_graph:,.0f}",
             in_graph / decoded,
         ),
-    )
-    return [f"| {call} | fla {theirs} | {ours} | {ratio:.2f} |" for call, theirs, ours, ratio in cells]
+    ]
+    return [f"| {call} | fla {theirs} | {ours} | {ratio:.2f} |" for call, theirs, ours, ratio in lines]
 
 
 def _how_right(folder: Path) -> str:
@@ -235,14 +226,19 @@ def _worst(properties: Sequence[dict[str, Any]], name: str) -> str:
     return max(texts, key=lambda text: float("inf") if text == "infinite" else float(text), default="-")
 
 
+def _measured(found: dict[str, Any]) -> str:
+    """By which gla_core and PyTorch, and when."""
+    return f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}"
+
+
 def _models(found: dict[str, Any], path: Path) -> str:
     """A file of models.py: a step of training, then generating, of each way beside FLA's."""
     sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in found["model"].items())
     lines = [
         f"## Whole models beside FLA's, {found['device']}\n",
-        f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}. FLA's "
-        f"GLA model ({sizes}) in bfloat16, as it is (`fla`) and after `gla_core.compat.fla.accelerate()`; and that of "
-        "`gla_transformers`: eager (`ours`), with each layer compiled (`blocks`), with the whole loss compiled, and "
+        f"{_measured(found)}. FLA's GLA model ({sizes}) in bfloat16, as it is (`fla`) and after "
+        "`gla_core.compat.fla.accelerate()`; and that of `gla_transformers`: eager "
+        "(`ours`), with each layer compiled (`blocks`), with the whole loss compiled, and "
         "decoding in a CUDA graph. A step has 8 sequences of 2048 tokens and a fused AdamW; prompts have 512 tokens. "
         f"Written by `benchmarks/models.py` into `benchmarks/results/{path.name}`.\n",
         "| training | step | tokens/s | on the device | of GLA | memory | times as fast |",
@@ -269,7 +265,7 @@ def _models(found: dict[str, Any], path: Path) -> str:
 def _selection(found: dict[str, Any], path: Path) -> str:
     lines = [
         f"## What auto picks, {found['device']}\n",
-        f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}. "
+        f"{_measured(found)}. "
         "The time of the backend that is picked over that of the fastest. The grid is one of chunk_gla_fwd, of shapes "
         "that no constant was fitted to; of packed sequences, forward and backward, nothing is known but how many. "
         f"Written by `benchmarks/evidence.py selection` into `benchmarks/results/{path.name}`.\n",
@@ -286,7 +282,7 @@ def _shapes(found: dict[str, Any], path: Path) -> str:
     """All parts of a file of shapes.py: what they take over what they are held to."""
     lines = [
         f"## Shapes that nobody tuned for, {found['device']}\n",
-        f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}. "
+        f"{_measured(found)}. "
         "chunk_gla_fwd by the backend that `auto` picks. Odd widths: time over that of the memory floor. One giant: "
         "time over that of the longest sequence by itself and then of the others. Invariant: the workloads of models, "
         "forward and with the backward, under `batch_invariant` over without. Written by `benchmarks/evidence.py "
@@ -310,7 +306,7 @@ def _ranks(found: dict[str, Any], path: Path) -> str:
     longest = found["longest"]
     lines = [
         f"## One sequence over {ranks} GPUs, {found['device']}\n",
-        f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}. "
+        f"{_measured(found)}. "
         f"gla_core.distributed.chunk_gla beside gla_core.chunk_gla on one of them, K = V = 128. {how} Efficiency is "
         f"the time of one rank over {ranks} times that of all; for other numbers of ranks it is a prediction, of as "
         "many tokens a rank, and not measured. Longest sequence that trains, of "
@@ -328,6 +324,10 @@ def _ranks(found: dict[str, Any], path: Path) -> str:
     picture = path.with_suffix(".png")
     drawn = [f"![{picture.stem}](../benchmarks/results/{picture.name})\n"] if picture.exists() else []
     return "\n".join([*lines, "", *drawn])
+
+
+_SECTIONS = {"models": _models, "selection": _selection, "shapes": _shapes, "ranks": _ranks}
+"""What tells of a file with this before its device, in the order of the page."""
 
 
 def _pictures(folder: Path) -> list[str]:
