@@ -230,9 +230,9 @@ def leaving_gradient(x, segments, i):
         n, m = divmod(i, segments.per_sequence)
         row, begin, end = n, (m + 1) * segments.length, x.q.shape[1]
     else:
-        start, begin = segments.bounds[i : i + 2].tolist()
-        n = min(max(i - start // segments.length, 0), len(x.cu_seqlens) - 2)  # any, where the segment is empty
-        row, end = 0, int(x.cu_seqlens[n + 1])
+        (start, _, end), row = next(rows for j, *rows in segments.order.tolist() if j == i), 0
+        begin = min(start + segments.length, end)
+        n = min(i - start // segments.length, len(x.cu_seqlens) - 2)  # any, where the segment is empty
     rest = change(x, lambda y: y[row : row + 1, begin:end], "q", "k", "v", "g", "do")
     dstate = None if x.dstate is None else x.dstate[n : n + 1]
     zero = x.q.new_zeros(1, x.v.shape[2], x.q.shape[3], x.v.shape[3])

@@ -37,26 +37,22 @@ def check(device):
         found = segments.cut(1, T, length, offsets)
         start(found.launches)
         assert found.count == len(lengths) + T // length
-        assert found.bounds.dtype == torch.int32
-        assert not_empty(found.bounds) == expected(offsets, length)
+        assert found.order.dtype == torch.int32
+        assert sorted(i for i, *_ in found.order.tolist()) == list(range(found.count))
+        assert {i: rows for i, *rows in found.order.tolist() if rows[0] < rows[2]} == expected(offsets, length)
 
     return check
 
 
-def not_empty(bounds):
-    """The rows of the segments that have some, by the segments' places."""
-    return {i: rows for i, rows in enumerate(itertools.pairwise(bounds.tolist())) if rows[0] != rows[1]}
-
-
 def expected(offsets, length):
-    """Segment m of sequence n in place n + c_n // length + m, as checkpoints are."""
-    places = {}
+    """Segment m of sequence n, by its number n + c_n // length + m, which checkpoints share: first row and sequence."""
+    found = {}
     for n, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         for m, t in enumerate(range(start, end, length)):
             i = n + start // length + m
-            assert i not in places
-            places[i] = (t, min(t + length, end))
-    return places
+            assert i not in found
+            found[i] = [t, start, end]
+    return found
 
 
 @pytest.mark.kernels
@@ -99,22 +95,22 @@ def test_the_longest_first(device, lengths, length, dtype):
     offsets, T = offsets_of(lengths, device, dtype, 3), sum(lengths) + 6
     found = segments.cut(1, T, length, offsets) if length else segments.whole(1, T, offsets)
     start(found.launches)
-    tokens, starts = found.bounds.diff().tolist(), set(offsets.tolist())
-    begins = [start in starts and n > 0 for start, n in zip(found.bounds.tolist(), tokens, strict=False)]
-    ends = [*begins[1:], True]
-    followed = [n > 0 and not end and after > 0 for n, end, after in zip(tokens, ends, [*tokens[1:], 0], strict=True)]
-    cut = [a and b for a, b in zip(followed, begins, strict=True)]
-    assert found.order.tolist() == sorted(range(found.count), key=lambda i: (not cut[i], not followed[i], -tokens[i]))
+    places = expected(offsets, length or T + 1)
+    followed = {i for i, (t, _, end) in places.items() if length and t + length < end}
+    cut = {i for i in followed if places[i][0] == places[i][1]}
+    tokens = {i: min(length or T, end - t) for i, (t, _, end) in places.items()}
+    longest_first = sorted(range(found.count), key=lambda i: (i not in cut, i not in followed, -tokens.get(i, 0)))
+    assert found.order[:, 0].tolist() == longest_first
     if length:
-        assert found.counts.tolist() == [sum(followed), sum(cut)]
-        assert sum(followed) <= found.most
+        assert found.counts.tolist() == [len(followed), len(cut)]
+        assert len(followed) <= found.most
 
 
 def test_equal_sequences_are_cut_on_the_host():
     from gla_triton_kernels.chunk_gla.segments import cut
 
     segments = cut(3, 130, 64, None)
-    assert (segments.per_sequence, segments.count, segments.bounds, segments.cu_seqlens) == (3, 9, None, None)
+    assert (segments.per_sequence, segments.count, segments.order, segments.cu_seqlens) == (3, 9, None, None)
 
 
 # ---- lengths

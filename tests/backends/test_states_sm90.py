@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -32,10 +30,9 @@ def cut(B, T, length, cu_seqlens=None):
 
     segments = triton_segments.cut(B, T, length, cu_seqlens)
     start(segments.launches)
-    if segments.bounds is None:
+    if segments.order is None:
         return segments, [(b, t, min(t + length, T)) for b in range(B) for t in range(0, T, length)]
-    bounds = segments.bounds.tolist()
-    return segments, [(0, *rows) for rows in itertools.pairwise(bounds)]
+    return segments, [(0, t, min(t + length, end)) for _, t, _, end in sorted(segments.order.tolist())]
 
 
 def state_from_zero(left, right, g, backwards=False):

@@ -45,6 +45,7 @@ n chunks, numbered as checkpoints are   K, V key and value width   C tokens a ch
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
 """
 
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton
@@ -53,7 +54,7 @@ from torch import Tensor
 
 from gla_triton_kernels.chunk_gla import partials
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.common import in_state, load_tile, store_tile
+from gla_triton_kernels.chunk_gla.common import in_state, load_tile, segment_at, store_tile
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E, MILD_DECAY
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
@@ -92,13 +93,13 @@ def run(
     constants = (
         *sizes,
         x.initial_state is None,
-        x.ends is not None,
+        x.last_leave_none,
         exact,
         precision,
         "bf16x3" if precision == "bf16" else precision,
     )
     integers = (B, T, segments.length, segments.per_sequence, H, Hq // H, *strides, *state_strides(leaving), *constants)
-    tensors = (*given, x.cu_seqlens, segments.bounds, segments.order, entering, leaving, *written, x.dinitial_state)
+    tensors = (*given, segments.order, entering, leaving, *written, x.dinitial_state)
     grid = (blocks_v * blocks_k * segments.count * H, 1, 1)
     computed = Launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, {"num_warps": kernel.warps})
     return [computed, *partials.sums(written, (x.dq, x.dk, x.dg, x.dv))]
@@ -111,9 +112,7 @@ def _chunk_gla_bwd_kernel(
     v_ptr,  # [B, T, H, V]
     g_ptr,  # [B, T, H, K] or None
     do_ptr,  # [B, T, H*G, V]
-    cu_seqlens_ptr,  # [N+1] or None
-    bounds_ptr,  # [I+1] or None
-    order_ptr,  # [I] or None
+    order_ptr,  # [I, 4] or None
     entering_ptr,  # [B, n, H, K, V]
     leaving_ptr,  # [I, H, K, V] or None
     dq_ptr,  # [B, T, H*G, K], or one for each block of values
@@ -168,20 +167,16 @@ def _chunk_gla_bwd_kernel(
     v0, k0 = block_v * BV, block_k * BK
     ih = pid // (blocks_v * blocks_k)
     i, h = ih // H, ih % H
-    if bounds_ptr is None:
+    if order_ptr is None:
         b, start = i // segments, i % segments * segment
         end = tl.minimum(start + segment, T)
         opening = 0  # the first token of the sequence
         row = b * tl.cdiv(T, C) + start // C  # of the state that enters the first chunk
     else:
         b = 0
-        i = tl.load(order_ptr + i)
+        i, start, end, opening, last = segment_at(order_ptr, i, segment)
         ih = i * H + h
-        start = tl.load(bounds_ptr + i).to(tl.int32)
-        end = tl.load(bounds_ptr + i + 1).to(tl.int32)
-        n = i - start // segment
-        opening = tl.load(cu_seqlens_ptr + n, mask=start < end, other=0).to(tl.int32)
-        row = n + start // C
+        row = i - start // segment + start // C
 
     b64 = tl.cast(b, tl.int64)
     q_ptr += b64 * stride_qb
@@ -206,7 +201,7 @@ def _chunk_gla_bwd_kernel(
         leaving_ptr += i.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
         m_l = m_s  # [BV, BK]
         if TO_ZERO:
-            m_l &= end < tl.load(cu_seqlens_ptr + n + 1, mask=start < end, other=0)
+            m_l &= end < last
         dS = tl.load(leaving_ptr + in_state(i_k, i_v, stride_sk, stride_sv), mask=m_l, other=0.0).to(tl.float32)
 
     i_c = tl.arange(0, C)  # [C]

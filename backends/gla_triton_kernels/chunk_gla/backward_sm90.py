@@ -62,11 +62,9 @@ from gla_triton_kernels.chunk_gla.common_backward_sm90 import (
     exponents,
     gate_tile,
     gates,
-    keys_that_leave,
     product,
-    write,
 )
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, in_state, opaque_zero, plus
+from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, in_state, opaque_zero, plus, segment_at, write
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
@@ -97,9 +95,9 @@ def run(
     strides = state_strides(leaving)
     marks = pairs.new_marks(x, entering, kernel.BK)
     maps += [state_tiles(entering, WIDTH, WIDTH), *written]
-    tensors = (*maps, dq, dk, dv, dg, marks, leaving, x.dinitial_state, segments.bounds, segments.order, x.ends)
+    tensors = (*maps, dq, dk, dv, dg, marks, leaving, x.dinitial_state, segments.order)
     tiles = (kernel.BK // WIDTH, kernel.BV // WIDTH)
-    integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, B, *tiles, G)
+    integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, B, *tiles, G, x.last_leave_none)
     grid = (blocks_k * blocks_v * segments.count * H, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 80 if kernel.BK == kernel.BV == 64 else 128}  # two blocks
     computed = Launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, options)
@@ -464,9 +462,7 @@ def _chunk_gla_bwd_kernel(
     marks,  # [rows, H, blocks of keys] or None as g: 1 where a chunk is not mild
     leaving,  # [N, H/G, K, V] or None
     dinitial,  # [N, H, K, V] or None
-    bounds,  # [N + 1] or None
-    order,  # [N] or None
-    ends,  # offsets of sequences that leave no gradient in `leaving`, or None
+    order,  # [N, 4] or None
     scale,
     state_n,
     state_h,
@@ -482,9 +478,10 @@ def _chunk_gla_bwd_kernel(
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
     G: gl.constexpr,
+    LAST_LEAVE_NONE: gl.constexpr,
 ):
     HAS_GATE: gl.constexpr = g_desc is not None
-    PACKED: gl.constexpr = bounds is not None
+    PACKED: gl.constexpr = order is not None
     blocks_v = gl.cdiv(V, HALVES * D)
     blocks_k = gl.cdiv(K, PARTS * D)
     pid = gl.program_id(0)  # neighbours share q, k and g, or v and do
@@ -493,12 +490,10 @@ def _chunk_gla_bwd_kernel(
     h = pid // (blocks_v * blocks_k) % H
     n = pid // (blocks_v * blocks_k * H)
     if PACKED:
-        n = gl.load(order + n)
         b = gl.to_tensor(0)
-        start = gl.load(bounds + n).to(gl.int32)
-        length = gl.load(bounds + n + 1).to(gl.int32) - start
+        n, start, length, _, last = segment_at(order, n, segment)
         row = n - start // segment + start // C  # of the first chunk's state
-        held = keys_that_leave(n, start, length, segment, leaving, ends, K)
+        held = gl.where(start + length == last, 0, K) if LAST_LEAVE_NONE else K  # keys of what `leaving` holds, not 0
     else:
         b = n // segments
         start = n % segments * segment

@@ -40,10 +40,8 @@ from gla_triton_kernels.chunk_gla.common_backward_sm90 import (
     gate_tile,
     gates,
     product,
-    write,
-    write_rows,
 )
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, plus
+from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, plus, segment_at, write, write_rows
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, cut
 from gla_triton_kernels.runtime.launch import Launch
@@ -74,7 +72,7 @@ def run(
     moved = (x.q, x.k, x.v, x.do, x.g, x.dq, x.dk, x.dv)
     maps = [None if y is None else shared_tiles(y, CHUNK, WIDTH) for y in moved]
     maps += [state_tiles(y, WIDTH, WIDTH) for y in (entering, P)]
-    tensors = (*maps, x.dq, x.dk, x.dv, x.dg, marks, chunks.bounds)
+    tensors = (*maps, x.dq, x.dk, x.dv, x.dg, marks, chunks.order)
     options = {"num_warps": kernel.warps, "maxnreg": 168}
     gradients = Launch(_gradient_kernel, (rows * H, 1, 1), tensors, (scale,), (T, H, K, V, keys // WIDTH, G), options)
     return [states, *chunks.launches, gradients, *pairs.run(x, marks, scale, keys)]
@@ -347,7 +345,7 @@ def _gradient_kernel(
     dv_ptr,  # [B, T, H, V]
     dg_ptr,  # [B, T, H, K] or None
     marks,  # [n, H, blocks of keys] or None as g
-    bounds,  # [n + 1] or None
+    order,  # [n, 4] or None
     scale,
     T,
     H,
@@ -357,13 +355,12 @@ def _gradient_kernel(
     G: gl.constexpr,
 ):
     """A block: one chunk of one head; two warpgroups with PARTS parts of D keys each, and a warp that loads."""
-    PACKED: gl.constexpr = bounds is not None
+    PACKED: gl.constexpr = order is not None
     h = gl.program_id(0) % H
     i = gl.program_id(0) // H
     if PACKED:
         b = gl.to_tensor(0)
-        t = gl.load(bounds + i)
-        rows = gl.load(bounds + i + 1) - t
+        i, t, rows, _, _ = segment_at(order, i, C)
         if rows == 0:
             return
     else:

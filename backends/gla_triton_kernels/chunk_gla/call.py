@@ -23,8 +23,7 @@ class Tensors(NamedTuple):
     """All tensors of a call of chunk_gla_fwd, the results allocated; for their shapes see gla_core/ops/chunk_gla.py.
 
     Where segments take the place of sequences, `entering` [I, H, K, V] holds the states that enter them, but for those
-    that enter a sequence, which `initial_state` has; of packed ones `cu_seqlens` holds their bounds, and `sequences`
-    what it held before. `order` [N] or [I] is that in which packed sequences or segments start, as in `Segments`.
+    that enter a sequence, which `initial_state` has. `order` [N or I, 4] has the packed ones as in `Segments`.
     """
 
     q: Tensor
@@ -36,7 +35,6 @@ class Tensors(NamedTuple):
     o: Tensor
     final_state: Tensor | None
     checkpoints: Tensor | None = None
-    sequences: Tensor | None = None
     entering: Tensor | None = None
     order: Tensor | None = None
 
@@ -48,7 +46,7 @@ class Tensors(NamedTuple):
         B, T = self.q.shape[:2]
         segment = max(T, 1) if plan.segments is None else plan.segments.length
         segments = max(1, -(-T // segment))
-        return segment, segments, B * segments if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+        return segment, segments, B * segments if self.order is None else len(self.order)
 
 
 class BackwardTensors(NamedTuple):
@@ -70,9 +68,9 @@ class BackwardTensors(NamedTuple):
     dinitial_state: Tensor | None
 
     @property
-    def ends(self) -> Tensor | None:
-        """Offsets of packed sequences whose last segments leave no gradient of a state; None where they may."""
-        return self.cu_seqlens if self.dstate is None else None
+    def last_leave_none(self) -> bool:
+        """Whether the last segments of packed sequences leave no gradient of a state."""
+        return self.cu_seqlens is not None and self.dstate is None
 
 
 AnyTensors = TypeVar("AnyTensors", Tensors, BackwardTensors)

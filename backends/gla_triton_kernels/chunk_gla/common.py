@@ -24,6 +24,18 @@ def in_state(key, value, stride_k, stride_v):
 
 
 @triton.jit
+def segment_at(order_ptr, place, segment):
+    """Of the segment in a place of the order [I, 4]: number, first row, end, and of its sequence first row and end.
+
+    Args:
+        order_ptr: as in `Segments`. segment: tokens of one.
+    """
+    row = order_ptr + tl.cast(place, tl.int64) * 4
+    i, start, origin, last = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    return i, start, start + tl.minimum(segment, last - start), origin, last
+
+
+@triton.jit
 def operand(x, dtype: tl.constexpr):
     """Round x to what the matrix units take: dtype, or TF32 where that is float32."""
     x = x.to(dtype)

@@ -1,4 +1,4 @@
-"""What the kernels for SM90 have in common: segments, decays and scores of a chunk, rows cleared, overlap of kernels.
+"""What the kernels for SM90 have in common: segments, decays and scores of a chunk, rows cleared and written, overlap.
 
     b_t = g_1 + .. + g_t                             within a chunk
     mild chunk (no channel decays by more than MILD_DECAY_SM90): with r = b_C / 2,
@@ -15,7 +15,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
 
@@ -63,28 +68,33 @@ def wait_for_predecessor():
 
 
 @gluon.jit
-def tokens_of(n, T, segment, segments, cu_seqlens, sequences, order):
+def segment_at(order, place, segment):
+    """Of the segment in a place of the order [I, 4]: number, first row, tokens, and of its sequence first row and end.
+
+    Args:
+        order: as in `Segments`. segment: tokens of one.
+    """
+    row = order + place.to(gl.int64) * 4
+    i, start, origin, last = gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3)
+    return i, start, gl.minimum(segment, last - start), origin, last
+
+
+@gluon.jit
+def tokens_of(n, T, segment, segments, order):
     """Where the n-th sequence or segment to start is: its number, batch, first token, tokens, and of its sequence the
     number and the first token.
 
     Args:
-        cu_seqlens, sequences, order: as in `Tensors` of call.py. segment, segments: tokens of one, and how many a
-            sequence has, where there is no cu_seqlens.
+        order, segment, segments: the order, length and per_sequence of `Segments`.
     """
-    if cu_seqlens is None:
+    if order is None:
         b = n // segments
         start = n % segments * segment
         length = gl.minimum(segment, T - start)
         return n, b, start, length, b, gl.to_tensor(0)
     else:  # noqa: RET505 -- one branch is compiled
-        n = gl.load(order + n)
-        start = gl.load(cu_seqlens + n).to(gl.int32)
-        length = gl.load(cu_seqlens + n + 1).to(gl.int32) - start
-        sequence, origin = n, start
-        if sequences is not None:
-            sequence = n - start // segment  # see segments.py
-            origin = gl.load(sequences + sequence, mask=length > 0, other=0).to(gl.int32)
-        return n, gl.to_tensor(0), start, length, sequence, origin
+        n, start, length, origin, _ = segment_at(order, n, segment)
+        return n, gl.to_tensor(0), start, length, n - start // segment, origin  # see segments.py
 
 
 @gluon.jit
@@ -134,6 +144,37 @@ def clear_rows(tile, rows, layout: gl.constexpr):
         row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout)) + opaque_zero()
         x = tile.load(layout)
         tile.store(gl.where((row < rows)[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def write_rows(ptr, x, column, width, where, rows):
+    """Write the first `rows` rows of x [C, K] to a tensor [B, T, H, width] from registers.
+
+    where: batch, head, first token, T and H. column: of the tensor, where x begins.
+    """
+    b, h, t, T, H = where
+    row = (gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout)) + opaque_zero())[:, None]  # [C, 1]
+    columns = (gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)) + opaque_zero())[None, :]  # [1, K]
+    first = ptr + ((b.to(gl.int64) * T + t) * H + h) * width + column
+    offsets = row.to(gl.int64) * (H * width) + columns  # [C, K]
+    gl.store(first + offsets, x.to(ptr.dtype.element_ty), (row < rows) & (columns < width - column))
+
+
+@gluon.jit
+def write(desc, ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr):
+    """Write x [C, K] to a tensor, by way of a tile in shared memory unless rows behind it are another sequence's.
+
+    The arguments are as of `write_rows`. desc: of the tensor; None where x is one of several partial results.
+    """
+    b, h, t, _, _ = where
+    if desc is None:  # noqa: SIM114 -- known when this is compiled
+        write_rows(ptr, x, column, width, where, rows)
+    elif PACKED and rows < x.shape[0]:
+        write_rows(ptr, x, column, width, where, rows)
+    else:
+        tile.store(x.to(desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [b, h, t, column], tile.reshape([1, 1, x.shape[0], x.shape[1]]))
 
 
 @gluon.jit

@@ -37,13 +37,14 @@ K, V key and value width   C tokens a chunk   BK width K padded to a power of tw
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
 """
 
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from gla_triton_kernels.chunk_gla.call import Tensors
-from gla_triton_kernels.chunk_gla.common import OPERANDS, in_state, load_row, load_tile, operand, store_tile
+from gla_triton_kernels.chunk_gla.common import OPERANDS, in_state, load_row, load_tile, operand, segment_at, store_tile
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY
 from gla_triton_kernels.chunk_gla.plan import Plan
 from gla_triton_kernels.chunk_gla.segments import state_strides
@@ -82,9 +83,8 @@ def _chunk_gla_fwd_kernel(
     o_ptr,  # [B, T, H*G, V]
     final_ptr,  # [N, H, K, V] or None
     checkpoints_ptr,  # [B, n, H, K, V] or None
-    sequences_ptr,  # [sequences+1] where cu_seqlens holds bounds of segments, or None
     entering_ptr,  # [N, H, K, V] of segments, or None
-    order_ptr,  # [N] or None
+    order_ptr,  # [N, 4], or None as cu_seqlens
     q_tiles,  # the same tensors as tiles [C, BK or BV], or None
     k_tiles,
     v_tiles,
@@ -132,13 +132,13 @@ def _chunk_gla_fwd_kernel(
     n, h = nh // H, nh % H
     if cu_seqlens_ptr is None:
         b, start = n // segments, n % segments * segment
+        sequence, origin = b, 0  # the number of its sequence, and where that begins
         end = tl.minimum(start + segment, T)
     else:
         b = 0
-        n = tl.load(order_ptr + n)
+        n, start, end, origin, _ = segment_at(order_ptr, n, segment)
+        sequence = n - start // segment
         nh = n * H + h
-        start = tl.load(cu_seqlens_ptr + n).to(tl.int32)
-        end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32)
         if entering_ptr is not None and start == end:
             return
 
@@ -158,12 +158,6 @@ def _chunk_gla_fwd_kernel(
     VALUES: tl.constexpr = 1 - KEYS
     s_k, s_v = tl.expand_dims(i_k, VALUES).to(tl.int64), tl.expand_dims(i_v, KEYS)
     m_s = (s_k < K) & (s_v < V)
-    sequence, origin = n, start  # of a segment's sequence, the first token
-    if cu_seqlens_ptr is None:
-        sequence, origin = b, 0
-    elif sequences_ptr is not None:
-        sequence = n - start // segment
-        origin = tl.load(sequences_ptr + sequence).to(tl.int32)
     S = tl.zeros([BK, BV] if KEYS_FIRST else [BV, BK], tl.float32)
     if entering_ptr is not None:
         entering_ptr += tl.cast(nh, tl.int64) * K * V

@@ -44,9 +44,9 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
     decay_mild_chunk,
     in_state,
     next_checkpoint,
-    opaque_zero,
     tokens_of,
     wait_for_predecessor,
+    write,
 )
 from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan import Plan
@@ -68,7 +68,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     moved = ((x.q, kernel.BK), (x.k, kernel.BK), (x.v, W), (x.g, kernel.BK), (x.o, W))
     maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
     maps.append(checkpoint_tiles(x.checkpoints, kernel.BK, W))
-    tensors = (*maps, x.o, x.initial_state, x.entering, x.final_state, x.cu_seqlens, x.sequences, x.order)
+    tensors = (*maps, x.o, x.initial_state, x.entering, x.final_state, x.order)
     strides = state_strides(x.initial_state)
     integers = (*strides, T, segment, segments, every or 0, H, K, V, kernel.stages)
     options = {"launch_pdl": True} if plan.segments is not None and plan.segments.overlap else {}
@@ -194,7 +194,7 @@ def _state_warps(
     initial_state, state_n, state_h, state_k, state_v, entering, final_state = states
     s_desc, checkpoint, left, every = kept
     b, h, n, sequence, origin, column, start, length = place
-    H, K, V = sizes
+    T, H, K, V = sizes
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
@@ -205,7 +205,7 @@ def _state_warps(
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
     s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], S as an operand, or on its way to a checkpoint
     s_tile = s_block.reshape([BK, W])
-    o_tile = o_tiles.index(WARPGROUP)  # [1, 1, C, W]
+    o_tile = o_tiles.index(WARPGROUP).reshape([C, W])
     first = column + WARPGROUP * W
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
@@ -264,17 +264,8 @@ def _state_warps(
         mbarrier.arrive(empty.index(slot), count=1)
         if HAS_GATE:
             S = S * r
-        o = (o * scale).to(o_tile.dtype)  # [C, W]
-        if PACKED and rows < C:
-            row = (gl.arange(0, C, gl.SliceLayout(1, layout)) + opaque_zero())[:, None]  # [C, 1]
-            columns = first + opaque_zero() + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
-            token = (start + i * C + row).to(gl.int64) * H + h  # [C, 1]
-            gl.store(o_ptr + token * V + columns, o, (row < rows) & (columns < V))
-        else:
-            tma.store_wait(0)
-            o_tile.reshape([C, W]).store(o)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(o_desc, [b, h, start + i * C, first], o_tile)
+        tma.store_wait(0)  # nobody reads o_tile
+        write(o_desc, o_ptr, o_tile, o * scale, first, V, (b, h, start + i * C, T, H), rows, PACKED)
     if final_state is not None:
         gl.store(final_state + (n * H + h).to(gl.int64) * K * V + key * V + value, S, inside)
     tma.store_wait(0)
@@ -293,9 +284,7 @@ def _chunk_gla_fwd_kernel(
     initial_state,  # [sequences, H, K, V] or None
     entering,  # [N, H, K, V] of segments, or None
     final_state,  # [N, H, K, V] or None
-    cu_seqlens,  # [N + 1] or None
-    sequences,  # [sequences + 1] where cu_seqlens holds bounds of segments, or None
-    order,  # [N] or None
+    order,  # [N, 4] or None
     scale,
     state_n,
     state_h,
@@ -314,14 +303,14 @@ def _chunk_gla_fwd_kernel(
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
     HAS_GATE: gl.constexpr = g_desc is not None
-    PACKED: gl.constexpr = cu_seqlens is not None
+    PACKED: gl.constexpr = order is not None
     dtype: gl.constexpr = q_desc.dtype
     columns = gl.cdiv(V, 2 * W)
     column = gl.program_id(0) % columns * 2 * W
     h = gl.program_id(0) // columns % H
     n = gl.program_id(0) // columns // H
-    n, b, start, length, sequence, origin = tokens_of(n, T, segment, segments, cu_seqlens, sequences, order)
-    if sequences is not None:  # noqa: SIM102 -- known when this is compiled
+    n, b, start, length, sequence, origin = tokens_of(n, T, segment, segments, order)
+    if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
         if length == 0:
             return
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # the next one's row, and tokens until then
@@ -364,7 +353,7 @@ def _chunk_gla_fwd_kernel(
     kept = (s_desc, checkpoint, left, every)
     states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
     place = (b, h, n, sequence, origin, column, start, length)
-    sizes = (H, K, V)
+    sizes = (T, H, K, V)
     gl.warp_specialize(
         [
             (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, PACKED, STAGES)),

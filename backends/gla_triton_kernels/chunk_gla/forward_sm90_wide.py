@@ -36,8 +36,9 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
     decay_mild_chunk,
     in_state,
     next_checkpoint,
-    opaque_zero,
+    segment_at,
     tokens_of,
+    write,
 )
 from gla_triton_kernels.chunk_gla.forward_sm90 import checkpoint_tiles
 from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
@@ -54,7 +55,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     B, T, H, K = x.k.shape
     V = x.v.shape[3]
     C, BK, BV, W = plan.outputs.C, plan.outputs.BK, plan.outputs.BV, plan.outputs.BV // 2
-    chunks = cut(B, T, C, x.cu_seqlens if x.sequences is None else x.sequences)
+    chunks = cut(B, T, C, x.cu_seqlens)
     qg, kg = (x.q.new_empty(1, chunks.count * C, H, K) for _ in range(2))
     scores = x.q.new_empty(1, chunks.count * C, H, C)
     decays = x.q.new_empty(H, chunks.count, 2, 2 * BK, dtype=torch.float32)  # before and after kg^T v is added
@@ -65,7 +66,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     gates = Launch(
         _gate_kernel,
         (chunks.count, H, 1),
-        (*maps, chunks.bounds, decays),
+        (*maps, chunks.order, decays),
         (),
         integers,
         {"num_warps": plan.outputs.warps},
@@ -74,7 +75,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     maps = [shared_tiles(y, C, width) for y, width in ((qg, BK), (kg, BK), (scores, C), (x.v, W), (x.o, W))]
     maps.append(checkpoint_tiles(x.checkpoints, BK, W))
     states = (x.initial_state, x.entering, x.final_state)
-    tensors = (*maps, x.o, decays, *states, x.cu_seqlens, x.sequences, x.order)
+    tensors = (*maps, x.o, decays, *states, x.order)
     strides = state_strides(x.initial_state)
     integers, grid = (*strides, T, segment, segments, chunks.count, every or 0, H, K, V), (-(-V // BV) * N * H, 1, 1)
     state = Launch(_state_kernel, grid, tensors, (scale,), integers, {"num_warps": plan.outputs.warps, "maxnreg": 168})
@@ -89,11 +90,11 @@ def _gate_kernel(
     qg_desc,  # [1, H, I * C, K], tiles [C, BK]
     kg_desc,  # [1, H, I * C, K], tiles [C, BK]
     a_desc,  # [1, H, I * C, C], tiles [C, C]
-    bounds,  # [I + 1] of packed sequences, or None
+    order,  # [I, 4] of packed sequences, or None
     decays,  # [H, I, 2, 2 * BK]
-    chunks,  # of a sequence, where there are no bounds
+    chunks,  # of a sequence, where there is no order
 ):
-    PACKED: gl.constexpr = bounds is not None
+    PACKED: gl.constexpr = order is not None
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
@@ -102,8 +103,8 @@ def _gate_kernel(
     i = gl.program_id(0)
     h = gl.program_id(1)
     if PACKED:
-        b, first = gl.to_tensor(0), gl.load(bounds + i).to(gl.int32)
-        rows = gl.load(bounds + i + 1).to(gl.int32) - first
+        b = gl.to_tensor(0)
+        i, first, rows, _, _ = segment_at(order, i, C)
         if rows == 0:
             return
     else:
@@ -206,14 +207,14 @@ def _state_warps(
     initial_state, state_n, state_h, state_k, state_v, entering, final_state = states
     s_desc, checkpoint, left, every = kept
     b, h, n, sequence, column, start, length, is_first = place
-    H, K, V = sizes
+    T, H, K, V = sizes
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], a slice of S as an operand, or on its way to a checkpoint
     s_tile = s_block.reshape([BK, W])
-    o_tile = o_tiles.index(WARPGROUP)  # [1, 1, C, W]
+    o_tile = o_tiles.index(WARPGROUP).reshape([C, W])
     first = column + WARPGROUP * W
     head = (n * H + h).to(gl.int64) * K * V
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))  # [BK]
@@ -249,17 +250,8 @@ def _state_warps(
         o = warpgroup_mma_wait(0, [o])
         mbarrier.arrive(v_empty.index(slot), count=1)
         decays += 4 * BK
-        o = (o * scale).to(o_tile.dtype)  # [C, W]
-        if PACKED and rows < C:
-            row = (gl.arange(0, C, gl.SliceLayout(1, layout)) + opaque_zero())[:, None]  # [C, 1]
-            columns = first + opaque_zero() + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
-            token = (start + i * C + row).to(gl.int64) * H + h  # [C, 1]
-            gl.store(o_ptr + token * V + columns, o, (row < rows) & (columns < V))
-        else:
-            tma.store_wait(0)
-            o_tile.reshape([C, W]).store(o)
-            fence_async_shared()
-            tma.async_copy_shared_to_global(o_desc, [b, h, start + i * C, first], o_tile)
+        tma.store_wait(0)  # nobody reads o_tile
+        write(o_desc, o_ptr, o_tile, o * scale, first, V, (b, h, start + i * C, T, H), rows, PACKED)
     if final_state is not None:
         rows_out = final_state + head
         gl.store(rows_out + key[:, None] * V + value, S0, (key[:, None] < K) & (value < V))
@@ -321,9 +313,7 @@ def _state_kernel(
     initial_state,  # [sequences, H, K, V] or None
     entering,  # [N, H, K, V] of segments, or None
     final_state,  # [N, H, K, V] or None
-    cu_seqlens,  # [N + 1] or None
-    sequences,  # [sequences + 1] where cu_seqlens holds bounds of segments, or None
-    order,  # [N] or None
+    order,  # [N, 4] or None
     scale,
     state_n,
     state_h,
@@ -338,7 +328,7 @@ def _state_kernel(
     K,
     V,
 ):
-    PACKED: gl.constexpr = cu_seqlens is not None
+    PACKED: gl.constexpr = order is not None
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     W: gl.constexpr = v_desc.block_type.shape[3]
@@ -347,8 +337,8 @@ def _state_kernel(
     column = gl.program_id(0) % columns * 2 * W
     h = gl.program_id(0) // columns % H
     n = gl.program_id(0) // columns // H
-    n, b, start, length, sequence, origin = tokens_of(n, T, segment, segments, cu_seqlens, sequences, order)
-    if sequences is not None:  # noqa: SIM102 -- known when this is compiled
+    n, b, start, length, sequence, origin = tokens_of(n, T, segment, segments, order)
+    if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
         if length == 0:
             return
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # the next one's row, and tokens until then
@@ -383,7 +373,7 @@ def _state_kernel(
     load_place = (b, h, column, start, own * C, gl.cdiv(length, C))
     decays += (h * slots + own).to(gl.int64) * 4 * BK
     outputs = (o_desc, o_ptr)
-    sizes = (H, K, V)
+    sizes = (T, H, K, V)
     gl.warp_specialize(
         [
             (_state_warps, (tiles, barriers, outputs, scale, decays, states, kept, place, sizes, 0, PACKED)),

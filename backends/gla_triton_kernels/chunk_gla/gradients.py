@@ -28,8 +28,9 @@ def run(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
     else:
         states = Recurrence(x.q, x.do, x.g, x.dstate, x.dinitial_state, scale, backwards=True)
         # Of packed sequences there may be many more than are cut: nothing is written for all of them.
-        skip = x.ends is not None
-        leaving, segments, before = before_segments.run(plan.leaving, states, H, x.cu_seqlens, skip_first=skip)
+        leaving, segments, before = before_segments.run(
+            plan.leaving, states, H, x.cu_seqlens, skip_first=x.last_leave_none
+        )
         launches += before
         own = x._replace(dinitial_state=None)  # which is there
     each = own if plan.gradients.kernel is Kernel.BACKWARD else partials.for_query_heads(own)

@@ -22,6 +22,5 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
         entering, segments, launches = before_segments.run(
             plan.segments, states, x.k.shape[2], x.cu_seqlens, skip_first=True, o=o
         )
-        bounds = {"cu_seqlens": segments.bounds, "sequences": x.cu_seqlens, "order": segments.order}
-        each = x._replace(entering=entering, final_state=None, **bounds)
+        each = x._replace(entering=entering, final_state=None, order=segments.order)
     return launches + getattr(kernels, plan.outputs.kernel).run(plan, each, scale, every)

@@ -13,6 +13,7 @@ known on the device, and a program takes one block of a state after the other.
 I segments   N sequences   H key/value heads   K, V key and value width   BK, BV keys and values of a block of a state
 """
 
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_triton_kernels.chunk_gla.common import in_state
+from gla_triton_kernels.chunk_gla.common import in_state, segment_at
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
 from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments, state_strides
 from gla_triton_kernels.runtime.launch import Launch
@@ -56,13 +57,13 @@ def run(
     BV = min(128, power_of_two(V))
     BK = min(256 // BV, power_of_two(K))
     blocks = -(-K // BK) * -(-V // BV) * H  # of a sequence
-    only_cut = skip_first and x.after is None and segments.bounds is not None
+    only_cut = skip_first and x.after is None and segments.order is not None
     programs = min(PROGRAMS, segments.most * blocks) if only_cut else N * blocks
     if programs == 0:
         return []
     order, counts = (segments.order, segments.counts) if only_cut else (None, None)
     group = min(16, power_of_two(segments.per_sequence or 16))
-    tensors = (S, D, out, segments.cu_seqlens, segments.bounds, order, counts, x.before, x.after, decay)
+    tensors = (S, D, out, segments.cu_seqlens, order, counts, x.before, x.after, decay)
     integers = (segments.length, segments.per_sequence, *strides, N, H, K, V, BK, BV, group)
     constants = (x.backwards, skip_first, plan.overlap)
     options = {"launch_pdl": True} if plan.overlap else {}
@@ -75,8 +76,7 @@ def _scan_kernel(
     D_ptr,  # [I, H, K] or None
     out_ptr,  # [I, H, K, V] or None
     cu_seqlens_ptr,  # [N+1] or None
-    bounds_ptr,  # [I+1] or None
-    order_ptr,  # [I], or None where all sequences are scanned
+    order_ptr,  # [I, 4], or None where all sequences are scanned
     counts_ptr,  # [2] or None, as order
     before_ptr,  # [N, H, K, V] or None
     after_ptr,  # [N, H, K, V] or None
@@ -119,11 +119,11 @@ def _scan_kernel(
         block = i_k[:, None] * V + i_v[None, :]  # [BK, BV]
         if cu_seqlens_ptr is None:
             first, count = n * segments, segments
+        elif order_ptr is not None:
+            first, start, _, _, end = segment_at(order_ptr, n, segment)
+            n = first - start // segment
+            nh, count = n * H + h, tl.cdiv(end - start, segment)
         else:
-            if order_ptr is not None:
-                i = tl.load(order_ptr + n)
-                n = i - tl.load(bounds_ptr + i) // segment
-                nh = n * H + h
             start = tl.load(cu_seqlens_ptr + n).to(tl.int32)
             end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32)
             first, count = n + start // segment, tl.cdiv(end - start, segment)

@@ -7,17 +7,17 @@ Segment m of sequence n, of the rows c_n to c_{n+1}, is segment
     i = n + c_n // length + m
 
 of N + T // length, some of which are empty: no two sequences meet, and no sum over sequences is needed. Checkpoints are
-laid out in the same way. Segment i begins at row
-
-    max over n of  min(c_n % length + (i - n) length, c_{n+1}),        and not before c_0
+laid out in the same way.
 
 Where blocks start in the order of segments a long one may start last, and run alone; `order` has the longest first. Of
 those the ones that another segment of their sequence follows come first, and among these the first ones of their
-sequences: what is done for these alone is done for the first places of the order, and `counts` says for how many.
+sequences: what is done for these alone is done for the first places of the order, and `counts` says for how many. All
+that a block asks about its segment stands in its place, so that it waits for memory once (common.py: `segment_at`).
 
 N sequences   T tokens   I segments   BI segments a program   BN sequences at a time   D numbers of a token of o
 """
 
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -70,19 +70,18 @@ class Segments:
         count: how many there are; of packed sequences with the empty ones.
         per_sequence: how many a sequence has; 0 of packed sequences.
         cu_seqlens: of packed sequences, where each begins.
-        bounds: of packed sequences, [count+1]: segment i is rows bounds[i] to bounds[i+1].
-        order: of packed sequences, [count] int32: all segments, the longest first.
+        order: of packed sequences, [count, 4] int32: all segments, the longest first; of each its number i, its first
+            row, the first row of its sequence, and the end of that. Of an empty one the last two are the same.
         counts: of packed sequences that are cut, [2] int32: segments that another one follows, and sequences that have
             such segments.
         most: of packed sequences, how many segments at most are followed by another one.
-        launches: the one that computes bounds, order and counts.
+        launches: the one that computes order and counts.
     """
 
     length: int
     count: int
     per_sequence: int
     cu_seqlens: Tensor | None = None
-    bounds: Tensor | None = None
     order: Tensor | None = None
     counts: Tensor | None = None
     most: int = 0
@@ -102,10 +101,10 @@ def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None) ->
     if cu_seqlens is None:
         return Segments(T + 1, B, 1)
     N = len(cu_seqlens) - 1
-    order = torch.empty(N, dtype=torch.int32, device=cu_seqlens.device)
+    order = cu_seqlens.new_empty(N, 4, dtype=torch.int32)
     tensors, sizes = (cu_seqlens, order, o), (T, N, _width(o))
-    launch = Launch(_order_kernel, (_programs(N, o), 1, 1), tensors, (), (*sizes, BI, BN, BLOCK))
-    return Segments(T + 1, N, 0, cu_seqlens, cu_seqlens, order, launches=(launch,))
+    launch = Launch(_order_kernel, (_programs(N, o), 1, 1), tensors, (), (*sizes, BI, BN, BLOCK), ONE_WARP)
+    return Segments(T + 1, N, 0, cu_seqlens, order, launches=(launch,))
 
 
 def cut(B: int, T: int, length: int, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
@@ -120,13 +119,15 @@ def cut(B: int, T: int, length: int, cu_seqlens: Tensor | None, o: Tensor | None
         return Segments(length, B * per_sequence, per_sequence)
     N = len(cu_seqlens) - 1
     count = N + T // length
-    bounds, order, counts = (cu_seqlens.new_empty(n, dtype=torch.int32) for n in (count + 1, count, 2))
-    tensors, sizes = (cu_seqlens, bounds, order, counts, o), (T, N, count, length, _width(o))
-    launch = Launch(_lay_out_kernel, (_programs(count + 1, o), 1, 1), tensors, (), (*sizes, BI, BN, BLOCK))
-    return Segments(length, count, 0, cu_seqlens, bounds, order, counts, max(T - 1, 0) // length, (launch,))
+    order, counts = (cu_seqlens.new_empty(shape, dtype=torch.int32) for shape in ((count, 4), (2,)))
+    tensors, sizes = (cu_seqlens, order, counts, o), (T, N, count, length, _width(o))
+    launch = Launch(_lay_out_kernel, (_programs(count, o), 1, 1), tensors, (), (*sizes, BI, BN, BLOCK), ONE_WARP)
+    return Segments(length, count, 0, cu_seqlens, order, counts, max(T - 1, 0) // length, (launch,))
 
 
-BI, BN = 16, 256
+BI, BN = 4, 64
+ONE_WARP = {"num_warps": 1}
+"""Sums over sequences then need no barrier."""
 
 
 def _programs(places: int, o: Tensor | None) -> int:
@@ -142,7 +143,7 @@ def _width(o: Tensor | None) -> int:
 @triton.jit(do_not_specialize=["T", "N", "D"])
 def _order_kernel(
     cu_seqlens_ptr,  # [N+1]
-    order_ptr,  # [N]
+    order_ptr,  # [N, 4]
     o_ptr,  # [T, D] or None
     T,
     N,
@@ -157,29 +158,40 @@ def _order_kernel(
     i = tl.program_id(0) * BI + tl.arange(0, BI)  # [BI]
     if tl.program_id(0) * BI >= N:
         return
-    tokens = _tokens(cu_seqlens_ptr, i, N)[:, None]  # [BI, 1]
-    place = tl.zeros([BI], tl.int32)
+    start, end = _rows(cu_seqlens_ptr, i, N)  # [BI]
+    tokens = (end - start)[:, None]  # [BI, 1]
+    before = tl.zeros([BI, BN], tl.int32)
     for n0 in range(0, N, BN):
         n = n0 + tl.arange(0, BN)  # [BN]
-        others = _tokens(cu_seqlens_ptr, n, N)[None, :]  # [1, BN], -1 behind all sequences
+        others_start, others_end = _rows(cu_seqlens_ptr, n, N)  # [BN]
+        others = (others_end - others_start)[None, :]  # [1, BN]
         as_long = (others == tokens) & (n[None, :] < i[:, None])  # [BI, BN]
-        place += tl.sum(((others > tokens) | as_long).to(tl.int32), 1)
-    tl.store(order_ptr + place, i, mask=i < N)
+        before += ((others > tokens) | as_long).to(tl.int32)
+    _put(order_ptr, tl.sum(before, 1), i, start, start, end, N)
 
 
 @triton.jit
-def _tokens(cu_seqlens_ptr, n, N):
-    """Of sequences n; -1 where there is none."""
+def _rows(cu_seqlens_ptr, n, N):
+    """First row and end of sequences n, int32; one before the first where there is none: fewer than no tokens."""
     start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=1)
     end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0)
-    return end - start
+    return start.to(tl.int32), end.to(tl.int32)
+
+
+@triton.jit
+def _put(order_ptr, place, i, start, origin, end, count):
+    """Write segments i < count to their places: first rows, those of their sequences, and the ends of these."""
+    row = order_ptr + place * 4
+    tl.store(row, i, mask=i < count)
+    tl.store(row + 1, start, mask=i < count)
+    tl.store(row + 2, origin, mask=i < count)
+    tl.store(row + 3, end, mask=i < count)
 
 
 @triton.jit(do_not_specialize=["T", "N", "count", "length", "D"])
 def _lay_out_kernel(
     cu_seqlens_ptr,  # [N+1]
-    bounds_ptr,  # [I+1]
-    order_ptr,  # [I]
+    order_ptr,  # [I, 4]
     counts_ptr,  # [2]
     o_ptr,  # [T, D] or None
     T,
@@ -191,7 +203,7 @@ def _lay_out_kernel(
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Program: BI of the bounds, and the places of these segments in the order; of two as long the first comes first.
+    """Program: the places of BI segments in the order; of two as long the first comes first.
 
     A followed segment comes behind the first ones of cut sequences, unless it is one of them, and behind the followed
     ones before it; the last one of a sequence behind all followed ones and the longer last ones; and an empty segment
@@ -200,52 +212,53 @@ def _lay_out_kernel(
     if o_ptr is not None:
         clear_rows(o_ptr, D, tl.load(cu_seqlens_ptr), tl.load(cu_seqlens_ptr + N), T, BD)
     i = tl.program_id(0) * BI + tl.arange(0, BI)  # [BI]
-    if tl.program_id(0) * BI > count:
+    if tl.program_id(0) * BI >= count:
         return
-    bound = tl.zeros([BI], tl.int64) + tl.load(cu_seqlens_ptr)
-    last_tokens = tl.zeros([BI], tl.int32)  # of a segment that is its sequence's last, else 0
-    is_followed = tl.zeros([BI], tl.int32)  # 1, or 2 where it is its sequence's first
-    followed_before = tl.zeros([BI], tl.int32)
-    cut_before = tl.zeros([BI], tl.int32)
-    not_empty_before = tl.zeros([BI], tl.int32)
-    followed, cut, not_empty = 0, 0, 0
+    zero = tl.zeros([BI, BN], tl.int32)  # of what is added up over sequences, once all have been met
+    begin, origin, end, kind, last_tokens = zero, zero, zero, zero, zero
+    followed_before, cut_before, not_empty_before = zero, zero, zero
+    followed, cut, not_empty = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
     for n0 in range(0, N, BN):
-        start, end, first, own_followed, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length)  # [BN]
+        start_n, end_n, first, followed_n, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length)  # [BN]
         own = i[:, None] - first[None, :]  # [BI, BN], of which segment of a sequence i would be
-        begin = own.to(tl.int64) * length + start[None, :]  # [BI, BN]
-        bound = tl.maximum(bound, tl.max(tl.minimum(begin, end[None, :]), 1))
-        is_cut = (own_followed > 0).to(tl.int32)  # [BN]
-        segments = own_followed + (rest > 0).to(tl.int32)  # [BN]
-        kind = tl.where(own == 0, 2, 1)  # [BI, BN]
-        is_followed += tl.sum(tl.where((own >= 0) & (own < own_followed[None, :]), kind, 0), 1)
-        last_tokens += tl.sum(tl.where(own == own_followed[None, :], rest[None, :], 0), 1)
-        followed_before += tl.sum(tl.minimum(tl.maximum(own, 0), own_followed[None, :]), 1)
-        cut_before += tl.sum(tl.where(own > 0, is_cut[None, :], 0), 1)
-        not_empty_before += tl.sum(tl.minimum(tl.maximum(own, 0), segments[None, :]), 1)
-        followed += tl.sum(own_followed)
-        cut += tl.sum(is_cut)
-        not_empty += tl.sum(segments)
-    tl.store(bounds_ptr + i, bound.to(tl.int32), mask=i <= count)
+        segments = followed_n + (rest > 0).to(tl.int32)  # [BN]
+        is_cut = (followed_n > 0).to(tl.int32)  # [BN]
+        here = (own >= 0) & (own < segments[None, :])  # [BI, BN]
+        begin += tl.where(here, start_n[None, :] + own * length, 0)
+        origin += tl.where(here, start_n[None, :], 0)
+        end += tl.where(here, end_n[None, :], 0)
+        # 1 of a segment that another one follows, 2 where it is its sequence's first.
+        kind += tl.where((own >= 0) & (own < followed_n[None, :]), tl.where(own == 0, 2, 1), 0)
+        last_tokens += tl.where(own == followed_n[None, :], rest[None, :], 0)  # of a sequence's last segment, else 0
+        followed_before += tl.minimum(tl.maximum(own, 0), followed_n[None, :])
+        cut_before += tl.where(own > 0, is_cut[None, :], 0)
+        not_empty_before += tl.minimum(tl.maximum(own, 0), segments[None, :])
+        followed += followed_n
+        cut += is_cut
+        not_empty += segments
+    all_followed, all_cut = tl.sum(followed), tl.sum(cut)
     if tl.program_id(0) == 0:
-        tl.store(counts_ptr, followed)
-        tl.store(counts_ptr + 1, cut)
-    place = followed + tl.zeros([BI], tl.int32)  # of last ones
+        tl.store(counts_ptr, all_followed)
+        tl.store(counts_ptr + 1, all_cut)
+    last_tokens = tl.sum(last_tokens, 1)[:, None]  # [BI, 1]
+    before = zero  # of the last ones of sequences
     for n0 in range(0, N, BN):
-        _, _, first, own_followed, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length)  # [BN]
-        before = (first + own_followed)[None, :] < i[:, None]  # [BI, BN]
-        as_long = (rest[None, :] == last_tokens[:, None]) & before
-        place += tl.sum(((rest[None, :] > last_tokens[:, None]) | as_long).to(tl.int32), 1)
-    of_followed = tl.where(is_followed == 2, cut_before, cut + followed_before - cut_before)
-    empty = not_empty + i - not_empty_before
-    place = tl.where(is_followed > 0, of_followed, tl.where(last_tokens > 0, place, empty))
-    tl.store(order_ptr + place, i, mask=i < count)
+        _, _, first, followed_n, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length)  # [BN]
+        as_long = (rest[None, :] == last_tokens) & ((first + followed_n)[None, :] < i[:, None])
+        before += ((rest[None, :] > last_tokens) | as_long).to(tl.int32)
+    kind, cut_before = tl.sum(kind, 1), tl.sum(cut_before, 1)  # [BI]
+    of_followed = tl.where(kind == 2, cut_before, all_cut + tl.sum(followed_before, 1) - cut_before)
+    of_last = all_followed + tl.sum(before, 1)
+    of_empty = tl.sum(not_empty) + i - tl.sum(not_empty_before, 1)
+    is_last = tl.sum(last_tokens, 1) > 0
+    place = tl.where(kind > 0, of_followed, tl.where(is_last, of_last, of_empty))
+    _put(order_ptr, place, i, tl.sum(begin, 1), tl.sum(origin, 1), tl.sum(end, 1), count)
 
 
 @triton.jit
 def _cut(cu_seqlens_ptr, n, N, length):
     """Of sequences n [BN]: first row, end, place of the first segment, followed segments, and tokens of the last."""
-    start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=0).to(tl.int64)
-    end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0).to(tl.int64)
-    tokens = (end - start).to(tl.int32)
-    followed = tl.maximum(tokens - 1, 0) // length
-    return start, end, n + (start // length).to(tl.int32), followed, tokens - followed * length
+    start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=0).to(tl.int32)
+    end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0).to(tl.int32)
+    followed = tl.maximum(end - start - 1, 0) // length
+    return start, end, n + start // length, followed, end - start - followed * length

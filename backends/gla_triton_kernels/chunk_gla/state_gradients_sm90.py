@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.common_backward_sm90 import RUNS, WIDTH, C, D, gates, keys_that_leave, product
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, in_state, plus
+from gla_triton_kernels.chunk_gla.common_backward_sm90 import RUNS, WIDTH, C, D, gates, product
+from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, in_state, plus, segment_at
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
@@ -61,9 +61,9 @@ def run(
     moved = ((x.q, WIDTH), (x.do, kernel.BV), (x.g, WIDTH))
     maps = [None if y is None else shared_tiles(y, CHUNK, width) for y, width in moved]
     maps.append(state_tiles(P, WIDTH, kernel.BV))
-    tensors = (*maps, marks, leaving, x.dinitial_state, segments.bounds, segments.order, x.ends)
+    tensors = (*maps, marks, leaving, x.dinitial_state, segments.order)
     strides = state_strides(leaving)
-    integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, keys, G)
+    integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, keys, G, x.last_leave_none)
     blocks = -(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * H
     return Launch(
         _state_kernel, (blocks, 1, 1), tensors, (scale,), integers, {"num_warps": kernel.warps, "maxnreg": 128}
@@ -188,9 +188,7 @@ def _state_kernel(
     marks,  # [n, H, blocks of KEYS] or None as g: 1 where a chunk is not mild
     leaving,  # [I, H/G, K, V] or None
     dinitial,  # [N, H, K, V] or None
-    bounds,  # [I + 1] or None
-    order,  # [I] or None
-    ends,  # offsets of sequences that leave no gradient in `leaving`, or None
+    order,  # [I, 4] or None
     scale,
     state_n,
     state_h,
@@ -204,9 +202,10 @@ def _state_kernel(
     V,
     KEYS: gl.constexpr,
     G: gl.constexpr,
+    LAST_LEAVE_NONE: gl.constexpr,
 ):
     """A block: 2 D keys and BV values of the states of one head of a segment; two warpgroups, and a warp that loads."""
-    PACKED: gl.constexpr = bounds is not None
+    PACKED: gl.constexpr = order is not None
     BV: gl.constexpr = do_desc.block_type.shape[3]
     blocks_v = gl.cdiv(V, BV)
     blocks_k = gl.cdiv(K, 2 * D)
@@ -216,12 +215,10 @@ def _state_kernel(
     h = pid // (blocks_v * blocks_k) % H
     i = pid // (blocks_v * blocks_k * H)
     if PACKED:
-        i = gl.load(order + i)
         b = gl.to_tensor(0)
-        start = gl.load(bounds + i).to(gl.int32)
-        length = gl.load(bounds + i + 1).to(gl.int32) - start
+        i, start, length, _, last = segment_at(order, i, segment)
         row = i - start // segment + start // C  # of the first chunk
-        held = keys_that_leave(i, start, length, segment, leaving, ends, K)
+        held = gl.where(start + length == last, 0, K) if LAST_LEAVE_NONE else K  # keys of what `leaving` holds, not 0
     else:
         b = i // segments
         start = i % segments * segment

@@ -21,6 +21,7 @@ K, V key and value width   C tokens a chunk   BK, BV keys and values of a block 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
 """
 
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton
@@ -28,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from gla_triton_kernels.chunk_gla.common import OPERANDS, load_row, load_tile, operand
+from gla_triton_kernels.chunk_gla.common import OPERANDS, load_row, load_tile, operand, segment_at
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
 from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments
@@ -47,7 +48,7 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
     moved = ((x.left, kernel.BK), (x.right, kernel.BV), (x.g, kernel.BK))
     maps = [tiles(y, kernel.C, width) if kernel.tma and y is not None else None for y, width in moved]
     strides = [stride for y, _ in moved for stride in ((0, 0, 0) if y is None else y.stride()[:3])]
-    places = segments.most if x.after is None and segments.bounds is not None else segments.count
+    places = segments.most if x.after is None and segments.order is not None else segments.count
     if places == 0:
         return []
     grid = (-(-K // kernel.BK) * -(-V // kernel.BV) * places * H, 1, 1)
@@ -55,7 +56,7 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
     constants = (*sizes, x.backwards, x.after is None, kernel.stages, plan.overlap)
     T, G = x.left.shape[1], x.left.shape[2] // H
     integers = (T, segments.length, segments.per_sequence, H, G, *strides, *constants)
-    tensors = (x.left, x.right, x.g, segments.bounds, segments.order, segments.counts, S, D, *maps)
+    tensors = (x.left, x.right, x.g, segments.order, segments.counts, S, D, *maps)
     return [Launch(_states_kernel, grid, tensors, (x.scale,), integers, {"num_warps": kernel.warps})]
 
 
@@ -64,8 +65,7 @@ def _states_kernel(
     left_ptr,  # [B, T, H*G, K]
     right_ptr,  # [B, T, H*G, V]
     g_ptr,  # [B, T, H, K] or None
-    bounds_ptr,  # [I+1] or None
-    order_ptr,  # [I] or None
+    order_ptr,  # [I, 4] or None
     counts_ptr,  # [2] or None
     S_ptr,  # [I, H, K, V]
     D_ptr,  # [I, H, K] or None
@@ -109,7 +109,7 @@ def _states_kernel(
     k0 = pid // blocks_v % blocks_k * BK
     ih = pid // (blocks_v * blocks_k)
     i, h = ih // H, ih % H
-    if bounds_ptr is None:
+    if order_ptr is None:
         b, start = i // segments, i % segments * segment
         end = tl.minimum(start + segment, T)
         if SKIP_LAST and i % segments == (0 if BACKWARDS else segments - 1):
@@ -119,11 +119,9 @@ def _states_kernel(
             if i >= tl.load(counts_ptr):
                 return
         b = 0
-        i = tl.load(order_ptr + i)
+        i, start, end, _, last = segment_at(order_ptr, i, segment)
         if SKIP_LAST and BACKWARDS:  # of a segment that another one follows that other one is asked for
-            i += 1
-        start = tl.load(bounds_ptr + i)
-        end = tl.load(bounds_ptr + i + 1)
+            i, start, end = i + 1, end, end + tl.minimum(segment, last - end)
         ih = i * H + h
 
     b64 = tl.cast(b, tl.int64)

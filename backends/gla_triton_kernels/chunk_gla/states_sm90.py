@@ -45,7 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, let_dependents_start, plus
+from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, let_dependents_start, plus, segment_at
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
 from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments
@@ -58,7 +58,7 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
 
     Those of empty segments are left as they are and, where x.after is None, those of the last segment of a sequence.
     """
-    kernel, packed, skip_last = plan.states, segments.bounds is not None, x.after is None
+    kernel, packed, skip_last = plan.states, segments.order is not None, x.after is None
     B, T = x.left.shape[:2]
     H, K, V = S.shape[1:]
     asked = segments.count
@@ -70,7 +70,7 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
         return []
     moved = ((x.left, kernel.BK), (x.right, kernel.BV), (x.g, kernel.BK))
     maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
-    tensors = (*maps, S, D, segments.bounds, segments.order, segments.counts)
+    tensors = (*maps, S, D, segments.order, segments.counts)
     sizes = (T, segments.length, segments.per_sequence, H, K, V)
     constants = (parts, x.backwards, skip_last, kernel.stages)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
@@ -183,8 +183,7 @@ def _build_states_kernel(
     g_desc,  # [B, H, T, K], tiles [C, PART], or None
     S_ptr,  # [I, H, K, V]
     D_ptr,  # [I, H, K], or None as g
-    bounds,  # [I + 1] or None
-    order,  # [I] or None
+    order,  # [I, 4] or None
     counts,  # [2] or None
     scale,
     T,
@@ -202,7 +201,7 @@ def _build_states_kernel(
     C: gl.constexpr = left_desc.block_type.shape[2]
     PART: gl.constexpr = left_desc.block_type.shape[3]
     BV: gl.constexpr = right_desc.block_type.shape[3]
-    PACKED: gl.constexpr = bounds is not None
+    PACKED: gl.constexpr = order is not None
     columns = gl.cdiv(V, BV)
     blocks = columns * gl.cdiv(K, PARTS * PART)  # of a head
     column = gl.program_id(0) % columns * BV
@@ -214,21 +213,19 @@ def _build_states_kernel(
             if i >= gl.load(counts):
                 return
         b = gl.to_tensor(0)
-        i = gl.load(order + i)
+        i, start, length, _, last = segment_at(order, i, segment)
         if SKIP_LAST and BACKWARDS:  # of a segment that another one follows that other one is asked for
-            i += 1
-        start = gl.load(bounds + i).to(gl.int32)  # bounds of whole sequences are the offsets themselves, of any dtype
-        end = gl.load(bounds + i + 1).to(gl.int32)
-        if start == end:
+            i, start = i + 1, start + length
+            length = gl.minimum(segment, last - start)
+        if length == 0:
             return
     else:
         built = segments - 1 if SKIP_LAST else segments
         b = i // built
         m = i % built + 1 if SKIP_LAST and BACKWARDS else i % built
         start = m * segment
-        end = gl.minimum(start + segment, T)
+        length = gl.minimum(segment, T - start)
         i = b * segments + m
-    length = end - start
 
     left_tiles = gl.allocate_shared_memory(left_desc.dtype, [PARTS * STAGES, 1, 1, C, PART], left_desc.layout)
     right_tiles = gl.allocate_shared_memory(right_desc.dtype, [STAGES, 1, 1, C, BV], right_desc.layout)
