@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from types import SimpleNamespace
 
@@ -43,6 +44,7 @@ def gpu(monkeypatch):
     from gla_triton_kernels.runtime import replay
 
     monkeypatch.setattr(replay, "_calls", {})
+    monkeypatch.setattr(replay, "_told", {})
     fake = Device()
     monkeypatch.setattr(replay, "current_device", lambda: fake.index)
     monkeypatch.setattr(driver, "_active", fake)
@@ -115,6 +117,9 @@ def test_a_map_is_encoded_once_for_an_address(gpu):
     gpu.encoded.clear()
     for found in (x, x, other, x.clone().set_(x), other, x):  # pyright: ignore
         assert again(found, y)
+    outputs = [tensor() for _ in range(3)]
+    for output in outputs:
+        assert again(x, output)
     assert gpu.encoded == [x.data_ptr(), other.data_ptr()]
 
 
@@ -190,7 +195,7 @@ def encoded_maps(replay):
     return sum(len(tensor_map.encoded) for launch in launches for tensor_map in launch.maps if tensor_map)
 
 
-def record_two(gpu, x, y, scratch):
+def record_two(gpu, x, y, scratch, key="two"):
     """A call of two kernels, which hand something over in `scratch`."""
     from gla_triton_kernels.runtime import replay
     from gla_triton_kernels.runtime.launch import Launch
@@ -198,7 +203,7 @@ def record_two(gpu, x, y, scratch):
     kernels = [compiled(gpu, "*fp32", "*fp32") for _ in range(2)]
     first = Launch(None, (5, 1, 1), (x, scratch), (), (1, 2), compiled=kernels[0])
     second = Launch(None, (6, 1, 1), (scratch, y), (0.5,), (3,), compiled=kernels[1])
-    replay.record("two", (x, y), [first, second])
+    replay.record(key, (x, y), [first, second])
 
 
 def test_a_call_of_several_launches(gpu):
@@ -212,6 +217,98 @@ def test_a_call_of_several_launches(gpu):
     assert handed_over not in (0, x.data_ptr(), y.data_ptr(), scratch.data_ptr())
     assert (first_grid, first[-4:]) == (5, [y.data_ptr(), handed_over, 1, 2])
     assert (second_grid, second[-4:]) == (6, [handed_over, x.data_ptr(), 0.25, 3])
+
+
+def test_launches_are_told_of_the_addresses_and_floats_of_their_call(gpu, monkeypatch):
+    """Whatever has been kept of calls before; scratch is allocated by each, here in either of two places in turn."""
+    from gla_triton_kernels.runtime.replay import replay
+
+    x, y, z = (tensor() for _ in range(3))
+    record_two(gpu, x, y, tensor())
+    calls = [(x, y, 0.5), (y, x, 0.5), (x, y, 0.25), (x, z, 0.25), (z, y, 0.5)]
+    for memory, (a, b, scale) in zip(itertools.cycle([tensor(), tensor()]), 4 * calls, strict=False):
+        monkeypatch.setattr(torch, "empty", lambda memory=memory, **_: memory)
+        assert replay("two", (a, b), scale)
+        first, second = gpu.launched[-2:]
+        assert first[-4:] == [a.data_ptr(), memory.data_ptr(), 1, 2]
+        assert second[-4:] == [memory.data_ptr(), b.data_ptr(), scale, 3]
+    assert len(gpu.launched) == 2 * 4 * len(calls)
+
+
+def test_a_call_that_is_recorded_anew_forgets_what_was_told(gpu):
+    from gla_triton_kernels.runtime.replay import replay
+
+    x, y = tensor(), tensor()
+    record(gpu, x, y)
+    assert again(x, y)
+    gpu.launched.clear()
+    record_two(gpu, x, y, tensor(), key="key")
+    assert replay("key", (x, y), 0.5)
+    assert len(gpu.launched) == 2
+
+
+def test_the_stream_is_asked_for_by_every_call(gpu, monkeypatch):
+    x, y = tensor(), tensor()
+    record(gpu, x, y)
+    for stream in (7, 8, 7):
+        monkeypatch.setattr(gpu, "get_current_stream", lambda _, stream=stream: stream)
+        assert again(x, y)
+    assert [launched[3] for launched in gpu.launched] == [7, 8, 7]
+
+
+def test_a_kept_call_is_not_launched_on_another_device_or_past_a_profiler(gpu, monkeypatch):
+    from gla_triton_kernels.runtime import replay
+
+    x, y = tensor(), tensor()
+    record(gpu, x, y)
+    assert again(x, y)
+    gpu.index = 1
+    assert not again(x, y)
+    gpu.index = 0
+    monkeypatch.setattr(replay, "_profiled", lambda: True)
+    assert not again(x, y)
+    assert len(gpu.launched) == 1
+
+
+def test_addresses_that_are_not_aligned_are_refused_every_time(gpu):
+    x, y = tensor(), tensor()
+    record(gpu, x, y)
+    odd = torch.zeros(800)[1:769].view(2, 16, 3, 8)
+    assert [again(x, y), again(odd, y), again(odd, y), again(x, y)] == [True, False, False, True]
+
+
+def test_what_is_kept_of_launches_is_bounded(gpu, monkeypatch):
+    from gla_triton_kernels.runtime import replay
+
+    monkeypatch.setattr(replay, "_MOST_TOLD", 3)
+    tensors = [tensor() for _ in range(8)]
+    x, y, *_ = tensors
+    for key in ("one", "another"):
+        record(gpu, x, y, key)
+    for key, output in itertools.product(("one", "another"), tensors[1:]):
+        assert again(x, output, key)
+        assert 0 < len(replay._told) <= 3
+        assert gpu.launched[-1][-3:] == [output.data_ptr(), 0.5, 9]
+
+
+@pytest.mark.parametrize("launcher", ["TRITON_3_6", "TRITON_3_7"])
+def test_either_form_of_launchers(gpu, monkeypatch, launcher):
+    """A function in C takes what the kernel takes one by one in Triton 3.6, and as a tuple in 3.7."""
+    from gla_triton_kernels.runtime import replay
+    from gla_triton_kernels.runtime.launch import Launch
+
+    monkeypatch.setattr(replay, "_launcher", lambda: getattr(replay, launcher))
+    launched = []
+    gpu.launch = lambda *args: launched.append(args)
+    x, y = tensor(), tensor()
+    made = Launch(None, GRID, (x, None, y), (0.5,), (9,), compiled=compiled(gpu, "*fp32", "*fp32"))
+    replay.record("key", (x, None, y), [made])
+    for _ in range(2):
+        assert again(x, y)
+    arguments = (x.data_ptr(), 0, y.data_ptr(), 0.5, 9)
+    for args in launched:
+        assert args[:7] == (*GRID, 7, "kernel", False, True)
+        assert args[-5:] == arguments if launcher == "TRITON_3_6" else args[-1] == arguments
 
 
 def test_parts_of_tensors_are_where_they_were(gpu):

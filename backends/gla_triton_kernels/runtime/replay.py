@@ -3,7 +3,8 @@
 Of a small call most time passes on the host: deciding which kernels run, specialising their arguments, looking up what
 has been compiled, encoding tensor maps. All of that is the same for calls whose tensors have the same layouts. So a
 call is recorded under a key that says what its launches depend on, and an equal call goes from the key to the function
-in C that Triton's launchers call, which spares a microsecond a launch.
+in C that Triton's launchers call, which spares a microsecond a launch. Allocators hand out the same addresses over and
+over, so what these functions are told is kept too, by the addresses of a call's tensors.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _LINE = 128
 """Bytes of a line of the cache; scratch tensors begin at multiples."""
 _MOST_CALLS = 4096
 _MOST_MAPS = 1024
+_MOST_TOLD = 4096
+"""Calls for whose addresses it is kept what their launches are told: about 2 KiB each."""
 _NONE = -1
 """The place of a None among the tensors of a call: behind them."""
 
@@ -39,7 +42,7 @@ _NONE = -1
 class _TensorMap:
     """A parameter of a kernel that is a tensor map, for all tensors of one layout.
 
-    Allocators hand out the same addresses over and over, so a map is encoded once for an address.
+    A map is encoded once for an address: of a call's tensors often only some are at addresses that are new to it.
     """
 
     def __init__(self, descriptor: Any, box: Any) -> None:
@@ -55,6 +58,10 @@ class _TensorMap:
         encoded = make_tensordesc_arg(SimpleNamespace(base=base, **self.layout), self.box)
         _put(self.encoded, address, encoded, _MOST_MAPS)
         return encoded
+
+
+_Told = tuple[Any, tuple[int, int, int], tuple[Any, ...]]
+"""A launch but for its stream: Triton's function in C, the grid before the stream, and what is told after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +85,14 @@ class _RecordedLaunch:
     takes_floats: bool
     integers: tuple[Any, ...]
 
-    def replay(self, stream: int, addresses: list[int], floats: tuple[float, ...]) -> None:
-        """Launch on the tensors of a call, which are at these addresses."""
+    def told(self, addresses: list[int], floats: tuple[float, ...]) -> _Told:
+        """The launch on the tensors of a call, which are at these addresses."""
         arguments: list[Any] = self._mapped(addresses) if self.maps else [addresses[i] for i in self.places]
         if self.takes_floats:
             arguments += floats
         if self.spread:
-            self.launch(*self.grid, stream, *self.kernel, *arguments, *self.integers)
-        else:
-            self.launch(*self.grid, stream, *self.kernel, (*arguments, *self.integers))
+            return self.launch, self.grid, (*self.kernel, *arguments, *self.integers)
+        return self.launch, self.grid, (*self.kernel, (*arguments, *self.integers))
 
     def _mapped(self, addresses: list[int]) -> list[Any]:
         """Addresses, and encoded maps in the place of those that are mapped."""
@@ -100,23 +106,36 @@ class _RecordedLaunch:
         return arguments
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class _RecordedCall:
-    """The launches of a call in order, and the device they are for.
+    """The launches of a call in order, and the device they are for; equal only to itself.
 
     Attributes:
-        scratch: where each scratch tensor begins in the memory of all of them. memory: how that is allocated.
-        parts: of tensors (see `part`): the place of the whole among those of the call and scratch, and bytes into it.
+        memory: how the memory of all scratch tensors is allocated; None if there are none.
+        parts: scratch tensors as parts of that memory, then parts of tensors (see `part`): the place of the whole, and
+            bytes into it. Places count the tensors of the call, the memory, then these parts.
     """
 
     device: int
-    scratch: tuple[int, ...]
-    memory: dict[str, Any]
+    memory: dict[str, Any] | None
     parts: tuple[tuple[int, int], ...]
     launches: tuple[_RecordedLaunch, ...]
 
+    def told(self, addresses: list[int], floats: tuple[float, ...]) -> list[_Told]:
+        """The launches on tensors, and memory for scratch behind them, at these addresses."""
+        addresses = addresses.copy()
+        for place, bytes_into in self.parts:
+            addresses.append(addresses[place] + bytes_into)
+        addresses.append(0)  # at _NONE
+        return [launch.told(addresses, floats) for launch in self.launches]
+
 
 _calls: dict[Hashable, _RecordedCall] = {}
+_told: dict[Hashable, list[_Told]] = {}
+"""What was launched, by the call, its floats, and the addresses of its tensors and of the memory for scratch.
+
+Of all calls together, so that it stays small however many are recorded.
+"""
 
 
 def _put(cache: dict[Any, Any], key: Hashable, value: object, most: int) -> None:
@@ -144,15 +163,15 @@ def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[L
     aligned = math.gcd(ALIGNMENT, *(x.data_ptr() for x in given + taken)) == ALIGNMENT
     if one_in_two_places or not aligned or not all(x.is_contiguous() for x in scratch) or why_not_replayed():
         return
-    places.update({id(x): len(tensors) + i for i, x in enumerate(scratch)})
-    begins_of_parts = tuple((places[id(_whole_of(x))], x.data_ptr() - _whole_of(x).data_ptr()) for x in parts.values())
-    places.update({i: len(tensors) + len(scratch) + n for n, i in enumerate(parts)})
+    *begins, size = itertools.accumulate((-(-x.nbytes // _LINE) * _LINE for x in scratch), initial=0)
+    memory = {"size": (size,), "dtype": torch.uint8, "device": given[0].device} if scratch else None
+    places.update({id(x): len(tensors) + 1 + i for i, x in enumerate([*scratch, *parts.values()])})
+    into = [(len(tensors), begin) for begin in begins]
+    into += [(places[id(_whole_of(x))], x.data_ptr() - _whole_of(x).data_ptr()) for x in parts.values()]
     if any(launch.compiled.run.global_scratch_size or launch.compiled.run.profile_scratch_size for launch in launches):
         return  # memory that Triton allocates for each launch
     recorded = tuple(_recorded(launch, places) for launch in launches)
-    *begins, size = itertools.accumulate((-(-x.nbytes // _LINE) * _LINE for x in scratch), initial=0)
-    memory = {"size": (size,), "dtype": torch.uint8, "device": given[0].device}
-    _put(_calls, key, _RecordedCall(current_device(), tuple(begins), memory, begins_of_parts, recorded), _MOST_CALLS)
+    _put(_calls, key, _RecordedCall(current_device(), memory, tuple(into), recorded), _MOST_CALLS)
 
 
 _WHOLE = "_part_of"
@@ -226,20 +245,19 @@ def replay(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> b
     call = _calls.get(key)
     if call is None or call.device != current_device() or _profiled():
         return False
-    addresses = [0 if x is None else x.data_ptr() for x in tensors]
-    if math.gcd(ALIGNMENT, *addresses) != ALIGNMENT:
-        return False
-    if call.scratch:
-        memory = torch.empty(**call.memory)
-        address = memory.data_ptr()
-        addresses += [address + begin for begin in call.scratch]
-    if call.parts:
-        addresses += [addresses[place] + bytes_into for place, bytes_into in call.parts]
-    addresses.append(0)  # at _NONE
+    memory = torch.empty(**call.memory) if call.memory else None
+    addresses = [0 if x is None else x.data_ptr() for x in (*tensors, memory)]
+    told_for = (call, floats, *addresses)
+    told = _told.get(told_for)
+    if told is None:  # what is found has addresses that were checked when it was kept
+        if math.gcd(ALIGNMENT, *addresses) != ALIGNMENT:
+            return False
+        told = call.told(addresses, floats)
+        _put(_told, told_for, told, _MOST_TOLD)
     active: Any = driver.active
     stream = active.get_current_stream(call.device)
-    for launch in call.launches:
-        launch.replay(stream, addresses, floats)
+    for launch, grid, arguments in told:
+        launch(*grid, stream, *arguments)
     return True
 
 
