@@ -11,7 +11,7 @@ import gla_core as gla
 from gla_core.compat.fla import accelerate
 
 models = pytest.importorskip("fla.models", reason="needs flash-linear-attention 0.6.0: make test-fla")
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("untuned")]
 SIZES = {"hidden_size": 256, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 61}
 SIZES |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 

@@ -1,0 +1,27 @@
+"""flash-linear-attention's kernels without their tuning."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def untuned():
+    """Triton's autotuners run the first configuration that fits, and try no other.
+
+    flash-linear-attention's list dozens each, to compile and to time: minutes for what decides speed alone.
+    """
+    autotuner = pytest.importorskip("triton.runtime.autotuner")
+
+    def run(self, *args, **kwargs):
+        self.nargs, refusal = dict(zip(self.arg_names, args, strict=False)), None
+        for config in self.prune_configs(kwargs):
+            try:
+                return self.fn.run(*args, **kwargs, **config.all_kwargs())
+            except autotuner.OutOfResources as error:
+                refusal = error
+        raise refusal
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autotuner.Autotuner, "run", run)
+        yield
