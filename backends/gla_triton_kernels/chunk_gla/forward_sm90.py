@@ -71,7 +71,8 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     tensors = (*maps, x.o, x.initial_state, x.entering, x.final_state, x.order)
     strides = state_strides(x.initial_state)
     integers = (*strides, T, segment, segments, every or 0, H, K, V, kernel.stages)
-    options = {"launch_pdl": True} if plan.segments is not None and plan.segments.overlap else {}
+    overlap = x.order is not None if plan.segments is None else plan.segments.overlap
+    options = {"launch_pdl": True} if overlap else {}
     jit = _chunk_gla_fwd_kernel
     return [Launch(jit, grid, tensors, (scale,), integers, {"num_warps": kernel.warps, "maxnreg": 128, **options})]
 
@@ -309,6 +310,8 @@ def _chunk_gla_fwd_kernel(
     column = gl.program_id(0) % columns * 2 * W
     h = gl.program_id(0) // columns % H
     n = gl.program_id(0) // columns // H
+    if PACKED and entering is None:
+        wait_for_predecessor()  # which puts sequences in order
     n, b, start, length, sequence, origin = tokens_of(n, T, segment, segments, order)
     if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
         if length == 0:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_triton_kernels.chunk_gla.common import OPERANDS, load_row, load_tile, operand, segment_at
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
@@ -56,8 +56,11 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
     constants = (*sizes, x.backwards, x.after is None, kernel.stages, plan.overlap)
     T, G = x.left.shape[1], x.left.shape[2] // H
     integers = (T, segments.length, segments.per_sequence, H, G, *strides, *constants)
+    options = {"num_warps": kernel.warps}
+    if plan.overlap and segments.order is not None:
+        options["launch_pdl"] = True
     tensors = (x.left, x.right, x.g, segments.order, segments.counts, S, D, *maps)
-    return [Launch(_states_kernel, grid, tensors, (x.scale,), integers, {"num_warps": kernel.warps})]
+    return [Launch(_states_kernel, grid, tensors, (x.scale,), integers, options)]
 
 
 @triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "H"])
@@ -100,8 +103,10 @@ def _states_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """Program: block [BK, BV] of the state of one key/value head of one segment."""
-    if OVERLAPS:  # the scan may be launched, and then waits
-        gdc_launch_dependents()
+    if OVERLAPS:
+        if order_ptr is not None:
+            gdc_wait()  # for the launch that lays out segments: before it is done, no dependent is to start either
+        gdc_launch_dependents()  # the scan may be launched, and then waits
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     blocks_k: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0)  # neighbours share left and g

@@ -45,7 +45,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, let_dependents_start, plus, segment_at
+from gla_triton_kernels.chunk_gla.common_sm90 import (
+    clear_rows,
+    let_dependents_start,
+    plus,
+    segment_at,
+    wait_for_predecessor,
+)
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
 from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments
@@ -74,6 +80,8 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
     sizes = (T, segments.length, segments.per_sequence, H, K, V)
     constants = (parts, x.backwards, skip_last, kernel.stages)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
+    if packed and plan.overlap:
+        options["launch_pdl"] = True
     return [Launch(_build_states_kernel, (blocks, 1, 1), tensors, (x.scale,), (*sizes, *constants), options)]
 
 
@@ -197,11 +205,13 @@ def _build_states_kernel(
     SKIP_LAST: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    let_dependents_start()
     C: gl.constexpr = left_desc.block_type.shape[2]
     PART: gl.constexpr = left_desc.block_type.shape[3]
     BV: gl.constexpr = right_desc.block_type.shape[3]
     PACKED: gl.constexpr = order is not None
+    if PACKED:
+        wait_for_predecessor()  # which lays out segments, and of which no dependent is to start before this one knows
+    let_dependents_start()
     columns = gl.cdiv(V, BV)
     blocks = columns * gl.cdiv(K, PARTS * PART)  # of a head
     column = gl.program_id(0) % columns * BV
