@@ -40,6 +40,9 @@ def check(device):
         assert found.order.dtype == torch.int32
         assert sorted(i for i, *_ in found.order.tolist()) == list(range(found.count))
         assert {i: rows for i, *rows in found.order.tolist() if rows[0] < rows[2]} == expected(offsets, length)
+        in_order = segments.cut(1, T, length, offsets, longest_first=False)
+        start(in_order.launches)
+        assert in_order.order.tolist() == sorted(found.order.tolist())
 
     return check
 

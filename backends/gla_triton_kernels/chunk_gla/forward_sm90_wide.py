@@ -55,7 +55,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     B, T, H, K = x.k.shape
     V = x.v.shape[3]
     C, BK, BV, W = plan.outputs.C, plan.outputs.BK, plan.outputs.BV, plan.outputs.BV // 2
-    chunks = cut(B, T, C, x.cu_seqlens)
+    chunks = cut(B, T, C, x.cu_seqlens, longest_first=False)
     qg, kg = (x.q.new_empty(1, chunks.count * C, H, K) for _ in range(2))
     scores = x.q.new_empty(1, chunks.count * C, H, C)
     decays = x.q.new_empty(H, chunks.count, 2, 2 * BK, dtype=torch.float32)  # before and after kg^T v is added

@@ -73,7 +73,7 @@ class Segments:
         order: of packed sequences, [count, 4] int32: all segments, the longest first; of each its number i, its first
             row, the first row of its sequence, and the end of that. Of an empty one the last two are the same.
         counts: of packed sequences that are cut, [2] int32: segments that another one follows, and sequences that have
-            such segments.
+            such segments. Nothing is written there where the longest are not the first.
         most: of packed sequences, how many segments at most are followed by another one.
         launches: the one that computes order and counts.
     """
@@ -107,12 +107,15 @@ def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None) ->
     return Segments(T + 1, N, 0, cu_seqlens, order, launches=(launch,))
 
 
-def cut(B: int, T: int, length: int, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
+def cut(
+    B: int, T: int, length: int, cu_seqlens: Tensor | None, o: Tensor | None = None, longest_first: bool = True
+) -> Segments:
     """Cut sequences into segments of `length` tokens.
 
     Args:
         o: of packed sequences, [1, T, ...], contiguous: rows that belong to no sequence are made 0 beside; None leaves
             that to another launch.
+        longest_first: else the order of packed segments is that of their numbers, for blocks that all take as long.
     """
     if cu_seqlens is None:
         per_sequence = -(-T // length)
@@ -121,7 +124,8 @@ def cut(B: int, T: int, length: int, cu_seqlens: Tensor | None, o: Tensor | None
     count = N + T // length
     order, counts = (cu_seqlens.new_empty(shape, dtype=torch.int32) for shape in ((count, 4), (2,)))
     tensors, sizes = (cu_seqlens, order, counts, o), (T, N, count, length, _width(o))
-    launch = Launch(_lay_out_kernel, (_programs(count, o), 1, 1), tensors, (), (*sizes, BI, BN, BLOCK), ONE_WARP)
+    constants = (longest_first, BI, BN, BLOCK)
+    launch = Launch(_lay_out_kernel, (_programs(count, o), 1, 1), tensors, (), (*sizes, *constants), ONE_WARP)
     return Segments(length, count, 0, cu_seqlens, order, counts, max(T - 1, 0) // length, (launch,))
 
 
@@ -199,60 +203,69 @@ def _lay_out_kernel(
     count,
     length,
     D,
+    LONGEST_FIRST: tl.constexpr,
     BI: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Program: the places of BI segments in the order; of two as long the first comes first.
-
-    A followed segment comes behind the first ones of cut sequences, unless it is one of them, and behind the followed
-    ones before it; the last one of a sequence behind all followed ones and the longer last ones; and an empty segment
-    behind all that are not.
-    """
+    """Program: BI segments, written to their places in the order."""
     if o_ptr is not None:
         clear_rows(o_ptr, D, tl.load(cu_seqlens_ptr), tl.load(cu_seqlens_ptr + N), T, BD)
     i = tl.program_id(0) * BI + tl.arange(0, BI)  # [BI]
     if tl.program_id(0) * BI >= count:
         return
     zero = tl.zeros([BI, BN], tl.int32)  # of what is added up over sequences, once all have been met
-    begin, origin, end, kind, last_tokens = zero, zero, zero, zero, zero
-    followed_before, cut_before, not_empty_before = zero, zero, zero
-    followed, cut, not_empty = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
+    begin, origin, end = zero, zero, zero
     for n0 in range(0, N, BN):
-        start_n, end_n, first, followed_n, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length)  # [BN]
+        start_n, end_n, first, followed, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length)  # [BN]
         own = i[:, None] - first[None, :]  # [BI, BN], of which segment of a sequence i would be
-        segments = followed_n + (rest > 0).to(tl.int32)  # [BN]
-        is_cut = (followed_n > 0).to(tl.int32)  # [BN]
-        here = (own >= 0) & (own < segments[None, :])  # [BI, BN]
+        here = (own >= 0) & (own < (followed + (rest > 0).to(tl.int32))[None, :])
         begin += tl.where(here, start_n[None, :] + own * length, 0)
         origin += tl.where(here, start_n[None, :], 0)
         end += tl.where(here, end_n[None, :], 0)
+    place = _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, BN) if LONGEST_FIRST else i
+    _put(order_ptr, place, i, tl.sum(begin, 1), tl.sum(origin, 1), tl.sum(end, 1), count)
+
+
+@triton.jit
+def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, BN: tl.constexpr):
+    """The places [BI] of segments i in the order, of which two as long stay as they are; the first program counts.
+
+    A followed segment comes behind the first ones of cut sequences, unless it is one of them, and behind the followed
+    ones before it; the last one of a sequence behind all followed ones and the longer last ones; and an empty segment
+    behind all that are not.
+    """
+    zero = tl.zeros([i.shape[0], BN], tl.int32)  # of what is added up over sequences, once all have been met
+    kind, tokens, followed_before, cut_before, not_empty_before = zero, zero, zero, zero, zero
+    followed, cut, not_empty = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
+    for n0 in range(0, N, BN):
+        _, _, first, followed_n, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length)  # [BN]
+        own = i[:, None] - first[None, :]  # [BI, BN], of which segment of a sequence i would be
+        segments = followed_n + (rest > 0).to(tl.int32)  # [BN]
+        is_cut = (followed_n > 0).to(tl.int32)  # [BN]
         # 1 of a segment that another one follows, 2 where it is its sequence's first.
         kind += tl.where((own >= 0) & (own < followed_n[None, :]), tl.where(own == 0, 2, 1), 0)
-        last_tokens += tl.where(own == followed_n[None, :], rest[None, :], 0)  # of a sequence's last segment, else 0
+        tokens += tl.where(own == followed_n[None, :], rest[None, :], 0)  # of a sequence's last segment, else 0
         followed_before += tl.minimum(tl.maximum(own, 0), followed_n[None, :])
         cut_before += tl.where(own > 0, is_cut[None, :], 0)
         not_empty_before += tl.minimum(tl.maximum(own, 0), segments[None, :])
         followed += followed_n
         cut += is_cut
         not_empty += segments
-    all_followed, all_cut = tl.sum(followed), tl.sum(cut)
+    all_followed, all_cut, last_tokens = tl.sum(followed), tl.sum(cut), tl.sum(tokens, 1)
     if tl.program_id(0) == 0:
         tl.store(counts_ptr, all_followed)
         tl.store(counts_ptr + 1, all_cut)
-    last_tokens = tl.sum(last_tokens, 1)[:, None]  # [BI, 1]
     before = zero  # of the last ones of sequences
     for n0 in range(0, N, BN):
         _, _, first, followed_n, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length)  # [BN]
-        as_long = (rest[None, :] == last_tokens) & ((first + followed_n)[None, :] < i[:, None])
-        before += ((rest[None, :] > last_tokens) | as_long).to(tl.int32)
+        as_long = (rest[None, :] == last_tokens[:, None]) & ((first + followed_n)[None, :] < i[:, None])
+        before += ((rest[None, :] > last_tokens[:, None]) | as_long).to(tl.int32)
     kind, cut_before = tl.sum(kind, 1), tl.sum(cut_before, 1)  # [BI]
     of_followed = tl.where(kind == 2, cut_before, all_cut + tl.sum(followed_before, 1) - cut_before)
-    of_last = all_followed + tl.sum(before, 1)
     of_empty = tl.sum(not_empty) + i - tl.sum(not_empty_before, 1)
-    is_last = tl.sum(last_tokens, 1) > 0
-    place = tl.where(kind > 0, of_followed, tl.where(is_last, of_last, of_empty))
-    _put(order_ptr, place, i, tl.sum(begin, 1), tl.sum(origin, 1), tl.sum(end, 1), count)
+    of_last = tl.where(last_tokens > 0, all_followed + tl.sum(before, 1), of_empty)
+    return tl.where(kind > 0, of_followed, of_last)
 
 
 @triton.jit
