@@ -109,14 +109,18 @@ def next_checkpoint(start, sequence, origin, every, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def decay_mild_chunk(q_tile, k_tile, g):
-    """Turn tiles q, k [C, K] of a mild chunk with gates g [C, K] into qg, kg, and return exp(r) [K]."""
-    b = gl.associative_scan(g, 0, plus)  # [C, K]
-    r = 0.5 * gl.sum(g, 0)  # [K]
-    x = (b - r[None, :]) * LOG2E  # [C, K]
-    q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(x)).to(q_tile.dtype))
-    k_tile.store((k_tile.load(g.type.layout).to(gl.float32) * gl.exp2(-x)).to(k_tile.dtype))
-    return gl.exp2(r * LOG2E)
+def exponents_of_mild_chunk(g, end):
+    """The exponents b - r [C, K] of a mild chunk with gates g [C, K], whose sum over the chunk is `end` [K], base 2."""
+    return (gl.associative_scan(g, 0, plus) - 0.5 * end[None, :]) * LOG2E
+
+
+@gluon.jit
+def decay_mild_chunk(q_tile, k_tile, x, end):
+    """Turn tiles q, k [C, K] of a mild chunk into qg, kg, by its exponents x [C, K], and return exp(r) [K]."""
+    layout: gl.constexpr = x.type.layout
+    q_tile.store((q_tile.load(layout).to(gl.float32) * gl.exp2(x)).to(q_tile.dtype))
+    k_tile.store((k_tile.load(layout).to(gl.float32) * gl.exp2(-x)).to(k_tile.dtype))
+    return gl.exp2(0.5 * end * LOG2E)
 
 
 @gluon.jit

@@ -42,6 +42,7 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
     clear_rows,
     decay_any_chunk,
     decay_mild_chunk,
+    exponents_of_mild_chunk,
     in_state,
     next_checkpoint,
     tokens_of,
@@ -139,6 +140,8 @@ def _gate_warps(
     RUN: gl.constexpr = C // 2 if K > 64 else 4
     LANES: gl.constexpr = 256 // K
     layout: gl.constexpr = gl.BlockedLayout([RUN, 2], [LANES, 32 // LANES], [1, 4], [1, 0])
+    # Gates are summed while it is found out whether the chunk is mild, where there are registers for that.
+    AHEAD: gl.constexpr = K <= 64
     for i in range(gl.cdiv(length, C)):
         slot = i % STAGES
         phase = (i // STAGES) & 1
@@ -151,7 +154,9 @@ def _gate_warps(
             if PACKED:
                 clear_rows(g_tile, rows, layout)
             g = g_tile.load(layout).to(gl.float32)  # [C, K]
-            mild = gl.min(gl.sum(g, 0), 0) > -MILD_DECAY_SM90
+            end = gl.sum(g, 0)  # [K]
+            mild = gl.min(end, 0) > -MILD_DECAY_SM90
+            x = exponents_of_mild_chunk(g, end) if AHEAD else g  # [C, K]
             mbarrier.wait(full.index(slot), phase)  # and nobody reads what was written to this slot before
             mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, layout)))
             if PACKED:
@@ -159,7 +164,8 @@ def _gate_warps(
             if mild:
                 fence_async_shared()
                 mbarrier.arrive(g_empty.index(slot), count=1)
-                decay = decay_mild_chunk(q_tile, k_tile, g)  # [K]
+                x = x if AHEAD else exponents_of_mild_chunk(g, end)  # [C, K]
+                decay = decay_mild_chunk(q_tile, k_tile, x, end)  # [K]
             else:
                 decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), g)  # [K], [C, C]
                 a_tiles.index(slot).store(a.to(q_tile.dtype))
@@ -220,10 +226,11 @@ def _state_warps(
     if initial_state is not None:
         head = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
         S = gl.load(head + in_state(key, value, state_k, state_v), inside & is_first, S)
+    waiting = gl.full([BK, 1], 1.0, gl.float32, layout)  # the outer exp(r) of the chunk before
     for i in range(gl.cdiv(length, C)):
         if s_desc is not None:
             if left == 0:
-                s_tile.store(S.to(s_tile.dtype))
+                s_tile.store((S * waiting).to(s_tile.dtype))
                 fence_async_shared()
                 tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
                 checkpoint += 1
@@ -247,8 +254,9 @@ def _state_warps(
             decay = decays.index(slot).load(gl.SliceLayout(1, layout))[:, None]  # [BK, 1], exp(r) or exp(b_C)
             mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
             r = gl.where(mild, decay, 1.0)  # [BK, 1], exp(r)
-            s_tile.store((S * r).to(s_tile.dtype))
-            S = S * decay
+            s_tile.store((S * (waiting * r)).to(s_tile.dtype))
+            S = S * (waiting * decay)
+            waiting = r
         else:
             s_tile.store(S.to(s_tile.dtype))
         fence_async_shared()
@@ -263,12 +271,10 @@ def _state_warps(
         S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S, is_async=True)
         o, S = warpgroup_mma_wait(0, [o, S])
         mbarrier.arrive(empty.index(slot), count=1)
-        if HAS_GATE:
-            S = S * r
         tma.store_wait(0)  # nobody reads o_tile
         write(o_desc, o_ptr, o_tile, o * scale, first, V, (b, h, start + i * C, T, H), rows, PACKED)
     if final_state is not None:
-        gl.store(final_state + (n * H + h).to(gl.int64) * K * V + key * V + value, S, inside)
+        gl.store(final_state + (n * H + h).to(gl.int64) * K * V + key * V + value, S * waiting, inside)
     tma.store_wait(0)
 
 

@@ -34,6 +34,7 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
     clear_rows,
     decay_any_chunk,
     decay_mild_chunk,
+    exponents_of_mild_chunk,
     in_state,
     next_checkpoint,
     segment_at,
@@ -135,8 +136,9 @@ def _gate_kernel(
             clear_rows(g_tile, rows, layout)
             clear_rows(k_tile, rows, layout)
         g = g_tile.load(layout).to(gl.float32)  # [C, BK]
-        if gl.min(gl.sum(g, 0), 0) > -MILD_DECAY_SM90:
-            after = decay_mild_chunk(q_tile, k_tile, g)  # [BK], exp(r)
+        end = gl.sum(g, 0)  # [BK]
+        if gl.min(end, 0) > -MILD_DECAY_SM90:
+            after = decay_mild_chunk(q_tile, k_tile, exponents_of_mild_chunk(g, end), end)  # [BK], exp(r)
             before = after
             fence_async_shared()
             product = gl.zeros([C, C], gl.float32, scores)

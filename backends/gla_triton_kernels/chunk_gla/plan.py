@@ -160,7 +160,7 @@ def best_kernel(call: OpCall, gpu: Gpu, aligned: bool) -> Kernel:
 def _forward_sm90(call: OpCall, kernel: Kernel) -> KernelPlan:
     """Launch parameters of the kernels for SM90 that compute outputs; the one for wide heads takes keys in slices."""
     BK, BV = (64 if call.dims["K"] <= 64 else 128), (64 if call.dims["V"] <= 64 else 128)
-    stages = 4 if BK == BV == 64 else 2  # as many as shared memory holds
+    stages = 2 if BK == 128 else 4 if BV == 64 else 3  # as many as shared memory holds
     return KernelPlan(kernel=kernel, C=64, BK=BK, BV=BV, stages=stages, tma=True)
 
 
