@@ -45,6 +45,7 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
     exponents_of_mild_chunk,
     in_state,
     next_checkpoint,
+    opaque_zero,
     tokens_of,
     wait_for_predecessor,
     write,
@@ -274,7 +275,9 @@ def _state_warps(
         tma.store_wait(0)  # nobody reads o_tile
         write(o_desc, o_ptr, o_tile, o * scale, first, V, (b, h, start + i * C, T, H), rows, PACKED)
     if final_state is not None:
-        gl.store(final_state + (n * H + h).to(gl.int64) * K * V + key * V + value, S * waiting, inside)
+        key += opaque_zero()  # addresses that are kept through the loop make the assembler of Triton 3.6 crash
+        head = final_state + (n * H + h).to(gl.int64) * K * V
+        gl.store(head + key * V + value, S * waiting, (key < K) & (value < V))
     tma.store_wait(0)
 
 
