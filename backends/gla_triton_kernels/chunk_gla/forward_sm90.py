@@ -5,6 +5,8 @@ With S the state that enters a chunk, and qg, kg, A, r and b_C as in common_sm90
     mild chunk         o = scale (qg (exp(r) S) + A v)        S' = exp(r) (exp(r) S + kg^T v)
     any other chunk    o = scale (qg S + A v)                 S' = exp(b_C) S + kg^T v
 
+The outer exp(r) waits for the next chunk, where the state is multiplied anyway.
+
 B batch   T time   H heads   N sequences or segments   K, V key and value width of a head   C rows of a chunk
 W columns of v that one warpgroup holds; a block holds 2 W
 

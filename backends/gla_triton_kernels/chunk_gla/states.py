@@ -105,7 +105,7 @@ def _states_kernel(
     """Program: block [BK, BV] of the state of one key/value head of one segment."""
     if OVERLAPS:
         if order_ptr is not None:
-            gdc_wait()  # for the launch that lays out segments: before it is done, no dependent is to start either
+            gdc_wait()  # for the order, which dependents read without waiting: none may start before it is there
         gdc_launch_dependents()  # the scan may be launched, and then waits
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     blocks_k: tl.constexpr = (K + BK - 1) // BK

@@ -210,7 +210,8 @@ def _build_states_kernel(
     BV: gl.constexpr = right_desc.block_type.shape[3]
     PACKED: gl.constexpr = order is not None
     if PACKED:
-        wait_for_predecessor()  # which lays out segments, and of which no dependent is to start before this one knows
+        # For the order, which dependents read without waiting: none may start before it is there.
+        wait_for_predecessor()
     let_dependents_start()
     columns = gl.cdiv(V, BV)
     blocks = columns * gl.cdiv(K, PARTS * PART)  # of a head
