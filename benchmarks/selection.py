@@ -3,11 +3,11 @@
 `evidence.py selection` runs it.
 
 The shapes of the grid are drawn at random, from a fixed seed, over B*H from 1 to 512 and T from 1 to 131,072 (smaller
-on a CPU); `gla calibrate` uses none of them. `auto` knows a bound of the lengths of packed sequences there. The file
-holds more parts: on a GPU the backward of some of these shapes, with checkpoints, as training runs it, and packed
-sequences of several kinds of lengths, of which `auto` knows nothing; other ops; the lengths of the crossover that
-benchmarks/crossover.py draws. What an earlier run has measured is not measured again, unless the device, a version, the
-commit or a constant has changed.
+on a CPU); `gla calibrate` uses none of them. Backends that predict no time, which `auto` puts behind the others, are
+left out. `auto` knows a bound of the lengths of packed sequences there. The file holds more parts: on a GPU the
+backward of some of these shapes, with checkpoints, as training runs it, and packed sequences of several kinds of
+lengths, of which `auto` knows nothing; other ops; the lengths of the crossover that benchmarks/crossover.py draws. What
+an earlier run has measured is not measured again, unless the device, a version, the commit or a constant has changed.
 """
 
 from __future__ import annotations
@@ -248,10 +248,13 @@ def as_json(call: OpCall) -> Row:
 def _worth_timing(explanation: Explanation) -> tuple[list[str], dict[str, str]]:
     """Names of the backends to time, and why others are left out."""
     able = [c for c in explanation.candidates if c.refusal is None]
-    best = min((c.seconds for c in able if c.seconds is not None), default=math.inf)
-    slow = {c.name: c.seconds / best for c in able if c.seconds is not None and c.seconds > max(LONG, HOPELESS * best)}
+    predicted = {c.name: c.seconds for c in able if c.seconds is not None}
+    best = min(predicted.values(), default=math.inf)
+    slow = {name: seconds / best for name, seconds in predicted.items() if seconds > max(LONG, HOPELESS * best)}
     reasons = {name: f"predicted to take {times:.0f} times as long as the best" for name, times in slow.items()}
-    return [c.name for c in able if c.name not in slow], reasons
+    if predicted:
+        reasons |= {c.name: "predicts no time, so others come first" for c in able if c.seconds is None}
+    return [c.name for c in able if c.name not in reasons], reasons
 
 
 def time_backends(

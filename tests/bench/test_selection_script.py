@@ -122,6 +122,20 @@ def test_a_run_is_taken_up_where_it_ended(selection, backend, tmp_path, monkeypa
     assert len(said) == 2
 
 
+def test_backends_that_predict_no_time_are_timed_where_none_does(selection, backend):
+    plain = gla.register(Backend("plain", "1.0", {"online_softmax": lambda x, dim: torch.softmax(x, dim)}))
+    try:
+        explanation = selection.explain(CALL)
+        unranked = [c for c in explanation.candidates if c.seconds is None and c.refusal is None]
+        assert "plain" in selection._worth_timing(dataclasses.replace(explanation, candidates=tuple(unranked)))[0]
+        backend("mine", 0.0, 1e-4)
+        names, left_out = selection._worth_timing(selection.explain(CALL))
+        assert "mine" in names
+        assert left_out["plain"] == "predicts no time, so others come first"
+    finally:
+        plain.unregister()
+
+
 def test_of_several_passes_the_quickest_time_counts(selection, tmp_path, monkeypatch):
     monkeypatch.setattr(selection, "calls", lambda device: iter([("grid", CALL)]))
     monkeypatch.setattr(selection, "_worth_timing", lambda explanation: ([], {}))
