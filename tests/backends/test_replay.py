@@ -44,7 +44,7 @@ def gpu(monkeypatch):
     from gla_triton_kernels.runtime import replay
 
     monkeypatch.setattr(replay, "_calls", {})
-    monkeypatch.setattr(replay, "_told", {})
+    monkeypatch.setattr(replay, "_prepared", {})
     fake = Device()
     monkeypatch.setattr(replay, "current_device", lambda: fake.index)
     monkeypatch.setattr(driver, "_active", fake)
@@ -280,14 +280,14 @@ def test_addresses_that_are_not_aligned_are_refused_every_time(gpu):
 def test_what_is_kept_of_launches_is_bounded(gpu, monkeypatch):
     from gla_triton_kernels.runtime import replay
 
-    monkeypatch.setattr(replay, "_MOST_TOLD", 3)
+    monkeypatch.setattr(replay, "_MOST_PREPARED", 3)
     tensors = [tensor() for _ in range(8)]
     x, y, *_ = tensors
     for key in ("one", "another"):
         record(gpu, x, y, key)
     for key, output in itertools.product(("one", "another"), tensors[1:]):
         assert again(x, output, key)
-        assert 0 < len(replay._told) <= 3
+        assert 0 < len(replay._prepared) <= 3
         assert gpu.launched[-1][-3:] == [output.data_ptr(), 0.5, 9]
 
 

@@ -4,7 +4,7 @@ Of a small call most time passes on the host: deciding which kernels run, specia
 has been compiled, encoding tensor maps. All of that is the same for calls whose tensors have the same layouts. So a
 call is recorded under a key that says what its launches depend on, and an equal call goes from the key to the function
 in C that Triton's launchers call, which spares a microsecond a launch. Allocators hand out the same addresses over and
-over, so what these functions are told is kept too, by the addresses of a call's tensors.
+over, so launches are kept prepared, by the addresses of a call's tensors.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _LINE = 128
 """Bytes of a line of the cache; scratch tensors begin at multiples."""
 _MOST_CALLS = 4096
 _MOST_MAPS = 1024
-_MOST_TOLD = 4096
-"""Calls for whose addresses it is kept what their launches are told: about 2 KiB each."""
+_MOST_PREPARED = 4096
+"""Calls at certain addresses whose launches are kept prepared: about 2 KiB each."""
 _NONE = -1
 """The place of a None among the tensors of a call: behind them."""
 
@@ -60,8 +60,8 @@ class _TensorMap:
         return encoded
 
 
-_Told = tuple[Any, tuple[int, int, int], tuple[Any, ...]]
-"""A launch but for its stream: Triton's function in C, the grid before the stream, and what is told after it."""
+_Prepared = tuple[Any, tuple[int, int, int], tuple[Any, ...]]
+"""A launch but for its stream: Triton's function in C, and what it takes before the stream, the grid, and after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class _RecordedLaunch:
     takes_floats: bool
     integers: tuple[Any, ...]
 
-    def told(self, addresses: list[int], floats: tuple[float, ...]) -> _Told:
+    def prepared(self, addresses: list[int], floats: tuple[float, ...]) -> _Prepared:
         """The launch on the tensors of a call, which are at these addresses."""
         arguments: list[Any] = self._mapped(addresses) if self.maps else [addresses[i] for i in self.places]
         if self.takes_floats:
@@ -121,18 +121,18 @@ class _RecordedCall:
     parts: tuple[tuple[int, int], ...]
     launches: tuple[_RecordedLaunch, ...]
 
-    def told(self, addresses: list[int], floats: tuple[float, ...]) -> list[_Told]:
+    def prepared(self, addresses: list[int], floats: tuple[float, ...]) -> list[_Prepared]:
         """The launches on tensors, and memory for scratch behind them, at these addresses."""
         addresses = addresses.copy()
         for place, bytes_into in self.parts:
             addresses.append(addresses[place] + bytes_into)
         addresses.append(0)  # at _NONE
-        return [launch.told(addresses, floats) for launch in self.launches]
+        return [launch.prepared(addresses, floats) for launch in self.launches]
 
 
 _calls: dict[Hashable, _RecordedCall] = {}
-_told: dict[Hashable, list[_Told]] = {}
-"""What was launched, by the call, its floats, and the addresses of its tensors and of the memory for scratch.
+_prepared: dict[Hashable, list[_Prepared]] = {}
+"""Launches that were made, by the call, its floats, and the addresses of its tensors and of the memory for scratch.
 
 Of all calls together, so that it stays small however many are recorded.
 """
@@ -247,16 +247,16 @@ def replay(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> b
         return False
     memory = torch.empty(**call.memory) if call.memory else None
     addresses = [0 if x is None else x.data_ptr() for x in (*tensors, memory)]
-    told_for = (call, floats, *addresses)
-    told = _told.get(told_for)
-    if told is None:  # what is found has addresses that were checked when it was kept
+    prepared_for = (call, floats, *addresses)
+    launches = _prepared.get(prepared_for)
+    if launches is None:  # what is found has addresses that were checked when it was kept
         if math.gcd(ALIGNMENT, *addresses) != ALIGNMENT:
             return False
-        told = call.told(addresses, floats)
-        _put(_told, told_for, told, _MOST_TOLD)
+        launches = call.prepared(addresses, floats)
+        _put(_prepared, prepared_for, launches, _MOST_PREPARED)
     active: Any = driver.active
     stream = active.get_current_stream(call.device)
-    for launch, grid, arguments in told:
+    for launch, grid, arguments in launches:
         launch(*grid, stream, *arguments)
     return True
 
