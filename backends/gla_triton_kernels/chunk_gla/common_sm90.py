@@ -11,6 +11,7 @@ C rows of a chunk   K key width of a head, or of a slice of it
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportFunctionMemberAccess=false
 from __future__ import annotations
 
 from triton.experimental import gluon
@@ -108,10 +109,52 @@ def next_checkpoint(start, sequence, origin, every, PACKED: gl.constexpr):
     return checkpoint, (checkpoint - row) * every - passed
 
 
+@gluon.constexpr_function
+def layout_of_runs(C, K):
+    """Of a tile [C, K] for 4 warps: each holds 256 / K-th of the rows, of 64 columns, and a thread two columns of them.
+
+    A warp then reads whole rows of shared memory, whose banks no two threads share.
+    """
+    runs = 256 // K
+    return gl.BlockedLayout([C // runs, 2], [1, 32], [runs, 4 // runs], [1, 0])
+
+
 @gluon.jit
-def exponents_of_mild_chunk(g, end):
-    """The exponents b - r [C, K] of a mild chunk with gates g [C, K], whose sum over the chunk is `end` [K], base 2."""
-    return (gl.associative_scan(g, 0, plus) - 0.5 * end[None, :]) * LOG2E
+def sums_of_runs(x):
+    """Sums over the rows of x [C, K], which has the layout of `layout_of_runs`, so that warps wait for each other once.
+
+    Returns those of each of the R runs up to each of its rows [R, C / R, K], of the runs before each [R, K], and of all
+    rows [K].
+    """
+    layout: gl.constexpr = x.type.layout
+    R: gl.constexpr = layout.warps_per_cta[0]
+    RUN: gl.constexpr = layout.size_per_thread[0]
+    K: gl.constexpr = x.shape[1]
+    runs: gl.constexpr = gl.BlockedLayout([1, RUN, 2], [1, 1, 32], [R, 1, 4 // R], [2, 1, 0])
+    everywhere: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [R, 4 // R], [1, 0])  # a warp holds all runs
+    keys: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, runs))
+    blocks = gl.convert_layout(x.reshape([R, RUN, K]), runs, assert_trivial=True)
+    within = gl.associative_scan(blocks, 1, plus)
+    row = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(2, runs)))[None, :, None]
+    # Adding -0.0 changes nothing, which the compiler knows: these sums take numbers that a thread holds.
+    last = gl.sum(gl.where(row == RUN - 1, within, -0.0), 1)  # [R, K]
+    totals = gl.convert_layout(last, everywhere)  # [R, K]
+    run = gl.arange(0, R, gl.SliceLayout(1, everywhere))[:, None]  # [R, 1]
+    own = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(1, runs)))[:, None]  # [R, 1]
+    before = gl.zeros_like(last)
+    for i in gl.static_range(R - 1):
+        total = gl.sum(gl.where(run == i, totals, -0.0), 0)  # [K]
+        before += gl.where(own > i, gl.convert_layout(total, keys, assert_trivial=True)[None, :], 0.0)
+    return within, before, gl.convert_layout(gl.sum(totals, 0), gl.SliceLayout(0, layout), assert_trivial=True)
+
+
+@gluon.jit
+def exponents_of_mild_chunk(g):
+    """The exponents b - r [C, K] of a chunk that may be mild, base 2, and b_C [K], of its gates g [C, K]."""
+    within, before, end = sums_of_runs(g)
+    r = gl.convert_layout(0.5 * end, gl.SliceLayout(0, before.type.layout), assert_trivial=True)[None, :]  # [1, K]
+    x = within * LOG2E + ((before - r) * LOG2E)[:, None, :]
+    return gl.convert_layout(x.reshape(g.shape), g.type.layout, assert_trivial=True), end
 
 
 @gluon.jit

@@ -46,6 +46,7 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
     decay_mild_chunk,
     exponents_of_mild_chunk,
     in_state,
+    layout_of_runs,
     next_checkpoint,
     opaque_zero,
     tokens_of,
@@ -138,13 +139,12 @@ def _gate_warps(
     g_full, g_empty, full, gated = barriers
     C: gl.constexpr = q_tiles.type.shape[3]
     K: gl.constexpr = q_tiles.type.shape[4]
-    # A thread holds runs of rows of two columns, so that sums over rows stay within a few threads. Of 128 columns a run
-    # is half the rows, or registers spill; of fewer it is short: threads then do not meet in shared memory's banks.
+    runs: gl.constexpr = layout_of_runs(C, K)
+    # Of a chunk that is not mild: rows that are added up lie within a few threads. Of 128 columns a thread holds half
+    # the rows, or registers spill; of fewer, runs of 4, which seldom meet in shared memory's banks.
     RUN: gl.constexpr = C // 2 if K > 64 else 4
     LANES: gl.constexpr = 256 // K
     layout: gl.constexpr = gl.BlockedLayout([RUN, 2], [LANES, 32 // LANES], [1, 4], [1, 0])
-    # Gates are summed while it is found out whether the chunk is mild, where there are registers for that.
-    AHEAD: gl.constexpr = K <= 64
     for i in range(gl.cdiv(length, C)):
         slot = i % STAGES
         phase = (i // STAGES) & 1
@@ -155,30 +155,28 @@ def _gate_warps(
             mbarrier.wait(g_full.index(slot), phase)
             g_tile = _gate_tile(scratch_tiles, slot, g_desc).reshape([C, K])
             if PACKED:
-                clear_rows(g_tile, rows, layout)
-            g = g_tile.load(layout).to(gl.float32)  # [C, K]
-            end = gl.sum(g, 0)  # [K]
+                clear_rows(g_tile, rows, runs)
+            x, end = exponents_of_mild_chunk(g_tile.load(runs).to(gl.float32))  # [C, K], [K]
             mild = gl.min(end, 0) > -MILD_DECAY_SM90
-            x = exponents_of_mild_chunk(g, end) if AHEAD else g  # [C, K]
             mbarrier.wait(full.index(slot), phase)  # and nobody reads what was written to this slot before
-            mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, layout)))
+            mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, runs)))
             if PACKED:
-                clear_rows(k_tile, rows, layout)
+                clear_rows(k_tile, rows, runs)
             if mild:
                 fence_async_shared()
                 mbarrier.arrive(g_empty.index(slot), count=1)
-                x = x if AHEAD else exponents_of_mild_chunk(g, end)  # [C, K]
-                decay = decay_mild_chunk(q_tile, k_tile, x, end)  # [K]
+                decays.index(slot).store(decay_mild_chunk(q_tile, k_tile, x, end))
             else:
+                g = g_tile.load(layout).to(gl.float32)  # [C, K]
                 decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), g)  # [K], [C, C]
+                decays.index(slot).store(decay)
                 a_tiles.index(slot).store(a.to(q_tile.dtype))
                 fence_async_shared()
                 mbarrier.arrive(g_empty.index(slot), count=1)
-            decays.index(slot).store(decay)
         else:
             mbarrier.wait(full.index(slot), phase)
             if PACKED:
-                clear_rows(k_tile, rows, layout)
+                clear_rows(k_tile, rows, runs)
         fence_async_shared()
         mbarrier.arrive(gated.index(slot), count=1)
 
@@ -368,6 +366,9 @@ def _chunk_gla_fwd_kernel(
     states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
     place = (b, h, n, sequence, origin, column, start, length)
     sizes = (T, H, K, V)
+    # Registers of a thread. With fewer the state spills, and the assembler then waits after every wgmma; what is left
+    # is the gate's, which spills on its way through chunks that are not mild.
+    STATE: gl.constexpr = 152 if PACKED or BK <= 64 else 144
     gl.warp_specialize(
         [
             (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, PACKED, STAGES)),
@@ -376,7 +377,5 @@ def _chunk_gla_fwd_kernel(
             (_load_warp, ((q_desc, k_desc, v_desc, g_desc), load_tiles, load_barriers, load_place, HAS_GATE, STAGES)),
         ],
         [4, 4, 1],
-        # Registers of a thread. With fewer the state spills, and the assembler then waits after every wgmma; what is
-        # left is the gate's, which spills on its way through chunks that are not mild.
-        [144, 144, 24],
+        [STATE, STATE, 24],
     )

@@ -36,6 +36,7 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
     decay_mild_chunk,
     exponents_of_mild_chunk,
     in_state,
+    layout_of_runs,
     next_checkpoint,
     segment_at,
     tokens_of,
@@ -83,6 +84,15 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     return [*chunks.launches, gates, state]
 
 
+@gluon.jit
+def _write_decays(ptr, before, after):
+    """Write what multiplies a slice of the state [BK] before and after kg^T v is added."""
+    BK: gl.constexpr = before.shape[0]
+    key = gl.arange(0, BK, before.type.layout)  # [BK]
+    gl.store(ptr + key, before)
+    gl.store(ptr + 2 * BK + key, after)
+
+
 @gluon.jit(do_not_specialize=["chunks"])
 def _gate_kernel(
     q_desc,  # [B, H, T, K], tiles [C, BK]
@@ -99,7 +109,8 @@ def _gate_kernel(
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
-    layout: gl.constexpr = gl.BlockedLayout([C // 2, 2], [2, 16], [1, 4], [1, 0])
+    runs: gl.constexpr = layout_of_runs(C, BK)
+    layout: gl.constexpr = gl.BlockedLayout([C // 2, 2], [2, 16], [1, 4], [1, 0])  # of a chunk that is not mild
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     i = gl.program_id(0)
     h = gl.program_id(1)
@@ -121,8 +132,7 @@ def _gate_kernel(
     mbarrier.init(full, count=1)
     t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
-    key = gl.arange(0, BK, gl.SliceLayout(0, layout))  # [BK]
-    decays += ((h * gl.num_programs(0) + i).to(gl.int64) * 4 * BK) + key
+    decays += (h * gl.num_programs(0) + i).to(gl.int64) * 4 * BK
     A = gl.zeros([C, C], gl.float32, scores)
     for j in range(2):
         tma.store_wait(0)
@@ -133,24 +143,21 @@ def _gate_kernel(
         mbarrier.wait(full, j)
         g_tile = g_box.reshape([C, BK])
         if PACKED:
-            clear_rows(g_tile, rows, layout)
-            clear_rows(k_tile, rows, layout)
-        g = g_tile.load(layout).to(gl.float32)  # [C, BK]
-        end = gl.sum(g, 0)  # [BK]
+            clear_rows(g_tile, rows, runs)
+            clear_rows(k_tile, rows, runs)
+        x, end = exponents_of_mild_chunk(g_tile.load(runs).to(gl.float32))  # [C, BK], [BK]
         if gl.min(end, 0) > -MILD_DECAY_SM90:
-            after = decay_mild_chunk(q_tile, k_tile, exponents_of_mild_chunk(g, end), end)  # [BK], exp(r)
-            before = after
+            outer = decay_mild_chunk(q_tile, k_tile, x, end)  # [BK], exp(r)
+            _write_decays(decays + j * BK, outer, outer)
             fence_async_shared()
             product = gl.zeros([C, C], gl.float32, scores)
             product = warpgroup_mma(q_tile, k_tile.permute([1, 0]), product, use_acc=False, is_async=True)
             A += gl.where(t >= s, warpgroup_mma_wait(0, [product]), 0.0)
         else:
-            before, a = decay_any_chunk(q_tile, k_tile, scratch, g)  # [BK], exp(b_C)
-            after = gl.full_like(before, 1.0)
+            decay, a = decay_any_chunk(q_tile, k_tile, scratch, g_tile.load(layout).to(gl.float32))  # [BK], exp(b_C)
+            _write_decays(decays + j * BK, decay, gl.full_like(decay, 1.0))
             A += a
             fence_async_shared()
-        gl.store(decays + j * BK, before)
-        gl.store(decays + (2 + j) * BK, after)
         tma.async_copy_shared_to_global(qg_desc, [0, h, i * C, j * BK], q_box)
         tma.async_copy_shared_to_global(kg_desc, [0, h, i * C, j * BK], k_box)
     a_box.reshape([C, C]).store(A.to(dtype))
