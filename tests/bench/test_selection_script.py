@@ -251,7 +251,6 @@ def test_auto_was_right(selection, path):
     assert {selection.key(row) for row in found["rows"]} == wanted
 
 
-@pytest.mark.xfail(strict=True, reason="of few short sequences parallel_scan takes up to 2.35 times as long")
 def test_auto_was_right_whatever_the_lengths(selection):
     rows = json.loads((RESULTS / "selection-h200.json").read_text())["rows"]
     packed = [row["ratio"] for row in rows if row["part"].startswith("packed")]

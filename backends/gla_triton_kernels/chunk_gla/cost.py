@@ -7,7 +7,6 @@
     bandwidth                  bytes a second
     start, hopper_start        before a block's first step, in general kernels and in those for SM90
     hopper_step, hopper_tile   64 tokens in forward_sm90.py: of each step, and more for every 64 columns of keys
-                               and of values
     tile_step, query_step      64 tokens in forward.py with bfloat16 products and K = 128; in proportion to K. More
                                for every further query of a group
     wide_step                  16 tokens in forward.py with bfloat16 products and K = 256
@@ -125,14 +124,14 @@ def _block_time(call: OpCall, kernel: KernelPlan, c: Constants) -> BlockTime:
     """What a block takes of a kernel that computes outputs."""
     H, Hq = call.dims["H"], call.dims["Hq"]
     if kernel.kernel is Kernel.FORWARD_SM90:
-        step = c["hopper_step"] + c["hopper_tile"] * ((kernel.BK + kernel.BV) // 64)
+        step = c["hopper_step"] + c["hopper_tile"] * (kernel.BK // 64)
         return BlockTime(kernel.C, kernel.BV, c["hopper_start"], step)
     if kernel.kernel is Kernel.FORWARD_SM90_WIDE:
         return BlockTime(kernel.C, kernel.BV, c["hopper_start"], c["state_step"])
     width = kernel.BK / 128
     # Values are counted in blocks of K up to 256: beyond it they are narrower, and their steps as much shorter.
     if kernel.tokenwise:
-        return BlockTime(1, 32, c["start"], c["token_step"] * width, 2)
+        return BlockTime(1, 32, c["start"], c["token_step"] * width, 4)
     if kernel.operand == torch.float32:
         return BlockTime(16, 32, c["start"], c["tf32_step"] * width, 2)
     if kernel.BK > 128:
@@ -222,7 +221,8 @@ def states_seconds(
         built = max(0, T / length - N / 2) if call.variable_length else number - N
     if call.variable_length:
         number = built
-    read = token_bytes(call, heads)
+    tokens = T if call.variable_length else T * N
+    read = token_bytes(call, heads) * min(1, built * length / max(tokens, 1))
     build = kernel_seconds(call, block, Cut(built, length, length), read, c) if built else c["launch"]
     in_a_row = _longest(call) / length if call.variable_length else number / max(N, 1)
     scan = c["launch"] + in_a_row * c["scan_step"] + moved * number * H * K * V / c["bandwidth"]
