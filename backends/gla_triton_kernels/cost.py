@@ -5,9 +5,10 @@ faster than memory:
 
     seconds = launch + max(waves * (start + steps * step), bytes / bandwidth)
 
-While the device works the host prepares the next call, and in a CUDA graph there is nothing for it to prepare:
+While the device works the host prepares the next call, which starts a little later; in a CUDA graph there is nothing to
+prepare:
 
-    seconds of a call = max(device, host)
+    seconds of a call = max(device + gap, host)        in a CUDA graph: device
 
 The constants of an op are named beside its formula.
 """
@@ -18,9 +19,9 @@ from gla_core.dispatch.backend import Constants, OpCall
 from gla_triton_kernels.runtime.architecture import Gpu, architecture_of
 
 
-def in_all(call: OpCall, device: float, host: float) -> float:
-    """Seconds of a call that takes the device and the host so long."""
-    return device if call.capturing else max(device, host)
+def in_all(call: OpCall, device: float, host: float, gap: float = 0.0) -> float:
+    """Seconds of a call that takes the device and the host so long, the device that much later than the call before."""
+    return device if call.capturing else max(device + gap, host)
 
 
 def gpu_of_constants(c: Constants) -> Gpu:

@@ -3,6 +3,8 @@
 ../cost.py says how the time of a kernel is counted. Constants, in seconds where nothing else is said:
 
     host, host_launch          of the host for a call, and more for each launch
+    host_hopper, host_packed   more where the kernels are those for SM90, where sequences are packed
+    gap                        of the device between two calls outside of a CUDA graph
     launch                     between the starts of two kernels
     bandwidth                  bytes a second
     start, hopper_start        before a block's first step, in general kernels and in those for SM90
@@ -97,13 +99,13 @@ def _segments(call: OpCall, plan: Plan, c: Constants) -> float:
     final = bool(call.scalars.get("output_final_state"))
     before = states_seconds(call, length, call.dims["H"], block, 16, final, c)
     device = sum(before) + _gates_seconds(call, plan, c) + outputs
-    return in_all(call, device, host_seconds(3 + _beside(call, plan), c))
+    return in_all(call, device, _host_seconds(call, plan, 3, c), c["gap"])
 
 
 def _whole_sequences(call: OpCall, plan: Plan, c: Constants) -> float:
     """Seconds of a call whose outputs are computed without states of segments before them."""
     device = kernel_seconds(call, _block_time(call, plan.outputs, c), whole(call), moved_bytes(call), c)
-    return in_all(call, _gates_seconds(call, plan, c) + device, host_seconds(1 + _beside(call, plan), c))
+    return in_all(call, _gates_seconds(call, plan, c) + device, _host_seconds(call, plan, 1, c), c["gap"])
 
 
 def _gates_seconds(call: OpCall, plan: Plan, c: Constants) -> float:
@@ -114,10 +116,15 @@ def _gates_seconds(call: OpCall, plan: Plan, c: Constants) -> float:
     return c["launch"] + B * T * H * K / c["gate_rate"]
 
 
-def _beside(call: OpCall, plan: Plan) -> int:
-    """Launches that not every call takes: the gates of wide heads; of packed sequences their bounds, and of chunks."""
+def _host_seconds(call: OpCall, plan: Plan, launches: int, c: Constants) -> float:
+    """Host seconds of a call with so many launches, and those that not every call takes.
+
+    These are the gates of wide heads, and of packed sequences their bounds, and those of chunks.
+    """
     wide = plan.outputs.kernel is Kernel.FORWARD_SM90_WIDE
-    return wide + call.variable_length * (2 if wide else 1)
+    launches += wide + call.variable_length * (2 if wide else 1)
+    more = c["host_hopper"] * (plan.outputs.kernel is not Kernel.FORWARD) + c["host_packed"] * call.variable_length
+    return host_seconds(launches, c) + more
 
 
 def _block_time(call: OpCall, kernel: KernelPlan, c: Constants) -> BlockTime:
