@@ -63,8 +63,9 @@ from gla_triton_kernels.chunk_gla.common_backward_sm90 import (
     gate_tile,
     gates,
     product,
+    segment_backwards,
 )
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, in_state, opaque_zero, plus, segment_at, write
+from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, in_state, opaque_zero, plus, write
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
@@ -489,17 +490,7 @@ def _chunk_gla_bwd_kernel(
     block_k = pid // blocks_v % blocks_k
     h = pid // (blocks_v * blocks_k) % H
     n = pid // (blocks_v * blocks_k * H)
-    if PACKED:
-        b = gl.to_tensor(0)
-        n, start, length, _, last = segment_at(order, n, segment)
-        row = n - start // segment + start // C  # of the first chunk's state
-        held = gl.where(start + length == last, 0, K) if LAST_LEAVE_NONE else K  # keys of what `leaving` holds, not 0
-    else:
-        b = n // segments
-        start = n % segments * segment
-        length = gl.minimum(segment, T - start)
-        row = b * gl.cdiv(T, C) + start // C
-        held = K
+    n, b, start, length, row, held = segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE)
     chunks = gl.cdiv(length, C)
     key = block_k * (PARTS * D)
     value = block_v * (HALVES * D)

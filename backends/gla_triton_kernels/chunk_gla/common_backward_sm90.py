@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, plus
+from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, plus, tokens_of
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK
 
@@ -25,6 +25,19 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, LAYOUT.value, 2))
 # A warp holds all rows of 16 columns, so that sums over rows need no other; a thread holds runs of 4 rows, so that
 # threads seldom meet in shared memory's banks.
 RUNS = gl.constexpr(gl.BlockedLayout([4, 2], [4, 8], [1, 4], [1, 0]))
+
+
+@gluon.jit
+def segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE: gl.constexpr):
+    """Of the n-th segment to start: number, batch, first token, tokens, and the row of its first chunk's state.
+
+    After these, the keys of the gradient of the state that leaves it: 0 where there is none. The arguments are as of
+    `tokens_of`; LAST_LEAVE_NONE of packed sequences alone.
+    """
+    n, b, start, length, sequence, _, end = tokens_of(n, T, segment, segments, order)
+    row = start // C + (b * gl.cdiv(T, C) if order is None else sequence)
+    held = gl.where(start + length == end, 0, K) if LAST_LEAVE_NONE else K
+    return n, b, start, length, row, held
 
 
 @gluon.jit

@@ -83,7 +83,7 @@ def segment_at(order, place, segment):
 @gluon.jit
 def tokens_of(n, T, segment, segments, order):
     """Where the n-th sequence or segment to start is: its number, batch, first token, tokens, and of its sequence the
-    number and the first token.
+    number, the first token and the end.
 
     Args:
         order, segment, segments: the order, length and per_sequence of `Segments`.
@@ -92,10 +92,10 @@ def tokens_of(n, T, segment, segments, order):
         b = n // segments
         start = n % segments * segment
         length = gl.minimum(segment, T - start)
-        return n, b, start, length, b, gl.to_tensor(0)
+        return n, b, start, length, b, gl.to_tensor(0), T
     else:  # noqa: RET505 -- one branch is compiled
-        n, start, length, origin, _ = segment_at(order, n, segment)
-        return n, gl.to_tensor(0), start, length, n - start // segment, origin  # see segments.py
+        n, start, length, origin, end = segment_at(order, n, segment)
+        return n, gl.to_tensor(0), start, length, n - start // segment, origin, end  # see segments.py
 
 
 @gluon.jit

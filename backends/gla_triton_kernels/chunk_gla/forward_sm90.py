@@ -321,7 +321,7 @@ def _chunk_gla_fwd_kernel(
     n = gl.program_id(0) // columns // H
     if PACKED and entering is None:
         wait_for_predecessor()  # which puts sequences in order
-    n, b, start, length, sequence, origin = tokens_of(n, T, segment, segments, order)
+    n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
     if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
         if length == 0:
             return

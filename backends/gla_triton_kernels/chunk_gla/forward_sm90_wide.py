@@ -346,7 +346,7 @@ def _state_kernel(
     column = gl.program_id(0) % columns * 2 * W
     h = gl.program_id(0) // columns % H
     n = gl.program_id(0) // columns // H
-    n, b, start, length, sequence, origin = tokens_of(n, T, segment, segments, order)
+    n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
     if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
         if length == 0:
             return

@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.common_backward_sm90 import RUNS, WIDTH, C, D, gates, product
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, in_state, plus, segment_at
+from gla_triton_kernels.chunk_gla.common_backward_sm90 import RUNS, WIDTH, C, D, gates, product, segment_backwards
+from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, in_state, plus
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
@@ -214,17 +214,7 @@ def _state_kernel(
     key = pid // blocks_v % blocks_k * (2 * D)
     h = pid // (blocks_v * blocks_k) % H
     i = pid // (blocks_v * blocks_k * H)
-    if PACKED:
-        b = gl.to_tensor(0)
-        i, start, length, _, last = segment_at(order, i, segment)
-        row = i - start // segment + start // C  # of the first chunk
-        held = gl.where(start + length == last, 0, K) if LAST_LEAVE_NONE else K  # keys of what `leaving` holds, not 0
-    else:
-        b = i // segments
-        start = i % segments * segment
-        length = gl.minimum(segment, T - start)
-        row = b * gl.cdiv(T, C) + start // C
-        held = K
+    i, b, start, length, row, held = segment_backwards(i, T, segment, segments, order, K, LAST_LEAVE_NONE)
 
     dtype: gl.constexpr = gl.bfloat16
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
