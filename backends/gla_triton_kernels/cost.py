@@ -20,7 +20,7 @@ from gla_triton_kernels.runtime.architecture import Gpu, architecture_of
 
 
 def in_all(call: OpCall, device: float, host: float, gap: float = 0.0) -> float:
-    """Seconds of a call that takes the device and the host so long, the device that much later than the call before."""
+    """Seconds of a call that takes the device and the host so long; `gap` passes on the device before the next one."""
     return device if call.capturing else max(device + gap, host)
 
 

@@ -111,7 +111,7 @@ def next_checkpoint(start, sequence, origin, every, PACKED: gl.constexpr):
 
 @gluon.constexpr_function
 def layout_of_runs(C, K):
-    """Of a tile [C, K] for 4 warps: each holds 256 / K-th of the rows, of 64 columns, and a thread two columns of them.
+    """Of a tile [C, K] for 4 warps: each holds a run of K / 256 of the rows, of 64 columns, and a thread two of these.
 
     A warp then reads whole rows of shared memory, whose banks no two threads share.
     """
@@ -121,7 +121,7 @@ def layout_of_runs(C, K):
 
 @gluon.jit
 def sums_of_runs(x):
-    """Sums over the rows of x [C, K], which has the layout of `layout_of_runs`, so that warps wait for each other once.
+    """Sums over the rows of x [C, K] in `layout_of_runs`, for which warps wait for each other once.
 
     Returns those of each of the R runs up to each of its rows [R, C / R, K], of the runs before each [R, K], and of all
     rows [K].
