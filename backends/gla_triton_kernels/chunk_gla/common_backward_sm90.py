@@ -35,7 +35,7 @@ def segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE: gl.con
     `tokens_of`; LAST_LEAVE_NONE of packed sequences alone.
     """
     n, b, start, length, sequence, _, end = tokens_of(n, T, segment, segments, order)
-    row = start // C + (b * gl.cdiv(T, C) if order is None else sequence)
+    row = (b * gl.cdiv(T, C) if order is None else sequence) + start // C
     held = gl.where(start + length == end, 0, K) if LAST_LEAVE_NONE else K
     return n, b, start, length, row, held
 

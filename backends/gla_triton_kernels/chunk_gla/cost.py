@@ -117,10 +117,7 @@ def _gates_seconds(call: OpCall, plan: Plan, c: Constants) -> float:
 
 
 def _host_seconds(call: OpCall, plan: Plan, launches: int, c: Constants) -> float:
-    """Host seconds of a call with so many launches, and those that not every call takes.
-
-    These are the gates of wide heads, and of packed sequences their bounds, and those of chunks.
-    """
+    """Host seconds of a call with so many launches, besides those for the gates of wide heads and packed sequences."""
     wide = plan.outputs.kernel is Kernel.FORWARD_SM90_WIDE
     launches += wide + call.variable_length * (2 if wide else 1)
     more = c["host_hopper"] * (plan.outputs.kernel is not Kernel.FORWARD) + c["host_packed"] * call.variable_length
@@ -221,15 +218,14 @@ def states_seconds(
         heads: of the tokens that are met. moved: bytes that a number of a state is on its ways to memory and back.
         ends: whether what leaves sequences is asked for, and so all sequences are scanned, not only those that are cut.
     """
-    T, H, K, V, N = (call.dims[name] for name in ("T", "H", "K", "V", "N"))
+    B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
     number = cut(call, length).number
     built = number  # segments; without `ends`, those with another one after them
     if not ends:
         built = max(0, T / length - N / 2) if call.variable_length else number - N
     if call.variable_length:
         number = built
-    tokens = T if call.variable_length else T * N
-    read = token_bytes(call, heads) * min(1, built * length / max(tokens, 1))
+    read = token_bytes(call, heads) * min(1, built * length / max(B * T, 1))
     build = kernel_seconds(call, block, Cut(built, length, length), read, c) if built else c["launch"]
     in_a_row = _longest(call) / length if call.variable_length else number / max(N, 1)
     scan = c["launch"] + in_a_row * c["scan_step"] + moved * number * H * K * V / c["bandwidth"]
