@@ -65,7 +65,7 @@ from gla_triton_kernels.chunk_gla.common_backward_sm90 import (
     product,
     segment_backwards,
 )
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, in_state, opaque_zero, plus, write
+from gla_triton_kernels.chunk_gla.common_sm90 import as_float32, clear_rows, in_state, opaque_zero, plus, write
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
@@ -312,7 +312,7 @@ def _chunk(
         acc = warpgroup_mma_wait(0, [acc]) * gl.exp2(gl.where(mild, of_columns, 0.0))
     acc = warpgroup_mma_wait(0, [product(dA, k_tile, acc)])
     if HAS_GATE:
-        w = q_tile.load(LAYOUT).to(gl.float32) * acc
+        w = as_float32(q_tile.load(LAYOUT)) * acc
         acc *= gl.exp2(x_tile.load(LAYOUT))
     dq = acc * scale
     if dq_desc is not None:  # sooner than it is written: half the registers
@@ -330,7 +330,7 @@ def _chunk(
         acc = product(v_tiles.index(zero + j).reshape([C, D]), p_tile.permute([1, 0]), acc)
     dk = warpgroup_mma_wait(0, [acc])
     if HAS_GATE:
-        w -= k_tile.load(LAYOUT).to(gl.float32) * dk
+        w -= as_float32(k_tile.load(LAYOUT)) * dk
         of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
         dk *= gl.exp2(gl.where(mild, 0.0, 2 * of_columns) - x_tile.load(LAYOUT))
         x_tile.store(w)

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, plus, tokens_of
+from gla_triton_kernels.chunk_gla.common_sm90 import as_float32, clear_rows, plus, tokens_of
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK
 
@@ -71,6 +71,6 @@ def exponents(g, mild):
 @gluon.jit
 def decay(q_tile, k_tile, x, end, mild, scale):
     """Turn tiles q, k [C, D] into qg, kg, by what `exponents` has found."""
-    q_tile.store((q_tile.load(RUNS).to(gl.float32) * (gl.exp2(x) * scale)).to(gl.bfloat16))
+    q_tile.store((as_float32(q_tile.load(RUNS)) * (gl.exp2(x) * scale)).to(gl.bfloat16))
     y = gl.where(mild, 0.0, end)[None, :] - x  # [C, D], the exponents of keys
-    k_tile.store((k_tile.load(RUNS).to(gl.float32) * gl.exp2(y)).to(gl.bfloat16))
+    k_tile.store((as_float32(k_tile.load(RUNS)) * gl.exp2(y)).to(gl.bfloat16))

@@ -9,6 +9,7 @@
     bandwidth                  bytes a second
     start, hopper_start        before a block's first step, in general kernels and in those for SM90
     hopper_step, hopper_tile   64 tokens in forward_sm90.py: of each step, and more for every 64 columns of keys
+    hopper_narrow              its step with 64 columns of v, as a part of one with 128
     tile_step, query_step      64 tokens in forward.py with bfloat16 products and K = 128; in proportion to K. More
                                for every further query of a group
     wide_step                  16 tokens in forward.py with bfloat16 products and K = 256
@@ -129,6 +130,7 @@ def _block_time(call: OpCall, kernel: KernelPlan, c: Constants) -> BlockTime:
     H, Hq = call.dims["H"], call.dims["Hq"]
     if kernel.kernel is Kernel.FORWARD_SM90:
         step = c["hopper_step"] + c["hopper_tile"] * (kernel.BK // 64)
+        step *= c["hopper_narrow"] if kernel.BV == 64 else 1
         return BlockTime(kernel.C, kernel.BV, c["hopper_start"], step)
     if kernel.kernel is Kernel.FORWARD_SM90_WIDE:
         return BlockTime(kernel.C, kernel.BV, c["hopper_start"], c["state_step"])

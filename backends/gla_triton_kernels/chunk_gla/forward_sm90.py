@@ -8,14 +8,14 @@ With S the state that enters a chunk, and qg, kg, A, r and b_C as in common_sm90
 The outer exp(r) waits for the next chunk, where the state is multiplied anyway.
 
 B batch   T time   H heads   N sequences or segments   K, V key and value width of a head   C rows of a chunk
-W columns of v that one warpgroup holds; a block holds 2 W
+W columns of v that one warpgroup holds   GROUPS such warpgroups of a block
 
-One block per segment (by default a whole sequence), head and 2 W columns of v; four kinds of warps talk over barriers
-in shared memory:
+One block per segment (by default a whole sequence), head and GROUPS W columns of v; three kinds of warps talk over
+barriers in shared memory:
 
     load    one warp: copies q, k, v, g of the next chunks by TMA
     gate    a warpgroup: sums g and turns q, k into qg, kg where they lie, while the state warps are at earlier chunks
-    state   two warpgroups, W columns of S, v and o each; S never leaves their registers, and each computes A for itself
+    state   one or two warpgroups, W columns of S, v and o each; S never leaves their registers, and each computes A
             (checkpoints go by way of the tile where S is an operand: TMA takes no registers for addresses)
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
@@ -46,6 +46,7 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
     decay_mild_chunk,
     exponents_of_mild_chunk,
     in_state,
+    layout_of_columns,
     layout_of_runs,
     next_checkpoint,
     opaque_zero,
@@ -67,7 +68,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     """
     T, H, K = x.k.shape[1:]
     V = x.v.shape[3]
-    kernel, W = plan.outputs, plan.outputs.BV // 2
+    kernel, W = plan.outputs, 64
     segment, segments, N = x.gone_through(plan)
     grid = (-(-V // kernel.BV) * N * H, 1, 1)
     moved = ((x.q, kernel.BK), (x.k, kernel.BK), (x.v, W), (x.g, kernel.BK), (x.o, W))
@@ -75,7 +76,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     maps.append(checkpoint_tiles(x.checkpoints, kernel.BK, W))
     tensors = (*maps, x.o, x.initial_state, x.entering, x.final_state, x.order)
     strides = state_strides(x.initial_state)
-    integers = (*strides, T, segment, segments, every or 0, H, K, V, kernel.stages)
+    integers = (*strides, T, segment, segments, every or 0, H, K, V, kernel.stages, kernel.BV // W)
     overlap = x.order is not None if plan.segments is None else plan.segments.overlap
     options = {"launch_pdl": True} if overlap else {}
     jit = _chunk_gla_fwd_kernel
@@ -98,7 +99,7 @@ def _gate_tile(scratch_tiles, slot, g_desc):
 
 
 @gluon.jit
-def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
+def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     """Keep STAGES chunks of q, k, v and g on their way."""
     q_desc, k_desc, v_desc, g_desc = descriptors
     q_tiles, k_tiles, v_tiles, scratch_tiles = tiles
@@ -117,11 +118,12 @@ def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAG
                 g_desc, [b, h, t, 0], g_full.index(slot), _gate_tile(scratch_tiles, slot, g_desc)
             )
         mbarrier.wait(empty.index(slot), phase ^ 1)
-        mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
+        mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes + GROUPS * v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(q_desc, [b, h, t, 0], full.index(slot), q_tiles.index(slot))
         tma.async_copy_global_to_shared(k_desc, [b, h, t, 0], full.index(slot), k_tiles.index(slot))
-        tma.async_copy_global_to_shared(v_desc, [b, h, t, column], full.index(slot), v_tiles.index(2 * slot))
-        tma.async_copy_global_to_shared(v_desc, [b, h, t, column + W], full.index(slot), v_tiles.index(2 * slot + 1))
+        for w in gl.static_range(GROUPS):
+            v_tile = v_tiles.index(GROUPS * slot + w)
+            tma.async_copy_global_to_shared(v_desc, [b, h, t, column + w * W], full.index(slot), v_tile)
 
 
 @gluon.jit
@@ -140,11 +142,7 @@ def _gate_warps(
     C: gl.constexpr = q_tiles.type.shape[3]
     K: gl.constexpr = q_tiles.type.shape[4]
     runs: gl.constexpr = layout_of_runs(C, K)
-    # Of a chunk that is not mild: rows that are added up lie within a few threads. Of 128 columns a thread holds half
-    # the rows, or registers spill; of fewer, runs of 4, which seldom meet in shared memory's banks.
-    RUN: gl.constexpr = C // 2 if K > 64 else 4
-    LANES: gl.constexpr = 256 // K
-    layout: gl.constexpr = gl.BlockedLayout([RUN, 2], [LANES, 32 // LANES], [1, 4], [1, 0])
+    columns: gl.constexpr = layout_of_columns(C, K)
     for i in range(gl.cdiv(length, C)):
         slot = i % STAGES
         phase = (i // STAGES) & 1
@@ -167,7 +165,7 @@ def _gate_warps(
                 mbarrier.arrive(g_empty.index(slot), count=1)
                 decays.index(slot).store(decay_mild_chunk(q_tile, k_tile, x, end))
             else:
-                g = g_tile.load(layout).to(gl.float32)  # [C, K]
+                g = g_tile.load(columns).to(gl.float32)  # [C, K]
                 decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), g)  # [K], [C, C]
                 decays.index(slot).store(decay)
                 a_tiles.index(slot).store(a.to(q_tile.dtype))
@@ -194,6 +192,7 @@ def _state_warps(
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
     """Carry W columns of the state through the sequence and write the outputs."""
     q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles = tiles
@@ -241,7 +240,7 @@ def _state_warps(
         phase = (i // STAGES) & 1
         q_tile = q_tiles.index(slot).reshape([C, BK])
         k_tile = k_tiles.index(slot).reshape([C, BK])
-        v_tile = v_tiles.index(2 * slot + WARPGROUP).reshape([C, W])
+        v_tile = v_tiles.index(GROUPS * slot + WARPGROUP).reshape([C, W])
         rows = length - i * C
         mbarrier.wait(full.index(slot), phase)
         if PACKED:
@@ -308,6 +307,7 @@ def _chunk_gla_fwd_kernel(
     K,
     V,
     STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
     C: gl.constexpr = q_desc.block_type.shape[2]
     BK: gl.constexpr = q_desc.block_type.shape[3]
@@ -315,8 +315,8 @@ def _chunk_gla_fwd_kernel(
     HAS_GATE: gl.constexpr = g_desc is not None
     PACKED: gl.constexpr = order is not None
     dtype: gl.constexpr = q_desc.dtype
-    columns = gl.cdiv(V, 2 * W)
-    column = gl.program_id(0) % columns * 2 * W
+    columns = gl.cdiv(V, GROUPS * W)
+    column = gl.program_id(0) % columns * GROUPS * W
     h = gl.program_id(0) // columns % H
     n = gl.program_id(0) // columns // H
     if PACKED and entering is None:
@@ -334,11 +334,11 @@ def _chunk_gla_fwd_kernel(
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, C, W], v_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
     scratch_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, C, BK], q_desc.layout) if HAS_GATE else q_tiles
     a_tiles = gl.allocate_shared_memory(dtype, [STAGES, C, C], scores_layout)
-    s_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, BK, W], state_layout)
-    o_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, W], o_desc.layout)
+    s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, 1, BK, W], state_layout)
+    o_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
     decays = gl.allocate_shared_memory(gl.float32, [STAGES, BK], row_layout)
     mild_flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row_layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
@@ -346,13 +346,13 @@ def _chunk_gla_fwd_kernel(
     g_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # g has been read
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, k, v have been loaded
     gated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, k have become qg, kg
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # both state warpgroups have read qg, kg, v, A
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the state warpgroups have read qg, kg, v, A
     for i in gl.static_range(STAGES):
         mbarrier.init(g_full.index(i), count=1)
         mbarrier.init(g_empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(gated.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=GROUPS)
 
     load_tiles = (q_tiles, k_tiles, v_tiles, scratch_tiles)
     load_barriers = (g_full, g_empty, full, empty)
@@ -369,13 +369,25 @@ def _chunk_gla_fwd_kernel(
     # Registers of a thread. With fewer the state spills, and the assembler then waits after every wgmma; what is left
     # is the gate's, which spills on its way through chunks that are not mild.
     STATE: gl.constexpr = 152 if PACKED or BK <= 64 else 144
-    gl.warp_specialize(
-        [
-            (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, PACKED, STAGES)),
-            (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES)),
-            (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 1, HAS_GATE, PACKED, STAGES)),
-            (_load_warp, ((q_desc, k_desc, v_desc, g_desc), load_tiles, load_barriers, load_place, HAS_GATE, STAGES)),
-        ],
-        [4, 4, 1],
-        [STATE, STATE, 24],
-    )
+    descriptors = (q_desc, k_desc, v_desc, g_desc)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES, 1)),
+                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, HAS_GATE, STAGES, 1)),
+            ],
+            [4, 1],
+            [STATE, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES, 2)),
+                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 1, HAS_GATE, PACKED, STAGES, 2)),
+                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, HAS_GATE, STAGES, 2)),
+            ],
+            [4, 4, 1],
+            [STATE, STATE, 24],
+        )

@@ -36,6 +36,7 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
     decay_mild_chunk,
     exponents_of_mild_chunk,
     in_state,
+    layout_of_columns,
     layout_of_runs,
     next_checkpoint,
     segment_at,
@@ -110,7 +111,7 @@ def _gate_kernel(
     BK: gl.constexpr = q_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
     runs: gl.constexpr = layout_of_runs(C, BK)
-    layout: gl.constexpr = gl.BlockedLayout([C // 2, 2], [2, 16], [1, 4], [1, 0])  # of a chunk that is not mild
+    columns: gl.constexpr = layout_of_columns(C, BK)
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     i = gl.program_id(0)
     h = gl.program_id(1)
@@ -154,7 +155,7 @@ def _gate_kernel(
             product = warpgroup_mma(q_tile, k_tile.permute([1, 0]), product, use_acc=False, is_async=True)
             A += gl.where(t >= s, warpgroup_mma_wait(0, [product]), 0.0)
         else:
-            decay, a = decay_any_chunk(q_tile, k_tile, scratch, g_tile.load(layout).to(gl.float32))  # [BK], exp(b_C)
+            decay, a = decay_any_chunk(q_tile, k_tile, scratch, g_tile.load(columns).to(gl.float32))  # [BK], exp(b_C)
             _write_decays(decays + j * BK, decay, gl.full_like(decay, 1.0))
             A += a
             fence_async_shared()

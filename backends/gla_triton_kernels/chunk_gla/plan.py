@@ -157,9 +157,20 @@ def best_kernel(call: OpCall, gpu: Gpu, aligned: bool) -> Kernel:
     return Kernel.FORWARD_SM90_WIDE if wide else Kernel.FORWARD
 
 
-def _forward_sm90(call: OpCall, kernel: Kernel) -> KernelPlan:
-    """Launch parameters of the kernels for SM90 that compute outputs; the one for wide heads takes keys in slices."""
-    BK, BV = (64 if call.dims["K"] <= 64 else 128), (64 if call.dims["V"] <= 64 else 128)
+def _forward_sm90(call: OpCall, gpu: Gpu, kernel: Kernel, sequences: int) -> KernelPlan:
+    """Launch parameters of the kernels for SM90 that compute outputs of so many sequences or segments.
+
+    The one for wide heads takes keys in slices. The other takes a fifth less time where a block has 64 columns of v,
+    which pays where the device runs all of these blocks at once; the bits are the same.
+    """
+    H, K, V = (call.dims[name] for name in ("H", "K", "V"))
+    BK, BV = (64 if K <= 64 else 128), (64 if V <= 64 else 128)
+    if (
+        kernel is Kernel.FORWARD_SM90
+        and call.batch_invariant is None
+        and sequences * H * -(-V // 64) <= gpu.multiprocessors
+    ):
+        BV = 64
     stages = 2 if BK == 128 else 4 if BV == 64 else 3  # as many as shared memory holds
     return KernelPlan(kernel=kernel, C=64, BK=BK, BV=BV, stages=stages, tma=True)
 
@@ -295,7 +306,7 @@ def _outputs(call: OpCall, gpu: Gpu, aligned: bool, kernel: Kernel, segments: in
     """Launch parameters of this kernel, which computes the outputs of so many segments."""
     if kernel is Kernel.FORWARD:
         return _forward(call, gpu, aligned, segments)
-    return _forward_sm90(call, kernel)
+    return _forward_sm90(call, gpu, kernel, segments)
 
 
 def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bool, times: CutTimes) -> int:

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
 from gla_triton_kernels.chunk_gla.common_backward_sm90 import RUNS, WIDTH, C, D, gates, product, segment_backwards
-from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, in_state, plus
+from gla_triton_kernels.chunk_gla.common_sm90 import as_float32, clear_rows, in_state, plus
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
@@ -153,9 +153,9 @@ def _state_warps(
                 gl.store(marks + at, gl.where(mild, 0, 1), block * KEYS < K)
             r_tile.store(end)
             b_t = gl.associative_scan(g, 0, plus)  # [C, D]
-            q = q_tile.load(RUNS).to(gl.float32) * (gl.exp2(b_t) * scale)  # [C, D]
+            q = as_float32(q_tile.load(RUNS)) * (gl.exp2(b_t) * scale)  # [C, D]
         else:
-            q = q_tile.load(RUNS).to(gl.float32) * scale  # [C, D]
+            q = as_float32(q_tile.load(RUNS)) * scale  # [C, D]
         q_tile.store(q.to(gl.bfloat16))
         if PACKED:
             clear_rows(q_tile, rows, RUNS)

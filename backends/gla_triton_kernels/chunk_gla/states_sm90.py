@@ -46,6 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gla_triton_kernels.chunk_gla.common_sm90 import (
+    as_float32,
     clear_rows,
     let_dependents_start,
     plus,
@@ -162,7 +163,7 @@ def _state_warps(
             R_end = R + gl.sum(g, 0)
             x = R[None, :] + b if BACKWARDS else R_end[None, :] - b  # [C, PART]
             R = R_end
-            left_tile.store((left_tile.load(layout).to(gl.float32) * gl.exp2(x)).to(left_tile.dtype))
+            left_tile.store((as_float32(left_tile.load(layout)) * gl.exp2(x)).to(left_tile.dtype))
         if PACKED:
             clear_rows(left_tile, rows, layout)
             clear_rows(right_tile, rows, layout)
