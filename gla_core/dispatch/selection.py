@@ -4,8 +4,8 @@ An explicit request never falls back. `auto` ranks the backends that can run by 
 those without a prediction come after, the ones written for named devices before the ones that run anywhere, then by
 name. Lengths of packed sequences are on the device and are not waited for: unless `max_seqlen` bounds the longest,
 times are predicted for two, the one that is expected and one that holds all tokens, and a backend ranks by its regret:
-by how many times as long as the best it takes, in the case that is worse for it. Under `batch_invariant` no time
-counts, since it depends on the batch: who keeps it natively comes first.
+how many times as long as the best it takes, the geometric mean of both cases, of which the expected one counts twice.
+Under `batch_invariant` no time counts, since it depends on the batch: who keeps it natively comes first.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _ranked(found: list[tuple[Backend, Candidate]], call: OpCall) -> list[tuple[
 
     def rank(pair: tuple[Backend, Candidate]) -> tuple:
         backend, c = pair
-        regret = max(_times(c.seconds, seconds), _times(c.worst, worst))
+        regret = _times(c.seconds, seconds) ** 2 * _times(c.worst, worst)
         can = backend.can(call.op)
         by_parts = call.batch_invariant is not None and call.device.type not in can.batch_invariant
         unnamed = can.devices is None

@@ -103,6 +103,12 @@ def test_a_small_risk_is_taken(spy):
     assert packed().winner == "serial"
 
 
+def test_the_expected_lengths_count_twice(spy):
+    spy("serial", cost=seconds_of(uneven=2.3, even=1.0))
+    spy("cut", cost=seconds_of(uneven=1.0, even=1.6))
+    assert packed().winner == "serial"  # 1.6 ** 2 is more than 2.3
+
+
 def test_a_bound_of_the_lengths_ends_the_doubt(spy):
     spy("serial", cost=seconds_of(uneven=9.0, even=1.0))
     spy("cut", cost=seconds_of(uneven=3.0, even=1.2))

@@ -23,6 +23,7 @@
     build_step                 64 tokens in states_sm90.py
     build_start, build         before a block's first step in states.py; a step of it as a part of one of the outputs'
     scan_step                  a segment in scan.py
+    idle                       of the kernels before the outputs where no packed sequence is long enough to be cut
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _segments(call: OpCall, plan: Plan, c: Constants) -> float:
     # Of a state each number is written, scanned and read, in float32.
     final = bool(call.scalars.get("output_final_state"))
     before = states_seconds(call, length, call.dims["H"], block, 16, final, c)
-    device = sum(before) + _gates_seconds(call, plan, c) + outputs
+    device = sum(before) + _gates_seconds(call, plan, c) + outputs + c["idle"] * call.variable_length
     return in_all(call, device, _host_seconds(call, plan, 3, c), c["gap"])
 
 
