@@ -87,6 +87,30 @@ def test_other_gpus_take_the_general_kernels(gpu, K):
 
 
 @pytest.mark.parametrize(
+    ("changes", "BV"),
+    [
+        ({"B": 4}, 64),  # 128 blocks of 64 values, on 132 multiprocessors
+        ({"B": 5}, 128),
+        ({"B": 2, "V": 200}, 64),
+        ({"B": 3, "V": 200}, 128),
+        ({"V": 64}, 64),
+        ({"B": 1, "H": 1, "K": 256}, 128),  # of heads this wide blocks are not narrower
+        ({"B": 1, "N": 4, "packed": True}, 64),
+        ({"B": 1, "N": 5, "packed": True}, 128),
+    ],
+    ids=str,
+)
+def test_blocks_are_narrow_on_hopper_where_all_run_at_once(changes, BV):
+    assert one_pass(**changes).BV == BV
+
+
+@pytest.mark.parametrize(("B", "T", "BV"), [(4, 64, 64), (5, 64, 128), (1, 4 * 64, 64), (1, 5 * 64, 128)])
+def test_segments_of_an_invariant_call_are_blocks_as_well(B, T, BV):
+    call = dataclasses.replace(call_of(B=B, T=T), batch_invariant=64, scalars={"output_final_state": False})
+    assert plan_segments(call, H200, True).outputs.BV == BV
+
+
+@pytest.mark.parametrize(
     ("changes", "C", "BV", "warps", "stages"),
     [
         ({"H": 1}, 32, 32, 4, 3),  # 16 blocks of 64 values

@@ -164,13 +164,8 @@ def _forward_sm90(call: OpCall, gpu: Gpu, kernel: Kernel, sequences: int) -> Ker
     which pays where the device runs all of these blocks at once; the bits are the same.
     """
     H, K, V = (call.dims[name] for name in ("H", "K", "V"))
-    BK, BV = (64 if K <= 64 else 128), (64 if V <= 64 else 128)
-    if (
-        kernel is Kernel.FORWARD_SM90
-        and call.batch_invariant is None
-        and sequences * H * -(-V // 64) <= gpu.multiprocessors
-    ):
-        BV = 64
+    fit = kernel is Kernel.FORWARD_SM90 and sequences * H * -(-V // 64) <= gpu.multiprocessors
+    BK, BV = (64 if K <= 64 else 128), (64 if V <= 64 or fit else 128)
     stages = 2 if BK == 128 else 4 if BV == 64 else 3  # as many as shared memory holds
     return KernelPlan(kernel=kernel, C=64, BK=BK, BV=BV, stages=stages, tma=True)
 
@@ -261,9 +256,14 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
         length = min(length, INTERPRETED_SEGMENT)
     if length >= T:
         return plan_one_pass(call, gpu, aligned)
-    segments = N + T // length if call.variable_length else N * -(-T // length)  # of packed sequences at most
-    outputs = _outputs(call, gpu, aligned, kernel, segments)
+    outputs = _outputs(call, gpu, aligned, kernel, _segments(call, length))
     return Plan(outputs, _before(call, gpu, outputs, length))
+
+
+def _segments(call: OpCall, length: int) -> int:
+    """How many segments of so many tokens sequences are cut into, packed ones at most."""
+    T, N = call.dims["T"], call.dims["N"]
+    return N + T // length if call.variable_length else N * -(-T // length)
 
 
 def plan_rows(call: OpCall, gpu: Gpu, aligned: bool) -> list[tuple[OpCall, Plan]]:
@@ -285,15 +285,14 @@ def _blocks(call: OpCall, gpu: Gpu, kernel: Kernel) -> tuple[int, int]:
 
 
 def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> Plan:
-    """The same kernels whatever the batch, on segments of so many tokens, which calls may begin and end with.
+    """The same arithmetic whatever the batch, on segments of so many tokens, which calls may begin and end with.
 
     A final state always comes of a scan, since that is what enters the next segment of a sequence that is not cut.
     """
     kernel = best_kernel(call, gpu, aligned)
-    outputs = _outputs(call, gpu, aligned, kernel, 0)
-    if call.dims["T"] <= tokens and not call.scalars["output_final_state"]:
-        return Plan(outputs)
-    return Plan(outputs, _before(call, gpu, outputs, tokens))
+    whole = call.dims["T"] <= tokens and not call.scalars["output_final_state"]
+    outputs = _outputs(call, gpu, aligned, kernel, call.dims["N"] if whole else _segments(call, tokens))
+    return Plan(outputs, None if whole else _before(call, gpu, outputs, tokens))
 
 
 def _before(call: OpCall, gpu: Gpu, outputs: KernelPlan, length: int) -> SegmentPlan:
