@@ -49,9 +49,8 @@ def as_float32(x):
             mov.b32 $0, first;
             mov.b32 $1, second;
         }"""
-        return gl.inline_asm_elementwise(widen, "=f,=f,r", [x], gl.float32, is_pure=True, pack=2)
-    else:  # noqa: RET505 -- one branch is compiled
-        return x.to(gl.float32)
+        x = gl.inline_asm_elementwise(widen, "=f,=f,r", [x], gl.float32, is_pure=True, pack=2)
+    return x.to(gl.float32)
 
 
 @gluon.jit

@@ -99,7 +99,7 @@ def _gate_tile(scratch_tiles, slot, g_desc):
 
 
 @gluon.jit
-def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
     """Keep STAGES chunks of q, k, v and g on their way."""
     q_desc, k_desc, v_desc, g_desc = descriptors
     q_tiles, k_tiles, v_tiles, scratch_tiles = tiles
@@ -107,6 +107,7 @@ def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAG
     b, h, column, start, n_chunks = place
     C: gl.constexpr = q_desc.block_type.shape[2]
     W: gl.constexpr = v_desc.block_type.shape[3]
+    GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
     for i in range(n_chunks):
         slot = i % STAGES
         phase = (i // STAGES) & 1
@@ -192,7 +193,6 @@ def _state_warps(
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
 ):
     """Carry W columns of the state through the sequence and write the outputs."""
     q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles = tiles
@@ -205,6 +205,7 @@ def _state_warps(
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
+    GROUPS: gl.constexpr = s_tiles.type.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -374,8 +375,8 @@ def _chunk_gla_fwd_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES, 1)),
-                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, HAS_GATE, STAGES, 1)),
+                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, HAS_GATE, STAGES)),
             ],
             [4, 1],
             [STATE, 24],
@@ -384,9 +385,9 @@ def _chunk_gla_fwd_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES, 2)),
-                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 1, HAS_GATE, PACKED, STAGES, 2)),
-                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, HAS_GATE, STAGES, 2)),
+                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 1, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, HAS_GATE, STAGES)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],
