@@ -27,7 +27,7 @@ def measured(name, kind):
     """The ops of a backend that have constants for a device; others borrow those of an H200."""
     by_triton_alone = {"chunk_gla_bwd", "chunk_gla_summary"} if (name, kind) == ("parallel_scan", "cpu") else set()
     if kind == "NVIDIA H100 80GB HBM3":
-        return {"chunk_gla_fwd"} if name != "reference" else set()
+        return {"chunk_gla_fwd", "chunk_gla_bwd"} if name != "reference" else set()
     return set() if (name, kind) == ("triton_fused", "cpu") else set(OP_PARAMETERS) - by_triton_alone
 
 
