@@ -33,6 +33,7 @@ from gla_core.dispatch.backend import CostModel, KnownDevice, OpCall
 from gla_core.dispatch.calibration import KNOWN_DEVICES, constants_for
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Explanation, explain_call
+from gla_core.files import write_json
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.ops.chunk_gla import CHUNK
 from gla_core.workloads.inputs import random_arguments
@@ -386,13 +387,8 @@ def earlier_rows(path: Path, head: Row) -> list[Row]:
 
 
 def write(path: Path, head: Row, rows: Sequence[Row], summed: dict[str, Row] | None = None) -> None:
-    """A row a line, after the summary of all. A reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".unfinished")
-    lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    text = json.dumps({**head, "summary": summed or summary(rows)}, indent=1).removesuffix("\n}")
-    unfinished.write_text(f'{text},\n "rows": [\n{lines}\n ]\n}}\n')
-    unfinished.replace(path)
+    """The rows after the summary of all."""
+    write_json(path, {**head, "summary": summed or summary(rows), "rows": rows})
 
 
 def key(row: Row) -> str:

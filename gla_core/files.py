@@ -29,11 +29,23 @@ def check_writable(option: str, path: Path, folder: bool = False) -> None:
 
 
 def write_json(target: Path, value: object) -> None:
-    """Write a JSON file so that a reader finds the old one or the new one, never half of one."""
+    """Write a JSON file so that a reader finds the old one or the new one, never half of one.
+
+    Args:
+        value: if it has `rows`, a list, they are written a row a line.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
     try:
-        unfinished.write_text(json.dumps(value, indent=1) + "\n")
+        unfinished.write_text(_json(value) + "\n")
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _json(value: object) -> str:
+    rows = value.get("rows") if isinstance(value, dict) else None
+    if not (rows and isinstance(rows, list | tuple)):
+        return json.dumps(value, indent=1)
+    lines = ",\n  ".join(map(json.dumps, rows))
+    return json.dumps({**value, "rows": []}, indent=1).replace('\n "rows": []', f'\n "rows": [\n  {lines}\n ]')

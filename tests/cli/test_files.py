@@ -1,12 +1,13 @@
-"""Files are checked before the work whose results they are to hold."""
+"""Files of results: checked before the work, and written whole."""
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
-from gla_core.files import check_writable
+from gla_core.files import check_writable, write_json
 
 
 def test_what_can_be_written_is_accepted_and_nothing_is_left_behind(tmp_path):
@@ -36,3 +37,23 @@ def test_what_cannot_be_written_is_named(tmp_path, name, folder, message):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=f"^{re.escape(f'--json {tmp_path / name} {message}')}$"):
         check_writable("--json", tmp_path / name, folder)
+
+
+@pytest.mark.parametrize(
+    ("value", "lines"),
+    [
+        ({"a": 1, "rows": [{"x": 1.5, "y": {"rows": []}}, {"x": None}], "b": [2]}, 10),
+        ({"rows": [3, "four"]}, 6),
+        ({"rows": []}, 3),
+        ({"rows": "few"}, 3),
+        ([1, 2], 4),
+        (None, 1),
+    ],
+)
+def test_rows_are_written_a_row_a_line(tmp_path, value, lines):
+    path = tmp_path / "new" / "found.json"
+    for _ in range(2):  # the second time over the first
+        write_json(path, value)
+        assert json.loads(path.read_text()) == value
+        assert len(path.read_text().splitlines()) == lines
+    assert list(path.parent.iterdir()) == [path]
