@@ -7,14 +7,15 @@
                   number; 100 MB and more to move. The time over that of the floor.
     one giant     the packed calls of selection.py of that kind. The time over that of the giant by itself and then of
                   the other sequences.
-    invariant     the workloads of models, forward and with the backward, under `batch_invariant`, in CUDA graphs. The
-                  time over that of the faster backend without.
+    invariant     the workloads of models, forward and with the backward, under `batch_invariant` with segments of 4096
+                  tokens and of 512, in CUDA graphs. The time over that of the faster backend without.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import statistics
@@ -38,6 +39,8 @@ ODD = 40
 BYTES = (100e6, 1e9)
 MULTIPROCESSORS = 132
 """Of an H200 or H100: the shapes are the same on every GPU."""
+SEGMENTS = (4096, 512)
+"""Tokens, under `batch_invariant`: the default, and what costs less where sequences are few."""
 
 Row = dict[str, Any]
 
@@ -89,7 +92,8 @@ def run(out: Path, device: torch.device, seconds: float, minutes: float, commit:
     path, rows = out / results.file_name("shapes", device), []
     measurements = [functools.partial(_odd_row, call, bandwidth, seconds) for call in odd_calls(device)]
     measurements += [functools.partial(_giant_row, call, tokens, seconds) for call, tokens in giant_calls(device)]
-    measurements += [functools.partial(_invariant_row, *each, device, seconds) for each in workloads()]
+    invariant = itertools.product(SEGMENTS, workloads())
+    measurements += [functools.partial(_invariant_row, tokens, *each, device, seconds) for tokens, each in invariant]
     for measurement in measurements:
         if time.monotonic() > end:
             say("out of time")
@@ -126,7 +130,7 @@ def _seconds_of_pick(call: OpCall, lengths: Sequence[int] | None, seconds: float
     return times[pick]
 
 
-def _invariant_row(workload: Workload, direction: str, device: torch.device, seconds: float) -> Row:
+def _invariant_row(tokens: int, workload: Workload, direction: str, device: torch.device, seconds: float) -> Row:
     def time_of(backend: str) -> float:
         row = measure_case(Case(workload, backend, direction), device, budget=seconds)
         if row.seconds is None:
@@ -134,9 +138,9 @@ def _invariant_row(workload: Workload, direction: str, device: torch.device, sec
         return row.seconds
 
     times = [time_of(backend) for backend in implementing("chunk_gla") if backend not in ("reference", "gla_fla")]
-    with gla.batch_invariant():
+    with gla.batch_invariant(tokens):
         kept = time_of("auto")
-    about = {"part": "invariant", "workload": workload.name, "direction": direction}
+    about = {"part": f"invariant, {tokens} tokens", "workload": workload.name, "direction": direction}
     return {**about, "seconds": kept, "without": min(times), "over": selection.rounded(kept / min(times))}
 
 
