@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import asking_for_invariance, new_state
+from gla_core.dispatch.backend import asking_for_invariance, new_checkpoints, new_state
 from gla_core.ops._checks import wide
 
 Function = Callable[..., Any]
@@ -130,13 +130,7 @@ def _forward(
     """chunk_gla_fwd, segment by segment."""
     o = v.new_zeros(*q.shape[:3], v.shape[3])
     states = _states(k, v, cu_seqlens, initial_state)
-    checkpoints = None
-    if checkpoint_every is not None:
-        n = -(-q.shape[1] // checkpoint_every)
-        if cu_seqlens is not None:
-            n = len(states) + q.shape[1] // checkpoint_every
-        dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else states.dtype
-        checkpoints = states.new_zeros(len(q), n, *states.shape[1:], dtype=dtype)
+    checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
     parts = _segments(tokens, q, cu_seqlens, checkpoint_every)
     for part, _, found, kept in _forwards(functions, parts, (q, k, v, g), scale, states, checkpoint_every):
         part.write(o, found)

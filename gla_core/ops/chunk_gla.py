@@ -46,6 +46,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from gla_core.dispatch.backend import checkpoint_rows
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import makes_checkpoints
@@ -245,11 +246,6 @@ _INTERVAL = Argument("checkpoint_every", "int?", default=None)
 _LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
 
 
-def checkpoint_rows(sizes: Mapping[str, int], L: int, packed: bool) -> int:
-    """n, of checkpoints every L tokens."""
-    return sizes["N"] + sizes["T"] // L if packed else -(-sizes["T"] // L)
-
-
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     """How many sequences and checkpoints there are."""
     sizes["N"] = sizes["B"]
@@ -264,7 +260,7 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
         return
     if L < 1 or L % CHUNK != 0:
         raise ValueError(f"checkpoint_every is {L}; expected a multiple of {CHUNK}, or None")
-    sizes["n"] = checkpoint_rows(sizes, L, packed)
+    sizes["n"] = checkpoint_rows(sizes["T"], sizes["N"], L, packed)
 
 
 def _check_values(

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import OpCall, checkpoint_rows
 from gla_core.ops import ABSTRACT_OPS, OpSpec
 from gla_core.ops._checks import wide
 from gla_core.ops._spec import CHECKPOINTS, GATE, INDICES, OFFSETS, STATE, Argument
-from gla_core.ops.chunk_gla import checkpoint_rows
 from gla_core.workloads.named import Workload
 
 GATES = ("none", "mild", "strong", "extreme", "-inf")
@@ -246,8 +245,8 @@ def _checkpoints(call: OpCall, generator: torch.Generator) -> Tensor | None:
     every = call.scalars["checkpoint_every"]
     if every is None:
         return None
-    B, H, K, V = (call.dims[name] for name in ("B", "H", "K", "V"))
-    n = checkpoint_rows(call.dims, every, call.variable_length)
+    B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
+    n = checkpoint_rows(T, N, every, call.variable_length)
     return normal((B, n, H, K, V), CHECKPOINTS.allowed(call.dtype)[0], generator)
 
 

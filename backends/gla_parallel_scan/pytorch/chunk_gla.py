@@ -26,6 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gla_core.dispatch.backend import new_checkpoints
 from gla_parallel_scan.pytorch.blocks import blocks
 from gla_parallel_scan.pytorch.segments import Segments, dense, packed
 
@@ -52,7 +53,7 @@ def chunk_gla_fwd(
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     o = v.new_empty(B, T, q.shape[2], V)
     final = v.new_empty(N, H, K, V, dtype=dtype)
-    checkpoints = None if checkpoint_every is None else _checkpoints(q, final, T, cu_seqlens, checkpoint_every)
+    checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
     if N == 0:
         return o.zero_(), final if output_final_state else None, checkpoints  # any token belongs to no sequence
     C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())  # no more than the power of two that holds T
@@ -69,15 +70,6 @@ def chunk_gla_fwd(
         if checkpoints is not None and checkpoint_every is not None:
             segments.keep(entering, checkpoint_every, checkpoints[tokens])
     return o, final if output_final_state else None, checkpoints
-
-
-def _checkpoints(q: Tensor, states: Tensor, T: int, cu_seqlens: Tensor | None, L: int) -> Tensor:
-    """Memory for the checkpoints every L tokens of states [N, H, K, V]; of packed sequences, 0: some rows stay so."""
-    dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else states.dtype
-    N, *state = states.shape
-    if cu_seqlens is None:
-        return states.new_empty(N, -(-T // L), *state, dtype=dtype)
-    return states.new_zeros(1, N + T // L, *state, dtype=dtype)
 
 
 def _forward(

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall, invariant_tokens
+from gla_core.dispatch.backend import OpCall, invariant_tokens, new_checkpoints
 from gla_triton_kernels.chunk_gla.padding import clear_padding
-from gla_triton_kernels.chunk_gla.plan import AnyPlan, Plan, checkpoint_dtype
+from gla_triton_kernels.chunk_gla.plan import AnyPlan, Plan
 from gla_triton_kernels.chunk_gla.widths import widened
 from gla_triton_kernels.runtime.architecture import Gpu, gpu_of
 from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
@@ -112,7 +112,7 @@ def forward(
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     o = v.new_empty(B, T, Hq, V)
     final_state = v.new_empty(N, H, K, V, dtype=torch.float32) if output_final_state else None
-    checkpoints = None if checkpoint_every is None else _checkpoints(q, v, H, N, cu_seqlens, checkpoint_every)
+    checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
     if N == 0 or (T == 0 and final_state is None):
         return o.zero_(), final_state, checkpoints  # any token there is belongs to no sequence
     precision, invariant = torch.get_float32_matmul_precision(), invariant_tokens()
@@ -133,13 +133,6 @@ def forward(
         start(launches)
         record(key, tensors, launches)
     return o, final_state, checkpoints
-
-
-def _checkpoints(q: Tensor, v: Tensor, H: int, N: int, cu_seqlens: Tensor | None, every: int) -> Tensor:
-    """Memory for the checkpoints; of packed sequences, 0: some rows stay so."""
-    B, T, _, K = q.shape
-    n, allocate = (-(-T // every), v.new_empty) if cu_seqlens is None else (N + T // every, v.new_zeros)
-    return allocate(B, n, H, K, v.shape[3], dtype=checkpoint_dtype(q.dtype))
 
 
 def backward(

@@ -256,14 +256,13 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
         length = min(length, INTERPRETED_SEGMENT)
     if length >= T:
         return plan_one_pass(call, gpu, aligned)
-    outputs = _outputs(call, gpu, aligned, kernel, _segments(call, length))
+    outputs = _outputs(call, gpu, aligned, kernel, most_segments(N, T, length, call.variable_length))
     return Plan(outputs, _before(call, gpu, outputs, length))
 
 
-def _segments(call: OpCall, length: int) -> int:
-    """How many segments of so many tokens sequences are cut into, packed ones at most."""
-    T, N = call.dims["T"], call.dims["N"]
-    return N + T // length if call.variable_length else N * -(-T // length)
+def most_segments(N: int, T: int, length: int, packed: bool) -> int:
+    """How many segments of so many tokens N sequences are cut into, packed ones, of T tokens in all, at most."""
+    return N + T // length if packed else N * -(-T // length)
 
 
 def plan_rows(call: OpCall, gpu: Gpu, aligned: bool) -> list[tuple[OpCall, Plan]]:
@@ -290,8 +289,10 @@ def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> Plan:
     A final state always comes of a scan, since that is what enters the next segment of a sequence that is not cut.
     """
     kernel = best_kernel(call, gpu, aligned)
-    whole = call.dims["T"] <= tokens and not call.scalars["output_final_state"]
-    outputs = _outputs(call, gpu, aligned, kernel, call.dims["N"] if whole else _segments(call, tokens))
+    T, N = call.dims["T"], call.dims["N"]
+    whole = tokens >= T and not call.scalars["output_final_state"]
+    segments = N if whole else most_segments(N, T, tokens, call.variable_length)
+    outputs = _outputs(call, gpu, aligned, kernel, segments)
     return Plan(outputs, None if whole else _before(call, gpu, outputs, tokens))
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import swapped
 from gla_triton_kernels.chunk_gla.padding import BLOCK, ROWS, clear_rows
+from gla_triton_kernels.chunk_gla.plan import most_segments
 from gla_triton_kernels.runtime.launch import Launch
 
 
@@ -118,10 +119,9 @@ def cut(
         longest_first: else the order of packed segments is that of their numbers, for blocks that all take as long.
     """
     if cu_seqlens is None:
-        per_sequence = -(-T // length)
-        return Segments(length, B * per_sequence, per_sequence)
+        return Segments(length, most_segments(B, T, length, False), most_segments(1, T, length, False))
     N = len(cu_seqlens) - 1
-    count = N + T // length
+    count = most_segments(N, T, length, True)
     order, counts = (cu_seqlens.new_empty(shape, dtype=torch.int32) for shape in ((count, 4), (2,)))
     tensors, sizes = (cu_seqlens, order, counts, o), (T, N, count, length, _width(o))
     constants = (longest_first, BI, BN, BLOCK)
