@@ -44,8 +44,7 @@ def write_json(target: Path, value: object) -> None:
 
 
 def _json(value: object) -> str:
-    rows = value.get("rows") if isinstance(value, dict) else None
-    if not (rows and isinstance(rows, list | tuple)):
+    if not (isinstance(value, dict) and isinstance(value.get("rows"), list | tuple) and value["rows"]):
         return json.dumps(value, indent=1)
-    lines = ",\n  ".join(map(json.dumps, rows))
-    return json.dumps({**value, "rows": []}, indent=1).replace('\n "rows": []', f'\n "rows": [\n  {lines}\n ]')
+    rows = ",\n  ".join(map(json.dumps, value["rows"]))
+    return json.dumps({**value, "rows": []}, indent=1).replace('\n "rows": []', f'\n "rows": [\n  {rows}\n ]')
