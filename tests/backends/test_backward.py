@@ -211,13 +211,13 @@ def test_states_in_bfloat16(device, dtype):
 @pytest.mark.parametrize(
     "sizes", [{"B": 2, "T": 150}, {"B": 2, "T": 128}, {"lengths": (130, 0, 1, 128, 70), "padding": 12, "offset": 5}]
 )
-@pytest.mark.parametrize("length", [64, 128])
-def test_segments(device, sizes, length, gates, dstate, initial_state):
+@pytest.mark.parametrize(("length", "uncut"), [(64, 64), (64, 128), (128, 128)])
+def test_segments(device, sizes, length, uncut, gates, dstate, initial_state):
     from gla_triton_kernels.chunk_gla.segments import cut
     from gla_triton_kernels.runtime.launch import start
 
     x = case(device, **sizes, gates=gates, dstate=dstate, initial_state=initial_state)
-    segments = cut(*x.q.shape[:2], length, x.cu_seqlens)
+    segments = cut(*x.q.shape[:2], length, uncut, x.cu_seqlens)
     start(segments.launches)
     leaving = torch.cat([leaving_gradient(wide(x), segments, i) for i in range(segments.count)]).float()
     dinitial = check(x, segments=segments, leaving=leaving)[4]
@@ -230,8 +230,7 @@ def leaving_gradient(x, segments, i):
         n, m = divmod(i, segments.per_sequence)
         row, begin, end = n, (m + 1) * segments.length, x.q.shape[1]
     else:
-        (start, _, end), row = next(rows for j, *rows in segments.order.tolist() if j == i), 0
-        begin = min(start + segments.length, end)
+        (start, begin, _, end), row = next(rows for j, *rows in segments.order.tolist() if j == i), 0
         n = min(i - start // segments.length, len(x.cu_seqlens) - 2)  # any, where the segment is empty
     rest = change(x, lambda y: y[row : row + 1, begin:end], "q", "k", "v", "g", "do")
     dstate = None if x.dstate is None else x.dstate[n : n + 1]

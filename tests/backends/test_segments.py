@@ -32,30 +32,37 @@ def check(device):
     from gla_triton_kernels.chunk_gla import segments
     from gla_triton_kernels.runtime.launch import start
 
-    def check(lengths, length, dtype=torch.int64, around=0):
+    def check(lengths, length, dtype=torch.int64, around=0, uncut=None):
         offsets, T = offsets_of(lengths, device, dtype, around), sum(lengths) + 2 * around
-        found = segments.cut(1, T, length, offsets)
+        uncut = uncut or length
+        found = segments.cut(1, T, length, uncut, offsets)
         start(found.launches)
         assert found.count == len(lengths) + T // length
         assert found.order.dtype == torch.int32
         assert sorted(i for i, *_ in found.order.tolist()) == list(range(found.count))
-        assert {i: rows for i, *rows in found.order.tolist() if rows[0] < rows[2]} == expected(offsets, length)
-        in_order = segments.cut(1, T, length, offsets, longest_first=False)
+        assert {i: rows for i, *rows in found.order.tolist() if rows[0] < rows[1]} == expected(offsets, length, uncut)
+        in_order = segments.cut(1, T, length, uncut, offsets, longest_first=False)
         start(in_order.launches)
         assert in_order.order.tolist() == sorted(found.order.tolist())
 
     return check
 
 
-def expected(offsets, length):
-    """Segment m of sequence n, by its number n + c_n // length + m, which checkpoints share: first row and sequence."""
+def expected(offsets, length, uncut):
+    """Segment m of sequence n, by its number n + c_n // length + m, which checkpoints share: its rows and sequence."""
     found = {}
     for n, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
-        for m, t in enumerate(range(start, end, length)):
+        for m, (t, behind) in enumerate(rows_of(start, end, length, uncut)):
             i = n + start // length + m
             assert i not in found
-            found[i] = [t, start, end]
+            found[i] = [t, behind, start, end]
     return found
+
+
+def rows_of(start, end, length, uncut):
+    """The rows of a sequence's segments."""
+    step = length if end - start > uncut else max(end - start, 1)
+    return [(t, min(t + step, end)) for t in range(start, end, step)]
 
 
 @pytest.mark.kernels
@@ -64,6 +71,7 @@ def expected(offsets, length):
 def test_boundaries_of_packed_sequences(check, lengths, dtype):
     check(lengths, 64, dtype)
     check(lengths, 64, dtype, around=70)
+    check(lengths, 64, dtype, uncut=65)
 
 
 @pytest.mark.kernels
@@ -78,9 +86,10 @@ def test_more_sequences_than_a_program_sees_at_a_time(check, device):
     lengths=st.lists(st.integers(0, 200), min_size=1, max_size=300 if torch.cuda.is_available() else 30),
     length=st.sampled_from([16, 64, 128]),
     around=st.sampled_from([0, 5, 300]),
+    more=st.sampled_from([0, 1, 8, 100]),
 )
-def test_any_boundaries(check, lengths, length, around):
-    check(lengths, length, around=around)
+def test_any_boundaries(check, lengths, length, around, more):
+    check(lengths, length, around=around, uncut=length + more)
 
 
 @pytest.mark.kernels
@@ -88,20 +97,21 @@ def test_any_boundaries(check, lengths, length, around):
 @given(
     lengths=st.lists(st.integers(0, 200), min_size=1, max_size=700 if torch.cuda.is_available() else 300),
     length=st.sampled_from([64, None]),
+    more=st.sampled_from([0, 32]),
     dtype=st.sampled_from([torch.int32, torch.int64]),
 )
-def test_the_longest_first(device, lengths, length, dtype):
+def test_the_longest_first(device, lengths, length, more, dtype):
     """Of sequences and of what they are cut into: all of them, once; those first that another one follows."""
     from gla_triton_kernels.chunk_gla import segments
     from gla_triton_kernels.runtime.launch import start
 
     offsets, T = offsets_of(lengths, device, dtype, 3), sum(lengths) + 6
-    found = segments.cut(1, T, length, offsets) if length else segments.whole(1, T, offsets)
+    found = segments.cut(1, T, length, length + more, offsets) if length else segments.whole(1, T, offsets)
     start(found.launches)
-    places = expected(offsets, length or T + 1)
-    followed = {i for i, (t, _, end) in places.items() if length and t + length < end}
-    cut = {i for i in followed if places[i][0] == places[i][1]}
-    tokens = {i: min(length or T, end - t) for i, (t, _, end) in places.items()}
+    places = expected(offsets, length or T + 1, length + more if length else T)
+    followed = {i for i, (_, end, _, last) in places.items() if end < last}
+    cut = {i for i in followed if places[i][0] == places[i][2]}
+    tokens = {i: end - t for i, (t, end, _, _) in places.items()}
     longest_first = sorted(range(found.count), key=lambda i: (i not in cut, i not in followed, -tokens.get(i, 0)))
     assert found.order[:, 0].tolist() == longest_first
     if length:
@@ -112,7 +122,7 @@ def test_the_longest_first(device, lengths, length, dtype):
 def test_equal_sequences_are_cut_on_the_host():
     from gla_triton_kernels.chunk_gla.segments import cut
 
-    segments = cut(3, 130, 64, None)
+    segments = cut(3, 130, 64, 64, None)
     assert (segments.per_sequence, segments.count, segments.order, segments.cu_seqlens) == (3, 9, None, None)
 
 
@@ -186,28 +196,28 @@ def recurrence(backwards, *, G=1, around=0, carried=True, **sizes):
     return Recurrence(x.k, x.v, x.g, *ends), offsets
 
 
-def planned(x, length):
+def planned(x, length, uncut):
     """The general kernel with several blocks to a state and chunks of 16 tokens, or token by token."""
     operand = torch.bfloat16 if x.left.dtype == torch.bfloat16 else torch.float32
     tokenwise = x.left.dtype == torch.float32
     kernel = KernelPlan(kernel=Kernel.STATES, C=16, BK=16, BV=16, operand=operand, tokenwise=tokenwise)
-    return SegmentPlan(length, kernel, overlap=False)
+    return SegmentPlan(length, uncut, kernel, overlap=False)
 
 
-def own_states(x, length, offsets):
+def own_states(x, length, uncut, offsets):
     """The segments, and their states from zero and decays; what was not written is NaN."""
     from gla_triton_kernels.chunk_gla import segments, states
     from gla_triton_kernels.runtime.launch import start
 
     B, T, _, K = x.left.shape
-    cut = segments.cut(B, T, length, offsets)
+    cut = segments.cut(B, T, length, uncut, offsets)
     S = torch.full((cut.count, H, K, x.right.shape[3]), torch.nan, device=x.left.device)
     D = None if x.g is None else torch.full((cut.count, H, K), torch.nan, device=x.left.device)
-    start([*cut.launches, *states.run(planned(x, length), x, cut, S, D)])
+    start([*cut.launches, *states.run(planned(x, length, uncut), x, cut, S, D)])
     return cut, S, D
 
 
-def segments_of(x, length, offsets):
+def segments_of(x, length, uncut, offsets):
     """For each sequence its segments in the order of x, as (place, batch, rows)."""
     B, T = x.left.shape[:2]
     sequences = [(b, 0, T, b * -(-T // length)) for b in range(B)]
@@ -215,8 +225,8 @@ def segments_of(x, length, offsets):
         bounds = itertools.pairwise(offsets.tolist())
         sequences = [(0, start, end, n + start // length) for n, (start, end) in enumerate(bounds)]
     for b, start, end, first in sequences:
-        firsts = enumerate(range(start, end, length), first)
-        found = [(i, b, range(t, min(t + length, end))) for i, t in firsts]
+        rows = rows_of(start, end, length, length if offsets is None else uncut)
+        found = [(i, b, range(*each)) for i, each in enumerate(rows, first)]
         yield found[::-1] if x.backwards else found
 
 
@@ -230,19 +240,20 @@ def through(x, b, rows, state):
     return state
 
 
-def check_states(backwards, length=32, skip_first=False, **sizes):
+def check_states(backwards, length=32, more=0, skip_first=False, **sizes):
     """Compare the state before each segment, and the one after the last, with the recurrence in float64.
 
     Args:
+        more: than a segment's tokens, up to which packed sequences are not cut.
         skip_first: leave out the state before a sequence.
     """
     from gla_triton_kernels.chunk_gla import scan
     from gla_triton_kernels.runtime.launch import start
 
     x, offsets = recurrence(backwards, **sizes)
-    cut, S, D = own_states(x, length, offsets)
-    start(scan.run(planned(x, length), x, cut, S, D, S, skip_first))
-    for n, found in enumerate(segments_of(x, length, offsets)):
+    cut, S, D = own_states(x, length, length + more, offsets)
+    start(scan.run(planned(x, length, length + more), x, cut, S, D, S, skip_first))
+    for n, found in enumerate(segments_of(x, length, length + more, offsets)):
         state = torch.zeros(S.shape[1:], dtype=torch.float64, device=S.device)
         if x.before is not None:
             state += x.before[n]
@@ -268,6 +279,14 @@ def test_states(device, sizes, gates, dtype, backwards):
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 70}, {"lengths": (0, 70, 32, 0, 1), "around": 40}], ids=str)
 def test_states_that_start_from_zero_and_end_nowhere(device, sizes, backwards):
     check_states(backwards, **sizes, carried=False, dtype=torch.float16, device=device)
+
+
+@pytest.mark.kernels
+@both_directions
+@pytest.mark.parametrize("ends", [{}, {"carried": False, "skip_first": True}], ids=["carried", "from zero"])
+def test_packed_sequences_that_are_a_little_longer_than_a_segment_stay_whole(device, ends, backwards):
+    lengths = (0, 48, 49, 33, 1, 130, 32)
+    check_states(backwards, more=16, lengths=lengths, around=40, **ends, K=4, V=9, device=device)
 
 
 @pytest.mark.kernels
@@ -307,7 +326,7 @@ def test_empty_sequences_pass_their_states_through(device, lengths, backwards):
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 64}, {"lengths": (64, 0, 70, 1), "around": 40}], ids=str)
 def test_states_that_nobody_reads_are_not_built(device, sizes, backwards):
     x, offsets = recurrence(backwards, **sizes, carried=False, dtype=torch.float16, device=device)
-    _, S, D = own_states(x, 32, offsets)
-    read = {i for found in segments_of(x, 32, offsets) for i, *_ in found[:-1]}
+    _, S, D = own_states(x, 32, 32, offsets)
+    read = {i for found in segments_of(x, 32, 32, offsets) for i, *_ in found[:-1]}
     for i in range(len(S)):
         assert S[i].isnan().all() == D[i].isnan().all() == (i not in read)

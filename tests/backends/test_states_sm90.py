@@ -28,11 +28,11 @@ def cut(B, T, length, cu_seqlens=None):
     from gla_triton_kernels.chunk_gla import segments as triton_segments
     from gla_triton_kernels.runtime.launch import start
 
-    segments = triton_segments.cut(B, T, length, cu_seqlens)
+    segments = triton_segments.cut(B, T, length, length, cu_seqlens)
     start(segments.launches)
     if segments.order is None:
         return segments, [(b, t, min(t + length, T)) for b in range(B) for t in range(0, T, length)]
-    return segments, [(0, t, min(t + length, end)) for _, t, _, end in sorted(segments.order.tolist())]
+    return segments, [(0, t, end) for _, t, end, *_ in sorted(segments.order.tolist())]
 
 
 def state_from_zero(left, right, g, backwards=False):
@@ -61,7 +61,7 @@ def build(left, right, g, segments, backwards=False, skip_last=False):
         dims={"K": K, "V": V},
         gate_dtype=None if g is None else g.dtype,
     )
-    plan = SegmentPlan(segments.length, _states_sm90(call), overlap=True)
+    plan = SegmentPlan(segments.length, segments.uncut, _states_sm90(call), overlap=True)
     after = None if skip_last else S  # whether there is one is all that matters here
     x = Recurrence(left, right, g, None, after, scale=0.3, backwards=backwards)
     start(states_sm90.run(plan, x, segments, S, D))

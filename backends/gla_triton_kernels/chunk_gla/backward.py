@@ -112,7 +112,7 @@ def _chunk_gla_bwd_kernel(
     v_ptr,  # [B, T, H, V]
     g_ptr,  # [B, T, H, K] or None
     do_ptr,  # [B, T, H*G, V]
-    order_ptr,  # [I, 4] or None
+    order_ptr,  # [I, 5] or None
     entering_ptr,  # [B, n, H, K, V]
     leaving_ptr,  # [I, H, K, V] or None
     dq_ptr,  # [B, T, H*G, K], or one for each block of values
@@ -174,7 +174,7 @@ def _chunk_gla_bwd_kernel(
         row = b * tl.cdiv(T, C) + start // C  # of the state that enters the first chunk
     else:
         b = 0
-        i, start, end, opening, last = segment_at(order_ptr, i, segment)
+        i, start, end, opening, last = segment_at(order_ptr, i)
         ih = i * H + h
         row = i - start // segment + start // C
 

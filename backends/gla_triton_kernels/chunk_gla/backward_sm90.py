@@ -463,7 +463,7 @@ def _chunk_gla_bwd_kernel(
     marks,  # [rows, H, blocks of keys] or None as g: 1 where a chunk is not mild
     leaving,  # [N, H/G, K, V] or None
     dinitial,  # [N, H, K, V] or None
-    order,  # [N, 4] or None
+    order,  # [N, 5] or None
     scale,
     state_n,
     state_h,

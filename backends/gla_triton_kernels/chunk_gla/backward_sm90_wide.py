@@ -68,7 +68,7 @@ def run(
     rows = entering.numel() // (H // G * K * V)
     P = torch.empty(rows, H, K, V, dtype=entering.dtype, device=x.q.device)
     states = state_gradients_sm90.run(kernel, x, P, marks, keys, leaving, segments, scale)
-    chunks = cut(B, T, CHUNK, x.cu_seqlens, longest_first=False)
+    chunks = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
     moved = (x.q, x.k, x.v, x.do, x.g, x.dq, x.dk, x.dv)
     maps = [None if y is None else shared_tiles(y, CHUNK, WIDTH) for y in moved]
     maps += [state_tiles(y, WIDTH, WIDTH) for y in (entering, P)]
@@ -360,7 +360,7 @@ def _gradient_kernel(
     i = gl.program_id(0) // H
     if PACKED:
         b = gl.to_tensor(0)
-        i, t, rows, _, _ = segment_at(order, i, C)
+        i, t, rows, _, _ = segment_at(order, i)
         if rows == 0:
             return
     else:

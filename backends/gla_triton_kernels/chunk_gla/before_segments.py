@@ -29,7 +29,7 @@ def run(
     """
     B, T, _, K = x.left.shape
     V = x.right.shape[3]
-    segments = cut(B, T, plan.length, cu_seqlens, o)
+    segments = cut(B, T, plan.length, plan.uncut, cu_seqlens, o)
     S = torch.empty(segments.count, H, K, V, dtype=torch.float32, device=x.left.device)
     D = None if x.g is None else torch.empty(segments.count, H, K, dtype=torch.float32, device=x.left.device)
     before = S if dtype == S.dtype else torch.empty_like(S, dtype=dtype)

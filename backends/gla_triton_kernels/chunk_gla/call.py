@@ -23,7 +23,7 @@ class Tensors(NamedTuple):
     """All tensors of a call of chunk_gla_fwd, the results allocated; for their shapes see gla_core/ops/chunk_gla.py.
 
     Where segments take the place of sequences, `entering` [I, H, K, V] holds the states that enter them, but for those
-    that enter a sequence, which `initial_state` has. `order` [N or I, 4] has the packed ones as in `Segments`.
+    that enter a sequence, which `initial_state` has. `order` [N or I, 5] has the packed ones as in `Segments`.
     """
 
     q: Tensor

@@ -24,15 +24,14 @@ def in_state(key, value, stride_k, stride_v):
 
 
 @triton.jit
-def segment_at(order_ptr, place, segment):
-    """Of the segment in a place of the order [I, 4]: number, first row, end, and of its sequence first row and end.
+def segment_at(order_ptr, place):
+    """Of the segment in a place of the order [I, 5]: number, first row, end, and of its sequence first row and end.
 
     Args:
-        order_ptr: as in `Segments`. segment: tokens of one.
+        order_ptr: as in `Segments`.
     """
-    row = order_ptr + tl.cast(place, tl.int64) * 4
-    i, start, origin, last = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-    return i, start, start + tl.minimum(segment, last - start), origin, last
+    row = order_ptr + tl.cast(place, tl.int64) * 5
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
 
 
 @triton.jit

@@ -84,15 +84,15 @@ def wait_for_predecessor():
 
 
 @gluon.jit
-def segment_at(order, place, segment):
-    """Of the segment in a place of the order [I, 4]: number, first row, tokens, and of its sequence first row and end.
+def segment_at(order, place):
+    """Of the segment in a place of the order [I, 5]: number, first row, tokens, and of its sequence first row and end.
 
     Args:
-        order: as in `Segments`. segment: tokens of one.
+        order: as in `Segments`.
     """
-    row = order + place.to(gl.int64) * 4
-    i, start, origin, last = gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3)
-    return i, start, gl.minimum(segment, last - start), origin, last
+    row = order + place.to(gl.int64) * 5
+    i, start, end, origin, last = gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4)
+    return i, start, end - start, origin, last
 
 
 @gluon.jit
@@ -109,7 +109,7 @@ def tokens_of(n, T, segment, segments, order):
         length = gl.minimum(segment, T - start)
         return n, b, start, length, b, gl.to_tensor(0), T
     else:  # noqa: RET505 -- one branch is compiled
-        n, start, length, origin, end = segment_at(order, n, segment)
+        n, start, length, origin, end = segment_at(order, n)
         return n, gl.to_tensor(0), start, length, n - start // segment, origin, end  # see segments.py
 
 

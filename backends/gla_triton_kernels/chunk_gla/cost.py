@@ -43,6 +43,7 @@ from gla_triton_kernels.chunk_gla.plan import (
     Kernel,
     KernelPlan,
     Plan,
+    SegmentPlan,
     checkpoint_dtype,
     plan_one_pass,
     plan_rows,
@@ -90,8 +91,8 @@ def _segments(call: OpCall, plan: Plan, c: Constants) -> float:
     """Seconds of a call that builds states, scans them and computes outputs, if its sequences are cut."""
     if plan.segments is None:
         return _whole_sequences(call, plan, c)
-    block, length = _block_time(call, plan.outputs, c), plan.segments.length
-    outputs = kernel_seconds(call, block, cut(call, length), moved_bytes(call), c)
+    block = _block_time(call, plan.outputs, c)
+    outputs = kernel_seconds(call, block, cut(call, plan.segments.length, plan.segments.uncut), moved_bytes(call), c)
     if plan.segments.states.kernel is Kernel.STATES_SM90:
         states = plan.segments.states
         block = BlockTime(states.C, states.BV, c["hopper_start"], c["build_step"], keys=STATE_KEYS)
@@ -99,7 +100,7 @@ def _segments(call: OpCall, plan: Plan, c: Constants) -> float:
         block = block._replace(start=c["build_start"], step=c["build"] * block.step)
     # Of a state each number is written, scanned and read, in float32.
     final = bool(call.scalars.get("output_final_state"))
-    before = states_seconds(call, length, call.dims["H"], block, 16, final, c)
+    before = states_seconds(call, plan.segments, call.dims["H"], block, 16, final, c)
     device = sum(before) + _gates_seconds(call, plan, c) + outputs + c["idle"] * call.variable_length
     return in_all(call, device, _host_seconds(call, plan, 3, c), c["gap"])
 
@@ -180,11 +181,13 @@ def whole(call: OpCall) -> Cut:
     return Cut(N, T / N, _longest(call)) if call.variable_length else Cut(N, T, T)
 
 
-def cut(call: OpCall, length: int) -> Cut:
-    """Sequences that are cut into segments of `length` tokens."""
+def cut(call: OpCall, length: int, uncut: int) -> Cut:
+    """Sequences that are cut into segments of `length` tokens, but for packed ones of up to `uncut`."""
     T, N = max(call.dims["T"], 1), call.dims["N"]
     if not call.variable_length:
         return Cut(N * math.ceil(T / length), length, length)
+    if _longest(call) <= uncut:
+        return whole(call)
     # Of a packed sequence the last segment is short, and half as long as the others where sequences are long.
     number = max(N, T / length + N / 2)
     return Cut(number, T / number, min(length, _longest(call)))
@@ -213,19 +216,17 @@ def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c
 
 
 def states_seconds(
-    call: OpCall, length: int, heads: int, block: BlockTime, moved: int, ends: bool, c: Constants
+    call: OpCall, plan: SegmentPlan, heads: int, block: BlockTime, moved: int, ends: bool, c: Constants
 ) -> tuple[float, float]:
-    """Device seconds to build the states of segments of `length` tokens from zero, and to scan them.
+    """Device seconds to build the states of segments from zero, and to scan them.
 
     Args:
         heads: of the tokens that are met. moved: bytes that a number of a state is on its ways to memory and back.
         ends: whether what leaves sequences is asked for, and so all sequences are scanned, not only those that are cut.
     """
     B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
-    number = cut(call, length).number
-    built = number  # segments; without `ends`, those with another one after them
-    if not ends:
-        built = max(0, T / length - N / 2) if call.variable_length else number - N
+    length, number = plan.length, cut(call, plan.length, plan.uncut).number
+    built = number if ends else number - N  # segments; without `ends`, those with another one after them
     if call.variable_length:
         number = built
     read = token_bytes(call, heads) * min(1, built * length / max(B * T, 1))

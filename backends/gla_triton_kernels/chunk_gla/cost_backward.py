@@ -102,7 +102,7 @@ def _states(
         step = c["build"] * slower * heads / max(call.dims["H"], 1)
         block = BlockTime(CHUNK, plan.states.BV, c["build_start"], step, keys=plan.states.BK)
     # Each number is written and scanned in float32.
-    return [*states_seconds(call, plan.length, heads, block, 4 + 4 + itemsize, call.state_dtype is not None, c)]
+    return [*states_seconds(call, plan, heads, block, 4 + 4 + itemsize, call.state_dtype is not None, c)]
 
 
 def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> list[float]:
@@ -110,7 +110,7 @@ def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> list[float]:
     found = _found(call, plan.gradients)
     written = sum(x.numbers * (4 * x.parts if x.parts > 1 else x.itemsize) for x in found)
     size = moved_bytes(call) + checkpoint_bytes(call, CHUNK) + written
-    through = whole(call) if plan.leaving is None else cut(call, plan.leaving.length)
+    through = whole(call) if plan.leaving is None else cut(call, plan.leaving.length, plan.leaving.uncut)
     through = through._replace(number=through.number * _heads_apart(call, plan.gradients))
     if plan.gradients.kernel is Kernel.BACKWARD_SM90_WIDE:
         gradients = _wide_seconds(call, plan.gradients, through, size, c)
@@ -132,7 +132,7 @@ def _wide_seconds(call: OpCall, kernel: GradientPlan, through: Cut, size: float,
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
     keys = math.ceil(K / 64)
     step = keys * (c["wide_keys"] + c["wide_tile"] * math.ceil(V / 64))
-    through = cut(call, CHUNK)
+    through = cut(call, CHUNK, CHUNK)
     through = through._replace(number=through.number * heads)
     return states + kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), through, size + P, c)
 

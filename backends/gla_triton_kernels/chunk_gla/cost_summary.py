@@ -40,7 +40,7 @@ def _seconds(call: OpCall, plan: SegmentPlan, c: Constants) -> float:
     read = token_bytes(call, Hq)
     if plan.length >= T:
         return in_all(call, kernel_seconds(call, block, whole(call), read + N * state, c), host_seconds(1, c))
-    pieces = cut(call, plan.length)
+    pieces = cut(call, plan.length, plan.uncut)
     built = kernel_seconds(call, block, pieces, read + pieces.number * state, c)
     scanned = c["launch"] + pieces.number / max(N, 1) * c["scan_step"] + (pieces.number + N) * state / c["bandwidth"]
     bounds = c["launch"] if call.variable_length else 0

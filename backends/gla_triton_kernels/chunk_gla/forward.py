@@ -84,7 +84,7 @@ def _chunk_gla_fwd_kernel(
     final_ptr,  # [N, H, K, V] or None
     checkpoints_ptr,  # [B, n, H, K, V] or None
     entering_ptr,  # [N, H, K, V] of segments, or None
-    order_ptr,  # [N, 4], or None as cu_seqlens
+    order_ptr,  # [N, 5], or None as cu_seqlens
     q_tiles,  # the same tensors as tiles [C, BK or BV], or None
     k_tiles,
     v_tiles,
@@ -136,7 +136,7 @@ def _chunk_gla_fwd_kernel(
         end = tl.minimum(start + segment, T)
     else:
         b = 0
-        n, start, end, origin, _ = segment_at(order_ptr, n, segment)
+        n, start, end, origin, _ = segment_at(order_ptr, n)
         sequence = n - start // segment
         nh = n * H + h
         if entering_ptr is not None and start == end:

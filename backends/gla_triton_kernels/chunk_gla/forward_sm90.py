@@ -294,7 +294,7 @@ def _chunk_gla_fwd_kernel(
     initial_state,  # [sequences, H, K, V] or None
     entering,  # [N, H, K, V] of segments, or None
     final_state,  # [N, H, K, V] or None
-    order,  # [N, 4] or None
+    order,  # [N, 5] or None
     scale,
     state_n,
     state_h,

@@ -58,7 +58,7 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     B, T, H, K = x.k.shape
     V = x.v.shape[3]
     C, BK, BV, W = plan.outputs.C, plan.outputs.BK, plan.outputs.BV, plan.outputs.BV // 2
-    chunks = cut(B, T, C, x.cu_seqlens, longest_first=False)
+    chunks = cut(B, T, C, C, x.cu_seqlens, longest_first=False)
     qg, kg = (x.q.new_empty(1, chunks.count * C, H, K) for _ in range(2))
     scores = x.q.new_empty(1, chunks.count * C, H, C)
     decays = x.q.new_empty(H, chunks.count, 2, 2 * BK, dtype=torch.float32)  # before and after kg^T v is added
@@ -102,7 +102,7 @@ def _gate_kernel(
     qg_desc,  # [1, H, I * C, K], tiles [C, BK]
     kg_desc,  # [1, H, I * C, K], tiles [C, BK]
     a_desc,  # [1, H, I * C, C], tiles [C, C]
-    order,  # [I, 4] of packed sequences, or None
+    order,  # [I, 5] of packed sequences, or None
     decays,  # [H, I, 2, 2 * BK]
     chunks,  # of a sequence, where there is no order
 ):
@@ -117,7 +117,7 @@ def _gate_kernel(
     h = gl.program_id(1)
     if PACKED:
         b = gl.to_tensor(0)
-        i, first, rows, _, _ = segment_at(order, i, C)
+        i, first, rows, _, _ = segment_at(order, i)
         if rows == 0:
             return
     else:
@@ -323,7 +323,7 @@ def _state_kernel(
     initial_state,  # [sequences, H, K, V] or None
     entering,  # [N, H, K, V] of segments, or None
     final_state,  # [N, H, K, V] or None
-    order,  # [N, 4] or None
+    order,  # [N, 5] or None
     scale,
     state_n,
     state_h,

@@ -77,11 +77,13 @@ class SegmentPlan:
 
     Attributes:
         length: tokens of a segment.
+        uncut: tokens up to which a packed sequence is not cut.
         states: builds the states of segments from zero; a scan makes entering states of them.
         overlap: each kernel is launched while the one before it ends (programmatic dependent launch).
     """
 
     length: int
+    uncut: int
     states: KernelPlan
     overlap: bool
 
@@ -257,7 +259,15 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     if length >= T:
         return plan_one_pass(call, gpu, aligned)
     outputs = _outputs(call, gpu, aligned, kernel, most_segments(N, T, length, call.variable_length))
-    return Plan(outputs, _before(call, gpu, outputs, length))
+    return Plan(outputs, _before(call, gpu, outputs, length, worth_cutting(length, FORWARD_CUT)))
+
+
+def worth_cutting(length: int, times: CutTimes) -> int:
+    """Tokens of a packed sequence beyond which segments of so many take less time than the whole.
+
+    It is as long as a segment, and as what of its outputs takes as long as to build the segment's state.
+    """
+    return length + int(times.building * length)
 
 
 def most_segments(N: int, T: int, length: int, packed: bool) -> int:
@@ -293,13 +303,13 @@ def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> Plan:
     whole = tokens >= T and not call.scalars["output_final_state"]
     segments = N if whole else most_segments(N, T, tokens, call.variable_length)
     outputs = _outputs(call, gpu, aligned, kernel, segments)
-    return Plan(outputs, None if whole else _before(call, gpu, outputs, tokens))
+    return Plan(outputs, None if whole else _before(call, gpu, outputs, tokens, tokens))
 
 
-def _before(call: OpCall, gpu: Gpu, outputs: KernelPlan, length: int) -> SegmentPlan:
-    """How the states that enter segments of so many tokens are found, before their outputs are computed."""
+def _before(call: OpCall, gpu: Gpu, outputs: KernelPlan, length: int, uncut: int) -> SegmentPlan:
+    """How the states that enter segments are found, before their outputs are computed; see `SegmentPlan`."""
     states = _states(call, length, outputs) if outputs.kernel is Kernel.FORWARD else _states_sm90(call)
-    return SegmentPlan(length, states, gpu.architecture.overlaps_kernels)
+    return SegmentPlan(length, uncut, states, gpu.architecture.overlaps_kernels)
 
 
 def _outputs(call: OpCall, gpu: Gpu, aligned: bool, kernel: Kernel, segments: int) -> KernelPlan:

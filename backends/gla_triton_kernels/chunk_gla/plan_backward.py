@@ -19,6 +19,7 @@ from gla_triton_kernels.chunk_gla.plan import (
     segment_length,
     split_rows,
     states_of_segments,
+    worth_cutting,
 )
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 from gla_triton_kernels.runtime.sizes import power_of_two
@@ -92,7 +93,8 @@ def plan_segments_backward(call: OpCall, gpu: Gpu, aligned: bool) -> BackwardPla
         length = min(length, CHUNK)
     if length >= T:
         return plan_whole_sequences(call, gpu, aligned)
-    return BackwardPlan(gradients, _entering(call, gpu, aligned), _states(call, gpu, aligned, length))
+    leaving = _states(call, gpu, aligned, length, worth_cutting(length, times))
+    return BackwardPlan(gradients, _entering(call, gpu, aligned), leaving)
 
 
 def plan_rows_backward(call: OpCall, gpu: Gpu, aligned: bool) -> list[tuple[OpCall, BackwardPlan]]:
@@ -122,7 +124,7 @@ def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> Backw
     """As that of plan.py: a gradient of an initial state always comes of a scan."""
     gradients, entering = _gradients(call, gpu, aligned), _entering(call, gpu, aligned)
     whole = call.dims["T"] <= tokens and call.state_dtype is None
-    return BackwardPlan(gradients, entering, None if whole else _states(call, gpu, aligned, tokens))
+    return BackwardPlan(gradients, entering, None if whole else _states(call, gpu, aligned, tokens, tokens))
 
 
 def _blocks(call: OpCall, kernel: GradientPlan) -> int:
@@ -135,12 +137,12 @@ def _entering(call: OpCall, gpu: Gpu, aligned: bool) -> SegmentPlan | None:
     """How the states that enter chunks are found: they are checkpoints, or made as those of segments of a chunk are."""
     if call.scalars.get("checkpoint_every") == CHUNK:
         return None
-    return _states(call, gpu, aligned, CHUNK)
+    return _states(call, gpu, aligned, CHUNK, CHUNK)
 
 
-def _states(call: OpCall, gpu: Gpu, aligned: bool, length: int) -> SegmentPlan:
+def _states(call: OpCall, gpu: Gpu, aligned: bool, length: int, uncut: int) -> SegmentPlan:
     kernel = states_of_segments(call, gpu, aligned, length)
-    return SegmentPlan(length, kernel, gpu.architecture.overlaps_kernels)
+    return SegmentPlan(length, uncut, kernel, gpu.architecture.overlaps_kernels)
 
 
 def fits_sm90(call: OpCall, gpu: Gpu, aligned: bool) -> bool:

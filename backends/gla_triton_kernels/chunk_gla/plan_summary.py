@@ -29,7 +29,7 @@ def plan_whole_summary(call: OpCall, gpu: Gpu, aligned: bool) -> SegmentPlan:
         aligned: whether TMA can address k, v and g.
     """
     T = call.dims["T"]
-    return SegmentPlan(T, states_of_segments(call, gpu, aligned, T), overlap=False)
+    return SegmentPlan(T, T, states_of_segments(call, gpu, aligned, T), overlap=False)
 
 
 def plan_cut_summary(call: OpCall, gpu: Gpu, aligned: bool) -> SegmentPlan:
@@ -49,4 +49,5 @@ def plan_cut_summary(call: OpCall, gpu: Gpu, aligned: bool) -> SegmentPlan:
         length = min(length, INTERPRETED_SEGMENT)
     if length >= T:
         return plan_whole_summary(call, gpu, aligned)
-    return SegmentPlan(length, states_of_segments(call, gpu, aligned, length), gpu.architecture.overlaps_kernels)
+    kernel = states_of_segments(call, gpu, aligned, length)
+    return SegmentPlan(length, length, kernel, gpu.architecture.overlaps_kernels)

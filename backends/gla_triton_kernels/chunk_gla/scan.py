@@ -64,24 +64,25 @@ def run(
     order, counts = (segments.order, segments.counts) if only_cut else (None, None)
     group = min(16, power_of_two(segments.per_sequence or 16))
     tensors = (S, D, out, segments.cu_seqlens, order, counts, x.before, x.after, decay)
-    integers = (segments.length, segments.per_sequence, *strides, N, H, K, V, BK, BV, group)
+    integers = (segments.length, segments.uncut, segments.per_sequence, *strides, N, H, K, V, BK, BV, group)
     constants = (x.backwards, skip_first, plan.overlap)
     options = {"launch_pdl": True} if plan.overlap else {}
     return [Launch(_scan_kernel, (programs, 1, 1), tensors, (), (*integers, *constants), {"num_warps": 4, **options})]
 
 
-@triton.jit(do_not_specialize=["segment", "segments", "N", "H"])
+@triton.jit(do_not_specialize=["segment", "uncut", "segments", "N", "H"])
 def _scan_kernel(
     S_ptr,  # [I, H, K, V]
     D_ptr,  # [I, H, K] or None
     out_ptr,  # [I, H, K, V] or None
     cu_seqlens_ptr,  # [N+1] or None
-    order_ptr,  # [I, 4], or None where all sequences are scanned
+    order_ptr,  # [I, 5], or None where all sequences are scanned
     counts_ptr,  # [2] or None, as order
     before_ptr,  # [N, H, K, V] or None
     after_ptr,  # [N, H, K, V] or None
     decay_ptr,  # [N, H, K] or None
     segment,
+    uncut,
     segments,
     stride_n,
     stride_h,
@@ -120,13 +121,14 @@ def _scan_kernel(
         if cu_seqlens_ptr is None:
             first, count = n * segments, segments
         elif order_ptr is not None:
-            first, start, _, _, end = segment_at(order_ptr, n, segment)
+            first, start, _, _, end = segment_at(order_ptr, n)
             n = first - start // segment
             nh, count = n * H + h, tl.cdiv(end - start, segment)
         else:
             start = tl.load(cu_seqlens_ptr + n).to(tl.int32)
             end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32)
-            first, count = n + start // segment, tl.cdiv(end - start, segment)
+            count = tl.cdiv(end - start, segment) if end - start > uncut else tl.minimum(end - start, 1)
+            first = n + start // segment
         step: tl.constexpr = -1 if BACKWARDS else 1  # pyright: ignore
         if BACKWARDS:
             first += count - 1

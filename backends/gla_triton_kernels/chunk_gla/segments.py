@@ -1,8 +1,8 @@
 """Sequences cut into segments that are computed side by side, and what is computed of them.
 
 Every segment but a sequence's last has `length` tokens. The host knows the segments of B sequences of T tokens. Of
-packed ones it knows the numbers of sequences N and of tokens T alone, and their boundaries are computed on the device.
-Segment m of sequence n, of the rows c_n to c_{n+1}, is segment
+packed ones it knows the numbers of sequences N and of tokens T alone, and their boundaries are computed on the device;
+those of up to `uncut` tokens are not cut. Segment m of sequence n, of the rows c_n to c_{n+1}, is segment
 
     i = n + c_n // length + m
 
@@ -68,11 +68,12 @@ class Segments:
 
     Attributes:
         length: tokens of a segment; the last one of a sequence may have fewer.
+        uncut: tokens up to which a packed sequence is one segment.
         count: how many there are; of packed sequences with the empty ones.
         per_sequence: how many a sequence has; 0 of packed sequences.
         cu_seqlens: of packed sequences, where each begins.
-        order: of packed sequences, [count, 4] int32: all segments, the longest first; of each its number i, its first
-            row, the first row of its sequence, and the end of that. Of an empty one the last two are the same.
+        order: of packed sequences, [count, 5] int32: all segments, the longest first; of each its number i, its first
+            row and end, and those of its sequence. Of an empty one they are all the same.
         counts: of packed sequences that are cut, [2] int32: segments that another one follows, and sequences that have
             such segments. Nothing is written there where the longest are not the first.
         most: of packed sequences, how many segments at most are followed by another one.
@@ -80,6 +81,7 @@ class Segments:
     """
 
     length: int
+    uncut: int
     count: int
     per_sequence: int
     cu_seqlens: Tensor | None = None
@@ -100,33 +102,40 @@ def state_strides(x: Tensor | None) -> tuple[int | None, ...]:
 def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
     """Each sequence as one segment, longer than any; the arguments are those of `cut`."""
     if cu_seqlens is None:
-        return Segments(T + 1, B, 1)
+        return Segments(T + 1, T, B, 1)
     N = len(cu_seqlens) - 1
-    order = cu_seqlens.new_empty(N, 4, dtype=torch.int32)
+    order = cu_seqlens.new_empty(N, 5, dtype=torch.int32)
     tensors, sizes = (cu_seqlens, order, o), (T, N, _width(o))
     launch = Launch(_order_kernel, (_programs(N, o), 1, 1), tensors, (), (*sizes, BI, BN, BLOCK), ONE_WARP)
-    return Segments(T + 1, N, 0, cu_seqlens, order, launches=(launch,))
+    return Segments(T + 1, T, N, 0, cu_seqlens, order, launches=(launch,))
 
 
 def cut(
-    B: int, T: int, length: int, cu_seqlens: Tensor | None, o: Tensor | None = None, longest_first: bool = True
+    B: int,
+    T: int,
+    length: int,
+    uncut: int,
+    cu_seqlens: Tensor | None,
+    o: Tensor | None = None,
+    longest_first: bool = True,
 ) -> Segments:
     """Cut sequences into segments of `length` tokens.
 
     Args:
+        uncut: as of `Segments`, at least length.
         o: of packed sequences, [1, T, ...], contiguous: rows that belong to no sequence are made 0 beside; None leaves
             that to another launch.
         longest_first: else the order of packed segments is that of their numbers, for blocks that all take as long.
     """
     if cu_seqlens is None:
-        return Segments(length, most_segments(B, T, length, False), most_segments(1, T, length, False))
+        return Segments(length, length, most_segments(B, T, length, False), most_segments(1, T, length, False))
     N = len(cu_seqlens) - 1
     count = most_segments(N, T, length, True)
-    order, counts = (cu_seqlens.new_empty(shape, dtype=torch.int32) for shape in ((count, 4), (2,)))
-    tensors, sizes = (cu_seqlens, order, counts, o), (T, N, count, length, _width(o))
+    order, counts = (cu_seqlens.new_empty(shape, dtype=torch.int32) for shape in ((count, 5), (2,)))
+    tensors, sizes = (cu_seqlens, order, counts, o), (T, N, count, length, uncut, _width(o))
     constants = (longest_first, BI, BN, BLOCK)
     launch = Launch(_lay_out_kernel, (_programs(count, o), 1, 1), tensors, (), (*sizes, *constants), ONE_WARP)
-    return Segments(length, count, 0, cu_seqlens, order, counts, max(T - 1, 0) // length, (launch,))
+    return Segments(length, uncut, count, 0, cu_seqlens, order, counts, max(T - 1, 0) // length, (launch,))
 
 
 BI, BN = 4, 64
@@ -147,7 +156,7 @@ def _width(o: Tensor | None) -> int:
 @triton.jit(do_not_specialize=["T", "N", "D"])
 def _order_kernel(
     cu_seqlens_ptr,  # [N+1]
-    order_ptr,  # [N, 4]
+    order_ptr,  # [N, 5]
     o_ptr,  # [T, D] or None
     T,
     N,
@@ -171,7 +180,7 @@ def _order_kernel(
         others = (others_end - others_start)[None, :]  # [1, BN]
         as_long = (others == tokens) & (n[None, :] < i[:, None])  # [BI, BN]
         before += ((others > tokens) | as_long).to(tl.int32)
-    _put(order_ptr, tl.sum(before, 1), i, start, start, end, N)
+    _put(order_ptr, tl.sum(before, 1), i, start, end, start, end, N)
 
 
 @triton.jit
@@ -183,25 +192,27 @@ def _rows(cu_seqlens_ptr, n, N):
 
 
 @triton.jit
-def _put(order_ptr, place, i, start, origin, end, count):
-    """Write segments i < count to their places: first rows, those of their sequences, and the ends of these."""
-    row = order_ptr + place * 4
+def _put(order_ptr, place, i, start, end, origin, last, count):
+    """Write segments i < count to their places: first rows and ends, and those of their sequences."""
+    row = order_ptr + place * 5
     tl.store(row, i, mask=i < count)
     tl.store(row + 1, start, mask=i < count)
-    tl.store(row + 2, origin, mask=i < count)
-    tl.store(row + 3, end, mask=i < count)
+    tl.store(row + 2, end, mask=i < count)
+    tl.store(row + 3, origin, mask=i < count)
+    tl.store(row + 4, last, mask=i < count)
 
 
-@triton.jit(do_not_specialize=["T", "N", "count", "length", "D"])
+@triton.jit(do_not_specialize=["T", "N", "count", "length", "uncut", "D"])
 def _lay_out_kernel(
     cu_seqlens_ptr,  # [N+1]
-    order_ptr,  # [I, 4]
+    order_ptr,  # [I, 5]
     counts_ptr,  # [2]
     o_ptr,  # [T, D] or None
     T,
     N,
     count,
     length,
+    uncut,
     D,
     LONGEST_FIRST: tl.constexpr,
     BI: tl.constexpr,
@@ -215,20 +226,22 @@ def _lay_out_kernel(
     if tl.program_id(0) * BI >= count:
         return
     zero = tl.zeros([BI, BN], tl.int32)  # of what is added up over sequences, once all have been met
-    begin, origin, end = zero, zero, zero
+    start, end, origin, last = zero, zero, zero, zero
     for n0 in range(0, N, BN):
-        start_n, end_n, first, followed, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length)  # [BN]
+        start_n, end_n, first, followed, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
         own = i[:, None] - first[None, :]  # [BI, BN], of which segment of a sequence i would be
         here = (own >= 0) & (own < (followed + (rest > 0).to(tl.int32))[None, :])
-        begin += tl.where(here, start_n[None, :] + own * length, 0)
+        start_i = start_n[None, :] + own * length  # [BI, BN]
+        start += tl.where(here, start_i, 0)
+        end += tl.where(here, tl.where(own < followed[None, :], start_i + length, end_n[None, :]), 0)
         origin += tl.where(here, start_n[None, :], 0)
-        end += tl.where(here, end_n[None, :], 0)
-    place = _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, BN) if LONGEST_FIRST else i
-    _put(order_ptr, place, i, tl.sum(begin, 1), tl.sum(origin, 1), tl.sum(end, 1), count)
+        last += tl.where(here, end_n[None, :], 0)
+    place = _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN) if LONGEST_FIRST else i
+    _put(order_ptr, place, i, tl.sum(start, 1), tl.sum(end, 1), tl.sum(origin, 1), tl.sum(last, 1), count)
 
 
 @triton.jit
-def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, BN: tl.constexpr):
+def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.constexpr):
     """The places [BI] of segments i in the order, of which two as long stay as they are; the first program counts.
 
     A followed segment comes behind the first ones of cut sequences, unless it is one of them, and behind the followed
@@ -239,7 +252,7 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, BN: tl.constexpr):
     kind, tokens, followed_before, cut_before, not_empty_before = zero, zero, zero, zero, zero
     followed, cut, not_empty = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
     for n0 in range(0, N, BN):
-        _, _, first, followed_n, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length)  # [BN]
+        _, _, first, followed_n, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
         own = i[:, None] - first[None, :]  # [BI, BN], of which segment of a sequence i would be
         segments = followed_n + (rest > 0).to(tl.int32)  # [BN]
         is_cut = (followed_n > 0).to(tl.int32)  # [BN]
@@ -258,7 +271,7 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, BN: tl.constexpr):
         tl.store(counts_ptr + 1, all_cut)
     before = zero  # of the last ones of sequences
     for n0 in range(0, N, BN):
-        _, _, first, followed_n, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length)  # [BN]
+        _, _, first, followed_n, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
         as_long = (rest[None, :] == last_tokens[:, None]) & ((first + followed_n)[None, :] < i[:, None])
         before += ((rest[None, :] > last_tokens[:, None]) | as_long).to(tl.int32)
     kind, cut_before = tl.sum(kind, 1), tl.sum(cut_before, 1)  # [BI]
@@ -269,9 +282,9 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, BN: tl.constexpr):
 
 
 @triton.jit
-def _cut(cu_seqlens_ptr, n, N, length):
+def _cut(cu_seqlens_ptr, n, N, length, uncut):
     """Of sequences n [BN]: first row, end, place of the first segment, followed segments, and tokens of the last."""
     start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=0).to(tl.int32)
     end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0).to(tl.int32)
-    followed = tl.maximum(end - start - 1, 0) // length
+    followed = tl.where(end - start > uncut, (end - start - 1) // length, 0)
     return start, end, n + start // length, followed, end - start - followed * length

@@ -188,7 +188,7 @@ def _state_kernel(
     marks,  # [n, H, blocks of KEYS] or None as g: 1 where a chunk is not mild
     leaving,  # [I, H/G, K, V] or None
     dinitial,  # [N, H, K, V] or None
-    order,  # [I, 4] or None
+    order,  # [I, 5] or None
     scale,
     state_n,
     state_h,

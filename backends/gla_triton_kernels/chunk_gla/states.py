@@ -68,7 +68,7 @@ def _states_kernel(
     left_ptr,  # [B, T, H*G, K]
     right_ptr,  # [B, T, H*G, V]
     g_ptr,  # [B, T, H, K] or None
-    order_ptr,  # [I, 4] or None
+    order_ptr,  # [I, 5] or None
     counts_ptr,  # [2] or None
     S_ptr,  # [I, H, K, V]
     D_ptr,  # [I, H, K] or None
@@ -124,7 +124,7 @@ def _states_kernel(
             if i >= tl.load(counts_ptr):
                 return
         b = 0
-        i, start, end, _, last = segment_at(order_ptr, i, segment)
+        i, start, end, _, last = segment_at(order_ptr, i)
         if SKIP_LAST and BACKWARDS:  # of a segment that another one follows that other one is asked for
             i, start, end = i + 1, end, end + tl.minimum(segment, last - end)
         ih = i * H + h

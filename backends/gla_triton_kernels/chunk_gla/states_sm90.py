@@ -192,7 +192,7 @@ def _build_states_kernel(
     g_desc,  # [B, H, T, K], tiles [C, PART], or None
     S_ptr,  # [I, H, K, V]
     D_ptr,  # [I, H, K], or None as g
-    order,  # [I, 4] or None
+    order,  # [I, 5] or None
     counts,  # [2] or None
     scale,
     T,
@@ -225,7 +225,7 @@ def _build_states_kernel(
             if i >= gl.load(counts):
                 return
         b = gl.to_tensor(0)
-        i, start, length, _, last = segment_at(order, i, segment)
+        i, start, length, _, last = segment_at(order, i)
         if SKIP_LAST and BACKWARDS:  # of a segment that another one follows that other one is asked for
             i, start = i + 1, start + length
             length = gl.minimum(segment, last - start)

@@ -70,7 +70,7 @@ def _launches(plan: SegmentPlan, x: Recurrence, decay: Tensor, cu_seqlens: Tenso
     if plan.length >= T:
         segments = whole(B, T, cu_seqlens)
         return [*segments.launches, *build(plan, x, segments, state, None if x.g is None else decay)]
-    segments = cut(B, T, plan.length, cu_seqlens)
+    segments = cut(B, T, plan.length, plan.uncut, cu_seqlens)
     S = state.new_empty(segments.count, *state.shape[1:])
     D = None if x.g is None else decay.new_empty(segments.count, *decay.shape[1:])
     built = build(plan, x, segments, S, D)
