@@ -35,9 +35,6 @@ _MOST_CALLS = 4096
 _MOST_MAPS = 1024
 _MOST_PREPARED = 4096
 """Calls at certain addresses whose launches are kept prepared: about 2 KiB each."""
-_MOST_GRAPHS = 512
-_REPLAYS_BEFORE = 2
-"""Replays at the same addresses before launches become a graph, which takes a hundred times as long as to replay it."""
 _NONE = -1
 """The place of a None among the tensors of a call: behind them."""
 
@@ -63,63 +60,8 @@ class _TensorMap:
         return encoded
 
 
-_PreparedLaunch = tuple[Any, tuple[int, int, int], tuple[Any, ...]]
+_Prepared = tuple[Any, tuple[int, int, int], tuple[Any, ...]]
 """A launch but for its stream: Triton's function in C, and what it takes before the stream, the grid, and after it."""
-
-
-@dataclass(eq=False, slots=True)
-class _Prepared:
-    """The launches of a call at certain addresses, how often they were replayed, and their graph if there is one."""
-
-    launches: list[_PreparedLaunch]
-    replays: int = 0
-    graph: torch.cuda.CUDAGraph | None = None
-
-    def start(self, device: int) -> None:
-        """Make the launches on the current stream; a capture of it notes them one by one."""
-        if self.graph is not None and not _capturing():
-            self.graph.replay()
-            return
-        active: Any = driver.active
-        _launch(self.launches, active.get_current_stream(device))
-        if len(self.launches) > 1:
-            self.replays += 1
-            if self.replays >= _REPLAYS_BEFORE and not _capturing():
-                self._capture(device)
-
-    def _capture(self, device: int) -> None:
-        if len(_graphed) >= _MOST_GRAPHS:
-            for other in _graphed:
-                other.graph, other.replays = None, 0
-            _graphed.clear()
-        self.graph = _graph_of(self.launches, device)
-        _graphed.append(self)
-
-
-_graphed: list[_Prepared] = []
-
-
-def _launch(launches: list[_PreparedLaunch], stream: int) -> None:
-    for launch, grid, arguments in launches:
-        launch(*grid, stream, *arguments)
-
-
-def _graph_of(launches: list[_PreparedLaunch], device: int) -> torch.cuda.CUDAGraph:
-    """Nothing is launched yet. Other threads may do as they like meanwhile."""
-    graph = torch.cuda.CUDAGraph()
-    aside = torch.cuda.Stream(device)
-    with torch.cuda.stream(aside):
-        graph.capture_begin(pool=_pool(), capture_error_mode="thread_local")
-        try:
-            _launch(launches, aside.cuda_stream)
-        finally:
-            graph.capture_end()
-    return graph
-
-
-_pool = functools.cache(torch.cuda.graph_pool_handle)
-"""One for all graphs, none of which allocates anything."""
-_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +85,7 @@ class _RecordedLaunch:
     takes_floats: bool
     integers: tuple[Any, ...]
 
-    def prepared(self, addresses: list[int], floats: tuple[float, ...]) -> _PreparedLaunch:
+    def prepared(self, addresses: list[int], floats: tuple[float, ...]) -> _Prepared:
         """The launch on the tensors of a call, which are at these addresses."""
         arguments: list[Any] = self._mapped(addresses) if self.maps else [addresses[i] for i in self.places]
         if self.takes_floats:
@@ -179,17 +121,17 @@ class _RecordedCall:
     parts: tuple[tuple[int, int], ...]
     launches: tuple[_RecordedLaunch, ...]
 
-    def prepared(self, addresses: list[int], floats: tuple[float, ...]) -> _Prepared:
+    def prepared(self, addresses: list[int], floats: tuple[float, ...]) -> list[_Prepared]:
         """The launches on tensors, and memory for scratch behind them, at these addresses."""
         addresses = addresses.copy()
         for place, bytes_into in self.parts:
             addresses.append(addresses[place] + bytes_into)
         addresses.append(0)  # at _NONE
-        return _Prepared([launch.prepared(addresses, floats) for launch in self.launches])
+        return [launch.prepared(addresses, floats) for launch in self.launches]
 
 
 _calls: dict[Hashable, _RecordedCall] = {}
-_prepared: dict[Hashable, _Prepared] = {}
+_prepared: dict[Hashable, list[_Prepared]] = {}
 """Launches that were made, by the call, its floats, and the addresses of its tensors and of the memory for scratch.
 
 Of all calls together, so that it stays small however many are recorded.
@@ -306,13 +248,16 @@ def replay(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> b
     memory = torch.empty(**call.memory) if call.memory else None
     addresses = [0 if x is None else x.data_ptr() for x in (*tensors, memory)]
     prepared_for = (call, floats, *addresses)
-    prepared = _prepared.get(prepared_for)
-    if prepared is None:  # what is found has addresses that were checked when it was kept
+    launches = _prepared.get(prepared_for)
+    if launches is None:  # what is found has addresses that were checked when it was kept
         if math.gcd(ALIGNMENT, *addresses) != ALIGNMENT:
             return False
-        prepared = call.prepared(addresses, floats)
-        _put(_prepared, prepared_for, prepared, _MOST_PREPARED)
-    prepared.start(call.device)
+        launches = call.prepared(addresses, floats)
+        _put(_prepared, prepared_for, launches, _MOST_PREPARED)
+    active: Any = driver.active
+    stream = active.get_current_stream(call.device)
+    for launch, grid, arguments in launches:
+        launch(*grid, stream, *arguments)
     return True
 
 
