@@ -345,7 +345,7 @@ def _gradient_kernel(
     dv_ptr,  # [B, T, H, V]
     dg_ptr,  # [B, T, H, K] or None
     marks,  # [n, H, blocks of keys] or None as g
-    order,  # [n, 4] or None
+    order,  # [n, 5] or None
     scale,
     T,
     H,
