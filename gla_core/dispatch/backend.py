@@ -177,13 +177,17 @@ def checkpoint_rows(T: int, N: int, every: int, packed: bool) -> int:
     return N + T // every if packed else -(-T // every)
 
 
+def checkpoint_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What checkpoints hold where q has this dtype."""
+    return dtype if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32)
+
+
 def new_checkpoints(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, every: int) -> torch.Tensor:
     """Memory for the checkpoints [B, n, H, K, V] of chunk_gla_fwd; of packed sequences 0, since some rows stay so."""
     B, T, H, K = k.shape
     N, allocate = (B, v.new_empty) if cu_seqlens is None else (len(cu_seqlens) - 1, v.new_zeros)
     n = checkpoint_rows(T, N, every, packed=cu_seqlens is not None)
-    dtype = k.dtype if k.dtype == torch.bfloat16 else torch.promote_types(k.dtype, torch.float32)
-    return allocate(B, n, H, K, v.shape[3], dtype=dtype)
+    return allocate(B, n, H, K, v.shape[3], dtype=checkpoint_dtype(k.dtype))
 
 
 def supports_everything(call: OpCall) -> Reason | None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall, swapped
+from gla_core.dispatch.backend import OpCall, checkpoint_dtype, swapped
 from gla_core.ops import _checks
 from gla_core.ops._checks import FLOATS, INTEGERS, wide
 
@@ -52,7 +52,7 @@ AS_INPUT = DType(lambda dtype: (dtype,), ", as {first}")
 GATE = DType(lambda dtype: tuple(dict.fromkeys((dtype, torch.float32))), ", as {first} or float32")
 STATE = DType(lambda dtype: (wide(dtype),), " with {dtype} inputs")
 POOL = DType(lambda d: (wide(d),) if d == torch.float64 else (torch.float32, torch.bfloat16), " with {dtype} inputs")
-CHECKPOINTS = DType(lambda dtype: (dtype if dtype == torch.bfloat16 else wide(dtype),), " with {dtype} inputs")
+CHECKPOINTS = DType(lambda dtype: (checkpoint_dtype(dtype),), " with {dtype} inputs")
 WIDE = DType(lambda dtype: (wide(dtype),))
 STATE_GRADIENT = DType(STATE.allowed, STATE.reason)
 STATES = (STATE, POOL, STATE_GRADIENT)

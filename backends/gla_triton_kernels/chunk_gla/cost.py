@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 import torch
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import OpCall, checkpoint_dtype
 from gla_triton_kernels import MAX_WIDTH
 from gla_triton_kernels.chunk_gla.plan import (
     STATE_KEYS,
@@ -44,7 +44,6 @@ from gla_triton_kernels.chunk_gla.plan import (
     KernelPlan,
     Plan,
     SegmentPlan,
-    checkpoint_dtype,
     plan_one_pass,
     plan_rows,
     seen_width,

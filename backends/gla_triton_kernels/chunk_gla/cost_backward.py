@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import OpCall, checkpoint_dtype
 from gla_triton_kernels import MAX_WIDTH
 from gla_triton_kernels.chunk_gla.cost import (
     BlockTime,
@@ -41,7 +41,7 @@ from gla_triton_kernels.chunk_gla.cost import (
     states_seconds,
     whole,
 )
-from gla_triton_kernels.chunk_gla.plan import STATE_KEYS, Kernel, SegmentPlan, checkpoint_dtype
+from gla_triton_kernels.chunk_gla.plan import STATE_KEYS, Kernel, SegmentPlan
 from gla_triton_kernels.chunk_gla.plan_backward import (
     CHUNK,
     BackwardPlan,

@@ -5,10 +5,11 @@ Of grouped queries the kernels for SM90 compute each query head by itself, and w
 
 from __future__ import annotations
 
+from gla_core.dispatch.backend import checkpoint_dtype
 from gla_triton_kernels import chunk_gla as kernels
 from gla_triton_kernels.chunk_gla import before_segments, partials
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.plan import Kernel, checkpoint_dtype
+from gla_triton_kernels.chunk_gla.plan import Kernel
 from gla_triton_kernels.chunk_gla.plan_backward import BackwardPlan
 from gla_triton_kernels.chunk_gla.segments import Recurrence, whole
 from gla_triton_kernels.runtime.launch import Launch

@@ -17,16 +17,11 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import OpCall, checkpoint_rows
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 AnyPlan = TypeVar("AnyPlan")  # Plan, or that of a backward
-
-
-def checkpoint_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What checkpoints hold where q has this dtype."""
-    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 class Kernel(enum.StrEnum):
@@ -272,7 +267,7 @@ def worth_cutting(length: int, times: CutTimes) -> int:
 
 def most_segments(N: int, T: int, length: int, packed: bool) -> int:
     """How many segments of so many tokens N sequences are cut into, packed ones, of T tokens in all, at most."""
-    return N + T // length if packed else N * -(-T // length)
+    return (1 if packed else N) * checkpoint_rows(T, N, length, packed)
 
 
 def plan_rows(call: OpCall, gpu: Gpu, aligned: bool) -> list[tuple[OpCall, Plan]]:
@@ -397,8 +392,7 @@ def states_of_segments(call: OpCall, gpu: Gpu, aligned: bool, length: int) -> Ke
     """The kernel that builds states of segments of so many tokens, or their gradients, where no outputs follow."""
     if best_kernel(call, gpu, aligned) is not Kernel.FORWARD:
         return _states_sm90(call)
-    segments = call.dims["N"] + call.dims["B"] * call.dims["T"] // max(length, 1)
-    return _states(call, length, _forward(call, gpu, aligned, segments))
+    return _states(call, length, _forward(call, gpu, aligned, call.dims["N"]))
 
 
 def _states(call: OpCall, length: int, outputs: KernelPlan) -> KernelPlan:
