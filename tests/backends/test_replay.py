@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ class Device:
     def __init__(self):
         self.index = 0
         self.encoded, self.launched = [], []
+        self.capturing, self.graphs = False, []
         self.utils = SimpleNamespace(fill_tma_descriptor=self.encode, fill_tma_descriptor_tiled=self.encode)
 
     def encode(self, address, *form):
@@ -31,6 +33,18 @@ class Device:
 
     def get_current_stream(self, index):
         return 7
+
+    def graph(self, launch):
+        """In the place of a CUDA graph."""
+        graph = SimpleNamespace(starts=0)
+
+        def start(stream):
+            graph.starts += 1
+            launch(stream)
+
+        graph.start = start
+        self.graphs.append(graph)
+        return graph
 
     def launch(self, *args):
         *args, last = args
@@ -46,6 +60,10 @@ def gpu(monkeypatch):
     monkeypatch.setattr(replay, "_calls", {})
     monkeypatch.setattr(replay, "_prepared", {})
     fake = Device()
+    monkeypatch.setattr(replay, "_graphed", [])
+    monkeypatch.setattr(replay, "_REPLAYS_BEFORE", 2)
+    monkeypatch.setattr(replay, "Graph", fake.graph)
+    monkeypatch.setattr(replay, "_capturing", lambda: fake.capturing)
     monkeypatch.setattr(replay, "current_device", lambda: fake.index)
     monkeypatch.setattr(driver, "_active", fake)
     return fake
@@ -233,6 +251,71 @@ def test_launches_are_told_of_the_addresses_and_floats_of_their_call(gpu, monkey
         assert first[-4:] == [a.data_ptr(), memory.data_ptr(), 1, 2]
         assert second[-4:] == [memory.data_ptr(), b.data_ptr(), scale, 3]
     assert len(gpu.launched) == 2 * 4 * len(calls)
+
+
+def replay_two(x, y, scratch, monkeypatch):
+    """The call of record_two, of which the memory for scratch is always there."""
+    from gla_triton_kernels.runtime.replay import replay
+
+    monkeypatch.setattr(torch, "empty", lambda **_: scratch)
+    assert replay("two", (x, y), 0.5)
+
+
+def test_launches_that_are_made_again_and_again_become_a_graph(gpu, monkeypatch):
+    x, y, scratch = (tensor() for _ in range(3))
+    record_two(gpu, x, y, scratch)
+    for _ in range(6):
+        replay_two(x, y, scratch, monkeypatch)
+    (graph,) = gpu.graphs
+    assert graph.starts == 4
+    assert gpu.launched == 6 * gpu.launched[:2]
+    replay_two(y, x, scratch, monkeypatch)  # other addresses
+    assert graph.starts == 4
+
+
+def test_one_launch_needs_no_graph(gpu):
+    x, y = tensor(), tensor()
+    record(gpu, x, y)
+    assert all(again(x, y) for _ in range(6))
+    assert not gpu.graphs
+
+
+def test_where_no_graph_can_be_made_launches_go_on_one_by_one(gpu, monkeypatch):
+    from gla_triton_kernels.runtime import replay
+    from gla_triton_kernels.runtime.graph import DriverError
+
+    def out_of_memory(launch):
+        raise DriverError
+
+    monkeypatch.setattr(replay, "Graph", out_of_memory)
+    x, y, scratch = (tensor() for _ in range(3))
+    record_two(gpu, x, y, scratch)
+    for _ in range(6):
+        replay_two(x, y, scratch, monkeypatch)
+    assert gpu.launched == 6 * gpu.launched[:2]
+
+
+def test_a_capture_is_told_of_every_launch(gpu, monkeypatch):
+    x, y, scratch = (tensor() for _ in range(3))
+    record_two(gpu, x, y, scratch)
+    expected = [(True, 0, 0)] * 4 + [(False, 0, 0), (False, 1, 0), (False, 1, 1), (True, 1, 1), (False, 1, 2)]
+    for capturing, graphs, starts in expected:
+        gpu.capturing = capturing
+        replay_two(x, y, scratch, monkeypatch)
+        assert (len(gpu.graphs), sum(graph.starts for graph in gpu.graphs)) == (graphs, starts)
+    assert gpu.launched == 9 * gpu.launched[:2]
+
+
+def test_graphs_are_bounded(gpu, monkeypatch):
+    from gla_triton_kernels.runtime import replay
+
+    monkeypatch.setattr(replay, "_MOST_GRAPHS", 3)
+    x, y, *others = (tensor() for _ in range(7))
+    record_two(gpu, x, y, tensor())
+    for other, _ in itertools.product(others, range(4)):
+        replay_two(x, y, other, monkeypatch)
+        assert len(replay._graphed) == sum(kept.graph is not None for kept in replay._prepared.values()) <= 3
+    assert len(gpu.graphs) == len(others)
 
 
 def test_a_call_that_is_recorded_anew_forgets_what_was_told(gpu):
@@ -429,6 +512,89 @@ def test_tensor_maps_follow_their_tensors(backend, monkeypatch):
             ):
                 assert torch.equal(once, new)
                 assert torch.equal(twice, new)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [None, (300, 5, 719)])
+def test_a_graph_gives_what_launches_give(lengths, monkeypatch):
+    """On whichever stream, forward and backward, and where it is captured itself."""
+    from gla_core.workloads.inputs import gla_inputs
+    from gla_triton_kernels.runtime import replay
+
+    sizes = {"B": 2, "T": 1024} if lengths is None else {"lengths": lengths}
+    x = gla_inputs(**sizes, H=2, K=128, V=128, dtype=torch.bfloat16, device="cuda")
+    leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)]
+
+    def pair():
+        o, _ = gla.chunk_gla(*leaves, cu_seqlens=x.cu_seqlens, backend="parallel_scan")
+        return o, *torch.autograd.grad(o, leaves, torch.ones_like(o))
+
+    monkeypatch.setattr(replay, "_graphed", [])
+    monkeypatch.setattr(replay, "_REPLAYS_BEFORE", 2)
+    expected = [y.detach().clone() for y in pair()]
+    aside = torch.cuda.Stream()
+    for stream in [torch.cuda.current_stream()] * 8 + [aside] * 8:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = pair()
+        torch.cuda.current_stream().wait_stream(stream)
+        assert all(map(torch.equal, found, expected))
+        del found
+    assert replay._graphed
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = pair()
+    graph.replay()
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.gpu
+def test_graphs_are_dropped_and_made_anew(monkeypatch):
+    """However many are made, with garbage to be collected and other captures in between."""
+    from gla_core.workloads.inputs import gla_inputs
+    from gla_triton_kernels.runtime import replay
+    from gla_triton_kernels.runtime.graph import Graph
+
+    made = itertools.count()
+    monkeypatch.setattr(replay, "Graph", lambda launch: (next(made), Graph(launch))[1])
+    monkeypatch.setattr(replay, "_MOST_GRAPHS", 5)
+    monkeypatch.setattr(replay, "_REPLAYS_BEFORE", 2)
+    monkeypatch.setattr(replay, "_graphed", [])
+    sizes = {"B": 1, "T": 1024, "H": 1, "K": 64, "V": 64, "dtype": torch.bfloat16, "device": "cuda"}
+    inputs = [gla_inputs(**sizes) for _ in range(40)]
+
+    def call(x):
+        return gla.chunk_gla(x.q, x.k, x.v, x.g, backend="parallel_scan")[0]
+
+    expected = [call(x).clone() for x in inputs]
+    for turn in range(60):
+        for x, o in zip(inputs, expected, strict=True):
+            garbage = [torch.cuda.Event(), x]
+            garbage.append(garbage)
+            assert torch.equal(call(x), o)
+        if turn % 10 == 0:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                call(inputs[0])
+            torch.cuda.empty_cache()
+    assert next(made) > 200
+
+
+@pytest.mark.gpu
+def test_graphs_are_made_and_dropped_beside_a_capture():
+    """By the thread that captures and by others, in the mode that forbids most."""
+    from gla_triton_kernels.runtime.graph import Graph
+
+    def make_and_drop():
+        Graph(lambda stream: None)
+
+    x, outer = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
+    with ThreadPoolExecutor(1) as other, torch.cuda.graph(outer, capture_error_mode="global"):
+        x += 1
+        make_and_drop()
+        other.submit(make_and_drop).result()
+        x += 1
+    outer.replay()
+    assert x.item() == 2
 
 
 @pytest.mark.gpu

@@ -4,16 +4,18 @@ Of a small call most time passes on the host: deciding which kernels run, specia
 has been compiled, encoding tensor maps. All of that is the same for calls whose tensors have the same layouts. So a
 call is recorded under a key that says what its launches depend on, and an equal call goes from the key to the function
 in C that Triton's launchers call, which spares a microsecond a launch. Allocators hand out the same addresses over and
-over, so launches are kept prepared, by the addresses of a call's tensors.
+over, so launches are kept prepared, by the addresses of a call's tensors; those that are made again and again become a
+CUDA graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from gla_triton_kernels.runtime.architecture import interpreted
+from gla_triton_kernels.runtime.graph import DriverError, Graph
 from gla_triton_kernels.runtime.launch import Launch, current_device
 
 ALIGNMENT = 16
@@ -35,6 +38,10 @@ _MOST_CALLS = 4096
 _MOST_MAPS = 1024
 _MOST_PREPARED = 4096
 """Calls at certain addresses whose launches are kept prepared: about 2 KiB each."""
+_MOST_GRAPHS = 256
+"""About 80 KiB of the device's memory each."""
+_REPLAYS_BEFORE = 16
+"""Replays at the same addresses before launches become a graph: making it takes as long as that many starts spare."""
 _NONE = -1
 """The place of a None among the tensors of a call: behind them."""
 
@@ -60,8 +67,47 @@ class _TensorMap:
         return encoded
 
 
-_Prepared = tuple[Any, tuple[int, int, int], tuple[Any, ...]]
+_PreparedLaunch = tuple[Any, tuple[int, int, int], tuple[Any, ...]]
 """A launch but for its stream: Triton's function in C, and what it takes before the stream, the grid, and after it."""
+
+
+@dataclass(eq=False, slots=True)
+class _Prepared:
+    """The launches of a call at certain addresses, how often they were replayed, and their graph if there is one."""
+
+    launches: list[_PreparedLaunch]
+    replays: int = 0
+    graph: Graph | None = None
+
+    def start(self, stream: int) -> None:
+        """Make the launches on a stream, the current one; a capture of it is told of them one by one."""
+        if len(self.launches) == 1 or _capturing():
+            self._launch(stream)
+        elif self.graph is not None:
+            self.graph.start(stream)
+        else:
+            self._launch(stream)
+            self.replays += 1
+            if self.replays == _REPLAYS_BEFORE:
+                self._capture()
+
+    def _launch(self, stream: int) -> None:
+        for launch, grid, arguments in self.launches:
+            launch(*grid, stream, *arguments)
+
+    def _capture(self) -> None:
+        if len(_graphed) >= _MOST_GRAPHS:
+            for other in _graphed:
+                other.graph, other.replays = None, 0
+            _graphed.clear()
+        with contextlib.suppress(DriverError):  # then these launches are made one by one for good
+            self.graph = Graph(self._launch)
+            _graphed.append(self)
+
+
+_graphed: list[_Prepared] = []
+"""The calls that have a graph, of all devices."""
+_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +131,7 @@ class _RecordedLaunch:
     takes_floats: bool
     integers: tuple[Any, ...]
 
-    def prepared(self, addresses: list[int], floats: tuple[float, ...]) -> _Prepared:
+    def prepared(self, addresses: list[int], floats: tuple[float, ...]) -> _PreparedLaunch:
         """The launch on the tensors of a call, which are at these addresses."""
         arguments: list[Any] = self._mapped(addresses) if self.maps else [addresses[i] for i in self.places]
         if self.takes_floats:
@@ -121,17 +167,17 @@ class _RecordedCall:
     parts: tuple[tuple[int, int], ...]
     launches: tuple[_RecordedLaunch, ...]
 
-    def prepared(self, addresses: list[int], floats: tuple[float, ...]) -> list[_Prepared]:
+    def prepared(self, addresses: list[int], floats: tuple[float, ...]) -> _Prepared:
         """The launches on tensors, and memory for scratch behind them, at these addresses."""
         addresses = addresses.copy()
         for place, bytes_into in self.parts:
             addresses.append(addresses[place] + bytes_into)
         addresses.append(0)  # at _NONE
-        return [launch.prepared(addresses, floats) for launch in self.launches]
+        return _Prepared([launch.prepared(addresses, floats) for launch in self.launches])
 
 
 _calls: dict[Hashable, _RecordedCall] = {}
-_prepared: dict[Hashable, list[_Prepared]] = {}
+_prepared: dict[Hashable, _Prepared] = {}
 """Launches that were made, by the call, its floats, and the addresses of its tensors and of the memory for scratch.
 
 Of all calls together, so that it stays small however many are recorded.
@@ -248,16 +294,14 @@ def replay(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> b
     memory = torch.empty(**call.memory) if call.memory else None
     addresses = [0 if x is None else x.data_ptr() for x in (*tensors, memory)]
     prepared_for = (call, floats, *addresses)
-    launches = _prepared.get(prepared_for)
-    if launches is None:  # what is found has addresses that were checked when it was kept
+    prepared = _prepared.get(prepared_for)
+    if prepared is None:  # what is found has addresses that were checked when it was kept
         if math.gcd(ALIGNMENT, *addresses) != ALIGNMENT:
             return False
-        launches = call.prepared(addresses, floats)
-        _put(_prepared, prepared_for, launches, _MOST_PREPARED)
+        prepared = call.prepared(addresses, floats)
+        _put(_prepared, prepared_for, prepared, _MOST_PREPARED)
     active: Any = driver.active
-    stream = active.get_current_stream(call.device)
-    for launch, grid, arguments in launches:
-        launch(*grid, stream, *arguments)
+    prepared.start(active.get_current_stream(call.device))
     return True
 
 

@@ -1,0 +1,80 @@
+"""CUDA graphs of launches, made by the driver's functions.
+
+Not `torch.cuda.CUDAGraph`, which is for captures that allocate: it has the allocator keep memory apart for each, for
+all threads while it is captured, and lends it a stream that others use as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from ctypes import byref, c_int, c_void_p
+from typing import Any
+
+_NON_BLOCKING = 1
+"""Of CUstream_flags: the stream does not wait for the default stream."""
+_RELAXED = 2
+"""Of CUstreamCaptureMode: a capture forbids nobody anything but to wait for its stream."""
+
+
+class DriverError(RuntimeError):
+    """What a function of the driver returned, other than success."""
+
+
+class Graph:
+    """Launches that were captured, which the driver makes all at once."""
+
+    def __init__(self, launch: Callable[[int], None]) -> None:
+        """Capture what `launch` launches on the stream that it is given; nothing of it runs yet.
+
+        Raises:
+            DriverError: there is no graph, for want of memory perhaps.
+        """
+        stream, graph, executable = c_void_p(), c_void_p(), c_void_p()
+        with _relaxed(), contextlib.ExitStack() as after:
+            _call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+            after.callback(_call, "cuStreamDestroy_v2", stream)
+            _call("cuStreamBeginCapture_v2", stream, _RELAXED)
+            try:
+                launch(stream.value or 0)
+            finally:
+                _call("cuStreamEndCapture", stream, byref(graph))
+            after.callback(_call, "cuGraphDestroy", graph)
+            _call("cuGraphInstantiateWithFlags", byref(executable), graph, ctypes.c_ulonglong(0))
+        self._executable = executable
+        weakref.finalize(self, _destroy, executable).atexit = False
+
+    def start(self, stream: int) -> None:
+        """Make the launches on a stream."""
+        _call("cuGraphLaunch", self._executable, c_void_p(stream))
+
+
+def _destroy(executable: c_void_p) -> None:
+    """Its launches that are under way end as they would have."""
+    with _relaxed():
+        _call("cuGraphExecDestroy", executable)
+
+
+@contextlib.contextmanager
+def _relaxed() -> Iterator[None]:
+    """Captures of other threads, and of this one, are no reason for the driver to refuse this thread anything."""
+    mode = c_int(_RELAXED)
+    _call("cuThreadExchangeStreamCaptureMode", byref(mode))
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", byref(mode))
+
+
+def _call(name: str, *arguments: Any) -> None:
+    status = getattr(_driver(), name)(*arguments)
+    if status:
+        raise DriverError(f"{name} of the CUDA driver returned error {status}")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
