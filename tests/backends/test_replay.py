@@ -587,14 +587,30 @@ def test_graphs_are_made_and_dropped_beside_a_capture():
     def make_and_drop():
         Graph(lambda stream: None)
 
-    x, outer = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph()
-    with ThreadPoolExecutor(1) as other, torch.cuda.graph(outer, capture_error_mode="global"):
+    x, outer, other = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph(), ThreadPoolExecutor(1)
+    other.submit(torch.zeros, 1, device="cuda").result()  # graphs are made by threads that have used the device
+    with torch.cuda.graph(outer, capture_error_mode="global"):
         x += 1
         make_and_drop()
         other.submit(make_and_drop).result()
         x += 1
     outer.replay()
     assert x.item() == 2
+
+
+@pytest.mark.gpu
+def test_a_thread_may_begin_with_a_graph():
+    from gla_triton_kernels.runtime.graph import Graph
+
+    x = torch.zeros(1, device="cuda")
+
+    def add_one(stream):
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            x.add_(1)
+
+    graph = Graph(add_one)
+    ThreadPoolExecutor(1).submit(graph.start, torch.cuda.current_stream().cuda_stream).result()
+    assert x.item() == 1
 
 
 @pytest.mark.gpu

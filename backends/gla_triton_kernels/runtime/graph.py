@@ -1,4 +1,4 @@
-"""CUDA graphs of launches, made by the driver's functions.
+"""CUDA graphs of launches, made by functions of the driver.
 
 Not `torch.cuda.CUDAGraph`, which is for captures that allocate: it has the allocator keep memory apart for each, for
 all threads while it is captured, and lends it a stream that others use as well.
@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from ctypes import byref, c_int, c_void_p
 from typing import Any
 
+_INVALID_CONTEXT = 201
+"""Of CUresult: the thread has not used CUDA yet."""
 _NON_BLOCKING = 1
 """Of CUstream_flags: the stream does not wait for the default stream."""
 _RELAXED = 2
@@ -33,8 +35,9 @@ class Graph:
         Raises:
             DriverError: there is no graph, for want of memory perhaps.
         """
-        stream, graph, executable = c_void_p(), c_void_p(), c_void_p()
+        stream, graph, executable, self._context = (c_void_p() for _ in range(4))
         with _relaxed(), contextlib.ExitStack() as after:
+            _call("cuCtxGetCurrent", byref(self._context))
             _call("cuStreamCreate", byref(stream), _NON_BLOCKING)
             after.callback(_call, "cuStreamDestroy_v2", stream)
             _call("cuStreamBeginCapture_v2", stream, _RELAXED)
@@ -49,7 +52,11 @@ class Graph:
 
     def start(self, stream: int) -> None:
         """Make the launches on a stream."""
-        _call("cuGraphLaunch", self._executable, c_void_p(stream))
+        status = _driver().cuGraphLaunch(self._executable, c_void_p(stream))
+        if status == _INVALID_CONTEXT:
+            _call("cuCtxSetCurrent", self._context)
+            status = _driver().cuGraphLaunch(self._executable, c_void_p(stream))
+        _check("cuGraphLaunch", status)
 
 
 def _destroy(executable: c_void_p) -> None:
@@ -70,7 +77,10 @@ def _relaxed() -> Iterator[None]:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    status = getattr(_driver(), name)(*arguments)
+    _check(name, getattr(_driver(), name)(*arguments))
+
+
+def _check(name: str, status: int) -> None:
     if status:
         raise DriverError(f"{name} of the CUDA driver returned error {status}")
 

@@ -39,7 +39,7 @@ _MOST_MAPS = 1024
 _MOST_PREPARED = 4096
 """Calls at certain addresses whose launches are kept prepared: about 2 KiB each."""
 _MOST_GRAPHS = 256
-"""About 80 KiB of the device's memory each."""
+"""About 120 KiB of the device's memory each."""
 _REPLAYS_BEFORE = 16
 """Replays at the same addresses before launches become a graph: making it takes as long as that many starts spare."""
 _NONE = -1
