@@ -8,7 +8,9 @@ faster than memory:
 While the device works the host prepares the next call, which starts a little later; in a CUDA graph there is nothing to
 prepare:
 
-    seconds of a call = max(device + gap, host)        in a CUDA graph: device
+    seconds of a call = max(device + gap, host + device / 100)        in a CUDA graph: device
+
+The hundredth tells calls apart that wait for the host: the one that asks less of the device is to be preferred.
 
 The constants of an op are named beside its formula.
 """
@@ -21,7 +23,7 @@ from gla_triton_kernels.runtime.architecture import Gpu, architecture_of
 
 def in_all(call: OpCall, device: float, host: float, gap: float = 0.0) -> float:
     """Seconds of a call that takes the device and the host so long; `gap` passes on the device before the next one."""
-    return device if call.capturing else max(device + gap, host)
+    return device if call.capturing else max(device + gap, host + device / 100)
 
 
 def gpu_of_constants(c: Constants) -> Gpu:

@@ -61,7 +61,6 @@ def gpu(monkeypatch):
     monkeypatch.setattr(replay, "_prepared", {})
     fake = Device()
     monkeypatch.setattr(replay, "_graphed", [])
-    monkeypatch.setattr(replay, "_REPLAYS_BEFORE", 2)
     monkeypatch.setattr(replay, "Graph", fake.graph)
     monkeypatch.setattr(replay, "_capturing", lambda: fake.capturing)
     monkeypatch.setattr(replay, "current_device", lambda: fake.index)
@@ -264,19 +263,19 @@ def replay_two(x, y, scratch, monkeypatch):
 def test_launches_that_are_made_again_and_again_become_a_graph(gpu, monkeypatch):
     x, y, scratch = (tensor() for _ in range(3))
     record_two(gpu, x, y, scratch)
-    for _ in range(6):
+    for _ in range(10):
         replay_two(x, y, scratch, monkeypatch)
     (graph,) = gpu.graphs
-    assert graph.starts == 4
-    assert gpu.launched == 6 * gpu.launched[:2]
+    assert graph.starts == 6
+    assert gpu.launched == 10 * gpu.launched[:2]
     replay_two(y, x, scratch, monkeypatch)  # other addresses
-    assert graph.starts == 4
+    assert graph.starts == 6
 
 
 def test_one_launch_needs_no_graph(gpu):
     x, y = tensor(), tensor()
     record(gpu, x, y)
-    assert all(again(x, y) for _ in range(6))
+    assert all(again(x, y) for _ in range(10))
     assert not gpu.graphs
 
 
@@ -290,20 +289,21 @@ def test_where_no_graph_can_be_made_launches_go_on_one_by_one(gpu, monkeypatch):
     monkeypatch.setattr(replay, "Graph", out_of_memory)
     x, y, scratch = (tensor() for _ in range(3))
     record_two(gpu, x, y, scratch)
-    for _ in range(6):
+    for _ in range(10):
         replay_two(x, y, scratch, monkeypatch)
-    assert gpu.launched == 6 * gpu.launched[:2]
+    assert gpu.launched == 10 * gpu.launched[:2]
 
 
 def test_a_capture_is_told_of_every_launch(gpu, monkeypatch):
     x, y, scratch = (tensor() for _ in range(3))
     record_two(gpu, x, y, scratch)
-    expected = [(True, 0, 0)] * 4 + [(False, 0, 0), (False, 1, 0), (False, 1, 1), (True, 1, 1), (False, 1, 2)]
+    expected = [(True, 0, 0)] * 5 + [(False, 0, 0)] * 3
+    expected += [(False, 1, 0), (False, 1, 1), (True, 1, 1), (False, 1, 2)]
     for capturing, graphs, starts in expected:
         gpu.capturing = capturing
         replay_two(x, y, scratch, monkeypatch)
         assert (len(gpu.graphs), sum(graph.starts for graph in gpu.graphs)) == (graphs, starts)
-    assert gpu.launched == 9 * gpu.launched[:2]
+    assert gpu.launched == len(expected) * gpu.launched[:2]
 
 
 def test_graphs_are_bounded(gpu, monkeypatch):
@@ -312,10 +312,13 @@ def test_graphs_are_bounded(gpu, monkeypatch):
     monkeypatch.setattr(replay, "_MOST_GRAPHS", 3)
     x, y, *others = (tensor() for _ in range(7))
     record_two(gpu, x, y, tensor())
-    for other, _ in itertools.product(others, range(4)):
+    for other, _ in itertools.product(others, range(6)):
         replay_two(x, y, other, monkeypatch)
         assert len(replay._graphed) == sum(kept.graph is not None for kept in replay._prepared.values()) <= 3
-    assert len(gpu.graphs) == len(others)
+    assert len(gpu.graphs) == len(others) == 5
+    for replays in range(1, 65):  # of launches whose graph was dropped
+        replay_two(x, y, others[0], monkeypatch)
+        assert len(gpu.graphs) == 5 + (replays == 64)
 
 
 def test_a_call_that_is_recorded_anew_forgets_what_was_told(gpu):
@@ -530,7 +533,6 @@ def test_a_graph_gives_what_launches_give(lengths, monkeypatch):
         return o, *torch.autograd.grad(o, leaves, torch.ones_like(o))
 
     monkeypatch.setattr(replay, "_graphed", [])
-    monkeypatch.setattr(replay, "_REPLAYS_BEFORE", 2)
     expected = [y.detach().clone() for y in pair()]
     aside = torch.cuda.Stream()
     for stream in [torch.cuda.current_stream()] * 8 + [aside] * 8:
@@ -558,7 +560,7 @@ def test_graphs_are_dropped_and_made_anew(monkeypatch):
     made = itertools.count()
     monkeypatch.setattr(replay, "Graph", lambda launch: (next(made), Graph(launch))[1])
     monkeypatch.setattr(replay, "_MOST_GRAPHS", 5)
-    monkeypatch.setattr(replay, "_REPLAYS_BEFORE", 2)
+    monkeypatch.setattr(replay, "_REPLAYS_AGAIN", 2)
     monkeypatch.setattr(replay, "_graphed", [])
     sizes = {"B": 1, "T": 1024, "H": 1, "K": 64, "V": 64, "dtype": torch.bfloat16, "device": "cuda"}
     inputs = [gla_inputs(**sizes) for _ in range(40)]

@@ -164,9 +164,8 @@ def copying(call: OpCall, seen: OpCall, c: Constants) -> float:
     of_keys = 0 if seen.dims["K"] == K else B * T * K * ((H + Hq) * call.dtype.itemsize + H * _gate_itemsize(call))
     of_values = 0 if seen.dims["V"] == V else B * T * V * (H + Hq) * call.dtype.itemsize
     launches = 3 * (of_keys > 0) + 2 * (of_values > 0)
-    each = c["launch"] if call.capturing else max(c["launch"], c["host_launch"])
     twice = 2 if call.op == "chunk_gla_bwd" else 1
-    return twice * (launches * each + 2 * (of_keys + of_values) / c["bandwidth"])
+    return twice * (launches * c["launch"] + 2 * (of_keys + of_values) / c["bandwidth"])
 
 
 def planned(plan: Callable[[OpCall, Gpu, bool], AnyPlan], call: OpCall, c: Constants) -> AnyPlan:
@@ -236,8 +235,8 @@ def states_seconds(
 
 
 def host_seconds(launches: int, c: Constants) -> float:
-    """Host seconds of a call with so many launches."""
-    return c["host"] + c["host_launch"] * launches
+    """Host seconds of a call with so many launches; of a repeated call more than two become a graph, as quick as two."""
+    return c["host"] + c["host_launch"] * min(launches, 2)
 
 
 def moved_bytes(call: OpCall) -> float:

@@ -40,8 +40,12 @@ _MOST_PREPARED = 4096
 """Calls at certain addresses whose launches are kept prepared: about 2 KiB each."""
 _MOST_GRAPHS = 256
 """About 120 KiB of the device's memory each."""
-_REPLAYS_BEFORE = 16
-"""Replays at the same addresses before launches become a graph: making it takes as long as that many starts spare."""
+_REPLAYS_BEFORE, _REPLAYS_AGAIN = 4, 64
+"""Replays at the same addresses before launches become a graph, and after theirs was dropped become one again.
+
+A graph takes as long to make as 4 to 10 of its starts spare. Where more are wanted than are kept, making them anew takes
+few microseconds of a call.
+"""
 _NONE = -1
 """The place of a None among the tensors of a call: behind them."""
 
@@ -73,10 +77,10 @@ _PreparedLaunch = tuple[Any, tuple[int, int, int], tuple[Any, ...]]
 
 @dataclass(eq=False, slots=True)
 class _Prepared:
-    """The launches of a call at certain addresses, how often they were replayed, and their graph if there is one."""
+    """The launches of a call at certain addresses; `left` replays from now they become a graph."""
 
     launches: list[_PreparedLaunch]
-    replays: int = 0
+    left: int = _REPLAYS_BEFORE
     graph: Graph | None = None
 
     def start(self, stream: int) -> None:
@@ -87,8 +91,8 @@ class _Prepared:
             self.graph.start(stream)
         else:
             self._launch(stream)
-            self.replays += 1
-            if self.replays == _REPLAYS_BEFORE:
+            self.left -= 1
+            if self.left == 0:
                 self._capture()
 
     def _launch(self, stream: int) -> None:
@@ -98,7 +102,7 @@ class _Prepared:
     def _capture(self) -> None:
         if len(_graphed) >= _MOST_GRAPHS:
             for other in _graphed:
-                other.graph, other.replays = None, 0
+                other.graph, other.left = None, _REPLAYS_AGAIN
             _graphed.clear()
         with contextlib.suppress(DriverError):  # then these launches are made one by one for good
             self.graph = Graph(self._launch)
