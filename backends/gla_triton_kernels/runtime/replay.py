@@ -43,8 +43,8 @@ _MOST_GRAPHS = 256
 _REPLAYS_BEFORE, _REPLAYS_AGAIN = 4, 64
 """Replays at the same addresses before launches become a graph, and after theirs was dropped become one again.
 
-A graph takes as long to make as 4 to 10 of its starts spare. Where more are wanted than are kept, making them anew takes
-few microseconds of a call.
+A graph takes as long to make as 4 to 10 of its starts spare. Where more are wanted than are kept, they are made so
+seldom that it takes little of a call's time.
 """
 _NONE = -1
 """The place of a None among the tensors of a call: behind them."""
