@@ -235,7 +235,7 @@ def states_seconds(
 
 
 def host_seconds(launches: int, c: Constants) -> float:
-    """Host seconds of a call with so many launches; those of a repeated call become a graph, as quick as two of them."""
+    """Host seconds of a call with so many launches; repeated, they become a graph, as quick as two of them."""
     return c["host"] + c["host_launch"] * min(launches, 2)
 
 

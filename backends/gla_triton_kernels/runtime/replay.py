@@ -85,10 +85,11 @@ class _Prepared:
 
     def start(self, stream: int) -> None:
         """Make the launches on a stream, the current one; a capture of it is told of them one by one."""
+        graph = self.graph  # another thread may drop it
         if len(self.launches) == 1 or _capturing():
             self._launch(stream)
-        elif self.graph is not None:
-            self.graph.start(stream)
+        elif graph is not None:
+            graph.start(stream)
         else:
             self._launch(stream)
             self.left -= 1
