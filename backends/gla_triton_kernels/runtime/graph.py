@@ -22,10 +22,6 @@ _RELAXED = 2
 """Of CUstreamCaptureMode: a capture forbids nobody anything but to wait for its stream."""
 
 
-class DriverError(RuntimeError):
-    """What a function of the driver returned, other than success."""
-
-
 class Graph:
     """Launches that were captured, which the driver makes all at once."""
 
@@ -33,7 +29,7 @@ class Graph:
         """Capture what `launch` launches on the stream that it is given; nothing of it runs yet.
 
         Raises:
-            DriverError: there is no graph, for want of memory perhaps.
+            RuntimeError: there is no graph, for want of memory perhaps.
         """
         stream, graph, executable, self._context = (c_void_p() for _ in range(4))
         with _relaxed(), contextlib.ExitStack() as after:
@@ -51,7 +47,11 @@ class Graph:
         weakref.finalize(self, _destroy, executable).atexit = False
 
     def start(self, stream: int) -> None:
-        """Make the launches on a stream."""
+        """Make the launches on a stream.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
         status = _driver().cuGraphLaunch(self._executable, c_void_p(stream))
         if status == _INVALID_CONTEXT:
             _call("cuCtxSetCurrent", self._context)
@@ -82,7 +82,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 def _check(name: str, status: int) -> None:
     if status:
-        raise DriverError(f"{name} of the CUDA driver returned error {status}")
+        raise RuntimeError(f"{name} of the CUDA driver returned error {status}")
 
 
 @functools.cache

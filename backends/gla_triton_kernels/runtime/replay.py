@@ -27,7 +27,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from gla_triton_kernels.runtime.architecture import interpreted
-from gla_triton_kernels.runtime.graph import DriverError, Graph
+from gla_triton_kernels.runtime.graph import Graph
 from gla_triton_kernels.runtime.launch import Launch, current_device
 
 ALIGNMENT = 16
@@ -105,7 +105,7 @@ class _Prepared:
             for other in _graphed:
                 other.graph, other.left = None, _REPLAYS_AGAIN
             _graphed.clear()
-        with contextlib.suppress(DriverError):  # then these launches are made one by one for good
+        with contextlib.suppress(RuntimeError):  # then these launches are made one by one for good
             self.graph = Graph(self._launch)
             _graphed.append(self)
 
