@@ -159,13 +159,11 @@ def _chunk_gla_fwd_kernel(
     s_k, s_v = tl.expand_dims(i_k, VALUES).to(tl.int64), tl.expand_dims(i_v, KEYS)
     m_s = (s_k < K) & (s_v < V)
     S = tl.zeros([BK, BV] if KEYS_FIRST else [BV, BK], tl.float32)
-    if entering_ptr is not None:  # noqa: SIM102 -- known when this is compiled
-        if start > origin:  # short sequences would lose 2 % to loads of nothing
-            S = tl.load(entering_ptr + tl.cast(nh, tl.int64) * K * V + s_k * V + s_v, mask=m_s, other=0.0)
-    if initial_ptr is not None:  # noqa: SIM102 -- likewise
-        if start == origin:
-            initial_ptr += sequence.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
-            S = tl.load(initial_ptr + in_state(s_k, s_v, stride_sk, stride_sv), mask=m_s, other=0.0)
+    if entering_ptr is not None and start > origin:  # short sequences would lose 2 % to loads of nothing
+        S = tl.load(entering_ptr + tl.cast(nh, tl.int64) * K * V + s_k * V + s_v, mask=m_s, other=0.0)
+    if initial_ptr is not None and start == origin:
+        initial_ptr += sequence.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
+        S = tl.load(initial_ptr + in_state(s_k, s_v, stride_sk, stride_sv), mask=m_s, other=0.0)
 
     if checkpoints_ptr is not None:
         row = b * tl.cdiv(T, every) if cu_seqlens_ptr is None else sequence + origin // every
