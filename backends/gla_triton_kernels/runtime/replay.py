@@ -15,7 +15,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -112,7 +112,7 @@ class _Prepared:
 
 _graphed: list[_Prepared] = []
 """The calls that have a graph, of all devices."""
-_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+_capturing = torch.cuda.is_current_stream_capturing
 
 
 @dataclass(frozen=True, slots=True)
