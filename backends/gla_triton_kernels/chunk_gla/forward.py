@@ -161,6 +161,8 @@ def _chunk_gla_fwd_kernel(
     S = tl.zeros([BK, BV] if KEYS_FIRST else [BV, BK], tl.float32)
     if entering_ptr is not None and start > origin:  # short sequences would lose 2 % to loads of nothing
         S = tl.load(entering_ptr + tl.cast(nh, tl.int64) * K * V + s_k * V + s_v, mask=m_s, other=0.0)
+        # Nothing is added: S is brought into the layout of products here, and not for every block behind the branch.
+        S = tl.dot(tl.zeros([S.shape[0], 16], OPERAND), tl.zeros([16, S.shape[1]], OPERAND), S)
     if initial_ptr is not None and start == origin:
         initial_ptr += sequence.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
         S = tl.load(initial_ptr + in_state(s_k, s_v, stride_sk, stride_sv), mask=m_s, other=0.0)
