@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_triton_kernels.chunk_gla.common import in_state, segment_at
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
-from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments, state_strides
+from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments, cut_of, state_strides
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
@@ -125,10 +125,8 @@ def _scan_kernel(
             n = first - start // segment
             nh, count = n * H + h, tl.cdiv(end - start, segment)
         else:
-            start = tl.load(cu_seqlens_ptr + n).to(tl.int32)
-            end = tl.load(cu_seqlens_ptr + n + 1).to(tl.int32)
-            count = tl.cdiv(end - start, segment) if end - start > uncut else tl.minimum(end - start, 1)
-            first = n + start // segment
+            _, _, first, followed, rest = cut_of(cu_seqlens_ptr, n, N, segment, uncut)
+            count = followed + (rest > 0).to(tl.int32)
         step: tl.constexpr = -1 if BACKWARDS else 1  # pyright: ignore
         if BACKWARDS:
             first += count - 1

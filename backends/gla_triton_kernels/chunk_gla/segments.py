@@ -228,7 +228,7 @@ def _lay_out_kernel(
     zero = tl.zeros([BI, BN], tl.int32)  # of what is added up over sequences, once all have been met
     start, end, origin, last = zero, zero, zero, zero
     for n0 in range(0, N, BN):
-        start_n, end_n, first, followed, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
+        start_n, end_n, first, followed, rest = cut_of(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
         own = i[:, None] - first[None, :]  # [BI, BN], of which segment of a sequence i would be
         here = (own >= 0) & (own < (followed + (rest > 0).to(tl.int32))[None, :])
         start_i = start_n[None, :] + own * length  # [BI, BN]
@@ -252,7 +252,7 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.const
     kind, tokens, followed_before, cut_before, not_empty_before = zero, zero, zero, zero, zero
     followed, cut, not_empty = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
     for n0 in range(0, N, BN):
-        _, _, first, followed_n, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
+        _, _, first, followed_n, rest = cut_of(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
         own = i[:, None] - first[None, :]  # [BI, BN], of which segment of a sequence i would be
         segments = followed_n + (rest > 0).to(tl.int32)  # [BN]
         is_cut = (followed_n > 0).to(tl.int32)  # [BN]
@@ -271,7 +271,7 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.const
         tl.store(counts_ptr + 1, all_cut)
     before = zero  # of the last ones of sequences
     for n0 in range(0, N, BN):
-        _, _, first, followed_n, rest = _cut(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
+        _, _, first, followed_n, rest = cut_of(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
         as_long = (rest[None, :] == last_tokens[:, None]) & ((first + followed_n)[None, :] < i[:, None])
         before += ((rest[None, :] > last_tokens[:, None]) | as_long).to(tl.int32)
     kind, cut_before = tl.sum(kind, 1), tl.sum(cut_before, 1)  # [BI]
@@ -282,8 +282,8 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.const
 
 
 @triton.jit
-def _cut(cu_seqlens_ptr, n, N, length, uncut):
-    """Of sequences n [BN]: first row, end, place of the first segment, followed segments, and tokens of the last."""
+def cut_of(cu_seqlens_ptr, n, N, length, uncut):
+    """Of sequences n: first row, end, place of the first segment, followed segments, and tokens of the last."""
     start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=0).to(tl.int32)
     end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0).to(tl.int32)
     followed = tl.where(end - start > uncut, (end - start - 1) // length, 0)
