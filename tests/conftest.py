@@ -59,6 +59,14 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def memory_of_a_large_test():
+    """Is given back, for the other processes of a run in parallel."""
+    yield
+    if GPU and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def fresh_registry(monkeypatch, tmp_path):
     """No GLA_* variable is set, nothing was calibrated, and whatever the test changes is forgotten after it."""

@@ -9,11 +9,17 @@ FORWARD = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch
 GRADIENT = {**FORWARD, torch.bfloat16: 5e-3}
 
 
+SMALLEST = torch.finfo(torch.float32).tiny
+
+
 def relative_error(out: Tensor, ref: Tensor) -> float:
-    """The error of `out` against `ref` of the same shape; infinite where one is NaN or infinite and the other not."""
+    """The error of `out` against `ref` of the same shape; infinite where one is NaN or infinite and the other not.
+
+    Numbers below the smallest normal one of float32, which devices flush to 0, count as 0.
+    """
     if out.shape != ref.shape:
         raise ValueError(f"out has shape {list(out.shape)}; expected {list(ref.shape)}, as ref")
-    out, ref = out.detach().double(), ref.detach().double()
+    out, ref = (torch.where(x.abs() < SMALLEST, 0, x) for x in (out.detach().double(), ref.detach().double()))
     same = (out == ref) | (out.isnan() & ref.isnan())  # equal infinities and NaN are no error
     difference = torch.where(same, 0, out - ref)
     norm = torch.where(ref.isfinite(), ref, 0).norm()

@@ -70,7 +70,7 @@ CHUNK_GLA = (
         "chunk_gla", "minus_infinity", "ci extreme", B=1, T=150, H=2, K=32, V=32, gates="-inf", initial_state=True
     ),
     _workload(
-        "chunk_gla", "packed", "ci packed odd", lengths=(0, 65, 1, 0, 130, 3), H=2, K=16, V=16, initial_state=True
+        "chunk_gla", "packed", "ci packed odd", lengths=(0, 65, 1, 0, 130, 3, 0), H=2, K=16, V=16, initial_state=True
     ),
     _workload(
         "chunk_gla", "padded", "packed odd", lengths=(20, 0, 66), padding=40, H=2, K=16, V=16, initial_state=True

@@ -50,6 +50,8 @@ def one_pass(gpu=H200, aligned=True, **changes):
         ({"B": 1, "N": 128, "K": 256, "packed": True}, Kernel.FORWARD_SM90_WIDE),
         ({"B": 1, "N": 129, "K": 256, "packed": True}, Kernel.FORWARD),
         ({"B": 1, "N": 8, "packed": True}, Kernel.FORWARD_SM90),
+        ({"B": 1, "N": 2, "T": 96, "packed": True}, Kernel.FORWARD_SM90),
+        ({"B": 1, "N": 2, "T": 95, "packed": True}, Kernel.FORWARD),
         ({"K": 136}, Kernel.FORWARD_SM90_WIDE),
         ({"K": 256}, Kernel.FORWARD_SM90_WIDE),
         ({"K": 256, "gate_dtype": None}, Kernel.FORWARD),

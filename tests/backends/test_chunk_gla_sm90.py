@@ -84,13 +84,13 @@ def test_lengths(T):
 
 
 @pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 3), (64, 64), (0, 0, 5), (200,)])
+@pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 3, 0), (64, 64), (0, 0, 5), (5, 0, 0), (200,)])
 def test_packed(lengths, gates):
     check(*inputs(lengths=lengths, K=128, V=128, gates=gates, initial_state=True))
 
 
 @pytest.mark.parametrize("gates", [gates for gates in GATES if gates != "none"])
-@pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 3), (64, 64), (0, 0, 5), (200,)])
+@pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 3, 0), (64, 64), (0, 0, 5), (5, 0, 0), (200,)])
 @pytest.mark.parametrize("V", [72, 256])
 def test_packed_wide_heads(lengths, gates, V):
     check(*inputs(lengths=lengths, H=3, K=256, V=V, gates=gates, initial_state=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,6 +21,8 @@ H200 = Gpu(Architecture.SM90, 132)
 
 def check(backend, backwards, **sizes):
     x = gla_inputs(**sizes, gate_dtype=torch.float32)
+    if x.g is not None:  # the decay of a long sequence would be 0
+        x = replace(x, g=x.g * min(1.0, 512 / x.g.shape[1]))
     G = x.q.shape[2] // x.k.shape[2]
     k, v = (x.q, x.v.repeat_interleave(G, 2).roll(1, 1)) if backwards else (x.k, x.v)
     found = gla.chunk_gla_summary(k, v, x.g, x.cu_seqlens, backend, backwards=backwards)

@@ -81,6 +81,14 @@ def state_not_reset(q, k, v, g, scale, initial_state, output_final_state, cu_seq
     return o, None if state is None else state.repeat(len(cu_seqlens) - 1, 1, 1, 1), checkpoints
 
 
+def state_of_the_sequence_before(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+    if cu_seqlens is not None and state is not None and initial_state is not None:
+        last = cu_seqlens[:-1] == q.shape[1]  # sequences that begin where all tokens end
+        state = torch.where(last[:, None, None, None], initial_state.roll(1, 0), state)
+    return o, state, checkpoints
+
+
 def row_not_written(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
     o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
     out = torch.empty(o.shape, dtype=o.dtype)
@@ -488,6 +496,7 @@ PLANTED = [  # the bug, the op it is in, and (the beginning of) the case that mu
     (gate_one_step_late, "chunk_gla_fwd", "test_values[short-float32]"),
     (last_partial_chunk_dropped, "chunk_gla_fwd", "test_values[one_more_than_a_chunk-float32]"),
     (state_not_reset, "chunk_gla_fwd", "test_packed_equals_separate[packed-float32]"),
+    (state_of_the_sequence_before, "chunk_gla_fwd", "test_values[packed-float32]"),
     (row_not_written, "chunk_gla_fwd", "test_no_uninitialised_output[short-float32]"),
     (last_bit_changes, "chunk_gla_fwd", "test_same_bits[short-float32]"),
     (other_bits_in_company, "chunk_gla_fwd", "test_same_bits_in_any_company[packed-float32]"),
@@ -561,6 +570,7 @@ PLANTED = [  # the bug, the op it is in, and (the beginning of) the case that mu
 
 QUANTITIES = {  # for some bugs, what the case reports over its budget
     "state_in_bfloat16": {"state"},
+    "state_of_the_sequence_before": {"state"},
     "gradient_of_g_missing": {"dg"},
     "gradient_of_g_without_the_state": {"dg"},
     "gradient_of_g_with_the_diagonal": {"dg"},

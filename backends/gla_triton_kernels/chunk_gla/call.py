@@ -44,7 +44,8 @@ class Tensors(NamedTuple):
         Rows that stay whole are segments of their own; of packed sequences the second number says nothing.
         """
         B, T = self.q.shape[:2]
-        segment = max(T, 1) if plan.segments is None else plan.segments.length
+        # As `whole`: longer than any, so that the last sequences have their own numbers if they are empty.
+        segment = T + 1 if plan.segments is None else plan.segments.length
         segments = max(1, -(-T // segment))
         return segment, segments, B * segments if self.order is None else len(self.order)
 

@@ -109,9 +109,10 @@ def seen_width(width: int, dtype: torch.dtype, gpu: Gpu) -> int:
 # ---- forward: whole sequences
 
 SM90_TOKENS = 96
-"""Tokens of a sequence from which on the kernels for SM90 are faster; up to K = 64, twice as many."""
+"""Tokens of a sequence, or of all that are packed, from which on the kernels for SM90 are faster; up to K = 64, twice
+as many. Of a few packed tokens bfloat16 would also cost more accuracy than the kit allows."""
 SM90_WIDE_TOKENS = 32
-"""The same of packed sequences on average where K is above 128; others are never left to the general kernel.
+"""Of packed sequences on average where K is above 128; others are not left to the general kernel.
 
 It computes a long one among them several times as slowly, and is seldom faster: at K = V = 64 by up to 1.6 times, with
 1,000 blocks and more of 48 tokens; beyond that not, or by a few parts in a hundred.
@@ -137,9 +138,9 @@ def plan_one_pass(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
 def _are_short(call: OpCall) -> bool:
     """Whether sequences have too few tokens for the kernels for SM90 to be the faster ones."""
     T, K, N = (call.dims[name] for name in ("T", "K", "N"))
-    if call.variable_length:
-        return K > 128 and T / max(N, 1) < SM90_WIDE_TOKENS
-    return SM90_TOKENS * (1 if K > 64 else 2) > T
+    if SM90_TOKENS * (1 if K > 64 else 2) > T:
+        return True
+    return call.variable_length and K > 128 and T / max(N, 1) < SM90_WIDE_TOKENS
 
 
 def best_kernel(call: OpCall, gpu: Gpu, aligned: bool) -> Kernel:
