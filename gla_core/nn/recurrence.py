@@ -275,7 +275,7 @@ def _written(rows: Tensor, new: Tensor, indices: Tensor | None) -> Tensor:
         return rows
     # A row that is skipped writes what the first one that is not writes, or what stands in some row if all are.
     skipped, new = (indices < 0) | (indices >= len(rows)), new.to(rows.dtype)
-    first = skipped.to(torch.uint8).argmin()
+    first = skipped.to(torch.uint8).argmin(0, keepdim=True)  # [1]: an index without dimensions waits for the host
     places = torch.where(skipped, indices[first].clamp(0, len(rows) - 1), indices)
     instead = torch.where(skipped[first], rows[places[first]], new[first])
     return rows.index_copy_(0, places.long(), torch.where(skipped[:, None, None], instead, new))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gla_core.nn import GLAState
 
@@ -80,6 +81,17 @@ def test_indices_that_are_none(pool: tuple) -> None:
         layer.step(x, state, state_indices=torch.tensor([0, 1, 2]))
     with pytest.raises(TypeError, match="state_indices is float32; expected int32 or int64"):
         layer.step(x, state, state_indices=torch.zeros(2))
+
+
+@pytest.mark.parametrize("name", ["plain", "conv_bias", "multi_query", "conv_of_one"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_step_in_a_pool_waits_for_no_value(make_layer: Callable, name: str, inplace: bool) -> None:
+    """Tensors of this mode have none; on a GPU the host would wait, and no graph could capture that."""
+    layer = make_layer(name)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, rows = torch.zeros(3, 16, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+        y, _ = layer.step(x, layer.initial_state(POOL), inplace, rows)
+    assert y.shape == x.shape
 
 
 @pytest.mark.gpu
