@@ -112,10 +112,10 @@ SM90_TOKENS = 96
 """Tokens of a sequence, or of all that are packed, from which on the kernels for SM90 are faster; up to K = 64, twice
 as many. Of a few packed tokens bfloat16 would also cost more accuracy than the kit allows."""
 SM90_WIDE_TOKENS = 32
-"""Of packed sequences on average where K is above 128; others are not left to the general kernel.
+"""The same of packed sequences on average where K is above 128. With up to 128 keys short ones stay with the others.
 
-It computes a long one among them several times as slowly, and is seldom faster: at K = V = 64 by up to 1.6 times, with
-1,000 blocks and more of 48 tokens; beyond that not, or by a few parts in a hundred.
+The general kernel computes a long one among them several times as slowly, and is seldom faster: at K = V = 64 by up to
+1.6 times, with 1,000 blocks and more of 48 tokens; beyond that not, or by a few parts in a hundred.
 """
 TMA_ELEMENTS = 2**22
 """Elements of v from which on faster loads outweigh the host's time for tensor maps."""
