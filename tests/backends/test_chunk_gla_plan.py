@@ -106,6 +106,17 @@ def test_blocks_are_narrow_on_hopper_where_all_run_at_once(changes, BV):
     assert one_pass(**changes).BV == BV
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_without_tokens_an_invariant_call_is_not_cut(packed):
+    """No tensor map can be made of no rows."""
+    scalars = {"output_final_state": True}
+    call = dataclasses.replace(call_of(B=1, T=0, packed=packed), batch_invariant=512, scalars=scalars)
+    plan = plan_segments(call, H200, True)
+    assert plan.segments is None
+    assert not plan.outputs.tma
+    assert plan.outputs.kernel is Kernel.FORWARD
+
+
 @pytest.mark.parametrize(("B", "T", "BV"), [(4, 64, 64), (5, 64, 128), (1, 4 * 64, 64), (1, 5 * 64, 128)])
 def test_segments_of_an_invariant_call_are_blocks_as_well(B, T, BV):
     call = dataclasses.replace(call_of(B=B, T=T), batch_invariant=64, scalars={"output_final_state": False})

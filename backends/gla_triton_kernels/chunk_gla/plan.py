@@ -243,9 +243,9 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
     Args:
         aligned: whether TMA can address q, k, v, g and o.
     """
-    if call.batch_invariant is not None:
-        return _plan_invariant(call, gpu, aligned, call.batch_invariant)
     T, N = call.dims["T"], call.dims["N"]
+    if call.batch_invariant is not None and T > 0:
+        return _plan_invariant(call, gpu, aligned, call.batch_invariant)
     kernel = best_kernel(call, gpu, aligned)
     if call.variable_length and _are_short(call):  # most segments are short sequences
         kernel = Kernel.FORWARD
