@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import gla_core as gla
+from gla_core.conformance.conftest import pytest_runtest_teardown as pytest_runtest_teardown  # gives memory back
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
@@ -57,14 +58,6 @@ def device(request):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def memory_of_a_large_test():
-    """Is given back, for the other processes of a run in parallel."""
-    yield
-    if GPU and torch.cuda.memory_reserved() > 2**30:
-        torch.cuda.empty_cache()
 
 
 @pytest.fixture

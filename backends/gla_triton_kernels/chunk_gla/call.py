@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall, invariant_tokens, new_checkpoints
 from gla_triton_kernels.chunk_gla.padding import clear_padding
-from gla_triton_kernels.chunk_gla.plan import AnyPlan, Plan
+from gla_triton_kernels.chunk_gla.plan import AnyPlan
 from gla_triton_kernels.chunk_gla.widths import widened
 from gla_triton_kernels.runtime.architecture import Gpu, gpu_of
 from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
@@ -23,7 +23,7 @@ class Tensors(NamedTuple):
     """All tensors of a call of chunk_gla_fwd, the results allocated; for their shapes see gla_core/ops/chunk_gla.py.
 
     Where segments take the place of sequences, `entering` [I, H, K, V] holds the states that enter them, but for those
-    that enter a sequence, which `initial_state` has. `order` [N or I, 5] has the packed ones as in `Segments`.
+    that enter a sequence, which `initial_state` has.
     """
 
     q: Tensor
@@ -36,18 +36,6 @@ class Tensors(NamedTuple):
     final_state: Tensor | None
     checkpoints: Tensor | None = None
     entering: Tensor | None = None
-    order: Tensor | None = None
-
-    def gone_through(self, plan: Plan) -> tuple[int, int, int]:
-        """Tokens of a segment, how many of them a row of the batch has, and how many segments or sequences there are.
-
-        Rows that stay whole are segments of their own; of packed sequences the second number says nothing.
-        """
-        B, T = self.q.shape[:2]
-        # As `whole`: longer than any, so that the last sequences have their own numbers if they are empty.
-        segment = T + 1 if plan.segments is None else plan.segments.length
-        segments = max(1, -(-T // segment))
-        return segment, segments, B * segments if self.order is None else len(self.order)
 
 
 class BackwardTensors(NamedTuple):

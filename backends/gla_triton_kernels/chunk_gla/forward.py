@@ -47,28 +47,28 @@ from gla_triton_kernels.chunk_gla.call import Tensors
 from gla_triton_kernels.chunk_gla.common import OPERANDS, in_state, load_row, load_tile, operand, segment_at, store_tile
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY
 from gla_triton_kernels.chunk_gla.plan import Plan
-from gla_triton_kernels.chunk_gla.segments import state_strides
+from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import tiles
 
 
-def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
+def run(plan: Plan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
     """The launch that fills o, and final_state and checkpoints if there are any.
 
-    There are `every` tokens between checkpoints.
+    There are `every` tokens between checkpoints. Sequences that stay whole are segments of their own.
     """
     T, Hq, K = x.q.shape[1:]
     H, V = x.v.shape[2:]
     kernel = plan.outputs
-    segment, segments, N = x.gone_through(plan)
     moved = ((x.q, kernel.BK), (x.k, kernel.BK), (x.v, kernel.BV), (x.g, kernel.BK), (x.o, kernel.BV))
     maps = [tiles(y, kernel.C, width) if kernel.tma and y is not None else None for y, width in moved]
     given = (x.q, x.k, x.v, x.g)
     strides = [stride for y in given for stride in ((0, 0, 0) if y is None else y.stride()[:3])]
     sizes = (K, V, kernel.C, kernel.BK, kernel.BV, Hq != H, OPERANDS[kernel.operand])
     constants = (*sizes, kernel.tokenwise, kernel.triangle, kernel.keys_first, kernel.stages)
-    integers = (T, segment, segments, every or 0, H, Hq // H, *strides, *state_strides(x.initial_state), *constants)
-    grid, tensors = (-(-V // kernel.BV) * N * H, 1, 1), (*x, *maps)
+    lengths = (T, segments.length, segments.per_sequence)
+    integers = (*lengths, every or 0, H, Hq // H, *strides, *state_strides(x.initial_state), *constants)
+    grid, tensors = (-(-V // kernel.BV) * segments.count * H, 1, 1), (*x, segments.order, *maps)
     return [Launch(_chunk_gla_fwd_kernel, grid, tensors, (scale,), integers, {"num_warps": kernel.warps})]
 
 

@@ -56,12 +56,12 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
 )
 from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan import Plan
-from gla_triton_kernels.chunk_gla.segments import state_strides
+from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
 
-def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
+def run(plan: Plan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
     """The launch that fills o, and final_state and checkpoints if there are any, as that of forward.py.
 
     Of segments that overlap, the kernel before this one writes nothing but the states that enter them.
@@ -69,15 +69,15 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     T, H, K = x.k.shape[1:]
     V = x.v.shape[3]
     kernel, W = plan.outputs, 64
-    segment, segments, N = x.gone_through(plan)
-    grid = (-(-V // kernel.BV) * N * H, 1, 1)
+    grid = (-(-V // kernel.BV) * segments.count * H, 1, 1)
     moved = ((x.q, kernel.BK), (x.k, kernel.BK), (x.v, W), (x.g, kernel.BK), (x.o, W))
     maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
     maps.append(checkpoint_tiles(x.checkpoints, kernel.BK, W))
-    tensors = (*maps, x.o, x.initial_state, x.entering, x.final_state, x.order)
+    tensors = (*maps, x.o, x.initial_state, x.entering, x.final_state, segments.order)
     strides = state_strides(x.initial_state)
-    integers = (*strides, T, segment, segments, every or 0, H, K, V, kernel.stages, kernel.BV // W)
-    overlap = x.order is not None if plan.segments is None else plan.segments.overlap
+    lengths = (T, segments.length, segments.per_sequence)
+    integers = (*strides, *lengths, every or 0, H, K, V, kernel.stages, kernel.BV // W)
+    overlap = segments.order is not None if plan.segments is None else plan.segments.overlap
     options = {"launch_pdl": True} if overlap else {}
     jit = _chunk_gla_fwd_kernel
     return [Launch(jit, grid, tensors, (scale,), integers, {"num_warps": kernel.warps, "maxnreg": 128, **options})]

@@ -46,14 +46,14 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
 from gla_triton_kernels.chunk_gla.forward_sm90 import checkpoint_tiles
 from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan import Plan
-from gla_triton_kernels.chunk_gla.segments import cut, state_strides
+from gla_triton_kernels.chunk_gla.segments import Segments, cut, state_strides
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
 STAGES = gl.constexpr(4)  # slices of qg and kg on their way: those of two chunks, as A and v
 
 
-def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
+def run(plan: Plan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
     """The launches that fill o, and final_state and checkpoints if there are any, as that of forward.py."""
     B, T, H, K = x.k.shape
     V = x.v.shape[3]
@@ -74,13 +74,13 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
         integers,
         {"num_warps": plan.outputs.warps},
     )
-    segment, segments, N = x.gone_through(plan)
     maps = [shared_tiles(y, C, width) for y, width in ((qg, BK), (kg, BK), (scores, C), (x.v, W), (x.o, W))]
     maps.append(checkpoint_tiles(x.checkpoints, BK, W))
     states = (x.initial_state, x.entering, x.final_state)
-    tensors = (*maps, x.o, decays, *states, x.order)
+    tensors = (*maps, x.o, decays, *states, segments.order)
     strides = state_strides(x.initial_state)
-    integers, grid = (*strides, T, segment, segments, chunks.count, every or 0, H, K, V), (-(-V // BV) * N * H, 1, 1)
+    lengths = (T, segments.length, segments.per_sequence, chunks.count)
+    integers, grid = (*strides, *lengths, every or 0, H, K, V), (-(-V // BV) * segments.count * H, 1, 1)
     state = Launch(_state_kernel, grid, tensors, (scale,), integers, {"num_warps": plan.outputs.warps, "maxnreg": 168})
     return [*chunks.launches, gates, state]
 

@@ -15,12 +15,12 @@ def run(plan: Plan, x: Tensors, scale: float, every: int | None) -> list[Launch]
     B, T = x.q.shape[:2]
     o = x.o if T > 0 else None
     if plan.segments is None:
-        sequences = whole(B, T, x.cu_seqlens, o)
-        launches, each = [*sequences.launches], x._replace(order=sequences.order)
+        segments = whole(B, T, x.cu_seqlens, o)
+        launches, each = [*segments.launches], x
     else:
         states = Recurrence(x.k, x.v, x.g, x.initial_state, x.final_state)
         entering, segments, launches = before_segments.run(
             plan.segments, states, x.k.shape[2], x.cu_seqlens, skip_first=True, o=o
         )
-        each = x._replace(entering=entering, final_state=None, order=segments.order)
-    return launches + getattr(kernels, plan.outputs.kernel).run(plan, each, scale, every)
+        each = x._replace(entering=entering, final_state=None)
+    return launches + getattr(kernels, plan.outputs.kernel).run(plan, each, segments, scale, every)
