@@ -115,6 +115,18 @@ def test_splits_are_whole_blocks_and_few_keys_are_not_split(Tq, Tk):
         assert (found.split is None) == (Tk <= attention.FEWEST_BLOCKS * found.BT)
 
 
+def test_keys_that_are_not_split_may_take_specialised_warps():
+    call = attention_call(B=8, Tq=4096, Tk=4096)
+    found = attention.plan_splits(call, H200)
+    assert found == attention.plan_one_pass(call, H200)
+    assert (found.kernel, found.split) == (attention.Kernel.FORWARD_SM90, None)
+    assert attention.plan_splits(call, H200, {"k", "v"}).kernel is attention.Kernel.FORWARD
+    split = attention.plan_splits(attention_call(B=1, Tq=4096, Tk=4096), H200)
+    assert (split.kernel, split.splits(4096)) == (attention.Kernel.FORWARD, 4)
+    one_query = attention.plan_splits(attention_call(B=64, Tq=1), H200)
+    assert (one_query.kernel, one_query.split, one_query.stages) == (attention.Kernel.FORWARD, None, 3)
+
+
 def test_causal_as_the_call_says_else_by_the_number_of_queries():
     silent = dataclasses.replace(attention_call(), scalars={})
     assert attention.is_causal(silent)

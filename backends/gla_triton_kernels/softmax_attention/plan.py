@@ -125,6 +125,8 @@ FEWEST_BLOCKS = 4
 def plan_splits(call: OpCall, gpu: Gpu, addressable: Set[str] = frozenset("qkv")) -> Plan:
     """Keys in splits, as many as let the device have its fill of programs; all at once where that is one.
 
+    Only the general kernel attends to splits; what is not split may take the one for SM90.
+
     Args:
         addressable: which of q, k and v TMA can address.
     """
@@ -136,4 +138,7 @@ def plan_splits(call: OpCall, gpu: Gpu, addressable: Set[str] = frozenset("qkv")
     seen = max(1, Tk - min(Tq, Tk) // 2 if is_causal(call) else Tk)  # by the tiles' rows, on average
     keys = tiles * seen / (programs * gpu.multiprocessors)
     split = max(FEWEST_BLOCKS, -(-int(keys) // plan.BT)) * plan.BT
-    return plan if split >= Tk else replace(plan, split=split)
+    if split < Tk:
+        return replace(plan, split=split)
+    whole = plan_one_pass(call, gpu, addressable)
+    return whole if whole.kernel is Kernel.FORWARD_SM90 else plan
