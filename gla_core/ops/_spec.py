@@ -74,6 +74,8 @@ class Argument:
         differentiable: whether autograd takes its gradient.
         in_call: of what is no tensor, whether `OpCall.scalars` holds it.
         hint: of what is no tensor, whether it decides who runs a call and nothing else: backends do not receive it.
+        without_last: what a tensor without the last dimension would hold, such as "one gate a head", if users have
+            such tensors: the refusal of one says how to expand it.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Argument:
     differentiable: bool = False
     in_call: bool = True
     hint: bool = False
+    without_last: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,8 @@ class OpSpec:
         check_values: takes the arguments in order under GLA_CHECK=1; raises ValueError for values no op is defined on.
         flops: takes the shapes of the tensors, returns the floating-point operations of the mathematics.
         backward: the abstract op that a gradient will need.
+        autocast_in_float32: whether it computes in float32 under autocast, as a softmax does, and not in the dtype of
+            the autocast.
     """
 
     name: str
@@ -157,6 +162,7 @@ class OpSpec:
     check_values: Callable[..., None] | None = None
     flops: Callable[..., int] | None = None
     backward: str | None = None
+    autocast_in_float32: bool = False
 
     @functools.cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -356,13 +362,28 @@ def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str,
     name = argument.name
     assert argument.dtype is not None
     if argument.shape is not None:
-        _checks.tensor(name, x, argument.shape, sizes)
+        try:
+            _checks.tensor(name, x, argument.shape, sizes)
+        except ValueError as error:
+            raise ValueError(f"{error}{_expansion(argument, x, sizes)}") from None
     elif not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; expected a tensor")
     reason = argument.dtype.reason.format(first=first, dtype=first_value.dtype)
     _checks.dtype(name, x, argument.dtype.allowed(first_value.dtype), reason)
     if x.device != first_value.device:
         raise ValueError(f"{name} is on {x.device} and {first} is on {first_value.device}; move them to one device")
+
+
+def _expansion(argument: Argument, x: Tensor, sizes: Mapping[str, Any]) -> str:
+    """Ends the refusal of a tensor that lacks the last dimension, or has 1 there: how to expand it."""
+    assert argument.shape is not None
+    *outer, last = argument.shape.split()
+    found, rest = tuple(x.shape[: len(outer)]), tuple(x.shape[len(outer) :])
+    fits = len(found) == len(outer) and all(size == sizes.get(n, size) for n, size in zip(outer, found, strict=True))
+    if not argument.without_last or last not in sizes or not fits or rest not in ((), (1,)):
+        return ""
+    column = argument.name if rest else f"{argument.name}.unsqueeze(-1)"
+    return f"; for {argument.without_last} pass {column}.expand({'-1, ' * len(outer)}{sizes[last]})"
 
 
 def _check_written(result: Result, given: Mapping[str, Any]) -> None:

@@ -167,7 +167,9 @@ def chunk_gla(
         q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
         k: keys [B, T, H, K], as q.
         v: values [B, T, H, V], as q.
-        g: natural logarithm of the forget gate [B, T, H, K], as q or float32, in [-inf, 0]. None means no decay.
+        g: natural logarithm of the forget gate [B, T, H, K], as q or float32, in [-inf, 0]. None means no decay. For
+            one gate a head [B, T, H] pass g.unsqueeze(-1).expand(-1, -1, -1, K). Values are read, and those above 0
+            refused, only with GLA_CHECK=1 in the environment.
         scale: factor of the output; K^-1/2 by default.
         initial_state: [N, H, K, V] float32 (float64 with float64), the state before the first token.
         output_final_state: also return the state after the last token.
@@ -237,7 +239,7 @@ _SEQUENCES = (
     Argument("q", "Tensor", "B T Hq K", INPUT, differentiable=True),
     Argument("k", "Tensor", "B T H K", AS_INPUT, differentiable=True),
     Argument("v", "Tensor", "B T H V", AS_INPUT, differentiable=True),
-    Argument("g", "Tensor?", "B T H K", GATE, None, differentiable=True),
+    Argument("g", "Tensor?", "B T H K", GATE, None, differentiable=True, without_last="one gate a head"),
     Argument("scale", "float?", default=None, in_call=False),
     Argument("initial_state", "Tensor?", "N H K V", STATE, None, differentiable=True),
 )

@@ -118,7 +118,7 @@ SUMMARY = OpSpec(
     arguments=(
         Argument("k", "Tensor", "B T Hq K", INPUT, differentiable=True),
         Argument("v", "Tensor", "B T Hq V", AS_INPUT, differentiable=True),
-        Argument("g", "Tensor?", "B T H K", GATE, None, differentiable=True),
+        Argument("g", "Tensor?", "B T H K", GATE, None, differentiable=True, without_last="one gate a head"),
         Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None),
         Argument("backwards", "bool", default=False),
     ),

@@ -95,6 +95,7 @@ SOFTMAX = OpSpec(
     bind=_bind,
     prepare=lambda x, dim: (x, _from_the_front(x, dim)),
     check_values=_check_values,
+    autocast_in_float32=True,
 )
 
 

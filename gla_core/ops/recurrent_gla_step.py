@@ -68,7 +68,9 @@ def recurrent_gla_step(
         q: queries [B, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
         k: keys [B, H, K], as q.
         v: values [B, H, V], as q.
-        g: natural logarithm of the forget gate [B, H, K], as q or float32, in [-inf, 0]. None means no decay.
+        g: natural logarithm of the forget gate [B, H, K], as q or float32, in [-inf, 0]. None means no decay. For one
+            gate a head [B, H] pass g.unsqueeze(-1).expand(-1, -1, K). Values are read, and those above 0 refused, only
+            with GLA_CHECK=1 in the environment.
         state: [P, H, K, V] float32 or bfloat16 (float64 with float64). P = B, or a pool with state_indices.
         scale: factor of the output; K^-1/2 by default.
         state_indices: [B] int32 or int64, the row of the pool that each row of the batch reads and writes, no two
@@ -150,7 +152,7 @@ STEP = OpSpec(
         Argument("q", "Tensor", "B Hq K", INPUT),
         Argument("k", "Tensor", "B H K", AS_INPUT),
         Argument("v", "Tensor", "B H V", AS_INPUT),
-        Argument("g", "Tensor?", "B H K", GATE, None),
+        Argument("g", "Tensor?", "B H K", GATE, None, without_last="one gate a head"),
         Argument("state", "Tensor", "P H K V", POOL),
         Argument("scale", "float?", default=None, in_call=False),
         Argument("state_indices", "Tensor?", "B", INDICES, None),

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import gla_core as gla
+from gla_core.conformance import oracle
+from gla_core.conformance.tolerances import relative_error
 from gla_core.workloads.inputs import gla_inputs
 
 
@@ -144,6 +146,53 @@ CASES = [
 def test_refused_with_a_message(function, arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
         function(**arguments)
+
+
+def step_by_the_oracle(q, k, v, g, state):
+    return oracle.recurrent_gla_step(q, k, v, g.exp(), state, q.shape[-1] ** -0.5)
+
+
+def summary_arguments(**changes):
+    return {name: x for name, x in chunk_arguments(**changes).items() if name != "q"}
+
+
+@pytest.mark.parametrize("last", [(), (1,)], ids=["without the last dimension", "of one"])
+@pytest.mark.parametrize(
+    ("function", "meaning", "arguments"),
+    [
+        (gla.chunk_gla, oracle.chunk_gla, chunk_arguments),
+        (gla.recurrent_gla_step, step_by_the_oracle, step_arguments),
+        (gla.chunk_gla_summary, oracle.chunk_gla_summary, summary_arguments),
+    ],
+)
+def test_the_refusal_of_one_gate_a_head_says_how_to_expand_it(function, meaning, arguments, last):
+    tokens = arguments()
+    g = torch.nn.functional.logsigmoid(torch.randn(*tokens["g"].shape[:-1], *last))
+    message = r"^g has shape \[2, .*; for one gate a head pass g\..*expand\(-1, .*4\)$"
+    with pytest.raises(ValueError, match=message) as refusal:
+        function(**{**tokens, "g": g})
+    expanded = eval(str(refusal.value).split(" pass ")[1], {"g": g})
+    assert torch.equal(expanded, g.view(*tokens["g"].shape[:-1], 1).expand_as(tokens["g"]))
+    inputs = {**tokens, "g": expanded}
+    found, expected = function(**inputs), meaning(*inputs.values())
+    for out, ref in zip(found, expected, strict=True):
+        assert out is None or relative_error(out, ref) < 1e-5
+
+
+def test_the_gradient_of_one_gate_a_head_is_a_sum():
+    tokens = chunk_arguments()
+    g = torch.nn.functional.logsigmoid(torch.randn(2, 6, 2)).requires_grad_()
+    dg, ref = (
+        torch.autograd.grad(call(**{**tokens, "g": g.unsqueeze(-1).expand(-1, -1, -1, 4)})[0].sum(), g)[0]
+        for call in (gla.chunk_gla, oracle.chunk_gla)
+    )
+    assert relative_error(dg, ref) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 4), (2, 5, 2), (2, 6), (2, 6, 2, 4, 1), (2, 6, 2, 2)])
+def test_other_gates_are_not_told_to_expand(shape):
+    with pytest.raises(ValueError, match=r"^g has shape .*; expected \[B, T, H, K\] with B=2, T=6, H=2, K=4$"):
+        gla.chunk_gla(**chunk_arguments(g=-ones(shape)))
 
 
 @pytest.mark.parametrize(
