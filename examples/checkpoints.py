@@ -1,15 +1,16 @@
 """Checkpoints of a training run, one folder each; whenever the processes are killed, the last whole one is there.
 
     OUT/step-200/               what torch.distributed.checkpoint writes, each process its part of weights and optimizer
-    OUT/step-200/run.json       the settings of the run, and what it has printed so far
+    OUT/step-200/run.json       the settings of the run, what it has printed so far, and the sizes of the other files
     OUT/step-250.unfinished/    being written, or what a killed run left
 
-A folder gets its name when it is complete, and then those before it go.
+A folder gets its name when it is complete and on the disk, and then those before it go.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import warnings
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from gla_core.demo.model import LanguageModel
@@ -29,11 +30,17 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning) 
 
 @dataclass(slots=True)
 class Run:
-    """A run so far: its settings, the loss of every step, in nats, and bits per byte of held-out text by step."""
+    """A run so far.
+
+    Attributes:
+        losses: of every step, in nats. held_out: bits per byte of held-out text, by step.
+        files: bytes of each file of its last checkpoint, but for run.json.
+    """
 
     settings: dict[str, Any]
     losses: list[float] = field(default_factory=list)
     held_out: dict[str, float] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +58,95 @@ class Training:
 
 
 def save(out: Path, run: Run, training: Training, rank: int) -> None:
-    """Write a checkpoint, then remove all others. Every process calls this, by its rank."""
+    """Write a checkpoint, then remove all others. Every process calls this, by its rank.
+
+    Raises OSError where it cannot be written; the last one is then as it was.
+    """
     final = out / f"step-{len(run.losses)}"
     unfinished = final.with_name(f"{final.name}.unfinished")
+    try:
+        if rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        state_dict_saver.save(training.state(), checkpoint_id=unfinished)
+        if rank == 0:
+            run.files = {path.name: path.stat().st_size for path in unfinished.iterdir()}
+            write_json(unfinished / "run.json", asdict(run))
+            _to_disk(unfinished / "run.json")
+            unfinished.replace(final)
+    except (OSError, CheckpointException) as error:
+        raise _not_written(final, _cause(error), rank) from None
     if rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        write_json(unfinished / "run.json", asdict(run))
-    state_dict_saver.save(training.state(), checkpoint_id=unfinished)
-    if rank == 0:
-        unfinished.replace(final)
         for other in out.glob("step-*"):
             if other != final:
                 shutil.rmtree(other)
 
 
-def newest(out: Path) -> Path | None:
-    """The folder of the last complete checkpoint of a run."""
-    complete = (path for path in out.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
+def _to_disk(path: Path) -> None:
+    """Wait until a file is on the disk, as PyTorch does with the files that it writes."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong: of what processes report together, the first one's error, and a system's before PyTorch's.
+
+    Raises it if it does not speak of the files: Ctrl-C, or too little memory.
+    """
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    if isinstance(error, KeyboardInterrupt | MemoryError | torch.OutOfMemoryError):
+        raise error
+    while not isinstance(error, OSError) and error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}".partition("\n")[0].partition(". ")[0].removesuffix(": ")
+
+
+def _not_written(final: Path, cause: BaseException, rank: int) -> OSError | SystemExit:
+    """The error to raise; one process speaks for all."""
+    if rank > 0:
+        return SystemExit(1)
+    free = shutil.disk_usage(final.parent).free / 1e9
+    return OSError(
+        f"{final} cannot be written: {_in_words(cause)} ({free:.2f} GB are free there); "
+        f"make room, and the same command {_then(final)}"
+    )
+
+
+def _then(checkpoint: Path) -> str:
+    """What the same command does without this checkpoint."""
+    before = newest(checkpoint.parent, but=checkpoint)
+    return "begins again" if before is None else f"goes on from {before}"
+
+
+def newest(out: Path, but: Path | None = None) -> Path | None:
+    """The folder of the last complete checkpoint of a run, or of the last one but for `but`."""
+    complete = (path for path in out.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path != but)
     return max(complete, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 
 
 def read(checkpoint: Path, settings: dict[str, Any]) -> Run:
-    """The run that a checkpoint is of. Raises ValueError unless it has these settings."""
-    run = Run(**json.loads((checkpoint / "run.json").read_text()))
+    """The run that a checkpoint is of. Raises ValueError unless its files are whole and it has these settings.
+
+    Settings that the run did not keep, being older than they are, are not compared.
+    """
+    try:
+        run = Run(**json.loads((checkpoint / "run.json").read_text()))
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        raise _damaged(checkpoint, f"run.json is missing or cut short ({_in_words(error)})") from None
+    for name, size in run.files.items():
+        path = checkpoint / name
+        if not path.exists():
+            raise _damaged(checkpoint, f"{name} is missing")
+        if (found := path.stat().st_size) != size:
+            raise _damaged(checkpoint, f"{name} has {found:,} bytes, and {size:,} were written")
     for name, value in settings.items():
-        if run.settings.get(name) != value:
+        if run.settings.get(name, value) != value:
             raise ValueError(
                 f"{name} is {value}, but the run in {checkpoint.parent} began with {run.settings.get(name)}; "
                 "repeat that to go on with it, or begin another with another --out"
@@ -83,10 +154,23 @@ def read(checkpoint: Path, settings: dict[str, Any]) -> Run:
     return run
 
 
+def _damaged(checkpoint: Path, what: str) -> ValueError:
+    return ValueError(f"{checkpoint} is damaged: {what}; delete this folder, and the same command {_then(checkpoint)}")
+
+
 def restore(checkpoint: Path, training: Training) -> None:
-    """Set the training to what a checkpoint holds, whatever the number of processes that wrote it."""
+    """Set the training to what a checkpoint holds, whatever the number of processes that wrote it.
+
+    Raises ValueError for a damaged one.
+    """
     state = training.state()
-    state_dict_loader.load(state, checkpoint_id=checkpoint)
+    try:
+        state_dict_loader.load(state, checkpoint_id=checkpoint)
+    except CheckpointException as error:
+        cause = _cause(error)
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            raise cause from None
+        raise _damaged(checkpoint, f"its weights cannot be read ({_in_words(cause)})") from None
     set_state_dict(
         training.model, training.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )

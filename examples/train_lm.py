@@ -207,7 +207,7 @@ def conclude(options: Options, run: Run, speed: Speed, console: Console) -> None
         try:
             draw(run, options.out / "loss.png")
             console.print(f"The loss as a picture: {options.out / 'loss.png'}.", soft_wrap=True)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             console.print(f"The loss was not drawn: {error}")
 
 
@@ -237,7 +237,8 @@ def settings_of(options: Options, corpus: Corpus, device: torch.device) -> dict[
     """What decides the losses, under the names that a user knows; a run goes on with the same."""
     names = ("width", "layers", "heads", "window", "batch", "learning_rate", "steps", "seed")
     values = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
-    return {**values, "--precision": precision(options, device), "the number of bytes in --data": len(corpus.train)}
+    text = {"the number of bytes in --data": len(corpus.train), "the text in --data (its SHA-256)": corpus.sha256()}
+    return {**values, "--precision": precision(options, device), **text}
 
 
 def check_sizes(options: Options, corpus: Corpus, group: Processes) -> None:

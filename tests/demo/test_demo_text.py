@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from pathlib import Path
 
@@ -82,6 +83,12 @@ def test_of_few_files_the_end_of_each_is_held_out(tmp_path):
     text = corpus.folder(tmp_path)
     assert bytes(text.train.tolist()) == bytes(range(1, 39)) + b"b" * 19
     assert bytes(text.held_out.tolist()) == bytes((39, 40)) + b"\n"
+
+
+def test_the_hash_is_of_all_bytes():
+    one, other = (corpus.Corpus(bytes_of(train), bytes_of(b"c"), (), ()) for train in (b"ab", b"aB"))
+    assert one.sha256() == hashlib.sha256(b"abc").hexdigest()[:16]
+    assert other.sha256() == hashlib.sha256(b"aBc").hexdigest()[:16]
 
 
 def test_a_folder_without_text(tmp_path):
