@@ -14,6 +14,7 @@ from gla_core.dispatch.environment import environment
 from gla_core.distributed import Shard, chunk_gla
 from gla_core.distributed import shard as make_shard
 from gla_core.distributed.history import histories
+from gla_core.distributed.outside_graphs import outside_graphs
 from gla_core.distributed.shard import refuse_ranks_that_differ
 from gla_core.nn.short_convolution import ShortConvolution, packing
 from gla_core.ops import _checks
@@ -41,9 +42,7 @@ def read_shard(
     _checks.tensor("x", x, "B T hidden_size", dims)
     if shard.packed is not None:
         _checks.packed(dims | {"N+1": len(shard.packed.cu_seqlens)}, of="x")
-    if environment().check_values:
-        agreed = {"B": x.shape[0], "dtype": x.dtype, "conv_size": layer.conv_size if layer.convolutions else None}
-        refuse_ranks_that_differ(agreed, shard.group, "a layer and its x are alike on every rank, but for T")
+    _check_agreement(layer, x, shard)
 
     def convolve(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return _convolved(layer.convolutions, (a, b, c), layer.conv_size, shard) if layer.convolutions else (a, b, c)
@@ -51,6 +50,14 @@ def read_shard(
     q, k, v, g = op_inputs(x, convolve)
     o, _ = chunk_gla(q, k, v, g, backend=layer.backend, shard=shard)
     return output(o, x)
+
+
+@outside_graphs  # which otherwise would keep GLA_CHECK as it was when they were compiled
+def _check_agreement(layer: RecurrentLayer, x: Tensor, shard: Shard) -> None:
+    """A check of GLA_CHECK=1: asks all ranks for their layers' settings and shapes."""
+    if environment().check_values:
+        agreed = {"B": x.shape[0], "dtype": x.dtype, "conv_size": layer.conv_size if layer.convolutions else None}
+        refuse_ranks_that_differ(agreed, shard.group, "a layer and its x are alike on every rank, but for T")
 
 
 def _convolved(

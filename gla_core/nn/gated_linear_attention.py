@@ -57,7 +57,8 @@ class GatedLinearAttention(nn.Module):
         gate_low_rank_dim: rank of the projection that makes the forget gate.
         clamp_min: least value of the log gate after that division, at most 0; None for no bound.
         backend: a request handed to every op, such as "reference"; see `gla_core.use_backend`.
-        device, dtype: of the parameters, as in torch's own modules.
+        device: of the parameters, as in torch's own modules.
+        dtype: of the parameters.
         fuse_norm: names the norm's weight as flash-linear-attention does: `g_norm_swish_gate` where it is True, there
             is an output gate and gate_fn is "swish", else `g_norm`. A checkpoint is read under either name.
         mode: "chunk", "fused_chunk" or "fused_recurrent", as configurations say; all compute the same.
@@ -255,7 +256,7 @@ class GatedLinearAttention(nn.Module):
             y [B, hidden_size] as in `forward`, and the new state; the one given if `inplace`, which else is left alone.
 
         Raises:
-            As `forward`.
+            ValueError, TypeError, NoBackendError, UnknownBackendError: as `forward`.
         """
         return recurrence.read_tokens(self, self.op_inputs, self._output, x, state, inplace, state_indices)
 

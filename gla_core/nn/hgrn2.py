@@ -46,8 +46,11 @@ class HGRN2(nn.Module):
         elementwise_affine: give the norm a weight.
         norm_eps: added to the mean square in the norm. flash-linear-attention 0.6.0 takes 1e-5 whatever its own says.
         backend: a request handed to every op, such as "reference"; see `gla_core.use_backend`.
-        device, dtype: of the parameters, as in torch's own modules.
-        mode, layer_idx, context_parallel: as of `GatedLinearAttention`.
+        device: of the parameters, as in torch's own modules.
+        dtype: of the parameters.
+        mode: as in `GatedLinearAttention`.
+        layer_idx: as in `GatedLinearAttention`.
+        context_parallel: as in `GatedLinearAttention`.
 
     Raises:
         ValueError: sizes that do not fit together, a mode that is not known.
