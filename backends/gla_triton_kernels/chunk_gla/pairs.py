@@ -100,7 +100,7 @@ def run(x: BackwardTensors, marks: Tensor | None, scale: float, keys: int) -> li
     strides = [stride for y in given for stride in y.stride()[:3]]
     count = len(marks) * H
     far_rows = CHUNK * max(*strides[1::3], H * K, H * V) >= 2**31
-    integers = (T, N, H, count, *strides, K, V, G, keys, MARKS, far_rows)
+    integers = (T, N, H, count, *strides, x.dk.stride(0), x.dv.stride(0), K, V, G, keys, MARKS, far_rows)
     tensors = (*given, x.cu_seqlens, marks, x.dq, x.dk, x.dv, x.dg)
     grid = (max(min(count, PROGRAMS), -(-count // MARKS)), 1, 1)
     return [Launch(_pairs_kernel, grid, tensors, (scale,), integers, {"num_warps": 8, "maxnreg": 128})]
@@ -139,6 +139,8 @@ def _pairs_kernel(
     stride_ob,
     stride_ot,
     stride_oh,
+    stride_dkb,  # of dq and dg too
+    stride_dvb,
     K: gl.constexpr,
     V: gl.constexpr,
     G: gl.constexpr,
@@ -156,8 +158,8 @@ def _pairs_kernel(
     g = (g_ptr, stride_gb, _stride(stride_gt, FAR_ROWS), stride_gh, G)
     do = (do_ptr, stride_ob, _stride(stride_ot, FAR_ROWS), stride_oh, 1)
     tokens_k, tokens_v = _stride(H * K, FAR_ROWS), _stride(H * V, FAR_ROWS)
-    dq, dk = (dq_ptr, T * (H * K), tokens_k, K, 1), (dk_ptr, T * (H * K), tokens_k, K, 1)
-    dv, dg = (dv_ptr, T * (H * V), tokens_v, V, 1), (dg_ptr, T * (H * K), tokens_k, K, 1)
+    dq, dk = (dq_ptr, stride_dkb, tokens_k, K, 1), (dk_ptr, stride_dkb, tokens_k, K, 1)
+    dv, dg = (dv_ptr, stride_dvb, tokens_v, V, 1), (dg_ptr, stride_dkb, tokens_k, K, 1)
     own = pid + programs * gl.arange(0, MARKS, MARKED)  # [MARKS]
     marks = gl.zeros([MARKS], gl.int32, MARKED)
     for block in range(blocks_k):

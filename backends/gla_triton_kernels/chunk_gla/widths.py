@@ -94,7 +94,7 @@ def _copy_kernel(
     """Program: R rows of one index of A0 and one of A2, along A1."""
     i_0 = (tl.program_id(0) // blocks).to(tl.int64)
     i_1 = tl.program_id(0) % blocks * R + tl.arange(0, R)  # [R]
-    i_2 = tl.program_id(1)
+    i_2 = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BD)[None, :]  # [1, BD]
     inside = (i_1 < A1)[:, None]  # [R, 1]
     there = inside & (column < A3_SOURCE) & (i_2 < A2_SOURCE)  # [R, BD]
