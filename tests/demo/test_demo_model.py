@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
+from gla_core.demo import baselines
 from gla_core.demo.evaluate import both_forms, generate, model_bits
 from gla_core.demo.model import LanguageModel
 from gla_core.demo.train import Budget, Settings, learning_rate, new_optimizer, train, training_step
@@ -45,11 +47,13 @@ def test_prefill_hands_its_states_to_the_steps(model):
 def test_training_reduces_the_loss(model):
     windows = TEXT.unfold(0, 17, 17)
     before = model_bits(model, windows, batch=8)
-    progress = list(train(model, TEXT, TINY, Budget(60, steps=40), torch.Generator().manual_seed(0)))
+    settings = replace(TINY, learning_rate=3e-2)
+    progress = list(train(model, TEXT, settings, Budget(60, steps=40), torch.Generator().manual_seed(0)))
     after = model_bits(model, windows, batch=8)
     assert [now.steps for now in progress] == list(range(1, 41))
     assert before == pytest.approx(8, abs=0.5)
-    assert after < 4
+    without_context = baselines.unigram_bits(baselines.unigram(TEXT), windows)  # 4.3
+    assert after < without_context - 1  # 0.9 to 2.0 over eight seeds and three kinds of processor
     assert progress[-1].used == 1
 
 
