@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+import threading
 import types
 
 import pytest
@@ -16,6 +18,23 @@ def module(name, **members):
     made = types.ModuleType(name)
     vars(made).update(members)
     return made
+
+
+def layer_class(home):
+    """A layer that chooses its function by its mode and hands offsets to `chunk_gla` alone, as GLA and HGRN2 do."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, mode="chunk"):
+            super().__init__()
+            self.mode = mode
+
+        def forward(self, q, k, v, g, cu_seqlens=None):
+            if self.mode == "fused_chunk":
+                return sys.modules[home].fused_chunk_gla(q=q, k=k, v=v, g=g)[0]
+            return sys.modules[home].chunk_gla(q=q, k=k, v=v, g=g, cu_seqlens=cu_seqlens)[0]
+
+    Layer.__module__ = home
+    return Layer
 
 
 @pytest.fixture
@@ -36,9 +55,10 @@ def fla(monkeypatch):
         module("fla", chunk_gla="not a function of ours"),
         module("fla.ops", **functions),
         module("fla.ops.gla", **functions, other=original("other")),
-        module("fla.layers.gla", **layer, fused_chunk_gla=functions["fused_chunk_gla"], repeat=repeat),
+        module("fla.layers.gla", **functions, repeat=repeat, GatedLinearAttention=layer_class("fla.layers.gla")),
         module("fla.layers.gsa", repeat=repeat),
-        module("fla.layers.hgrn2", **layer),
+        module("fla.layers.hgrn2", **functions, HGRN2Attention=layer_class("fla.layers.hgrn2")),
+        module("fla.layers.lightnet", **layer),
         module("flat.ops", **functions),
     ]
     for each in modules:
@@ -64,12 +84,14 @@ def test_all_are_replaced_wherever_they_are_and_put_back(fla):
     assert (o.shape, state.shape) == (v.shape, (1, 2, 5, 4))
     assert layer.fused_recurrent_gla(q, k, v, g)[0].shape == v.shape
     assert fla["fla.ops.gla"].fused_chunk_gla(q, k, v, g)[0].shape == v.shape
-    everywhere = ("fla.layers.gla", "fla.layers.hgrn2", "fla.ops", "fla.ops.gla")
+    most = ("fla.layers.gla", "fla.layers.hgrn2", "fla.ops", "fla.ops.gla")
+    everywhere = ("fla.layers.gla", "fla.layers.hgrn2", "fla.layers.lightnet", "fla.ops", "fla.ops.gla")
     assert found.replaced == {
         "chunk_gla": everywhere,
-        "fused_chunk_gla": ("fla.layers.gla", "fla.ops", "fla.ops.gla"),
+        "fused_chunk_gla": most,
         "fused_recurrent_gla": everywhere,
         "repeat": ("fla.layers.gla",),
+        "mode": ("fla.layers.gla", "fla.layers.hgrn2"),
     }
     assert "chunk_gla: computed by gla_core in fla.layers.gla, " in str(found)
     assert vars(fla["flat.ops"]) == before["flat.ops"]
@@ -98,7 +120,10 @@ def test_key_value_heads_are_handed_over_once(fla):
         assert fla["fla.layers.gsa"].repeat(x, heads, g=2, d=4)[0] == "repeat"
         assert "repeat: left out for key/value heads in fla.layers.gla" in str(found)
     for some in ({"chunk_gla"}, {"chunk_gla", "fused_recurrent_gla"}):  # the others could not take fewer heads
-        with accelerate(*some), accelerate():
+        with accelerate(*some):
+            assert layer.repeat(x, heads, g=2, d=4)[0] == "repeat"
+            with accelerate():
+                assert layer.repeat(x, heads, g=2, d=4).shape == (2, 3, 2, 4)
             assert layer.repeat(x, heads, g=2, d=4)[0] == "repeat"
     assert layer.repeat(x, heads, g=2, d=4)[0] == "repeat"
 
@@ -120,7 +145,7 @@ def test_states_are_those_of_query_heads(fla, name, T):
 
 def test_modules_that_are_imported_later(fla, monkeypatch):
     with accelerate("chunk_gla") as found:
-        later = module("fla.layers.lightnet", chunk_gla=fla["fla.ops.gla"].chunk_gla)
+        later = module("fla.layers.later", chunk_gla=fla["fla.ops.gla"].chunk_gla)
         monkeypatch.setitem(sys.modules, later.__name__, later)
         assert later.chunk_gla(*tokens())[0].shape == (1, 3, 2, 5)
         assert list(found.replaced) == ["chunk_gla"]
@@ -138,6 +163,92 @@ def test_twice_is_once(fla):
     first.undo()
     first.undo()
     assert originals(fla) == before
+
+
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_a_function_stays_replaced_until_the_last_that_asked_for_it_ends(fla, first_ends_first):
+    before, home = originals(fla), fla["fla.layers.gla"]
+    one, all_of_them = accelerate("chunk_gla"), accelerate()
+    accelerated = originals(fla)
+    if first_ends_first:
+        one.undo()
+        assert originals(fla) == accelerated
+        assert home.repeat(torch.ones(1, 4), "... (h d) -> ... (h g) d", g=2, d=2).shape == (1, 2, 2)
+        all_of_them.undo()
+    else:
+        all_of_them.undo()
+        assert home.chunk_gla(*tokens())[0].shape == (1, 3, 2, 5)
+        assert home.fused_recurrent_gla(1)[0] == "fused_recurrent_gla"
+        one.undo()
+    assert originals(fla) == before
+
+
+def test_in_several_threads(fla):
+    before, home, wrong = originals(fla), fla["fla.layers.gla"], []
+    start = threading.Barrier(4)
+
+    def run():
+        start.wait()
+        for _ in range(20):
+            with accelerate():
+                found = (
+                    home.chunk_gla(*tokens())[0],
+                    home.repeat(torch.ones(1, 4), "... (h d) -> ... (h g) d", g=1, d=2),
+                )
+                wrong.extend(x for x in found if not isinstance(x, torch.Tensor))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+    assert originals(fla) == before
+
+
+def test_a_reference_that_is_kept_calls_the_original_once_all_is_undone(fla):
+    with accelerate():
+        kept = fla["fla.ops.gla"].chunk_gla
+        assert isinstance(kept(*tokens())[0], torch.Tensor)
+    assert kept(1, g=2) == ("chunk_gla", (1,), {"g": 2})
+    with accelerate():
+        assert isinstance(kept(*tokens())[0], torch.Tensor)
+
+
+def test_signatures_are_those_of_the_originals(fla):
+    def chunk_gla(q, k, *, scale: float = 2.0):
+        """Of theirs."""
+
+    chunk_gla._torchdynamo_disable = True
+    for name in ("fla.ops.gla", "fla.layers.gla"):
+        fla[name].chunk_gla = chunk_gla
+    with accelerate("chunk_gla"):
+        found = fla["fla.layers.gla"].chunk_gla
+        assert found is not chunk_gla
+        assert inspect.signature(found) == inspect.signature(chunk_gla)
+        assert (found.__name__, found.__doc__, found.__module__) == ("chunk_gla", "Of theirs.", __name__)
+        assert not hasattr(found, "_torchdynamo_disable")
+
+
+@pytest.mark.parametrize(("home", "name"), [("gla", "GatedLinearAttention"), ("hgrn2", "HGRN2Attention")])
+def test_sequences_stay_apart_in_every_mode(fla, home, name):
+    Layer = getattr(fla[f"fla.layers.{home}"], name)
+    q, k, v, g = tokens(9)
+    offsets = torch.tensor([0, 4, 9])
+    before = Layer("fused_chunk")
+    with accelerate():
+        expected = torch.cat([Layer()(*(x[:, part] for x in (q, k, v, g))) for part in (slice(4), slice(4, 9))], 1)
+        for layer in (Layer("chunk"), Layer("fused_chunk"), before):
+            torch.testing.assert_close(layer(q, k, v, g, offsets), expected)
+    assert (Layer("chunk").mode, Layer("fused_chunk").mode, layer.mode) == ("chunk", "fused_chunk", "fused_chunk")
+    with accelerate("chunk_gla", "fused_recurrent_gla") as found:
+        assert Layer("fused_chunk").mode == "fused_chunk"
+        assert "mode" not in found.replaced
 
 
 def test_after_an_error_all_is_as_before(fla):

@@ -127,7 +127,8 @@ def fla(monkeypatch):
 
     homes = {home: {name: original(name) for name in members} for home, members in on_cpu.REPLACED.items()}
     homes["fla.ops.gla"] = {name: original(name) for name in FUNCTIONS}
-    homes["fla.layers.gla"] = {"repeat": original("repeat")}
+    homes["fla.layers.gla"] = {"repeat": original("repeat"), "GatedLinearAttention": type("Layer", (), {})}
+    homes["fla.layers.hgrn2"] = {"HGRN2Attention": type("Layer", (), {})}
     activations = homes["fla.modules.activations.ops"]
     activations["ACT2FN"] = {"silu": activations["swish"], "relu": F.relu}
     homes["fla.models.gla"] = {"RMS": None, "swiglu": activations["swiglu"], "ACT2FN": activations["ACT2FN"]}
@@ -157,5 +158,5 @@ def test_they_are_replaced_for_tensors_on_a_cpu_and_put_back(fla):
 
 def test_they_are_left_alone_unless_asked_for(fla):
     with accelerate() as found:
-        assert set(found.replaced) == {*FUNCTIONS, "repeat"}
+        assert set(found.replaced) == {*FUNCTIONS, "repeat", "mode"}
         assert fla("fla.models.gla", "swiglu")(1, 2) == "swiglu"

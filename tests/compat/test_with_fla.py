@@ -67,13 +67,17 @@ def test_key_value_heads_are_not_repeated(pair, monkeypatch):
 
 
 def test_padding(pair):
-    if pair[1].mode == "fused_chunk":
-        pytest.skip("in this mode its layer forgets where the sequences that it has packed begin")
     mask = torch.ones(2, 80, dtype=torch.long)
     mask[0, :20] = 0
     x = torch.randn(2, 80, 32)
     theirs, ours = (layer(x, attention_mask=mask)[0] for layer in pair)
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_without_a_break(pair):
+    torch._dynamo.reset()
+    x, layer = torch.randn(2, 80, 32), pair[0]
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x)[0], layer(x)[0])
 
 
 @torch.no_grad()
@@ -108,6 +112,8 @@ MODELS = [
     ("GLA", {"num_heads": 4, "num_kv_heads": 2, "use_short_conv": True, "fuse_norm": False, "fuse_swiglu": False}),
     ("GLA", {"num_heads": 2, "feature_map": "relu", "fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}),
     ("HGRN2", {"expand_ratio": 32, "use_short_conv": True}),
+    ("GLA", {"num_heads": 2, "attn_mode": "fused_chunk"}),
+    ("HGRN2", {"expand_ratio": 32, "attn_mode": "fused_chunk"}),
 ]
 
 
@@ -143,3 +149,5 @@ def test_models_train_and_decode_on_a_cpu(name, options):
             mask[0, :9] = 0
             padded = model(tokens, attention_mask=mask).logits[0, 9:]
             torch.testing.assert_close(padded, model(tokens[:1, 9:]).logits[0], rtol=1e-3, atol=1e-4)
+            packed = model(tokens[:1], cu_seqlens=torch.tensor([0, 9, 80])).logits[0, 9:]
+            torch.testing.assert_close(packed, model(tokens[:1, 9:]).logits[0], rtol=1e-3, atol=1e-4)

@@ -1,10 +1,14 @@
 """Has flash-linear-attention's models compute gated linear attention here: one line before or after they are made.
 
 Its functions are replaced where they are defined, so that modules that are imported later find the replacements, and by
-name in every module that has imported them already. What is not computed here is left to the originals.
+name in every module that has imported them already. What is not computed here is left to the originals. Replacements
+hold for all threads, and until the last `Acceleration` that asked for them is undone.
 
 Where all of them are replaced at once, its GLA layer hands over key/value heads once, and no longer once for each query
 head: the `repeat` that it calls is replaced in the layer's module. States in its caches keep all heads.
+
+Its layers hand the offsets of packed sequences, and of padded ones, which they pack, to every function but
+`fused_chunk_gla`. Layers in mode "fused_chunk" therefore run as in mode "chunk", which computes the same.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import functools
 import importlib
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from types import ModuleType, TracebackType
 from typing import Any
@@ -31,13 +36,19 @@ FUNCTIONS: Mapping[str, Callable] = {
 TABLES = ("ACT2FN",)
 """Names of dictionaries that hold functions."""
 _HOME, _LAYER = "fla.ops.gla", "fla.layers.gla"
+_LAYERS_WITH_MODES = {_LAYER: "GatedLinearAttention", "fla.layers.hgrn2": "HGRN2Attention"}
+_lock = threading.RLock()
+"""Held while functions are exchanged and while their holders are counted."""
+_made: dict[tuple[str, Callable], _Replacement] = {}
+"""The replacement of each original."""
 
 
 def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
     """Replace functions of `fla.ops.gla` wherever flash-linear-attention calls them, now and in what it imports later.
 
     Args:
-        functions: names among `FUNCTIONS`; all by default. What is replaced already stays so.
+        functions: names among `FUNCTIONS`; all by default. What is replaced already stays so. With "fused_chunk_gla",
+            its layers in mode "fused_chunk" run as in mode "chunk".
         cpu: replace as well what its GLA and HGRN2 models have in Triton alone, for tensors on a CPU, by PyTorch; see
             on_cpu.py.
 
@@ -55,38 +66,47 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
     for name in functions:
         if name not in FUNCTIONS:
             raise ValueError(f"unknown function {name!r}{nearest(name, FUNCTIONS)} (there are {', '.join(FUNCTIONS)})")
-    wanted: list[tuple[str, str, Callable, Callable[[dict[str, Any]], bool]]] = [
-        (_HOME, name, _for_query_heads(FUNCTIONS[name]), _is_computed_here) for name in functions or FUNCTIONS
-    ]
-    for home, members in on_cpu.REPLACED.items() if cpu else ():
-        wanted += [(home, name, function, _is_on_cpu) for name, function in members.items()]
-    made = {}
-    for home, name, function, serves in wanted:
-        original = getattr(importlib.import_module(home), name)
-        if not isinstance(original, _Replacement):
-            made[name] = _Replacement(function, original, serves)
-    if made.keys() >= FUNCTIONS.keys():
-        original = importlib.import_module(_LAYER).repeat
-        made["repeat"] = _Replacement(_heads, original, _repeats_heads, within=_LAYER)
-    return Acceleration(made)
+    names = tuple(dict.fromkeys(functions)) or tuple(FUNCTIONS)
+    with _lock:
+        wanted: list[_Replacement | _ModeOfLayers] = [
+            _replacement(_HOME, name, _for_query_heads(FUNCTIONS[name]), _is_computed_here) for name in names
+        ]
+        for home, members in on_cpu.REPLACED.items() if cpu else ():
+            wanted += [_replacement(home, name, function, _is_on_cpu) for name, function in members.items()]
+        if set(names) == FUNCTIONS.keys():
+            wanted.append(_replacement(_LAYER, "repeat", _heads, _repeats_heads, within=_LAYER))
+        if "fused_chunk_gla" in names:
+            wanted += [_mode_of_layers(home, layer) for home, layer in _LAYERS_WITH_MODES.items()]
+        return Acceleration(wanted)
 
 
 class Acceleration:
     """Functions of flash-linear-attention that have been replaced.
 
     Attributes:
-        replaced: by name, the modules in which it was found; after `undo` empty.
+        replaced: by name, the modules in which it was found and replaced by this, without those of an `Acceleration`
+            before it; after `undo` empty.
     """
 
-    def __init__(self, made: dict[str, _Replacement]) -> None:
-        self._made = made
-        self.replaced = {name: _exchange(name, new.original, new, new.within) for name, new in made.items()}
+    def __init__(self, wanted: list[_Replacement | _ModeOfLayers]) -> None:
+        self.replaced: dict[str, tuple[str, ...]] = {}
+        self._held = wanted
+        for new in wanted:
+            if new.holders == 0:
+                self.replaced[new.name] = self.replaced.get(new.name, ()) + new.put()
+            new.holders += 1
 
     def undo(self) -> None:
-        """Put the originals back, in modules too that were imported since."""
-        for name, new in self._made.items():
-            _exchange(name, new, new.original, new.within)
-        self._made, self.replaced = {}, {}
+        """Put the originals back, in modules too that were imported since, unless another `Acceleration` is in force.
+
+        Accelerations can be undone in any order, from any thread, and more than once.
+        """
+        with _lock:
+            for new in self._held:
+                new.holders -= 1
+                if new.holders == 0:
+                    new.remove()
+            self._held, self.replaced = [], {}
 
     def __enter__(self) -> Acceleration:
         return self
@@ -99,7 +119,7 @@ class Acceleration:
     def __str__(self) -> str:
         if not self.replaced:
             return "nothing of flash-linear-attention is replaced by this"
-        how = {"repeat": "left out for key/value heads"}
+        how = {"repeat": "left out for key/value heads", "mode": "'fused_chunk' runs as 'chunk'"}
         lines = [
             f"{name}: {how.get(name, 'computed by gla_core')} in {', '.join(places)}"
             for name, places in self.replaced.items()
@@ -108,18 +128,79 @@ class Acceleration:
 
 
 class _Replacement:
-    """A function, or the original for calls that it does not serve; within a module, or a package with all in it."""
+    """A function, or the original for calls that it does not serve; within a module, or a package with all in it.
+
+    A reference to it that is left somewhere when it is removed calls the original.
+    """
 
     def __init__(
-        self, function: Callable, original: Callable, serves: Callable[[dict[str, Any]], bool], within: str = "fla"
+        self, name: str, function: Callable, original: Callable, serves: Callable[[dict[str, Any]], bool], within: str
     ) -> None:
-        self.function, self.original, self.serves, self.within = function, original, serves, within
+        self.name, self.function, self.original, self.serves, self.within = name, function, original, serves, within
+        self.holders, self.in_force = 0, False
         self._names = _parameters(function)
-        self.__name__, self.__doc__ = getattr(original, "__name__", function.__class__.__name__), original.__doc__
+        # Not its __dict__: the original's may forbid torch.compile to look into it.
+        functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        return (self.function if self.serves(given) else self.original)(*args, **kwargs)
+        return (self.function if self.in_force and self.serves(given) else self.original)(*args, **kwargs)
+
+    def put(self) -> tuple[str, ...]:
+        """Replace the original, and name the modules."""
+        self.in_force = True
+        return _exchange(self.name, self.original, self, self.within)
+
+    def remove(self) -> None:
+        """Put the original back."""
+        self.in_force = False
+        _exchange(self.name, self, self.original, self.within)
+
+
+class _ModeOfLayers(property):
+    """The attribute `mode` of a class of layers: "chunk" where a layer has "fused_chunk", else what it has."""
+
+    name = "mode"
+
+    def __init__(self, layer: type) -> None:
+        super().__init__(_mode, _set_mode)
+        self.layer, self.holders = layer, 0
+
+    def put(self) -> tuple[str, ...]:
+        """Give it to the class, and name the class's module."""
+        setattr(self.layer, self.name, self)
+        return (self.layer.__module__,)
+
+    def remove(self) -> None:
+        """Leave the attribute to the layers again."""
+        delattr(self.layer, self.name)
+
+
+def _mode(layer: Any) -> str:
+    mode = vars(layer)["mode"]
+    return "chunk" if mode == "fused_chunk" else mode
+
+
+def _set_mode(layer: Any, mode: str) -> None:
+    vars(layer)["mode"] = mode
+
+
+def _replacement(
+    home: str, name: str, function: Callable, serves: Callable[[dict[str, Any]], bool], within: str = "fla"
+) -> _Replacement:
+    """The replacement that is in force or was before, as layers may have kept it, or a new one."""
+    found = getattr(importlib.import_module(home), name)
+    if isinstance(found, _Replacement):
+        return found
+    if (name, found) not in _made:
+        _made[name, found] = _Replacement(name, function, found, serves, within)
+    return _made[name, found]
+
+
+def _mode_of_layers(home: str, name: str) -> _ModeOfLayers:
+    layer = getattr(importlib.import_module(home), name)
+    found = vars(layer).get("mode")
+    return found if isinstance(found, _ModeOfLayers) else _ModeOfLayers(layer)
 
 
 def _parameters(function: Callable) -> list[str]:

@@ -34,17 +34,22 @@ def chunk_gla(
     """Gated linear attention over sequences, as `fla.ops.gla.chunk_gla`.
 
     Args:
-        q: [B, T, Hq, K]. k: [B, T, H, K]. v: [B, T, H, V]. g: [B, T, H, K]. scale: K^-1/2 by default.
+        q: queries [B, T, Hq, K].
+        k: keys [B, T, H, K].
+        v: values [B, T, H, V].
+        g: natural logarithm of the forget gate [B, T, H, K], at most 0. None means no decay.
+        scale: factor of the output; K^-1/2 by default.
         initial_state: [N, H, K, V], or [N, H, V, K] with state_v_first.
         output_final_state: also return the final state, laid out likewise.
-        cu_seqlens: [N+1] offsets of packed sequences, B = 1. cu_seqlens_cpu: the same on the CPU, which
-            tell the longest sequence without waiting.
+        state_v_first: states are [N, H, V, K], given and returned.
+        cu_seqlens: [N+1] offsets of packed sequences, B = 1.
+        cu_seqlens_cpu: the same on the CPU. They give the longest sequence without a wait for the device.
 
     Returns:
         o [B, T, Hq, V] and the final state, None unless asked for.
 
     Raises:
-        As `gla_core.chunk_gla`.
+        ValueError, TypeError, NoBackendError, UnknownBackendError, NotImplementedError: as `gla_core.chunk_gla`.
     """
     longest = None
     if cu_seqlens_cpu is not None and len(cu_seqlens_cpu) > 1:
