@@ -5,14 +5,17 @@
     python3 benchmarks/evidence.py selection --share 0/8    one of 8 processes that fill Triton's cache first
     python3 benchmarks/evidence.py selection --picks FILE   after a change of constants, of the times in a file
     python3 benchmarks/evidence.py shapes
+    python3 benchmarks/evidence.py readme --cache FOLDER --prepare 16    fill the caches of compiled kernels first
+    python3 benchmarks/evidence.py readme --cache FOLDER
 
 times       FLA, PyTorch and the backends over the workloads of models: see times.py
 selection   whether the backend that `auto` picks is the fastest: see selection.py
 shapes      odd widths beside the memory floor, a giant among packed sequences beside it alone: see shapes.py
+readme      every row of the README's table and of the pictures, whole models among them: see readme.py
 
-All write their file after every row; the first two go on where an earlier run like this one ended. The reports of the
-conformance kit beside them are written by `gla conformance NAME --report`, the pages and pictures made of all of them
-by readme_tables.py.
+All write their file after every row; `times`, `selection` and `readme` go on where an earlier run like this one ended.
+The reports of the conformance kit beside them are written by `gla conformance NAME --report`, the pages and pictures
+made of all of them by readme_tables.py.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import readme
 import selection
 import shapes
 import times
@@ -64,7 +68,7 @@ def measure_times(options: argparse.Namespace) -> None:
         wanted,
         options.seconds,
     )
-    print_rows(found.rows, console)
+    print_rows(found.rows, console, torch.device(options.device))
 
 
 def measure_selection(options: argparse.Namespace) -> None:
@@ -88,6 +92,20 @@ def measure_shapes(options: argparse.Namespace) -> None:
     path = shapes.run(options.out, torch.device(options.device), options.seconds, options.minutes, options.commit, say)
     for part, found in json.loads(path.read_text())["summary"].items():
         say(f"{part}: {found['calls']} calls, {found['median']:.2f} in the median, {found['worst']:.2f} at worst")
+
+
+def measure_readme(options: argparse.Namespace) -> None:
+    """Measure with readme.py, or compile what it runs."""
+    device, say = torch.device(options.device), functools.partial(print, flush=True)
+    cache = options.cache or Path(tempfile.mkdtemp(prefix="kernels-"))
+    if options.prepare is not None:
+        readme.prepare(options.prepare, cache, device, say, 60 * options.minutes)
+        return
+    apart = readme.Apart()
+    try:
+        readme.run(options.out, cache, options.minutes, options.seconds, options.commit, device, say, apart)
+    finally:
+        apart.end()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,6 +136,12 @@ def _parser() -> argparse.ArgumentParser:
     of_shapes = commands.add_parser("shapes", parents=[shared])
     of_shapes.set_defaults(run=measure_shapes)
     of_shapes.add_argument("--seconds", type=float, default=0.05, help="of timed calls for each backend and call")
+
+    of_readme = commands.add_parser("readme", parents=[shared])
+    of_readme.set_defaults(run=measure_readme)
+    of_readme.add_argument("--seconds", type=float, default=0.5, help="of timed calls for each backend and call")
+    of_readme.add_argument("--cache", type=Path, help="folder of compiled kernels, to share between runs")
+    of_readme.add_argument("--prepare", type=int, metavar="N", help="compile in N processes, and measure nothing")
     return parser
 
 

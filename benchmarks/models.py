@@ -1,51 +1,44 @@
-"""How fast do whole models train and generate? FLA's GLA model, the same after `accelerate()`, and gla_transformers'.
+"""Whole models: how fast FLA's GLA model, the same after `accelerate()`, and gla_transformers' train and generate.
 
-    python3 benchmarks/models.py [--out benchmarks/results] [--ways fla,accelerated,ours] [--what train,generate]
-    python3 benchmarks/models.py --share 0/16     one of 16 processes that fill Triton's cache with FLA's kernels first
+readme.py measures them, and needs flash-linear-attention 0.6.0, transformers and gla_transformers for it. The model is
+FLA's of 340M parameters: hidden size 1024, 24 layers, 4 heads, 32,000 words, in bfloat16, with random weights.
 
-Needs flash-linear-attention 0.6.0, transformers and gla_transformers, and for --share gla_fla. The model is FLA's of
-340M parameters: hidden size 1024, 24 layers, 4 heads, 32,000 words, bfloat16, of random weights.
+    train      A step of 8 sequences of 2048 tokens: forward, backward and fused AdamW. Wall time of steps one after the
+               other, each to its end; time of the kernels alone, and of those of gated linear attention; peak memory.
+    length     The same of one sequence, for several lengths.
+    generate   Greedy decoding by `generate` after a prompt of 512 tokens.
+    graph      The same in a CUDA graph that holds several steps. FLA returns new states, which the last step of the
+               graph copies to where the first one reads them.
 
-    train      a step of B8 T2048: forward, backward and fused AdamW. Wall time, the median of steps one after the
-               other, each to its end; kernels by themselves, and those of gated linear attention; the most memory held.
-    generate   greedily, after a prompt of 512 tokens, for B 1, 8, 64: seconds to the first token, tokens a second
-               after it.
-
-    fla            as it is                         compiled   ours, the loss under torch.compile(fullgraph=True)
+    fla            FLA's model as it is             compiled   ours, the loss under torch.compile(fullgraph=True)
     accelerated    after compat.fla.accelerate()    blocks     ours, each layer compiled by itself
-    ours           gla_transformers, eager          graph      ours, decoding in a CUDA graph
+    ours           gla_transformers, eager
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import gc
 import importlib
-import json
 import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gla_core.bench import results
 from gla_core.bench.measure import synchronize
 from gla_core.compat.fla import accelerate
-from gla_core.files import write_json
 
 SIZES = {"hidden_size": 1024, "num_hidden_layers": 24, "num_heads": 4, "vocab_size": 32000}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": 61}
 NO_END = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-WAYS = {
-    "train": ("fla", "accelerated", "ours", "blocks", "compiled"),
-    "generate": ("fla", "accelerated", "ours", "graph"),
-}
-BATCH, TOKENS, PROMPT, NEW, ROWS = 8, 2048, 512, 64, (1, 8, 64)
-WARM_UP, STEPS = 3, 10
+SEQUENCES, TOKENS, PROMPT = 8, 2048, 512
+LENGTHS = (2048, 4096, 8192, 16384)
+NEW, PER_GRAPH, REPLAYS, REPEATS = 64, 8, 16, 5
+WARM_UP, STEPS, PROFILED = 3, 10, 3
 OF_GLA = re.compile(
     r"(?!triton_)\w*(chunk_|gla|_state_kernel|_gate_kernel|_gradient_kernel|_build_states|_scan|_pairs)"
 )
@@ -53,32 +46,48 @@ OF_GLA = re.compile(
 Row = dict[str, Any]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line, measure, write a file after every row."""
-    options = _parser().parse_args(arguments)
-    device = torch.device(options.device)
-    if options.share:
-        share, shares = map(int, options.share.split("/"))
-        compile_share(share, shares, device)
-        return
-    found: Row = {**results.conditions(device, options.commit), "model": sizes(device), "rows": []}
-    path = options.out / results.file_name("models", device)
-    for what in options.what:
-        for way in (way for way in WAYS[what] if way in options.ways):
-            for row in (train if what == "train" else generate)(way, device):
-                found["rows"].append({"what": what, "way": way, **row})
-                print(json.dumps(found["rows"][-1]), flush=True)
-                write_json(path, found)
+class Task(NamedTuple):
+    """One measurement: `what` and `way` as above; `size` is tokens for "length", and sequences for all others."""
+
+    what: str
+    way: str
+    size: int
 
 
-def sizes(device: torch.device) -> Row:
-    """Of the model: small on a CPU."""
+def tasks(device: torch.device) -> list[Task]:
+    """Returns what to measure, the rows of the README first; little on a CPU."""
+    if device.type == "cpu":
+        ways = [("train", "accelerated"), ("train", "ours"), ("generate", "ours"), ("graph", "fla"), ("graph", "ours")]
+        return [*(Task(what, way, 2) for what, way in ways), Task("length", "ours", 70)]
+    found = [Task("train", way, SEQUENCES) for way in ("fla", "accelerated", "compiled")]
+    found += [Task("generate", way, SEQUENCES) for way in ("fla", "ours")]
+    found += [Task("graph", way, SEQUENCES) for way in ("fla", "accelerated", "ours")]
+    found += [Task("length", way, T) for way in ("fla", "accelerated", "compiled") for T in LENGTHS]
+    found += [Task("train", way, SEQUENCES) for way in ("ours", "blocks")]
+    return found + [Task("graph", way, B) for B in (1, 64) for way in ("fla", "ours")]
+
+
+def measure(task: Task, device: torch.device) -> Row:
+    """Returns a row: the task, the median of its times in seconds, their spread as in `gla_core.bench`, and more."""
+    B, T = _shape(task, device)
+    run = {"train": _train, "length": _train, "generate": _generate, "graph": _in_graph}[task.what]
+    try:
+        with model_of(task.way, device) as model:
+            return {**task._asdict(), "sequences": B, "tokens": T, **run(task.way, model, tokens_of(B, T, device))}
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def sizes(device: torch.device) -> dict[str, int]:
+    """Returns the sizes of the model: small on a CPU."""
     return SIZES if device.type == "cuda" else SMALL
 
 
 @contextlib.contextmanager
-def model_of(way: str, device: torch.device) -> Iterator[Any]:
-    """The model of a way, in bfloat16 on a GPU; weights are random, and the same for all."""
+def model_of(way: str, device: torch.device, **changed: int) -> Iterator[Any]:
+    """Makes the model of a way with random weights, in bfloat16 on a GPU; `changed` are sizes other than usual."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with contextlib.ExitStack() as stack:
@@ -88,65 +97,74 @@ def model_of(way: str, device: torch.device) -> Iterator[Any]:
                 stack.enter_context(accelerate(cpu=device.type == "cpu"))
         else:
             models = importlib.import_module("gla_transformers")
-        yield models.GLAForCausalLM(models.GLAConfig(**sizes(device), **NO_END)).to(device, dtype)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        config = models.GLAConfig(**{**sizes(device), **changed}, **NO_END)
+        with device:  # made where it stays: a CPU takes seconds for the random weights
+            model = models.GLAForCausalLM(config)
+        yield model.to(device, dtype)
+    if way in ("compiled", "blocks"):
+        torch._dynamo.reset()  # another length is compiled by itself, and not as one of several
 
 
 def tokens_of(B: int, T: int, device: torch.device) -> Tensor:
-    """Random words [B, T], and no padding."""
+    """Returns random words [B, T] without padding."""
     return torch.randint(1, sizes(device)["vocab_size"], (B, T), device=device)
+
+
+def _shape(task: Task, device: torch.device) -> tuple[int, int]:
+    """Returns the number of sequences and of tokens in each; of prompts where the task generates."""
+    if task.what == "length":
+        return 1, task.size
+    if device.type == "cpu":
+        return task.size, 70
+    return task.size, TOKENS if task.what == "train" else PROMPT
 
 
 # ---- training
 
 
-def train(way: str, device: torch.device) -> Iterator[Row]:
-    """A step of training."""
-    cuda = device.type == "cuda"
-    B, T = (BATCH, TOKENS) if cuda else (2, 80)
-    with model_of(way, device) as model:
-        model.train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
-        words = tokens_of(B, T, device)
-        loss_of = _loss_of(way, model)
+def training_step(way: str, model: Any, words: Tensor) -> Callable[[], None]:
+    """Returns a function that trains the model by one step on words [B, T]."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=words.is_cuda)
 
-        def step() -> None:
-            loss_of(words).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        started = time.perf_counter()
-        step()
-        synchronize(device)
-        first = time.perf_counter() - started
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        for _ in range(WARM_UP if cuda else 1):
-            step()
-        seconds = statistics.median(_seconds(step, device) for _ in range(STEPS if cuda else 2))
-        row: Row = {"seconds": seconds, "tokens_per_second": B * T / seconds, "first_step": first}
-        if cuda:
-            row |= {"gib": torch.cuda.max_memory_allocated() / 2**30, **_of_kernels(step)}
-        yield row
-
-
-def _loss_of(way: str, model: Any) -> Callable[[Tensor], Tensor]:
-    def loss(words: Tensor) -> Tensor:
+    def loss_of(words: Tensor) -> Tensor:
         return model(words, labels=words).loss
 
     if way == "blocks":
         for layer in model.model.layers:
-            layer.compile(fullgraph=True)
-    return torch.compile(loss, fullgraph=True) if way == "compiled" else loss
+            layer.compile(fullgraph=True, dynamic=False)
+    loss = torch.compile(loss_of, fullgraph=True, dynamic=False) if way == "compiled" else loss_of
+
+    def step() -> None:
+        loss(words).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _train(way: str, model: Any, words: Tensor) -> Row:
+    cuda, device = words.is_cuda, words.device
+    step = training_step(way, model, words)
+    first = _seconds(step, device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(WARM_UP if cuda else 0):
+        step()
+    times = [_seconds(step, device) for _ in range(STEPS if cuda else 2)]
+    row = {**_spread(times), "tokens_per_second": words.numel() / statistics.median(times), "first_step": first}
+    if cuda:
+        row |= {"gib": torch.cuda.max_memory_allocated() / 2**30, **_of_kernels(step)}
+    return row
 
 
 def _of_kernels(step: Callable[[], None]) -> Row:
-    """Seconds of all kernels of a step, and of those of gated linear attention."""
+    """Returns the seconds of all kernels of a step, and of those of gated linear attention."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
+        for _ in range(PROFILED):
+            step()
         torch.cuda.synchronize()
-    kernels = {event.key: event.self_device_time_total / 1e6 for event in profile.key_averages()}
+    kernels = {event.key: event.self_device_time_total / 1e6 / PROFILED for event in profile.key_averages()}
     of_gla = sum(seconds for name, seconds in kernels.items() if OF_GLA.match(name))
     return {"device_seconds": sum(kernels.values()), "gla_seconds": of_gla}
 
@@ -154,58 +172,108 @@ def _of_kernels(step: Callable[[], None]) -> Row:
 # ---- generating
 
 
-def generate(way: str, device: torch.device) -> Iterator[Row]:
-    """The first token of a prompt, and those after it, for several numbers of rows."""
-    prompt, new, rows = (PROMPT, NEW, ROWS) if device.type == "cuda" else (70, 3, (2,))
-    with model_of(way, device) as model, torch.no_grad():
-        model.eval()
-        for B in rows:
-            words = tokens_of(B, prompt, device)
-            run = _in_a_graph if way == "graph" else _by_generate
-            first, rest = run(model, words, new, device)
-            yield {"rows": B, "first_token": first, "tokens_per_second": B * (new - 1) / rest}
-
-
-def _by_generate(model: Any, words: Tensor, new: int, device: torch.device) -> tuple[float, float]:
-    """Seconds to the first token, and of the others, by `generate`."""
+def _generate(way: str, model: Any, words: Tensor) -> Row:
+    new = NEW if words.is_cuda else 3
+    model.eval()
 
     def run(number: int) -> float:
         options = {"min_new_tokens": number, "max_new_tokens": number, "do_sample": False}
-        return min(_seconds(lambda: model.generate(words, **options), device) for _ in range(2))
+        return _seconds(lambda: model.generate(words, **options), words.device)
 
-    run(3)  # what is compiled and tuned
-    first = run(1)
-    return first, run(new) - first
+    run(3)  # compiles and tunes
+    first = statistics.median(run(1) for _ in range(3))
+    times = [(run(new) - first) / (new - 1) for _ in range(3)]  # of a token after the first
+    return _decoded(times, first, words)
 
 
-def _in_a_graph(model: Any, words: Tensor, new: int, device: torch.device) -> tuple[float, float]:
-    """The same where a step is a CUDA graph, captured after the prompt; on a CPU it is called."""
-    from gla_transformers import GLACache
+def _in_graph(way: str, model: Any, words: Tensor) -> Row:
+    """On a CPU the steps are called."""
+    model.eval()
+    with torch.no_grad():
+        decoding = Decoding(way, model, words)
+        first = statistics.median(_seconds(decoding.start, words.device) for _ in range(3))
+        again = _captured(decoding.steps) if words.is_cuda else decoding.steps
+        same = torch.equal(_after(decoding, decoding.steps), _after(decoding, again))
+        replays = REPLAYS if words.is_cuda else 1
 
-    cache = GLACache(model.config, compileable=True)
+        def replay() -> None:
+            for _ in range(replays):
+                again()
 
-    def read(given: Tensor) -> Tensor:
-        return model(given, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)  # [B, 1]
+        times = [_seconds(replay, words.device) / replays / PER_GRAPH for _ in range(REPEATS)]
+    return {**_decoded(times, first, words), "steps_per_graph": PER_GRAPH, "same_words_as_eager": same}
 
-    read(words)
-    first = min(_seconds(lambda: (cache.reset(), read(words)), device) for _ in range(3))
-    word = words[:, -1:].clone()
 
-    def step() -> None:
-        word.copy_(read(word))
+class Decoding:
+    """Greedy decoding with states that stay where they are, so that a CUDA graph can hold its steps.
 
-    again = step
-    if device.type == "cuda":
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        again = graph.replay
-    return first, min(_seconds(lambda: [again() for _ in range(new - 1)], device) for _ in range(3))
+    Attributes:
+        word: the newest words [B, 1].
+    """
+
+    def __init__(self, way: str, model: Any, words: Tensor) -> None:
+        self.model, self.words, self.homes = model, words, []
+        self.word = words[:, -1:].clone()
+        if way == "ours":
+            self.cache = importlib.import_module("gla_transformers").GLACache(model.config, compileable=True)
+        else:
+            self.cache = importlib.import_module("fla.models.utils").Cache()
+            self.homes = [None] * model.config.num_hidden_layers
+
+    def start(self) -> None:
+        """Reads the prompt, and decodes the first word."""
+        if len(self.cache.layers) and self.cache.layers[0].is_initialized:
+            self.cache.reset()
+        self.word.copy_(self._read(self.words))
+        self._settle()
+
+    def steps(self) -> None:
+        """Decodes `PER_GRAPH` more words."""
+        for _ in range(PER_GRAPH):
+            self.word.copy_(self._read(self.word))
+        self._settle()
+
+    def _read(self, words: Tensor) -> Tensor:
+        found = self.model(words, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return found.logits.argmax(-1)
+
+    def _settle(self) -> None:
+        """Copies the states that FLA's layers returned to where their first ones are; ours are written in place."""
+        for i, home in enumerate(self.homes):
+            state = self.cache.layers[i].state
+            if home is None:
+                self.homes[i] = state["recurrent_state"]
+            else:
+                state["recurrent_state"] = home.copy_(state["recurrent_state"])
+
+
+def _captured(steps: Callable[[], None]) -> Callable[[], None]:
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # tunes and allocates before the capture
+        steps()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps()
+    return graph.replay
+
+
+def _after(decoding: Decoding, steps: Callable[[], None]) -> Tensor:
+    """Returns the words after the prompt and one call of `steps`."""
+    decoding.start()
+    steps()
+    return decoding.word.clone()
+
+
+def _decoded(times: Sequence[float], first: float, words: Tensor) -> Row:
+    """Returns a row of seconds of a word of each sequence, and seconds to the first."""
+    return {**_spread(times), "tokens_per_second": words.shape[0] / statistics.median(times), "first_token": first}
+
+
+def _spread(times: Sequence[float]) -> Row:
+    first, median, third = statistics.quantiles(times, n=4, method="inclusive")
+    return {"seconds": median, "spread": (third - first) / median}
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -219,29 +287,18 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 # ---- before
 
 
-def compile_share(share: int, shares: int, device: torch.device) -> None:
-    """Compile one share of what FLA tries when it tunes, for a step of training and a short text; launch none of it."""
-    from gla_fla.tune import compile_only
-
-    compile_only(share, shares)
-    with model_of("fla", device) as model:
-        with contextlib.suppress(Exception):  # nothing is computed: what reads results may fail
-            model(tokens_of(2, 256, device), labels=tokens_of(2, 256, device)).loss.backward()
-        with contextlib.suppress(Exception), torch.no_grad():
-            model.eval().generate(tokens_of(2, 256, device), max_new_tokens=3)
+def first_step(task: Task, device: torch.device) -> None:
+    """Trains one step, for what torch.compile leaves in its cache on disk."""
+    with model_of(task.way, device) as model:
+        training_step(task.way, model, tokens_of(*_shape(task, device), device))()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of the results file")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    every = list(dict.fromkeys(way for ways in WAYS.values() for way in ways))
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=every, help=", ".join(every))
-    parser.add_argument("--what", type=lambda text: text.split(","), default=list(WAYS), help="train, generate")
-    parser.add_argument("--commit", help="of the source, where it cannot be asked of git")
-    parser.add_argument("--share", metavar="I/N", help="compile FLA's kernels, one share of N")
-    return parser
-
-
-if __name__ == "__main__":
-    main()
+def run_fla_once(device: torch.device) -> None:
+    """Calls every kernel of FLA's model once, on short texts and one layer; where nothing is launched, it compiles."""
+    for B in (SEQUENCES, 1):  # FLA compiles for the number of sequences, and not for that of tokens
+        with model_of("fla", device, num_hidden_layers=1) as model:
+            words = tokens_of(B, 256, device)
+            with contextlib.suppress(Exception):  # nothing is computed: what reads results may fail
+                model(words, labels=words).loss.backward()
+            with contextlib.suppress(Exception), torch.no_grad():
+                model.eval().generate(words, max_new_tokens=3)

@@ -35,4 +35,14 @@ def test_it_measures_what_auto_picks(evidence, tmp_path, capsys, monkeypatch):
 def test_it_asks_what_to_measure(evidence, capsys):
     with pytest.raises(SystemExit):
         evidence.main([])
-    assert "{times,selection,shapes}" in capsys.readouterr().err
+    assert "{times,selection,shapes,readme}" in capsys.readouterr().err
+
+
+def test_it_measures_or_prepares_the_readme(evidence, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(evidence.readme, "prepare", lambda processes, cache, *rest: asked.append((processes, cache)))
+    monkeypatch.setattr(evidence.readme, "run", lambda out, cache, *rest: asked.append((out, cache)))
+    arguments = ["readme", "--device", "cpu", "--cache", str(tmp_path / "cache")]
+    evidence.main([*arguments, "--prepare", "3"])
+    evidence.main([*arguments, "--out", str(tmp_path)])
+    assert asked == [(3, tmp_path / "cache"), (tmp_path, tmp_path / "cache")]
