@@ -2,7 +2,8 @@
 # make test         the tests as users see the library; without a GPU, then those of Triton kernels, interpreted
 # make conformance  the conformance kit on every backend here, whole; of the interpreted ones `make test` runs a sample
 # make test-fla     models of flash-linear-attention 0.6.0 and of transformers, which are installed beside .venv, in .fla
-# make check        format, lint, types, direction of imports
+# make check        format, lint, types, direction of imports, links of the documentation
+# make docs         the documentation as a site, in site/
 # make bench        the benchmarks; writes .benchmarks/
 PYTHON ?= python3
 BIN := .venv/bin
@@ -11,7 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 KIT := --pyargs gla_core.conformance --gla-backend
 GPU := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 
-.PHONY: demo test conformance test-fla check bench format
+.PHONY: demo test conformance test-fla check docs bench format
 
 demo: $(INSTALLED)
 	$(BIN)/gla demo
@@ -43,6 +44,10 @@ check: $(INSTALLED)
 	$(BIN)/pyright
 	$(BIN)/mypy --follow-imports=silent tests/typing
 	$(BIN)/lint-imports
+	$(MAKE) docs
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(INSTALLED)
 	$(BIN)/pytest benchmarks --benchmark-autosave

@@ -22,8 +22,9 @@ def explain(
 
     Args:
         op: name of an abstract op, such as "chunk_gla_fwd".
-        *args, **kwargs: its arguments, as a backend receives them; those with a default may be left out, and so may
-            the gradients of chunk_gla_bwd.
+        *args: its arguments, as a backend receives them; those with a default may be left out, and so may the
+            gradients of chunk_gla_bwd.
+        **kwargs: the same by name.
         backend: a request, as in a call.
         measure: also run every backend that can on copies of the arguments, for a few tenths of a second each, and
             show the measured times beside the predicted ones.

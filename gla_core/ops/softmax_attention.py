@@ -77,8 +77,10 @@ def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
     """Merge attention over two disjoint sets of keys into attention over both; associative and differentiable.
 
     Args:
-        o1, o2: outputs [..., V] of `softmax_attention` for the same queries.
-        lse1, lse2: their log-sum-exps [...]; a part with lse = -inf adds nothing, whatever its o.
+        o1: output [..., V] of `softmax_attention` for the first set of keys.
+        lse1: its log-sum-exp [...]; a part with lse = -inf adds nothing, whatever its o.
+        o2: output for the second set of keys and the same queries, shaped as o1.
+        lse2: its log-sum-exp, shaped as lse1.
 
     Returns:
         o [..., V] as o1, and lse [...] as lse1.

@@ -1,0 +1,56 @@
+"""The tables of docs/from-fla.md name every argument, of flash-linear-attention's functions and of ours."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import gla_core as gla
+from gla_core.compat import fla
+
+PAGE = (Path(__file__).parents[2] / "docs" / "from-fla.md").read_text(encoding="utf-8")
+
+
+def arguments(heading):
+    """The names in the first and in the second column of the table under a heading."""
+    section = PAGE.split(f"\n### {heading}\n")[1].split("\n#")[0]
+    theirs, ours = [], []
+    for row in re.findall(r"^\|.*\|$", section, re.MULTILINE)[2:]:
+        left, right = (re.findall(r"`(\w+)`", cell) for cell in row.split("|")[1:3])
+        theirs += left
+        ours += left if "| the same |" in row else right
+    return theirs, ours
+
+
+def parameters(function):
+    return [name for name in inspect.signature(function).parameters if name != "kwargs"]
+
+
+# The functions of gla_core.compat.fla have exactly the arguments of flash-linear-attention's.
+@pytest.mark.parametrize("function", [fla.chunk_gla, fla.fused_recurrent_gla])
+def test_every_argument_of_its_functions_is_there(function):
+    theirs, _ = arguments(f"`{function.__name__}`")
+    assert sorted(theirs) == sorted(parameters(function))
+
+
+@pytest.mark.parametrize(
+    ("heading", "ours"),
+    [
+        ("`chunk_gla`", gla.chunk_gla),
+        ("`GatedLinearAttention`", gla.nn.GatedLinearAttention),
+        ("`HGRN2Attention`, here `HGRN2`", gla.nn.HGRN2),
+    ],
+)
+def test_every_argument_of_ours_is_there(heading, ours):
+    _, named = arguments(heading)
+    assert sorted(named) == sorted(parameters(ours))
+
+
+@pytest.mark.parametrize("heading", ["`fused_recurrent_gla`", "`forward`"])
+def test_what_it_names_exists(heading):
+    _, named = arguments(heading)
+    functions = (gla.chunk_gla, gla.nn.GatedLinearAttention.forward, gla.nn.HGRN2.forward)
+    assert set(named) - {"y"} <= {name for function in functions for name in parameters(function)}

@@ -1,0 +1,80 @@
+"""The pages of the documentation: every Python block runs, and the names and links that they give are real."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PATHS = (
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "gla_core" / "conformance" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "plugins").glob("*/README.md")),
+)
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
+PROSE = {page: re.sub(r"```.*?```", "", text, flags=re.DOTALL) for page, text in PAGES.items()}
+LINKS = {page: re.findall(r"\]\((?!\w+:)([^)\s#]*)(?:#([^)\s]*))?\)", text) for page, text in PROSE.items()}
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)
+
+
+SEPARATE = [page for page in PAGES if not page.startswith("plugins/") and page != "docs/tutorial.md"]
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(code, id=f"{page} block {i}") for page in SEPARATE for i, code in enumerate(blocks(page))]
+)
+def test_blocks_run(block):
+    if "accelerate()" in block:
+        pytest.importorskip("fla", reason="replaces functions of flash-linear-attention")
+    exec(compile(block, "a page", "exec"), {})
+
+
+def test_the_tutorial_runs_from_start_to_end(capsys):
+    session = {"__name__": "__main__"}
+    for number, code in enumerate(blocks("docs/tutorial.md")):
+        exec(compile(code, f"tutorial block {number}", "exec"), session)
+    printed = capsys.readouterr().out
+    assert "loss per byte" in printed
+    assert "chunk_gla_fwd" in printed
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_files_it_names_exist(page):
+    named = re.findall(
+        r"(?<![\w/])((?:gla_core|backends|benchmarks|tests|plugins)/[\w/]+(?:\.py|\.json|/))", PAGES[page]
+    )
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_links_lead_somewhere(page):
+    assert [link for link, _ in LINKS[page] if not target(page, link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_links_to_headings_lead_to_one(page):
+    anchors = [(target(page, link).relative_to(ROOT).as_posix(), anchor) for link, anchor in LINKS[page] if anchor]
+    assert [(to, anchor) for to, anchor in anchors if anchor not in headings(to)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_it_offers_nothing_that_an_index_would_have_to_hold(page):
+    commands = re.findall(r"pip install[^`#]*?(?=[`#]|\n\n|\Z)", PAGES[page])
+    assert [command for command in commands if re.search(r"(?<![\w/])gla[-_]\w+", command)] == []
+
+
+def target(page, link):
+    return ((ROOT / page).parent / link).resolve() if link else ROOT / page
+
+
+def headings(page):
+    """The anchors that the repository's web view gives to a page's headings."""
+    found = re.findall(r"^#+ (.*)$", PROSE[page], re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in found]
