@@ -17,7 +17,8 @@ from gla_core.conformance import oracle
 from gla_core.conformance.cases import Case
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend, Capabilities
-from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS, OpSpec
+from gla_core.ops._spec import AS_INPUT, INPUT
 from gla_core.workloads.inputs import (
     GlaInputs,
     arguments,
@@ -75,8 +76,9 @@ def forward(x: GlaInputs, request: str, scale: float | None = None) -> Named:
 
 
 def training_request(backend: Backend, op: str = "chunk_gla_fwd") -> str:
-    """The backend for chunk_gla_bwd, and for the op that needs it, as far as it has them."""
-    own = [f"{name}={backend.name}" for name in (op, "chunk_gla_bwd") if name in backend.ops]
+    """The backend for the public function of an op and for the backward that it needs, as far as it has them."""
+    spec = _public(op)
+    own = [f"{name}={backend.name}" for name in (spec.name, spec.backward) if name in backend.ops]
     return ";".join([*own, "*=reference"])
 
 
@@ -253,9 +255,9 @@ def expected_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
 # ---- any op, as a torch op
 
 
-def torch_op(case: Case, request: str) -> tuple[Any, tuple]:
+def torch_op(case: Case, request: str, inplace: bool = False) -> tuple[Any, tuple]:
     """The torch op of a case and its arguments; those that take gradients require one where the case needs it."""
-    spec, op = ABSTRACT_OPS[case.op], getattr(torch.ops.gla, case.op).default
+    spec, op = ABSTRACT_OPS[case.op], getattr(torch.ops.gla, case.op + "_" * inplace).default
     given = arguments(case.workload, dtype=case.dtype, device=case.device)
     given |= {"output_final_state": True, "checkpoint_every": CHECKPOINT_EVERY if case.checkpoints else None}
     if "do" in spec.parameters:
@@ -266,6 +268,54 @@ def torch_op(case: Case, request: str) -> tuple[Any, tuple]:
     taken = spec.complete((), {name: x for name, x in given.items() if name in spec.parameters})
     given = {**dict(zip(spec.parameters, taken, strict=True)), "needs_grad": case.needs_grad, "backend": request}
     return op, tuple(given[argument.name] for argument in op._schema.arguments)
+
+
+# ---- any op, as its public function
+
+
+def given(case: Case, **changes: object) -> dict[str, Any]:
+    """Arguments of the public function by name, the final state asked for where there is one."""
+    found = arguments(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
+    return found | ({"output_final_state": True} if "output_final_state" in _public(case.op).parameters else {})
+
+
+def results(op: str, given: dict[str, Any], request: str) -> Named:
+    """What the public function returns, by name."""
+    found = getattr(gla, ABSTRACT_OPS[op].public)(**given, backend=request)
+    found = found if isinstance(found, tuple) else (found,)
+    return {y.name: x for y, x in zip(_public(op).results, found, strict=False) if x is not None}
+
+
+def with_gradients(op: str, given: dict[str, Any], run: Callable[[dict[str, Any]], Named]) -> Named:
+    """Results of `run` on the arguments, and their gradients, of a loss in which every result counts."""
+    leaves = {name: given[name].detach().requires_grad_() for name in differentiable(op, given)}
+    out = run(given | leaves)
+    losses = [x.square().sum() for x in out.values() if x.requires_grad]
+    found = torch.autograd.grad(losses, list(leaves.values()))
+    return {name: x.detach() for name, x in out.items()} | {
+        f"d{name}": d for name, d in zip(leaves, found, strict=True)
+    }
+
+
+def differentiable(op: str, given: dict[str, Any]) -> list[str]:
+    """Names of the arguments that are given and that the public function takes a gradient of."""
+    return [a.name for a in _public(op).arguments if a.differentiable and given.get(a.name) is not None]
+
+
+def autocast_dtype(case: Case) -> torch.dtype:
+    """The dtype that an op computes in under autocast to the dtype of a case."""
+    return torch.float32 if _public(case.op).autocast_in_float32 else case.dtype
+
+
+def cast(op: str, given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments with those in `dtype` that autocast is about; gates and states stay as they are."""
+    names = [a.name for a in _public(op).arguments if a.dtype in (INPUT, AS_INPUT)]
+    return {name: x.to(dtype) if name in names else x for name, x in given.items()}
+
+
+def _public(op: str) -> OpSpec:
+    """The op that the public function of an op runs."""
+    return PUBLIC_OPS[ABSTRACT_OPS[op].public]
 
 
 # ---- views and memory

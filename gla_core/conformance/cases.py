@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from gla_core.conformance.facts import facts, is_empty
+from gla_core.conformance.facts import forms as forms_of
 from gla_core.dispatch.backend import Backend, Capabilities, OpCall, supports_everything
-from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
 from gla_core.ops._spec import CHECKPOINTS
 from gla_core.workloads.inputs import describe
 from gla_core.workloads.named import Workload, select
@@ -23,10 +25,26 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SMALL = frozenset({"ci", "odd", "packed", "extreme"})
 AT_SIZE = frozenset({"train", "prefill", "decode", "long"})
 
+EVERY_OP = tuple(ABSTRACT_OPS)
+FORWARDS = tuple(spec.name for spec in PUBLIC_OPS.values())
+"""The ops that public functions run."""
+WRITING = tuple(name for name, spec in ABSTRACT_OPS.items() if any(result.written for result in spec.results))
+"""The ops with an argument `inplace`."""
 
-def over(op: str, *names: str, **conditions: object) -> pytest.MarkDecorator:
-    """Mark a test with the cases it runs on; the arguments are those of `cases`."""
-    return pytest.mark.over(op, *names, **conditions)
+
+def differentiated(op: str) -> str:
+    """Returns the op that the gradients of a public function are judged as: its backward, or the forward itself."""
+    backward = ABSTRACT_OPS[op].backward
+    is_its_own = backward is not None and ABSTRACT_OPS[backward].public == ABSTRACT_OPS[op].public
+    return backward if backward is not None and is_its_own else op
+
+
+DIFFERENTIATED = tuple(differentiated(op) for op in FORWARDS if ABSTRACT_OPS[op].differentiable)
+
+
+def over(ops: str | tuple[str, ...], *names: str, **conditions: object) -> pytest.MarkDecorator:
+    """Marks a test with an op, or several, and the cases of it that the test runs on, as `cases` takes them."""
+    return pytest.mark.over(ops, *names, **conditions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +61,10 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.workload.name}-{short(self.dtype)}"
+
+    def facts(self) -> list[str]:
+        """Returns what may tell this case from one with another outcome, in words: the most telling first."""
+        return [f"in {short(self.dtype)}", *facts(self.describe(), self.workload.sizes)]
 
     def describe(self) -> OpCall:
         """What the core will know of the call."""
@@ -77,6 +99,7 @@ def cases(
     cuda: bool = False,
     graphs: bool = False,
     checkpoints: bool = False,
+    forms: bool = False,
 ) -> list[Case]:
     """The cases of an op that the backend's capabilities allow.
 
@@ -89,8 +112,10 @@ def cases(
         gradients: none for a backend without.
         deterministic: none for a backend that does not claim to be so.
         at_size: the large workloads, on a CUDA device only, each in its own dtype.
-        cuda: on a CUDA device only. graphs: there, and if the backend claims to be captured into CUDA graphs.
+        cuda: on a CUDA device only. graphs: there, if the backend claims to be captured into CUDA graphs, and where
+            there is something to compute.
         checkpoints: none for a backend that returns none.
+        forms: as few as there must be for each optional argument to be given and to be left out.
     """
     can = backend.can(op)
     is_backward = any(spec.backward == op for spec in ABSTRACT_OPS.values())
@@ -114,7 +139,22 @@ def cases(
         one_each = zip(workloads, itertools.cycle(dtypes), strict=False)
         pairs = one_each if in_turn and device != "cuda" else itertools.product(workloads, dtypes)
         found = [Case(op, w, d, device) for w, d in pairs]
-    return [case for case in found if excluded(backend, case) is None]
+    found = [case for case in found if excluded(backend, case) is None]
+    if graphs or forms:
+        found = [case for case in found if not is_empty(case.describe())]
+    return _of_each_form(found) if forms else found
+
+
+def _of_each_form(found: Iterable[Case]) -> list[Case]:
+    """Returns the cases that give, or leave out, what none before them does."""
+    seen: set[str] = set()
+    kept = []
+    for case in found:
+        own = set(forms_of(case.describe(), case.workload.sizes))
+        if not own <= seen:
+            kept.append(case)
+            seen |= own
+    return kept
 
 
 def refusals(backend: Backend, device: str) -> list[Case]:

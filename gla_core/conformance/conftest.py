@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,16 @@ from torch import Tensor
 
 import gla_core as gla
 from gla_core.conformance.cases import Case, cases, refusals, short
+from gla_core.conformance.divergence import divergence
 from gla_core.conformance.subject import subject
-from gla_core.conformance.tolerances import relative_error
+from gla_core.conformance.tolerances import number, relative_error
 from gla_core.dispatch.backend import Backend
 
 Measure = Callable[..., None]
 KEPT = 2**30
 """Bytes of a device's memory that PyTorch may keep for later cases: other processes of a run may need them."""
+EXAMINED = 2**20
+"""Numbers of a wrong result that are looked at one by one; larger cases are not the ones to begin with."""
 
 _backend = pytest.StashKey[Backend]()
 _device = pytest.StashKey[str]()
@@ -53,8 +58,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         found = refusals(backend, device)
         ids = [f"{case.op}-{case}-{number}" for number, case in enumerate(found)]
     else:
-        found = cases(backend, device, *marker.args, **marker.kwargs)
-        ids = [str(case) for case in found]
+        ops, *names = marker.args
+        several = isinstance(ops, tuple)
+        lists = (cases(backend, device, op, *names, **marker.kwargs) for op in (ops if several else [ops]))
+        found = list(itertools.chain.from_iterable(lists))
+        ids = [f"{case.op}-{case}" if several else str(case) for case in found]
     metafunc.parametrize("case", found, ids=ids)
 
 
@@ -81,8 +89,9 @@ def device(pytestconfig: pytest.Config) -> str:
 
 
 @pytest.fixture
-def measure(record_property: Callable[[str, object], None]) -> Measure:
+def measure(record_property: Callable[[str, object], None], request: pytest.FixtureRequest) -> Measure:
     """Compare tensors by name with what is expected of them, note every error, and fail for any over budget."""
+    case = request.node.callspec.params.get("case")
 
     def measure(out: dict[str, Tensor], expected: dict[str, Tensor], budget: float) -> None:
         over = []
@@ -90,10 +99,20 @@ def measure(record_property: Callable[[str, object], None]) -> Measure:
             error = relative_error(out[name], ref)
             record_property("error", {"quantity": name, "error": error, "budget": budget})
             if not error <= budget:
-                over.append(f"{name} is off by {error:.3g}; the budget is {budget:.3g}")
+                over.append(f"{name}: {_complaint(out[name], ref, error, budget)}")
+                if ref.numel() <= EXAMINED:
+                    record_property("wrong", divergence(name, out[name], ref, budget, case))
         assert not over, "; ".join(over)
 
     return measure
+
+
+def _complaint(out: Tensor, ref: Tensor, error: float, budget: float) -> str:
+    if math.isfinite(error):
+        return f"relative error {number(error)}, allowed {number(budget)}"
+    if (ref.isfinite() & ~out.isfinite()).any():
+        return "NaN or infinity where a number is expected"
+    return "a number where NaN or infinity is expected"
 
 
 @pytest.fixture
@@ -154,5 +173,10 @@ def _about(item: pytest.Function) -> dict[str, Any]:
     case = parameters.get("case")
     about = {"test": f"{item.path.name}::{item.originalname}", "id": item.name}
     if not isinstance(case, Case):
-        return {**about, "op": parameters.get("declared_op"), "workload": None, "dtype": None}
-    return {**about, "op": case.op, "workload": case.workload.name, "dtype": short(case.dtype)}
+        nothing = {"workload": None, "dtype": None, "size": 0, "facts": []}
+        return {**about, "op": parameters.get("declared_op"), **nothing}
+    others = {name: x for name, x in parameters.items() if x is not case}
+    facts = [*case.facts(), *(f"with {name}={getattr(x, '__name__', x)}" for name, x in others.items())]
+    size = math.prod(case.describe().dims.values())
+    named = {"op": case.op, "workload": case.workload.name, "dtype": short(case.dtype)}
+    return {**about, **named, "size": size, "facts": facts}

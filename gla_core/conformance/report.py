@@ -8,7 +8,7 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,26 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance.cases import DTYPES, dtypes_of, may_return_checkpoints, short
+from gla_core.conformance.diagnosis import KINDS, diagnosis, kind
 from gla_core.conformance.subject import sources
-from gla_core.conformance.summary import case_name, counts, finite, properties, reasons, table
+from gla_core.conformance.summary import (
+    NAMED,
+    by_property,
+    case_name,
+    complaint,
+    counts,
+    finite,
+    properties,
+    property_of,
+    reasons,
+    table,
+)
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 from gla_core.files import check_writable, write_json
 
 FORMAT = 2
 """Version of the layout of the summary."""
+RED = {"red": True}
 
 
 class Report:
@@ -54,9 +67,9 @@ class Report:
             return
         outcome = "open" if report.skipped else report.outcome
         errors = [value for name, value in properties if name == "error"]
-        reason = [value for name, value in properties if name == "refusal"]
-        row = {**case, "outcome": outcome, "reason": _reason(report) or "".join(reason) or None, "errors": errors}
-        self.rows.append(row)
+        wrong = [value for name, value in properties if name == "wrong"]
+        reason = _reason(report) or "".join(value for name, value in properties if name == "refusal") or None
+        self.rows.append({**case, "outcome": outcome, "reason": reason, "errors": errors, "wrong": wrong})
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -71,8 +84,9 @@ class Report:
         terminal = session.config.pluginmanager.get_plugin("terminalreporter")
         if terminal is not None and (self.rows or self._broken):
             terminal.section(f"conformance of {self._backend.name} {self._backend.version} on {self._device}")
-            for line in self._lines(not terminal.hasopt("f")):
-                terminal.write_line(line)
+            listed, verbose = terminal.hasopt("f"), session.config.get_verbosity() > 0
+            for line, markup in self._lines(not listed, verbose):
+                terminal.write_line(line, **markup)
         return result
 
     def _write(self, path: Path) -> None:
@@ -83,15 +97,23 @@ class Report:
         cases = ({**row, "errors": [finite(error) for error in row["errors"]]} for row in self.rows)
         path.write_text("".join(json.dumps(case, allow_nan=False) + "\n" for case in cases))
 
-    def _lines(self, with_failures: bool) -> Iterator[str]:
-        yield from sources(self._backend)
+    def _lines(self, with_failures: bool, verbose: bool) -> Iterator[tuple[str, dict[str, bool]]]:
+        """Yields what the screen shows of the run, and in which colour."""
+        failed = [row for row in self.rows if row["outcome"] == "failed"]
+        yield from _plain(sources(self._backend))
         if with_failures:  # pytest does not list them
-            yield from map(_failure, (row for row in self.rows if row["outcome"] == "failed"))
-            yield from (f"ERROR {broken}" for broken in self._broken)
-        yield from (f"not declared: {line}" for line in not_declared(self._backend))
-        yield from (f"open: {why['reason']} ({why['cases']} cases)" for why in reasons(self.rows, "open"))
-        yield from table(self.rows)
-        yield self._verdict()
+            yield from ((line, RED) for line in _failures(failed, verbose))
+            yield from ((f"ERROR {broken}", RED) for broken in self._broken)
+        yield from _plain(_not_declared_in_short(self._backend))
+        yield from _plain(f"open: {why['reason']} ({why['cases']} cases)" for why in reasons(self.rows, "open"))
+        yield from _plain(table([row for row in self.rows if not self._is_of_no_interest(row)]))
+        on = " --device cuda" if self._device == "cuda" else ""
+        yield from _plain(diagnosis(self.rows, f"gla conformance {self._backend.name}{on}"))
+        yield self._verdict(), {"bold": True, "red" if failed or self._broken else "green": True}
+
+    def _is_of_no_interest(self, row: dict[str, Any]) -> bool:
+        """Whether a case says no more than that an op which is not declared is refused."""
+        return row["op"] not in self._backend.ops and row["outcome"] == "passed"
 
     def _verdict(self) -> str:
         found, name = counts(self.rows), self._backend.name
@@ -118,6 +140,24 @@ class Report:
             "open": reasons(self.rows, "open"),
             "properties": properties(self.rows),
         }
+
+
+def _plain(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, bool]]]:
+    return ((line, {}) for line in lines)
+
+
+def _not_declared_in_short(backend: Backend) -> Iterator[str]:
+    """Yields what the capabilities leave out: a line for the ops, one for what is in common, one for each op."""
+    ops = [op for op in OP_PARAMETERS if op not in backend.ops]
+    if ops:
+        yield f"not declared: {', '.join(ops)} (calls of them are refused)"
+    common = _left_out(backend.capabilities, backend.ops)
+    if common:
+        yield f"not declared: {', '.join(common)}"
+    for op, can in backend.op_capabilities.items():
+        others = [line for line in _left_out(can, [op]) if line not in common]
+        if others:
+            yield f"not declared for {op}: {', '.join(others)}"
 
 
 def not_declared(backend: Backend) -> list[str]:
@@ -163,10 +203,18 @@ def _span(can: Capabilities, name: str) -> str | None:
     return None if widths == getattr(Capabilities(), name) else str(widths)
 
 
+def _failures(failed: Sequence[dict[str, Any]], verbose: bool) -> Iterator[str]:
+    """Yields failed cases, a line each, root causes first: of a property the first few, unless all are asked for."""
+    for group in by_property(sorted(failed, key=lambda row: KINDS.index(kind(row)))):
+        shown = group if verbose else group[:NAMED]
+        yield from map(_failure, shown)
+        if len(shown) < len(group):
+            yield f"       and {len(group) - len(shown)} more of {property_of(group[0])} (-v shows all)"
+
+
 def _failure(row: dict[str, Any]) -> str:
     """A failed case in a line."""
-    reason = (row["reason"] or "no reason given").removeprefix("AssertionError: ")
-    return f"FAILED {case_name(row)}: {reason}"
+    return f"FAILED {case_name(row)}: {complaint(row)}"
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str | None:

@@ -1,13 +1,15 @@
 """A run of the kit in short: counts, the worst error of each property, and the reasons of failed and open cases.
 
-A row is one case: test, id, op, workload, dtype, outcome (passed, failed or open), reason, and errors. An error is a
-quantity, the error found and its budget.
+A row is one case: test, id, op, workload, dtype, size, facts, outcome (passed, failed or open), reason, errors, and
+wrong. An error is a quantity, the error found and its budget; what is in wrong, `divergence` says.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 Row = dict[str, Any]
@@ -24,20 +26,25 @@ def counts(rows: list[Row]) -> dict[str, int]:
 
 def properties(rows: list[Row]) -> list[dict[str, Any]]:
     """Per op and property: cases, failures, cases left open, and the error that is largest beside its budget."""
-    groups = defaultdict(list)
-    for row in rows:
-        groups[row["op"], row["test"].split("::")[-1].removeprefix("test_").replace("_", " ")].append(row)
     return [
         {
-            "op": op,
-            "property": name,
+            "op": group[0]["op"],
+            "property": property_of(group[0]),
             "cases": len(group),
             "failed": sum(row["outcome"] == "failed" for row in group),
             "open": sum(row["outcome"] == "open" for row in group),
             "worst": _worst(group),
         }
-        for (op, name), group in groups.items()
+        for group in by_property(rows)
     ]
+
+
+def by_property(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of each op and property, in the order in which these come first."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["op"], property_of(row)].append(row)
+    return list(groups.values())
 
 
 def reasons(rows: list[Row], outcome: str) -> list[dict[str, Any]]:
@@ -61,6 +68,16 @@ def table(rows: list[Row]) -> list[str]:
             failed, still_open = row["failed"] or "-", row["open"] or "-"
             lines.append(f"  {row['property']:<{widest}} {row['cases']:>5}  {failed:>6}  {still_open:>4}  {ratio:>12}")
     return lines
+
+
+def property_of(row: Row) -> str:
+    """The property that a case is of: its test's name, in words."""
+    return row["test"].split("::")[-1].removeprefix("test_").replace("_", " ")
+
+
+def complaint(row: Row) -> str:
+    """Why a case failed, without the name of an exception that says no more than that it did."""
+    return re.sub(r"^([\w.]+\.)?(AssertionError|BackendError): ", "", row["reason"] or "no reason given")
 
 
 def case_name(row: Row) -> str:

@@ -7,33 +7,33 @@ import dataclasses
 import pytest
 import torch
 
-import gla_core as gla
 from gla_core.conformance.calls import (
     attention,
+    autocast_dtype,
+    cast,
     chunk,
+    differentiable,
     expected_attention,
     expected_step,
     expected_summary,
     forward,
+    given,
     gradients,
     oracle_forward,
     oracle_gradients,
+    results,
     run_attention,
     run_step,
     run_summary,
-    softmax,
     step,
     summary,
     training_request,
+    with_gradients,
 )
-from gla_core.conformance.cases import over
+from gla_core.conformance.cases import DIFFERENTIATED, FORWARDS, WRITING, over
 from gla_core.conformance.tolerances import FORWARD, GRADIENT
 
 # In these cases the dtype is that of the autocast; the inputs are float32.
-
-
-def by_hand(x, dtype):
-    return dataclasses.replace(x, q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype))
 
 
 def same(can, budget):
@@ -45,92 +45,95 @@ def dtypes(out):
     return {name: x.dtype for name, x in out.items()}
 
 
+@over(FORWARDS, half=True, forms=True)
+@pytest.mark.parametrize("is_cast", [False, True], ids=["float32", "cast"])
+def test_autocast(backend, case, is_cast, measure):
+    """Given float32, and what is cast already."""
+    x, dtype = given(case, dtype=torch.float32), autocast_dtype(case)
+    x = cast(case.op, x, case.dtype) if is_cast else x
+    with torch.autocast(case.device, case.dtype):
+        out = results(case.op, x, backend.name)
+    expected = results(case.op, cast(case.op, x, dtype), backend.name)
+    assert dtypes(out) == dtypes(expected)
+    measure(out, expected, same(backend.can(case.op), FORWARD[dtype]))
+
+
+@over(WRITING, half=True, forms=True)
+def test_autocast_inplace(backend, case, measure):
+    x, y = (given(case, dtype=torch.float32) | {"inplace": True} for _ in range(2))
+    with torch.autocast(case.device, case.dtype):
+        out = results(case.op, x, backend.name)
+    expected = results(case.op, cast(case.op, y, autocast_dtype(case)), backend.name)
+    assert dtypes(out) == dtypes(expected)
+    assert {id(z) for z in out.values()} & {id(z) for z in x.values()}, "an argument is written, and returned"
+    measure(out, expected, same(backend.can(case.op), FORWARD[case.dtype]))
+
+
+@over(DIFFERENTIATED, half=True, forms=True, gradients=True)
+def test_autocast_of_gradients(backend, case, measure):
+    """Gradients have the dtype of what was given, float32."""
+    x, dtype, request = given(case, dtype=torch.float32), autocast_dtype(case), training_request(backend, case.op)
+
+    def under_autocast(y):
+        with torch.autocast(case.device, case.dtype):
+            return results(case.op, y, request)
+
+    out = with_gradients(case.op, x, under_autocast)
+    expected = with_gradients(case.op, cast(case.op, x, dtype), lambda y: results(case.op, y, request))
+    assert {out[f"d{name}"].dtype for name in differentiable(case.op, x)} == {torch.float32}
+    measure(out, expected, same(backend.can(case.op), GRADIENT[dtype]))
+
+
+# ---- beside what they mean
+
+
+def by_hand(x, dtype):
+    return dataclasses.replace(x, q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype))
+
+
 @over("chunk_gla_fwd", "short", "ungated", "packed", half=True)
 def test_autocast_of_chunk_gla(backend, case, measure):
     x = chunk(case, dtype=torch.float32)
-    cast = by_hand(x, case.dtype)
+    expected = oracle_forward(by_hand(x, case.dtype))
     with torch.autocast(case.device, case.dtype):
         out = forward(x, backend.name)
-    assert dtypes(out) == {"o": case.dtype, "state": torch.float32}
-    measure(out, forward(cast, backend.name), same(backend.can(case.op), FORWARD[case.dtype]))
-    expected = oracle_forward(cast)
     measure(out, expected, FORWARD[case.dtype])
     if x.g is None:  # products of two numbers in half precision are exact in float32, and only their sum is rounded
         measure(out, {"state": expected["state"]}, FORWARD[torch.float32])
 
 
 @over("chunk_gla_bwd", "short", "ungated", "packed", half=True)
-def test_autocast_of_gradients(backend, case, measure):
-    """Forward and backward under autocast; gradients have the dtype of what was given, float32."""
-    x, request = chunk(case, dtype=torch.float32), training_request(backend)
-    cast = by_hand(x, case.dtype)
+def test_autocast_of_gradients_of_chunk_gla(backend, case, measure):
+    x = chunk(case, dtype=torch.float32)
     with torch.autocast(case.device, case.dtype):
-        out = gradients(x, request)
-    assert set(dtypes(out).values()) == {torch.float32}
-    measure(out, gradients(cast, request), same(backend.can(case.op), GRADIENT[case.dtype]))
-    measure(out, oracle_gradients(cast), GRADIENT[case.dtype])
+        out = gradients(x, training_request(backend))
+    measure(out, oracle_gradients(by_hand(x, case.dtype)), GRADIENT[case.dtype])
 
 
 @over("chunk_gla_summary", "short", "ungated", "packed", half=True)
 def test_autocast_of_chunk_gla_summary(backend, case, measure):
     x = summary(case, dtype=torch.float32)
-    cast = {**x, "k": x["k"].to(case.dtype), "v": x["v"].to(case.dtype)}
+    expected = expected_summary(cast(case.op, x, case.dtype))
     with torch.autocast(case.device, case.dtype):
         out = run_summary(x, backend.name)
-    assert dtypes(out) == {"decay": torch.float32, "state": torch.float32}
-    measure(out, run_summary(cast, backend.name), same(backend.can(case.op), FORWARD[case.dtype]))
-    measure(out, {"state": expected_summary(cast)["state"]}, FORWARD[case.dtype])
+    measure(out, {"state": expected["state"]}, FORWARD[case.dtype])
 
 
 @over("recurrent_gla_step", "small", "ungated", "pool", half=True)
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
 def test_autocast_of_recurrent_gla_step(backend, case, inplace, measure):
-    x, cast = step(case, dtype=torch.float32), step(case, dtype=torch.float32)
-    cast |= {name: cast[name].to(case.dtype) for name in "qkv"}
-    expected = expected_step(cast)
+    x = step(case, dtype=torch.float32)
+    expected = expected_step(cast(case.op, x, case.dtype))
     with torch.autocast(case.device, case.dtype):
         out = run_step(x, backend.name, inplace=inplace)
-    assert dtypes(out) == {"o": case.dtype, "state": torch.float32}
     assert (out["state"] is x["state"]) == inplace
-    measure(out, run_step(cast, backend.name, inplace=inplace), same(backend.can(case.op), FORWARD[case.dtype]))
     measure(out, {"o": expected["o"]}, FORWARD[case.dtype])
     measure(out, {"state": expected["state"]}, FORWARD[torch.float32])
-
-
-@over("online_softmax", "small", "other_dimension", half=True)
-@pytest.mark.parametrize("given", ["float32", "cast"])
-def test_autocast_of_online_softmax(backend, case, given, measure):
-    """Computed and returned in float32, as torch.softmax is under autocast on CUDA."""
-    x, dim = softmax(case, dtype=torch.float32 if given == "float32" else case.dtype)
-    with torch.autocast(case.device, case.dtype):
-        y = gla.online_softmax(x, dim, backend=backend.name)
-    assert y.dtype == torch.float32
-    by_hand = gla.online_softmax(x.float(), dim, backend=backend.name)
-    measure({"y": y}, {"y": by_hand}, same(backend.can(case.op), FORWARD[torch.float32]))
 
 
 @over("softmax_attention", "small", "not_causal", half=True)
 def test_autocast_of_softmax_attention(backend, case, measure):
     *qkv, causal = attention(case, dtype=torch.float32)
-    cast = [y.to(case.dtype) for y in qkv]
     with torch.autocast(case.device, case.dtype):
         out = run_attention(*qkv, causal, backend.name)
-    assert dtypes(out) == {"o": case.dtype, "lse": torch.float32}
-    measure(out, run_attention(*cast, causal, backend.name), same(backend.can(case.op), FORWARD[case.dtype]))
-    measure(out, expected_attention(*cast, causal), FORWARD[case.dtype])
-
-
-@over("softmax_attention", "small", half=True, gradients=True)
-def test_autocast_of_gradients_of_softmax_attention(backend, case, measure):
-    *qkv, causal = attention(case, dtype=torch.float32)
-
-    def gradients(*inputs):
-        leaves = [y.detach().requires_grad_() for y in inputs]
-        o, lse = gla.softmax_attention(*leaves, None, causal, backend=backend.name)
-        found = torch.autograd.grad((o, lse), leaves, (torch.ones_like(o), torch.ones_like(lse)))
-        return dict(zip(("dq", "dk", "dv"), found, strict=True))
-
-    with torch.autocast(case.device, case.dtype):
-        out = gradients(*qkv)
-    assert set(dtypes(out).values()) == {torch.float32}
-    measure(out, gradients(*(y.to(case.dtype) for y in qkv)), same(backend.can(case.op), GRADIENT[case.dtype]))
+    measure(out, expected_attention(*(y.to(case.dtype) for y in qkv), causal), FORWARD[case.dtype])

@@ -25,3 +25,8 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
     norm = torch.where(ref.isfinite(), ref, 0).norm()
     error = float(difference.norm() / norm) if norm > 0 else float(difference.norm())
     return error if error == error else float("inf")
+
+
+def number(x: float) -> str:
+    """A number as a report shows it, such as 4.66 or 1e-5."""
+    return f"{x:.3g}".replace("e-0", "e-").replace("e+0", "e+")

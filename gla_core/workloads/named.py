@@ -53,9 +53,9 @@ def _cut(tokens: int, sequences: int) -> tuple[int, ...]:
 
 
 CHUNK_GLA = (
+    _workload("chunk_gla", "short", "ci", B=2, T=17, H=2, K=16, V=16, initial_state=True),
     _workload("chunk_gla", "one_token", "ci odd", B=1, T=1, H=1, K=16, V=16),
     _workload("chunk_gla", "no_token", "ci odd", B=2, T=0, H=2, K=16, V=16, initial_state=True),
-    _workload("chunk_gla", "short", "ci", B=2, T=17, H=2, K=16, V=16, initial_state=True),
     _workload("chunk_gla", "one_chunk", "ci", B=2, T=64, H=2, K=32, V=32),
     _workload("chunk_gla", "one_more_than_a_chunk", "ci odd", B=1, T=65, H=2, K=32, V=16),
     _workload("chunk_gla", "last_chunk_partial", "ci odd", B=2, T=203, H=1, K=32, V=32, initial_state=True),

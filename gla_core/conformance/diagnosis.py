@@ -1,0 +1,150 @@
+"""What the failures of a run have in common, in at most five lines: what to look at first, and how to see it again.
+
+It is made of the rows of `summary.py`, which hold for each case its facts (`facts.py`), its size, and where it is wrong
+(`divergence.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from gla_core.conformance.summary import Row, complaint, property_of
+from gla_core.conformance.tolerances import number
+from gla_core.ops import ABSTRACT_OPS
+
+KINDS = ("changed inputs", "errors", "results", "NaN", "values")
+"""What goes wrong, root causes first: of whatever stands later some may follow from it."""
+FEW = 2
+"""Properties that are named one by one, and facts."""
+
+
+def kind(row: Row) -> str:
+    """Returns what goes wrong in a failed case, one of `KINDS`."""
+    reason = row["reason"] or ""
+    if property_of(row).startswith("inputs unchanged") and row["wrong"]:
+        return "changed inputs"
+    if not row["wrong"]:
+        return "results" if reason.startswith(("AssertionError", "assert")) or "BackendError" in reason else "errors"
+    return "values" if all(wrong["finite"] for wrong in row["wrong"]) else "NaN"
+
+
+def diagnosis(rows: Sequence[Row], command: str) -> list[str]:
+    """Returns what to look at first, line by line; nothing where no case failed.
+
+    Args:
+        rows: all cases of a run.
+        command: what runs the kit on this backend, such as "gla conformance mine".
+    """
+    failed = [row for row in rows if row["outcome"] == "failed"]
+    if not failed:
+        return []
+    op = min((row["op"] for row in failed), key=_place)
+    of_op = [row for row in rows if row["op"] == op]
+    worst = min((kind(row) for row in failed if row["op"] == op), key=KINDS.index)
+    culprits = [row for row in failed if row["op"] == op and kind(row) == worst]
+    examined = experiment(of_op, culprits)
+    smallest = min(culprits, key=lambda row: (row not in examined, row["size"], row["dtype"] != "float32", row["id"]))
+    file, _ = smallest["test"].split("::")
+    lines = {
+        "begin with": _cause(op, worst, culprits, failed),
+        "in common": _in_common(of_op, culprits, examined),
+        "smallest": _first_wrong(smallest),
+        "factor": _factor(smallest, worst),
+        "to see it": f'{command} -k "{file} and {smallest["id"]}" -- --tb=short',
+    }
+    return [f"{label:<10}  {text}" for label, text in lines.items() if text]
+
+
+def experiment(rows: Iterable[Row], culprits: Sequence[Row]) -> list[Row]:
+    """Returns the cases of the property that tells most: some fail and some pass, on the most workloads.
+
+    Cases with nothing to compute do not count as passed.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row in culprits or (row["outcome"] == "passed" and row["size"]):
+            groups.setdefault(property_of(row), []).append(row)
+    wrong = Counter(property_of(row) for row in culprits)
+
+    def tells(name: str) -> tuple:
+        workloads = {(row["workload"], row["dtype"]) for row in groups[name]}
+        return len(groups[name]) > wrong[name], len(workloads), -len(name)  # of equals, "values" is the plainest
+
+    return groups[max(wrong, key=tells)]
+
+
+def distinct(failed: Sequence[Row], passed: Sequence[Row]) -> list[str]:
+    """Returns facts that all failed cases have and no passed one has: a few single ones, or else a pair."""
+    shared = [fact for fact in failed[0]["facts"] if all(fact in row["facts"] for row in failed)]
+    single = [fact for fact in shared if not any(fact in row["facts"] for row in passed)]
+    if single or not passed:
+        return single[:FEW]
+    pairs = itertools.combinations(shared, 2)
+    return list(next((p for p in pairs if not any(set(p) <= set(row["facts"]) for row in passed)), ()))
+
+
+def _place(op: str | None) -> int:
+    return [*ABSTRACT_OPS, op].index(op)
+
+
+def _cause(op: str, worst: str, culprits: Sequence[Row], failed: Sequence[Row]) -> str:
+    """Returns what the first op to mend does wrong, if it is more than wrong values or not the only op that fails."""
+    quantities = ", ".join(dict.fromkeys(wrong["quantity"] for row in culprits for wrong in row["wrong"]))
+    (reason, _), *_ = Counter(complaint(row).removeprefix(f"{op}: ") for row in culprits).most_common(1)
+    text = {
+        "changed inputs": f"{op} changes its inputs: {quantities}",
+        "errors": f"{op}: {reason}",
+        "results": f"{op}: {reason}",
+        "NaN": f"{op} gives NaN or infinity where there should be none: {quantities}",
+        "values": f"{op} gives wrong values",
+    }[worst]
+    rest = len(failed) - len(culprits)
+    if worst == "values" and not rest:
+        return ""
+    return f"{text} ({_cases(culprits)})" + (f"; the other {rest} failures may follow from this" if rest else "")
+
+
+def _in_common(rows: Sequence[Row], culprits: Sequence[Row], examined: Sequence[Row]) -> str:
+    """Returns what tells failed cases from passed ones."""
+    name = property_of(next(row for row in examined if row in culprits))
+    failed = [row for row in examined if row in culprits]
+    passed = [row for row in examined if row not in culprits]
+    broken = dict.fromkeys(property_of(row) for row in rows if row["outcome"] == "failed")
+    whole = {property_of(row) for row in rows} - set(broken)
+    found = []
+    if len(broken) <= FEW < len(whole):
+        fail = "fails" if len(broken) == 1 else "fail"
+        found.append(f"only {' and '.join(map(repr, broken))} {fail}; {len(whole)} other properties of the op pass")
+    if not passed:
+        return "; ".join([*found, f"every case of {name!r} fails"]) if len(failed) > 1 else "".join(found)
+    facts = distinct(failed, passed)
+    if facts:
+        run = f"all {_cases(failed, 'failing ')} of {name!r} run" if len(failed) > 1 else f"what fails of {name!r} runs"
+        found.append(f"{run} {' and '.join(facts)}; none that passes does ({len(passed)})")
+    return "; ".join(found)
+
+
+def _first_wrong(row: Row) -> str:
+    name = row["id"]
+    if not row["wrong"]:
+        return name
+    wrong = row["wrong"][0]
+    return f"{name}: {wrong['quantity']} is first wrong at {wrong['at']}: {wrong['found']}, not {wrong['expected']}"
+
+
+def _factor(row: Row, worst: str) -> str:
+    wrong = next((wrong for wrong in row["wrong"] if wrong["ratio"] is not None), None)
+    if wrong is None:
+        return ""
+    times = f"{number(wrong['ratio'])} x" if wrong["ratio"] else "0 and not"
+    if worst == "changed inputs":
+        return f"{wrong['quantity']} is {times} what it was before"
+    where = "everywhere" if wrong["everywhere"] else "where it is wrong"
+    hint = f": {wrong['hint']}" if wrong["hint"] else ""
+    return f"{wrong['quantity']} is {times} what is expected, {where}{hint}"
+
+
+def _cases(rows: Sequence[Row], which: str = "") -> str:
+    return f"{len(rows)} {which}case{'s' * (len(rows) != 1)}"

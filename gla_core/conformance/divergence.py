@@ -1,0 +1,118 @@
+"""Where a result first goes wrong, and by which factor: what the diagnosis of a failed run says of one case."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_core.conformance.cases import Case
+from gla_core.conformance.tolerances import number
+from gla_core.ops import ABSTRACT_OPS
+
+CLEARLY = 10
+"""Budgets by which a number is off before it counts as wrong: rounding puts single ones above the budget of a norm."""
+CONSTANT = 0.01
+"""The spread of a ratio that counts as one."""
+WORDS = {"B": "batch row", "N": "sequence", "P": "state", "T": "token", "Tq": "query", "Tk": "key", "H": "head"}
+WORDS |= {"Hq": "head", "K": "column of K", "V": "column of V", "n": "checkpoint"}
+
+
+def divergence(quantity: str, out: Tensor, ref: Tensor, budget: float, case: Case | None) -> dict[str, Any]:
+    """Returns what is known of a result that is over its budget, as JSON can hold it.
+
+    Returns:
+        quantity; finite, whether no number is NaN or infinite that should not be; at, found and expected, the first
+        wrong place and the numbers there; ratio of what is found to what is expected where that is one number, else
+        None; everywhere, whether all numbers are wrong; hint, which step of the op would give that ratio.
+    """
+    out, ref = out.detach().double(), ref.detach().double()
+    wrong = _wrong(out, ref, budget)
+    first = int(wrong.flatten().to(torch.uint8).argmax())
+    index = tuple(first // math.prod(out.shape[i + 1 :]) % size for i, size in enumerate(out.shape))
+    ratio = _ratio(out[wrong], ref[wrong])
+    counted = ref.isfinite() & (ref != 0)
+    return {
+        "quantity": quantity,
+        "finite": bool((out.isfinite() | ~ref.isfinite()).all()),
+        "at": _place(quantity, index, tuple(out.shape), case),
+        "found": number(float(out.flatten()[first])),
+        "expected": number(float(ref.flatten()[first])),
+        "ratio": ratio,
+        "everywhere": bool(wrong[counted].float().mean() > 0.9) if counted.any() else True,
+        "hint": _hint(ratio, case),
+    }
+
+
+def _wrong(out: Tensor, ref: Tensor, budget: float) -> Tensor:
+    """Returns which numbers are clearly off; those that are off the most where none is."""
+    same = (out == ref) | (out.isnan() & ref.isnan())
+    difference = torch.where(same, 0, out - ref).abs().nan_to_num(math.inf, math.inf)
+    finite = torch.where(ref.isfinite(), ref, 0)
+    size = torch.maximum(finite.abs(), finite.square().mean().sqrt())
+    wrong = difference > CLEARLY * budget * size
+    return wrong if wrong.any() else difference == difference.max()
+
+
+def _ratio(out: Tensor, ref: Tensor) -> float | None:
+    """Returns the ratio of the larger numbers, if it is one and the same for all of them."""
+    large = ref.isfinite() & (ref.abs() > 0.1 * ref[ref.isfinite()].abs().mean())
+    if large.sum() < 2 or not out[large].isfinite().all():
+        return None
+    ratios = out[large] / ref[large]
+    middle = float(ratios.median())
+    is_constant = float((ratios - middle).abs().max()) <= CONSTANT * max(abs(middle), CONSTANT)
+    return middle if is_constant and abs(middle - 1) > CONSTANT else None
+
+
+def _hint(ratio: float | None, case: Case | None) -> str | None:
+    """Returns a question that names the step that a ratio speaks of."""
+    if ratio is None:
+        return None
+    dims = case.describe().dims if case is not None else {}
+    known = {-1.0: "is a sign wrong?", math.log2(math.e): "is the base 2 or e?", math.log(2): "is the base 2 or e?"}
+    if "K" in dims:
+        known |= {dims["K"] ** 0.5: "is scale applied?", dims["K"] ** -0.5: "is scale applied twice?"}
+    if dims.get("Hq", 0) > dims.get("H", 0):
+        groups = dims["Hq"] / dims["H"]
+        known |= {groups: "are the heads of a group summed?", 1 / groups: "are the heads of a group summed?"}
+    return next((hint for value, hint in known.items() if math.isclose(ratio, value, rel_tol=CONSTANT)), None)
+
+
+def _place(quantity: str, index: tuple[int, ...], shape: tuple[int, ...], case: Case | None) -> str:
+    """Returns an index in words, such as "sequence 3, token 0, head 1": without columns, by its sequence if packed."""
+    names = _dimensions(quantity, case)
+    if case is None or len(names) != len(index):
+        return f"index {list(index)}" if index else "the only number"
+    place = dict(zip(names, index, strict=True))
+    lengths = case.workload.sizes.get("lengths")
+    if lengths is not None and "T" in place and shape[names.index("T")] >= sum(lengths):
+        place.pop("B", None)
+        place = _in_its_sequence(place.pop("T"), lengths) | {WORDS.get(n, n): i for n, i in place.items()}
+    else:
+        place = {WORDS.get(n, n): i for n, i in place.items()}
+    shown = [f"{word} {i}" for word, i in place.items() if not word.startswith("column") or len(place) < 3]
+    return ", ".join(shown)
+
+
+def _in_its_sequence(row: int, lengths: tuple[int, ...]) -> dict[str, int]:
+    """Returns the sequence and the token that a row of packed sequences is."""
+    for i, (start, end) in enumerate(itertools.pairwise(itertools.accumulate(lengths, initial=0))):
+        if start <= row < end:
+            return {"sequence": i, "token": row - start}
+    return {"row after the last sequence": row}
+
+
+def _dimensions(quantity: str, case: Case | None) -> list[str]:
+    """Returns the names of a quantity's dimensions, by the op's description; nothing for one it does not know."""
+    spec = ABSTRACT_OPS[case.op] if case is not None else None
+    if case is None or spec is None:
+        return []
+    shapes: Mapping[str, str] = {a.name: a.shape or "" for a in spec.arguments}
+    shapes = shapes | {f"d{name}": shape for name, shape in shapes.items()}
+    shapes = shapes | {r.name: r.shape or shapes.get(r.like or "", "") for r in spec.results}
+    return shapes.get({"state": "final_state"}.get(quantity, quantity), shapes.get(quantity, "")).split()

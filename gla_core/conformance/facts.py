@@ -1,0 +1,69 @@
+"""Facts of a call in a few words each, such as "with cu_seqlens" or "with K > 1".
+
+From them follow the calls that stand for all forms of an op's arguments, and the diagnosis of a failed run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gla_core.dispatch.backend import OpCall
+from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops._spec import GATE, INDICES, OFFSETS, STATE, Argument
+from gla_core.ops.chunk_gla import CHUNK
+
+ALONG_TIME = {"T": "tokens", "Tq": "queries", "Tk": "keys"}
+ALIGNED = 16
+"""Widths that are a multiple of it are easy for every kernel."""
+
+
+def forms(call: OpCall, sizes: Mapping[str, Any]) -> Iterator[str]:
+    """Yields which optional arguments the call of a workload gives, and whether its queries are grouped."""
+    for argument in ABSTRACT_OPS[call.op].arguments:
+        given = _given(argument, call, sizes)
+        if given is not None:
+            yield f"with {given}" if given else f"without {argument.name}"
+    if "Hq" in call.dims:
+        yield "with grouped queries" if call.dims["Hq"] > call.dims["H"] else "without grouped queries"
+
+
+def facts(call: OpCall, sizes: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what may tell a workload's call from others: the most telling first, its plain sizes last."""
+    yield from forms(call, sizes)
+    lengths = sizes.get("lengths") or ()
+    if sizes.get("gates") not in (None, "none"):
+        yield f"with {'gates of -inf' if sizes['gates'] == '-inf' else sizes['gates'] + ' gates'}"
+    if 0 in lengths:
+        yield "with empty sequences"
+    if sizes.get("padding"):
+        yield "with rows after the last sequence"
+    if sizes.get("masked"):
+        yield "with values of -inf"
+    for name, things in ALONG_TIME.items():
+        if name in call.dims:
+            longest = max(lengths) if name == "T" and lengths else call.dims[name]
+            yield f"with {'more than' if longest > CHUNK else 'at most'} {CHUNK} {things} in a sequence"
+    if any(call.dims[name] % ALIGNED for name in ("K", "V") if name in call.dims):
+        yield f"with K or V that is no multiple of {ALIGNED}"
+    yield from (f"with {name} {'> 1' if size > 1 else f'= {size}'}" for name, size in call.dims.items())
+
+
+def is_empty(call: OpCall) -> bool:
+    """Returns whether there is nothing to compute."""
+    return 0 in call.dims.values()
+
+
+def _given(argument: Argument, call: OpCall, sizes: Mapping[str, Any]) -> str | None:
+    """Returns the argument as the call gives it, "" where it is left out, None where no workload decides that."""
+    given = {
+        GATE: call.gate_dtype is not None,
+        STATE: call.state_dtype is not None,
+        OFFSETS: call.variable_length,
+        INDICES: call.indexed,
+    }
+    if argument.dtype in given:
+        return argument.name if given[argument.dtype] else ""
+    if argument.dtype is not None or argument.hint:
+        return None
+    return f"{argument.name}={sizes[argument.name]}" if argument.name in sizes else ""

@@ -1,0 +1,281 @@
+"""What a failed run of the kit says of its failures: from recorded cases, from tensors, and once from a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+import gla_core as gla
+from gla_core.conformance.cases import Case
+from gla_core.conformance.diagnosis import FEW, diagnosis, distinct, kind
+from gla_core.conformance.divergence import divergence
+from gla_core.conformance.report import _failures
+from gla_core.conformance.run import run
+from gla_core.dispatch.backend import Backend, Capabilities
+from gla_core.dispatch.registry import get
+from gla_core.workloads.named import select
+
+
+def case(name: str, op: str = "chunk_gla_fwd", dtype: torch.dtype = torch.float32) -> Case:
+    (workload,) = (w for w in select(op.removesuffix("_fwd").removesuffix("_bwd")) if w.name == name)
+    return Case(op, workload, dtype, "cpu")
+
+
+def wrong(quantity="o", *, finite=True, ratio=None, everywhere=True, hint=None) -> dict:
+    place = {"at": "batch row 0, token 3, head 0", "found": "0.5", "expected": "0.25"}
+    return {"quantity": quantity, "finite": finite, **place, "ratio": ratio, "everywhere": everywhere, "hint": hint}
+
+
+def row(name, failed=True, test="values", op="chunk_gla_fwd", dtype=torch.float32, reason="AssertionError: o", **more):
+    """A case as a report holds it, with the facts of its workload."""
+    of = case(name, op, dtype)
+    return {
+        "test": f"test_chunk_gla.py::test_{test}",
+        "id": f"test_{test}[{of}]",
+        "op": op,
+        "workload": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "size": math.prod(of.describe().dims.values()),
+        "facts": of.facts(),
+        "outcome": "failed" if failed else "passed",
+        "reason": reason if failed else None,
+        "errors": [],
+        "wrong": [wrong()] if failed else [],
+        **more,
+    }
+
+
+def lines(*rows) -> dict[str, str]:
+    found = diagnosis(rows, "gla conformance mine")
+    assert len(found) <= 5
+    return {line[:10].strip(): line[12:] for line in found}
+
+
+def test_nothing_is_said_where_nothing_failed():
+    assert diagnosis([row("short", failed=False)], "gla conformance mine") == []
+
+
+@pytest.mark.parametrize(
+    ("failed", "passed", "says"),
+    [
+        (["short", "packed"], ["one_chunk", "width_one"], "with initial_state"),
+        (["grouped", "packed_grouped"], ["short", "packed"], "with grouped queries"),
+        (["packed", "padded"], ["short", "ungated"], "with cu_seqlens"),
+        (["short", "one_chunk"], ["ungated"], "with g"),
+        (["minus_infinity"], ["extreme", "strong"], "with gates of -inf"),
+        (["last_chunk_partial", "one_more_than_a_chunk"], ["short", "one_chunk"], "with more than 64 tokens"),
+        (["odd_widths"], ["short", "last_chunk_partial"], "with K or V that is no multiple of 16"),
+        (["ungated"], ["short", "one_chunk", "no_token"], "without g"),
+        (
+            ["one_more_than_a_chunk", "one_token"],
+            ["width_one", "no_token"],
+            "with K > 1",
+        ),
+    ],
+)
+def test_what_all_failed_cases_have_and_no_passed_one(failed, passed, says):
+    rows = [*(row(name) for name in failed), *(row(name, failed=False) for name in passed)]
+    which = "all 2 failing cases of 'values' run" if len(failed) > 1 else "what fails of 'values' runs"
+    assert lines(*rows)["in common"].startswith(f"{which} {says}")
+
+
+def test_a_dtype_and_a_pair_of_facts():
+    half = [row(name, dtype=torch.bfloat16) for name in ("short", "packed")]
+    wide = [row(name, failed=False) for name in ("short", "packed")]
+    assert "run in bfloat16; none that passes does (2)" in lines(*half, *wide)["in common"]
+    assert distinct([row("packed_grouped")], [row("packed", failed=False), row("grouped", failed=False)])
+    pair = distinct([row("packed", facts=["a", "b", "c"])], [row("short", facts=["a", "c"]), row("short", facts=["b"])])
+    assert pair == ["a", "b"]
+    assert len(distinct([row("packed")], [row("one_token", failed=False)])) == FEW
+
+
+def test_the_property_with_most_workloads_is_examined_and_few_that_fail_are_named():
+    values = [row("short"), row("grouped", failed=False), row("ungated", failed=False)]
+    scale = [row("short", test="scale"), row("grouped", test="scale", failed=False)]
+    others = [row("short", test=name, failed=False) for name in ("padding", "same_bits", "checkpoints")]
+    found = lines(*scale, *values, *others)["in common"]
+    assert found.startswith("only 'scale' and 'values' fail; 3 other properties of the op pass; what")
+    every = lines(row("short"), row("grouped"), *others)["in common"]
+    assert every == "only 'values' fails; 3 other properties of the op pass; every case of 'values' fails"
+
+
+def test_the_smallest_case_its_first_wrong_place_and_the_command_that_shows_it():
+    found = lines(row("grouped"), row("short", dtype=torch.bfloat16), row("short"), row("ungated", failed=False))
+    place = "test_values[short-float32]: o is first wrong at batch row 0, token 3, head 0: 0.5, not 0.25"
+    assert found["smallest"] == place
+    command = 'gla conformance mine -k "test_chunk_gla.py and test_values[short-float32]" -- --tb=short'
+    assert found["to see it"] == command
+    assert "factor" not in found
+
+
+@pytest.mark.parametrize(
+    ("known", "says"),
+    [
+        ({"ratio": 5.66, "hint": "is scale applied?"}, "o is 5.66 x what is expected, everywhere: is scale applied?"),
+        ({"ratio": 0.5, "everywhere": False}, "o is 0.5 x what is expected, where it is wrong"),
+    ],
+)
+def test_a_constant_factor(known, says):
+    assert lines(row("short", wrong=[wrong(**known)]))["factor"] == says
+
+
+CHANGED = row("short", test="inputs_unchanged", wrong=[wrong("q", ratio=0.25)])
+OF_ANOTHER_DTYPE = row(
+    "short", reason="gla_core.dispatch.errors.BackendError: chunk_gla_fwd: returned o as bfloat16", wrong=[]
+)
+NAN = row("short", wrong=[wrong(finite=False)])
+RAISES = row("short", reason="IndexError: too many indices", wrong=[])
+VALUES = row("grouped", test="scale")
+
+
+@pytest.mark.parametrize(
+    ("root", "name", "says"),
+    [
+        (CHANGED, "changed inputs", "chunk_gla_fwd changes its inputs: q (1 case)"),
+        (OF_ANOTHER_DTYPE, "results", "chunk_gla_fwd: returned o as bfloat16 (1 case)"),
+        (NAN, "NaN", "chunk_gla_fwd gives NaN or infinity where there should be none: o (1 case)"),
+        (RAISES, "errors", "chunk_gla_fwd: IndexError: too many indices (1 case)"),
+    ],
+)
+def test_root_causes_come_before_wrong_values(root, name, says):
+    assert (kind(root), kind(VALUES)) == (name, "values")
+    found = lines(VALUES, root)
+    assert found["begin with"].startswith(says)
+    assert found["begin with"].endswith("; the other 1 failures may follow from this")
+    assert next(_failures([VALUES, root], verbose=False)).startswith(f"FAILED test_chunk_gla.py::{root['id']}")
+    assert "begin with" not in lines(VALUES)
+
+
+def test_what_is_0_everywhere():
+    found = lines(row("short", wrong=[wrong("state", ratio=-0.0)]))
+    assert found["factor"] == "state is 0 and not what is expected, everywhere"
+
+
+def test_inputs_that_are_changed_have_a_factor_of_their_own():
+    assert lines(CHANGED)["factor"] == "q is 0.25 x what it was before"
+
+
+def test_the_first_op_that_fails_is_told_of():
+    backward = row("short", op="chunk_gla_bwd", test="gradients")
+    found = lines(backward, backward, row("short"))
+    assert found["begin with"] == "chunk_gla_fwd gives wrong values (1 case); the other 2 failures may follow from this"
+
+
+def test_three_failures_a_property_are_listed_and_all_on_request():
+    rows = [row(name) for name in ("short", "grouped", "packed", "padded", "ungated")]
+    listed = list(_failures(rows, verbose=False))
+    assert listed[3:] == ["       and 2 more of values (-v shows all)"]
+    assert listed[0] == "FAILED test_chunk_gla.py::test_values[short-float32]: o"
+    assert len(list(_failures(rows, verbose=True))) == 5
+
+
+# ---- where a result goes wrong
+
+
+def outputs(B: int, T: int, H: int) -> torch.Tensor:
+    return torch.randn(B, T, H, 16, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("factor", "hint"),
+    [
+        (4.0, "is scale applied?"),
+        (0.25, "is scale applied twice?"),
+        (-1.0, "is a sign wrong?"),
+        (math.log(2), "is the base 2 or e?"),
+        (1.7, None),
+        (0.0, None),
+    ],
+)
+def test_a_factor_of_all_numbers(factor, hint):
+    ref = outputs(2, 17, 2)
+    found = divergence("o", factor * ref + 1e-9 * torch.randn_like(ref), ref, 1e-5, case("short"))
+    assert found["ratio"] == pytest.approx(factor, abs=1e-6)
+    assert (found["everywhere"], found["hint"]) == (True, hint)
+    assert found["at"] == "batch row 0, token 0, head 0"
+
+
+def test_the_first_wrong_place_and_no_factor_where_there_is_none():
+    ref = outputs(2, 17, 2)
+    out = ref.clone()
+    out[1, 5, 1, 3:] += torch.randn(13)
+    found = divergence("o", out, ref, 1e-5, case("short"))
+    assert (found["at"], found["ratio"], found["everywhere"]) == ("batch row 1, token 5, head 1", None, False)
+    out = ref.clone()
+    out[:, 9:] *= 2
+    found = divergence("o", out, ref, 1e-5, case("short"))
+    assert (found["at"], found["ratio"], found["everywhere"]) == ("batch row 0, token 9, head 0", 2.0, False)
+
+
+def test_rounding_is_not_the_first_wrong_place():
+    ref = outputs(2, 17, 2)
+    out = ref * (1 + 1e-3 * torch.rand_like(ref))
+    out[1, 3] += 1
+    assert divergence("o", out, ref, 4e-3, case("short"))["at"] == "batch row 1, token 3, head 0"
+    assert divergence("o", out, ref, 1, case("short"))["at"] == "batch row 1, token 3, head 1"  # the largest
+
+
+@pytest.mark.parametrize(
+    ("row", "at"),
+    [(0, "sequence 1, token 0, head 1"), (66, "sequence 4, token 0, head 1"), (198, "sequence 5, token 2, head 1")],
+)
+def test_a_place_of_packed_sequences(row, at):
+    ref = outputs(1, 199, 2)  # lengths 0, 65, 1, 0, 130, 3, 0
+    out = ref.clone()
+    out[0, row, 1] = 7
+    assert divergence("o", out, ref, 1e-5, case("packed"))["at"] == at
+
+
+def test_places_of_other_results():
+    ref = torch.zeros(2, 2, 16, 16)
+    out = ref.clone()
+    out[1, 1, 2, 3] = 1
+    assert divergence("state", out, ref, 0, case("short"))["at"] == "sequence 1, head 1"
+    assert divergence("dq", out, ref, 0, case("short", "chunk_gla_bwd"))["at"] == "batch row 1, token 1, head 2"
+    assert divergence("something", out, ref, 0, case("short"))["at"] == "index [1, 1, 2, 3]"
+    assert divergence("state", out, ref, 0, None)["at"] == "index [1, 1, 2, 3]"
+    step = case("small", "recurrent_gla_step")
+    assert divergence("state", out, ref, 0, step)["at"] == "state 1, head 1"
+
+
+def test_numbers_that_are_none():
+    ref = outputs(2, 17, 2)
+    out = ref.clone()
+    out[0, 4] = torch.nan
+    found = divergence("o", out, ref, 1e-5, case("short"))
+    assert (found["finite"], found["at"], found["found"]) == (False, "batch row 0, token 4, head 0", "nan")
+    assert divergence("o", ref, out, 1e-5, case("short"))["finite"]  # NaN is expected
+
+
+# ---- a run
+
+FWD = get("reference").ops["chunk_gla_fwd"]
+
+
+def scale_ignored(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+    return FWD(q, k, v, g, 1.0, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+
+
+def test_a_run_ends_with_a_diagnosis_before_the_verdict(tmp_path, capsys):
+    backend = Backend("mine", "0", {"chunk_gla_fwd": scale_ignored}, Capabilities(dtypes=frozenset({torch.float32})))
+    options = {"module": "test_chunk_gla", "select": "(test_values or test_scale) and (short or width_one or ungated)"}
+    with gla.register(backend):
+        code = run("mine", report=str(tmp_path / "cases.jsonl"), options=["--color=yes"], **options)
+    assert code == 1
+    coloured = capsys.readouterr().out
+    assert "\x1b[31mFAILED test_chunk_gla.py::test_values[short-float32]: o: relative error 3, allowed 1e-5" in coloured
+    printed = re.sub("\x1b\\[[0-9;]*m", "", coloured).splitlines()
+    table = printed[printed.index(next(line for line in printed if line.startswith("chunk_gla_fwd "))) :]
+    first = [line.split()[0] for line in table]
+    assert first == ["chunk_gla_fwd", "values", "scale", "in", "smallest", "factor", "to", "mine"]
+    assert "all 2 failing cases of 'values' run" in table[3]
+    assert "o is first wrong at batch row 0, token 0, head 0" in table[4]
+    assert table[5].endswith("o is 4 x what is expected, everywhere: is scale applied?")
+    others = "chunk_gla_bwd, chunk_gla_summary, recurrent_gla_step, online_softmax, softmax_attention"
+    assert f"not declared: {others} (calls of them are refused)" in printed
+    row = json.loads((tmp_path / "cases.jsonl").read_text().splitlines()[0])
+    assert (row["facts"][0], row["wrong"][0]["hint"]) == ("in float32", "is scale applied?")
