@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -317,6 +318,65 @@ def test_graphs_are_bounded(gpu, monkeypatch):
     for replays in range(1, 65):  # of launches whose graph was dropped
         replay_two(x, y, others[0], monkeypatch)
         assert len(gpu.graphs) == 5 + (replays == 64)
+
+
+def test_launches_of_a_graph_that_the_driver_refuses_go_on_one_by_one(gpu, monkeypatch):
+    from gla_triton_kernels.runtime import replay
+
+    x, y, scratch = (tensor() for _ in range(3))
+    record_two(gpu, x, y, scratch)
+    for _ in range(5):
+        replay_two(x, y, scratch, monkeypatch)
+    (graph,) = gpu.graphs
+
+    def refused(_stream):
+        graph.starts += 1
+        raise RuntimeError("cuGraphLaunch of the CUDA driver returned error 2")
+
+    monkeypatch.setattr(graph, "start", refused)
+    graph.starts = 0
+    for _ in range(100):
+        replay_two(x, y, scratch, monkeypatch)
+    assert gpu.launched == 105 * gpu.launched[:2]
+    assert (graph.starts, len(gpu.graphs), replay._graphed) == (1, 1, [])
+
+
+def test_a_graph_that_is_made_while_others_are_dropped_is_not_lost(gpu, monkeypatch):
+    """A thread makes a graph while another one, which makes one too many, is about to forget those that it dropped."""
+    from gla_triton_kernels.runtime import replay
+
+    def made(prepared):
+        while prepared.graph is None:
+            prepared.start(7)
+
+    class Graphed(list):
+        def clear(self):
+            monkeypatch.setattr(replay, "_MOST_GRAPHS", 9)
+            beside.start()
+            beside.join(0.2)  # it may have to wait for this very thread
+            super().clear()
+
+    monkeypatch.setattr(replay, "_MOST_GRAPHS", 1)
+    monkeypatch.setattr(replay, "_graphed", Graphed())
+    first, second, third = (replay._Prepared(2 * [(gpu.launch, GRID, ())]) for _ in range(3))
+    beside = threading.Thread(target=made, args=(third,))
+    made(first)
+    made(second)
+    beside.join()
+    assert [x.graph is not None for x in (first, second, third)] == [False, True, True]
+    assert sorted(map(id, replay._graphed)) == sorted(map(id, (second, third)))
+
+
+def test_nothing_is_replayed_on_an_amd_gpu(gpu, monkeypatch):
+    """Its launchers are others: they are not even looked at."""
+    from gla_triton_kernels.runtime import replay
+    from gla_triton_kernels.runtime.launch import Launch
+
+    monkeypatch.setattr(torch.version, "hip", "6.4.0")
+    assert replay.why_not_replayed() == "launches are replayed on NVIDIA GPUs alone"
+    x, y = tensor(), tensor()
+    replay.record("key", (x, y), [Launch(None, GRID, (x, y), (0.5,), (), compiled=SimpleNamespace(run=object()))])
+    assert not replay.replay("key", (x, y), 0.5)
 
 
 def test_a_call_that_is_recorded_anew_forgets_what_was_told(gpu):

@@ -15,6 +15,7 @@ import functools
 import inspect
 import itertools
 import math
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -89,7 +90,11 @@ class _Prepared:
         if len(self.launches) == 1 or _capturing():
             self._launch(stream)
         elif graph is not None:
-            graph.start(stream)
+            try:
+                graph.start(stream)
+            except RuntimeError:  # nothing of it was launched
+                self._give_up(graph)
+                self._launch(stream)
         else:
             self._launch(stream)
             self.left -= 1
@@ -101,17 +106,27 @@ class _Prepared:
             launch(*grid, stream, *arguments)
 
     def _capture(self) -> None:
-        if len(_graphed) >= _MOST_GRAPHS:
-            for other in _graphed:
-                other.graph, other.left = None, _REPLAYS_AGAIN
-            _graphed.clear()
         with contextlib.suppress(RuntimeError):  # then these launches are made one by one for good
-            self.graph = Graph(self._launch)
-            _graphed.append(self)
+            graph = Graph(self._launch)
+            with _graphs_change:
+                if len(_graphed) >= _MOST_GRAPHS:
+                    for other in _graphed:
+                        other.graph, other.left = None, _REPLAYS_AGAIN
+                    _graphed.clear()
+                self.graph = graph
+                _graphed.append(self)
+
+    def _give_up(self, graph: Graph) -> None:
+        """Make these launches one by one for good, unless another thread has dropped this graph."""
+        with _graphs_change:
+            if self.graph is graph:
+                self.graph = None
+                _graphed.remove(self)
 
 
 _graphed: list[_Prepared] = []
-"""The calls that have a graph, of all devices."""
+"""The calls that have a graph, of all devices; it and their graphs change together, under `_graphs_change`."""
+_graphs_change = threading.RLock()  # a collection of garbage may call in between
 _capturing = torch.cuda.is_current_stream_capturing
 
 
@@ -319,6 +334,8 @@ def why_not_replayed() -> str | None:
     """Why every call takes Triton's own way to a launch, which is slower on the host; None if calls are replayed."""
     if interpreted():
         return "kernels are interpreted (TRITON_INTERPRET=1)"
+    if torch.version.hip is not None:
+        return "launches are replayed on NVIDIA GPUs alone"
     if _profiled():
         return "a profiler listens to Triton's launches"
     if not _launchers_are_known():
