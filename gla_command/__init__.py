@@ -1,16 +1,18 @@
-"""The command `gla`: its subcommands with their arguments and help texts. What they do is in `gla_core`,
-or in the plugin that a subcommand names.
+"""The command `gla`: its subcommands with their arguments and help texts.
 
-They stand in a package of their own because `import gla_core` imports torch, for which `gla --help` must not wait. Each
-subcommand imports what it needs when it runs.
+What they do is in `gla_core`, or in the plugin that a subcommand names. They have a package of their own because
+`import gla_core` imports torch, and `gla --help` should not wait for that. Each subcommand imports what it needs when
+it runs.
 
-Exit codes: 0 all is well; 1 bad news (nobody can run the call, a plugin is broken, the demo fell short, an op could not
-be calibrated); 2 the question was wrong; 130 interrupted.
+Exit codes: 0 success; 1 failure (no backend can run the call, a plugin is broken, the demo fell short, an op could not
+be calibrated, the output could not be written); 2 wrong usage (an unknown name, a value out of range, a missing
+package); 130 interrupted.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -22,7 +24,9 @@ try:
     import rich  # noqa: F401 - what the subcommands print with
     import typer
 except ModuleNotFoundError as missing:
-    print(f"gla needs the package {missing.name!r}: pip install 'gla-core[cli]'", file=sys.stderr)
+    from gla_core.extras import how_to_install
+
+    print(f"gla needs the package {missing.name!r}: {how_to_install('cli')}", file=sys.stderr)
     raise SystemExit(2) from None
 
 # Without rich's boxes: they fold names, and cost time.
@@ -32,7 +36,33 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 def main() -> None:
     """Run the command line; the entry point `gla`."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    app(prog_name="gla")
+    _open_closed_streams()
+    code: str | int | None = 0
+    try:
+        app(prog_name="gla")
+    except SystemExit as end:
+        code = end.code
+    except OSError as error:
+        code = _unwritten(error)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        code = code or _unwritten(error)
+    sys.exit(code)
+
+
+def _unwritten(error: OSError) -> int:
+    if not isinstance(error, BrokenPipeError):  # a reader may stop when it has seen enough
+        print(f"gla: the output could not be written: {error.strerror}", file=sys.stderr)
+    return 1
+
+
+def _open_closed_streams() -> None:
+    """Connect standard streams that were closed (`gla ... >&-`) to the null device, so that printing is harmless."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # each takes the lowest free descriptor
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process runs
 
 
 def _print_version(wanted: bool) -> None:
@@ -45,7 +75,7 @@ def _print_version(wanted: bool) -> None:
 
 def _finite(seconds: float | None) -> float | None:
     if seconds is not None and not math.isfinite(seconds):
-        raise typer.BadParameter(f"{seconds} is no finite number")
+        raise typer.BadParameter(f"{seconds} is not a finite number")
     return seconds
 
 
@@ -53,13 +83,14 @@ Version = Annotated[bool, typer.Option("--version", help="Print the version.", c
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1; auto is cuda where there is one.")]
 Seconds = Annotated[
-    float | None, typer.Option(min=0.001, callback=_finite, help="Of timed calls per measurement, such as 0.1.")
+    float | None,
+    typer.Option(min=0.001, callback=_finite, help="Time to spend on each measurement, such as 0.1."),
 ]
 
 
 @contextmanager
 def _in_a_line(command: str) -> Iterator[None]:
-    """End with a line and an exit code, not with a traceback, where the question is wrong or the user interrupts."""
+    """Turn wrong usage, unwritable files and Ctrl-C into a message and an exit code instead of a traceback."""
     try:
         yield
     except (ValueError, LookupError) as error:
@@ -73,20 +104,20 @@ def _in_a_line(command: str) -> Iterator[None]:
 
 
 def _end(command: str, error: BaseException, code: int) -> NoReturn:
-    from gla_core.terminal import message
+    from gla_core.terminal import BAD, message, new_console, print_text
 
-    typer.echo(f"gla {command}: {message(error)}", err=True)
+    print_text(new_console(stderr=True), f"gla {command}: {message(error)}", BAD)
     raise typer.Exit(code) from None
 
 
 @app.callback(epilog="Example: gla demo")
 def _gla(version: Version = False) -> None:
-    """Gated Linear Attention: its ops, and the backends that run them."""
+    """Gated Linear Attention: ops, and interchangeable backends that run them."""
 
 
-@app.command(short_help="List what is installed, and what failed to load.", epilog="Example: gla backends --json")
+@app.command(short_help="List the installed backends.", epilog="Example: gla backends --json")
 def backends(as_json: Json = False) -> None:
-    """List the backends that are installed, and the plugins that failed to load.
+    """List the installed backends: their ops, devices and dtypes, and the plugins that failed to load.
 
     Exits with 1 if a plugin failed to load.
     """
@@ -98,36 +129,44 @@ def backends(as_json: Json = False) -> None:
 
 
 @app.command(
-    short_help="Say who would run a call, and why.",
+    short_help="Show which backend would run a call, and why.",
     epilog="\b\nExamples:\n"
     "  gla explain chunk_gla --shape 8,4096,16,128,128\n"
-    "  gla explain chunk_gla --shape 8,4096,16,128,128 --assume 'NVIDIA H200'\n"
+    "  gla explain chunk_gla --shape 8,4096,16,128,128 --assume H200\n"
     "  gla explain chunk_gla_bwd --shape 1,8192,4,64,64 --query-heads 16 --varlen 12\n"
     "  gla explain recurrent_gla_step --shape 64,16,128,128 --backend reference\n"
     "  gla explain online_softmax --shape 1024,50257 --measure",
 )
 def explain(
-    op: Annotated[str, typer.Argument(help="An op, one of those above.")],
-    shape: Annotated[str, typer.Option(help="Sizes separated by commas, as above.")],
-    query_heads: Annotated[int | None, typer.Option(help="Query heads, a multiple of H; H by default.")] = None,
+    op: Annotated[str, typer.Argument(help="The op, such as chunk_gla.")],
+    shape: Annotated[str, typer.Option(help="Sizes of the call, separated by commas.")],
+    query_heads: Annotated[
+        int | None, typer.Option(help="Number of query heads, a multiple of H (default: H).")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float64, float32, float16 or bfloat16.")] = "bfloat16",
     device: Device = "auto",
-    varlen: Annotated[int | None, typer.Option(help="Number of sequences packed along T; B is then 1.")] = None,
-    max_seqlen: Annotated[int | None, typer.Option(help="Tokens of the longest of them, where that is known.")] = None,
-    backend: Annotated[str | None, typer.Option(help="A request, such as reference, or a,b, or op=a;*=auto.")] = None,
-    assume: Annotated[
-        str | None, typer.Option(help="A CUDA device to think of as being here, such as 'NVIDIA H200'.")
+    varlen: Annotated[int | None, typer.Option(help="Number of sequences packed along T; B must be 1.")] = None,
+    max_seqlen: Annotated[
+        int | None, typer.Option(help="Length of the longest packed sequence, or an upper bound.")
     ] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Also time every backend that can run it, here.")] = False,
+    backend: Annotated[
+        str | None, typer.Option(help="A backend's name, names to try in turn (a,b), or names by op (op=a;*=auto).")
+    ] = None,
+    assume: Annotated[
+        str | None, typer.Option(help="Explain the call for this GPU, which need not be here: H100 or H200.")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Also time every backend that can run the call.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Say which backend would run a call of this size, which would not, and why. Runs nothing, but with --measure.
+    """Show which backend would run a call of these sizes, and why the others would not.
 
-    The sizes are B,T,H,K,V (batch, tokens, heads, key width, value width) for chunk_gla or chunk_gla_fwd, for
+    Nothing is run, except with --measure.
+
+    --shape takes B,T,H,K,V (batch, tokens, heads, key width, value width) for chunk_gla_fwd (chunk_gla for short),
     chunk_gla_bwd, chunk_gla_summary and softmax_attention; B,H,K,V for recurrent_gla_step; ROWS,COLUMNS for
-    online_softmax. Gates and states are float32 (float64 with float64).
+    online_softmax. Gates and states are float32, or float64 with --dtype float64.
 
-    Exits with 0 if some backend can run it, 1 if none can, 2 for a wrong question.
+    Exits with 0 if a backend can run the call, 1 if none can, 2 if an argument is wrong.
     """
     with _in_a_line("explain"):
         from gla_core.cli.calls import describe_call
@@ -138,15 +177,17 @@ def explain(
     raise typer.Exit(int(not good))
 
 
-@app.command(short_help="Examine this installation.", epilog="Example: GLA_BACKEND=reference gla doctor")
+@app.command(short_help="Check this installation.", epilog="Example: GLA_BACKEND=reference gla doctor")
 def doctor(as_json: Json = False) -> None:
-    """Examine this installation: versions, devices, GLA_* variables, backends, plugins that failed to load.
+    """Check this installation: versions, devices, GLA_* variables, backends, extras, plugins that failed to load.
 
-    Exits with 1 if anything is wrong.
+    Exits with 1 if something is wrong. A backend that cannot run on this machine is shown, and is not an error.
     """
-    from gla_core.cli.doctor import doctor
+    with _in_a_line("doctor"):
+        from gla_core.cli.doctor import doctor
 
-    raise typer.Exit(int(not doctor(as_json)))
+        good = doctor(as_json)
+    raise typer.Exit(int(not good))
 
 
 @app.command(
@@ -156,9 +197,10 @@ def doctor(as_json: Json = False) -> None:
     "  gla bench --tag decode --device cuda",
 )
 def bench(
-    op: Annotated[str | None, typer.Option(help="An op, such as chunk_gla; all by default.")] = None,
+    op: Annotated[str | None, typer.Option(help="Only this op, such as chunk_gla.")] = None,
     backend: Annotated[
-        list[str] | None, typer.Option(help="A request, such as auto; repeat for several; each backend by default.")
+        list[str] | None,
+        typer.Option(help="A backend's name, or auto; repeat for several (default: every backend that has the op)."),
     ] = None,
     tag: Annotated[list[str] | None, typer.Option(help="Only workloads with this tag, such as train.")] = None,
     workload: Annotated[list[str] | None, typer.Option(help="Only the workload of this name, or op/name.")] = None,
@@ -167,16 +209,21 @@ def bench(
         typer.Option(help="forward, forward+backward, step, step_graph (these by default), forward_graph, host, ..."),
     ] = None,
     device: Device = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results into this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw PNGs into this folder; needs matplotlib.")] = None,
-    baselines: Annotated[bool, typer.Option(help="Also time what to beat: a loop, PyTorch, FLA.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw pictures into this folder; needs matplotlib.")] = None,
+    baselines: Annotated[
+        bool, typer.Option(help="Also time a loop over tokens, PyTorch and flash-linear-attention (FLA).")
+    ] = True,
     seconds: Seconds = None,
 ) -> None:
-    """Time the backends over named workloads, beside baselines and the memory floor.
+    """Time the backends on named workloads, beside baselines.
 
-    Without --tag and --workload: small workloads on a CPU, in about a minute; those of models on a GPU. GB/s count the
-    bytes that must be moved at least; "of floor" compares with a copy on the same device; "x fla" above 1 is faster. A
-    row names the backends that ran: of `--backend auto`, those that it picked.
+    Without --tag and --workload, a CPU runs small workloads, which takes about a minute, and a GPU those of models.
+
+    A time is the median of the timed calls; "spread" is the distance between their quartiles, as a share of the median.
+    The columns "× loop", "× torch" and "× fla" say how many times as fast as that baseline a backend is. On a GPU,
+    "GB/s" is the least number of bytes that the op can move, divided by the time, and "of floor" compares it with a
+    copy on the same device. With --backend auto, a row names the backends that were chosen.
 
     Exits with 1 if no backend could be timed.
     """
@@ -202,31 +249,29 @@ def bench(
 
 
 @app.command(
-    short_help="Measure what auto ranks by, on this device.",
+    short_help="Fit the cost models behind auto to this device.",
     epilog="\b\nExamples:\n  gla calibrate\n  gla calibrate --backend mine --op online_softmax --json constants.json",
 )
 def calibrate(
     device: Device = "auto",
-    backend: Annotated[
-        list[str] | None, typer.Option(help="A backend's name; repeat for several; all if none.")
-    ] = None,
-    op: Annotated[list[str] | None, typer.Option(help="An op; repeat for several; all if none.")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="Only this backend; repeat for several.")] = None,
+    op: Annotated[list[str] | None, typer.Option(help="Only this op; repeat for several.")] = None,
     seconds: Seconds = None,
     json_file: Annotated[
         Path | None,
         typer.Option(
-            "--json", help="Also write constants as backends ship them: a file.json for one backend, or a folder."
+            "--json", help="Also write the constants as backends ship them: NAME.json for one backend, or a folder."
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, store nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, but store nothing.")] = False,
 ) -> None:
-    """Measure on this device what the backends' cost models predict, so that auto ranks by what is true here.
+    """Measure the backends on this device and fit their cost models to it, so that auto chooses by times measured here.
 
     The constants that predict the measured times best are stored in the folder GLA_CACHE_DIR (by default
-    $XDG_CACHE_HOME/gla_core or ~/.cache/gla_core) and serve until torch, triton, gla_core or the backend changes.
+    $XDG_CACHE_HOME/gla_core or ~/.cache/gla_core). They are used until torch, triton, gla_core or the backend changes.
 
-    Exits with 1 if some op could not be measured, 2 if there is nothing to measure, 130 if interrupted: nothing is then
-    stored.
+    Exits with 1 if an op could not be measured, 2 if there is nothing to measure, 130 if interrupted (nothing is stored
+    then).
     """
     with _in_a_line("calibrate"):
         from gla_core.bench.calibrate import Options, run_calibrate
@@ -256,7 +301,7 @@ def demo(
     steps: Annotated[int | None, typer.Option(min=1, help="Train for this many steps instead of by time.")] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0.1, callback=_finite, help="Train for this long; 100 by default, 40 on a GPU."),
+        typer.Option(min=0.1, callback=_finite, help="Train for this long (default: 100, on a GPU 40)."),
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights, the batches and the text generated.")
@@ -265,13 +310,13 @@ def demo(
     prompt: Annotated[str, typer.Option(help="What the generated text begins with.")] = "def ",
     tokens: Annotated[int, typer.Option(min=0, help="Bytes to generate.")] = 400,
     temperature: Annotated[
-        float, typer.Option(min=0.0, callback=_finite, help="0 always takes the likeliest byte.")
+        float, typer.Option(min=0.0, callback=_finite, help="0 always takes the most likely byte.")
     ] = 0.7,
 ) -> None:
     """Train a small GLA language model on Python's own source files, then generate text from it.
 
-    Takes about two minutes on two CPU cores, and uses a GPU where there is one. Ctrl-C ends the training and goes on
-    with what was learned so far; a second one ends the program.
+    Takes about two minutes on two CPU cores, and uses a GPU if there is one. Ctrl-C ends the training early and goes on
+    with the model as it is; a second Ctrl-C ends the program.
 
     Exits with 1 if the model does not beat a bigram model or if chunked and recurrent evaluation disagree.
     """
@@ -327,32 +372,55 @@ def generate(
 
 
 @app.command(
-    short_help="Prove a backend right.",
+    short_help="Test a backend for correctness.",
     epilog="\b\nExamples:\n  gla conformance reference --report report.json -k 'gradients and float32'\n"
     "  gla conformance reference -- -n 6 --tb=short",
 )
 def conformance(
-    name: Annotated[str, typer.Argument(help="The backend to judge.")],
+    name: Annotated[str, typer.Argument(help="The backend to test.")],
     pytest_options: Annotated[
-        list[str] | None, typer.Argument(help="After --: options of pytest, such as -x, -n 6, --tb=short.")
+        list[str] | None, typer.Argument(help="Options for pytest, after --: -x, -n 6, --tb=short.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cpu unless the backend does not run there.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda (default: cpu, or cuda if the backend cannot run on a CPU).")
+    ] = None,
     report: Annotated[
         str | None,
-        typer.Option(help="Write a JSON summary to this file; every case, a line each, if it ends in .jsonl."),
+        typer.Option(help="Write a JSON summary to this file; if it ends in .jsonl, a line for every case."),
     ] = None,
-    select: Annotated[str | None, typer.Option("-k", help="Names of tests, workloads, dtypes, as pytest's -k.")] = None,
-    commit: Annotated[str | None, typer.Option(help="Source revision to note in the report.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line per case.")] = False,
+    select: Annotated[
+        str | None, typer.Option("-k", help="Only matching tests, workloads and dtypes, as pytest's -k.")
+    ] = None,
+    commit: Annotated[str | None, typer.Option(help="Source revision to record in the report.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print a line for each case.")] = False,
 ) -> None:
-    """Prove a backend right: values, gradients, layouts, memory and refusals of every op that it declares.
+    """Test a backend with the conformance kit: values, gradients, layouts, memory and refusals of each of its ops.
 
-    Exits with 0 if no case failed, 1 if some did, 2 for an unknown backend, a wrong device or an empty selection.
+    Exits with 0 if no case failed, 1 if one did, 2 for an unknown backend, a wrong device or an empty selection.
     """
     with _in_a_line("conformance"):
         try:
             from gla_core.conformance.run import run
         except ModuleNotFoundError as missing:
-            raise ValueError(f"needs the package {missing.name!r}: pip install 'gla-core[conformance]'") from None
+            from gla_core.extras import how_to_install
+
+            raise ValueError(f"needs the package {missing.name!r}: {how_to_install('conformance')}") from None
         code = run(name, device, report, select, commit, verbose=verbose, options=pytest_options or ())
     raise typer.Exit(code)
+
+
+@app.command("new-backend", short_help="Start a backend of your own.", epilog="Example: gla new-backend my_softmax")
+def new_backend(
+    name: Annotated[str, typer.Argument(help="Name of the backend, its package and its folder.")],
+) -> None:
+    """Copy the template of a backend into a new folder here, renamed: a complete package with one op.
+
+    The folder's README.md shows how to install it, test it and make it yours.
+
+    Exits with 2 if the folder exists or the name is not usable.
+    """
+    with _in_a_line("new-backend"):
+        from gla_command.new_backend import create, next_steps
+
+        create(name, Path())
+        typer.echo(next_steps(name))

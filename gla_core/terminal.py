@@ -1,27 +1,61 @@
-"""What the commands print: a console as wide as its reader needs, and tables in which no name is cut."""
+"""What the commands print: a console as wide as the output needs, sentences that wrap, tables that cut no name."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+GOOD, BAD, DOUBTFUL = "green", "red", "yellow"
+"""Styles of verdicts and winners. rich leaves them out where output is piped or NO_COLOR is set."""
 
 _UNLIMITED = 10_000
 _READABLE = 20  # characters in a line of prose
+_FRAME = 2  # characters that a table takes for each column, besides its text
+
+_Item = TypeVar("_Item")
 
 
-def new_console() -> Console:
+def new_console(stderr: bool = False) -> Console:
     """A console of the terminal's width; without a terminal, and no COLUMNS, as wide as the content needs."""
-    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(markup=False, highlight=False, width=None if known else _UNLIMITED)
+    stream = sys.stderr if stderr else sys.stdout
+    known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if known else _UNLIMITED)
+
+
+def print_text(console: Console, text: str, style: str = "", hang: int = 2) -> None:
+    """Print lines, which a terminal shows wrapped between words; piped, each stays one line.
+
+    Args:
+        style: of rich, such as `GOOD`.
+        hang: spaces before the second and later lines of what was one line, on top of its own indentation.
+    """
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + hang)
+        if console.is_terminal:
+            line = textwrap.fill(
+                line, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+        console.print(Text(line, style), soft_wrap=True)
+
+
+def print_explanation(console: Console, explanation: object) -> None:
+    """Print an `Explanation`: the line of the winner, marked "->", and the verdict in a colour."""
+    lines = str(explanation).splitlines()
+    for number, line in enumerate(lines):
+        winner, candidate = line.startswith(" ->"), line.startswith((" ->", "    "))
+        style = "bold" if number == 0 else GOOD if winner else BAD if line.startswith("no backend can run") else ""
+        print_text(console, line, style, hang=17 if candidate else 2)
 
 
 def print_json(value: Any) -> None:
@@ -34,6 +68,33 @@ def message(error: BaseException) -> str:
     return str(error.args[0]) if isinstance(error, LookupError) and error.args else str(error)
 
 
+def progress(console: Console, items: Sequence[_Item], title: Callable[[_Item], str]) -> Iterator[_Item]:
+    """Yield the items under a progress bar that says what is being worked on, on a terminal.
+
+    Args:
+        title: says what an item is, in a few words.
+    """
+    columns = (
+        BarColumn(20),
+        MofNCompleteColumn(),
+        _TimeLeft(),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+    )
+    with Progress(*columns, console=console, transient=True, expand=True, disable=not console.file.isatty()) as bar:
+        task = bar.add_task("", total=len(items))
+        for item in items:
+            bar.update(task, description=title(item), refresh=True)
+            yield item
+            bar.advance(task)
+
+
+class _TimeLeft(TimeRemainingColumn):
+    """The time left, and nothing as long as it is not known."""
+
+    def render(self, task: Task) -> Text:
+        return Text("") if task.time_remaining is None else super().render(task)
+
+
 def print_table(
     console: Console,
     rows: Sequence[Mapping[str, Any]],
@@ -41,62 +102,63 @@ def print_table(
     spare: Sequence[str] = (),
     prose: Collection[str] = (),
     numbers: Collection[str] = (),
+    styles: Sequence[str] = (),
 ) -> None:
     """Print rows of the same keys as a table that fits the console, if need be with fewer columns.
 
-    A column that nobody fills is left out. The values of a list stand side by side where there is room for that, else
-    below each other.
+    A column that nobody fills is left out. The values of a list stand side by side, and go on in the next line where
+    there is no room.
 
     Args:
         spare: columns to leave out where there is no room, the first one first.
         prose: columns whose text may go on in the next line; all others stay whole.
         numbers: columns to align to the right.
+        styles: a style of rich for each row.
     """
     names = [name for name in rows[0] if any(row[name] not in (None, "", []) for row in rows)] if rows else []
     if not names:
         return
-    side_by_side = _table(names, rows, ", ", title, prose, numbers)
-    if _width(console, side_by_side).maximum <= console.width:
-        console.print(side_by_side)
-        return
-    table = _table(names, rows, "\n", title, prose, numbers)
+    widths = {name: _least_and_most(name, [row[name] for row in rows], name in prose) for name in names}
     for name in filter(names.__contains__, spare):
-        if _width(console, table).minimum <= console.width:
+        if sum(widths[n][0] + _FRAME for n in names) <= console.width:
             break
         names.remove(name)
-        table = _table(names, rows, "\n", title, prose, numbers)
-    least = _width(console, table).minimum
-    table.width = least if least > console.width else None
-    console.print(table, crop=False)  # what is still too wide is left to the terminal to fold: nothing is lost
+    shared = _shared([widths[name] for name in names], console.width - _FRAME * len(names))
+    # What is still too wide is left to the terminal to fold: nothing is lost.
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        title=title,
+        title_justify="left",
+        width=sum(shared) + _FRAME * len(names),
+    )
+    for name, width in zip(names, shared, strict=True):
+        table.add_column(name, width=width, justify="right" if name in numbers else "left")
+    for row, style in zip(rows, styles or [""] * len(rows), strict=True):
+        table.add_row(*(_cell(row[name]) for name in names), style=style)
+    console.print(table, crop=False)
 
 
-def _table(
-    names: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
-    separator: str,
-    title: str | None,
-    prose: Collection[str],
-    numbers: Collection[str],
-) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    for name in names:
-        cells = [_cell(row[name], separator) for row in rows]
-        widest = max(cell_len(line) for cell in (name, *cells) for line in cell.split("\n"))
-        unbroken = name not in prose
-        justify = "right" if name in numbers else "left"
-        table.add_column(
-            name, justify=justify, no_wrap=unbroken, min_width=widest if unbroken else min(widest, _READABLE)
-        )
-    for row in rows:
-        table.add_row(*(_cell(row[name], separator) for name in names))
-    return table
+def _least_and_most(name: str, values: Sequence[Any], prose: bool) -> tuple[int, int]:
+    """The widths that a column needs and can use. No name is cut, and a short list stays on one line."""
+    cells = (name, *map(_cell, values))
+    most = max(cell_len(line) for cell in cells for line in cell.split("\n"))
+    if prose:
+        return min(most, _READABLE), most
+    if most > _READABLE and any(isinstance(value, list) for value in values):
+        return max(cell_len(word) for cell in cells for word in cell.split()), most
+    return most, most
 
 
-def _cell(value: Any, separator: str) -> str:
+def _shared(widths: Sequence[tuple[int, int]], room: int) -> list[int]:
+    """Widths of columns that need the least each, and share what is left of the room by what they lack."""
+    lacking = sum(most - least for least, most in widths)
+    left = min(lacking, max(0, room - sum(least for least, _ in widths)))
+    return [least + (left * (most - least) // lacking if lacking else 0) for least, most in widths]
+
+
+def _cell(value: Any) -> str:
     if isinstance(value, list):
-        return separator.join(value)
+        return ", ".join(value)
     return "-" if value is None else str(value)
-
-
-def _width(console: Console, table: Table) -> Measurement:
-    return Measurement.get(console, console.options.update(width=_UNLIMITED, max_width=_UNLIMITED), table)

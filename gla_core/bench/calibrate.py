@@ -7,6 +7,7 @@ constants of each op, and `gla_core.dispatch.calibration.store` or `write_consta
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import math
 import statistics
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 
 from gla_core.bench.calls import time_call
 from gla_core.bench.fit import error, fit
@@ -25,7 +25,7 @@ from gla_core.dispatch import calibration, registry
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Constants, CostModel, OpCall
 from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.files import check_writable, write_json
-from gla_core.terminal import print_table
+from gla_core.terminal import print_table, print_text, progress
 from gla_core.workloads.calibration import shapes
 
 _MOST_BUDGETS = 10  # that one call may be predicted to take
@@ -248,7 +248,7 @@ class Options:
 
 
 def run_calibrate(options: Options, console: Console) -> bool:
-    """Measure, fit, print, store; whether every op that was measured has constants now.
+    """Measure, fit, print, store; return whether every op that was measured has constants now.
 
     Raises:
         ValueError, LookupError: a name that does not exist, nothing to measure. Raised before anything is measured.
@@ -265,11 +265,11 @@ def run_calibrate(options: Options, console: Console) -> bool:
     if not options.dry_run:
         check_writable("the cache", calibration.path())
     kind = calibration.device_kind(options.device)
-    console.print(f"{kind}: {len(tasks)} measurements of {', '.join(names)}", soft_wrap=True)
+    print_text(console, f"{kind}: {len(tasks)} measurements of {', '.join(names)}")
     passes = [
         [
             measure_task(task, (options.seconds or 0.1) / _PASSES)
-            for task in track(tasks, f"measuring, pass {i} of {_PASSES}", console=console, transient=True)
+            for task in progress(console, tasks, functools.partial(_in_progress, i))
         ]
         for i in range(1, _PASSES + 1)
     ]
@@ -278,12 +278,12 @@ def run_calibrate(options: Options, console: Console) -> bool:
     _print(fits, samples, console)
     if fits and options.json is not None:
         for path in write_constants(fits, options.device, options.json):
-            console.print(f"wrote {path}", soft_wrap=True)
+            print_text(console, f"wrote {path}")
     if fits and not options.dry_run:
         fitted: dict[str, dict[str, dict[str, float]]] = {}
         for found in fits:
             fitted.setdefault(found.backend, {})[found.op] = found.constants
-        console.print(f"stored in {calibration.store(fitted, options.device)}", soft_wrap=True)
+        print_text(console, f"stored in {calibration.store(fitted, options.device)}")
     wanted = {(task.backend, task.call.op) for task in tasks}
     return wanted == {(found.backend, found.op) for found in fits}
 
@@ -310,7 +310,11 @@ def _print(fits: Sequence[Fit], samples: Sequence[Sample], console: Console) -> 
             left_out.setdefault((sample.call.op, sample.backend, sample.error), []).append(sample.call)
     for (op, backend, why), calls in left_out.items():
         which = "; ".join(describe(call) for call in calls) if len(calls) < 4 else f"{len(calls)} shapes"
-        console.print(f"left out: {op} by {backend} at {which}: {why}", soft_wrap=True)
+        print_text(console, f"left out: {op} by {backend} at {which}: {why}")
+
+
+def _in_progress(number: int, task: Task) -> str:
+    return f"pass {number} of {_PASSES}: {task.call.op} by {task.backend}, {describe(task.call)}"
 
 
 def describe(call: OpCall) -> str:

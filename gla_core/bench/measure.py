@@ -1,4 +1,4 @@
-"""Time of a callable: device events on a CUDA device, the wall clock elsewhere; always a median after warm-up.
+"""Time of a callable: device events on a CUDA device, the wall clock elsewhere; the median of calls after a warm-up.
 
 A measurement takes a list of callables that do the same on different tensors, and calls them in a cycle. `rotations`
 says how many are needed so that no call finds its inputs in the device's cache.
@@ -26,10 +26,15 @@ _MOST_ROTATIONS = 128
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Median seconds of one call, and how many calls were timed."""
+    """Median seconds of one call, how many calls were timed, and how far their times are apart.
+
+    Attributes:
+        spread: distance between the first and the third quartile, as a share of the median; None for a single time.
+    """
 
     seconds: float
     calls: int
+    spread: float | None = None
 
 
 def time_calls(calls: Sequence[Call], device: torch.device, budget: float = 0.5) -> Timing:
@@ -46,7 +51,7 @@ def time_calls(calls: Sequence[Call], device: torch.device, budget: float = 0.5)
     next(cycle)()
     number = _affordable(_warm_up(cycle, device, budget / 5), budget)
     sample = _device_samples if device.type == "cuda" else _wall_samples
-    return Timing(statistics.median(sample(cycle, device, number)), number)
+    return _timing(sample(cycle, device, number), number)
 
 
 def time_graph(calls: Sequence[Call], device: torch.device, budget: float = 0.5) -> Timing:
@@ -69,7 +74,7 @@ def time_graph(calls: Sequence[Call], device: torch.device, budget: float = 0.5)
             for call in calls:
                 call()
         replay = time_calls([graph.replay], device, budget)
-    return Timing(replay.seconds / len(calls), replay.calls * len(calls))
+    return Timing(replay.seconds / len(calls), replay.calls * len(calls), replay.spread)
 
 
 def time_host(calls: Sequence[Call], device: torch.device, budget: float = 0.5) -> Timing:
@@ -84,7 +89,7 @@ def time_host(calls: Sequence[Call], device: torch.device, budget: float = 0.5) 
             next(cycle)()
         samples.append((clock() - start) / _BURST)
         synchronize(device)
-    return Timing(statistics.median(samples), bursts * _BURST)
+    return _timing(samples, bursts * _BURST)
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None, budget: float = 0.5) -> float:
@@ -111,6 +116,12 @@ def synchronize(device: torch.device) -> None:
     """Wait for a CUDA device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _timing(samples: Sequence[float], calls: int) -> Timing:
+    median = statistics.median(samples)
+    first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(median, calls, (third - first) / median if median else None)
 
 
 def _affordable(estimate: float, budget: float) -> int:

@@ -20,8 +20,6 @@ from gla_core.bench.baselines import BASELINES
 from gla_core.bench.suite import Row, with_ratios
 from gla_core.files import write_json
 
-HEADER = ("workload", "direction", "backend", "time", "GB/s", "of floor")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
@@ -101,13 +99,15 @@ def read(path: Path) -> Results:
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells, with a column for each baseline that some row is compared with, and one for errors if any."""
+    """Header and cells, with a column for each baseline that some row is compared with, and for spreads and errors."""
     compared = [name for name in BASELINES if any(name in row.ratio_to for row in rows)]
-    errors = any(row.error for row in rows)
-    header = [*HEADER, *(f"× {name}" for name in compared), *(["error"] if errors else [])]
+    errors, spreads = any(row.error for row in rows), any(row.spread is not None for row in rows)
+    header = ["workload", "direction", "backend", "time", *(["spread"] if spreads else []), "GB/s", "of floor"]
+    header += [*(f"× {name}" for name in compared), *(["error"] if errors else [])]
     return header, [
         [
             *(row.workload, row.direction, row.backend, time_text(row.seconds)),
+            *(["" if row.spread is None else f"{row.spread:.0%}"] if spreads else []),
             *("" if x is None else text(x) for x, text in _rates(row)),
             *(f"{row.ratio_to[name]:.2f}" if name in row.ratio_to else "" for name in compared),
             *([row.error or ""] if errors else []),

@@ -1,14 +1,15 @@
-"""The command `gla bench`: choose cases, measure them under a progress bar, print tables and who was refused."""
+"""The command `gla bench`: choose cases, measure them under a progress bar, print tables and what was refused."""
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import track
 
 from gla_core.bench import measure, plots, results, suite
 from gla_core.bench.baselines import BASELINES
@@ -17,9 +18,24 @@ from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.dispatch.request import check
 from gla_core.files import check_writable
 from gla_core.ops import PUBLIC_OPS
-from gla_core.terminal import print_table
+from gla_core.terminal import DOUBTFUL, GOOD, print_table, print_text, progress
 from gla_core.workloads import named as workloads
 from gla_core.workloads.named import TAGS, Workload
+
+BUSY = 0.5
+"""Load average per core above which a machine is called busy."""
+UNSTEADY = 0.25
+"""Spread above which a time is called unsteady."""
+COLUMNS = {
+    "time": "the median of the timed calls",
+    "spread": "the distance between their quartiles, as a share of the median",
+    "GB/s": "the least number of bytes that the op can move, divided by the time",
+    "of floor": "GB/s as a share of a copy's on this device",
+    "× loop": "how many times as fast as the recurrence in PyTorch, one token at a time",
+    "× torch": "how many times as fast as PyTorch's own function",
+    "× fla": "how many times as fast as flash-linear-attention's own function",
+}
+"""What the columns of numbers mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +62,7 @@ class Options:
 
 
 def run_bench(options: Options, console: Console) -> bool:
-    """Measure, print tables, and write the files that were asked for; whether any backend could be timed.
+    """Measure, print tables, and write the files that were asked for; return whether any backend could be timed.
 
     Raises:
         ValueError, LookupError: an op, tag, workload, direction or backend that does not exist; nothing to measure;
@@ -60,18 +76,21 @@ def run_bench(options: Options, console: Console) -> bool:
         plots.pyplot()
     bandwidth = measure.copy_bandwidth(options.device)
     found = results.describe_run(options.device, bandwidth)
-    console.print(f"{found.device}: copies at {bandwidth / 1e9:.0f} GB/s; {len(chosen)} measurements", soft_wrap=True)
+    print_text(console, f"{found.device}: copies at {bandwidth / 1e9:.0f} GB/s; {len(chosen)} measurements")
+    busy = how_busy()
+    if busy is not None:
+        print_text(console, busy, DOUBTFUL)
     budget = options.seconds or (0.5 if options.device.type == "cuda" else 0.1)
     rows: list[Row] = []
-    for case in track(chosen, "measuring", console=console, transient=True):
+    for case in progress(console, chosen, lambda case: f"{case.workload.op} {case}"):
         rows.append(suite.measure_case(case, options.device, bandwidth, budget))
         found = found.with_rows(rows)
         if options.json is not None:
             results.write(options.json, found)
-    print_rows(found.rows, console)
+    print_rows(found.rows, console, options.device)
     if options.plot is not None:
         for path in plots.plot(found, options.plot):
-            console.print(f"wrote {path}", soft_wrap=True)
+            print_text(console, f"wrote {path}")
     return any(row.seconds is not None and row.backend not in BASELINES for row in rows)
 
 
@@ -122,15 +141,62 @@ def by_op(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
             yield op, found
 
 
-def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """Print a table for each op and direction, and below them, once each, what could not be measured and why."""
+def how_busy() -> str | None:
+    """Returns a sentence if other programs keep this machine busy, by its load average; None if not, or not known."""
+    cores = os.cpu_count()
+    if cores is None or not hasattr(os, "getloadavg"):
+        return None
+    load = os.getloadavg()[0]
+    if load <= BUSY * cores:
+        return None
+    return f"this machine is busy: load average {load:.1f} in the last minute on {cores} cores; times may be too long"
+
+
+def print_rows(rows: Sequence[Row], console: Console, device: torch.device) -> None:
+    """Print a table for each op and direction; below them what the columns mean, and what could not be measured."""
     timed = [row for row in rows if row.error is None]
+    shown: dict[str, None] = {}
     for op, of_op in by_op(timed):
         for direction in dict.fromkeys(row.direction for row in of_op):
-            header, body = results.table([row for row in of_op if row.direction == direction])
-            lines = [dict(zip(header, line, strict=True)) for line in body]
-            for line in lines:
-                del line["direction"]
-            print_table(console, lines, f"{op}, {direction}", spare=header[4:], numbers=header[3:])
+            table = [row for row in of_op if row.direction == direction]
+            lines = _lines(table, device, repeat=not console.is_terminal)
+            numbers = list(lines[0])[2:]
+            styles = [GOOD if row in _fastest(table) else "" for row in table]
+            spare = [name for name in numbers if name != "time"]
+            print_table(console, lines, f"{op}, {direction}", spare=spare, numbers=numbers, styles=styles)
+            shown |= dict.fromkeys(name for name in numbers if any(line[name] for line in lines))
+    for name in filter(COLUMNS.__contains__, shown):
+        print_text(console, f"{name}: {COLUMNS[name]}")
+    unsteady = sum(row.spread is not None and row.spread > UNSTEADY for row in timed)
+    if unsteady:
+        print_text(
+            console,
+            f"{unsteady} of {len(timed)} times have a spread above {UNSTEADY:.0%}: "
+            "other programs kept this machine busy, or --seconds is too short",
+            DOUBTFUL,
+        )
     for line in results.failures(rows):
-        console.print(line, soft_wrap=True)
+        print_text(console, line)
+
+
+def _lines(rows: Sequence[Row], device: torch.device, repeat: bool) -> list[dict[str, str]]:
+    """The rows of one table by column. A CPU's caches make GB/s and the floor meaningless there.
+
+    Args:
+        repeat: name the workload in every row, and not only in the first of several.
+    """
+    header, body = results.table(rows)
+    left_out = {"direction"} | ({"GB/s", "of floor"} if device.type == "cpu" else set())
+    lines = [{name: cell for name, cell in zip(header, cells, strict=True) if name not in left_out} for cells in body]
+    for line, (before, row) in zip(lines[1:], itertools.pairwise(rows), strict=True):
+        if not repeat and before.workload == row.workload:
+            line["workload"] = ""
+    return lines
+
+
+def _fastest(rows: Sequence[Row]) -> list[Row]:
+    """The fastest row of each workload that has several."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.workload, []).append(row)
+    return [min(group, key=lambda row: row.seconds or 0.0) for group in groups.values() if len(group) > 1]

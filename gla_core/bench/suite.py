@@ -1,8 +1,8 @@
 """What is timed: cases (a workload, an implementation, a direction), and the row that each of them gives.
 
-forward            chunk_gla, online_softmax, softmax_attention without gradients
+forward            of ops that have gradients, without them
 forward+backward   with the gradients of every input, through autograd
-step               recurrent_gla_step, writing the state in place
+step               of ops that have none, writing in place
 forward_graph, step_graph, forward+backward_graph
                    the same in a CUDA graph that is replayed: what the device takes, without the host
 host               seconds of the host per eager call (forward or step), the device not waited for
@@ -57,9 +57,10 @@ class Row:
 
     Attributes:
         workload, op, direction: what was measured.
-        backend: the backend that really ran, or the baseline; the request where nobody could. Where a backward was run
-            by another backend than its forward, both, as in "parallel_scan+reference".
+        backend: the backend that really ran, or the baseline; the request if no backend could. If another backend ran
+            the backward than the forward, both, as in "parallel_scan+reference".
         seconds: median of `calls` calls; None where there is an error.
+        spread: distance between the quartiles of these calls over their median; None where there is one time or none.
         gigabytes_per_second: bytes of the memory floor over seconds.
         floor_fraction: seconds of the memory floor, at the copy bandwidth of the same run, over seconds.
         ratio_to: for each baseline of the same workload and direction, its seconds over these: above 1 is faster.
@@ -76,6 +77,7 @@ class Row:
     floor_fraction: float | None = None
     ratio_to: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+    spread: float | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -161,7 +163,7 @@ def measure_case(case: Case, device: torch.device, bandwidth: float | None = Non
         return row
     finally:
         _free(device)
-    row = dataclasses.replace(row, seconds=timing.seconds, calls=timing.calls)
+    row = dataclasses.replace(row, seconds=timing.seconds, calls=timing.calls, spread=timing.spread)
     return row if case.direction not in TIMED else _against_the_floor(row, case, bandwidth)
 
 

@@ -1,4 +1,4 @@
-"""`gla backends`: what is installed, and what failed to load."""
+"""`gla backends`: the installed backends, and the plugins that failed to load."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import gla_core as gla
 from gla_core.ops._checks import FLOATS
-from gla_core.terminal import new_console, print_json, print_table
+from gla_core.terminal import BAD, new_console, print_json, print_table, print_text
 
 
 def backends(as_json: bool) -> bool:
-    """Print what is installed; whether every plugin could be loaded."""
+    """Print the installed backends; return whether every plugin could be loaded."""
     rows = [backend_row(info) for info in gla.backends()]
     broken = [row for row in rows if row["load error"]]
     if as_json:
@@ -19,12 +19,12 @@ def backends(as_json: bool) -> bool:
         console = new_console()
         print_table(console, [row for row in rows if row not in broken], spare=("plugin", "version"))
         for row in broken:
-            console.print(f"plugin {row['name']!r} failed to load: {row['load error']}", soft_wrap=True)
+            print_text(console, f"plugin {row['name']!r} failed to load: {row['load error']}", BAD)
     return not broken
 
 
 def backend_row(info: gla.BackendInfo) -> dict[str, Any]:
-    """What is known of a backend, by the names of columns."""
+    """A backend as a row of the table, by the names of its columns."""
     can = info.capabilities
     return {
         "name": info.name,

@@ -10,7 +10,7 @@ import gla_core as gla
 from gla_core.dispatch.backend import KnownDevice, OpCall
 from gla_core.dispatch.calibration import KNOWN_DEVICES
 from gla_core.dispatch.errors import nearest
-from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
 from gla_core.ops._spec import OFFSETS, WIDTHS
 
 SHAPES = {op: spec.command_line_sizes for op, spec in ABSTRACT_OPS.items()}
@@ -24,8 +24,16 @@ def public_op(op: str) -> str:
 
 
 def abstract_ops(op: str) -> list[str]:
-    """The abstract ops that an op's name stands for: chunk_gla_fwd and chunk_gla_bwd for chunk_gla."""
-    return [op] if op in ABSTRACT_OPS else [name for name, spec in ABSTRACT_OPS.items() if spec.public == op] or [op]
+    """The abstract ops that an op's name stands for: chunk_gla_fwd and chunk_gla_bwd for chunk_gla.
+
+    Raises:
+        UnknownOpError: no op has this name.
+    """
+    found = [op] if op in ABSTRACT_OPS else [name for name, spec in ABSTRACT_OPS.items() if spec.public == op]
+    if not found:
+        known = dict.fromkeys((*PUBLIC_OPS, *ABSTRACT_OPS))
+        raise gla.UnknownOpError(f"unknown op {op!r}{nearest(op, known)} (there are {', '.join(known)})")
+    return found
 
 
 def describe_call(
@@ -41,14 +49,12 @@ def describe_call(
     """The call that the numbers of a command line describe; chunk_gla stands for chunk_gla_fwd.
 
     Args:
-        assume: name of a CUDA device that is to be thought of as being here.
+        assume: a CUDA device that the call is described for, here or not: its name or a part of it, such as H200.
 
     Raises:
         ValueError, UnknownOpError: numbers or names that describe no call.
     """
     op = abstract_ops(op)[0]
-    if op not in SHAPES:
-        raise gla.UnknownOpError(f"unknown op {op!r}{nearest(op, SHAPES)} (there are {', '.join(SHAPES)})")
     precision = dtype_of(dtype)
     sizes = _sizes(op, shape)
     if query_heads is not None and "H" not in sizes:
@@ -70,11 +76,15 @@ def describe_call(
 
 
 def _assumed(name: str) -> KnownDevice:
-    if name not in KNOWN_DEVICES:
+    """The known device whose name has all these words, whatever their case."""
+    words = set(name.lower().split())
+    found = [device for known, device in KNOWN_DEVICES.items() if words <= set(known.lower().split())]
+    if not words or len(found) != 1:
+        problem = "names several devices" if words and found else "is not a known device"
         raise ValueError(
-            f"--assume {name!r} is no known device{nearest(name, KNOWN_DEVICES)} (there are {', '.join(KNOWN_DEVICES)})"
+            f"--assume {name!r} {problem}; expected {' or '.join(KNOWN_DEVICES)}, or a part of such a name, as H200"
         )
-    return KNOWN_DEVICES[name]
+    return found[0]
 
 
 def _assumed_place(device: str) -> torch.device:
@@ -86,10 +96,13 @@ def _assumed_place(device: str) -> torch.device:
 def _sizes(op: str, shape: str) -> dict[str, int]:
     names = SHAPES[op]
     parts = shape.split(",")
-    if len(parts) != len(names) or not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(
-            f"--shape {shape!r} has {len(parts)} values; {op} expects {len(names)} whole numbers: {','.join(names)}"
-        )
+    wrong = [
+        f"{name} is {part.strip()!r}" for name, part in zip(names, parts, strict=False) if not part.strip().isdecimal()
+    ]
+    if len(parts) != len(names) or wrong:
+        problem = f"has {len(parts)} values" if len(parts) != len(names) else wrong[0]
+        expected = f"{op} expects {len(names)} whole numbers: {','.join(names)}"
+        raise ValueError(f"--shape {shape!r}: {problem}; {expected}")
     sizes = dict(zip(names, map(int, parts), strict=True))
     for name in WIDTHS:
         if sizes.get(name) == 0:

@@ -1,4 +1,4 @@
-"""`gla doctor`: what is installed here, what is set, and what is wrong."""
+"""`gla doctor`: what is installed here, what is set, what cannot run, and what is wrong."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import torch
 import gla_core as gla
 from gla_core.cli.backends import backend_row, last_line
 from gla_core.dispatch import calibration, registry
-from gla_core.dispatch.backend import CostModel
+from gla_core.dispatch.backend import Capabilities, CostModel
 from gla_core.dispatch.environment import VARIABLES, Environment, environment
 from gla_core.dispatch.errors import nearest
 from gla_core.dispatch.request import check, current_request
-from gla_core.terminal import message, new_console, print_json, print_table
+from gla_core.extras import extras, how_to_install, missing
+from gla_core.terminal import BAD, DOUBTFUL, GOOD, message, new_console, print_json, print_table, print_text
 
 
 def doctor(as_json: bool) -> bool:
-    """Print the state of this installation; whether all is well."""
+    """Print the state of this installation; return whether nothing is wrong."""
     report = examine()
     if as_json:
         print_json(report)
@@ -32,10 +33,10 @@ def doctor(as_json: bool) -> bool:
 
 def _print(report: dict[str, Any]) -> None:
     console = new_console()
-    console.print("  ".join(f"{name} {number}" for name, number in report["versions"].items()), soft_wrap=True)
+    print_text(console, "  ".join(f"{name} {number}" for name, number in report["versions"].items()))
     for device in report["devices"]:
         facts = ", ".join(f"{name} {value}" for name, value in device.items() if name != "device")
-        console.print(f"{device['device']}: {facts}", soft_wrap=True)
+        print_text(console, f"{device['device']}: {facts}")
     variables = [{**row, "value": row["value"] or "unset"} for row in report["variables"]]
     print_table(console, variables, prose=("value", "effect"))
     print_table(console, report["request"])
@@ -45,16 +46,27 @@ def _print(report: dict[str, Any]) -> None:
     )
     print_table(console, report["calibration"])
     for row in report["notes"]:
-        console.print(f"{row['backend']}: {row['note']}", soft_wrap=True)
+        print_text(console, f"{row['backend']}: {row['note']}")
+    for limit in report["limits"]:
+        print_text(console, limit, DOUBTFUL)
+    for extra, requirements in report["missing extras"].items():
+        print_text(
+            console, f"extra {extra!r}: {', '.join(requirements)} not installed; {how_to_install(extra)}", DOUBTFUL
+        )
     for name, error in report["quarantine"].items():
-        console.print(f"plugin {name!r} failed to load:\n{error}", soft_wrap=True)
+        print_text(console, f"plugin {name!r} failed to load:\n{error}", BAD)
     for problem in report["problems"]:
-        console.print(f"problem: {problem}", style="red", soft_wrap=True)
-    console.print("something is wrong" if report["problems"] else "all is well")
+        print_text(console, f"problem: {problem}", BAD)
+    print_text(
+        console, "something is wrong" if report["problems"] else "all is well", BAD if report["problems"] else GOOD
+    )
 
 
 def examine() -> dict[str, Any]:
-    """The state of this installation; 'problems' lists what is wrong, one sentence each."""
+    """The state of this installation.
+
+    'problems' lists what is wrong, a sentence each, and 'limits' which backends cannot run on this machine.
+    """
     settings: Environment | None = None
     found: list[gla.BackendInfo] = []
     request: list[dict[str, str]] = []
@@ -81,6 +93,8 @@ def examine() -> dict[str, Any]:
         "backends": [backend_row(info) for info in found if info.error is None],
         "calibration": [] if settings is None else _calibration(),
         "notes": [] if settings is None else _notes(),
+        "limits": [] if settings is None else limits(),
+        "missing extras": {extra: lacking for extra in extras() if (lacking := missing(extra))},
         "quarantine": broken,
         "problems": problems,
     }
@@ -114,11 +128,14 @@ def _devices() -> list[dict[str, Any]]:
     return devices
 
 
+def _devices_here() -> list[torch.device]:
+    return [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+
+
 def _calibration() -> list[dict[str, Any]]:
     """The ops whose constants were measured on this machine, by device and backend."""
-    kinds = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     rows = []
-    for device in kinds:
+    for device in _devices_here():
         for backend in registry.installed().values():
             known = isinstance(backend.cost, CostModel)
             ops = [op for op in backend.ops if known and calibration.calibrated(backend, op, device)]
@@ -128,7 +145,7 @@ def _calibration() -> list[dict[str, Any]]:
 
 
 def _notes() -> list[dict[str, str]]:
-    """What backends say of themselves here; a fault in one is noted too."""
+    """The notes of each backend on this machine; an error in one is noted too."""
     rows = []
     for backend in registry.installed().values():
         try:
@@ -139,8 +156,32 @@ def _notes() -> list[dict[str, str]]:
     return rows
 
 
+def limits() -> list[str]:
+    """A sentence for each backend that no device of this machine satisfies, by its capabilities."""
+    found = []
+    for backend in registry.installed().values():
+        needed = list(dict.fromkeys(map(backend.can, backend.ops)))
+        if needed and not any(_satisfies(device, can) for can in needed for device in _devices_here()):
+            found.append(f"{_what_is_missing(needed)}: {backend.name} cannot run")
+    return found
+
+
+def _satisfies(device: torch.device, can: Capabilities) -> bool:
+    if can.devices is not None and device.type not in can.devices:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= can.min_compute_capability
+
+
+def _what_is_missing(needed: list[Capabilities]) -> str:
+    types = sorted({type for can in needed for type in can.devices or ()})
+    if "cuda" in types and torch.cuda.device_count():
+        major, minor = min(can.min_compute_capability for can in needed)
+        return f"no CUDA device of compute capability {major}.{minor}"
+    return f"no {' or '.join(types).upper()} device"
+
+
 def _variables(settings: Environment | None) -> list[dict[str, str | None]]:
-    """Every GLA_* variable, and what comes of it."""
+    """Every GLA_* variable, and what it does."""
     unknown = sorted(name for name in os.environ if name.startswith("GLA_") and name not in VARIABLES)
     effects = dict.fromkeys(VARIABLES, "the settings cannot be read") if settings is None else _effects(settings)
     effects |= {name: f"none, the name is unknown{nearest(name, VARIABLES)}" for name in unknown}
@@ -151,19 +192,19 @@ def _effects(settings: Environment) -> dict[str, str]:
     blocked = ", ".join(sorted(settings.blocked_plugins))
     invariant = settings.batch_invariant
     return {
-        "GLA_BACKEND": f"asks for {settings.backend or 'auto'}, unless a call or use_backend says more",
-        "GLA_BATCH_INVARIANT": f"bits do not depend on a batch, in segments of {invariant} tokens"
+        "GLA_BACKEND": f"the default request is {settings.backend or 'auto'}; backend= and use_backend override it",
+        "GLA_BATCH_INVARIANT": f"results do not depend on the batch; segments have {invariant} tokens"
         if invariant not in ("", "0")
-        else "bits may depend on a sequence's batch",
+        else "results may depend on the batch in their last bits",
         "GLA_BLOCK_PLUGINS": f"not imported: {blocked}" if blocked else "every plugin is imported",
-        "GLA_CACHE_DIR": f"what gla calibrate measures is kept in {settings.cache_dir}",
+        "GLA_CACHE_DIR": f"gla calibrate stores its measurements in {settings.cache_dir}",
         "GLA_CHECK": f"tensor values are {'checked' if settings.check_values else 'not checked'}",
-        "GLA_CHECKPOINTS": f"on a GPU states are {'kept' if settings.checkpoints else 'not kept'} for the backward",
-        "GLA_KEEP_MEMORY": f"on a CPU freed memory is {'kept' if settings.keep_memory else 'left to the C library'}",
+        "GLA_CHECKPOINTS": f"on a GPU, states are {'kept' if settings.checkpoints else 'not kept'} for the backward",
+        "GLA_KEEP_MEMORY": f"on a CPU, freed memory is {'kept' if settings.keep_memory else 'left to the C library'}",
     }
 
 
 def request_in_force() -> list[dict[str, str]]:
-    """What the ops run under here, and who says so. Raises for a request that cannot be read or met."""
+    """The request that is in force for the ops, and where it comes from. Raises if it cannot be read or met."""
     choices = check(current_request().spec, "GLA_BACKEND")
     return [{"op": op, "request": str(choice), "source": choice.source} for op, choice in choices.items()]

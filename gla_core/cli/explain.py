@@ -1,4 +1,4 @@
-"""`gla explain`: who would run a call that numbers describe, and why."""
+"""`gla explain`: which backend would run a call of given sizes, and why."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import explain_call
 from gla_core.explanation import with_measured_times
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.terminal import print_json
+from gla_core.terminal import new_console, print_explanation, print_json
 from gla_core.workloads.inputs import random_arguments
 
 
 def explain(call: OpCall, backend: str | None, measure: bool, as_json: bool) -> bool:
-    """Print who would run a call; whether anybody can.
+    """Print which backend would run a call; return whether any can.
 
     Raises:
         ValueError, LookupError: a request that cannot be read or met; a call that cannot be measured here.
@@ -32,7 +32,7 @@ def explain(call: OpCall, backend: str | None, measure: bool, as_json: bool) -> 
     if as_json:
         print_json(_fields(explanation))
     else:
-        print(explanation)
+        print_explanation(new_console(), explanation)
     return explanation.winner is not None
 
 

@@ -1,10 +1,12 @@
-"""What the user asked for. One grammar serves `backend=`, `use_backend` and GLA_BACKEND, strongest first:
+"""Requests: which backends a user allows. One grammar serves `backend=`, `use_backend` and GLA_BACKEND:
 
 triton_fused                                    this backend, or an error that holds its refusal
 triton_fused,parallel_scan                      the first that can run, or an error with every refusal
 auto                                            the ranked choice
 chunk_gla_fwd=parallel_scan;*=auto              per op; ops that are not named fall to the next weaker request
-batch_invariant=4096                            no choice but a setting, which `batch_invariant` explains; 0 ends it
+batch_invariant=4096                            a setting, which `batch_invariant` explains; 0 turns it off
+
+The call's `backend=` is the strongest, then the innermost `use_backend`, then GLA_BACKEND.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ from gla_core.dispatch.errors import UnknownOpError, nearest
 AUTO = "auto"
 ANY_OP = "*"
 INVARIANT = "batch_invariant"
-"""Names the setting among the clauses of a request."""
+"""The name of the setting among the clauses of a request."""
 UNIT = 64
-"""Tokens that sequences are cut at are multiples of so many: the longest chunk of the backends here."""
+"""Sequences are cut at multiples of this number of tokens, the longest chunk of our backends."""
 
 _IN_GRAPH = "\x1f"  # parts a call's `backend=` from the blocks that a compiled graph holds; nobody types it
 _context: ContextVar[tuple[_Block, ...]] = ContextVar("gla_use_backend", default=())  # innermost first
@@ -91,7 +93,7 @@ def _not_a_string(source: str, value: object) -> TypeError:
 def _combine(argument: str, context: tuple[str, ...], variable: str, tokens: str) -> Request:
     choices = {ANY_OP: Choice((), "default")}
     if tokens:
-        choices[INVARIANT] = _parse_tokens(tokens, "GLA_BATCH_INVARIANT", tokens)
+        choices[INVARIANT] = _parse_tokens(tokens, "GLA_BATCH_INVARIANT", "")
     argument, *in_graph = argument.split(_IN_GRAPH)
     blocks = ((text, "use_backend") for text in reversed((*in_graph, *context)))
     for text, source in [(variable, "GLA_BACKEND"), *blocks, (argument, "backend=")]:
@@ -103,11 +105,14 @@ def _combine(argument: str, context: tuple[str, ...], variable: str, tokens: str
 
 
 def check(request: str, source: str) -> dict[str, Choice]:
-    """The choices of a request of which every backend is there; `source` is who asks.
+    """Returns the choices of a request after checking that every backend it names is installed.
+
+    Args:
+        source: where the request comes from, for the messages.
 
     Raises:
-        TypeError, ValueError: it is no string, or cannot be read.
-        UnknownOpError, UnknownBackendError: it names what does not exist.
+        TypeError, ValueError: the request is not a string, or cannot be read.
+        UnknownOpError, UnknownBackendError: the request names an op or a backend that does not exist.
     """
     choices = parse(request, source)
     for op, choice in choices.items():
@@ -146,7 +151,8 @@ def _parse_names(names: str, source: str, text: str) -> Choice:
 def _parse_tokens(tokens: str, source: str, text: str) -> Choice:
     tokens, _, said_by = tokens.partition("@")
     if not tokens.isdecimal() or int(tokens) % UNIT != 0:
-        raise ValueError(f"{source}: batch_invariant is {tokens!r} in {text!r}; expected a multiple of {UNIT}, or 0")
+        what = f"batch_invariant is {tokens!r} in {text!r}" if text else f"tokens is {tokens}"
+        raise ValueError(f"{source}: {what}; expected a multiple of {UNIT}, or 0")
     return Choice((tokens,), said_by or source)
 
 
@@ -193,25 +199,26 @@ _R = TypeVar("_R")
 class use_backend:
     """Run the ops inside a `with` block, or a decorated function, under a request.
 
-    Blocks nest: the innermost that names an op decides it. Threads and asyncio tasks do not see each other's blocks.
-    The decorator serves coroutine functions too, but no generators (TypeError), whose steps run at their caller's; and
-    a block around a `yield` holds for the consumer too, until the generator goes on, as Python has it.
+    Blocks nest: for each op, the innermost block that names it decides. Threads and asyncio tasks do not see each
+    other's blocks. The decorator works on functions and coroutine functions. It raises TypeError for a generator,
+    because the steps of a generator run in its caller. A block around a `yield` is in force in the consumer too, until
+    the generator continues.
 
     A backward runs under the request of its forward, wherever it is called. `torch.utils.checkpoint` runs the forward
-    again, perhaps after the block: give it the block as well, by
+    again, perhaps after the block has ended: give it the block as well, by
     `context_fn=lambda: (gla.use_backend("a"), gla.use_backend("a"))` with `use_reentrant=False`.
 
-    A graph compiled by `torch.compile` holds the `backend=` of its calls, and the blocks that are written in the
-    compiled function as below (not around a `yield`, and no object made outside). For all else it takes the request in
-    force where and when it runs. Its backward on a GPU runs on autograd's own threads, which see GLA_BACKEND and what
-    the graph holds, but no block around the call.
+    A graph compiled by `torch.compile` contains the `backend=` of its calls and the blocks written in the compiled
+    function, as below (a block around a `yield`, or an object created outside, is not contained). Otherwise the request
+    in force when the graph runs decides. On a GPU, the graph's backward runs in autograd's own threads. It sees
+    GLA_BACKEND and what the graph contains, but not the blocks around the call.
 
     Args:
         request: a request in the grammar of this module.
 
     Raises:
-        TypeError, ValueError, UnknownOpError, UnknownBackendError: on creation, for a request that cannot be read or
-            met; in a compiled function, when the op runs.
+        TypeError, ValueError, UnknownOpError, UnknownBackendError: the request cannot be read, or names an op or a
+            backend that does not exist. Raised on creation; in a compiled function, when the op runs.
 
     Example:
         >>> with gla.use_backend("reference"):
@@ -269,30 +276,32 @@ class use_backend:
 
 
 def batch_invariant(tokens: int = 4096) -> use_backend:
-    """Give a sequence the same bits in any company, inside a `with` block or a decorated function.
+    """Make results independent of the batch (batch invariance), inside a `with` block or a decorated function.
 
-    The results of `chunk_gla` and `recurrent_gla_step` for a sequence, and its gradients, then depend on nothing but
-    the sequence: not on how many there are, nor on whether they are packed or rows of a batch, nor on how a prompt is
-    cut into calls at multiples of `tokens`, each with the final state of the one before. What stands behind a sequence
-    in its row of a batch counts as a part of it: pack sequences of unequal length, or give a layer an attention mask,
-    which packs them. Other ops raise NotImplementedError; matrix products of PyTorch's own are not covered.
+    The results of `chunk_gla` and `recurrent_gla_step` for a sequence, and its gradients, then have the same bits in
+    every batch. They depend neither on the number of sequences, nor on whether these are packed or rows of a batch.
+    They do not depend either on how a prompt is cut into calls, as long as it is cut at multiples of `tokens` and each
+    call continues from the final state of the one before. Padding behind a sequence in its row of a batch counts as a
+    part of it: pack sequences of unequal length, or give a layer an attention mask, which packs them. Other ops raise
+    NotImplementedError. PyTorch's own matrix products are not covered.
 
-    A GPU's kernels then run as they would run for segments of so many tokens, whatever the batch. Other backends, and
-    those of a CPU, compute one such segment after the other, each by a call of its own, for which the host reads
-    cu_seqlens.
+    On a GPU, kernels run as for segments of `tokens` tokens, whatever the batch. On a CPU, and with backends that do
+    not support the setting, each segment is a call of its own, one after the other, and the host reads cu_seqlens.
 
-    GLA_BATCH_INVARIANT=4096 does the same for a whole process, and is weaker than a block. It holds as `use_backend`
-    does, which this is: for a backward what was in force in its forward.
+    GLA_BATCH_INVARIANT=4096 does the same for a whole process, and is weaker than a block. Like a request of
+    `use_backend`, the setting of a forward also holds for its backward.
 
     Args:
-        tokens: of a segment, a multiple of 64. With fewer, prompts may be cut more finely, and more states pass
-            through memory.
+        tokens: length of a segment, a multiple of 64. With shorter segments, prompts may be cut more finely, and more
+            states pass through memory.
 
     Raises:
-        ValueError: tokens is no multiple of 64.
+        ValueError: tokens is not a multiple of 64.
 
     Example:
         >>> with gla.batch_invariant():
         ...     o, _ = gla.chunk_gla(q, k, v, g)
     """
+    if not torch.compiler.is_compiling():
+        _parse_tokens(str(tokens), "batch_invariant", "")
     return use_backend(f"{INVARIANT}={tokens}")

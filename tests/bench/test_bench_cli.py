@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 
 import pytest
+import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import gla_core as gla
 from gla_command import app
 from gla_core.bench import measure, results, suite
+from gla_core.bench import run as bench_run
+from gla_core.bench.suite import Row
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """The bandwidth is no part of what is tested here, and takes longest."""
+    """The bandwidth is not tested here, and takes longest to measure; other programs do not matter."""
     monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e10)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
 
 
 def run(*arguments):
@@ -95,7 +102,8 @@ def test_a_refusal_stands_once_below_the_tables(half):
         wanted = ("--op", "chunk_gla", "--workload", "short", "--workload", "one_token", "--no-baselines")
         result = run(*wanted, "--backend", "half", "--backend", "nobody")
     assert result.exit_code == 0
-    assert result.output.splitlines()[-2:] == [
+    refused = [line for line in result.output.splitlines() if line.startswith(("nobody", "half: does"))]
+    assert refused == [
         "nobody: is out of order (chunk_gla forward, forward+backward; 2 workloads)",
         "half: does not implement chunk_gla_bwd; it implements chunk_gla_fwd (chunk_gla forward+backward; 2 workloads)",
     ]
@@ -118,10 +126,10 @@ def test_a_narrow_terminal_shows_names_and_times(monkeypatch, half):
     monkeypatch.setenv("COLUMNS", "60")
     result = run("--workload", "chunk_gla/one_more_than_a_chunk", "--backend", "half,reference")
     for line in result.output.splitlines():
-        assert len(line) <= 60
+        assert len(line) <= 60 or ": " in line  # sentences are not wrapped where there is no terminal
         assert not line.strip().startswith("one") or line.split()[0] == "one_more_than_a_chunk"
-    header = [line.split() for line in result.output.splitlines() if "workload" in line]
-    assert header == [["workload", "backend", "time", *more] for more in (("of", "floor", "×", "loop"), ("×", "loop"))]
+    header = [line.split() for line in result.output.splitlines() if "backend" in line]
+    assert header == [["workload", "backend", "time", *more] for more in (("spread", "×", "loop"), ("×", "loop"))]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +144,7 @@ def test_a_narrow_terminal_shows_names_and_times(monkeypatch, half):
         (["--device", "tpu"], "unknown device 'tpu'"),
         ([*SHORT, "--json", "/"], "--json / is a folder; name a file"),
         ([*SHORT, "--plot", "/dev/null"], "--plot /dev/null is no folder; name another path"),
-        ([*SHORT, "--seconds", "inf"], "inf is no finite number"),
+        ([*SHORT, "--seconds", "inf"], "inf is not a finite number"),
     ],
 )
 def test_bad_usage(arguments, message):
@@ -152,3 +160,69 @@ def test_plots_without_matplotlib_are_refused_before_anything_is_measured(tmp_pa
     assert result.exit_code == 2
     assert "plots need matplotlib" in result.output
     assert "copies at" not in result.output
+
+
+def test_the_columns_are_explained():
+    result = run("--workload", "chunk_gla/short", "--backend", "reference", "--direction", "forward")
+    explained = [line for line in result.output.splitlines() if ": " in line]
+    assert "× loop: how many times as fast as the recurrence in PyTorch, one token at a time" in explained
+    assert {line.split(":")[0] for line in explained} >= {"time", "spread", "× loop"}
+    assert "GB/s:" not in result.output  # which say nothing on a CPU
+    assert "of floor" not in result.output
+
+
+def test_a_busy_machine_is_named(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    for load, busy in ((1.9, False), (2.1, True)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False)
+        said = "this machine is busy: load average 2.1 in the last minute on 4 cores; times may be too long"
+        assert (said in run(*SHORT, "--direction", "forward").output) == busy
+
+
+def row(workload, backend, seconds, spread):
+    of_a_gpu = {"gigabytes_per_second": 1e-6 / seconds, "floor_fraction": 1e-4 / seconds}
+    what = {"op": "chunk_gla", "direction": "forward", "workload": workload, "backend": backend}
+    return Row(**what, **of_a_gpu, seconds=seconds, spread=spread)
+
+
+ROWS = [
+    row("short", "fla", 2e-3, 0.01),
+    row("short", "mine", 1e-3, 0.3),
+    row("grouped", "mine", 3e-3, 0.02),
+    row("grouped", "yours", 4e-3, None),
+]
+
+
+@pytest.fixture
+def printed(monkeypatch):
+    """`printed(device, terminal)` is what the rows look like."""
+    monkeypatch.delenv("NO_COLOR")
+
+    def printed(device, terminal):
+        console = Console(
+            file=io.StringIO(), force_terminal=terminal, color_system="standard" if terminal else None, width=200
+        )
+        bench_run.print_rows(suite.with_ratios(ROWS), console, torch.device(device))
+        return console.file.getvalue()
+
+    return printed
+
+
+def test_a_gpu_has_its_memory_floor(printed):
+    assert "GB/s: the least number of bytes" in printed("cuda", False)
+    assert "of floor" not in printed("cpu", False)
+
+
+def test_piped_rows_name_their_workload_and_those_of_a_terminal_once(printed):
+    names = {terminal: re.findall(r"(short|grouped)(?=.* ms)", printed("cpu", terminal)) for terminal in (False, True)}
+    assert names == {False: ["short", "short", "grouped", "grouped"], True: ["short", "grouped"]}
+
+
+def test_the_fastest_of_each_workload_is_green(printed):
+    green = [line for line in printed("cpu", True).splitlines() if "\x1b[32m" in line]
+    assert [re.search("1.00 ms|3.00 ms", line)[0] for line in green] == ["1.00 ms", "3.00 ms"]
+    assert "\x1b" not in printed("cpu", False)
+
+
+def test_unsteady_times_are_counted(printed):
+    assert "1 of 4 times have a spread above 25%: other programs kept" in printed("cpu", False)

@@ -39,7 +39,7 @@ def clock(monkeypatch):
 
 
 def test_the_first_call_is_not_in_the_median(clock):
-    assert measure.time_calls([clock.call(1000.0, 0.25)], CPU, budget=10) == measure.Timing(0.25, 40)
+    assert measure.time_calls([clock.call(1000.0, 0.25)], CPU, budget=10) == measure.Timing(0.25, 40, 0.0)
 
 
 def test_the_median_ignores_an_outlier(clock):
@@ -48,8 +48,14 @@ def test_the_median_ignores_an_outlier(clock):
     assert clock.now > 500
 
 
+def test_the_spread_is_the_middle_half_of_the_times_over_their_median(clock):
+    seconds = [1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 60.0]  # the first call, two to warm up, then 2 3 4 5 6 60
+    timing = measure.time_calls([clock.call(*seconds)], CPU, budget=6)
+    assert timing == measure.Timing(4.5, 6, pytest.approx((5.75 - 3.25) / 4.5))
+
+
 def test_few_calls_where_one_takes_longer_than_the_budget(clock):
-    assert measure.time_calls([clock.call(60.0)], CPU, budget=1) == measure.Timing(60.0, measure.FEWEST)
+    assert measure.time_calls([clock.call(60.0)], CPU, budget=1) == measure.Timing(60.0, measure.FEWEST, 0.0)
     assert len(clock.made) == 1 + 2 + measure.FEWEST
 
 

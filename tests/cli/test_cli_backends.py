@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 
 import gla_core as gla
+from gla_command import main
 from gla_core.dispatch.backend import Backend, Capabilities
 
 
@@ -69,8 +72,16 @@ def test_a_narrow_terminal_shows_every_name_whole(run, monkeypatch, own_backends
     monkeypatch.setenv("COLUMNS", str(columns))
     table = run("backends").output
     assert max(map(len, table.splitlines())) <= columns
-    words = table.split()
+    words = table.replace(",", "").split()
     assert {*own_backends, "recurrent_gla_step", "softmax_attention", "bfloat16"} <= set(words)
+
+
+def test_a_wider_terminal_needs_fewer_lines(run, monkeypatch):
+    lines = {}
+    for columns in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines[columns] = len(run("backends").output.splitlines())
+    assert lines[120] < 0.7 * lines[80]
 
 
 def test_what_is_piped_has_a_line_for_each_backend(run, monkeypatch):
@@ -88,7 +99,7 @@ def test_python_m_gla_core_is_the_command(monkeypatch, capsys):
     assert capsys.readouterr().out == f"gla_core {gla.__version__}\n"
 
 
-COMMANDS = ("backends", "explain", "doctor", "bench", "calibrate", "demo", "conformance")
+COMMANDS = ("backends", "explain", "doctor", "bench", "calibrate", "demo", "conformance", "new-backend")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -121,5 +132,49 @@ def test_help_and_version_import_no_torch():
 def test_without_its_packages_it_says_how_to_install_them(package):
     done = python(f"import sys; sys.modules[{package!r}] = None; from gla_command import main; main()")
     assert done.returncode == 2
-    assert "pip install 'gla-core[cli]'" in done.stderr
-    assert package in done.stderr
+    assert f"gla needs the package {package!r}: pip install '.[cli]' in a clone of gla-core, or pip in" in done.stderr
+    assert {"'rich>=13'", "'typer>=0.15'"} <= set(done.stderr.split())
+    assert "gla-core[" not in done.stderr  # it is on no index
+
+
+@pytest.fixture
+def outcome(monkeypatch, capfd):
+    """`outcome(stdout, *arguments)` is the exit code and the standard error of `gla` that writes into a stream."""
+
+    def outcome(stdout, *arguments):
+        monkeypatch.setattr(sys, "argv", ["gla", *arguments])
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", stdout)
+            patched.setattr(warnings, "formatwarning", warnings.formatwarning)
+            with pytest.raises(SystemExit) as end:
+                main()
+        return end.value.code, capfd.readouterr().err
+
+    return outcome
+
+
+WRITING = (("backends",), ("explain", "online_softmax", "--shape", "2,3", "--device", "cpu"), ("doctor",), ("--help",))
+
+
+@pytest.mark.parametrize("arguments", WRITING, ids=lambda arguments: arguments[0])
+def test_closed_standard_output_is_no_error(outcome, arguments):
+    assert outcome(None, *arguments) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", WRITING[:-1], ids=lambda arguments: arguments[0])
+def test_a_reader_that_stops_reading_ends_the_command_quietly(outcome, arguments):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as nobody_reads:
+        assert outcome(nobody_reads, *arguments) == (1, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", WRITING, ids=lambda arguments: arguments[0])
+def test_a_full_disk_is_a_sentence(outcome, arguments):
+    with open("/dev/full", "w") as full:
+        code, message = outcome(full, *arguments)
+    assert code == 1
+    assert message.startswith("gla")
+    assert message.endswith("No space left on device\n")
+    assert len(message.splitlines()) == 1

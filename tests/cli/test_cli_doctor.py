@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import platform
 
+import pytest
 import torch
 
 import gla_core as gla
-from gla_core.dispatch.backend import Backend
+from gla_core import extras
+from gla_core.cli import doctor
+from gla_core.dispatch.backend import Backend, Capabilities
 from gla_core.dispatch.environment import VARIABLES
 
 
@@ -43,7 +47,7 @@ def test_variables_and_what_comes_of_them(run, monkeypatch):
     report = examine(run, 0)
     rows = {row["name"]: row for row in report["variables"]}
     assert rows["GLA_BACKEND"]["value"] == "chunk_gla_fwd=reference"
-    assert rows["GLA_BACKEND"]["effect"].startswith("asks for chunk_gla_fwd=reference")
+    assert rows["GLA_BACKEND"]["effect"].startswith("the default request is chunk_gla_fwd=reference;")
     assert rows["GLA_CHECK"]["effect"] == "tensor values are checked"
     assert rows["GLA_BLOCK_PLUGINS"] == {
         "name": "GLA_BLOCK_PLUGINS",
@@ -67,6 +71,49 @@ def test_what_backends_say_of_themselves(run, fresh_registry):
         notes = [row for row in examine(run, 0)["notes"] if row["backend"] in ("slow", "broken")]
     raised = {"backend": "broken", "note": "its notes() raised RuntimeError: no idea"}
     assert notes == [{"backend": "slow", "note": "calls are slow here"}, raised]
+
+
+SOFTMAX = {"online_softmax": lambda x, dim: x}
+ON_CUDA = Capabilities(devices=frozenset({"cuda"}), min_compute_capability=(8, 0))
+
+
+def limits(run):
+    return [line for line in examine(run, 0)["limits"] if "of_a_gpu" in line or "anywhere" in line]
+
+
+@pytest.fixture
+def of_a_gpu(fresh_registry, monkeypatch):
+    """A backend for CUDA devices of compute capability 8.0, beside one that runs anywhere for one of its ops."""
+    some = Backend("anywhere", "1.0", SOFTMAX, ON_CUDA, op_capabilities={"online_softmax": Capabilities()})
+    with gla.register(Backend("of_a_gpu", "1.0", SOFTMAX, ON_CUDA)), gla.register(some):
+        yield
+
+
+def test_a_backend_that_no_device_here_can_run(run, monkeypatch, of_a_gpu):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert limits(run) == ["no CUDA device: of_a_gpu cannot run"]
+    assert "\nno CUDA device: of_a_gpu cannot run\n" in run("doctor").output
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((7, 5), ["no CUDA device of compute capability 8.0: of_a_gpu cannot run"]), ((9, 0), [])],
+)
+def test_a_gpu_that_is_too_old(monkeypatch, of_a_gpu, capability, expected):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert [line for line in doctor.limits() if "of_a_gpu" in line or "anywhere" in line] == expected
+
+
+def test_extras_that_are_missing(run, monkeypatch):
+    def requires(distribution):
+        return ["torch>=2", "rich>=13; extra == 'cli'", "far-away>=1; extra == 'bench'", "also>=2; extra == 'dev'"]
+
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    assert extras.extras() == {"cli": ["rich>=13"], "bench": ["far-away>=1"]}
+    assert examine(run, 0)["missing extras"] == {"bench": ["far-away>=1"]}
+    line = "extra 'bench': far-away>=1 not installed; pip install '.[bench]' in a clone of gla-core, or pip install"
+    assert line in run("doctor").output
 
 
 def test_an_unknown_variable(run, monkeypatch):

@@ -144,6 +144,16 @@ def test_a_device_that_is_not_here_is_assumed(run, without_cuda, own_backends):
     assert not any((candidates[name]["refusal"] or "").startswith(NO_CUDA) for name in own_backends)
 
 
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [("H200", "NVIDIA H200"), ("h100", "NVIDIA H100 80GB HBM3"), ("nvidia h100", "NVIDIA H100 80GB HBM3")],
+)
+def test_a_short_name_is_enough_for_a_known_device(short, name):
+    call = describe_call("online_softmax", "3,9", assume=short)
+    assert call == describe_call("online_softmax", "3,9", assume=name)
+    assert call.assumed.name == name
+
+
 def test_an_assumed_device_has_a_compute_capability(run, without_cuda):
     newer = Capabilities(devices=frozenset({"cuda"}), min_compute_capability=(10, 0))
     with gla.register(Backend("newer", "1", {"online_softmax": lambda x, dim: x}, newer)):
@@ -183,12 +193,14 @@ def test_a_typo_is_found_without_cuda_too(run, without_cuda):
     ("arguments", "message"),
     [
         (["chunk_gla_fw", "--shape", "1,2,3,4,5"], "unknown op 'chunk_gla_fw'; did you mean 'chunk_gla_fwd'?"),
+        (["chunk_glaa", "--shape", "1,2,3,4,5"], "unknown op 'chunk_glaa'; did you mean 'chunk_gla'?"),
         (["chunk_gla_fwd", "--shape", "1,2,3,4"], "has 4 values; chunk_gla_fwd expects 5 whole numbers: B,T,H,K,V"),
         (["recurrent_gla_step", "--shape", "1,1,2,3,4"], "has 5 values; recurrent_gla_step expects 4"),
         (["softmax_attention", "--shape", "1,2"], "softmax_attention expects 5 whole numbers: B,T,H,K,V"),
         (["online_softmax", "--shape", "1"], "online_softmax expects 2 whole numbers: ROWS,COLUMNS"),
         (["online_softmax", "--shape", "1,x"], "expects 2 whole numbers"),
-        (["online_softmax", "--shape", "1,-2"], "expects 2 whole numbers"),
+        (["online_softmax", "--shape", "1,-2"], "COLUMNS is '-2'; online_softmax expects 2 whole numbers"),
+        (["chunk_gla", "--shape=-1,2,3,4,5"], "--shape '-1,2,3,4,5': B is '-1'; chunk_gla_fwd expects 5 whole numbers"),
         (["chunk_gla_fwd", "--shape", "1,2,3,0,5"], "K is 0; expected at least 1"),
         (["chunk_gla_fwd", "--shape", "1,2,3,4,5", "--query-heads", "4"], "is 4; expected a multiple of H = 3"),
         (["online_softmax", "--shape", "1,2", "--query-heads", "4"], "--query-heads does not go with online_softmax"),
@@ -201,7 +213,9 @@ def test_a_typo_is_found_without_cuda_too(run, without_cuda):
         (["online_softmax", "--shape", "1,2", "--backend", "a b"], "cannot read 'a b'"),
         (["online_softmax", "--shape", "1,2", "--backend", "softmx=reference"], "unknown op 'softmx'"),
         (["online_softmax", "--shape", "1,2", "--device", "cuda:99999999999999999999"], "unknown device 'cuda:9999"),
-        (["online_softmax", "--shape", "1,2", "--assume", "H200"], "did you mean 'NVIDIA H200'? (there are"),
+        (["online_softmax", "--shape", "1,2", "--assume", "A100"], "is not a known device; expected NVIDIA H200 or NV"),
+        (["online_softmax", "--shape", "1,2", "--assume", "nvidia"], "'nvidia' names several devices; expected"),
+        (["online_softmax", "--shape", "1,2", "--assume", ""], "--assume '' is not a known device"),
         (["online_softmax", "--shape", "1,2", "--assume", "NVIDIA H200", "--device", "cpu"], "leave out --device cpu"),
         (["online_softmax", "--shape", "1,2", "--assume", "NVIDIA H200", "--measure"], "leave out --measure"),
         (["online_softmax"], "--shape"),

@@ -1,0 +1,61 @@
+"""`gla new-backend`: copy the template of a plugin and rename it. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+import shutil
+from pathlib import Path
+
+_NAME, _EXAMPLE = "gla_plugin_template", "my_softmax"
+"""The name of the template, and the one that its README calls the new backend."""
+
+
+def create(name: str, where: Path) -> Path:
+    """Copies the template into a new folder `where / name`, renamed throughout.
+
+    Args:
+        name: of the backend, its package and its folder; the distribution has dashes in place of underscores.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        ValueError: the name is not usable, or the folder exists.
+        OSError: a file cannot be written.
+    """
+    if not re.fullmatch("[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?", name) or keyword.iskeyword(name):
+        raise ValueError(
+            f"{name!r} cannot be the name of a package; expected letters, digits and underscores, such as my_softmax"
+        )
+    folder = where / name
+    if folder.exists():
+        raise ValueError(f"{folder} exists already; choose another name, or remove it")
+    if importlib.util.find_spec(name) is not None:
+        raise ValueError(f"a Python package named {name!r} is installed already; choose another name")
+    shutil.copytree(_template(), folder, ignore=shutil.ignore_patterns("__pycache__", ".*", "*.egg-info"))
+    (folder / _NAME).rename(folder / name)
+    for path in filter(Path.is_file, folder.rglob("*")):
+        path.write_text(_renamed(path.read_text(encoding="utf-8"), name), encoding="utf-8")
+    return folder
+
+
+def next_steps(name: str) -> str:
+    """Returns what to do with the folder that `create` made."""
+    return f"""Created the folder {name}, a backend with one op, online_softmax. Next:
+  cd {name}
+  pip install --editable .
+  gla conformance {name}
+Its README.md explains each step and what to change."""
+
+
+def _template() -> Path:
+    carried = Path(__file__).with_name("template")  # in a wheel; see pyproject.toml
+    return carried if carried.is_dir() else Path(__file__).parents[1] / "plugins" / _NAME
+
+
+def _renamed(text: str, name: str) -> str:
+    new = dict.fromkeys((_NAME, _EXAMPLE), name)
+    new |= {old.replace("_", "-"): name.replace("_", "-") for old in new}
+    return re.sub("|".join(new), lambda found: new[found[0]], text)

@@ -1,0 +1,44 @@
+"""The extras of gla-core (`cli`, `bench`, ...): what of each is missing here, and how to install it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+
+def extras() -> dict[str, list[str]]:
+    """Returns the requirements of every extra for users, such as {"conformance": ["pytest>=8"]}."""
+    try:
+        lines = importlib.metadata.requires("gla-core") or ()
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        lines = ()
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        requirement, _, condition = line.partition(";")
+        extra = re.search(r"extra == ['\"]([^'\"]+)", condition)
+        if extra is not None and extra[1] not in ("dev", "docs"):
+            found.setdefault(extra[1], []).append(requirement.strip())
+    return found
+
+
+def missing(extra: str) -> list[str]:
+    """Returns the requirements of an extra whose packages are not installed; their versions are not compared."""
+    return [requirement for requirement in extras().get(extra, ()) if not _is_installed(requirement)]
+
+
+def how_to_install(extra: str) -> str:
+    """Returns the commands that install an extra: in a clone of gla-core, and in any other folder."""
+    anywhere = " ".join(f"'{requirement}'" for requirement in extras().get(extra, ()))
+    return f"pip install '.[{extra}]' in a clone of gla-core, or pip install {anywhere}"
+
+
+def _is_installed(requirement: str) -> bool:
+    name = _NAME.match(requirement)
+    assert name is not None
+    try:
+        importlib.metadata.version(name[0])
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
