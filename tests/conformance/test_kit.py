@@ -17,11 +17,13 @@ import gla_core as gla
 from gla_core.conformance import summary
 from gla_core.conformance.calls import oracle_forward, oracle_gradients, reference_forward, reference_gradients
 from gla_core.conformance.cases import Case, cases, excluded, fitted, refusals
+from gla_core.conformance.facts import forms
 from gla_core.conformance.run import run
 from gla_core.conformance.subject import sources
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 from gla_core.dispatch.registry import get
+from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
 from gla_core.workloads.inputs import chunk_inputs
 from gla_core.workloads.named import select
 
@@ -231,6 +233,43 @@ def test_what_the_capabilities_exclude_is_refused_and_the_rest_computed(limits, 
     assert out is None or out in {row["workload"] for row in refused}
     assert bool(cases(backend, "cpu", "chunk_gla_bwd")) == limits.get("gradients", True)
     assert bool(cases(backend, "cpu", "chunk_gla_fwd", deterministic=True)) == limits.get("deterministic", True)
+
+
+class Collected:
+    """A pytest plugin that keeps the cases of every test by its name, and runs none."""
+
+    def __init__(self):
+        self.cases = {}
+
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            self.cases.setdefault(item.originalname, []).append(item.callspec.params["case"])
+
+
+def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
+    """On a CUDA device too, which need not be here: as many as give each optional argument, and leave it out."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kept = Collected()
+    modules = [f"gla_core.conformance.{name}" for name in ("test_torch", "test_autocast", "test_cuda")]
+    settings = ("-c", inspect.getfile(summary).replace("summary.py", "pytest.ini"))
+    options = ("--gla-backend", "reference", "--gla-device", "cuda", "--collect-only", "-q")
+    assert pytest.main([*options, *settings, "--pyargs", *modules], [kept]) == 0
+    every, public = set(ABSTRACT_OPS), {spec.name for spec in PUBLIC_OPS.values()}
+    gradients = {"chunk_gla_bwd", "chunk_gla_summary", "online_softmax", "softmax_attention"}
+    covered = {"opcheck": every, "no_wait": every, "graph": every, "compiled": public, "autocast": public}
+    covered |= {f"{name}_inplace": {"recurrent_gla_step"} for name in covered}
+    covered |= {"compiled_with_backward": gradients, "autocast_of_gradients": gradients}
+    for test, ops in covered.items():
+        assert {case.op for case in kept.cases[f"test_{test}"]} == ops, test
+        for op in ops:
+            found = [case for case in kept.cases[f"test_{test}"] if case.op == op]
+            computed = [case for case in cases(get("reference"), "cuda", op) if case.describe().dims.get("T") != 0]
+            assert forms_of(found) == forms_of(computed), (test, op)
+
+
+def forms_of(found: list[Case]) -> set[str]:
+    return {form for case in found for form in forms(case.describe(), case.workload.sizes)}
 
 
 def test_widths_that_no_workload_has_are_fitted():

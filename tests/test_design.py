@@ -1,0 +1,48 @@
+"""docs/design.md beside the tree: the files that a new op touches, and those that know compute capabilities."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ("gla_core", "gla_command", "pytest_gla_core", "backends/gla_reference")
+OP = "softmax_attention"
+"""An op that nothing else of the package is built on: whatever names it, names it as an op."""
+
+
+def section(title: str) -> str:
+    """The text below a heading of docs/design.md, up to the next one."""
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    return re.split(r"^#+ ", page.split(f"# {title}\n")[1], flags=re.MULTILINE)[0]
+
+
+def listed() -> set[str]:
+    """The files that the table of a new op names."""
+    rows = [line.split("|")[1] for line in section("An abstract op").splitlines() if line.startswith("| `")]
+    return {name.replace("<op>", OP) for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def files_with(pattern: str, *folders: str) -> set[str]:
+    """The source and data files below folders that hold a pattern."""
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".json"))
+    return {str(path.relative_to(ROOT)) for path in files if re.search(pattern, path.read_text(encoding="utf-8"))}
+
+
+def test_the_table_of_a_new_op_names_every_file_of_the_package_that_names_an_op():
+    named = files_with(rf"\b(\w+_)?{OP}\b", *PACKAGE)
+    assert {name for name in listed() if name.startswith(PACKAGE)} == named
+
+
+def test_what_else_the_table_names_is_there_and_names_the_op():
+    others = sorted(name for name in listed() if not name.startswith(PACKAGE))
+    assert others
+    assert [name for name in others if OP not in (ROOT / name).read_text(encoding="utf-8")] == []
+
+
+def test_the_files_that_know_compute_capabilities_are_named():
+    text = section("A kernel for another GPU")
+    known = files_with(r"compute_capability|architecture_of\(", "backends")
+    unnamed = {name.removesuffix("/__init__.py") for name in known if name not in text}
+    assert unnamed == {"backends/gla_triton_fused", "backends/gla_parallel_scan"}
+    assert all(f"`{folder}`" in text for folder in unnamed)
