@@ -47,7 +47,7 @@ check: $(INSTALLED)
 	$(MAKE) docs
 
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(INSTALLED)
 	$(BIN)/pytest benchmarks --benchmark-autosave

@@ -67,13 +67,16 @@ def chunk_gla(
     Args:
         q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16, of this rank's T tokens: of B sequences, all
             cut at the same places, or with cu_seqlens of one row, B = 1. T may be 0, and differ between ranks.
-        k, v, g: [B, T, H, K], [B, T, H, V] and [B, T, H, K] or None, as `gla_core.chunk_gla` takes them.
+        k: keys [B, T, H, K], as q.
+        v: values [B, T, H, V], as q.
+        g: natural logarithm of the forget gate [B, T, H, K], as q or float32, in [-inf, 0]. None means no decay.
         scale: factor of the output; K^-1/2 by default.
         initial_state: [N, H, K, V] float32 (float64 with float64), of all sequences.
         output_final_state: also return the states after the last tokens. Of packed sequences, giving or asking for
             states has those of all N gathered, not one a rank.
         cu_seqlens: [N+1] offsets of packed sequences in the row of all ranks' tokens; see `shard`.
-        group, layout: see `shard`.
+        group: the ranks in the order of their shards; all ranks by default.
+        layout: "contiguous" or "zigzag"; see `shard`.
         backend: a request such as "reference"; see `use_backend`.
         shard: what `shard` returned, in place of cu_seqlens, group and layout; else it is made for this call.
 

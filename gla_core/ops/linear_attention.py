@@ -91,18 +91,23 @@ def linear_attention(
     """Causal linear attention, differentiable.
 
     Args:
-        q, k, v, cu_seqlens, backend, max_seqlen: as in `chunk_gla`.
+        q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16.
+        k: keys [B, T, H, K], as q.
+        v: values [B, T, H, V], as q.
         feature_map: phi, applied to q and k; may change their width. None leaves them alone.
         normalize: divide by phi(q_t) z_t. Where that is 0 the result is not finite; phi > 0 keeps it from 0.
         scale: factor of the output; without effect when normalised.
         initial_state: [N, H, K, V], or [N, H, K, V + 1] when normalised: the last column is z.
         output_final_state: also return the state after the last token.
+        cu_seqlens: [N+1] offsets of packed sequences, B = 1, as in `chunk_gla`.
+        backend: a request such as "reference"; see `use_backend`.
+        max_seqlen: a bound on the lengths of packed sequences, as in `chunk_gla`.
 
     Returns:
         o [B, T, Hq, V] as v, and the final state, shaped as initial_state (None unless asked for).
 
     Raises:
-        As `chunk_gla`.
+        ValueError, TypeError, NoBackendError, UnknownBackendError, NotImplementedError: as `chunk_gla`.
 
     Example:
         >>> o, _ = gla.linear_attention(q, k, v)
