@@ -7,16 +7,21 @@ first used, as attributes of the op's package.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import warnings
 from collections.abc import Mapping
 
 import torch
 
 from gla_core.dispatch.backend import OpCall, Reason
-from gla_triton_kernels.runtime.architecture import interpreted
+from gla_triton_kernels.runtime.architecture import interpreted, why_unsuited
 
 MAX_WIDTH = 512
 """The widest head, K or V, whose state the kernels can keep on chip."""
+
+MAX_LENGTH = 3 * 2**29
+"""The most tokens of a sequence, and columns of a softmax: both are counted in 32 bits, and tiles reach beyond."""
 
 _OPS = ("chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary", "recurrent_gla_step")
 COMMON: Mapping[str, str] = dict.fromkeys(_OPS, __name__)
@@ -29,16 +34,31 @@ def dtypes() -> frozenset[torch.dtype]:
 
 
 def refusal(call: OpCall) -> Reason | None:
-    """Why the kernels cannot be launched here, or None."""
+    """Why the kernels cannot be launched here, or None; a warning says once that no GPU here is one for them."""
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton; install gla-core[triton]"
-    return None
+    for name in ("T", "Tq", "Tk", "columns"):
+        if call.dims.get(name, 0) > MAX_LENGTH:
+            return f"computes {name} up to {MAX_LENGTH}; {name} is {call.dims[name]}"
+    reason = why_unsuited() if call.device.type == "cuda" and call.assumed is None else None
+    if reason is not None:
+        _warn_once(reason)
+    return reason
+
+
+@functools.cache
+def _warn_once(reason: Reason) -> None:
+    warnings.warn(
+        f"the Triton kernels of gla-core are left out, and `auto` takes slower backends: {reason}", stacklevel=2
+    )
 
 
 def notes() -> list[str]:
     """What `gla doctor` says of the kernels here."""
     if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or interpreted()):
         return []
+    if (reason := why_unsuited()) is not None:
+        return [reason]
     from gla_triton_kernels.runtime.replay import why_not_replayed
 
     reason = why_not_replayed()

@@ -23,6 +23,9 @@ from gla_core.dispatch.request import Choice, Request
 _cannot_launch: dict[Hashable, Reason] = {}
 registry.on_change.append(_cannot_launch.clear)
 
+_TRITONS = ("OutOfResources", "PTXASError", "CompilationError")
+"""Errors of Triton, which the core does not import, that its compiler raises, as they are or as their subclasses."""
+
 _GROWING_DIMS = frozenset({"B", "T", "N", "P", "Tq", "Tk", "rows"})  # a launch does not fail for these
 
 
@@ -199,10 +202,10 @@ def is_launch_failure(error: Exception) -> bool:
     """Whether a kernel could not be launched at all, as against one that ran and went wrong."""
     if isinstance(error, LaunchError | ImportError):
         return True
-    kind = type(error)
-    if kind.__module__.startswith("triton"):  # the core does not import triton
-        return kind.__name__ in ("OutOfResources", "PTXASError", "CompilationError")
-    return kind is RuntimeError and str(error).startswith("Failed to find C compiler")
+    for kind in type(error).__mro__:
+        if kind.__module__.startswith("triton") and kind.__name__ in _TRITONS:
+            return True
+    return type(error) is RuntimeError and str(error).startswith("Failed to find C compiler")
 
 
 def _launch_class(backend: Backend, call: OpCall) -> Hashable:

@@ -6,6 +6,7 @@ import os
 import threading
 
 import pytest
+import torch
 
 from gla_core.dispatch.backend import LaunchError
 
@@ -86,8 +87,58 @@ def test_a_kernel_that_does_not_fit_is_named():
     from gla_triton_kernels.runtime.launch import start
 
     error = OutOfResources(300_000, 232_448, "shared memory")
-    with pytest.raises(LaunchError, match=r"^b cannot be launched on this device.*300000"):
+    with pytest.raises(LaunchError, match=r"^b cannot be launched on this device: OutOfResources: .*300000"):
         start(launches(Kernel("a", []), Kernel("b", [], error)))
+
+
+@pytest.mark.parametrize("error", [KeyError("maxnreg"), RuntimeError("PassManager::run failed"), AssertionError()])
+@pytest.mark.parametrize("beside", [[], ["a"]])
+def test_whatever_the_compiler_raises_is_a_failed_launch(error, beside):
+    """Alone, and where others are compiled beside it, which asks the compiler before the launch does."""
+    import triton.runtime._async_compile as mode
+
+    from gla_triton_kernels.runtime.launch import start
+
+    class Uncompiled(Kernel):
+        def warmup(self, *_, **__):
+            raise self.error
+
+    with pytest.raises(LaunchError, match=f"^b cannot be launched on this device: {type(error).__name__}") as raised:
+        start(launches(*(Kernel(name, []) for name in beside), Uncompiled("b", [], error)))
+    assert raised.value.__cause__ is error
+    assert mode.active_mode.get() is None
+
+
+def test_without_a_driver_there_is_no_launch(monkeypatch):
+    from gla_triton_kernels.runtime import launch
+
+    class NoDriver:
+        @property
+        def active(self):
+            raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    monkeypatch.setattr(launch, "driver", NoDriver())
+    with pytest.raises(LaunchError, match=r"^Triton cannot be launched on this device: RuntimeError: 0 active drivers"):
+        launch.start(launches(Kernel("a", [])))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        KeyboardInterrupt(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_of_the_device_are_no_failed_launch(error):
+    """They may be those of a kernel that ran before, whose results would be taken for right."""
+    from gla_triton_kernels.runtime.launch import start
+
+    with pytest.raises(type(error)) as raised:
+        start(launches(Kernel("a", [], error)))
+    assert raised.value is error
 
 
 def test_triton_compiles_side_by_side_and_keeps_errors_for_the_launch():
@@ -108,7 +159,7 @@ def test_triton_compiles_side_by_side_and_keeps_errors_for_the_launch():
                 raise self.error
             return self.fn.__name__
 
-    with pytest.raises(ValueError, match="wrong"):
+    with pytest.raises(LaunchError, match=r"^b cannot be launched.*ValueError: wrong"):
         start(launches(Compiling("a", []), Compiling("b", [], ValueError("wrong"))))
     assert told == ["a"]
     assert mode.active_mode.get() is None

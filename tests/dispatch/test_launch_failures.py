@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
 import torch
 
 import gla_core as gla
-from gla_core.dispatch.backend import LaunchError
+import gla_triton_kernels
+from gla_core.dispatch.backend import OP_PARAMETERS, LaunchError, OpCall
+from gla_core.dispatch.request import current_request
+from gla_core.dispatch.selection import select
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
@@ -21,13 +25,15 @@ def warnings_of(action):
 
 
 OUT_OF_RESOURCES = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
+COMPILATION_ERROR = type("CompilationError", (Exception,), {"__module__": "triton.compiler.errors"})
 LAUNCH_FAILURES = [
     LaunchError("needs 300 KB of shared memory"),
     ImportError("no module named triton"),
     ModuleNotFoundError("no module named triton"),
     OUT_OF_RESOURCES("out of resource: shared memory"),
     type("PTXASError", (Exception,), {"__module__": "triton.runtime.errors"})("ptxas failed"),
-    type("CompilationError", (Exception,), {"__module__": "triton.compiler.errors"})("at 3:1"),
+    COMPILATION_ERROR("at 3:1"),
+    type("CompileTimeAssertionFailure", (COMPILATION_ERROR,), {"__module__": "triton.compiler.errors"})("at 3:1"),
     RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
 ]
 OTHER_FAILURES = [
@@ -143,3 +149,30 @@ def test_a_backward_that_cannot_launch_falls_back_too(spy, qkvg):
         "chunk_gla_bwd: backend 'flaky' could not launch and is skipped: too much shared memory"
     ]
     assert sound.calls == ["chunk_gla_bwd"]
+
+
+@pytest.fixture
+def amd_gpu(monkeypatch):
+    """PyTorch as it is for AMD GPUs, of which it sees an MI300X."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.version, "hip", "6.4.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 4))
+    gla_triton_kernels._warn_once.cache_clear()
+    yield
+    gla_triton_kernels._warn_once.cache_clear()
+
+
+def test_on_an_amd_gpu_auto_takes_the_reference_with_one_warning(amd_gpu, monkeypatch):
+    monkeypatch.delenv("GLA_BLOCK_PLUGINS")
+    gla.reload_environment()
+    sizes = dict.fromkeys(("B", "T", "Tq", "Tk", "N", "P", "H", "Hq", "K", "V", "rows", "columns"), 8)
+    calls = [OpCall(op=op, device=torch.device("cuda", 0), dtype=torch.bfloat16, dims=sizes) for op in OP_PARAMETERS]
+    chosen = []
+    caught = warnings_of(lambda: chosen.extend(select(call, current_request("auto")).name for call in calls * 2))
+    assert chosen == ["reference"] * 2 * len(calls)
+    reason = "needs an NVIDIA GPU; this PyTorch is built for AMD GPUs (ROCm 6.4.0)"
+    assert caught == [f"the Triton kernels of gla-core are left out, and `auto` takes slower backends: {reason}"]
+    for name in ("triton_fused", "parallel_scan"):
+        with pytest.raises(gla.NoBackendError, match=re.escape(f"{name}: {reason}")):
+            select(calls[0], current_request(name))

@@ -48,10 +48,20 @@ def interpreted() -> bool:
 
 
 def architecture_of(major: int, minor: int) -> Architecture:
-    """The architecture of a compute capability, of 8.0 and up."""
+    """The architecture of an NVIDIA GPU's compute capability, of 8.0 and up."""
     if major == 8:
         return Architecture.SM86 if minor in (6, 9) else Architecture.SM80
     return Architecture.SM90 if major == 9 else Architecture.SM100 if major < 12 else Architecture.SM120
+
+
+def why_unsuited() -> str | None:
+    """Why none of the CUDA devices that PyTorch sees runs the kernels, whatever its capability; None if some may.
+
+    PyTorch for AMD GPUs calls them CUDA devices too, and reports their own versions as compute capabilities.
+    """
+    if torch.version.hip is None or interpreted():
+        return None
+    return f"needs an NVIDIA GPU; this PyTorch is built for AMD GPUs (ROCm {torch.version.hip})"
 
 
 @functools.cache

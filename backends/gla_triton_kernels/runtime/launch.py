@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,10 +13,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.compiler.errors import CompilationError
 from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
-from triton.runtime.errors import OutOfResources, PTXASError
 
 from gla_core.dispatch.backend import LaunchError
 from gla_triton_kernels.runtime.architecture import interpreted
@@ -53,15 +52,33 @@ def start(launches: Sequence[Launch]) -> None:
     Raises:
         LaunchError: a kernel does not fit or does not compile on this device. Launches before it have been made.
     """
-    if not interpreted():
+    if interpreted():
+        for x in launches:
+            x.kernel[x.grid](*x.arguments, **x.options)
+        return
+    with _failing("Triton"):
         _prepare_compiler()
-        if len(launches) > 1:
-            _compile(launches)
+    if len(launches) > 1:
+        _compile(launches)
     for x in launches:
-        try:
+        with _failing(x.kernel.fn.__name__):
             x.compiled = x.kernel[x.grid](*x.arguments, **x.options)
-        except (OutOfResources, CompilationError, PTXASError) as error:
-            raise LaunchError(f"{x.kernel.fn.__name__} cannot be launched on this device: {error}") from error
+
+
+@contextlib.contextmanager
+def _failing(name: str) -> Iterator[None]:
+    """Errors of a launch, before its kernel runs, are raised as a LaunchError that names it."""
+    try:
+        yield
+    except Exception as error:
+        if _is_of_the_device(error):
+            raise
+        raise LaunchError(f"{name} cannot be launched on this device: {type(error).__name__}: {error}") from error
+
+
+def _is_of_the_device(error: Exception) -> bool:
+    """Whether the device reports an error, be it of a kernel that ran before, and Triton's compiler does not."""
+    return isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError) or str(error).startswith("Triton Error [")
 
 
 @functools.cache
@@ -79,7 +96,8 @@ def _compile(launches: Sequence[Launch]) -> None:
     """
     with ThreadPoolExecutor(len(launches)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         for x in launches:
-            x.kernel.warmup(*x.arguments, grid=x.grid, **x.options)
+            with contextlib.suppress(Exception):
+                x.kernel.warmup(*x.arguments, grid=x.grid, **x.options)
 
 
 current_device = torch.accelerator.current_device_index  # a third of the time of torch.cuda.current_device
