@@ -1,0 +1,8 @@
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def isolated(fresh_registry: None, plain_terminal: None) -> None:
+    """Every test here."""
