@@ -121,8 +121,8 @@ def _in_common(rows: Sequence[Row], culprits: Sequence[Row], examined: Sequence[
         return "; ".join([*found, f"every case of {name!r} fails"]) if len(failed) > 1 else "".join(found)
     facts = distinct(failed, passed)
     if facts:
-        run = f"all {_cases(failed, 'failing ')} of {name!r} run" if len(failed) > 1 else f"what fails of {name!r} runs"
-        found.append(f"{run} {' and '.join(facts)}; none that passes does ({len(passed)})")
+        which = f"every failing case of {name!r} ({len(failed)}) runs {' and '.join(facts)}"
+        found.append(f"{which}; no passing one ({len(passed)}) does")
     return "; ".join(found)
 
 
@@ -146,5 +146,5 @@ def _factor(row: Row, worst: str) -> str:
     return f"{wrong['quantity']} is {times} what is expected, {where}{hint}"
 
 
-def _cases(rows: Sequence[Row], which: str = "") -> str:
-    return f"{len(rows)} {which}case{'s' * (len(rows) != 1)}"
+def _cases(rows: Sequence[Row]) -> str:
+    return f"{len(rows)} case{'s' * (len(rows) != 1)}"
