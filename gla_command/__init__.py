@@ -420,7 +420,7 @@ def new_backend(
     Exits with 2 if the folder exists or the name is not usable.
     """
     with _in_a_line("new-backend"):
-        from gla_command.new_backend import create, next_steps
+        from gla_command.plugin_template import create, next_steps
 
         create(name, Path())
         typer.echo(next_steps(name))

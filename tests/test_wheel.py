@@ -52,6 +52,10 @@ def test_it_carries_the_core_the_backends_and_the_type_marker(wheel, own_backend
         f"gla_core-{'0.1.0'}.dist-info",
     }
     assert "gla_core/py.typed" in names
+    template = ROOT / "plugins" / "gla_plugin_template"
+    copied = {path.relative_to(template).as_posix() for path in template.rglob("*.*") if path.suffix != ".pyc"}
+    folder = "gla_command/template/"
+    assert {name.removeprefix(folder) for name in names if name.startswith(folder)} == copied
 
 
 def test_the_links_of_its_readme_work_outside_of_the_repository(wheel):
@@ -75,3 +79,5 @@ def test_it_runs_in_a_fresh_environment(wheel, own_backends, tmp_path):
     assert run(python, "-c", script, cwd=tmp_path, env=clean).split() == own_backends
     table = run(environment / "bin" / "gla", "backends", cwd=tmp_path, env=clean)
     assert all(name in table for name in own_backends)
+    run(environment / "bin" / "gla", "new-backend", "mine", cwd=tmp_path, env=clean)
+    assert (tmp_path / "mine" / "mine" / "online_softmax.py").exists()

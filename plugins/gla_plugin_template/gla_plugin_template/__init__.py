@@ -16,7 +16,7 @@ def gla_register_backends() -> list[Backend]:
             name="gla_plugin_template",
             version="0.1.0",
             ops={"online_softmax": online_softmax},
-            # Where it works, as data. Whatever a call asks beyond this is refused, with a reason made from it.
+            # Where it works, as data. A call that needs anything else is refused, with a reason derived from this.
             capabilities=Capabilities(
                 dtypes=frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16}), cuda_graphs=True
             ),
