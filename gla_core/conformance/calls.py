@@ -76,7 +76,7 @@ def forward(x: GlaInputs, request: str, scale: float | None = None) -> Named:
 
 
 def training_request(backend: Backend, op: str = "chunk_gla_fwd") -> str:
-    """The backend for the public function of an op and for the backward that it needs, as far as it has them."""
+    """Returns a request for the backend: the public function of an op, and the backward, as far as it has them."""
     spec = _public(op)
     own = [f"{name}={backend.name}" for name in (spec.name, spec.backward) if name in backend.ops]
     return ";".join([*own, "*=reference"])
@@ -274,20 +274,20 @@ def torch_op(case: Case, request: str, inplace: bool = False) -> tuple[Any, tupl
 
 
 def given(case: Case, **changes: object) -> dict[str, Any]:
-    """Arguments of the public function by name, the final state asked for where there is one."""
+    """Returns arguments of the public function by name, the final state asked for where there is one."""
     found = arguments(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
     return found | ({"output_final_state": True} if "output_final_state" in _public(case.op).parameters else {})
 
 
 def results(op: str, given: dict[str, Any], request: str) -> Named:
-    """What the public function returns, by name."""
+    """Returns the results of the public function by name, without those that are None."""
     found = getattr(gla, ABSTRACT_OPS[op].public)(**given, backend=request)
     found = found if isinstance(found, tuple) else (found,)
     return {y.name: x for y, x in zip(_public(op).results, found, strict=False) if x is not None}
 
 
 def with_gradients(op: str, given: dict[str, Any], run: Callable[[dict[str, Any]], Named]) -> Named:
-    """Results of `run` on the arguments, and their gradients, of a loss in which every result counts."""
+    """Returns the results of `run` on the arguments, and the gradients of a loss in which every result counts."""
     leaves = {name: given[name].detach().requires_grad_() for name in differentiable(op, given)}
     out = run(given | leaves)
     losses = [x.square().sum() for x in out.values() if x.requires_grad]
@@ -298,23 +298,23 @@ def with_gradients(op: str, given: dict[str, Any], run: Callable[[dict[str, Any]
 
 
 def differentiable(op: str, given: dict[str, Any]) -> list[str]:
-    """Names of the arguments that are given and that the public function takes a gradient of."""
+    """Returns the names of the arguments that are given and that the public function takes a gradient of."""
     return [a.name for a in _public(op).arguments if a.differentiable and given.get(a.name) is not None]
 
 
 def autocast_dtype(case: Case) -> torch.dtype:
-    """The dtype that an op computes in under autocast to the dtype of a case."""
+    """Returns the dtype that an op computes in under autocast to the dtype of a case."""
     return torch.float32 if _public(case.op).autocast_in_float32 else case.dtype
 
 
 def cast(op: str, given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The arguments with those in `dtype` that autocast is about; gates and states stay as they are."""
+    """Casts the arguments that autocast casts; gates and states stay as they are."""
     names = [a.name for a in _public(op).arguments if a.dtype in (INPUT, AS_INPUT)]
     return {name: x.to(dtype) if name in names else x for name, x in given.items()}
 
 
 def _public(op: str) -> OpSpec:
-    """The op that the public function of an op runs."""
+    """Returns the op that the public function of an op runs."""
     return PUBLIC_OPS[ABSTRACT_OPS[op].public]
 
 

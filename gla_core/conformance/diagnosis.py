@@ -22,12 +22,13 @@ FEW = 2
 
 def kind(row: Row) -> str:
     """Returns what goes wrong in a failed case, one of `KINDS`."""
-    reason = row["reason"] or ""
-    if property_of(row).startswith("inputs unchanged") and row["wrong"]:
+    over = [error for error in row["errors"] if not error["error"] <= error["budget"]]
+    if over and property_of(row).startswith("inputs unchanged"):
         return "changed inputs"
-    if not row["wrong"]:
-        return "results" if reason.startswith(("AssertionError", "assert")) or "BackendError" in reason else "errors"
-    return "values" if all(wrong["finite"] for wrong in row["wrong"]) else "NaN"
+    if over:
+        return "values" if all(wrong["finite"] for wrong in row["wrong"]) else "NaN"
+    reason = row["reason"] or ""
+    return "results" if reason.startswith(("AssertionError", "assert")) or "BackendError" in reason else "errors"
 
 
 def diagnosis(rows: Sequence[Row], command: str) -> list[str]:

@@ -112,7 +112,7 @@ class Report:
         yield self._verdict(), {"bold": True, "red" if failed or self._broken else "green": True}
 
     def _is_of_no_interest(self, row: dict[str, Any]) -> bool:
-        """Whether a case says no more than that an op which is not declared is refused."""
+        """Returns whether a case only shows that an op which is not declared is refused."""
         return row["op"] not in self._backend.ops and row["outcome"] == "passed"
 
     def _verdict(self) -> str:
@@ -213,7 +213,7 @@ def _failures(failed: Sequence[dict[str, Any]], verbose: bool) -> Iterator[str]:
 
 
 def _failure(row: dict[str, Any]) -> str:
-    """A failed case in a line."""
+    """Returns a failed case in a line."""
     return f"FAILED {case_name(row)}: {complaint(row)}"
 
 

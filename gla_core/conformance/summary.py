@@ -40,7 +40,7 @@ def properties(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def by_property(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows of each op and property, in the order in which these come first."""
+    """Returns the rows of each op and property, in the order in which these come first."""
     groups = defaultdict(list)
     for row in rows:
         groups[row["op"], property_of(row)].append(row)
@@ -71,12 +71,12 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def property_of(row: Row) -> str:
-    """The property that a case is of: its test's name, in words."""
+    """Returns the property that a case is of: its test's name, in words."""
     return row["test"].split("::")[-1].removeprefix("test_").replace("_", " ")
 
 
 def complaint(row: Row) -> str:
-    """Why a case failed, without the name of an exception that says no more than that it did."""
+    """Returns why a case failed, without the name of an exception that says no more than that it did."""
     return re.sub(r"^([\w.]+\.)?(AssertionError|BackendError): ", "", row["reason"] or "no reason given")
 
 

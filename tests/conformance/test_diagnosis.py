@@ -43,7 +43,7 @@ def row(name, failed=True, test="values", op="chunk_gla_fwd", dtype=torch.float3
         "facts": of.facts(),
         "outcome": "failed" if failed else "passed",
         "reason": reason if failed else None,
-        "errors": [],
+        "errors": [{"quantity": "o", "error": 0.1 if more.get("wrong", failed) else 0.0, "budget": 0.01}],
         "wrong": [wrong()] if failed else [],
         **more,
     }
@@ -150,6 +150,12 @@ def test_root_causes_come_before_wrong_values(root, name, says):
     assert found["begin with"].endswith("; the other 1 failures may follow from this")
     assert next(_failures([VALUES, root], verbose=False)).startswith(f"FAILED test_chunk_gla.py::{root['id']}")
     assert "begin with" not in lines(VALUES)
+
+
+def test_a_result_too_large_to_look_at_is_one_of_wrong_values():
+    row_of_large = row("short", wrong=[], errors=[{"quantity": "o", "error": 0.1, "budget": 0.01}])
+    assert kind(row_of_large) == "values"
+    assert lines(row_of_large)["smallest"] == "test_values[short-float32]"
 
 
 def test_what_is_0_everywhere():
