@@ -106,6 +106,27 @@ def test_blocks_are_narrow_on_hopper_where_all_run_at_once(changes, BV):
     assert one_pass(**changes).BV == BV
 
 
+@pytest.mark.parametrize(
+    ("changes", "BV"),
+    [
+        ({"T": 57565, "H": 8, "V": 256, "N": 3, "packed": True}, 64),  # 8 segments at most, 256 blocks of 64 values
+        ({"T": 8192, "H": 2, "V": 256}, 64),
+        ({"T": 8192, "H": 2, "V": 256, "K": 128}, 128),  # a block to a multiprocessor, whichever its values
+        ({"T": 8192, "H": 2, "V": 64}, 64),
+    ],
+    ids=str,
+)
+def test_states_are_built_by_narrow_blocks_where_all_run_at_once(changes, BV):
+    segments = plan_segments(call_of(**{"B": 1, "K": 64, **changes}), H200, True).segments
+    assert (segments.states.kernel, segments.states.BV) == (Kernel.STATES_SM90, BV)
+
+
+@pytest.mark.parametrize("tokens", [64, 4096])
+def test_many_segments_have_their_states_built_by_wide_blocks(tokens):
+    call = dataclasses.replace(call_of(B=8, T=8192, H=8, K=64, V=128), batch_invariant=tokens)
+    assert plan_segments(call, H200, True).segments.states.BV == (128 if tokens == 64 else 64)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_without_tokens_an_invariant_call_is_not_cut(packed):
     """No tensor map can be made of no rows."""

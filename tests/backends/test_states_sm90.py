@@ -11,6 +11,7 @@ from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import OpCall
 from gla_core.workloads.inputs import GATES, gla_inputs
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan, _states_sm90
+from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 
 BUDGET = FORWARD[torch.bfloat16]
 DECAYS = 2e-4  # exp of a float32 sum of up to -100
@@ -46,22 +47,23 @@ def state_from_zero(left, right, g, backwards=False):
     return torch.einsum("thk,thv->hkv", decayed, right), g.sum(0).exp()
 
 
-def build(left, right, g, segments, backwards=False, skip_last=False):
+def build(left, right, g, segments, backwards=False, skip_last=False, multiprocessors=132):
     from gla_triton_kernels.chunk_gla import states_sm90
     from gla_triton_kernels.chunk_gla.segments import Recurrence
     from gla_triton_kernels.runtime.launch import start
 
-    H, K, V = *left.shape[2:], right.shape[3]
+    B, T, H, K, V = *left.shape, right.shape[3]
     S = torch.empty(segments.count, H, K, V, device="cuda")
     D = None if g is None else torch.empty(segments.count, H, K, device="cuda")
     call = OpCall(
         op="chunk_gla_fwd",
         device=left.device,
         dtype=left.dtype,
-        dims={"K": K, "V": V},
+        dims={"B": B, "T": T, "N": B, "H": H, "K": K, "V": V},
         gate_dtype=None if g is None else g.dtype,
     )
-    plan = SegmentPlan(segments.length, segments.uncut, _states_sm90(call), overlap=True)
+    states = _states_sm90(call, Gpu(Architecture.SM90, multiprocessors), segments.length)
+    plan = SegmentPlan(segments.length, segments.uncut, states, overlap=True)
     after = None if skip_last else S  # whether there is one is all that matters here
     x = Recurrence(left, right, g, None, after, scale=0.3, backwards=backwards)
     start(states_sm90.run(plan, x, segments, S, D))
@@ -100,6 +102,14 @@ def test_gates(K, V, gates, gate_dtype, backwards):
 def test_widths(K, V, gates):
     _, k, v, g, *_ = inputs(T=200, H=3, K=K, V=V, gates=gates)
     check(k, v, g, 128)
+
+
+def test_blocks_of_fewer_columns_give_the_same_bits():
+    """On a device of one multiprocessor not all narrow blocks run at once."""
+    _, k, v, g, *_ = inputs(T=500, K=64, V=256)
+    segments, _ = cut(2, 500, 192)
+    narrow, wide = (build(k, v, g, segments, multiprocessors=number) for number in (132, 1))
+    assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
 
 
 @both_directions
