@@ -2,7 +2,8 @@
 
 Tests marked `kernels` launch Triton kernels: compiled on a GPU, interpreted elsewhere. Interpreting is decided for good
 when the kernels are imported, and changes what `auto` picks, so it takes a run of its own, with TRITON_INTERPRET=1, and
-every other test sees what users see. Tests marked `gpu` need a CUDA device.
+every other test sees what users see. Tests marked `gpu` need a CUDA device. Tests marked `thorough` vary what another
+test checks already, and take seconds: `pytest --thorough` and `make conformance` run them as well.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import runpy
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,17 @@ from gla_core.conformance.conftest import pytest_runtest_teardown as pytest_runt
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
 
+if INTERPRETED:
+    runpy.run_path(str(Path(__file__).with_name("quick_interpreter.py")))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--thorough", action="store_true", help="run the tests marked `thorough` as well")
+
 
 def runs_here(item):
+    if item.get_closest_marker("thorough") and not item.config.getoption("--thorough"):
+        return False
     if not item.path.is_relative_to(Path(__file__).parent):  # the conformance kit, run from this repository
         return True
     device = item.callspec.params.get("device") if hasattr(item, "callspec") else None
@@ -35,7 +46,8 @@ def runs_here(item):
 
 def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if not runs_here(item)]
-    items[:] = [item for item in items if runs_here(item)]
+    # The slow ones first: a process that is done then takes the quick ones of another.
+    items[:] = sorted(filter(runs_here, items), key=lambda item: item.get_closest_marker("slow") is None)
     config.hook.pytest_deselected(items=left_out)
 
 
@@ -88,7 +100,8 @@ def only_reference(fresh_registry, monkeypatch, own_backends):
 @pytest.fixture
 def plain_terminal(monkeypatch):
     """A wide terminal without colours."""
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    for name in ("FORCE_COLOR", "PY_COLORS", "TERM", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "250")
 

@@ -1,7 +1,8 @@
 """What test_ranks.py starts: processes that are the ranks of a group, and go through checks together.
 
-    python tests/distributed/start.py FOLDER RANKS cpu     by gloo; forked, so that the package is imported once
-    python tests/distributed/start.py FOLDER RANKS cuda    by NCCL, with a GPU each; spawned, as CUDA wants it
+    python tests/distributed/start.py FOLDER 2,4 cpu     groups of two and of four ranks by gloo, one after the other;
+                                                         forked, so that the package is imported once
+    python tests/distributed/start.py FOLDER 2 cuda      by NCCL, with a GPU each; spawned, as CUDA wants it
 
 A check is a function of a `Ranks`; all ranks call the same ones in the same order. One that fails ends all processes,
 and its traceback is shown.
@@ -59,5 +60,6 @@ def be(rank: int, number: int, folder: str, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    folder, number, kind = sys.argv[1:]
-    start_processes(be, (int(number), folder, kind), int(number), start_method="spawn" if kind == "cuda" else "fork")
+    folder, numbers, kind = sys.argv[1:]
+    for number in map(int, numbers.split(",")):
+        start_processes(be, (number, folder, kind), number, start_method="spawn" if kind == "cuda" else "fork")

@@ -1,4 +1,4 @@
-"""gla_core.distributed on 1 to 4 processes and on two GPUs; the checks are those of modules that start.py names."""
+"""gla_core.distributed on 1 to 4 processes and on two GPUs; start.py names the modules of the checks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def go_through_checks(*arguments):
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_ranks(number, tmp_path):
-    go_through_checks(tmp_path, number, "cpu")
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", ["2,4", pytest.param("1,3", marks=pytest.mark.thorough)])
+def test_ranks(numbers, tmp_path):
+    go_through_checks(tmp_path, numbers, "cpu")
 
 
 @pytest.mark.gpu

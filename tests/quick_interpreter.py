@@ -1,0 +1,63 @@
+"""Makes Triton's interpreter more than twice as fast; results and checks stay the same.
+
+    TRITON_INTERPRET=1 pytest tests                                        # conftest.py loads it
+    TRITON_INTERPRET=1 PYTHONPATH=tests pytest -p quick_interpreter ...    # elsewhere
+
+Interpreted kernels of a few tokens spend most of their time on three things that this module does once or more directly:
+
+- The interpreter replaces the functions of `triton.language` at every call of a `triton.jit` function, nested ones
+  included, and puts them back. A process that interprets keeps the replacements.
+- It looks up the NumPy dtype of a Triton dtype in a table that it builds at every look-up.
+- It checks every sum, difference and product of int32 for overflow by five interpreted operations on int64.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+_replace_language, _numpy_dtype = interpreter._patch_lang, interpreter._get_np_dtype
+_replaced: set[frozenset[str]] = set()
+_numpy_dtypes: dict[str, np.dtype] = {}
+_ON_INTEGERS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+class _Kept:
+    """Stands for replacements that stay."""
+
+    def restore(self) -> None:
+        pass
+
+
+def _replace_language_once(function: FunctionType) -> _Kept:
+    names = frozenset(name for name, value in function.__globals__.items() if value is tl or value is tl.core)
+    if names not in _replaced:
+        _replaced.add(names)
+        _replace_language(function)
+    return _Kept()
+
+
+def _remembered_numpy_dtype(dtype: Any) -> np.dtype:
+    name = dtype.scalar.name
+    if name not in _numpy_dtypes:
+        _numpy_dtypes[name] = _numpy_dtype(dtype)
+    return _numpy_dtypes[name]
+
+
+def _check_overflow(self: Any, left: Any, right: Any, operation: Any) -> None:
+    x, y = left.handle.data, right.handle.data
+    if x.dtype.itemsize >= 8:  # as Triton, which checks what fits into int64
+        return
+    exact = _ON_INTEGERS[operation.__name__](x, y, dtype=np.int64)
+    limits = np.iinfo(x.dtype)
+    inside = exact.size == 0 or limits.min <= exact.min() <= exact.max() <= limits.max
+    assert inside, f"{x.dtype} overflow in {operation.__name__}"
+
+
+interpreter._patch_lang = _replace_language_once
+interpreter._get_np_dtype = _remembered_numpy_dtype
+type(interpreter.interpreter_semantic).binary_op_sanitize_overflow_impl = _check_overflow
