@@ -3,7 +3,7 @@
     TRITON_INTERPRET=1 pytest tests                                        # conftest.py loads it
     TRITON_INTERPRET=1 PYTHONPATH=tests pytest -p quick_interpreter ...    # elsewhere
 
-Interpreted kernels of a few tokens spend most of their time on three things that this module does once or more directly:
+Interpreted kernels of a few tokens spend most of their time on three things, which this module does once or directly:
 
 - The interpreter replaces the functions of `triton.language` at every call of a `triton.jit` function, nested ones
   included, and puts them back. A process that interprets keeps the replacements.

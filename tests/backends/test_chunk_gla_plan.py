@@ -121,10 +121,10 @@ def test_states_are_built_by_narrow_blocks_where_all_run_at_once(changes, BV):
     assert (segments.states.kernel, segments.states.BV) == (Kernel.STATES_SM90, BV)
 
 
-@pytest.mark.parametrize("tokens", [64, 4096])
-def test_many_segments_have_their_states_built_by_wide_blocks(tokens):
+@pytest.mark.parametrize(("tokens", "BV"), [(64, 128), (4096, 64)])
+def test_many_segments_have_their_states_built_by_wide_blocks(tokens, BV):
     call = dataclasses.replace(call_of(B=8, T=8192, H=8, K=64, V=128), batch_invariant=tokens)
-    assert plan_segments(call, H200, True).segments.states.BV == (128 if tokens == 64 else 64)
+    assert plan_segments(call, H200, True).segments.states.BV == BV
 
 
 @pytest.mark.parametrize("packed", [False, True])

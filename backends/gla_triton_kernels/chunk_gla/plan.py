@@ -304,10 +304,7 @@ def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> Plan:
 
 def _before(call: OpCall, gpu: Gpu, outputs: KernelPlan, length: int, uncut: int) -> SegmentPlan:
     """How the states that enter segments are found, before their outputs are computed; see `SegmentPlan`."""
-    if outputs.kernel is Kernel.FORWARD:
-        states = _states(call, length, outputs)
-    else:
-        states = _states_sm90(call, gpu, length)
+    states = _states(call, length, outputs) if outputs.kernel is Kernel.FORWARD else _states_sm90(call, gpu, length)
     return SegmentPlan(length, uncut, states, gpu.architecture.overlaps_kernels)
 
 
