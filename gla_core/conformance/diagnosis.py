@@ -7,7 +7,7 @@ It is made of the rows of `summary.py`, which hold for each case its facts (`fac
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from gla_core.conformance.summary import Row, complaint, property_of
@@ -45,12 +45,12 @@ def diagnosis(rows: Sequence[Row], command: str) -> list[str]:
     of_op = [row for row in rows if row["op"] == op]
     worst = min((kind(row) for row in failed if row["op"] == op), key=KINDS.index)
     culprits = [row for row in failed if row["op"] == op and kind(row) == worst]
-    examined = experiment(of_op, culprits)
-    smallest = min(culprits, key=lambda row: (row not in examined, row["size"], row["dtype"] != "float32", row["id"]))
+    examined, passed = experiment(of_op, culprits)
+    smallest = min(examined, key=lambda row: (row["size"], row["dtype"] != "float32", row["id"]))
     file, _ = smallest["test"].split("::")
     lines = {
         "begin with": _cause(op, worst, culprits, failed),
-        "in common": _in_common(of_op, culprits, examined),
+        "in common": _in_common(of_op, examined, passed),
         "smallest": _first_wrong(smallest),
         "factor": _factor(smallest, worst),
         "to see it": f'{command} -k "{file} and {smallest["id"]}" -- --tb=short',
@@ -58,22 +58,24 @@ def diagnosis(rows: Sequence[Row], command: str) -> list[str]:
     return [f"{label:<10}  {text}" for label, text in lines.items() if text]
 
 
-def experiment(rows: Iterable[Row], culprits: Sequence[Row]) -> list[Row]:
-    """Returns the cases of the property that tells most: some fail and some pass, on the most workloads.
+def experiment(rows: Iterable[Row], culprits: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """Returns the failed and the passed cases of the property that tells most: both, on the most workloads.
 
     Cases with nothing to compute do not count as passed.
     """
-    groups: dict[str, list[Row]] = {}
+    failed, passed = defaultdict(list), defaultdict(list)
+    for row in culprits:
+        failed[property_of(row)].append(row)
     for row in rows:
-        if row in culprits or (row["outcome"] == "passed" and row["size"]):
-            groups.setdefault(property_of(row), []).append(row)
-    wrong = Counter(property_of(row) for row in culprits)
+        if row["outcome"] == "passed" and row["size"]:
+            passed[property_of(row)].append(row)
 
     def tells(name: str) -> tuple:
-        workloads = {(row["workload"], row["dtype"]) for row in groups[name]}
-        return len(groups[name]) > wrong[name], len(workloads), -len(name)  # of equals, "values" is the plainest
+        workloads = {(row["workload"], row["dtype"]) for row in failed[name] + passed[name]}
+        return bool(passed[name]), len(workloads), -len(name)  # of equals, "values" is the plainest
 
-    return groups[max(wrong, key=tells)]
+    name = max(failed, key=tells)
+    return failed[name], passed[name]
 
 
 def distinct(failed: Sequence[Row], passed: Sequence[Row]) -> list[str]:
@@ -104,14 +106,12 @@ def _cause(op: str, worst: str, culprits: Sequence[Row], failed: Sequence[Row]) 
     rest = len(failed) - len(culprits)
     if worst == "values" and not rest:
         return ""
-    return f"{text} ({_cases(culprits)})" + (f"; the other {rest} failures may follow from this" if rest else "")
+    return f"{text} ({_cases(culprits)})" + (f"; the other failures ({rest}) may follow from this" if rest else "")
 
 
-def _in_common(rows: Sequence[Row], culprits: Sequence[Row], examined: Sequence[Row]) -> str:
-    """Returns what tells failed cases from passed ones."""
-    name = property_of(next(row for row in examined if row in culprits))
-    failed = [row for row in examined if row in culprits]
-    passed = [row for row in examined if row not in culprits]
+def _in_common(rows: Sequence[Row], failed: Sequence[Row], passed: Sequence[Row]) -> str:
+    """Returns what tells failed cases of a property from passed ones, and whether few other properties fail."""
+    name = property_of(failed[0])
     broken = dict.fromkeys(property_of(row) for row in rows if row["outcome"] == "failed")
     whole = {property_of(row) for row in rows} - set(broken)
     found = []

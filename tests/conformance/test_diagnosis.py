@@ -147,7 +147,7 @@ def test_root_causes_come_before_wrong_values(root, name, says):
     assert (kind(root), kind(VALUES)) == (name, "values")
     found = lines(VALUES, root)
     assert found["begin with"].startswith(says)
-    assert found["begin with"].endswith("; the other 1 failures may follow from this")
+    assert found["begin with"].endswith("; the other failures (1) may follow from this")
     assert next(_failures([VALUES, root], verbose=False)).startswith(f"FAILED test_chunk_gla.py::{root['id']}")
     assert "begin with" not in lines(VALUES)
 
@@ -170,7 +170,9 @@ def test_inputs_that_are_changed_have_a_factor_of_their_own():
 def test_the_first_op_that_fails_is_told_of():
     backward = row("short", op="chunk_gla_bwd", test="gradients")
     found = lines(backward, backward, row("short"))
-    assert found["begin with"] == "chunk_gla_fwd gives wrong values (1 case); the other 2 failures may follow from this"
+    assert (
+        found["begin with"] == "chunk_gla_fwd gives wrong values (1 case); the other failures (2) may follow from this"
+    )
 
 
 def test_three_failures_a_property_are_listed_and_all_on_request():
