@@ -31,7 +31,7 @@ conformance: $(INSTALLED)
 	fi
 
 test-fla: $(INSTALLED) .fla/.installed
-	PYTHONPATH=.fla:plugins/gla_transformers/src $(PYTEST) tests/compat plugins/gla_transformers/tests
+	PYTHONPATH=.fla:plugins/gla_transformers/src $(PYTEST) tests/compat tests/docs plugins/gla_transformers/tests
 
 .fla/.installed:
 	$(BIN)/pip install --quiet --disable-pip-version-check --target .fla --no-deps fla-core==0.6.0 flash-linear-attention==0.6.0

@@ -37,6 +37,19 @@ def test_every_argument_of_its_functions_is_there(function):
 
 
 @pytest.mark.parametrize(
+    ("heading", "layer"),
+    [
+        ("`GatedLinearAttention`", "GatedLinearAttention"),
+        ("`HGRN2Attention`, here `HGRN2`", "HGRN2Attention"),
+    ],
+)
+def test_every_argument_of_its_layers_is_there(heading, layer):
+    layers = pytest.importorskip("fla.layers")
+    theirs, _ = arguments(heading)
+    assert sorted(theirs) == sorted(parameters(getattr(layers, layer)))
+
+
+@pytest.mark.parametrize(
     ("heading", "ours"),
     [
         ("`chunk_gla`", gla.chunk_gla),

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gla_core.compat import fla
+
 ROOT = Path(__file__).parents[2]
 PATHS = (
     ROOT / "README.md",
@@ -27,10 +29,25 @@ def blocks(page):
 SEPARATE = [page for page in PAGES if not page.startswith("plugins/") and page != "docs/tutorial.md"]
 
 
+@pytest.fixture
+def undone(monkeypatch):
+    """What a block replaces in flash-linear-attention is put back."""
+    made, accelerate = [], fla.accelerate
+
+    def remembered(*functions, **options):
+        made.append(accelerate(*functions, **options))
+        return made[-1]
+
+    monkeypatch.setattr(fla, "accelerate", remembered)
+    yield
+    for acceleration in made:
+        acceleration.undo()
+
+
 @pytest.mark.parametrize(
     "block", [pytest.param(code, id=f"{page} block {i}") for page in SEPARATE for i, code in enumerate(blocks(page))]
 )
-def test_blocks_run(block):
+def test_blocks_run(block, undone):
     if "accelerate()" in block:
         pytest.importorskip("fla", reason="replaces functions of flash-linear-attention")
     exec(compile(block, "a page", "exec"), {})
