@@ -40,6 +40,19 @@ def test_greedy_and_padded(model, tokens):
     assert torch.equal(batch[1:], greedy(model, tokens[1:], 12))
 
 
+def test_a_second_turn_goes_on_as_each_row_alone(model, tokens):
+    """The prompts of both turns are padded, to their left and to their right."""
+    mask = torch.ones_like(tokens)
+    mask[0, :9], mask[1, 30:40], mask[0, 40:78] = 0, 0, 0
+    cache = GLACache(model.config)
+    first = model.generate(tokens[:, :40], attention_mask=mask[:, :40], past_key_values=cache, max_new_tokens=5)
+    asked = torch.cat([first, tokens[:, 40:]], 1)  # the last new token has not been read yet
+    mask = torch.cat([mask[:, :40], torch.ones(2, 5, dtype=torch.long), mask[:, 40:]], 1)
+    second = model.generate(asked, attention_mask=mask, past_key_values=cache, max_new_tokens=8)[:, 85:]
+    for row, seen, found in zip(asked, mask == 1, second, strict=True):
+        assert torch.equal(found, greedy(model, row[seen][None], 8)[0, -8:])
+
+
 @pytest.mark.parametrize("how", [{"do_sample": True}, {"num_beams": 3}, {"do_sample": True, "num_beams": 2}], ids=str)
 def test_with_and_without_a_cache(model, tokens, how):
     mask = torch.ones_like(tokens)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
+
+from gla_transformers import GLACache
 
 CONFIGURATIONS = [
     {"attn": {"layers": [1], "num_heads": 4}},
@@ -69,13 +73,79 @@ def test_padding_packing_and_decoding(ours, tokens, options):
         torch.testing.assert_close(out.logits[0, 0], alone[1][0, end - 26], **CLOSE)
 
 
-def test_refusals(ours, tokens):
+@torch.no_grad()
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
+def test_padding_anywhere_leaves_the_tokens_as_they_are_alone(ours, tokens, options):
+    model, mask = ours(**options), torch.rand(tokens.shape) < 0.6
+    logits = model(tokens, attention_mask=mask).logits
+    for row, seen, found in zip(tokens, mask, logits, strict=True):
+        torch.testing.assert_close(found[seen], model(row[seen][None]).logits[0], **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("columns_of_before", [True, False])
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
+def test_turns_with_padding_of_their_own_go_on_as_each_row_alone(ours, tokens, options, columns_of_before):
+    """A turn may have no token of a row, the first one as well."""
+    model = ours(**options)
+    mask, turns = torch.rand(tokens.shape) < 0.5, [(0, 4), (4, 30), (30, 31), (31, 33), (33, 60), (60, 80)]
+    mask[0, :4], mask[1, 33:60] = False, False
+    cache, found = GLACache(model.config), []
+    for begin, end in turns:
+        part = mask[:, 0 if columns_of_before else begin : end]
+        found.append(model(tokens[:, begin:end], attention_mask=part, past_key_values=cache).logits)
+    for row, seen, logits in zip(tokens, mask, torch.cat(found, 1), strict=True):
+        torch.testing.assert_close(logits[seen], model(row[seen][None]).logits[0], **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize(("padding", "turns"), [((10, 30), (40, 41, 80)), ((3, 4), (4, 8, 9, 80))])
+def test_a_turn_without_a_mask_does_not_see_the_padding_before(ours, tokens, options, padding, turns):
+    model, mask = ours(**options), torch.ones_like(tokens)
+    mask[0, slice(*padding)] = 0
+    cache = model(tokens[:, : turns[0]], attention_mask=mask[:, : turns[0]], use_cache=True).past_key_values
+    found = [model(tokens[:, begin:end], past_key_values=cache).logits[0] for begin, end in pairwise(turns)]
+    alone = model(tokens[:1, mask[0] == 1]).logits[0]
+    torch.testing.assert_close(torch.cat(found), alone[turns[0] - 80 :], **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_window_keeps_no_more_than_it_shows(ours, tokens, padded):
+    model = ours(attn={"layers": [0], "num_heads": 4, "window_size": 7})
+    mask = {"attention_mask": torch.ones_like(tokens)} if padded else {}
+    cache = model(tokens, use_cache=True, **mask).past_key_values
+    assert [x.shape[:3] for x in cache.layers[0].state] == [(2, 4, 6), (2, 4, 6), (2, 6)]
+    cache.reset()
+    torch.testing.assert_close(model(tokens, past_key_values=cache).logits, model(tokens).logits)
+
+
+@torch.no_grad()
+def test_packed_sequences_have_no_cache_unless_asked_for(ours, tokens):
     model = ours(**CONFIGURATIONS[0])
-    with pytest.raises(ValueError, match="cu_seqlens is given with a cache"):
-        model(tokens[:1], cu_seqlens=torch.tensor([0, 80]), use_cache=True)
-    cache = model(tokens).past_key_values
-    with pytest.raises(ValueError, match=r"attention_mask is \[2, 1\]; expected \[B, 81 or more\]"):
-        model(tokens[:, :1], attention_mask=torch.ones(2, 1), past_key_values=cache)
+    offsets = torch.tensor([0, 25, 80], dtype=torch.int32)
+    out = model(tokens[:1], cu_seqlens=offsets)
+    assert out.past_key_values is None
+    assert torch.equal(out.logits, model(tokens[:1], cu_seqlens=offsets.long(), use_cache=False).logits)
+    for asked in ({"use_cache": True}, {"past_key_values": GLACache(model.config)}):
+        with pytest.raises(ValueError, match="cu_seqlens is given with a cache; pass use_cache=False"):
+            model(tokens[:1], cu_seqlens=offsets, **asked)
+
+
+def test_refusals(ours, tokens):
+    for options in CONFIGURATIONS:
+        model = ours(**options)
+        with pytest.raises(ValueError, match=r"attention_mask (is \[2, 2\]|has 2 columns); expected"):
+            model(tokens[:, :3], attention_mask=torch.ones(2, 2))
+        cache = model(tokens, use_cache=True).past_key_values
+        with pytest.raises(NotImplementedError, match="cannot be taken back"):
+            cache.crop(-1)
+        torch.testing.assert_close(
+            model(tokens[:, :1], past_key_values=cache).logits,
+            model(torch.cat([tokens, tokens[:, :1]], 1)).logits[:, 80:],
+            **CLOSE,
+        )
 
 
 def test_compiled_training(ours, tokens):

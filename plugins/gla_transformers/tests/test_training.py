@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DataCollatorWithFlattening
 
-from gla_transformers import GLACache
+from gla_transformers import GLACache, modeling
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -91,8 +91,23 @@ def test_gradient_checkpointing(model, tokens, reentrant):
     assert len(runs) == 2  # forward, and again in the backward
     torch.testing.assert_close((loss, [x.grad for x in model.parameters()]), (expected[0], list(expected[1])))
     assert model(tokens, use_cache=True).past_key_values is None
-    with pytest.raises(ValueError, match="in training with gradient checkpointing"):
+    with pytest.raises(ValueError, match=r"in training with gradient checkpointing; call model\.eval\(\) or"):
         model(tokens, past_key_values=GLACache(model.config))
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str)
+def test_generating_in_training_with_gradient_checkpointing(model, tokens, how, monkeypatch):
+    expected, said = model.eval().generate(tokens, max_new_tokens=4, **how), []
+    monkeypatch.setattr(modeling.logger, "warning_once", said.append)
+    assert torch.equal(model.train().generate(tokens, max_new_tokens=4, **how), expected)
+    assert said == []
+    model.gradient_checkpointing_enable()
+    assert torch.equal(model.generate(tokens, max_new_tokens=4, **how), expected)
+    assert len(said) == 1
+    assert "call model.eval() or model.gradient_checkpointing_disable() first" in said[0]
+    assert model.training
+    assert model.generation_config.use_cache is not False
 
 
 @pytest.mark.parametrize("options", [{}, {"fuse_cross_entropy": False, "fuse_linear_cross_entropy": True}], ids=str)

@@ -6,11 +6,11 @@ cache counts them itself, on the device, so that nothing of a decoding step is c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache
 
 from gla_core.nn import GatedLinearAttention, GLAState
 from gla_transformers.configuration import GLAConfig
@@ -62,8 +62,24 @@ class GLACache(Cache):
             self.length.zero_()
 
 
+class Keys(NamedTuple):
+    """Keys and values of S tokens of each row, or of padding.
+
+    Attributes:
+        keys, values: [B, H, S, D]. positions: [B, S] int64, the number of tokens of the row before each; -1 of padding.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+
+
 class LayerState:
-    """What a layer of gated linear attention remembers, with the methods that transformers asks of a cache's layers."""
+    """The memory of a layer of gated linear attention, with the methods that transformers asks of a cache's layers.
+
+    Attributes:
+        state: a `GLAState`; None before the first token.
+    """
 
     is_sliding = False
     is_croppable = False
@@ -72,7 +88,7 @@ class LayerState:
 
     def __init__(self, compileable: bool) -> None:
         self.is_compileable = compileable
-        self.state: GLAState | None = None
+        self.state: Any = None
 
     def write(self, new: GLAState) -> None:
         """Write a state into the storage, or make it the storage if there is none yet."""
@@ -119,6 +135,51 @@ class LayerState:
                 _stays(tensor)
 
 
+class KeyMemory(LayerState):
+    """The memory of a layer of softmax attention, in storage that grows up to its window.
+
+    Attributes:
+        state: the `Keys` of the last window - 1 tokens of each row, behind padding where there are fewer; of all tokens
+            without a window. None before the first token.
+        padded: whether there may be padding among them.
+    """
+
+    def __init__(self, window: int | None) -> None:
+        super().__init__(compileable=False)
+        self.window, self.padded = window, False
+
+    def read_on(self, k: Tensor, v: Tensor, positions: Tensor, padded: bool) -> Keys:
+        """Adds keys and values [B, H, T, D] at positions [B, T], some of which may be padding, and returns all."""
+        seen = Keys(k, v, positions)
+        if self.state is not None:
+            old = self.state
+            seen = Keys(
+                torch.cat([old.keys, k], 2), torch.cat([old.values, v], 2), torch.cat([old.positions, positions], 1)
+            )
+        self.padded |= padded
+        self._adopt(_each(seen if self.window is None else self._last(seen, padded), Tensor.detach))
+        return seen
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Gives row i the keys and values of row beam_idx[i], in new storage."""
+        self.batch_select_indices(beam_idx)
+
+    def reset(self) -> None:
+        """Forgets all tokens, and the storage."""
+        self.state, self.padded, self.is_initialized = None, False, False
+
+    def _last(self, seen: Keys, padded: bool) -> Keys:
+        """Keeps what a token to come can see, and one token at least, which tells how many there were."""
+        assert self.window is not None
+        surplus = max(seen.positions.shape[1] - max(self.window - 1, 1), 0)
+        if not padded:  # what was there has padding in front
+            return Keys(seen.keys[:, :, surplus:], seen.values[:, :, surplus:], seen.positions[:, surplus:])
+        order = (seen.positions >= 0).to(torch.uint8).argsort(dim=1, stable=True)[:, surplus:]
+        rows = torch.arange(len(order), device=order.device)[:, None]
+        k, v = (x.transpose(1, 2)[rows, order].transpose(1, 2) for x in seen[:2])
+        return Keys(k, v, seen.positions[rows, order])
+
+
 def read(
     layer: GatedLinearAttention,
     x: Tensor,
@@ -156,14 +217,19 @@ def _memory(config: GLAConfig, layer: int, compileable: bool) -> Any:
     spec = config.softmax_attention(layer)
     if spec is None:
         return LayerState(compileable)
-    return DynamicLayer() if spec["window_size"] is None else DynamicSlidingWindowLayer(spec["window_size"])
+    return KeyMemory(spec["window_size"])
 
 
-def _tensors(state: GLAState | None) -> tuple[Tensor, ...]:
-    return () if state is None else (state.recurrent, *(state.conv or ()))
+def _tensors(state: GLAState | Keys | None) -> tuple[Tensor, ...]:
+    if isinstance(state, GLAState):
+        return state.recurrent, *(state.conv or ())
+    return state or ()
 
 
-def _each(state: GLAState, function: Any) -> GLAState:
+def _each(state: Any, function: Any) -> Any:
+    """Returns a state of the same kind, with the function applied to each tensor."""
+    if isinstance(state, Keys):
+        return Keys(*map(function, state))
     recurrent, *conv = map(function, _tensors(state))
     return GLAState(recurrent, tuple(conv) or None)  # pyright: ignore[reportArgumentType]
 

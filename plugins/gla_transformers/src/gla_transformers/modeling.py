@@ -18,7 +18,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 
 from gla_core.nn import GatedLinearAttention
 from gla_core.nn.recompute import recomputed
@@ -29,6 +29,8 @@ from gla_transformers.cache import GLACache, read
 from gla_transformers.configuration import GLAConfig
 from gla_transformers.loss import IGNORED, l2warp, loss_in_parts
 from gla_transformers.softmax_attention import SoftmaxAttention
+
+logger = logging.get_logger(__name__)
 
 
 class GatedMLP(nn.Module):
@@ -138,7 +140,8 @@ class GLAModel(GLAPreTrainedModel):
             attention_mask: [B, T] or with columns for the tokens of the cache too, 0 for padding, wherever it is.
             past_key_values: what was read before, and is brought up to date here.
             use_cache: return a cache, a new one if none is given; by default as the configuration says, but not in
-                training. With gradient checkpointing there is none in training.
+                training, nor of packed sequences where there are layers of softmax attention, whose keys cannot be
+                kept apart in one. With gradient checkpointing there is none in training.
             output_attentions: False; there are no attention weights.
             output_hidden_states: also return the input of every layer, and the normed output of the last.
             cu_seqlens: [N+1] int32 or int64, B = 1: sequence i is columns cu_seqlens[i] to cu_seqlens[i+1].
@@ -150,7 +153,7 @@ class GLAModel(GLAPreTrainedModel):
 
         Raises:
             ValueError: both or none of input_ids and inputs_embeds; output_attentions; a cache given in training with
-                gradient checkpointing.
+                gradient checkpointing, or asked for as use_cache says it cannot be.
             TypeError: a cache of another kind. All else as `GatedLinearAttention.forward`.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -158,10 +161,10 @@ class GLAModel(GLAPreTrainedModel):
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions is True; gated linear attention has no attention weights: leave it out")
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self._cache(past_key_values, use_cache)
         if cu_seqlens is None:
             alone = attention_mask is None and past_key_values is None
             cu_seqlens, max_seqlen = packing.offsets(kwargs, alone)
+        cache = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         seen: tuple[Tensor, ...] = ()
@@ -183,17 +186,19 @@ class GLAModel(GLAPreTrainedModel):
             hidden_states=(*seen, x) if output_hidden_states else None,  # pyright: ignore[reportArgumentType]
         )
 
-    def _cache(self, given: Any, wanted: bool | None) -> GLACache | None:
+    def _cache(self, given: Any, wanted: bool | None, packed: bool) -> GLACache | None:
         if given is not None and not isinstance(given, GLACache):
             raise TypeError(f"past_key_values is {type(given).__name__}; expected a gla_transformers.GLACache")
         if self.training and self.gradient_checkpointing:  # which would write it a second time in the backward
             if given is not None:
                 raise ValueError(
-                    "past_key_values is given in training with gradient checkpointing; disable one of them"
+                    "past_key_values is given in training with gradient checkpointing; call model.eval() or "
+                    "model.gradient_checkpointing_disable() first, or leave the cache out"
                 )
             return None
         if wanted is None:
-            wanted = self.config.use_cache and not self.training
+            keeps_nothing = packed and self.config.attn is not None
+            wanted = self.config.use_cache and not self.training and not keeps_nothing
         return GLACache(self.config) if given is None and wanted else given
 
 
@@ -293,9 +298,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """The arguments of one call of `forward`, as transformers prepares them."""
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
-        generated = inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration")
-        if generated and self.config.attn is None:  # no padding; softmax attention alone looks back at that before
-            inputs.pop("attention_mask", None)
+        if inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration"):
+            inputs.pop("attention_mask", None)  # what is generated holds no padding, and the cache knows that before
         return inputs
 
     @staticmethod
@@ -306,7 +310,14 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+        given = model_kwargs.get("past_key_values")
+        if given is None and self.training and self.model.gradient_checkpointing:
+            logger.warning_once(
+                "generate keeps no cache in training with gradient checkpointing, and reads all tokens again for each "
+                "new one; call model.eval() or model.gradient_checkpointing_disable() first, which makes it quick"
+            )
+            generation_config.use_cache = False
+        if given is None and generation_config.use_cache is not False:
             wanted = generation_config.cache_implementation
             if wanted not in (None, "dynamic", "static"):
                 raise ValueError(f"cache_implementation is {wanted!r}; expected 'dynamic' or 'static', or nothing")

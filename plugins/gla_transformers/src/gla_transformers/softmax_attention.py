@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
+
+from gla_transformers.cache import KeyMemory, Keys
 
 
 class SoftmaxAttention(nn.Module):
@@ -51,7 +52,7 @@ class SoftmaxAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        memory: DynamicLayer | None = None,
+        memory: KeyMemory | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
@@ -60,57 +61,71 @@ class SoftmaxAttention(nn.Module):
         Args:
             x: [B, T, hidden_size].
             memory: keys and values from before, to which those of x are added.
-            attention_mask: [B, past + T], 0 for padding, which nobody sees and whose y is 0.
-            cu_seqlens: [N+1] offsets of packed sequences, B = 1, without memory.
+            attention_mask: [B, T] or with more columns, of which the last T count: 0 where x is padding, which may be
+                in front, behind or between the tokens of a sequence. Nobody sees it, it takes no position, and its y
+                is 0.
+            cu_seqlens: [N+1] offsets of packed sequences, B = 1, without memory and mask.
+
+        Returns:
+            y [B, T, hidden_size].
 
         Raises:
-            ValueError: cu_seqlens with memory; a mask without a column for each token.
+            ValueError: cu_seqlens with memory or a mask; a mask without a column for each token.
         """
-        if memory is not None and cu_seqlens is not None:
-            raise ValueError("cu_seqlens is given with a cache; keys of packed sequences cannot be kept in one")
-        T, past = x.shape[1], 0 if memory is None else memory.get_seq_length()
+        (B, T), before = x.shape[:2], None if memory is None else memory.state
+        if cu_seqlens is not None and (memory is not None or attention_mask is not None):
+            other = "a cache; pass use_cache=False" if memory is not None else "attention_mask; leave the mask out"
+            raise ValueError(f"cu_seqlens is given with {other}")
+        if attention_mask is not None:
+            given = list(attention_mask.shape)
+            if len(given) != 2 or given[0] != B or given[1] < T:
+                raise ValueError(f"attention_mask is {given}; expected [{B}, {T} or more]")
         q, k, v = (
             project(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        # Only distances count: padding in front, or a sequence packed before, shifts all positions alike.
-        rows = torch.arange(past, past + T, device=x.device)
+        # Only distances count: a sequence packed before shifts all positions alike.
+        rows = positions(attention_mask, T, before, x.device)
         q, k = (rotated(y, rows, self.rope_theta) for y in (q, k))
+        columns, padded = rows, attention_mask is not None
         if memory is not None:
-            k, v = memory.update(k, v)
-        visible = self._visible(rows, k.shape[2], attention_mask, cu_seqlens)
+            k, v, columns = memory.read_on(k, v, rows.expand(B, T), padded)
+            padded = memory.padded
+        visible = None
+        if padded or cu_seqlens is not None or self.window_size is not None or T not in (1, k.shape[2]):
+            visible = self._visible(rows, columns, cu_seqlens)[:, None]
         o = F.scaled_dot_product_attention(q, k, v, visible, is_causal=visible is None and T > 1, enable_gqa=True)
         y = self.o_proj(o.transpose(1, 2).flatten(2))
         return y if attention_mask is None else torch.where(attention_mask[:, -T:, None] != 0, y, 0)
 
-    def _visible(self, rows: Tensor, S: int, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
-        """Which of S keys each row sees, [T, S] or [B, 1, T, S]; None where causality alone decides."""
-        T = len(rows)
-        if attention_mask is None and cu_seqlens is None and self.window_size is None and T in (1, S):
-            return None
-        columns = rows[-1] + 1 - S + torch.arange(S, device=rows.device)
-        distance = rows[:, None] - columns
-        visible = distance >= 0
+    def _visible(self, rows: Tensor, columns: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Returns whether queries at positions rows [B, T] see keys at positions columns [B, S], as [B, T, S]."""
+        (_, T), (_, S) = rows.shape, columns.shape
+        distance = rows[:, :, None] - columns[:, None]
+        visible = (distance >= 0) & (columns >= 0)[:, None]
         if self.window_size is not None:
             visible &= distance < self.window_size
         if cu_seqlens is not None:
-            sequence = torch.searchsorted(cu_seqlens, rows, right=True)
-            visible &= sequence[:, None] == sequence
-        if attention_mask is None:
-            return visible
-        if attention_mask.ndim != 2 or attention_mask.shape[1] < S:
-            raise ValueError(
-                f"attention_mask is {list(attention_mask.shape)}; expected [B, {S} or more]: tokens from before count"
-            )
-        seen = attention_mask[:, None, None, -S:] != 0
-        return (visible & seen) | (distance == 0)  # padding sees itself: the softmax of nothing is NaN
+            sequence = torch.searchsorted(cu_seqlens.to(rows.dtype), rows, right=True)
+            visible &= sequence[:, :, None] == sequence[:, None]
+        own = torch.arange(S, device=rows.device) == torch.arange(S - T, S, device=rows.device)[:, None]
+        return visible | own  # padding sees itself: the softmax of nothing is NaN
+
+
+def positions(attention_mask: Tensor | None, T: int, before: Keys | None, device: torch.device) -> Tensor:
+    """Returns the positions of T tokens behind those before: [B, T], or [1, T] for all rows alike; -1 for padding."""
+    first = 0 if before is None else before.positions.amax(1, keepdim=True) + 1
+    if attention_mask is None:
+        return first + torch.arange(T, device=device)[None]
+    seen = attention_mask[:, -T:] != 0
+    return torch.where(seen, first + seen.cumsum(1) - 1, -1)
 
 
 def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Turn each pair of channels i and i + D/2 of x [B, H, T, D] by the angles positions [T] * theta^(-2i / D)."""
+    """Turn each pair of channels i and i + D/2 of x [B, H, T, D] by the angles positions [B, T] * theta^(-2i / D)."""
     half, dtype = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
-    angles = positions[:, None] * frequencies
+    angles = positions[:, None, :, None] * frequencies  # [B, 1, T, D / 2]
     cos, sin = angles.cos(), angles.sin()
     a, b = x.to(dtype).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
