@@ -79,6 +79,14 @@ def _finite(seconds: float | None) -> float | None:
     return seconds
 
 
+def _decoded(prompt: str) -> str:
+    """Return the prompt as text in UTF-8: in a locale such as C, Python leaves its bytes undecoded."""
+    try:
+        return prompt.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        raise typer.BadParameter(f"expected text in UTF-8 ({error})") from None
+
+
 Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1; auto is cuda where there is one.")]
@@ -307,7 +315,7 @@ def demo(
         int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights, the batches and the text generated.")
     ] = 0,
     device: Device = "auto",
-    prompt: Annotated[str, typer.Option(help="What the generated text begins with.")] = "def ",
+    prompt: Annotated[str, typer.Option(callback=_decoded, help="What the generated text begins with.")] = "def ",
     tokens: Annotated[int, typer.Option(min=0, help="Bytes to generate.")] = 400,
     temperature: Annotated[
         float, typer.Option(min=0.0, callback=_finite, help="0 always takes the most likely byte.")
@@ -343,7 +351,7 @@ def demo(
 )
 def generate(
     folder: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A folder with a GLA model and its tokenizer.")],
-    prompt: Annotated[str, typer.Option(help="What the text begins with.")],
+    prompt: Annotated[str, typer.Option(callback=_decoded, help="What the text begins with.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 100,
     temperature: Annotated[
         float, typer.Option(min=0.0, callback=_finite, help="0 always takes the likeliest token.")

@@ -34,6 +34,15 @@ def test_options_reach_it(run, asked):
     ]
 
 
+def test_a_prompt_whose_bytes_the_locale_does_not_decode(run, asked):
+    undecoded = "Café".encode().decode("ascii", "surrogateescape")
+    assert run("generate", "folder", "--prompt", undecoded, "--device", "cpu").exit_code == 0
+    assert [options[1] for options in asked] == ["Café"]
+    result = run("generate", "folder", "--prompt", "Caf\udcff", "--device", "cpu")
+    assert (result.exit_code, len(asked)) == (2, 1)
+    assert "'--prompt': expected text in UTF-8 ('utf-8' codec can't decode byte 0xff" in result.output
+
+
 def test_without_the_package_it_says_what_to_install(run, monkeypatch):
     for name in ("gla_transformers", "gla_transformers.text"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from gla_command import app
+from gla_transformers.text import Options, run_generate
 
 PROMPT = "Once upon"
 
@@ -66,13 +68,38 @@ def test_piped_and_in_bfloat16(folder):
     assert result.stdout.startswith(PROMPT)
 
 
-def test_wrong_questions(run, folder, tmp_path):
+@pytest.fixture
+def says(run):
+    """The one line that a wrong question is answered by."""
+
     def says(*arguments):
         result = run(*arguments)
-        assert result.exit_code == 2
+        assert result.exit_code == 2, result.exception
         assert result.output.count("\n") == 1, result.output
         return result.output
 
+    return says
+
+
+def test_text_that_standard_output_cannot_encode(run, folder, monkeypatch):
+    found = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(found, encoding="ascii"))
+    run_generate(Options(folder, "Café ", torch.device("cpu"), max_new_tokens=2, temperature=0))
+    assert found.getvalue().startswith(b"Caf? ")
+
+
+@pytest.mark.parametrize("left", [0, 4, 300, -2])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_files_that_are_cut_short(says, folder, name, left):
+    file = folder / name
+    file.write_bytes(file.read_bytes()[:left])
+    what = {"model.safetensors": "model", "config.json": "configuration", "tokenizer.json": "tokenizer"}[name]
+    said = says(folder, "--prompt", PROMPT)
+    assert f"{folder} has no {what} that transformers reads (" in said
+    assert "expected files that save_pretrained has written, whole" in said
+
+
+def test_wrong_questions(run, says, folder, tmp_path):
     assert "no config.json" in says(tmp_path / "nothing", "--prompt", PROMPT)
     assert "the prompt has no tokens" in says(folder, "--prompt", "")
     assert "did you mean 'float16'" in says(folder, "--prompt", PROMPT, "--dtype", "floot16")
@@ -81,6 +108,10 @@ def test_wrong_questions(run, folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     assert "lacks the weights model.layers.2.attn.g_norm_swish_gate.weight, " in says(folder, "--prompt", PROMPT)
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    assert "has model.layers.0.mlp.down_proj.weight [32, 48]; expected [32, 40]" in says(folder, "--prompt", PROMPT)
+    (folder / "config.json").write_text("[1]")
+    assert "has no configuration that transformers reads" in says(folder, "--prompt", PROMPT)
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     assert "a model of type 'llama'; expected 'gla'" in says(folder, "--prompt", PROMPT)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,8 @@ def run_generate(options: Options) -> None:
     """Print the prompt and what the model makes of it, a word at a time.
 
     Raises:
-        ValueError: the folder has no GLA model, not all its weights or no tokenizer, or the prompt has no tokens.
+        ValueError: the folder has no GLA model, not all its weights or no tokenizer, some of them cannot be read, or
+            the prompt has no tokens.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -50,32 +53,48 @@ def run_generate(options: Options) -> None:
         tokens,
         attention_mask=torch.ones_like(tokens),
         max_new_tokens=options.max_new_tokens,
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+        streamer=_Printed(tokenizer, skip_special_tokens=True),
         **sampling,
     )
+
+
+class _Printed(TextStreamer):
+    """Prints text as it is decoded, with a question mark for what standard output cannot encode."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        encoding = sys.stdout.encoding or "utf-8"
+        super().on_finalized_text(text.encode(encoding, "replace").decode(encoding), stream_end)
 
 
 def _model(options: Options) -> Any:
     folder = options.folder
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; expected a folder that save_pretrained has written")
-    kind = GLAConfig.get_config_dict(folder)[0].get("model_type")
+    kind = _read(folder, "configuration", lambda: GLAConfig.get_config_dict(folder)[0].get("model_type"))
     if kind != GLAConfig.model_type:
         raise ValueError(f"{folder} has a model of type {kind!r}; expected {GLAConfig.model_type!r}")
-    model, report = GLAForCausalLM.from_pretrained(
-        folder, dtype=options.dtype or "auto", local_files_only=True, output_loading_info=True
-    )
+    how: dict[str, Any] = {"dtype": options.dtype or "auto", "local_files_only": True}
+    how |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
+    model, report = _read(folder, "model", lambda: GLAForCausalLM.from_pretrained(folder, **how))
     if report["missing_keys"]:
         raise ValueError(f"{folder} lacks the weights {', '.join(sorted(report['missing_keys']))}")
+    if report["mismatched_keys"]:
+        name, found, expected = min(report["mismatched_keys"])
+        raise ValueError(f"{folder} has {name} {list(found)}; expected {list(expected)}, as its config.json says")
     return model.to(options.device).eval()
 
 
 def _tokenizer(folder: Path) -> Any:
+    return _read(folder, "tokenizer", lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True))
+
+
+def _read(folder: Path, what: str, read: Callable[[], Any]) -> Any:
+    """Returns the result of `read`. Raises ValueError in one line for whatever it raises."""
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return read()
     except Exception as error:  # of many kinds, most of several lines
-        reason = (str(error).splitlines() or [""])[0]
+        reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         raise ValueError(
-            f"{folder} has no tokenizer that transformers reads ({type(error).__name__}: {reason}); "
-            "save one there by tokenizer.save_pretrained"
+            f"{folder} has no {what} that transformers reads ({reason}); "
+            "expected files that save_pretrained has written, whole"
         ) from None
