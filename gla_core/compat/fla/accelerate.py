@@ -44,7 +44,7 @@ _made: dict[tuple[str, Callable], _Replacement] = {}
 
 
 def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
-    """Replace functions of `fla.ops.gla` wherever flash-linear-attention calls them, now and in what it imports later.
+    """Replaces functions of `fla.ops.gla` wherever flash-linear-attention calls them, now and in what it imports later.
 
     Args:
         functions: names among `FUNCTIONS`; all by default. What is replaced already stays so. With "fused_chunk_gla",
@@ -97,7 +97,7 @@ class Acceleration:
             new.holders += 1
 
     def undo(self) -> None:
-        """Put the originals back, in modules too that were imported since, unless another `Acceleration` is in force.
+        """Puts the originals back, in modules too that were imported since, unless another `Acceleration` is in force.
 
         Accelerations can be undone in any order, from any thread, and more than once.
         """
@@ -147,12 +147,12 @@ class _Replacement:
         return (self.function if self.in_force and self.serves(given) else self.original)(*args, **kwargs)
 
     def put(self) -> tuple[str, ...]:
-        """Replace the original, and name the modules."""
+        """Replaces the original, and names the modules."""
         self.in_force = True
         return _exchange(self.name, self.original, self, self.within)
 
     def remove(self) -> None:
-        """Put the original back."""
+        """Puts the original back."""
         self.in_force = False
         _exchange(self.name, self, self.original, self.within)
 
@@ -167,12 +167,12 @@ class _ModeOfLayers(property):
         self.layer, self.holders = layer, 0
 
     def put(self) -> tuple[str, ...]:
-        """Give it to the class, and name the class's module."""
+        """Gives it to the class, and names the class's module."""
         setattr(self.layer, self.name, self)
         return (self.layer.__module__,)
 
     def remove(self) -> None:
-        """Leave the attribute to the layers again."""
+        """Leaves the attribute to the layers again."""
         delattr(self.layer, self.name)
 
 
@@ -188,7 +188,7 @@ def _set_mode(layer: Any, mode: str) -> None:
 def _replacement(
     home: str, name: str, function: Callable, serves: Callable[[dict[str, Any]], bool], within: str = "fla"
 ) -> _Replacement:
-    """The replacement that is in force or was before, as layers may have kept it, or a new one."""
+    """Returns the replacement that is in force, or was before, as layers may have kept it, or a new one."""
     found = getattr(importlib.import_module(home), name)
     if isinstance(found, _Replacement):
         return found
@@ -244,7 +244,7 @@ def _is_on_cpu(given: dict[str, Any]) -> bool:
 
 
 def _exchange(name: str, old: Callable, new: Callable, within: str) -> tuple[str, ...]:
-    """Put `new` where a module of this package has `old`, by name or in a table, and name the modules."""
+    """Puts `new` where a module of this package has `old`, by name or in a table, and names the modules."""
     places = []
     for path, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType) or not f"{path}.".startswith(f"{within}."):
