@@ -1,0 +1,404 @@
+"""No kernel computes a place in memory in too few bits: the integers of every kernel, bounded from its IR.
+
+Kernels are compiled up to Triton's first IR, for devices that need not be there and tensors that exist in name only. In
+it every integer gets the least and the greatest number that it may be: arguments are what the launch gives, programs
+are counted by its grid, and what arithmetic makes of them follows. Where 32 bits may be too few, an offset into a large
+tensor goes wrong. What a loop carries from one turn to the next is not bounded, nor what follows from it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import os
+import pkgutil
+import re
+from collections import ChainMap
+
+import pytest
+import torch
+
+import gla_parallel_scan as parallel_scan
+import gla_triton_fused as triton_fused
+import gla_triton_kernels
+from gla_core.dispatch.backend import OpCall, new_checkpoints
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled"
+)
+
+
+# ---- calls with large tensors, which exist in name only
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def heads_first(*shape, dtype=torch.bfloat16):
+    """[B, T, H, width], as [B, H, T, width] in memory."""
+    return empty(*(shape[i] for i in (0, 2, 1, 3)), dtype=dtype).transpose(1, 2)
+
+
+def gla_inputs(B=2, T=2**20, H=32, G=1, K=128, V=128, packed=False, new=empty, dtype=torch.bfloat16):
+    """Q, k, v, g, an initial state and cu_seqlens of four sequences; H T K is over 2^31."""
+    state = empty(4 if packed else B, H, K, V, dtype=torch.float32)
+    q, k, v = new(B, T, G * H, K, dtype=dtype), new(B, T, H, K, dtype=dtype), new(B, T, H, V, dtype=dtype)
+    g, cu_seqlens = new(B, T, H, K, dtype=torch.float32), empty(5, dtype=torch.int64) if packed else None
+    return q, k, v, g, state, cu_seqlens
+
+
+def forward(backend, **sizes):
+    q, k, v, g, state, cu_seqlens = gla_inputs(**sizes)
+    backend.chunk_gla.chunk_gla_fwd(q, k, v, g, 0.1, state, True, cu_seqlens, 64)
+
+
+def backward(backend, **sizes):
+    q, k, v, g, state, cu_seqlens = gla_inputs(**sizes)
+    do, checkpoints = empty(*q.shape[:3], v.shape[3], dtype=v.dtype), new_checkpoints(k, v, cu_seqlens, 64)
+    backend.chunk_gla.chunk_gla_bwd(q, k, v, g, 0.1, state, cu_seqlens, checkpoints, 64, do, state)
+
+
+def summary(backend, **sizes):
+    _, k, v, g, _, cu_seqlens = gla_inputs(**sizes)
+    backend.chunk_gla_summary.chunk_gla_summary(k, v, g, cu_seqlens, False)
+
+
+def step(backend, B=2**14, P=2**20, H=16, G=2, K=128, V=128):
+    q, k, v, g = empty(G * H, B, K).transpose(0, 1), empty(B, H, K), empty(B, H, V), empty(B, H, K)
+    state, indices = empty(P, H, K, V, dtype=torch.float32), empty(B, dtype=torch.int32)
+    backend.recurrent_gla_step.recurrent_gla_step(q, k, v, g, state, 0.1, indices, True)
+
+
+def attention(backend, B, Tq, Tk, H=32, G=1, K=128, new=heads_first):
+    backend.softmax_attention.softmax_attention(new(B, Tq, G * H, K), new(B, Tk, H, K), new(B, Tk, H, K), 0.1, True)
+
+
+def softmax(backend, shape, dim=1):
+    backend.online_softmax.online_softmax(empty(*shape), dim)
+
+
+SM80, SM90 = 80, 90
+PACKED = {"B": 1, "T": 2**18, "H": 64, "packed": True}
+WIDE = {"K": 256, "V": 512}
+ODD = {"K": 77, "V": 99, "new": heads_first}
+CALLS = {
+    "forward": (SM90, forward, triton_fused, {}),
+    "forward, wide": (SM90, forward, triton_fused, WIDE),
+    "forward, odd": (SM90, forward, triton_fused, ODD),
+    "forward, packed": (SM90, forward, triton_fused, PACKED),
+    "forward, in segments": (SM90, forward, parallel_scan, PACKED),
+    "backward": (SM90, backward, triton_fused, {}),
+    "backward, wide": (SM90, backward, triton_fused, WIDE),
+    "backward, odd": (SM90, backward, triton_fused, ODD),
+    "backward, grouped": (SM90, backward, triton_fused, {"G": 2, "H": 16}),
+    "backward, in segments": (SM90, backward, parallel_scan, PACKED),
+    "backward of many rows": (SM90, backward, triton_fused, {"B": 2**15, "T": 64}),
+    "summary": (SM90, summary, triton_fused, {}),
+    "general forward": (SM80, forward, triton_fused, {"new": heads_first}),
+    "general forward, in segments": (SM80, forward, parallel_scan, PACKED),
+    "general backward": (SM80, backward, triton_fused, {"K": 256, "dtype": torch.float32}),
+    "general backward, in segments": (SM80, backward, parallel_scan, PACKED | {"G": 2}),
+    "step": (SM90, step, triton_fused, {}),
+    "attention": (SM90, attention, triton_fused, {"B": 2, "Tq": 2**20, "Tk": 2**20}),
+    "general attention": (SM80, attention, triton_fused, {"B": 2, "Tq": 2**18, "Tk": 2**20, "G": 4}),
+    "attention in splits": (SM90, attention, parallel_scan, {"B": 1, "Tq": 1, "Tk": 2**24, "H": 2}),
+    "softmax": (SM90, softmax, triton_fused, {"shape": (2**20, 2**12)}),
+    "softmax of long rows": (SM90, softmax, triton_fused, {"shape": (2**12, 2**20)}),
+    "softmax of longest rows": (SM90, softmax, triton_fused, {"shape": (4, gla_triton_kernels.MAX_LENGTH - 1)}),
+    "softmax in splits": (SM90, softmax, parallel_scan, {"shape": (4, gla_triton_kernels.MAX_LENGTH)}),
+    "softmax of columns": (SM90, softmax, parallel_scan, {"shape": (gla_triton_kernels.MAX_LENGTH, 4), "dim": 0}),
+}
+IN_MEMORY = dict.fromkeys(("cu_seqlens_ptr", "order_ptr", "order", "indices_ptr"), (0, 2**20))
+IN_MEMORY |= dict.fromkeys(("counts_ptr", "counts"), (0, 4))
+"""Bounds of integers that kernels load, by the name of the pointer to them: rows of tensors, numbers of sequences."""
+
+
+class Absent:
+    """In the place of Triton's driver: a device of this compute capability, for which kernels are only compiled."""
+
+    def __init__(self, capability):
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 1000 + self.target.arch  # what Triton keeps for a device it finds by this number
+
+    def get_current_stream(self, _device):
+        return 0
+
+
+@pytest.fixture
+def launches_of(monkeypatch):
+    """The launches that one of `CALLS` would make on its device."""
+    from triton.runtime.driver import driver
+
+    from gla_triton_kernels.runtime.architecture import Gpu, architecture_of
+    from gla_triton_kernels.runtime.launch import start
+
+    def found(name):
+        capability, function, backend, sizes = CALLS[name]
+        monkeypatch.setattr(driver, "_active", Absent(capability))
+        made, gpu = [], Gpu(architecture_of(*divmod(capability, 10)), 132)
+        for module in modules():
+            if getattr(module, "start", None) is start or hasattr(module, "gpu_of"):
+                monkeypatch.setattr(module, "start", made.extend, raising=False)
+                monkeypatch.setattr(module, "record", lambda *_: None, raising=False)
+                monkeypatch.setattr(module, "gpu_of", lambda _: gpu, raising=False)
+        function(backend, **sizes)
+        return made
+
+    return found
+
+
+def modules():
+    """The modules that hold kernels, and those that launch them."""
+    found = pkgutil.walk_packages(gla_triton_kernels.__path__, gla_triton_kernels.__name__ + ".")
+    return [importlib.import_module(module.name) for module in found]
+
+
+def kernels():
+    """All kernels by name: what plain functions of a module know of the functions that Triton compiles."""
+    from triton.runtime.jit import JITFunction
+
+    found = set()
+    for module in modules():
+        own = [x for x in vars(module).values() if getattr(x, "__module__", None) == module.__name__]
+        named = set(itertools.chain(*(x.__code__.co_names for x in own if inspect.isfunction(x))))
+        found |= {name_of(x) for x in own if isinstance(x, JITFunction) and x.fn.__name__ in named}
+    return found
+
+
+def name_of(kernel):
+    return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+
+
+class Compiled(Exception):
+    """Carries the IR of a kernel, and the types of its arguments by name, out of Triton's compiler."""
+
+
+@pytest.fixture
+def ir_of(monkeypatch):
+    """The IR of a launch's kernel, and the types of the kernel's arguments by name."""
+    import triton
+    from triton._C.libtriton import ir, passes
+    from triton.compiler.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    def leave_early(make_ir):
+        def made(source, *rest):
+            raise Compiled(make_ir(source, *rest), source.signature)
+
+        return made
+
+    for source in (ASTSource, GluonASTSource):
+        monkeypatch.setattr(source, "make_ir", leave_early(source.make_ir))
+    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+
+    def compiled(launch):
+        with pytest.raises(Compiled) as found:
+            launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
+        module, signature = found.value.args
+        manager = ir.pass_manager(module.context)
+        passes.common.add_inliner(manager)
+        passes.common.add_canonicalizer(manager)
+        manager.run(module, "functions are inlined")
+        return module.str_nodebug(), signature
+
+    return compiled
+
+
+# ---- bounds of integers
+
+
+class Bounds:
+    """The least and the greatest number that each integer of a kernel may be, None if that is not known.
+
+    Attributes:
+        overflows: the lines of the IR at which 32 bits may be too few, with the bounds of what would be there.
+    """
+
+    def __init__(self, text, arguments, grid):
+        self.values, self.grid = ChainMap(), grid
+        self.regions, self.shared, self.overflows = [], [], []
+        for line in map(str.strip, text.splitlines()):
+            if line.startswith("tt.func"):
+                names = re.findall(r"(%\w+): ", line)
+                assert len(names) == len(arguments), line
+                self.values.update(zip(names, arguments, strict=True))
+            else:
+                self.read(line)
+
+    def read(self, line):
+        if line.startswith("}"):
+            self.end_region(line)
+        if re.match(r"%\w+ = ", line) and not line.endswith("{"):
+            self.define(line)
+        elif line.startswith("scf.yield"):
+            self.regions[-1]["yielded"].append([self.values.get(x) for x in operands(line)])
+        elif line.startswith("ttg.warp_specialize("):
+            self.shared = [self.values.get(x) for x in operands(line)]
+        if line.endswith("{"):
+            self.begin_region(line)
+
+    def begin_region(self, line):
+        if line.startswith("}"):  # another one of the same operation
+            region = self.regions_ended
+        else:
+            region = {"line": line, "yielded": [], "before": self.values, "adds": False}
+        self.regions.append(region)
+        self.values = self.values.new_child()
+        if loop := re.search(r"scf\.for (%\w+) = (%\w+) to (%\w+)", line):
+            name, first, end = loop.groups()
+            if self.values.get(first) and self.values.get(end):
+                self.values[name] = self.values[first][0], max(self.values[first][0], self.values[end][1] - 1)
+        elif line.startswith("partition"):
+            self.values.update(zip(re.findall(r"(%\w+): ", line), self.shared, strict=True))
+
+    def end_region(self, line):
+        if not self.regions:
+            return
+        region = self.regions_ended = self.regions.pop()
+        self.values = region["before"]
+        result = re.match(r"(%\w+)(?::\d+)? = ", region["line"])
+        if result is None or line.endswith("{"):
+            return
+        self.values[result[1]] = None
+        if "scf.if" in region["line"]:
+            found = [joined(*each) for each in zip(*region["yielded"], strict=True)]
+            names = [result[1]] if len(found) == 1 else [f"{result[1]}#{i}" for i in range(len(found))]
+            self.values.update(zip(names, found, strict=True))
+        elif re.search(r'"tt\.(reduce|scan)"', region["line"]):
+            of = self.values.get(operands(region["line"].split(" = ")[1])[0])
+            axis = int(re.search(r"axis = (\d+)", region["line"])[1])
+            length = int(re.search(r"tensor<([\dx]+)x", line)[1].split("x")[axis]) if region["adds"] else 1
+            self.values[result[1]] = of and (min(of[0], of[0] * length), max(of[1], of[1] * length))
+
+    def define(self, line):
+        name, rest = line.split(" = ", 1)
+        operation = rest.split(" ")[0]
+        before, _, kind = rest.rpartition(" : ")
+        if operation == "arith.addi" and self.regions and '"tt.' in self.regions[-1]["line"]:
+            self.regions[-1]["adds"] = True
+        found = self.evaluated(operation, before, kind, [self.values.get(x) for x in operands(before)])
+        in_32_bits = re.search(r"(\b|x)i32\b", re.split("-> | to ", kind)[-1])
+        if found is not None and in_32_bits and max(-found[0], found[1]) > 2**31 - 1:
+            self.overflows.append((line, found))
+            found = None
+        self.values[name] = found
+
+    def evaluated(self, operation, text, kind, given):
+        """The bounds of a result."""
+        if operation == "arith.constant":
+            number = re.search(r"(?:dense<)?(-?\d+)>?$", text)
+            return (int(number[1]),) * 2 if number and "f" not in kind.split(",")[0] else None
+        if operation == "tt.make_range":
+            return int(re.search(r"start = (\d+)", text)[1]), int(re.search(r"end = (\d+)", text)[1]) - 1
+        if operation == "tt.get_program_id":
+            return 0, self.grid["xyz".index(text[-1])] - 1
+        if operation == "tt.get_num_programs":
+            return (self.grid["xyz".index(text[-1])],) * 2
+        if operation == "tt.load":
+            return given[0]
+        if operation == "tt.elementwise_inline_asm":
+            return (0, 0) if '"mov.u32 $0, 0;"' in text else None
+        if operation == "arith.extui" and re.match(r".*i1\b.* to ", kind):
+            return 0, 1
+        if operation == "arith.select":
+            return joined(*given[1:])
+        if operation in ARITHMETIC and None not in given:
+            return ARITHMETIC[operation](*given)
+        if operation in SAME and given:
+            return given[0]
+        return None
+
+
+def operands(text):
+    return re.findall(r"%\w+(?:#\d+)?", text)
+
+
+def joined(*all_bounds):
+    if None in all_bounds:
+        return None
+    return min(x[0] for x in all_bounds), max(x[1] for x in all_bounds)
+
+
+def corners(function):
+    """The bounds of a function that is greatest and least where its arguments are."""
+
+    def bounds(a, b):
+        found = [function(x, y) for x, y in itertools.product(a, b)]
+        return min(found), max(found)
+
+    return bounds
+
+
+def quotient(a, b):
+    return corners(lambda x, y: abs(x) // y * (1 if x > 0 else -1))(a, b) if b[0] > 0 else None
+
+
+def remainder(a, b):
+    if b[0] <= 0:
+        return None
+    return 0 if a[0] >= 0 else max(a[0], 1 - b[1]), max(0, min(a[1], b[1] - 1))
+
+
+def common_bits(a, b):
+    positive = [x[1] for x in (a, b) if x[0] >= 0]
+    return (0, min(positive)) if positive else None
+
+
+ARITHMETIC = {
+    "arith.addi": corners(lambda x, y: x + y),
+    "arith.subi": corners(lambda x, y: x - y),
+    "arith.muli": corners(lambda x, y: x * y),
+    "arith.minsi": corners(min),
+    "arith.maxsi": corners(max),
+    "arith.divsi": quotient,
+    "arith.remsi": remainder,
+    "arith.andi": common_bits,
+}
+SAME = {"tt.splat", "tt.addptr", "tt.unsplat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans", "tt.gather"}
+SAME |= {"arith.extsi", "arith.trunci", "ttg.convert_layout"}
+
+
+def given(launch, signature, in_memory):
+    """Bounds of the arguments that the IR's function takes, of a pointer those of the integers in memory.
+
+    Constants are not among them, and a descriptor is taken apart.
+    """
+    found = []
+    for x, (name, kind) in zip(launch.arguments, signature.items(), strict=True):
+        if kind == "constexpr":
+            continue
+        parts = [None, *x.shape, *x.strides] if kind.startswith("tensordesc") else [x]
+        found += [(part, part) if isinstance(part, int) else in_memory.get(name) for part in parts]
+    return found
+
+
+# ---- the tests
+
+
+def test_every_kernel_is_among_those_of_the_calls(launches_of):
+    assert {name_of(launch.kernel) for name in CALLS for launch in launches_of(name)} == kernels()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_32_bits_hold_every_integer(name, launches_of, ir_of):
+    for launch in launches_of(name):
+        text, signature = ir_of(launch)
+        found = Bounds(text, given(launch, signature, IN_MEMORY), launch.grid).overflows
+        assert not found, f"{name_of(launch.kernel)}: {found}"
+
+
+def test_lengths_that_32_bits_cannot_count_are_refused():
+    most = gla_triton_kernels.MAX_LENGTH
+    for op, name in (("chunk_gla_fwd", "T"), ("softmax_attention", "Tk"), ("online_softmax", "columns")):
+        call = OpCall(op=op, device=torch.device("cpu"), dtype=torch.bfloat16, dims={name: most + 1})
+        assert gla_triton_kernels.refusal(call) == f"computes {name} up to {most}; {name} is {most + 1}"
