@@ -374,7 +374,10 @@ def generate(
         try:
             from gla_transformers.text import Options, run_generate
         except ImportError as error:
-            raise ValueError(f"needs the package gla-transformers ({error}): pip install gla-transformers") from None
+            raise ValueError(
+                f"needs the package gla-transformers ({error}): pip install ./plugins/gla_transformers in a clone of "
+                "gla-core"
+            ) from None
         precision = None if dtype is None else dtype_of(dtype)
         run_generate(Options(folder, prompt, device_here(device), max_new_tokens, temperature, seed, precision))
 

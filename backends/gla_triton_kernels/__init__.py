@@ -36,7 +36,7 @@ def dtypes() -> frozenset[torch.dtype]:
 def refusal(call: OpCall) -> Reason | None:
     """Why the kernels cannot be launched here, or None; a warning says once that no GPU here is one for them."""
     if importlib.util.find_spec("triton") is None:
-        return "needs the package triton; install gla-core[triton]"
+        return "needs the package triton: pip install triton"
     for name in ("T", "Tq", "Tk", "columns"):
         if call.dims.get(name, 0) > MAX_LENGTH:
             return f"computes {name} up to {MAX_LENGTH}; {name} is {call.dims[name]}"

@@ -48,7 +48,7 @@ def test_without_the_package_it_says_what_to_install(run, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     result = run("generate", "folder", "--prompt", "x")
     assert result.exit_code == 2
-    assert result.output.endswith("pip install gla-transformers\n")
+    assert result.output.endswith("pip install ./plugins/gla_transformers in a clone of gla-core\n")
     assert result.output.count("\n") == 1
 
 
