@@ -139,12 +139,12 @@ def _factor(row: Row, worst: str) -> str:
     wrong = next((wrong for wrong in row["wrong"] if wrong["ratio"] is not None), None)
     if wrong is None:
         return ""
-    times = f"{number(wrong['ratio'])} x" if wrong["ratio"] else "0 and not"
+    quantity, times = wrong["quantity"], f"{number(wrong['ratio'])} x" if wrong["ratio"] else ""
     if worst == "changed inputs":
-        return f"{wrong['quantity']} is {times} what it was before"
+        return f"{quantity} is {times} what it was before" if times else f"{quantity} is set to 0"
     where = "everywhere" if wrong["everywhere"] else "where it is wrong"
     hint = f": {wrong['hint']}" if wrong["hint"] else ""
-    return f"{wrong['quantity']} is {times} what is expected, {where}{hint}"
+    return f"{quantity} is {times} what is expected, {where}{hint}" if times else f"{quantity} is 0 {where}"
 
 
 def _cases(rows: Sequence[Row]) -> str:
