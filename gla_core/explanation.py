@@ -1,4 +1,4 @@
-"""`gla.explain`: who would run a call and why; on request, what each backend really takes."""
+"""`gla.explain`: which backend would run a call and why; on request, the measured times of all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from gla_core.ops._run import backward_of, needs_gradient
 def explain(
     op: str, *args: Any, backend: str | None = None, measure: bool = False, capturing: bool = False, **kwargs: Any
 ) -> Explanation:
-    """Say who would run an abstract op on these arguments, who would not, and why; runs nothing unless asked to.
+    """Explains which backend would run an abstract op on these arguments, and why the others would not.
+
+    Nothing is run unless `measure` is set.
 
     Args:
         op: name of an abstract op, such as "chunk_gla_fwd".
@@ -26,8 +28,8 @@ def explain(
             gradients of chunk_gla_bwd.
         **kwargs: the same by name.
         backend: a request, as in a call.
-        measure: also run every backend that can on copies of the arguments, for a few tenths of a second each, and
-            show the measured times beside the predicted ones.
+        measure: also run every backend that can run the call, on copies of the arguments, for a few tenths of a second
+            each, and show the measured times beside the predicted ones.
         capturing: explain the call as a part of a CUDA graph.
 
     Returns:
@@ -53,13 +55,13 @@ def explain(
             explanation = dataclasses.replace(explanation, winner=None, why=backward.why)
     if not measure:
         return explanation
-    from gla_core.bench.calls import complete  # nobody else needs what it imports
+    from gla_core.bench.calls import complete  # its imports are needed here only
 
     return with_measured_times(explanation, complete(call, args, kwargs))
 
 
 def with_measured_times(explanation: Explanation, arguments: tuple) -> Explanation:
-    """The explanation with the time of every backend that can run the call.
+    """Returns the explanation with the measured time of every backend that can run the call.
 
     Args:
         arguments: of the call, in the order in which a backend receives them; left as they are.

@@ -1,4 +1,4 @@
-"""What the commands print: a console as wide as the output needs, sentences that wrap, tables that cut no name."""
+"""Output of the commands: a console as wide as it needs to be, sentences that wrap, tables that cut no name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 GOOD, BAD, DOUBTFUL = "green", "red", "yellow"
-"""Styles of verdicts and winners. rich leaves them out where output is piped or NO_COLOR is set."""
+"""Styles of verdicts and winners. rich leaves them out if output is piped or NO_COLOR is set."""
 
 _UNLIMITED = 10_000
 _READABLE = 20  # characters in a line of prose
@@ -27,14 +27,14 @@ _Item = TypeVar("_Item")
 
 
 def new_console(stderr: bool = False) -> Console:
-    """A console of the terminal's width; without a terminal, and no COLUMNS, as wide as the content needs."""
+    """Returns a console as wide as the terminal; without a terminal and COLUMNS, as wide as the content needs."""
     stream = sys.stderr if stderr else sys.stdout
     known = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=None if known else _UNLIMITED)
 
 
 def print_text(console: Console, text: str, style: str = "", hang: int = 2) -> None:
-    """Print lines, which a terminal shows wrapped between words; piped, each stays one line.
+    """Prints lines, wrapped between words on a terminal. If output is piped, each stays one line.
 
     Args:
         style: of rich, such as `GOOD`.
@@ -50,7 +50,7 @@ def print_text(console: Console, text: str, style: str = "", hang: int = 2) -> N
 
 
 def print_explanation(console: Console, explanation: object) -> None:
-    """Print an `Explanation`: the line of the winner, marked "->", and the verdict in a colour."""
+    """Prints an `Explanation`, with the line of the winner (marked "->") or the refusal of all in a colour."""
     lines = str(explanation).splitlines()
     for number, line in enumerate(lines):
         winner, candidate = line.startswith(" ->"), line.startswith((" ->", "    "))
@@ -59,20 +59,20 @@ def print_explanation(console: Console, explanation: object) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print JSON for other programs."""
+    """Prints JSON for other programs."""
     print(json.dumps(value, indent=2))
 
 
 def message(error: BaseException) -> str:
-    """What an error says; `str()` of a KeyError would put it between quotes."""
+    """Returns the message of an error, which `str()` of a KeyError would put between quotes."""
     return str(error.args[0]) if isinstance(error, LookupError) and error.args else str(error)
 
 
 def progress(console: Console, items: Sequence[_Item], title: Callable[[_Item], str]) -> Iterator[_Item]:
-    """Yield the items under a progress bar that says what is being worked on, on a terminal.
+    """Yields the items. On a terminal, a progress bar names the one in progress.
 
     Args:
-        title: says what an item is, in a few words.
+        title: returns the name of an item in a few words.
     """
     columns = (
         BarColumn(20),
@@ -89,7 +89,7 @@ def progress(console: Console, items: Sequence[_Item], title: Callable[[_Item], 
 
 
 class _TimeLeft(TimeRemainingColumn):
-    """The time left, and nothing as long as it is not known."""
+    """Shows the time left, and nothing as long as it is not known."""
 
     def render(self, task: Task) -> Text:
         return Text("") if task.time_remaining is None else super().render(task)
@@ -104,14 +104,14 @@ def print_table(
     numbers: Collection[str] = (),
     styles: Sequence[str] = (),
 ) -> None:
-    """Print rows of the same keys as a table that fits the console, if need be with fewer columns.
+    """Prints rows of the same keys as a table that fits the console, with fewer columns if necessary.
 
-    A column that nobody fills is left out. The values of a list stand side by side, and go on in the next line where
+    A column without values is left out. The values of a list stand side by side, and continue in the next line if
     there is no room.
 
     Args:
-        spare: columns to leave out where there is no room, the first one first.
-        prose: columns whose text may go on in the next line; all others stay whole.
+        spare: columns to leave out if there is no room, the first one first.
+        prose: columns whose text may continue in the next line; all others stay whole.
         numbers: columns to align to the right.
         styles: a style of rich for each row.
     """
@@ -141,7 +141,7 @@ def print_table(
 
 
 def _least_and_most(name: str, values: Sequence[Any], prose: bool) -> tuple[int, int]:
-    """The widths that a column needs and can use. No name is cut, and a short list stays on one line."""
+    """Returns the widths that a column needs and can use. No name is cut, and a short list stays on one line."""
     cells = (name, *map(_cell, values))
     most = max(cell_len(line) for cell in cells for line in cell.split("\n"))
     if prose:
@@ -152,7 +152,7 @@ def _least_and_most(name: str, values: Sequence[Any], prose: bool) -> tuple[int,
 
 
 def _shared(widths: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """Widths of columns that need the least each, and share what is left of the room by what they lack."""
+    """Returns widths that share the room: each column gets what it needs, and the rest is split in proportion."""
     lacking = sum(most - least for least, most in widths)
     left = min(lacking, max(0, room - sum(least for least, _ in widths)))
     return [least + (left * (most - least) // lacking if lacking else 0) for least, most in widths]

@@ -1,8 +1,8 @@
-"""The options and the report of the conformance kit, as a pytest plugin.
+"""A pytest plugin with the options and the report of the conformance kit.
 
 They live in a package of their own because pytest loads plugins at the start of every run, and this one must then
 import neither torch nor gla_core. The kit itself is `gla_core.conformance`. The report is registered here and not there
-because with pytest-xdist (`-n`) only the workers load the kit, and only the controller hears of every outcome.
+because with pytest-xdist (`-n`) only the workers load the kit, and only the controller receives every outcome.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from typing import Any
 
 def pytest_addoption(parser: Any) -> None:
     group = parser.getgroup("gla_core", "conformance of gla_core backends (pytest --pyargs gla_core.conformance)")
-    group.addoption("--gla-backend", metavar="NAME", help="the backend to judge")
-    group.addoption("--gla-device", metavar="DEVICE", help="cpu or cuda; cpu unless the backend does not run there")
+    group.addoption("--gla-backend", metavar="NAME", help="the backend to test")
     group.addoption(
-        "--gla-report", metavar="FILE", help="write a JSON summary; every case, a line each, if it ends in .jsonl"
+        "--gla-device", metavar="DEVICE", help="cpu or cuda (default: cpu, or cuda if the backend cannot run on a CPU)"
     )
-    group.addoption("--gla-commit", metavar="ID", help="source revision to note in the report")
+    group.addoption(
+        "--gla-report", metavar="FILE", help="write a JSON summary; if it ends in .jsonl, a line for every case"
+    )
+    group.addoption("--gla-commit", metavar="ID", help="source revision to record in the report")
 
 
 def pytest_configure(config: Any) -> None:
-    """Refuse a wrong question before anything is collected, and begin the report."""
+    """Checks the options before anything is collected, and starts the report."""
     asks = any("gla_core.conformance" in argument.replace("/", ".").replace("\\", ".") for argument in config.args)
     if not asks and not config.getoption("gla_backend"):
         return

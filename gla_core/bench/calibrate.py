@@ -1,6 +1,6 @@
 """The command `gla calibrate`: measure what cost models predict, and fit their constants to it.
 
-From a script: `plan` says what there is to measure, `measure_task` measures one of them, `fit_samples` fits the
+From a script: `plan` returns the measurements to make, `measure_task` makes one of them, `fit_samples` fits the
 constants of each op, and `gla_core.dispatch.calibration.store` or `write_constants` keeps them.
 """
 
@@ -33,7 +33,7 @@ _PASSES = 2  # over all tasks, far apart in time
 
 
 Timed = tuple[tuple[Backend, OpCall], float]
-"""A call, who computed it, and the seconds that it took."""
+"""A call with its backend, and the measured seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Fit:
 
 
 def plan(device: torch.device, backends: Sequence[str] = (), ops: Sequence[str] = ()) -> list[Task]:
-    """What there is to measure: the calibration shapes of each op, by each backend with a cost model that runs them.
+    """Returns the measurements to make: the calibration shapes of each op, by each backend with a cost model.
 
     Args:
         backends, ops: names; all by default.
@@ -108,7 +108,7 @@ def _can_be_calibrated(backend: Backend, call: OpCall) -> bool:
 
 
 def measure_task(task: Task, budget: float = 0.1) -> Sample:
-    """Measure one call. Whatever goes wrong is the sample's error; so is a call that would take too long.
+    """Measures one call. If it fails, or would take too long, the sample holds the error.
 
     Args:
         budget: seconds of timed calls; what compiles comes on top.
@@ -126,7 +126,7 @@ def measure_task(task: Task, budget: float = 0.1) -> Sample:
 
 
 def quickest(samples: Sequence[Sample]) -> Sample:
-    """Of several samples of one task: whatever else a machine does for a while makes times longer, never shorter."""
+    """Returns the fastest of several samples of one task: other work on a machine makes times longer, never shorter."""
     return min(samples, key=lambda sample: math.inf if sample.seconds is None else sample.seconds)
 
 
@@ -139,7 +139,7 @@ def _predicted_by_start(task: Task) -> float | None:
 
 
 def fit_samples(samples: Iterable[Sample], device: torch.device) -> list[Fit]:
-    """Fit the constants of every op of every backend in the samples that were measured.
+    """Fits the constants of every op of every backend in the samples that were measured.
 
     Backends that run the same kernels (`CostModel.kernels`) are fitted together. An op whose formula predicts none of
     its samples has no fit.
@@ -155,7 +155,7 @@ def fit_samples(samples: Iterable[Sample], device: torch.device) -> list[Fit]:
 
 
 def _fits(samples: list[Timed], device: torch.device) -> Iterator[Fit]:
-    """The fit of an op for each of the backends that computed it; what their constants have in common is one."""
+    """Yields the fit of an op for each backend that computed it; constants of the same name have one value."""
     op, facts = samples[0][0][1].op, calibration.device_facts(device)
     backends = {backend.name: backend for (backend, _), _ in samples}.values()
     starts = {backend.name: calibration.start_constants(backend, op, device) or {} for backend in backends}
@@ -187,7 +187,7 @@ def _factor(constants: Constants, sample: Timed) -> float:
 
 
 def write_constants(fits: Sequence[Fit], device: torch.device, target: Path) -> list[Path]:
-    """Write constants as backends ship them, those of other ops and kinds of device included.
+    """Writes constants as backends ship them, together with those of other ops and kinds of device.
 
     Args:
         target: a file that ends in .json, for the fits of one backend; otherwise a folder for one file each.
@@ -209,12 +209,12 @@ def _rounded(x: float) -> float:
 
 
 def samples_to_json(samples: Iterable[Sample]) -> list[dict[str, Any]]:
-    """Samples as JSON values, from which constants can be fitted elsewhere."""
+    """Returns samples as JSON values, from which constants can be fitted elsewhere."""
     return [dataclasses.asdict(s) | {"call": _call_to_json(s.call)} for s in samples]
 
 
 def samples_from_json(rows: Iterable[dict[str, Any]]) -> list[Sample]:
-    """What `samples_to_json` made."""
+    """Returns the samples from which `samples_to_json` made these values."""
     return [Sample(**{**row, "call": _call_from_json(row["call"])}) for row in rows]
 
 
@@ -237,7 +237,7 @@ def _call_from_json(fields: dict[str, Any]) -> OpCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line asked for; `seconds` per measurement, `json` as in `write_constants`."""
+    """Options of the command line; `seconds` per measurement, `json` as in `write_constants`."""
 
     device: torch.device
     backends: Sequence[str] = ()
@@ -248,7 +248,7 @@ class Options:
 
 
 def run_calibrate(options: Options, console: Console) -> bool:
-    """Measure, fit, print, store; return whether every op that was measured has constants now.
+    """Measures, fits, prints and stores; returns whether every op that was measured has constants now.
 
     Raises:
         ValueError, LookupError: a name that does not exist, nothing to measure. Raised before anything is measured.
@@ -318,7 +318,7 @@ def _in_progress(number: int, task: Task) -> str:
 
 
 def describe(call: OpCall) -> str:
-    """A call in a few words."""
+    """Returns a call in a few words."""
     dims = " ".join(f"{name}={size}" for name, size in call.dims.items() if name not in ("Hq", "P", "N"))
     packed = f" in {call.dims['N']} sequences" if call.variable_length else ""
     return f"{dims}{packed}{' in a graph' if call.capturing else ''}"

@@ -23,7 +23,7 @@ Arguments = tuple[Any, ...]
 
 
 def complete(call: OpCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """All arguments, in order, that describe `call`, with what was left out filled in."""
+    """Returns all arguments of `call` in order, and fills in those that were left out."""
     spec = ABSTRACT_OPS[call.op]
     given = [
         torch.randn(spec.shape(argument, call), dtype=call.dtype, device=call.device)
@@ -35,18 +35,18 @@ def complete(call: OpCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ar
 
 
 def run_once(backend: str, call: OpCall) -> None:
-    """Run a call once, for what is compiled at first use."""
+    """Runs a call once, so that everything is compiled."""
     _run(call.op, backend, random_arguments(call))
     measure.synchronize(call.device)
 
 
 def time_call(backend: str, call: OpCall, budget: float = 0.2) -> measure.Timing:
-    """Time of a call on random arguments; see `time_arguments`."""
+    """Measures a call on random arguments; see `time_arguments`."""
     return time_arguments(backend, call, random_arguments(call), budget)
 
 
 def time_arguments(backend: str, call: OpCall, arguments: Arguments, budget: float = 0.2) -> measure.Timing:
-    """Time of a call on copies of these arguments: in a CUDA graph if `call.capturing`, otherwise eagerly.
+    """Measures a call on copies of these arguments: in a CUDA graph if `call.capturing`, otherwise eagerly.
 
     Args:
         budget: seconds of timed calls.
@@ -59,7 +59,7 @@ def time_arguments(backend: str, call: OpCall, arguments: Arguments, budget: flo
 
 
 def calls_for(backend: str, call: OpCall, arguments: Arguments) -> list[measure.Call]:
-    """The call on copies of its arguments, as many as keep the device's cache from holding the next ones."""
+    """Returns the call on several copies of its arguments, so that none is still in the device's cache."""
     size = sum(x.numel() * x.element_size() for x in arguments if isinstance(x, Tensor))
     sets = (tuple(map(_copy, arguments)) for _ in range(measure.rotations(size, call.device)))
     return [functools.partial(_run, call.op, backend, each) for each in sets]

@@ -1,4 +1,4 @@
-"""Seconds of the first call in a fresh process: what a user waits for before the first result."""
+"""Seconds of the first call in a fresh process: the wait before the first result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def first_call(
     cache: Path | None = None,
     timeout: float | None = None,
 ) -> dict[str, float]:
-    """Seconds of the first call, and of the first backward after it where there is one.
+    """Measures the first call in a fresh process, and the first backward after it if there is one.
 
     The tensors exist and the device is awake when the clock starts; what the implementation imports, compiles and tunes
     is in the time.

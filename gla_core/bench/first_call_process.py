@@ -16,7 +16,7 @@ from gla_core.workloads.named import Workload, select
 
 
 def first_calls(workload: Workload, backend: str, device: torch.device, backward: bool = True) -> dict[str, float]:
-    """Seconds of a call, as first_call, and of its backward, if asked for and there is one, as first_backward.
+    """Measures a call, as first_call, and its backward, if asked for and there is one, as first_backward.
 
     What this process has imported, compiled and tuned before is not in them.
     """

@@ -19,10 +19,10 @@ from torch import Tensor
 from gla_core.dispatch.backend import Constants, seconds_or_none
 
 Work = TypeVar("Work")
-"""What a formula prices: an `OpCall`, or one with who computes it."""
+"""The argument of a formula: an `OpCall`, or a backend and an `OpCall`."""
 Formula = Callable[[Work, Constants], float | None]
 Errors = Callable[[Tensor], Tensor]
-"""From the logs of constant / start, [constants], to those of predicted / measured, [samples]."""
+"""Maps the logs of constant / start, [constants], to those of predicted / measured, [samples]."""
 
 FAR = 0.1
 _REGULARISATION = 1e-3  # weight of the squared distance from the start: what no sample depends on stays there
@@ -38,7 +38,7 @@ _SEARCHED = 3
 def fit(
     formula: Formula[Work], start: Constants, samples: Sequence[tuple[Work, float]], fixed: Constants | None = None
 ) -> dict[str, float]:
-    """Constants that make the formula predict the samples best; one that no sample depends on stays as it is.
+    """Returns the constants with which the formula predicts the samples best; one without influence keeps its value.
 
     Args:
         start: a guess of every constant to fit, positive.
@@ -61,7 +61,7 @@ def fit(
 
 
 def error(formula: Formula[Work], constants: Constants, sample: tuple[Work, float]) -> float:
-    """log(predicted / measured); infinite where the formula predicts no time."""
+    """Returns log(predicted / measured), infinite if the formula predicts no time."""
     work, seconds = sample
     predicted = seconds_or_none(formula, work, constants)
     return math.log(predicted / seconds) if predicted else math.inf
@@ -73,7 +73,7 @@ def _loss(e: Tensor, x: Tensor) -> float:
 
 
 def _minimum(errors: Errors, x: Tensor) -> Tensor:
-    """A local minimum below which no change of one constant by one of `_RESTARTS` leads."""
+    """Returns a local minimum that no change of one constant by one of `_RESTARTS` improves."""
     while True:
         x = _local_minimum(errors, x)
         changed = [x + change * axis for axis in torch.eye(len(x), dtype=x.dtype) for change in _RESTARTS]
@@ -84,7 +84,7 @@ def _minimum(errors: Errors, x: Tensor) -> Tensor:
 
 
 def _local_minimum(errors: Errors, x: Tensor) -> Tensor:
-    """The minimum that damped least-squares steps from x lead to."""
+    """Returns the minimum that damped least-squares steps from x lead to."""
     e, damping = errors(x), 1e-2
     loss = _loss(e, x)
     for _ in range(_MOST_STEPS):

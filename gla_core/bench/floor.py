@@ -1,12 +1,12 @@
-"""The memory floor: the least bytes an op can move, and what the device takes to move them.
+"""The memory floor: the least bytes that an op can move, and the time that a device needs to move them.
 
     forward    every input read once, every output written once
     backward   every input read again, the gradient of every output read, the gradient of every input written
 
 A forward with its backward is the sum of both. For chunk_gla in bfloat16 with float32 gates and K = V = 128, per token
 and head: q k v g in and o out are 1536 bytes; q k v g do in and dq dk dv dg out are 2816 more, 4352 together.
-Whatever an implementation keeps between the two is its own affair and not in the floor. Offsets and indices are
-not counted. Softmax attention is bound by arithmetic and not by this floor, except with few queries.
+What an implementation keeps between the two is not in the floor. Offsets and indices are not counted. Softmax
+attention is bound by arithmetic and not by this floor, except with few queries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gla_core.workloads.inputs import describe
 
 
 def floor_bytes(op: str, sizes: Mapping[str, Any], backward: bool = False) -> int:
-    """The least bytes that a call moves.
+    """Returns the least number of bytes that a call can move.
 
     Args:
         op: a public op, as in `gla_core.ops.PUBLIC_OPS`.
@@ -48,5 +48,5 @@ def floor_bytes(op: str, sizes: Mapping[str, Any], backward: bool = False) -> in
 
 
 def floor_seconds(op: str, sizes: Mapping[str, Any], bandwidth: float, backward: bool = False) -> float:
-    """Seconds to move `floor_bytes` at `bandwidth` bytes per second, read and written together."""
+    """Returns the seconds to move `floor_bytes` at `bandwidth` bytes per second, read and written together."""
     return floor_bytes(op, sizes, backward) / bandwidth

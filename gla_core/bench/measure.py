@@ -38,7 +38,7 @@ class Timing:
 
 
 def time_calls(calls: Sequence[Call], device: torch.device, budget: float = 0.5) -> Timing:
-    """Seconds of one call.
+    """Measures the seconds of one call.
 
     On a CUDA device this is the time between two events around it in the stream, so a call that takes the host longer
     than the device is timed by the host.
@@ -55,7 +55,7 @@ def time_calls(calls: Sequence[Call], device: torch.device, budget: float = 0.5)
 
 
 def time_graph(calls: Sequence[Call], device: torch.device, budget: float = 0.5) -> Timing:
-    """Seconds of one call when all of `calls` are captured into one CUDA graph that is replayed.
+    """Measures the seconds of one call when all of `calls` are captured into one CUDA graph that is replayed.
 
     Raises:
         RuntimeError: the calls cannot be captured.
@@ -78,7 +78,10 @@ def time_graph(calls: Sequence[Call], device: torch.device, budget: float = 0.5)
 
 
 def time_host(calls: Sequence[Call], device: torch.device, budget: float = 0.5) -> Timing:
-    """Seconds the host needs for one call, without waiting for the device. For shapes on which the device keeps up."""
+    """Measures the seconds that the host needs for one call, without waiting for the device.
+
+    Use it for shapes on which the device keeps up.
+    """
     cycle = itertools.cycle(calls)
     next(cycle)()
     bursts = _affordable(_BURST * _warm_up(cycle, device, budget / 5), budget)
@@ -93,7 +96,7 @@ def time_host(calls: Sequence[Call], device: torch.device, budget: float = 0.5) 
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None, budget: float = 0.5) -> float:
-    """Bytes per second of a copy on the device, read and written together.
+    """Measures the bytes per second of a copy on the device, read and written together.
 
     Args:
         size: bytes to copy; by default 1 GiB on a CUDA device, 128 MiB elsewhere.
@@ -105,7 +108,7 @@ def copy_bandwidth(device: torch.device, size: int | None = None, budget: float 
 
 
 def rotations(size: int, device: torch.device) -> int:
-    """How many sets of tensors of `size` bytes hold twice what the device's cache does, up to 128; 1 on a CPU."""
+    """Returns how many sets of tensors of `size` bytes fill twice the device's cache, at most 128; 1 on a CPU."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -113,7 +116,7 @@ def rotations(size: int, device: torch.device) -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a CUDA device."""
+    """Waits for a CUDA device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -129,7 +132,7 @@ def _affordable(estimate: float, budget: float) -> int:
 
 
 def _warm_up(cycle: Iterator[Call], device: torch.device, budget: float) -> float:
-    """Call for `budget` seconds, at least twice; an estimate of the seconds of a call."""
+    """Calls for `budget` seconds, at least twice; returns an estimate of the seconds of a call."""
     synchronize(device)
     start, number = clock(), 0
     while number < 2 or (clock() - start < budget and number < MOST):

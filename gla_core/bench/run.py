@@ -23,9 +23,9 @@ from gla_core.workloads import named as workloads
 from gla_core.workloads.named import TAGS, Workload
 
 BUSY = 0.5
-"""Load average per core above which a machine is called busy."""
+"""Load average per core above which a machine counts as busy."""
 UNSTEADY = 0.25
-"""Spread above which a time is called unsteady."""
+"""Spread above which a time counts as unsteady."""
 COLUMNS = {
     "time": "the median of the timed calls",
     "spread": "the distance between their quartiles, as a share of the median",
@@ -35,12 +35,12 @@ COLUMNS = {
     "× torch": "how many times as fast as PyTorch's own function",
     "× fla": "how many times as fast as flash-linear-attention's own function",
 }
-"""What the columns of numbers mean."""
+"""The meaning of each column of numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line asked for.
+    """Options of the command line.
 
     Attributes:
         backends: requests; every backend that implements the op if empty.
@@ -62,7 +62,7 @@ class Options:
 
 
 def run_bench(options: Options, console: Console) -> bool:
-    """Measure, print tables, and write the files that were asked for; return whether any backend could be timed.
+    """Measures, prints tables and writes the files that were asked for; returns whether any backend could be timed.
 
     Raises:
         ValueError, LookupError: an op, tag, workload, direction or backend that does not exist; nothing to measure;
@@ -95,7 +95,7 @@ def run_bench(options: Options, console: Console) -> bool:
 
 
 def choose(options: Options) -> list[Case]:
-    """The cases that the options ask for. Raises as `run_bench` does."""
+    """Returns the cases that the options ask for. Raises as `run_bench` does."""
     _known("tag", options.tags, TAGS)
     _known("direction", options.directions, DIRECTIONS)
     if options.op is not None and options.op not in PUBLIC_OPS:
@@ -134,7 +134,7 @@ def _known(what: str, wanted: Sequence[str], known: Sequence[str] | dict) -> Non
 
 
 def by_op(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Ops in the order of `PUBLIC_OPS`, each with its rows."""
+    """Yields the ops in the order of `PUBLIC_OPS`, each with its rows."""
     for op in PUBLIC_OPS:
         found = [row for row in rows if row.op == op]
         if found:
@@ -153,7 +153,7 @@ def how_busy() -> str | None:
 
 
 def print_rows(rows: Sequence[Row], console: Console, device: torch.device) -> None:
-    """Print a table for each op and direction; below them what the columns mean, and what could not be measured."""
+    """Prints a table for each op and direction; below them what the columns mean, and what could not be measured."""
     timed = [row for row in rows if row.error is None]
     shown: dict[str, None] = {}
     for op, of_op in by_op(timed):
@@ -180,7 +180,7 @@ def print_rows(rows: Sequence[Row], console: Console, device: torch.device) -> N
 
 
 def _lines(rows: Sequence[Row], device: torch.device, repeat: bool) -> list[dict[str, str]]:
-    """The rows of one table by column. A CPU's caches make GB/s and the floor meaningless there.
+    """Returns the rows of one table by column. A CPU's caches make GB/s and the floor meaningless there.
 
     Args:
         repeat: name the workload in every row, and not only in the first of several.
@@ -195,7 +195,7 @@ def _lines(rows: Sequence[Row], device: torch.device, repeat: bool) -> list[dict
 
 
 def _fastest(rows: Sequence[Row]) -> list[Row]:
-    """The fastest row of each workload that has several."""
+    """Returns the fastest row of each workload that has several."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.workload, []).append(row)

@@ -1,4 +1,4 @@
-"""What is timed: cases (a workload, an implementation, a direction), and the row that each of them gives.
+"""Cases to time (a workload, an implementation, a direction), and the row that each of them gives.
 
 forward            of ops that have gradients, without them
 forward+backward   with the gradients of every input, through autograd
@@ -81,18 +81,18 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What rows that are compared have in common."""
+        """The key that rows have in common if they are compared."""
         return (self.op, self.workload, self.direction)
 
 
 def default_workloads(op: str | None, device: torch.device) -> list[Workload]:
-    """Those tagged ci on a CPU, and those of models on a CUDA device, where there is anything to compute."""
+    """Returns the workloads tagged ci on a CPU, and those of models on a CUDA device, without empty ones."""
     found = select(op, ["ci"]) if device.type == "cpu" else select(op)
     return [w for w in found if not is_empty(w) and (device.type == "cpu" or w.tags.intersection(CUDA_TAGS) - {"ci"})]
 
 
 def is_empty(workload: Workload) -> bool:
-    """Whether a workload holds no token or row: it is there for conformance, not for time."""
+    """Returns whether a workload holds no token or row; such a workload is for conformance, not for time."""
     sizes = workload.sizes
     return 0 in (*sizes.get("shape", ()), sizes.get("B"), sizes.get("T"))
 
@@ -104,7 +104,7 @@ def cases(
     directions: Sequence[str] = TIMED,
     with_baselines: bool = True,
 ) -> list[Case]:
-    """What there is to measure: baselines first, so that every later row can be compared.
+    """Returns the cases to measure, baselines first, so that every later row can be compared.
 
     Args:
         backends: requests; by default every backend that implements the op.
@@ -119,12 +119,12 @@ def cases(
 
 
 def implementing(op: str) -> list[str]:
-    """Names of the backends that implement a public op."""
+    """Returns the names of the backends that implement a public op."""
     return [info.name for info in gla.backends() if PUBLIC_OPS[op].name in info.ops]
 
 
 def has_backward(op: str, backend: str) -> bool:
-    """Whether a baseline or backend differentiates a public op; the core does so itself where no op is for it."""
+    """Returns whether a baseline or backend differentiates a public op; if no op does it, the core does so itself."""
     spec = PUBLIC_OPS[op]
     if spec.backward is None or backend in BASELINES:
         return spec.differentiable
@@ -141,7 +141,7 @@ def _directions(op: str, device: torch.device, wanted: Sequence[str]) -> list[st
 
 
 def measure_case(case: Case, device: torch.device, bandwidth: float | None = None, budget: float = 0.5) -> Row:
-    """Measure one case. Whatever goes wrong is the row's error.
+    """Measures one case. If it fails, the row holds the error.
 
     Args:
         bandwidth: bytes per second of a copy on the device, for the fraction of the floor.
@@ -175,7 +175,7 @@ def _against_the_floor(row: Row, case: Case, bandwidth: float | None) -> Row:
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """The rows, each with its ratio to every baseline of the same workload and direction."""
+    """Returns the rows, each with its ratio to every baseline of the same workload and direction."""
     references = {(row.key, row.backend): row.seconds for row in rows if row.backend in BASELINES and row.seconds}
     return [
         row
@@ -193,16 +193,16 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
 
 
 def _refusals(error: gla.NoBackendError) -> str:
-    """What the error says of each backend, as "name: reason", in a line."""
+    """Returns the refusals that an error lists, as "name: reason", in one line."""
     first, *reasons = (line.strip() for line in str(error).splitlines())
     return "; ".join(reasons) or first
 
 
 def resolve(case: Case, device: torch.device) -> str:
-    """The name of what runs a case: a baseline, or the backends that its request selects, joined by "+".
+    """Returns the name of what runs a case: a baseline, or the backends that its request selects, joined by "+".
 
     Raises:
-        NoBackendError, UnknownBackendError: nobody can run it, with the reason.
+        NoBackendError, UnknownBackendError: no backend can run it; the message has the reasons.
     """
     if case.backend in BASELINES:
         return case.backend
@@ -224,7 +224,7 @@ def _winner(op: str, arguments: dict[str, Any], request: str) -> str:
 
 
 def make_arguments(workload: Workload, device: torch.device, gradients: bool = False, seed: int = 0) -> dict[str, Any]:
-    """Arguments of the public op by name, without `backend`; floating-point ones require a gradient if asked."""
+    """Returns the arguments of the public op by name, without `backend`. If asked, floats require gradients."""
     arguments = arguments_of(workload, device=device, seed=seed)
     if "inplace" in PUBLIC_OPS[workload.op].parameters:
         arguments["inplace"] = True
@@ -234,7 +234,7 @@ def make_arguments(workload: Workload, device: torch.device, gradients: bool = F
 
 
 def make_call(workload: Workload, backend: str, direction: str, device: torch.device, seed: int = 0) -> Call:
-    """A function that runs the case once on tensors of its own.
+    """Returns a function that runs the case once on tensors of its own.
 
     Args:
         backend: a resolved name.
@@ -256,7 +256,7 @@ def make_call(workload: Workload, backend: str, direction: str, device: torch.de
 
 
 def bound(op: str, backend: str, arguments: dict[str, Any]) -> Call:
-    """The implementation called `backend` with these arguments, returning a tuple of tensors."""
+    """Returns a call of the implementation `backend` with these arguments, which returns a tuple of tensors."""
     if backend in BASELINES:
         if op not in BASELINES[backend]:
             raise ValueError(f"the baseline {backend!r} has no {op}")
@@ -282,12 +282,12 @@ def _time(case: Case, device: torch.device, budget: float) -> measure.Timing:
 
 
 def leaves(arguments: dict[str, Any]) -> list[Tensor]:
-    """The floating-point tensors among the arguments, in order."""
+    """Returns the floating-point tensors among the arguments, in order."""
     return [x for x in arguments.values() if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _free(device: torch.device) -> None:
-    """Give a CUDA device's memory back, so that one case does not starve the next."""
+    """Gives a CUDA device's memory back, so that one case does not starve the next."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,1 +1,1 @@
-"""What the subcommands of `gla` do; their arguments and help texts are in the package `gla_command`."""
+"""The subcommands of `gla`; their arguments and help texts are in the package `gla_command`."""

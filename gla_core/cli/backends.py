@@ -10,7 +10,7 @@ from gla_core.terminal import BAD, new_console, print_json, print_table, print_t
 
 
 def backends(as_json: bool) -> bool:
-    """Print the installed backends; return whether every plugin could be loaded."""
+    """Prints the installed backends; returns whether every plugin could be loaded."""
     rows = [backend_row(info) for info in gla.backends()]
     broken = [row for row in rows if row["load error"]]
     if as_json:
@@ -24,7 +24,7 @@ def backends(as_json: bool) -> bool:
 
 
 def backend_row(info: gla.BackendInfo) -> dict[str, Any]:
-    """A backend as a row of the table, by the names of its columns."""
+    """Returns a backend as a row of the table, by the names of its columns."""
     can = info.capabilities
     return {
         "name": info.name,
@@ -38,5 +38,5 @@ def backend_row(info: gla.BackendInfo) -> dict[str, Any]:
 
 
 def last_line(traceback: str) -> str:
-    """The line of a traceback that says what went wrong."""
+    """Returns the line of a traceback that says what went wrong."""
     return traceback.strip().splitlines()[-1]

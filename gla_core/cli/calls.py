@@ -19,12 +19,12 @@ DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float3
 
 
 def public_op(op: str) -> str:
-    """The public op that an op's name stands for: chunk_gla for chunk_gla_fwd and chunk_gla_bwd."""
+    """Returns the public op that an op's name stands for: chunk_gla for chunk_gla_fwd and chunk_gla_bwd."""
     return ABSTRACT_OPS[op].public if op in ABSTRACT_OPS else op
 
 
 def abstract_ops(op: str) -> list[str]:
-    """The abstract ops that an op's name stands for: chunk_gla_fwd and chunk_gla_bwd for chunk_gla.
+    """Returns the abstract ops that an op's name stands for: chunk_gla_fwd and chunk_gla_bwd for chunk_gla.
 
     Raises:
         UnknownOpError: no op has this name.
@@ -46,7 +46,7 @@ def describe_call(
     max_seqlen: int | None = None,
     assume: str | None = None,
 ) -> OpCall:
-    """The call that the numbers of a command line describe; chunk_gla stands for chunk_gla_fwd.
+    """Returns the call that the numbers of a command line describe; chunk_gla stands for chunk_gla_fwd.
 
     Args:
         assume: a CUDA device that the call is described for, here or not: its name or a part of it, such as H200.
@@ -76,7 +76,7 @@ def describe_call(
 
 
 def _assumed(name: str) -> KnownDevice:
-    """The known device whose name has all these words, whatever their case."""
+    """Returns the known device whose name has all these words, in upper or lower case."""
     words = set(name.lower().split())
     found = [device for known, device in KNOWN_DEVICES.items() if words <= set(known.lower().split())]
     if not words or len(found) != 1:
@@ -111,14 +111,14 @@ def _sizes(op: str, shape: str) -> dict[str, int]:
 
 
 def _with_heads(sizes: dict[str, int], query_heads: int | None) -> dict[str, int]:
-    """The sizes, and the query heads if there are any."""
+    """Returns the sizes, and the query heads if there are any."""
     if query_heads is not None and (query_heads < 1 or query_heads % sizes["H"] != 0):
         raise ValueError(f"--query-heads is {query_heads}; expected a multiple of H = {sizes['H']}")
     return sizes if query_heads is None else {**sizes, "Hq": query_heads}
 
 
 def device_of(name: str) -> torch.device:
-    """The device that a command line names, whether it is here or not. Raises ValueError for what names none."""
+    """Returns the device that a command line names, which need not be here. Raises ValueError for an unknown name."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if re.fullmatch("cpu|cuda(:[0-9]{1,2})?", name) is None:
@@ -132,14 +132,14 @@ def device_of(name: str) -> torch.device:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of this name, one of `DTYPES`."""
+    """Returns the dtype of this name, one of `DTYPES`."""
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}{nearest(name, DTYPES)} (there are {', '.join(DTYPES)})")
     return DTYPES[name]
 
 
 def device_here(name: str) -> torch.device:
-    """A device that can be used, and not only spoken of."""
+    """Returns the device that a command line names. Raises ValueError if this machine does not have it."""
     place = device_of(name)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("PyTorch sees no CUDA device here; leave out --device")

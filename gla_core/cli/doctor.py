@@ -22,7 +22,7 @@ from gla_core.terminal import BAD, DOUBTFUL, GOOD, message, new_console, print_j
 
 
 def doctor(as_json: bool) -> bool:
-    """Print the state of this installation; return whether nothing is wrong."""
+    """Prints the state of this installation; returns whether nothing is wrong."""
     report = examine()
     if as_json:
         print_json(report)
@@ -63,7 +63,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """The state of this installation.
+    """Returns the state of this installation, as JSON values.
 
     'problems' lists what is wrong, a sentence each, and 'limits' which backends cannot run on this machine.
     """
@@ -133,7 +133,7 @@ def _devices_here() -> list[torch.device]:
 
 
 def _calibration() -> list[dict[str, Any]]:
-    """The ops whose constants were measured on this machine, by device and backend."""
+    """Returns the ops whose constants were measured on this machine, by device and backend."""
     rows = []
     for device in _devices_here():
         for backend in registry.installed().values():
@@ -145,7 +145,7 @@ def _calibration() -> list[dict[str, Any]]:
 
 
 def _notes() -> list[dict[str, str]]:
-    """The notes of each backend on this machine; an error in one is noted too."""
+    """Returns the notes of each backend on this machine. If a backend raises, that is its note."""
     rows = []
     for backend in registry.installed().values():
         try:
@@ -157,7 +157,7 @@ def _notes() -> list[dict[str, str]]:
 
 
 def limits() -> list[str]:
-    """A sentence for each backend that no device of this machine satisfies, by its capabilities."""
+    """Returns a sentence for each backend that cannot run on any device of this machine, by its capabilities."""
     found = []
     for backend in registry.installed().values():
         needed = list(dict.fromkeys(map(backend.can, backend.ops)))
@@ -181,7 +181,7 @@ def _what_is_missing(needed: list[Capabilities]) -> str:
 
 
 def _variables(settings: Environment | None) -> list[dict[str, str | None]]:
-    """Every GLA_* variable, and what it does."""
+    """Returns every GLA_* variable, and what it does."""
     unknown = sorted(name for name in os.environ if name.startswith("GLA_") and name not in VARIABLES)
     effects = dict.fromkeys(VARIABLES, "the settings cannot be read") if settings is None else _effects(settings)
     effects |= {name: f"none, the name is unknown{nearest(name, VARIABLES)}" for name in unknown}
@@ -205,6 +205,6 @@ def _effects(settings: Environment) -> dict[str, str]:
 
 
 def request_in_force() -> list[dict[str, str]]:
-    """The request that is in force for the ops, and where it comes from. Raises if it cannot be read or met."""
+    """Returns the request in force for each op, and where it comes from. Raises if it cannot be read or met."""
     choices = check(current_request().spec, "GLA_BACKEND")
     return [{"op": op, "request": str(choice), "source": choice.source} for op, choice in choices.items()]

@@ -21,7 +21,7 @@ from gla_core.workloads.inputs import random_arguments
 
 
 def explain(call: OpCall, backend: str | None, measure: bool, as_json: bool) -> bool:
-    """Print which backend would run a call; return whether any can.
+    """Prints which backend would run a call; returns whether any can.
 
     Raises:
         ValueError, LookupError: a request that cannot be read or met; a call that cannot be measured here.

@@ -18,6 +18,7 @@ from gla_core.demo import baselines, evaluate
 from gla_core.demo.corpus import Corpus, standard_library
 from gla_core.demo.model import LanguageModel
 from gla_core.demo.train import SETTINGS, Budget, Settings, train
+from gla_core.terminal import print_explanation
 
 EVALUATED = 2**17  # bytes of held-out text
 COMPARED = 512  # bytes evaluated in both forms
@@ -155,7 +156,8 @@ def _compare_forms(model: LanguageModel, corpus: Corpus, console: Console) -> bo
 def _explain(model: LanguageModel, settings: Settings, device: torch.device, console: Console) -> None:
     console.print("Which backend ran each op, and why:\n")
     for explanation in explanations(model, settings, device):
-        console.print(f"{explanation}\n", soft_wrap=True)
+        print_explanation(console, explanation)
+        console.print()
 
 
 def explanations(model: LanguageModel, settings: Settings, device: torch.device) -> Iterator[gla.Explanation]:

@@ -33,13 +33,13 @@ INVARIANT = "batch_invariant"
 UNIT = 64
 """Sequences are cut at multiples of this number of tokens, the longest chunk of our backends."""
 
-_IN_GRAPH = "\x1f"  # parts a call's `backend=` from the blocks that a compiled graph holds; nobody types it
+_IN_GRAPH = "\x1f"  # separates a call's `backend=` from the blocks that a compiled graph contains; users cannot type it
 _context: ContextVar[tuple[_Block, ...]] = ContextVar("gla_use_backend", default=())  # innermost first
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The backends allowed for one op, in order; empty for `auto`. `source` says who asked."""
+    """The backends allowed for one op, in order; empty for `auto`. `source` says where the request comes from."""
 
     names: tuple[str, ...]
     source: str
@@ -60,7 +60,7 @@ class Request:
 
     @property
     def batch_invariant(self) -> int | None:
-        """Tokens at whose multiples a sequence may be cut without a change of bits; None where that is not asked."""
+        """Tokens at whose multiples a sequence may be cut without a change of bits; None if that is not requested."""
         setting = self.choices.get(INVARIANT)
         return int(setting.names[0]) or None if setting else None
 
@@ -68,7 +68,7 @@ class Request:
         return self.choices.get(op) or self.choices[ANY_OP]
 
     def allowing(self, name: str, op: str) -> str:
-        """The text of this request with one more backend for an op, to be tried last."""
+        """Returns the text of this request with one more backend for an op, to be tried last."""
         said = {each: choice for each, choice in self.choices.items() if each != INVARIANT}
         texts = {each: str(choice) for each, choice in said.items() if choice.source != "default"}
         texts[op if op in texts else ANY_OP] += f",{name}"
@@ -76,7 +76,7 @@ class Request:
 
 
 def current_request(argument: str | None = None) -> Request:
-    """The request in force here: `argument` (a call's `backend=`) over `use_backend` over GLA_BACKEND over auto."""
+    """Returns the request in force: `argument` (a call's `backend=`), then `use_backend`, GLA_BACKEND, auto."""
     if argument is not None and not isinstance(argument, str):
         raise _not_a_string("backend=", argument)
     blocks = _context.get()
@@ -122,7 +122,7 @@ def check(request: str, source: str) -> dict[str, Choice]:
 
 
 def parse(text: str, source: str) -> dict[str, Choice]:
-    """Parse a request. Raises ValueError for bad grammar and UnknownOpError for an op that does not exist."""
+    """Parses a request. Raises ValueError for bad grammar and UnknownOpError for an op that does not exist."""
     if not isinstance(text, str):
         raise _not_a_string(source, text)
     choices: dict[str, Choice] = {}
@@ -188,7 +188,7 @@ _traced: tuple[str, ...] = ()
 
 
 def request_in_graph(argument: str | None) -> str:
-    """What a graph being compiled holds of the request: the call's `backend=`, and the blocks in the same graph."""
+    """Returns the request that a compiled graph contains: the call's `backend=`, and the blocks in the same graph."""
     return _IN_GRAPH.join((argument or "", *_traced))
 
 
@@ -197,7 +197,7 @@ _R = TypeVar("_R")
 
 
 class use_backend:
-    """Run the ops inside a `with` block, or a decorated function, under a request.
+    """Runs the ops inside a `with` block, or a decorated function, under a request.
 
     Blocks nest: for each op, the innermost block that names it decides. Threads and asyncio tasks do not see each
     other's blocks. The decorator works on functions and coroutine functions. It raises TypeError for a generator,
@@ -276,7 +276,7 @@ class use_backend:
 
 
 def batch_invariant(tokens: int = 4096) -> use_backend:
-    """Make results independent of the batch (batch invariance), inside a `with` block or a decorated function.
+    """Makes results independent of the batch (batch invariance), inside a `with` block or a decorated function.
 
     The results of `chunk_gla` and `recurrent_gla_step` for a sequence, and its gradients, then have the same bits in
     every batch. They depend neither on the number of sequences, nor on whether these are packed or rows of a batch.
