@@ -49,6 +49,12 @@ def test_its_functions_take_what_it_says():
     assert {f"gla.{name}" for name in ops} <= {name for name, _ in calls}
 
 
+def test_it_names_the_abstract_ops():
+    sentence = re.search(r"The abstract ops are (.*?)\.", section("Add a backend"), re.DOTALL)
+    assert sentence is not None
+    assert re.findall(r"`(\w+)`", sentence[1]) == list(OP_PARAMETERS)
+
+
 def test_each_of_its_backends_implements_every_op(own_backends):
     described = re.findall(r"^- `(\w+)` ", section("Functions and backends"), re.MULTILINE)
     assert sorted(described) == own_backends
