@@ -41,7 +41,7 @@ import torch.distributed as dist
 import gla_core as gla
 from gla_core.bench import results
 from gla_core.bench.measure import synchronize
-from gla_core.bench.plots import pyplot
+from gla_core.bench.plots import pyplot, save
 from gla_core.distributed import chunk_gla, shard
 from gla_core.distributed.exchange import MOST_GATHERED, gather
 from gla_core.files import write_json
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, measure on all ranks, and on rank 0 write and draw."""
     options = _parser().parse_args(arguments)
     if options.draw:
-        print(f"wrote {draw(json.loads(options.draw.read_text()), options.draw.with_suffix('.png'))}")
+        print(f"wrote {draw(json.loads(options.draw.read_text()), options.draw.with_suffix('.svg'))}")
         return
     device = _join(options.device)
     speaks, graphs = dist.get_rank() == 0, device.type == "cuda" and not options.eager
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     write_json(path, found)
                     print(in_words(row), flush=True)
     if speaks and options.plot:
-        print(_drawn(found, path.with_suffix(".png")), flush=True)
+        print(_drawn(found, path.with_suffix(".svg")), flush=True)
     if device.type == "cuda":
         found["longest"] = longest(options.heads[0], options.width, device)
         if speaks:
@@ -303,7 +303,7 @@ def in_words(row: Row) -> str:
 def draw(found: Row, target: Path) -> Path:
     """Draw efficiency against length, a line for each number of heads and direction. ValueError without matplotlib."""
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure, axes = plt.subplots(figsize=(7, 4))
     lines: dict[str, list[Row]] = {}
     for row in found["rows"]:
         if row["efficiency"] is not None:
@@ -312,13 +312,19 @@ def draw(found: Row, target: Path) -> Path:
         axes.plot([row["tokens"] for row in rows], [row["efficiency"] for row in rows], "o-", label=label)
     axes.set_xscale("log", base=2)
     axes.set_ylim(0, 1.1)
-    axes.set_xlabel("tokens in a sequence")
-    axes.set_ylabel(f"efficiency of {found['rows'][0]['ranks']} ranks")
+    axes.axhline(1, color="black", linestyle=":", linewidth=1)
+    axes.grid(alpha=0.3)
+    ranks, width = found["rows"][0]["ranks"], found["longest"]["width"]
+    axes.set_xlabel("tokens in the sequence")
+    axes.set_ylabel(f"time on one / ({ranks} × time on {ranks})")
     axes.legend(frameon=False)
-    axes.set_title(found["device"])
-    figure.savefig(target, dpi=120, bbox_inches="tight")
-    plt.close(figure)
-    return target
+    dtype = "bfloat16 with float32 gates" if found["driver"] else "float32"
+    axes.set_title(
+        f"chunk_gla, one sequence over {ranks} ranks: efficiency, higher is better\n"
+        f"{ranks} × {found['device']}, {dtype}, K = V = {width}; torch {found['torch']}",
+        fontsize=11,
+    )
+    return save(figure, target)
 
 
 def _drawn(found: Row, target: Path) -> str:

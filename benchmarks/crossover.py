@@ -1,9 +1,9 @@
-"""One fused kernel against segments all at once: the time of each backend against the length of the sequence, as PNG.
+"""One fused kernel against segments all at once: the time of each backend against the length of the sequence, as SVG.
 
 python3 benchmarks/crossover.py benchmarks/results/selection-h200.json
 
-The points are those of `evidence.py selection`; what `auto` picked is filled, and a line stands where the pick
-changes. The picture is written beside the file, into the folder of its name.
+The points are those of `evidence.py selection`. Those of the backend that `auto` picked are filled, and a dotted line
+stands where its pick changes. The picture is written beside the file, into the folder of its name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gla_core.bench.plots import colours, pyplot
+from gla_core.bench.plots import colours, legend_below, pyplot, save
 
 MOST_SLOWER = 10
 """Backends that never come within so many times of the fastest are not drawn."""
@@ -55,39 +55,61 @@ def draw(path: Path) -> Path:
     if not of_heads:
         raise ValueError(f"{path} holds no measurements of the crossover")
     figure, all_axes = plt.subplots(1, len(of_heads), figsize=(3.2 * len(of_heads), 3.6), sharey=True, squeeze=False)
-    names = drawn([row for rows in of_heads.values() for row in rows])
+    shade = colours(drawn([row for rows in of_heads.values() for row in rows]))
     for axes, (heads, rows) in zip(all_axes[0], of_heads.items(), strict=True):
-        for name, colour in colours(names).items():
+        for name, colour in shade.items():
             _line(axes, rows, name, colour)
         for T in switches(rows):
             axes.axvline(T, color="black", linestyle=":", linewidth=1)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_title(f"B·H = {heads}")
+        axes.set_title(f"batch × heads = {heads}", fontsize=10)
+        axes.xaxis.set_major_formatter(_short)
+        axes.yaxis.set_major_formatter(_short)
         axes.set_xlabel("tokens in a sequence")
-        axes.grid(alpha=0.3)
-    all_axes[0][0].set_ylabel("ms")
-    all_axes[0][0].legend()
-    sizes = next(iter(of_heads.values()))[0]["dims"]
-    figure.suptitle(
-        f"chunk_gla forward, K = {sizes['K']}, V = {sizes['V']}, {found['device']}: "
-        "filled is what auto picks, dotted where it switches",
-        y=1.02,
+        axes.grid(which="both", alpha=0.3)
+    all_axes[0][0].set_ylabel("time in ms")
+    figure.suptitle(_title(found, next(iter(of_heads.values()))[0]["dims"]), fontsize=11)
+    handles = _legend(plt, shade)
+    legend_below(figure, handles, [handle.get_label() for handle in handles])
+    figure.tight_layout()
+    return save(figure, path.with_suffix("") / "crossover.svg")
+
+
+def _title(found: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
+    widths = f"K = V = {sizes['K']}" if sizes["K"] == sizes["V"] else f"K = {sizes['K']}, V = {sizes['V']}"
+    dtypes = "bfloat16 with float32 gates" if found.get("driver") else "float32"
+    return (
+        "chunk_gla forward: time of each backend against the length of a sequence, lower is better\n"
+        f"{found['device']}, {dtypes}, {widths}; torch {found['torch']}"
     )
-    target = path.with_suffix("") / "crossover.png"
-    target.parent.mkdir(exist_ok=True)
-    figure.savefig(target, dpi=120, bbox_inches="tight")
-    plt.close(figure)
-    return target
+
+
+def _legend(plt: Any, shade: Mapping[str, str]) -> list[Any]:
+    line = plt.Line2D
+    points = {"marker": "o", "linestyle": "", "color": "black"}
+    return [
+        *(line([], [], color=colour, label=name) for name, colour in shade.items()),
+        line([], [], label="picked by auto", **points),
+        line([], [], label="not picked", markerfacecolor="white", **points),
+        line([], [], label="where the pick changes", color="black", linestyle=":"),
+    ]
 
 
 def _line(axes: Any, rows: Sequence[Row], name: str, colour: str) -> None:
-    """The times of a backend; the points that it was picked for are filled."""
-    timed = [row for row in rows if name in row["measured"]]
-    lengths, times = [row["dims"]["T"] for row in timed], [1e3 * row["measured"][name] for row in timed]
-    axes.plot(lengths, times, color=colour, label=name)
-    for T, seconds, row in zip(lengths, times, timed, strict=True):
-        axes.plot(T, seconds, "o", color=colour, markerfacecolor=colour if row["pick"] == name else "white")
+    """Draws the times of a backend; the points that it was picked for are filled."""
+    of_name = [row for row in rows if name in row["measured"]]
+    timed = [(row["dims"]["T"], 1e3 * row["measured"][name], row["pick"] == name) for row in of_name]
+    axes.plot([T for T, *_ in timed], [ms for _, ms, _ in timed], color=colour)
+    for filled in (False, True):
+        points = [(T, ms) for T, ms, picked in timed if picked == filled]
+        lengths, times = [T for T, _ in points], [ms for _, ms in points]
+        axes.plot(lengths, times, "o", color=colour, markerfacecolor=colour if filled else "white", zorder=3 + filled)
+
+
+def _short(number: float, _: Any = None) -> str:
+    """Returns a tick's label, such as 0.1, 256 or 64k."""
+    return f"{number / 1024:g}k" if number >= 1024 else f"{number:g}"
 
 
 def main() -> None:

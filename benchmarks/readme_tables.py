@@ -2,6 +2,9 @@
 
 python3 benchmarks/readme_tables.py          print what docs/results.md holds
 python3 benchmarks/readme_tables.py --write  put it between the markers of both pages, and draw (needs matplotlib)
+
+Every row of the README's table and every point of the pictures comes from one file, which one run of
+`evidence.py readme` wrote at one commit.
 """
 
 from __future__ import annotations
@@ -13,6 +16,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import context_parallel
+import crossover
+import model_pictures
+import readme
 
 from gla_core.bench import plots, results
 from gla_core.bench.baselines import BASELINES
@@ -30,7 +38,6 @@ MARKED = re.compile(f"{re.escape(BEGIN)}\n(.*?){re.escape(END)}", re.DOTALL)
 DEVICE = "NVIDIA H200"
 """The device of the README's table and of the pictures."""
 OURS = ("triton_fused", "parallel_scan")
-TRAINED = ("chunk_gla", "forward+backward")
 HEADLINE = (
     ("chunk_gla", "train_b8_t4096_h16", "forward"),
     ("chunk_gla", "train_b8_t4096_h16", "forward+backward"),
@@ -44,25 +51,36 @@ HEADLINE = (
     ("softmax_attention", "causal_b4_t4096_h16", "forward"),
 )
 IN_WORDS = {"forward": "forward", "forward+backward": "forward and backward", "step_graph": "in a CUDA graph"}
+WAYS = {
+    "fla": "FLA's model",
+    "accelerated": "FLA's model after `accelerate()`",
+    "ours": "`gla_transformers`, eager",
+    "blocks": "`gla_transformers`, each layer compiled",
+    "compiled": "`gla_transformers`, the whole loss compiled",
+}
+"""The ways of models.py."""
+ModelRow = dict[str, Any]
 
 
 def headline(folder: Path) -> str:
-    """Markdown of the README's table: the quickest of ours beside the baseline, and what the kit found."""
-    found = newest(folder)
-    lines = ["| call | baseline | quickest of ours | times as fast |", "| --- | ---: | ---: | ---: |"]
-    for key in HEADLINE:
-        ours = [row for row in found.rows if row.key == key and row.ratio_to] if found else []
-        if ours:
-            lines.append(_headline(min(ours, key=lambda row: row.seconds or 0)))
-    if found is None or len(lines) == 2:
+    """Returns the Markdown of the README's table, and what the kit found; '' without the run that it comes from."""
+    path = measured_in(folder)
+    if not path.exists():
         return ""
-    lines += _headline_of_models(folder / f"models-{results.short_name(DEVICE)}.json")
-    told = f"{found.device}, torch {found.torch}, triton {found.triton}, fla {found.fla}; medians. "
-    return "\n".join(lines) + f"\n\n{told}{_how_right(folder)}\n"
+    calls, of_models = readme.read(path)
+    lines = ["| call | baseline | fastest of this project | times as fast |", "| --- | ---: | ---: | ---: |"]
+    lines += [line for key in HEADLINE if (line := _headline([row for row in calls if row.key == key]))]
+    lines += _headline_of_models(of_models)
+    return "\n".join(lines) + f"\n\n{_run(path, calls, of_models)} {_how_right(folder)}".rstrip() + "\n"
+
+
+def measured_in(folder: Path) -> Path:
+    """Returns the file from which the README's table and the pictures are made."""
+    return folder / f"readme-{results.short_name(DEVICE)}.json"
 
 
 def render(folder: Path) -> str:
-    """Markdown of everything in the folder, ending in a line end; '' where there is nothing."""
+    """Returns the Markdown of everything in the folder, ending in a line end; '' where there is nothing."""
     times = [_section(results.read(path), path) for path in _files_of_times(folder)]
     kit = _conformance(sorted(folder.glob("conformance-*.json")))
     told = [
@@ -73,36 +91,38 @@ def render(folder: Path) -> str:
     return "\n".join([*_pictures(pictures_of(folder)), *kit, *told, *times])
 
 
-def newest(folder: Path) -> Results | None:
-    """The last measurement of each call and backend on `DEVICE`, in one; of the reference, training alone.
+def draw(folder: Path) -> None:
+    """Draws all pictures of the files in the folder."""
+    path = measured_in(folder)
+    if path.exists():
+        found = json.loads(path.read_text())
+        plots.plot(_results(found, readme.read(path)[0]), pictures_of(folder))
+        model_pictures.draw(found, pictures_of(folder))
+    for path in folder.glob("selection-*.json"):
+        crossover.draw(path)
+    for path in folder.glob("ranks-*.json"):
+        context_parallel.draw(json.loads(path.read_text()), path.with_suffix(".svg"))
 
-    Each row keeps the ratio to the baseline of its own run. Calls that none of ours was measured at are left out.
-    """
-    runs = [found for path in _files_of_times(folder) if (found := results.read(path)).device == DEVICE]
-    runs.sort(key=lambda found: found.date)
-    shown = [row for found in runs for row in found.rows if row.error is None and _shown(row)]
-    # What was measured beside a baseline is kept until it is measured so again.
-    shown.sort(key=lambda row: bool(row.ratio_to) or row.backend in BASELINES)
-    rows = {(row.key, row.backend): row for row in shown}
-    measured = {row.key for row in rows.values() if row.backend not in BASELINES}
-    baselines_first = sorted(rows.values(), key=lambda row: row.backend not in BASELINES)
-    kept = tuple(row for row in baselines_first if row.key in measured)
-    return dataclasses.replace(runs[-1], rows=kept) if runs else None
+
+def _results(found: dict[str, Any], calls: Sequence[Row]) -> Results:
+    """Returns the calls of a file of readme.py as results."""
+    names = [field.name for field in dataclasses.fields(Results) if field.name != "rows"]
+    return Results(**{name: found[name] for name in names}).with_rows(calls)
 
 
 def pictures_of(folder: Path) -> Path:
-    """Where the pictures of `DEVICE` are."""
+    """Returns the folder of the pictures of `DEVICE`."""
     return folder / results.short_name(DEVICE)
 
 
 def between_markers(page: str) -> str | None:
-    """What stands between the markers, None where there are none."""
+    """Returns the text between the markers, None where there are none."""
     found = MARKED.search(page)
     return found and found[1]
 
 
 def insert(page: str, generated: str) -> str:
-    """The page with `generated` between its markers. Raises ValueError where there are none."""
+    """Returns the page with `generated` between its markers. Raises ValueError where there are none."""
     if between_markers(page) is None:
         raise ValueError(f"the page has no markers; put {BEGIN} and {END} on lines of their own")
     return MARKED.sub(lambda _: f"{BEGIN}\n{generated}{END}", page)
@@ -113,41 +133,73 @@ def _files_of_times(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.json")) if path.name.partition("-")[0] not in others]
 
 
-def _shown(row: Row) -> bool:
-    of_training = (row.op, row.direction) == TRAINED and row.backend.endswith("reference")
-    return row.backend in (*BASELINES, *OURS) or of_training
+def _headline(rows: Sequence[Row]) -> str | None:
+    """Returns the line of one call, the faster one of `OURS` beside the baseline; None if a time is missing."""
+    timed = {row.backend: row for row in rows if row.seconds is not None}
+    baselines = [row for row in timed.values() if row.backend in BASELINES]
+    if not baselines or not timed.keys() >= set(OURS):
+        return None
+    ours = min((timed[name] for name in OURS), key=_seconds)
+    theirs, time = results.time_text(_seconds(baselines[0])), results.time_text(_seconds(ours))
+    call = f"`{ours.op}` {IN_WORDS[ours.direction]}: {plots.in_words(ours.op, ours.workload)}"
+    ratio = _seconds(baselines[0]) / _seconds(ours)
+    return f"| {call} | {baselines[0].backend} {theirs} | {ours.backend} {time} | {ratio:.2f} |"
 
 
-def _headline(row: Row) -> str:
-    (baseline, ratio), *_ = row.ratio_to.items()
-    theirs, time = results.time_text((row.seconds or 0) * ratio), results.time_text(row.seconds)
-    call = f"`{row.op}` {IN_WORDS[row.direction]}: {plots.in_words(row.op, row.workload)}"
-    return f"| {call} | {baseline} {theirs} | {row.backend} {time} | {ratio:.2f} |"
+def _seconds(row: Row) -> float:
+    assert row.seconds is not None
+    return row.seconds
 
 
-def _headline_of_models(path: Path) -> list[str]:
-    """A step of training and decoding of a whole model beside FLA's; nothing without the file."""
-    if not path.exists():
-        return []
-    rows = {(row["what"], row["way"], row.get("rows")): row for row in json.loads(path.read_text())["rows"]}
-    step, accelerated, compiled = (rows["train", way, None]["seconds"] for way in ("fla", "accelerated", "compiled"))
-    decoded, in_graph = (rows["generate", way, 8]["tokens_per_second"] for way in ("fla", "graph"))
-    training = "training step of FLA's GLA model of 340M parameters, 8 sequences of 2048 tokens"
-    lines = [
-        (f"{training}, after `accelerate()`", *map(results.time_text, (step, accelerated)), step / accelerated),
-        ("the same by `gla_transformers`, compiled", *map(results.time_text, (step, compiled)), step / compiled),
-        (
-            "tokens a second of it, 8 sequences, in a CUDA graph; fla's by `generate`",
-            f"{decoded:,.0f}",
-            f"{in_graph:,.0f}",
-            in_graph / decoded,
-        ),
-    ]
-    return [f"| {call} | fla {theirs} | {ours} | {ratio:.2f} |" for call, theirs, ours, ratio in lines]
+def _headline_of_models(rows: Sequence[ModelRow]) -> list[str]:
+    """Returns the lines of whole models: training by the time on the device, decoding eager and in a CUDA graph."""
+    found = {(row["what"], row["way"]): row for row in rows if row["size"] == 8}
+    fine = {key: row for key, row in found.items() if "error" not in row}
+    training = "a training step of FLA's GLA model (340M parameters, 8 sequences of 2048 tokens)"
+    lines = []
+    for way, call in (
+        ("accelerated", f"{training} after `accelerate()`, time on the device"),
+        ("compiled", "the same step by `gla_transformers`, compiled, time on the device"),
+    ):
+        if fine.keys() >= {("train", "fla"), ("train", way)}:
+            theirs, ours = fine["train", "fla"], fine["train", way]
+            ratio = theirs["device_seconds"] / ours["device_seconds"]
+            lines.append(f"| {call} | fla {_both_times(theirs)} | {_both_times(ours)} | {ratio:.2f} |")
+    for what, call in (
+        ("generate", "decoding by `generate`, the same model in `gla_transformers`, 8 sequences"),
+        ("graph", "the same in a CUDA graph"),
+    ):
+        if (what, "fla") in found and (what, "ours") in fine:
+            theirs, ours = found[what, "fla"], fine[what, "ours"]
+            ratio = "-" if "error" in theirs else f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}"
+            lines.append(f"| {call} | fla {_words_per_second(theirs)} | {_words_per_second(ours)} | {ratio} |")
+    return lines
+
+
+def _both_times(row: ModelRow) -> str:
+    return f"{results.time_text(row['device_seconds'])} (wall {results.time_text(row['seconds'])})"
+
+
+def _words_per_second(row: ModelRow) -> str:
+    return "cannot be captured" if "error" in row else f"{row['tokens_per_second']:,.0f} tokens/s"
+
+
+def _run(path: Path, calls: Sequence[Row], of_models: Sequence[ModelRow]) -> str:
+    """Returns sentences about the run that all rows of the README's table come from."""
+    found = json.loads(path.read_text())
+    keys = [row.spread for row in calls if row.key in HEADLINE] + [row.get("spread") for row in of_models]
+    spread = max((x for x in keys if x is not None), default=0.0)
+    versions = ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "fla", "transformers"))
+    return (
+        f"{found['device']}, {versions}; one run at commit {found['commit'][:10]}, {found['date'][:10]}. Times are "
+        f"medians; the quartiles of each are at most {spread:.0%} of it apart. Training steps are compared by the "
+        "time on "
+        "the device, because the host can limit the wall time, which stands beside it."
+    )
 
 
 def _how_right(folder: Path) -> str:
-    """A sentence of what the kit found on `DEVICE`; '' where it did not run."""
+    """Returns a sentence about the kit's cases on `DEVICE`; '' where it did not run."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("conformance-*.json"))]
     found = [report for report in found if report["device"]["name"] == DEVICE]
     if not found:
@@ -161,31 +213,45 @@ def _how_right(folder: Path) -> str:
 
 
 def _section(found: Results, path: Path) -> str:
-    driver = f", driver {found.driver}" if found.driver else ""
-    versions = ", ".join(
-        f"{name} {getattr(found, name)}" for name in ("torch", "triton", "fla") if getattr(found, name)
+    written = f"Written by `benchmarks/evidence.py times` into `benchmarks/results/{path.name}`."
+    return "\n".join(
+        [
+            f"## Times: {path.stem.rpartition('-')[0]}, {found.device}\n",
+            f"{_conditions(found)}. {COLUMNS} {written}\n",
+            *_beside_baselines(found.rows),
+            *_all_rows(found.rows),
+        ]
     )
-    bandwidth = f"; copies at {found.copy_bandwidth / 1e12:.2f} TB/s" if found.copy_bandwidth else ""
+
+
+COLUMNS = (
+    "Times are medians. GB/s counts each input and output once. 'Of floor' is GB/s as a share of the speed of a copy. "
+    "'× fla' is the time of FLA divided by the time of the row."
+)
+
+
+def _conditions(found: Results) -> str:
+    driver = f", driver {found.driver}" if found.driver else ""
+    named = ("torch", "triton", "fla")
+    versions = ", ".join(f"{name} {getattr(found, name)}" for name in named if getattr(found, name))
+    bandwidth = f"; copies run at {found.copy_bandwidth / 1e12:.2f} TB/s" if found.copy_bandwidth else ""
     commit = f" at {found.commit[:10]}" if found.commit else ""
-    lines = [
-        f"## Times: {path.stem.rpartition('-')[0]}, {found.device}\n",
-        f"gla_core {found.gla_core}{commit}, {versions}{driver}, {found.date[:10]}{bandwidth}. Medians. "
-        "GB/s counts each input and output once; 'of floor' is that over the copy bandwidth; "
-        "'× fla' is the time of FLA over that of the row. "
-        f"Written by `benchmarks/evidence.py` into `benchmarks/results/{path.name}`.\n",
+    return f"gla_core {found.gla_core}{commit}, {versions}{driver}, {found.date[:10]}{bandwidth}"
+
+
+def _all_rows(rows: Sequence[Row]) -> list[str]:
+    """Returns a folded table for each op."""
+    return [
+        f"<details><summary>{op}: {len(of_op)} measurements</summary>\n\n{results.markdown(of_op)}\n\n</details>\n"
+        for op, of_op in by_op(rows)
     ]
-    lines += _beside_baselines(found.rows)
-    for op, rows in by_op(found.rows):
-        summary = f"<summary>{op}: {len(rows)} measurements</summary>"
-        lines.append(f"<details>{summary}\n\n{results.markdown(rows)}\n\n</details>\n")
-    return "\n".join(lines)
 
 
 def _beside_baselines(rows: Sequence[Row]) -> list[str]:
-    """A table of the quicker one of `OURS` beside each baseline; nothing where there is none."""
+    """Returns a table of the faster one of `OURS` beside each baseline; nothing where there is none."""
     ours = [row for row in rows if row.backend in OURS and row.ratio_to]
     lines = [
-        "| workload | direction | baseline | | quicker of ours | | times as fast |",
+        "| workload | direction | baseline | | faster of ours | | times as fast |",
         "| --- | --- | --- | ---: | --- | ---: | ---: |",
     ]
     for key in dict.fromkeys(row.key for row in ours):
@@ -199,12 +265,14 @@ def _beside_baselines(rows: Sequence[Row]) -> list[str]:
 
 
 def _conformance(paths: Sequence[Path]) -> list[str]:
-    """A table of what the kit found of each backend, and where errors come closest to their budgets."""
+    """Returns a table of what the kit found of each backend, and where errors come closest to their budgets."""
     if not paths:
         return []
     lines = [
         "## Conformance\n",
-        "Cases of the kit, and the largest error of values and of gradients as a part of its budget. "
+        "The table counts the cases of the kit. A case is open if the backend declines it. The last two columns give "
+        "the "
+        "largest error of values and of gradients as a share of the error that is allowed. "
         "Written by `gla conformance NAME --report` into `benchmarks/results/conformance-*.json`.\n",
         "| backend | device | gla_core at | cases | passed | failed | open | values | gradients |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -221,55 +289,105 @@ def _conformance(paths: Sequence[Path]) -> list[str]:
 
 
 def _worst(properties: Sequence[dict[str, Any]], name: str) -> str:
-    """The largest error of a property over all ops, as a part of its budget; "-" where nothing was measured."""
+    """Returns the largest error of a property over all ops, as a share of its budget; "-" where none was measured."""
     texts = [ratio_text(row["worst"]) for row in properties if row["property"] == name and row["worst"]]
     return max(texts, key=lambda text: float("inf") if text == "infinite" else float(text), default="-")
 
 
 def _measured(found: dict[str, Any]) -> str:
-    """By which gla_core and PyTorch, and when."""
+    """Returns versions of gla_core and PyTorch, and the date."""
     return f"gla_core {found['gla_core']} at {found['commit'][:10]}, torch {found['torch']}, {found['date'][:10]}"
 
 
-def _models(found: dict[str, Any], path: Path) -> str:
-    """A file of models.py: a step of training, then generating, of each way beside FLA's."""
+# ---- the run of the README
+
+
+def _readme(found: dict[str, Any], path: Path) -> str:
+    """Returns the section of a file of readme.py: calls beside their baselines, then whole models."""
+    calls, of_models = readme.read(path)
+    run, fine = _results(found, calls), [row for row in of_models if "error" not in row]
     sizes = ", ".join(f"{name.replace('_', ' ')} {size}" for name, size in found["model"].items())
+    failed = [f"- {row['what']} {row['way']} {row['size']}: {row['error']}" for row in of_models if "error" in row]
+    return "\n".join(
+        [
+            f"## The README's table, its pictures and whole models: one run, {found['device']}\n",
+            f"{_conditions(run)}, transformers {found['transformers']}. {COLUMNS} Written by "
+            f"`benchmarks/evidence.py readme` into `benchmarks/results/{path.name}`.\n",
+            *_beside_baselines(run.rows),
+            *_all_rows(run.rows),
+            f"The model is FLA's GLA model ({sizes}) in bfloat16, with random weights. A training step is forward, "
+            "backward "
+            "and a fused AdamW. 'Step' is wall time, with the distance of its quartiles as a share of it; 'on the "
+            "device' "
+            "is the time of all kernels, and 'of GLA' the part of gated linear attention. 'Times as fast' compares "
+            "with FLA's model, by wall time and by time on the device.\n",
+            *_training(fine),
+            "Decoding is greedy, after a prompt of 512 tokens. In a CUDA graph of "
+            "eight steps, FLA's states are copied once per graph to where its first step reads them. 'Same words' "
+            "says whether the graph decodes the words of eager steps.\n",
+            *_decoding(fine),
+            *(["Failed:\n", *failed, ""] if failed else []),
+        ]
+    )
+
+
+def _training(rows: Sequence[ModelRow]) -> list[str]:
+    """Returns tables of training steps of 8 sequences, and of one sequence of several lengths."""
+    lines = []
+    for what, title in (("train", "8 sequences of 2048 tokens"), ("length", "one sequence")):
+        of_what = sorted(
+            (row for row in rows if row["what"] == what), key=lambda row: (row["sequences"], row["tokens"])
+        )
+        theirs = {row["tokens"]: row for row in of_what if row["way"] == "fla"}
+        lines += [
+            f"| training, {title} | tokens | step | spread | on the device | of GLA | tokens/s | memory "
+            "| times as fast, wall | on the device |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        for row in of_what:
+            times = [results.time_text(row[name]) for name in ("seconds", "device_seconds", "gla_seconds")]
+            cells = [WAYS[row["way"]], f"{row['sequences'] * row['tokens']:,}", times[0], f"{row['spread']:.1%}"]
+            cells += [*times[1:], f"{row['tokens_per_second']:,.0f}", f"{row['gib']:.1f} GiB"]
+            cells += [_ratio(theirs.get(row["tokens"]), row, name) for name in ("seconds", "device_seconds")]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return lines
+
+
+def _decoding(rows: Sequence[ModelRow]) -> list[str]:
+    """Returns a table of decoding by `generate` and in a CUDA graph."""
+    decoded = [row for row in rows if row["what"] in ("generate", "graph")]
+    decoded.sort(key=lambda row: (row["what"], row["size"]))
+    theirs = {(row["what"], row["size"]): row for row in decoded if row["way"] == "fla"}
     lines = [
-        f"## Whole models beside FLA's, {found['device']}\n",
-        f"{_measured(found)}. FLA's GLA model ({sizes}) in bfloat16, as it is (`fla`) and after "
-        "`gla_core.compat.fla.accelerate()`; and that of `gla_transformers`: eager "
-        "(`ours`), with each layer compiled (`blocks`), with the whole loss compiled, and "
-        "decoding in a CUDA graph. A step has 8 sequences of 2048 tokens and a fused AdamW; prompts have 512 tokens. "
-        f"Written by `benchmarks/models.py` into `benchmarks/results/{path.name}`.\n",
-        "| training | step | tokens/s | on the device | of GLA | memory | times as fast |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| decoding | how | sequences | first token | a step | spread | tokens/s | same words | times as fast |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
     ]
-    theirs = {row.get("rows"): row for row in found["rows"] if row["way"] == "fla"}
-    for row in (row for row in found["rows"] if row["what"] == "train"):
-        times = [results.time_text(row[name]) for name in ("seconds", "device_seconds", "gla_seconds")]
-        ratio = theirs[None]["seconds"] / row["seconds"]
-        speed, memory = f"{row['tokens_per_second']:,.0f}", f"{row['gib']:.1f} GiB"
-        lines.append(f"| {row['way']} | {times[0]} | {speed} | {times[1]} | {times[2]} | {memory} | {ratio:.2f} |")
-    lines += [
-        "",
-        "| generating | sequences | first token | tokens/s | times as many |",
-        "| --- | ---: | ---: | ---: | ---: |",
-    ]
-    for row in (row for row in found["rows"] if row["what"] == "generate"):
-        ratio = row["tokens_per_second"] / theirs[row["rows"]]["tokens_per_second"]
-        first, speed = results.time_text(row["first_token"]), f"{row['tokens_per_second']:,.0f}"
-        lines.append(f"| {row['way']} | {row['rows']} | {first} | {speed} | {ratio:.2f} |")
-    return "\n".join([*lines, ""])
+    for row in decoded:
+        how = "CUDA graph" if row["what"] == "graph" else "`generate`"
+        same = {True: "yes", False: "no"}.get(row.get("same_words_as_eager"), "")  # type: ignore[arg-type]
+        cells = [WAYS[row["way"]], how, str(row["size"]), results.time_text(row["first_token"])]
+        cells += [results.time_text(row["seconds"]), f"{row['spread']:.1%}", f"{row['tokens_per_second']:,.0f}", same]
+        lines.append(f"| {' | '.join([*cells, _ratio(theirs.get((row['what'], row['size'])), row, 'seconds')])} |")
+    return [*lines, ""]
+
+
+def _ratio(theirs: ModelRow | None, ours: ModelRow, name: str) -> str:
+    return "-" if theirs is None else f"{theirs[name] / ours[name]:.2f}"
+
+
+# ---- other files
 
 
 def _selection(found: dict[str, Any], path: Path) -> str:
     lines = [
         f"## What auto picks, {found['device']}\n",
-        f"{_measured(found)}. "
-        "The time of the backend that is picked over that of the fastest. The grid is one of chunk_gla_fwd, of shapes "
-        "that no constant was fitted to; of packed sequences, forward and backward, nothing is known but how many. "
+        f"{_measured(found)}. The slowdown of a pick is the time of the backend that `auto` picks divided by the "
+        "time of "
+        "the fastest one. The grid has calls of chunk_gla_fwd with shapes that no constant was fitted to. For packed "
+        "sequences, forward and backward, `auto` knows how many there are but not how long. "
         f"Written by `benchmarks/evidence.py selection` into `benchmarks/results/{path.name}`.\n",
-        "| calls | measured | close to the fastest | slowest pick |\n| --- | ---: | ---: | ---: |",
+        "| calls | measured | close to the fastest | largest slowdown |\n| --- | ---: | ---: | ---: |",
     ]
     for part, of_part in found["summary"].items():
         close = f"{of_part['close']:.1%} within {of_part['within'] - 1:.0%}"
@@ -279,17 +397,19 @@ def _selection(found: dict[str, Any], path: Path) -> str:
 
 
 def _shapes(found: dict[str, Any], path: Path) -> str:
-    """All parts of a file of shapes.py: what they take over what they are held to."""
+    """Returns the section of a file of shapes.py: times divided by those that they are held to."""
     lines = [
         f"## Shapes that nobody tuned for, {found['device']}\n",
-        f"{_measured(found)}. "
-        "chunk_gla_fwd by the backend that `auto` picks. Odd widths: time over that of the memory floor. One giant: "
-        "time over that of the longest sequence by itself and then of the others. Invariant: the workloads of models, "
-        "forward and with the backward, under `batch_invariant` over without. Written by `benchmarks/evidence.py "
-        f"shapes` into `benchmarks/results/{path.name}`, which has every call.\n",
+        f"{_measured(found)}. Calls of chunk_gla_fwd by the backend that `auto` picks. 'Odd widths' divides the time "
+        "by "
+        "that of the memory floor. 'One giant' divides it by the time of the longest sequence alone plus the time of "
+        "the "
+        "others. 'Invariant' divides the time under `batch_invariant` by the time without it, for the workloads of "
+        "models, forward and with the backward. "
+        f"Written by `benchmarks/evidence.py shapes` into `benchmarks/results/{path.name}`, which has every call.\n",
     ]
     for part, of_part in found["summary"].items():
-        numbers = f"{of_part['median']:.2f} in the median, {of_part['worst']:.2f} at worst"
+        numbers = f"median {of_part['median']:.2f}, largest {of_part['worst']:.2f}"
         lines.append(f"- {part}: {of_part['calls']} calls, {numbers}")
     lines += ["", "| B T H K V | time | backend | over the floor |", "| --- | ---: | --- | ---: |"]
     for row in (row for row in found["rows"] if row["part"] == "odd widths"):
@@ -300,17 +420,21 @@ def _shapes(found: dict[str, Any], path: Path) -> str:
 
 
 def _ranks(found: dict[str, Any], path: Path) -> str:
-    """A file of context_parallel.py: times on one rank and on all, and what its model makes of them for more ranks."""
+    """Returns the section of a file of context_parallel.py: times on one rank and on all, and predictions for more."""
     ranks, predicted = found["rows"][0]["ranks"], list(next(filter(None, (row["predicted"] for row in found["rows"]))))
-    how = "Replays of CUDA graphs." if found.get("graphs") else "Eager calls: of short sequences it is the host's time."
+    graphs = "Times are replays of CUDA graphs."
+    how = graphs if found.get("graphs") else "Times are eager calls; for short sequences the host decides them."
     longest = found["longest"]
     lines = [
         f"## One sequence over {ranks} GPUs, {found['device']}\n",
-        f"{_measured(found)}. "
-        f"gla_core.distributed.chunk_gla beside gla_core.chunk_gla on one of them, K = V = 128. {how} Efficiency is "
-        f"the time of one rank over {ranks} times that of all; for other numbers of ranks it is a prediction, of as "
-        "many tokens a rank, and not measured. Longest sequence that trains, of "
-        f"{longest['heads']} heads: {longest['one_rank']:,} tokens on one, {longest['all_ranks']:,} on all. "
+        f"{_measured(found)}. The table compares gla_core.distributed.chunk_gla on {ranks} GPUs with "
+        "gla_core.chunk_gla "
+        f"on one of them, for K = V = 128. {how} Efficiency is the time on one rank divided by {ranks} times the "
+        "time on "
+        "all. The last columns predict it for other numbers of ranks with as many tokens each; they are not measured. "
+        f"The longest sequence of {longest['heads']} heads that trains has {longest['one_rank']:,} tokens on one "
+        "rank and "
+        f"{longest['all_ranks']:,} on all. "
         f"Written by `benchmarks/context_parallel.py` into `benchmarks/results/{path.name}`.\n",
         f"| T | H | direction | one rank | all | gathers | efficiency | {' | '.join(f'of {R}' for R in predicted)} |",
         "| ---: | ---: | --- | ---: | ---: | ---: | ---: |" + " ---: |" * len(predicted),
@@ -321,31 +445,29 @@ def _ranks(found: dict[str, Any], path: Path) -> str:
         numbers = ["-" if x is None else f"{x:.2f}" for x in efficient] + ["-"] * (1 + len(predicted) - len(efficient))
         cells = [f"{row['tokens']:,}", str(row["heads"]), row["direction"], *times, *numbers]
         lines.append(f"| {' | '.join(cells)} |")
-    picture = path.with_suffix(".png")
+    picture = path.with_suffix(".svg")
     drawn = [f"![{picture.stem}](../benchmarks/results/{picture.name})\n"] if picture.exists() else []
     return "\n".join([*lines, "", *drawn])
 
 
-_SECTIONS = {"models": _models, "selection": _selection, "shapes": _shapes, "ranks": _ranks}
-"""What tells of a file with this before its device, in the order of the page."""
+_SECTIONS = {"readme": _readme, "selection": _selection, "shapes": _shapes, "ranks": _ranks}
+"""The functions that write the section of a file, by the first part of its name, in the order of the page."""
 
 
 def _pictures(folder: Path) -> list[str]:
-    """Those in a folder of benchmarks/results, as docs/results.md shows them."""
-    pictures = sorted(folder.glob("*.png"))
+    """Returns the pictures in a folder of benchmarks/results, as docs/results.md shows them."""
+    pictures = sorted(folder.glob("*.svg"))
     return [f"![{p.stem}](../benchmarks/results/{folder.name}/{p.name})\n" for p in pictures]
 
 
 def main() -> None:
-    """Print the page, or write both pages and draw."""
+    """Prints the page, or writes both pages and draws."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write README.md, docs/results.md and the pictures")
     if not parser.parse_args().write:
         print(render(FOLDER), end="")
         return
-    found = newest(FOLDER)
-    if found is not None:
-        plots.plot(found, pictures_of(FOLDER))
+    draw(FOLDER)
     README.write_text(insert(README.read_text(), headline(FOLDER)))
     PAGE.write_text(insert(PAGE.read_text(), render(FOLDER)))
 

@@ -61,7 +61,7 @@ def test_it_carries_the_core_the_backends_and_the_type_marker(wheel, own_backend
 def test_the_links_of_its_readme_work_outside_of_the_repository(wheel):
     (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/METADATA"))
     targets = re.findall(r"\]\(([^)]+)\)", zipfile.ZipFile(wheel).read(metadata).decode())
-    assert any(target.endswith(".png") for target in targets)
+    assert any(target.endswith(".svg") for target in targets)
     assert [target for target in targets if not target.startswith("https://")] == []
 
 

@@ -1,4 +1,4 @@
-"""Pictures of results, as PNG: how fast each backend is beside the baseline, one colour a backend. Needs matplotlib."""
+"""Pictures of results, as SVG: the speed of each backend relative to a baseline. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from gla_core.bench.baselines import BASELINES
 from gla_core.bench.results import Results, time_text
 from gla_core.bench.suite import TIMED, Row
+from gla_core.extras import how_to_install
 from gla_core.workloads.named import WORKLOADS, Workload
 
 TITLES = {
     "forward": "forward",
     "forward+backward": "training: forward and backward",
     "step": "one step, launched by the host",
-    "step_graph": "one step, in a CUDA graph",
+    "step_graph": "one step in a CUDA graph",
 }
 COLOURS = {
     "fla": "0.45",
@@ -26,61 +30,119 @@ COLOURS = {
     "triton_fused": "tab:orange",
     "reference": "tab:green",
 }
+"""Of backends that are known."""
 OTHER_COLOURS = ("tab:purple", "tab:red", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
+FULL_NAMES = {"fla": "flash-linear-attention", "torch": "PyTorch", "loop": "a loop over tokens"}
 BAR, GAP = 0.22, 0.7
 """Inches that a bar is high, and bars that fit between two workloads."""
-
-LONGEST = 8
-"""Times as fast as the baseline at which a bar is cut; the text beside it says its true length."""
+WIDEST = 12
+"""Relative speed from which on an axis is logarithmic."""
+EQUAL = 0.03
+"""Difference of times below which two backends share a bar, if it is so for every workload of an op."""
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, drawing into files. Raises ValueError where it is not installed."""
+    """Returns matplotlib.pyplot, set to draw into files that are the same in every run.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ModuleNotFoundError:
-        raise ValueError("plots need matplotlib: pip install 'gla-core[bench]'") from None
+        raise ValueError(f"plots need matplotlib: {how_to_install('bench')}") from None
     matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "gla-core", "svg.fonttype": "none"})  # text stays text: small files
     return importlib.import_module("matplotlib.pyplot")
 
 
+def save(figure: Any, path: Path) -> Path:
+    """Writes a figure as SVG without a date, closes it, and returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    pyplot().close(figure)
+    return path
+
+
+def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], columns: int = 5) -> None:
+    """Puts a legend below a figure's axes."""
+    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=columns, frameon=False)
+
+
 def plot(results: Results, folder: Path) -> list[Path]:
-    """Draw a picture for each op into `folder`, with a panel for each direction.
+    """Draws a picture for each op into `folder`, with a panel for each direction.
 
     Returns:
-        The files written, <op>.png.
+        The files written, <op>.svg.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
     plt = pyplot()
-    folder.mkdir(parents=True, exist_ok=True)
     timed = [row for row in results.rows if row.seconds is not None and row.direction in TIMED]
-    written = []
-    for op in dict.fromkeys(row.op for row in timed):
-        figure = _draw(plt, [row for row in timed if row.op == op], f"{op} on {results.device}")
-        written.append(folder / f"{op}.png")
-        figure.savefig(written[-1], dpi=120, bbox_inches="tight")
-        plt.close(figure)
-    return written
+    return [
+        save(_draw(plt, [row for row in timed if row.op == op], results), folder / f"{op}.svg")
+        for op in dict.fromkeys(row.op for row in timed)
+    ]
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each backend, the same in every picture for those that are known."""
+    """Returns a colour for each backend, the same in every picture for those that are known."""
     others = itertools.cycle(OTHER_COLOURS)
     return {name: COLOURS.get(name) or next(others) for name in dict.fromkeys(names)}
 
 
+def in_order(names: Sequence[str]) -> list[str]:
+    """Returns the names of backends in the order of their bars: baselines, those that are known, others by name."""
+    known = [*BASELINES, "triton_fused", "parallel_scan", "reference"]
+    return sorted(set(names), key=lambda name: (known.index(name) if name in known else len(known), name))
+
+
 def speeds(rows: Sequence[Row]) -> list[tuple[Row, float]]:
-    """Rows of one workload and direction, each with how many times as fast as the first of them it is."""
+    """Returns rows of one workload and direction, each with its speed relative to the first of them."""
     first = rows[0]
     return [(row, row.ratio_to.get(first.backend) or (first.seconds or 0) / (row.seconds or 1)) for row in rows]
 
 
+def equal_backends(rows: Sequence[Row]) -> dict[str, str]:
+    """Returns backends whose times are those of an earlier one in every row of an op, by their names, with that one."""
+    seconds = {(row.workload, row.direction, row.backend): row.seconds or 0.0 for row in rows}
+    calls = {(row.workload, row.direction) for row in rows}
+    names = [name for name in in_order([row.backend for row in rows]) if name not in BASELINES]
+    found: dict[str, str] = {}
+    for one, other in itertools.combinations(names, 2):
+        pairs = [(seconds.get((*call, one)), seconds.get((*call, other))) for call in calls]
+        if one not in found and all(a and b and abs(a / b - 1) < EQUAL for a, b in pairs):
+            found.setdefault(other, one)
+    return found
+
+
 def in_words(op: str, workload: str) -> str:
-    """What a workload is, such as "8 sequences of 4096 tokens, 16 heads"; its name if nothing is known of it."""
-    known = next((w for w in WORKLOADS if (w.op, w.name) == (op, workload)), None)
+    """Returns words for a workload, such as "8 sequences of 4096 tokens, 16 heads"; its name if it is not known."""
+    known = _known(op, workload)
     return workload if known is None else _words(known)
+
+
+def conditions(op: str, workloads: Sequence[str]) -> str:
+    """Returns dtypes and widths that these workloads have in common, such as "bfloat16 with float32 gates"."""
+    sizes = [known.sizes for name in workloads if (known := _known(op, name))]
+    dtypes = {(s.get("dtype", torch.float32), s.get("gate_dtype") if "gla" in op else None) for s in sizes}
+    parts = []
+    if len(dtypes) == 1:
+        ((dtype, gates),) = dtypes
+        parts.append(_dtype(dtype) + (f" with {_dtype(gates)} gates" if gates not in (None, dtype) else ""))
+    usual = [s["K"] == s["V"] == 128 for s in sizes if "K" in s]
+    if any(usual):
+        parts.append("K = V = 128" if all(usual) else "K = V = 128 where nothing else is said")
+    return ", ".join(parts)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _known(op: str, workload: str) -> Workload | None:
+    return next((w for w in WORKLOADS if (w.op, w.name) == (op, workload)), None)
 
 
 def _words(workload: Workload) -> str:
@@ -114,59 +176,98 @@ def _number(number: int) -> str:
     return f"{number:,}" if number >= 10_000 else str(number)
 
 
-def _draw(plt: Any, rows: Sequence[Row], title: str) -> Any:
-    """A figure of one op: a panel for each direction, the same workloads in each."""
-    directions = [name for name in TIMED if any(row.direction == name for row in rows)]
-    names = _in_order(rows)
-    room = {name: max(len(_group(rows, name, direction)) for direction in directions) for name in names}
-    colour = colours([row.backend for row in rows])
-    height = 1.5 + BAR * (sum(room.values()) + GAP * len(names))
+# ---- drawing
+
+
+def _draw(plt: Any, rows: Sequence[Row], results: Results) -> Any:
+    """Returns a figure of one op: a panel for each direction, the same workloads and the same bars in each."""
+    op, equal = rows[0].op, equal_backends(rows)
+    shown = [row for row in rows if row.backend not in equal]
+    bars = in_order([row.backend for row in shown])
+    directions = [name for name in TIMED if any(row.direction == name for row in shown)]
+    workloads = _listed(op, [row.workload for row in shown])
+    colour = colours(bars)
+    logarithmic = any(speed > WIDEST for group in _groups(shown, bars) for _, speed in speeds(group))
+    height = 1.7 + BAR * len(workloads) * (len(bars) + GAP)
     size = (3.4 + 3.8 * len(directions), height)
     figure, panels = plt.subplots(1, len(directions), figsize=size, sharey=True, squeeze=False)
     for axes, direction in zip(panels[0], directions, strict=True):
-        place = 0.0
-        for name in names:
-            _bars(axes, place, _group(rows, name, direction), colour)
-            place += room[name] + GAP
-        _describe(axes, direction, next(iter(colour)))
-    starts = itertools.accumulate((room[name] + GAP for name in names[:-1]), initial=0.0)
-    middles = [start + (room[name] - 1) / 2 for start, name in zip(starts, names, strict=True)]
-    panels[0][0].set_yticks(middles, [in_words(rows[0].op, name) for name in names])
+        _scale(axes, logarithmic)
+        for i, name in enumerate(workloads):
+            group = {row.backend: row for row in shown if (row.workload, row.direction) == (name, direction)}
+            _bars(axes, i * (len(bars) + GAP), group, colour, logarithmic)
+        _describe(axes, direction, f"speed relative to {_full(bars[0])}" + (", log scale" if logarithmic else ""))
+    middles = [i * (len(bars) + GAP) + (len(bars) - 1) / 2 for i in range(len(workloads))]
+    panels[0][0].set_yticks(middles, [in_words(op, name) for name in workloads])
     panels[0][0].invert_yaxis()
-    figure.suptitle(f"{title}: longer is faster")
+    figure.suptitle(_title(op, bars[0], workloads, results), fontsize=11)
     handles = [plt.Rectangle((0, 0), 1, 1, color=shade) for shade in colour.values()]
-    figure.legend(handles, list(colour), loc="lower center", ncols=len(colour), frameon=False)
-    figure.tight_layout(rect=(0, 0.35 / height, 1, 1))
+    legend_below(figure, handles, [_label(name, equal) for name in bars])
+    figure.tight_layout()
     return figure
 
 
-def _bars(axes: Any, place: float, rows: Sequence[Row], colour: dict[str, str]) -> None:
-    """Bars of one workload, from `place` on; beside each its time."""
+def _label(name: str, equal: dict[str, str]) -> str:
+    same = [name, *(other for other, one in equal.items() if one == name)]
+    return name if len(same) == 1 else f"{' and '.join(same)}: equal within {EQUAL:.0%}"
+
+
+def _title(op: str, baseline: str, workloads: Sequence[str], results: Results) -> str:
+    named = ["torch", "triton", *(["fla"] if baseline == "fla" else [])]
+    versions = [f"{name} {version}" for name in named if (version := getattr(results, name))]
+    where = ", ".join(filter(None, [results.device, conditions(op, workloads)]))
+    return f"{op}: speed relative to {_full(baseline)}, higher is better\n{where}; {', '.join(versions)}"
+
+
+def _full(name: str) -> str:
+    return FULL_NAMES.get(name, name)
+
+
+def _groups(rows: Sequence[Row], bars: Sequence[str]) -> list[list[Row]]:
+    """Returns the rows of each workload and direction, in the order of their bars."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: bars.index(row.backend)):
+        groups.setdefault((row.workload, row.direction), []).append(row)
+    return list(groups.values())
+
+
+def _bars(axes: Any, place: float, group: dict[str, Row], colour: dict[str, str], logarithmic: bool) -> None:
+    """Draws a bar for each backend, one below the other, each with its time and speed; "no time" where one has none."""
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-    for i, (row, speed) in enumerate(speeds(rows) if rows else []):
-        length = min(speed, LONGEST)
-        text = time_text(row.seconds) + (f", {speed:.{1 if speed >= 2 else 2}f} ×" if i else "")
-        text += " (cut)" if length < speed else ""
-        axes.barh(place + i, length, height=0.9, color=colour[row.backend])
-        at, beside = (length, place + i), {"xytext": (4, 0), "textcoords": "offset points"}
-        axes.annotate(text, at, **beside, va="center", fontsize=9, bbox=behind)
+    present = [group[name] for name in colour if name in group]
+    speed_of = {row.backend: speed for row, speed in speeds(present)} if present else {}
+    for i, name in enumerate(colour):
+        speed, text = 0.0 if not logarithmic else 1.0, "no time"
+        if name in group:
+            speed = speed_of[name]
+            text = time_text(group[name].seconds)
+            text += f", {speed:.{1 if speed >= 2 else 2}f} ×" if name != next(iter(colour)) else ""
+        start = 1.0 if logarithmic else 0.0
+        axes.barh(place + i, speed - start, left=start, height=0.9, color=colour[name])
+        beside = {"xytext": (4, 0), "textcoords": "offset points"}
+        axes.annotate(text, (max(speed, start), place + i), **beside, va="center", fontsize=9, bbox=behind)
 
 
-def _describe(axes: Any, direction: str, baseline: str) -> None:
+def _scale(axes: Any, logarithmic: bool) -> None:
+    if logarithmic:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def _describe(axes: Any, direction: str, label: str) -> None:
+    axes.set_xlabel(label)
     axes.axvline(1, color="black", linewidth=0.8, linestyle=":", zorder=0)
     axes.margins(y=0.01)
-    axes.set_xlim(0, 1.5 * max([1.0, *(bar.get_width() for bar in axes.patches)]))
-    axes.set_xlabel(f"times as fast as {baseline}")
-    axes.set_title(TITLES[direction], fontsize=11)
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
+    if axes.get_xscale() == "log":
+        axes.set_xlim(0.8 * min([1.0, *ends]), 4 * max([1.0, *ends]))
+    else:
+        axes.set_xlim(0, 1.5 * max([1.0, *ends]))
+    axes.set_title(TITLES[direction], fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _in_order(rows: Sequence[Row]) -> list[str]:
-    """The workloads as they are listed in `gla_core.workloads.named`, others after them."""
-    listed = [w.name for w in WORKLOADS if w.op == rows[0].op]
-    found = dict.fromkeys(row.workload for row in rows)
-    return sorted(found, key=lambda name: listed.index(name) if name in listed else len(listed))
-
-
-def _group(rows: Sequence[Row], workload: str, direction: str) -> list[Row]:
-    return [row for row in rows if (row.workload, row.direction) == (workload, direction)]
+def _listed(op: str, names: Sequence[str]) -> list[str]:
+    """Returns the workloads as they are listed in `gla_core.workloads.named`, others after them."""
+    listed = [w.name for w in WORKLOADS if w.op == op]
+    return sorted(dict.fromkeys(names), key=lambda name: listed.index(name) if name in listed else len(listed))

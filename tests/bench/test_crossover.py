@@ -44,9 +44,14 @@ def test_who_is_never_near_is_not_drawn(crossover):
 def test_it_is_drawn_beside_the_results(crossover, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "selection-pretend.json"
-    path.write_text(json.dumps({"device": "Pretend", "rows": ROWS}))
-    assert crossover.draw(path) == tmp_path / "selection-pretend" / "crossover.png"
-    assert (tmp_path / "selection-pretend" / "crossover.png").read_bytes().startswith(b"\x89PNG")
-    path.write_text(json.dumps({"device": "Pretend", "rows": ROWS[-1:]}))
+    about = {"device": "Pretend", "driver": "1.2.3", "torch": "2.11.0"}
+    path.write_text(json.dumps({**about, "rows": ROWS}))
+    assert crossover.draw(path) == tmp_path / "selection-pretend" / "crossover.svg"
+    picture = crossover.draw(path).read_text()
+    assert "chunk_gla forward: time of each backend" in picture
+    assert "Pretend, bfloat16 with float32 gates, K = V = 128; torch 2.11.0" in picture
+    assert "batch × heads = 64" in picture
+    assert crossover.draw(path).read_text() == picture
+    path.write_text(json.dumps({**about, "rows": ROWS[-1:]}))
     with pytest.raises(ValueError, match="no measurements of the crossover"):
         crossover.draw(path)

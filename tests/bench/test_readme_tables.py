@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from gla_core.bench import results
 from gla_core.bench.suite import Row
-from gla_core.workloads.named import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +25,22 @@ def test_the_pages_hold_what_the_results_say(tables):
     written = {tables.README: tables.headline(tables.FOLDER), tables.PAGE: tables.render(tables.FOLDER)}
     for page, generated in written.items():
         assert tables.between_markers(page.read_text()) == generated, "run: python3 benchmarks/readme_tables.py --write"
+
+
+def test_every_row_of_the_readme_comes_from_one_run_at_one_commit(tables):
+    path = tables.measured_in(tables.FOLDER)
+    assert path.exists(), "measure it: benchmarks/evidence.py readme"
+    assert re.fullmatch("[0-9a-f]{7,40}", json.loads(path.read_text())["commit"])  # and no "+" of changes
+    table = tables.headline(tables.FOLDER).partition("\n\n")[0].splitlines()[2:]
+    assert len(table) == len(tables.HEADLINE) + 4, "rows are missing: run benchmarks/evidence.py readme again"
+    calls, _ = tables.readme.read(path)
+    assert [row.error for row in calls if row.error] == []
+
+
+def test_the_pictures_are_those_of_the_run(tables):
+    ops = {row.op for row in tables.readme.read(tables.measured_in(tables.FOLDER))[0]}
+    drawn = {path.name for path in tables.pictures_of(tables.FOLDER).iterdir()}
+    assert drawn == {*(f"{op}.svg" for op in ops), "training_speed.svg", "training_memory.svg"}
 
 
 def test_generated_files_stay_small():
@@ -41,7 +58,7 @@ def test_a_section_names_its_source(tables, tmp_path, synthetic):
     assert section.startswith("## Times: baseline, NVIDIA Pretend\n")
     assert section.count("##") == 1
     for text in (
-        "gla_core 0.1.0 at 0123456789, torch 2.11.0, triton 3.6.0, driver 1.2.3, 2026-01-02; copies at 4.00 TB/s",
+        "gla_core 0.1.0 at 0123456789, torch 2.11.0, triton 3.6.0, driver 1.2.3, 2026-01-02; copies run at 4.00 TB/s",
         "`benchmarks/results/baseline-pretend.json`",
         "<summary>chunk_gla: 3 measurements</summary>\n\n| workload |",
         "| short | forward | mine | 500 us | 1600 | 40.0% | 4.00 |",
@@ -66,85 +83,118 @@ def test_the_quicker_of_ours_stands_beside_the_baseline(tables, tmp_path, synthe
 def test_pictures_of_the_device_come_first(tables, tmp_path, synthetic):
     results.write(tmp_path / "baseline-h200.json", synthetic)
     (tmp_path / "h200").mkdir()
-    (tmp_path / "h200" / "chunk_gla.png").touch()
-    assert tables.render(tmp_path).startswith("![chunk_gla](../benchmarks/results/h200/chunk_gla.png)\n\n## Times")
+    (tmp_path / "h200" / "chunk_gla.svg").touch()
+    assert tables.render(tmp_path).startswith("![chunk_gla](../benchmarks/results/h200/chunk_gla.svg)\n\n## Times")
 
 
 @pytest.fixture
-def measured(tables, tmp_path, synthetic):
-    """A folder with an old run and a new one of the device of the README."""
+def measured(tables, tmp_path):
+    """A folder with a run for the README, of one workload and some rows of models, that nobody measured."""
 
-    def row(backend, seconds, direction="forward"):
-        return Row(workload="train_b8_t4096_h16", op="chunk_gla", backend=backend, direction=direction, seconds=seconds)
+    def call(backend, seconds, direction="forward"):
+        row = Row(workload="train_b8_t4096_h16", op="chunk_gla", backend=backend, direction=direction, seconds=seconds)
+        return {"what": "call", **dataclasses.asdict(dataclasses.replace(row, spread=0.02))}
 
-    def run(name, date, *rows):
-        found = dataclasses.replace(synthetic, device=tables.DEVICE, date=date).with_rows(rows)
-        results.write(tmp_path / f"{name}-h200.json", found)
+    def trained(way, seconds, tokens=2048, sequences=8):
+        times = {"seconds": seconds, "spread": 0.01, "device_seconds": seconds / 2, "gla_seconds": seconds / 4}
+        speed = {"tokens_per_second": sequences * tokens / seconds, "gib": 2.0, "first_step": 1.0}
+        return {"way": way, "sequences": sequences, "tokens": tokens, **times, **speed}
 
-    both = "forward+backward"
-    training = [row("fla", 4e-3, both), row("reference", 4e-2, both)]
-    run("old", "2026-01-01", row("fla", 3e-3), row("reference", 9e-3), row("triton_fused", 1e-3), *training)
-    run("new", "2026-01-02", row("fla", 2e-3), row("gla_fla", 2e-3), row("triton_fused", 5e-4), row("parallel_scan", 1))
+    def decoded(what, way, speed):
+        row = {"what": what, "way": way, "size": 8, "sequences": 8, "tokens": 512}
+        return {**row, "seconds": 8 / speed, "spread": 0.04, "tokens_per_second": speed, "first_token": 0.05}
+
+    training = [("fla", 0.4), ("accelerated", 0.2), ("compiled", 0.1)]
+    rows = [
+        *(call(name, seconds) for name, seconds in (("fla", 2e-3), ("triton_fused", 5e-4), ("parallel_scan", 4e-4))),
+        *(call(name, 1e-3, "forward+backward") for name in ("fla", "triton_fused")),  # one of ours has no time
+        *({"what": "train", "size": 8, **trained(way, seconds)} for way, seconds in training),
+        *({"what": "length", "size": 1024, **trained(way, seconds / 8, 1024, 1)} for way, seconds in training),
+        *(decoded("generate", way, speed) for way, speed in (("fla", 200), ("ours", 400))),
+        *({**decoded("graph", way, 3000), "same_words_as_eager": True} for way in ("fla", "ours")),
+    ]
+    about = {
+        "device": tables.DEVICE,
+        "driver": "1.2.3",
+        "python": "3.12.3",
+        "gla_core": "0.1.0",
+        "torch": "2.11.0",
+        "triton": "3.6.0",
+        "fla": "0.6.0",
+        "transformers": "5.17.0",
+        "commit": "0123456789abcdef",
+        "date": "2026-01-02T03:04:05+00:00",
+        "copy_bandwidth": 4e12,
+        "model": {"hidden_size": 8},
+    }
+    tables.measured_in(tmp_path).write_text(json.dumps({**about, "rows": rows}))
     return tmp_path
 
 
-def test_the_newest_measurement_of_each_counts(tables, measured):
-    found = tables.newest(measured)
-    assert {(row.direction, row.backend): row.seconds for row in found.rows} == {
-        ("forward", "fla"): 2e-3,
-        ("forward", "triton_fused"): 5e-4,
-        ("forward", "parallel_scan"): 1,
-        ("forward+backward", "fla"): 4e-3,
-        ("forward+backward", "reference"): 4e-2,
-    }
-    assert (found.rows[0].backend, found.date) == ("fla", "2026-01-02")
-
-
-def test_the_headline_is_the_quickest_of_ours_beside_the_baseline(tables, measured):
+def test_the_headline_is_the_faster_of_ours_beside_the_baseline(tables, measured):
     counts = {"passed": 7, "failed": 0, "open": 2, "refusals": 1}
     report = {"backend": {"name": "mine"}, "device": {"name": tables.DEVICE}, "counts": counts}
     (measured / "conformance-h200-mine.json").write_text(json.dumps(report))
     lines = tables.headline(measured).splitlines()
-    assert lines[2:4] == [
-        "| `chunk_gla` forward: 8 sequences of 4096 tokens, 16 heads | fla 2.00 ms | triton_fused 500 us | 4.00 |",
-        "| `chunk_gla` forward and backward: 8 sequences of 4096 tokens, 16 heads "
-        "| fla 4.00 ms | reference 40.0 ms | 0.10 |",
-    ]
+    call = "`chunk_gla` forward: 8 sequences of 4096 tokens, 16 heads"
+    assert lines[2] == f"| {call} | fla 2.00 ms | parallel_scan 400 us | 5.00 |"
+    assert sum("chunk_gla" in line for line in lines) == 1  # not one with a missing time
+    assert lines[-1].startswith(
+        "NVIDIA H200, torch 2.11.0, triton 3.6.0, fla 0.6.0, transformers 5.17.0; one run at commit 0123456789, "
+        "2026-01-02. Times are medians; the quartiles of each are at most 4% of it apart."
+    )
     assert lines[-1].endswith("Cases of the conformance kit passed there: `mine` 7 (2 open).")
 
 
-def test_every_row_of_the_headline_is_a_workload(tables):
-    names = {(workload.op, workload.name) for workload in WORKLOADS}
-    assert {(op, name) for op, name, _ in tables.HEADLINE} <= names
+def test_the_headline_compares_training_on_the_device_and_decoding_like_with_like(tables, measured):
+    lines = tables.headline(measured).splitlines()[3:7]
+    assert [line.split(" | ")[1:] for line in lines] == [
+        ["fla 200 ms (wall 400 ms)", "100 ms (wall 200 ms)", "2.00 |"],
+        ["fla 200 ms (wall 400 ms)", "50.0 ms (wall 100 ms)", "4.00 |"],
+        ["fla 200 tokens/s", "400 tokens/s", "2.00 |"],
+        ["fla 3,000 tokens/s", "3,000 tokens/s", "1.00 |"],
+    ]
 
 
-def test_models_stand_beside_flas(tables, measured):
-    def step(way, seconds):
-        times = {"seconds": seconds, "device_seconds": seconds / 2, "gla_seconds": seconds / 4}
-        return {"what": "train", "way": way, **times, "tokens_per_second": 2**14 / seconds, "gib": 2.0}
+def test_a_graph_that_cannot_be_captured_gives_no_ratio(tables, measured):
+    path = tables.measured_in(measured)
+    found = json.loads(path.read_text())
+    for row in found["rows"]:
+        if (row["what"], row.get("way")) == ("graph", "fla"):
+            row["error"] = "RuntimeError: no"
+    path.write_text(json.dumps(found))
+    assert "| the same in a CUDA graph | fla cannot be captured | 3,000 tokens/s | - |" in tables.headline(measured)
+    assert "\nFailed:\n\n- graph fla 8: RuntimeError: no\n" in tables.render(measured)
 
-    def generated(way, speed):
-        return {"what": "generate", "way": way, "rows": 8, "first_token": 0.05, "tokens_per_second": speed}
 
-    rows = [step("fla", 0.4), step("accelerated", 0.2), step("compiled", 0.1)]
-    rows += [generated("fla", 200), generated("graph", 3000)]
-    about = {
-        "device": tables.DEVICE,
-        "gla_core": "0.1.0",
-        "commit": "0123456789ab",
-        "torch": "2.11.0",
-        "date": "2026-01-02",
-    }
-    (measured / "models-h200.json").write_text(json.dumps({**about, "model": {"hidden_size": 8}, "rows": rows}))
+def test_every_row_of_the_headline_is_measured(tables):
+    cases = [case for job in tables.readme.jobs(torch.device("cuda")) if isinstance(job, list) for case in job]
+    planned = {(case.workload.op, case.workload.name, case.direction) for case in cases}
+    assert planned >= set(tables.HEADLINE)
+
+
+def test_a_section_for_the_run(tables, measured):
     section = tables.render(measured)
-    assert (
-        "## Whole models beside FLA's, NVIDIA H200\n\ngla_core 0.1.0 at 0123456789, torch 2.11.0, 2026-01-02."
-        in section
-    )
-    assert "| accelerated | 200 ms | 81,920 | 100 ms | 50.0 ms | 2.0 GiB | 2.00 |" in section
-    assert "| graph | 8 | 50.0 ms | 3,000 | 15.00 |" in section
-    ratios = [line.split("|")[-2].strip() for line in tables.headline(measured).splitlines()[4:7]]
-    assert ratios == ["2.00", "4.00", "15.00"]
+    assert section.startswith("## The README's table, its pictures and whole models: one run, NVIDIA H200\n\ngla_core")
+    for line in (
+        "| FLA's model after `accelerate()` | 16,384 | 200 ms | 1.0% | 100 ms | 50.0 ms | 81,920 | 2.0 GiB "
+        "| 2.00 | 2.00 |",
+        "| `gla_transformers`, the whole loss compiled | 1,024 | 12.5 ms | 1.0% | 6.25 ms | 3.12 ms | 81,920 | 2.0 GiB "
+        "| 4.00 | 4.00 |",
+        "| `gla_transformers`, eager | CUDA graph | 8 | 50.0 ms | 2.67 ms | 4.0% | 3,000 | yes | 1.00 |",
+    ):
+        assert line in section
+
+
+def test_pictures_of_the_run(tables, measured):
+    pytest.importorskip("matplotlib")
+    tables.draw(measured)
+    assert {path.name for path in tables.pictures_of(measured).iterdir()} == {
+        *("chunk_gla.svg", "training_speed.svg", "training_memory.svg")
+    }
+    speed = (tables.pictures_of(measured) / "training_speed.svg").read_text()
+    assert "Training GLA of 340M parameters, one sequence a step: tokens per second, higher is better" in speed
+    assert "gla_transformers, compiled" in speed
 
 
 def test_conformance_is_told_in_a_line(tables, tmp_path):
@@ -176,13 +226,13 @@ def test_writing_replaces_what_stands_between_the_markers(tables, measured, monk
     for name, value in (("FOLDER", measured), ("README", pages[0]), ("PAGE", pages[1])):
         monkeypatch.setattr(tables, name, value)
     drawn = []
-    monkeypatch.setattr(tables.plots, "plot", lambda found, folder: drawn.append((len(found.rows), folder.name)))
+    monkeypatch.setattr(tables, "draw", drawn.append)
     monkeypatch.setattr("sys.argv", ["readme_tables.py", "--write"])
     for _ in range(2):  # the second time changes nothing
         tables.main()
         for page, generated in zip(pages, (tables.headline(measured), tables.render(measured)), strict=True):
             assert page.read_text() == f"before\n{tables.BEGIN}\n{generated}{tables.END}\nafter\n"
-    assert drawn == [(5, "h200")] * 2
+    assert drawn == [measured] * 2
 
 
 def test_a_page_without_markers(tables):
@@ -197,13 +247,13 @@ def test_a_selection_is_told_in_a_few_lines(tables, tmp_path):
     found = {**head, "date": "2026-01-02T03:04:05+00:00", "summary": {"grid": of_grid}, "rows": []}
     (tmp_path / "selection-pretend.json").write_text(json.dumps(found))
     (tmp_path / "selection-pretend").mkdir()
-    (tmp_path / "selection-pretend" / "crossover.png").touch()
+    (tmp_path / "selection-pretend" / "crossover.svg").touch()
     section = tables.render(tmp_path)
     assert section.startswith(
         "## What auto picks, NVIDIA Pretend\n\ngla_core 0.1.0 at 0123456789, torch 2.11.0, 2026-01-02."
     )
     assert "| grid | 120 | 97.5% within 5% | 1.21 × |\n" in section
-    assert section.endswith("\n\n![crossover](../benchmarks/results/selection-pretend/crossover.png)\n")
+    assert section.endswith("\n\n![crossover](../benchmarks/results/selection-pretend/crossover.svg)\n")
 
 
 def test_two_ranks_beside_one(tables, tmp_path):
@@ -216,4 +266,4 @@ def test_two_ranks_beside_one(tables, tmp_path):
     page = tables.render(tmp_path)
     assert "| 65,536 | 8 | forward | 4.00 ms | 2.50 ms | 100 us | 0.80 | 0.70 | 0.60 |" in page
     assert "| 4,194,304 | 8 | forward | - | 2.50 ms | 100 us | - | - | - |" in page
-    assert "4,000 tokens on one, 8,000 on all" in page
+    assert "has 4,000 tokens on one rank and 8,000 on all" in page

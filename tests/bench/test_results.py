@@ -99,7 +99,7 @@ def test_markdown(synthetic):
 
 def test_without_matplotlib_plots_say_what_to_install(synthetic, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"plots need matplotlib: pip install 'gla-core\[bench\]'"):
+    with pytest.raises(ValueError, match=r"plots need matplotlib: pip install '\.\[bench\]' in a clone"):
         plots.plot(synthetic, tmp_path / "plots")
     assert not (tmp_path / "plots").exists()
 
@@ -107,8 +107,67 @@ def test_without_matplotlib_plots_say_what_to_install(synthetic, tmp_path, monke
 def test_a_picture_for_each_op_that_was_timed(synthetic, tmp_path):
     pytest.importorskip("matplotlib")
     written = plots.plot(synthetic, tmp_path / "plots")
-    assert [p.name for p in written] == ["chunk_gla.png", "recurrent_gla_step.png"]
-    assert all(p.read_bytes().startswith(b"\x89PNG") for p in written)
+    assert [p.name for p in written] == ["chunk_gla.svg", "recurrent_gla_step.svg"]
+    pictures = [p.read_text() for p in written]
+    assert "chunk_gla: speed relative to flash-linear-attention, higher is better" in pictures[0]
+    assert "NVIDIA Pretend, float32; torch 2.11.0, triton 3.6.0" in pictures[0]
+    assert "500 us, 4.0 ×" in pictures[0]
+    plots.plot(synthetic, tmp_path / "again")
+    assert [(tmp_path / "again" / p.name).read_text() for p in written] == pictures
+
+
+def op_rows(seconds, workload="short"):
+    """Rows of one workload by backend."""
+    return [
+        Row(workload=workload, op="chunk_gla", backend=name, direction="forward", seconds=s)
+        for name, s in seconds.items()
+    ]
+
+
+def test_bars_stand_in_one_order():
+    assert plots.in_order(["zeta", "parallel_scan", "reference", "fla", "triton_fused", "fla", "alpha"]) == [
+        *("fla", "triton_fused", "parallel_scan", "reference", "alpha", "zeta")
+    ]
+
+
+def test_backends_with_equal_times_share_a_bar():
+    one = op_rows({"fla": 1.0, "triton_fused": 1.0, "parallel_scan": 1.01, "reference": 2.0})
+    assert plots.equal_backends(one) == {"parallel_scan": "triton_fused"}
+    assert plots.equal_backends([*one, *op_rows({"triton_fused": 1.0, "parallel_scan": 1.1}, "small")]) == {}
+    assert plots.equal_backends([*one, *op_rows({"triton_fused": 1.0}, "small")]) == {}  # the other has no time there
+
+
+@pytest.mark.parametrize(("slow", "logarithmic"), [(1.0, False), (20.0, True)])
+def test_an_axis_is_logarithmic_where_a_bar_would_be_too_long(synthetic, tmp_path, slow, logarithmic):
+    pytest.importorskip("matplotlib")
+    rows = op_rows({"fla": slow, "triton_fused": 1.0})
+    (path,) = plots.plot(synthetic.with_rows(rows), tmp_path)
+    assert ("speed relative to flash-linear-attention, log scale" in path.read_text()) == logarithmic
+
+
+def test_a_backend_without_a_time_says_so(synthetic, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [*op_rows({"fla": 2.0, "triton_fused": 1.0}), *op_rows({"fla": 2.0}, "one_chunk")]
+    (path,) = plots.plot(synthetic.with_rows(rows), tmp_path)
+    assert path.read_text().count("no time") == 1
+
+
+@pytest.mark.parametrize(
+    ("op", "workloads", "words"),
+    [
+        ("chunk_gla", ["train_b8_t4096_h16"], "bfloat16 with float32 gates, K = V = 128"),
+        (
+            "chunk_gla",
+            ["train_b8_t4096_h16", "train_b32_t2048_h4_k256_v512"],
+            "bfloat16 with float32 gates, K = V = 128 where nothing else is said",
+        ),
+        ("online_softmax", ["rows_8192_columns_1024"], "bfloat16"),
+        ("chunk_gla", ["one_token", "train_b8_t4096_h16"], "K = V = 128 where nothing else is said"),
+        ("chunk_gla", ["of somebody else"], ""),
+    ],
+)
+def test_conditions_of_a_picture(op, workloads, words):
+    assert plots.conditions(op, workloads) == words
 
 
 def test_speed_is_beside_the_first_row(synthetic):
