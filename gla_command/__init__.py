@@ -11,6 +11,7 @@ package); 130 interrupted.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
@@ -34,9 +35,9 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 
 def main() -> None:
-    """Run the command line; the entry point `gla`."""
+    """Runs the command line; the entry point `gla`."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    _open_closed_streams()
+    _prepare_streams()
     code: str | int | None = 0
     try:
         app(prog_name="gla")
@@ -58,11 +59,15 @@ def _unwritten(error: OSError) -> int:
     return 1
 
 
-def _open_closed_streams() -> None:
-    """Connect standard streams that were closed (`gla ... >&-`) to the null device, so that printing is harmless."""
+def _prepare_streams() -> None:
+    """Makes printing harmless: streams that were closed (`gla ... >&-`) are connected to the null device, and characters
+    that the encoding of standard output lacks become question marks.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # each takes the lowest free descriptor
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process runs
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _print_version(wanted: bool) -> None:
@@ -98,7 +103,7 @@ Seconds = Annotated[
 
 @contextmanager
 def _in_a_line(command: str) -> Iterator[None]:
-    """Turn wrong usage, unwritable files and Ctrl-C into a message and an exit code instead of a traceback."""
+    """Turns wrong usage, unwritable files and Ctrl-C into a message and an exit code instead of a traceback."""
     try:
         yield
     except (ValueError, LookupError) as error:

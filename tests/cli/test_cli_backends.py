@@ -12,8 +12,10 @@ import warnings
 import pytest
 import torch
 
+import gla_command
 import gla_core as gla
 from gla_command import main
+from gla_core.bench import measure
 from gla_core.dispatch.backend import Backend, Capabilities
 
 
@@ -129,12 +131,15 @@ def test_help_and_version_import_no_torch():
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
-def test_without_its_packages_it_says_how_to_install_them(package):
-    done = python(f"import sys; sys.modules[{package!r}] = None; from gla_command import main; main()")
-    assert done.returncode == 2
-    assert f"gla needs the package {package!r}: pip install '.[cli]' in a clone of gla-core, or pip in" in done.stderr
-    assert {"'rich>=13'", "'typer>=0.15'"} <= set(done.stderr.split())
-    assert "gla-core[" not in done.stderr  # it is on no index
+def test_without_its_packages_it_says_how_to_install_them(package, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(gla_command.__file__)
+    said = capsys.readouterr().err
+    assert end.value.code == 2
+    assert said.startswith(f"gla needs the package {package!r}: pip install '.[cli]' in a clone of gla-core, or pip in")
+    assert {"'rich>=13'", "'typer>=0.15'"} <= set(said.split())
+    assert "gla-core[" not in said  # it is on no index
 
 
 @pytest.fixture
@@ -167,6 +172,15 @@ def test_a_reader_that_stops_reading_ends_the_command_quietly(outcome, arguments
     os.close(read)
     with open(write, "w") as nobody_reads:
         assert outcome(nobody_reads, *arguments) == (1, "")
+
+
+def test_a_table_is_printed_in_an_encoding_without_its_signs(outcome, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e10)
+    wanted = ("bench", "--workload", "chunk_gla/short", "--direction", "forward", "--seconds", "0.001")
+    with open(tmp_path / "table", "w", encoding="ascii") as table:
+        code, message = outcome(table, *wanted, "--backend", "reference", "--device", "cpu")
+    assert (code, message) == (0, "")
+    assert "? loop: how many times as fast" in (tmp_path / "table").read_text()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
