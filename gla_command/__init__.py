@@ -60,8 +60,10 @@ def _unwritten(error: OSError) -> int:
 
 
 def _prepare_streams() -> None:
-    """Makes printing harmless: streams that were closed (`gla ... >&-`) are connected to the null device, and characters
-    that the encoding of standard output lacks become question marks.
+    """Makes printing harmless.
+
+    Streams that were closed (`gla ... >&-`) are connected to the null device. Characters that the encoding of standard
+    output lacks become question marks.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # each takes the lowest free descriptor
         if getattr(sys, name) is None:
