@@ -61,6 +61,7 @@ def kill_when(processes: list[subprocess.Popen], there: Callable[[], bool]) -> N
     assert processes[0].returncode == -9, outputs[0]
 
 
+@pytest.mark.slow
 def test_killed_while_a_checkpoint_is_written(train, start: Start, losses, tmp_path, capfd):
     whole = train(tmp_path / "whole", "--steps=8", "--save-every=2")
     out = tmp_path / "killed"
@@ -78,6 +79,7 @@ def test_killed_while_a_checkpoint_is_written(train, start: Start, losses, tmp_p
     assert sorted(path.name for path in out.iterdir()) == ["loss.png", "step-8"]
 
 
+@pytest.mark.slow
 def test_two_processes_read_each_window_together(train, start: Start, losses, tmp_path):
     common = ("--steps=3", "--save-every=3", "--activation-checkpointing")
     out = wait(start(2, *common, "--context-parallel=2", f"--out={tmp_path / 'together'}"))
@@ -87,7 +89,7 @@ def test_two_processes_read_each_window_together(train, start: Start, losses, tm
     assert losses(tmp_path / "together") == pytest.approx(train(tmp_path / "alone", *common), rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes(train, start: Start, losses, arguments, tmp_path):
     common = ("--steps=4", "--save-every=1")
     alone = train(tmp_path / "alone", *common)

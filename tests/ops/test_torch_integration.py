@@ -121,6 +121,7 @@ def test_compiled_step_equals_eager(dynamic, inplace):
     torch.testing.assert_close(states[1], states[0])
 
 
+@pytest.mark.slow
 def test_inductor_runs_forward_and_backward():
     x = gla_inputs(T=70, initial_state=True)
     leaves = [[y.clone().requires_grad_() for y in (x.q, x.k, x.v, x.g, x.initial_state)] for _ in range(2)]
