@@ -1,6 +1,6 @@
 # make demo         install into .venv and train a small language model on the CPU
 # make test         the tests as users see the library; without a GPU, then those of Triton kernels, interpreted
-# make conformance  the conformance kit on every backend here, whole; of the interpreted ones `make test` runs a sample
+# make conformance  what `make test` runs a sample of: the conformance kit on every backend here, and thorough tests
 # make test-fla     models of flash-linear-attention 0.6.0 and of transformers, which are installed beside .venv, in .fla
 # make check        format, lint, types, direction of imports, links of the documentation
 # make docs         the documentation as a site, in site/
@@ -10,24 +10,30 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 KIT := --pyargs gla_core.conformance --gla-backend
+INTERPRETED := TRITON_INTERPRET=1 PYTHONPATH=tests
 GPU := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 
-.PHONY: demo test conformance test-fla check docs bench format
+.PHONY: demo test test-library test-kernels conformance test-fla check docs bench format
 
 demo: $(INSTALLED)
 	$(BIN)/gla demo
 
-test: $(INSTALLED)
+test: test-library test-kernels
+
+test-library: $(INSTALLED)
 	$(PYTEST)
-	$(GPU) || TRITON_INTERPRET=1 $(PYTEST)
+
+test-kernels: $(INSTALLED)
+	$(GPU) || $(INTERPRETED) $(PYTEST)
 
 conformance: $(INSTALLED)
+	$(PYTEST) --thorough -m thorough
 	$(PYTEST) $(KIT) reference
 	$(PYTEST) $(KIT) parallel_scan
 	if $(GPU); then \
 		for name in reference parallel_scan triton_fused; do $(BIN)/pytest $(KIT) $$name --gla-device cuda || exit 1; done; \
 	else \
-		for name in parallel_scan triton_fused; do TRITON_INTERPRET=1 $(PYTEST) $(KIT) $$name || exit 1; done; \
+		for name in parallel_scan triton_fused; do $(INTERPRETED) $(PYTEST) -p quick_interpreter $(KIT) $$name || exit 1; done; \
 	fi
 
 test-fla: $(INSTALLED) .fla/.installed
