@@ -34,7 +34,7 @@ def dtypes() -> frozenset[torch.dtype]:
 
 
 def refusal(call: OpCall) -> Reason | None:
-    """Why the kernels cannot be launched here, or None; a warning says once that no GPU here is one for them."""
+    """Returns why the kernels cannot be launched here, or None; warns once where no GPU here is one for them."""
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton: pip install triton"
     for name in ("T", "Tq", "Tk", "columns"):

@@ -1,9 +1,9 @@
-"""No kernel computes a place in memory in too few bits: the integers of every kernel, bounded from its IR.
+"""No kernel computes an offset in too few bits: the integers of every kernel are bounded from its IR.
 
-Kernels are compiled up to Triton's first IR, for devices that need not be there and tensors that exist in name only. In
-it every integer gets the least and the greatest number that it may be: arguments are what the launch gives, programs
-are counted by its grid, and what arithmetic makes of them follows. Where 32 bits may be too few, an offset into a large
-tensor goes wrong. What a loop carries from one turn to the next is not bounded, nor what follows from it.
+Kernels are compiled up to Triton's first IR, for devices that need not be there and for tensors without memory. Every
+integer in it has a least and a greatest value: the launch gives the arguments, the grid gives the programs, and
+arithmetic gives the rest. A value that 32 bits may not hold is an offset that goes wrong in a large tensor. Values that
+a loop carries from one iteration to the next have no bounds here; they are counters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# ---- calls with large tensors, which exist in name only
+# ---- calls with large tensors, without memory
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -43,7 +43,7 @@ def heads_first(*shape, dtype=torch.bfloat16):
 
 
 def gla_inputs(B=2, T=2**20, H=32, G=1, K=128, V=128, packed=False, new=empty, dtype=torch.bfloat16):
-    """Q, k, v, g, an initial state and cu_seqlens of four sequences; H T K is over 2^31."""
+    """Makes q, k, v, g, an initial state and cu_seqlens of four sequences; H T K is 2^31 or more."""
     state = empty(4 if packed else B, H, K, V, dtype=torch.float32)
     q, k, v = new(B, T, G * H, K, dtype=dtype), new(B, T, H, K, dtype=dtype), new(B, T, H, V, dtype=dtype)
     g, cu_seqlens = new(B, T, H, K, dtype=torch.float32), empty(5, dtype=torch.int64) if packed else None
@@ -136,20 +136,19 @@ class Absent:
 
 @pytest.fixture
 def launches_of(monkeypatch):
-    """The launches that one of `CALLS` would make on its device."""
+    """Returns the launches that one of `CALLS` would make on its device."""
     from triton.runtime.driver import driver
 
     from gla_triton_kernels.runtime.architecture import Gpu, architecture_of
-    from gla_triton_kernels.runtime.launch import start
 
     def found(name):
         capability, function, backend, sizes = CALLS[name]
         monkeypatch.setattr(driver, "_active", Absent(capability))
         made, gpu = [], Gpu(architecture_of(*divmod(capability, 10)), 132)
         for module in modules():
-            if getattr(module, "start", None) is start or hasattr(module, "gpu_of"):
-                monkeypatch.setattr(module, "start", made.extend, raising=False)
-                monkeypatch.setattr(module, "record", lambda *_: None, raising=False)
+            if hasattr(module, "start") and hasattr(module, "record"):
+                monkeypatch.setattr(module, "start", made.extend)
+                monkeypatch.setattr(module, "record", lambda *_: None)
                 monkeypatch.setattr(module, "gpu_of", lambda _: gpu, raising=False)
         function(backend, **sizes)
         return made
@@ -158,13 +157,13 @@ def launches_of(monkeypatch):
 
 
 def modules():
-    """The modules that hold kernels, and those that launch them."""
+    """Returns the modules that hold kernels or launch them."""
     found = pkgutil.walk_packages(gla_triton_kernels.__path__, gla_triton_kernels.__name__ + ".")
     return [importlib.import_module(module.name) for module in found]
 
 
 def kernels():
-    """All kernels by name: what plain functions of a module know of the functions that Triton compiles."""
+    """Returns the names of all kernels: functions for Triton that a plain function of their module refers to."""
     from triton.runtime.jit import JITFunction
 
     found = set()
@@ -185,7 +184,7 @@ class Compiled(Exception):
 
 @pytest.fixture
 def ir_of(monkeypatch):
-    """The IR of a launch's kernel, and the types of the kernel's arguments by name."""
+    """Returns the IR of a launch's kernel, and the types of the kernel's arguments by name."""
     import triton
     from triton._C.libtriton import ir, passes
     from triton.compiler.compiler import ASTSource
@@ -218,10 +217,10 @@ def ir_of(monkeypatch):
 
 
 class Bounds:
-    """The least and the greatest number that each integer of a kernel may be, None if that is not known.
+    """The least and the greatest value of each integer of a kernel; None where they are not known.
 
     Attributes:
-        overflows: the lines of the IR at which 32 bits may be too few, with the bounds of what would be there.
+        overflows: the lines of the IR whose value 32 bits may not hold, with its bounds.
     """
 
     def __init__(self, text, arguments, grid):
@@ -248,7 +247,7 @@ class Bounds:
             self.begin_region(line)
 
     def begin_region(self, line):
-        if line.startswith("}"):  # another one of the same operation
+        if line.startswith("}"):  # the next region of the same operation
             region = self.regions_ended
         else:
             region = {"line": line, "yielded": [], "before": self.values, "adds": False}
@@ -294,7 +293,7 @@ class Bounds:
         self.values[name] = found
 
     def evaluated(self, operation, text, kind, given):
-        """The bounds of a result."""
+        """Returns the bounds of a result."""
         if operation == "arith.constant":
             number = re.search(r"(?:dense<)?(-?\d+)>?$", text)
             return (int(number[1]),) * 2 if number and "f" not in kind.split(",")[0] else None
@@ -330,7 +329,7 @@ def joined(*all_bounds):
 
 
 def corners(function):
-    """The bounds of a function that is greatest and least where its arguments are."""
+    """Returns the bounds of a function that is greatest and least at ends of its arguments' bounds."""
 
     def bounds(a, b):
         found = [function(x, y) for x, y in itertools.product(a, b)]
@@ -369,7 +368,7 @@ SAME |= {"arith.extsi", "arith.trunci", "ttg.convert_layout"}
 
 
 def given(launch, signature, in_memory):
-    """Bounds of the arguments that the IR's function takes, of a pointer those of the integers in memory.
+    """Returns the bounds of the arguments of the IR's function; those of a pointer are of the integers in memory.
 
     Constants are not among them, and a descriptor is taken apart.
     """

@@ -55,7 +55,7 @@ def architecture_of(major: int, minor: int) -> Architecture:
 
 
 def why_unsuited() -> str | None:
-    """Why none of the CUDA devices that PyTorch sees runs the kernels, whatever its capability; None if some may.
+    """Returns why no CUDA device that PyTorch sees can run the kernels, whatever its capability; None if one may.
 
     PyTorch for AMD GPUs calls them CUDA devices too, and reports their own versions as compute capabilities.
     """

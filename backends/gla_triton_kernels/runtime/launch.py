@@ -67,7 +67,7 @@ def start(launches: Sequence[Launch]) -> None:
 
 @contextlib.contextmanager
 def _failing(name: str) -> Iterator[None]:
-    """Errors of a launch, before its kernel runs, are raised as a LaunchError that names it."""
+    """Raises errors of a launch, before its kernel runs, as a LaunchError that names it."""
     try:
         yield
     except Exception as error:
@@ -77,7 +77,7 @@ def _failing(name: str) -> Iterator[None]:
 
 
 def _is_of_the_device(error: Exception) -> bool:
-    """Whether the device reports an error, be it of a kernel that ran before, and Triton's compiler does not."""
+    """Returns whether the device reports this error, perhaps of a kernel that ran before, and not Triton."""
     return isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError) or str(error).startswith("Triton Error [")
 
 

@@ -117,7 +117,7 @@ class _Prepared:
                 _graphed.append(self)
 
     def _give_up(self, graph: Graph) -> None:
-        """Make these launches one by one for good, unless another thread has dropped this graph."""
+        """Drops this graph for good, unless another thread has dropped it."""
         with _graphs_change:
             if self.graph is graph:
                 self.graph = None
