@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     device = _join(options.device)
     speaks, graphs = dist.get_rank() == 0, device.type == "cuda" and not options.eager
-    found: Row = {**results.conditions(device, options.commit), "graphs": graphs, "rows": []}
+    found: Row = {**results.conditions(device, options.commit), "graphs": graphs, "width": options.width, "rows": []}
     path = options.out / results.file_name("ranks", device)
     for H in options.heads:
         for T in options.tokens:
@@ -314,7 +314,7 @@ def draw(found: Row, target: Path) -> Path:
     axes.set_ylim(0, 1.1)
     axes.axhline(1, color="black", linestyle=":", linewidth=1)
     axes.grid(alpha=0.3)
-    ranks, width = found["rows"][0]["ranks"], found["longest"]["width"]
+    ranks, width = found["rows"][0]["ranks"], (found if "width" in found else found["longest"])["width"]
     axes.set_xlabel("tokens in the sequence")
     axes.set_ylabel(f"time on one / ({ranks} × time on {ranks})")
     axes.legend(frameon=False)
