@@ -67,6 +67,7 @@ def draw(path: Path) -> Path:
         axes.xaxis.set_major_formatter(_short)
         axes.yaxis.set_major_formatter(_short)
         axes.set_xlabel("tokens in a sequence")
+        axes.tick_params(which="minor", left=False)
         axes.grid(which="both", alpha=0.3)
     all_axes[0][0].set_ylabel("time in ms")
     figure.suptitle(_title(found, next(iter(of_heads.values()))[0]["dims"]), fontsize=11)
