@@ -255,7 +255,7 @@ class use_backend:
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"use_backend cannot decorate the generator {function.__name__}, whose steps run at their caller's; "
+                f"use_backend cannot decorate the generator {function.__name__}, because its steps run in its caller; "
                 "pass backend= to the calls inside it, or put the block around the loop that consumes it"
             )
         if inspect.iscoroutinefunction(function):
