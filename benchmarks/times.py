@@ -43,7 +43,7 @@ SECONDS = {"reference": 0.2}  # of timed calls; for all others as asked, 1 by de
 
 
 def plan(backends: list[str], device: torch.device) -> list[Case]:
-    """What to measure, the most important first."""
+    """Returns the cases to measure, the most important first."""
     others = [name for name in backends if name not in BASELINES]
     names = [*(["fla"] if device.type == "cuda" and has_fla() else []), *others]
     found = [
@@ -195,7 +195,7 @@ def measure_apart(cases: Sequence[Case], bandwidth: float, seconds: float = 1.0,
 
 
 def measure_asked(text: str) -> None:
-    """What `measure_apart` runs: prints rows as JSON."""
+    """Measures the cases in `text` and prints rows as JSON; `measure_apart` runs it."""
     bandwidth, seconds, asked = json.loads(text)
     found = [Case(BY_NAME[op, name], backend, direction) for op, name, backend, direction in asked]
     rows = measure_here(found, torch.device("cuda" if torch.cuda.is_available() else "cpu"), bandwidth, seconds)

@@ -1,4 +1,4 @@
-"""What a backend is compared with: functions that are no backends, called with the arguments of the public ops.
+"""Baselines that backends are compared with: functions that take the arguments of the public ops.
 
 loop    the recurrence, one token at a time, in the dtype of the inputs
 torch   PyTorch's own softmax and scaled_dot_product_attention
@@ -26,7 +26,7 @@ def loop_chunk_gla(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """`gla_core.chunk_gla` as a loop over tokens; packed sequences one after the other."""
+    """Computes `gla_core.chunk_gla` as a loop over tokens, packed sequences one after the other."""
     T = q.shape[1]
     ends = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
     alpha, scale = torch.ones_like(k) if g is None else g.exp(), q.shape[-1] ** -0.5
@@ -48,7 +48,7 @@ def _entering(initial_state: Tensor | None, sequence: int, packed: bool) -> Tens
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One token of q [B, Hq, K], k and alpha [B, H, K], v [B, H, V]; returns o [B, Hq, V] and the new state."""
+    """Returns o [B, Hq, V] and the new state for one token of q [B, Hq, K], k and alpha [B, H, K], v [B, H, V]."""
     state = alpha[..., :, None] * state + k[..., :, None] * v[..., None, :]  # [B, H, K, V]
     queries = q.unflatten(1, (k.shape[1], -1))  # [B, H, Hq/H, K]
     return scale * (queries @ state).flatten(1, 2), state
@@ -57,7 +57,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, state: Tensor, scale: 
 def loop_recurrent_gla_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, state_indices: Tensor | None, inplace: bool
 ) -> tuple[Tensor, ...]:
-    """One round of the loop, which writes `state`; rows with a negative index are left out."""
+    """Computes one step of the loop and writes `state`. Leaves out rows with a negative index."""
     alpha, scale = torch.ones_like(k) if g is None else g.exp(), q.shape[-1] ** -0.5
     if state_indices is None:
         o, new = _step(q, k, v, alpha, state, scale)
@@ -72,12 +72,12 @@ def loop_recurrent_gla_step(
 
 
 def torch_online_softmax(x: Tensor, dim: int) -> tuple[Tensor]:
-    """torch.softmax."""
+    """Calls torch.softmax."""
     return (torch.softmax(x, dim),)
 
 
 def torch_softmax_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor]:
-    """PyTorch's scaled_dot_product_attention. It returns no log-sum-exp."""
+    """Calls PyTorch's scaled_dot_product_attention, which returns no log-sum-exp."""
     Tq, Tk = q.shape[1], k.shape[1]
     # Torch aligns its causal mask with the first key and we with the last: they differ unless Tq = Tk.
     mask = None
@@ -101,7 +101,7 @@ def fla_chunk_gla(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """fla.ops.gla.chunk_gla, differentiated by its own autograd."""
+    """Calls fla.ops.gla.chunk_gla, which has its own backward."""
     _fla_can(q, k, g)
     o, state = _fla().chunk_gla(
         q=q,
@@ -118,7 +118,7 @@ def fla_chunk_gla(
 def fla_recurrent_gla_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, state_indices: Tensor | None, inplace: bool
 ) -> tuple[Tensor, ...]:
-    """fla.ops.gla.fused_recurrent_gla on one token. It returns a new state; it cannot write the one given."""
+    """Calls fla.ops.gla.fused_recurrent_gla on one token. It returns a new state and cannot write the given one."""
     _fla_can(q, k, g)
     if state_indices is not None:
         raise ValueError("fla has no pool of states; state_indices is given")
@@ -146,11 +146,11 @@ BASELINES: Mapping[str, Mapping[str, Callable[..., tuple[Tensor, ...]]]] = {
 
 
 def baselines(op: str, device: torch.device) -> list[str]:
-    """The baselines that exist here for a public op: loop on a CPU, fla on a CUDA device, torch on both."""
+    """Returns the baselines for a public op on a device: loop on a CPU, fla on a CUDA device, torch on both."""
     places = {"loop": device.type == "cpu", "torch": True, "fla": device.type == "cuda" and has_fla()}
     return [name for name, functions in BASELINES.items() if op in functions and places[name]]
 
 
 def has_fla() -> bool:
-    """Whether flash-linear-attention is installed; imports nothing of it."""
+    """Returns whether flash-linear-attention is installed, without importing it."""
     return importlib.util.find_spec("fla") is not None

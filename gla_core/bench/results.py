@@ -1,4 +1,4 @@
-"""Results as a file: rows, and everything a reader needs to know about where they come from."""
+"""Results as a file: rows, and the device, versions and commit that they were measured with."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Results:
     rows: tuple[Row, ...] = ()
 
     def with_rows(self, rows: Sequence[Row]) -> Results:
-        """The same run with these rows, their ratios worked out."""
+        """Returns the same run with these rows and their ratios."""
         return dataclasses.replace(self, rows=tuple(with_ratios(rows)))
 
 
 def describe_run(device: torch.device, copy_bandwidth: float | None, commit: str | None = None) -> Results:
-    """Results without rows, for a run that begins now."""
+    """Returns results without rows, for a run that begins now."""
     cuda = device.type == "cuda"
     return Results(
         device=torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
@@ -69,28 +69,28 @@ def describe_run(device: torch.device, copy_bandwidth: float | None, commit: str
 
 
 def conditions(device: torch.device, commit: str | None = None) -> dict[str, Any]:
-    """What our own times depend on, and the date, for files that hold more than `Results`."""
+    """Returns the device, versions, commit and date, for files that hold other rows than `Results`."""
     described = dataclasses.asdict(describe_run(device, None, commit))
     return {name: value for name, value in described.items() if name not in ("rows", "fla", "copy_bandwidth")}
 
 
 def file_name(kind: str, device: torch.device) -> str:
-    """The name of such a file: a kind, and the GPU, or cpu for any."""
+    """Returns the name of such a file: its kind and the GPU, or cpu."""
     return f"{kind}-{short_name(torch.cuda.get_device_name(device)) if device.type == 'cuda' else 'cpu'}.json"
 
 
 def short_name(device: str) -> str:
-    """The name of a device as names of files hold it: h200 for NVIDIA H200."""
+    """Returns the name of a device for the name of a file: h200 for NVIDIA H200."""
     return device.lower().removeprefix("nvidia ").replace(" ", "-")
 
 
 def write(path: Path, results: Results) -> None:
-    """Write results as JSON. A reader never sees half a file."""
+    """Writes results as JSON. A reader never sees half a file."""
     write_json(path, dataclasses.asdict(results))
 
 
 def read(path: Path) -> Results:
-    """Read what `write` wrote. Raises ValueError for a file that holds something else."""
+    """Reads a file of `write`. Raises ValueError for any other."""
     try:
         fields = json.loads(path.read_text())
         return Results(**{**fields, "rows": tuple(Row(**row) for row in fields["rows"])})
@@ -99,7 +99,7 @@ def read(path: Path) -> Results:
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells, with a column for each baseline that some row is compared with, and for spreads and errors."""
+    """Returns header and cells, with a column for each baseline that a row has a ratio to, for spreads and for errors."""
     compared = [name for name in BASELINES if any(name in row.ratio_to for row in rows)]
     errors, spreads = any(row.error for row in rows), any(row.spread is not None for row in rows)
     header = ["workload", "direction", "backend", "time", *(["spread"] if spreads else []), "GB/s", "of floor"]
@@ -117,7 +117,7 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """A line for each backend and reason of the rows with an error; it counts the ops, directions and workloads."""
+    """Returns a line for each backend and error, with the ops, directions and number of workloads."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.error is not None:
@@ -135,14 +135,14 @@ def _concerned(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table in Markdown, without a line end at its end."""
+    """Returns the table in Markdown, without a line end at its end."""
     header, body = table(rows)
     lines = [header, ["---"] * 3 + ["---:"] * (len(header) - 3), *body]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
 def time_text(seconds: float | None) -> str:
-    """A time in the unit that suits it, to three digits."""
+    """Returns a time with three digits in s, ms or us."""
     if seconds is None:
         return "-"
     unit, factor = ("s", 1) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
@@ -168,7 +168,7 @@ def _commit() -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """The first line that a program prints; None if it is missing, fails or prints nothing."""
+    """Returns the first line that a program prints; None if it is missing, fails or prints nothing."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
