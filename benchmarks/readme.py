@@ -275,7 +275,14 @@ def _told(row: dict[str, Any]) -> str:
 
 
 def prepare(processes: int, cache: Path, device: torch.device, say: Callable[[str], None], seconds: float) -> None:
-    """Fills the caches of compiled kernels in many processes, for at most so many seconds."""
+    """Fills the caches of compiled kernels in many processes, for at most so many seconds.
+
+    Raises:
+        ValueError: fewer processes than there are compiled models, and one more for all else.
+    """
+    fewest = 1 + sum(task.way == "compiled" for task in models.tasks(device))
+    if processes < fewest:
+        raise ValueError(f"--prepare is {processes}; expected at least {fewest} processes, one for each compiled model")
     use_cache(cache)
     start = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:

@@ -99,7 +99,7 @@ def read(path: Path) -> Results:
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Returns header and cells, with a column for each baseline that a row has a ratio to, for spreads and for errors."""
+    """Returns header and cells, with a column for each baseline of a row's ratios, for spreads and for errors."""
     compared = [name for name in BASELINES if any(name in row.ratio_to for row in rows)]
     errors, spreads = any(row.error for row in rows), any(row.spread is not None for row in rows)
     header = ["workload", "direction", "backend", "time", *(["spread"] if spreads else []), "GB/s", "of floor"]

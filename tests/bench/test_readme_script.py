@@ -166,6 +166,12 @@ def test_shares_run_every_case_of_ours_once(readme, monkeypatch):
     assert max(case.workload.sizes.get("T", 0) for case in theirs) == readme.SHORT
 
 
+def test_too_few_processes_to_prepare(readme, tmp_path, monkeypatch):
+    monkeypatch.setattr(readme.models, "tasks", lambda device: [readme.Task("train", "compiled", 8)])
+    with pytest.raises(ValueError, match="--prepare is 1; expected at least 2 processes"):
+        readme.prepare(1, tmp_path, CUDA, print, 1.0)
+
+
 def test_another_process_gives_results_errors_and_a_limit(readme, monkeypatch):
     apart = readme.Apart()
     try:
