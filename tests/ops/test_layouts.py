@@ -213,7 +213,7 @@ def test_states_with_values_first_come_to_a_backend_that_takes_them_as_they_are(
     assert [x.is_contiguous() for x in received] == [not swaps, not swaps]
 
 
-def test_in_a_compiled_graph():
+def test_in_a_compiled_graph(fresh_graphs):
     inputs = [last_two_swapped(x) for x in chunk_inputs()]
     compiled = torch.compile(chunk, fullgraph=True)
     for a, b in zip(compiled(inputs), chunk(inputs), strict=True):

@@ -122,7 +122,7 @@ def test_compiled_step_equals_eager(dynamic, inplace):
 
 
 @pytest.mark.slow
-def test_inductor_runs_forward_and_backward():
+def test_inductor_runs_forward_and_backward(fresh_graphs):
     x = gla_inputs(T=70, initial_state=True)
     leaves = [[y.clone().requires_grad_() for y in (x.q, x.k, x.v, x.g, x.initial_state)] for _ in range(2)]
     for function, inputs in zip((chunk, compiled(chunk, None, "inductor")), leaves, strict=True):
