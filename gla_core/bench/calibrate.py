@@ -21,11 +21,12 @@ from rich.console import Console
 
 from gla_core.bench.calls import time_call
 from gla_core.bench.fit import error, fit
+from gla_core.bench.measure import how_busy
 from gla_core.dispatch import calibration, registry
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Constants, CostModel, OpCall
 from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.files import check_writable, write_json
-from gla_core.terminal import print_table, print_text, progress
+from gla_core.terminal import DOUBTFUL, print_table, print_text, progress
 from gla_core.workloads.calibration import shapes
 
 _MOST_BUDGETS = 10  # that one call may be predicted to take
@@ -266,6 +267,9 @@ def run_calibrate(options: Options, console: Console) -> bool:
         check_writable("the cache", calibration.path())
     kind = calibration.device_kind(options.device)
     print_text(console, f"{kind}: {len(tasks)} measurements of {', '.join(names)}")
+    busy = how_busy()
+    if busy is not None:
+        print_text(console, busy, DOUBTFUL)
     passes = [
         [
             measure_task(task, (options.seconds or 0.1) / _PASSES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ Call = Callable[[], object]
 FEWEST, MOST = 3, 2000  # timed calls
 _BURST = 20  # calls enqueued at a time for host time: they must fit into the device's queue of launches
 _MOST_ROTATIONS = 128
+_BUSY = 0.5  # load average per core above which a machine counts as busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,20 @@ def rotations(size: int, device: torch.device) -> int:
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     return min(_MOST_ROTATIONS, math.ceil(2 * cache / max(size, 1)))
+
+
+def how_busy() -> str | None:
+    """Returns a sentence if this machine was busy in the last minute, by its load average; None otherwise."""
+    cores = os.cpu_count()
+    if cores is None or not hasattr(os, "getloadavg"):
+        return None
+    load = os.getloadavg()[0]
+    if load <= _BUSY * cores:
+        return None
+    return (
+        f"this machine was busy in the last minute: load average {load:.1f} on {cores} cores; "
+        "if other programs still run, times are too long"
+    )
 
 
 def synchronize(device: torch.device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,6 @@ from gla_core.terminal import DOUBTFUL, GOOD, print_table, print_text, progress
 from gla_core.workloads import named as workloads
 from gla_core.workloads.named import TAGS, Workload
 
-BUSY = 0.5
-"""Load average per core above which a machine counts as busy."""
 UNSTEADY = 0.25
 """Spread above which a time counts as unsteady."""
 COLUMNS = {
@@ -77,7 +74,7 @@ def run_bench(options: Options, console: Console) -> bool:
     bandwidth = measure.copy_bandwidth(options.device)
     found = results.describe_run(options.device, bandwidth)
     print_text(console, f"{found.device}: copies at {bandwidth / 1e9:.0f} GB/s; {len(chosen)} measurements")
-    busy = how_busy()
+    busy = measure.how_busy()
     if busy is not None:
         print_text(console, busy, DOUBTFUL)
     budget = options.seconds or (0.5 if options.device.type == "cuda" else 0.1)
@@ -139,17 +136,6 @@ def by_op(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
         found = [row for row in rows if row.op == op]
         if found:
             yield op, found
-
-
-def how_busy() -> str | None:
-    """Returns a sentence if other programs keep this machine busy, by its load average; None if not, or not known."""
-    cores = os.cpu_count()
-    if cores is None or not hasattr(os, "getloadavg"):
-        return None
-    load = os.getloadavg()[0]
-    if load <= BUSY * cores:
-        return None
-    return f"this machine is busy: load average {load:.1f} in the last minute on {cores} cores; times may be too long"
 
 
 def print_rows(rows: Sequence[Row], console: Console, device: torch.device) -> None:
