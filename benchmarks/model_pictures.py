@@ -36,7 +36,7 @@ def draw(found: Row, folder: Path) -> list[Path]:
 
 def _speed(rows: Sequence[Row], where: str) -> Any:
     figure, axes = _axes(
-        rows, f"Training GLA of 340M parameters, one sequence a step: tokens per second, higher is better\n{where}"
+        rows, f"Training GLA of 374M parameters, one sequence a step: tokens per second, higher is better\n{where}"
     )
     for way, (label, colour) in WAYS.items():
         x, of_way = _of(rows, way)
@@ -50,7 +50,7 @@ def _speed(rows: Sequence[Row], where: str) -> Any:
 
 def _memory(rows: Sequence[Row], where: str) -> Any:
     figure, axes = _axes(
-        rows, f"Training GLA of 340M parameters, one sequence a step: peak memory, lower is better\n{where}"
+        rows, f"Training GLA of 374M parameters, one sequence a step: peak memory, lower is better\n{where}"
     )
     for way, (label, colour) in WAYS.items():
         x, of_way = _of(rows, way)

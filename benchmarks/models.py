@@ -1,7 +1,7 @@
 """Whole models: how fast FLA's GLA model, the same after `accelerate()`, and gla_transformers' train and generate.
 
 readme.py measures them, and needs flash-linear-attention 0.6.0, transformers and gla_transformers for it. The model is
-FLA's of 340M parameters: hidden size 1024, 24 layers, 4 heads, 32,000 words, in bfloat16, with random weights.
+FLA's of 374M parameters: hidden size 1024, 24 layers, 4 heads, 32,000 words, in bfloat16, with random weights.
 
     train      A step of 8 sequences of 2048 tokens: forward, backward and fused AdamW. Wall time of steps one after the
                other, each to its end; time of the kernels alone, and of those of gated linear attention; peak memory.

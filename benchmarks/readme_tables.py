@@ -155,7 +155,7 @@ def _headline_of_models(rows: Sequence[ModelRow]) -> list[str]:
     """Returns the lines of whole models: training by the time on the device, decoding eager and in a CUDA graph."""
     found = {(row["what"], row["way"]): row for row in rows if row["size"] == 8}
     fine = {key: row for key, row in found.items() if "error" not in row}
-    training = "a training step of FLA's GLA model (340M parameters, 8 sequences of 2048 tokens)"
+    training = "a training step of FLA's GLA model (374M parameters, 8 sequences of 2048 tokens)"
     lines = []
     for way, call in (
         ("accelerated", f"{training} after `accelerate()`, time on the device"),

@@ -193,7 +193,7 @@ def test_pictures_of_the_run(tables, measured):
         *("chunk_gla.svg", "training_speed.svg", "training_memory.svg")
     }
     speed = (tables.pictures_of(measured) / "training_speed.svg").read_text()
-    assert "Training GLA of 340M parameters, one sequence a step: tokens per second, higher is better" in speed
+    assert "Training GLA of 374M parameters, one sequence a step: tokens per second, higher is better" in speed
     assert "gla_transformers, compiled" in speed
 
 
