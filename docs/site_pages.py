@@ -1,4 +1,4 @@
-"""A hook of MkDocs: pages of the site that are not under docs/, and links between them.
+"""A hook of MkDocs, and an extension of griffe: pages that are not under docs/, links, and examples in docstrings.
 
 A link in a Markdown file is a path relative to that file, as the repository's web view needs it. On the site a link to
 a page leads to the page, a picture is copied, and every other file is linked in the repository.
@@ -32,6 +32,15 @@ _LINK = re.compile(r"\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)")
 _sources = {page: source for source, page in PAGES.items()}
 
 
+class Examples(griffe.Extension):
+    """Has griffe read a section `Example:` of a docstring as code: it knows `Examples:` alone."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Renames the section."""
+        if obj.docstring is not None:
+            obj.docstring.value = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
+
+
 def on_files(files: Files, *, config: Any) -> Files:
     """Adds the pages, the API pages and the pictures."""
     for source, page in PAGES.items():
@@ -47,6 +56,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
     """Returns the page with its links as the site needs them."""
     here = page.file.src_uri
+    markdown = markdown.replace("<details>", '<details markdown="1">')  # or what it hides stays text
     return _LINK.sub(lambda link: f"]({_target(here, link[1], config.repo_url)}{link[2] or ''})", markdown)
 
 
