@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 import warnings
 
 import pytest
 import torch
 
 import gla_core as gla
+from gla_core.bench import measure
 from gla_core.dispatch.selection import Candidate
 
 pytestmark = pytest.mark.usefixtures("only_reference")
@@ -204,12 +205,21 @@ def test_explain_agrees_that_none_can_run_where_the_backward_is_missing(spy, qkv
 
 
 @pytest.fixture
-def sleeper(spy):
-    """`sleeper(name, sleeps, cost)` registers a backend that takes so many seconds and predicts `cost`."""
+def sleeper(spy, monkeypatch):
+    """`sleeper(name, takes, cost)` registers a backend that takes so many seconds and predicts `cost`.
 
-    def make(name, sleeps, cost, **fields):
+    The clock is one that only it moves, and by a microsecond whoever reads it.
+    """
+    slept, ticks = [0.0], itertools.count()
+    monkeypatch.setattr(measure, "clock", lambda: slept[0] + 1e-6 * next(ticks))
+
+    def make(name, takes, cost, **fields):
+        def result(out):
+            slept[0] += takes
+            return out
+
         made = spy(name, cost=lambda call: cost, **fields)
-        made.result = lambda out: (time.sleep(sleeps), out)[1]
+        made.result = result
         return made
 
     return make
@@ -225,7 +235,7 @@ def test_a_right_prediction(sleeper, x):
     explanation = softmax(x, backend="fast,slow")
     assert (explanation.winner, explanation.fastest) == ("fast", "fast")
     fast, slow = (c.measured for c in explanation.candidates)
-    assert 0.005 < fast < 0.02 < slow
+    assert (fast, slow) == pytest.approx((0.005, 0.02), rel=0.01)
     assert [line.split(" measured ")[1].split()[1:] for line in str(explanation).splitlines() if "measured " in line][
         :2
     ] == [
