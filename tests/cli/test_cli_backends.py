@@ -153,6 +153,8 @@ def outcome(monkeypatch, capfd):
             patched.setattr(warnings, "formatwarning", warnings.formatwarning)
             with pytest.raises(SystemExit) as end:
                 main()
+            if stdout is None:
+                sys.stdout.close()
         return end.value.code, capfd.readouterr().err
 
     return outcome
