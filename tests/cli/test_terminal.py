@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 import gla_core as gla
+from gla_core.dispatch.backend import Backend
 from gla_core.terminal import GOOD, new_console, print_explanation, print_table, print_text, progress
 
 ROWS = [
@@ -135,6 +136,14 @@ def test_the_winner_of_an_explanation_is_coloured(terminal, capsys):
     coloured = [line for line in written.splitlines() if line.startswith("\x1b[32m")]
     assert coloured[0].startswith("\x1b[32m -> reference")
     assert max(len(line) for line in plain(written).splitlines()) <= 60
+
+
+def test_a_call_that_no_backend_can_run_is_red(terminal, capsys):
+    x = torch.empty(3, 4, dtype=torch.float64)
+    with gla.register(Backend("narrow", "1", {"online_softmax": lambda x, dim: x})):
+        print_explanation(terminal(200), gla.explain("online_softmax", x, backend="narrow"))
+    red = [line for line in capsys.readouterr().out.splitlines() if line.startswith("\x1b[31m")]
+    assert [plain(line)[:38] for line in red] == ["no backend can run online_softmax (req"]
 
 
 @pytest.mark.parametrize("columns", [40, 120])
