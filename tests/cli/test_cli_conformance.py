@@ -13,7 +13,7 @@ CHOSEN = ("-k", "test_online_softmax and (test_values or test_inputs) and small 
 
 
 def conformance(run, *arguments):
-    with gla.register(Backend("wrong", "0", {"online_softmax": lambda x, dim: 1.01 * x.softmax(dim)})):
+    with gla.register(Backend("wrong", "0", {"online_softmax": lambda x, dim: 1.02 * x.softmax(dim)})):
         return run("conformance", *arguments)
 
 
@@ -24,13 +24,13 @@ def test_failures_are_a_line_each_and_the_verdict_comes_last(run, tmp_path):
     assert json.loads(report.read_text())["counts"]["failed"] == 1
     lines = result.stdout.rstrip().splitlines()
     (failed,) = [line for line in lines if line.startswith("FAILED")]
-    assert failed == "FAILED test_online_softmax.py::test_values[small-float32]: y: relative error 0.01, allowed 1e-5"
+    assert failed == "FAILED test_online_softmax.py::test_values[small-float32]: y: relative error 0.02, allowed 1e-5"
     command = 'gla conformance wrong -k "test_online_softmax.py and test_values[small-float32]" -- --tb=short'
     assert [line.split(maxsplit=1)[0] for line in lines[-4:-1]] == ["smallest", "factor", "to"]
     assert lines[-2].endswith(command)
     assert [line.split() for line in lines[-7:-4]] == [
         ["online_softmax", "cases", "failed", "open", "error/budget"],
-        ["values", "1", "1", "-", "1000.00"],
+        ["values", "1", "1", "-", "2000.00"],
         ["inputs", "unchanged", "1", "-", "-", "0.00"],
     ]
     assert lines[-1] == "wrong FAILED 1 of 2 cases"
@@ -41,7 +41,7 @@ def test_failures_are_a_line_each_and_the_verdict_comes_last(run, tmp_path):
 def test_what_follows_two_dashes_is_pytests(run):
     result = conformance(run, "wrong", *CHOSEN, "--", "--tb=short", "-rf", "--maxfail=1")
     assert result.exit_code == 1
-    assert "AssertionError: y: relative error 0.01" in result.output
+    assert "AssertionError: y: relative error 0.02" in result.output
     assert sum(line.startswith("FAILED") for line in result.output.splitlines()) == 1  # pytest's, and not ours too
     assert result.output.endswith("wrong FAILED 1 of 1 cases\n")
 
