@@ -126,7 +126,7 @@ def test_a_table_and_the_files_that_are_judged_end_the_run_and_the_report_names_
     for text in ("conformance of reference", "error/budget", "chunk_gla_bwd", f"judges online_softmax from {judged}"):
         assert text in sampled[0]
     for word in (str(Path(gla.__file__).parents[1]), str(Path.home()), os.uname().nodename, "/tmp/"):
-        assert word not in sampled[1]
+        assert len(word) < 4 or word not in sampled[1]  # a machine may be called "cpu", and a home be "/"
 
 
 @pytest.mark.parametrize("function", [functools.partial(torch.softmax, dtype=None), torch.softmax, str.join])
