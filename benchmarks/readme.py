@@ -1,8 +1,8 @@
 """Every row of the README's table and every point of the pictures, in one run; `evidence.py readme` runs it.
 
 Writes readme-<device>.json after every workload and every row of a model, those of the README's table first. A second
-run with the same folder goes on where the first one ended: rows without an error are kept if device, versions and
-commit are the same, so that a file never holds rows of two commits.
+run with the same folder goes on where the first one ended: steady rows without an error are kept if device, versions
+and commit are the same, so that a file never holds rows of two commits.
 
 All is measured in another process, one thing at a time, which is replaced after an error or when it takes too long.
 FLA tunes anew for each workload, and for its model: what it chose before is forgotten, and none of it is kept on disk.
@@ -52,6 +52,8 @@ ON_A_CPU = (
     ("chunk_gla", ("one_chunk",), ("forward",), "loop"),
     ("online_softmax", ("small",), ("forward",), "torch"),
 )
+STEADY = 0.1
+"""Distance between the quartiles of a call, as a share of its median, above which its time is measured again."""
 LONGEST = 240.0
 """Seconds that a workload or a row of a model may take, tuning included."""
 SHORT = 256
@@ -90,7 +92,7 @@ class Record:
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path, self.about = path, about
         self.calls, self.of_models = read(path) if _is_like(path, about) else ([], [])
-        self.calls = [row for row in self.calls if row.error is None]
+        self.calls = [row for row in self.calls if is_steady(row)]
         self.of_models = [row for row in self.of_models if "error" not in row]
 
     def missing(self, job: Job) -> Job | None:
@@ -122,6 +124,11 @@ def read(path: Path) -> tuple[list[Row], list[dict[str, Any]]]:
     rows = json.loads(path.read_text())["rows"]
     calls = [{name: value for name, value in row.items() if name != "what"} for row in rows if row["what"] == "call"]
     return [Row(**row) for row in calls], [row for row in rows if row["what"] != "call"]
+
+
+def is_steady(row: Row) -> bool:
+    """Returns whether the times of a call are close enough together to be shown."""
+    return row.error is None and (row.spread or 0.0) <= STEADY
 
 
 def _is_like(path: Path, about: dict[str, Any]) -> bool:

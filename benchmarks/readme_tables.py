@@ -59,6 +59,7 @@ WAYS = {
     "compiled": "`gla_transformers`, the whole loss compiled",
 }
 """The ways of models.py."""
+MODEL = "FLA's GLA model with 374M parameters"
 ModelRow = dict[str, Any]
 
 
@@ -68,10 +69,21 @@ def headline(folder: Path) -> str:
     if not path.exists():
         return ""
     calls, of_models = readme.read(path)
+    calls = [row for row in calls if readme.is_steady(row)]
+    of_calls = {_call_in_words(key): _headline([row for row in calls if row.key == key]) for key in HEADLINE}
+    model_lines = _headline_of_models(of_models)
     lines = ["| call | baseline | fastest of this project | times as fast |", "| --- | ---: | ---: | ---: |"]
-    lines += [line for key in HEADLINE if (line := _headline([row for row in calls if row.key == key]))]
-    lines += _headline_of_models(of_models)
-    return "\n".join(lines) + f"\n\n{_run(path, calls, of_models)} {_how_right(folder)}".rstrip() + "\n"
+    lines += [f"| {call} | {cells} |" for call, cells in {**of_calls, **model_lines}.items() if cells]
+    told = [_run(path, calls, of_models), _left_out(of_calls, model_lines), _how_right(folder)]
+    return "\n".join(lines) + "\n\n" + " ".join(filter(None, told)) + "\n"
+
+
+def _left_out(of_calls: dict[str, str | None], of_models: dict[str, str | None]) -> str:
+    """Returns a sentence about the rows that have no steady time in the run; '' where there are none."""
+    missing = [call for call, cells in of_calls.items() if cells is None]
+    number = sum(cells is None for cells in of_models.values())
+    missing += [f"{number} rows of whole models"] if number else []
+    return f"Left out, because the run has no steady times for them: {'; '.join(missing)}." if missing else ""
 
 
 def measured_in(folder: Path) -> Path:
@@ -96,12 +108,18 @@ def draw(folder: Path) -> None:
     path = measured_in(folder)
     if path.exists():
         found = json.loads(path.read_text())
-        plots.plot(_results(found, readme.read(path)[0]), pictures_of(folder))
+        plots.plot(_results(found, _of_whole_groups(readme.read(path)[0])), pictures_of(folder))
         model_pictures.draw(found, pictures_of(folder))
     for path in folder.glob("selection-*.json"):
         crossover.draw(path)
     for path in folder.glob("ranks-*.json"):
         context_parallel.draw(json.loads(path.read_text()), path.with_suffix(".svg"))
+
+
+def _of_whole_groups(calls: Sequence[Row]) -> list[Row]:
+    """Returns the rows of the calls whose times are all steady: a picture has no group with a bar missing."""
+    unsteady = {row.key for row in calls if not readme.is_steady(row)}
+    return [row for row in calls if row.key not in unsteady]
 
 
 def _results(found: dict[str, Any], calls: Sequence[Row]) -> Results:
@@ -133,17 +151,21 @@ def _files_of_times(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.json")) if path.name.partition("-")[0] not in others]
 
 
+def _call_in_words(key: tuple[str, str, str]) -> str:
+    op, workload, direction = key
+    return f"`{op}` {IN_WORDS[direction]}: {plots.in_words(op, workload)}"
+
+
 def _headline(rows: Sequence[Row]) -> str | None:
-    """Returns the line of one call, the faster one of `OURS` beside the baseline; None if a time is missing."""
+    """Returns the cells of one call, the faster one of `OURS` beside the baseline; None if a time is missing."""
     timed = {row.backend: row for row in rows if row.seconds is not None}
     baselines = [row for row in timed.values() if row.backend in BASELINES]
     if not baselines or not timed.keys() >= set(OURS):
         return None
     ours = min((timed[name] for name in OURS), key=_seconds)
     theirs, time = results.time_text(_seconds(baselines[0])), results.time_text(_seconds(ours))
-    call = f"`{ours.op}` {IN_WORDS[ours.direction]}: {plots.in_words(ours.op, ours.workload)}"
     ratio = _seconds(baselines[0]) / _seconds(ours)
-    return f"| {call} | {baselines[0].backend} {theirs} | {ours.backend} {time} | {ratio:.2f} |"
+    return f"{baselines[0].backend} {theirs} | {ours.backend} {time} | {ratio:.2f}"
 
 
 def _seconds(row: Row) -> float:
@@ -151,28 +173,32 @@ def _seconds(row: Row) -> float:
     return row.seconds
 
 
-def _headline_of_models(rows: Sequence[ModelRow]) -> list[str]:
-    """Returns the lines of whole models: training by the time on the device, decoding eager and in a CUDA graph."""
+def _headline_of_models(rows: Sequence[ModelRow]) -> dict[str, str | None]:
+    """Returns cells by call for whole models: training by the time on the device, decoding eager and in a CUDA graph.
+
+    Cells are None where a time is missing.
+    """
     found = {(row["what"], row["way"]): row for row in rows if row["size"] == 8}
     fine = {key: row for key, row in found.items() if "error" not in row}
-    training = "a training step of FLA's GLA model (374M parameters, 8 sequences of 2048 tokens)"
-    lines = []
+    lines: dict[str, str | None] = {}
     for way, call in (
-        ("accelerated", f"{training} after `accelerate()`, time on the device"),
-        ("compiled", "the same step by `gla_transformers`, compiled, time on the device"),
+        ("accelerated", f"a training step of {MODEL} (8 x 2048 tokens) after `accelerate()`, time on the device"),
+        ("compiled", f"a training step of {MODEL} (8 x 2048 tokens) by `gla_transformers`, compiled, likewise"),
     ):
+        lines[call] = None
         if fine.keys() >= {("train", "fla"), ("train", way)}:
             theirs, ours = fine["train", "fla"], fine["train", way]
             ratio = theirs["device_seconds"] / ours["device_seconds"]
-            lines.append(f"| {call} | fla {_both_times(theirs)} | {_both_times(ours)} | {ratio:.2f} |")
+            lines[call] = f"fla {_both_times(theirs)} | {_both_times(ours)} | {ratio:.2f}"
     for what, call in (
-        ("generate", "decoding by `generate`, the same model in `gla_transformers`, 8 sequences"),
-        ("graph", "the same in a CUDA graph"),
+        ("generate", f"decoding of {MODEL} by `generate`, by `gla_transformers`, 8 sequences"),
+        ("graph", f"decoding of {MODEL} in a CUDA graph, by `gla_transformers`, 8 sequences"),
     ):
+        lines[call] = None
         if (what, "fla") in found and (what, "ours") in fine:
             theirs, ours = found[what, "fla"], fine[what, "ours"]
             ratio = "-" if "error" in theirs else f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}"
-            lines.append(f"| {call} | fla {_words_per_second(theirs)} | {_words_per_second(ours)} | {ratio} |")
+            lines[call] = f"fla {_words_per_second(theirs)} | {_words_per_second(ours)} | {ratio}"
     return lines
 
 
@@ -190,11 +216,13 @@ def _run(path: Path, calls: Sequence[Row], of_models: Sequence[ModelRow]) -> str
     keys = [row.spread for row in calls if row.key in HEADLINE] + [row.get("spread") for row in of_models]
     spread = max((x for x in keys if x is not None), default=0.0)
     versions = ", ".join(f"{name} {found[name]}" for name in ("torch", "triton", "fla", "transformers"))
+    training = (
+        " Training steps are compared by the time on the device, because the host can limit the wall time, which "
+        "stands beside it."
+    )
     return (
         f"{found['device']}, {versions}; one run at commit {found['commit'][:10]}, {found['date'][:10]}. Times are "
-        f"medians; the quartiles of each are at most {spread:.0%} of it apart. Training steps are compared by the "
-        "time on "
-        "the device, because the host can limit the wall time, which stands beside it."
+        f"medians; the quartiles of each are at most {spread:.0%} of it apart.{training if of_models else ''}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import operator
 import time
@@ -45,7 +46,7 @@ def readme(script, monkeypatch):
 
     def measure_case(case, device, bandwidth, budget):
         measured.append(str(case))
-        return suite.measure_case(case, device, bandwidth, 0.002)
+        return dataclasses.replace(suite.measure_case(case, device, bandwidth, 0.002), spread=0.01)
 
     monkeypatch.setattr(module.models, "measure", measure_model)
     monkeypatch.setattr(module, "measure_case", measure_case)
@@ -114,6 +115,20 @@ def test_a_case_that_fails_ends_the_process_and_is_measured_again(readme, tmp_pa
     run(readme, tmp_path)
     assert readme.measured == ["small-torch-forward"]
     assert all(row.error is None for row in readme.read(path)[0])
+
+
+def test_a_time_that_varies_is_measured_again(readme, tmp_path, monkeypatch):
+    def varies(case, *rest, measured=readme.measure_case):
+        return dataclasses.replace(measured(case, *rest), spread=0.4 if case.backend == "torch" else 0.01)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(readme, "measure_case", varies)
+        path, _ = run(readme, tmp_path)
+    assert [readme.is_steady(row) for row in readme.read(path)[0]] == [True] * 3 + [False] + [True] * 2
+    readme.measured.clear()
+    run(readme, tmp_path)
+    assert readme.measured == ["small-torch-forward"]
+    assert all(readme.is_steady(row) for row in readme.read(path)[0])
 
 
 def test_a_file_holds_one_commit(readme, tmp_path):
