@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from gla_core.conformance.run import run
+
 # Every property, on the smallest workload of each op, and padding: in float16, as float32 goes token by token. What an
 # interpreter computes twice is the same, and opcheck and compiled graphs are about the op and not the kernel.
 PADDED = "padded and (float16 or may_be_int32 or g_is_zero)"
@@ -20,12 +22,12 @@ SAMPLE = f"(short or small or test_refusals or {PADDED}) and not same_bits and n
 
 def kit(backend, device, tests=""):
     """Run the tests of the kit that the expression names."""
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "gla_core.conformance"]
-    run += ["--gla-backend", backend, "--gla-device", device, "-k", tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "gla_core.conformance"]
+    command += ["--gla-backend", backend, "--gla-device", device, "-k", tests]
     if os.environ.get("TRITON_INTERPRET") == "1":
-        run += ["-p", "quick_interpreter"]
+        command += ["-p", "quick_interpreter"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
@@ -41,4 +43,4 @@ def test_kernels(backend, device):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_parallel_scan_in_pytorch():
-    kit("parallel_scan", "cpu", "not test_torch")
+    assert run("parallel_scan", "cpu", select="not test_torch") == 0

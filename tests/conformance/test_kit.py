@@ -56,18 +56,19 @@ def read_cases(path: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_the_reference_passes_every_case(tmp_path):
-    """Of every op every small workload in every dtype; the report is whole with several processes.
+def test_the_reference_passes_every_case(tmp_path, capsys):
+    """Of every op every small workload in every dtype.
 
     `make conformance` compiles graphs of all workloads, this test the smallest one of each op.
     """
-    chosen = ("-k", "not test_torch or short or small", "-n", "2")
-    done = kit(tmp_path, "--gla-backend", "reference", "--gla-report", "cases.jsonl", *chosen)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
-    rows = read_cases(tmp_path / "cases.jsonl")
+    report = tmp_path / "cases.jsonl"
+    code = run("reference", report=str(report), select="not test_torch or short or small")
+    printed = capsys.readouterr().out
+    assert code == 0, printed[-5000:]
+    rows = read_cases(report)
     counts = summary.counts(rows)
     assert counts["passed"] > 750
-    assert f"{counts['passed']} passed" in done.stdout
+    assert f"passed {counts['passed']} of {counts['passed']} cases" in printed
     assert (counts["failed"], counts["open"], counts["refusals"]) == (0, 0, len(OP_PARAMETERS))
     assert len([row for row in rows if row["errors"]]) > 0.9 * len(rows)
     values = {(r["op"], r["workload"], r["dtype"]) for r in rows if r["test"].endswith(("::test_values", "_gradients"))}
@@ -148,10 +149,11 @@ def partial(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_partial_backend_passes_on_what_it_declares(partial, tmp_path):
-    done = kit(
-        tmp_path, "--gla-backend", "partial", "--gla-report", "cases.jsonl", "-k", "not test_torch", path=partial
-    )
+    """The report is whole with several processes."""
+    chosen = ("-k", "not test_torch", "-n", "2")
+    done = kit(tmp_path, "--gla-backend", "partial", "--gla-report", "cases.jsonl", *chosen, path=partial)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     assert "conformance of partial 1.2 on cpu" in done.stdout
     rows = read_cases(tmp_path / "cases.jsonl")

@@ -31,7 +31,7 @@ from gla_core.ops._checks import wide
 from gla_core.workloads.inputs import GlaInputs, gla_inputs, normal
 
 GATES = ("none", "mild", "strong", "-inf")
-DRAWN = 14
+DRAWN = 8
 """Random batches that each group of ranks goes through."""
 
 

@@ -23,7 +23,7 @@ from gla_core.conformance.tolerances import relative_error
 from gla_core.distributed import history
 from gla_core.nn import HGRN2, GatedLinearAttention
 
-DRAWN = 8
+DRAWN = 5
 """Random batches that each group of ranks goes through."""
 
 

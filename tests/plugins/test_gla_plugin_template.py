@@ -150,5 +150,6 @@ def test_it_passes_conformance_from_the_folder_that_is_edited(installed):
     assert f"judges online_softmax from {folder}/my_softmax/online_softmax.py" in installed(BLOCKS[2])
 
 
+@pytest.mark.thorough
 def test_it_appears_in_a_benchmark(installed):
     assert "my_softmax" in installed(BLOCKS[3])
