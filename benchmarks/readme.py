@@ -1,6 +1,6 @@
 """Every row of the README's table and every point of the pictures, in one run; `evidence.py readme` runs it.
 
-Writes readme-<device>.json after every workload and every row of a model, those of the README's table first. A second
+Writes readme-<device>.json after every workload and every row of a model, the README's rows first. A second
 run with the same folder goes on where the first one ended: steady rows without an error are kept if device, versions
 and commit are the same, so that a file never holds rows of two commits.
 
@@ -96,7 +96,7 @@ class Record:
         self.of_models = [row for row in self.of_models if "error" not in row]
 
     def missing(self, job: Job) -> Job | None:
-        """Returns what of a job is not there yet, None if nothing."""
+        """Returns the part of a job that is not in the file yet, None if all of it is there."""
         if isinstance(job, Task):
             return None if any(_task(row) == job for row in self.of_models) else job
         there = {(row.op, row.workload, row.backend, row.direction) for row in self.calls}
@@ -179,7 +179,7 @@ def run(
     say: Callable[[str], None],
     apart: Apart,
 ) -> Path:
-    """Measures what an earlier run like this one has not, and begins nothing after so many minutes.
+    """Measures the rows that an earlier run like this one left out, and begins none after `minutes`.
 
     Args:
         out: folder of the file. cache: folder of compiled kernels, as `prepare` left it.
@@ -282,7 +282,7 @@ def _told(row: dict[str, Any]) -> str:
 
 
 def prepare(processes: int, cache: Path, device: torch.device, say: Callable[[str], None], seconds: float) -> None:
-    """Fills the caches of compiled kernels in many processes, for at most so many seconds.
+    """Fills the caches of compiled kernels in many processes, for at most `seconds`.
 
     Raises:
         ValueError: fewer processes than there are compiled models, and one more for all else.

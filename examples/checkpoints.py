@@ -89,7 +89,7 @@ def _to_disk(path: Path) -> None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What went wrong: of what processes report together, the first one's error, and a system's before PyTorch's.
+    """Returns the error to report: the first of several processes' errors, and the system's before PyTorch's.
 
     Raises it if it does not speak of the files: Ctrl-C, or too little memory.
     """
@@ -120,7 +120,7 @@ def _not_written(final: Path, cause: BaseException, rank: int) -> OSError | Syst
 
 
 def _then(checkpoint: Path) -> str:
-    """What the same command does without this checkpoint."""
+    """Says in words how the same command goes on without this checkpoint."""
     before = newest(checkpoint.parent, but=checkpoint)
     return "begins again" if before is None else f"goes on from {before}"
 

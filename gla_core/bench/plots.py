@@ -30,7 +30,7 @@ COLOURS = {
     "triton_fused": "tab:orange",
     "reference": "tab:green",
 }
-"""Of backends that are known."""
+"""The colours of the backends that every picture may show."""
 OTHER_COLOURS = ("tab:purple", "tab:red", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 FULL_NAMES = {"fla": "flash-linear-attention", "torch": "PyTorch", "loop": "a loop over tokens"}
 BAR, GAP = 0.22, 0.7

@@ -390,7 +390,7 @@ def _time_of_cut(segments: int, chunks: int, blocks: int, at_once: int, times: C
 
 
 def states_of_segments(call: OpCall, gpu: Gpu, aligned: bool, length: int) -> KernelPlan:
-    """The kernel that builds states of segments of so many tokens, or their gradients, where no outputs follow."""
+    """Returns the kernel that builds states of segments, or their gradients, in a call that computes no outputs."""
     if best_kernel(call, gpu, aligned) is not Kernel.FORWARD:
         return _states_sm90(call, gpu, length)
     return _states(call, length, _forward(call, gpu, aligned, call.dims["N"]))
@@ -418,7 +418,7 @@ def _states(call: OpCall, length: int, outputs: KernelPlan) -> KernelPlan:
 
 
 def _states_sm90(call: OpCall, gpu: Gpu, length: int) -> KernelPlan:
-    """Launch parameters of the kernel for SM90 that builds states of segments of so many tokens.
+    """Returns the launch parameters of the kernel for SM90 that builds the states of segments of `length` tokens.
 
     A warpgroup takes 64 keys, and a block two of them, or one up to K = 64. Two of these smaller blocks share a
     multiprocessor; where all of them run at once they have 64 columns of v, and take a tenth to a fifth less time.
