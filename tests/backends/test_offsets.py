@@ -183,7 +183,7 @@ class Compiled(Exception):
 
 
 @pytest.fixture
-def ir_of(monkeypatch):
+def ir_of(monkeypatch, tmp_path):
     """Returns the IR of a launch's kernel, and the types of the kernel's arguments by name."""
     import triton
     from triton._C.libtriton import ir, passes
@@ -199,6 +199,7 @@ def ir_of(monkeypatch):
     for source in (ASTSource, GluonASTSource):
         monkeypatch.setattr(source, "make_ir", leave_early(source.make_ir))
     monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # the folder is made, though nothing is kept in it
 
     def compiled(launch):
         with pytest.raises(Compiled) as found:
