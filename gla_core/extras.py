@@ -1,4 +1,4 @@
-"""The extras of gla-core (`cli`, `bench`, ...): what of each is missing here, and how to install it."""
+"""Finds the missing packages of the extras of gla-core (`cli`, `bench`, ...), and says how to install them."""
 
 from __future__ import annotations
 

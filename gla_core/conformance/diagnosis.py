@@ -1,6 +1,6 @@
-"""What the failures of a run have in common, in at most five lines: what to look at first, and how to see it again.
+"""Says in at most five lines what the failures of a run have in common, where to look first, and how to repeat it.
 
-It is made of the rows of `summary.py`, which hold for each case its facts (`facts.py`), its size, and where it is wrong
+It reads the rows of `summary.py`, which hold for each case its facts (`facts.py`), its size, and where it is wrong
 (`divergence.py`).
 """
 
@@ -15,7 +15,7 @@ from gla_core.conformance.tolerances import number
 from gla_core.ops import ABSTRACT_OPS
 
 KINDS = ("changed inputs", "errors", "results", "NaN", "values")
-"""What goes wrong, root causes first: of whatever stands later some may follow from it."""
+"""The kinds of failure, root causes first: a later kind may follow from an earlier one."""
 FEW = 2
 """Properties that are named one by one, and facts."""
 

@@ -1,4 +1,4 @@
-"""Where a result first goes wrong, and by which factor: what the diagnosis of a failed run says of one case."""
+"""Finds where a result first goes wrong, and by which factor, for the diagnosis of a failed run."""
 
 from __future__ import annotations
 

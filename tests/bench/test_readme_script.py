@@ -1,4 +1,4 @@
-"""What `evidence.py readme` measures, on tiny workloads and models that are not made."""
+"""Tests `evidence.py readme` on tiny workloads, and on models that are never made."""
 
 from __future__ import annotations
 

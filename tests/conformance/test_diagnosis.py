@@ -1,4 +1,4 @@
-"""What a failed run of the kit says of its failures: from recorded cases, from tensors, and once from a run."""
+"""Tests the diagnosis of a failed run of the kit: from recorded cases, from tensors, and once from a run."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def read_cases(path: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_the_reference_passes_every_case(tmp_path, capsys):
-    """Of every op every small workload in every dtype.
+    """Every small workload of every op passes in every dtype.
 
     `make conformance` compiles graphs of all workloads, this test the smallest one of each op.
     """
