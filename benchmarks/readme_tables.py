@@ -393,7 +393,7 @@ def _decoding(rows: Sequence[ModelRow]) -> list[str]:
     ]
     for row in decoded:
         how = "CUDA graph" if row["what"] == "graph" else "`generate`"
-        same = {True: "yes", False: "no"}.get(row.get("same_words_as_eager"), "")  # type: ignore[arg-type]
+        same = {None: "", True: "yes", False: "no"}[row.get("same_words_as_eager")]
         cells = [WAYS[row["way"]], how, str(row["size"]), results.time_text(row["first_token"])]
         cells += [results.time_text(row["seconds"]), f"{row['spread']:.1%}", f"{row['tokens_per_second']:,.0f}", same]
         lines.append(f"| {' | '.join([*cells, _ratio(theirs.get((row['what'], row['size'])), row, 'seconds')])} |")

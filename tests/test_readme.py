@@ -1,4 +1,4 @@
-"""What the README says of the library is so."""
+"""Tests the claims of the README."""
 
 from __future__ import annotations
 

@@ -128,9 +128,9 @@ def check_a_layer_with_a_mesh(ranks: Ranks) -> None:
 
 
 def check_checkpointed_and_compiled_layers(ranks: Ranks) -> None:
-    """What runs again in a backward sends again, in the same order on all ranks; graphs end where ranks exchange.
+    """A forward that runs again in a backward sends again, in the same order on all ranks.
 
-    Compiling warns of no cached function that it would trace.
+    Graphs end where ranks exchange, and compiling warns of no cached function that it would trace.
     """
 
     def again(model: nn.ModuleList, x: Tensor, **where: object) -> Tensor:

@@ -31,7 +31,7 @@ SEPARATE = [page for page in PAGES if not page.startswith("plugins/") and page !
 
 @pytest.fixture
 def undone(monkeypatch):
-    """What a block replaces in flash-linear-attention is put back."""
+    """Puts back the functions of flash-linear-attention that a block replaces."""
     made, accelerate = [], fla.accelerate
 
     def remembered(*functions, **options):
