@@ -81,7 +81,16 @@ def measure_selection(options: argparse.Namespace) -> None:
     if options.picks is not None:
         path = selection.pick_again(options.picks)
     else:
-        path = selection.run(options.out, device, options.seconds, options.minutes, options.commit, say, options.passes)
+        path = selection.run(
+            options.out,
+            device,
+            options.seconds,
+            options.minutes,
+            options.commit,
+            say,
+            options.passes,
+            options.again,
+        )
     for part, found in json.loads(path.read_text())["summary"].items():
         say(selection.in_words(part, found))
 
@@ -130,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     of_selection.set_defaults(run=measure_selection)
     of_selection.add_argument("--seconds", type=float, default=0.05, help="of timed calls for each backend and call")
     of_selection.add_argument("--passes", type=int, default=1, help="over all calls; the quickest time counts")
+    of_selection.add_argument("--again", type=int, default=0, help="passes after these, over the picks that were slow")
     of_selection.add_argument("--picks", type=Path, help="a file: what `auto` would pick now of its times; no device")
     of_selection.add_argument("--share", help="i/n: run the i-th of n shares of the calls once, and measure nothing")
 

@@ -336,15 +336,36 @@ def constants_in_use(
 
 
 def run(
-    out: Path, device: torch.device, seconds: float, minutes: float, commit: str | None, say: Callable, passes: int = 1
+    out: Path,
+    device: torch.device,
+    seconds: float,
+    minutes: float,
+    commit: str | None,
+    say: Callable,
+    passes: int = 1,
+    again: int = 0,
 ) -> Path:
-    """Measure what is not in the file yet, then all of it again; no measurement begins after `minutes`."""
+    """Measures the calls that are not in the file yet, then all calls again. Begins no measurement after `minutes`.
+
+    Args:
+        passes: over all calls.
+        again: further passes, over the calls alone whose pick took too long: a loaded host may have been the reason.
+    """
     end = time.monotonic() + 60 * minutes
     head = header(device, commit)
     path = out / results.file_name("selection", device)
     rows = {key(row): row for row in earlier_rows(path, head)}
-    missing = [(part, call) for part, call in calls(device) if key({"part": part, **as_json(call)}) not in rows]
-    for part, call in itertools.chain(missing, *(calls(device) for _ in range(passes - 1))):
+
+    def key_of(part: str, call: OpCall) -> str:
+        return key({"part": part, **as_json(call)})
+
+    def too_slow() -> Iterator[tuple[str, OpCall]]:
+        yield from [(part, call) for part, call in calls(device) if not is_close(rows[key_of(part, call)])]
+
+    missing = [(part, call) for part, call in calls(device) if key_of(part, call) not in rows]
+    for part, call in itertools.chain(
+        missing, *(calls(device) for _ in range(passes - 1)), *(too_slow() for _ in range(again))
+    ):
         if time.monotonic() > end:
             say("out of time")
             break
@@ -414,6 +435,11 @@ def closeness(part: str) -> float:
     return CLOSE_UNKNOWN if part.startswith("packed") else CLOSE
 
 
+def is_close(row: Row) -> bool:
+    """Returns whether the pick of a row counts as right."""
+    return row["ratio"] is not None and row["ratio"] <= closeness(row.get("part", ""))
+
+
 def describe(row: Row) -> str:
     """One line."""
     dims = " ".join(f"{name}{size}" for name, size in row["dims"].items() if name != "Hq")
@@ -426,11 +452,7 @@ def describe(row: Row) -> str:
         f"{name} {results.time_text(row['measured'].get(name))} ({results.time_text(row['predicted'][name])})"
         for name in names
     )
-    wrong = (
-        ""
-        if row["ratio"] is not None and row["ratio"] <= closeness(row.get("part", ""))
-        else f"  <- {row['pick']}: {row['ratio']}"
-    )
+    wrong = "" if is_close(row) else f"  <- {row['pick']}: {row['ratio']}"
     return f"{line}: {times}{wrong}"
 
 

@@ -170,7 +170,7 @@ def test_a_graph_that_cannot_be_captured_gives_no_ratio(tables, measured):
         if (row["what"], row.get("way")) == ("graph", "fla"):
             row["error"] = "RuntimeError: no"
     path.write_text(json.dumps(found))
-    line = "in a CUDA graph, by `gla_transformers`, 8 sequences | fla cannot be captured | 3,000 tokens/s | - |"
+    line = "the same decoding, each in a CUDA graph | fla cannot be captured | 3,000 tokens/s | - |"
     assert line in tables.headline(measured)
     assert "\nFailed:\n\n- graph fla 8: RuntimeError: no\n" in tables.render(measured)
 

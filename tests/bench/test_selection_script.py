@@ -149,6 +149,17 @@ def test_of_several_passes_the_quickest_time_counts(selection, tmp_path, monkeyp
     assert next(times, None) is None
 
 
+def test_picks_that_were_slow_are_measured_again(selection, tmp_path, monkeypatch):
+    monkeypatch.setattr(selection, "calls", lambda device: iter([("grid", CALL), ("other ops", CALL)]))
+    monkeypatch.setattr(selection, "_worth_timing", lambda explanation: ([], {}))
+    times = iter([{"mine": 2e-3, "theirs": 1e-3}, {"mine": 1e-3}, {"mine": 1e-3, "theirs": 1e-3}])
+    monkeypatch.setattr(selection, "time_backends", lambda *_: (next(times), {}))
+    monkeypatch.setattr(selection, "explain", lambda call: Explained())
+    path = selection.run(tmp_path, CPU, 0.003, 1.0, None, lambda line: None, again=2)  # the second finds none
+    assert [row["ratio"] for row in json.loads(path.read_text())["rows"]] == [1.0, 1.0]
+    assert next(times, None) is None
+
+
 def test_no_measurement_begins_out_of_time(selection, tmp_path, monkeypatch):
     monkeypatch.setattr(selection, "calls", lambda device: [("grid", CALL)])
     said = []
