@@ -16,7 +16,7 @@ from gla_core.dispatch import calibration, registry
 from gla_core.dispatch.backend import Capabilities, CostModel
 from gla_core.dispatch.environment import VARIABLES, Environment, environment
 from gla_core.dispatch.errors import nearest
-from gla_core.dispatch.request import check, current_request
+from gla_core.dispatch.request import INVARIANT, check, current_request
 from gla_core.extras import extras, how_to_install, missing
 from gla_core.terminal import BAD, DOUBTFUL, GOOD, message, new_console, print_json, print_table, print_text
 
@@ -206,5 +206,10 @@ def _effects(settings: Environment) -> dict[str, str]:
 
 def request_in_force() -> list[dict[str, str]]:
     """Returns the request in force for each op, and where it comes from. Raises if it cannot be read or met."""
-    choices = check(current_request().spec, "GLA_BACKEND")
-    return [{"op": op, "request": str(choice), "source": choice.source} for op, choice in choices.items()]
+    request = current_request()
+    choices = check(request.spec, "GLA_BACKEND")
+    rows = [{"op": op, "request": str(choice), "source": choice.source} for op, choice in choices.items()]
+    tokens = request.batch_invariant
+    return (
+        rows if tokens is None else [*rows, {"op": INVARIANT, "request": str(tokens), "source": "GLA_BATCH_INVARIANT"}]
+    )

@@ -1,25 +1,29 @@
 """The contract between the core and a backend. A backend imports this module and nothing else of the core.
 
-A backend is a value: a name, a version, a mapping from abstract op names to plain functions, and data that says
-where those functions work. The functions take exactly the parameters listed in `OP_PARAMETERS`, positionally; what
-they mean, and what is returned, is documented in `gla_core/ops/<op>.py`. All arguments have been checked when a
-function is called, the last dimension of every tensor is contiguous (of a state it may be the one before it, where
-`Capabilities.swapped_states` says so), `scale` is always a float, and autocast is off. Every tensor returned must be
-contiguous and in memory of its own: no input, and no view of another tensor. The core checks what comes back, once for
-each signature.
+A backend is a value: a name, a version, a mapping from abstract op names to functions, and data that says where these
+functions work. A function names the arguments that it takes, as a hook of pluggy does: any of those that
+`OP_PARAMETERS` lists for its op, in any order. It has to take the required ones (`OP_REQUIRED`). A call that gives
+another argument a value other than its default is refused for this backend, so an op can gain an argument without a
+change of any backend. In place of a function an op may be a `Prepared`, which plans a call once for its signature.
+
+What arguments and results mean is documented in `gla_core/ops/<op>.py`. When a function is called, all arguments have
+been checked. The last dimension of every tensor is contiguous; of a state it may be the one before it, where
+`Capabilities.swapped_states` says so. `scale` is always a float, and autocast is off. Every tensor that is returned
+must be contiguous and in memory of its own: no input, and no view of another tensor. The core checks the results once
+for each signature.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
+import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pluggy
 import torch
@@ -27,13 +31,19 @@ import torch
 hookimpl = pluggy.HookimplMarker("gla_core")
 
 _parameters: dict[str, tuple[str, ...]] = {}
+_required: dict[str, frozenset[str]] = {}
 OP_PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(_parameters)
 """The parameters of each abstract op, in order; gla_core/ops declares them when it is imported."""
+OP_REQUIRED: Mapping[str, frozenset[str]] = MappingProxyType(_required)
+"""The parameters of each abstract op that every backend takes: those without a default, and the scale."""
+
+CHUNK = 64
+"""Tokens: sequences are cut into segments, and checkpoints are taken, at multiples of this number."""
 
 
-def declare_op(name: str, parameters: tuple[str, ...]) -> None:
-    """Make an abstract op known to backends and requests."""
-    _parameters[name] = parameters
+def declare_op(name: str, parameters: tuple[str, ...], required: frozenset[str]) -> None:
+    """Makes an abstract op known to backends and requests."""
+    _parameters[name], _required[name] = parameters, required
 
 
 Reason = str
@@ -67,8 +77,8 @@ class Capabilities:
         deterministic: the same inputs give the same bits. A backend that says False is refused under
             `torch.use_deterministic_algorithms(True)`.
         cuda_graphs: may be captured into a CUDA graph.
-        batch_invariant: device types on which chunk_gla_fwd, chunk_gla_bwd and recurrent_gla_step keep what
-            `invariant_tokens` asks of them. On others the core calls them for a segment of a sequence at a time.
+        batch_invariant: device types on which chunk_gla_fwd, chunk_gla_bwd and recurrent_gla_step, each a `Prepared`,
+            honour `OpCall.batch_invariant`. On other devices the core calls them for a segment of a sequence at a time.
     """
 
     devices: frozenset[str] | None = None
@@ -95,9 +105,40 @@ class KnownDevice:
     compute_capability: tuple[int, int]
 
 
+ALIGNMENT = 16
+"""Bytes: kernels load wide words, and TMA addresses tensors, at multiples of this number."""
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory.
+
+    Attributes:
+        strides: in elements.
+        aligned: whether its address is a multiple of `ALIGNMENT` bytes.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool = True
+
+    @property
+    def is_contiguous(self) -> bool:
+        return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
+
+
+def contiguous_layout(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
+    """Returns the layout of new, contiguous memory."""
+    strides, elements = [], 1
+    for size in reversed(shape):
+        strides.append(elements)
+        elements *= max(size, 1)
+    return Layout(shape, tuple(reversed(strides)), dtype)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCall:
-    """What is known of a call before it runs: enough to refuse it or to predict its time, and no tensor.
+    """Describes a call before it runs: enough to refuse it, to plan it, or to predict its time. It holds no tensor.
 
     Attributes:
         op: abstract op name.
@@ -116,7 +157,11 @@ class OpCall:
         capturing: whether a CUDA graph is being captured.
         float32_matmul_precision: what `torch.get_float32_matmul_precision()` says; 'highest' means no TF32.
         assumed: the device that `device` is taken to be, whatever is here; None in every call that is to run.
-        batch_invariant: as `invariant_tokens` says it.
+        batch_invariant: if not None, the bits of a sequence may depend on nothing but the sequence, and a sequence may
+            be cut into calls at multiples of this number of tokens without a change of its bits. The number of
+            sequences in a batch, and their lengths, then decide nothing. See `gla_core.batch_invariant`.
+        given: names of the arguments whose values are not their defaults.
+        layouts: the layout of every tensor that is given, by argument name; empty if a call is known by its sizes.
     """
 
     op: str
@@ -136,62 +181,91 @@ class OpCall:
     float32_matmul_precision: str = "highest"
     assumed: KnownDevice | None = None
     batch_invariant: int | None = None
+    given: frozenset[str] = frozenset()
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
 
 
-_invariant: ContextVar[int | None] = ContextVar("gla_batch_invariant", default=None)
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An op that plans a call once for its signature.
 
+    Attributes:
+        prepare: takes an `OpCall`, returns the function that computes calls of this signature, whatever their values.
+            It raises `LaunchError` if a kernel cannot be launched. The returned function takes the arguments `takes`,
+            in this order.
+        takes: names of the arguments that the returned function takes.
+        kernels: optionally, lines for `explain`: the kernels that a call takes, and why it takes no others.
 
-def invariant_tokens() -> int | None:
-    """Tokens at whose multiples a sequence may be cut into calls without a change of bits; None where nobody asks it.
-
-    Asked by a backend inside its functions. Where it is not None the results for a sequence depend on nothing else
-    either: sequences are packed, and how many there are, of which lengths, decides nothing. See `batch_invariant`.
+    Example:
+        >>> def prepare(call):
+        ...     block = 64 if call.dims["columns"] > 64 else 16
+        ...     return lambda x, dim: my_softmax(x, dim, block)
+        >>> Backend("mine", "1.0", {"online_softmax": Prepared(prepare, ("x", "dim"))})
     """
-    return _invariant.get()
+
+    prepare: Callable[[OpCall], Callable[..., Any]]
+    takes: tuple[str, ...]
+    kernels: Callable[[OpCall], list[str]] | None = None
 
 
-@contextmanager
-def asking_for_invariance(tokens: int) -> Iterator[None]:
-    """Have `invariant_tokens` return this inside the block."""
-    before = _invariant.set(tokens)
-    try:
-        yield
-    finally:
-        _invariant.reset(before)
+Op = Callable[..., Any] | Prepared
+"""An implementation of an abstract op."""
+
+
+@functools.lru_cache(maxsize=256)
+def arguments_of(op: Op) -> tuple[str, ...]:
+    """Returns the names of the arguments that an implementation takes, in its order.
+
+    Raises:
+        TypeError, ValueError: the signature of a function cannot be read.
+    """
+    return op.takes if isinstance(op, Prepared) else tuple(inspect.signature(op).parameters)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of states, and of sums: float32, or float64 with float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def number_of_sequences(B: int, cu_seqlens: torch.Tensor | None) -> int:
+    """Returns N: the rows of a batch, or the packed sequences that `cu_seqlens` [N+1] delimits."""
+    return B if cu_seqlens is None else len(cu_seqlens) - 1
 
 
 def swapped(x: torch.Tensor) -> bool:
-    """Whether a tensor [..., K, V] lies in memory with these two dimensions swapped: K is contiguous, and V is not."""
+    """Returns whether the last two dimensions of a tensor [..., K, V] are swapped in memory, so that K is contiguous."""
     return x.ndim > 1 and x.stride(-1) != 1 and x.stride(-2) == 1 and not x.is_contiguous()
 
 
 def new_state(state: torch.Tensor) -> torch.Tensor:
-    """Memory for what a step makes of a state [P, H, K, V]: dense, with K and V swapped where the state's are."""
+    """Returns memory for the state after a step [P, H, K, V]: dense, with K and V swapped if the state's are."""
     if swapped(state):
         return torch.empty_like(state.mT, memory_format=torch.contiguous_format).mT
     return torch.empty_like(state, memory_format=torch.contiguous_format)
 
 
 def checkpoint_rows(T: int, N: int, every: int, packed: bool) -> int:
-    """n, of checkpoints every so many of the T tokens of a row of a batch; packed, it holds N sequences."""
+    """Returns n, the rows of checkpoints every `every` of T tokens: of one row of a batch, or of N packed sequences."""
     return N + T // every if packed else -(-T // every)
 
 
 def checkpoint_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What checkpoints hold where q has this dtype."""
+    """Returns the dtype of checkpoints for this dtype of q."""
     return dtype if dtype == torch.bfloat16 else torch.promote_types(dtype, torch.float32)
 
 
 def new_checkpoints(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, every: int) -> torch.Tensor:
-    """Memory for the checkpoints [B, n, H, K, V] of chunk_gla_fwd; of packed sequences 0, since some rows stay so."""
+    """Returns memory for the checkpoints [B, n, H, K, V] of chunk_gla_fwd; zeros for packed sequences, which leave some
+    rows unwritten.
+    """
     B, T, H, K = k.shape
-    N, allocate = (B, v.new_empty) if cu_seqlens is None else (len(cu_seqlens) - 1, v.new_zeros)
+    N, allocate = number_of_sequences(B, cu_seqlens), v.new_empty if cu_seqlens is None else v.new_zeros
     n = checkpoint_rows(T, N, every, packed=cu_seqlens is not None)
     return allocate(B, n, H, K, v.shape[3], dtype=checkpoint_dtype(k.dtype))
 
 
 def supports_everything(call: OpCall) -> Reason | None:
-    """The default `Backend.supports`: the capabilities say it all."""
+    """Accepts every call: the default `Backend.supports`."""
     return None
 
 
@@ -199,7 +273,7 @@ Constants = Mapping[str, float]
 """Constants of a cost model by name; all positive and finite."""
 
 DEVICE_FACTS = ("multiprocessors", "compute_capability")
-"""What the core adds to the constants: known of the device and never fitted; see `CostModel`."""
+"""Facts about the device that the core adds to the constants, and that are never fitted; see `CostModel`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,17 +306,17 @@ class CostModel:
 
 
 def shipped_constants(package: str) -> Mapping[str, Mapping[str, Constants]]:
-    """What the file constants.json of a backend's package holds, for its `CostModel`."""
+    """Returns the content of the file constants.json of a backend's package, for its `CostModel`."""
     return json.loads((importlib.resources.files(package) / "constants.json").read_text())
 
 
 def is_constant(value: object) -> bool:
-    """Whether a value may be a constant of a cost model: a positive, finite number."""
+    """Returns whether a value may be a constant of a cost model: a positive, finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def seconds_or_none(formula: Callable[..., float | None], *args: object) -> float | None:
-    """What a formula says of its arguments; None where it raises or its answer is no time."""
+    """Returns the seconds that a formula predicts, or None if it raises or its answer is no time."""
     try:
         predicted = formula(*args)
         seconds = math.nan if predicted is None else float(predicted)
@@ -258,7 +332,7 @@ class Backend:
     Attributes:
         name: what users write in `backend=`; letters, digits and underscores.
         version: version of the implementation, shown to users.
-        ops: abstract op name to function; any subset of `OP_PARAMETERS`.
+        ops: abstract op name to a function or a `Prepared`; any subset of `OP_PARAMETERS`.
         capabilities: where the functions work.
         supports: called with an `OpCall` that the capabilities allow; a `Reason` refuses it, None accepts it.
         cost: optionally predicts the time of an `OpCall` in seconds, by which `auto` ranks: a `CostModel`, whose
@@ -272,7 +346,7 @@ class Backend:
 
     name: str
     version: str
-    ops: Mapping[str, Callable]
+    ops: Mapping[str, Op]
     capabilities: Capabilities = field(default_factory=Capabilities)
     supports: Callable[[OpCall], Reason | None] = supports_everything
     cost: CostModel | Callable[[OpCall], float | None] | None = None
@@ -280,14 +354,14 @@ class Backend:
     notes: Callable[[], list[str]] | None = None
 
     def can(self, op: str) -> Capabilities:
-        """Where the function of an op works."""
+        """Returns the capabilities of an op."""
         return self.op_capabilities.get(op, self.capabilities)
 
     def refusal(self, call: OpCall) -> Reason | None:
-        """Why this backend cannot run `call`, or None if it can."""
+        """Returns why this backend cannot run `call`, or None if it can."""
         if call.op not in self.ops:
             return f"does not implement {call.op}; it implements {', '.join(self.ops) or 'no op'}"
-        reason = _capability_refusal(self.can(call.op), call)
+        reason = _capability_refusal(self.can(call.op), call) or _argument_refusal(self.ops[call.op], call)
         if reason is not None:
             return reason
         try:
@@ -299,7 +373,7 @@ class Backend:
         return f"its supports() returned {reason!r}; expected a reason or None"
 
     def predicted_seconds(self, call: OpCall, constants: Constants = MappingProxyType({})) -> float | None:
-        """The backend's own prediction, or None where it has none (or one that is no time).
+        """Returns the backend's own prediction, or None if it has none, or one that is no time.
 
         Args:
             constants: of a `CostModel`; `gla_core.dispatch.calibration.predict` finds the right ones.
@@ -341,6 +415,12 @@ def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:
     if call.capturing and not can.cuda_graphs:
         return "cannot be captured into a CUDA graph"
     return None
+
+
+def _argument_refusal(op: Op, call: OpCall) -> Reason | None:
+    """Returns why an implementation cannot be given the arguments of a call."""
+    lacking = [name for name in OP_PARAMETERS[call.op] if name in call.given.difference(arguments_of(op))]
+    return f"takes no {_any_of(lacking)}; call it without" if lacking else None
 
 
 def _short(dtype: torch.dtype) -> str:

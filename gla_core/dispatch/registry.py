@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import inspect
 import os
 import sys
 import threading
@@ -21,7 +20,17 @@ import pluggy
 import torch
 
 from gla_core.dispatch import hookspecs
-from gla_core.dispatch.backend import DEVICE_FACTS, OP_PARAMETERS, Backend, Capabilities, CostModel, is_constant
+from gla_core.dispatch.backend import (
+    DEVICE_FACTS,
+    OP_PARAMETERS,
+    OP_REQUIRED,
+    Backend,
+    Capabilities,
+    CostModel,
+    Prepared,
+    arguments_of,
+    is_constant,
+)
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.errors import BackendError, UnknownBackendError, UnknownOpError, nearest
 
@@ -146,7 +155,7 @@ def register(backend: Backend) -> Registration:
         A handle whose `unregister()` takes it back; also a context manager.
 
     Raises:
-        BackendError: a signature that does not match, a name in use, a value that is no Backend.
+        BackendError: an argument that the op does not have, a name in use, a value that is no Backend.
         UnknownOpError: an op that does not exist.
 
     Example:
@@ -192,7 +201,7 @@ def check_backend(backend: object, taken: Iterable[str] = ()) -> None:
         raise BackendError(f"backend {name!r}: ops is {type(backend.ops).__name__}; expected a mapping")
     for op, function in backend.ops.items():
         _check_op(f"backend {name!r} implements", op)
-        _check_signature(name, op, function)
+        _check_implementation(name, op, function)
     _check_cost(name, backend.cost)
     if backend.notes is not None and not callable(backend.notes):
         raise BackendError(f"backend {name!r}: notes is {type(backend.notes).__name__}; expected a function or None")
@@ -245,18 +254,25 @@ def _check_capabilities(name: str, can: object) -> None:
             raise BackendError(f"backend {name!r}: capability {capability} is {value!r}; expected {expected}")
 
 
-def _check_signature(name: str, op: str, function: Callable) -> None:
+def _check_implementation(name: str, op: str, implementation: object) -> None:
+    """Checks that the implementation of an op takes arguments that the op has, and all that are required."""
+    function = implementation.prepare if isinstance(implementation, Prepared) else implementation
     if not callable(function):
-        raise BackendError(f"backend {name!r}: op {op!r} is {type(function).__name__}, not a function")
+        raise BackendError(f"backend {name!r}: op {op!r} is {type(implementation).__name__}; expected a function")
     try:
-        parameters = inspect.signature(function).parameters.values()
+        takes = arguments_of(implementation)  # pyright: ignore[reportArgumentType]
     except (ValueError, TypeError) as error:
         raise BackendError(f"backend {name!r}: the signature of {op} cannot be read ({error})") from error
-    got = tuple(p.name for p in parameters)
-    if got != OP_PARAMETERS[op] or any(p.kind is p.KEYWORD_ONLY for p in parameters):
+    contract = OP_PARAMETERS[op]
+    unknown = [parameter for parameter in takes if parameter not in contract]
+    if unknown:
         raise BackendError(
-            f"backend {name!r}: {op} takes ({', '.join(got)}); the contract is ({', '.join(OP_PARAMETERS[op])})"
+            f"backend {name!r}: {op} takes {unknown[0]!r}{nearest(unknown[0], contract)} "
+            f"(the op has the arguments {', '.join(contract)})"
         )
+    missing = [parameter for parameter in contract if parameter in OP_REQUIRED[op].difference(takes)]
+    if missing:
+        raise BackendError(f"backend {name!r}: {op} does not take {', '.join(missing)}, which every call of it gives")
 
 
 def _check_cost(name: str, cost: object) -> None:

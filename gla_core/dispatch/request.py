@@ -17,21 +17,19 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import OP_PARAMETERS
+from gla_core.dispatch.backend import CHUNK, OP_PARAMETERS
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.errors import UnknownOpError, nearest
 
 AUTO = "auto"
 ANY_OP = "*"
 INVARIANT = "batch_invariant"
-"""The name of the setting among the clauses of a request."""
-UNIT = 64
-"""Sequences are cut at multiples of this number of tokens, the longest chunk of our backends."""
+"""The name of the setting in a request."""
 
 _IN_GRAPH = "\x1f"  # separates a call's `backend=` from the blocks that a compiled graph contains; users cannot type it
 _context: ContextVar[tuple[_Block, ...]] = ContextVar("gla_use_backend", default=())  # innermost first
@@ -48,29 +46,34 @@ class Choice:
         return ",".join(self.names) or AUTO
 
 
+class Setting(NamedTuple):
+    """The tokens of `batch_invariant`, 0 if it is turned off, and where the setting comes from."""
+
+    tokens: int
+    source: str
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A choice for every op. `spec` is its text in the grammar, each clause with its source after an @.
+    """A choice for every op, and the setting `batch_invariant`.
 
-    The text is what travels from a forward to its backward, so that both run under the same request.
+    Attributes:
+        choices: by op; `ANY_OP` stands for all others.
+        spec: the text of the request in the grammar, each clause with its source after an @. The text travels from a
+            forward to its backward, so that both run under the same request.
+        batch_invariant: as in `OpCall`.
     """
 
     choices: dict[str, Choice]
     spec: str
-
-    @property
-    def batch_invariant(self) -> int | None:
-        """Tokens at whose multiples a sequence may be cut without a change of bits; None if that is not requested."""
-        setting = self.choices.get(INVARIANT)
-        return int(setting.names[0]) or None if setting else None
+    batch_invariant: int | None = None
 
     def choice(self, op: str) -> Choice:
         return self.choices.get(op) or self.choices[ANY_OP]
 
     def allowing(self, name: str, op: str) -> str:
         """Returns the text of this request with one more backend for an op, to be tried last."""
-        said = {each: choice for each, choice in self.choices.items() if each != INVARIANT}
-        texts = {each: str(choice) for each, choice in said.items() if choice.source != "default"}
+        texts = {each: str(choice) for each, choice in self.choices.items() if choice.source != "default"}
         texts[op if op in texts else ANY_OP] += f",{name}"
         return texts[ANY_OP] if len(texts) == 1 and ANY_OP in texts else ";".join(f"{o}={t}" for o, t in texts.items())
 
@@ -91,17 +94,19 @@ def _not_a_string(source: str, value: object) -> TypeError:
 
 @functools.lru_cache(maxsize=4096)
 def _combine(argument: str, context: tuple[str, ...], variable: str, tokens: str) -> Request:
-    choices = {ANY_OP: Choice((), "default")}
-    if tokens:
-        choices[INVARIANT] = _parse_tokens(tokens, "GLA_BATCH_INVARIANT", "")
+    choices, setting = {ANY_OP: Choice((), "default")}, _parse_tokens(tokens, "GLA_BATCH_INVARIANT") if tokens else None
     argument, *in_graph = argument.split(_IN_GRAPH)
     blocks = ((text, "use_backend") for text in reversed((*in_graph, *context)))
     for text, source in [(variable, "GLA_BACKEND"), *blocks, (argument, "backend=")]:
-        stronger = parse(text, source) if text else {}
-        if ANY_OP in stronger:  # of all that is weaker, the setting is left
-            choices = {op: choice for op, choice in choices.items() if op == INVARIANT}
-        choices = {**choices, **stronger}
-    return Request(choices, ";".join(f"{op}={choice}@{choice.source}" for op, choice in choices.items()))
+        if not text:
+            continue
+        stronger, said = parse(text, source)
+        choices = stronger if ANY_OP in stronger else {**choices, **stronger}
+        setting = said or setting
+    spec = [f"{op}={choice}@{choice.source}" for op, choice in choices.items()]
+    if setting is None:
+        return Request(choices, ";".join(spec))
+    return Request(choices, ";".join([*spec, f"{INVARIANT}={setting.tokens}@{setting.source}"]), setting.tokens or None)
 
 
 def check(request: str, source: str) -> dict[str, Choice]:
@@ -114,28 +119,36 @@ def check(request: str, source: str) -> dict[str, Choice]:
         TypeError, ValueError: the request is not a string, or cannot be read.
         UnknownOpError, UnknownBackendError: the request names an op or a backend that does not exist.
     """
-    choices = parse(request, source)
-    for op, choice in choices.items():
-        for name in choice.names if op != INVARIANT else ():
+    choices, _ = parse(request, source)
+    for choice in choices.values():
+        for name in choice.names:
             registry.get(name, f"{choice.source}: ")
     return choices
 
 
-def parse(text: str, source: str) -> dict[str, Choice]:
-    """Parses a request. Raises ValueError for bad grammar and UnknownOpError for an op that does not exist."""
+def parse(text: str, source: str) -> tuple[dict[str, Choice], Setting | None]:
+    """Returns the choices and the setting that a text names.
+
+    Raises:
+        ValueError: the text does not follow the grammar. UnknownOpError: it names an op that does not exist.
+    """
     if not isinstance(text, str):
         raise _not_a_string(source, text)
     choices: dict[str, Choice] = {}
+    setting: Setting | None = None
     for clause in filter(None, (part.strip() for part in text.split(";"))):
-        op, names = (s.strip() for s in clause.split("=", 1)) if "=" in clause.split("@")[0] else (ANY_OP, clause)
-        if op not in (ANY_OP, INVARIANT) and op not in OP_PARAMETERS:
-            raise UnknownOpError(f"{source}: unknown op {op!r}{nearest(op, OP_PARAMETERS)}")
-        if op in choices:
+        op, said = (s.strip() for s in clause.split("=", 1)) if "=" in clause.split("@")[0] else (ANY_OP, clause)
+        if op in choices or (op == INVARIANT and setting is not None):
             raise ValueError(f"{source}: {text!r} names {op!r} twice")
-        choices[op] = (_parse_tokens if op == INVARIANT else _parse_names)(names, source, text)
-    if not choices:
+        if op == INVARIANT:
+            setting = _parse_tokens(said, source, text)
+        elif op == ANY_OP or op in OP_PARAMETERS:
+            choices[op] = _parse_names(said, source, text)
+        else:
+            raise UnknownOpError(f"{source}: unknown op {op!r}{nearest(op, OP_PARAMETERS)}")
+    if not choices and setting is None:
         raise ValueError(f"{source}: empty request {text!r}; expected a backend's name or 'auto'")
-    return choices
+    return choices, setting
 
 
 def _parse_names(names: str, source: str, text: str) -> Choice:
@@ -148,12 +161,12 @@ def _parse_names(names: str, source: str, text: str) -> Choice:
     return Choice(listed, said_by or source)
 
 
-def _parse_tokens(tokens: str, source: str, text: str) -> Choice:
+def _parse_tokens(tokens: str, source: str, text: str = "") -> Setting:
     tokens, _, said_by = tokens.partition("@")
-    if not tokens.isdecimal() or int(tokens) % UNIT != 0:
+    if not tokens.isdecimal() or int(tokens) % CHUNK != 0:
         what = f"batch_invariant is {tokens!r} in {text!r}" if text else f"tokens is {tokens}"
-        raise ValueError(f"{source}: {what}; expected a multiple of {UNIT}, or 0")
-    return Choice((tokens,), said_by or source)
+        raise ValueError(f"{source}: {what}; expected a multiple of {CHUNK}, or 0")
+    return Setting(int(tokens), said_by or source)
 
 
 class _Block:
@@ -303,5 +316,5 @@ def batch_invariant(tokens: int = 4096) -> use_backend:
         ...     o, _ = gla.chunk_gla(q, k, v, g)
     """
     if not torch.compiler.is_compiling():
-        _parse_tokens(str(tokens), "batch_invariant", "")
+        _parse_tokens(str(tokens), "batch_invariant")
     return use_backend(f"{INVARIANT}={tokens}")

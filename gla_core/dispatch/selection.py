@@ -23,9 +23,6 @@ from gla_core.dispatch.request import Choice, Request
 _cannot_launch: dict[Hashable, Reason] = {}
 registry.on_change.append(_cannot_launch.clear)
 
-_TRITONS = ("OutOfResources", "PTXASError", "CompilationError")
-"""Errors of Triton, which the core does not import, that its compiler raises, as they are or as their subclasses."""
-
 _GROWING_DIMS = frozenset({"B", "T", "N", "P", "Tq", "Tk", "rows"})  # a launch does not fail for these
 
 
@@ -199,13 +196,8 @@ def remember_launch_failure(backend: Backend, call: OpCall, error: Exception) ->
 
 
 def is_launch_failure(error: Exception) -> bool:
-    """Whether a kernel could not be launched at all, as against one that ran and went wrong."""
-    if isinstance(error, LaunchError | ImportError):
-        return True
-    for kind in type(error).__mro__:
-        if kind.__module__.startswith("triton") and kind.__name__ in _TRITONS:
-            return True
-    return type(error) is RuntimeError and str(error).startswith("Failed to find C compiler")
+    """Returns whether a kernel could not be launched at all, as opposed to a kernel that ran and went wrong."""
+    return isinstance(error, LaunchError | ImportError)
 
 
 def _launch_class(backend: Backend, call: OpCall) -> Hashable:

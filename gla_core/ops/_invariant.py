@@ -1,8 +1,8 @@
-"""Calls whose bits do not depend on their company: natively, or one segment of a sequence at a time.
+"""Batch invariance by calls: one segment of a sequence at a time.
 
-A backend that declares it keeps what it is asked for itself. Any other one is called for every segment of so many
-tokens by itself, which it computes as it always computes a call like that: so no segment knows of another one but by
-the state that enters it. See `gla_core.batch_invariant`.
+A backend that does not honour `OpCall.batch_invariant` is called for each segment of `tokens` tokens by itself. Such a
+call always has the same bits, and a segment depends on the segments before it through the state that enters it alone.
+See `gla_core.batch_invariant`.
 
 B batch   T tokens   H key/value heads   N sequences   K, V key and value width   n rows of checkpoints
 """
@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import asking_for_invariance, new_checkpoints, new_state
-from gla_core.ops._checks import wide
+from gla_core.dispatch.backend import Backend, new_checkpoints, new_state, number_of_sequences, wide
 
-Function = Callable[..., Any]
+Compute = Callable[..., Any]
+"""Takes the name of an abstract op and its arguments in order, returns the results of the backend."""
 
 
 class Segment(NamedTuple):
-    """Rows start to end of batch b: the next ones of sequence n. The first of their checkpoints stands in `row`."""
+    """Rows start to end of batch b, a segment of sequence n. Row `row` has the first of its checkpoints."""
 
     n: int
     b: int
@@ -33,48 +33,48 @@ class Segment(NamedTuple):
     row: int
 
     def of(self, *tensors: Tensor | None) -> list[Tensor | None]:
-        """These tokens of tensors [B, T, ...]."""
+        """Returns these tokens of tensors [B, T, ...]."""
         return [None if x is None else x[self.b : self.b + 1, self.start : self.end].contiguous() for x in tensors]
 
     def write(self, x: Tensor | None, found: Tensor | None) -> None:
-        """Put `found` where these tokens of x [B, T, ...] are."""
+        """Writes `found` to these tokens of x [B, T, ...]."""
         if x is not None and found is not None:
             x[self.b : self.b + 1, self.start : self.end] = found
 
 
-def function_of(op: str, functions: Mapping[str, Function], tokens: int, native: bool) -> Function:
-    """A backend's function of an op, such that bits depend on nothing but a sequence and its segments of `tokens`.
-
-    Args:
-        functions: those of the backend. native: whether it keeps that by itself.
+def function_of(op: str, backend: Backend, tokens: int) -> Callable[..., Any]:
+    """Returns a function that computes an op by calls of a backend for segments of `tokens` tokens.
 
     Raises:
-        NotImplementedError: that is not to be had of this op.
+        NotImplementedError: batch invariance is not defined for the op, or the backend lacks the forward that the
+            backward by segments needs.
     """
     if op not in _BY_SEGMENT:
         raise NotImplementedError(
-            f"{op} may give other bits in other company; under batch_invariant call chunk_gla and recurrent_gla_step "
-            "alone, or put `gla.use_backend('batch_invariant=0')` around this call"
+            f"{op} is not batch-invariant; under batch_invariant call chunk_gla and recurrent_gla_step alone, or put "
+            "`gla.use_backend('batch_invariant=0')` around this call"
         )
-    if op == "chunk_gla_bwd" and "chunk_gla_fwd" not in functions:
+    if op == "chunk_gla_bwd" and "chunk_gla_fwd" not in backend.ops:
         raise NotImplementedError(
             "under batch_invariant chunk_gla_bwd is computed segment by segment, from states of chunk_gla_fwd, which "
-            "its backend has not; ask for one that has both"
+            f"the backend {backend.name!r} does not implement; request a backend that implements both"
         )
-    if not native:
-        return functools.partial(_BY_SEGMENT[op], functions, tokens)
 
-    def run(*args: Any) -> Any:
-        with asking_for_invariance(tokens):
-            return functions[op](*args)
+    def compute(each: str, *args: Any) -> Any:
+        from gla_core.ops import ABSTRACT_OPS
+        from gla_core.ops._run import run
 
-    return run
+        spec = ABSTRACT_OPS[each]
+        hints = (None,) * (len(spec.parameters) - len(spec.contract))
+        return run(spec, (*args, *hints), backend=f"{backend.name};batch_invariant=0")
+
+    return functools.partial(_BY_SEGMENT[op], compute, tokens)
 
 
 def _segments(
     tokens: int, q: Tensor, cu_seqlens: Tensor | None, checkpoint_every: int | None = None
 ) -> Iterator[Segment]:
-    """In order, sequence by sequence; the host reads cu_seqlens for it."""
+    """Yields the segments in order, sequence by sequence. The host reads cu_seqlens for it."""
     every = checkpoint_every or tokens
     if tokens % every != 0:
         raise ValueError(f"checkpoint_every is {every}; expected a divisor of the {tokens} tokens of batch_invariant")
@@ -89,33 +89,33 @@ def _segments(
 
 
 def _states(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, given: Tensor | None) -> Tensor:
-    """Those that enter sequences, or the gradients of those that leave them [N, H, K, V], in memory of their own."""
+    """Returns the states that enter sequences, or the gradients of final states [N, H, K, V], in new memory."""
     if given is not None:
         return given.clone(memory_format=torch.contiguous_format)
-    N = len(k) if cu_seqlens is None else len(cu_seqlens) - 1
+    N = number_of_sequences(len(k), cu_seqlens)
     return k.new_zeros(N, *k.shape[2:], v.shape[3], dtype=wide(k.dtype))
 
 
 def _forwards(
-    functions: Mapping[str, Function],
+    compute: Compute,
     parts: Iterable[Segment],
     inputs: Sequence[Tensor | None],
     scale: float,
     states: Tensor,
     checkpoint_every: int | None,
 ) -> Iterator[tuple[Segment, Tensor, Tensor, Any]]:
-    """Each segment with the state that enters it, its o and its checkpoints; `states` are taken to the end."""
+    """Yields each segment, the state that enters it, its o and its checkpoints. `states` become the final states."""
     for part in parts:
         state = states[part.n : part.n + 1]
         entering = state.clone()
-        computed = functions["chunk_gla_fwd"](*part.of(*inputs), scale, entering, True, None, checkpoint_every)
+        computed = compute("chunk_gla_fwd", *part.of(*inputs), scale, entering, True, None, checkpoint_every)
         o, leaving, checkpoints = computed
         state.copy_(leaving)
         yield part, entering, o, checkpoints
 
 
 def _forward(
-    functions: Mapping[str, Function],
+    compute: Compute,
     tokens: int,
     q: Tensor,
     k: Tensor,
@@ -127,12 +127,12 @@ def _forward(
     cu_seqlens: Tensor | None,
     checkpoint_every: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """chunk_gla_fwd, segment by segment."""
+    """Computes chunk_gla_fwd, segment by segment."""
     o = v.new_zeros(*q.shape[:3], v.shape[3])
     states = _states(k, v, cu_seqlens, initial_state)
     checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
     parts = _segments(tokens, q, cu_seqlens, checkpoint_every)
-    for part, _, found, kept in _forwards(functions, parts, (q, k, v, g), scale, states, checkpoint_every):
+    for part, _, found, kept in _forwards(compute, parts, (q, k, v, g), scale, states, checkpoint_every):
         part.write(o, found)
         if checkpoints is not None:
             checkpoints[part.b, part.row : part.row + kept.shape[1]] = kept[0]
@@ -140,7 +140,7 @@ def _forward(
 
 
 def _backward(
-    functions: Mapping[str, Function],
+    compute: Compute,
     tokens: int,
     q: Tensor,
     k: Tensor,
@@ -154,9 +154,9 @@ def _backward(
     do: Tensor,
     dstate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """chunk_gla_bwd, segment by segment, from the states that enter them, which the forward is asked for once more."""
+    """Computes chunk_gla_bwd, segment by segment, from the entering states, which the forward computes again."""
     states = _states(k, v, cu_seqlens, initial_state)
-    computed = _forwards(functions, _segments(tokens, q, cu_seqlens), (q, k, v, g), scale, states, None)
+    computed = _forwards(compute, _segments(tokens, q, cu_seqlens), (q, k, v, g), scale, states, None)
     entered = [(part, state) for part, state, *_ in computed]
     gradients = [
         None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g)
@@ -165,7 +165,7 @@ def _backward(
     for part, state in reversed(entered):
         leaving = dstates[part.n : part.n + 1]
         inputs = (*part.of(q, k, v, g), scale, state, None, None, None, *part.of(do), leaving.clone())
-        *found, dentering = functions["chunk_gla_bwd"](*inputs)
+        *found, dentering = compute("chunk_gla_bwd", *inputs)
         for x, of_part in zip(gradients, found, strict=True):
             part.write(x, of_part)
         leaving.copy_(dentering)
@@ -177,7 +177,7 @@ def _backward(
 
 
 def _step(
-    functions: Mapping[str, Function],
+    compute: Compute,
     tokens: int,
     q: Tensor,
     k: Tensor,
@@ -188,7 +188,7 @@ def _step(
     state_indices: Tensor | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """recurrent_gla_step, row by row."""
+    """Computes recurrent_gla_step, row by row."""
     o = v.new_zeros(*q.shape[:2], v.shape[2])
     new = state if inplace else new_state(state).copy_(state)
     for b in range(len(q)):
@@ -196,7 +196,7 @@ def _step(
         own = new[row] if state_indices is None else new
         indices = None if state_indices is None else state_indices[row]
         inputs = [None if x is None else x[row].contiguous() for x in (q, k, v, g)]
-        o[row], _ = functions["recurrent_gla_step"](*inputs, own, scale, indices, True)
+        o[row], _ = compute("recurrent_gla_step", *inputs, own, scale, indices, True)
     return o, new
 
 

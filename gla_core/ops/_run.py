@@ -1,7 +1,7 @@
-"""The way of every op: from its arguments to a backend's function and its checked results.
+"""How every op runs: from its arguments to the function of a backend and its checked results.
 
-A call is checked and its backend chosen once per signature (shapes, dtypes, devices, request); after that the way to
-the function is one dictionary look-up.
+A call is checked, its backend selected and the call planned once per signature: shapes, strides, dtypes, devices,
+alignment, and request. Afterwards one dictionary look-up finds the function.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +17,22 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import Backend, OpCall, new_state, swapped
+from gla_core.dispatch.backend import (
+    OP_PARAMETERS,
+    Backend,
+    OpCall,
+    Prepared,
+    arguments_of,
+    contiguous_layout,
+    new_state,
+    swapped,
+)
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
 from gla_core.ops import _autocast, _invariant, _memory, _results
 from gla_core.ops._checks import as_backends_take
-from gla_core.ops._spec import STATES, OpSpec
+from gla_core.ops._spec import STATES, OpSpec, is_aligned
 
 # Asked in every call, and so without PyTorch's wrappers.
 _deterministic = torch._C._get_deterministic_algorithms
@@ -31,8 +40,22 @@ _precision = torch._C._get_float32_matmul_precision
 _capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 _MOST_PLANS = 8192  # a server that sees every sequence length must not grow without end
-_Plan = tuple[Callable, int, Backend, OpCall, frozenset[int]]
-"""What computes a call, how many arguments it takes, whose it is, the call, and which arguments are copied for it."""
+
+
+class _Plan(NamedTuple):
+    """How calls of one signature run.
+
+    Attributes:
+        function: takes all arguments of the contract, in order.
+        copied: positions of the arguments that are copied first, because the backend does not take their strides.
+    """
+
+    function: Callable[..., Any]
+    backend: Backend
+    call: OpCall
+    copied: frozenset[int]
+
+
 _plans: dict[Hashable, _Plan] = {}
 
 
@@ -46,19 +69,19 @@ registry.on_change.append(_drop_plans)
 
 
 def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None = None) -> Any:
-    """Run an op on all its arguments, in order, by the backend that the request in force selects."""
+    """Runs an op on all its arguments, in order, by the backend that the request in force selects."""
     plans = _plans
     request = current_request(backend)
     capturing = getattr(args[0], "is_cuda", False) and _capturing()
     signature: list[Hashable] = [spec.name, request.spec, needs_grad, capturing, _deterministic(), _precision()]
-    for x in args:  # what decides whether a call is legal and who runs it: everything but values
+    for x in args:  # everything but values decides whether a call is legal and how it runs
         if x is None:
             signature.append(None)
             continue
         kind = type(x)
         signature.append(kind)  # 1, 1.0 and True are equal, and only one of them may be legal
         if kind is Tensor or isinstance(x, Tensor):
-            signature += x.shape, x.dtype, x.device, x.is_contiguous() or x.stride()[-2:]
+            signature += x.shape, x.dtype, x.device, x.stride(), is_aligned(x)
         elif kind is not float:
             signature.append(x)
     key = tuple(signature)
@@ -67,30 +90,27 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
     except TypeError:  # an argument that cannot be hashed has a wrong type; the description says which
         known = None
     plan = known or _plan(spec, args, needs_grad, capturing, request)
-    function, number, chosen, call, copied = plan
     given = args
-    if copied:
-        args = tuple(x.contiguous() if i in copied else x for i, x in enumerate(args))
-    if spec.check_values is not None and environment().check_values and call.device.type != "meta":
+    if plan.copied:
+        args = tuple(x.contiguous() if i in plan.copied else x for i, x in enumerate(args))
+    if spec.check_values is not None and environment().check_values and plan.call.device.type != "meta":
         spec.check_values(*args)
     try:
-        found = function(*args[:number])
+        found = plan.function(*args[: len(spec.contract)])
     except Exception as error:
-        if request.choice(spec.name).names or not is_launch_failure(error):
+        if not _is_passed_over(error, plan.backend, plan.call, request):
             raise
-        remember_launch_failure(chosen, call, error)
-        _drop_plans()
-        warnings.warn(f"{spec.name}: backend {chosen.name!r} could not launch and is skipped: {error}", stacklevel=2)
         return run(spec, given, needs_grad, backend)
     if known is None:
-        _results.check(f"{spec.name}: backend {chosen.name!r}", found, spec.expected(*args), args)
+        _results.check(f"{spec.name}: backend {plan.backend.name!r}", found, spec.expected(*args), args)
         if len(plans) >= _MOST_PLANS:
             plans.clear()
         plans[key] = plan
-    return _laid_out(spec, given, args, found) if copied else found
+    return _laid_out(spec, given, args, found) if plan.copied else found
 
 
 def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request: Request) -> _Plan:
+    """Checks and describes a call, selects its backend, and has the backend prepare it."""
     tokens = request.batch_invariant
     call = spec.describe(*args, needs_grad=needs_grad, capturing=capturing, batch_invariant=tokens)
     if call.device.type == "cpu":
@@ -104,14 +124,49 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
         for i, (argument, x) in enumerate(zip(spec.arguments, args, strict=True))
         if isinstance(x, Tensor) and not as_backends_take(x, can.swapped_states and argument.dtype in STATES)
     )
-    function = chosen.ops[spec.name]
-    if tokens:
-        function = _invariant.function_of(spec.name, chosen.ops, tokens, call.device.type in can.batch_invariant)
-    return function, len(spec.contract), chosen, call, copied
+    copies = {spec.parameters[i]: contiguous_layout(tuple(args[i].shape), args[i].dtype) for i in copied}
+    taken = dataclasses.replace(call, layouts={**call.layouts, **copies}) if copied else call
+    try:
+        function = _function_of(spec, chosen, taken, can.batch_invariant)
+    except Exception as error:
+        if not _is_passed_over(error, chosen, call, request):
+            raise
+        return _plan(spec, args, needs_grad, capturing, request)
+    return _Plan(function, chosen, call, copied)
+
+
+def _function_of(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset[str]) -> Callable[..., Any]:
+    """Returns the function that computes a call, which takes all arguments of the contract in order.
+
+    Args:
+        native: device types on which the backend honours `batch_invariant` itself.
+    """
+    if call.batch_invariant is not None:
+        by_segments = _invariant.function_of(spec.name, backend, call.batch_invariant)
+        if call.device.type not in native:
+            return by_segments
+    op = backend.ops[spec.name]
+    function, takes = op.prepare(call) if isinstance(op, Prepared) else op, arguments_of(op)
+    if takes == spec.contract:
+        return function
+    picked = [(name, spec.contract.index(name)) for name in takes]
+    if isinstance(op, Prepared):
+        return lambda *args: function(*(args[i] for _, i in picked))
+    return lambda *args: function(**{name: args[i] for name, i in picked})
+
+
+def _is_passed_over(error: Exception, backend: Backend, call: OpCall, request: Request) -> bool:
+    """Returns whether `auto` goes on without a backend that could not launch; if so warns, and remembers it."""
+    if request.choice(call.op).names or not is_launch_failure(error):
+        return False
+    remember_launch_failure(backend, call, error)
+    _drop_plans()
+    warnings.warn(f"{call.op}: backend {backend.name!r} could not launch and is skipped: {error}", stacklevel=4)
+    return True
 
 
 def _laid_out(spec: OpSpec, given: tuple, args: tuple, found: Any) -> Any:
-    """What a backend returned for copies of arguments, with states laid out as those that were given, or in them."""
+    """Returns the results for copies of arguments, with states laid out as the given states, or written into them."""
     if not any(result.state for result in spec.results):
         return found
     results = list(found)
@@ -127,8 +182,9 @@ def _laid_out(spec: OpSpec, given: tuple, args: tuple, found: Any) -> Any:
 
 
 def backward_of(call: OpCall, op: str) -> OpCall:
-    """The call that a gradient of this one will need, of the abstract op `op`."""
-    return dataclasses.replace(call, op=op, checkpoints=False)
+    """Returns the call of the abstract op `op` that a gradient of this call needs."""
+    given = call.given & set(OP_PARAMETERS[op])
+    return dataclasses.replace(call, op=op, checkpoints=False, given=given)
 
 
 # ---- for the public functions
@@ -140,7 +196,7 @@ _autocast_in_force = _autocast.in_force
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd will ask for the gradient of any of `tensors`."""
+    """Returns whether autograd will ask for the gradient of any of `tensors`."""
     if not torch.is_grad_enabled():
         return False
     for x in tensors:
@@ -150,7 +206,10 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def bypasses_torch(x: Any) -> bool:
-    """Whether the public function may call the backend itself: x is a plain tensor, and nothing else hears of ops."""
+    """Returns whether the public function may call the backend itself.
+
+    It may if x is a plain tensor, and no compiler, mode, transform or autocast has to see the op.
+    """
     if is_compiling() or _modes() or transformed():
         return False
     if _autocast_in_force() or forward_ad._current_level >= 0:
@@ -159,10 +218,10 @@ def bypasses_torch(x: Any) -> bool:
 
 
 def request_text(backend: str | None) -> str:
-    """The `backend` argument of a torch op.
+    """Returns the `backend` argument of a torch op.
 
-    Eagerly it is the whole request in force, so that the backward runs under the forward's; a compiled graph holds
-    only what the call itself and the blocks compiled with it name.
+    Eagerly it is the whole request in force, so that the backward runs under the request of its forward. A compiled
+    graph contains only the request of the call and of the blocks that are compiled with it.
     """
     if is_compiling():
         return request_in_graph(backend)

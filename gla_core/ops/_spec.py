@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall, checkpoint_dtype, swapped
+from gla_core.dispatch.backend import ALIGNMENT, Layout, OpCall, checkpoint_dtype, swapped
 from gla_core.ops import _checks
 from gla_core.ops._checks import FLOATS, INTEGERS, wide
 
@@ -175,6 +175,11 @@ class OpSpec:
         return tuple(argument.name for argument in self.arguments if not argument.hint)
 
     @functools.cached_property
+    def required(self) -> frozenset[str]:
+        """Names of the arguments that every backend takes: those without a default, and the scale."""
+        return frozenset(a.name for a in self.arguments if a.default is _REQUIRED or a.name == "scale")
+
+    @functools.cached_property
     def differentiable(self) -> bool:
         """Whether autograd takes a gradient of any argument."""
         return any(argument.differentiable for argument in self.arguments)
@@ -261,6 +266,8 @@ class OpSpec:
             capturing=capturing,
             float32_matmul_precision=torch.get_float32_matmul_precision(),
             batch_invariant=batch_invariant,
+            given=frozenset(a.name for a in self.arguments if not a.hint and not _is_default(a, given[a.name])),
+            layouts={name: layout_of(x) for name, x in given.items() if isinstance(x, Tensor)},
         )
 
     def expected(self, *args: Any) -> tuple[Expected | None, ...]:
@@ -338,6 +345,23 @@ class OpSpec:
         """The shape of an argument in a call; of any shape, the sizes of the call."""
         names = self.sizes if argument.shape is None else argument.shape.split()
         return tuple(_size(name, call.dims) for name in names)
+
+
+def _is_default(argument: Argument, x: Any) -> bool:
+    return x is argument.default or (argument.dtype is None and x == argument.default)
+
+
+def layout_of(x: Tensor) -> Layout:
+    """Returns the layout of a tensor. A tensor without values counts as aligned."""
+    return Layout(tuple(x.shape), x.stride(), x.dtype, is_aligned(x))
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Returns whether the address of a tensor is a multiple of `ALIGNMENT` bytes."""
+    try:
+        return x.data_ptr() % ALIGNMENT == 0
+    except RuntimeError:  # a tensor without values has no address
+        return True
 
 
 def plain_number(x: Any) -> Any:

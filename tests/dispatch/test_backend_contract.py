@@ -15,7 +15,9 @@ from gla_core.dispatch.backend import (
     Capabilities,
     CostModel,
     LaunchError,
+    Layout,
     OpCall,
+    Prepared,
     shipped_constants,
 )
 
@@ -281,14 +283,6 @@ def bad_names(x, axis):
     return x
 
 
-def bad_order(dim, x):
-    return x
-
-
-def too_few(x):
-    return x
-
-
 def too_many(x, dim, eps=0.0):
     return x
 
@@ -297,20 +291,82 @@ def any_arguments(*args):
     return args[0]
 
 
-@pytest.mark.parametrize("function", [bad_names, bad_order, too_few, too_many, any_arguments])
-def test_a_wrong_signature_is_an_error_that_gives_both(function):
+@pytest.mark.parametrize(("function", "name"), [(bad_names, "axis"), (too_many, "eps"), (any_arguments, "args")])
+def test_an_argument_that_the_op_does_not_have_is_an_error_that_names_both(function, name):
     with pytest.raises(gla.BackendError) as error:
         gla.register(Backend("mine", "1.0", {"online_softmax": function}))
-    got = ", ".join(function.__code__.co_varnames)
-    assert str(error.value) == f"backend 'mine': online_softmax takes ({got}); the contract is (x, dim)"
+    assert str(error.value) == f"backend 'mine': online_softmax takes {name!r} (the op has the arguments x, dim)"
 
 
-def test_parameters_that_cannot_be_given_by_position_are_an_error():
-    def keyword_only(*, x, dim):
-        return x
+def test_a_misspelt_argument_gets_the_nearest_spelling():
+    def step(q, k, v, g, state, scale, state_indexes, inplace):
+        return q, state
 
-    with pytest.raises(gla.BackendError, match="online_softmax"):
-        gla.register(Backend("mine", "1.0", {"online_softmax": keyword_only})).unregister()
+    with pytest.raises(gla.BackendError, match=r"takes 'state_indexes'; did you mean 'state_indices'\? \(the op has"):
+        gla.register(Backend("mine", "1.0", {"recurrent_gla_step": step}))
+
+
+def test_a_function_has_to_take_what_every_call_gives():
+    def unscaled(q, k, v):
+        return q, q
+
+    with pytest.raises(gla.BackendError, match="softmax_attention does not take scale, which every call of it gives"):
+        gla.register(Backend("mine", "1.0", {"softmax_attention": unscaled}))
+
+
+def in_another_order(scale, v, *, q, k):
+    return gla.softmax_attention(q, k, v, scale, backend="reference")
+
+
+def prepared_in_another_order(call):
+    assert call.dims["Tq"] == 3
+    return lambda v, scale, k, q: in_another_order(scale, v, q=q, k=k)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [in_another_order, Prepared(prepared_in_another_order, ("v", "scale", "k", "q"))],
+    ids=["function", "prepared"],
+)
+def test_an_op_takes_a_subset_of_the_arguments_by_name_in_any_order(op):
+    q, k, v = torch.randn(1, 3, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 6)
+    with gla.register(Backend("mine", "1.0", {"softmax_attention": op})):
+        found, lse = gla.softmax_attention(q, k, v, 0.3, backend="mine")
+        expected, expected_lse = gla.softmax_attention(q, k, v, 0.3, backend="reference")
+        assert torch.equal(found, expected)
+        assert torch.equal(lse, expected_lse)
+        with pytest.raises(gla.NoBackendError, match="mine: takes no causal; call it without"):
+            gla.softmax_attention(q, q, q, causal=True, backend="mine")
+        assert gla.explain("softmax_attention", q, q, q, causal=True).winner != "mine"
+
+
+def test_a_call_is_prepared_once_for_its_signature():
+    calls = []
+
+    def prepare(call):
+        calls.append(call)
+        return lambda x, dim: torch.softmax(x, dim)
+
+    x = torch.randn(4, 6)
+    with gla.register(Backend("mine", "1.0", {"online_softmax": Prepared(prepare, ("x", "dim"))})):
+        for y in (x, 2 * x, x.T, x[:, ::2]):
+            assert torch.equal(gla.online_softmax(y, backend="mine"), torch.softmax(y, -1))
+    assert [call.layouts["x"].strides for call in calls] == [(6, 1), (4, 1), (3, 1)]  # x.T and x[:, ::2] as copies
+    assert [call.layouts["x"].aligned for call in calls] == [True, True, True]
+
+
+def test_the_alignment_of_a_tensor_is_a_part_of_its_signature():
+    layouts = []
+
+    def prepare(call):
+        layouts.append(call.layouts["x"])
+        return lambda x, dim: torch.softmax(x, dim)
+
+    x = torch.randn(13)
+    with gla.register(Backend("mine", "1.0", {"online_softmax": Prepared(prepare, ("x", "dim"))})):
+        for start in (0, 1, 4, 5):
+            gla.online_softmax(x[start : start + 8], backend="mine")
+    assert layouts == [Layout((8,), (1,), torch.float32, aligned) for aligned in (True, False)]
 
 
 def test_a_function_without_a_readable_signature_is_an_error_that_names_it():
@@ -319,7 +375,7 @@ def test_a_function_without_a_readable_signature_is_an_error_that_names_it():
 
 
 def test_an_op_that_is_no_function_is_an_error():
-    with pytest.raises(gla.BackendError, match="backend 'mine': op 'online_softmax' is str, not a function"):
+    with pytest.raises(gla.BackendError, match="backend 'mine': op 'online_softmax' is str; expected a function"):
         gla.register(Backend("mine", "1.0", {"online_softmax": "softmax"}))
 
 
@@ -391,7 +447,7 @@ def test_another_field_of_a_wrong_type_is_an_error_that_names_it(field, value):
 def test_a_failed_registration_registers_nothing():
     before = [b.name for b in gla.backends()]
     with pytest.raises(gla.BackendError):
-        gla.register(Backend("mine", "1.0", {"online_softmax": too_few}))
+        gla.register(Backend("mine", "1.0", {"online_softmax": too_many}))
     assert [b.name for b in gla.backends()] == before
 
 

@@ -36,7 +36,7 @@ BROKEN = {
     "returns other values": ("['mine']", "expected a gla_core.dispatch.backend.Backend; got str"),
     "wrong signature": (
         "[Backend('mine', '1', {'online_softmax': lambda x, axis: x})]",
-        "online_softmax takes (x, axis); the contract is (x, dim)",
+        "online_softmax takes 'axis' (the op has the arguments x, dim)",
     ),
     "unknown op": ("[Backend('mine', '1', {'online_sofmax': softmax})]", "did you mean 'online_softmax'?"),
     "name of ours": (f"[Backend('reference', '9', {SOFTMAX})]", "'reference' is already in use"),
@@ -46,8 +46,8 @@ BROKEN = {
         "'mine' is already in use",
     ),
     "second backend bad": (
-        f"[Backend('good', '1', {SOFTMAX}), Backend('bad', '1', {{'online_softmax': lambda x: x}})]",
-        "backend 'bad': online_softmax takes (x)",
+        f"[Backend('good', '1', {SOFTMAX}), Backend('bad', '1', {{'online_softmax': lambda dim: dim}})]",
+        "backend 'bad': online_softmax does not take x",
     ),
     "capabilities of another type": (f"[Backend('mine', '1', {SOFTMAX}, {{'cpu'}})]", "capabilities is set"),
     "ops of another type": ("[Backend('mine', '1', [softmax])]", "Error"),

@@ -228,7 +228,7 @@ def test_a_star_outweighs_the_ops_that_a_weaker_request_names(monkeypatch, ran):
 
 def test_a_name_alone_is_a_star():
     def names(text):
-        return {op: choice.names for op, choice in parse(text, "test").items()}
+        return {op: choice.names for op, choice in parse(text, "test")[0].items()}
 
     assert names("a,b") == names("*=a,b") == {"*": ("a", "b")}
     assert names("online_softmax=a;b") == names("online_softmax=a;*=b")
@@ -350,8 +350,8 @@ def test_the_text_of_a_request_says_the_same_as_the_request(text):
     again = current_request(request.spec)
     assert again.choices == request.choices
     assert again.spec == request.spec
-    assert parse(request.spec, "another source") == request.choices
-    parsed = parse(text, "backend=")
+    assert parse(request.spec, "another source") == (request.choices, None)
+    parsed, _ = parse(text, "backend=")
     assert {op: request.choices[op] for op in parsed} == parsed
     for op in OP_PARAMETERS:
         assert request.choice(op).names == (parsed.get(op) or parsed.get("*") or request.choices["*"]).names
@@ -362,7 +362,7 @@ def test_the_text_of_a_request_says_the_same_as_the_request(text):
 def test_the_text_of_a_request_outweighs_all_others(outer, inner):
     spec = current_request(outer).spec
     assert current_request(spec).spec == spec
-    with_names = {op: choice.names for op, choice in parse(inner, "backend=").items()}
+    with_names = {op: choice.names for op, choice in parse(inner, "backend=")[0].items()}
     assert all(current_request(inner).choice(op).names == names for op, names in with_names.items())
 
 

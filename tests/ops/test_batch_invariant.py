@@ -11,7 +11,7 @@ import torch
 import gla_core as gla
 from gla_core.conformance.calls import gradients, oracle_gradients
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
-from gla_core.dispatch.backend import Backend, invariant_tokens
+from gla_core.dispatch.backend import Backend
 from gla_core.dispatch.registry import get
 from gla_core.workloads.inputs import gla_inputs
 
@@ -182,7 +182,7 @@ def test_what_is_no_multiple_of_64(monkeypatch, tokens):
 
 
 def test_other_ops_say_that_they_do_not_keep_it():
-    with gla.batch_invariant(), pytest.raises(NotImplementedError, match="online_softmax may give other bits"):
+    with gla.batch_invariant(), pytest.raises(NotImplementedError, match="online_softmax is not batch-invariant"):
         gla.online_softmax(torch.randn(2, 3))
 
 
@@ -198,7 +198,7 @@ def test_a_backward_without_its_forward_says_so():
     request = "chunk_gla_fwd=reference;chunk_gla_bwd=alone"
     with gla.register(Backend("alone", "0", backward)), gla.batch_invariant(TOKENS):
         o, _ = gla.chunk_gla(q, k, v, backend=request)
-        with pytest.raises(NotImplementedError, match="ask for one that has both"):
+        with pytest.raises(NotImplementedError, match="request a backend that implements both"):
             o.sum().backward()
 
 
@@ -211,7 +211,6 @@ def test_a_backward_runs_as_its_forward(device):
         inside = torch.autograd.grad(o, leaves, do, retain_graph=True)
     outside = torch.autograd.grad(o, leaves, do)
     assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
-    assert invariant_tokens() is None
 
 
 def test_mapped():

@@ -9,7 +9,7 @@ import torch
 
 import gla_core as gla
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
+from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities, Layout
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.ops._spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result
 
@@ -35,7 +35,8 @@ def test_a_new_op_needs_its_description_alone():
     assert PLAIN.command_line_sizes == ("B", "K")
     x = torch.zeros(3, 4, dtype=torch.bfloat16)
     call = PLAIN.describe(x, None, None, True)
-    assert call == PLAIN.call({"B": 3, "K": 4}, CPU, torch.bfloat16, scalars={"squared": True})
+    facts = {"given": {"x", "squared"}, "layouts": {"x": Layout((3, 4), (4, 1), torch.bfloat16)}}
+    assert call == PLAIN.call({"B": 3, "K": 4}, CPU, torch.bfloat16, scalars={"squared": True}, **facts)
     total, dweight = PLAIN.expected(x, None, None, True)
     assert (total.name, total.shape, total.dtype, dweight) == ("total", (3,), torch.float32, None)
     assert PLAIN.floor_bytes(call) == (2 * (12 + 4), 4 * 3 + 2 * 4)

@@ -488,3 +488,15 @@ def test_tuning_says_at_once_what_is_missing(module, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         module("tune").main(["--workload", "decode_b1"])
     assert "needs a CUDA device and flash-linear-attention==0.6.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "where"), [("OutOfResources", "triton.runtime.errors"), ("PTXASError", "elsewhere")])
+def test_what_the_compiler_of_triton_raises_is_a_launch_error(native, kind, where):
+    error = type(kind, (Exception,), {"__module__": where})("shared memory")
+
+    def kernel():
+        raise error
+
+    expected = LaunchError if where.startswith("triton") else type(error)
+    with pytest.raises(expected, match="shared memory"):
+        native.raising_launch_errors(kernel)()

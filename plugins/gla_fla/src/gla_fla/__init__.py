@@ -16,6 +16,7 @@ _LEAST_V_BACKWARD = 9  # FLA's dA kernel multiplies over min(64, next power of 2
 
 @hookimpl
 def gla_register_backends() -> list[Backend]:
+    from gla_fla import native
     from gla_fla.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
     from gla_fla.recurrent_gla_step import recurrent_gla_step
 
@@ -24,7 +25,7 @@ def gla_register_backends() -> list[Backend]:
         Backend(
             name="gla_fla",
             version=__version__,
-            ops={op.__name__: op for op in ops},
+            ops={op.__name__: native.raising_launch_errors(op) for op in ops},
             capabilities=Capabilities(
                 devices=frozenset({"cuda"}),
                 dtypes=frozenset({torch.float32, torch.float16, torch.bfloat16}),

@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from gla_core.dispatch.backend import LaunchError
 
 UNTUNED = "FLA_UNTUNED"
 """Environment variable: 1 takes the first configuration of every kernel instead of tuning. To check, not to time."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @functools.cache
@@ -38,6 +42,22 @@ def fla(module: str) -> ModuleType:
         raise LaunchError(
             f"gla_fla could not import fla.{module} ({error}); pip install 'flash-linear-attention==0.6.0'"
         ) from error
+
+
+def raising_launch_errors(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Has a function raise what Triton's compiler raises as `LaunchError`, so that `auto` takes another backend."""
+
+    @functools.wraps(function)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            kinds = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("triton")}
+            if kinds.isdisjoint({"OutOfResources", "PTXASError", "CompilationError"}):
+                raise
+            raise LaunchError(f"a kernel of FLA cannot be launched: {type(error).__name__}: {error}") from error
+
+    return wrapped
 
 
 def chunk_gla(*args: Any, **kwargs: Any) -> tuple:
