@@ -34,15 +34,16 @@ class Kernel:
 
     def __init__(self, name, told, error=None):
         self.fn, self.told, self.error = type(name, (), {}), told, error
+        self.arg_names = ["x_ptr", "y_ptr", "scale", "T"]
 
-    def warmup(self, *arguments, grid, **options):
-        self.told.append(("warmup", self.fn.__name__, arguments, grid, options))
+    def warmup(self, x_ptr, y_ptr, scale, T, *, grid, **options):
+        self.told.append(("warmup", self.fn.__name__, (x_ptr, y_ptr, scale, T), grid, options))
 
     def __getitem__(self, grid):
-        def launch(*arguments, **options):
+        def launch(x_ptr, y_ptr, scale, T, **options):
             if self.error is not None:
                 raise self.error
-            self.told.append(("launch", self.fn.__name__, arguments, grid, options))
+            self.told.append(("launch", self.fn.__name__, (x_ptr, y_ptr, scale, T), grid, options))
             return f"{self.fn.__name__} compiled"
 
         return launch
@@ -51,7 +52,8 @@ class Kernel:
 def launches(*kernels):
     from gla_triton_kernels.runtime.launch import Launch
 
-    return [Launch(kernel, (i, 1, 1), ("x", None), (0.5,), (i,), {"num_warps": 4}) for i, kernel in enumerate(kernels)]
+    arguments = {"x_ptr": "x", "y_ptr": None, "scale": 0.5}
+    return [Launch(kernel, (i, 1, 1), {**arguments, "T": i}, {"num_warps": 4}) for i, kernel in enumerate(kernels)]
 
 
 def test_what_takes_long_once_is_begun_first(prepared):

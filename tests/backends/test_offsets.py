@@ -203,7 +203,7 @@ def ir_of(monkeypatch, tmp_path):
 
     def compiled(launch):
         with pytest.raises(Compiled) as found:
-            launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
+            launch.kernel.warmup(**launch.arguments, grid=launch.grid, **launch.options)
         module, signature = found.value.args
         manager = ir.pass_manager(module.context)
         passes.common.add_inliner(manager)
@@ -374,7 +374,7 @@ def given(launch, signature, in_memory):
     Constants are not among them, and a descriptor is taken apart.
     """
     found = []
-    for x, (name, kind) in zip(launch.arguments, signature.items(), strict=True):
+    for x, (name, kind) in zip(launch.arguments.values(), signature.items(), strict=True):
         if kind == "constexpr":
             continue
         parts = [None, *x.shape, *x.strides] if kind.startswith("tensordesc") else [x]
@@ -387,6 +387,20 @@ def given(launch, signature, in_memory):
 
 def test_every_kernel_is_among_those_of_the_calls(launches_of):
     assert {name_of(launch.kernel) for name in CALLS for launch in launches_of(name)} == kernels()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_launches_name_the_parameters_of_their_kernels(name, launches_of):
+    """Tensors come first, then what differs from call to call: so a recorded launch is put together."""
+    from gla_triton_kernels.runtime import replay
+
+    for launch in launches_of(name):
+        parameters = list(inspect.signature(launch.kernel.fn).parameters)
+        assert list(launch.arguments) == parameters, name_of(launch.kernel)
+        tensors, floats, fixed = replay._arguments(launch)
+        assert tensors
+        assert floats == [launch.arguments[name] for name in parameters if name == "scale"]
+        assert all(map(replay._is_fixed, fixed))
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -86,6 +86,20 @@ def compiled(gpu, *types):
     )
 
 
+class Kernel:
+    """Stands for a function of triton.jit with these parameters."""
+
+    def __init__(self, *arg_names):
+        self.arg_names = list(arg_names)
+
+
+def launch(grid, arguments, compiled):
+    """A launch that has been made of a kernel with these arguments."""
+    from gla_triton_kernels.runtime.launch import Launch
+
+    return Launch(Kernel(*arguments), grid, arguments, compiled=compiled)
+
+
 TYPES = ("tensordesc<fp32[1,1,8,8]>", "constexpr", "*fp32", "fp32", "i32")
 GRID = (3, 2, 1)
 
@@ -99,13 +113,13 @@ def tensor(T=16):
 def record(gpu, x, y, key="key"):
     """As a backend does after its first launch, of which this returns what the device was told."""
     from gla_triton_kernels.runtime import replay
-    from gla_triton_kernels.runtime.launch import Launch
     from gla_triton_kernels.runtime.tma import tiles
 
     kernel, descriptor = compiled(gpu, *TYPES), tiles(x, 8, 8)
     # Triton's own way
     kernel.run(*GRID, 7, kernel.function, kernel.packed_metadata, None, None, None, descriptor, 0, y.data_ptr(), 0.5, 9)
-    made = Launch(None, GRID, (descriptor, None, y), (0.5,), (9,), compiled=kernel)
+    arguments = {"x_desc": descriptor, "absent": None, "y_ptr": y, "scale": 0.5, "T": 9}
+    made = launch(GRID, arguments, kernel)
     replay.record(key, (x, None, y), [made])
     return gpu.launched.pop()
 
@@ -215,11 +229,10 @@ def encoded_maps(replay):
 def record_two(gpu, x, y, scratch, key="two"):
     """A call of two kernels, which hand something over in `scratch`."""
     from gla_triton_kernels.runtime import replay
-    from gla_triton_kernels.runtime.launch import Launch
 
     kernels = [compiled(gpu, "*fp32", "*fp32") for _ in range(2)]
-    first = Launch(None, (5, 1, 1), (x, scratch), (), (1, 2), compiled=kernels[0])
-    second = Launch(None, (6, 1, 1), (scratch, y), (0.5,), (3,), compiled=kernels[1])
+    first = launch((5, 1, 1), {"x_ptr": x, "scratch_ptr": scratch, "T": 1, "N": 2}, kernels[0])
+    second = launch((6, 1, 1), {"scratch_ptr": scratch, "y_ptr": y, "scale": 0.5, "T": 3}, kernels[1])
     replay.record(key, (x, y), [first, second])
 
 
@@ -370,12 +383,12 @@ def test_a_graph_that_is_made_while_others_are_dropped_is_not_lost(gpu, monkeypa
 def test_nothing_is_replayed_on_an_amd_gpu(gpu, monkeypatch):
     """Its launchers are others: they are not even looked at."""
     from gla_triton_kernels.runtime import replay
-    from gla_triton_kernels.runtime.launch import Launch
 
     monkeypatch.setattr(torch.version, "hip", "6.4.0")
     assert replay.why_not_replayed() == "launches are replayed on NVIDIA GPUs alone"
     x, y = tensor(), tensor()
-    replay.record("key", (x, y), [Launch(None, GRID, (x, y), (0.5,), (), compiled=SimpleNamespace(run=object()))])
+    made = launch(GRID, {"x_ptr": x, "y_ptr": y, "scale": 0.5}, SimpleNamespace(run=object()))
+    replay.record("key", (x, y), [made])
     assert not replay.replay("key", (x, y), 0.5)
 
 
@@ -439,13 +452,13 @@ def test_what_is_kept_of_launches_is_bounded(gpu, monkeypatch):
 def test_either_form_of_launchers(gpu, monkeypatch, launcher):
     """A function in C takes what the kernel takes one by one in Triton 3.6, and as a tuple in 3.7."""
     from gla_triton_kernels.runtime import replay
-    from gla_triton_kernels.runtime.launch import Launch
 
     monkeypatch.setattr(replay, "_launcher", lambda: getattr(replay, launcher))
     launched = []
     gpu.launch = lambda *args: launched.append(args)
     x, y = tensor(), tensor()
-    made = Launch(None, GRID, (x, None, y), (0.5,), (9,), compiled=compiled(gpu, "*fp32", "*fp32"))
+    arguments = {"x_ptr": x, "absent": None, "y_ptr": y, "scale": 0.5, "T": 9}
+    made = launch(GRID, arguments, compiled(gpu, "*fp32", "*fp32"))
     replay.record("key", (x, None, y), [made])
     for _ in range(2):
         assert again(x, y)
@@ -456,15 +469,16 @@ def test_either_form_of_launchers(gpu, monkeypatch, launcher):
 
 
 def test_parts_of_tensors_are_where_they_were(gpu):
-    from gla_triton_kernels.runtime.launch import Launch
     from gla_triton_kernels.runtime.replay import part, record, replay
     from gla_triton_kernels.runtime.tma import tiles
 
     x, y, scratch = tensor(), tensor(), torch.empty(2, 8, dtype=torch.float64)
     kernel = compiled(gpu, *TYPES)
     tensors = (tiles(part(x, 1, 2), 8, 8), part(y, 1, 2), part(scratch, 1, 2))
-    made = Launch(None, GRID, (tensors[0], None, tensors[1]), (0.5,), (9,), compiled=kernel)
-    other = Launch(None, GRID, (tensors[2], tensors[1]), (0.5,), (9,), compiled=compiled(gpu, "*fp64", "*fp32"))
+    first_arguments = {"x_desc": tensors[0], "absent": None, "y_ptr": tensors[1], "scale": 0.5, "T": 9}
+    made = launch(GRID, first_arguments, kernel)
+    other_arguments = {"scratch_ptr": tensors[2], "y_ptr": tensors[1], "scale": 0.5, "T": 9}
+    other = launch(GRID, other_arguments, compiled(gpu, "*fp64", "*fp32"))
     record("parts", (x, y), [made, other])
     gpu.encoded.clear()
     new = tensor(), tensor()
@@ -488,6 +502,20 @@ def test_calls_that_cannot_be_told_apart_are_not_recorded(gpu):
     assert not replay("two", (x, y), 0.5)
     record_two(gpu, x, y, tensor())
     assert replay("two", (x, x), 0.5)
+
+
+@pytest.mark.parametrize("last", ["a tensor", "a descriptor", "a float"])
+def test_kernels_that_end_with_tensors_or_floats_are_not_recorded(gpu, last):
+    """These differ from call to call, and would be taken for the same."""
+    from gla_triton_kernels.runtime import replay
+    from gla_triton_kernels.runtime.tma import tiles
+
+    x, y = tensor(), tensor()
+    value = {"a tensor": y, "a descriptor": tiles(y, 8, 8), "a float": 0.25}[last]
+    for arguments, recorded in (({"x_ptr": x, "T": 9}, True), ({"x_ptr": x, "T": 9, "last": value}, False)):
+        replay._calls.clear()
+        replay.record("key", (x, y), [launch(GRID, arguments, compiled(gpu, "*fp32"))])
+        assert replay.replay("key", (x, y), 0.5) == recorded
 
 
 @pytest.fixture

@@ -25,6 +25,12 @@ class Rows(NamedTuple):
     itemsize: int
 
     @property
+    def arguments(self) -> dict[str, int]:
+        """Returns the strides as a kernel's arguments."""
+        names = (f"stride_{tensor}{dim}" for dim in ("0", "1", "r", "n") for tensor in "xy")
+        return dict(zip(names, self.strides, strict=True))
+
+    @property
     def contiguous(self) -> bool:
         """Whether the columns of x are neighbours in memory."""
         return self.strides[6] == 1

@@ -38,17 +38,29 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
-def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor) -> Launch:
-    """The launch that writes o [B, Tq, H * G, V] and lse [B, Tq, H * G], with scale >= 0."""
+def launch_attention(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor
+) -> list[Launch]:
+    """Returns the launch that writes o [B, Tq, H * G, V] and lse [B, Tq, H * G], with scale >= 0."""
     B, Tq, Hq, _ = q.shape
     _, Tk, H, _ = v.shape
     BR, BT, BK, BV = plan.BR, plan.BT, plan.BK, plan.BV
-    maps = (shared_tiles(q, BR, BK), shared_tiles(k, BT, BK), shared_tiles(v, BT, BV), shared_tiles(o, BR, BV))
+    arguments = {
+        "q_desc": shared_tiles(q, BR, BK),
+        "k_desc": shared_tiles(k, BT, BK),
+        "v_desc": shared_tiles(v, BT, BV),
+        "o_desc": shared_tiles(o, BR, BV),
+        "lse_ptr": lse,
+        "scale": scale,
+        "Tq": Tq,
+        "Tk": Tk,
+        "Hq": Hq,
+        "G": Hq // H,
+        "CAUSAL": causal,
+        "STAGES": plan.stages,
+    }
     grid = (-(-Tq // (2 * BR)) * B * Hq, 1, 1)
-    integers = (Tq, Tk, Hq, Hq // H, causal, plan.stages)
-    return Launch(
-        _attention, grid, (*maps, lse), (scale,), integers, {"num_warps": plan.warps, "maxnreg": plan.registers}
-    )
+    return [Launch(_attention, grid, arguments, {"num_warps": plan.warps, "maxnreg": plan.registers})]
 
 
 @gluon.jit
