@@ -139,7 +139,7 @@ def _columns():
 
 @gluon.jit
 def _left(mask, x):
-    """Where mask [C, C] is set x [C, C], else 0, in bfloat16: as the left operand of a product, in registers."""
+    """Returns x [C, C] where mask [C, C] is set, else 0, in bfloat16: the left operand of a product, in registers."""
     return gl.convert_layout(gl.where(mask, x, 0.0).to(gl.bfloat16), LEFT)
 
 

@@ -1,4 +1,4 @@
-"""What the kernels for SM90 have in common: segments, decays and scores of a chunk, rows cleared and written, overlap.
+"""Functions that the kernels for SM90 share: segments, decays and scores of a chunk, rows cleared and written, overlap.
 
     b_t = g_1 + .. + g_t                             within a chunk
     mild chunk (no channel decays by more than MILD_DECAY_SM90): with r = b_C / 2,
@@ -40,7 +40,7 @@ def _either(a, b):
 
 @gluon.jit
 def as_float32(x):
-    """Of numbers x their float32: of two bfloat16 in a register by two instructions, where the compiler takes three."""
+    """Returns x in float32: two bfloat16 of a register by two instructions, where the compiler takes three."""
     if x.dtype == gl.bfloat16:
         widen: gl.constexpr = """{
             .reg .b32 first, second;
@@ -85,7 +85,9 @@ def wait_for_predecessor():
 
 @gluon.jit
 def segment_at(order, place):
-    """Of the segment in a place of the order [I, 5]: number, first row, tokens, and of its sequence first row and end.
+    """Returns the segment in a place of the order [I, 5].
+
+    Its number, first row and tokens come first, then first row and end of its sequence.
 
     Args:
         order: as in `Segments`.
@@ -97,8 +99,9 @@ def segment_at(order, place):
 
 @gluon.jit
 def tokens_of(n, T, segment, segments, order):
-    """Where the n-th sequence or segment to start is: its number, batch, first token, tokens, and of its sequence the
-    number, the first token and the end.
+    """Returns number, batch, first token and tokens of the n-th sequence or segment to start.
+
+    After these, the number, the first token and the end of its sequence.
 
     Args:
         order, segment, segments: the order, length and per_sequence of `Segments`.
@@ -126,9 +129,10 @@ def next_checkpoint(start, sequence, origin, every, PACKED: gl.constexpr):
 
 @gluon.constexpr_function
 def layout_of_runs(C, K):
-    """Of a tile [C, K] for 4 warps: each holds a run of K / 256 of the rows, of 64 columns, and a thread two of these.
+    """Returns a layout of a tile [C, K] for 4 warps, which hold runs of K / 256 of the rows.
 
-    A warp then reads whole rows of shared memory, whose banks no two threads share.
+    A warp holds 64 columns, and a thread two of these: it then reads whole rows of shared memory, whose banks no two
+    threads share.
     """
     runs = 256 // K
     return gl.BlockedLayout([C // runs, 2], [1, 32], [runs, 4 // runs], [1, 0])
@@ -136,7 +140,7 @@ def layout_of_runs(C, K):
 
 @gluon.constexpr_function
 def layout_of_columns(C, K):
-    """Of a tile [C, K] for 4 warps, to add up rows within a few threads: a thread holds rows of two columns.
+    """Returns a layout of a tile [C, K] for 4 warps, to add up rows in few threads: a thread holds rows of two columns.
 
     Of 128 columns it holds half the rows, or registers spill; of fewer, runs of 4, which seldom meet in shared memory's
     banks.
@@ -208,7 +212,7 @@ def decay_any_chunk(q_tile, k_tile, scratch, g):
 
 @gluon.jit
 def in_state(key, value, stride_k, stride_v):
-    """Where numbers of a state lie, from its first; the stride of what lies together is None."""
+    """Returns the offsets of numbers of a state from its first; the stride of what lies together is None."""
     return value.to(gl.int64) * stride_v + key if stride_k is None else key.to(gl.int64) * stride_k + value
 
 

@@ -109,7 +109,7 @@ def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescript
 
 @gluon.jit
 def _gate_tile(scratch_tiles, slot, g_desc):
-    """Where g's chunk arrives: it takes the place of two tiles in q's dtype, or of one where g is as narrow."""
+    """Returns the memory where g's chunk arrives: two tiles in q's dtype, or one where g is as narrow."""
     return scratch_tiles.index(slot)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
 
 

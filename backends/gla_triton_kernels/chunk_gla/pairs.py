@@ -54,7 +54,7 @@ from gla_triton_kernels.runtime.launch import Launch, strides_of
 MARKS = 64
 """The most chunks of heads that a program looks at, at once: to start a program takes longer."""
 PROGRAMS = 1024
-"""Where there are no more chunks of heads, each has a program of its own: some for every multiprocessor."""
+"""Up to this number of chunks of heads, each has a program of its own: some for every multiprocessor."""
 
 C = gl.constexpr(CHUNK)
 D = gl.constexpr(64)
@@ -251,7 +251,7 @@ def _stride(stride, FAR_ROWS: gl.constexpr):
 
 @gluon.jit
 def _first(x, at, column):
-    """Where this column of a head's row t stands, and how far apart rows are.
+    """Returns a pointer to this column of a head's row t, and the distance of rows.
 
     It is computed wherever it is needed: those of all tensors would not fit into registers.
     """
@@ -311,7 +311,7 @@ def _choose(bits, x, y):
 
 @gluon.jit
 def _load_rows(ptr, stride, row, rows, columns):
-    """Of a tile [C, D] these rows [C, 1], 0 where they are beyond this many rows or columns."""
+    """Returns rows `row` [C, 1] of a tile [C, D]; 0 beyond `rows` rows and `columns` columns."""
     column = gl.arange(0, D, OF_COLUMNS)[None, :]  # [1, D]
     inside = row < rows  # [C, 1]
     if columns is not None:
@@ -361,7 +361,7 @@ def _score_gradients_in_units(do, v, at, rows, V: gl.constexpr, scale):
 
 @gluon.jit
 def _pairs(m):
-    """Whether two tokens are in different halves of a block of 2m, [C, C]."""
+    """Returns whether two tokens are in different halves of a block of 2m, [C, C]."""
     row, column = _rows_and_columns()
     return ((row ^ column) & -m) == m
 

@@ -28,8 +28,8 @@ from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 PROGRAMS = 528
-"""That go through what is cut of packed sequences, however much that is: four for each multiprocessor of an H200, which
-are as many as its registers hold."""
+"""The most programs for what is cut of packed sequences: four for each multiprocessor of an H200, whose registers hold no
+more."""
 
 
 def launch_scan(

@@ -35,7 +35,7 @@ from gla_triton_kernels.runtime.launch import Launch
 
 
 class Recurrence(NamedTuple):
-    """What is carried through sequences: states, or their gradients backwards in time.
+    """The tensors of a recurrence through sequences: of states, or of their gradients backwards in time.
 
         S  <-  diag(exp g_t) S + k_t^T v_t                      for t from first to last
         dS <-  diag(exp g_t) (dS + scale * q_t^T do_t)          for t from last to first
@@ -175,7 +175,7 @@ ONE_WARP = {"num_warps": 1}
 
 
 def _programs(places: int, o: Tensor | None) -> int:
-    """That a launch takes for so many places of an order, and to clear what belongs to no sequence."""
+    """Returns the programs of a launch for `places` places of an order, and to clear what belongs to no sequence."""
     return max(-(-places // BI), 0 if o is None else -(-o.shape[1] // ROWS))
 
 
@@ -314,7 +314,7 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.const
 
 @triton.jit
 def cut_of(cu_seqlens_ptr, n, N, length, uncut):
-    """Of sequences n: first row, end, place of the first segment, followed segments, and tokens of the last."""
+    """Returns first row, end, place of the first segment, followed segments, and tokens of the last, of sequences n."""
     start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=0).to(tl.int32)
     end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0).to(tl.int32)
     followed = tl.where(end - start > uncut, (end - start - 1) // length, 0)

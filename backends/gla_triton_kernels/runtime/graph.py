@@ -15,11 +15,11 @@ from ctypes import byref, c_int, c_void_p
 from typing import Any
 
 _INVALID_CONTEXT = 201
-"""Of CUresult: the thread has not used CUDA yet."""
+"""A CUresult: the thread has not used CUDA yet."""
 _NON_BLOCKING = 1
-"""Of CUstream_flags: the stream does not wait for the default stream."""
+"""A flag of CUstream_flags: the stream does not wait for the default stream."""
 _RELAXED = 2
-"""Of CUstreamCaptureMode: a capture forbids nobody anything but to wait for its stream."""
+"""A CUstreamCaptureMode: a capture forbids nobody anything but to wait for its stream."""
 
 
 class Graph:

@@ -63,7 +63,7 @@ class _TensorMap:
         self.encoded: dict[int, list[Any]] = {}
 
     def encode(self, address: int) -> list[Any]:
-        """What the kernel takes for a tensor at this address: the map encoded, then shape and strides."""
+        """Returns the kernel's arguments for a tensor at this address: the map encoded, then shape and strides."""
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         base = SimpleNamespace(data_ptr=lambda: address)  # all that is asked of a tensor
@@ -288,7 +288,7 @@ def part(x: Tensor, start: int, end: int) -> Tensor:
 
 
 def _whole_of(x: Any) -> Any:
-    """What x is a part of, or x itself."""
+    """Returns the tensor that x is a part of, or x itself."""
     return getattr(x, _WHOLE, x)
 
 
@@ -308,19 +308,19 @@ def _recorded(launch: Launch, arguments: _Arguments, places: dict[int, int]) -> 
 
 TRITON_3_6 = ("function", "args")
 TRITON_3_7 = ("function", "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args")
-"""What launchers of kernels take after the stream, by which the versions are told apart."""
+"""Parameters of launchers of kernels after the stream, by which the versions are told apart."""
 
 
 @functools.cache
 def _launcher() -> tuple[str, ...]:
-    """What the launchers of this Triton take after the stream."""
+    """Returns the parameters of the launchers of this Triton after the stream."""
     from triton.backends.nvidia.driver import CudaLauncher
 
     return tuple(inspect.signature(CudaLauncher.__call__).parameters)[5:]
 
 
 def _after_the_stream(run: Any, kernel: Any) -> tuple[Any, ...]:
-    """What `CudaLauncher.__call__` hands to the function in C between the stream and the kernel's arguments.
+    """Returns what `CudaLauncher.__call__` hands to the function in C between the stream and the kernel's arguments.
 
     No scratch memory, no metadata of the launch, and no hooks: these take a third of the time even where none is set.
     """
@@ -368,7 +368,7 @@ def layouts(*tensors: Tensor | None) -> Hashable:
 
 
 def why_not_replayed() -> str | None:
-    """Why every call takes Triton's own way to a launch, which is slower on the host; None if calls are replayed."""
+    """Returns why every call takes Triton's own way to a launch, slower on the host; None if calls are replayed."""
     if interpreted():
         return "kernels are interpreted (TRITON_INTERPRET=1)"
     if torch.version.hip is not None:
@@ -381,13 +381,13 @@ def why_not_replayed() -> str | None:
 
 
 def _profiled() -> bool:
-    """Whether a profiler wants to hear of launches, which only Triton's own way tells it of."""
+    """Returns whether a profiler wants to hear of launches, which only Triton's own way tells it of."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 @functools.cache
 def _launchers_are_known() -> bool:
-    """Whether this Triton encodes tensor maps and hands them on as is assumed here: tried out on a function."""
+    """Returns whether this Triton encodes tensor maps and hands them on as is assumed here: tried out on a function."""
     from triton.backends.nvidia import driver as nvidia
 
     def launch() -> None: ...
