@@ -36,14 +36,14 @@ class Kernel:
         self.fn, self.told, self.error = type(name, (), {}), told, error
         self.arg_names = ["x_ptr", "y_ptr", "scale", "T"]
 
-    def warmup(self, x_ptr, y_ptr, scale, T, *, grid, **options):
-        self.told.append(("warmup", self.fn.__name__, (x_ptr, y_ptr, scale, T), grid, options))
+    def warmup(self, *arguments, grid, **options):
+        self.told.append(("warmup", self.fn.__name__, arguments, grid, options))
 
     def __getitem__(self, grid):
-        def launch(x_ptr, y_ptr, scale, T, **options):
+        def launch(*arguments, **options):
             if self.error is not None:
                 raise self.error
-            self.told.append(("launch", self.fn.__name__, (x_ptr, y_ptr, scale, T), grid, options))
+            self.told.append(("launch", self.fn.__name__, arguments, grid, options))
             return f"{self.fn.__name__} compiled"
 
         return launch

@@ -203,7 +203,7 @@ def ir_of(monkeypatch, tmp_path):
 
     def compiled(launch):
         with pytest.raises(Compiled) as found:
-            launch.kernel.warmup(**launch.arguments, grid=launch.grid, **launch.options)
+            launch.kernel.warmup(*launch.arguments.values(), grid=launch.grid, **launch.options)
         module, signature = found.value.args
         manager = ir.pass_manager(module.context)
         passes.common.add_inliner(manager)

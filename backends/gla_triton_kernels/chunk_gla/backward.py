@@ -329,7 +329,7 @@ def _decays(g, mild, before, EXACT: tl.constexpr, SUMS: tl.constexpr):
 def _add_pairs_of_halves(
     AT, dq, dk, dg, q, k, g, dA, dAT, levels, C: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr
 ):
-    """Add to A^T [C, C] and dq, dk, dg [C, BK] what pairs s < t in the two halves of blocks of 2, 4 .. 2^levels give.
+    """Adds to A^T [C, C] and dq, dk, dg [C, BK] what pairs s < t in the two halves of blocks of 2, 4 .. 2^levels give.
 
     q is scaled, and dq is not yet. dA [C, C] and its transpose dAT may hold anything finite where s >= t.
     """

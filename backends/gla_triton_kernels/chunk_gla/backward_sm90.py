@@ -145,7 +145,7 @@ def _left(mask, x):
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr):
-    """Keep what the next chunks need on its way, the last chunk first."""
+    """Keeps what the next chunks need on its way, the last chunk first."""
     q_desc, k_desc, v_desc, do_desc, g_desc, s_desc = descriptors
     q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles = tiles
     g_full, qk_full, qk_empty, v_full, v_empty, s_full, s_empty = barriers
@@ -183,7 +183,7 @@ def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES:
 
 @gluon.jit
 def _decay(g, mild, i, tiles, scale):
-    """Turn a part's q, k into qg, kg, its gates into the exponents of its queries, and leave b_C / 2 [D]."""
+    """Turns a part's q, k into qg, kg, its gates into the exponents of its queries, and leaves b_C / 2 [D]."""
     q_tiles, k_tiles, x_tiles, r_tiles = tiles
     q_tile = q_tiles.index(i).reshape([C, D])
     k_tile = k_tiles.index(i).reshape([C, D])
@@ -195,7 +195,7 @@ def _decay(g, mild, i, tiles, scale):
 
 @gluon.jit
 def _write_dg(tiles, where, dg_ptr, key, K, slot, rows, PARTS: gl.constexpr):
-    """Write dg of a chunk: its parts at the chunk's start, less the sums of w before each row."""
+    """Writes dg of a chunk: its parts at the chunk's start, less the sums of w before each row."""
     _, _, x_tiles, r_tiles = tiles
     b, h, t, T, Hq = where
     row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
@@ -214,7 +214,7 @@ def _write_dg(tiles, where, dg_ptr, key, K, slot, rows, PARTS: gl.constexpr):
 def _gate_warps(
     g_desc, tiles, barriers, marks, marks_c, dg_ptr, place, sizes, scale, PARTS: gl.constexpr, PACKED: gl.constexpr
 ):
-    """Turn q, k into qg, kg, chunk after chunk, mark those that are not mild, and write dg of the one before.
+    """Turns q, k into qg, kg, chunk after chunk, marks those that are not mild, and writes dg of the one before.
 
     What is done for each part stands in loops at run time, though gates are then read twice: less code, which is
     fetched anew for each chunk.
@@ -279,7 +279,7 @@ def _chunk(
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Write the gradients of a chunk, but for dg, from dS = waiting * tiles [D, D], that of the state that leaves it.
+    """Writes the gradients of a chunk, but for dg, from dS = waiting * tiles [D, D], that of the state that leaves it.
 
     Returns the same of the state that enters it: what its keys [D] are still to be multiplied by waits for the next
     chunk, so that all is scaled once.
@@ -421,7 +421,7 @@ def _gradient_warps(
     PACKED: gl.constexpr,
     G: gl.constexpr,
 ):
-    """Carry D rows of dS backwards through the segment and write the gradients."""
+    """Carries D rows of dS backwards through the segment and writes the gradients."""
     do_tiles = tiles[3]
     gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done = barriers
     leaving, held, state_n, state_h, state_k, state_v, dinitial = states

@@ -108,7 +108,7 @@ def _keys(K: int) -> int:
 
 @gluon.jit
 def _load_gates(g_desc, x_tiles, full, empty, item, place, PARTS: gl.constexpr, G: gl.constexpr):
-    """Load the gates of both warpgroups' keys into the next two slots."""
+    """Loads the gates of both warpgroups' keys into the next two slots."""
     b, h, t = place
     for i in gl.static_range(2):
         slot = (item + i) % SLOTS
@@ -121,7 +121,7 @@ def _load_gates(g_desc, x_tiles, full, empty, item, place, PARTS: gl.constexpr, 
 
 @gluon.jit
 def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr):
-    """Load all keys of D values of S or P into the next slot."""
+    """Loads all keys of D values of S or P into the next slot."""
     row, h, value = place
     slot = item % SLOTS
     mbarrier.wait(empty.index(slot), (item // SLOTS & 1) ^ 1)
@@ -133,7 +133,7 @@ def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr):
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place, tiles_v, PARTS: gl.constexpr, G: gl.constexpr):
-    """Load q and k, then keep g, tiles of v and do, and in turns of S and P, on their way, and g once more."""
+    """Loads q and k, then keeps g, tiles of v and do, and in turns of S and P, on their way, and g once more."""
     q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc = descriptors
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles = tiles
     qk_full, full, empty, v_full, v_empty = barriers
@@ -175,7 +175,7 @@ def _tile(tiles, i):
 
 @gluon.jit
 def _decay(g_desc, tiles, own, mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
-    """Turn this warpgroup's q and k into qg and kg, and leave b_C / 2 [D] of each part."""
+    """Turns this warpgroup's q and k into qg and kg, and leaves b_C / 2 [D] of each part."""
     q_tiles, k_tiles, x_tiles, r_tiles = tiles
     for p in range(PARTS):
         q_tile, k_tile = _tile(q_tiles, own + p), _tile(k_tiles, own + p)
@@ -208,7 +208,7 @@ def _scores(q_tiles, k_tiles, milds, PARTS: gl.constexpr):
 
 @gluon.jit
 def _add_crossing(this, other, s_tiles, s_first, p_first, PARTS: gl.constexpr):
-    """Add to each part [D] of keys the sum over the values of a tile of S * P."""
+    """Adds to each part [D] of keys the sum over the values of a tile of S * P."""
     for p in range(PARTS):
         S = _tile(s_tiles, s_first + p).load(ROWS).to(gl.float32)  # [D, D]
         P = _tile(s_tiles, p_first + p).load(ROWS).to(gl.float32)  # [D, D]
@@ -231,7 +231,7 @@ def _gradient_warps(
     PARTS: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Compute the gradients of PARTS parts of the keys of a chunk; the first warpgroup dA besides, the second dv.
+    """Computes the gradients of PARTS parts of the keys of a chunk; the first warpgroup dA besides, the second dv.
 
     What is done for each part stands in loops at run time: the code has to fit into the cache of instructions.
     """

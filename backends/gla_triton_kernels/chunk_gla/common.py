@@ -38,7 +38,7 @@ def segment_at(order_ptr, place):
 
 @triton.jit
 def operand(x, dtype: tl.constexpr):
-    """Round x to what the matrix units take: dtype, or TF32 where that is float32."""
+    """Rounds x to what the matrix units take: dtype, or TF32 where that is float32."""
     x = x.to(dtype)
     return nearest_tf32(x) if dtype == tl.float32 else x
 
@@ -59,7 +59,7 @@ def load_tile(
 def store_tile(
     tiles, ptr, stride_t, stride_h, b, t, head, column, end, x, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr
 ):
-    """Write x [C, BD] where `load_tile` would read it."""
+    """Writes x [C, BD] where `load_tile` would read it."""
     x = x.to(ptr.dtype.element_ty)
     if tiles is not None:
         tiles.store([b, head, t, column], x.reshape(1, 1, C, BD))

@@ -70,7 +70,7 @@ def exponents(g, mild):
 
 @gluon.jit
 def decay(q_tile, k_tile, x, end, mild, scale):
-    """Turn tiles q, k [C, D] into qg, kg, by what `exponents` has found."""
+    """Turns tiles q, k [C, D] into qg, kg, by what `exponents` has found."""
     q_tile.store((as_float32(q_tile.load(RUNS)) * (gl.exp2(x) * scale)).to(gl.bfloat16))
     y = gl.where(mild, 0.0, end)[None, :] - x  # [C, D], the exponents of keys
     k_tile.store((as_float32(k_tile.load(RUNS)) * gl.exp2(y)).to(gl.bfloat16))

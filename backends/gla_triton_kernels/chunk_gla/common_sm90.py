@@ -73,13 +73,13 @@ def opaque_zero():
 
 @gluon.jit
 def let_dependents_start():
-    """Let the next kernel of the stream start where it was launched with `launch_pdl`: see wait_for_predecessor."""
+    """Lets the next kernel of the stream start where it was launched with `launch_pdl`: see wait_for_predecessor."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def wait_for_predecessor():
-    """Wait until the kernel before this one in the stream is done, and all it wrote can be seen."""
+    """Waits until the kernel before this one in the stream is done, and all it wrote can be seen."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
@@ -190,7 +190,7 @@ def exponents_of_mild_chunk(g):
 
 @gluon.jit
 def decay_mild_chunk(q_tile, k_tile, x, end):
-    """Turn tiles q, k [C, K] of a mild chunk into qg, kg, by its exponents x [C, K], and return exp(r) [K]."""
+    """Turns tiles q, k [C, K] of a mild chunk into qg, kg, by its exponents x [C, K], and returns exp(r) [K]."""
     layout: gl.constexpr = x.type.layout
     q_tile.store((as_float32(q_tile.load(layout)) * gl.exp2(x)).to(q_tile.dtype))
     minus_x = -1.0 * x  # -x would be 0 - x, an instruction more
@@ -200,7 +200,7 @@ def decay_mild_chunk(q_tile, k_tile, x, end):
 
 @gluon.jit
 def decay_any_chunk(q_tile, k_tile, scratch, g):
-    """Turn tiles q, k [C, K] of any chunk with gates g [C, K] into qg, kg, and return exp(b_C) [K] and A [C, C]."""
+    """Turns tiles q, k [C, K] of any chunk with gates g [C, K] into qg, kg, and returns exp(b_C) [K] and A [C, C]."""
     g = gl.maximum(g, LEAST_GATE) * LOG2E
     b = gl.associative_scan(g, 0, plus)  # [C, K]
     b_end = gl.sum(g, 0)  # [K]
@@ -218,7 +218,7 @@ def in_state(key, value, stride_k, stride_v):
 
 @gluon.jit
 def clear_rows(tile, rows, layout: gl.constexpr):
-    """Zero what lies behind the first `rows` rows of a tile: rows of the next sequence."""
+    """Clears what lies behind the first `rows` rows of a tile: rows of the next sequence."""
     if rows < tile.shape[0]:
         row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout)) + opaque_zero()
         x = tile.load(layout)
@@ -227,7 +227,7 @@ def clear_rows(tile, rows, layout: gl.constexpr):
 
 @gluon.jit
 def write_rows(ptr, x, column, width, where, rows):
-    """Write the first `rows` rows of x [C, K] to a tensor [B, T, H, width] from registers.
+    """Writes the first `rows` rows of x [C, K] to a tensor [B, T, H, width] from registers.
 
     where: batch, head, first token, T and H. column: of the tensor, where x begins.
     """
@@ -241,7 +241,7 @@ def write_rows(ptr, x, column, width, where, rows):
 
 @gluon.jit
 def write(desc, ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr):
-    """Write x [C, K] to a tensor, by way of a tile in shared memory unless rows behind it are another sequence's.
+    """Writes x [C, K] to a tensor, by way of a tile in shared memory unless rows behind it are another sequence's.
 
     The arguments are as of `write_rows`. desc: of the tensor; None where x is one of several partial results.
     """
@@ -301,7 +301,7 @@ def _across_halves(q_tile, k_tile, decayed, b, scores: gl.constexpr, m: gl.const
 
 @gluon.jit
 def _relative_to_middle(b, m: gl.constexpr):
-    """Subtract from b [C, K] its row in the middle of each block of 2 m rows: the last of the first half."""
+    """Subtracts from b [C, K] its row in the middle of each block of 2 m rows: the last of the first half."""
     C: gl.constexpr = b.shape[0]
     K: gl.constexpr = b.shape[1]
     blocks = b.reshape([C // (2 * m), 2 * m, K])

@@ -115,7 +115,7 @@ def _gate_tile(scratch_tiles, slot, g_desc):
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
-    """Keep STAGES chunks of q, k, v and g on their way."""
+    """Keeps STAGES chunks of q, k, v and g on their way."""
     q_desc, k_desc, v_desc, g_desc = descriptors
     q_tiles, k_tiles, v_tiles, scratch_tiles = tiles
     g_full, g_empty, full, empty = barriers
@@ -152,7 +152,7 @@ def _gate_warps(
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Turn q, k into qg, kg, one chunk after the other, and compute A where the chunk is not mild."""
+    """Turns q, k into qg, kg, one chunk after the other, and computes A where the chunk is not mild."""
     q_tiles, k_tiles, scratch_tiles, a_tiles, decays, mild_flags = tiles
     g_full, g_empty, full, gated = barriers
     C: gl.constexpr = q_tiles.type.shape[3]
@@ -209,7 +209,7 @@ def _state_warps(
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Carry W columns of the state through the sequence and write the outputs."""
+    """Carries W columns of the state through the sequence and writes the outputs."""
     q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs

@@ -104,7 +104,7 @@ def launch_outputs(plan: Plan, x: Tensors, segments: Segments, scale: float, eve
 
 @gluon.jit
 def _write_decays(ptr, before, after):
-    """Write what multiplies a slice of the state [BK] before and after kg^T v is added."""
+    """Writes what multiplies a slice of the state [BK] before and after kg^T v is added."""
     BK: gl.constexpr = before.shape[0]
     key = gl.arange(0, BK, before.type.layout)  # [BK]
     gl.store(ptr + key, before)
@@ -186,7 +186,7 @@ def _gate_kernel(
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place):
-    """Keep the next slices of qg and kg, and chunks of A and v, on their way."""
+    """Keeps the next slices of qg and kg, and chunks of A and v, on their way."""
     q_desc, k_desc, a_desc, v_desc = descriptors
     q_tiles, k_tiles, a_tiles, v_tiles = tiles
     full, empty, v_full, v_empty = barriers
@@ -227,7 +227,7 @@ def _state_warps(
     WARPGROUP: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Carry W columns of the state, in two slices, through the sequence and write the outputs."""
+    """Carries W columns of the state, in two slices, through the sequence and writes the outputs."""
     q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles = tiles
     full, empty, v_full, v_empty = barriers
     o_desc, o_ptr = outputs
@@ -294,7 +294,7 @@ def _load_slice(states_in, state_k, state_v, key, value, K, V, taken, other):
 
 @gluon.jit
 def _write_slice(desc, place, s_block, S):
-    """Write S [BK, W] to this place of checkpoints, by way of s_block."""
+    """Writes S [BK, W] to this place of checkpoints, by way of s_block."""
     BK: gl.constexpr = S.shape[0]
     W: gl.constexpr = S.shape[1]
     s_block.reshape([BK, W]).store(S.to(desc.dtype))
@@ -305,7 +305,7 @@ def _write_slice(desc, place, s_block, S):
 
 @gluon.jit
 def _step(o, S, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step):
-    """Add a slice's part to the outputs o [C, W], and take its state S [BK, W] to the end of the chunk."""
+    """Adds a slice's part to the outputs o [C, W], and takes its state S [BK, W] to the end of the chunk."""
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     before = gl.load(decays)[:, None]  # [BK, 1]

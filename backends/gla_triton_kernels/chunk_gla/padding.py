@@ -68,7 +68,7 @@ def _clear_padding_kernel(
 
 @triton.jit
 def clear_rows(x_ptr, D, first, last, T, BD: tl.constexpr):
-    """Write 0 to this program's share of the rows of x [T, D] before `first` and from `last` on."""
+    """Writes 0 to this program's share of the rows of x [T, D] before `first` and from `last` on."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     for t in range(program, first, programs):
         _clear_row(x_ptr, t, D, BD)

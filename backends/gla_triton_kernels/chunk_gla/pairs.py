@@ -284,7 +284,7 @@ def _load(x, at, column, rows, width: gl.constexpr, shape: gl.constexpr, layout:
 
 @gluon.jit
 def _prefetch(x, at, column, rows, width: gl.constexpr):
-    """Have a tile [C, D] fetched into the L2 cache."""
+    """Has a tile [C, D] fetched into the L2 cache."""
     ptr, stride_t = _first(x, at, column)
     each: gl.constexpr = 256 // ptr.dtype.element_ty.primitive_bitwidth
     row = (gl.arange(0, C, gl.SliceLayout(1, SECTORS)) + opaque_zero())[:, None]  # [C, 1]
@@ -303,7 +303,7 @@ def _prefetch(x, at, column, rows, width: gl.constexpr):
 
 @gluon.jit
 def _choose(bits, x, y):
-    """Choose x where all bits are set, and y where none are: two numbers of 16 bits at once."""
+    """Chooses x where all bits are set, and y where none are: two numbers of 16 bits at once."""
     return gl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, $3, 0xCA;", "=r,r,r,r", [bits, x, y], gl.float16, is_pure=True, pack=2
     )
@@ -368,7 +368,7 @@ def _pairs(m):
 
 @gluon.jit
 def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, da_tile, da_tt, da_unit):
-    """Add to dq, dk and dg of D keys and, summed over them, to A [C, C]."""
+    """Adds to dq, dk and dg of D keys and, summed over them, to A [C, C]."""
     q, k, g = inputs
     dq, dk, dg = outputs
     q_at, inside = _tile(q, at, k0, rows, K, [C, D], ROWS)
@@ -470,7 +470,7 @@ def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, d
 
 @gluon.jit
 def _add_dv(a_tile, dv, do, at, rows, V: gl.constexpr, scale):
-    """Add scale * A^T do to dv, A [C, C] being that of s <= t in two bfloat16 parts."""
+    """Adds scale * A^T do to dv, A [C, C] being that of s <= t in two bfloat16 parts."""
     W: gl.constexpr = D if V <= D else 2 * D
     high_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], TILE)
     low_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], TILE)

@@ -28,8 +28,8 @@ from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 PROGRAMS = 528
-"""The most programs for what is cut of packed sequences: four for each multiprocessor of an H200, whose registers hold no
-more."""
+"""The most programs for what is cut of packed sequences: four for each multiprocessor of an H200, as its registers hold
+no more."""
 
 
 def launch_scan(

@@ -224,7 +224,7 @@ def _rows(cu_seqlens_ptr, n, N):
 
 @triton.jit
 def _put(order_ptr, place, i, start, end, origin, last, count):
-    """Write segments i < count to their places: first rows and ends, and those of their sequences."""
+    """Writes segments i < count to their places: first rows and ends, and those of their sequences."""
     row = order_ptr + place * 5
     tl.store(row, i, mask=i < count)
     tl.store(row + 1, start, mask=i < count)

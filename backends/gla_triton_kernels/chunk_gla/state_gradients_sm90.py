@@ -83,7 +83,7 @@ def launch_state_gradients(
 
 @gluon.jit
 def _load_chunks(descriptors, tiles, barriers, place, G: gl.constexpr):
-    """Keep q, do and g of the next chunks on their way, the last chunk first."""
+    """Keeps q, do and g of the next chunks on their way, the last chunk first."""
     q_desc, do_desc, g_desc = descriptors
     q_tiles, do_tiles, g_tiles = tiles
     full, empty = barriers
@@ -119,7 +119,7 @@ def _state_warps(
     G: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Carry D rows of the gradient of the state backwards through the segment, and write P of every chunk."""
+    """Carries D rows of the gradient of the state backwards through the segment, and writes P of every chunk."""
     q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles = tiles
     full, empty, both = barriers
     leaving, held, state_n, state_h, state_k, state_v, dinitial = states

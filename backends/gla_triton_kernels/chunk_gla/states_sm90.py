@@ -109,7 +109,7 @@ def chunks_of(length, C: gl.constexpr):
 def _load_warp(
     descriptors, tiles, barriers, chunks, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Keep STAGES chunks of left, right and g on their way, against the recurrence."""
+    """Keeps STAGES chunks of left, right and g on their way, against the recurrence."""
     left_desc, right_desc, g_desc = descriptors
     left_tiles, right_tiles, g_tiles = tiles
     full, empty = barriers
@@ -145,7 +145,7 @@ def _state_warps(
     BACKWARDS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Build PART rows of S and of D."""
+    """Builds PART rows of S and of D."""
     left_tiles, right_tiles, g_tiles = tiles
     full, empty = barriers
     S_ptr, D_ptr, scale = states

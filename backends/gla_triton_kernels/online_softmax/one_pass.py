@@ -45,7 +45,7 @@ def _launch(x: Tensor, y: Tensor, dim: int, key: Hashable) -> None:
     D0, D1, R, N, _, itemsize = rows
     kernel, BR, BN, warps, registers = plan_one_pass(rows)
     tensors = {"x_ptr": source, "y_ptr": y}
-    tiled = {**tensors, "D1": D1, "R": R, "N": N, **rows.arguments, "BR": BR, "BN": BN}
+    tiled = {**tensors, "D1": D1, "R": R, "N": N, **rows.named_strides, "BR": BR, "BN": BN}
     function, arguments = {
         Kernel.ON_CHIP: (_softmax_on_chip, tiled),
         Kernel.TWO_SWEEPS: (_softmax_in_two_sweeps, {**tiled, "G": rows.vector}),
@@ -157,7 +157,7 @@ def _write(
     BR: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Write the columns from start to end, the last first: those that have been read last are still in the cache."""
+    """Writes the columns from start to end, the last first: those that have been read last are still in the cache."""
     factor = 1 / z  # a row that is all -inf: 0 * inf = NaN below
     for back in range(0, end - start, BN):
         c = start + (end - start - 1) // BN * BN - back + tl.arange(0, BN)[None, :]

@@ -25,7 +25,7 @@ class Rows(NamedTuple):
     itemsize: int
 
     @property
-    def arguments(self) -> dict[str, int]:
+    def named_strides(self) -> dict[str, int]:
         """Returns the strides as a kernel's arguments."""
         names = (f"stride_{tensor}{dim}" for dim in ("0", "1", "r", "n") for tensor in "xy")
         return dict(zip(names, self.strides, strict=True))

@@ -26,7 +26,7 @@ class Graph:
     """Launches that were captured, which the driver makes all at once."""
 
     def __init__(self, launch: Callable[[int], None]) -> None:
-        """Capture what `launch` launches on the stream that it is given; nothing of it runs yet.
+        """Captures what `launch` launches on the stream that it is given; nothing of it runs yet.
 
         Raises:
             RuntimeError: there is no graph, for want of memory perhaps.
@@ -47,7 +47,7 @@ class Graph:
         weakref.finalize(self, _destroy, executable).atexit = False
 
     def start(self, stream: int) -> None:
-        """Make the launches on a stream.
+        """Makes the launches on a stream.
 
         Raises:
             RuntimeError: the driver refuses.

@@ -22,12 +22,13 @@ from gla_triton_kernels.runtime.architecture import interpreted
 
 @dataclass(eq=False, slots=True)
 class Launch:
-    """A launch of a kernel, which `start` makes: `kernel[grid](**arguments, **options)`.
+    """A launch of a kernel, which `start` makes: `kernel[grid](*arguments.values(), **options)`.
 
     Attributes:
         kernel: a function of triton.jit or gluon.jit.
         arguments: the value of each of the kernel's parameters, by name: a tensor, a descriptor of a tensor, None, a
-            number, or a constant of the compiler. They are kept in the order of the parameters.
+            number, or a constant of the compiler. They are kept in the order of the parameters, and handed
+            over in that order: Triton takes longer to bind names.
         options: such as num_warps.
         compiled: the triton.compiler.CompiledKernel once it has been launched; None where it is interpreted.
 
@@ -42,15 +43,15 @@ class Launch:
     compiled: Any = None
 
     def __post_init__(self) -> None:
-        """Checks names here: Triton takes those it does not know for options, and its interpreter drops them."""
+        """Checks the names, and puts the arguments in order."""
         names = self.kernel.arg_names
         if list(self.arguments) == names:
             return
         missing = [name for name in names if name not in self.arguments]
         unknown = [name for name in self.arguments if name not in names]
         if missing or unknown:
-            found = [("missing", missing), ("unknown", unknown)]
-            said = "; ".join(f"{what}: {', '.join(those)}" for what, those in found if those)
+            found = (("missing", missing), ("unknown", unknown))
+            said = "; ".join(f"{what}: {', '.join(wrong)}" for what, wrong in found if wrong)
             raise TypeError(f"arguments of {self.kernel.fn.__name__} do not match its parameters ({said})")
         self.arguments = {name: self.arguments[name] for name in names}
 
@@ -74,7 +75,7 @@ def start(launches: Sequence[Launch]) -> None:
     """
     if interpreted():
         for x in launches:
-            x.kernel[x.grid](**x.arguments, **x.options)
+            x.kernel[x.grid](*x.arguments.values(), **x.options)
         return
     with _failing("Triton"):
         _prepare_compiler()
@@ -82,7 +83,7 @@ def start(launches: Sequence[Launch]) -> None:
         _compile(launches)
     for x in launches:
         with _failing(x.kernel.fn.__name__):
-            x.compiled = x.kernel[x.grid](**x.arguments, **x.options)
+            x.compiled = x.kernel[x.grid](*x.arguments.values(), **x.options)
 
 
 @contextlib.contextmanager
@@ -117,7 +118,7 @@ def _compile(launches: Sequence[Launch]) -> None:
     with ThreadPoolExecutor(len(launches)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         for x in launches:
             with contextlib.suppress(Exception):
-                x.kernel.warmup(**x.arguments, grid=x.grid, **x.options)
+                x.kernel.warmup(*x.arguments.values(), grid=x.grid, **x.options)
 
 
 current_device = torch.accelerator.current_device_index  # a third of the time of torch.cuda.current_device

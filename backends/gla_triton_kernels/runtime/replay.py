@@ -85,7 +85,7 @@ class _Prepared:
     graph: Graph | None = None
 
     def start(self, stream: int) -> None:
-        """Make the launches on a stream, the current one; a capture of it is told of them one by one."""
+        """Makes the launches on a stream, the current one; a capture of it is told of them one by one."""
         graph = self.graph  # another thread may drop it
         if len(self.launches) == 1 or _capturing():
             self._launch(stream)
@@ -339,7 +339,7 @@ def _behind_encoding(launch: Any) -> Any:
 
 
 def replay(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> bool:
-    """Launch what was recorded under `key` on these tensors.
+    """Launches what was recorded under `key` on these tensors.
 
     Returns:
         False, and nothing is launched, if nothing was recorded, an address is not aligned, another device is the

@@ -196,7 +196,7 @@ def _attend(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Go over the keys from start to end; MASKED: where a row may not see all of a block."""
+    """Goes over the keys from start to end; MASKED: where a row may not see all of a block."""
     for j in tl.range(start, end, BT):
         k = _load_block(k_ptr, j, Tk, b, h, stride_kt, K, BT, BK, TMA, PRECISION, MASKED)  # [BT, BK]
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BR, BT]

@@ -65,7 +65,7 @@ def launch_attention(
 
 @gluon.jit
 def _load_warp(q_desc, k_desc, v_desc, tiles, barriers, work, G, STAGES: gl.constexpr):
-    """Copy the queries, then keys and values from the last block to the first."""
+    """Copies the queries, then keys and values from the last block to the first."""
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty = barriers
     b, h, first, blocks, _full_blocks = work
@@ -88,7 +88,7 @@ def _load_warp(q_desc, k_desc, v_desc, tiles, barriers, work, G, STAGES: gl.cons
 
 @gluon.jit
 def _scores(q_tile, k_tiles, slot, layout: gl.constexpr):
-    """Begin q k^T  [BR, BT]."""
+    """Begins q k^T  [BR, BT]."""
     BR: gl.constexpr = q_tile.shape[0]
     BT: gl.constexpr = k_tiles.type.shape[3]
     BK: gl.constexpr = k_tiles.type.shape[4]
