@@ -24,7 +24,7 @@ from gla_triton_kernels.runtime import replay
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BEST_KERNEL, FITS_SM90 = plan.best_kernel, plan_backward.fits_sm90
 SHARE = [0, 1]
-"""This process takes the first of so many shares of the calls of chunk_gla."""
+"""The share of the calls of chunk_gla that this process takes, and the number of shares."""
 WIDTHS = ((16, 16), (64, 64), (128, 128), (256, 128), (512, 64))
 
 

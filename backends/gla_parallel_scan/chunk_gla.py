@@ -52,7 +52,7 @@ def chunk_gla_fwd(
 def _segments(call: OpCall, gpu: Gpu, aligned: bool, x: Tensors, scale: float) -> list[Launch]:
     """The launches that fill the results in x."""
     parts, every = kernels.call.by_rows(plan_rows(call, gpu, aligned), x), call.scalars["checkpoint_every"]
-    return [launch for plan, y in parts for launch in kernels.outputs.run(plan, y, scale, every)]
+    return [launch for plan, y in parts for launch in kernels.outputs.launch_forward(plan, y, scale, every)]
 
 
 def chunk_gla_bwd(
@@ -76,4 +76,4 @@ def chunk_gla_bwd(
 def _segments_backward(call: OpCall, gpu: Gpu, aligned: bool, x: BackwardTensors, scale: float) -> list[Launch]:
     """The launches that fill the gradients in x."""
     parts = kernels.call.by_rows(plan_rows_backward(call, gpu, aligned), x)
-    return [launch for plan, y in parts for launch in kernels.gradients.run(plan, y, scale)]
+    return [launch for plan, y in parts for launch in kernels.gradients.launch_backward(plan, y, scale)]

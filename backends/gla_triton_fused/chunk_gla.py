@@ -49,7 +49,7 @@ def chunk_gla_fwd(
 
 def _one_pass(call: OpCall, gpu: Gpu, aligned: bool, x: Tensors, scale: float) -> list[Launch]:
     """The launches that fill the results in x."""
-    return kernels.outputs.run(plan_one_pass(call, gpu, aligned), x, scale, call.scalars["checkpoint_every"])
+    return kernels.outputs.launch_forward(plan_one_pass(call, gpu, aligned), x, scale, call.scalars["checkpoint_every"])
 
 
 def chunk_gla_bwd(
@@ -72,4 +72,4 @@ def chunk_gla_bwd(
 
 def _one_pass_backward(call: OpCall, gpu: Gpu, aligned: bool, x: BackwardTensors, scale: float) -> list[Launch]:
     """The launches that fill the gradients in x."""
-    return kernels.gradients.run(plan_whole_sequences(call, gpu, aligned), x, scale)
+    return kernels.gradients.launch_backward(plan_whole_sequences(call, gpu, aligned), x, scale)

@@ -29,7 +29,7 @@ COMMON: Mapping[str, str] = dict.fromkeys(_OPS, __name__)
 
 
 def dtypes() -> frozenset[torch.dtype]:
-    """What the kernels compute here: Triton's interpreter multiplies bfloat16 matrices wrongly."""
+    """Returns the types that the kernels compute here: Triton's interpreter multiplies bfloat16 matrices wrongly."""
     return frozenset({torch.float32, torch.float16} | (set() if interpreted() else {torch.bfloat16}))
 
 
@@ -54,7 +54,7 @@ def _warn_once(reason: Reason) -> None:
 
 
 def notes() -> list[str]:
-    """What `gla doctor` says of the kernels here."""
+    """Returns the remarks of `gla doctor` on the kernels here."""
     if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or interpreted()):
         return []
     if (reason := why_unsuited()) is not None:

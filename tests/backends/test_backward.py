@@ -88,7 +88,7 @@ def gradients(x, entering, *, precision=None, BK=16, BV=16, warps=4, segments=No
         start(segments.launches)
     else:
         tensors = tensors._replace(dinitial_state=None)
-    start(backward.run(plan, tensors, entering.contiguous(), leaving, segments, SCALE))
+    start(backward.launch_gradients(plan, tensors, entering.contiguous(), leaving, segments, SCALE))
     for y in results[:4]:
         fill_padding(y, x.cu_seqlens, 0)
     return results
@@ -253,7 +253,7 @@ def test_partial_results_are_summed_in_order(device):
     from gla_triton_kernels.runtime.launch import start
 
     parts, out = torch.randn(3, 5, 700, device=device), torch.empty(5, 700, dtype=torch.float16, device=device)
-    start([partials.run(parts, out, 1)])
+    start(partials.launch_sum(parts, out, 1))
     assert torch.equal(out, (parts[0] + parts[1] + parts[2]).half())
 
 
@@ -275,7 +275,7 @@ def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
         if parts is not None:
             assert parts.shape[dim] == 6
             parts.normal_()
-    start(partials.sums_over_groups(each, tensors))
+    start(partials.launch_sums_over_groups(each, tensors))
     for parts, y, dim in ((each.dk, tensors.dk, 2), (each.dg, tensors.dg, 2), (each.dinitial_state, results[4], 1)):
         if y is not None:
             torch.testing.assert_close(y, parts.unflatten(dim, (2, 3)).sum(dim + 1).to(y.dtype))

@@ -49,7 +49,7 @@ def computed(x, do, dstate, checkpoints):
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.full_like(y, torch.nan) for y in inputs]
     tensors = BackwardTensors(*inputs, x.cu_seqlens, checkpoints, do, dstate, *results)
-    start(kernels.gradients.run(plan, tensors, SCALE))
+    start(kernels.gradients.launch_backward(plan, tensors, SCALE))
     return results
 
 

@@ -80,7 +80,7 @@ def completed(inputs, given, cu_seqlens, marks):
     q, k, v, g, do = inputs
     results = [y.clone() for y in given]
     x = BackwardTensors(q, k, v, g, None, cu_seqlens, None, do, None, *results, None)
-    start(pairs.run(x, marks, SCALE, KEYS))
+    start(pairs.launch_pairs(x, marks, SCALE, KEYS))
     return results
 
 

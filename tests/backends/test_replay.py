@@ -504,6 +504,20 @@ def test_calls_that_cannot_be_told_apart_are_not_recorded(gpu):
     assert replay("two", (x, x), 0.5)
 
 
+@pytest.mark.parametrize("last", ["a tensor", "a descriptor", "a float"])
+def test_kernels_that_end_with_tensors_or_floats_are_not_recorded(gpu, last):
+    """These differ from call to call, and would be taken for the same."""
+    from gla_triton_kernels.runtime import replay
+    from gla_triton_kernels.runtime.tma import tiles
+
+    x, y = tensor(), tensor()
+    value = {"a tensor": y, "a descriptor": tiles(y, 8, 8), "a float": 0.25}[last]
+    for arguments, recorded in (({"x_ptr": x, "T": 9}, True), ({"x_ptr": x, "T": 9, "last": value}, False)):
+        replay._calls.clear()
+        replay.record("key", (x, y), [launch(GRID, arguments, compiled(gpu, "*fp32"))])
+        assert replay.replay("key", (x, y), 0.5) == recorded
+
+
 @pytest.fixture
 def heard():
     """What Triton's hooks are told of launches."""

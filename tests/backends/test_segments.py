@@ -213,7 +213,7 @@ def own_states(x, length, uncut, offsets):
     cut = segments.cut(B, T, length, uncut, offsets)
     S = torch.full((cut.count, H, K, x.right.shape[3]), torch.nan, device=x.left.device)
     D = None if x.g is None else torch.full((cut.count, H, K), torch.nan, device=x.left.device)
-    start([*cut.launches, *states.run(planned(x, length, uncut), x, cut, S, D)])
+    start([*cut.launches, *states.launch_states(planned(x, length, uncut), x, cut, S, D)])
     return cut, S, D
 
 
@@ -252,7 +252,7 @@ def check_states(backwards, length=32, more=0, skip_first=False, **sizes):
 
     x, offsets = recurrence(backwards, **sizes)
     cut, S, D = own_states(x, length, length + more, offsets)
-    start(scan.run(planned(x, length, length + more), x, cut, S, D, S, skip_first))
+    start(scan.launch_scan(planned(x, length, length + more), x, cut, S, D, S, skip_first))
     for n, found in enumerate(segments_of(x, length, length + more, offsets)):
         state = torch.zeros(S.shape[1:], dtype=torch.float64, device=S.device)
         if x.before is not None:

@@ -66,7 +66,7 @@ def build(left, right, g, segments, backwards=False, skip_last=False, multiproce
     plan = SegmentPlan(segments.length, segments.uncut, states, overlap=True)
     after = None if skip_last else S  # whether there is one is all that matters here
     x = Recurrence(left, right, g, None, after, scale=0.3, backwards=backwards)
-    start(states_sm90.run(plan, x, segments, S, D))
+    start(states_sm90.launch_states(plan, x, segments, S, D))
     return S, D
 
 

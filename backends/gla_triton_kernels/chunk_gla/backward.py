@@ -57,12 +57,12 @@ from gla_triton_kernels.chunk_gla.call import BackwardTensors
 from gla_triton_kernels.chunk_gla.common import in_state, load_tile, segment_at, store_tile
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E, MILD_DECAY
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
-from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
+from gla_triton_kernels.chunk_gla.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.runtime.architecture import interpreted
-from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.launch import Launch, strides_of
 
 
-def run(
+def launch_gradients(
     kernel: GradientPlan,
     x: BackwardTensors,
     entering: Tensor,
@@ -70,7 +70,7 @@ def run(
     segments: Segments,
     scale: float,
 ) -> list[Launch]:
-    """The launches that fill the gradients.
+    """Returns the launches that fill the gradients.
 
     Rows that belong to no sequence are left as they are.
 
@@ -83,26 +83,49 @@ def run(
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
     blocks_k, blocks_v = -(-K // kernel.BK), -(-V // kernel.BV)
-    summed = ((x.dq, blocks_v), (x.dk, blocks_v), (x.dg, blocks_v), (x.dv, blocks_k))
-    written = [partials.parts_of(y, blocks) for y, blocks in summed]
-    given = (x.q, x.k, x.v, x.g, x.do)
-    strides = [stride for y in given for stride in ((0, 0, 0) if y is None else y.stride()[:3])]
-    exact = kernel.precision == "bf16x6" and x.g is not None
+    dq, dk, dg = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk, x.dg))
+    dv = partials.parts_of(x.dv, blocks_k)
     precision = "ieee" if interpreted() else kernel.precision  # the interpreter does not split operands
-    sizes = (K, V, CHUNK, CHUNK.bit_length() - 1, kernel.BK, kernel.BV)
-    constants = (
-        *sizes,
-        x.initial_state is None,
-        x.last_leave_none,
-        exact,
-        precision,
-        "bf16x3" if precision == "bf16" else precision,
-    )
-    integers = (B, T, segments.length, segments.per_sequence, H, Hq // H, *strides, *state_strides(leaving), *constants)
-    tensors = (*given, segments.order, entering, leaving, *written, x.dinitial_state)
+    arguments = {
+        "q_ptr": x.q,
+        "k_ptr": x.k,
+        "v_ptr": x.v,
+        "g_ptr": x.g,
+        "do_ptr": x.do,
+        "order_ptr": segments.order,
+        "entering_ptr": entering,
+        "leaving_ptr": leaving,
+        "dq_ptr": dq,
+        "dk_ptr": dk,
+        "dg_ptr": dg,
+        "dv_ptr": dv,
+        "dinitial_ptr": x.dinitial_state,
+        "scale": scale,
+        "B": B,
+        **lengths_of(T, segments),
+        "H": H,
+        "G": Hq // H,
+        **strides_of("q", x.q),
+        **strides_of("k", x.k),
+        **strides_of("v", x.v),
+        **strides_of("g", x.g),
+        **strides_of("o", x.do),
+        **state_strides("stride_s", leaving),
+        "K": K,
+        "V": V,
+        "C": CHUNK,
+        "LEVELS": CHUNK.bit_length() - 1,
+        "BK": kernel.BK,
+        "BV": kernel.BV,
+        "FROM_ZERO": x.initial_state is None,
+        "TO_ZERO": x.last_leave_none,
+        "EXACT": kernel.precision == "bf16x6" and x.g is not None,
+        "PRECISION": precision,
+        "SUMS": "bf16x3" if precision == "bf16" else precision,
+    }
     grid = (blocks_v * blocks_k * segments.count * H, 1, 1)
-    computed = Launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, {"num_warps": kernel.warps})
-    return [computed, *partials.sums(written, (x.dq, x.dk, x.dg, x.dv))]
+    computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, {"num_warps": kernel.warps})
+    return [computed, *partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))]
 
 
 @triton.jit(do_not_specialize=["scale", "B", "T", "segment", "segments", "H", "G"])
@@ -306,7 +329,7 @@ def _decays(g, mild, before, EXACT: tl.constexpr, SUMS: tl.constexpr):
 def _add_pairs_of_halves(
     AT, dq, dk, dg, q, k, g, dA, dAT, levels, C: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr
 ):
-    """Add to A^T [C, C] and dq, dk, dg [C, BK] what pairs s < t in the two halves of blocks of 2, 4 .. 2^levels give.
+    """Adds to A^T [C, C] and dq, dk, dg [C, BK] what pairs s < t in the two halves of blocks of 2, 4 .. 2^levels give.
 
     q is scaled, and dq is not yet. dA [C, C] and its transpose dAT may hold anything finite where s >= t.
     """

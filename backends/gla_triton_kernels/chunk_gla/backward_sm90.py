@@ -19,8 +19,8 @@ In a chunk that is not mild (some channel decays by more than MILD_DECAY_SM90) A
 
 have no exponent above 0; the chunk is marked, and pairs.py adds what the pairs of its tokens give.
 
-B batch   T time   H heads of q, G of which share one of k, v, g and S   K, V key and value width   C rows of a chunk
-D = 64 columns of a tile
+B batch   T time   H key/value heads, of k, v, g and S   Hq query heads, G of which share one   K, V key and value width
+C rows of a chunk   D = 64 columns of a tile
 PARTS of 64 keys of a block   HALVES of 64 values of a block
 
 One block per segment (by default a whole sequence), head, 64 PARTS keys and 64 HALVES values. Three kinds of warps talk
@@ -68,14 +68,14 @@ from gla_triton_kernels.chunk_gla.common_backward_sm90 import (
 from gla_triton_kernels.chunk_gla.common_sm90 import as_float32, clear_rows, in_state, opaque_zero, plus, write
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
-from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
+from gla_triton_kernels.chunk_gla.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
 SLOTS = gl.constexpr(2)
 
 
-def run(
+def launch_gradients(
     kernel: GradientPlan,
     x: BackwardTensors,
     entering: Tensor,
@@ -83,27 +83,48 @@ def run(
     segments: Segments,
     scale: float,
 ) -> list[Launch]:
-    """The launches that fill the gradients in x, as that of backward.py; entering is bfloat16."""
-    B, T, H, K = x.q.shape
-    G = H // x.k.shape[2]
-    V = x.v.shape[3]
+    """Returns the launches that fill the gradients in x, as that of backward.py; entering is bfloat16."""
+    B, T, Hq, K = x.q.shape
+    H, V = x.v.shape[2:]
     blocks_k, blocks_v = -(-K // kernel.BK), -(-V // kernel.BV)
     dq, dk, dg = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk, x.dg))
     dv = partials.parts_of(x.dv, blocks_k)
-    maps = [None if y is None else shared_tiles(y, CHUNK, WIDTH) for y in (x.q, x.k, x.v, x.do, x.g)]
-    results = ((x.dq, blocks_v), (x.dk, blocks_v), (x.dv, blocks_k))
-    written = [shared_tiles(y, CHUNK, WIDTH) if blocks == 1 else None for y, blocks in results]
-    strides = state_strides(leaving)
     marks = pairs.new_marks(x, entering, kernel.BK)
-    maps += [state_tiles(entering, WIDTH, WIDTH), *written]
-    tensors = (*maps, dq, dk, dv, dg, marks, leaving, x.dinitial_state, segments.order)
-    tiles = (kernel.BK // WIDTH, kernel.BV // WIDTH)
-    integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, B, *tiles, G, x.last_leave_none)
-    grid = (blocks_k * blocks_v * segments.count * H, 1, 1)
+    arguments = {
+        "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
+        "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
+        "v_desc": shared_tiles(x.v, CHUNK, WIDTH),
+        "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
+        "g_desc": None if x.g is None else shared_tiles(x.g, CHUNK, WIDTH),
+        "s_desc": state_tiles(entering, WIDTH, WIDTH),
+        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH) if blocks_v == 1 else None,
+        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH) if blocks_v == 1 else None,
+        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH) if blocks_k == 1 else None,
+        "dq_ptr": dq,
+        "dk_ptr": dk,
+        "dv_ptr": dv,
+        "dg_ptr": dg,
+        "marks": marks,
+        "leaving": leaving,
+        "dinitial": x.dinitial_state,
+        "order": segments.order,
+        "scale": scale,
+        **state_strides("state_", leaving),
+        **lengths_of(T, segments),
+        "Hq": Hq,
+        "K": K,
+        "V": V,
+        "B": B,
+        "PARTS": kernel.BK // WIDTH,
+        "HALVES": kernel.BV // WIDTH,
+        "G": Hq // H,
+        "LAST_LEAVE_NONE": x.last_leave_none,
+    }
+    grid = (blocks_k * blocks_v * segments.count * Hq, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 80 if kernel.BK == kernel.BV == 64 else 128}  # two blocks
-    computed = Launch(_chunk_gla_bwd_kernel, grid, tensors, (scale,), integers, options)
-    summed = partials.sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
-    return [computed, *summed, *pairs.run(x, marks, scale, kernel.BK)]
+    computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, options)
+    summed = partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
+    return [computed, *summed, *pairs.launch_pairs(x, marks, scale, kernel.BK)]
 
 
 @gluon.jit
@@ -118,13 +139,13 @@ def _columns():
 
 @gluon.jit
 def _left(mask, x):
-    """Where mask [C, C] is set x [C, C], else 0, in bfloat16: as the left operand of a product, in registers."""
+    """Returns x [C, C] where mask [C, C] is set, else 0, in bfloat16: the left operand of a product, in registers."""
     return gl.convert_layout(gl.where(mask, x, 0.0).to(gl.bfloat16), LEFT)
 
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr):
-    """Keep what the next chunks need on its way, the last chunk first."""
+    """Keeps what the next chunks need on its way, the last chunk first."""
     q_desc, k_desc, v_desc, do_desc, g_desc, s_desc = descriptors
     q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles = tiles
     g_full, qk_full, qk_empty, v_full, v_empty, s_full, s_empty = barriers
@@ -162,7 +183,7 @@ def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES:
 
 @gluon.jit
 def _decay(g, mild, i, tiles, scale):
-    """Turn a part's q, k into qg, kg, its gates into the exponents of its queries, and leave b_C / 2 [D]."""
+    """Turns a part's q, k into qg, kg, its gates into the exponents of its queries, and leaves b_C / 2 [D]."""
     q_tiles, k_tiles, x_tiles, r_tiles = tiles
     q_tile = q_tiles.index(i).reshape([C, D])
     k_tile = k_tiles.index(i).reshape([C, D])
@@ -174,13 +195,13 @@ def _decay(g, mild, i, tiles, scale):
 
 @gluon.jit
 def _write_dg(tiles, where, dg_ptr, key, K, slot, rows, PARTS: gl.constexpr):
-    """Write dg of a chunk: its parts at the chunk's start, less the sums of w before each row."""
+    """Writes dg of a chunk: its parts at the chunk's start, less the sums of w before each row."""
     _, _, x_tiles, r_tiles = tiles
-    b, h, t, T, H = where
+    b, h, t, T, Hq = where
     row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
     column = gl.arange(0, D, gl.SliceLayout(0, RUNS))[None, :]  # [1, D]
-    first = dg_ptr + ((b.to(gl.int64) * T + t) * H + h) * K + key
-    offsets = row.to(gl.int64) * (H * K) + column  # [C, D]
+    first = dg_ptr + ((b.to(gl.int64) * T + t) * Hq + h) * K + key
+    offsets = row.to(gl.int64) * (Hq * K) + column  # [C, D]
     for p in range(PARTS):
         w = x_tiles.index(PARTS * slot + p).reshape([C, D]).load(RUNS)  # [C, D]
         anchor = r_tiles.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
@@ -193,7 +214,7 @@ def _write_dg(tiles, where, dg_ptr, key, K, slot, rows, PARTS: gl.constexpr):
 def _gate_warps(
     g_desc, tiles, barriers, marks, marks_c, dg_ptr, place, sizes, scale, PARTS: gl.constexpr, PACKED: gl.constexpr
 ):
-    """Turn q, k into qg, kg, chunk after chunk, mark those that are not mild, and write dg of the one before.
+    """Turns q, k into qg, kg, chunk after chunk, marks those that are not mild, and writes dg of the one before.
 
     What is done for each part stands in loops at run time, though gates are then read twice: less code, which is
     fetched anew for each chunk.
@@ -201,7 +222,7 @@ def _gate_warps(
     q_tiles, k_tiles, x_tiles, r_tiles, mild_flags = tiles
     g_full, qk_full, qk_empty, gated, w_full = barriers
     b, h, _, key, _, start, length = place
-    T, H, K, _ = sizes
+    T, Hq, K, _ = sizes
     parts = (q_tiles, k_tiles, x_tiles, r_tiles)
     chunks = gl.cdiv(length, C)
     for i in range(chunks + 1):
@@ -238,7 +259,7 @@ def _gate_warps(
             before = (i - 1) % SLOTS
             if g_desc is not None:
                 mbarrier.wait(w_full.index(before), (i - 1) // SLOTS & 1)
-                where = (b, h, start + (c + 1) * C, T, H)
+                where = (b, h, start + (c + 1) * C, T, Hq)
                 _write_dg(parts, where, dg_ptr, key, K, before, gl.minimum(length - (c + 1) * C, C), PARTS)
             mbarrier.arrive(qk_empty.index(before), count=1)
 
@@ -258,7 +279,7 @@ def _chunk(
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Write the gradients of a chunk, but for dg, from dS = waiting * tiles [D, D], that of the state that leaves it.
+    """Writes the gradients of a chunk, but for dg, from dS = waiting * tiles [D, D], that of the state that leaves it.
 
     Returns the same of the state that enters it: what its keys [D] are still to be multiplied by waits for the next
     chunk, so that all is scaled once.
@@ -400,12 +421,12 @@ def _gradient_warps(
     PACKED: gl.constexpr,
     G: gl.constexpr,
 ):
-    """Carry D rows of dS backwards through the segment and write the gradients."""
+    """Carries D rows of dS backwards through the segment and writes the gradients."""
     do_tiles = tiles[3]
     gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done = barriers
     leaving, held, state_n, state_h, state_k, state_v, dinitial = states
     b, h, n, key, value, start, length = place
-    T, H, K, V = sizes
+    T, Hq, K, V = sizes
     keys = key + part * D + gl.arange(0, D, gl.SliceLayout(1, LAYOUT))[:, None]  # [D, 1]
     values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
     dS = ()
@@ -432,37 +453,37 @@ def _gradient_warps(
                 clear_rows(do_tiles.index(j).reshape([C, D]), rows, LAYOUT)
             fence_async_shared()
         mbarrier.wait(gated.index(slot), i // SLOTS & 1)
-        at = (i, slot, rows, (b, h, start + c * C, T, H), key + part * D, value, K, V)
+        at = (i, slot, rows, (b, h, start + c * C, T, Hq), key + part * D, value, K, V)
         chunk_barriers = (w_full, v_empty, s_full, s_empty, ready, done)
         dS, waiting = _chunk(
             dS, waiting, tiles, chunk_barriers, outputs, scale, at, part, PARTS, HALVES, HAS_GATE, PACKED
         )
     if dinitial is not None:
         for j in gl.static_range(HALVES):
-            to = dinitial + ((n * H + h).to(gl.int64) * K + keys) * V + values + j * D
+            to = dinitial + ((n * Hq + h).to(gl.int64) * K + keys) * V + values + j * D
             gl.store(to, dS[j] * waiting[:, None], (keys < K) & (values + j * D < V))
     tma.store_wait(0)
 
 
 # V is not there: where it is a multiple of 16, two elements of a state are moved at once.
-@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "H", "K", "B"])
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "Hq", "K", "B"])
 def _chunk_gla_bwd_kernel(
-    q_desc,  # [B, H, T, K], tiles [C, D]
-    k_desc,  # [B, H/G, T, K], tiles [C, D]
-    v_desc,  # [B, H/G, T, V], tiles [C, D]
-    do_desc,  # [B, H, T, V], tiles [C, D]
-    g_desc,  # [B, H/G, T, K], tiles [C, D], or None
-    s_desc,  # states that enter chunks, [rows, H/G, K, V], tiles [D, D]
-    dq_desc,  # [B, H, T, K], tiles [C, D]; None where there are several blocks of values
+    q_desc,  # [B, Hq, T, K], tiles [C, D]
+    k_desc,  # [B, H, T, K], tiles [C, D]
+    v_desc,  # [B, H, T, V], tiles [C, D]
+    do_desc,  # [B, Hq, T, V], tiles [C, D]
+    g_desc,  # [B, H, T, K], tiles [C, D], or None
+    s_desc,  # states that enter chunks, [rows, H, K, V], tiles [D, D]
+    dq_desc,  # [B, Hq, T, K], tiles [C, D]; None where there are several blocks of values
     dk_desc,  # as dq_desc
-    dv_desc,  # [B, H, T, V], tiles [C, D]; None where there are several blocks of keys
-    dq_ptr,  # [blocks of values, B, T, H, K]
-    dk_ptr,  # [blocks of values, B, T, H, K]
-    dv_ptr,  # [blocks of keys, B, T, H, V]
-    dg_ptr,  # [blocks of values, B, T, H, K] or None
-    marks,  # [rows, H, blocks of keys] or None as g: 1 where a chunk is not mild
-    leaving,  # [N, H/G, K, V] or None
-    dinitial,  # [N, H, K, V] or None
+    dv_desc,  # [B, Hq, T, V], tiles [C, D]; None where there are several blocks of keys
+    dq_ptr,  # [blocks of values, B, T, Hq, K]
+    dk_ptr,  # [blocks of values, B, T, Hq, K]
+    dv_ptr,  # [blocks of keys, B, T, Hq, V]
+    dg_ptr,  # [blocks of values, B, T, Hq, K] or None
+    marks,  # [rows, Hq, blocks of keys] or None as g: 1 where a chunk is not mild
+    leaving,  # [N, H, K, V] or None
+    dinitial,  # [N, Hq, K, V] or None
     order,  # [N, 5] or None
     scale,
     state_n,
@@ -472,7 +493,7 @@ def _chunk_gla_bwd_kernel(
     T,
     segment,
     segments,
-    H,
+    Hq,
     K,
     V,
     B,
@@ -488,19 +509,19 @@ def _chunk_gla_bwd_kernel(
     pid = gl.program_id(0)  # neighbours share q, k and g, or v and do
     block_v = pid % blocks_v
     block_k = pid // blocks_v % blocks_k
-    h = pid // (blocks_v * blocks_k) % H
-    n = pid // (blocks_v * blocks_k * H)
+    h = pid // (blocks_v * blocks_k) % Hq
+    n = pid // (blocks_v * blocks_k * Hq)
     n, b, start, length, row, held = segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE)
     chunks = gl.cdiv(length, C)
     key = block_k * (PARTS * D)
     value = block_v * (HALVES * D)
-    whole = B.to(gl.int64) * T * H
+    whole = B.to(gl.int64) * T * Hq
     dq_ptr += block_v * whole * K
     dk_ptr += block_v * whole * K
     dv_ptr += block_k * whole * V
     if HAS_GATE:
         dg_ptr += block_v * whole * K
-        marks += (row * H + h).to(gl.int64) * blocks_k + block_k
+        marks += (row * Hq + h).to(gl.int64) * blocks_k + block_k
 
     dtype: gl.constexpr = gl.bfloat16
     exponents: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, D], gl.float32)
@@ -545,13 +566,13 @@ def _chunk_gla_bwd_kernel(
     load_place = (b, h, key, value, start, chunks, row)
     gate_tiles = (q_tiles, k_tiles, x_tiles, r_tiles, mild_flags)
     gate_barriers = (g_full, qk_full, qk_empty, gated, w_full)
-    marks_c = H * blocks_k
+    marks_c = Hq * blocks_k
     tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, mild_flags)
     barriers = (gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done)
     outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
     states = (leaving, held, state_n, state_h, state_k, state_v, dinitial)
     place = (b, h, n, key, value, start, length)
-    sizes = (T, H, K, V)
+    sizes = (T, Hq, K, V)
     # Registers of a thread: the gradients need most.
     if PARTS == 1:
         gl.warp_specialize(

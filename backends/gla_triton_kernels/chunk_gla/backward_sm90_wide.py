@@ -6,8 +6,9 @@ q, k and g, and dq, dk, dg and dv would be sums over blocks. So the gradients of
     state_gradients_sm90.py   goes backwards through sequences or segments, and writes P of every chunk
     the kernel here           a block per chunk and head: goes over the values, and sums dq, dk and dv on chip
 
-B batch   T time   H heads of q, G of which share one of k, v, g and S   K, V key and value width   C rows of a chunk
-D = 64 values of a tile, and keys of a part   PARTS parts of a warpgroup, which has half of the keys   n rows of states
+B batch   T time   H key/value heads, of k, v, g and S   Hq query heads, G of which share one   K, V key and value width
+C rows of a chunk   D = 64 values of a tile, and keys of a part   PARTS parts of a warpgroup, which has half of the keys
+n rows of states
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -26,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_kernels.chunk_gla import pairs, state_gradients_sm90
+from gla_triton_kernels.chunk_gla import pairs
 from gla_triton_kernels.chunk_gla.call import BackwardTensors
 from gla_triton_kernels.chunk_gla.common_backward_sm90 import (
     LAYOUT,
@@ -44,6 +45,7 @@ from gla_triton_kernels.chunk_gla.common_backward_sm90 import (
 from gla_triton_kernels.chunk_gla.common_sm90 import clear_rows, plus, segment_at, write, write_rows
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
 from gla_triton_kernels.chunk_gla.segments import Segments, cut
+from gla_triton_kernels.chunk_gla.state_gradients_sm90 import launch_state_gradients
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
@@ -52,7 +54,7 @@ V_SLOTS = gl.constexpr(2)  # tiles of v and do
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # for sums over columns
 
 
-def run(
+def launch_gradients(
     kernel: GradientPlan,
     x: BackwardTensors,
     entering: Tensor,
@@ -60,32 +62,53 @@ def run(
     segments: Segments,
     scale: float,
 ) -> list[Launch]:
-    """The launches that fill the gradients in x, as that of backward.py; entering is bfloat16."""
-    B, T, H, K = x.q.shape
-    V, G = x.v.shape[3], H // x.k.shape[2]
+    """Returns the launches that fill the gradients in x, as that of backward.py; entering is bfloat16."""
+    B, T, Hq, K = x.q.shape
+    H, V = x.v.shape[2:]
     keys = _keys(K)
     marks = pairs.new_marks(x, entering, keys)
-    rows = entering.numel() // (H // G * K * V)
-    P = torch.empty(rows, H, K, V, dtype=entering.dtype, device=x.q.device)
-    states = state_gradients_sm90.run(kernel, x, P, marks, keys, leaving, segments, scale)
+    rows = entering.numel() // (H * K * V)
+    P = torch.empty(rows, Hq, K, V, dtype=entering.dtype, device=x.q.device)
+    states = launch_state_gradients(kernel, x, P, marks, keys, leaving, segments, scale)
     chunks = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
-    moved = (x.q, x.k, x.v, x.do, x.g, x.dq, x.dk, x.dv)
-    maps = [None if y is None else shared_tiles(y, CHUNK, WIDTH) for y in moved]
-    maps += [state_tiles(y, WIDTH, WIDTH) for y in (entering, P)]
-    tensors = (*maps, x.dq, x.dk, x.dv, x.dg, marks, chunks.order)
+    arguments = {
+        "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
+        "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
+        "v_desc": shared_tiles(x.v, CHUNK, WIDTH),
+        "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
+        "g_desc": None if x.g is None else shared_tiles(x.g, CHUNK, WIDTH),
+        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH),
+        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH),
+        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH),
+        "s_desc": state_tiles(entering, WIDTH, WIDTH),
+        "p_desc": state_tiles(P, WIDTH, WIDTH),
+        "dq_ptr": x.dq,
+        "dk_ptr": x.dk,
+        "dv_ptr": x.dv,
+        "dg_ptr": x.dg,
+        "marks": marks,
+        "order": chunks.order,
+        "scale": scale,
+        "T": T,
+        "Hq": Hq,
+        "K": K,
+        "V": V,
+        "PARTS": keys // WIDTH,
+        "G": Hq // H,
+    }
     options = {"num_warps": kernel.warps, "maxnreg": 168}
-    gradients = Launch(_gradient_kernel, (rows * H, 1, 1), tensors, (scale,), (T, H, K, V, keys // WIDTH, G), options)
-    return [states, *chunks.launches, gradients, *pairs.run(x, marks, scale, keys)]
+    gradients = Launch(_gradient_kernel, (rows * Hq, 1, 1), arguments, options)
+    return [*states, *chunks.launches, gradients, *pairs.launch_pairs(x, marks, scale, keys)]
 
 
 def _keys(K: int) -> int:
-    """Keys of a warpgroup: their gates are mild or not together."""
+    """Returns the keys of a warpgroup: their gates are mild or not together."""
     return WIDTH if K <= 2 * WIDTH else 2 * WIDTH
 
 
 @gluon.jit
 def _load_gates(g_desc, x_tiles, full, empty, item, place, PARTS: gl.constexpr, G: gl.constexpr):
-    """Load the gates of both warpgroups' keys into the next two slots."""
+    """Loads the gates of both warpgroups' keys into the next two slots."""
     b, h, t = place
     for i in gl.static_range(2):
         slot = (item + i) % SLOTS
@@ -98,7 +121,7 @@ def _load_gates(g_desc, x_tiles, full, empty, item, place, PARTS: gl.constexpr, 
 
 @gluon.jit
 def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr):
-    """Load all keys of D values of S or P into the next slot."""
+    """Loads all keys of D values of S or P into the next slot."""
     row, h, value = place
     slot = item % SLOTS
     mbarrier.wait(empty.index(slot), (item // SLOTS & 1) ^ 1)
@@ -110,7 +133,7 @@ def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr):
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place, tiles_v, PARTS: gl.constexpr, G: gl.constexpr):
-    """Load q and k, then keep g, tiles of v and do, and in turns of S and P, on their way, and g once more."""
+    """Loads q and k, then keeps g, tiles of v and do, and in turns of S and P, on their way, and g once more."""
     q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc = descriptors
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles = tiles
     qk_full, full, empty, v_full, v_empty = barriers
@@ -152,7 +175,7 @@ def _tile(tiles, i):
 
 @gluon.jit
 def _decay(g_desc, tiles, own, mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
-    """Turn this warpgroup's q and k into qg and kg, and leave b_C / 2 [D] of each part."""
+    """Turns this warpgroup's q and k into qg and kg, and leaves b_C / 2 [D] of each part."""
     q_tiles, k_tiles, x_tiles, r_tiles = tiles
     for p in range(PARTS):
         q_tile, k_tile = _tile(q_tiles, own + p), _tile(k_tiles, own + p)
@@ -185,7 +208,7 @@ def _scores(q_tiles, k_tiles, milds, PARTS: gl.constexpr):
 
 @gluon.jit
 def _add_crossing(this, other, s_tiles, s_first, p_first, PARTS: gl.constexpr):
-    """Add to each part [D] of keys the sum over the values of a tile of S * P."""
+    """Adds to each part [D] of keys the sum over the values of a tile of S * P."""
     for p in range(PARTS):
         S = _tile(s_tiles, s_first + p).load(ROWS).to(gl.float32)  # [D, D]
         P = _tile(s_tiles, p_first + p).load(ROWS).to(gl.float32)  # [D, D]
@@ -208,7 +231,7 @@ def _gradient_warps(
     PARTS: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Compute the gradients of PARTS parts of the keys of a chunk; the first warpgroup dA besides, the second dv.
+    """Computes the gradients of PARTS parts of the keys of a chunk; the first warpgroup dA besides, the second dv.
 
     What is done for each part stands in loops at run time: the code has to fit into the cache of instructions.
     """
@@ -216,12 +239,12 @@ def _gradient_warps(
     qk_full, full, empty, v_full, v_empty, gated, ready = barriers
     dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, dg_ptr = outputs
     b, h, t, rows = place
-    T, H, K, V = sizes
+    T, Hq, K, V = sizes
     tiles_v = gl.cdiv(V, D)
     HAS_GATE: gl.constexpr = marks is not None
     own: gl.constexpr = part * PARTS
     first: gl.constexpr = 2 if HAS_GATE else 0
-    where = (b, h, t, T, H)
+    where = (b, h, t, T, Hq)
     milds = (True, True)
     if HAS_GATE:
         milds = (gl.load(marks) == 0, gl.load(marks + 1, PARTS * D < K, 0) == 0)
@@ -328,27 +351,27 @@ def _gradient_warps(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "H", "K", "V"])
+@gluon.jit(do_not_specialize=["scale", "T", "Hq", "K", "V"])
 def _gradient_kernel(
-    q_desc,  # [B, H, T, K], tiles [C, D]
-    k_desc,  # [B, H/G, T, K], tiles [C, D]
-    v_desc,  # [B, H/G, T, V], tiles [C, D]
-    do_desc,  # [B, H, T, V], tiles [C, D]
-    g_desc,  # [B, H/G, T, K], tiles [C, D], or None
-    dq_desc,  # [B, H, T, K], tiles [C, D]
-    dk_desc,  # [B, H, T, K], tiles [C, D]
-    dv_desc,  # [B, H, T, V], tiles [C, D]
-    s_desc,  # S, [n, H/G, K, V], tiles [D, D]
-    p_desc,  # P, [n, H, K, V], tiles [D, D]
-    dq_ptr,  # [B, T, H, K]
-    dk_ptr,  # [B, T, H, K]
-    dv_ptr,  # [B, T, H, V]
-    dg_ptr,  # [B, T, H, K] or None
-    marks,  # [n, H, blocks of keys] or None as g
+    q_desc,  # [B, Hq, T, K], tiles [C, D]
+    k_desc,  # [B, H, T, K], tiles [C, D]
+    v_desc,  # [B, H, T, V], tiles [C, D]
+    do_desc,  # [B, Hq, T, V], tiles [C, D]
+    g_desc,  # [B, H, T, K], tiles [C, D], or None
+    dq_desc,  # [B, Hq, T, K], tiles [C, D]
+    dk_desc,  # [B, Hq, T, K], tiles [C, D]
+    dv_desc,  # [B, Hq, T, V], tiles [C, D]
+    s_desc,  # S, [n, H, K, V], tiles [D, D]
+    p_desc,  # P, [n, Hq, K, V], tiles [D, D]
+    dq_ptr,  # [B, T, Hq, K]
+    dk_ptr,  # [B, T, Hq, K]
+    dv_ptr,  # [B, T, Hq, V]
+    dg_ptr,  # [B, T, Hq, K] or None
+    marks,  # [n, Hq, blocks of keys] or None as g
     order,  # [n, 5] or None
     scale,
     T,
-    H,
+    Hq,
     K,
     V,
     PARTS: gl.constexpr,
@@ -356,8 +379,8 @@ def _gradient_kernel(
 ):
     """A block: one chunk of one head; two warpgroups with PARTS parts of D keys each, and a warp that loads."""
     PACKED: gl.constexpr = order is not None
-    h = gl.program_id(0) % H
-    i = gl.program_id(0) // H
+    h = gl.program_id(0) % Hq
+    i = gl.program_id(0) // Hq
     if PACKED:
         b = gl.to_tensor(0)
         i, t, rows, _, _ = segment_at(order, i)
@@ -369,7 +392,7 @@ def _gradient_kernel(
         t = i % chunks * C
         rows = gl.minimum(T - t, C)
     if marks is not None:
-        marks += (i * H + h).to(gl.int64) * gl.cdiv(K, PARTS * D)
+        marks += (i * Hq + h).to(gl.int64) * gl.cdiv(K, PARTS * D)
 
     dtype: gl.constexpr = gl.bfloat16
     exponents: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, D], gl.float32)
@@ -419,7 +442,7 @@ def _gradient_kernel(
     barriers = (qk_full, full, empty, v_full, v_empty, gated, ready)
     outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, dg_ptr)
     place = (b, h, t, rows)
-    sizes = (T, H, K, V)
+    sizes = (T, Hq, K, V)
     gl.warp_specialize(
         [
             (_gradient_warps, (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 0, PARTS, PACKED)),

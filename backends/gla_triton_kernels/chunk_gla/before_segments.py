@@ -12,7 +12,7 @@ from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments, cut
 from gla_triton_kernels.runtime.launch import Launch
 
 
-def run(
+def launch_states_before_segments(
     plan: SegmentPlan,
     x: Recurrence,
     H: int,
@@ -21,7 +21,7 @@ def run(
     skip_first: bool = False,
     o: Tensor | None = None,
 ) -> tuple[Tensor, Segments, list[Launch]]:
-    """What a recurrence carries into each segment of sequences [I, H, K, V], the segments, and the launches.
+    """Returns what a recurrence carries into each segment [I, H, K, V], the segments, and the launches that fill it.
 
     Args:
         skip_first: what it carries into sequences is not written there: it is x.before, or 0.
@@ -33,6 +33,6 @@ def run(
     S = torch.empty(segments.count, H, K, V, dtype=torch.float32, device=x.left.device)
     D = None if x.g is None else torch.empty(segments.count, H, K, dtype=torch.float32, device=x.left.device)
     before = S if dtype == S.dtype else torch.empty_like(S, dtype=dtype)
-    built = getattr(kernels, plan.states.kernel).run(plan, x, segments, S, D)
-    scanned = scan.run(plan, x, segments, S, D, before, skip_first)
+    built = getattr(kernels, plan.states.kernel).launch_states(plan, x, segments, S, D)
+    scanned = scan.launch_scan(plan, x, segments, S, D, before, skip_first)
     return before, segments, [*segments.launches, *built, *scanned]

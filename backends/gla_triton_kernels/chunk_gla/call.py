@@ -1,4 +1,4 @@
-"""What every call of chunk_gla goes through, whichever kernels compute it: a call like an earlier one is replayed."""
+"""The way of every call of chunk_gla, whichever kernels compute it: a call like an earlier one is replayed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class BackwardTensors(NamedTuple):
 
     @property
     def last_leave_none(self) -> bool:
-        """Whether the last segments of packed sequences leave no gradient of a state."""
+        """Returns whether the last segments of packed sequences leave no gradient of a state."""
         return self.cu_seqlens is not None and self.dstate is None
 
 
@@ -188,7 +188,7 @@ def _described(
     scalars: dict[str, Any],
     checkpoints: bool = False,
 ) -> OpCall:
-    """What plans ask of a call; the arguments are as in `OpCall`."""
+    """Returns the facts of a call that plans ask for; the arguments are as in `OpCall`."""
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
     return OpCall(
@@ -212,5 +212,5 @@ def _addressable(x: Any) -> Any:
 
 
 def all_aligned(gpu: Gpu, *tensors: Tensor | None) -> bool:
-    """Whether TMA can address all of these tensors that there are."""
+    """Returns whether TMA can address all of these tensors that there are."""
     return gpu.architecture.has_tma and all(x is None or addressable(x) for x in tensors)

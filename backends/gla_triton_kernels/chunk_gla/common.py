@@ -1,4 +1,4 @@
-"""What the general kernels of chunk_gla have in common: loads, stores, and rounding to what is multiplied.
+"""Functions that the general kernels of chunk_gla share: loads, stores, and rounding to what is multiplied.
 
 A tensor [B, T, heads, D] is met as tiles, moved by TMA, or as a pointer to its row b of the batch with two strides.
 
@@ -14,18 +14,20 @@ import triton.language as tl
 from gla_triton_kernels.runtime.tf32 import nearest_tf32
 
 OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-"""What a kernel is told of the type that a plan multiplies matrices in."""
+"""The operand type of a plan, as kernels are told of it."""
 
 
 @triton.jit
 def in_state(key, value, stride_k, stride_v):
-    """Where numbers of a state lie, from its first; the stride of what lies together is None."""
+    """Returns the offsets of numbers of a state from its first; the stride of what lies together is None."""
     return value.to(tl.int64) * stride_v + key if stride_k is None else key.to(tl.int64) * stride_k + value
 
 
 @triton.jit
 def segment_at(order_ptr, place):
-    """Of the segment in a place of the order [I, 5]: number, first row, end, and of its sequence first row and end.
+    """Returns the segment in a place of the order [I, 5].
+
+    Its number, first row and end come first, then first row and end of its sequence.
 
     Args:
         order_ptr: as in `Segments`.
@@ -36,7 +38,7 @@ def segment_at(order_ptr, place):
 
 @triton.jit
 def operand(x, dtype: tl.constexpr):
-    """Round x to what the matrix units take: dtype, or TF32 where that is float32."""
+    """Rounds x to what the matrix units take: dtype, or TF32 where that is float32."""
     x = x.to(dtype)
     return nearest_tf32(x) if dtype == tl.float32 else x
 
@@ -57,7 +59,7 @@ def load_tile(
 def store_tile(
     tiles, ptr, stride_t, stride_h, b, t, head, column, end, x, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr
 ):
-    """Write x [C, BD] where `load_tile` would read it."""
+    """Writes x [C, BD] where `load_tile` would read it."""
     x = x.to(ptr.dtype.element_ty)
     if tiles is not None:
         tiles.store([b, head, t, column], x.reshape(1, 1, C, BD))
@@ -75,7 +77,7 @@ def _offsets(stride_t, stride_h, t, head, column, C: tl.constexpr, BD: tl.conste
 
 @triton.jit
 def _inside(t, column, end, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
-    """What of a tile [C, BD] lies before row `end` and column D."""
+    """Returns which numbers of a tile [C, BD] lie before row `end` and column D."""
     rows = (t + tl.arange(0, C) < end)[:, None]  # [C, 1]
     if D % BD == 0:
         return rows

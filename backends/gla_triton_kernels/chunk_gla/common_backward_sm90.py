@@ -1,4 +1,4 @@
-"""What the kernels for SM90 that compute gradients have in common: gates and decays of a chunk.
+"""Functions that the kernels for SM90 that compute gradients share: gates and decays of a chunk.
 
 The mathematics is that of backward_sm90.py.
 
@@ -29,10 +29,10 @@ RUNS = gl.constexpr(gl.BlockedLayout([4, 2], [4, 8], [1, 4], [1, 0]))
 
 @gluon.jit
 def segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE: gl.constexpr):
-    """Of the n-th segment to start: number, batch, first token, tokens, and the row of its first chunk's state.
+    """Returns number, batch, first token and tokens of the n-th segment to start.
 
-    After these, the keys of the gradient of the state that leaves it: 0 where there is none. The arguments are as of
-    `tokens_of`; LAST_LEAVE_NONE of packed sequences alone.
+    After these, the row of its first chunk's state, and the keys of the gradient of the state that leaves it: 0 where
+    there is none. The arguments are as of `tokens_of`; LAST_LEAVE_NONE of packed sequences alone.
     """
     n, b, start, length, sequence, _, end = tokens_of(n, T, segment, segments, order)
     row = (b * gl.cdiv(T, C) if order is None else sequence) + start // C
@@ -48,7 +48,7 @@ def product(a, b, acc):
 
 @gluon.jit
 def gate_tile(g_desc, x_tiles, i):
-    """Where the i-th tile of g arrives, to be replaced by the exponents of queries."""
+    """Returns the memory where the i-th tile of g arrives, to be replaced by the exponents of queries."""
     return x_tiles.index(i)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
 
 
@@ -70,7 +70,7 @@ def exponents(g, mild):
 
 @gluon.jit
 def decay(q_tile, k_tile, x, end, mild, scale):
-    """Turn tiles q, k [C, D] into qg, kg, by what `exponents` has found."""
+    """Turns tiles q, k [C, D] into qg, kg, by what `exponents` has found."""
     q_tile.store((as_float32(q_tile.load(RUNS)) * (gl.exp2(x) * scale)).to(gl.bfloat16))
     y = gl.where(mild, 0.0, end)[None, :] - x  # [C, D], the exponents of keys
     k_tile.store((as_float32(k_tile.load(RUNS)) * gl.exp2(y)).to(gl.bfloat16))

@@ -1,4 +1,4 @@
-"""What the kernels for SM90 have in common: segments, decays and scores of a chunk, rows cleared and written, overlap.
+"""Functions that the kernels for SM90 share: segments, decays and scores of a chunk, rows cleared and written, overlap.
 
     b_t = g_1 + .. + g_t                             within a chunk
     mild chunk (no channel decays by more than MILD_DECAY_SM90): with r = b_C / 2,
@@ -40,7 +40,7 @@ def _either(a, b):
 
 @gluon.jit
 def as_float32(x):
-    """Of numbers x their float32: of two bfloat16 in a register by two instructions, where the compiler takes three."""
+    """Returns x in float32: two bfloat16 of a register by two instructions, where the compiler takes three."""
     if x.dtype == gl.bfloat16:
         widen: gl.constexpr = """{
             .reg .b32 first, second;
@@ -73,19 +73,21 @@ def opaque_zero():
 
 @gluon.jit
 def let_dependents_start():
-    """Let the next kernel of the stream start where it was launched with `launch_pdl`: see wait_for_predecessor."""
+    """Lets the next kernel of the stream start where it was launched with `launch_pdl`: see wait_for_predecessor."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def wait_for_predecessor():
-    """Wait until the kernel before this one in the stream is done, and all it wrote can be seen."""
+    """Waits until the kernel before this one in the stream is done, and all it wrote can be seen."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def segment_at(order, place):
-    """Of the segment in a place of the order [I, 5]: number, first row, tokens, and of its sequence first row and end.
+    """Returns the segment in a place of the order [I, 5].
+
+    Its number, first row and tokens come first, then first row and end of its sequence.
 
     Args:
         order: as in `Segments`.
@@ -97,8 +99,9 @@ def segment_at(order, place):
 
 @gluon.jit
 def tokens_of(n, T, segment, segments, order):
-    """Where the n-th sequence or segment to start is: its number, batch, first token, tokens, and of its sequence the
-    number, the first token and the end.
+    """Returns number, batch, first token and tokens of the n-th sequence or segment to start.
+
+    After these, the number, the first token and the end of its sequence.
 
     Args:
         order, segment, segments: the order, length and per_sequence of `Segments`.
@@ -126,9 +129,10 @@ def next_checkpoint(start, sequence, origin, every, PACKED: gl.constexpr):
 
 @gluon.constexpr_function
 def layout_of_runs(C, K):
-    """Of a tile [C, K] for 4 warps: each holds a run of K / 256 of the rows, of 64 columns, and a thread two of these.
+    """Returns a layout of a tile [C, K] for 4 warps, which hold runs of K / 256 of the rows.
 
-    A warp then reads whole rows of shared memory, whose banks no two threads share.
+    A warp holds 64 columns, and a thread two of these: it then reads whole rows of shared memory, whose banks no two
+    threads share.
     """
     runs = 256 // K
     return gl.BlockedLayout([C // runs, 2], [1, 32], [runs, 4 // runs], [1, 0])
@@ -136,7 +140,7 @@ def layout_of_runs(C, K):
 
 @gluon.constexpr_function
 def layout_of_columns(C, K):
-    """Of a tile [C, K] for 4 warps, to add up rows within a few threads: a thread holds rows of two columns.
+    """Returns a layout of a tile [C, K] for 4 warps, to add up rows in few threads: a thread holds rows of two columns.
 
     Of 128 columns it holds half the rows, or registers spill; of fewer, runs of 4, which seldom meet in shared memory's
     banks.
@@ -186,7 +190,7 @@ def exponents_of_mild_chunk(g):
 
 @gluon.jit
 def decay_mild_chunk(q_tile, k_tile, x, end):
-    """Turn tiles q, k [C, K] of a mild chunk into qg, kg, by its exponents x [C, K], and return exp(r) [K]."""
+    """Turns tiles q, k [C, K] of a mild chunk into qg, kg, by its exponents x [C, K], and returns exp(r) [K]."""
     layout: gl.constexpr = x.type.layout
     q_tile.store((as_float32(q_tile.load(layout)) * gl.exp2(x)).to(q_tile.dtype))
     minus_x = -1.0 * x  # -x would be 0 - x, an instruction more
@@ -196,7 +200,7 @@ def decay_mild_chunk(q_tile, k_tile, x, end):
 
 @gluon.jit
 def decay_any_chunk(q_tile, k_tile, scratch, g):
-    """Turn tiles q, k [C, K] of any chunk with gates g [C, K] into qg, kg, and return exp(b_C) [K] and A [C, C]."""
+    """Turns tiles q, k [C, K] of any chunk with gates g [C, K] into qg, kg, and returns exp(b_C) [K] and A [C, C]."""
     g = gl.maximum(g, LEAST_GATE) * LOG2E
     b = gl.associative_scan(g, 0, plus)  # [C, K]
     b_end = gl.sum(g, 0)  # [K]
@@ -208,13 +212,13 @@ def decay_any_chunk(q_tile, k_tile, scratch, g):
 
 @gluon.jit
 def in_state(key, value, stride_k, stride_v):
-    """Where numbers of a state lie, from its first; the stride of what lies together is None."""
+    """Returns the offsets of numbers of a state from its first; the stride of what lies together is None."""
     return value.to(gl.int64) * stride_v + key if stride_k is None else key.to(gl.int64) * stride_k + value
 
 
 @gluon.jit
 def clear_rows(tile, rows, layout: gl.constexpr):
-    """Zero what lies behind the first `rows` rows of a tile: rows of the next sequence."""
+    """Clears what lies behind the first `rows` rows of a tile: rows of the next sequence."""
     if rows < tile.shape[0]:
         row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout)) + opaque_zero()
         x = tile.load(layout)
@@ -223,7 +227,7 @@ def clear_rows(tile, rows, layout: gl.constexpr):
 
 @gluon.jit
 def write_rows(ptr, x, column, width, where, rows):
-    """Write the first `rows` rows of x [C, K] to a tensor [B, T, H, width] from registers.
+    """Writes the first `rows` rows of x [C, K] to a tensor [B, T, H, width] from registers.
 
     where: batch, head, first token, T and H. column: of the tensor, where x begins.
     """
@@ -237,7 +241,7 @@ def write_rows(ptr, x, column, width, where, rows):
 
 @gluon.jit
 def write(desc, ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr):
-    """Write x [C, K] to a tensor, by way of a tile in shared memory unless rows behind it are another sequence's.
+    """Writes x [C, K] to a tensor, by way of a tile in shared memory unless rows behind it are another sequence's.
 
     The arguments are as of `write_rows`. desc: of the tensor; None where x is one of several partial results.
     """
@@ -297,7 +301,7 @@ def _across_halves(q_tile, k_tile, decayed, b, scores: gl.constexpr, m: gl.const
 
 @gluon.jit
 def _relative_to_middle(b, m: gl.constexpr):
-    """Subtract from b [C, K] its row in the middle of each block of 2 m rows: the last of the first half."""
+    """Subtracts from b [C, K] its row in the middle of each block of 2 m rows: the last of the first half."""
     C: gl.constexpr = b.shape[0]
     K: gl.constexpr = b.shape[1]
     blocks = b.reshape([C // (2 * m), 2 * m, K])

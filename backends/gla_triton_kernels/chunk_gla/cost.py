@@ -53,7 +53,7 @@ from gla_triton_kernels.runtime.architecture import Gpu
 
 
 class BlockTime(NamedTuple):
-    """What a block of a kernel does and takes: tokens a step, columns of v, seconds before the first step and of each.
+    """Work and time of a block of a kernel: tokens a step, columns of v, seconds before the first step and of each.
 
     `shared` blocks run on a multiprocessor at no cost to each other. A block has all keys unless `keys` says how many.
     """
@@ -67,7 +67,7 @@ class BlockTime(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What sequences are cut into: how many segments, tokens of an average one and of the longest."""
+    """The segments of sequences: their number, tokens of an average one and of the longest."""
 
     number: float
     mean: float
@@ -119,7 +119,7 @@ def _gates_seconds(call: OpCall, plan: Plan, c: Constants) -> float:
 
 
 def _host_seconds(call: OpCall, plan: Plan, launches: int, c: Constants) -> float:
-    """Host seconds of a call with so many launches, besides those for the gates of wide heads and packed sequences."""
+    """Returns host seconds of a call with `launches` launches, besides those for wide heads and packed sequences."""
     wide = plan.outputs.kernel is Kernel.FORWARD_SM90_WIDE
     launches += wide + call.variable_length * (2 if wide else 1)
     more = c["host_hopper"] * (plan.outputs.kernel is not Kernel.FORWARD) + c["host_packed"] * call.variable_length
@@ -127,7 +127,7 @@ def _host_seconds(call: OpCall, plan: Plan, launches: int, c: Constants) -> floa
 
 
 def _block_time(call: OpCall, kernel: KernelPlan, c: Constants) -> BlockTime:
-    """What a block takes of a kernel that computes outputs."""
+    """Returns the time of a block of a kernel that computes outputs."""
     H, Hq = call.dims["H"], call.dims["Hq"]
     if kernel.kernel is Kernel.FORWARD_SM90:
         step = c["hopper_step"] + c["hopper_tile"] * (kernel.BK // 64)
@@ -169,7 +169,7 @@ def copying(call: OpCall, seen: OpCall, c: Constants) -> float:
 
 
 def planned(plan: Callable[[OpCall, Gpu, bool], AnyPlan], call: OpCall, c: Constants) -> AnyPlan:
-    """What `plan` decides for a call on the GPU whose facts stand among the constants."""
+    """Returns the plan of a call, by `plan`, on the GPU whose facts stand among the constants."""
     return plan(call, gpu_of_constants(c), _aligned(call))
 
 
@@ -235,7 +235,7 @@ def states_seconds(
 
 
 def host_seconds(launches: int, c: Constants) -> float:
-    """Host seconds of a call with so many launches; repeated, they become a graph, as quick as two of them."""
+    """Returns host seconds of a call with `launches` launches; repeated, they are a graph, as quick as two of them."""
     return c["host"] + c["host_launch"] * min(launches, 2)
 
 
@@ -248,13 +248,13 @@ def moved_bytes(call: OpCall) -> float:
 
 
 def token_bytes(call: OpCall, heads: int) -> int:
-    """Bytes of the gates, and of so many heads of keys and of values, or of what is as wide."""
+    """Returns the bytes of the gates, and of `heads` heads of keys and of values, or of what is as wide."""
     B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
     return B * T * (heads * (K + V) * call.dtype.itemsize + H * K * _gate_itemsize(call))
 
 
 def checkpoint_bytes(call: OpCall, every: int) -> float:
-    """Bytes of the states that enter every so many tokens, as checkpoints hold them."""
+    """Returns the bytes of the states that enter chunks of `every` tokens, as checkpoints hold them."""
     B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
     return B * T / every * H * K * V * checkpoint_dtype(call.dtype).itemsize
 
@@ -265,6 +265,6 @@ def _gate_itemsize(call: OpCall) -> int:
 
 
 def _aligned(call: OpCall) -> bool:
-    """Whether TMA can address q, k, v, g and o where they are contiguous: their rows begin at multiples of 16 bytes."""
+    """Returns whether TMA can address q, k, v, g and o, contiguous: their rows begin at multiples of 16 bytes."""
     rows = (call.dims["K"] * call.dtype.itemsize, call.dims["V"] * call.dtype.itemsize)
     return all(size % 16 == 0 for size in (*rows, call.dims["K"] * _gate_itemsize(call)))

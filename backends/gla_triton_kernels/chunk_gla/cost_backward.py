@@ -138,7 +138,7 @@ def _wide_seconds(call: OpCall, kernel: GradientPlan, through: Cut, size: float,
 
 
 def _heads_apart(call: OpCall, kernel: GradientPlan) -> int:
-    """How many query heads of a group are computed by themselves, and then summed."""
+    """Returns the number of query heads of a group that are computed by themselves, and then summed."""
     return 1 if kernel.kernel is Kernel.BACKWARD else call.dims["Hq"] // max(call.dims["H"], 1)
 
 
@@ -155,7 +155,7 @@ def _found(call: OpCall, kernel: GradientPlan) -> list[Gradient]:
 
 
 def _block_time(call: OpCall, kernel: GradientPlan, c: Constants) -> BlockTime:
-    """What a block takes of the kernel that computes gradients."""
+    """Returns the time of a block of the kernel that computes gradients."""
     tiles = kernel.BK * kernel.BV / 64**2
     if kernel.kernel is Kernel.BACKWARD_SM90:
         start, step, shared = c["hopper_start"], c["hopper_step"] + c["hopper_tile"] * tiles, c["hopper_shared"]

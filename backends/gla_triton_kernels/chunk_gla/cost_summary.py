@@ -48,7 +48,7 @@ def _seconds(call: OpCall, plan: SegmentPlan, c: Constants) -> float:
 
 
 def _block_time(call: OpCall, kernel: KernelPlan, c: Constants) -> BlockTime:
-    """What a block takes of a kernel that builds states."""
+    """Returns the time of a block of a kernel that builds states."""
     if kernel.kernel is Kernel.STATES_SM90:
         return BlockTime(kernel.C, kernel.BV, c["hopper_start"], c["build_step"], keys=STATE_KEYS)
     heads = call.dims["Hq"] / max(call.dims["H"], 1)

@@ -27,7 +27,7 @@ Hopper in blocks of fewer than 64 values (Triton 3.6), and is used for K = 256 o
 The mask selects and does not multiply, so that not even an infinite score gets past it. float16 reaches 65504 only: its
 operands are float32 and multiplied as TF32, which has float16's precision.
 
-A checkpoint is the state that enters a chunk which begins a multiple of so many tokens after its sequence does. Of
+A checkpoint is the state that enters a chunk which begins a multiple of `every` tokens after its sequence does. Of
 packed sequences in segments of L tokens, segment i begins at row c_n + m L, where i = n + c_n // L + m (segments.py):
 so it is of sequence n = i - (c_n + m L) // L.
 
@@ -42,34 +42,71 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gla_triton_kernels.chunk_gla.call import Tensors
 from gla_triton_kernels.chunk_gla.common import OPERANDS, in_state, load_row, load_tile, operand, segment_at, store_tile
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY
 from gla_triton_kernels.chunk_gla.plan import Plan
-from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
-from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.chunk_gla.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.runtime.launch import Launch, strides_of
 from gla_triton_kernels.runtime.tma import tiles
 
 
-def run(plan: Plan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
-    """The launch that fills o, and final_state and checkpoints if there are any.
+def launch_outputs(plan: Plan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
+    """Returns the launch that fills o, and final_state and checkpoints if there are any.
 
     There are `every` tokens between checkpoints. Sequences that stay whole are segments of their own.
     """
     T, Hq, K = x.q.shape[1:]
     H, V = x.v.shape[2:]
     kernel = plan.outputs
-    moved = ((x.q, kernel.BK), (x.k, kernel.BK), (x.v, kernel.BV), (x.g, kernel.BK), (x.o, kernel.BV))
-    maps = [tiles(y, kernel.C, width) if kernel.tma and y is not None else None for y, width in moved]
-    given = (x.q, x.k, x.v, x.g)
-    strides = [stride for y in given for stride in ((0, 0, 0) if y is None else y.stride()[:3])]
-    sizes = (K, V, kernel.C, kernel.BK, kernel.BV, Hq != H, OPERANDS[kernel.operand])
-    constants = (*sizes, kernel.tokenwise, kernel.triangle, kernel.keys_first, kernel.stages)
-    lengths = (T, segments.length, segments.per_sequence)
-    integers = (*lengths, every or 0, H, Hq // H, *strides, *state_strides(x.initial_state), *constants)
-    grid, tensors = (-(-V // kernel.BV) * segments.count * H, 1, 1), (*x, segments.order, *maps)
-    return [Launch(_chunk_gla_fwd_kernel, grid, tensors, (scale,), integers, {"num_warps": kernel.warps})]
+
+    def tiles_of(y: Tensor | None, width: int) -> TensorDescriptor | None:
+        return tiles(y, kernel.C, width) if kernel.tma and y is not None else None
+
+    arguments = {
+        "q_ptr": x.q,
+        "k_ptr": x.k,
+        "v_ptr": x.v,
+        "g_ptr": x.g,
+        "initial_ptr": x.initial_state,
+        "cu_seqlens_ptr": x.cu_seqlens,
+        "o_ptr": x.o,
+        "final_ptr": x.final_state,
+        "checkpoints_ptr": x.checkpoints,
+        "entering_ptr": x.entering,
+        "order_ptr": segments.order,
+        "q_tiles": tiles_of(x.q, kernel.BK),
+        "k_tiles": tiles_of(x.k, kernel.BK),
+        "v_tiles": tiles_of(x.v, kernel.BV),
+        "g_tiles": tiles_of(x.g, kernel.BK),
+        "o_tiles": tiles_of(x.o, kernel.BV),
+        "scale": scale,
+        **lengths_of(T, segments),
+        "every": every or 0,
+        "H": H,
+        "G": Hq // H,
+        **strides_of("q", x.q),
+        **strides_of("k", x.k),
+        **strides_of("v", x.v),
+        **strides_of("g", x.g),
+        **state_strides("stride_s", x.initial_state),
+        "K": K,
+        "V": V,
+        "C": kernel.C,
+        "BK": kernel.BK,
+        "BV": kernel.BV,
+        "GROUPED": Hq != H,
+        "OPERAND": OPERANDS[kernel.operand],
+        "TOKENWISE": kernel.tokenwise,
+        "TRIANGLE": kernel.triangle,
+        "KEYS_FIRST": kernel.keys_first,
+        "STAGES": kernel.stages,
+    }
+    grid = (-(-V // kernel.BV) * segments.count * H, 1, 1)
+    return [Launch(_chunk_gla_fwd_kernel, grid, arguments, {"num_warps": kernel.warps})]
 
 
 @triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "H", "G"])

@@ -56,35 +56,50 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
 )
 from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan import Plan
-from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
+from gla_triton_kernels.chunk_gla.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
 
-def run(plan: Plan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
-    """The launch that fills o, and final_state and checkpoints if there are any, as that of forward.py.
+def launch_outputs(plan: Plan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
+    """Returns the launch that fills o, and final_state and checkpoints if there are any, as that of forward.py.
 
     Of segments that overlap, the kernel before this one writes nothing but the states that enter them.
     """
     T, H, K = x.k.shape[1:]
     V = x.v.shape[3]
     kernel, W = plan.outputs, 64
+    arguments = {
+        "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
+        "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
+        "v_desc": shared_tiles(x.v, kernel.C, W),
+        "g_desc": None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK),
+        "o_desc": shared_tiles(x.o, kernel.C, W),
+        "s_desc": checkpoint_tiles(x.checkpoints, kernel.BK, W),
+        "o_ptr": x.o,
+        "initial_state": x.initial_state,
+        "entering": x.entering,
+        "final_state": x.final_state,
+        "order": segments.order,
+        "scale": scale,
+        **state_strides("state_", x.initial_state),
+        **lengths_of(T, segments),
+        "every": every or 0,
+        "H": H,
+        "K": K,
+        "V": V,
+        "STAGES": kernel.stages,
+        "GROUPS": kernel.BV // W,
+    }
     grid = (-(-V // kernel.BV) * segments.count * H, 1, 1)
-    moved = ((x.q, kernel.BK), (x.k, kernel.BK), (x.v, W), (x.g, kernel.BK), (x.o, W))
-    maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
-    maps.append(checkpoint_tiles(x.checkpoints, kernel.BK, W))
-    tensors = (*maps, x.o, x.initial_state, x.entering, x.final_state, segments.order)
-    strides = state_strides(x.initial_state)
-    lengths = (T, segments.length, segments.per_sequence)
-    integers = (*strides, *lengths, every or 0, H, K, V, kernel.stages, kernel.BV // W)
-    overlap = segments.order is not None if plan.segments is None else plan.segments.overlap
-    options = {"launch_pdl": True} if overlap else {}
-    jit = _chunk_gla_fwd_kernel
-    return [Launch(jit, grid, tensors, (scale,), integers, {"num_warps": kernel.warps, "maxnreg": 128, **options})]
+    options = {"num_warps": kernel.warps, "maxnreg": 128}
+    if segments.order is not None if plan.segments is None else plan.segments.overlap:
+        options["launch_pdl"] = True
+    return [Launch(_chunk_gla_fwd_kernel, grid, arguments, options)]
 
 
 def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescriptor | None:
-    """Checkpoints [B, n, H, K, V] as blocks [1, 1, 1, keys, values], with the layout that wgmma expects."""
+    """Returns checkpoints [B, n, H, K, V] as blocks [1, 1, 1, keys, values], with the layout that wgmma expects."""
     if x is None:
         return None
     block = [1, 1, 1, keys, values]
@@ -94,13 +109,13 @@ def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescript
 
 @gluon.jit
 def _gate_tile(scratch_tiles, slot, g_desc):
-    """Where g's chunk arrives: it takes the place of two tiles in q's dtype, or of one where g is as narrow."""
+    """Returns the memory where g's chunk arrives: two tiles in q's dtype, or one where g is as narrow."""
     return scratch_tiles.index(slot)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
 
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
-    """Keep STAGES chunks of q, k, v and g on their way."""
+    """Keeps STAGES chunks of q, k, v and g on their way."""
     q_desc, k_desc, v_desc, g_desc = descriptors
     q_tiles, k_tiles, v_tiles, scratch_tiles = tiles
     g_full, g_empty, full, empty = barriers
@@ -137,7 +152,7 @@ def _gate_warps(
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Turn q, k into qg, kg, one chunk after the other, and compute A where the chunk is not mild."""
+    """Turns q, k into qg, kg, one chunk after the other, and computes A where the chunk is not mild."""
     q_tiles, k_tiles, scratch_tiles, a_tiles, decays, mild_flags = tiles
     g_full, g_empty, full, gated = barriers
     C: gl.constexpr = q_tiles.type.shape[3]
@@ -194,7 +209,7 @@ def _state_warps(
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Carry W columns of the state through the sequence and write the outputs."""
+    """Carries W columns of the state through the sequence and writes the outputs."""
     q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs

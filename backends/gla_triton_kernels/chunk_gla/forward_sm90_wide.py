@@ -46,15 +46,16 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
 from gla_triton_kernels.chunk_gla.forward_sm90 import checkpoint_tiles
 from gla_triton_kernels.chunk_gla.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan import Plan
-from gla_triton_kernels.chunk_gla.segments import Segments, cut, state_strides
+from gla_triton_kernels.chunk_gla.segments import Segments, cut, lengths_of, state_strides
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
 STAGES = gl.constexpr(4)  # slices of qg and kg on their way: those of two chunks, as A and v
 
 
-def run(plan: Plan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
-    """The launches that fill o, and final_state and checkpoints if there are any, as that of forward.py."""
+def launch_outputs(plan: Plan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
+    """Returns the launches that fill o, and final_state and checkpoints if there are any, as that of forward.py."""
+    assert x.g is not None
     B, T, H, K = x.k.shape
     V = x.v.shape[3]
     C, BK, BV, W = plan.outputs.C, plan.outputs.BK, plan.outputs.BV, plan.outputs.BV // 2
@@ -62,32 +63,48 @@ def run(plan: Plan, x: Tensors, segments: Segments, scale: float, every: int | N
     qg, kg = (x.q.new_empty(1, chunks.count * C, H, K) for _ in range(2))
     scores = x.q.new_empty(1, chunks.count * C, H, C)
     decays = x.q.new_empty(H, chunks.count, 2, 2 * BK, dtype=torch.float32)  # before and after kg^T v is added
-    maps = [
-        shared_tiles(y, C, width) for y, width in ((x.q, BK), (x.k, BK), (x.g, BK), (qg, BK), (kg, BK), (scores, C))
-    ]
-    integers = (chunks.per_sequence,)
-    gates = Launch(
-        _gate_kernel,
-        (chunks.count, H, 1),
-        (*maps, chunks.order, decays),
-        (),
-        integers,
-        {"num_warps": plan.outputs.warps},
-    )
-    maps = [shared_tiles(y, C, width) for y, width in ((qg, BK), (kg, BK), (scores, C), (x.v, W), (x.o, W))]
-    maps.append(checkpoint_tiles(x.checkpoints, BK, W))
-    states = (x.initial_state, x.entering, x.final_state)
-    tensors = (*maps, x.o, decays, *states, segments.order)
-    strides = state_strides(x.initial_state)
-    lengths = (T, segments.length, segments.per_sequence, chunks.count)
-    integers, grid = (*strides, *lengths, every or 0, H, K, V), (-(-V // BV) * segments.count * H, 1, 1)
-    state = Launch(_state_kernel, grid, tensors, (scale,), integers, {"num_warps": plan.outputs.warps, "maxnreg": 168})
+    arguments = {
+        "q_desc": shared_tiles(x.q, C, BK),
+        "k_desc": shared_tiles(x.k, C, BK),
+        "g_desc": shared_tiles(x.g, C, BK),
+        "qg_desc": shared_tiles(qg, C, BK),
+        "kg_desc": shared_tiles(kg, C, BK),
+        "a_desc": shared_tiles(scores, C, C),
+        "order": chunks.order,
+        "decays": decays,
+        "chunks": chunks.per_sequence,
+    }
+    gates = Launch(_gate_kernel, (chunks.count, H, 1), arguments, {"num_warps": plan.outputs.warps})
+    arguments = {
+        "q_desc": shared_tiles(qg, C, BK),
+        "k_desc": shared_tiles(kg, C, BK),
+        "a_desc": shared_tiles(scores, C, C),
+        "v_desc": shared_tiles(x.v, C, W),
+        "o_desc": shared_tiles(x.o, C, W),
+        "s_desc": checkpoint_tiles(x.checkpoints, BK, W),
+        "o_ptr": x.o,
+        "decays": decays,
+        "initial_state": x.initial_state,
+        "entering": x.entering,
+        "final_state": x.final_state,
+        "order": segments.order,
+        "scale": scale,
+        **state_strides("state_", x.initial_state),
+        **lengths_of(T, segments),
+        "slots": chunks.count,
+        "every": every or 0,
+        "H": H,
+        "K": K,
+        "V": V,
+    }
+    grid = (-(-V // BV) * segments.count * H, 1, 1)
+    state = Launch(_state_kernel, grid, arguments, {"num_warps": plan.outputs.warps, "maxnreg": 168})
     return [*chunks.launches, gates, state]
 
 
 @gluon.jit
 def _write_decays(ptr, before, after):
-    """Write what multiplies a slice of the state [BK] before and after kg^T v is added."""
+    """Writes what multiplies a slice of the state [BK] before and after kg^T v is added."""
     BK: gl.constexpr = before.shape[0]
     key = gl.arange(0, BK, before.type.layout)  # [BK]
     gl.store(ptr + key, before)
@@ -169,7 +186,7 @@ def _gate_kernel(
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place):
-    """Keep the next slices of qg and kg, and chunks of A and v, on their way."""
+    """Keeps the next slices of qg and kg, and chunks of A and v, on their way."""
     q_desc, k_desc, a_desc, v_desc = descriptors
     q_tiles, k_tiles, a_tiles, v_tiles = tiles
     full, empty, v_full, v_empty = barriers
@@ -210,7 +227,7 @@ def _state_warps(
     WARPGROUP: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Carry W columns of the state, in two slices, through the sequence and write the outputs."""
+    """Carries W columns of the state, in two slices, through the sequence and writes the outputs."""
     q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles = tiles
     full, empty, v_full, v_empty = barriers
     o_desc, o_ptr = outputs
@@ -277,7 +294,7 @@ def _load_slice(states_in, state_k, state_v, key, value, K, V, taken, other):
 
 @gluon.jit
 def _write_slice(desc, place, s_block, S):
-    """Write S [BK, W] to this place of checkpoints, by way of s_block."""
+    """Writes S [BK, W] to this place of checkpoints, by way of s_block."""
     BK: gl.constexpr = S.shape[0]
     W: gl.constexpr = S.shape[1]
     s_block.reshape([BK, W]).store(S.to(desc.dtype))
@@ -288,7 +305,7 @@ def _write_slice(desc, place, s_block, S):
 
 @gluon.jit
 def _step(o, S, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step):
-    """Add a slice's part to the outputs o [C, W], and take its state S [BK, W] to the end of the chunk."""
+    """Adds a slice's part to the outputs o [C, W], and takes its state S [BK, W] to the end of the chunk."""
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     before = gl.load(decays)[:, None]  # [BK, 1]

@@ -16,7 +16,7 @@ from torch import Tensor
 from gla_triton_kernels.runtime.launch import Launch
 
 ROWS = 64
-"""There is a program for so many rows."""
+"""Rows for each of which there is a program."""
 BLOCK = 1024
 """Numbers that a program writes at once."""
 MOST = 4
@@ -24,13 +24,20 @@ MOST = 4
 
 
 def clear_padding(tensors: Sequence[Tensor], cu_seqlens: Tensor) -> list[Launch]:
-    """The launch that writes 0 to the rows of up to `MOST` tensors [1, T, ...], contiguous, that are of no sequence."""
+    """Returns the launch that clears what belongs to no sequence, in up to `MOST` tensors [1, T, ...], contiguous."""
     T, N = tensors[0].shape[1], len(cu_seqlens) - 1
     missing = MOST - len(tensors)
+    given = [*tensors, *[None] * missing]
     widths = [x.numel() // T for x in tensors] + [0] * missing
-    given = (*tensors, *[None] * missing, cu_seqlens)
-    grid = (-(-T // ROWS), 1, 1)
-    return [Launch(_clear_padding_kernel, grid, given, (), (T, N, *widths, BLOCK), {"num_warps": 4})]
+    arguments = {
+        **{f"x{i}_ptr": x for i, x in enumerate(given)},
+        "cu_seqlens_ptr": cu_seqlens,
+        "T": T,
+        "N": N,
+        **{f"D{i}": width for i, width in enumerate(widths)},
+        "BD": BLOCK,
+    }
+    return [Launch(_clear_padding_kernel, (-(-T // ROWS), 1, 1), arguments, {"num_warps": 4})]
 
 
 @triton.jit(do_not_specialize=["T", "N", "D0", "D1", "D2", "D3"])
@@ -61,7 +68,7 @@ def _clear_padding_kernel(
 
 @triton.jit
 def clear_rows(x_ptr, D, first, last, T, BD: tl.constexpr):
-    """Write 0 to this program's share of the rows of x [T, D] before `first` and from `last` on."""
+    """Writes 0 to this program's share of the rows of x [T, D] before `first` and from `last` on."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     for t in range(program, first, programs):
         _clear_row(x_ptr, t, D, BD)

@@ -1,21 +1,22 @@
 """Adds to gradients of gated linear attention what pairs of tokens of one chunk give, where gates decay a lot in it.
 
-The kernels for SM90 leave these pairs out where a chunk of C tokens is not mild, and mark the chunk. With D_ts = D_st =
-scale * do_t . v_s for s <= t, and for each channel of K the decay e_ts = exp(g_{s+1} + .. + g_t),
+The kernels for SM90 leave these pairs out where a chunk of C tokens is not mild, and mark the chunk. With the gradients
+of scores dA_ts = dA_st = scale * do_t . v_s for s <= t, and for each channel of K the decay e_ts = exp(g_{s+1} + .. +
+g_t),
 
-    dq_t += sum over s <= t of D_ts e_ts k_s        dv_s += scale * sum over t >= s of (sum_K q_t e_ts k_s) do_t
-    dk_s += sum over t >= s of D_ts e_ts q_t        dg_u += sum over s < u <= t of q_t D_ts e_ts k_s
+    dq_t += sum over s <= t of dA_ts e_ts k_s        dv_s += scale * sum over t >= s of (sum_K q_t e_ts k_s) do_t
+    dk_s += sum over t >= s of dA_ts e_ts q_t        dg_u += sum over s < u <= t of q_t dA_ts e_ts k_s
 
 The chunk is halved again and again: every pair s < t lies in the two halves of one block of 2m tokens, for one m of 1,
 2, 4 .. C/2. With b_t = g_1 + .. + g_t, b* that of the last token of the block's left half, and u the first of its right
 half,
 
     z_t = q_t e_t,  e_t = exp(b_t - b_u)  in the right half        f = exp(g_u)
-    z_s = k_s e_s,  e_s = exp(b* - b_s)   in the left half         dz = f * D z
+    z_s = k_s e_s,  e_s = exp(b* - b_s)   in the left half         dz = f * dA z
 
-with D masked to pairs of the two halves. e dz is what these give to dq in right halves and to dk in left ones; z z^T,
+with dA masked to pairs of the two halves. e dz is what these give to dq in right halves and to dk in left ones; z z^T,
 masked likewise, with f in right halves, replaces the sum over K in dv. No exponent is above 0, so that any gate down to
--inf is exact, and next to the middle of a block e is 1: no gate makes all of z small. So z and D can be float16, in
+-inf is exact, and next to the middle of a block e is 1: no gate makes all of z small. So z and dA can be float16, in
 units that keep what is 2^-28 of the largest. Gate u decays each pair of which one token is before it and one is not:
 
     dg_u += sum over t >= u of w_t        w = z * dz in right halves, -z * dz in left ones
@@ -26,8 +27,8 @@ exactly 0 where exp(g) is 0 in float32. Pairs s = t have no gate and are multipl
 The code is small, for its instructions to stay near: levels m, blocks of keys and of values are loops at run time.
 What a step reads from memory is loaded at once, and was fetched into the L2 cache a step before.
 
-B batch   T tokens   H heads of q, G of which share one of k, v and g   N sequences   K, V key and value width
-C tokens of a chunk   D = 64 columns of a tile
+B batch   T tokens   H key/value heads, of k, v and g   Hq query heads, G of which share one   N sequences
+K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
 i rows of marks, one a chunk, numbered as checkpoints are   blocks_k blocks of `keys` keys
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
@@ -48,12 +49,12 @@ from gla_triton_kernels.chunk_gla.call import BackwardTensors
 from gla_triton_kernels.chunk_gla.common_sm90 import levels_that_count, opaque_zero, plus
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK
-from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.launch import Launch, strides_of
 
 MARKS = 64
 """The most chunks of heads that a program looks at, at once: to start a program takes longer."""
 PROGRAMS = 1024
-"""Where there are no more chunks of heads, each has a program of its own: some for every multiprocessor."""
+"""Up to this number of chunks of heads, each has a program of its own: some for every multiprocessor."""
 
 C = gl.constexpr(CHUNK)
 D = gl.constexpr(64)
@@ -71,58 +72,84 @@ TILE_32 = gl.constexpr(gl.NVMMASharedLayout.get_default_for([CHUNK, 64], gl.floa
 
 
 def new_marks(x: BackwardTensors, entering: Tensor, keys: int) -> Tensor | None:
-    """Where chunks are to be marked, of which `entering` holds the states before them; None without gates."""
+    """Returns memory for the marks of chunks whose states before them are in `entering`; None without gates."""
     if x.g is None:
         return None
-    H, (heads, K, V) = x.q.shape[2], entering.shape[-3:]
-    rows = entering.numel() // (heads * K * V)
-    return torch.empty(rows, H, -(-K // keys), dtype=torch.int32, device=x.q.device)
+    Hq, (H, K, V) = x.q.shape[2], entering.shape[-3:]
+    rows = entering.numel() // (H * K * V)
+    return torch.empty(rows, Hq, -(-K // keys), dtype=torch.int32, device=x.q.device)
 
 
-def run(x: BackwardTensors, marks: Tensor | None, scale: float, keys: int) -> list[Launch]:
-    """The launch that completes the gradients of marked chunks.
+def launch_pairs(x: BackwardTensors, marks: Tensor | None, scale: float, keys: int) -> list[Launch]:
+    """Returns the launch that completes the gradients of marked chunks.
 
     Args:
         x: bfloat16 but for gates. Its gradients are contiguous, have as many heads as q, and lack pairs in marked
             chunks.
-        marks: [rows, H, ceil(K / keys)] int32, contiguous: not 0 where a chunk is marked. Rows are numbered as those
+        marks: [rows, Hq, ceil(K / keys)] int32, contiguous: not 0 where a chunk is marked. Rows are numbered as those
             of checkpoints every `CHUNK` tokens; what stands in rows without a chunk is not looked at. None without
             gates, where nothing is left to add.
-        scale: What scores are multiplied by.
-        keys: How many a block that is marked has: 64 or 128.
+        scale: factor of the scores.
+        keys: the number of keys of a block that is marked, 64 or 128.
     """
     if marks is None or x.g is None:
         return []
-    T, H, K = x.q.shape[1:]
-    V, G = x.v.shape[3], H // x.k.shape[2]
-    N = 0 if x.cu_seqlens is None else len(x.cu_seqlens) - 1
-    given = (x.q, x.k, x.v, x.g, x.do)
-    strides = [stride for y in given for stride in y.stride()[:3]]
-    count = len(marks) * H
-    far_rows = CHUNK * max(*strides[1::3], H * K, H * V) >= 2**31
-    integers = (T, N, H, count, *strides, x.dk.stride(0), x.dv.stride(0), K, V, G, keys, MARKS, far_rows)
-    tensors = (*given, x.cu_seqlens, marks, x.dq, x.dk, x.dv, x.dg)
+    T, Hq, K = x.q.shape[1:]
+    H, V = x.v.shape[2:]
+    count = len(marks) * Hq
+    strides_t = [y.stride(1) for y in (x.q, x.k, x.v, x.g, x.do)]
+    arguments = {
+        "q_ptr": x.q,
+        "k_ptr": x.k,
+        "v_ptr": x.v,
+        "g_ptr": x.g,
+        "do_ptr": x.do,
+        "cu_seqlens_ptr": x.cu_seqlens,
+        "marks_ptr": marks,
+        "dq_ptr": x.dq,
+        "dk_ptr": x.dk,
+        "dv_ptr": x.dv,
+        "dg_ptr": x.dg,
+        "scale": scale,
+        "T": T,
+        "N": 0 if x.cu_seqlens is None else len(x.cu_seqlens) - 1,
+        "Hq": Hq,
+        "count": count,
+        **strides_of("q", x.q),
+        **strides_of("k", x.k),
+        **strides_of("v", x.v),
+        **strides_of("g", x.g),
+        **strides_of("o", x.do),
+        "stride_dkb": x.dk.stride(0),
+        "stride_dvb": x.dv.stride(0),
+        "K": K,
+        "V": V,
+        "G": Hq // H,
+        "KEYS": keys,
+        "MARKS": MARKS,
+        "FAR_ROWS": CHUNK * max(*strides_t, Hq * K, Hq * V) >= 2**31,
+    }
     grid = (max(min(count, PROGRAMS), -(-count // MARKS)), 1, 1)
-    return [Launch(_pairs_kernel, grid, tensors, (scale,), integers, {"num_warps": 8, "maxnreg": 128})]
+    return [Launch(_pairs_kernel, grid, arguments, {"num_warps": 8, "maxnreg": 128})]
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "N", "H", "count"])
+@gluon.jit(do_not_specialize=["scale", "T", "N", "Hq", "count"])
 def _pairs_kernel(
-    q_ptr,  # [B, T, H, K]
-    k_ptr,  # [B, T, H/G, K]
-    v_ptr,  # [B, T, H/G, V]
-    g_ptr,  # [B, T, H/G, K]
-    do_ptr,  # [B, T, H, V]
+    q_ptr,  # [B, T, Hq, K]
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, H, V]
+    g_ptr,  # [B, T, H, K]
+    do_ptr,  # [B, T, Hq, V]
     cu_seqlens_ptr,  # [N+1] or None
-    marks_ptr,  # [rows, H, blocks_k]
-    dq_ptr,  # [B, T, H, K]
-    dk_ptr,  # [B, T, H, K]
-    dv_ptr,  # [B, T, H, V]
-    dg_ptr,  # [B, T, H, K]
+    marks_ptr,  # [rows, Hq, blocks_k]
+    dq_ptr,  # [B, T, Hq, K]
+    dk_ptr,  # [B, T, Hq, K]
+    dv_ptr,  # [B, T, Hq, V]
+    dg_ptr,  # [B, T, Hq, K]
     scale,
     T,
     N,
-    H,
+    Hq,
     count,
     stride_qb,
     stride_qt,
@@ -157,7 +184,7 @@ def _pairs_kernel(
     v = (v_ptr, stride_vb, _stride(stride_vt, FAR_ROWS), stride_vh, G)
     g = (g_ptr, stride_gb, _stride(stride_gt, FAR_ROWS), stride_gh, G)
     do = (do_ptr, stride_ob, _stride(stride_ot, FAR_ROWS), stride_oh, 1)
-    tokens_k, tokens_v = _stride(H * K, FAR_ROWS), _stride(H * V, FAR_ROWS)
+    tokens_k, tokens_v = _stride(Hq * K, FAR_ROWS), _stride(Hq * V, FAR_ROWS)
     dq, dk = (dq_ptr, stride_dkb, tokens_k, K, 1), (dk_ptr, stride_dkb, tokens_k, K, 1)
     dv, dg = (dv_ptr, stride_dvb, tokens_v, V, 1), (dg_ptr, stride_dkb, tokens_k, K, 1)
     own = pid + programs * gl.arange(0, MARKS, MARKED)  # [MARKS]
@@ -167,7 +194,7 @@ def _pairs_kernel(
     marked = gl.associative_scan((marks != 0).to(gl.int32), 0, plus)  # [MARKS], how many there are up to each
     for j in range(gl.max(marked, 0)):
         ih = pid + programs * gl.sum((marked <= j).to(gl.int32), 0)
-        i, h = ih // H, ih % H
+        i, h = ih // Hq, ih % Hq
         if cu_seqlens_ptr is None:
             chunks = gl.cdiv(T, C)
             b, t, end = i // chunks, i % chunks * C, T
@@ -182,7 +209,7 @@ def _pairs_kernel(
         _prefetch(q, at, 0, rows, K)
         _prefetch(k, at, 0, rows, K)
         _prefetch(g, at, 0, rows, K)
-        d_tile, d_tt, d_unit = _d_in_units(do, v, at, rows, V, scale)
+        da_tile, da_tt, da_unit = _score_gradients_in_units(do, v, at, rows, V, scale)
         a_tile = gl.allocate_shared_memory(gl.float32, [C, C], TILE_32)  # sum_K q_t e_ts k_s
         a_tile.store(gl.zeros([C, C], gl.float32, LAYOUT))
         for k0 in range(0, K, D):
@@ -194,7 +221,7 @@ def _pairs_kernel(
                 for p in range(0, V, D):
                     _prefetch(do, at, p, rows, V)
                     _prefetch(dv, at, p, rows, V)
-            _add_block_of_keys(a_tile, (q, k, g), (dq, dk, dg), at, k0, inside, K, d_tile, d_tt, d_unit)
+            _add_block_of_keys(a_tile, (q, k, g), (dq, dk, dg), at, k0, inside, K, da_tile, da_tt, da_unit)
         _add_dv(a_tile, dv, do, at, rows, V, scale)
 
 
@@ -224,7 +251,7 @@ def _stride(stride, FAR_ROWS: gl.constexpr):
 
 @gluon.jit
 def _first(x, at, column):
-    """Where this column of a head's row t stands, and how far apart rows are.
+    """Returns a pointer to this column of a head's row t, and the distance of rows.
 
     It is computed wherever it is needed: those of all tensors would not fit into registers.
     """
@@ -257,7 +284,7 @@ def _load(x, at, column, rows, width: gl.constexpr, shape: gl.constexpr, layout:
 
 @gluon.jit
 def _prefetch(x, at, column, rows, width: gl.constexpr):
-    """Have a tile [C, D] fetched into the L2 cache."""
+    """Has a tile [C, D] fetched into the L2 cache."""
     ptr, stride_t = _first(x, at, column)
     each: gl.constexpr = 256 // ptr.dtype.element_ty.primitive_bitwidth
     row = (gl.arange(0, C, gl.SliceLayout(1, SECTORS)) + opaque_zero())[:, None]  # [C, 1]
@@ -276,7 +303,7 @@ def _prefetch(x, at, column, rows, width: gl.constexpr):
 
 @gluon.jit
 def _choose(bits, x, y):
-    """Choose x where all bits are set, and y where none are: two numbers of 16 bits at once."""
+    """Chooses x where all bits are set, and y where none are: two numbers of 16 bits at once."""
     return gl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, $3, 0xCA;", "=r,r,r,r", [bits, x, y], gl.float16, is_pure=True, pack=2
     )
@@ -284,7 +311,7 @@ def _choose(bits, x, y):
 
 @gluon.jit
 def _load_rows(ptr, stride, row, rows, columns):
-    """Of a tile [C, D] these rows [C, 1], 0 where they are beyond this many rows or columns."""
+    """Returns rows `row` [C, 1] of a tile [C, D]; 0 beyond `rows` rows and `columns` columns."""
     column = gl.arange(0, D, OF_COLUMNS)[None, :]  # [1, D]
     inside = row < rows  # [C, 1]
     if columns is not None:
@@ -306,11 +333,11 @@ def _larger(a, b, c, d):
 
 
 @gluon.jit
-def _d_in_units(do, v, at, rows, V: gl.constexpr, scale):
-    """D [C, C] in a tile, and at s = t [C] times 1 / FAR, with their unit."""
+def _score_gradients_in_units(do, v, at, rows, V: gl.constexpr, scale):
+    """Returns dA [C, C] in a tile, and at s = t [C] times 1 / FAR, with their unit."""
     W: gl.constexpr = D if V <= D else 2 * D
-    dA = gl.zeros([C, C], gl.float32, LAYOUT)
-    dAT = gl.zeros([C, C], gl.float32, LAYOUT)
+    products = gl.zeros([C, C], gl.float32, LAYOUT)
+    transposed = gl.zeros([C, C], gl.float32, LAYOUT)
     do_tile = gl.allocate_shared_memory(gl.bfloat16, [C, W], TILE)
     v_tile = gl.allocate_shared_memory(gl.bfloat16, [C, W], TILE)
     for p in range(0, V, W):
@@ -319,29 +346,29 @@ def _d_in_units(do, v, at, rows, V: gl.constexpr, scale):
         do_tile.store(do_block)
         v_tile.store(v_block)
         fence_async_shared()
-        dA = warpgroup_mma(do_tile, v_tile.permute([1, 0]), dA, is_async=True)
-        dAT = warpgroup_mma(v_tile, do_tile.permute([1, 0]), dAT, is_async=True)
-        dA, dAT = warpgroup_mma_wait(0, [dA, dAT])
+        products = warpgroup_mma(do_tile, v_tile.permute([1, 0]), products, is_async=True)
+        transposed = warpgroup_mma(v_tile, do_tile.permute([1, 0]), transposed, is_async=True)
+        products, transposed = warpgroup_mma_wait(0, [products, transposed])
     row, column = _rows_and_columns()
-    d = scale * gl.where(row >= column, dA, dAT)  # [C, C]
-    unit, inverse = _unit_of(gl.max(gl.max(gl.abs(d), 1), 0))
-    d *= inverse
-    d_tt = gl.sum(gl.where(row == column, d, 0.0), 1) / FAR  # [C]
-    d_tile = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
-    d_tile.store(d.to(gl.float16))
-    return d_tile, d_tt, FAR * unit
+    dA = scale * gl.where(row >= column, products, transposed)  # [C, C]
+    unit, inverse = _unit_of(gl.max(gl.max(gl.abs(dA), 1), 0))
+    dA *= inverse
+    da_tt = gl.sum(gl.where(row == column, dA, 0.0), 1) / FAR  # [C]
+    da_tile = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
+    da_tile.store(dA.to(gl.float16))
+    return da_tile, da_tt, FAR * unit
 
 
 @gluon.jit
 def _pairs(m):
-    """Whether two tokens are in different halves of a block of 2m, [C, C]."""
+    """Returns whether two tokens are in different halves of a block of 2m, [C, C]."""
     row, column = _rows_and_columns()
     return ((row ^ column) & -m) == m
 
 
 @gluon.jit
-def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, d_tile, d_tt, d_unit):
-    """Add to dq, dk and dg of D keys and, summed over them, to A [C, C]."""
+def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, da_tile, da_tt, da_unit):
+    """Adds to dq, dk and dg of D keys and, summed over them, to A [C, C]."""
     q, k, g = inputs
     dq, dk, dg = outputs
     q_at, inside = _tile(q, at, k0, rows, K, [C, D], ROWS)
@@ -370,7 +397,7 @@ def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, d
     fence_async_shared()
     unit = q_unit * k_unit
     # No product is above 2^45 in these units.
-    least = gl.minimum(LEAST_NORMAL, LEAST_NORMAL - 45 + LOG2_FAR - gl.log2(d_unit) - gl.log2(unit))
+    least = gl.minimum(LEAST_NORMAL, LEAST_NORMAL - 45 + LOG2_FAR - gl.log2(da_unit) - gl.log2(unit))
     levels = levels_that_count(gl.where(inside_runs, gates, 2 * LEAST_GATE), least)
     row, column = _rows_and_columns()
     qk = gl.zeros([C, C], gl.float32, LAYOUT)
@@ -403,7 +430,7 @@ def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, d
         own_tile.store(z)
         far_tile.store((z.to(gl.float32) * (f * FAR)).to(gl.float16))
         pairs = _pairs(m)
-        masked_tile.store(gl.where(pairs, d_tile.load(LAYOUT), 0.0))
+        masked_tile.store(gl.where(pairs, da_tile.load(LAYOUT), 0.0))
         fence_async_shared()
         dz = gl.zeros([C, D], gl.float32, LAYOUT)
         dz = warpgroup_mma(masked_tile, own_tile, dz, use_acc=False, is_async=True)
@@ -424,26 +451,26 @@ def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, d
     dq_block, dk_block = gl.load(dq_at, inside, 0.0), gl.load(dk_at, inside, 0.0)
     g_block = _load(g, at, k0, rows, K, [C, D], RUNS)
     dg_block = gl.load(dg_at, inside_runs, 0.0)
-    sum_q += d_tt[:, None] * k_tile.load(LAYOUT).to(gl.float32)  # of pairs s = t
-    sum_k += d_tt[:, None] * q_tile.load(LAYOUT).to(gl.float32)
+    sum_q += da_tt[:, None] * k_tile.load(LAYOUT).to(gl.float32)  # of pairs s = t
+    sum_k += da_tt[:, None] * q_tile.load(LAYOUT).to(gl.float32)
     q_sums = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
     k_sums = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
     q_sums.store(sum_q)
     k_sums.store(sum_k)
     w_runs = w_tile.load(RUNS)  # [C, D]
     # All w add up to 0, so that those at or after a token are minus those before it: for the first exactly none.
-    x = (w_runs - gl.associative_scan(w_runs, 0, plus)) * d_unit * q_unit * k_unit + dg_block.to(gl.float32)
+    x = (w_runs - gl.associative_scan(w_runs, 0, plus)) * da_unit * q_unit * k_unit + dg_block.to(gl.float32)
     x = gl.where(g_block.to(gl.float32) > LEAST_GATE, x, 0.0)
     gl.store(dg_at, x.to(dg_at.dtype.element_ty), inside_runs)
-    x = q_sums.load(ROWS) * (k_unit * d_unit) + dq_block.to(gl.float32)
+    x = q_sums.load(ROWS) * (k_unit * da_unit) + dq_block.to(gl.float32)
     gl.store(dq_at, x.to(dq_at.dtype.element_ty), inside)
-    x = k_sums.load(ROWS) * (q_unit * d_unit) + dk_block.to(gl.float32)
+    x = k_sums.load(ROWS) * (q_unit * da_unit) + dk_block.to(gl.float32)
     gl.store(dk_at, x.to(dk_at.dtype.element_ty), inside)
 
 
 @gluon.jit
 def _add_dv(a_tile, dv, do, at, rows, V: gl.constexpr, scale):
-    """Add scale * A^T do to dv, A [C, C] being that of s <= t in two bfloat16 parts."""
+    """Adds scale * A^T do to dv, A [C, C] being that of s <= t in two bfloat16 parts."""
     W: gl.constexpr = D if V <= D else 2 * D
     high_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], TILE)
     low_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], TILE)

@@ -22,18 +22,22 @@ from gla_triton_kernels.runtime.launch import Launch
 
 
 def parts_of(y: Tensor | None, blocks: int) -> Tensor | None:
-    """Where so many blocks write what is to be summed to y: y itself if there is one."""
+    """Returns memory for what each of `blocks` blocks adds to y: y itself if there is one block."""
     return y if y is None or blocks == 1 else torch.empty(blocks, *y.shape, dtype=torch.float32, device=y.device)
 
 
-def sums(written: Iterable[Tensor | None], results: Iterable[Tensor | None]) -> list[Launch]:
-    """The launches that sum what `parts_of` has given to results, where it is not themselves."""
-    pairs = zip(written, results, strict=True)
-    return [run(parts, y, 1) for parts, y in pairs if parts is not None and y is not None and parts is not y]
+def launch_partial_sums(written: Iterable[Tensor | None], results: Iterable[Tensor | None]) -> list[Launch]:
+    """Returns the launches that sum what `parts_of` has given to results, where it is not themselves."""
+    return [
+        launch
+        for parts, y in zip(written, results, strict=True)
+        if parts is not None and y is not None and parts is not y
+        for launch in launch_sum(parts, y, 1)
+    ]
 
 
 def for_query_heads(x: BackwardTensors) -> BackwardTensors:
-    """X with gradients of k, v, g and the initial state that have as many heads as q; x itself if its own do."""
+    """Returns x with gradients of k, v, g and the initial state that have the heads of q; x itself if its own do."""
     heads = x.q.shape[2]
     if heads == x.k.shape[2]:
         return x
@@ -45,21 +49,29 @@ def _with_heads(y: Tensor | None, dim: int, heads: int) -> Tensor | None:
     return None if y is None else y.new_empty(*y.shape[:dim], heads, *y.shape[dim + 1 :])
 
 
-def sums_over_groups(each: BackwardTensors, x: BackwardTensors) -> list[Launch]:
-    """The launches that sum what `for_query_heads` has given to the gradients in x."""
+def launch_sums_over_groups(each: BackwardTensors, x: BackwardTensors) -> list[Launch]:
+    """Returns the launches that sum what `for_query_heads` has given to the gradients in x."""
     written = ((each.dk, x.dk, 3), (each.dv, x.dv, 3), (each.dg, x.dg, 3), (each.dinitial_state, x.dinitial_state, 2))
     return [
-        run(parts, y, math.prod(y.shape[:dims]))
+        launch
         for parts, y, dims in written
         if parts is not None and y is not None and parts is not y
+        for launch in launch_sum(parts, y, math.prod(y.shape[:dims]))
     ]
 
 
-def run(parts: Tensor, out: Tensor, outer: int) -> Launch:
-    """The launch that sums parts [O, P, D] to out [O, D], both contiguous and of any shape; O is `outer`."""
-    D, BD = out.numel() // outer, 1024
-    sizes = (out.numel(), D, parts.numel() // out.numel(), BD)
-    return Launch(_sum_kernel, (-(-out.numel() // BD), 1, 1), (parts, out), (), sizes, {"num_warps": 4})
+def launch_sum(parts: Tensor, out: Tensor, outer: int) -> list[Launch]:
+    """Returns the launch that sums parts [O, P, D] to out [O, D], both contiguous and of any shape; O is `outer`."""
+    BD = 1024
+    arguments = {
+        "parts_ptr": parts,
+        "out_ptr": out,
+        "numbers": out.numel(),
+        "D": out.numel() // outer,
+        "P": parts.numel() // out.numel(),
+        "BD": BD,
+    }
+    return [Launch(_sum_kernel, (-(-out.numel() // BD), 1, 1), arguments, {"num_warps": 4})]
 
 
 @triton.jit

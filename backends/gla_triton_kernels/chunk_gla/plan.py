@@ -1,4 +1,4 @@
-"""Which kernels compute a call of chunk_gla, and with which launch parameters: decided here alone, without Triton.
+"""Plans of calls of chunk_gla: kernels and launch parameters are decided here alone, without Triton.
 
 The launcher runs a plan (call.py and the backends) and the cost model prices the same one (cost.py). All thresholds and
 launch parameters were measured on an H200 with its 132 multiprocessors; other GPUs take the same where nothing is said.
@@ -68,7 +68,7 @@ class KernelPlan:
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """How the states that enter segments are found.
+    """A way to find the states that enter segments.
 
     Attributes:
         length: tokens of a segment.
@@ -85,7 +85,7 @@ class SegmentPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a call is computed.
+    """The kernels of a call.
 
     Attributes:
         outputs: computes outputs, and the state that leaves, from the state that enters a sequence or segment.
@@ -120,9 +120,9 @@ The general kernel computes a long one among them several times as slowly, and i
 TMA_ELEMENTS = 2**22
 """Elements of v from which on faster loads outweigh the host's time for tensor maps."""
 FEW_BLOCKS = 66
-"""Up to so many blocks of 64 values do not fill a device: there are more of them with less of V each."""
+"""The most blocks of 64 values that do not fill a device: there are more of them with less of V each."""
 MANY_BLOCKS = 512
-"""From so many blocks of 64 values on, blocks of 128 still fill a device, and read q, k and g half as often."""
+"""The fewest blocks of 64 values of which those of 128 still fill a device; these read q, k and g half as often."""
 
 
 def plan_one_pass(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
@@ -136,7 +136,7 @@ def plan_one_pass(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
 
 
 def _are_short(call: OpCall) -> bool:
-    """Whether sequences have too few tokens for the kernels for SM90 to be the faster ones."""
+    """Returns whether sequences have too few tokens for the kernels for SM90 to be the faster ones."""
     T, K, N = (call.dims[name] for name in ("T", "K", "N"))
     if SM90_TOKENS * (1 if K > 64 else 2) > T:
         return True
@@ -156,7 +156,7 @@ def best_kernel(call: OpCall, gpu: Gpu, aligned: bool) -> Kernel:
 
 
 def _forward_sm90(call: OpCall, gpu: Gpu, kernel: Kernel, sequences: int) -> KernelPlan:
-    """Launch parameters of the kernels for SM90 that compute outputs of so many sequences or segments.
+    """Returns launch parameters of the kernels for SM90 that compute outputs of `sequences` sequences or segments.
 
     The one for wide heads takes keys in slices. The other takes a fifth less time where a block has 64 columns of v,
     which pays where the device runs all of these blocks at once; the bits are the same.
@@ -169,7 +169,7 @@ def _forward_sm90(call: OpCall, gpu: Gpu, kernel: Kernel, sequences: int) -> Ker
 
 
 def _forward(call: OpCall, gpu: Gpu, aligned: bool, sequences: int) -> KernelPlan:
-    """Launch parameters of the general kernel that computes outputs, of so many sequences or segments."""
+    """Returns launch parameters of the general kernel that computes outputs of `sequences` sequences or segments."""
     B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
     BK, blocks, length = power_of_two(K, 16), sequences * H * -(-V // 64), B * T // max(sequences, 1)
     if call.batch_invariant is not None:  # as for some sequences of some length
@@ -210,11 +210,11 @@ def _forward(call: OpCall, gpu: Gpu, aligned: bool, sequences: int) -> KernelPla
 # ---- forward: segments and a scan
 
 SEGMENT_UNIT = 64
-"""A segment is a multiple of so many tokens, the longest chunk of the kernels."""
+"""Tokens of which a segment has a multiple: the longest chunk of the kernels."""
 
 
 class CutTimes(NamedTuple):
-    """What it takes to cut sequences into segments, in the time that a block needs for the outputs of 64 tokens.
+    """Costs of cutting sequences into segments, in the time that a block needs for the outputs of 64 tokens.
 
     Attributes:
         building: the state of 64 tokens. spilling: a block writes a state, scans and reads it.
@@ -259,7 +259,7 @@ def plan_segments(call: OpCall, gpu: Gpu, aligned: bool) -> Plan:
 
 
 def worth_cutting(length: int, times: CutTimes) -> int:
-    """Tokens of a packed sequence beyond which segments of so many take less time than the whole.
+    """Returns the tokens of a packed sequence beyond which segments of `length` tokens take less time than the whole.
 
     It is as long as a segment, and as what of its outputs takes as long as to build the segment's state.
     """
@@ -267,7 +267,7 @@ def worth_cutting(length: int, times: CutTimes) -> int:
 
 
 def most_segments(N: int, T: int, length: int, packed: bool) -> int:
-    """How many segments of so many tokens N sequences are cut into, packed ones, of T tokens in all, at most."""
+    """Returns the most segments of `length` tokens that N sequences are cut into; packed ones have T tokens in all."""
     return (1 if packed else N) * checkpoint_rows(T, N, length, packed)
 
 
@@ -290,7 +290,7 @@ def _blocks(call: OpCall, gpu: Gpu, kernel: Kernel) -> tuple[int, int]:
 
 
 def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> Plan:
-    """The same arithmetic whatever the batch, on segments of so many tokens, which calls may begin and end with.
+    """Plans the same arithmetic whatever the batch, on segments of `tokens` tokens, which calls may begin and end with.
 
     A final state always comes of a scan, since that is what enters the next segment of a sequence that is not cut.
     """
@@ -303,13 +303,13 @@ def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> Plan:
 
 
 def _before(call: OpCall, gpu: Gpu, outputs: KernelPlan, length: int, uncut: int) -> SegmentPlan:
-    """How the states that enter segments are found, before their outputs are computed; see `SegmentPlan`."""
+    """Plans the states that enter segments, which come before their outputs; see `SegmentPlan`."""
     states = _states(call, length, outputs) if outputs.kernel is Kernel.FORWARD else _states_sm90(call, gpu, length)
     return SegmentPlan(length, uncut, states, gpu.architecture.overlaps_kernels)
 
 
 def _outputs(call: OpCall, gpu: Gpu, aligned: bool, kernel: Kernel, segments: int) -> KernelPlan:
-    """Launch parameters of this kernel, which computes the outputs of so many segments."""
+    """Returns launch parameters of this kernel, which computes the outputs of `segments` segments."""
     if kernel is Kernel.FORWARD:
         return _forward(call, gpu, aligned, segments)
     return _forward_sm90(call, gpu, kernel, segments)
@@ -338,7 +338,7 @@ def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bo
 
 
 def rows_in_one_pass(call: OpCall, blocks: int, at_once: int, times: CutTimes) -> int:
-    """How many rows of a batch go through one pass, where the others are better cut; 0 where all go one way.
+    """Returns the number of rows of a batch that go through one pass while the others are cut; 0 where all go one way.
 
     A few blocks that do not fit beside the others take as long as all of those did; cut into segments, a part of it.
 
@@ -359,7 +359,7 @@ def rows_in_one_pass(call: OpCall, blocks: int, at_once: int, times: CutTimes) -
 def split_rows(
     call: OpCall, rows: int, whole: Callable[[OpCall], AnyPlan], cut: Callable[[OpCall], AnyPlan]
 ) -> list[tuple[OpCall, AnyPlan]]:
-    """The calls of so many rows of a batch and of the others, each with its plan; where rows is 0, of the others alone.
+    """Returns the calls of the first `rows` rows of a batch, if any, and of the others, each with its plan.
 
     Args:
         whole, cut: plan the first call and the second.
@@ -382,7 +382,7 @@ def _best_cut(chunks: int, blocks: int, at_once: int, times: CutTimes) -> tuple[
 
 
 def _time_of_cut(segments: int, chunks: int, blocks: int, at_once: int, times: CutTimes) -> float:
-    """Predicted time where each sequence is cut into so many segments, in chunks of one block."""
+    """Returns the predicted time where each sequence is cut into `segments` segments, in chunks of one block."""
     waves, length = -(-blocks * segments // at_once), -(-chunks // segments)
     if segments == 1:
         return waves * length

@@ -1,4 +1,4 @@
-"""Which kernels compute a call of chunk_gla_bwd, and with which launch parameters: decided here alone, without Triton.
+"""Plans of calls of chunk_gla_bwd: kernels and launch parameters are decided here alone, without Triton.
 
 As plan.py does for the forward, whose dimensions these are.
 """
@@ -54,7 +54,7 @@ class GradientPlan:
 
 @dataclass(frozen=True, slots=True)
 class BackwardPlan:
-    """How a call is computed.
+    """The kernels of a call.
 
     Attributes:
         gradients: computes dq, dk, dv and dg of a sequence or segment, backwards, from the states that enter its chunks
@@ -121,7 +121,7 @@ def _cut_of(call: OpCall, gpu: Gpu, kernel: GradientPlan) -> tuple[int, int, Cut
 
 
 def _plan_invariant(call: OpCall, gpu: Gpu, aligned: bool, tokens: int) -> BackwardPlan:
-    """As that of plan.py: a gradient of an initial state always comes of a scan."""
+    """Plans the same arithmetic for any batch, as plan.py: a gradient of an initial state always comes of a scan."""
     gradients, entering = _gradients(call, gpu, aligned), _entering(call, gpu, aligned)
     whole = call.dims["T"] <= tokens and call.state_dtype is None
     return BackwardPlan(gradients, entering, None if whole else _states(call, gpu, aligned, tokens, tokens))
@@ -134,7 +134,7 @@ def _blocks(call: OpCall, kernel: GradientPlan) -> int:
 
 
 def _entering(call: OpCall, gpu: Gpu, aligned: bool) -> SegmentPlan | None:
-    """How the states that enter chunks are found: they are checkpoints, or made as those of segments of a chunk are."""
+    """Plans the states that enter chunks: they are checkpoints, or made as those of segments of a chunk are."""
     if call.scalars.get("checkpoint_every") == CHUNK:
         return None
     return _states(call, gpu, aligned, CHUNK, CHUNK)
@@ -146,7 +146,7 @@ def _states(call: OpCall, gpu: Gpu, aligned: bool, length: int, uncut: int) -> S
 
 
 def fits_sm90(call: OpCall, gpu: Gpu, aligned: bool) -> bool:
-    """Whether a kernel for SM90 computes the gradients: it is the fastest wherever it can."""
+    """Returns whether a kernel for SM90 computes the gradients: it is the fastest wherever it can."""
     K, V = call.dims["K"], call.dims["V"]
     specialised = gpu.architecture.has_wgmma and call.dtype == torch.bfloat16
     return specialised and aligned and K % 8 == V % 8 == 0  # rows of gradients of 16 bytes

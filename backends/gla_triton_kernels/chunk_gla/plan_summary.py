@@ -1,4 +1,4 @@
-"""Which kernels compute a call of chunk_gla_summary, and with which launch parameters: decided here, without Triton.
+"""Plans of calls of chunk_gla_summary: kernels and launch parameters are decided here, without Triton.
 
 As plan.py does for the forward, whose kernels for states these are.
 """

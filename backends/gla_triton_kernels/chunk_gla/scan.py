@@ -28,11 +28,11 @@ from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 PROGRAMS = 528
-"""That go through what is cut of packed sequences, however much that is: four for each multiprocessor of an H200, which
-are as many as its registers hold."""
+"""The most programs for what is cut of packed sequences: four for each multiprocessor of an H200, as its registers hold
+no more."""
 
 
-def run(
+def launch_scan(
     plan: SegmentPlan,
     x: Recurrence,
     segments: Segments,
@@ -42,7 +42,7 @@ def run(
     skip_first: bool = False,
     decay: Tensor | None = None,
 ) -> list[Launch]:
-    """The launch that turns states from zero S [I, H, K, V] into those before each segment, and fills x.after.
+    """Returns the launch that turns states from zero S [I, H, K, V] into those before each segment, and fills x.after.
 
     Those of empty segments are left as they are.
 
@@ -53,7 +53,6 @@ def run(
     """
     _, H, K, V = S.shape
     N = x.left.shape[0] if segments.cu_seqlens is None else len(segments.cu_seqlens) - 1
-    strides = state_strides(x.before)
     BV = min(128, power_of_two(V))
     BK = min(256 // BV, power_of_two(K))
     blocks = -(-K // BK) * -(-V // BV) * H  # of a sequence
@@ -61,13 +60,33 @@ def run(
     programs = min(PROGRAMS, segments.most * blocks) if only_cut else N * blocks
     if programs == 0:
         return []
-    order, counts = (segments.order, segments.counts) if only_cut else (None, None)
-    group = min(16, power_of_two(segments.per_sequence or 16))
-    tensors = (S, D, out, segments.cu_seqlens, order, counts, x.before, x.after, decay)
-    integers = (segments.length, segments.uncut, segments.per_sequence, *strides, N, H, K, V, BK, BV, group)
-    constants = (x.backwards, skip_first, plan.overlap)
+    arguments = {
+        "S_ptr": S,
+        "D_ptr": D,
+        "out_ptr": out,
+        "cu_seqlens_ptr": segments.cu_seqlens,
+        "order_ptr": segments.order if only_cut else None,
+        "counts_ptr": segments.counts if only_cut else None,
+        "before_ptr": x.before,
+        "after_ptr": x.after,
+        "decay_ptr": decay,
+        "segment": segments.length,
+        "uncut": segments.uncut,
+        "segments": segments.per_sequence,
+        **state_strides("stride_", x.before),
+        "N": N,
+        "H": H,
+        "K": K,
+        "V": V,
+        "BK": BK,
+        "BV": BV,
+        "GROUP": min(16, power_of_two(segments.per_sequence or 16)),
+        "BACKWARDS": x.backwards,
+        "SKIP_FIRST": skip_first,
+        "OVERLAPS": plan.overlap,
+    }
     options = {"launch_pdl": True} if plan.overlap else {}
-    return [Launch(_scan_kernel, (programs, 1, 1), tensors, (), (*integers, *constants), {"num_warps": 4, **options})]
+    return [Launch(_scan_kernel, (programs, 1, 1), arguments, {"num_warps": 4, **options})]
 
 
 @triton.jit(do_not_specialize=["segment", "uncut", "segments", "N", "H"])

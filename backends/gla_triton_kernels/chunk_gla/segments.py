@@ -35,7 +35,7 @@ from gla_triton_kernels.runtime.launch import Launch
 
 
 class Recurrence(NamedTuple):
-    """What is carried through sequences: states, or their gradients backwards in time.
+    """The tensors of a recurrence through sequences: of states, or of their gradients backwards in time.
 
         S  <-  diag(exp g_t) S + k_t^T v_t                      for t from first to last
         dS <-  diag(exp g_t) (dS + scale * q_t^T do_t)          for t from last to first
@@ -91,22 +91,39 @@ class Segments:
     launches: tuple[Launch, ...] = ()
 
 
-def state_strides(x: Tensor | None) -> tuple[int | None, ...]:
-    """Strides of states [N, H, K, V]; None for that of values, or of keys, where they lie together."""
-    if x is None:
-        return 0, 0, 0, None
-    n, h, k, v = x.stride()
-    return (n, h, None, v) if swapped(x) else (n, h, k, None)
+def state_strides(prefix: str, x: Tensor | None) -> dict[str, int | None]:
+    """Returns the strides of states x [N, H, K, V] as a kernel's arguments, whose names begin with `prefix`.
+
+    The stride of values is None, or that of keys where they lie together. All are 0 or None where x is None.
+    """
+    n, h, k, v = (0, 0, 0, 0) if x is None else x.stride()
+    k, v = (None, v) if x is not None and swapped(x) else (k, None)
+    return {f"{prefix}n": n, f"{prefix}h": h, f"{prefix}k": k, f"{prefix}v": v}
+
+
+def lengths_of(T: int, segments: Segments) -> dict[str, int]:
+    """Returns the lengths of sequences of T tokens and of their segments as a kernel's arguments."""
+    return {"T": T, "segment": segments.length, "segments": segments.per_sequence}
 
 
 def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
-    """Each sequence as one segment, longer than any; the arguments are those of `cut`."""
+    """Takes each sequence as one segment, longer than any; the arguments are those of `cut`."""
     if cu_seqlens is None:
         return Segments(T + 1, T, B, 1)
     N = len(cu_seqlens) - 1
     order = cu_seqlens.new_empty(N, 5, dtype=torch.int32)
-    tensors, sizes = (cu_seqlens, order, o), (T, N, _width(o))
-    launch = Launch(_order_kernel, (_programs(N, o), 1, 1), tensors, (), (*sizes, BI, BN, BLOCK), ONE_WARP)
+    arguments = {
+        "cu_seqlens_ptr": cu_seqlens,
+        "order_ptr": order,
+        "o_ptr": o,
+        "T": T,
+        "N": N,
+        "D": _width(o),
+        "BI": BI,
+        "BN": BN,
+        "BD": BLOCK,
+    }
+    launch = Launch(_order_kernel, (_programs(N, o), 1, 1), arguments, ONE_WARP)
     return Segments(T + 1, T, N, 0, cu_seqlens, order, launches=(launch,))
 
 
@@ -119,7 +136,7 @@ def cut(
     o: Tensor | None = None,
     longest_first: bool = True,
 ) -> Segments:
-    """Cut sequences into segments of `length` tokens.
+    """Cuts sequences into segments of `length` tokens.
 
     Args:
         uncut: as of `Segments`, at least length.
@@ -132,9 +149,23 @@ def cut(
     N = len(cu_seqlens) - 1
     count = most_segments(N, T, length, True)
     order, counts = (cu_seqlens.new_empty(shape, dtype=torch.int32) for shape in ((count, 5), (2,)))
-    tensors, sizes = (cu_seqlens, order, counts, o), (T, N, count, length, uncut, _width(o))
-    constants = (longest_first, BI, BN, BLOCK)
-    launch = Launch(_lay_out_kernel, (_programs(count, o), 1, 1), tensors, (), (*sizes, *constants), ONE_WARP)
+    arguments = {
+        "cu_seqlens_ptr": cu_seqlens,
+        "order_ptr": order,
+        "counts_ptr": counts,
+        "o_ptr": o,
+        "T": T,
+        "N": N,
+        "count": count,
+        "length": length,
+        "uncut": uncut,
+        "D": _width(o),
+        "LONGEST_FIRST": longest_first,
+        "BI": BI,
+        "BN": BN,
+        "BD": BLOCK,
+    }
+    launch = Launch(_lay_out_kernel, (_programs(count, o), 1, 1), arguments, ONE_WARP)
     return Segments(length, uncut, count, 0, cu_seqlens, order, counts, max(T - 1, 0) // length, (launch,))
 
 
@@ -144,7 +175,7 @@ ONE_WARP = {"num_warps": 1}
 
 
 def _programs(places: int, o: Tensor | None) -> int:
-    """That a launch takes for so many places of an order, and to clear what belongs to no sequence."""
+    """Returns the programs of a launch for `places` places of an order, and to clear what belongs to no sequence."""
     return max(-(-places // BI), 0 if o is None else -(-o.shape[1] // ROWS))
 
 
@@ -193,7 +224,7 @@ def _rows(cu_seqlens_ptr, n, N):
 
 @triton.jit
 def _put(order_ptr, place, i, start, end, origin, last, count):
-    """Write segments i < count to their places: first rows and ends, and those of their sequences."""
+    """Writes segments i < count to their places: first rows and ends, and those of their sequences."""
     row = order_ptr + place * 5
     tl.store(row, i, mask=i < count)
     tl.store(row + 1, start, mask=i < count)
@@ -283,7 +314,7 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.const
 
 @triton.jit
 def cut_of(cu_seqlens_ptr, n, N, length, uncut):
-    """Of sequences n: first row, end, place of the first segment, followed segments, and tokens of the last."""
+    """Returns first row, end, place of the first segment, followed segments, and tokens of the last, of sequences n."""
     start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=0).to(tl.int32)
     end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0).to(tl.int32)
     followed = tl.where(end - start > uncut, (end - start - 1) // length, 0)

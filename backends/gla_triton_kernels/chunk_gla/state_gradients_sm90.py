@@ -4,9 +4,9 @@
 
 for each chunk of C tokens, the last one first; what all of that is, backward_sm90.py says. P goes to memory.
 
-B batch   T time   H heads of q, G of which share one of g   K, V key and value width   C rows of a chunk
-D = 64 keys of a warpgroup   BV values of a block   KEYS keys that are mild or not together   n rows of states
-I segments   N sequences
+B batch   T time   H key/value heads   Hq query heads, G of which share one   K, V key and value width
+C rows of a chunk   D = 64 keys of a warpgroup   BV values of a block   KEYS keys that are mild or not together
+n rows of states   I segments   N sequences
 
 One block per segment, head, 2 D keys and BV values: a load warp, and two warpgroups that carry D rows of dS each.
 
@@ -33,14 +33,14 @@ from gla_triton_kernels.chunk_gla.common_backward_sm90 import RUNS, WIDTH, C, D,
 from gla_triton_kernels.chunk_gla.common_sm90 import as_float32, clear_rows, in_state, plus
 from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
-from gla_triton_kernels.chunk_gla.segments import Segments, state_strides
+from gla_triton_kernels.chunk_gla.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
 STAGES = gl.constexpr(2)  # chunks on their way
 
 
-def run(
+def launch_state_gradients(
     kernel: GradientPlan,
     x: BackwardTensors,
     P: Tensor,
@@ -49,30 +49,41 @@ def run(
     leaving: Tensor | None,
     segments: Segments,
     scale: float,
-) -> Launch:
-    """The launch that writes P and marks chunks that are not mild.
+) -> list[Launch]:
+    """Returns the launch that writes P and marks chunks that are not mild.
 
     Args:
-        P: [n, H, K, V] bfloat16, contiguous. marks: as pairs.py takes them, of so many `keys`, 64 or 128.
+        P: [n, Hq, K, V] bfloat16, contiguous. marks: as pairs.py takes them, of blocks of `keys` keys, 64 or 128.
         leaving, segments: as those of backward.py.
     """
-    T, H, K = x.q.shape[1:]
-    V, G = x.v.shape[3], H // x.k.shape[2]
-    moved = ((x.q, WIDTH), (x.do, kernel.BV), (x.g, WIDTH))
-    maps = [None if y is None else shared_tiles(y, CHUNK, width) for y, width in moved]
-    maps.append(state_tiles(P, WIDTH, kernel.BV))
-    tensors = (*maps, marks, leaving, x.dinitial_state, segments.order)
-    strides = state_strides(leaving)
-    integers = (*strides, T, segments.length, segments.per_sequence, H, K, V, keys, G, x.last_leave_none)
-    blocks = -(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * H
-    return Launch(
-        _state_kernel, (blocks, 1, 1), tensors, (scale,), integers, {"num_warps": kernel.warps, "maxnreg": 128}
-    )
+    T, Hq, K = x.q.shape[1:]
+    H, V = x.v.shape[2:]
+    arguments = {
+        "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
+        "do_desc": shared_tiles(x.do, CHUNK, kernel.BV),
+        "g_desc": None if x.g is None else shared_tiles(x.g, CHUNK, WIDTH),
+        "p_desc": state_tiles(P, WIDTH, kernel.BV),
+        "marks": marks,
+        "leaving": leaving,
+        "dinitial": x.dinitial_state,
+        "order": segments.order,
+        "scale": scale,
+        **state_strides("state_", leaving),
+        **lengths_of(T, segments),
+        "Hq": Hq,
+        "K": K,
+        "V": V,
+        "KEYS": keys,
+        "G": Hq // H,
+        "LAST_LEAVE_NONE": x.last_leave_none,
+    }
+    blocks = -(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * Hq
+    return [Launch(_state_kernel, (blocks, 1, 1), arguments, {"num_warps": kernel.warps, "maxnreg": 128})]
 
 
 @gluon.jit
 def _load_chunks(descriptors, tiles, barriers, place, G: gl.constexpr):
-    """Keep q, do and g of the next chunks on their way, the last chunk first."""
+    """Keeps q, do and g of the next chunks on their way, the last chunk first."""
     q_desc, do_desc, g_desc = descriptors
     q_tiles, do_tiles, g_tiles = tiles
     full, empty = barriers
@@ -108,12 +119,12 @@ def _state_warps(
     G: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Carry D rows of the gradient of the state backwards through the segment, and write P of every chunk."""
+    """Carries D rows of the gradient of the state backwards through the segment, and writes P of every chunk."""
     q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles = tiles
     full, empty, both = barriers
     leaving, held, state_n, state_h, state_k, state_v, dinitial = states
     h, n, key, value, row, length = place
-    H, K, V = sizes
+    Hq, K, V = sizes
     HAS_GATE: gl.constexpr = marks is not None
     BV: gl.constexpr = do_tiles.type.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
@@ -149,7 +160,7 @@ def _state_warps(
             mild = least > -MILD_DECAY_SM90 * LOG2E
             if value == 0:
                 block = key // KEYS + (part if KEYS == D else 0)
-                at = ((row + c) * H + h).to(gl.int64) * gl.cdiv(K, KEYS) + block
+                at = ((row + c) * Hq + h).to(gl.int64) * gl.cdiv(K, KEYS) + block
                 gl.store(marks + at, gl.where(mild, 0, 1), block * KEYS < K)
             r_tile.store(end)
             b_t = gl.associative_scan(g, 0, plus)  # [C, D]
@@ -175,19 +186,19 @@ def _state_warps(
         dS = warpgroup_mma_wait(0, [product(q_tile.permute([1, 0]), do_tile, decayed)])
         mbarrier.arrive(empty.index(slot), count=1)
     if dinitial is not None:
-        gl.store(dinitial + ((n * H + h).to(gl.int64) * K + keys) * V + values, dS, inside)
+        gl.store(dinitial + ((n * Hq + h).to(gl.int64) * K + keys) * V + values, dS, inside)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "H", "K"])
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "Hq", "K"])
 def _state_kernel(
-    q_desc,  # [B, H, T, K], tiles [C, D]
-    do_desc,  # [B, H, T, V], tiles [C, BV]
-    g_desc,  # [B, H/G, T, K], tiles [C, D], or None
-    p_desc,  # P, [n, H, K, V], tiles [D, BV]
-    marks,  # [n, H, blocks of KEYS] or None as g: 1 where a chunk is not mild
-    leaving,  # [I, H/G, K, V] or None
-    dinitial,  # [N, H, K, V] or None
+    q_desc,  # [B, Hq, T, K], tiles [C, D]
+    do_desc,  # [B, Hq, T, V], tiles [C, BV]
+    g_desc,  # [B, H, T, K], tiles [C, D], or None
+    p_desc,  # P, [n, Hq, K, V], tiles [D, BV]
+    marks,  # [n, Hq, blocks of KEYS] or None as g: 1 where a chunk is not mild
+    leaving,  # [I, H, K, V] or None
+    dinitial,  # [N, Hq, K, V] or None
     order,  # [I, 5] or None
     scale,
     state_n,
@@ -197,7 +208,7 @@ def _state_kernel(
     T,
     segment,
     segments,
-    H,
+    Hq,
     K,
     V,
     KEYS: gl.constexpr,
@@ -212,8 +223,8 @@ def _state_kernel(
     pid = gl.program_id(0)  # neighbours share q and g
     value = pid % blocks_v * BV
     key = pid // blocks_v % blocks_k * (2 * D)
-    h = pid // (blocks_v * blocks_k) % H
-    i = pid // (blocks_v * blocks_k * H)
+    h = pid // (blocks_v * blocks_k) % Hq
+    i = pid // (blocks_v * blocks_k * Hq)
     i, b, start, length, row, held = segment_backwards(i, T, segment, segments, order, K, LAST_LEAVE_NONE)
 
     dtype: gl.constexpr = gl.bfloat16
@@ -240,7 +251,7 @@ def _state_kernel(
     states = (leaving, held, state_n, state_h, state_k, state_v, dinitial)
     place = (h, i, key, value, row, length)
     load_place = (b, h, key, value, start, gl.cdiv(length, C))
-    sizes = (H, K, V)
+    sizes = (Hq, K, V)
     descriptors = (q_desc, do_desc, g_desc)
     gl.warp_specialize(
         [

@@ -28,39 +28,66 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gla_triton_kernels.chunk_gla.common import OPERANDS, load_row, load_tile, operand, segment_at
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
-from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments
-from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments, lengths_of
+from gla_triton_kernels.runtime.launch import Launch, strides_of
 from gla_triton_kernels.runtime.tma import tiles
 
 
-def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
-    """The launch that fills S [I, H, K, V] and D [I, H, K]; D is None without gates.
+def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
+    """Returns the launch that fills S [I, H, K, V] and D [I, H, K]; D is None without gates.
 
     Those of empty segments are 0 and 1; where x.after is None these, and those of the last segment of a sequence, hold
     anything.
     """
     kernel = plan.states
     H, K, V = S.shape[1:]
-    moved = ((x.left, kernel.BK), (x.right, kernel.BV), (x.g, kernel.BK))
-    maps = [tiles(y, kernel.C, width) if kernel.tma and y is not None else None for y, width in moved]
-    strides = [stride for y, _ in moved for stride in ((0, 0, 0) if y is None else y.stride()[:3])]
     places = segments.most if x.after is None and segments.order is not None else segments.count
     if places == 0:
         return []
+
+    def tiles_of(y: Tensor | None, width: int) -> TensorDescriptor | None:
+        return tiles(y, kernel.C, width) if kernel.tma and y is not None else None
+
+    arguments = {
+        "left_ptr": x.left,
+        "right_ptr": x.right,
+        "g_ptr": x.g,
+        "order_ptr": segments.order,
+        "counts_ptr": segments.counts,
+        "S_ptr": S,
+        "D_ptr": D,
+        "left_tiles": tiles_of(x.left, kernel.BK),
+        "right_tiles": tiles_of(x.right, kernel.BV),
+        "g_tiles": tiles_of(x.g, kernel.BK),
+        "scale": x.scale,
+        **lengths_of(x.left.shape[1], segments),
+        "H": H,
+        "G": x.left.shape[2] // H,
+        **strides_of("l", x.left),
+        **strides_of("r", x.right),
+        **strides_of("g", x.g),
+        "K": K,
+        "V": V,
+        "C": kernel.C,
+        "BK": kernel.BK,
+        "BV": kernel.BV,
+        "OPERAND": OPERANDS[kernel.operand],
+        "TOKENWISE": kernel.tokenwise,
+        "BACKWARDS": x.backwards,
+        "SKIP_LAST": x.after is None,
+        "STAGES": kernel.stages,
+        "OVERLAPS": plan.overlap,
+    }
     grid = (-(-K // kernel.BK) * -(-V // kernel.BV) * places * H, 1, 1)
-    sizes = (K, V, kernel.C, kernel.BK, kernel.BV, OPERANDS[kernel.operand], kernel.tokenwise)
-    constants = (*sizes, x.backwards, x.after is None, kernel.stages, plan.overlap)
-    T, G = x.left.shape[1], x.left.shape[2] // H
-    integers = (T, segments.length, segments.per_sequence, H, G, *strides, *constants)
     options = {"num_warps": kernel.warps}
     if plan.overlap and segments.order is not None:
         options["launch_pdl"] = True
-    tensors = (x.left, x.right, x.g, segments.order, segments.counts, S, D, *maps)
-    return [Launch(_states_kernel, grid, tensors, (x.scale,), integers, options)]
+    return [Launch(_states_kernel, grid, arguments, options)]
 
 
 @triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "H"])

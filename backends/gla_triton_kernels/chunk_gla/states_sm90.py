@@ -55,13 +55,13 @@ from gla_triton_kernels.chunk_gla.common_sm90 import (
 )
 from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.plan import SegmentPlan
-from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments
+from gla_triton_kernels.chunk_gla.segments import Recurrence, Segments, lengths_of
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
 
-def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
-    """The launch that fills S [I, H, K, V] and D [I, H, K]; D is None without gates.
+def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
+    """Returns the launch that fills S [I, H, K, V] and D [I, H, K]; D is None without gates.
 
     Those of empty segments are left as they are and, where x.after is None, those of the last segment of a sequence.
     """
@@ -75,15 +75,28 @@ def run(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tens
     blocks = asked * H * -(-K // (parts * kernel.BK)) * -(-V // kernel.BV)
     if blocks == 0:
         return []
-    moved = ((x.left, kernel.BK), (x.right, kernel.BV), (x.g, kernel.BK))
-    maps = [None if y is None else shared_tiles(y, kernel.C, width) for y, width in moved]
-    tensors = (*maps, S, D, segments.order, segments.counts)
-    sizes = (T, segments.length, segments.per_sequence, H, K, V)
-    constants = (parts, x.backwards, skip_last, kernel.stages)
+    arguments = {
+        "left_desc": shared_tiles(x.left, kernel.C, kernel.BK),
+        "right_desc": shared_tiles(x.right, kernel.C, kernel.BV),
+        "g_desc": None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK),
+        "S_ptr": S,
+        "D_ptr": D,
+        "order": segments.order,
+        "counts": segments.counts,
+        "scale": x.scale,
+        **lengths_of(T, segments),
+        "H": H,
+        "K": K,
+        "V": V,
+        "PARTS": parts,
+        "BACKWARDS": x.backwards,
+        "SKIP_LAST": skip_last,
+        "STAGES": kernel.stages,
+    }
     options = {"num_warps": kernel.warps, "maxnreg": 128}
     if packed and plan.overlap:
         options["launch_pdl"] = True
-    return [Launch(_build_states_kernel, (blocks, 1, 1), tensors, (x.scale,), (*sizes, *constants), options)]
+    return [Launch(_build_states_kernel, (blocks, 1, 1), arguments, options)]
 
 
 @gluon.jit
@@ -96,7 +109,7 @@ def chunks_of(length, C: gl.constexpr):
 def _load_warp(
     descriptors, tiles, barriers, chunks, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Keep STAGES chunks of left, right and g on their way, against the recurrence."""
+    """Keeps STAGES chunks of left, right and g on their way, against the recurrence."""
     left_desc, right_desc, g_desc = descriptors
     left_tiles, right_tiles, g_tiles = tiles
     full, empty = barriers
@@ -132,7 +145,7 @@ def _state_warps(
     BACKWARDS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Build PART rows of S and of D."""
+    """Builds PART rows of S and of D."""
     left_tiles, right_tiles, g_tiles = tiles
     full, empty = barriers
     S_ptr, D_ptr, scale = states

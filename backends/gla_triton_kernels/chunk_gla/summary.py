@@ -62,16 +62,17 @@ def summary(
 
 
 def _launches(plan: SegmentPlan, x: Recurrence, decay: Tensor, cu_seqlens: Tensor | None) -> list[Launch]:
-    """The launches that fill x.after [N, H, K, V] and, where there are gates, the decay [N, H, K]."""
-    build = getattr(kernels, plan.states.kernel).run
+    """Returns the launches that fill x.after [N, H, K, V] and, where there are gates, the decay [N, H, K]."""
+    launch_states = getattr(kernels, plan.states.kernel).launch_states
     B, T = x.left.shape[:2]
     state = x.after
     assert state is not None
     if plan.length >= T:
         segments = whole(B, T, cu_seqlens)
-        return [*segments.launches, *build(plan, x, segments, state, None if x.g is None else decay)]
+        return [*segments.launches, *launch_states(plan, x, segments, state, None if x.g is None else decay)]
     segments = cut(B, T, plan.length, plan.uncut, cu_seqlens)
     S = state.new_empty(segments.count, *state.shape[1:])
     D = None if x.g is None else decay.new_empty(segments.count, *decay.shape[1:])
-    built = build(plan, x, segments, S, D)
-    return [*segments.launches, *built, *scan.run(plan, x, segments, S, D, None, decay=None if D is None else decay)]
+    built = launch_states(plan, x, segments, S, D)
+    scanned = scan.launch_scan(plan, x, segments, S, D, None, decay=None if D is None else decay)
+    return [*segments.launches, *built, *scanned]

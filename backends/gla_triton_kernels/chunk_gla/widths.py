@@ -8,6 +8,7 @@ A0, A1, A2, A3 dimensions of a tensor   R rows of A3 numbers that a program writ
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +31,7 @@ RESULTS = frozenset({"o", "final_state", "dq", "dk", "dv", "dg", "dinitial_state
 
 
 def widened(x: AnyTensors, gpu: Gpu) -> tuple[AnyTensors, list[Launch], list[Launch]]:
-    """X as kernels see it, and the launches that fill what they read, and x with what they have written."""
+    """Returns x as kernels see it, the launches that fill what they read, and those that fill x with their results."""
     K, V = (seen_width(y.shape[-1], y.dtype, gpu) for y in (x.q, x.v))
     given = {name: y for name, y in x._asdict().items() if y is not None}
     shapes = {name: _seen_shape(name, y, K, V) for name, y in given.items()}
@@ -41,21 +42,21 @@ def widened(x: AnyTensors, gpu: Gpu) -> tuple[AnyTensors, list[Launch], list[Lau
     }
     # A forward fills checkpoints, but not all their rows where sequences are packed: the others stay 0.
     written = RESULTS if "do" in given else RESULTS | {"checkpoints"}
-    read = [_copy(given[name], y) for name, y in wide.items() if name not in RESULTS and y.numel() > 0]
-    back = [_copy(y, given[name]) for name, y in wide.items() if name in written and y.numel() > 0]
-    return x._replace(**wide), read, back
+    read = [launch_copy(given[name], y) for name, y in wide.items() if name not in RESULTS and y.numel() > 0]
+    back = [launch_copy(y, given[name]) for name, y in wide.items() if name in written and y.numel() > 0]
+    return x._replace(**wide), list(itertools.chain(*read)), list(itertools.chain(*back))
 
 
 def _seen_shape(name: str, x: Tensor, K: int, V: int) -> tuple[int, ...]:
-    """The shape of a tensor of this name, with K keys or V values of a head, or both, if it has any."""
+    """Returns the shape of a tensor of this name, with K keys or V values of a head, or both, if it has any."""
     if name in OF_BOTH:
         return (*x.shape[:-2], K, V)
     width = K if name in OF_KEYS else V if name in OF_VALUES else x.shape[-1]
     return (*x.shape[:-1], width)
 
 
-def _copy(source: Tensor, to: Tensor) -> Launch:
-    """The launch that copies what two tensors have in common, and makes the rest of `to` 0.
+def launch_copy(source: Tensor, to: Tensor) -> list[Launch]:
+    """Returns the launch that copies what two tensors have in common, and makes the rest of `to` 0.
 
     Args:
         source: [.., A2, A3], contiguous if there are more than 4 dimensions.
@@ -69,9 +70,21 @@ def _copy(source: Tensor, to: Tensor) -> Launch:
     BD = power_of_two(A3, 16)
     R = max(1, 4096 // BD)
     blocks = -(-A1 // R)
-    sizes = (*strides, A1, A2_SOURCE, A2, blocks, A3_SOURCE, A3, R, BD)
+    arguments = {
+        "source_ptr": source,
+        "to_ptr": to,
+        **{f"stride_{i}": stride for i, stride in enumerate(strides)},
+        "A1": A1,
+        "A2_SOURCE": A2_SOURCE,
+        "A2": A2,
+        "blocks": blocks,
+        "A3_SOURCE": A3_SOURCE,
+        "A3": A3,
+        "R": R,
+        "BD": BD,
+    }
     grid = (to.numel() // (A1 * A2 * A3) * blocks, A2, 1)
-    return Launch(_copy_kernel, grid, (source, to), (), sizes, {"num_warps": 4})
+    return [Launch(_copy_kernel, grid, arguments, {"num_warps": 4})]
 
 
 @triton.jit

@@ -40,18 +40,22 @@ def online_softmax(x: Tensor, dim: int) -> Tensor:
 
 
 def _launch(x: Tensor, y: Tensor, dim: int, key: Hashable) -> None:
-    """Write the softmax of x to y, and remember how under `key`."""
+    """Writes the softmax of x to y, and remembers how under `key`."""
     source, rows = as_rows(x, y, dim)
-    D0, D1, R, N, strides, itemsize = rows
+    D0, D1, R, N, _, itemsize = rows
     kernel, BR, BN, warps, registers = plan_one_pass(rows)
-    sizes = (D1, R, N, *strides, BR, BN)
-    function, integers = {
-        Kernel.ON_CHIP: (_softmax_on_chip, sizes),
-        Kernel.TWO_SWEEPS: (_softmax_in_two_sweeps, (*sizes, rows.vector)),
-        Kernel.TWO_SWEEPS_UNALIGNED: (_softmax_in_two_sweeps_unaligned, (N, BN, 16 // itemsize)),
+    tensors = {"x_ptr": source, "y_ptr": y}
+    tiled = {**tensors, "D1": D1, "R": R, "N": N, **rows.named_strides, "BR": BR, "BN": BN}
+    function, arguments = {
+        Kernel.ON_CHIP: (_softmax_on_chip, tiled),
+        Kernel.TWO_SWEEPS: (_softmax_in_two_sweeps, {**tiled, "G": rows.vector}),
+        Kernel.TWO_SWEEPS_UNALIGNED: (
+            _softmax_in_two_sweeps_unaligned,
+            {**tensors, "N": N, "BN": BN, "G": 16 // itemsize},
+        ),
     }[kernel]
     grid = (-(-R // BR) * D1 * D0, 1, 1)
-    launches = [Launch(function, grid, (source, y), (), integers, {"num_warps": warps, "maxnreg": registers})]
+    launches = [Launch(function, grid, arguments, {"num_warps": warps, "maxnreg": registers})]
     start(launches)
     if source is x:
         record(key, (x, y), launches)
@@ -153,7 +157,7 @@ def _write(
     BR: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Write the columns from start to end, the last first: those that have been read last are still in the cache."""
+    """Writes the columns from start to end, the last first: those that have been read last are still in the cache."""
     factor = 1 / z  # a row that is all -inf: 0 * inf = NaN below
     for back in range(0, end - start, BN):
         c = start + (end - start - 1) // BN * BN - back + tl.arange(0, BN)[None, :]

@@ -1,4 +1,4 @@
-"""Which kernels compute a softmax, and with which launch parameters: decided here alone, without Triton.
+"""Plans of a softmax: kernels and launch parameters are decided here alone, without Triton.
 
 The launchers run a plan (one_pass.py, splits.py), and the cost models price the same one (cost.py). Launch parameters
 were measured on an H200.
@@ -73,7 +73,7 @@ PROGRAMS = 16
 
 
 class Sweep(NamedTuple):
-    """How a kernel goes over rows: tiles [BR, BN], warps of a program, tiles of a program, programs of BR rows."""
+    """The way of a kernel over rows: tiles [BR, BN], warps of a program, tiles of a program, programs of BR rows."""
 
     BR: int
     BN: int

@@ -25,19 +25,25 @@ class Rows(NamedTuple):
     itemsize: int
 
     @property
+    def named_strides(self) -> dict[str, int]:
+        """Returns the strides as a kernel's arguments."""
+        names = (f"stride_{tensor}{dim}" for dim in ("0", "1", "r", "n") for tensor in "xy")
+        return dict(zip(names, self.strides, strict=True))
+
+    @property
     def contiguous(self) -> bool:
-        """Whether the columns of x are neighbours in memory."""
+        """Returns whether the columns of x are neighbours in memory."""
         return self.strides[6] == 1
 
     @property
     def packed(self) -> bool:
-        """Whether the rows of x and y follow each other in memory without gaps."""
+        """Returns whether the rows of x and y follow each other in memory without gaps."""
         follow = self.R == 1 or self.strides[4:6] == (self.N, self.N)
         return self.D0 == self.D1 == 1 and follow and self.strides[6:] == (1, 1)
 
     @property
     def vector(self) -> int:
-        """How many columns of x a thread loads at once: 16 bytes; one where the compiler cannot see rows aligned."""
+        """Returns the columns of x that a thread loads at once: 16 bytes, or 1 where rows cannot be seen aligned."""
         aligned = self.contiguous and all(n % 16 == 0 for n in (self.N, *self.strides[:5:2]))
         return 16 // self.itemsize if aligned else 1
 

@@ -47,22 +47,52 @@ def online_softmax(x: Tensor, dim: int) -> Tensor:
 
 
 def _launch(x: Tensor, y: Tensor, dim: int, key: Hashable) -> None:
-    """Write the softmax of x to y, and remember how under `key`."""
+    """Writes the softmax of x to y, and remembers how under `key`."""
     source, rows = as_rows(x, y, dim)
     gpu = gpu_of(x.device)
     sums, writes = plan_splits(rows, gpu)
-    D0, D1, R, N, strides, _ = rows
+    D0, D1, R, N, *_ = rows
     P, overlaps = sums.programs, gpu.architecture.overlaps_kernels
     m, z = (torch.empty(D0 * D1 * R, P, dtype=torch.float32, device=x.device) for _ in range(2))
 
     grid = (D0 * D1 * -(-R // sums.BR) * P, 1, 1)
-    integers = (D1, R, N, P, sums.tiles, *strides, sums.BR, sums.BN, rows.vector, overlaps)
-    summed = Launch(_sum_splits, grid, (source, m, z), (), integers, {"num_warps": sums.warps})
+    arguments = {
+        "x_ptr": source,
+        "m_ptr": m,
+        "z_ptr": z,
+        "D1": D1,
+        "R": R,
+        "N": N,
+        "P": P,
+        "tiles": sums.tiles,
+        **rows.named_strides,
+        "BR": sums.BR,
+        "BN": sums.BN,
+        "G": rows.vector,
+        "OVERLAPS": overlaps,
+    }
+    summed = Launch(_sum_splits, grid, arguments, {"num_warps": sums.warps})
 
     grid = (D0 * D1 * -(-R // writes.BR) * writes.programs, 1, 1)
-    integers = (D1, R, N, P, writes.programs, writes.tiles, *strides, writes.BR, writes.BN, power_of_two(P), overlaps)
+    arguments = {
+        "x_ptr": source,
+        "y_ptr": y,
+        "m_ptr": m,
+        "z_ptr": z,
+        "D1": D1,
+        "R": R,
+        "N": N,
+        "P": P,
+        "W": writes.programs,
+        "tiles": writes.tiles,
+        **rows.named_strides,
+        "BR": writes.BR,
+        "BN": writes.BN,
+        "BP": power_of_two(P),
+        "OVERLAPS": overlaps,
+    }
     options = {"num_warps": writes.warps, "launch_pdl": overlaps}
-    written = Launch(_write, grid, (source, y, m, z), (), integers, options)
+    written = Launch(_write, grid, arguments, options)
     start([summed, written])
     if source is x:
         record(key, (x, y), [summed, written])

@@ -38,7 +38,7 @@ def rows_of_tile(tile, D1, R, BR: tl.constexpr):
 
 @triton.jit
 def maximum_and_sum(x_rows, there, start, end, stride_n, BR: tl.constexpr, BN: tl.constexpr, G: tl.constexpr):
-    """Of the columns from start to end of the rows at x_rows [BR, 1] that are there: m and z, [BR, 1].
+    """Returns m and z [BR, 1] of the columns from start to end of the rows at x_rows [BR, 1] that are there.
 
     Where all is -inf, m is the lowest finite number and z is 0.
     """

@@ -59,20 +59,52 @@ def _launch(
     scale: float,
     key: Hashable,
 ) -> None:
-    """Write o, and the states into `new`, or into `state` where `new` is None; and remember how under `key`."""
-    q, k, v, g, state, _, new, _ = tensors
+    """Writes o, and the states into `new`, or into `state` where `new` is None; and remembers how under `key`."""
+    q, k, v, g, state, state_indices, new, o = tensors
     (B, Hq, K), (P, H, _, V) = q.shape, state.shape
     dims = {"B": B, "H": H, "Hq": Hq, "K": K, "V": V, "P": P}
     facts = {"state_dtype": state.dtype, "batch_invariant": invariant_tokens()}
     call = OpCall(op="recurrent_gla_step", device=q.device, dtype=q.dtype, dims=dims, **facts)
     BK, BV, warps, overlaps = plan(call, gpu_of(q.device))
-    strides = [stride for x in (q, k, v, q if g is None else g) for stride in x.stride()[:2]]
-    states = (*state.stride(), *(state if new is None else new).stride()[2:])
-    integers = (P, *strides, *states, H, Hq // H, K, V, BK, BV, overlaps)
+    written = state if new is None else new
+    arguments = {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "g_ptr": g,
+        "state_ptr": state,
+        "indices_ptr": state_indices,
+        "new_ptr": new,
+        "o_ptr": o,
+        "scale": scale,
+        "P": P,
+        **_token_strides("q", q),
+        **_token_strides("k", k),
+        **_token_strides("v", v),
+        **_token_strides("g", q if g is None else g),
+        "state_stride_p": state.stride(0),
+        "state_stride_h": state.stride(1),
+        "state_stride_k": state.stride(2),
+        "state_stride_v": state.stride(3),
+        "new_stride_k": written.stride(2),
+        "new_stride_v": written.stride(3),
+        "H": H,
+        "G": Hq // H,
+        "K": K,
+        "V": V,
+        "BK": BK,
+        "BV": BV,
+        "OVERLAPS": overlaps,
+    }
     grid, options = (B * H * -(-V // BV), 1, 1), {"num_warps": warps, "launch_pdl": overlaps}
-    launches = [Launch(_recurrent_gla_step, grid, tensors, (scale,), integers, options)]
+    launches = [Launch(_recurrent_gla_step, grid, arguments, options)]
     start(launches)
     record(key, tensors, launches)
+
+
+def _token_strides(name: str, x: Tensor) -> dict[str, int]:
+    """Returns the strides of x [B, heads, width] but the last as the kernel's arguments."""
+    return {f"{name}_stride_b": x.stride(0), f"{name}_stride_h": x.stride(1)}
 
 
 @triton.jit(do_not_specialize=["scale", "P"])

@@ -1,1 +1,1 @@
-"""What launches need of the device and of Triton, whatever the op."""
+"""Launches, and all they need of the device and of Triton, whatever the op."""

@@ -1,4 +1,4 @@
-"""What kind of GPU the kernels run on: the one place that knows compute capabilities. Imports no Triton."""
+"""Kinds of GPU that the kernels run on: the one place that knows compute capabilities. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Gpu(NamedTuple):
 
 
 def interpreted() -> bool:
-    """Whether Triton's kernels run anywhere, slowly, for tests."""
+    """Returns whether Triton's kernels run anywhere, slowly, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -66,7 +66,7 @@ def why_unsuited() -> str | None:
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu:
-    """What is known of a device; one multiprocessor where the kernels are interpreted on a CPU."""
+    """Returns the facts of a device; one multiprocessor where the kernels are interpreted on a CPU."""
     if device.type != "cuda":
         return Gpu(Architecture.INTERPRETED, 1)
     found = torch.cuda.get_device_properties(device)
@@ -75,5 +75,5 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def tf32_allowed() -> bool:
-    """Whether float32 matrices may be multiplied in TF32, by PyTorch's setting."""
+    """Returns whether float32 matrices may be multiplied in TF32, by PyTorch's setting."""
     return torch.get_float32_matmul_precision() != "highest"

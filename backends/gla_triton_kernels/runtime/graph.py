@@ -15,18 +15,18 @@ from ctypes import byref, c_int, c_void_p
 from typing import Any
 
 _INVALID_CONTEXT = 201
-"""Of CUresult: the thread has not used CUDA yet."""
+"""A CUresult: the thread has not used CUDA yet."""
 _NON_BLOCKING = 1
-"""Of CUstream_flags: the stream does not wait for the default stream."""
+"""A flag of CUstream_flags: the stream does not wait for the default stream."""
 _RELAXED = 2
-"""Of CUstreamCaptureMode: a capture forbids nobody anything but to wait for its stream."""
+"""A CUstreamCaptureMode: a capture forbids nobody anything but to wait for its stream."""
 
 
 class Graph:
     """Launches that were captured, which the driver makes all at once."""
 
     def __init__(self, launch: Callable[[int], None]) -> None:
-        """Capture what `launch` launches on the stream that it is given; nothing of it runs yet.
+        """Captures what `launch` launches on the stream that it is given; nothing of it runs yet.
 
         Raises:
             RuntimeError: there is no graph, for want of memory perhaps.
@@ -47,7 +47,7 @@ class Graph:
         weakref.finalize(self, _destroy, executable).atexit = False
 
     def start(self, stream: int) -> None:
-        """Make the launches on a stream.
+        """Makes the launches on a stream.
 
         Raises:
             RuntimeError: the driver refuses.

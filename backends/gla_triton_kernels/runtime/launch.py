@@ -22,39 +22,60 @@ from gla_triton_kernels.runtime.architecture import interpreted
 
 @dataclass(eq=False, slots=True)
 class Launch:
-    """A launch of a kernel, which `start` makes: `kernel[grid](*tensors, *floats, *integers, **options)`.
+    """A launch of a kernel, which `start` makes: `kernel[grid](*arguments.values(), **options)`.
 
     Attributes:
         kernel: a function of triton.jit or gluon.jit.
-        tensors: tensors, None, and descriptors of tensors.
-        integers: among them constants of the compiler.
+        arguments: the value of each of the kernel's parameters, by name: a tensor, a descriptor of a tensor, None, a
+            number, or a constant of the compiler. They are kept in the order of the parameters, and handed
+            over in that order: Triton takes longer to bind names.
         options: such as num_warps.
         compiled: the triton.compiler.CompiledKernel once it has been launched; None where it is interpreted.
+
+    Raises:
+        TypeError: an argument is missing, or the kernel has no parameter of its name.
     """
 
     kernel: Any
     grid: tuple[int, int, int]
-    tensors: Sequence[Any]
-    floats: tuple[float, ...]
-    integers: tuple[Any, ...]
+    arguments: dict[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     compiled: Any = None
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """What the kernel takes."""
-        return (*self.tensors, *self.floats, *self.integers)
+    def __post_init__(self) -> None:
+        """Checks the names, and puts the arguments in order."""
+        names = self.kernel.arg_names
+        if list(self.arguments) == names:
+            return
+        missing = [name for name in names if name not in self.arguments]
+        unknown = [name for name in self.arguments if name not in names]
+        if missing or unknown:
+            found = (("missing", missing), ("unknown", unknown))
+            said = "; ".join(f"{what}: {', '.join(wrong)}" for what, wrong in found if wrong)
+            raise TypeError(f"arguments of {self.kernel.fn.__name__} do not match its parameters ({said})")
+        self.arguments = {name: self.arguments[name] for name in names}
+
+
+def strides_of(letter: str, x: Tensor | None) -> dict[str, int]:
+    """Returns the strides of x [B, T, heads, width] but the last as a kernel's arguments; they are 0 where x is None.
+
+    Example:
+        >>> strides_of("q", torch.empty(2, 5, 4, 8))
+        {'stride_qb': 160, 'stride_qt': 32, 'stride_qh': 8}
+    """
+    b, t, h = (0, 0, 0) if x is None else x.stride()[:3]
+    return {f"stride_{letter}b": b, f"stride_{letter}t": t, f"stride_{letter}h": h}
 
 
 def start(launches: Sequence[Launch]) -> None:
-    """Make launches in order, once all that they need is compiled.
+    """Makes launches in order, once all that they need is compiled.
 
     Raises:
         LaunchError: a kernel does not fit or does not compile on this device. Launches before it have been made.
     """
     if interpreted():
         for x in launches:
-            x.kernel[x.grid](*x.arguments, **x.options)
+            x.kernel[x.grid](*x.arguments.values(), **x.options)
         return
     with _failing("Triton"):
         _prepare_compiler()
@@ -62,7 +83,7 @@ def start(launches: Sequence[Launch]) -> None:
         _compile(launches)
     for x in launches:
         with _failing(x.kernel.fn.__name__):
-            x.compiled = x.kernel[x.grid](*x.arguments, **x.options)
+            x.compiled = x.kernel[x.grid](*x.arguments.values(), **x.options)
 
 
 @contextlib.contextmanager
@@ -83,21 +104,21 @@ def _is_of_the_device(error: Exception) -> bool:
 
 @functools.cache
 def _prepare_compiler() -> None:
-    """Have Triton hash its library while a C compiler builds its driver; either takes tenths of a second, once."""
+    """Has Triton hash its library while a C compiler builds its driver; either takes tenths of a second, once."""
     with ThreadPoolExecutor(1) as thread:
         thread.submit(triton_key)
         _ = driver.active
 
 
 def _compile(launches: Sequence[Launch]) -> None:
-    """Have Triton compile kernels side by side, each by a thread.
+    """Has Triton compile kernels side by side, each by a thread.
 
     Errors are left to the launch of the kernel: after one that is raised here, Triton 3.7 stays in this mode.
     """
     with ThreadPoolExecutor(len(launches)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         for x in launches:
             with contextlib.suppress(Exception):
-                x.kernel.warmup(*x.arguments, grid=x.grid, **x.options)
+                x.kernel.warmup(*x.arguments.values(), grid=x.grid, **x.options)
 
 
 current_device = torch.accelerator.current_device_index  # a third of the time of torch.cuda.current_device
@@ -105,7 +126,7 @@ _NOTHING = nullcontext()
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
-    """As `torch.cuda.device_of(x)`, and quick where that is the current device already."""
+    """Returns `torch.cuda.device_of(x)`; is quick where that is the current device already."""
     if not x.is_cuda or x.device.index == current_device():
         return _NOTHING
     return torch.cuda.device(x.device)

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -63,7 +63,7 @@ class _TensorMap:
         self.encoded: dict[int, list[Any]] = {}
 
     def encode(self, address: int) -> list[Any]:
-        """What the kernel takes for a tensor at this address: the map encoded, then shape and strides."""
+        """Returns the kernel's arguments for a tensor at this address: the map encoded, then shape and strides."""
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         base = SimpleNamespace(data_ptr=lambda: address)  # all that is asked of a tensor
@@ -85,7 +85,7 @@ class _Prepared:
     graph: Graph | None = None
 
     def start(self, stream: int) -> None:
-        """Make the launches on a stream, the current one; a capture of it is told of them one by one."""
+        """Makes the launches on a stream, the current one; a capture of it is told of them one by one."""
         graph = self.graph  # another thread may drop it
         if len(self.launches) == 1 or _capturing():
             self._launch(stream)
@@ -139,7 +139,7 @@ class _RecordedLaunch:
         spread: whether it takes the kernel's arguments one by one, not as a tuple.
         places: of the kernel's tensors among those of the call. maps: of each of them that is mapped; empty if none is.
         takes_floats: whether the kernel takes the floats of the call.
-        integers: the kernel's last arguments.
+        fixed: the kernel's last arguments, which are the same for all calls.
     """
 
     launch: Any
@@ -149,16 +149,16 @@ class _RecordedLaunch:
     places: tuple[int, ...]
     maps: tuple[_TensorMap | None, ...]
     takes_floats: bool
-    integers: tuple[Any, ...]
+    fixed: tuple[Any, ...]
 
     def prepared(self, addresses: list[int], floats: tuple[float, ...]) -> _PreparedLaunch:
-        """The launch on the tensors of a call, which are at these addresses."""
+        """Returns the launch on the tensors of a call, which are at these addresses."""
         arguments: list[Any] = self._mapped(addresses) if self.maps else [addresses[i] for i in self.places]
         if self.takes_floats:
             arguments += floats
         if self.spread:
-            return self.launch, self.grid, (*self.kernel, *arguments, *self.integers)
-        return self.launch, self.grid, (*self.kernel, (*arguments, *self.integers))
+            return self.launch, self.grid, (*self.kernel, *arguments, *self.fixed)
+        return self.launch, self.grid, (*self.kernel, (*arguments, *self.fixed))
 
     def _mapped(self, addresses: list[int]) -> list[Any]:
         """Addresses, and encoded maps in the place of those that are mapped."""
@@ -211,23 +211,28 @@ def _put(cache: dict[Any, Any], key: Hashable, value: object, most: int) -> None
 
 
 def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> None:
-    """Remember the launches of a call for `replay`; a call that cannot be told from others is not remembered.
+    """Remembers the launches of a call for `replay`; a call that cannot be told from others is not remembered.
 
     Args:
         key: holds the op, the device, and all that decides which launches are made and all that Triton compiles for,
             but for addresses.
         tensors: what the call has been given, and returns. Other tensors of the launches are scratch: contiguous,
             allocated anew for each call, on whose contents before it nothing depends; or a `part` of either.
-        launches: in order, as they have been made. Each takes all the call's floats, or none.
+        launches: in order, as they have been made. Each takes all the call's floats, or none. The parameters of its
+            kernel are in the order of `_Arguments`.
     """
+    arguments = [_arguments(launch) for launch in launches]
     given = [x for x in tensors if x is not None]
-    taken = [getattr(x, "base", x) for launch in launches for x in launch.tensors if x is not None]
+    taken = [getattr(x, "base", x) for each in arguments for x in each.tensors if x is not None]
     parts = {id(x): x for x in taken if hasattr(x, _WHOLE)}
     places = {id(x): i for i, x in enumerate(tensors) if x is not None}
     scratch = list({id(x): x for x in map(_whole_of, taken) if id(x) not in places}.values())
     one_in_two_places = len({id(x) for x in given}) < len(given)
     aligned = math.gcd(ALIGNMENT, *(x.data_ptr() for x in given + taken)) == ALIGNMENT
-    if one_in_two_places or not aligned or not all(x.is_contiguous() for x in scratch) or why_not_replayed():
+    told_apart = all(_is_fixed(x) for each in arguments for x in each.fixed)
+    if one_in_two_places or not aligned or not all(x.is_contiguous() for x in scratch) or not told_apart:
+        return
+    if why_not_replayed():
         return
     *begins, size = itertools.accumulate((-(-x.nbytes // _LINE) * _LINE for x in scratch), initial=0)
     memory = {"size": (size,), "dtype": torch.uint8, "device": given[0].device} if scratch else None
@@ -236,8 +241,40 @@ def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[L
     into += [(places[id(_whole_of(x))], x.data_ptr() - _whole_of(x).data_ptr()) for x in parts.values()]
     if any(launch.compiled.run.global_scratch_size or launch.compiled.run.profile_scratch_size for launch in launches):
         return  # memory that Triton allocates for each launch
-    recorded = tuple(_recorded(launch, places) for launch in launches)
+    recorded = tuple(_recorded(*each, places) for each in zip(launches, arguments, strict=True))
     _put(_calls, key, _RecordedCall(current_device(), memory, tuple(into), recorded), _MOST_CALLS)
+
+
+class _Arguments(NamedTuple):
+    """The arguments of a launch in the order of the kernel's parameters, which begin with tensors and end with numbers.
+
+    Attributes:
+        tensors: tensors, descriptors of tensors, and None.
+        floats: those of the call.
+        fixed: integers, and constants of the compiler.
+    """
+
+    tensors: list[Any]
+    floats: list[float]
+    fixed: list[Any]
+
+
+def _arguments(launch: Launch) -> _Arguments:
+    """Returns the arguments of a launch by what a replay does with them."""
+    values = list(launch.arguments.values())
+    tensors = list(itertools.takewhile(lambda x: x is None or _is_tensor(x), values))
+    floats = list(itertools.takewhile(lambda x: isinstance(x, float), values[len(tensors) :]))
+    return _Arguments(tensors, floats, values[len(tensors) + len(floats) :])
+
+
+def _is_tensor(x: Any) -> bool:
+    """Returns whether x is a tensor or a descriptor of one."""
+    return isinstance(x, Tensor) or hasattr(x, "base")
+
+
+def _is_fixed(x: Any) -> bool:
+    """Returns whether an argument is the same for all calls that have the same key."""
+    return not isinstance(x, float) and not _is_tensor(x)
 
 
 _WHOLE = "_part_of"
@@ -251,39 +288,39 @@ def part(x: Tensor, start: int, end: int) -> Tensor:
 
 
 def _whole_of(x: Any) -> Any:
-    """What x is a part of, or x itself."""
+    """Returns the tensor that x is a part of, or x itself."""
     return getattr(x, _WHOLE, x)
 
 
-def _recorded(launch: Launch, places: dict[int, int]) -> _RecordedLaunch:
-    """A launch of tensors that stand at these places of the call, by their ids."""
+def _recorded(launch: Launch, arguments: _Arguments, places: dict[int, int]) -> _RecordedLaunch:
+    """Returns a launch of tensors that stand at these places of the call, by their ids."""
     run, maps = launch.compiled.run, ()
-    function = run.launch
-    descriptors = [x for x in launch.tensors if hasattr(x, "base")]
+    function, (tensors, floats, fixed) = run.launch, arguments
+    descriptors = [x for x in tensors if hasattr(x, "base")]
     if descriptors:
         function, boxes = _behind_encoding(function), launch.compiled.metadata.tensordesc_meta
         map_of = {id(x): _TensorMap(x, box) for x, box in zip(descriptors, boxes, strict=True)}
-        maps = tuple(map_of.get(id(x)) for x in launch.tensors)
-    at = tuple(places.get(id(getattr(x, "base", x)), _NONE) for x in launch.tensors)
+        maps = tuple(map_of.get(id(x)) for x in tensors)
+    at = tuple(places.get(id(getattr(x, "base", x)), _NONE) for x in tensors)
     kernel, spread = _after_the_stream(run, launch.compiled), _launcher() == TRITON_3_6
-    return _RecordedLaunch(function, launch.grid, kernel, spread, at, maps, bool(launch.floats), launch.integers)
+    return _RecordedLaunch(function, launch.grid, kernel, spread, at, maps, bool(floats), tuple(fixed))
 
 
 TRITON_3_6 = ("function", "args")
 TRITON_3_7 = ("function", "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args")
-"""What launchers of kernels take after the stream, by which the versions are told apart."""
+"""Parameters of launchers of kernels after the stream, by which the versions are told apart."""
 
 
 @functools.cache
 def _launcher() -> tuple[str, ...]:
-    """What the launchers of this Triton take after the stream."""
+    """Returns the parameters of the launchers of this Triton after the stream."""
     from triton.backends.nvidia.driver import CudaLauncher
 
     return tuple(inspect.signature(CudaLauncher.__call__).parameters)[5:]
 
 
 def _after_the_stream(run: Any, kernel: Any) -> tuple[Any, ...]:
-    """What `CudaLauncher.__call__` hands to the function in C between the stream and the kernel's arguments.
+    """Returns what `CudaLauncher.__call__` hands to the function in C between the stream and the kernel's arguments.
 
     No scratch memory, no metadata of the launch, and no hooks: these take a third of the time even where none is set.
     """
@@ -302,7 +339,7 @@ def _behind_encoding(launch: Any) -> Any:
 
 
 def replay(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> bool:
-    """Launch what was recorded under `key` on these tensors.
+    """Launches what was recorded under `key` on these tensors.
 
     Returns:
         False, and nothing is launched, if nothing was recorded, an address is not aligned, another device is the
@@ -331,7 +368,7 @@ def layouts(*tensors: Tensor | None) -> Hashable:
 
 
 def why_not_replayed() -> str | None:
-    """Why every call takes Triton's own way to a launch, which is slower on the host; None if calls are replayed."""
+    """Returns why every call takes Triton's own way to a launch, slower on the host; None if calls are replayed."""
     if interpreted():
         return "kernels are interpreted (TRITON_INTERPRET=1)"
     if torch.version.hip is not None:
@@ -344,13 +381,13 @@ def why_not_replayed() -> str | None:
 
 
 def _profiled() -> bool:
-    """Whether a profiler wants to hear of launches, which only Triton's own way tells it of."""
+    """Returns whether a profiler wants to hear of launches, which only Triton's own way tells it of."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 @functools.cache
 def _launchers_are_known() -> bool:
-    """Whether this Triton encodes tensor maps and hands them on as is assumed here: tried out on a function."""
+    """Returns whether this Triton encodes tensor maps and hands them on as is assumed here: tried out on a function."""
     from triton.backends.nvidia import driver as nvidia
 
     def launch() -> None: ...

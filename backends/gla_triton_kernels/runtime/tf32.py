@@ -8,6 +8,6 @@ import triton.language as tl
 
 @triton.jit
 def nearest_tf32(x):
-    """Round to the nearest number of 10 bits after the point: the tensor cores would cut the others off."""
+    """Rounds to the nearest number of 10 bits after the point: the tensor cores would cut the others off."""
     bits = (x.to(tl.int32, bitcast=True) + (1 << 12)) & -(1 << 13)
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)

@@ -17,13 +17,13 @@ UNIT = 16
 
 
 def addressable(x: Tensor) -> bool:
-    """Whether TMA can address x: it is not empty, and all its rows begin at multiples of 16 bytes."""
+    """Returns whether TMA can address x: it is not empty, and all its rows begin at multiples of 16 bytes."""
     return x.data_ptr() % UNIT == 0 and _rows_aligned(x.shape, x.stride(), x.element_size())
 
 
 @functools.lru_cache(maxsize=4096)
 def _rows_aligned(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool:
-    """Whether there are elements, of `size` bytes, and all rows begin at multiples of UNIT after the first."""
+    """Returns whether there are elements, of `size` bytes, and all rows begin at multiples of UNIT after the first."""
     free = [stride for stride, length in zip(strides[:3], shape[:3], strict=True) if length > 1]
     return 0 not in shape and all(stride > 0 and stride * size % UNIT == 0 for stride in free)
 
@@ -34,7 +34,7 @@ def tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def shared_tiles(x: Tensor, rows: int, columns: int) -> Any:
-    """As `tiles`, for a Gluon kernel: with the layout that wgmma expects in shared memory."""
+    """Returns blocks as `tiles` does, for a Gluon kernel: with the layout that wgmma expects in shared memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
 
     return SharedDescriptor(x, *_heads_first(x), [1, 1, rows, columns], _layout(x.dtype, rows, columns))

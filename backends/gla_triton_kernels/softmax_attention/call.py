@@ -39,18 +39,18 @@ def softmax_attention(
 def _launches(
     plan_of: Callable[..., Plan], q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor
 ) -> list[Launch]:
-    """The launches that write o and lse."""
+    """Returns the launches that write o and lse."""
     reached = {name for name, x in (("q", q), ("k", k), ("v", v)) if addressable(x)}
     plan = plan_of(_call(q, k, v, causal), gpu_of(q.device), reached)
     if plan.kernel is Kernel.FORWARD_SM90:
-        return [forward_sm90.run(plan, q, k, v, scale, causal, o, lse)]
+        return forward_sm90.launch_attention(plan, q, k, v, scale, causal, o, lse)
     if plan.split is None:
-        return [forward.run(plan, q, k, v, scale, causal, o, lse)]
+        return forward.launch_attention(plan, q, k, v, scale, causal, o, lse)
     splits = plan.splits(k.shape[1])
     split_o = torch.empty((splits, *o.shape), dtype=torch.float32, device=q.device)
     split_lse = lse.new_empty((splits, *lse.shape))
-    attended = forward.run(plan, q, k, v, scale, causal, split_o, split_lse)
-    return [attended, merge.run(split_o, split_lse, o, lse)]
+    attended = forward.launch_attention(plan, q, k, v, scale, causal, split_o, split_lse)
+    return [*attended, *merge.launch_merge(split_o, split_lse, o, lse)]
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> OpCall:

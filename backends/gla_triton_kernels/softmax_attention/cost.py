@@ -20,7 +20,7 @@ from gla_triton_kernels.cost import gpu_of_constants, in_all
 from gla_triton_kernels.softmax_attention.plan import is_causal, plan_splits
 
 QUERIES, KEYS = 128, 64
-"""Of a block, for which `start` and `step` are measured whatever the tiles of the kernel are."""
+"""Queries and keys of a block for which `start` and `step` are measured, whatever the tiles of the kernel are."""
 
 
 def one_pass(call: OpCall, c: Constants) -> float:

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.launch import Launch, strides_of
 from gla_triton_kernels.runtime.tf32 import nearest_tf32
 from gla_triton_kernels.runtime.tma import tiles
 from gla_triton_kernels.softmax_attention.plan import Plan
@@ -32,8 +32,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor) -> Launch:
-    """The launch that writes o [P, B, Tq, H * G, V] and lse [P, B, Tq, H * G] of each of P splits of the keys.
+def launch_attention(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor
+) -> list[Launch]:
+    """Returns the launch that writes o [P, B, Tq, H * G, V] and lse [P, B, Tq, H * G] of each of P splits of the keys.
 
     Where all keys are one split, o and lse have no P.
 
@@ -44,13 +46,35 @@ def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool,
     """
     (_, Tq, Hq, K), (B, Tk, H, V) = q.shape, v.shape
     BR, BT, BK, BV = plan.BR, plan.BT, plan.BK, plan.BV
-    keys, values = (tiles(k, BT, BK), tiles(v, BT, BV)) if plan.tma else (k, v)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    constants = (K, V, causal, BR, BT, BK, BV, plan.tma, "ieee" if plan.exact else "tf32")
-    integers = (B, Tq, Tk, H, Hq // H, plan.split, *strides, *constants)
+    arguments = {
+        "q_ptr": q,
+        "k_ptr": tiles(k, BT, BK) if plan.tma else k,
+        "v_ptr": tiles(v, BT, BV) if plan.tma else v,
+        "o_ptr": o,
+        "lse_ptr": lse,
+        "scale": scale,
+        "B": B,
+        "Tq": Tq,
+        "Tk": Tk,
+        "H": H,
+        "G": Hq // H,
+        "split": plan.split,
+        **strides_of("q", q),
+        **strides_of("k", k),
+        **strides_of("v", v),
+        "K": K,
+        "V": V,
+        "CAUSAL": causal,
+        "BR": BR,
+        "BT": BT,
+        "BK": BK,
+        "BV": BV,
+        "TMA": plan.tma,
+        "PRECISION": "ieee" if plan.exact else "tf32",
+    }
     grid = (plan.splits(Tk) * B * H * -(-Tq * (Hq // H) // BR), 1, 1)
     options = {"num_warps": plan.warps, "num_stages": plan.stages}
-    return Launch(_attention, grid, (q, keys, values, o, lse), (scale,), integers, options)
+    return [Launch(_attention, grid, arguments, options)]
 
 
 @triton.jit(do_not_specialize=["scale", "B", "Tq", "Tk", "H", "split"])
@@ -172,7 +196,7 @@ def _attend(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Go over the keys from start to end; MASKED: where a row may not see all of a block."""
+    """Goes over the keys from start to end; MASKED: where a row may not see all of a block."""
     for j in tl.range(start, end, BT):
         k = _load_block(k_ptr, j, Tk, b, h, stride_kt, K, BT, BK, TMA, PRECISION, MASKED)  # [BT, BK]
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BR, BT]

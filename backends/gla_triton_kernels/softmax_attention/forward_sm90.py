@@ -38,22 +38,34 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
 
-def run(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor) -> Launch:
-    """The launch that writes o [B, Tq, H * G, V] and lse [B, Tq, H * G], with scale >= 0."""
+def launch_attention(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor
+) -> list[Launch]:
+    """Returns the launch that writes o [B, Tq, H * G, V] and lse [B, Tq, H * G], with scale >= 0."""
     B, Tq, Hq, _ = q.shape
     _, Tk, H, _ = v.shape
     BR, BT, BK, BV = plan.BR, plan.BT, plan.BK, plan.BV
-    maps = (shared_tiles(q, BR, BK), shared_tiles(k, BT, BK), shared_tiles(v, BT, BV), shared_tiles(o, BR, BV))
+    arguments = {
+        "q_desc": shared_tiles(q, BR, BK),
+        "k_desc": shared_tiles(k, BT, BK),
+        "v_desc": shared_tiles(v, BT, BV),
+        "o_desc": shared_tiles(o, BR, BV),
+        "lse_ptr": lse,
+        "scale": scale,
+        "Tq": Tq,
+        "Tk": Tk,
+        "Hq": Hq,
+        "G": Hq // H,
+        "CAUSAL": causal,
+        "STAGES": plan.stages,
+    }
     grid = (-(-Tq // (2 * BR)) * B * Hq, 1, 1)
-    integers = (Tq, Tk, Hq, Hq // H, causal, plan.stages)
-    return Launch(
-        _attention, grid, (*maps, lse), (scale,), integers, {"num_warps": plan.warps, "maxnreg": plan.registers}
-    )
+    return [Launch(_attention, grid, arguments, {"num_warps": plan.warps, "maxnreg": plan.registers})]
 
 
 @gluon.jit
 def _load_warp(q_desc, k_desc, v_desc, tiles, barriers, work, G, STAGES: gl.constexpr):
-    """Copy the queries, then keys and values from the last block to the first."""
+    """Copies the queries, then keys and values from the last block to the first."""
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, v_empty = barriers
     b, h, first, blocks, _full_blocks = work
@@ -76,7 +88,7 @@ def _load_warp(q_desc, k_desc, v_desc, tiles, barriers, work, G, STAGES: gl.cons
 
 @gluon.jit
 def _scores(q_tile, k_tiles, slot, layout: gl.constexpr):
-    """Begin q k^T  [BR, BT]."""
+    """Begins q k^T  [BR, BT]."""
     BR: gl.constexpr = q_tile.shape[0]
     BT: gl.constexpr = k_tiles.type.shape[3]
     BK: gl.constexpr = k_tiles.type.shape[4]

@@ -19,12 +19,21 @@ from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 
-def run(split_o: Tensor, split_lse: Tensor, o: Tensor, lse: Tensor) -> Launch:
-    """The launch that writes o [..., V] and lse [...] from those of the splits [P, ..., V] and [P, ...]."""
+def launch_merge(split_o: Tensor, split_lse: Tensor, o: Tensor, lse: Tensor) -> list[Launch]:
+    """Returns the launch that writes o [..., V] and lse [...] from those of the splits [P, ..., V] and [P, ...]."""
     P, V = split_o.shape[0], o.shape[-1]
     BP, BV = min(power_of_two(P), 64), min(power_of_two(V), 64)
-    grid, tensors = (lse.numel(), -(-V // BV), 1), (split_o, split_lse, o, lse)
-    return Launch(_merge, grid, tensors, (), (P, V, BP, BV), {"num_warps": 4})
+    arguments = {
+        "split_o_ptr": split_o,
+        "split_lse_ptr": split_lse,
+        "o_ptr": o,
+        "lse_ptr": lse,
+        "P": P,
+        "V": V,
+        "BP": BP,
+        "BV": BV,
+    }
+    return [Launch(_merge, (lse.numel(), -(-V // BV), 1), arguments, {"num_warps": 4})]
 
 
 @triton.jit(do_not_specialize=["P"])

@@ -1,4 +1,4 @@
-"""Which kernel attends, with which launch parameters, and in how many splits: decided here alone, without Triton.
+"""Plans of softmax attention: kernel, launch parameters and splits are decided here alone, without Triton.
 
 The launcher runs a plan (call.py), and the cost models price the same one (cost.py). Launch parameters were measured
 on an H200.
@@ -29,7 +29,7 @@ class Kernel(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a call is computed.
+    """The kernel of a call.
 
     Attributes:
         BR: rows of a program, or of each of its warpgroups.
@@ -53,12 +53,12 @@ class Plan:
     split: int | None = None
 
     def splits(self, Tk: int) -> int:
-        """How many splits so many keys have."""
+        """Returns the number of splits of Tk keys."""
         return 1 if self.split is None else -(-Tk // self.split)
 
 
 def is_causal(call: OpCall) -> bool:
-    """Whether queries see no later keys; taken for so if there are many queries and nothing is said."""
+    """Returns whether queries see no later keys; taken for so if there are many queries and nothing is said."""
     return call.scalars.get("causal", call.dims["Tq"] > 1)
 
 
@@ -70,7 +70,7 @@ TILES_16_BIT = {64: (64, 128, 4), 128: (128, 64, 4), 256: (128, 64, 8), 512: (64
 TILES_TF32 = {64: (64, 64, 4), 128: (64, 32, 4), 256: (16, 16, 8), 512: (16, 16, 8)}
 TILES_FLOAT32 = {64: (32, 32, 4), 128: (32, 16, 8), 256: (16, 16, 8), 512: (16, 16, 8)}
 WGMMA_ROWS = 64
-"""Rows of a warpgroup, the fewest that wgmma multiplies: up to so many queries, one of two warpgroups has no work."""
+"""Rows of a warpgroup, the fewest that wgmma multiplies: with no more queries, one of two warpgroups has no work."""
 
 
 def plan_one_pass(call: OpCall, gpu: Gpu, addressable: Set[str] = frozenset("qkv")) -> Plan:
@@ -115,7 +115,7 @@ def _general(call: OpCall, gpu: Gpu, addressable: Set[str]) -> Plan:
 PROGRAMS = 4
 """Programs per multiprocessor: two waves of two."""
 FEW_ROWS = 16
-"""With so many rows a program waits for its keys alone: another block of them is on its way, and one wave is best."""
+"""The most rows with which a program waits for its keys alone: another block is on its way, and one wave is best."""
 PROGRAMS_OF_FEW_ROWS = 3
 """Programs per multiprocessor then, as many as share one."""
 FEWEST_BLOCKS = 4
