@@ -1,32 +1,53 @@
 """Sequences in segments, all at once: states are built side by side, spilled, scanned, and outputs made from them.
 
-Each op stands in the file of its name, which says how it is composed of Triton kernels in gla_triton_kernels, and in
-that of the same name under `pytorch`, which has the same algorithm for a CPU. Triton is imported when an op is first
-called with tensors on a GPU.
+With g_t the log gates of a segment of tokens 1 to L,
+
+    (1)  D = exp(sum over t of g_t)        S = sum over s of (k_s * exp(sum over t > s of g_t))^T v_s
+    (2)  running = initial state; then for the segments i of a sequence in order:
+             running, S_i = diag(D_i) running + S_i, running
+    (3)  the outputs of every segment, from the state S_i that enters it
+
+(1) builds the state of every segment from zero and its decay, in memory, (2) scans them in place, and (3) is one pass
+over every segment. Sequences that fill the device stay whole and take (3) alone. If a batch fills it and a few rows are
+left over, those rows are cut.
+
+The Triton kernels are in gla_triton_kernels, a folder for each op. `pytorch` has the same algorithm for a CPU. Triton
+is imported when an op is first called with tensors on a GPU.
+
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import gla_triton_kernels as kernels
-from gla_core.dispatch.backend import Backend, Capabilities, CostModel, OpCall, Reason, hookimpl, shipped_constants
-from gla_parallel_scan import (
-    chunk_gla,
-    chunk_gla_summary,
-    online_softmax,
-    pytorch,
-    recurrent_gla_step,
-    softmax_attention,
+from gla_core.dispatch.backend import (
+    Backend,
+    Capabilities,
+    Constants,
+    CostModel,
+    OpCall,
+    Prepared,
+    Reason,
+    hookimpl,
+    shipped_constants,
 )
-from gla_parallel_scan.cost import predicted_seconds
+from gla_parallel_scan import pytorch
+from gla_triton_kernels.chunk_gla import backward, chunk_gla_bwd, chunk_gla_fwd, chunk_gla_summary, forward, summary
+from gla_triton_kernels.chunk_gla import cost as chunk_gla_cost
+from gla_triton_kernels.online_softmax import SPLITS
+from gla_triton_kernels.online_softmax import cost as online_softmax_cost
+from gla_triton_kernels.recurrent_gla_step import STEP
+from gla_triton_kernels.recurrent_gla_step import cost as recurrent_gla_step_cost
 from gla_triton_kernels.runtime.architecture import interpreted
+from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
+from gla_triton_kernels.softmax_attention import softmax_attention
+from gla_triton_kernels.softmax_attention.plan import plan_splits
 
 
 @hookimpl
@@ -52,19 +73,17 @@ def gla_register_backends() -> list[Backend]:
             name="parallel_scan",
             version="0.1.0",
             ops={
-                "chunk_gla_fwd": _by_device(chunk_gla.chunk_gla_fwd, pytorch.chunk_gla.chunk_gla_fwd),
-                "chunk_gla_bwd": chunk_gla.chunk_gla_bwd,
-                "chunk_gla_summary": chunk_gla_summary.chunk_gla_summary,
-                "recurrent_gla_step": _by_device(
-                    recurrent_gla_step.recurrent_gla_step, pytorch.recurrent_gla_step.recurrent_gla_step
-                ),
-                "online_softmax": _by_device(online_softmax.online_softmax, pytorch.online_softmax.online_softmax),
+                "chunk_gla_fwd": _by_device(chunk_gla_fwd(forward.plan_cut), pytorch.chunk_gla.chunk_gla_fwd),
+                "chunk_gla_bwd": chunk_gla_bwd(backward.plan_cut),
+                "chunk_gla_summary": chunk_gla_summary(summary.plan_cut),
+                "recurrent_gla_step": _by_device(STEP, pytorch.recurrent_gla_step.recurrent_gla_step),
+                "online_softmax": _by_device(SPLITS, pytorch.online_softmax.online_softmax),
                 "softmax_attention": _by_device(
-                    softmax_attention.softmax_attention, pytorch.softmax_attention.softmax_attention
+                    softmax_attention(plan_splits), pytorch.softmax_attention.softmax_attention
                 ),
             },
             capabilities=capabilities,
-            # On a CPU a summary has no second pass that scanning would spare: there is the reference's.
+            # On a CPU a summary has no second pass that a scan would spare, and the reference computes it.
             op_capabilities={"chunk_gla_bwd": by_triton_alone, "chunk_gla_summary": by_triton_alone},
             supports=_supports,
             cost=CostModel(predicted_seconds, shipped_constants("gla_parallel_scan"), kernels=kernels.COMMON),
@@ -73,18 +92,25 @@ def gla_register_backends() -> list[Backend]:
     ]
 
 
-def _by_device(by_triton: Callable, in_pytorch: Callable) -> Callable:
-    """An op that is computed in PyTorch on a CPU, unless Triton's kernels are to be interpreted there."""
+def _by_device(by_triton: Prepared, in_pytorch: Callable[..., Any]) -> Prepared:
+    """Returns an op that is computed in PyTorch on a CPU, unless Triton's kernels are interpreted there."""
 
-    @functools.wraps(by_triton)
-    def op(x: Tensor, *args: Any) -> Any:
-        return by_triton(x, *args) if x.is_cuda or interpreted() else in_pytorch(x, *args)
+    def prepare(call: OpCall) -> Callable[..., Any]:
+        return by_triton.prepare(call) if _by_kernels(call) else in_pytorch
 
-    return op
+    def lines(call: OpCall) -> list[str]:
+        return by_triton.kernels(call) if by_triton.kernels is not None and _by_kernels(call) else []
+
+    return Prepared(prepare, by_triton.takes, lines)
+
+
+def _by_kernels(call: OpCall) -> bool:
+    """Returns whether Triton's kernels compute a call."""
+    return call.device.type == "cuda" or interpreted()
 
 
 def _supports(call: OpCall) -> Reason | None:
-    if call.device.type == "cpu" and not interpreted():
+    if not _by_kernels(call):
         return None
     if call.dtype == torch.float64:
         return "computes float64 on a CPU only"
@@ -92,3 +118,21 @@ def _supports(call: OpCall) -> Reason | None:
         if call.dims.get(name, 0) > kernels.MAX_WIDTH:
             return f"computes {name} up to {kernels.MAX_WIDTH} on a GPU; {name} is {call.dims[name]}"
     return kernels.refusal(call)
+
+
+def predicted_seconds(call: OpCall, c: Constants) -> float | None:
+    """Returns the predicted seconds of a call, by the constants of its op and device; None for interpreted kernels."""
+    if call.device.type != "cuda":
+        return None if interpreted() else pytorch.cost.predicted_seconds(call, c)
+    match call.op:
+        case "chunk_gla_fwd":
+            return chunk_gla_cost.forward_seconds(forward.plan_cut, call, c)
+        case "chunk_gla_bwd":
+            return chunk_gla_cost.backward_seconds(backward.plan_cut, call, c)
+        case "chunk_gla_summary":
+            return chunk_gla_cost.summary_seconds(summary.plan_cut, call, c)
+        case "recurrent_gla_step":
+            return recurrent_gla_step_cost.seconds(call, c)
+        case "online_softmax":
+            return online_softmax_cost.splits(call, c)
+    return softmax_attention_cost.splits(call, c)

@@ -35,7 +35,7 @@ _required: dict[str, frozenset[str]] = {}
 OP_PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(_parameters)
 """The parameters of each abstract op, in order; gla_core/ops declares them when it is imported."""
 OP_REQUIRED: Mapping[str, frozenset[str]] = MappingProxyType(_required)
-"""The parameters of each abstract op that every backend takes: those without a default, and the scale."""
+"""The parameters of each abstract op that every backend takes: those without a default, scale and dim."""
 
 CHUNK = 64
 """Tokens: sequences are cut into segments, and checkpoints are taken, at multiples of this number."""
@@ -233,7 +233,7 @@ def number_of_sequences(B: int, cu_seqlens: torch.Tensor | None) -> int:
 
 
 def swapped(x: torch.Tensor) -> bool:
-    """Returns whether the last two dimensions of a tensor [..., K, V] are swapped in memory, so that K is contiguous."""
+    """Returns whether the last two dimensions of a tensor [..., K, V] are swapped in memory: K is contiguous."""
     return x.ndim > 1 and x.stride(-1) != 1 and x.stride(-2) == 1 and not x.is_contiguous()
 
 

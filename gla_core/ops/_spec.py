@@ -176,8 +176,8 @@ class OpSpec:
 
     @functools.cached_property
     def required(self) -> frozenset[str]:
-        """Names of the arguments that every backend takes: those without a default, and the scale."""
-        return frozenset(a.name for a in self.arguments if a.default is _REQUIRED or a.name == "scale")
+        """Names of the arguments that every backend takes: those without a default, scale and dim."""
+        return frozenset(a.name for a in self.arguments if a.default is _REQUIRED or a.name in ("scale", "dim"))
 
     @functools.cached_property
     def differentiable(self) -> bool:

@@ -88,7 +88,7 @@ SOFTMAX = OpSpec(
     public="online_softmax",
     arguments=(
         Argument("x", "Tensor", None, INPUT, differentiable=True),
-        Argument("dim", "int", default=-1, in_call=False),
+        Argument("dim", "int", default=-1),
     ),
     results=(Result("y", like="x"),),
     sizes={"rows": "ROWS", "columns": "COLUMNS"},

@@ -10,13 +10,13 @@ import os
 
 import pytest
 import torch
+from gla_triton_kernels.chunk_gla.plan import Kernel
+from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, LEAST_BLOCK, GradientPlan
 
 from gla_core.conformance.calls import heads_first, with_room
 from gla_core.conformance.tolerances import GRADIENT, relative_error
 from gla_core.workloads.inputs import GATES, GlaInputs, gla_inputs
 from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
-from gla_triton_kernels.chunk_gla.plan import Kernel
-from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, LEAST_BLOCK, GradientPlan
 
 pytest.importorskip("triton")
 
@@ -70,9 +70,10 @@ def expected(x, entering):
 
 def gradients(x, entering, *, precision=None, BK=16, BV=16, warps=4, segments=None, leaving=None):
     """The kernel's, where results were NaN before, and rows of inputs that belong to no sequence; of those, 0."""
-    from gla_triton_kernels.chunk_gla import backward
     from gla_triton_kernels.chunk_gla.call import BackwardTensors
     from gla_triton_kernels.chunk_gla.segments import whole
+
+    from gla_triton_kernels.chunk_gla import backward
     from gla_triton_kernels.runtime.launch import start
 
     if not INTERPRETED:  # as plans have it there
@@ -214,6 +215,7 @@ def test_states_in_bfloat16(device, dtype):
 @pytest.mark.parametrize(("length", "uncut"), [(64, 64), (64, 128), (128, 128)])
 def test_segments(device, sizes, length, uncut, gates, dstate, initial_state):
     from gla_triton_kernels.chunk_gla.segments import cut
+
     from gla_triton_kernels.runtime.launch import start
 
     x = case(device, **sizes, gates=gates, dstate=dstate, initial_state=initial_state)
@@ -259,8 +261,9 @@ def test_partial_results_are_summed_in_order(device):
 
 @pytest.mark.parametrize("initial_state", [False, True])
 def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
-    from gla_triton_kernels.chunk_gla import partials
     from gla_triton_kernels.chunk_gla.call import BackwardTensors
+
+    from gla_triton_kernels.chunk_gla import partials
     from gla_triton_kernels.runtime.launch import start
 
     x = case(device, B=2, T=7, H=2, G=3, K=16, V=24, initial_state=initial_state)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, BackwardPlan, gradients_sm90
 
 from gla_core.conformance.tolerances import GRADIENT, relative_error
 from gla_core.workloads.inputs import gla_inputs
 from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
-from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, BackwardPlan, gradients_sm90
 
 pytest.importorskip("triton")
 
@@ -41,8 +41,9 @@ def expected(x, do, dstate):
 
 def computed(x, do, dstate, checkpoints):
     """The kernel's, where results were NaN before; rows of no sequence are left so."""
-    from gla_triton_kernels import chunk_gla as kernels
     from gla_triton_kernels.chunk_gla.call import BackwardTensors
+
+    from gla_triton_kernels import chunk_gla as kernels
     from gla_triton_kernels.runtime.launch import start
 
     plan = BackwardPlan(gradients_sm90(x.q.shape[3], x.v.shape[3]), entering=None)

@@ -73,8 +73,9 @@ def expected(inputs, given, cu_seqlens, marks):
 
 def completed(inputs, given, cu_seqlens, marks):
     """The kernel's, from gradients that stay as they are."""
-    from gla_triton_kernels.chunk_gla import pairs
     from gla_triton_kernels.chunk_gla.call import BackwardTensors
+
+    from gla_triton_kernels.chunk_gla import pairs
     from gla_triton_kernels.runtime.launch import start
 
     q, k, v, g, do = inputs

@@ -7,12 +7,12 @@ import os
 
 import pytest
 import torch
+from gla_triton_kernels.chunk_gla.plan import FORWARD_CUT, SEGMENT_UNIT, Kernel, KernelPlan, SegmentPlan, segment_length
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import gla_inputs
-from gla_triton_kernels.chunk_gla.plan import FORWARD_CUT, SEGMENT_UNIT, Kernel, KernelPlan, SegmentPlan, segment_length
 
 pytest.importorskip("triton")
 

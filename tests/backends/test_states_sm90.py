@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gla_triton_kernels.chunk_gla.plan import SegmentPlan, _states_sm90
 
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import heads_first
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import OpCall
 from gla_core.workloads.inputs import GATES, gla_inputs
-from gla_triton_kernels.chunk_gla.plan import SegmentPlan, _states_sm90
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 
 BUDGET = FORWARD[torch.bfloat16]
@@ -48,8 +48,9 @@ def state_from_zero(left, right, g, backwards=False):
 
 
 def build(left, right, g, segments, backwards=False, skip_last=False, multiprocessors=132):
-    from gla_triton_kernels.chunk_gla import states_sm90
     from gla_triton_kernels.chunk_gla.segments import Recurrence
+
+    from gla_triton_kernels.chunk_gla import states_sm90
     from gla_triton_kernels.runtime.launch import start
 
     B, T, H, K, V = *left.shape, right.shape[3]

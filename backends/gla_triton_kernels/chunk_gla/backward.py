@@ -1,353 +1,217 @@
-"""Gradients of gated linear attention: backwards through sequences, or segments of them, a state's gradient on chip.
+"""chunk_gla_bwd: the plan of a call, and the launches that follow from it.
 
-One program computes block [BK, BV] of the states of one key/value head of one segment. It goes through the segment in
-chunks of C tokens, the last one first, and carries in float32 the gradient dS [K, V] of the state that leaves a chunk.
-The state S that enters each chunk is given. With b_t the sum of log gates g from the chunk's start through t, a frame r
-(both per channel of K), and dA = tril(do v^T),
+The states that enter chunks come first, unless checkpoints hold them; then the gradients of the states that leave
+segments, where sequences are cut; then the kernel that computes dq, dk, dv and dg. A kernel that computes each query
+head by itself leaves partial gradients of what a group of heads shares, which are summed.
 
-    qg = scale * q exp(b - r)              kg = k exp(b_C - r - b)
-    dq = scale * exp(b - r) ((do S^T) exp(r)) + what pairs of tokens add
-    dk = exp(b_C - r - b) (v (exp(r) dS)^T) + what pairs of tokens add
-    dv = kg (exp(r) dS) + A^T do           A_ts = scale * sum_d q_td k_sd exp(b_td - b_sd) for s <= t, else 0
-    dS' = exp(r) (exp(b_C - r) dS + qg^T do)
-
-A chunk in which no channel decays by more than `MILD_DECAY` (see limits.py) takes r = b_C / 2. Pairs s < t are then
-
-    A = qg kg^T        dq += scale * exp(b - r) (dA kg)        dk += exp(b_C - r - b) (dA^T qg)
-
-Any other takes r = 0, so that no exponent is above 0, and halves the chunk again and again: every pair s < t lies in
-the two halves of one block of 2m tokens, for one m of 1, 2, 4 .. C/2, where
-
-    b_t - b_s  =  the gates from the start of the right half through t  +  those after s to the end of the left half
-
-Both sums are one product of a mask with g, and the pairs of all blocks of 2m one masked product, exact for any gate
-down to -inf. Pairs s = t have no gate and are multiplied element by element.
-
-Gate u decays what the tokens before it hand to those from it on. With x_t = qg_t * dqg_t and y_s = kg_s * dkg_s,
-
-    dg_u = exp(b_C) sum_V(S * dS) + sum over t >= u of x_t + sum over s < u of y_s        by states
-           + sum over t >= u of (x_t - y_t)                                               by pairs s < t, mild
-           + sum over the tokens that u decays in its half of (x_t + y_t), for each m     by pairs s < t, other
-
-In a mild chunk pairs on one side of u cancel, as x and y are made of the same rounded qg and kg; in any other, pairs
-are only added. dg_u is exactly 0 where exp(g_u) is 0 in float32, as all of its terms are; at the first token of a
-sequence that begins without a state it is set to 0.
-
-A block of keys and values is gated linear attention of its own: blocks of values add up to dq, dk and dg, blocks of
-keys to dv. Where there is more than one, each writes a partial result (partials.py).
-
-No matrix product stands in a branch at run time, and none has a transposed product as its left operand, so that dA^T is
-a product of its own: Triton gets both wrong on Hopper.
-
-B batch   T tokens   H key/value heads   G query heads per key/value head   N sequences   I sequences or segments
-n chunks, numbered as checkpoints are   K, V key and value width   C tokens a chunk   BK, BV keys, values of a block
-
-Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width of a head
 """
 
-# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
-from gla_triton_kernels.chunk_gla import partials
-from gla_triton_kernels.chunk_gla.call import BackwardTensors
-from gla_triton_kernels.chunk_gla.common import in_state, load_tile, segment_at, store_tile
-from gla_triton_kernels.chunk_gla.limits import LEAST_GATE, LOG2E, MILD_DECAY
-from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, GradientPlan
-from gla_triton_kernels.chunk_gla.segments import Segments, lengths_of, state_strides
-from gla_triton_kernels.runtime.architecture import interpreted
-from gla_triton_kernels.runtime.launch import Launch, strides_of
+from gla_core.dispatch.backend import CHUNK, OpCall, checkpoint_dtype, number_of_sequences
+from gla_triton_kernels.chunk_gla.cutting import by_rows, segment_length, worth_cutting
+from gla_triton_kernels.chunk_gla.forward import states_of_segments
+from gla_triton_kernels.chunk_gla.general import kernels as general
+from gla_triton_kernels.chunk_gla.kernel import (
+    BackwardPlan,
+    GradientKernel,
+    GradientParameters,
+    SegmentPlan,
+    first_able,
+    refusals,
+)
+from gla_triton_kernels.chunk_gla.seen import copied_for_invariance, seen_by_kernels
+from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
+from gla_triton_kernels.runtime.architecture import Architecture, Gpu, gpu_of_call
+
+if TYPE_CHECKING:
+    from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
+    from gla_triton_kernels.runtime.launch import Launch
+
+KERNELS: Sequence[GradientKernel] = (sm90.BACKWARD_WIDE, sm90.BACKWARD, general.BACKWARD)
+"""The kernels that compute gradients, best first."""
+
+Plans = list[tuple[OpCall, BackwardPlan]]
+"""The plans of the rows of a batch, in order, each with the call of its rows."""
+Plan = Callable[[OpCall, Gpu, Sequence[GradientKernel]], Plans]
 
 
-def launch_gradients(
-    kernel: GradientPlan,
-    x: BackwardTensors,
-    entering: Tensor,
-    leaving: Tensor | None,
-    segments: Segments,
-    scale: float,
-) -> list[Launch]:
-    """Returns the launches that fill the gradients.
+# ---- plans
 
-    Rows that belong to no sequence are left as they are.
 
-    Args:
-        x: its dinitial_state is None unless segments are whole sequences.
-        entering: the states that enter chunks, [B, n, H, K, V], contiguous.
-        leaving: the gradients of the states that leave segments, [I, H, K, V]; None is 0. That of the last segment of a
-            packed sequence is 0, whatever it holds, where x.dstate is None.
+def plan_whole(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS) -> Plans:
+    """Plans a call whose sequences stay whole: one pass backwards."""
+    return [(call, _whole(call, gpu, kernels))]
+
+
+def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS) -> Plans:
+    """Plans a call whose sequences are cut into segments, unless they fill the device."""
+    kernel = first_able(kernels, call, gpu)
+    blocks, at_once = blocks_of(call, gpu, kernel, kernel.parameters(call, gpu))
+    return by_rows(
+        call,
+        blocks,
+        at_once,
+        kernel.cut_times,
+        lambda rows: _whole(rows, gpu, kernels),
+        lambda rows: _segments(rows, gpu, kernels),
+    )
+
+
+def blocks_of(call: OpCall, gpu: Gpu, kernel: GradientKernel, x: GradientParameters) -> tuple[int, int]:
+    """Returns the number of blocks that compute one sequence, and of blocks that the device runs at once."""
+    heads = call.dims["Hq" if kernel.heads_apart else "H"]
+    blocks = heads * -(-call.dims["K"] // x.BK) * -(-call.dims["V"] // x.BV)
+    return blocks, gpu.multiprocessors * (2 if x.BK == x.BV == 64 else 1)
+
+
+def _whole(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> BackwardPlan:
+    kernel = first_able(kernels, call, gpu)
+    return BackwardPlan(kernel, kernel.parameters(call, gpu), _entering(call, gpu))
+
+
+def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> BackwardPlan:
+    whole, T, N, tokens = _whole(call, gpu, kernels), call.dims["T"], call.dims["N"], call.batch_invariant
+    if tokens is not None:  # a scan always computes the gradient of an initial state; see forward.py
+        stays_whole = tokens >= T and call.state_dtype is None
+        return whole if stays_whole else replace(whole, leaving=states_of_segments(call, gpu, tokens, tokens))
+    times = whole.gradients.cut_times
+    blocks, at_once = blocks_of(call, gpu, whole.gradients, whole.parameters)
+    length = segment_length(N, T, blocks, at_once, call.variable_length, times)
+    if gpu.architecture is Architecture.INTERPRETED:
+        length = min(length, CHUNK)
+    if length >= T:
+        return whole
+    return replace(whole, leaving=states_of_segments(call, gpu, length, worth_cutting(length, times)))
+
+
+def _entering(call: OpCall, gpu: Gpu) -> SegmentPlan | None:
+    """Plans the states that enter chunks: checkpoints hold them, or they are built as for segments of one chunk."""
+    return None if call.scalars.get("checkpoint_every") == CHUNK else states_of_segments(call, gpu, CHUNK, CHUNK)
+
+
+def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
+    """Returns a function that names the kernels of a call, and says why those before them refuse it."""
+
+    def lines(call: OpCall) -> list[str]:
+        gpu = gpu_of_call(call)
+        seen = seen_by_kernels(call, gpu)
+        chosen = plan(seen, gpu, KERNELS)[0][1]
+        cut = "" if chosen.leaving is None else f" in segments of {chosen.leaving.length}"
+        return [f"kernel {chosen.gradients.name}{cut}", *refusals(KERNELS, chosen.gradients, seen, gpu)]
+
+    return lines
+
+
+# ---- launches
+
+
+def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNELS) -> Callable[..., tuple]:
+    """Plans a call, compiles its kernels, and returns the function that computes calls like it.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
     """
-    B, T, Hq, K = x.q.shape
-    H, V = x.v.shape[2:]
-    blocks_k, blocks_v = -(-K // kernel.BK), -(-V // kernel.BV)
-    dq, dk, dg = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk, x.dg))
-    dv = partials.parts_of(x.dv, blocks_k)
-    precision = "ieee" if interpreted() else kernel.precision  # the interpreter does not split operands
-    arguments = {
-        "q_ptr": x.q,
-        "k_ptr": x.k,
-        "v_ptr": x.v,
-        "g_ptr": x.g,
-        "do_ptr": x.do,
-        "order_ptr": segments.order,
-        "entering_ptr": entering,
-        "leaving_ptr": leaving,
-        "dq_ptr": dq,
-        "dk_ptr": dk,
-        "dg_ptr": dg,
-        "dv_ptr": dv,
-        "dinitial_ptr": x.dinitial_state,
-        "scale": scale,
-        "B": B,
-        **lengths_of(T, segments),
-        "H": H,
-        "G": Hq // H,
-        **strides_of("q", x.q),
-        **strides_of("k", x.k),
-        **strides_of("v", x.v),
-        **strides_of("g", x.g),
-        **strides_of("o", x.do),
-        **state_strides("stride_s", leaving),
-        "K": K,
-        "V": V,
-        "C": CHUNK,
-        "LEVELS": CHUNK.bit_length() - 1,
-        "BK": kernel.BK,
-        "BV": kernel.BV,
-        "FROM_ZERO": x.initial_state is None,
-        "TO_ZERO": x.last_leave_none,
-        "EXACT": kernel.precision == "bf16x6" and x.g is not None,
-        "PRECISION": precision,
-        "SUMS": "bf16x3" if precision == "bf16" else precision,
-    }
-    grid = (blocks_v * blocks_k * segments.count * H, 1, 1)
-    computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, {"num_warps": kernel.warps})
-    return [computed, *partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))]
+    from gla_triton_kernels.chunk_gla.shared.padding import clear_padding
+    from gla_triton_kernels.chunk_gla.shared.widths import widened
+    from gla_triton_kernels.chunk_gla.tensors import BackwardTensors, by_rows
+    from gla_triton_kernels.runtime.prepared import Launches, addressable_copy, rehearsed
+
+    gpu = gpu_of_call(call)
+    call = _without_unusable_checkpoints(call)
+    seen, copied = seen_by_kernels(call, gpu), copied_for_invariance(call)
+    empty = call.dims["N"] == 0 or call.dims["T"] == 0
+    plans = [] if empty else plan(seen, gpu, kernels)
+
+    def describe(x: BackwardTensors, scale: float) -> list[Launch]:
+        wide, before, after = widened(x, seen.dims["K"], seen.dims["V"])
+        computed = [each for plan, rows in by_rows(plans, wide) for each in launches(plan, rows, scale)]
+        cleared = []
+        if x.cu_seqlens is not None:
+            cleared = clear_padding([y for y in (x.dq, x.dk, x.dv, x.dg) if y is not None], x.cu_seqlens)
+        return [*before, *computed, *after, *cleared]
+
+    launched = Launches(call.device, describe)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        scale: float,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        checkpoints: Tensor | None,
+        checkpoint_every: int | None,
+        do: Tensor,
+        dstate: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        (B, _, _, K), (H, V) = q.shape, v.shape[2:]
+        N = number_of_sequences(B, cu_seqlens)
+        dq, dk, dv, dg = _like(q), _like(k), _like(v), None if g is None else _like(g)
+        dinitial = None if initial_state is None else v.new_empty(N, H, K, V, dtype=torch.float32)
+        if empty:
+            for y in (dq, dk, dv, dg):
+                if y is not None:
+                    y.zero_()  # any token there is belongs to no sequence
+            if dinitial is not None:
+                dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
+            return dq, dk, dv, dg, dinitial
+        if copied:
+            names = ("q", "k", "v", "g", "do")
+            q, k, v, g, do = (
+                addressable_copy(x, name, copied) for name, x in zip(names, (q, k, v, g, do), strict=True)
+            )
+        results = (dq, dk, dv, dg, dinitial)
+        launched.start(BackwardTensors(q, k, v, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results), scale)
+        return results
+
+    return rehearsed(run, call)
 
 
-@triton.jit(do_not_specialize=["scale", "B", "T", "segment", "segments", "H", "G"])
-def _chunk_gla_bwd_kernel(
-    q_ptr,  # [B, T, H*G, K]
-    k_ptr,  # [B, T, H, K]
-    v_ptr,  # [B, T, H, V]
-    g_ptr,  # [B, T, H, K] or None
-    do_ptr,  # [B, T, H*G, V]
-    order_ptr,  # [I, 5] or None
-    entering_ptr,  # [B, n, H, K, V]
-    leaving_ptr,  # [I, H, K, V] or None
-    dq_ptr,  # [B, T, H*G, K], or one for each block of values
-    dk_ptr,  # [B, T, H, K], likewise
-    dg_ptr,  # [B, T, H, K], likewise, or None
-    dv_ptr,  # [B, T, H, V], or one for each block of keys
-    dinitial_ptr,  # [N, H, K, V] or None
-    scale,
-    B,
-    T,
-    segment,
-    segments,
-    H,
-    G,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_gb,
-    stride_gt,
-    stride_gh,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    stride_sn,
-    stride_sh,
-    stride_sk,
-    stride_sv,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    FROM_ZERO: tl.constexpr,
-    TO_ZERO: tl.constexpr,
-    EXACT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SUMS: tl.constexpr,
-):
-    """Program: block [BK, BV] of the states of one key/value head of one sequence or segment, backwards."""
-    blocks_v: tl.constexpr = (V + BV - 1) // BV
-    blocks_k: tl.constexpr = (K + BK - 1) // BK
-    OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32  # pyright: ignore
-    pid = tl.program_id(0)  # neighbours share q, k and g
-    block_v, block_k = pid % blocks_v, pid // blocks_v % blocks_k
-    v0, k0 = block_v * BV, block_k * BK
-    ih = pid // (blocks_v * blocks_k)
-    i, h = ih // H, ih % H
-    if order_ptr is None:
-        b, start = i // segments, i % segments * segment
-        end = tl.minimum(start + segment, T)
-        opening = 0  # the first token of the sequence
-        row = b * tl.cdiv(T, C) + start // C  # of the state that enters the first chunk
+def _without_unusable_checkpoints(call: OpCall) -> OpCall:
+    """Returns the call as if it had no checkpoints, if kernels cannot read them where they lie."""
+    layout = call.layouts.get("checkpoints")
+    usable = layout is not None and layout.aligned and layout.is_contiguous
+    if usable or not call.layouts:
+        return call
+    return replace(call, scalars={**call.scalars, "checkpoint_every": None})
+
+
+def _like(x: Tensor) -> Tensor:
+    """Returns new, contiguous memory for the gradient of x."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)  # half of the time of torch.empty
+
+
+def launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
+    """Returns the launches that fill the gradients in x."""
+    from gla_triton_kernels.chunk_gla.shared.entering import launch_entering
+    from gla_triton_kernels.chunk_gla.shared.partials import for_query_heads, sums_over_groups
+    from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, whole
+
+    H = x.k.shape[2]
+    entering, found = x.checkpoints, []
+    if plan.entering is not None:
+        states = Recurrence(x.k, x.v, x.g, x.initial_state, None)
+        entering, _, found = launch_entering(plan.entering, states, H, x.cu_seqlens, checkpoint_dtype(x.q.dtype))
+    own = x  # the last kernel fills the results that are left in it
+    if plan.leaving is None:
+        leaving, segments = x.dstate, whole(len(x.q), x.q.shape[1], x.cu_seqlens)
+        found += segments.launches
     else:
-        b = 0
-        i, start, end, opening, last = segment_at(order_ptr, i)
-        ih = i * H + h
-        row = i - start // segment + start // C
-
-    b64 = tl.cast(b, tl.int64)
-    q_ptr += b64 * stride_qb
-    k_ptr += b64 * stride_kb
-    v_ptr += b64 * stride_vb
-    do_ptr += b64 * stride_ob
-    t_v = (block_v.to(tl.int64) * B + b64) * T  # the row of the sequence's first token in results of blocks of values
-    t_k = (block_k.to(tl.int64) * B + b64) * T  # and of blocks of keys
-    dq_ptr += t_v * (H * G * K)
-    dk_ptr += t_v * (H * K)
-    dv_ptr += t_k * (H * V)
-    if g_ptr is not None:
-        g_ptr += b64 * stride_gb
-        dg_ptr += t_v * (H * K)
-
-    i_k = k0 + tl.arange(0, BK).to(tl.int64)[None, :]  # [1, BK]
-    i_v = v0 + tl.arange(0, BV)[:, None]  # [BV, 1]
-    m_s = (i_k < K) & (i_v < V)  # [BV, BK]
-    if leaving_ptr is None:
-        dS = tl.zeros([BV, BK], tl.float32)
-    else:
-        leaving_ptr += i.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
-        m_l = m_s  # [BV, BK]
-        if TO_ZERO:
-            m_l &= end < last
-        dS = tl.load(leaving_ptr + in_state(i_k, i_v, stride_sk, stride_sv), mask=m_l, other=0.0).to(tl.float32)
-
-    i_c = tl.arange(0, C)  # [C]
-    before = i_c[:, None] < i_c[None, :]  # [C, C], whether a row's token comes before a column's
-    after = i_c[:, None] > i_c[None, :]  # [C, C]
-    chunks = tl.cdiv(end - start, C)
-    for j in tl.range(0, chunks, num_stages=1):
-        chunk = chunks - 1 - j
-        t = start + chunk * C
-        k = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h, k0, end, K, C, BK).to(tl.float32)  # [C, BK]
-        v = load_tile(None, v_ptr, stride_vt, stride_vh, b, t, h, v0, end, V, C, BV).to(OPERAND)  # [C, BV]
-        entering = entering_ptr + (tl.cast(row + chunk, tl.int64) * H + h) * (K * V)
-        S = tl.load(entering + i_k * V + i_v, mask=m_s, other=0.0)  # [BV, BK]
-        if g_ptr is None:
-            mild: tl.constexpr = True  # pyright: ignore
-            q_decay, k_decay, r_decay, rest_decay = 1.0, 1.0, 1.0, 1.0  # which the compiler drops
-        else:
-            g = load_tile(None, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, K, C, BK)  # [C, BK]
-            g = tl.maximum(g.to(tl.float32), LEAST_GATE) * LOG2E
-            if EXACT:
-                mild: tl.constexpr = False  # pyright: ignore
-            else:
-                mild = tl.min(tl.sum(g, 0)) > -LOG2E * MILD_DECAY
-            q_decay, k_decay, r_decay, rest_decay = _decays(g, mild, before, EXACT, SUMS)
-        kg = (k * k_decay).to(OPERAND)  # [C, BK]
-        P = (dS * r_decay).to(OPERAND)  # [BV, BK]
-        dk = product(v, P, None, PRECISION)  # [C, BK]
-        dv = product(kg, tl.trans(P), None, PRECISION)  # [C, BV]
-        if g_ptr is not None:
-            crossing = r_decay * rest_decay * tl.sum(S * dS, 0)[None, :]  # [1, BK], from the first gate to the last
-            dg = crossing + product(after, kg * dk, None, SUMS)  # [C, BK]
-        dk *= k_decay
-        dS *= rest_decay
-        S = S.to(OPERAND)
-
-        for i_g in tl.range(0, G, num_stages=1):
-            i_q = h * G + i_g
-            q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, i_q, k0, end, K, C, BK).to(tl.float32)  # [C, BK]
-            do = load_tile(None, do_ptr, stride_ot, stride_oh, b, t, i_q, v0, end, V, C, BV).to(OPERAND)  # [C, BV]
-            qg = (q * scale * q_decay).to(OPERAND)  # [C, BK]
-            dA = product(do, tl.trans(v), None, PRECISION)  # [C, C]
-            dAT = product(v, tl.trans(do), None, PRECISION)  # [C, C]
-            dq = product(do, S, None, PRECISION) * r_decay  # [C, BK]
-            if EXACT:
-                AT = tl.zeros([C, C], tl.float32)
-                x = qg * dq  # [C, BK]
-            else:
-                pairs, pairs_T = tl.where(mild, after, False), tl.where(mild, before, False)  # [C, C]
-                AT = tl.where(pairs_T, product(kg, tl.trans(qg), None, PRECISION), 0.0)  # [C, C]
-                dq = product(tl.where(pairs, dA, 0.0), kg, dq, PRECISION)
-                dk_near = product(tl.where(pairs_T, dAT, 0.0), qg, None, PRECISION)  # [C, BK]
-                dk += dk_near * k_decay
-                x = qg * dq - kg * dk_near  # [C, BK]
-            if g_ptr is not None:
-                dg += tl.cumsum(x, 0, reverse=True)
-                levels = tl.where(mild, 0, LEVELS)
-                AT, dq, dk, dg = _add_pairs_of_halves(
-                    AT, dq * q_decay, dk, dg, q * scale, k, g, dA, dAT, levels, C, PRECISION, SUMS
-                )
-            dA_tt = scale * tl.sum(do.to(tl.float32) * v, 1)[:, None]  # [C, 1]
-            A_tt = scale * tl.sum(q * k, 1)[:, None]  # [C, 1]
-            dq = scale * dq + dA_tt * k
-            dk += dA_tt * q
-            dv = product(AT, do, dv, PRECISION) + A_tt * do
-            dS = product(tl.trans(do), qg, dS, PRECISION)
-            store_tile(None, dq_ptr, H * G * K, K, b, t, i_q, k0, end, dq, K, C, BK)
-
-        dS *= r_decay
-        store_tile(None, dk_ptr, H * K, K, b, t, h, k0, end, dk, K, C, BK)
-        store_tile(None, dv_ptr, H * V, V, b, t, h, v0, end, dv, V, C, BV)
-        if g_ptr is not None:
-            if FROM_ZERO:
-                dg = tl.where((t + i_c == opening)[:, None], 0.0, dg)
-            store_tile(None, dg_ptr, H * K, K, b, t, h, k0, end, dg, K, C, BK)
-
-    if dinitial_ptr is not None:
-        dinitial_ptr += ih.to(tl.int64) * (K * V)
-        tl.store(dinitial_ptr + i_k * V + i_v, dS, mask=m_s)
-
-
-@triton.jit
-def product(a, b, acc, PRECISION: tl.constexpr):
-    """The matrix product a b, plus acc if there is one, in bfloat16 or in float32 as `PRECISION` says."""
-    if PRECISION == "bf16":
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc)
-    else:  # noqa: RET505 -- one branch is compiled
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
-
-
-@triton.jit
-def _decays(g, mild, before, EXACT: tl.constexpr, SUMS: tl.constexpr):
-    """exp(b - r) and exp(b_C - r - b) [C, BK], exp(r) and exp(b_C - r) [1, BK], of a chunk with gates g [C, BK]."""
-    b = tl.cumsum(g, 0)  # [C, BK]
-    total = tl.sum(g, 0)[None, :]  # [1, BK]
-    r = tl.where(mild, 0.5 * total, 0.0)  # [1, BK]
-    # The difference of two large sums is precise enough but for EXACT; `before` picks the gates after a token.
-    later = product(before, g, None, SUMS) if EXACT else total - r - b  # [C, BK]
-    return tl.exp2(b - r), tl.exp2(later), tl.exp2(r), tl.exp2(total - r)
-
-
-@triton.jit
-def _add_pairs_of_halves(
-    AT, dq, dk, dg, q, k, g, dA, dAT, levels, C: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr
-):
-    """Adds to A^T [C, C] and dq, dk, dg [C, BK] what pairs s < t in the two halves of blocks of 2, 4 .. 2^levels give.
-
-    q is scaled, and dq is not yet. dA [C, C] and its transpose dAT may hold anything finite where s >= t.
-    """
-    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    apart = row ^ column  # [C, C], from m to 2m - 1 if the two are in different halves of a block of 2m
-    for level in tl.range(0, levels, num_stages=1):  # pyright: ignore
-        m = 1 << level
-        in_right, column_in_right = (row & m) != 0, (column & m) != 0  # [C, 1], [1, C]
-        pair = (apart >= m) & (apart < 2 * m)  # [C, C]
-        decays = (apart < m) & tl.where(in_right, column <= row, column > row)  # [C, C], gate `column` decays `row`
-        decayed = (apart < m) & tl.where(column_in_right, row <= column, row > column)  # [C, C], its transpose
-        decay = tl.exp2(product(decays, g, None, SUMS))  # [C, BK]
-        qg = tl.where(in_right, q * decay, 0.0)  # [C, BK]
-        kg = tl.where(in_right, 0.0, k * decay)  # [C, BK]
-        AT += tl.where(pair, product(kg, tl.trans(qg), None, PRECISION), 0.0)
-        dqg = product(tl.where(pair, dA, 0.0), kg, None, PRECISION)  # [C, BK]
-        dkg = product(tl.where(pair, dAT, 0.0), qg, None, PRECISION)  # [C, BK]
-        dq += dqg * decay
-        dk += dkg * decay
-        dg += product(decayed, qg * dqg + kg * dkg, None, SUMS)
-    return AT, dq, dk, dg
+        states = Recurrence(x.q, x.do, x.g, x.dstate, x.dinitial_state, scale, backwards=True)
+        # There may be many more packed sequences than are cut: gradients of 0 are written for none of them.
+        leaving, segments, before = launch_entering(plan.leaving, states, H, x.cu_seqlens, skip_first=x.last_leave_none)
+        found += before
+        own = x._replace(dinitial_state=None)  # the scan fills it
+    each = for_query_heads(own) if plan.gradients.heads_apart else own
+    found += plan.gradients.load()(plan.parameters, each, entering, leaving, segments, scale)
+    return found + sums_over_groups(each, x)

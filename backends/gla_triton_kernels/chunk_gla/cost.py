@@ -1,270 +1,210 @@
-"""Predicted seconds of chunk_gla_fwd: the price of the very plan that a call would run.
+"""Predicted seconds of chunk_gla_fwd, chunk_gla_bwd and chunk_gla_summary: the price of the plan that a call would run.
 
-../cost.py says how the time of a kernel is counted. Constants, in seconds where nothing else is said:
+price.py says how the time of a kernel is counted, ../cost.py how the time of a call is, and a kernel's value has its
+own price. Constants, in seconds where nothing else is said:
 
     host, host_launch          of the host for a call, and more for each launch
-    host_hopper, host_packed   more where the kernels are those for SM90, where sequences are packed
-    gap                        of the device between two calls outside of a CUDA graph
     launch                     between the starts of two kernels
-    bandwidth                  bytes a second
-    start, hopper_start        before a block's first step, in general kernels and in those for SM90
-    hopper_step, hopper_tile   64 tokens in forward_sm90.py: of each step, and more for every 64 columns of keys
-    hopper_narrow              its step with 64 columns of v, as a part of one with 128
-    tile_step, query_step      64 tokens in forward.py with bfloat16 products and K = 128; in proportion to K. More
-                               for every further query of a group
-    wide_step                  16 tokens in forward.py with bfloat16 products and K = 256
-    wide_packed_step           the same where sequences are packed, and loaded without TMA
-    tf32_step                  16 tokens in forward.py with TF32 products and K = 128
-    token_step                 one token in forward.py without matrix units and K = 128
-    gate_rate                  elements of k a second in the first kernel of forward_sm90_wide.py
-    state_step                 64 tokens in its second
-    shared                     blocks with tile_step that share a multiprocessor at no cost to each other
-    ragged                     a packed sequence's incomplete chunk
-    build_step                 64 tokens in states_sm90.py
-    build_start, build         before a block's first step in states.py; a step of it as a part of one of the outputs'
-    scan_step                  a segment in scan.py
-    idle                       of the kernels before the outputs where no packed sequence is long enough to be cut
+    bandwidth                  bytes per second
+    start, hopper_start        before the first step of a block, in general kernels and in those for SM90
+    build_step                 64 tokens in sm90/states.py
+    build_start                before the first step of a block in general/states.py
+    scan_step                  a segment in shared/scan.py
+    ragged                     an incomplete chunk of a packed sequence
+
+Of chunk_gla_fwd alone:
+
+    host_hopper, host_packed   further seconds of the host with kernels for SM90, and with packed sequences
+    gap                        of the device between two calls outside of a CUDA graph
+    hopper_step, hopper_tile   64 tokens in sm90/forward.py: of each step, and more for every 64 columns of keys
+    hopper_narrow              a step of it with 64 columns of v, as a share of a step with 128
+    tile_step, query_step      64 tokens in general/forward.py with bfloat16 products and K = 128, in proportion to K;
+                               more for every further query head of a group
+    wide_step                  16 tokens in general/forward.py with bfloat16 products and K = 256
+    wide_packed_step           the same for packed sequences, which are loaded without TMA
+    tf32_step                  16 tokens in general/forward.py with TF32 products and K = 128
+    token_step                 one token in general/forward.py without tensor cores and K = 128
+    gate_rate                  elements of k per second in the first kernel of sm90/forward_wide.py
+    state_step                 64 tokens in the second kernel of sm90/forward_wide.py
+    shared                     number of blocks with tile_step that share a multiprocessor at no cost to each other
+    build                      a step of general/states.py, as a share of a step of the outputs
+    idle                       of the kernels before the outputs if no packed sequence is long enough to be cut
+
+Of chunk_gla_bwd alone:
+
+    hopper_step, hopper_tile   64 tokens in sm90/backward.py: of each step, and more for every tile of 64 keys by 64
+                               values
+    hopper_shared              number of blocks of one such tile that share a multiprocessor at no cost to each other
+    wide_state_step            64 tokens in the first kernel of sm90/backward_wide.py
+    wide_keys, wide_tile       a chunk of a head in the second kernel: 64 keys of it, and more for each tile
+    step, tile, shared         the same in general/backward.py with bfloat16 products
+    bf16x3, bf16x6             how many times as long general kernels take as with bfloat16 products, by precision
+    query                      share of such a step that every further query head of a group takes
+    build                      64 tokens of a head in general/states.py with bfloat16 products
+
+Of chunk_gla_summary alone:
+
+    build                      64 tokens in general/states.py with bfloat16 products, of a block of 64 keys and values
+    tf32, tokenwise            how many times as long as with bfloat16: TF32 products, and token by token
+
+The constants of chunk_gla_summary that are shipped for an H200 were not fitted to this op. They are the constants of
+the forward of parallel_scan, whose first kernels these are: 64 tokens of states take half the time of their outputs,
+and a launch takes twice that time (`FORWARD_CUT`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable
-from typing import NamedTuple
-
-import torch
-
-from gla_core.dispatch.backend import OpCall, checkpoint_dtype
-from gla_triton_kernels import MAX_WIDTH
-from gla_triton_kernels.chunk_gla.plan import (
-    STATE_KEYS,
-    AnyPlan,
-    Kernel,
-    KernelPlan,
-    Plan,
-    SegmentPlan,
-    plan_one_pass,
-    plan_rows,
-    seen_width,
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall, checkpoint_dtype
+from gla_triton_kernels.chunk_gla import backward, forward, summary
+from gla_triton_kernels.chunk_gla.general.kernels import slower
+from gla_triton_kernels.chunk_gla.kernel import BackwardPlan, ForwardPlan, SegmentPlan
+from gla_triton_kernels.chunk_gla.price import (
+    BlockTime,
+    checkpoint_bytes,
+    cut,
+    gate_itemsize,
+    host_seconds,
+    kernel_seconds,
+    moved_bytes,
+    states_seconds,
+    token_bytes,
+    whole,
 )
-from gla_triton_kernels.cost import Constants, gpu_of_constants, in_all
-from gla_triton_kernels.runtime.architecture import Gpu
+from gla_triton_kernels.chunk_gla.seen import seen_by_kernels
+from gla_triton_kernels.cost import gpu_of_constants, in_all
+
+# ---- chunk_gla_fwd
 
 
-class BlockTime(NamedTuple):
-    """Work and time of a block of a kernel: tokens a step, columns of v, seconds before the first step and of each.
-
-    `shared` blocks run on a multiprocessor at no cost to each other. A block has all keys unless `keys` says how many.
-    """
-
-    tokens: int
-    columns: int
-    start: float
-    step: float
-    shared: float = 1
-    keys: int = MAX_WIDTH
-
-
-class Cut(NamedTuple):
-    """The segments of sequences: their number, tokens of an average one and of the longest."""
-
-    number: float
-    mean: float
-    longest: float
-
-
-def one_pass(call: OpCall, c: Constants) -> float:
-    """Seconds of a call whose sequences stay whole."""
-    seen = seen_by_kernels(call, c)
-    return copying(call, seen, c) + _whole_sequences(seen, planned(plan_one_pass, seen, c), c)
-
-
-def segments(call: OpCall, c: Constants) -> float:
-    """Seconds of a call whose sequences are cut into segments, unless they fill the device."""
-    seen = seen_by_kernels(call, c)
-    return copying(call, seen, c) + sum(_segments(rows, plan, c) for rows, plan in planned(plan_rows, seen, c))
-
-
-def _segments(call: OpCall, plan: Plan, c: Constants) -> float:
-    """Seconds of a call that builds states, scans them and computes outputs, if its sequences are cut."""
-    if plan.segments is None:
-        return _whole_sequences(call, plan, c)
-    block = _block_time(call, plan.outputs, c)
-    outputs = kernel_seconds(call, block, cut(call, plan.segments.length, plan.segments.uncut), moved_bytes(call), c)
-    if plan.segments.states.kernel is Kernel.STATES_SM90:
-        states = plan.segments.states
-        block = BlockTime(states.C, states.BV, c["hopper_start"], c["build_step"], keys=STATE_KEYS)
-    else:
-        block = block._replace(start=c["build_start"], step=c["build"] * block.step)
-    # Of a state each number is written, scanned and read, in float32.
-    final = bool(call.scalars.get("output_final_state"))
-    before = states_seconds(call, plan.segments, call.dims["H"], block, 16, final, c)
-    device = sum(before) + _gates_seconds(call, plan, c) + outputs + c["idle"] * call.variable_length
-    return in_all(call, device, _host_seconds(call, plan, 3, c), c["gap"])
-
-
-def _whole_sequences(call: OpCall, plan: Plan, c: Constants) -> float:
-    """Seconds of a call whose outputs are computed without states of segments before them."""
-    device = kernel_seconds(call, _block_time(call, plan.outputs, c), whole(call), moved_bytes(call), c)
-    return in_all(call, _gates_seconds(call, plan, c) + device, _host_seconds(call, plan, 1, c), c["gap"])
-
-
-def _gates_seconds(call: OpCall, plan: Plan, c: Constants) -> float:
-    """Device seconds of the kernel for wide heads that comes before the outputs."""
-    if plan.outputs.kernel is not Kernel.FORWARD_SM90_WIDE:
-        return 0.0
-    B, T, H, K = (call.dims[name] for name in ("B", "T", "H", "K"))
-    return c["launch"] + B * T * H * K / c["gate_rate"]
-
-
-def _host_seconds(call: OpCall, plan: Plan, launches: int, c: Constants) -> float:
-    """Returns host seconds of a call with `launches` launches, besides those for wide heads and packed sequences."""
-    wide = plan.outputs.kernel is Kernel.FORWARD_SM90_WIDE
-    launches += wide + call.variable_length * (2 if wide else 1)
-    more = c["host_hopper"] * (plan.outputs.kernel is not Kernel.FORWARD) + c["host_packed"] * call.variable_length
-    return host_seconds(launches, c) + more
-
-
-def _block_time(call: OpCall, kernel: KernelPlan, c: Constants) -> BlockTime:
-    """Returns the time of a block of a kernel that computes outputs."""
-    H, Hq = call.dims["H"], call.dims["Hq"]
-    if kernel.kernel is Kernel.FORWARD_SM90:
-        step = c["hopper_step"] + c["hopper_tile"] * (kernel.BK // 64)
-        step *= c["hopper_narrow"] if kernel.BV == 64 else 1
-        return BlockTime(kernel.C, kernel.BV, c["hopper_start"], step)
-    if kernel.kernel is Kernel.FORWARD_SM90_WIDE:
-        return BlockTime(kernel.C, kernel.BV, c["hopper_start"], c["state_step"])
-    width = kernel.BK / 128
-    # Values are counted in blocks of K up to 256: beyond it they are narrower, and their steps as much shorter.
-    if kernel.tokenwise:
-        return BlockTime(1, 32, c["start"], c["token_step"] * width, 4)
-    if kernel.operand == torch.float32:
-        return BlockTime(16, 32, c["start"], c["tf32_step"] * width, 2)
-    if kernel.BK > 128:
-        step = c["wide_packed_step" if call.variable_length else "wide_step"]
-        return BlockTime(16, 128, c["start"], step * width / 2)
-    step = c["tile_step"] + c["query_step"] * (Hq / max(H, 1) - 1)
-    return BlockTime(64, kernel.BV, c["start"], step * width, c["shared"])
-
-
-# ---- for the backward as well
-
-
-def seen_by_kernels(call: OpCall, c: Constants) -> OpCall:
-    """The call with the widths of heads that kernels see."""
+def forward_seconds(plan: forward.Plan, call: OpCall, c: Constants) -> float:
+    """Returns the predicted seconds of a chunk_gla_fwd call under a plan."""
     gpu = gpu_of_constants(c)
-    widths = {name: seen_width(call.dims[name], call.dtype, gpu) for name in ("K", "V")}
-    return dataclasses.replace(call, dims={**call.dims, **widths})
+    seen = seen_by_kernels(call, gpu)
+    plans = plan(seen, gpu, forward.KERNELS)
+    return _copying(call, seen, c) + sum(_forward(rows, planned, c) for rows, planned in plans)
 
 
-def copying(call: OpCall, seen: OpCall, c: Constants) -> float:
-    """Seconds of the copies to the widths that kernels see, and back: q, k and g, v and o, and in a backward do too."""
+def _forward(call: OpCall, plan: ForwardPlan, c: Constants) -> float:
+    before = plan.outputs.before(call, c)
+    packed = call.variable_length
+    host = 0.0 if plan.outputs.host is None else c[plan.outputs.host]
+    host += c["host_packed"] * packed
+    laid_out = (1 + len(before)) * packed  # launches that lay packed sequences out
+    block = plan.outputs.time(call, plan.parameters, c)
+    if plan.segments is None:
+        outputs = kernel_seconds(call, block, whole(call), moved_bytes(call), c)
+        return in_all(call, sum(before) + outputs, host_seconds(1 + len(before) + laid_out, c) + host, c["gap"])
+    length, uncut, time = plan.segments.length, plan.segments.uncut, plan.segments.states.time
+    outputs = kernel_seconds(call, block, cut(call, length, uncut), moved_bytes(call), c)
+    built = block._replace(start=c["build_start"], step=c["build"] * block.step)
+    built = built if time is None else time(plan.segments.parameters, c)
+    # Each element of a state is written, scanned and read, in float32.
+    final = bool(call.scalars.get("output_final_state"))
+    states = states_seconds(call, length, uncut, call.dims["H"], built, 16, final, c)
+    device = sum(states) + sum(before) + outputs + c["idle"] * packed
+    return in_all(call, device, host_seconds(3 + len(before) + laid_out, c) + host, c["gap"])
+
+
+def _copying(call: OpCall, seen: OpCall, c: Constants) -> float:
+    """Returns the seconds of the copies to and from the widths that kernels see."""
     B, T, H, Hq, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
-    of_keys = 0 if seen.dims["K"] == K else B * T * K * ((H + Hq) * call.dtype.itemsize + H * _gate_itemsize(call))
+    of_keys = 0 if seen.dims["K"] == K else B * T * K * ((H + Hq) * call.dtype.itemsize + H * gate_itemsize(call))
     of_values = 0 if seen.dims["V"] == V else B * T * V * (H + Hq) * call.dtype.itemsize
     launches = 3 * (of_keys > 0) + 2 * (of_values > 0)
     twice = 2 if call.op == "chunk_gla_bwd" else 1
     return twice * (launches * c["launch"] + 2 * (of_keys + of_values) / c["bandwidth"])
 
 
-def planned(plan: Callable[[OpCall, Gpu, bool], AnyPlan], call: OpCall, c: Constants) -> AnyPlan:
-    """Returns the plan of a call, by `plan`, on the GPU whose facts stand among the constants."""
-    return plan(call, gpu_of_constants(c), _aligned(call))
+# ---- chunk_gla_bwd
 
 
-def whole(call: OpCall) -> Cut:
-    """Sequences that stay whole."""
-    T, N = call.dims["T"], max(call.dims["N"], 1)
-    return Cut(N, T / N, _longest(call)) if call.variable_length else Cut(N, T, T)
+def backward_seconds(plan: backward.Plan, call: OpCall, c: Constants) -> float:
+    """Returns the predicted seconds of a chunk_gla_bwd call under a plan."""
+    gpu = gpu_of_constants(c)
+    seen = seen_by_kernels(call, gpu)
+    plans = plan(seen, gpu, backward.KERNELS)
+    return _copying(call, seen, c) + sum(_backward(rows, planned, c) for rows, planned in plans)
 
 
-def cut(call: OpCall, length: int, uncut: int) -> Cut:
-    """Sequences that are cut into segments of `length` tokens, but for packed ones of up to `uncut`."""
-    T, N = max(call.dims["T"], 1), call.dims["N"]
-    if not call.variable_length:
-        return Cut(N * math.ceil(T / length), length, length)
-    if _longest(call) <= uncut:
-        return whole(call)
-    # Of a packed sequence the last segment is short, and half as long as the others where sequences are long.
-    number = max(N, T / length + N / 2)
-    return Cut(number, T / number, min(length, _longest(call)))
+def _backward(call: OpCall, plan: BackwardPlan, c: Constants) -> float:
+    H, Hq = call.dims["H"], call.dims["Hq"]
+    layouts = plan.gradients.layouts + (plan.entering is not None)
+    laid_out = [c["launch"]] * layouts if call.variable_length else []
+    kernels = [
+        *laid_out,
+        *_states(call, plan.entering, plan, H, checkpoint_dtype(call.dtype).itemsize, c),
+        *_states(call, plan.leaving, plan, Hq, 4, c),
+        *_gradients(call, plan, c),
+    ]
+    return in_all(call, sum(kernels), host_seconds(len(kernels), c))
 
 
-def _longest(call: OpCall) -> float:
-    """Tokens of the longest of packed sequences; where nothing is said of it, it has half as many again as the mean."""
-    T, N = call.dims["T"], max(call.dims["N"], 1)
-    return min(T, 1.5 * T / N) if call.longest is None else max(min(T, call.longest), T / N)
-
-
-def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c: Constants) -> float:
-    """Device seconds of a kernel that goes through segments, or whole sequences, and moves `size` bytes."""
-    H, K, V = (call.dims[name] for name in ("H", "K", "V"))
-    blocks = segments.number * H * math.ceil(K / block.keys) * math.ceil(V / block.columns)
-    if call.variable_length:  # unequal blocks, the longest first: all multiprocessors are busy until short ones run
-        mean, longest = (
-            block.start + c["ragged"] + tokens / block.tokens * block.step
-            for tokens in (segments.mean, segments.longest)
-        )
-        seconds = max(longest, (blocks / c["multiprocessors"] + 0.5) * mean / block.shared)
-    else:
-        waves = max(1.0, math.ceil(blocks / c["multiprocessors"]) / block.shared)
-        seconds = waves * (block.start + math.ceil(segments.mean / block.tokens) * block.step)
-    return c["launch"] + max(seconds, size / c["bandwidth"])
-
-
-def states_seconds(
-    call: OpCall, plan: SegmentPlan, heads: int, block: BlockTime, moved: int, ends: bool, c: Constants
-) -> tuple[float, float]:
-    """Device seconds to build the states of segments from zero, and to scan them.
+def _states(
+    call: OpCall, segments: SegmentPlan | None, plan: BackwardPlan, heads: int, itemsize: int, c: Constants
+) -> list[float]:
+    """Returns the seconds of the kernels that compute entering states, or the gradients of leaving ones.
 
     Args:
-        heads: of the tokens that are met. moved: bytes that a number of a state is on its ways to memory and back.
-        ends: whether what leaves sequences is asked for, and so all sequences are scanned, not only those that are cut.
+        heads: of the tokens that are read. itemsize: bytes of an element of the result.
     """
-    B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
-    length, number = plan.length, cut(call, plan.length, plan.uncut).number
-    built = number if ends else number - N  # segments; without `ends`, those with another one after them
-    if call.variable_length:
-        number = built
-    read = token_bytes(call, heads) * min(1, built * length / max(B * T, 1))
-    build = kernel_seconds(call, block, Cut(built, length, length), read, c) if built else c["launch"]
-    in_a_row = _longest(call) / length if call.variable_length else number / max(N, 1)
-    scan = c["launch"] + in_a_row * c["scan_step"] + moved * number * H * K * V / c["bandwidth"]
-    return build, scan
+    if segments is None:
+        return []
+    if segments.states.time is None:
+        step = c["build"] * slower(plan.parameters, c) * heads / max(call.dims["H"], 1)
+        block = BlockTime(CHUNK, segments.parameters.BV, c["build_start"], step, keys=segments.parameters.BK)
+    else:
+        block = segments.states.time(segments.parameters, c)
+    moved, ends = 4 + 4 + itemsize, call.state_dtype is not None  # each element is written and scanned in float32
+    return states_seconds(call, segments.length, segments.uncut, heads, block, moved, ends, c)
 
 
-def host_seconds(launches: int, c: Constants) -> float:
-    """Returns host seconds of a call with `launches` launches; repeated, they are a graph, as quick as two of them."""
-    return c["host"] + c["host_launch"] * min(launches, 2)
+def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> list[float]:
+    """Returns the seconds of the kernels that compute gradients, sum partial ones, add pairs and clear padding."""
+    B, T, H, Hq, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
+    kernel, heads = plan.gradients, Hq // max(H, 1) if plan.gradients.heads_apart else 1
+    of_keys, of_values = kernel.partials(call, plan.parameters)
+    size, gate = call.dtype.itemsize, gate_itemsize(call)
+    found = [  # of dq, dk, dv and dg: elements, bytes of one, and partial results that are summed to it
+        (B * T * Hq * K, size, of_keys),
+        (B * T * H * K, size, of_keys * heads),
+        (B * T * H * V, size, of_values * heads),
+        *([(B * T * H * K, gate, of_keys * heads)] if gate else []),
+    ]
+    written = sum(number * (4 * parts if parts > 1 else itemsize) for number, itemsize, parts in found)
+    moved = moved_bytes(call) + checkpoint_bytes(call, CHUNK) + written
+    through = whole(call) if plan.leaving is None else cut(call, plan.leaving.length, plan.leaving.uncut)
+    through = through._replace(number=through.number * heads)
+    gradients = kernel.seconds(call, plan.parameters, through, moved, c)
+    summed = [
+        c["launch"] + number * (4 * parts + itemsize) / c["bandwidth"] for number, itemsize, parts in found if parts > 1
+    ]
+    # Nearly all chunks are mild, and leave no pairs to add.
+    pairs = [c["launch"]] if kernel.adds_pairs and gate else []
+    padding = [c["launch"]] if call.variable_length else []
+    return [gradients, *summed, *pairs, *padding]
 
 
-def moved_bytes(call: OpCall) -> float:
-    """Bytes of q, k, v, g, o or do, of the states that enter and leave, and of checkpoints where they are returned."""
-    H, Hq, K, V, N = (call.dims[name] for name in ("H", "Hq", "K", "V", "N"))
-    states = 2 * N * H * K * V * 4 if call.state_dtype else 0
-    checkpoints = checkpoint_bytes(call, call.scalars["checkpoint_every"]) if call.checkpoints else 0
-    return token_bytes(call, Hq + H) + states + checkpoints
+# ---- chunk_gla_summary
 
 
-def token_bytes(call: OpCall, heads: int) -> int:
-    """Returns the bytes of the gates, and of `heads` heads of keys and of values, or of what is as wide."""
-    B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
-    return B * T * (heads * (K + V) * call.dtype.itemsize + H * K * _gate_itemsize(call))
+def summary_seconds(plan: summary.Plan, call: OpCall, c: Constants) -> float:
+    """Returns the predicted seconds of a chunk_gla_summary call under a plan."""
+    T, H, Hq, K, V, N = (call.dims[name] for name in ("T", "H", "Hq", "K", "V", "N"))
+    planned = plan(call, gpu_of_constants(c))
+    block, state = _summary_block(call, planned, c), 4 * H * K * V  # bytes
+    read = token_bytes(call, Hq)
+    if planned.length >= T:
+        return in_all(call, kernel_seconds(call, block, whole(call), read + N * state, c), host_seconds(1, c))
+    pieces = cut(call, planned.length, planned.uncut)
+    built = kernel_seconds(call, block, pieces, read + pieces.number * state, c)
+    scanned = c["launch"] + pieces.number / max(N, 1) * c["scan_step"] + (pieces.number + N) * state / c["bandwidth"]
+    laid_out = c["launch"] if call.variable_length else 0
+    return in_all(call, laid_out + built + scanned, host_seconds(3 if call.variable_length else 2, c))
 
 
-def checkpoint_bytes(call: OpCall, every: int) -> float:
-    """Returns the bytes of the states that enter chunks of `every` tokens, as checkpoints hold them."""
-    B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
-    return B * T / every * H * K * V * checkpoint_dtype(call.dtype).itemsize
-
-
-def _gate_itemsize(call: OpCall) -> int:
-    """Bytes of a gate; 0 without."""
-    return call.gate_dtype.itemsize if call.gate_dtype else 0
-
-
-def _aligned(call: OpCall) -> bool:
-    """Returns whether TMA can address q, k, v, g and o, contiguous: their rows begin at multiples of 16 bytes."""
-    rows = (call.dims["K"] * call.dtype.itemsize, call.dims["V"] * call.dtype.itemsize)
-    return all(size % 16 == 0 for size in (*rows, call.dims["K"] * _gate_itemsize(call)))
+def _summary_block(call: OpCall, plan: SegmentPlan, c: Constants) -> BlockTime:
+    if plan.states.time is not None:
+        return plan.states.time(plan.parameters, c)
+    x, heads = plan.parameters, call.dims["Hq"] / max(call.dims["H"], 1)
+    times = c["tokenwise"] if x.tokenwise else 1 if x.operand == call.dtype else c["tf32"]
+    return BlockTime(64, x.BV, c["build_start"], c["build"] * times * heads * x.BK * x.BV / 64**2, keys=x.BK)

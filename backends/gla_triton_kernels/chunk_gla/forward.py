@@ -1,306 +1,217 @@
-"""Gated linear attention in one pass over sequences, or over segments of them, the state on chip.
+"""chunk_gla_fwd: the plan of a call, and the launches that follow from it.
 
-One program computes V block BV of one key/value head of one segment. It goes through the segment in chunks of C tokens
-and carries the state S [K, BV] in float32. With b_t the sum of log gates g from the chunk's start through t, and
-r = b_C / 2 (all per channel of K),
+The kernels that build states, where sequences are cut into segments, come first; then the kernel that computes outputs.
+Planning imports no Triton; the functions that describe launches import it when they are first called.
 
-    qg = q exp(b - r)              kg = k exp(r - b)
-    o  = scale * (qg (exp(r) S) + tril(qg kg^T) v)
-    S' = exp(r) (exp(r) S + kg^T v)
-
-so that two exponentials per element serve scores, state and output. The outer exp(r) waits for the next chunk's inner
-one, so the state is scaled once a chunk. b - r is one product of g with a triangle, +1/2 on and below the diagonal and
--1/2 above it, or a scan.
-
-Decayed from r, no exponent is outside [b_C / 2, -b_C / 2]. A chunk in which some channel decays by more than
-`MILD_DECAY` (see limits.py) leaves the state as it is (kg is 0 and exp(r) is 1), and is then computed token by token,
-
-    S_t = diag(exp g_t) S_{t-1} + k_t^T v_t        o_t = scale * q_t S_t
-
-in float32: exact for any gate down to -inf, which always leads there, as it divides nothing and subtracts nothing.
-float32 inputs go token by token throughout, unless TF32 is allowed: without a matrix unit chunks only add work.
-
-All matrix products stand in the loop over chunks itself and none in a branch: where a branch still reads v, Triton 3.6
-fetches the next chunk's v over it. The state is multiplied as S^T += v^T kg, since the product kg^T v goes wrong on
-Hopper in blocks of fewer than 64 values (Triton 3.6), and is used for K = 256 only, where it is faster.
-
-The mask selects and does not multiply, so that not even an infinite score gets past it. float16 reaches 65504 only: its
-operands are float32 and multiplied as TF32, which has float16's precision.
-
-A checkpoint is the state that enters a chunk which begins a multiple of `every` tokens after its sequence does. Of
-packed sequences in segments of L tokens, segment i begins at row c_n + m L, where i = n + c_n // L + m (segments.py):
-so it is of sequence n = i - (c_n + m L) // L.
-
-B batch   T tokens   H key/value heads   G query heads per key/value head   N sequences or segments
-K, V key and value width   C tokens a chunk   BK width K padded to a power of two   BV width of a V block
-
-Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width of a head
 """
 
-# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from gla_triton_kernels.chunk_gla.call import Tensors
-from gla_triton_kernels.chunk_gla.common import OPERANDS, in_state, load_row, load_tile, operand, segment_at, store_tile
-from gla_triton_kernels.chunk_gla.limits import LOG2E, MILD_DECAY
-from gla_triton_kernels.chunk_gla.plan import Plan
-from gla_triton_kernels.chunk_gla.segments import Segments, lengths_of, state_strides
-from gla_triton_kernels.runtime.launch import Launch, strides_of
-from gla_triton_kernels.runtime.tma import tiles
+from gla_core.dispatch.backend import OpCall, new_checkpoints, number_of_sequences
+from gla_triton_kernels.chunk_gla.cutting import (
+    FORWARD_CUT,
+    INTERPRETED_SEGMENT,
+    by_rows,
+    most_segments,
+    segment_length,
+    worth_cutting,
+)
+from gla_triton_kernels.chunk_gla.general import kernels as general
+from gla_triton_kernels.chunk_gla.kernel import ForwardPlan, OutputKernel, Parameters, SegmentPlan, first_able, refusals
+from gla_triton_kernels.chunk_gla.seen import copied_for_invariance, seen_by_kernels
+from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
+from gla_triton_kernels.runtime.architecture import Architecture, Gpu, gpu_of_call
+
+if TYPE_CHECKING:
+    from gla_triton_kernels.chunk_gla.tensors import Tensors
+    from gla_triton_kernels.runtime.launch import Launch
+
+KERNELS: Sequence[OutputKernel] = (sm90.FORWARD, sm90.FORWARD_WIDE, general.FORWARD)
+"""The kernels that compute outputs, best first."""
+
+SM90_TOKENS = 96
+"""Tokens of a sequence, or of all packed ones, from which on the kernels for SM90 are faster; twice as many up to K =
+64. With few packed tokens bfloat16 would also cost more accuracy than the conformance kit allows."""
+SM90_WIDE_TOKENS = 32
+"""The same for the mean of packed sequences where K is above 128. Up to 128 keys, short ones stay with the others.
+
+The general kernel takes several times as long for a long sequence among them. It is seldom faster: by up to 1.6 times
+at K = V = 64, with 1,000 blocks and more of 48 tokens; elsewhere by a few per cent at most.
+"""
+
+Plans = list[tuple[OpCall, ForwardPlan]]
+"""The plans of the rows of a batch, in order, each with the call of its rows."""
+Plan = Callable[[OpCall, Gpu, Sequence[OutputKernel]], Plans]
 
 
-def launch_outputs(plan: Plan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
-    """Returns the launch that fills o, and final_state and checkpoints if there are any.
+# ---- plans
 
-    There are `every` tokens between checkpoints. Sequences that stay whole are segments of their own.
+
+def plan_whole(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel] = KERNELS) -> Plans:
+    """Plans a call whose sequences stay whole: one pass."""
+    return [(call, _whole(call, gpu, kernels))]
+
+
+def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel] = KERNELS) -> Plans:
+    """Plans a call whose sequences are cut into segments, unless they fill the device."""
+    blocks, at_once = first_able(kernels, call, gpu).blocks(call, gpu)
+    return by_rows(
+        call,
+        blocks,
+        at_once,
+        FORWARD_CUT,
+        lambda rows: _whole(rows, gpu, kernels),
+        lambda rows: _segments(rows, gpu, kernels),
+    )
+
+
+def _whole(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel]) -> ForwardPlan:
+    kernel = kernels[-1] if _are_short(call) else first_able(kernels, call, gpu)
+    return ForwardPlan(kernel, kernel.parameters(call, gpu, call.dims["N"]))
+
+
+def _are_short(call: OpCall) -> bool:
+    """Returns whether sequences have too few tokens for the kernels for SM90 to be faster."""
+    T, K, N = (call.dims[name] for name in ("T", "K", "N"))
+    if SM90_TOKENS * (1 if K > 64 else 2) > T:
+        return True
+    return call.variable_length and K > 128 and T / max(N, 1) < SM90_WIDE_TOKENS
+
+
+def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel]) -> ForwardPlan:
+    T, N = call.dims["T"], call.dims["N"]
+    if call.batch_invariant is not None and T > 0:
+        return _invariant(call, gpu, kernels, call.batch_invariant)
+    kernel = first_able(kernels, call, gpu)
+    if call.variable_length and _are_short(call):  # most segments are short sequences
+        kernel = kernels[-1]
+    length = segment_length(N, T, *kernel.blocks(call, gpu), call.variable_length, FORWARD_CUT)
+    if gpu.architecture is Architecture.INTERPRETED:
+        length = min(length, INTERPRETED_SEGMENT)
+    if length >= T:
+        return _whole(call, gpu, kernels)
+    parameters = kernel.parameters(call, gpu, most_segments(N, T, length, call.variable_length))
+    before = segments_before(call, gpu, kernel, parameters, length, worth_cutting(length, FORWARD_CUT))
+    return ForwardPlan(kernel, parameters, before)
+
+
+def _invariant(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel], tokens: int) -> ForwardPlan:
+    """Plans the same arithmetic whatever the batch: segments of `tokens` tokens, at whose multiples a call may end.
+
+    A scan always computes the final state, because it computes the state that enters the next segment of a sequence
+    that is not cut into calls.
     """
-    T, Hq, K = x.q.shape[1:]
-    H, V = x.v.shape[2:]
-    kernel = plan.outputs
-
-    def tiles_of(y: Tensor | None, width: int) -> TensorDescriptor | None:
-        return tiles(y, kernel.C, width) if kernel.tma and y is not None else None
-
-    arguments = {
-        "q_ptr": x.q,
-        "k_ptr": x.k,
-        "v_ptr": x.v,
-        "g_ptr": x.g,
-        "initial_ptr": x.initial_state,
-        "cu_seqlens_ptr": x.cu_seqlens,
-        "o_ptr": x.o,
-        "final_ptr": x.final_state,
-        "checkpoints_ptr": x.checkpoints,
-        "entering_ptr": x.entering,
-        "order_ptr": segments.order,
-        "q_tiles": tiles_of(x.q, kernel.BK),
-        "k_tiles": tiles_of(x.k, kernel.BK),
-        "v_tiles": tiles_of(x.v, kernel.BV),
-        "g_tiles": tiles_of(x.g, kernel.BK),
-        "o_tiles": tiles_of(x.o, kernel.BV),
-        "scale": scale,
-        **lengths_of(T, segments),
-        "every": every or 0,
-        "H": H,
-        "G": Hq // H,
-        **strides_of("q", x.q),
-        **strides_of("k", x.k),
-        **strides_of("v", x.v),
-        **strides_of("g", x.g),
-        **state_strides("stride_s", x.initial_state),
-        "K": K,
-        "V": V,
-        "C": kernel.C,
-        "BK": kernel.BK,
-        "BV": kernel.BV,
-        "GROUPED": Hq != H,
-        "OPERAND": OPERANDS[kernel.operand],
-        "TOKENWISE": kernel.tokenwise,
-        "TRIANGLE": kernel.triangle,
-        "KEYS_FIRST": kernel.keys_first,
-        "STAGES": kernel.stages,
-    }
-    grid = (-(-V // kernel.BV) * segments.count * H, 1, 1)
-    return [Launch(_chunk_gla_fwd_kernel, grid, arguments, {"num_warps": kernel.warps})]
+    kernel, T, N = first_able(kernels, call, gpu), call.dims["T"], call.dims["N"]
+    whole = tokens >= T and not call.scalars["output_final_state"]
+    segments = N if whole else most_segments(N, T, tokens, call.variable_length)
+    parameters = kernel.parameters(call, gpu, segments)
+    before = None if whole else segments_before(call, gpu, kernel, parameters, tokens, tokens)
+    return ForwardPlan(kernel, parameters, before)
 
 
-@triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "H", "G"])
-def _chunk_gla_fwd_kernel(
-    q_ptr,  # [B, T, H*G, K]
-    k_ptr,  # [B, T, H, K]
-    v_ptr,  # [B, T, H, V]
-    g_ptr,  # [B, T, H, K] or None
-    initial_ptr,  # [sequences, H, K, V] or None
-    cu_seqlens_ptr,  # [N+1] or None
-    o_ptr,  # [B, T, H*G, V]
-    final_ptr,  # [N, H, K, V] or None
-    checkpoints_ptr,  # [B, n, H, K, V] or None
-    entering_ptr,  # [N, H, K, V] of segments, or None
-    order_ptr,  # [N, 5], or None as cu_seqlens
-    q_tiles,  # the same tensors as tiles [C, BK or BV], or None
-    k_tiles,
-    v_tiles,
-    g_tiles,
-    o_tiles,
-    scale,
-    T,
-    segment,
-    segments,
-    every,
-    H,
-    G,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
-    stride_vb,
-    stride_vt,
-    stride_vh,
-    stride_gb,
-    stride_gt,
-    stride_gh,
-    stride_sn,
-    stride_sh,
-    stride_sk,
-    stride_sv,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    GROUPED: tl.constexpr,
-    OPERAND: tl.constexpr,
-    TOKENWISE: tl.constexpr,
-    TRIANGLE: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    blocks: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)  # neighbours share q, k and g, so V blocks come first
-    v0 = pid % blocks * BV
-    nh = pid // blocks
-    n, h = nh // H, nh % H
-    if cu_seqlens_ptr is None:
-        b, start = n // segments, n % segments * segment
-        sequence, origin = b, 0  # the number of its sequence, and where that begins
-        end = tl.minimum(start + segment, T)
+def segments_before(
+    call: OpCall, gpu: Gpu, kernel: OutputKernel, parameters: Parameters, length: int, uncut: int
+) -> SegmentPlan:
+    """Plans the states that enter segments, for a kernel that computes their outputs; see `SegmentPlan`."""
+    states = kernel.states
+    overlap = gpu.architecture.overlaps_kernels
+    return SegmentPlan(length, uncut, states, states.parameters(call, gpu, length, parameters), overlap)
+
+
+def states_of_segments(call: OpCall, gpu: Gpu, length: int, uncut: int) -> SegmentPlan:
+    """Plans the states of segments, or their gradients, in a call that computes no outputs."""
+    kernel = first_able(KERNELS, call, gpu)
+    return segments_before(call, gpu, kernel, kernel.parameters(call, gpu, call.dims["N"]), length, uncut)
+
+
+def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
+    """Returns a function that names the kernels of a call, and says why those before them refuse it."""
+
+    def lines(call: OpCall) -> list[str]:
+        gpu = gpu_of_call(call)
+        seen = seen_by_kernels(call, gpu)
+        chosen = plan(seen, gpu, KERNELS)[0][1]
+        states = (
+            chosen.segments and f" after {chosen.segments.states.name}, in segments of {chosen.segments.length} tokens"
+        )
+        return [f"kernel {chosen.outputs.name}{states or ''}", *refusals(KERNELS, chosen.outputs, seen, gpu)]
+
+    return lines
+
+
+# ---- launches
+
+
+def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS) -> Callable[..., tuple]:
+    """Plans a call, compiles its kernels, and returns the function that computes calls like it.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    from gla_triton_kernels.chunk_gla.shared.widths import widened
+    from gla_triton_kernels.chunk_gla.tensors import Tensors, by_rows
+    from gla_triton_kernels.runtime.prepared import Launches, addressable_copy, rehearsed
+
+    gpu = gpu_of_call(call)
+    seen, copied = seen_by_kernels(call, gpu), copied_for_invariance(call)
+    every = call.scalars["checkpoint_every"]
+    empty = call.dims["N"] == 0 or (call.dims["T"] == 0 and not call.scalars["output_final_state"])
+    plans = [] if empty else plan(seen, gpu, kernels)
+
+    def describe(x: Tensors, scale: float) -> list[Launch]:
+        wide, before, after = widened(x, seen.dims["K"], seen.dims["V"])
+        computed = [each for plan, rows in by_rows(plans, wide) for each in launches(plan, rows, scale, every)]
+        return [*before, *computed, *after]
+
+    launched = Launches(call.device, describe)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        scale: float,
+        initial_state: Tensor | None,
+        output_final_state: bool,
+        cu_seqlens: Tensor | None,
+        checkpoint_every: int | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        (B, T, Hq, K), (H, V) = q.shape, v.shape[2:]
+        N = number_of_sequences(B, cu_seqlens)
+        o = v.new_empty(B, T, Hq, V)
+        final_state = v.new_empty(N, H, K, V, dtype=torch.float32) if output_final_state else None
+        checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
+        if empty:
+            return o.zero_(), final_state, checkpoints  # any token there is belongs to no sequence
+        if copied:
+            q, k, v, g = (addressable_copy(x, name, copied) for name, x in zip("qkvg", (q, k, v, g), strict=True))
+        launched.start(Tensors(q, k, v, g, initial_state, cu_seqlens, o, final_state, checkpoints), scale)
+        return o, final_state, checkpoints
+
+    return rehearsed(run, call)
+
+
+def launches(plan: ForwardPlan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
+    """Returns the launches that fill the results in x, with `every` tokens between checkpoints."""
+    from gla_triton_kernels.chunk_gla.shared.entering import launch_entering
+    from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, whole
+
+    B, T = x.q.shape[:2]
+    o = x.o if T > 0 else None
+    if plan.segments is None:
+        segments = whole(B, T, x.cu_seqlens, o)
+        before, each = [*segments.launches], x
     else:
-        b = 0
-        n, start, end, origin, _ = segment_at(order_ptr, n)
-        sequence = n - start // segment
-        nh = n * H + h
-        if entering_ptr is not None and start == end:
-            return
-
-    b64 = tl.cast(b, tl.int64)
-    stride_ot = H * G * V
-    q_ptr += b64 * stride_qb
-    k_ptr += b64 * stride_kb
-    v_ptr += b64 * stride_vb
-    o_ptr += b64 * T * stride_ot
-    if g_ptr is not None:
-        g_ptr += b64 * stride_gb
-
-    i_k = tl.arange(0, BK)  # [BK]
-    i_v = v0 + tl.arange(0, BV)  # [BV]
-    # S is [BK, BV] with KEYS_FIRST, else [BV, BK]: its first axis makes the rows of the matrix instruction.
-    KEYS: tl.constexpr = 1 - KEYS_FIRST
-    VALUES: tl.constexpr = 1 - KEYS
-    s_k, s_v = tl.expand_dims(i_k, VALUES).to(tl.int64), tl.expand_dims(i_v, KEYS)
-    m_s = (s_k < K) & (s_v < V)
-    S = tl.zeros([BK, BV] if KEYS_FIRST else [BV, BK], tl.float32)
-    if entering_ptr is not None and start > origin:  # short sequences would lose 2 % to loads of nothing
-        S = tl.load(entering_ptr + tl.cast(nh, tl.int64) * K * V + s_k * V + s_v, mask=m_s, other=0.0)
-        # Nothing is added: S is brought into the layout of products here, and not for every block behind the branch.
-        S = tl.dot(tl.zeros([S.shape[0], 16], OPERAND), tl.zeros([16, S.shape[1]], OPERAND), S)
-    if initial_ptr is not None and start == origin:
-        initial_ptr += sequence.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
-        S = tl.load(initial_ptr + in_state(s_k, s_v, stride_sk, stride_sv), mask=m_s, other=0.0)
-
-    if checkpoints_ptr is not None:
-        row = b * tl.cdiv(T, every) if cu_seqlens_ptr is None else sequence + origin // every
-        checkpoints_ptr += (tl.cast(row, tl.int64) * H + h) * K * V  # the first one of the sequence
-
-    i_c = tl.arange(0, C)  # [C]
-    causal = i_c[:, None] >= i_c[None, :]  # [C, C]
-    ones = tl.expand_dims(tl.full([BK], 1.0, tl.float32), VALUES)  # [1, BK] or [BK, 1]
-    waiting = ones  # the outer exp(r) of the chunk before
-    for t in tl.range(start, end, C, num_stages=STAGES):  # pyright: ignore
-        if checkpoints_ptr is not None:
-            passed = t - origin
-            if passed % every == 0:
-                checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * H * K * V
-                S *= waiting  # registers spill where S is kept beside the product
-                waiting = ones
-                tl.store(checkpoint + s_k * V + s_v, S.to(checkpoints_ptr.dtype.element_ty), mask=m_s)
-        if TOKENWISE:
-            mild: tl.constexpr = False  # pyright: ignore
-        else:
-            if not GROUPED:
-                q = load_tile(q_tiles, q_ptr, stride_qt, stride_qh, b, t, h, 0, end, K, C, BK)  # [C, BK]
-            k = load_tile(k_tiles, k_ptr, stride_kt, stride_kh, b, t, h, 0, end, K, C, BK)  # [C, BK]
-            v = load_tile(v_tiles, v_ptr, stride_vt, stride_vh, b, t, h, v0, end, V, C, BV)  # [C, BV]
-            v = operand(v, OPERAND)
-            if g_ptr is None:
-                mild: tl.constexpr = True  # pyright: ignore
-                q_decay: tl.constexpr = None  # pyright: ignore
-                kg = operand(k, OPERAND)  # [C, BK]
-            else:
-                g = load_tile(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, 0, end, K, C, BK)  # [C, BK]
-                g = g.to(tl.float32) * LOG2E
-                r = 0.5 * tl.sum(g, 0)  # [BK]
-                mild = tl.min(r, 0) > -0.5 * LOG2E * MILD_DECAY
-                x = _prefix_sum(g, r, causal, TRIANGLE)  # [C, BK]
-                q_decay = tl.exp2(x)  # [C, BK]
-                kg = operand(tl.where(mild, k * tl.exp2(-x), 0.0), OPERAND)  # [C, BK]
-                exp_r = tl.expand_dims(tl.where(mild, tl.exp2(r), 1.0), VALUES)  # [1, BK] or [BK, 1]
-                S *= exp_r * waiting
-                waiting = exp_r
-            state = S if KEYS_FIRST else tl.trans(S)  # [BK, BV]
-            if GROUPED:
-                for i in range(G):
-                    i_q = h * G + i
-                    q_i = load_tile(q_tiles, q_ptr, stride_qt, stride_qh, b, t, i_q, 0, end, K, C, BK)  # [C, BK]
-                    o = _output(q_i, q_decay, kg, v, state, causal, scale)  # [C, BV]
-                    if mild:
-                        store_tile(o_tiles, o_ptr, stride_ot, V, b, t, i_q, v0, end, o, V, C, BV)
-            else:
-                o = _output(q, q_decay, kg, v, state, causal, scale)  # [C, BV]
-                if mild:
-                    store_tile(o_tiles, o_ptr, stride_ot, V, b, t, h, v0, end, o, V, C, BV)
-            if KEYS_FIRST:
-                S = tl.dot(tl.trans(kg), v, S, input_precision="tf32")
-            else:
-                S = tl.dot(tl.trans(v), kg, S, input_precision="tf32")
-        if not mild:
-            for s in range(t, min(t + C, end)):
-                k_s = load_row(k_ptr, stride_kt, stride_kh, s, h, 0, K, BK)  # [BK]
-                v_s = load_row(v_ptr, stride_vt, stride_vh, s, h, v0, V, BV)  # [BV]
-                if g_ptr is not None:
-                    g_s = load_row(g_ptr, stride_gt, stride_gh, s, h, 0, K, BK)  # [BK]
-                    S *= tl.expand_dims(tl.exp2(g_s * LOG2E), VALUES)
-                S += tl.expand_dims(k_s, VALUES) * tl.expand_dims(v_s, KEYS)
-                for i in range(G):
-                    i_q = h * G + i
-                    q_s = load_row(q_ptr, stride_qt, stride_qh, s, i_q, 0, K, BK)  # [BK]
-                    o_s = tl.sum(tl.expand_dims(q_s, VALUES) * S, KEYS) * scale  # [BV]
-                    o_row = o_ptr + tl.cast(s, tl.int64) * stride_ot + i_q * V
-                    tl.store(o_row + i_v, o_s.to(o_ptr.dtype.element_ty), mask=i_v < V)
-
-    if final_ptr is not None:
-        if g_ptr is not None:
-            S *= waiting
-        final_ptr += nh.to(tl.int64) * K * V
-        tl.store(final_ptr + s_k * V + s_v, S, mask=m_s)
-
-
-@triton.jit
-def _output(q, q_decay, kg, v, S, causal, scale):
-    """Outputs [C, BV] of queries q [C, BK], by keys kg [C, BK], values v [C, BV] and the state S [BK, BV] so far."""
-    qg = operand(q if q_decay is None else q * q_decay, kg.dtype)  # [C, BK]
-    A = tl.dot(qg, tl.trans(kg), input_precision="tf32")  # [C, C]
-    A = operand(tl.where(causal, A, 0.0), kg.dtype)
-    o = tl.dot(qg, operand(S, kg.dtype), input_precision="tf32")  # [C, BV]
-    return tl.dot(A, v, o, input_precision="tf32") * scale
-
-
-@triton.jit
-def _prefix_sum(g, r, causal, TRIANGLE: tl.constexpr):
-    """The exponents b - r [C, K] from g [C, K]: b_t sums its rows up to and including t, r [K] is half of the last sum.
-
-    TRIANGLE makes it a product, with g split into two bfloat16 parts: 16 bits of it.
-    """
-    if not TRIANGLE:
-        return tl.cumsum(g, 0) - r[None, :]
-    else:  # noqa: RET505 -- one branch is compiled
-        signed = tl.where(causal, 0.5, -0.5).to(tl.bfloat16)  # [C, C]
-        high = g.to(tl.bfloat16)
-        low = (g - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(signed, low, tl.dot(signed, high))
+        states = Recurrence(x.k, x.v, x.g, x.initial_state, x.final_state)
+        entering, segments, before = launch_entering(
+            plan.segments, states, x.k.shape[2], x.cu_seqlens, skip_first=True, o=o
+        )
+        each = x._replace(entering=entering, final_state=None)
+    return before + plan.outputs.load()(plan, each, segments, scale, every)

@@ -1,69 +1,92 @@
-"""Decay and state from zero of whole sequences: what builds the states of segments, and the scan that joins them.
+"""chunk_gla_summary: the plan of a call, and the launches that follow from it.
 
-Where sequences stay whole each is a segment, and nothing is left to be joined.
+The decay and the state from zero of whole sequences come from the kernel that builds the states of segments, and from
+the scan that joins them. If sequences stay whole, each is a segment, and nothing is left to be joined.
+
+B batch   T tokens   N sequences   H key/value heads   Hq heads of left   K, V key and value width of a head
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall
-from gla_triton_kernels import chunk_gla as kernels
-from gla_triton_kernels.chunk_gla import scan
-from gla_triton_kernels.chunk_gla.call import all_aligned
-from gla_triton_kernels.chunk_gla.plan import SegmentPlan
-from gla_triton_kernels.chunk_gla.segments import Recurrence, cut, whole
-from gla_triton_kernels.runtime.architecture import Gpu, gpu_of
-from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
-from gla_triton_kernels.runtime.replay import layouts, record, replay
+from gla_core.dispatch.backend import OpCall, number_of_sequences
+from gla_triton_kernels.chunk_gla.cutting import INTERPRETED_SEGMENT, SUMMARY_CUT, segment_length
+from gla_triton_kernels.chunk_gla.forward import states_of_segments
+from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
+from gla_triton_kernels.runtime.architecture import Architecture, Gpu, gpu_of_call
 
-Plan = Callable[[OpCall, Gpu, bool], SegmentPlan]
+if TYPE_CHECKING:
+    from gla_triton_kernels.chunk_gla.shared.segments import Recurrence
+    from gla_triton_kernels.runtime.launch import Launch
+
+Plan = Callable[[OpCall, Gpu], SegmentPlan]
 
 
-def summary(
-    plan: Plan, k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
-) -> tuple[Tensor, Tensor]:
-    """chunk_gla_summary, with sequences cut as `plan` says; see gla_core/ops/chunk_gla_summary.py."""
-    T, Hq, K = k.shape[1:]
-    H, V = Hq if g is None else g.shape[2], v.shape[3]
-    N = len(k) if cu_seqlens is None else len(cu_seqlens) - 1
-    # No kernel writes the decay where there are no gates, and that for Hopper nothing of a sequence without tokens.
-    decay = k.new_ones(N, H, K, dtype=torch.float32)
-    allocate = v.new_empty if cu_seqlens is None and T > 0 else v.new_zeros
-    state = allocate(N, H, K, V, dtype=torch.float32)
-    if N == 0 or T == 0:
+def plan_whole(call: OpCall, gpu: Gpu) -> SegmentPlan:
+    """Plans a call whose sequences stay whole: each is a segment."""
+    T = call.dims["T"]
+    return replace(states_of_segments(call, gpu, T, T), overlap=False)
+
+
+def plan_cut(call: OpCall, gpu: Gpu) -> SegmentPlan:
+    """Plans a call whose sequences are cut into segments, unless they fill the device."""
+    T, H, K, V, N = (call.dims[name] for name in ("T", "H", "K", "V", "N"))
+    whole = states_of_segments(call, gpu, T, T)
+    blocks = H * -(-K // whole.states.block_keys(whole.parameters)) * -(-V // whole.parameters.BV)
+    at_once = whole.states.at_once(call, whole.parameters) * gpu.multiprocessors
+    length = segment_length(N, T, blocks, at_once, call.variable_length, SUMMARY_CUT)
+    if gpu.architecture is Architecture.INTERPRETED:
+        length = min(length, INTERPRETED_SEGMENT)
+    return plan_whole(call, gpu) if length >= T else states_of_segments(call, gpu, length, length)
+
+
+def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Plans a call, compiles its kernels, and returns the function that computes calls like it.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    from gla_triton_kernels.chunk_gla.shared.segments import Recurrence
+    from gla_triton_kernels.runtime.prepared import Launches, rehearsed
+
+    empty, backwards = call.dims["N"] == 0 or call.dims["T"] == 0, call.scalars["backwards"]
+    planned = None if empty else plan(call, gpu_of_call(call))
+
+    def describe(x: tuple, scale: float) -> list[Launch]:
+        left, right, g, cu_seqlens, decay, state = x
+        assert planned is not None
+        return launches(planned, Recurrence(left, right, g, None, state, backwards=backwards), decay, cu_seqlens)
+
+    launched = Launches(call.device, describe)
+
+    def run(
+        left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
+    ) -> tuple[Tensor, Tensor]:
+        K, V = left.shape[3], right.shape[3]
+        N, H = number_of_sequences(len(left), cu_seqlens), call.dims["H"]
+        # No kernel writes the decay without gates, and the kernel for SM90 writes nothing for an empty sequence.
+        decay = left.new_ones(N, H, K, dtype=torch.float32)
+        allocate = right.new_empty if cu_seqlens is None and not empty else right.new_zeros
+        state = allocate(N, H, K, V, dtype=torch.float32)
+        if not empty:
+            launched.start((left, right, g, cu_seqlens, decay, state), 1.0)
         return decay, state
-    precision = torch.get_float32_matmul_precision()
-    given = (k, v, g, cu_seqlens)
-    key: Hashable = ("chunk_gla_summary", plan, k.device, layouts(*given), backwards, precision)
-    tensors = (*given, decay, state)
-    if replay(key, tensors, 1.0):
-        return decay, state
-    with on_device_of(k):
-        call = OpCall(
-            op="chunk_gla_summary",
-            device=k.device,
-            dtype=k.dtype,
-            dims={"B": len(k), "T": T, "H": H, "Hq": Hq, "K": K, "V": V, "N": N},
-            gate_dtype=None if g is None else g.dtype,
-            variable_length=cu_seqlens is not None,
-            scalars={"backwards": backwards},
-            float32_matmul_precision=precision,
-        )
-        gpu = gpu_of(k.device)
-        x = Recurrence(k, v, g, None, state, backwards=backwards)
-        launches = _launches(plan(call, gpu, all_aligned(gpu, k, v, g)), x, decay, cu_seqlens)
-        start(launches)
-        record(key, tensors, launches)
-    return decay, state
+
+    return rehearsed(run, call)
 
 
-def _launches(plan: SegmentPlan, x: Recurrence, decay: Tensor, cu_seqlens: Tensor | None) -> list[Launch]:
-    """Returns the launches that fill x.after [N, H, K, V] and, where there are gates, the decay [N, H, K]."""
-    launch_states = getattr(kernels, plan.states.kernel).launch_states
+def launches(plan: SegmentPlan, x: Recurrence, decay: Tensor, cu_seqlens: Tensor | None) -> list[Launch]:
+    """Returns the launches that fill x.after [N, H, K, V] and, if there are gates, the decay [N, H, K]."""
+    from gla_triton_kernels.chunk_gla.shared.scan import launch_scan
+    from gla_triton_kernels.chunk_gla.shared.segments import cut, whole
+
+    launch_states = plan.states.load()
     B, T = x.left.shape[:2]
     state = x.after
     assert state is not None
@@ -74,5 +97,5 @@ def _launches(plan: SegmentPlan, x: Recurrence, decay: Tensor, cu_seqlens: Tenso
     S = state.new_empty(segments.count, *state.shape[1:])
     D = None if x.g is None else decay.new_empty(segments.count, *decay.shape[1:])
     built = launch_states(plan, x, segments, S, D)
-    scanned = scan.launch_scan(plan, x, segments, S, D, None, decay=None if D is None else decay)
+    scanned = launch_scan(plan, x, segments, S, D, None, decay=None if D is None else decay)
     return [*segments.launches, *built, *scanned]

@@ -12,39 +12,25 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arX
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from collections.abc import Hashable
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gla_triton_kernels.online_softmax.plan import Kernel, plan_one_pass
-from gla_triton_kernels.online_softmax.rows import as_rows
+from gla_triton_kernels.online_softmax.rows import rows_of
 from gla_triton_kernels.online_softmax.sweep import maximum_and_sum, rows_of_tile
-from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
-from gla_triton_kernels.runtime.replay import record, replay
+from gla_triton_kernels.runtime.launch import Launch
 
 EDGE = tl.constexpr(2048)
 """Columns of a tile at the end of such a row, where the rest of it is taken in aligned tiles."""
 
 
-def online_softmax(x: Tensor, dim: int) -> Tensor:
-    """See gla_core/ops/online_softmax.py."""
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    key = ("online_softmax", x.device, x.dtype, x.shape, x.stride(), dim)
-    if not replay(key, (x, y)) and x.numel():
-        with on_device_of(x):
-            _launch(x, y, dim, key)
-    return y
-
-
-def _launch(x: Tensor, y: Tensor, dim: int, key: Hashable) -> None:
-    """Writes the softmax of x to y, and remembers how under `key`."""
-    source, rows = as_rows(x, y, dim)
+def launch_softmax(x: Tensor, y: Tensor, dim: int) -> list[Launch]:
+    """Returns the launch that writes the softmax of x to y."""
+    rows = rows_of(x, y, dim)
     D0, D1, R, N, _, itemsize = rows
     kernel, BR, BN, warps, registers = plan_one_pass(rows)
-    tensors = {"x_ptr": source, "y_ptr": y}
+    tensors = {"x_ptr": x, "y_ptr": y}
     tiled = {**tensors, "D1": D1, "R": R, "N": N, **rows.named_strides, "BR": BR, "BN": BN}
     function, arguments = {
         Kernel.ON_CHIP: (_softmax_on_chip, tiled),
@@ -55,10 +41,7 @@ def _launch(x: Tensor, y: Tensor, dim: int, key: Hashable) -> None:
         ),
     }[kernel]
     grid = (-(-R // BR) * D1 * D0, 1, 1)
-    launches = [Launch(function, grid, arguments, {"num_warps": warps, "maxnreg": registers})]
-    start(launches)
-    if source is x:
-        record(key, (x, y), launches)
+    return [Launch(function, grid, arguments, {"num_warps": warps, "maxnreg": registers})]
 
 
 @triton.jit(do_not_specialize=["D1"])

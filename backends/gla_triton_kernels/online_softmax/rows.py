@@ -54,16 +54,18 @@ def rows_of_call(call: OpCall) -> Rows:
     return Rows(1, 1, R, N, (0, 0, 0, 0, N, N, 1, 1), call.dtype.itemsize)
 
 
-def as_rows(x: Tensor, y: Tensor, dim: int) -> tuple[Tensor, Rows]:
-    """x, copied where its dimensions but dim are more than three that cannot be merged, and how to address it and y."""
+def needs_copy(x: Tensor, y: Tensor, dim: int) -> bool:
+    """Returns whether x has to be contiguous first: its dimensions but dim are more than three that do not merge."""
+    return len(_other_dimensions(x, y, dim)) > 3
+
+
+def rows_of(x: Tensor, y: Tensor, dim: int) -> Rows:
+    """Returns x and y as rows, along dim."""
     dims = _other_dimensions(x, y, dim)
-    if len(dims) > 3:
-        x = x.contiguous()
-        dims = _other_dimensions(x, y, dim)
     (D0, *x0y0), (D1, *x1y1), (R, *xryr) = [(1, 0, 0)] * (3 - len(dims)) + dims
     N = x.shape[dim]
     columns = (x.stride(dim), y.stride(dim)) if N > 1 else (1, 1)
-    return x, Rows(D0, D1, R, N, (*x0y0, *x1y1, *xryr, *columns), x.itemsize)
+    return Rows(D0, D1, R, N, (*x0y0, *x1y1, *xryr, *columns), x.itemsize)
 
 
 def _other_dimensions(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, int, int]]:

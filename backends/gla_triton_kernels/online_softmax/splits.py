@@ -19,8 +19,6 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arX
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import torch
 import triton
 import triton.language as tl
@@ -28,28 +26,16 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_triton_kernels.online_softmax.plan import plan_splits
-from gla_triton_kernels.online_softmax.rows import as_rows
+from gla_triton_kernels.online_softmax.rows import rows_of
 from gla_triton_kernels.online_softmax.sweep import LOWEST, maximum_and_sum, merge, rows_of_tile
-from gla_triton_kernels.runtime.architecture import gpu_of
-from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
-from gla_triton_kernels.runtime.replay import record, replay
+from gla_triton_kernels.runtime.architecture import Gpu
+from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 
-def online_softmax(x: Tensor, dim: int) -> Tensor:
-    """See gla_core/ops/online_softmax.py."""
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    key = ("online_softmax in splits", x.device, x.dtype, x.shape, x.stride(), dim)
-    if not replay(key, (x, y)) and x.numel():
-        with on_device_of(x):
-            _launch(x, y, dim, key)
-    return y
-
-
-def _launch(x: Tensor, y: Tensor, dim: int, key: Hashable) -> None:
-    """Writes the softmax of x to y, and remembers how under `key`."""
-    source, rows = as_rows(x, y, dim)
-    gpu = gpu_of(x.device)
+def launch_softmax(x: Tensor, y: Tensor, dim: int, gpu: Gpu) -> list[Launch]:
+    """Returns the launches that write the softmax of x to y."""
+    rows = rows_of(x, y, dim)
     sums, writes = plan_splits(rows, gpu)
     D0, D1, R, N, *_ = rows
     P, overlaps = sums.programs, gpu.architecture.overlaps_kernels
@@ -57,7 +43,7 @@ def _launch(x: Tensor, y: Tensor, dim: int, key: Hashable) -> None:
 
     grid = (D0 * D1 * -(-R // sums.BR) * P, 1, 1)
     arguments = {
-        "x_ptr": source,
+        "x_ptr": x,
         "m_ptr": m,
         "z_ptr": z,
         "D1": D1,
@@ -75,7 +61,7 @@ def _launch(x: Tensor, y: Tensor, dim: int, key: Hashable) -> None:
 
     grid = (D0 * D1 * -(-R // writes.BR) * writes.programs, 1, 1)
     arguments = {
-        "x_ptr": source,
+        "x_ptr": x,
         "y_ptr": y,
         "m_ptr": m,
         "z_ptr": z,
@@ -93,9 +79,7 @@ def _launch(x: Tensor, y: Tensor, dim: int, key: Hashable) -> None:
     }
     options = {"num_warps": writes.warps, "launch_pdl": overlaps}
     written = Launch(_write, grid, arguments, options)
-    start([summed, written])
-    if source is x:
-        record(key, (x, y), [summed, written])
+    return [summed, written]
 
 
 @triton.jit(do_not_specialize=["D1", "P", "tiles"])

@@ -10,62 +10,57 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_core.dispatch.backend import OpCall, invariant_tokens, new_state
-from gla_triton_kernels.recurrent_gla_step.plan import plan
-from gla_triton_kernels.runtime.architecture import gpu_of
-from gla_triton_kernels.runtime.launch import Launch, on_device_of, start
-from gla_triton_kernels.runtime.replay import record, replay
+from gla_core.dispatch.backend import OpCall, new_state
+from gla_triton_kernels.recurrent_gla_step.plan import Plan, plan
+from gla_triton_kernels.runtime.architecture import gpu_of_call
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.prepared import Launches, rehearsed
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor]
+"""q, k, v, g, state, state_indices, new, o: the step writes o, and the states into new, or into state if it is None."""
 
 
-def recurrent_gla_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float,
-    state_indices: Tensor | None,
-    inplace: bool,
-) -> tuple[Tensor, Tensor]:
-    """See gla_core/ops/recurrent_gla_step.py."""
-    if state_indices is not None and not inplace:  # rows that nobody addresses are copied too
-        state, inplace = new_state(state).copy_(state), True
-    new = None if inplace else new_state(state)
-    B, Hq, _ = q.shape
-    o = v.new_empty(B, Hq, v.shape[2])
-    tensors = (q, k, v, g, state, state_indices, new, o)
-    key: Hashable = (
-        *("recurrent_gla_step", q.device, q.dtype, q.shape, q.stride(), k.stride(), v.stride()),
-        *(state.shape, state.dtype, state.stride(), inplace),
-        None if g is None else (g.dtype, g.stride()),
-        None if state_indices is None else state_indices.dtype,
-        invariant_tokens(),
-    )
-    if o.numel() and not replay(key, tensors, scale):
-        with on_device_of(q):
-            _launch(tensors, scale, key)
-    return o, state if new is None else new
+def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Plans a call, compiles its kernel, and returns the function that computes calls like it.
+
+    Raises:
+        LaunchError: the kernel does not compile for this device, or does not fit it.
+    """
+    planned = plan(call, gpu_of_call(call))
+    launched = Launches(call.device, lambda tensors, scale: launch_step(planned, tensors, scale))
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        state: Tensor,
+        scale: float,
+        state_indices: Tensor | None,
+        inplace: bool,
+    ) -> tuple[Tensor, Tensor]:
+        if state_indices is not None and not inplace:  # rows without an index are copied too
+            state, inplace = new_state(state).copy_(state), True
+        new = None if inplace else new_state(state)
+        o = v.new_empty(*q.shape[:2], v.shape[2])
+        if o.numel():
+            launched.start((q, k, v, g, state, state_indices, new, o), scale)
+        return o, state if new is None else new
+
+    return rehearsed(run, call)
 
 
-def _launch(
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor],
-    scale: float,
-    key: Hashable,
-) -> None:
-    """Writes o, and the states into `new`, or into `state` where `new` is None; and remembers how under `key`."""
+def launch_step(plan: Plan, tensors: Tensors, scale: float) -> list[Launch]:
+    """Returns the launch of a step."""
     q, k, v, g, state, state_indices, new, o = tensors
     (B, Hq, K), (P, H, _, V) = q.shape, state.shape
-    dims = {"B": B, "H": H, "Hq": Hq, "K": K, "V": V, "P": P}
-    facts = {"state_dtype": state.dtype, "batch_invariant": invariant_tokens()}
-    call = OpCall(op="recurrent_gla_step", device=q.device, dtype=q.dtype, dims=dims, **facts)
-    BK, BV, warps, overlaps = plan(call, gpu_of(q.device))
     written = state if new is None else new
     arguments = {
         "q_ptr": q,
@@ -92,14 +87,12 @@ def _launch(
         "G": Hq // H,
         "K": K,
         "V": V,
-        "BK": BK,
-        "BV": BV,
-        "OVERLAPS": overlaps,
+        "BK": plan.BK,
+        "BV": plan.BV,
+        "OVERLAPS": plan.overlaps,
     }
-    grid, options = (B * H * -(-V // BV), 1, 1), {"num_warps": warps, "launch_pdl": overlaps}
-    launches = [Launch(_recurrent_gla_step, grid, arguments, options)]
-    start(launches)
-    record(key, tensors, launches)
+    options = {"num_warps": plan.warps, "launch_pdl": plan.overlaps}
+    return [Launch(_recurrent_gla_step, (B * H * -(-V // plan.BV), 1, 1), arguments, options)]
 
 
 def _token_strides(name: str, x: Tensor) -> dict[str, int]:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from gla_core.dispatch.backend import OpCall
+
 
 class Architecture(enum.Enum):
     """Kinds of GPU that kernels differ for, oldest first, each with what it can do.
@@ -77,3 +79,10 @@ def gpu_of(device: torch.device) -> Gpu:
 def tf32_allowed() -> bool:
     """Returns whether float32 matrices may be multiplied in TF32, by PyTorch's setting."""
     return torch.get_float32_matmul_precision() != "highest"
+
+
+def gpu_of_call(call: OpCall) -> Gpu:
+    """Returns the GPU of a call, or the GPU that it assumes."""
+    if call.assumed is None:
+        return gpu_of(call.device)
+    return Gpu(architecture_of(*call.assumed.compute_capability), call.assumed.multiprocessors)

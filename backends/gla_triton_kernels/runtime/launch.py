@@ -1,4 +1,4 @@
-"""Launches of kernels: described first, then started together, so that what they need is compiled at once."""
+"""Launches of kernels: described first, then compiled side by side, then made in order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Launch:
             number, or a constant of the compiler. They are kept in the order of the parameters, and handed
             over in that order: Triton takes longer to bind names.
         options: such as num_warps.
-        compiled: the triton.compiler.CompiledKernel once it has been launched; None where it is interpreted.
+        compiled: the triton.compiler.CompiledKernel once it has been launched.
 
     Raises:
         TypeError: an argument is missing, or the kernel has no parameter of its name.
@@ -68,22 +68,30 @@ def strides_of(letter: str, x: Tensor | None) -> dict[str, int]:
 
 
 def start(launches: Sequence[Launch]) -> None:
-    """Makes launches in order, once all that they need is compiled.
+    """Makes launches in order.
 
     Raises:
         LaunchError: a kernel does not fit or does not compile on this device. Launches before it have been made.
     """
-    if interpreted():
-        for x in launches:
-            x.kernel[x.grid](*x.arguments.values(), **x.options)
-        return
+    for x in launches:
+        with nullcontext() if interpreted() else _failing(x.kernel.fn.__name__):
+            x.compiled = x.kernel[x.grid](*x.arguments.values(), **x.options)
+
+
+def compile_launches(launches: Sequence[Launch]) -> None:
+    """Compiles the kernels of launches, whose tensors need no values, side by side, and loads them on the device.
+
+    Raises:
+        LaunchError: a kernel does not fit or does not compile on this device.
+    """
     with _failing("Triton"):
         _prepare_compiler()
     if len(launches) > 1:
-        _compile(launches)
+        _compile_side_by_side(launches)
     for x in launches:
         with _failing(x.kernel.fn.__name__):
-            x.compiled = x.kernel[x.grid](*x.arguments.values(), **x.options)
+            compiled = x.kernel.warmup(*x.arguments.values(), grid=x.grid, **x.options)
+            _ = compiled.run  # loads it, and raises if it needs more shared memory than there is
 
 
 @contextlib.contextmanager
@@ -110,10 +118,10 @@ def _prepare_compiler() -> None:
         _ = driver.active
 
 
-def _compile(launches: Sequence[Launch]) -> None:
+def _compile_side_by_side(launches: Sequence[Launch]) -> None:
     """Has Triton compile kernels side by side, each by a thread.
 
-    Errors are left to the launch of the kernel: after one that is raised here, Triton 3.7 stays in this mode.
+    Errors are left to `compile_launches`: after an error that is raised here, Triton 3.7 stays in this mode.
     """
     with ThreadPoolExecutor(len(launches)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         for x in launches:
@@ -125,8 +133,8 @@ current_device = torch.accelerator.current_device_index  # a third of the time o
 _NOTHING = nullcontext()
 
 
-def on_device_of(x: Tensor) -> AbstractContextManager:
-    """Returns `torch.cuda.device_of(x)`; is quick where that is the current device already."""
-    if not x.is_cuda or x.device.index == current_device():
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Returns `torch.cuda.device(device)`, or a context that does nothing if it is the current device already."""
+    if device.type != "cuda" or device.index == current_device():
         return _NOTHING
-    return torch.cuda.device(x.device)
+    return torch.cuda.device(device)

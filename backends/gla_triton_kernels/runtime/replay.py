@@ -1,11 +1,10 @@
-"""Calls that are quick when repeated: the launches of a call are recorded, and replayed on other tensors.
+"""Recorded launches: quick when a call comes back.
 
-Of a small call most time passes on the host: deciding which kernels run, specialising their arguments, looking up what
-has been compiled, encoding tensor maps. All of that is the same for calls whose tensors have the same layouts. So a
-call is recorded under a key that says what its launches depend on, and an equal call goes from the key to the function
-in C that Triton's launchers call, which spares a microsecond a launch. Allocators hand out the same addresses over and
-over, so launches are kept prepared, by the addresses of a call's tensors; those that are made again and again become a
-CUDA graph.
+A small call spends most of its time on the host: describing launches, specialising their arguments, finding what has
+been compiled, encoding tensor maps. All of this is the same for calls of one signature. So the launches of a prepared
+call are recorded, and replayed on other tensors by the function in C that Triton's launchers call, which spares a
+microsecond a launch. Allocators return the same addresses again and again, so launches are kept ready by the addresses
+of their tensors, and those that are made repeatedly become a CUDA graph.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ ALIGNMENT = 16
 """Bytes. Triton compiles for addresses that are multiples of it, or that are not: only the former are replayed."""
 _LINE = 128
 """Bytes of a line of the cache; scratch tensors begin at multiples."""
-_MOST_CALLS = 4096
 _MOST_MAPS = 1024
 _MOST_PREPARED = 4096
 """Calls at certain addresses whose launches are kept prepared: about 2 KiB each."""
@@ -173,7 +171,7 @@ class _RecordedLaunch:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _RecordedCall:
+class RecordedCall:
     """The launches of a call in order, and the device they are for; equal only to itself.
 
     Attributes:
@@ -196,7 +194,6 @@ class _RecordedCall:
         return _Prepared([launch.prepared(addresses, floats) for launch in self.launches])
 
 
-_calls: dict[Hashable, _RecordedCall] = {}
 _prepared: dict[Hashable, _Prepared] = {}
 """Launches that were made, by the call, its floats, and the addresses of its tensors and of the memory for scratch.
 
@@ -210,12 +207,10 @@ def _put(cache: dict[Any, Any], key: Hashable, value: object, most: int) -> None
     cache[key] = value
 
 
-def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> None:
-    """Remembers the launches of a call for `replay`; a call that cannot be told from others is not remembered.
+def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> RecordedCall | None:
+    """Returns the launches of a call for `replay`, or None if they cannot be replayed.
 
     Args:
-        key: holds the op, the device, and all that decides which launches are made and all that Triton compiles for,
-            but for addresses.
         tensors: what the call has been given, and returns. Other tensors of the launches are scratch: contiguous,
             allocated anew for each call, on whose contents before it nothing depends; or a `part` of either.
         launches: in order, as they have been made. Each takes all the call's floats, or none. The parameters of its
@@ -231,18 +226,18 @@ def record(key: Hashable, tensors: Sequence[Tensor | None], launches: Sequence[L
     aligned = math.gcd(ALIGNMENT, *(x.data_ptr() for x in given + taken)) == ALIGNMENT
     told_apart = all(_is_fixed(x) for each in arguments for x in each.fixed)
     if one_in_two_places or not aligned or not all(x.is_contiguous() for x in scratch) or not told_apart:
-        return
+        return None
     if why_not_replayed():
-        return
+        return None
     *begins, size = itertools.accumulate((-(-x.nbytes // _LINE) * _LINE for x in scratch), initial=0)
     memory = {"size": (size,), "dtype": torch.uint8, "device": given[0].device} if scratch else None
     places.update({id(x): len(tensors) + 1 + i for i, x in enumerate([*scratch, *parts.values()])})
     into = [(len(tensors), begin) for begin in begins]
     into += [(places[id(_whole_of(x))], x.data_ptr() - _whole_of(x).data_ptr()) for x in parts.values()]
     if any(launch.compiled.run.global_scratch_size or launch.compiled.run.profile_scratch_size for launch in launches):
-        return  # memory that Triton allocates for each launch
+        return None  # memory that Triton allocates for each launch
     recorded = tuple(_recorded(*each, places) for each in zip(launches, arguments, strict=True))
-    _put(_calls, key, _RecordedCall(current_device(), memory, tuple(into), recorded), _MOST_CALLS)
+    return RecordedCall(current_device(), memory, tuple(into), recorded)
 
 
 class _Arguments(NamedTuple):
@@ -338,15 +333,14 @@ def _behind_encoding(launch: Any) -> Any:
     return launch.__closure__[launch.__code__.co_freevars.index("launcher")].cell_contents
 
 
-def replay(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> bool:
-    """Launches what was recorded under `key` on these tensors.
+def replay(call: RecordedCall, tensors: Sequence[Tensor | None], floats: tuple[float, ...]) -> bool:
+    """Makes recorded launches on other tensors, which have the layouts of the recorded ones.
 
     Returns:
-        False, and nothing is launched, if nothing was recorded, an address is not aligned, another device is the
-        current one, or a profiler listens.
+        False, and nothing is launched, if an address is not aligned, another device is the current one, or a profiler
+        listens.
     """
-    call = _calls.get(key)
-    if call is None or call.device != current_device() or _profiled():
+    if call.device != current_device() or _profiled():
         return False
     memory = torch.empty(**call.memory) if call.memory else None
     addresses = [0 if x is None else x.data_ptr() for x in (*tensors, memory)]
@@ -360,11 +354,6 @@ def replay(key: Hashable, tensors: Sequence[Tensor | None], *floats: float) -> b
     active: Any = driver.active
     prepared.start(active.get_current_stream(call.device))
     return True
-
-
-def layouts(*tensors: Tensor | None) -> Hashable:
-    """All of these tensors that a launch depends on but their addresses: a part of keys."""
-    return tuple([None if x is None else (x.dtype, x.shape, x.stride()) for x in tensors])
 
 
 def why_not_replayed() -> str | None:

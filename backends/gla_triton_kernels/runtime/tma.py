@@ -10,26 +10,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-UNIT = 16
+from gla_core.dispatch.backend import ALIGNMENT, Layout
+
+UNIT = ALIGNMENT
 """Bytes that addresses and strides must be multiples of."""
 
 
-def addressable(x: Tensor) -> bool:
-    """Returns whether TMA can address x: it is not empty, and all its rows begin at multiples of 16 bytes."""
-    return x.data_ptr() % UNIT == 0 and _rows_aligned(x.shape, x.stride(), x.element_size())
-
-
 @functools.lru_cache(maxsize=4096)
-def _rows_aligned(shape: torch.Size, strides: tuple[int, ...], size: int) -> bool:
-    """Returns whether there are elements, of `size` bytes, and all rows begin at multiples of UNIT after the first."""
+def rows_aligned(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Returns whether TMA can address a tensor [B, T, H, width] at a multiple of 16 bytes.
+
+    It has to have elements, and all its rows have to begin at multiples of `UNIT` bytes.
+    """
     free = [stride for stride, length in zip(strides[:3], shape[:3], strict=True) if length > 1]
-    return 0 not in shape and all(stride > 0 and stride * size % UNIT == 0 for stride in free)
+    return 0 not in shape and all(stride > 0 and stride * itemsize % UNIT == 0 for stride in free)
 
 
-def tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def addressable(layout: Layout) -> bool:
+    """Returns whether TMA can address a tensor [B, T, H, width] of this layout."""
+    return layout.aligned and rows_aligned(layout.shape, layout.strides, layout.dtype.itemsize)
+
+
+def tiles(x: Tensor, rows: int, columns: int) -> Any:
     """For a Triton kernel: blocks [1, 1, rows, columns] of x as [B, H, T, width]."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     return TensorDescriptor(x, *_heads_first(x), [1, 1, rows, columns])
 
 

@@ -1,5 +1,26 @@
-"""Softmax attention over blocks of keys, all by one program or in splits that are attended to at once."""
+"""Softmax attention over blocks of keys, all by one program or in splits that are attended to at once.
 
-from gla_triton_kernels.runtime.lazy import modules_of
+plan.py                     the kernels as values, and which of them a call takes
+launches.py                 the launches of a call
+forward.py forward_sm90.py  the kernels that attend; merge.py merges splits
+cost.py                     predicted seconds
+"""
 
-__getattr__ = modules_of(__name__)
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gla_core.dispatch.backend import OpCall, Prepared
+from gla_triton_kernels.runtime.architecture import Gpu, gpu_of_call
+from gla_triton_kernels.softmax_attention.plan import Plan, explained
+
+
+def softmax_attention(plan: Callable[[OpCall, Gpu], Plan]) -> Prepared:
+    """Returns softmax_attention by a plan of plan.py."""
+
+    def prepare(call: OpCall) -> Callable[..., tuple]:
+        from gla_triton_kernels.softmax_attention import launches
+
+        return launches.prepare(call, plan(call, gpu_of_call(call)))
+
+    return Prepared(prepare, ("q", "k", "v", "scale", "causal"), explained(plan))

@@ -9,22 +9,33 @@ BR rows of queries per program   BT keys per block   BK, BV the widths rounded u
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Set
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
-from gla_core.dispatch.backend import OpCall
-from gla_triton_kernels.runtime.architecture import Gpu
+from gla_core.dispatch.backend import OpCall, Reason
+from gla_triton_kernels.runtime.architecture import Gpu, gpu_of_call
 from gla_triton_kernels.runtime.sizes import power_of_two
+from gla_triton_kernels.runtime.tma import addressable
+
+if TYPE_CHECKING:
+    from gla_triton_kernels.runtime.launch import Launch
 
 
-class Kernel(enum.Enum):
-    """The modules that hold a kernel."""
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel that attends, as a value.
 
-    FORWARD = enum.auto()
-    FORWARD_SM90 = enum.auto()
+    Attributes:
+        name: its file. load: imports it, and returns the function that describes its launch.
+        refusal: takes a call and a GPU, returns why the kernel cannot compute the call, or None.
+    """
+
+    name: str
+    load: Callable[[], Callable[..., list[Launch]]]
+    refusal: Callable[[OpCall, Gpu], Reason | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,28 +84,70 @@ WGMMA_ROWS = 64
 """Rows of a warpgroup, the fewest that wgmma multiplies: with no more queries, one of two warpgroups has no work."""
 
 
-def plan_one_pass(call: OpCall, gpu: Gpu, addressable: Set[str] = frozenset("qkv")) -> Plan:
-    """All keys by one program.
+def _load_general() -> Callable[..., list[Launch]]:
+    from gla_triton_kernels.softmax_attention.forward import launch_attention
 
-    Args:
-        addressable: which of q, k and v TMA can address.
-    """
+    return launch_attention
+
+
+def _load_sm90() -> Callable[..., list[Launch]]:
+    from gla_triton_kernels.softmax_attention.forward_sm90 import launch_attention
+
+    return launch_attention
+
+
+def _sm90_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     Tq, K, V = (call.dims[name] for name in ("Tq", "K", "V"))
-    tensor_cores = gpu.architecture.has_wgmma and call.dtype in (torch.float16, torch.bfloat16)
-    copied = addressable >= {"q", "k", "v"} and V % 8 == 0  # rows of o, of 16 bytes
-    if tensor_cores and copied and Tq > WGMMA_ROWS and 64 < max(K, V) <= 256:
-        return _sm90(K, V)
-    return _general(call, gpu, addressable)
+    if not gpu.architecture.has_wgmma:
+        return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.architecture.known_as}"
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        return f"computes float16 and bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
+    if not are_addressable(call, "qkv") or V % 8:  # rows of o of 16 bytes
+        return "needs tensors whose addresses and strides are multiples of 16 bytes"
+    if Tq <= WGMMA_ROWS:
+        return f"computes more than {WGMMA_ROWS} queries; there are {Tq}"
+    if not 64 < max(K, V) <= 256:
+        return f"computes heads of 72 to 256; K is {K} and V is {V}"
+    return None
+
+
+def are_addressable(call: OpCall, names: str) -> bool:
+    """Returns whether TMA can address these of q, k and v. A tensor whose layout is not known counts as addressable."""
+    return all(addressable(call.layouts[name]) for name in names if name in call.layouts)
+
+
+GENERAL = Kernel("forward", _load_general, lambda call, gpu: None)
+SM90 = Kernel("forward_sm90", _load_sm90, _sm90_refusal)
+
+
+def plan_one_pass(call: OpCall, gpu: Gpu) -> Plan:
+    """Plans all keys by one program."""
+    if SM90.refusal(call, gpu) is None:
+        return _sm90(call.dims["K"], call.dims["V"])
+    return _general(call, gpu)
+
+
+def explained(plan: Callable[[OpCall, Gpu], Plan]) -> Callable[[OpCall], list[str]]:
+    """Returns a function that names the kernel of a call, and says why the one for SM90 refuses it."""
+
+    def lines(call: OpCall) -> list[str]:
+        gpu = gpu_of_call(call)
+        chosen, reason = plan(call, gpu), SM90.refusal(call, gpu)
+        splits = chosen.splits(call.dims["Tk"])
+        found = [f"kernel {chosen.kernel.name}" + (f", keys in {splits} splits" if splits > 1 else "")]
+        return found if reason is None else [*found, f"not {SM90.name}: {reason}"]
+
+    return lines
 
 
 def _sm90(K: int, V: int) -> Plan:
     BK, BV = (64 if width <= 64 else 128 if width <= 128 else 256 for width in (K, V))
     BK = max(BK, BV)  # o leaves through the tiles of q
     BT = 128 if BK <= 128 else 64
-    return Plan(kernel=Kernel.FORWARD_SM90, BR=WGMMA_ROWS, BT=BT, BK=BK, BV=BV, warps=4, tma=True, registers=168)
+    return Plan(kernel=SM90, BR=WGMMA_ROWS, BT=BT, BK=BK, BV=BV, warps=4, tma=True, registers=168)
 
 
-def _general(call: OpCall, gpu: Gpu, addressable: Set[str]) -> Plan:
+def _general(call: OpCall, gpu: Gpu) -> Plan:
     Tq, H, Hq, K, V = (call.dims[name] for name in ("Tq", "H", "Hq", "K", "V"))
     rows, width = Tq * (Hq // max(H, 1)), power_of_two(max(K, V), 64)
     exact = call.dtype == torch.float32 and call.float32_matmul_precision == "highest"
@@ -104,10 +157,10 @@ def _general(call: OpCall, gpu: Gpu, addressable: Set[str]) -> Plan:
         BT = max(16, BT // 2)
     if rows < BR:
         BR, warps = power_of_two(rows, 16), min(warps, 4)
-    tma = gpu.architecture.has_tma and call.dtype != torch.float32 and addressable >= {"k", "v"}
+    tma = gpu.architecture.has_tma and call.dtype != torch.float32 and are_addressable(call, "kv")
     # Triton 3.6 on Hopper miscompiles blocks of pointers with V up to 32 and K above it, so both are as wide there.
     BK, BV = (power_of_two(K, 16), power_of_two(V, 16)) if tma else (width, width)
-    return Plan(kernel=Kernel.FORWARD, BR=BR, BT=BT, BK=BK, BV=BV, warps=warps, tma=tma, exact=exact)
+    return Plan(kernel=GENERAL, BR=BR, BT=BT, BK=BK, BV=BV, warps=warps, tma=tma, exact=exact)
 
 
 # ---- keys in splits
@@ -122,16 +175,13 @@ FEWEST_BLOCKS = 4
 """Blocks of keys that a split has at least, so that its o is less to write than its keys are to read."""
 
 
-def plan_splits(call: OpCall, gpu: Gpu, addressable: Set[str] = frozenset("qkv")) -> Plan:
+def plan_splits(call: OpCall, gpu: Gpu) -> Plan:
     """Keys in splits, as many as let the device have its fill of programs; all at once where that is one.
 
     Only the general kernel attends to splits; what is not split may take the one for SM90.
-
-    Args:
-        addressable: which of q, k and v TMA can address.
     """
     B, Tq, Tk, H, Hq = (call.dims[name] for name in ("B", "Tq", "Tk", "H", "Hq"))
-    plan, programs = _general(call, gpu, addressable), PROGRAMS
+    plan, programs = _general(call, gpu), PROGRAMS
     if plan.BR <= FEW_ROWS and call.dtype != torch.float32:
         plan, programs = replace(plan, stages=3), PROGRAMS_OF_FEW_ROWS
     tiles = -(-Tq * (Hq // max(H, 1)) // plan.BR) * B * H
@@ -140,5 +190,5 @@ def plan_splits(call: OpCall, gpu: Gpu, addressable: Set[str] = frozenset("qkv")
     split = max(FEWEST_BLOCKS, -(-int(keys) // plan.BT)) * plan.BT
     if split < Tk:
         return replace(plan, split=split)
-    whole = plan_one_pass(call, gpu, addressable)
-    return whole if whole.kernel is Kernel.FORWARD_SM90 else plan
+    whole = plan_one_pass(call, gpu)
+    return whole if whole.kernel is SM90 else plan

@@ -1,0 +1,1 @@
+"""Kernels for every GPU, from compute capability 8.0 on."""

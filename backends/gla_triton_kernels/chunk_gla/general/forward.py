@@ -1,0 +1,314 @@
+"""Gated linear attention in one pass over sequences, or over segments of them, the state on chip.
+
+One program computes V block BV of one key/value head of one segment. It goes through the segment in chunks of C tokens
+and carries the state S [K, BV] in float32. With b_t the sum of log gates g from the chunk's start through t, and
+r = b_C / 2 (all per channel of K),
+
+    qg = q exp(b - r)              kg = k exp(r - b)
+    o  = scale * (qg (exp(r) S) + tril(qg kg^T) v)
+    S' = exp(r) (exp(r) S + kg^T v)
+
+so that two exponentials per element serve scores, state and output. The outer exp(r) waits for the next chunk's inner
+one, so the state is scaled once a chunk. b - r is one product of g with a triangle, +1/2 on and below the diagonal and
+-1/2 above it, or a scan.
+
+Decayed from r, no exponent is outside [b_C / 2, -b_C / 2]. A chunk in which some channel decays by more than
+`MILD_DECAY` (see limits.py) leaves the state as it is (kg is 0 and exp(r) is 1), and is then computed token by token,
+
+    S_t = diag(exp g_t) S_{t-1} + k_t^T v_t        o_t = scale * q_t S_t
+
+in float32: exact for any gate down to -inf, which always leads there, as it divides nothing and subtracts nothing.
+float32 inputs go token by token throughout, unless TF32 is allowed: without a matrix unit chunks only add work.
+
+All matrix products stand in the loop over chunks itself and none in a branch: where a branch still reads v, Triton 3.6
+fetches the next chunk's v over it. The state is multiplied as S^T += v^T kg, since the product kg^T v goes wrong on
+Hopper in blocks of fewer than 64 values (Triton 3.6), and is used for K = 256 only, where it is faster.
+
+The mask selects and does not multiply, so that not even an infinite score gets past it. float16 reaches 65504 only: its
+operands are float32 and multiplied as TF32, which has float16's precision.
+
+A checkpoint is the state that enters a chunk which begins a multiple of `every` tokens after its sequence does. Of
+packed sequences in segments of L tokens, segment i begins at row c_n + m L, where i = n + c_n // L + m (segments.py):
+so it is of sequence n = i - (c_n + m L) // L.
+
+B batch   T tokens   H key/value heads   G query heads per key/value head   N sequences or segments
+K, V key and value width   C tokens a chunk   BK width K padded to a power of two   BV width of a V block
+
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gla_triton_kernels.chunk_gla.kernel import ForwardPlan
+from gla_triton_kernels.chunk_gla.shared.common import (
+    OPERANDS,
+    in_state,
+    load_row,
+    load_tile,
+    operand,
+    segment_at,
+    store_tile,
+)
+from gla_triton_kernels.chunk_gla.shared.limits import LOG2E, MILD_DECAY
+from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.chunk_gla.tensors import Tensors
+from gla_triton_kernels.runtime.launch import Launch, strides_of
+from gla_triton_kernels.runtime.tma import tiles
+
+
+def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
+    """Returns the launch that fills o, and final_state and checkpoints if there are any.
+
+    There are `every` tokens between checkpoints. Sequences that stay whole are segments of their own.
+    """
+    T, Hq, K = x.q.shape[1:]
+    H, V = x.v.shape[2:]
+    kernel = plan.parameters
+
+    def tiles_of(y: Tensor | None, width: int) -> TensorDescriptor | None:
+        return tiles(y, kernel.C, width) if kernel.tma and y is not None else None
+
+    arguments = {
+        "q_ptr": x.q,
+        "k_ptr": x.k,
+        "v_ptr": x.v,
+        "g_ptr": x.g,
+        "initial_ptr": x.initial_state,
+        "cu_seqlens_ptr": x.cu_seqlens,
+        "o_ptr": x.o,
+        "final_ptr": x.final_state,
+        "checkpoints_ptr": x.checkpoints,
+        "entering_ptr": x.entering,
+        "order_ptr": segments.order,
+        "q_tiles": tiles_of(x.q, kernel.BK),
+        "k_tiles": tiles_of(x.k, kernel.BK),
+        "v_tiles": tiles_of(x.v, kernel.BV),
+        "g_tiles": tiles_of(x.g, kernel.BK),
+        "o_tiles": tiles_of(x.o, kernel.BV),
+        "scale": scale,
+        **lengths_of(T, segments),
+        "every": every or 0,
+        "H": H,
+        "G": Hq // H,
+        **strides_of("q", x.q),
+        **strides_of("k", x.k),
+        **strides_of("v", x.v),
+        **strides_of("g", x.g),
+        **state_strides("stride_s", x.initial_state),
+        "K": K,
+        "V": V,
+        "C": kernel.C,
+        "BK": kernel.BK,
+        "BV": kernel.BV,
+        "GROUPED": Hq != H,
+        "OPERAND": OPERANDS[kernel.operand],
+        "TOKENWISE": kernel.tokenwise,
+        "TRIANGLE": kernel.triangle,
+        "KEYS_FIRST": kernel.keys_first,
+        "STAGES": kernel.stages,
+    }
+    grid = (-(-V // kernel.BV) * segments.count * H, 1, 1)
+    return [Launch(_chunk_gla_fwd_kernel, grid, arguments, {"num_warps": kernel.warps})]
+
+
+@triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "H", "G"])
+def _chunk_gla_fwd_kernel(
+    q_ptr,  # [B, T, H*G, K]
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, H, V]
+    g_ptr,  # [B, T, H, K] or None
+    initial_ptr,  # [sequences, H, K, V] or None
+    cu_seqlens_ptr,  # [N+1] or None
+    o_ptr,  # [B, T, H*G, V]
+    final_ptr,  # [N, H, K, V] or None
+    checkpoints_ptr,  # [B, n, H, K, V] or None
+    entering_ptr,  # [N, H, K, V] of segments, or None
+    order_ptr,  # [N, 5], or None as cu_seqlens
+    q_tiles,  # the same tensors as tiles [C, BK or BV], or None
+    k_tiles,
+    v_tiles,
+    g_tiles,
+    o_tiles,
+    scale,
+    T,
+    segment,
+    segments,
+    every,
+    H,
+    G,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_gb,
+    stride_gt,
+    stride_gh,
+    stride_sn,
+    stride_sh,
+    stride_sk,
+    stride_sv,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    GROUPED: tl.constexpr,
+    OPERAND: tl.constexpr,
+    TOKENWISE: tl.constexpr,
+    TRIANGLE: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    pid = tl.program_id(0)  # neighbours share q, k and g, so V blocks come first
+    v0 = pid % blocks * BV
+    nh = pid // blocks
+    n, h = nh // H, nh % H
+    if cu_seqlens_ptr is None:
+        b, start = n // segments, n % segments * segment
+        sequence, origin = b, 0  # the number of its sequence, and where that begins
+        end = tl.minimum(start + segment, T)
+    else:
+        b = 0
+        n, start, end, origin, _ = segment_at(order_ptr, n)
+        sequence = n - start // segment
+        nh = n * H + h
+        if entering_ptr is not None and start == end:
+            return
+
+    b64 = tl.cast(b, tl.int64)
+    stride_ot = H * G * V
+    q_ptr += b64 * stride_qb
+    k_ptr += b64 * stride_kb
+    v_ptr += b64 * stride_vb
+    o_ptr += b64 * T * stride_ot
+    if g_ptr is not None:
+        g_ptr += b64 * stride_gb
+
+    i_k = tl.arange(0, BK)  # [BK]
+    i_v = v0 + tl.arange(0, BV)  # [BV]
+    # S is [BK, BV] with KEYS_FIRST, else [BV, BK]: its first axis makes the rows of the matrix instruction.
+    KEYS: tl.constexpr = 1 - KEYS_FIRST
+    VALUES: tl.constexpr = 1 - KEYS
+    s_k, s_v = tl.expand_dims(i_k, VALUES).to(tl.int64), tl.expand_dims(i_v, KEYS)
+    m_s = (s_k < K) & (s_v < V)
+    S = tl.zeros([BK, BV] if KEYS_FIRST else [BV, BK], tl.float32)
+    if entering_ptr is not None and start > origin:  # short sequences would lose 2 % to loads of nothing
+        S = tl.load(entering_ptr + tl.cast(nh, tl.int64) * K * V + s_k * V + s_v, mask=m_s, other=0.0)
+        # Nothing is added: S is brought into the layout of products here, and not for every block behind the branch.
+        S = tl.dot(tl.zeros([S.shape[0], 16], OPERAND), tl.zeros([16, S.shape[1]], OPERAND), S)
+    if initial_ptr is not None and start == origin:
+        initial_ptr += sequence.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
+        S = tl.load(initial_ptr + in_state(s_k, s_v, stride_sk, stride_sv), mask=m_s, other=0.0)
+
+    if checkpoints_ptr is not None:
+        row = b * tl.cdiv(T, every) if cu_seqlens_ptr is None else sequence + origin // every
+        checkpoints_ptr += (tl.cast(row, tl.int64) * H + h) * K * V  # the first one of the sequence
+
+    i_c = tl.arange(0, C)  # [C]
+    causal = i_c[:, None] >= i_c[None, :]  # [C, C]
+    ones = tl.expand_dims(tl.full([BK], 1.0, tl.float32), VALUES)  # [1, BK] or [BK, 1]
+    waiting = ones  # the outer exp(r) of the chunk before
+    for t in tl.range(start, end, C, num_stages=STAGES):  # pyright: ignore
+        if checkpoints_ptr is not None:
+            passed = t - origin
+            if passed % every == 0:
+                checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * H * K * V
+                S *= waiting  # registers spill where S is kept beside the product
+                waiting = ones
+                tl.store(checkpoint + s_k * V + s_v, S.to(checkpoints_ptr.dtype.element_ty), mask=m_s)
+        if TOKENWISE:
+            mild: tl.constexpr = False  # pyright: ignore
+        else:
+            if not GROUPED:
+                q = load_tile(q_tiles, q_ptr, stride_qt, stride_qh, b, t, h, 0, end, K, C, BK)  # [C, BK]
+            k = load_tile(k_tiles, k_ptr, stride_kt, stride_kh, b, t, h, 0, end, K, C, BK)  # [C, BK]
+            v = load_tile(v_tiles, v_ptr, stride_vt, stride_vh, b, t, h, v0, end, V, C, BV)  # [C, BV]
+            v = operand(v, OPERAND)
+            if g_ptr is None:
+                mild: tl.constexpr = True  # pyright: ignore
+                q_decay: tl.constexpr = None  # pyright: ignore
+                kg = operand(k, OPERAND)  # [C, BK]
+            else:
+                g = load_tile(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, 0, end, K, C, BK)  # [C, BK]
+                g = g.to(tl.float32) * LOG2E
+                r = 0.5 * tl.sum(g, 0)  # [BK]
+                mild = tl.min(r, 0) > -0.5 * LOG2E * MILD_DECAY
+                x = _prefix_sum(g, r, causal, TRIANGLE)  # [C, BK]
+                q_decay = tl.exp2(x)  # [C, BK]
+                kg = operand(tl.where(mild, k * tl.exp2(-x), 0.0), OPERAND)  # [C, BK]
+                exp_r = tl.expand_dims(tl.where(mild, tl.exp2(r), 1.0), VALUES)  # [1, BK] or [BK, 1]
+                S *= exp_r * waiting
+                waiting = exp_r
+            state = S if KEYS_FIRST else tl.trans(S)  # [BK, BV]
+            if GROUPED:
+                for i in range(G):
+                    i_q = h * G + i
+                    q_i = load_tile(q_tiles, q_ptr, stride_qt, stride_qh, b, t, i_q, 0, end, K, C, BK)  # [C, BK]
+                    o = _output(q_i, q_decay, kg, v, state, causal, scale)  # [C, BV]
+                    if mild:
+                        store_tile(o_tiles, o_ptr, stride_ot, V, b, t, i_q, v0, end, o, V, C, BV)
+            else:
+                o = _output(q, q_decay, kg, v, state, causal, scale)  # [C, BV]
+                if mild:
+                    store_tile(o_tiles, o_ptr, stride_ot, V, b, t, h, v0, end, o, V, C, BV)
+            if KEYS_FIRST:
+                S = tl.dot(tl.trans(kg), v, S, input_precision="tf32")
+            else:
+                S = tl.dot(tl.trans(v), kg, S, input_precision="tf32")
+        if not mild:
+            for s in range(t, min(t + C, end)):
+                k_s = load_row(k_ptr, stride_kt, stride_kh, s, h, 0, K, BK)  # [BK]
+                v_s = load_row(v_ptr, stride_vt, stride_vh, s, h, v0, V, BV)  # [BV]
+                if g_ptr is not None:
+                    g_s = load_row(g_ptr, stride_gt, stride_gh, s, h, 0, K, BK)  # [BK]
+                    S *= tl.expand_dims(tl.exp2(g_s * LOG2E), VALUES)
+                S += tl.expand_dims(k_s, VALUES) * tl.expand_dims(v_s, KEYS)
+                for i in range(G):
+                    i_q = h * G + i
+                    q_s = load_row(q_ptr, stride_qt, stride_qh, s, i_q, 0, K, BK)  # [BK]
+                    o_s = tl.sum(tl.expand_dims(q_s, VALUES) * S, KEYS) * scale  # [BV]
+                    o_row = o_ptr + tl.cast(s, tl.int64) * stride_ot + i_q * V
+                    tl.store(o_row + i_v, o_s.to(o_ptr.dtype.element_ty), mask=i_v < V)
+
+    if final_ptr is not None:
+        if g_ptr is not None:
+            S *= waiting
+        final_ptr += nh.to(tl.int64) * K * V
+        tl.store(final_ptr + s_k * V + s_v, S, mask=m_s)
+
+
+@triton.jit
+def _output(q, q_decay, kg, v, S, causal, scale):
+    """Outputs [C, BV] of queries q [C, BK], by keys kg [C, BK], values v [C, BV] and the state S [BK, BV] so far."""
+    qg = operand(q if q_decay is None else q * q_decay, kg.dtype)  # [C, BK]
+    A = tl.dot(qg, tl.trans(kg), input_precision="tf32")  # [C, C]
+    A = operand(tl.where(causal, A, 0.0), kg.dtype)
+    o = tl.dot(qg, operand(S, kg.dtype), input_precision="tf32")  # [C, BV]
+    return tl.dot(A, v, o, input_precision="tf32") * scale
+
+
+@triton.jit
+def _prefix_sum(g, r, causal, TRIANGLE: tl.constexpr):
+    """The exponents b - r [C, K] from g [C, K]: b_t sums its rows up to and including t, r [K] is half of the last sum.
+
+    TRIANGLE makes it a product, with g split into two bfloat16 parts: 16 bits of it.
+    """
+    if not TRIANGLE:
+        return tl.cumsum(g, 0) - r[None, :]
+    else:  # noqa: RET505 -- one branch is compiled
+        signed = tl.where(causal, 0.5, -0.5).to(tl.bfloat16)  # [C, C]
+        high = g.to(tl.bfloat16)
+        low = (g - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(signed, low, tl.dot(signed, high))

@@ -1,0 +1,205 @@
+"""The kernels for every GPU: when a call takes them, their launch parameters and their prices. Imports no Triton.
+
+Launch parameters were measured on an H200 with its 132 multiprocessors; other GPUs take the same where nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall
+from gla_triton_kernels.chunk_gla.cutting import BACKWARD_CUT
+from gla_triton_kernels.chunk_gla.kernel import (
+    GradientKernel,
+    GradientParameters,
+    OutputKernel,
+    Parameters,
+    StateKernel,
+)
+from gla_triton_kernels.chunk_gla.price import BlockTime, Cut, kernel_seconds
+from gla_triton_kernels.chunk_gla.seen import tokens_addressable
+from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from gla_triton_kernels.runtime.sizes import power_of_two
+
+if TYPE_CHECKING:
+    from gla_triton_kernels.runtime.launch import Launch
+
+    Launches = Callable[..., list[Launch]]
+
+TMA_ELEMENTS = 2**22
+"""Elements of v from which on faster loads outweigh the host's time for tensor maps."""
+FEW_BLOCKS = 66
+"""Up to this number, blocks of 64 values do not fill a device; more blocks with fewer values each take their place."""
+MANY_BLOCKS = 512
+"""From this number of blocks of 64 values on, blocks of 128 still fill a device, and read q, k and g half as often."""
+LEAST_BLOCK = 64
+"""The fewest keys and values of a block of gradients: Triton 3.6 miscompiles narrower ones on Hopper."""
+
+
+def _never(call: OpCall, gpu: Gpu) -> None:
+    """Refuses no call."""
+
+
+# ---- states
+
+
+def _load_states() -> Launches:
+    from gla_triton_kernels.chunk_gla.general.states import launch_states
+
+    return launch_states
+
+
+def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Parameters:
+    BK, BV, stages, operand = 64, 64, 3, torch.float32
+    if call.dtype == torch.bfloat16:
+        operand = torch.bfloat16
+    elif outputs.tokenwise:
+        BK, stages = 128, 4
+    else:
+        BV = 32  # with TF32 operands; see _forward
+    return Parameters(
+        C=min(32, power_of_two(length, 16)),
+        BK=min(BK, power_of_two(call.dims["K"], 16)),
+        BV=min(BV, power_of_two(call.dims["V"], 16)),
+        stages=stages,
+        operand=operand,
+        tokenwise=outputs.tokenwise,
+        tma=outputs.tma,
+    )
+
+
+STATES = StateKernel(
+    name="general.states",
+    load=_load_states,
+    refusal=_never,
+    parameters=_states,
+    block_keys=lambda parameters: parameters.BK,
+    at_once=lambda call, parameters: 2,
+)
+
+
+# ---- outputs
+
+
+def _load_forward() -> Launches:
+    from gla_triton_kernels.chunk_gla.general.forward import launch_outputs
+
+    return launch_outputs
+
+
+def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
+    B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
+    BK, blocks, length = power_of_two(K, 16), sequences * H * -(-V // 64), B * T // max(sequences, 1)
+    if call.batch_invariant is not None:  # as for sequences of this length, whatever the batch
+        blocks, length = FEW_BLOCKS + 1, call.batch_invariant
+    # The rounding errors of bfloat16 do not average out over few terms.
+    in_bfloat16 = call.dtype == torch.bfloat16 and BK > 32 and (length > 16 or BK > 128)
+    if not in_bfloat16:
+        # At most 32 wide: with 64 rows, wgmma would take TF32 operands from registers, which Triton 3.6 gets wrong.
+        C, BV, warps, stages = {256: (16, 32, 8, 2), 512: (16, 16, 8, 1)}.get(BK, (16, 32, 4, 2))
+    elif BK == 512:
+        C, BV, warps, stages = 16, 32, 8, 2
+    elif BK == 256:
+        C, BV, warps, stages = 16, 128, 8, 3
+    elif blocks <= FEW_BLOCKS:
+        C, BV, warps, stages = 32 if BK == 128 else 64, 32, 4, 3
+    elif blocks >= MANY_BLOCKS and BK == 128 and V > 64:
+        C, BV, warps, stages = 32, 128, 4, 2
+    else:
+        C, BV, warps, stages = 64, 64, 4, 2 if BK == 128 else 3
+    if gpu.architecture.has_little_shared_memory:
+        C, stages = min(C, 32), 1
+    # TMA knows no ends of packed sequences.
+    tma = gpu.architecture.has_tma and not call.variable_length and B * T * H * V >= TMA_ELEMENTS
+    return Parameters(
+        C=min(C, power_of_two(length, 16)),
+        BK=BK,
+        BV=min(BV, power_of_two(V, 16)),
+        warps=warps,
+        stages=stages,
+        operand=torch.bfloat16 if in_bfloat16 else torch.float32,
+        tokenwise=call.dtype == torch.float32 and call.float32_matmul_precision == "highest",
+        tma=tma and tokens_addressable(call),
+        triangle=in_bfloat16 and BK <= 256,
+        keys_first=in_bfloat16 and BK == 256 and V > 64,
+    )
+
+
+def _forward_blocks(call: OpCall, gpu: Gpu) -> tuple[int, int]:
+    H, Hq, K, V = (call.dims[name] for name in ("H", "Hq", "K", "V"))
+    return H * -(-V // 64), (4 if Hq > H and K <= 128 < 2 * V else 2) * gpu.multiprocessors
+
+
+def _forward_time(call: OpCall, parameters: Parameters, c: Constants) -> BlockTime:
+    width = parameters.BK / 128
+    # Values are counted in blocks of K up to 256: beyond it they are narrower, and their steps shorter in proportion.
+    if parameters.tokenwise:
+        return BlockTime(1, 32, c["start"], c["token_step"] * width, 4)
+    if parameters.operand == torch.float32:
+        return BlockTime(16, 32, c["start"], c["tf32_step"] * width, 2)
+    if parameters.BK > 128:
+        step = c["wide_packed_step" if call.variable_length else "wide_step"]
+        return BlockTime(16, 128, c["start"], step * width / 2)
+    step = c["tile_step"] + c["query_step"] * (call.dims["Hq"] / max(call.dims["H"], 1) - 1)
+    return BlockTime(64, parameters.BV, c["start"], step * width, c["shared"])
+
+
+FORWARD = OutputKernel(
+    name="general.forward",
+    load=_load_forward,
+    refusal=_never,
+    states=STATES,
+    parameters=_forward,
+    blocks=_forward_blocks,
+    time=_forward_time,
+)
+
+
+# ---- gradients
+
+
+def _load_backward() -> Launches:
+    from gla_triton_kernels.chunk_gla.general.backward import launch_gradients
+
+    return launch_gradients
+
+
+def _backward(call: OpCall, gpu: Gpu) -> GradientParameters:
+    widest, warps, precision = 64, 4, "bf16"
+    if call.dtype == torch.bfloat16 and not gpu.architecture.has_little_shared_memory:
+        widest, warps = 128, 8
+    if call.dtype != torch.bfloat16:
+        highest = call.dtype == torch.float32 and call.float32_matmul_precision == "highest"
+        precision = "bf16x6" if highest else "bf16x3"
+    least = 16 if gpu.architecture is Architecture.INTERPRETED else LEAST_BLOCK
+    BK, BV = (min(widest, power_of_two(call.dims[name], least)) for name in ("K", "V"))
+    return GradientParameters(BK=BK, BV=BV, warps=warps, precision=precision)
+
+
+def slower(parameters: GradientParameters, c: Constants) -> float:
+    """Returns how many times as long the matrix products take as with bfloat16."""
+    return 1 if parameters.precision == "bf16" else c[parameters.precision]
+
+
+def _backward_seconds(call: OpCall, parameters: GradientParameters, through: Cut, size: float, c: Constants) -> float:
+    tiles, further = parameters.BK * parameters.BV / 64**2, call.dims["Hq"] / max(call.dims["H"], 1) - 1
+    step = (c["step"] + c["tile"] * tiles) * slower(parameters, c) * (1 + c["query"] * further)
+    shared = c["shared"] if tiles <= 1 else 1
+    block = BlockTime(CHUNK, parameters.BV, c["start"], step, shared, keys=parameters.BK)
+    return kernel_seconds(call, block, through, size, c)
+
+
+BACKWARD = GradientKernel(
+    name="general.backward",
+    load=_load_backward,
+    refusal=_never,
+    parameters=_backward,
+    heads_apart=False,
+    adds_pairs=False,
+    cut_times=BACKWARD_CUT,
+    partials=lambda call, x: (-(-call.dims["V"] // x.BV), -(-call.dims["K"] // x.BK)),
+    seconds=_backward_seconds,
+)

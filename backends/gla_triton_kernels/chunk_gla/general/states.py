@@ -1,0 +1,216 @@
+"""States of all segments from zero, or their gradients, in a block [BK, BV] of a state a program; any width and gate.
+
+With b_t = g_1 + .. + g_t the sums of the log gates of a segment of tokens 1 to L, its decay, its state from zero and,
+of the recurrence backwards (see `Recurrence`), its gradient from zero are
+
+    D = exp(b_L)        S = sum over t of (k_t * exp(b_L - b_t))^T v_t
+                        S = scale * sum over t of (q_t * exp(b_t))^T do_t
+
+A program goes through its segment against the recurrence in chunks of C tokens, so that S is never decayed: with W the
+sum of the gates of the chunks so far, and x_t that of those gates of its own chunk that the product of token t is
+decayed by, which are those after t or, backwards, those up to t,
+
+    S += (left * exp(x + W))^T right        W += sum of the chunk's gates
+
+No exponent is above 0, so any gate is exact; one below `LEAST_GATE`, whose exp is 0 in float32, counts as that one.
+float32 inputs go token by token, unless TF32 is allowed.
+
+B batch   T tokens   H key/value heads   G query heads per key/value head, 1 forwards   I segments   N sequences
+K, V key and value width   C tokens a chunk   BK, BV keys and values of a block of a state
+
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
+"""
+
+# pyright: reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
+from gla_triton_kernels.chunk_gla.shared.common import OPERANDS, load_row, load_tile, operand, segment_at
+from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E
+from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, Segments, lengths_of
+from gla_triton_kernels.runtime.launch import Launch, strides_of
+from gla_triton_kernels.runtime.tma import tiles
+
+
+def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
+    """Returns the launch that fills S [I, H, K, V] and D [I, H, K]; D is None without gates.
+
+    Those of empty segments are 0 and 1; where x.after is None these, and those of the last segment of a sequence, hold
+    anything.
+    """
+    kernel = plan.parameters
+    H, K, V = S.shape[1:]
+    places = segments.most if x.after is None and segments.order is not None else segments.count
+    if places == 0:
+        return []
+
+    def tiles_of(y: Tensor | None, width: int) -> TensorDescriptor | None:
+        return tiles(y, kernel.C, width) if kernel.tma and y is not None else None
+
+    arguments = {
+        "left_ptr": x.left,
+        "right_ptr": x.right,
+        "g_ptr": x.g,
+        "order_ptr": segments.order,
+        "counts_ptr": segments.counts,
+        "S_ptr": S,
+        "D_ptr": D,
+        "left_tiles": tiles_of(x.left, kernel.BK),
+        "right_tiles": tiles_of(x.right, kernel.BV),
+        "g_tiles": tiles_of(x.g, kernel.BK),
+        "scale": x.scale,
+        **lengths_of(x.left.shape[1], segments),
+        "H": H,
+        "G": x.left.shape[2] // H,
+        **strides_of("l", x.left),
+        **strides_of("r", x.right),
+        **strides_of("g", x.g),
+        "K": K,
+        "V": V,
+        "C": kernel.C,
+        "BK": kernel.BK,
+        "BV": kernel.BV,
+        "OPERAND": OPERANDS[kernel.operand],
+        "TOKENWISE": kernel.tokenwise,
+        "BACKWARDS": x.backwards,
+        "SKIP_LAST": x.after is None,
+        "STAGES": kernel.stages,
+        "OVERLAPS": plan.overlap,
+    }
+    grid = (-(-K // kernel.BK) * -(-V // kernel.BV) * places * H, 1, 1)
+    options = {"num_warps": kernel.warps}
+    if plan.overlap and segments.order is not None:
+        options["launch_pdl"] = True
+    return [Launch(_states_kernel, grid, arguments, options)]
+
+
+@triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "H"])
+def _states_kernel(
+    left_ptr,  # [B, T, H*G, K]
+    right_ptr,  # [B, T, H*G, V]
+    g_ptr,  # [B, T, H, K] or None
+    order_ptr,  # [I, 5] or None
+    counts_ptr,  # [2] or None
+    S_ptr,  # [I, H, K, V]
+    D_ptr,  # [I, H, K] or None
+    left_tiles,  # the same tensors as tiles [C, BK or BV], or None
+    right_tiles,
+    g_tiles,
+    scale,
+    T,
+    segment,
+    segments,
+    H,
+    G,
+    stride_lb,
+    stride_lt,
+    stride_lh,
+    stride_rb,
+    stride_rt,
+    stride_rh,
+    stride_gb,
+    stride_gt,
+    stride_gh,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    OPERAND: tl.constexpr,
+    TOKENWISE: tl.constexpr,
+    BACKWARDS: tl.constexpr,
+    SKIP_LAST: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Program: block [BK, BV] of the state of one key/value head of one segment."""
+    if OVERLAPS:
+        if order_ptr is not None:
+            gdc_wait()  # for the order, which dependents read without waiting: none may start before it is there
+        gdc_launch_dependents()  # the scan may be launched, and then waits
+    blocks_v: tl.constexpr = (V + BV - 1) // BV
+    blocks_k: tl.constexpr = (K + BK - 1) // BK
+    pid = tl.program_id(0)  # neighbours share left and g
+    v0 = pid % blocks_v * BV
+    k0 = pid // blocks_v % blocks_k * BK
+    ih = pid // (blocks_v * blocks_k)
+    i, h = ih // H, ih % H
+    if order_ptr is None:
+        b, start = i // segments, i % segments * segment
+        end = tl.minimum(start + segment, T)
+        if SKIP_LAST and i % segments == (0 if BACKWARDS else segments - 1):
+            return
+    else:
+        if SKIP_LAST:  # noqa: SIM102 -- known when this is compiled
+            if i >= tl.load(counts_ptr):
+                return
+        b = 0
+        i, start, end, _, last = segment_at(order_ptr, i)
+        if SKIP_LAST and BACKWARDS:  # of a segment that another one follows that other one is asked for
+            i, start, end = i + 1, end, end + tl.minimum(segment, last - end)
+        ih = i * H + h
+
+    b64 = tl.cast(b, tl.int64)
+    left_ptr += b64 * stride_lb
+    right_ptr += b64 * stride_rb
+    if g_ptr is not None:
+        g_ptr += b64 * stride_gb
+
+    i_c = tl.arange(0, C)  # [C]
+    # For each token the gates of its chunk that it is decayed by.
+    decaying = i_c[:, None] >= i_c[None, :] if BACKWARDS else i_c[:, None] < i_c[None, :]  # [C, C]
+    decaying = decaying.to(tl.float16)
+    S = tl.zeros([BV, BK], tl.float32)
+    W = tl.zeros([BK], tl.float32)
+    if TOKENWISE:
+        for j in tl.range(0, (end - start) * G, num_stages=STAGES):
+            s, head = j // G, h * G + j % G
+            t = start + s if BACKWARDS else end - 1 - s
+            left = load_row(left_ptr, stride_lt, stride_lh, t, head, k0, K, BK)  # [BK]
+            right = load_row(right_ptr, stride_rt, stride_rh, t, head, v0, V, BV)  # [BV]
+            if g_ptr is not None:
+                g = load_row(g_ptr, stride_gt, stride_gh, t, h, k0, K, BK)  # [BK]
+                g = tl.maximum(g, LEAST_GATE) * LOG2E
+                left *= tl.exp2(W + g if BACKWARDS else W)
+                W += tl.where(j % G == G - 1, g, 0.0)  # once all heads have met it
+            S += right[:, None] * left[None, :]
+    else:
+        chunks = tl.cdiv(end - start, C)
+        for j in tl.range(0, chunks * G, num_stages=STAGES):
+            c, head = j // G, h * G + j % G
+            t = start + (c if BACKWARDS else chunks - 1 - c) * C
+            left = load_tile(left_tiles, left_ptr, stride_lt, stride_lh, b, t, head, k0, end, K, C, BK)  # [C, BK]
+            right = load_tile(right_tiles, right_ptr, stride_rt, stride_rh, b, t, head, v0, end, V, C, BV)  # [C, BV]
+            right = operand(right, OPERAND)
+            if g_ptr is not None:
+                g = load_tile(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, K, C, BK)  # [C, BK]
+                g = tl.maximum(g.to(tl.float32), LEAST_GATE) * LOG2E
+                left = left * tl.exp2(_sum_of_rows(g, decaying) + W[None, :])
+                W += tl.where(j % G == G - 1, tl.sum(g, 0), 0.0)  # once all heads have met them
+            S = tl.dot(tl.trans(right), operand(left, OPERAND), S, input_precision="tf32")
+
+    if BACKWARDS:
+        S *= scale
+    i_k = k0 + tl.arange(0, BK)  # [BK]
+    i_v = v0 + tl.arange(0, BV)  # [BV]
+    S_block = S_ptr + ih.to(tl.int64) * K * V + i_k[None, :] * V + i_v[:, None]  # [BV, BK]
+    tl.store(S_block, S, mask=(i_k < K)[None, :] & (i_v < V)[:, None])
+    if D_ptr is not None and v0 == 0:
+        tl.store(D_ptr + ih.to(tl.int64) * K + i_k, tl.exp2(W), mask=i_k < K)
+
+
+@triton.jit
+def _sum_of_rows(g, chosen):
+    """For each row of g [C, K] the sum of the rows for which its row of `chosen` [C, C] is 1, not 0.
+
+    A product, with g split into two float16 parts: 22 bits of it, or all to 2^-25.
+    """
+    high = g.to(tl.float16)
+    low = (g - high.to(tl.float32)).to(tl.float16)
+    return tl.dot(chosen, low, tl.dot(chosen, high))

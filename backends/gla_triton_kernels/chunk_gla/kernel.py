@@ -1,0 +1,232 @@
+"""Kernels of chunk_gla as values, and the plans that are made of them. Imports no Triton.
+
+A kernel is a value: a name, a refusal, launch parameters, prices, and a function that imports the function which
+describes its launches. `general/kernels.py` and `sm90/kernels.py` hold the values; forward.py and backward.py hold the
+tuples of kernels for each role, best first. A call takes the first kernel that does not refuse it.
+
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width of a head
+C tokens of a chunk   BK, BV keys and values of a block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+
+from gla_core.dispatch.backend import Constants, OpCall, Reason
+from gla_triton_kernels.chunk_gla.price import BlockTime, Cut
+from gla_triton_kernels.runtime.architecture import Gpu
+
+if TYPE_CHECKING:
+    from gla_triton_kernels.runtime.launch import Launch
+
+
+# ---- plans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Launch parameters of a kernel that computes outputs or states.
+
+    Attributes:
+        C: tokens of a chunk.
+        BK, BV: keys and values of a head that a block, or a warpgroup's slice of it, computes at once.
+        warps: of a block; specialised warps come on top.
+        stages: chunks that are loaded ahead.
+        operand: dtype of the operands of matrix products; float32 stands for TF32.
+        tokenwise: token by token, without tensor cores.
+        tma: tiles are moved by TMA, not through pointers.
+        triangle: gates are summed by a product with a triangle, not by a scan.
+        keys_first: the state's keys are the rows of the matrix instruction, not its values.
+    """
+
+    C: int
+    BK: int
+    BV: int
+    warps: int = 4
+    stages: int = 2
+    operand: torch.dtype = torch.bfloat16
+    tokenwise: bool = False
+    tma: bool = False
+    triangle: bool = False
+    keys_first: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientParameters:
+    """Launch parameters of a kernel that computes gradients.
+
+    A block [BK, BV] of the states of a head is gated linear attention of its own: dq, dk and dg are sums over blocks of
+    values, and dv is a sum over blocks of keys.
+
+    Attributes:
+        BK, BV: keys and values of a block; in the kernel for wide heads, of a block that computes gradients of states.
+        warps: of a block; specialised warps come on top.
+        precision: of matrix products: "bf16", or float32 split into bfloat16 parts, "bf16x3" or "bf16x6".
+    """
+
+    BK: int
+    BV: int
+    warps: int
+    precision: str = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """How the states that enter segments are computed.
+
+    Attributes:
+        length: tokens of a segment.
+        uncut: tokens up to which a packed sequence is not cut.
+        states, parameters: the kernel that builds the states of segments from zero; a scan then makes entering states.
+        overlap: each kernel is launched while its predecessor ends (programmatic dependent launch).
+    """
+
+    length: int
+    uncut: int
+    states: StateKernel
+    parameters: Parameters
+    overlap: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """How outputs are computed.
+
+    Attributes:
+        outputs, parameters: the kernel that computes outputs, and the state that leaves, from the state that enters a
+            sequence or segment.
+        segments: how sequences are cut into segments; None if they stay whole.
+    """
+
+    outputs: OutputKernel
+    parameters: Parameters
+    segments: SegmentPlan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPlan:
+    """How gradients are computed.
+
+    Attributes:
+        gradients, parameters: the kernel that computes dq, dk, dv and dg of a sequence or segment, backwards, from the
+            states that enter its chunks and the gradient of the state that leaves it.
+        entering: how the states that enter chunks are computed; None if checkpoints hold them.
+        leaving: how the gradients of the states that leave segments are computed; None if sequences stay whole.
+    """
+
+    gradients: GradientKernel
+    parameters: GradientParameters
+    entering: SegmentPlan | None
+    leaving: SegmentPlan | None = None
+
+
+class CutTimes(NamedTuple):
+    """The cost of cutting sequences into segments, in units of the time that a block needs for 64 tokens.
+
+    Attributes:
+        building: the state of 64 tokens. spilling: a block writes a state, scans and reads it.
+        launching: two more launches.
+    """
+
+    building: float
+    spilling: float
+    launching: float
+
+
+# ---- kernels
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kernel:
+    """A kernel: its name, its code, and what it refuses.
+
+    Attributes:
+        name: its folder and file, such as "sm90.forward".
+        load: imports the kernel's module, and returns the function that describes its launches.
+        refusal: takes a call with the widths that kernels see, and a GPU; returns why the kernel cannot compute the
+            call, or None.
+    """
+
+    name: str
+    load: Callable[[], Callable[..., list[Launch]]]
+    refusal: Callable[[OpCall, Gpu], Reason | None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StateKernel(Kernel):
+    """A kernel that builds the states of segments from zero.
+
+    Attributes:
+        parameters: takes a call, a GPU, the tokens of a segment, and the parameters of the kernel for the outputs.
+        block_keys: takes the parameters, returns the keys of a block.
+        at_once: takes a call and the parameters, returns the number of blocks that a multiprocessor runs at once.
+        time: takes the parameters and constants; None if the price is a share of the price of another kernel.
+    """
+
+    parameters: Callable[[OpCall, Gpu, int, Parameters], Parameters]
+    block_keys: Callable[[Parameters], int]
+    at_once: Callable[[OpCall, Parameters], int]
+    time: Callable[[Parameters, Constants], BlockTime] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OutputKernel(Kernel):
+    """A kernel that computes the outputs of sequences or segments.
+
+    Attributes:
+        states: the kernel that builds the states which this kernel reads.
+        parameters: takes a call, a GPU, and the number of sequences or segments.
+        blocks: takes a call and a GPU, returns the number of blocks of a sequence, and of blocks that run at once.
+        time: takes a call, the parameters and constants.
+        before: takes a call and constants, returns the seconds of each launch that precedes the outputs.
+        host: name of the constant for further seconds of the host; None if there are none.
+    """
+
+    states: StateKernel
+    parameters: Callable[[OpCall, Gpu, int], Parameters]
+    blocks: Callable[[OpCall, Gpu], tuple[int, int]]
+    time: Callable[[OpCall, Parameters, Constants], BlockTime]
+    before: Callable[[OpCall, Constants], list[float]] = lambda call, c: []
+    host: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GradientKernel(Kernel):
+    """A kernel that computes the gradients of sequences or segments.
+
+    Attributes:
+        parameters: takes a call and a GPU.
+        heads_apart: whether each query head of a group is computed by itself, and partial gradients are then summed.
+        adds_pairs: whether a further launch adds the pairs of tokens of chunks that are not mild.
+        cut_times: the cost of cutting sequences.
+        partials: takes a call and the parameters, returns the number of partial results that are summed to dq, dk and
+            dg of a head, and to dv.
+        seconds: takes a call, the parameters, the segments, the bytes that are moved, and constants.
+        layouts: number of times that packed sequences are laid out for the kernel.
+    """
+
+    parameters: Callable[[OpCall, Gpu], GradientParameters]
+    heads_apart: bool
+    adds_pairs: bool
+    cut_times: CutTimes
+    partials: Callable[[OpCall, GradientParameters], tuple[int, int]]
+    seconds: Callable[[OpCall, GradientParameters, Cut, float, Constants], float]
+    layouts: int = 1
+
+
+AnyKernel = TypeVar("AnyKernel", bound=Kernel)
+
+
+def first_able(kernels: Sequence[AnyKernel], call: OpCall, gpu: Gpu) -> AnyKernel:
+    """Returns the first kernel that does not refuse a call. The last one refuses none."""
+    return next(kernel for kernel in kernels if kernel.refusal(call, gpu) is None)
+
+
+def refusals(kernels: Sequence[Kernel], chosen: Kernel, call: OpCall, gpu: Gpu) -> list[str]:
+    """Returns a line for each kernel before the chosen one that refuses a call."""
+    reasons = ((kernel.name, kernel.refusal(call, gpu)) for kernel in kernels[: list(kernels).index(chosen)])
+    return [f"not {name}: {reason}" for name, reason in reasons if reason is not None]

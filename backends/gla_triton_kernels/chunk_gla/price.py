@@ -1,0 +1,131 @@
+"""Predicted seconds of a kernel that goes through segments or whole sequences; ../cost.py gives the formula of a call.
+
+The constants of each op are named in cost.py. B, T, H, Hq, K, V, N are the sizes of a call, as in kernel.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from gla_core.dispatch.backend import Constants, OpCall, checkpoint_dtype
+from gla_triton_kernels import MAX_WIDTH
+
+
+class BlockTime(NamedTuple):
+    """The work and the time of a block of a kernel.
+
+    Attributes:
+        tokens: of a step. columns: of v. start: seconds before the first step. step: seconds of a step.
+        shared: number of blocks that share a multiprocessor at no cost to each other.
+        keys: of a block; `MAX_WIDTH` stands for all keys of a head.
+    """
+
+    tokens: int
+    columns: int
+    start: float
+    step: float
+    shared: float = 1
+    keys: int = MAX_WIDTH
+
+
+class Cut(NamedTuple):
+    """The segments of a call: their number, and the tokens of an average one and of the longest."""
+
+    number: float
+    mean: float
+    longest: float
+
+
+def whole(call: OpCall) -> Cut:
+    """Returns the sequences of a call as segments."""
+    T, N = call.dims["T"], max(call.dims["N"], 1)
+    return Cut(N, T / N, longest(call)) if call.variable_length else Cut(N, T, T)
+
+
+def cut(call: OpCall, length: int, uncut: int) -> Cut:
+    """Returns the segments of `length` tokens of a call; packed sequences of up to `uncut` tokens stay whole."""
+    T, N = max(call.dims["T"], 1), call.dims["N"]
+    if not call.variable_length:
+        return Cut(N * math.ceil(T / length), length, length)
+    if longest(call) <= uncut:
+        return whole(call)
+    # The last segment of a packed sequence is short, and half as long as the others where sequences are long.
+    number = max(N, T / length + N / 2)
+    return Cut(number, T / number, min(length, longest(call)))
+
+
+def longest(call: OpCall) -> float:
+    """Returns the tokens of the longest packed sequence; without a bound it has half as many again as the mean."""
+    T, N = call.dims["T"], max(call.dims["N"], 1)
+    return min(T, 1.5 * T / N) if call.longest is None else max(min(T, call.longest), T / N)
+
+
+def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c: Constants) -> float:
+    """Returns the device seconds of a kernel that goes through segments and moves `size` bytes."""
+    H, K, V = (call.dims[name] for name in ("H", "K", "V"))
+    blocks = segments.number * H * math.ceil(K / block.keys) * math.ceil(V / block.columns)
+    if call.variable_length:  # unequal blocks, the longest first: all multiprocessors are busy until short ones run
+        mean, most = (
+            block.start + c["ragged"] + tokens / block.tokens * block.step
+            for tokens in (segments.mean, segments.longest)
+        )
+        seconds = max(most, (blocks / c["multiprocessors"] + 0.5) * mean / block.shared)
+    else:
+        waves = max(1.0, math.ceil(blocks / c["multiprocessors"]) / block.shared)
+        seconds = waves * (block.start + math.ceil(segments.mean / block.tokens) * block.step)
+    return c["launch"] + max(seconds, size / c["bandwidth"])
+
+
+def states_seconds(
+    call: OpCall, length: int, uncut: int, heads: int, block: BlockTime, moved: int, ends: bool, c: Constants
+) -> list[float]:
+    """Returns the device seconds of the launch that builds the states of segments, and of the launch that scans them.
+
+    Args:
+        length, uncut: as in `cut`.
+        heads: of the tokens that are read.
+        moved: bytes that an element of a state takes on all its ways to and from memory.
+        ends: whether the states that leave sequences are asked for, so that all sequences are scanned and not only
+            those that are cut.
+    """
+    B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
+    number = cut(call, length, uncut).number
+    built = number if ends else number - N  # without `ends`, the segments that another one follows
+    if call.variable_length:
+        number = built
+    read = token_bytes(call, heads) * min(1, built * length / max(B * T, 1))
+    build = kernel_seconds(call, block, Cut(built, length, length), read, c) if built else c["launch"]
+    in_a_row = longest(call) / length if call.variable_length else number / max(N, 1)
+    scan = c["launch"] + in_a_row * c["scan_step"] + moved * number * H * K * V / c["bandwidth"]
+    return [build, scan]
+
+
+def host_seconds(launches: int, c: Constants) -> float:
+    """Returns the host seconds of a call with this number of launches. Repeated, they are as quick as two of them."""
+    return c["host"] + c["host_launch"] * min(launches, 2)
+
+
+def moved_bytes(call: OpCall) -> float:
+    """Returns the bytes of q, k, v, g, o or do, of initial and final states, and of returned checkpoints."""
+    H, Hq, K, V, N = (call.dims[name] for name in ("H", "Hq", "K", "V", "N"))
+    states = 2 * N * H * K * V * 4 if call.state_dtype else 0
+    checkpoints = checkpoint_bytes(call, call.scalars["checkpoint_every"]) if call.checkpoints else 0
+    return token_bytes(call, Hq + H) + states + checkpoints
+
+
+def token_bytes(call: OpCall, heads: int) -> int:
+    """Returns the bytes of the gates, and of the keys and the values of `heads` heads."""
+    B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
+    return B * T * (heads * (K + V) * call.dtype.itemsize + H * K * gate_itemsize(call))
+
+
+def checkpoint_bytes(call: OpCall, every: int) -> float:
+    """Returns the bytes of checkpoints every `every` tokens."""
+    B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
+    return B * T / every * H * K * V * checkpoint_dtype(call.dtype).itemsize
+
+
+def gate_itemsize(call: OpCall) -> int:
+    """Returns the bytes of a gate; 0 without gates."""
+    return call.gate_dtype.itemsize if call.gate_dtype else 0

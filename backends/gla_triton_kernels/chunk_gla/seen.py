@@ -1,0 +1,71 @@
+"""The call that kernels see: widths of heads, and how tensors lie in memory. Imports no Triton.
+
+TMA moves rows of whole 16 bytes. If it could not move the rows of a head, on a GPU whose kernels need it,
+shared/widths.py copies tensors to wider heads with zeros behind the keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from gla_core.dispatch.backend import OpCall, contiguous_layout
+from gla_triton_kernels.runtime.architecture import Gpu
+from gla_triton_kernels.runtime.tma import addressable
+
+OF_KEYS = frozenset({"q", "k", "g", "dq", "dk", "dg", "left"})
+OF_VALUES = frozenset({"v", "o", "do", "dv", "right"})
+OF_BOTH = frozenset({"initial_state", "final_state", "checkpoints", "dstate", "dinitial_state"})
+WIDTH_UNIT = 8
+"""Kernels for SM90 see widths that are multiples of this number: rows of bfloat16 of whole 16 bytes."""
+
+
+def seen_width(width: int, dtype: torch.dtype, gpu: Gpu) -> int:
+    """Returns the keys or values of a head that kernels see."""
+    specialised = gpu.architecture.has_wgmma and dtype == torch.bfloat16
+    return -(-width // WIDTH_UNIT) * WIDTH_UNIT if specialised else width
+
+
+def seen_shape(name: str, shape: tuple[int, ...], K: int, V: int) -> tuple[int, ...]:
+    """Returns the shape of a tensor of this name with K keys, or V values of a head, or both, if it has any."""
+    if name in OF_BOTH:
+        return (*shape[:-2], K, V)
+    width = K if name in OF_KEYS else V if name in OF_VALUES else shape[-1]
+    return (*shape[:-1], width)
+
+
+def seen_by_kernels(call: OpCall, gpu: Gpu) -> OpCall:
+    """Returns the call with the widths and the layouts that kernels see."""
+    K, V = (seen_width(call.dims[name], call.dtype, gpu) for name in ("K", "V"))
+    layouts, clones = {}, copied_for_invariance(call)
+    for name, layout in call.layouts.items():
+        shape = seen_shape(name, layout.shape, K, V)
+        copied = shape != layout.shape or name in clones
+        layouts[name] = contiguous_layout(shape, layout.dtype) if copied else layout
+    return replace(call, dims={**call.dims, "K": K, "V": V}, layouts=layouts)
+
+
+def copied_for_invariance(call: OpCall) -> frozenset[str]:
+    """Returns the names of tensors that are copied because a sequence's bits must not depend on their addresses."""
+    if call.batch_invariant is None:
+        return frozenset()
+    found = {name: layout for name, layout in call.layouts.items() if name in OF_KEYS | OF_VALUES}
+    return frozenset(name for name, layout in found.items() if not addressable(layout))
+
+
+def tokens_addressable(call: OpCall) -> bool:
+    """Returns whether TMA can address all tensors of tokens: keys, queries, values, gates, and o or do.
+
+    A tensor whose layout is not known counts as contiguous.
+    """
+    B, T, H, Hq, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
+    shapes = {"q": (B, T, Hq, K), "k": (B, T, H, K), "v": (B, T, H, V), "o": (B, T, Hq, V)}
+    if call.op == "chunk_gla_bwd":
+        shapes["do"] = shapes.pop("o")
+    if call.op == "chunk_gla_summary":
+        shapes = {"left": (B, T, Hq, K), "right": (B, T, Hq if call.scalars.get("backwards") else H, V)}
+    layouts = {name: call.layouts.get(name) or contiguous_layout(shape, call.dtype) for name, shape in shapes.items()}
+    if call.gate_dtype is not None:
+        layouts["g"] = call.layouts.get("g") or contiguous_layout((B, T, H, K), call.gate_dtype)
+    return all(map(addressable, layouts.values()))

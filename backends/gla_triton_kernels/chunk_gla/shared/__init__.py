@@ -1,0 +1,1 @@
+"""Kernels and helpers that the kernels of every generation are composed with."""

@@ -1,0 +1,91 @@
+"""The sum of partial results, of which every program of another kernel wrote one: always in the same order.
+
+    out[o] = parts[o, 0] + parts[o, 1] + ..
+
+Partial results are those of blocks of a head, or of query heads that share a key/value head.
+
+O outer indices   P partial results   D numbers of one   BD numbers of a program
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
+from gla_triton_kernels.runtime.launch import Launch
+
+
+def parts_of(y: Tensor | None, blocks: int) -> Tensor | None:
+    """Returns memory for what each of `blocks` blocks adds to y: y itself if there is one block."""
+    return y if y is None or blocks == 1 else torch.empty(blocks, *y.shape, dtype=torch.float32, device=y.device)
+
+
+def launch_partial_sums(written: Iterable[Tensor | None], results: Iterable[Tensor | None]) -> list[Launch]:
+    """Returns the launches that sum what `parts_of` has given to results, where it is not themselves."""
+    return [
+        launch
+        for parts, y in zip(written, results, strict=True)
+        if parts is not None and y is not None and parts is not y
+        for launch in launch_sum(parts, y, 1)
+    ]
+
+
+def for_query_heads(x: BackwardTensors) -> BackwardTensors:
+    """Returns x with gradients of k, v, g and the initial state that have the heads of q; x itself if its own do."""
+    heads = x.q.shape[2]
+    if heads == x.k.shape[2]:
+        return x
+    dk, dv, dg = (_with_heads(y, 2, heads) for y in (x.dk, x.dv, x.dg))
+    return x._replace(dk=dk, dv=dv, dg=dg, dinitial_state=_with_heads(x.dinitial_state, 1, heads))
+
+
+def _with_heads(y: Tensor | None, dim: int, heads: int) -> Tensor | None:
+    return None if y is None else y.new_empty(*y.shape[:dim], heads, *y.shape[dim + 1 :])
+
+
+def launch_sums_over_groups(each: BackwardTensors, x: BackwardTensors) -> list[Launch]:
+    """Returns the launches that sum what `for_query_heads` has given to the gradients in x."""
+    written = ((each.dk, x.dk, 3), (each.dv, x.dv, 3), (each.dg, x.dg, 3), (each.dinitial_state, x.dinitial_state, 2))
+    return [
+        launch
+        for parts, y, dims in written
+        if parts is not None and y is not None and parts is not y
+        for launch in launch_sum(parts, y, math.prod(y.shape[:dims]))
+    ]
+
+
+def launch_sum(parts: Tensor, out: Tensor, outer: int) -> list[Launch]:
+    """Returns the launch that sums parts [O, P, D] to out [O, D], both contiguous and of any shape; O is `outer`."""
+    BD = 1024
+    arguments = {
+        "parts_ptr": parts,
+        "out_ptr": out,
+        "numbers": out.numel(),
+        "D": out.numel() // outer,
+        "P": parts.numel() // out.numel(),
+        "BD": BD,
+    }
+    return [Launch(_sum_kernel, (-(-out.numel() // BD), 1, 1), arguments, {"num_warps": 4})]
+
+
+@triton.jit
+def _sum_kernel(
+    parts_ptr,  # [O, P, D]
+    out_ptr,  # [O, D]
+    numbers,
+    D,
+    P: tl.constexpr,
+    BD: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * BD + tl.arange(0, BD)  # [BD]
+    first = i // D * (P * D) + i % D  # [BD]
+    total = tl.zeros([BD], tl.float32)
+    for p in tl.static_range(P):
+        total += tl.load(parts_ptr + first + tl.cast(D, tl.int64) * p, mask=i < numbers, other=0.0)
+    tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < numbers)

@@ -1,0 +1,180 @@
+"""The states that enter segments, from the segments' own states: a scan over each sequence.
+
+For the segments i of a sequence in order, with S_i its state from zero and D_i its decay,
+
+    running, S_i = diag(D_i) running + S_i, running        running = the initial state before the first
+
+Gradients are scanned backwards: from those of segments to those of the states that leave them, from the last segment to
+the first, with the gradient of the final state before the last.
+
+Of packed sequences, unless something is asked for of each, those alone are scanned that are cut: how many they are is
+known on the device, and a program takes one block of a state after the other.
+
+I segments   N sequences   H key/value heads   K, V key and value width   BK, BV keys and values of a block of a state
+"""
+
+# pyright: reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
+from gla_triton_kernels.chunk_gla.shared.common import in_state, segment_at
+from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, Segments, cut_of, state_strides
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.sizes import power_of_two
+
+PROGRAMS = 528
+"""The most programs for what is cut of packed sequences: four for each multiprocessor of an H200, as its registers hold
+no more."""
+
+
+def launch_scan(
+    plan: SegmentPlan,
+    x: Recurrence,
+    segments: Segments,
+    S: Tensor,
+    D: Tensor | None,
+    out: Tensor | None,
+    skip_first: bool = False,
+    decay: Tensor | None = None,
+) -> list[Launch]:
+    """Returns the launch that turns states from zero S [I, H, K, V] into those before each segment, and fills x.after.
+
+    Those of empty segments are left as they are.
+
+    Args:
+        out: takes the states, in any dtype; may be S; None where x.after is all that is asked for.
+        skip_first: leave those before a sequence's first segment as they are: they are x.before, or 0.
+        decay: [N, H, K], takes the decay of each sequence, the product of D over its segments; only where D is there.
+    """
+    _, H, K, V = S.shape
+    N = x.left.shape[0] if segments.cu_seqlens is None else len(segments.cu_seqlens) - 1
+    BV = min(128, power_of_two(V))
+    BK = min(256 // BV, power_of_two(K))
+    blocks = -(-K // BK) * -(-V // BV) * H  # of a sequence
+    only_cut = skip_first and x.after is None and segments.order is not None
+    programs = min(PROGRAMS, segments.most * blocks) if only_cut else N * blocks
+    if programs == 0:
+        return []
+    arguments = {
+        "S_ptr": S,
+        "D_ptr": D,
+        "out_ptr": out,
+        "cu_seqlens_ptr": segments.cu_seqlens,
+        "order_ptr": segments.order if only_cut else None,
+        "counts_ptr": segments.counts if only_cut else None,
+        "before_ptr": x.before,
+        "after_ptr": x.after,
+        "decay_ptr": decay,
+        "segment": segments.length,
+        "uncut": segments.uncut,
+        "segments": segments.per_sequence,
+        **state_strides("stride_", x.before),
+        "N": N,
+        "H": H,
+        "K": K,
+        "V": V,
+        "BK": BK,
+        "BV": BV,
+        "GROUP": min(16, power_of_two(segments.per_sequence or 16)),
+        "BACKWARDS": x.backwards,
+        "SKIP_FIRST": skip_first,
+        "OVERLAPS": plan.overlap,
+    }
+    options = {"launch_pdl": True} if plan.overlap else {}
+    return [Launch(_scan_kernel, (programs, 1, 1), arguments, {"num_warps": 4, **options})]
+
+
+@triton.jit(do_not_specialize=["segment", "uncut", "segments", "N", "H"])
+def _scan_kernel(
+    S_ptr,  # [I, H, K, V]
+    D_ptr,  # [I, H, K] or None
+    out_ptr,  # [I, H, K, V] or None
+    cu_seqlens_ptr,  # [N+1] or None
+    order_ptr,  # [I, 5], or None where all sequences are scanned
+    counts_ptr,  # [2] or None, as order
+    before_ptr,  # [N, H, K, V] or None
+    after_ptr,  # [N, H, K, V] or None
+    decay_ptr,  # [N, H, K] or None
+    segment,
+    uncut,
+    segments,
+    stride_n,
+    stride_h,
+    stride_k,
+    stride_v,
+    N,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    GROUP: tl.constexpr,
+    BACKWARDS: tl.constexpr,
+    SKIP_FIRST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Program: blocks [BK, BV] of the states of one head of one sequence, GROUP segments on their way at a time.
+
+    Where there is an order, the sequences are those whose first segments lead it.
+    """
+    blocks_v: tl.constexpr = (V + BV - 1) // BV
+    blocks_k: tl.constexpr = (K + BK - 1) // BK
+    if OVERLAPS:  # what the kernel before writes is there only after the wait
+        gdc_launch_dependents()
+        gdc_wait()
+    sequences = N if counts_ptr is None else tl.load(counts_ptr + 1)
+    for item in range(tl.program_id(0), sequences * H * (blocks_k * blocks_v), tl.num_programs(0)):
+        nh = item // (blocks_v * blocks_k)
+        n, h = nh // H, nh % H
+        v0 = item % blocks_v * BV  # pyright: ignore
+        i_v = v0 + tl.arange(0, BV)  # [BV]
+        i_k = item // blocks_v % blocks_k * BK + tl.arange(0, BK)  # [BK]
+        m_k = i_k < K  # [BK]
+        inside = m_k[:, None] & (i_v < V)[None, :]  # [BK, BV]
+        block = i_k[:, None] * V + i_v[None, :]  # [BK, BV]
+        if cu_seqlens_ptr is None:
+            first, count = n * segments, segments
+        elif order_ptr is not None:
+            first, start, _, _, end = segment_at(order_ptr, n)
+            n = first - start // segment
+            nh, count = n * H + h, tl.cdiv(end - start, segment)
+        else:
+            _, _, first, followed, rest = cut_of(cu_seqlens_ptr, n, N, segment, uncut)
+            count = followed + (rest > 0).to(tl.int32)
+        step: tl.constexpr = -1 if BACKWARDS else 1  # pyright: ignore
+        if BACKWARDS:
+            first += count - 1
+        built = count if after_ptr is not None else count - 1  # nobody asks for the last segment's state
+        running = tl.zeros([BK, BV], tl.float32)
+        if before_ptr is not None:
+            states = before_ptr + n.to(tl.int64) * stride_n + h.to(tl.int64) * stride_h
+            place = in_state(i_k[:, None], i_v[None, :], stride_k, stride_v)  # [BK, BV]
+            running = tl.load(states + place, mask=inside, other=0.0)
+        decay = tl.full([BK], 1.0, tl.float32)
+        for m in range(0, count, GROUP):
+            S, D = (), ()
+            for j in tl.static_range(GROUP):  # pyright: ignore
+                ih = tl.cast(first + (m + j) * step, tl.int64) * H + h
+                there = m + j < built
+                S += (tl.load(S_ptr + ih * (K * V) + block, mask=inside & there, other=0.0),)  # [BK, BV]
+                if D_ptr is not None:
+                    D += (tl.load(D_ptr + ih * K + i_k, mask=m_k & there, other=1.0),)  # [BK]
+            for j in tl.static_range(GROUP):  # pyright: ignore
+                ih = tl.cast(first + (m + j) * step, tl.int64) * H + h
+                if out_ptr is not None:
+                    before = running.to(out_ptr.dtype.element_ty)
+                    asked = (m + j < count) & (m + j > 0) if SKIP_FIRST else m + j < count
+                    tl.store(out_ptr + ih * (K * V) + block, before, mask=inside & asked)
+                if D_ptr is not None:
+                    running *= tl.expand_dims(D[j], 1)
+                    decay *= D[j]
+                running += S[j]
+        if after_ptr is not None:
+            tl.store(after_ptr + nh.to(tl.int64) * (K * V) + block, running, mask=inside)
+        if decay_ptr is not None:
+            tl.store(decay_ptr + nh.to(tl.int64) * K + i_k, decay, mask=m_k & (v0 == 0))

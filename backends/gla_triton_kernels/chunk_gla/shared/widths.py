@@ -1,0 +1,107 @@
+"""Heads of any width for kernels that TMA feeds: copies with zeros behind the keys and values, and results copied back.
+
+TMA moves rows of whole 16 bytes. Keys and queries of 0 add nothing to any product, values of 0 give outputs of 0, and
+gates of 0 decay nothing, so results are what they are without.
+
+A0, A1, A2, A3 dimensions of a tensor   R rows of A3 numbers that a program writes   BD at least A3
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gla_triton_kernels.chunk_gla.seen import seen_shape
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.sizes import power_of_two
+
+if TYPE_CHECKING:
+    from gla_triton_kernels.chunk_gla.tensors import AnyTensors
+
+RESULTS = frozenset({"o", "final_state", "dq", "dk", "dv", "dg", "dinitial_state"})
+
+
+def widened(x: AnyTensors, K: int, V: int) -> tuple[AnyTensors, list[Launch], list[Launch]]:
+    """Returns the tensors with heads of K keys and V values, launches that fill the inputs, and launches that fill x.
+
+    The first launches come before the kernels, the others after them. Both are empty if x has these widths.
+    """
+    given = {name: y for name, y in x._asdict().items() if y is not None}
+    shapes = {name: seen_shape(name, tuple(y.shape), K, V) for name, y in given.items()}
+    wide = {
+        name: torch.empty(shapes[name], dtype=y.dtype, device=y.device)
+        for name, y in given.items()
+        if shapes[name] != y.shape
+    }
+    # A forward fills checkpoints, but not all their rows where sequences are packed: the others stay 0.
+    written = RESULTS if "do" in given else RESULTS | {"checkpoints"}
+    read = [launch_copy(given[name], y) for name, y in wide.items() if name not in RESULTS and y.numel() > 0]
+    back = [launch_copy(y, given[name]) for name, y in wide.items() if name in written and y.numel() > 0]
+    return x._replace(**wide), list(itertools.chain(*read)), list(itertools.chain(*back))
+
+
+def launch_copy(source: Tensor, to: Tensor) -> list[Launch]:
+    """Returns the launch that copies what two tensors have in common, and makes the rest of `to` 0.
+
+    Args:
+        source: [.., A2, A3], contiguous if there are more than 4 dimensions.
+        to: [.., A2, A3] with others, contiguous.
+    """
+    A3, A3_SOURCE = to.shape[-1], source.shape[-1]
+    if source.is_contiguous() and source.shape[:-1] == to.shape[:-1]:  # rows of one dimension: read and written in turn
+        A1, A2, A2_SOURCE, strides = to.numel() // A3, 1, 1, (0, A3_SOURCE, 0, 1)
+    else:
+        A1, A2, A2_SOURCE, strides = *to.shape[-3:-1], source.shape[-2], source.stride()[-4:]
+    BD = power_of_two(A3, 16)
+    R = max(1, 4096 // BD)
+    blocks = -(-A1 // R)
+    arguments = {
+        "source_ptr": source,
+        "to_ptr": to,
+        **{f"stride_{i}": stride for i, stride in enumerate(strides)},
+        "A1": A1,
+        "A2_SOURCE": A2_SOURCE,
+        "A2": A2,
+        "blocks": blocks,
+        "A3_SOURCE": A3_SOURCE,
+        "A3": A3,
+        "R": R,
+        "BD": BD,
+    }
+    grid = (to.numel() // (A1 * A2 * A3) * blocks, A2, 1)
+    return [Launch(_copy_kernel, grid, arguments, {"num_warps": 4})]
+
+
+@triton.jit
+def _copy_kernel(
+    source_ptr,  # [A0, A1, A2_SOURCE, A3_SOURCE]
+    to_ptr,  # [A0, A1, A2, A3]
+    stride_0,
+    stride_1,
+    stride_2,
+    stride_3,
+    A1,
+    A2_SOURCE,
+    A2,
+    blocks,  # of R along A1
+    A3_SOURCE: tl.constexpr,
+    A3: tl.constexpr,
+    R: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Program: R rows of one index of A0 and one of A2, along A1."""
+    i_0 = (tl.program_id(0) // blocks).to(tl.int64)
+    i_1 = tl.program_id(0) % blocks * R + tl.arange(0, R)  # [R]
+    i_2 = tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, BD)[None, :]  # [1, BD]
+    inside = (i_1 < A1)[:, None]  # [R, 1]
+    there = inside & (column < A3_SOURCE) & (i_2 < A2_SOURCE)  # [R, BD]
+    first = i_0 * stride_0 + i_1.to(tl.int64) * stride_1 + i_2 * stride_2  # [R]
+    x = tl.load(source_ptr + first[:, None] + column.to(tl.int64) * stride_3, mask=there, other=0.0)  # [R, BD]
+    row = (i_0 * A1 + i_1) * A2 + i_2  # [R]
+    tl.store(to_ptr + row[:, None] * A3 + column, x, mask=inside & (column < A3))

@@ -1,0 +1,1 @@
+"""Kernels for Hopper (SM90), with specialised warps."""

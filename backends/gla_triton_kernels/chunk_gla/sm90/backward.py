@@ -1,0 +1,614 @@
+"""Gradients of chunked gated linear attention for Hopper: one pass backwards, specialised warps, dS in registers.
+
+Per chunk of C tokens, with S the state that enters it, dS the gradient of the state that leaves it, r = b_C / 2 where
+b_t = g_1 + .. + g_t within the chunk, and
+
+    qg = scale q exp(b - r)      kg = k exp(r - b)      P = exp(b_C - r) dS
+    A  = tril(qg kg^T)           dA = tril(do v^T)
+
+    dq = scale exp(b - r) * (dA kg + do (exp(r) S)^T)       dk = exp(r - b) * (dA^T qg + v P^T)
+    dv = A^T do + kg P                                      dS' = exp(r) (P + qg^T do)
+    dg_u = sum over V of S * dS' - sum over t < u of (q * dq - k * dk)_t
+
+dS' being the gradient of S. The last sum is formed of the operands of the products as they were rounded: a pair of
+tokens at or after the gate, and the pair of a token with itself, then gives the same products to both of its parts.
+
+In a chunk that is not mild (some channel decays by more than MILD_DECAY_SM90) A and dA count as 0, and
+
+    qg = scale q exp(b)          kg = k exp(b_C - b)        P = dS        dS' = exp(b_C) dS + qg^T do
+
+have no exponent above 0; the chunk is marked, and pairs.py adds what the pairs of its tokens give.
+
+B batch   T time   H key/value heads, of k, v, g and S   Hq query heads, G of which share one   K, V key and value width
+C rows of a chunk   D = 64 columns of a tile
+PARTS of 64 keys of a block   HALVES of 64 values of a block
+
+One block per segment (by default a whole sequence), head, 64 PARTS keys and 64 HALVES values. Three kinds of warps talk
+over barriers in shared memory:
+
+    load       one warp: copies q, k, v, do, g and S of the next chunks by TMA
+    gate       a warpgroup: sums g and turns q, k into qg, kg where they lie, while gradient warps are at earlier chunks
+    gradient   a warpgroup for each part of the keys: holds its rows of dS, and computes its columns of dq, dk, dg; of
+               dv, which sums over all keys, it computes a half of the values once the others have written P
+
+Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from gla_core.dispatch.backend import CHUNK
+from gla_triton_kernels.chunk_gla.kernel import GradientParameters
+from gla_triton_kernels.chunk_gla.shared import partials
+from gla_triton_kernels.chunk_gla.shared.limits import LOG2E, MILD_DECAY_SM90
+from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.chunk_gla.sm90 import pairs
+from gla_triton_kernels.chunk_gla.sm90.common import as_float32, clear_rows, in_state, opaque_zero, plus, write
+from gla_triton_kernels.chunk_gla.sm90.common_backward import (
+    LAYOUT,
+    LEFT,
+    RUNS,
+    WIDTH,
+    C,
+    D,
+    decay,
+    exponents,
+    gate_tile,
+    gates,
+    product,
+    segment_backwards,
+)
+from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
+
+SLOTS = gl.constexpr(2)
+
+
+def launch_gradients(
+    kernel: GradientParameters,
+    x: BackwardTensors,
+    entering: Tensor,
+    leaving: Tensor | None,
+    segments: Segments,
+    scale: float,
+) -> list[Launch]:
+    """Returns the launches that fill the gradients in x, as that of backward.py; entering is bfloat16."""
+    B, T, Hq, K = x.q.shape
+    H, V = x.v.shape[2:]
+    blocks_k, blocks_v = -(-K // kernel.BK), -(-V // kernel.BV)
+    dq, dk, dg = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk, x.dg))
+    dv = partials.parts_of(x.dv, blocks_k)
+    marks = pairs.new_marks(x, entering, kernel.BK)
+    arguments = {
+        "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
+        "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
+        "v_desc": shared_tiles(x.v, CHUNK, WIDTH),
+        "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
+        "g_desc": None if x.g is None else shared_tiles(x.g, CHUNK, WIDTH),
+        "s_desc": state_tiles(entering, WIDTH, WIDTH),
+        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH) if blocks_v == 1 else None,
+        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH) if blocks_v == 1 else None,
+        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH) if blocks_k == 1 else None,
+        "dq_ptr": dq,
+        "dk_ptr": dk,
+        "dv_ptr": dv,
+        "dg_ptr": dg,
+        "marks": marks,
+        "leaving": leaving,
+        "dinitial": x.dinitial_state,
+        "order": segments.order,
+        "scale": scale,
+        **state_strides("state_", leaving),
+        **lengths_of(T, segments),
+        "Hq": Hq,
+        "K": K,
+        "V": V,
+        "B": B,
+        "PARTS": kernel.BK // WIDTH,
+        "HALVES": kernel.BV // WIDTH,
+        "G": Hq // H,
+        "LAST_LEAVE_NONE": x.last_leave_none,
+    }
+    grid = (blocks_k * blocks_v * segments.count * Hq, 1, 1)
+    options = {"num_warps": kernel.warps, "maxnreg": 80 if kernel.BK == kernel.BV == 64 else 128}  # two blocks
+    computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, options)
+    summed = partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
+    return [computed, *summed, *pairs.launch_pairs(x, marks, scale, kernel.BK)]
+
+
+@gluon.jit
+def _rows():
+    return (gl.arange(0, C, gl.SliceLayout(1, LAYOUT)) + opaque_zero())[:, None]  # [C, 1]
+
+
+@gluon.jit
+def _columns():
+    return (gl.arange(0, D, gl.SliceLayout(0, LAYOUT)) + opaque_zero())[None, :]  # [1, D]
+
+
+@gluon.jit
+def _left(mask, x):
+    """Returns x [C, C] where mask [C, C] is set, else 0, in bfloat16: the left operand of a product, in registers."""
+    return gl.convert_layout(gl.where(mask, x, 0.0).to(gl.bfloat16), LEFT)
+
+
+@gluon.jit
+def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr):
+    """Keeps what the next chunks need on its way, the last chunk first."""
+    q_desc, k_desc, v_desc, do_desc, g_desc, s_desc = descriptors
+    q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles = tiles
+    g_full, qk_full, qk_empty, v_full, v_empty, s_full, s_empty = barriers
+    b, h, key, value, start, chunks, row = place
+    TILE: gl.constexpr = q_desc.block_type.nbytes
+    for i in range(chunks):
+        c = chunks - 1 - i
+        t = start + c * C
+        slot = i % SLOTS
+        mbarrier.wait(qk_empty.index(slot), (i // SLOTS & 1) ^ 1)
+        if g_desc is not None:
+            bar = g_full.index(slot)
+            mbarrier.expect(bar, PARTS * g_desc.block_type.nbytes)
+            for p in gl.static_range(PARTS):
+                x_tile = gate_tile(g_desc, x_tiles, PARTS * slot + p)
+                tma.async_copy_global_to_shared(g_desc, [b, h // G, t, key + p * D], bar, x_tile)
+        bar = qk_full.index(slot)
+        mbarrier.expect(bar, 2 * PARTS * TILE)
+        for p in gl.static_range(PARTS):
+            tma.async_copy_global_to_shared(q_desc, [b, h, t, key + p * D], bar, q_tiles.index(PARTS * slot + p))
+            tma.async_copy_global_to_shared(k_desc, [b, h // G, t, key + p * D], bar, k_tiles.index(PARTS * slot + p))
+        phase = (i & 1) ^ 1
+        mbarrier.wait(v_empty, phase)
+        mbarrier.expect(v_full, 2 * HALVES * TILE)
+        for j in gl.static_range(HALVES):
+            tma.async_copy_global_to_shared(v_desc, [b, h // G, t, value + j * D], v_full, v_tiles.index(j))
+            tma.async_copy_global_to_shared(do_desc, [b, h, t, value + j * D], v_full, do_tiles.index(j))
+        mbarrier.wait(s_empty, phase)
+        mbarrier.expect(s_full, PARTS * HALVES * TILE)
+        for p in gl.static_range(PARTS):
+            for j in gl.static_range(HALVES):
+                at = [row + c, h // G, key + p * D, value + j * D]
+                tma.async_copy_global_to_shared(s_desc, at, s_full, s_tiles.index(HALVES * p + j))
+
+
+@gluon.jit
+def _decay(g, mild, i, tiles, scale):
+    """Turns a part's q, k into qg, kg, its gates into the exponents of its queries, and leaves b_C / 2 [D]."""
+    q_tiles, k_tiles, x_tiles, r_tiles = tiles
+    q_tile = q_tiles.index(i).reshape([C, D])
+    k_tile = k_tiles.index(i).reshape([C, D])
+    x, end = exponents(g, mild)  # [C, D], [D]
+    x_tiles.index(i).reshape([C, D]).store(x)
+    r_tiles.index(i).store(0.5 * end)
+    decay(q_tile, k_tile, x, end, mild, scale)
+
+
+@gluon.jit
+def _write_dg(tiles, where, dg_ptr, key, K, slot, rows, PARTS: gl.constexpr):
+    """Writes dg of a chunk: its parts at the chunk's start, less the sums of w before each row."""
+    _, _, x_tiles, r_tiles = tiles
+    b, h, t, T, Hq = where
+    row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
+    column = gl.arange(0, D, gl.SliceLayout(0, RUNS))[None, :]  # [1, D]
+    first = dg_ptr + ((b.to(gl.int64) * T + t) * Hq + h) * K + key
+    offsets = row.to(gl.int64) * (Hq * K) + column  # [C, D]
+    for p in range(PARTS):
+        w = x_tiles.index(PARTS * slot + p).reshape([C, D]).load(RUNS)  # [C, D]
+        anchor = r_tiles.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
+        dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)
+        inside = (row < rows) & (column < K - key - p * D)
+        gl.store(first + p * D + offsets, dg.to(dg_ptr.dtype.element_ty), inside)
+
+
+@gluon.jit
+def _gate_warps(
+    g_desc, tiles, barriers, marks, marks_c, dg_ptr, place, sizes, scale, PARTS: gl.constexpr, PACKED: gl.constexpr
+):
+    """Turns q, k into qg, kg, chunk after chunk, marks those that are not mild, and writes dg of the one before.
+
+    What is done for each part stands in loops at run time, though gates are then read twice: less code, which is
+    fetched anew for each chunk.
+    """
+    q_tiles, k_tiles, x_tiles, r_tiles, mild_flags = tiles
+    g_full, qk_full, qk_empty, gated, w_full = barriers
+    b, h, _, key, _, start, length = place
+    T, Hq, K, _ = sizes
+    parts = (q_tiles, k_tiles, x_tiles, r_tiles)
+    chunks = gl.cdiv(length, C)
+    for i in range(chunks + 1):
+        c = chunks - 1 - i
+        slot = i % SLOTS
+        phase = i // SLOTS & 1
+        rows = gl.minimum(length - c * C, C)
+        first = PARTS * slot
+        if i < chunks:
+            if g_desc is not None:
+                mbarrier.wait(g_full.index(slot), phase)
+                least = gl.to_tensor(0.0)
+                for p in range(PARTS):
+                    g = gates(gate_tile(g_desc, x_tiles, first + p), rows, PACKED)  # [C, D]
+                    least = gl.minimum(least, gl.min(gl.sum(g, 0), 0))
+                mild = least > -MILD_DECAY_SM90 * LOG2E
+                mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
+                gl.store(marks + c * marks_c, gl.where(mild, 0, 1))
+            mbarrier.wait(qk_full.index(slot), phase)
+            if PACKED:
+                for p in gl.static_range(PARTS):
+                    clear_rows(q_tiles.index(first + p).reshape([C, D]), rows, RUNS)
+                    clear_rows(k_tiles.index(first + p).reshape([C, D]), rows, RUNS)
+            if g_desc is not None:
+                for p in range(PARTS):
+                    _decay(gates(gate_tile(g_desc, x_tiles, first + p), rows, PACKED), mild, first + p, parts, scale)
+            else:
+                for p in gl.static_range(PARTS):
+                    q_tile = q_tiles.index(first + p).reshape([C, D])
+                    q_tile.store((q_tile.load(RUNS).to(gl.float32) * scale).to(gl.bfloat16))
+            fence_async_shared()
+            mbarrier.arrive(gated.index(slot), count=1)
+        if i > 0:
+            before = (i - 1) % SLOTS
+            if g_desc is not None:
+                mbarrier.wait(w_full.index(before), (i - 1) // SLOTS & 1)
+                where = (b, h, start + (c + 1) * C, T, Hq)
+                _write_dg(parts, where, dg_ptr, key, K, before, gl.minimum(length - (c + 1) * C, C), PARTS)
+            mbarrier.arrive(qk_empty.index(before), count=1)
+
+
+@gluon.jit
+def _chunk(
+    dS,
+    waiting,
+    tiles,
+    barriers,
+    outputs,
+    scale,
+    place,
+    part: gl.constexpr,
+    PARTS: gl.constexpr,
+    HALVES: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """Writes the gradients of a chunk, but for dg, from dS = waiting * tiles [D, D], that of the state that leaves it.
+
+    Returns the same of the state that enters it: what its keys [D] are still to be multiplied by waits for the next
+    chunk, so that all is scaled once.
+    """
+    q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, mild_flags = tiles
+    w_full, v_empty, s_full, s_empty, ready, done = barriers
+    i, slot, rows, where, key, value, K, V = place
+    dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
+    zero = opaque_zero()
+    row, column = _rows(), _columns()
+    own = PARTS * slot + part
+    q_tile = q_tiles.index(own).reshape([C, D])
+    k_tile = k_tiles.index(own).reshape([C, D])
+    x_tile = x_tiles.index(own).reshape([C, D])
+    none = gl.zeros([C, C], gl.float32, LAYOUT)
+
+    if HAS_GATE:
+        mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
+        r = r_tiles.index(own).load(gl.SliceLayout(1, LAYOUT))  # [D], with keys as rows
+        inner = gl.exp2(gl.where(mild, r, 0.0))  # [D], of P and of dS'
+        factor = (waiting * inner)[:, None]  # [D, 1], of P
+        decay = (waiting * gl.exp2(gl.where(mild, r, 2 * r)))[:, None]  # [D, 1]
+    else:
+        inner = waiting
+    decayed = ()  # to the start of the chunk, or where it is mild to its middle
+    for j in gl.static_range(HALVES):
+        p_tile = p_tiles.index(zero + HALVES * part + j).reshape([D, D])
+        if HAS_GATE:
+            p_tile.store((dS[j] * factor).to(gl.bfloat16))
+            decayed += (dS[j] * decay,)
+        else:
+            p_tile.store(dS[j].to(gl.bfloat16))
+            decayed += (dS[j],)
+    fence_async_shared()
+    if PARTS > 1:
+        mbarrier.arrive(ready, count=1)
+    acc = none
+    for j in gl.static_range(HALVES):
+        v_tile = v_tiles.index(zero + j).reshape([C, D])
+        acc = product(do_tiles.index(zero + j).reshape([C, D]), v_tile.permute([1, 0]), acc)
+    acc = warpgroup_mma_wait(0, [acc])
+    beyond = gl.where(mild, 0, C) if HAS_GATE else 0  # C: no row is on this side of any column
+    dA = _left(row - beyond >= column, acc)
+    mbarrier.wait(s_full, i & 1)
+    acc = none
+    for j in gl.static_range(HALVES):
+        s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
+        acc = product(do_tiles.index(zero + j).reshape([C, D]), s_tile.permute([1, 0]), acc)
+    if HAS_GATE:
+        of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+        acc = warpgroup_mma_wait(0, [acc]) * gl.exp2(gl.where(mild, of_columns, 0.0))
+    acc = warpgroup_mma_wait(0, [product(dA, k_tile, acc)])
+    if HAS_GATE:
+        w = as_float32(q_tile.load(LAYOUT)) * acc
+        acc *= gl.exp2(x_tile.load(LAYOUT))
+    dq = acc * scale
+    if dq_desc is not None:  # sooner than it is written: half the registers
+        dq = dq.to(gl.bfloat16)
+
+    acc = none
+    for j in gl.static_range(HALVES):  # a product of its own: a transposed dA would be an operand in registers
+        do_tile = do_tiles.index(zero + j).reshape([C, D])
+        acc = product(v_tiles.index(zero + j).reshape([C, D]), do_tile.permute([1, 0]), acc)
+    acc = warpgroup_mma_wait(0, [acc])
+    dAT = _left(row + beyond <= column, acc)
+    acc = product(dAT, q_tile, none)
+    for j in gl.static_range(HALVES):
+        p_tile = p_tiles.index(zero + HALVES * part + j).reshape([D, D])
+        acc = product(v_tiles.index(zero + j).reshape([C, D]), p_tile.permute([1, 0]), acc)
+    dk = warpgroup_mma_wait(0, [acc])
+    if HAS_GATE:
+        w -= as_float32(k_tile.load(LAYOUT)) * dk
+        of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+        dk *= gl.exp2(gl.where(mild, 0.0, 2 * of_columns) - x_tile.load(LAYOUT))
+        x_tile.store(w)
+    if dk_desc is not None:
+        dk = dk.to(gl.bfloat16)
+
+    aT = none
+    for p in gl.static_range(PARTS):
+        other_q = q_tiles.index(PARTS * slot + p).reshape([C, D])
+        other_k = k_tiles.index(PARTS * slot + p).reshape([C, D])
+        aT = product(other_k, other_q.permute([1, 0]), aT)
+    entering = ()
+    for j in gl.static_range(HALVES):
+        do_tile = do_tiles.index(zero + j).reshape([C, D])
+        entering += (product(q_tile.permute([1, 0]), do_tile, decayed[j]),)
+    aT = warpgroup_mma_wait(0, [aT])
+    aT = _left(row + beyond <= column, aT)
+    if PARTS > 1:
+        mbarrier.wait(ready, i & 1)
+    dv = ()  # of the halves that are this warpgroup's
+    for j in gl.static_range(HALVES):
+        if j % PARTS == part:
+            acc = product(aT, do_tiles.index(zero + j).reshape([C, D]), none)
+            for p in gl.static_range(PARTS):
+                other_k = k_tiles.index(PARTS * slot + p).reshape([C, D])
+                acc = product(other_k, p_tiles.index(zero + HALVES * p + j).reshape([D, D]), acc)
+            dv += (acc,)
+    finished = warpgroup_mma_wait(0, entering + dv)
+    if HALVES == 1 and part > 0:
+        finished = (finished,)  # a tuple of one is not returned as such
+    mbarrier.arrive(v_empty, count=1)
+    if PARTS > 1:
+        mbarrier.arrive(done, count=1)
+
+    if HAS_GATE:
+        anchor = gl.zeros([D], gl.float32, gl.SliceLayout(1, LAYOUT))
+        for j in gl.static_range(HALVES):
+            s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
+            anchor += gl.sum(finished[j] * s_tile.load(LAYOUT).to(gl.float32), 1)
+        r_tiles.index(own).store(anchor * inner)
+        mbarrier.arrive(w_full.index(slot), count=1)
+    mbarrier.arrive(s_empty, count=1)
+    if PARTS > 1:
+        mbarrier.wait(done, i & 1)
+    write(dq_desc, dq_ptr, q_tile, dq, key, K, where, rows, PACKED)
+    write(dk_desc, dk_ptr, k_tile, dk, key, K, where, rows, PACKED)
+    for j in gl.static_range(HALVES):
+        if j % PARTS == part:
+            p_tile = p_tiles.index(zero + HALVES * part + j // PARTS).reshape([C, D])
+            write(dv_desc, dv_ptr, p_tile, finished[HALVES + j // PARTS], value + j * D, V, where, rows, PACKED)
+    return finished[:HALVES], inner
+
+
+@gluon.jit
+def _gradient_warps(
+    tiles,
+    barriers,
+    outputs,
+    states,
+    place,
+    sizes,
+    scale,
+    part: gl.constexpr,
+    PARTS: gl.constexpr,
+    HALVES: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    PACKED: gl.constexpr,
+    G: gl.constexpr,
+):
+    """Carries D rows of dS backwards through the segment and writes the gradients."""
+    do_tiles = tiles[3]
+    gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done = barriers
+    leaving, held, state_n, state_h, state_k, state_v, dinitial = states
+    b, h, n, key, value, start, length = place
+    T, Hq, K, V = sizes
+    keys = key + part * D + gl.arange(0, D, gl.SliceLayout(1, LAYOUT))[:, None]  # [D, 1]
+    values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+    dS = ()
+    for j in gl.static_range(HALVES):
+        if leaving is not None:
+            head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
+            inside = (keys < held) & (values + j * D < V)
+            if G > 1:
+                inside = inside & (h % G == 0)  # of the heads of a group one takes it
+            dS += (gl.load(head + in_state(keys, values + j * D, state_k, state_v), inside, 0.0),)
+        else:
+            dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
+    waiting = gl.full([D], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    chunks = gl.cdiv(length, C)
+    for i in range(chunks):
+        c = chunks - 1 - i
+        slot = i % SLOTS
+        rows = gl.minimum(length - c * C, C)
+        tma.store_wait(0)  # the gradients of the chunk before have left the tiles
+        mbarrier.arrive(qk_empty.index((i + SLOTS - 1) % SLOTS), count=1, pred=i > 0)
+        mbarrier.wait(v_full, i & 1)
+        if PACKED:
+            for j in gl.static_range(HALVES):
+                clear_rows(do_tiles.index(j).reshape([C, D]), rows, LAYOUT)
+            fence_async_shared()
+        mbarrier.wait(gated.index(slot), i // SLOTS & 1)
+        at = (i, slot, rows, (b, h, start + c * C, T, Hq), key + part * D, value, K, V)
+        chunk_barriers = (w_full, v_empty, s_full, s_empty, ready, done)
+        dS, waiting = _chunk(
+            dS, waiting, tiles, chunk_barriers, outputs, scale, at, part, PARTS, HALVES, HAS_GATE, PACKED
+        )
+    if dinitial is not None:
+        for j in gl.static_range(HALVES):
+            to = dinitial + ((n * Hq + h).to(gl.int64) * K + keys) * V + values + j * D
+            gl.store(to, dS[j] * waiting[:, None], (keys < K) & (values + j * D < V))
+    tma.store_wait(0)
+
+
+# V is not there: where it is a multiple of 16, two elements of a state are moved at once.
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "Hq", "K", "B"])
+def _chunk_gla_bwd_kernel(
+    q_desc,  # [B, Hq, T, K], tiles [C, D]
+    k_desc,  # [B, H, T, K], tiles [C, D]
+    v_desc,  # [B, H, T, V], tiles [C, D]
+    do_desc,  # [B, Hq, T, V], tiles [C, D]
+    g_desc,  # [B, H, T, K], tiles [C, D], or None
+    s_desc,  # states that enter chunks, [rows, H, K, V], tiles [D, D]
+    dq_desc,  # [B, Hq, T, K], tiles [C, D]; None where there are several blocks of values
+    dk_desc,  # as dq_desc
+    dv_desc,  # [B, Hq, T, V], tiles [C, D]; None where there are several blocks of keys
+    dq_ptr,  # [blocks of values, B, T, Hq, K]
+    dk_ptr,  # [blocks of values, B, T, Hq, K]
+    dv_ptr,  # [blocks of keys, B, T, Hq, V]
+    dg_ptr,  # [blocks of values, B, T, Hq, K] or None
+    marks,  # [rows, Hq, blocks of keys] or None as g: 1 where a chunk is not mild
+    leaving,  # [N, H, K, V] or None
+    dinitial,  # [N, Hq, K, V] or None
+    order,  # [N, 5] or None
+    scale,
+    state_n,
+    state_h,
+    state_k,
+    state_v,
+    T,
+    segment,
+    segments,
+    Hq,
+    K,
+    V,
+    B,
+    PARTS: gl.constexpr,
+    HALVES: gl.constexpr,
+    G: gl.constexpr,
+    LAST_LEAVE_NONE: gl.constexpr,
+):
+    HAS_GATE: gl.constexpr = g_desc is not None
+    PACKED: gl.constexpr = order is not None
+    blocks_v = gl.cdiv(V, HALVES * D)
+    blocks_k = gl.cdiv(K, PARTS * D)
+    pid = gl.program_id(0)  # neighbours share q, k and g, or v and do
+    block_v = pid % blocks_v
+    block_k = pid // blocks_v % blocks_k
+    h = pid // (blocks_v * blocks_k) % Hq
+    n = pid // (blocks_v * blocks_k * Hq)
+    n, b, start, length, row, held = segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE)
+    chunks = gl.cdiv(length, C)
+    key = block_k * (PARTS * D)
+    value = block_v * (HALVES * D)
+    whole = B.to(gl.int64) * T * Hq
+    dq_ptr += block_v * whole * K
+    dk_ptr += block_v * whole * K
+    dv_ptr += block_k * whole * V
+    if HAS_GATE:
+        dg_ptr += block_v * whole * K
+        marks += (row * Hq + h).to(gl.int64) * blocks_k + block_k
+
+    dtype: gl.constexpr = gl.bfloat16
+    exponents: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, D], gl.float32)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tiles = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, 1, 1, C, D], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, 1, 1, C, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [HALVES, 1, 1, C, D], v_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [HALVES, 1, 1, C, D], do_desc.layout)
+    x_tiles = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, 1, 1, C, D], exponents) if HAS_GATE else q_tiles
+    s_tiles = gl.allocate_shared_memory(dtype, [PARTS * HALVES, 1, 1, D, D], s_desc.layout)
+    p_tiles = gl.allocate_shared_memory(dtype, [PARTS * HALVES, 1, 1, D, D], s_desc.layout)
+    r_tiles = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, D], row_layout)
+    mild_flags = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], row_layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    g_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # g has been loaded
+    qk_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # q, k have been loaded
+    gated = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # q, k have become qg, kg, and g the exponents
+    w_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # all that dg takes is there
+    qk_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # dq, dk, dg have left the tiles of q, k, g
+    v_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # v, do have been loaded
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], bars)  # and read
+    s_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # S has been loaded
+    s_empty = gl.allocate_shared_memory(gl.int64, [1], bars)  # and read
+    ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # all parts of P have been written
+    done = gl.allocate_shared_memory(gl.int64, [1], bars)  # and read
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(g_full.index(i), count=1)
+        mbarrier.init(qk_full.index(i), count=1)
+        mbarrier.init(gated.index(i), count=1)
+        mbarrier.init(w_full.index(i), count=PARTS)
+        mbarrier.init(qk_empty.index(i), count=PARTS + 1)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(v_empty, count=PARTS)
+    mbarrier.init(s_full, count=1)
+    mbarrier.init(s_empty, count=PARTS)
+    mbarrier.init(ready, count=PARTS)
+    mbarrier.init(done, count=PARTS)
+
+    descriptors = (q_desc, k_desc, v_desc, do_desc, g_desc, s_desc)
+    load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles)
+    load_barriers = (g_full, qk_full, qk_empty, v_full, v_empty, s_full, s_empty)
+    load_place = (b, h, key, value, start, chunks, row)
+    gate_tiles = (q_tiles, k_tiles, x_tiles, r_tiles, mild_flags)
+    gate_barriers = (g_full, qk_full, qk_empty, gated, w_full)
+    marks_c = Hq * blocks_k
+    tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, mild_flags)
+    barriers = (gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done)
+    outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
+    states = (leaving, held, state_n, state_h, state_k, state_v, dinitial)
+    place = (b, h, n, key, value, start, length)
+    sizes = (T, Hq, K, V)
+    # Registers of a thread: the gradients need most.
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    _gate_warps,
+                    (g_desc, gate_tiles, gate_barriers, marks, marks_c, dg_ptr, place, sizes, scale, PARTS, PACKED),
+                ),
+                (
+                    _gradient_warps,
+                    (tiles, barriers, outputs, states, place, sizes, scale, 0, PARTS, HALVES, HAS_GATE, PACKED, G),
+                ),
+                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, PARTS, HALVES, G)),
+            ],
+            [4, 1],
+            [152 if HALVES == 1 else 232, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _gate_warps,
+                    (g_desc, gate_tiles, gate_barriers, marks, marks_c, dg_ptr, place, sizes, scale, PARTS, PACKED),
+                ),
+                (
+                    _gradient_warps,
+                    (tiles, barriers, outputs, states, place, sizes, scale, 0, PARTS, HALVES, HAS_GATE, PACKED, G),
+                ),
+                (
+                    _gradient_warps,
+                    (tiles, barriers, outputs, states, place, sizes, scale, 1, PARTS, HALVES, HAS_GATE, PACKED, G),
+                ),
+                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, PARTS, HALVES, G)),
+            ],
+            [4, 4, 1],
+            [192, 192, 24],
+        )

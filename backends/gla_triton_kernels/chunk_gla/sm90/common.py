@@ -1,0 +1,311 @@
+"""Functions that the kernels for SM90 share: segments, decays and scores of a chunk, rows cleared and written, overlap.
+
+    b_t = g_1 + .. + g_t                             within a chunk
+    mild chunk (no channel decays by more than MILD_DECAY_SM90): with r = b_C / 2,
+        qg = q exp(b - r)        kg = k exp(r - b)         A = tril(qg kg^T)
+    any chunk: no exponent above 0, so that nothing overflows,
+        qg = q exp(b)            kg = k exp(b_C - b)       A: see _scores_by_halving
+
+C rows of a chunk   K key width of a head, or of a slice of it
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportFunctionMemberAccess=false
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
+
+LOG2_C = gl.constexpr(6)  # of the 64 rows of a chunk
+
+
+@gluon.jit
+def plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def _either(a, b):
+    return a | b
+
+
+@gluon.jit
+def as_float32(x):
+    """Returns x in float32: two bfloat16 of a register by two instructions, where the compiler takes three."""
+    if x.dtype == gl.bfloat16:
+        widen: gl.constexpr = """{
+            .reg .b32 first, second;
+            shl.b32 first, $2, 16;
+            and.b32 second, $2, 0xffff0000;
+            mov.b32 $0, first;
+            mov.b32 $1, second;
+        }"""
+        x = gl.inline_asm_elementwise(widen, "=f,=f,r", [x], gl.float32, is_pure=True, pack=2)
+    return x.to(gl.float32)
+
+
+@gluon.jit
+def levels_that_count(g, least):
+    """The halvings of a chunk, as bits m, in which some gate of g [C, K] between two halves of m rows is above `least`.
+
+    The lowest bit of a row's number says in which blocks of 2 m rows it is the first of the second half: its gate then
+    decays every pair of the two halves.
+    """
+    row = gl.arange(0, g.shape[0], gl.SliceLayout(1, g.type.layout))[:, None]  # [C, 1]
+    bits = gl.where(g > least, row & -row, 0)  # [C, K]
+    return gl.reduce(gl.reduce(bits, 0, _either), 0, _either)
+
+
+@gluon.jit
+def opaque_zero():
+    """A zero that the compiler does not see through: what depends on it is not kept in registers between chunks."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_dependents_start():
+    """Lets the next kernel of the stream start where it was launched with `launch_pdl`: see wait_for_predecessor."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_predecessor():
+    """Waits until the kernel before this one in the stream is done, and all it wrote can be seen."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def segment_at(order, place):
+    """Returns the segment in a place of the order [I, 5].
+
+    Its number, first row and tokens come first, then first row and end of its sequence.
+
+    Args:
+        order: as in `Segments`.
+    """
+    row = order + place.to(gl.int64) * 5
+    i, start, end, origin, last = gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4)
+    return i, start, end - start, origin, last
+
+
+@gluon.jit
+def tokens_of(n, T, segment, segments, order):
+    """Returns number, batch, first token and tokens of the n-th sequence or segment to start.
+
+    After these, the number, the first token and the end of its sequence.
+
+    Args:
+        order, segment, segments: the order, length and per_sequence of `Segments`.
+    """
+    if order is None:
+        b = n // segments
+        start = n % segments * segment
+        length = gl.minimum(segment, T - start)
+        return n, b, start, length, b, gl.to_tensor(0), T
+    else:  # noqa: RET505 -- one branch is compiled
+        n, start, length, origin, end = segment_at(order, n)
+        return n, gl.to_tensor(0), start, length, n - start // segment, origin, end  # see segments.py
+
+
+@gluon.jit
+def next_checkpoint(start, sequence, origin, every, PACKED: gl.constexpr):
+    """The row of the first checkpoint at `start` or after, and the tokens until then; there is one `every` tokens."""
+    row = 0
+    if PACKED:
+        row = sequence + origin // every
+    passed = start - origin
+    checkpoint = row + gl.cdiv(passed, every)
+    return checkpoint, (checkpoint - row) * every - passed
+
+
+@gluon.constexpr_function
+def layout_of_runs(C, K):
+    """Returns a layout of a tile [C, K] for 4 warps, which hold runs of K / 256 of the rows.
+
+    A warp holds 64 columns, and a thread two of these: it then reads whole rows of shared memory, whose banks no two
+    threads share.
+    """
+    runs = 256 // K
+    return gl.BlockedLayout([C // runs, 2], [1, 32], [runs, 4 // runs], [1, 0])
+
+
+@gluon.constexpr_function
+def layout_of_columns(C, K):
+    """Returns a layout of a tile [C, K] for 4 warps, to add up rows in few threads: a thread holds rows of two columns.
+
+    Of 128 columns it holds half the rows, or registers spill; of fewer, runs of 4, which seldom meet in shared memory's
+    banks.
+    """
+    run = C // 2 if K > 64 else 4
+    lanes = 256 // K
+    return gl.BlockedLayout([run, 2], [lanes, 32 // lanes], [1, 4], [1, 0])
+
+
+@gluon.jit
+def sums_of_runs(x):
+    """Sums over the rows of x [C, K] in `layout_of_runs`, for which warps wait for each other once.
+
+    Returns those of each of the R runs up to each of its rows [R, C / R, K], of the runs before each [R, K], and of all
+    rows [K].
+    """
+    layout: gl.constexpr = x.type.layout
+    R: gl.constexpr = layout.warps_per_cta[0]
+    RUN: gl.constexpr = layout.size_per_thread[0]
+    K: gl.constexpr = x.shape[1]
+    runs: gl.constexpr = gl.BlockedLayout([1, RUN, 2], [1, 1, 32], [R, 1, 4 // R], [2, 1, 0])
+    everywhere: gl.constexpr = gl.BlockedLayout([R, 2], [1, 32], [R, 4 // R], [1, 0])  # a warp holds all runs
+    keys: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, runs))
+    blocks = gl.convert_layout(x.reshape([R, RUN, K]), runs, assert_trivial=True)
+    within = gl.associative_scan(blocks, 1, plus)
+    row = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(2, runs)))[None, :, None]
+    # Adding -0.0 changes nothing, which the compiler knows: these sums take numbers that a thread holds.
+    last = gl.sum(gl.where(row == RUN - 1, within, -0.0), 1)  # [R, K]
+    totals = gl.convert_layout(last, everywhere)  # [R, K]
+    run = gl.arange(0, R, gl.SliceLayout(1, everywhere))[:, None]  # [R, 1]
+    own = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(1, runs)))[:, None]  # [R, 1]
+    before = gl.zeros_like(last)
+    for i in gl.static_range(R - 1):
+        total = gl.sum(gl.where(run == i, totals, -0.0), 0)  # [K]
+        before += gl.where(own > i, gl.convert_layout(total, keys, assert_trivial=True)[None, :], 0.0)
+    return within, before, gl.convert_layout(gl.sum(totals, 0), gl.SliceLayout(0, layout), assert_trivial=True)
+
+
+@gluon.jit
+def exponents_of_mild_chunk(g):
+    """The exponents b - r [C, K] of a chunk that may be mild, base 2, and b_C [K], of its gates g [C, K]."""
+    within, before, end = sums_of_runs(g)
+    r = gl.convert_layout(0.5 * end, gl.SliceLayout(0, before.type.layout), assert_trivial=True)[None, :]  # [1, K]
+    x = within * LOG2E + ((before - r) * LOG2E)[:, None, :]
+    return gl.convert_layout(x.reshape(g.shape), g.type.layout, assert_trivial=True), end
+
+
+@gluon.jit
+def decay_mild_chunk(q_tile, k_tile, x, end):
+    """Turns tiles q, k [C, K] of a mild chunk into qg, kg, by its exponents x [C, K], and returns exp(r) [K]."""
+    layout: gl.constexpr = x.type.layout
+    q_tile.store((as_float32(q_tile.load(layout)) * gl.exp2(x)).to(q_tile.dtype))
+    minus_x = -1.0 * x  # -x would be 0 - x, an instruction more
+    k_tile.store((as_float32(k_tile.load(layout)) * gl.exp2(minus_x)).to(k_tile.dtype))
+    return gl.exp2(0.5 * end * LOG2E)
+
+
+@gluon.jit
+def decay_any_chunk(q_tile, k_tile, scratch, g):
+    """Turns tiles q, k [C, K] of any chunk with gates g [C, K] into qg, kg, and returns exp(b_C) [K] and A [C, C]."""
+    g = gl.maximum(g, LEAST_GATE) * LOG2E
+    b = gl.associative_scan(g, 0, plus)  # [C, K]
+    b_end = gl.sum(g, 0)  # [K]
+    a = _scores_by_halving(q_tile, k_tile, scratch, b, levels_that_count(g, LEAST_NORMAL))  # [C, C]
+    q_tile.store((q_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b)).to(q_tile.dtype))
+    k_tile.store((k_tile.load(g.type.layout).to(gl.float32) * gl.exp2(b_end[None, :] - b)).to(k_tile.dtype))
+    return gl.exp2(b_end), a
+
+
+@gluon.jit
+def in_state(key, value, stride_k, stride_v):
+    """Returns the offsets of numbers of a state from its first; the stride of what lies together is None."""
+    return value.to(gl.int64) * stride_v + key if stride_k is None else key.to(gl.int64) * stride_k + value
+
+
+@gluon.jit
+def clear_rows(tile, rows, layout: gl.constexpr):
+    """Clears what lies behind the first `rows` rows of a tile: rows of the next sequence."""
+    if rows < tile.shape[0]:
+        row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout)) + opaque_zero()
+        x = tile.load(layout)
+        tile.store(gl.where((row < rows)[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def write_rows(ptr, x, column, width, where, rows):
+    """Writes the first `rows` rows of x [C, K] to a tensor [B, T, H, width] from registers.
+
+    where: batch, head, first token, T and H. column: of the tensor, where x begins.
+    """
+    b, h, t, T, H = where
+    row = (gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout)) + opaque_zero())[:, None]  # [C, 1]
+    columns = (gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout)) + opaque_zero())[None, :]  # [1, K]
+    first = ptr + ((b.to(gl.int64) * T + t) * H + h) * width + column
+    offsets = row.to(gl.int64) * (H * width) + columns  # [C, K]
+    gl.store(first + offsets, x.to(ptr.dtype.element_ty), (row < rows) & (columns < width - column))
+
+
+@gluon.jit
+def write(desc, ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr):
+    """Writes x [C, K] to a tensor, by way of a tile in shared memory unless rows behind it are another sequence's.
+
+    The arguments are as of `write_rows`. desc: of the tensor; None where x is one of several partial results.
+    """
+    b, h, t, _, _ = where
+    if desc is None:  # noqa: SIM114 -- known when this is compiled
+        write_rows(ptr, x, column, width, where, rows)
+    elif PACKED and rows < x.shape[0]:
+        write_rows(ptr, x, column, width, where, rows)
+    else:
+        tile.store(x.to(desc.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(desc, [b, h, t, column], tile.reshape([1, 1, x.shape[0], x.shape[1]]))
+
+
+@gluon.jit
+def _scores_by_halving(q_tile, k_tile, scratch, b, levels):
+    """A [C, C] with A_ts = sum over d of q_td k_sd exp2(b_td - b_sd) for t >= s, for gates of any strength.
+
+    By repeated halving: in every block of 2 m rows, the rows t of the second half meet the rows s of the first, both
+    decayed to the last row of the first half, by exponents that are not above 0. The diagonal is not decayed. Blocks
+    whose m is not among the bits of `levels` are passed over.
+    """
+    C: gl.constexpr = b.shape[0]
+    K: gl.constexpr = b.shape[1]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], q_tile.dtype)
+    t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+    s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
+    decayed = scratch._reinterpret(q_tile.dtype, [2, C, K], tile).index(0)
+    a = gl.zeros([C, C], gl.float32, scores)
+    a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
+    a = gl.where(t == s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
+    for level in gl.static_range(LOG2_C):
+        if levels & (C >> (level + 1)) != 0:
+            m: gl.constexpr = C >> (level + 1)
+            a = gl.where(((t ^ s) & -m) == m, _across_halves(q_tile, k_tile, decayed, b, scores, m), a)
+    return gl.where(t >= s, a, 0.0)
+
+
+@gluon.jit
+def _across_halves(q_tile, k_tile, decayed, b, scores: gl.constexpr, m: gl.constexpr):
+    """A [C, C] where t and s are in the two halves of a block of 2 m rows, for t < s as well; elsewhere anything.
+
+    One tile holds both factors: the rows of q in the second halves, and those of k in the first.
+    """
+    C: gl.constexpr = b.shape[0]
+    second = (gl.arange(0, C, gl.SliceLayout(1, b.type.layout))[:, None] & m) != 0  # [C, 1]
+    x = _relative_to_middle(b, m)  # [C, K]
+    decay = gl.exp2(gl.where(second, x, -x))
+    z = gl.where(second, q_tile.load(b.type.layout), k_tile.load(b.type.layout)).to(gl.float32)  # [C, K]
+    decayed.store((z * decay).to(q_tile.dtype))
+    fence_async_shared()
+    a = gl.zeros([C, C], gl.float32, scores)
+    a = warpgroup_mma(decayed, decayed.permute([1, 0]), a, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, [a])
+
+
+@gluon.jit
+def _relative_to_middle(b, m: gl.constexpr):
+    """Subtracts from b [C, K] its row in the middle of each block of 2 m rows: the last of the first half."""
+    C: gl.constexpr = b.shape[0]
+    K: gl.constexpr = b.shape[1]
+    blocks = b.reshape([C // (2 * m), 2 * m, K])
+    row = gl.arange(0, 2 * m, gl.SliceLayout(0, gl.SliceLayout(2, blocks.type.layout)))[None, :, None]
+    # Adding -0.0 changes nothing, which the compiler knows: the sum costs nothing where a thread holds the block.
+    middle = gl.sum(gl.where(row == m - 1, blocks, -0.0), 1)  # [C / 2m, K]
+    return gl.convert_layout((blocks - middle[:, None, :]).reshape([C, K]), b.type.layout)

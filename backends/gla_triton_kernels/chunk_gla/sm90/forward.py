@@ -1,0 +1,409 @@
+"""Chunked gated linear attention for Hopper: one pass, specialised warps, the state in registers.
+
+With S the state that enters a chunk, and qg, kg, A, r and b_C as in common_sm90.py,
+
+    mild chunk         o = scale (qg (exp(r) S) + A v)        S' = exp(r) (exp(r) S + kg^T v)
+    any other chunk    o = scale (qg S + A v)                 S' = exp(b_C) S + kg^T v
+
+The outer exp(r) waits for the next chunk, where the state is multiplied anyway.
+
+B batch   T time   H heads   N sequences or segments   K, V key and value width of a head   C rows of a chunk
+W columns of v that one warpgroup holds   GROUPS such warpgroups of a block
+
+One block per segment (by default a whole sequence), head and GROUPS W columns of v; three kinds of warps talk over
+barriers in shared memory:
+
+    load    one warp: copies q, k, v, g of the next chunks by TMA
+    gate    a warpgroup: sums g and turns q, k into qg, kg where they lie, while the state warps are at earlier chunks
+    state   one or two warpgroups, W columns of S, v and o each; S never leaves their registers, and each computes A
+            (checkpoints go by way of the tile where S is an operand: TMA takes no registers for addresses)
+
+Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
+the chunked form.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from gla_triton_kernels.chunk_gla.kernel import ForwardPlan
+from gla_triton_kernels.chunk_gla.shared.limits import MILD_DECAY_SM90
+from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.chunk_gla.sm90.common import (
+    clear_rows,
+    decay_any_chunk,
+    decay_mild_chunk,
+    exponents_of_mild_chunk,
+    in_state,
+    layout_of_columns,
+    layout_of_runs,
+    next_checkpoint,
+    opaque_zero,
+    tokens_of,
+    wait_for_predecessor,
+    write,
+)
+from gla_triton_kernels.chunk_gla.tensors import Tensors
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.tma import shared_tiles
+
+
+def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
+    """Returns the launch that fills o, and final_state and checkpoints if there are any, as that of forward.py.
+
+    Of segments that overlap, the kernel before this one writes nothing but the states that enter them.
+    """
+    T, H, K = x.k.shape[1:]
+    V = x.v.shape[3]
+    kernel, W = plan.parameters, 64
+    arguments = {
+        "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
+        "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
+        "v_desc": shared_tiles(x.v, kernel.C, W),
+        "g_desc": None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK),
+        "o_desc": shared_tiles(x.o, kernel.C, W),
+        "s_desc": checkpoint_tiles(x.checkpoints, kernel.BK, W),
+        "o_ptr": x.o,
+        "initial_state": x.initial_state,
+        "entering": x.entering,
+        "final_state": x.final_state,
+        "order": segments.order,
+        "scale": scale,
+        **state_strides("state_", x.initial_state),
+        **lengths_of(T, segments),
+        "every": every or 0,
+        "H": H,
+        "K": K,
+        "V": V,
+        "STAGES": kernel.stages,
+        "GROUPS": kernel.BV // W,
+    }
+    grid = (-(-V // kernel.BV) * segments.count * H, 1, 1)
+    options = {"num_warps": kernel.warps, "maxnreg": 128}
+    if segments.order is not None if plan.segments is None else plan.segments.overlap:
+        options["launch_pdl"] = True
+    return [Launch(_chunk_gla_fwd_kernel, grid, arguments, options)]
+
+
+def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescriptor | None:
+    """Returns checkpoints [B, n, H, K, V] as blocks [1, 1, 1, keys, values], with the layout that wgmma expects."""
+    if x is None:
+        return None
+    block = [1, 1, 1, keys, values]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    return TensorDescriptor(x, [*x.shape], [*x.stride()], block, layout)
+
+
+@gluon.jit
+def _gate_tile(scratch_tiles, slot, g_desc):
+    """Returns the memory where g's chunk arrives: two tiles in q's dtype, or one where g is as narrow."""
+    return scratch_tiles.index(slot)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
+
+
+@gluon.jit
+def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
+    """Keeps STAGES chunks of q, k, v and g on their way."""
+    q_desc, k_desc, v_desc, g_desc = descriptors
+    q_tiles, k_tiles, v_tiles, scratch_tiles = tiles
+    g_full, g_empty, full, empty = barriers
+    b, h, column, start, n_chunks = place
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
+    for i in range(n_chunks):
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        t = start + i * C
+        if HAS_GATE:
+            mbarrier.wait(g_empty.index(slot), phase ^ 1)
+            mbarrier.expect(g_full.index(slot), g_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                g_desc, [b, h, t, 0], g_full.index(slot), _gate_tile(scratch_tiles, slot, g_desc)
+            )
+        mbarrier.wait(empty.index(slot), phase ^ 1)
+        mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes + GROUPS * v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [b, h, t, 0], full.index(slot), q_tiles.index(slot))
+        tma.async_copy_global_to_shared(k_desc, [b, h, t, 0], full.index(slot), k_tiles.index(slot))
+        for w in gl.static_range(GROUPS):
+            v_tile = v_tiles.index(GROUPS * slot + w)
+            tma.async_copy_global_to_shared(v_desc, [b, h, t, column + w * W], full.index(slot), v_tile)
+
+
+@gluon.jit
+def _gate_warps(
+    g_desc,
+    tiles,
+    barriers,
+    length,
+    HAS_GATE: gl.constexpr,
+    PACKED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Turns q, k into qg, kg, one chunk after the other, and computes A where the chunk is not mild."""
+    q_tiles, k_tiles, scratch_tiles, a_tiles, decays, mild_flags = tiles
+    g_full, g_empty, full, gated = barriers
+    C: gl.constexpr = q_tiles.type.shape[3]
+    K: gl.constexpr = q_tiles.type.shape[4]
+    runs: gl.constexpr = layout_of_runs(C, K)
+    columns: gl.constexpr = layout_of_columns(C, K)
+    for i in range(gl.cdiv(length, C)):
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        q_tile = q_tiles.index(slot).reshape([C, K])
+        k_tile = k_tiles.index(slot).reshape([C, K])
+        rows = length - i * C
+        if HAS_GATE:
+            mbarrier.wait(g_full.index(slot), phase)
+            g_tile = _gate_tile(scratch_tiles, slot, g_desc).reshape([C, K])
+            if PACKED:
+                clear_rows(g_tile, rows, runs)
+            x, end = exponents_of_mild_chunk(g_tile.load(runs).to(gl.float32))  # [C, K], [K]
+            mild = gl.min(end, 0) > -MILD_DECAY_SM90
+            mbarrier.wait(full.index(slot), phase)  # and nobody reads what was written to this slot before
+            mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, runs)))
+            if PACKED:
+                clear_rows(k_tile, rows, runs)
+            if mild:
+                fence_async_shared()
+                mbarrier.arrive(g_empty.index(slot), count=1)
+                decays.index(slot).store(decay_mild_chunk(q_tile, k_tile, x, end))
+            else:
+                g = g_tile.load(columns).to(gl.float32)  # [C, K]
+                decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), g)  # [K], [C, C]
+                decays.index(slot).store(decay)
+                a_tiles.index(slot).store(a.to(q_tile.dtype))
+                fence_async_shared()
+                mbarrier.arrive(g_empty.index(slot), count=1)
+        else:
+            mbarrier.wait(full.index(slot), phase)
+            if PACKED:
+                clear_rows(k_tile, rows, runs)
+        fence_async_shared()
+        mbarrier.arrive(gated.index(slot), count=1)
+
+
+@gluon.jit
+def _state_warps(
+    tiles,
+    barriers,
+    outputs,
+    states,
+    kept,
+    place,
+    sizes,
+    WARPGROUP: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    PACKED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Carries W columns of the state through the sequence and writes the outputs."""
+    q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles = tiles
+    full, gated, empty = barriers
+    o_desc, o_ptr, scale = outputs
+    initial_state, state_n, state_h, state_k, state_v, entering, final_state = states
+    s_desc, checkpoint, left, every = kept
+    b, h, n, sequence, origin, column, start, length = place
+    T, H, K, V = sizes
+    C: gl.constexpr = q_tiles.type.shape[3]
+    BK: gl.constexpr = q_tiles.type.shape[4]
+    W: gl.constexpr = v_tiles.type.shape[4]
+    GROUPS: gl.constexpr = s_tiles.type.shape[0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+    s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
+    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], S as an operand, or on its way to a checkpoint
+    s_tile = s_block.reshape([BK, W])
+    o_tile = o_tiles.index(WARPGROUP).reshape([C, W])
+    first = column + WARPGROUP * W
+    key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
+    value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
+    inside = (key < K) & (value < V)
+    S = gl.zeros([BK, W], gl.float32, layout)
+    is_first = start == origin  # of the segments of its sequence
+    wait_for_predecessor()
+    if entering is not None:
+        head = entering + (n * H + h).to(gl.int64) * K * V
+        S = gl.load(head + key * V + value, inside & (not is_first), 0.0)
+    if initial_state is not None:
+        head = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+        S = gl.load(head + in_state(key, value, state_k, state_v), inside & is_first, S)
+    waiting = gl.full([BK, 1], 1.0, gl.float32, layout)  # the outer exp(r) of the chunk before
+    for i in range(gl.cdiv(length, C)):
+        if s_desc is not None:
+            if left == 0:
+                s_tile.store((S * waiting).to(s_tile.dtype))
+                fence_async_shared()
+                tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
+                checkpoint += 1
+                left = every
+            left -= C
+        slot = i % STAGES
+        phase = (i // STAGES) & 1
+        q_tile = q_tiles.index(slot).reshape([C, BK])
+        k_tile = k_tiles.index(slot).reshape([C, BK])
+        v_tile = v_tiles.index(GROUPS * slot + WARPGROUP).reshape([C, W])
+        rows = length - i * C
+        mbarrier.wait(full.index(slot), phase)
+        if PACKED:
+            clear_rows(v_tile, rows, layout)
+        mbarrier.wait(gated.index(slot), phase)
+        a = gl.zeros([C, C], gl.float32, scores)
+        a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
+        if s_desc is not None:
+            tma.store_wait(0)  # nobody reads s_tile
+        if HAS_GATE:
+            decay = decays.index(slot).load(gl.SliceLayout(1, layout))[:, None]  # [BK, 1], exp(r) or exp(b_C)
+            mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
+            r = gl.where(mild, decay, 1.0)  # [BK, 1], exp(r)
+            s_tile.store((S * (waiting * r)).to(s_tile.dtype))
+            S = S * (waiting * decay)
+            waiting = r
+        else:
+            s_tile.store(S.to(s_tile.dtype))
+        fence_async_shared()
+        a = gl.where(t >= s, warpgroup_mma_wait(0, [a]), 0.0).to(q_tile.dtype)  # [C, C]
+        if HAS_GATE:  # noqa: SIM102 -- known when this is compiled, and mild is not
+            if not mild:
+                a = a_tiles.index(slot).load(scores)
+        a = gl.convert_layout(a, operand)
+        o = gl.zeros([C, W], gl.float32, layout)
+        o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
+        o = warpgroup_mma(a, v_tile, o, is_async=True)
+        S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S, is_async=True)
+        o, S = warpgroup_mma_wait(0, [o, S])
+        mbarrier.arrive(empty.index(slot), count=1)
+        tma.store_wait(0)  # nobody reads o_tile
+        write(o_desc, o_ptr, o_tile, o * scale, first, V, (b, h, start + i * C, T, H), rows, PACKED)
+    if final_state is not None:
+        key += opaque_zero()  # addresses that are kept through the loop make the assembler of Triton 3.6 crash
+        head = final_state + (n * H + h).to(gl.int64) * K * V
+        gl.store(head + key * V + value, S * waiting, (key < K) & (value < V))
+    tma.store_wait(0)
+
+
+# V and strides are not there: multiples of 16 let two elements of a state be moved at once.
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "H", "K"])
+def _chunk_gla_fwd_kernel(
+    q_desc,  # [B, H, T, K], tiles [C, BK]
+    k_desc,  # [B, H, T, K], tiles [C, BK]
+    v_desc,  # [B, H, T, V], tiles [C, W]
+    g_desc,  # [B, H, T, K], tiles [C, BK], or None
+    o_desc,  # [B, H, T, V], tiles [C, W]
+    s_desc,  # checkpoints [B, n, H, K, V], tiles [BK, W], or None
+    o_ptr,  # [B, T, H, V]
+    initial_state,  # [sequences, H, K, V] or None
+    entering,  # [N, H, K, V] of segments, or None
+    final_state,  # [N, H, K, V] or None
+    order,  # [N, 5] or None
+    scale,
+    state_n,
+    state_h,
+    state_k,
+    state_v,
+    T,
+    segment,
+    segments,
+    every,
+    H,
+    K,
+    V,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+):
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    HAS_GATE: gl.constexpr = g_desc is not None
+    PACKED: gl.constexpr = order is not None
+    dtype: gl.constexpr = q_desc.dtype
+    columns = gl.cdiv(V, GROUPS * W)
+    column = gl.program_id(0) % columns * GROUPS * W
+    h = gl.program_id(0) // columns % H
+    n = gl.program_id(0) // columns // H
+    if PACKED and entering is None:
+        wait_for_predecessor()  # which puts sequences in order
+    n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
+    if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
+        if length == 0:
+            return
+    checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # the next one's row, and tokens until then
+    if s_desc is not None:
+        checkpoint, left = next_checkpoint(start, sequence, origin, every, PACKED)
+
+    scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
+    scratch_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, C, BK], q_desc.layout) if HAS_GATE else q_tiles
+    a_tiles = gl.allocate_shared_memory(dtype, [STAGES, C, C], scores_layout)
+    s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, 1, BK, W], state_layout)
+    o_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
+    decays = gl.allocate_shared_memory(gl.float32, [STAGES, BK], row_layout)
+    mild_flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row_layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # g has been loaded
+    g_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # g has been read
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, k, v have been loaded
+    gated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, k have become qg, kg
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # the state warpgroups have read qg, kg, v, A
+    for i in gl.static_range(STAGES):
+        mbarrier.init(g_full.index(i), count=1)
+        mbarrier.init(g_empty.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(gated.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+
+    load_tiles = (q_tiles, k_tiles, v_tiles, scratch_tiles)
+    load_barriers = (g_full, g_empty, full, empty)
+    load_place = (b, h, column, start, gl.cdiv(length, C))
+    gate_tiles = (q_tiles, k_tiles, scratch_tiles, a_tiles, decays, mild_flags)
+    gate_barriers = (g_full, g_empty, full, gated)
+    tiles = (q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles)
+    barriers = (full, gated, empty)
+    outputs = (o_desc, o_ptr, scale)
+    kept = (s_desc, checkpoint, left, every)
+    states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
+    place = (b, h, n, sequence, origin, column, start, length)
+    sizes = (T, H, K, V)
+    # Registers of a thread. With fewer the state spills, and the assembler then waits after every wgmma; what is left
+    # is the gate's, which spills on its way through chunks that are not mild.
+    STATE: gl.constexpr = 152 if PACKED or BK <= 64 else 144
+    descriptors = (q_desc, k_desc, v_desc, g_desc)
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, HAS_GATE, STAGES)),
+            ],
+            [4, 1],
+            [STATE, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 1, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, HAS_GATE, STAGES)),
+            ],
+            [4, 4, 1],
+            [STATE, STATE, 24],
+        )

@@ -1,0 +1,412 @@
+"""Chunked gated linear attention for Hopper and heads of K from 129 to 256: the gates first, then the state.
+
+The mathematics is that of forward_sm90.py. A state so wide fills the registers with few columns of v, so a head
+is shared by many blocks, and the gates, computed in each, would take most of the time. They are computed once here:
+
+    _gate_kernel     a block per chunk and head: qg, kg, the scores A and the decay of the state, to memory
+    _state_kernel    a block per sequence or segment, head and 2 W columns of v: a load warp, and two warpgroups with W
+                     columns of S each
+
+with K in slices of 128, each of which is mild or not on its own. Only with gates. In memory every chunk has C rows of
+its own, the last of a sequence too; they are in the order of segments of C tokens (segments.py).
+
+B batch   T time   H heads   N sequences or segments   I chunks   K, V key and value width of a head   C rows of a chunk
+BK width of a slice   W columns of v that one warpgroup holds; a block holds 2 W
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gla_triton_kernels.chunk_gla.kernel import ForwardPlan
+from gla_triton_kernels.chunk_gla.shared.limits import MILD_DECAY_SM90
+from gla_triton_kernels.chunk_gla.shared.segments import Segments, cut, lengths_of, state_strides
+from gla_triton_kernels.chunk_gla.sm90.common import (
+    clear_rows,
+    decay_any_chunk,
+    decay_mild_chunk,
+    exponents_of_mild_chunk,
+    in_state,
+    layout_of_columns,
+    layout_of_runs,
+    next_checkpoint,
+    segment_at,
+    tokens_of,
+    write,
+)
+from gla_triton_kernels.chunk_gla.sm90.forward import checkpoint_tiles
+from gla_triton_kernels.chunk_gla.tensors import Tensors
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.tma import shared_tiles
+
+STAGES = gl.constexpr(4)  # slices of qg and kg on their way: those of two chunks, as A and v
+
+
+def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
+    """Returns the launches that fill o, and final_state and checkpoints if there are any, as that of forward.py."""
+    assert x.g is not None
+    B, T, H, K = x.k.shape
+    V = x.v.shape[3]
+    C, BK, BV, W = plan.parameters.C, plan.parameters.BK, plan.parameters.BV, plan.parameters.BV // 2
+    chunks = cut(B, T, C, C, x.cu_seqlens, longest_first=False)
+    qg, kg = (x.q.new_empty(1, chunks.count * C, H, K) for _ in range(2))
+    scores = x.q.new_empty(1, chunks.count * C, H, C)
+    decays = x.q.new_empty(H, chunks.count, 2, 2 * BK, dtype=torch.float32)  # before and after kg^T v is added
+    arguments = {
+        "q_desc": shared_tiles(x.q, C, BK),
+        "k_desc": shared_tiles(x.k, C, BK),
+        "g_desc": shared_tiles(x.g, C, BK),
+        "qg_desc": shared_tiles(qg, C, BK),
+        "kg_desc": shared_tiles(kg, C, BK),
+        "a_desc": shared_tiles(scores, C, C),
+        "order": chunks.order,
+        "decays": decays,
+        "chunks": chunks.per_sequence,
+    }
+    gates = Launch(_gate_kernel, (chunks.count, H, 1), arguments, {"num_warps": plan.parameters.warps})
+    arguments = {
+        "q_desc": shared_tiles(qg, C, BK),
+        "k_desc": shared_tiles(kg, C, BK),
+        "a_desc": shared_tiles(scores, C, C),
+        "v_desc": shared_tiles(x.v, C, W),
+        "o_desc": shared_tiles(x.o, C, W),
+        "s_desc": checkpoint_tiles(x.checkpoints, BK, W),
+        "o_ptr": x.o,
+        "decays": decays,
+        "initial_state": x.initial_state,
+        "entering": x.entering,
+        "final_state": x.final_state,
+        "order": segments.order,
+        "scale": scale,
+        **state_strides("state_", x.initial_state),
+        **lengths_of(T, segments),
+        "slots": chunks.count,
+        "every": every or 0,
+        "H": H,
+        "K": K,
+        "V": V,
+    }
+    grid = (-(-V // BV) * segments.count * H, 1, 1)
+    state = Launch(_state_kernel, grid, arguments, {"num_warps": plan.parameters.warps, "maxnreg": 168})
+    return [*chunks.launches, gates, state]
+
+
+@gluon.jit
+def _write_decays(ptr, before, after):
+    """Writes what multiplies a slice of the state [BK] before and after kg^T v is added."""
+    BK: gl.constexpr = before.shape[0]
+    key = gl.arange(0, BK, before.type.layout)  # [BK]
+    gl.store(ptr + key, before)
+    gl.store(ptr + 2 * BK + key, after)
+
+
+@gluon.jit(do_not_specialize=["chunks"])
+def _gate_kernel(
+    q_desc,  # [B, H, T, K], tiles [C, BK]
+    k_desc,  # [B, H, T, K], tiles [C, BK]
+    g_desc,  # [B, H, T, K], tiles [C, BK]
+    qg_desc,  # [1, H, I * C, K], tiles [C, BK]
+    kg_desc,  # [1, H, I * C, K], tiles [C, BK]
+    a_desc,  # [1, H, I * C, C], tiles [C, C]
+    order,  # [I, 5] of packed sequences, or None
+    decays,  # [H, I, 2, 2 * BK]
+    chunks,  # of a sequence, where there is no order
+):
+    PACKED: gl.constexpr = order is not None
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
+    dtype: gl.constexpr = q_desc.dtype
+    runs: gl.constexpr = layout_of_runs(C, BK)
+    columns: gl.constexpr = layout_of_columns(C, BK)
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
+    i = gl.program_id(0)
+    h = gl.program_id(1)
+    if PACKED:
+        b = gl.to_tensor(0)
+        i, first, rows, _, _ = segment_at(order, i)
+        if rows == 0:
+            return
+    else:
+        b, first, rows = i // chunks, i % chunks * C, C
+    q_box = gl.allocate_shared_memory(dtype, [1, 1, C, BK], q_desc.layout)
+    k_box = gl.allocate_shared_memory(dtype, [1, 1, C, BK], k_desc.layout)
+    scratch = gl.allocate_shared_memory(dtype, [1, 2, C, BK], q_desc.layout)
+    a_box = gl.allocate_shared_memory(dtype, [1, 1, C, C], a_desc.layout)
+    g_box = scratch._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
+    q_tile = q_box.reshape([C, BK])
+    k_tile = k_box.reshape([C, BK])
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
+    s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
+    decays += (h * gl.num_programs(0) + i).to(gl.int64) * 4 * BK
+    A = gl.zeros([C, C], gl.float32, scores)
+    for j in range(2):
+        tma.store_wait(0)
+        mbarrier.expect(full, 2 * q_desc.block_type.nbytes + g_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [b, h, first, j * BK], full, q_box)
+        tma.async_copy_global_to_shared(k_desc, [b, h, first, j * BK], full, k_box)
+        tma.async_copy_global_to_shared(g_desc, [b, h, first, j * BK], full, g_box)
+        mbarrier.wait(full, j)
+        g_tile = g_box.reshape([C, BK])
+        if PACKED:
+            clear_rows(g_tile, rows, runs)
+            clear_rows(k_tile, rows, runs)
+        x, end = exponents_of_mild_chunk(g_tile.load(runs).to(gl.float32))  # [C, BK], [BK]
+        if gl.min(end, 0) > -MILD_DECAY_SM90:
+            outer = decay_mild_chunk(q_tile, k_tile, x, end)  # [BK], exp(r)
+            _write_decays(decays + j * BK, outer, outer)
+            fence_async_shared()
+            product = gl.zeros([C, C], gl.float32, scores)
+            product = warpgroup_mma(q_tile, k_tile.permute([1, 0]), product, use_acc=False, is_async=True)
+            A += gl.where(t >= s, warpgroup_mma_wait(0, [product]), 0.0)
+        else:
+            decay, a = decay_any_chunk(q_tile, k_tile, scratch, g_tile.load(columns).to(gl.float32))  # [BK], exp(b_C)
+            _write_decays(decays + j * BK, decay, gl.full_like(decay, 1.0))
+            A += a
+            fence_async_shared()
+        tma.async_copy_shared_to_global(qg_desc, [0, h, i * C, j * BK], q_box)
+        tma.async_copy_shared_to_global(kg_desc, [0, h, i * C, j * BK], k_box)
+    a_box.reshape([C, C]).store(A.to(dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(a_desc, [0, h, i * C, 0], a_box)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_warp(descriptors, tiles, barriers, place):
+    """Keeps the next slices of qg and kg, and chunks of A and v, on their way."""
+    q_desc, k_desc, a_desc, v_desc = descriptors
+    q_tiles, k_tiles, a_tiles, v_tiles = tiles
+    full, empty, v_full, v_empty = barriers
+    b, h, column, start, row, chunks = place
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    for step in range(2 * chunks):
+        t = start + step // 2 * C
+        own = row + step // 2 * C
+        slot = step % STAGES
+        mbarrier.wait(empty.index(slot), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(full.index(slot), 2 * q_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, [0, h, own, step % 2 * BK], full.index(slot), q_tiles.index(slot))
+        tma.async_copy_global_to_shared(k_desc, [0, h, own, step % 2 * BK], full.index(slot), k_tiles.index(slot))
+        if step % 2 == 0:
+            slot = step // 2 % 2
+            mbarrier.wait(v_empty.index(slot), (step // 4 & 1) ^ 1)
+            mbarrier.expect(v_full.index(slot), a_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_desc, [b, h, t, column], v_full.index(slot), v_tiles.index(2 * slot))
+            tma.async_copy_global_to_shared(
+                v_desc, [b, h, t, column + W], v_full.index(slot), v_tiles.index(2 * slot + 1)
+            )
+            tma.async_copy_global_to_shared(a_desc, [0, h, own, 0], v_full.index(slot), a_tiles.index(slot))
+
+
+@gluon.jit
+def _state_warps(
+    tiles,
+    barriers,
+    outputs,
+    scale,
+    decays,
+    states,
+    kept,
+    place,
+    sizes,
+    WARPGROUP: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """Carries W columns of the state, in two slices, through the sequence and writes the outputs."""
+    q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles = tiles
+    full, empty, v_full, v_empty = barriers
+    o_desc, o_ptr = outputs
+    initial_state, state_n, state_h, state_k, state_v, entering, final_state = states
+    s_desc, checkpoint, left, every = kept
+    b, h, n, sequence, column, start, length, is_first = place
+    T, H, K, V = sizes
+    C: gl.constexpr = q_tiles.type.shape[3]
+    BK: gl.constexpr = q_tiles.type.shape[4]
+    W: gl.constexpr = v_tiles.type.shape[4]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
+    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], a slice of S as an operand, or on its way to a checkpoint
+    s_tile = s_block.reshape([BK, W])
+    o_tile = o_tiles.index(WARPGROUP).reshape([C, W])
+    first = column + WARPGROUP * W
+    head = (n * H + h).to(gl.int64) * K * V
+    key = gl.arange(0, BK, gl.SliceLayout(1, layout))  # [BK]
+    value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
+    S0 = gl.zeros([BK, W], gl.float32, layout)
+    S1 = gl.zeros([BK, W], gl.float32, layout)
+    if entering is not None:
+        S0 = _load_slice(entering + head, V, None, key[:, None], value, K, V, not is_first, S0)
+        S1 = _load_slice(entering + head, V, None, BK + key[:, None], value, K, V, not is_first, S1)
+    if initial_state is not None:
+        states_in = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+        S0 = _load_slice(states_in, state_k, state_v, key[:, None], value, K, V, is_first, S0)
+        S1 = _load_slice(states_in, state_k, state_v, BK + key[:, None], value, K, V, is_first, S1)
+    decays += key
+    for i in range(gl.cdiv(length, C)):
+        if s_desc is not None:
+            if left == 0:
+                _write_slice(s_desc, [b, checkpoint, h, 0, first], s_block, S0)
+                _write_slice(s_desc, [b, checkpoint, h, BK, first], s_block, S1)
+                checkpoint += 1
+                left = every
+            left -= C
+        slot = i % 2
+        rows = length - i * C
+        v_tile = v_tiles.index(2 * slot + WARPGROUP).reshape([C, W])
+        mbarrier.wait(v_full.index(slot), i // 2 & 1)
+        if PACKED:
+            clear_rows(v_tile, rows, layout)
+        o = gl.zeros([C, W], gl.float32, layout)
+        o, S0 = _step(o, S0, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, 2 * i)
+        o, S1 = _step(o, S1, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays + BK, 2 * i + 1)
+        o = warpgroup_mma(a_tiles.index(slot).reshape([C, C]), v_tile, o, is_async=True)
+        o = warpgroup_mma_wait(0, [o])
+        mbarrier.arrive(v_empty.index(slot), count=1)
+        decays += 4 * BK
+        tma.store_wait(0)  # nobody reads o_tile
+        write(o_desc, o_ptr, o_tile, o * scale, first, V, (b, h, start + i * C, T, H), rows, PACKED)
+    if final_state is not None:
+        rows_out = final_state + head
+        gl.store(rows_out + key[:, None] * V + value, S0, (key[:, None] < K) & (value < V))
+        gl.store(rows_out + (BK + key[:, None]) * V + value, S1, (BK + key[:, None] < K) & (value < V))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_slice(states_in, state_k, state_v, key, value, K, V, taken, other):
+    """Rows `key` and columns `value` of a state; `other` beyond its edges, or where it is not taken."""
+    return gl.load(states_in + in_state(key, value, state_k, state_v), (key < K) & (value < V) & taken, other)
+
+
+@gluon.jit
+def _write_slice(desc, place, s_block, S):
+    """Writes S [BK, W] to this place of checkpoints, by way of s_block."""
+    BK: gl.constexpr = S.shape[0]
+    W: gl.constexpr = S.shape[1]
+    s_block.reshape([BK, W]).store(S.to(desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, place, s_block)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _step(o, S, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step):
+    """Adds a slice's part to the outputs o [C, W], and takes its state S [BK, W] to the end of the chunk."""
+    C: gl.constexpr = q_tiles.type.shape[3]
+    BK: gl.constexpr = q_tiles.type.shape[4]
+    before = gl.load(decays)[:, None]  # [BK, 1]
+    after = gl.load(decays + 2 * BK)[:, None]  # [BK, 1]
+    slot = step % STAGES
+    q_tile = q_tiles.index(slot).reshape([C, BK])
+    k_tile = k_tiles.index(slot).reshape([C, BK])
+    s_tile.store((S * after).to(s_tile.dtype))
+    fence_async_shared()
+    mbarrier.wait(full.index(slot), step // STAGES & 1)
+    o = warpgroup_mma(q_tile, s_tile, o, is_async=True)
+    S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S * before, is_async=True)
+    o, S = warpgroup_mma_wait(0, [o, S])
+    mbarrier.arrive(empty.index(slot), count=1)
+    return o, S * after
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "state_n", "state_h", "state_k", "scale", "T", "segment", "segments", "slots", "every", "H", "K", "V"
+    ]
+)  # fmt: skip
+def _state_kernel(
+    q_desc,  # qg, [1, H, I * C, K], tiles [C, BK]
+    k_desc,  # kg, [1, H, I * C, K], tiles [C, BK]
+    a_desc,  # [1, H, I * C, C], tiles [C, C]
+    v_desc,  # [B, H, T, V], tiles [C, W]
+    o_desc,  # [B, H, T, V], tiles [C, W]
+    s_desc,  # [B, n, H, K, V], tiles [BK, W], or None
+    o_ptr,  # [B, T, H, V]
+    decays,  # [H, I, 2, 2 * BK]
+    initial_state,  # [sequences, H, K, V] or None
+    entering,  # [N, H, K, V] of segments, or None
+    final_state,  # [N, H, K, V] or None
+    order,  # [N, 5] or None
+    scale,
+    state_n,
+    state_h,
+    state_k,
+    state_v,
+    T,
+    segment,
+    segments,
+    slots,  # I
+    every,
+    H,
+    K,
+    V,
+):
+    PACKED: gl.constexpr = order is not None
+    C: gl.constexpr = q_desc.block_type.shape[2]
+    BK: gl.constexpr = q_desc.block_type.shape[3]
+    W: gl.constexpr = v_desc.block_type.shape[3]
+    dtype: gl.constexpr = q_desc.dtype
+    columns = gl.cdiv(V, 2 * W)
+    column = gl.program_id(0) % columns * 2 * W
+    h = gl.program_id(0) // columns % H
+    n = gl.program_id(0) // columns // H
+    n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
+    if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
+        if length == 0:
+            return
+    checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # the next one's row, and tokens until then
+    if s_desc is not None:
+        checkpoint, left = next_checkpoint(start, sequence, origin, every, PACKED)
+    own = start // C + (sequence if PACKED else b * gl.cdiv(T, C))  # among the chunks, the first one
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
+    a_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, C], a_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [4, 1, 1, C, W], v_desc.layout)
+    state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
+    s_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, 1, BK, W], state_layout)
+    o_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, W], o_desc.layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # a slice of qg and kg has been loaded
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # both state warpgroups have read it
+    v_full = gl.allocate_shared_memory(gl.int64, [2, 1], bars)  # A and v of a chunk have been loaded
+    v_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bars)  # both state warpgroups have read them
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+
+    barriers = (full, empty, v_full, v_empty)
+    load_tiles = (q_tiles, k_tiles, a_tiles, v_tiles)
+    tiles = (q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles)
+    states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
+    kept = (s_desc, checkpoint, left, every)
+    place = (b, h, n, sequence, column, start, length, start == origin)
+    load_place = (b, h, column, start, own * C, gl.cdiv(length, C))
+    decays += (h * slots + own).to(gl.int64) * 4 * BK
+    outputs = (o_desc, o_ptr)
+    sizes = (T, H, K, V)
+    gl.warp_specialize(
+        [
+            (_state_warps, (tiles, barriers, outputs, scale, decays, states, kept, place, sizes, 0, PACKED)),
+            (_state_warps, (tiles, barriers, outputs, scale, decays, states, kept, place, sizes, 1, PACKED)),
+            (_load_warp, ((q_desc, k_desc, a_desc, v_desc), load_tiles, barriers, load_place)),
+        ],
+        [4, 1],
+        [232, 24],
+    )

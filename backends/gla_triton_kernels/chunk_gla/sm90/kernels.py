@@ -1,0 +1,278 @@
+"""The kernels for Hopper (SM90): when a call takes them, their launch parameters and their prices. Imports no Triton.
+
+Their warps are specialised: TMA loads the tiles of a chunk while warpgroups multiply the ones before. Launch parameters
+were measured on an H200 with its 132 multiprocessors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall, Reason
+from gla_triton_kernels import MAX_WIDTH
+from gla_triton_kernels.chunk_gla.cutting import BACKWARD_CUT, FORWARD_CUT, most_segments
+from gla_triton_kernels.chunk_gla.kernel import (
+    GradientKernel,
+    GradientParameters,
+    OutputKernel,
+    Parameters,
+    StateKernel,
+)
+from gla_triton_kernels.chunk_gla.price import (
+    BlockTime,
+    Cut,
+    checkpoint_bytes,
+    cut,
+    gate_itemsize,
+    kernel_seconds,
+    moved_bytes,
+)
+from gla_triton_kernels.chunk_gla.seen import tokens_addressable
+from gla_triton_kernels.runtime.architecture import Gpu
+
+if TYPE_CHECKING:
+    from gla_triton_kernels.runtime.launch import Launch
+
+    Launches = Callable[..., list[Launch]]
+
+TILES = 200 * 2**10
+"""Bytes of a multiprocessor's shared memory that tiles may fill."""
+STATE_KEYS = 128
+"""Keys of a state that a block of states.py builds at most."""
+
+
+def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    """Returns why no kernel for SM90 computes a call."""
+    if not gpu.architecture.has_wgmma:
+        return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.architecture.known_as}"
+    if call.dtype != torch.bfloat16:
+        return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
+    if not tokens_addressable(call):
+        return "needs tensors whose addresses and strides are multiples of 16 bytes"
+    return None
+
+
+# ---- states
+
+
+def _load_states() -> Launches:
+    from gla_triton_kernels.chunk_gla.sm90.states import launch_states
+
+    return launch_states
+
+
+def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Parameters:
+    """A warpgroup takes 64 keys, and a block two of them, or one up to K = 64.
+
+    Two of these smaller blocks share a multiprocessor. Where all of them run at once they have 64 columns of v, and
+    take a tenth to a fifth less time.
+    """
+    T, N, H, K, V = (call.dims[name] for name in ("T", "N", "H", "K", "V"))
+    BK, C = 64, 64
+    keys, shared = (BK, 2) if K <= BK else (2 * BK, 1)
+    built = T // length if call.variable_length else most_segments(N, T, length, False)  # at most, of packed sequences
+    fit = K <= BK and built * H * -(-V // 64) <= shared * gpu.multiprocessors
+    BV = 64 if V <= 64 or fit else 128
+    size = C * ((keys + BV) * call.dtype.itemsize + keys * gate_itemsize(call))  # bytes of the tiles of a chunk
+    return Parameters(C=C, BK=BK, BV=BV, stages=min(4, TILES // (shared * size)), tma=True)
+
+
+STATES = StateKernel(
+    name="sm90.states",
+    load=_load_states,
+    refusal=_refusal,
+    parameters=_states,
+    block_keys=lambda parameters: STATE_KEYS,
+    at_once=lambda call, parameters: 2 if call.dims["K"] <= parameters.BK else 1,
+    time=lambda x, c: BlockTime(x.C, x.BV, c["hopper_start"], c["build_step"], keys=STATE_KEYS),
+)
+
+
+# ---- outputs
+
+
+def _load_forward() -> Launches:
+    from gla_triton_kernels.chunk_gla.sm90.forward import launch_outputs
+
+    return launch_outputs
+
+
+def _load_forward_wide() -> Launches:
+    from gla_triton_kernels.chunk_gla.sm90.forward_wide import launch_outputs
+
+    return launch_outputs
+
+
+def _output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    H, Hq, V = (call.dims[name] for name in ("H", "Hq", "V"))
+    if (reason := _refusal(call, gpu)) is not None:
+        return reason
+    if Hq != H:
+        return f"computes as many query heads as key/value heads; q has {Hq} and k has {H}"
+    return None if V % 8 == 0 else f"computes V that are multiples of 8; V is {V}"  # rows of o of 16 bytes
+
+
+def _forward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    if (reason := _output_refusal(call, gpu)) is not None:
+        return reason
+    return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
+
+
+def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    K = call.dims["K"]
+    if (reason := _output_refusal(call, gpu)) is not None:
+        return reason
+    if not (128 < K <= 256 and K % 8 == 0):
+        return f"computes K from 136 to 256 in steps of 8; K is {K}"
+    return "computes calls with gates; there are none" if call.gate_dtype is None else None
+
+
+def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
+    """A block with 64 columns of v takes a fifth less time, which pays where the device runs all of these at once.
+
+    The bits are the same.
+    """
+    H, V = call.dims["H"], call.dims["V"]
+    fit = sequences * H * -(-V // 64) <= gpu.multiprocessors
+    return _output_parameters(call, 64 if V <= 64 or fit else 128)
+
+
+def _forward_wide(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
+    """The keys of a head are taken in slices."""
+    return _output_parameters(call, 64 if call.dims["V"] <= 64 else 128)
+
+
+def _output_parameters(call: OpCall, BV: int) -> Parameters:
+    BK = 64 if call.dims["K"] <= 64 else 128
+    stages = 2 if BK == 128 else 4 if BV == 64 else 3  # as many as shared memory holds
+    return Parameters(C=64, BK=BK, BV=BV, stages=stages, tma=True)
+
+
+def _blocks(call: OpCall, gpu: Gpu) -> tuple[int, int]:
+    return call.dims["H"] * -(-call.dims["V"] // 128), gpu.multiprocessors
+
+
+def _forward_time(call: OpCall, x: Parameters, c: Constants) -> BlockTime:
+    step = c["hopper_step"] + c["hopper_tile"] * (x.BK // 64)
+    return BlockTime(x.C, x.BV, c["hopper_start"], step * (c["hopper_narrow"] if x.BV == 64 else 1))
+
+
+def _gates_seconds(call: OpCall, c: Constants) -> list[float]:
+    B, T, H, K = (call.dims[name] for name in ("B", "T", "H", "K"))
+    return [c["launch"] + B * T * H * K / c["gate_rate"]]
+
+
+FORWARD = OutputKernel(
+    name="sm90.forward",
+    load=_load_forward,
+    refusal=_forward_refusal,
+    states=STATES,
+    parameters=_forward,
+    blocks=_blocks,
+    time=_forward_time,
+    host="host_hopper",
+)
+FORWARD_WIDE = OutputKernel(
+    name="sm90.forward_wide",
+    load=_load_forward_wide,
+    refusal=_forward_wide_refusal,
+    states=STATES,
+    parameters=_forward_wide,
+    blocks=_blocks,
+    time=lambda call, x, c: BlockTime(x.C, x.BV, c["hopper_start"], c["state_step"]),
+    before=_gates_seconds,
+    host="host_hopper",
+)
+
+
+# ---- gradients
+
+
+def _load_backward() -> Launches:
+    from gla_triton_kernels.chunk_gla.sm90.backward import launch_gradients
+
+    return launch_gradients
+
+
+def _load_backward_wide() -> Launches:
+    from gla_triton_kernels.chunk_gla.sm90.backward_wide import launch_gradients
+
+    return launch_gradients
+
+
+def _backward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    if (reason := _refusal(call, gpu)) is not None:
+        return reason
+    K, V = call.dims["K"], call.dims["V"]
+    if K % 8 or V % 8:  # rows of gradients of 16 bytes
+        return f"computes K and V that are multiples of 8; K is {K} and V is {V}"
+    return None
+
+
+def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    if (reason := _backward_refusal(call, gpu)) is not None:
+        return reason
+    K = call.dims["K"]
+    if not _has_several_blocks(call) or K > 256:
+        return f"computes heads with K or V above 128 and K up to 256; K is {K} and V is {call.dims['V']}"
+    return None
+
+
+def _has_several_blocks(call: OpCall) -> bool:
+    """Returns whether several blocks would compute a head, each of which repeats the work on q, k and g."""
+    return call.dims["K"] > 128 or call.dims["V"] > 128
+
+
+def _gradient_parameters(call: OpCall, gpu: Gpu) -> GradientParameters:
+    several = _has_several_blocks(call)
+    BK, BV = (128 if several or call.dims[name] > 64 else 64 for name in ("K", "V"))
+    return GradientParameters(BK=BK, BV=BV, warps=4)
+
+
+def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> float:
+    tiles = x.BK * x.BV / 64**2
+    step = c["hopper_step"] + c["hopper_tile"] * tiles
+    shared = c["hopper_shared"] if tiles <= 1 else 1
+    return kernel_seconds(call, BlockTime(CHUNK, x.BV, c["hopper_start"], step, shared, keys=x.BK), through, size, c)
+
+
+def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> float:
+    """Two kernels, which write and read P, as many bytes as checkpoints every chunk."""
+    K, V = call.dims["K"], call.dims["V"]
+    heads = call.dims["Hq"] // max(call.dims["H"], 1)
+    P = heads * checkpoint_bytes(call, CHUNK)
+    block = BlockTime(CHUNK, x.BV, c["hopper_start"], c["wide_state_step"], keys=x.BK)
+    states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
+    step = math.ceil(K / 64) * (c["wide_keys"] + c["wide_tile"] * math.ceil(V / 64))
+    chunks = cut(call, CHUNK, CHUNK)
+    chunks = chunks._replace(number=chunks.number * heads)
+    return states + kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), chunks, size + P, c)
+
+
+BACKWARD = GradientKernel(
+    name="sm90.backward",
+    load=_load_backward,
+    refusal=_backward_refusal,
+    parameters=_gradient_parameters,
+    heads_apart=True,
+    adds_pairs=True,
+    cut_times=BACKWARD_CUT,
+    partials=lambda call, x: (-(-call.dims["V"] // x.BV), -(-call.dims["K"] // x.BK)),
+    seconds=_backward_seconds,
+)
+BACKWARD_WIDE = GradientKernel(
+    name="sm90.backward_wide",
+    load=_load_backward_wide,
+    refusal=_backward_wide_refusal,
+    parameters=_gradient_parameters,
+    heads_apart=True,
+    adds_pairs=True,
+    cut_times=FORWARD_CUT,  # one of its kernels goes through sequences, as quick as a forward
+    partials=lambda call, x: (1, 1),  # a block has all keys and values
+    seconds=_backward_wide_seconds,
+    layouts=2,
+)

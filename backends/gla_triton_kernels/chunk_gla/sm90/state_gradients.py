@@ -1,0 +1,265 @@
+"""Gradients of states for Hopper, of the states that leave chunks: backwards through segments, dS in registers.
+
+    dS' = exp(b_C) dS + (scale q exp(b))^T do        P = exp(b_C - r) dS, or dS where the chunk is not mild
+
+for each chunk of C tokens, the last one first; what all of that is, backward_sm90.py says. P goes to memory.
+
+B batch   T time   H key/value heads   Hq query heads, G of which share one   K, V key and value width
+C rows of a chunk   D = 64 keys of a warpgroup   BV values of a block   KEYS keys that are mild or not together
+n rows of states   I segments   N sequences
+
+One block per segment, head, 2 D keys and BV values: a load warp, and two warpgroups that carry D rows of dS each.
+
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from gla_core.dispatch.backend import CHUNK
+from gla_triton_kernels.chunk_gla.kernel import GradientParameters
+from gla_triton_kernels.chunk_gla.shared.limits import LOG2E, MILD_DECAY_SM90
+from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.chunk_gla.sm90.common import as_float32, clear_rows, in_state, plus
+from gla_triton_kernels.chunk_gla.sm90.common_backward import RUNS, WIDTH, C, D, gates, product, segment_backwards
+from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
+
+STAGES = gl.constexpr(2)  # chunks on their way
+
+
+def launch_state_gradients(
+    kernel: GradientParameters,
+    x: BackwardTensors,
+    P: Tensor,
+    marks: Tensor | None,
+    keys: int,
+    leaving: Tensor | None,
+    segments: Segments,
+    scale: float,
+) -> list[Launch]:
+    """Returns the launch that writes P and marks chunks that are not mild.
+
+    Args:
+        P: [n, Hq, K, V] bfloat16, contiguous. marks: as pairs.py takes them, of blocks of `keys` keys, 64 or 128.
+        leaving, segments: as those of backward.py.
+    """
+    T, Hq, K = x.q.shape[1:]
+    H, V = x.v.shape[2:]
+    arguments = {
+        "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
+        "do_desc": shared_tiles(x.do, CHUNK, kernel.BV),
+        "g_desc": None if x.g is None else shared_tiles(x.g, CHUNK, WIDTH),
+        "p_desc": state_tiles(P, WIDTH, kernel.BV),
+        "marks": marks,
+        "leaving": leaving,
+        "dinitial": x.dinitial_state,
+        "order": segments.order,
+        "scale": scale,
+        **state_strides("state_", leaving),
+        **lengths_of(T, segments),
+        "Hq": Hq,
+        "K": K,
+        "V": V,
+        "KEYS": keys,
+        "G": Hq // H,
+        "LAST_LEAVE_NONE": x.last_leave_none,
+    }
+    blocks = -(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * Hq
+    return [Launch(_state_kernel, (blocks, 1, 1), arguments, {"num_warps": kernel.warps, "maxnreg": 128})]
+
+
+@gluon.jit
+def _load_chunks(descriptors, tiles, barriers, place, G: gl.constexpr):
+    """Keeps q, do and g of the next chunks on their way, the last chunk first."""
+    q_desc, do_desc, g_desc = descriptors
+    q_tiles, do_tiles, g_tiles = tiles
+    full, empty = barriers
+    b, h, key, value, start, chunks = place
+    GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
+    SIZE: gl.constexpr = 2 * (q_desc.block_type.nbytes + GATE_SIZE) + do_desc.block_type.nbytes
+    for i in range(chunks):
+        slot = i % STAGES
+        t = start + (chunks - 1 - i) * C
+        bar = full.index(slot)
+        mbarrier.wait(empty.index(slot), (i // STAGES & 1) ^ 1)
+        mbarrier.expect(bar, SIZE)
+        for part in gl.static_range(2):
+            column = key + part * D
+            if g_desc is not None:
+                tma.async_copy_global_to_shared(g_desc, [b, h // G, t, column], bar, g_tiles.index(2 * slot + part))
+            tma.async_copy_global_to_shared(q_desc, [b, h, t, column], bar, q_tiles.index(2 * slot + part))
+        tma.async_copy_global_to_shared(do_desc, [b, h, t, value], bar, do_tiles.index(slot))
+
+
+@gluon.jit
+def _state_warps(
+    tiles,
+    barriers,
+    p_desc,
+    marks,
+    states,
+    place,
+    sizes,
+    scale,
+    part: gl.constexpr,
+    KEYS: gl.constexpr,
+    G: gl.constexpr,
+    PACKED: gl.constexpr,
+):
+    """Carries D rows of the gradient of the state backwards through the segment, and writes P of every chunk."""
+    q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles = tiles
+    full, empty, both = barriers
+    leaving, held, state_n, state_h, state_k, state_v, dinitial = states
+    h, n, key, value, row, length = place
+    Hq, K, V = sizes
+    HAS_GATE: gl.constexpr = marks is not None
+    BV: gl.constexpr = do_tiles.type.shape[4]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    keys = key + part * D + gl.arange(0, D, gl.SliceLayout(1, layout))[:, None]  # [D, 1]
+    values = value + gl.arange(0, BV, gl.SliceLayout(0, layout))[None, :]  # [1, BV]
+    inside = (keys < K) & (values < V)
+    if leaving is not None:
+        head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
+        taken = inside & (keys < held) & (h % G == 0)  # of the heads of a group one takes it
+        dS = gl.load(head + in_state(keys, values, state_k, state_v), taken, 0.0)  # [D, BV]
+    else:
+        dS = gl.zeros([D, BV], gl.float32, layout)
+    chunks = gl.cdiv(length, C)
+    p_block = p_tiles.index(part)
+    r_tile = r_tiles.index(part)
+    for i in range(chunks):
+        c = chunks - 1 - i
+        slot = i % STAGES
+        rows = length - c * C
+        q_tile = q_tiles.index(2 * slot + part).reshape([C, D])
+        do_tile = do_tiles.index(slot).reshape([C, BV])
+        mbarrier.wait(full.index(slot), i // STAGES & 1)
+        if HAS_GATE:
+            g = gates(g_tiles.index(2 * slot + part), rows, PACKED)  # [C, D]
+            end = gl.sum(g, 0)  # [D]
+            least = gl.min(end, 0)
+            if KEYS > D:  # of the keys of both warpgroups
+                least_tiles.index(2 * (i & 1) + part).store(gl.full([1], least, gl.float32, gl.SliceLayout(1, RUNS)))
+                mbarrier.arrive(both, count=1)
+                mbarrier.wait(both, i & 1)
+                other = least_tiles.index(2 * (i & 1) + 1 - part).load(gl.SliceLayout(1, RUNS))
+                least = gl.minimum(least, gl.min(other, 0))
+            mild = least > -MILD_DECAY_SM90 * LOG2E
+            if value == 0:
+                block = key // KEYS + (part if KEYS == D else 0)
+                at = ((row + c) * Hq + h).to(gl.int64) * gl.cdiv(K, KEYS) + block
+                gl.store(marks + at, gl.where(mild, 0, 1), block * KEYS < K)
+            r_tile.store(end)
+            b_t = gl.associative_scan(g, 0, plus)  # [C, D]
+            q = as_float32(q_tile.load(RUNS)) * (gl.exp2(b_t) * scale)  # [C, D]
+        else:
+            q = as_float32(q_tile.load(RUNS)) * scale  # [C, D]
+        q_tile.store(q.to(gl.bfloat16))
+        if PACKED:
+            clear_rows(q_tile, rows, RUNS)
+            clear_rows(do_tile, rows, RUNS)
+        fence_async_shared()
+        tma.store_wait(0)
+        p_tile = p_block.reshape([D, BV])
+        if HAS_GATE:
+            end = r_tile.load(gl.SliceLayout(1, layout))[:, None]  # [D, 1]
+            p_tile.store((dS * gl.exp2(gl.where(mild, 0.5 * end, 0.0))).to(gl.bfloat16))
+            decayed = dS * gl.exp2(end)
+        else:
+            p_tile.store(dS.to(gl.bfloat16))
+            decayed = dS
+        fence_async_shared()
+        tma.async_copy_shared_to_global(p_desc, [row + c, h, key + part * D, value], p_block)
+        dS = warpgroup_mma_wait(0, [product(q_tile.permute([1, 0]), do_tile, decayed)])
+        mbarrier.arrive(empty.index(slot), count=1)
+    if dinitial is not None:
+        gl.store(dinitial + ((n * Hq + h).to(gl.int64) * K + keys) * V + values, dS, inside)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "Hq", "K"])
+def _state_kernel(
+    q_desc,  # [B, Hq, T, K], tiles [C, D]
+    do_desc,  # [B, Hq, T, V], tiles [C, BV]
+    g_desc,  # [B, H, T, K], tiles [C, D], or None
+    p_desc,  # P, [n, Hq, K, V], tiles [D, BV]
+    marks,  # [n, Hq, blocks of KEYS] or None as g: 1 where a chunk is not mild
+    leaving,  # [I, H, K, V] or None
+    dinitial,  # [N, Hq, K, V] or None
+    order,  # [I, 5] or None
+    scale,
+    state_n,
+    state_h,
+    state_k,
+    state_v,
+    T,
+    segment,
+    segments,
+    Hq,
+    K,
+    V,
+    KEYS: gl.constexpr,
+    G: gl.constexpr,
+    LAST_LEAVE_NONE: gl.constexpr,
+):
+    """A block: 2 D keys and BV values of the states of one head of a segment; two warpgroups, and a warp that loads."""
+    PACKED: gl.constexpr = order is not None
+    BV: gl.constexpr = do_desc.block_type.shape[3]
+    blocks_v = gl.cdiv(V, BV)
+    blocks_k = gl.cdiv(K, 2 * D)
+    pid = gl.program_id(0)  # neighbours share q and g
+    value = pid % blocks_v * BV
+    key = pid // blocks_v % blocks_k * (2 * D)
+    h = pid // (blocks_v * blocks_k) % Hq
+    i = pid // (blocks_v * blocks_k * Hq)
+    i, b, start, length, row, held = segment_backwards(i, T, segment, segments, order, K, LAST_LEAVE_NONE)
+
+    dtype: gl.constexpr = gl.bfloat16
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, C, D], q_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BV], do_desc.layout)
+    p_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, D, BV], p_desc.layout)
+    g_tiles = (
+        q_tiles if g_desc is None else gl.allocate_shared_memory(g_desc.dtype, [2 * STAGES, 1, 1, C, D], g_desc.layout)
+    )
+    r_tiles = gl.allocate_shared_memory(gl.float32, [2, D], row_layout)
+    least_tiles = gl.allocate_shared_memory(gl.float32, [4, 1], row_layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, do, g have been loaded
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # and read by both warpgroups
+    both = gl.allocate_shared_memory(gl.int64, [1], bars)  # both know the least decay of their keys
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    mbarrier.init(both, count=2)
+
+    tiles = (q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles)
+    barriers = (full, empty, both)
+    states = (leaving, held, state_n, state_h, state_k, state_v, dinitial)
+    place = (h, i, key, value, row, length)
+    load_place = (b, h, key, value, start, gl.cdiv(length, C))
+    sizes = (Hq, K, V)
+    descriptors = (q_desc, do_desc, g_desc)
+    gl.warp_specialize(
+        [
+            (_state_warps, (tiles, barriers, p_desc, marks, states, place, sizes, scale, 0, KEYS, G, PACKED)),
+            (_state_warps, (tiles, barriers, p_desc, marks, states, place, sizes, scale, 1, KEYS, G, PACKED)),
+            (_load_chunks, (descriptors, (q_tiles, do_tiles, g_tiles), (full, empty), load_place, G)),
+        ],
+        [4, 1],
+        [168, 24],
+    )

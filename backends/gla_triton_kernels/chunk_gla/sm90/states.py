@@ -1,0 +1,295 @@
+"""States of all segments from zero, or their gradients, on Hopper: specialised warps, the states in registers.
+
+With b_t = g_1 + .. + g_t the sums of the log gates of a segment of tokens 1 to L, its decay, its state from zero and,
+of the recurrence backwards (see `Recurrence`), its gradient from zero are
+
+    D = exp(b_L)        S = sum over t of (k_t exp(b_L - b_t))^T v_t
+                        S = scale * sum over t of (q_t exp(b_t))^T do_t
+
+A segment is gone through against the recurrence, so that the gates that decay a token are known when it is met, and S
+is a plain sum. With R the sum of the gates of the chunks so far, 0 at first, and b_t now within a chunk of C rows,
+
+    left = k_t exp(R + b_C - b_t)    from the last chunk to the first
+    left = q_t exp(R + b_t)          backwards, from the first to the last
+    S += left^T right                R += b_C
+
+No exponent is above 0 and no state is decayed, so there is one path for gates of any strength.
+
+B batch   T time   H heads, as many of queries   I segments   K, V key and value width of a head   C rows of a chunk
+BV columns of right that a block holds; the keys of a head in parts of PART, of which a block holds PARTS
+
+One block per segment, head, PARTS parts of the keys and BV columns of right; two kinds of warps talk over barriers in
+shared memory:
+
+    load    one warp: copies left, right, g of the next chunks by TMA
+    state   a warpgroup for each part of the keys: decays its left where it lies and adds left^T right to its rows of S;
+            the product runs while the next chunk's left is decayed. The warpgroups need nothing of each other.
+
+Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
+from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E
+from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, Segments, lengths_of
+from gla_triton_kernels.chunk_gla.sm90.common import (
+    as_float32,
+    clear_rows,
+    let_dependents_start,
+    plus,
+    segment_at,
+    wait_for_predecessor,
+)
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.tma import shared_tiles
+
+
+def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
+    """Returns the launch that fills S [I, H, K, V] and D [I, H, K]; D is None without gates.
+
+    Those of empty segments are left as they are and, where x.after is None, those of the last segment of a sequence.
+    """
+    kernel, packed, skip_last = plan.parameters, segments.order is not None, x.after is None
+    B, T = x.left.shape[:2]
+    H, K, V = S.shape[1:]
+    asked = segments.count
+    if skip_last:
+        asked = segments.most if packed else segments.count - B
+    parts = min(2, -(-K // kernel.BK))
+    blocks = asked * H * -(-K // (parts * kernel.BK)) * -(-V // kernel.BV)
+    if blocks == 0:
+        return []
+    arguments = {
+        "left_desc": shared_tiles(x.left, kernel.C, kernel.BK),
+        "right_desc": shared_tiles(x.right, kernel.C, kernel.BV),
+        "g_desc": None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK),
+        "S_ptr": S,
+        "D_ptr": D,
+        "order": segments.order,
+        "counts": segments.counts,
+        "scale": x.scale,
+        **lengths_of(T, segments),
+        "H": H,
+        "K": K,
+        "V": V,
+        "PARTS": parts,
+        "BACKWARDS": x.backwards,
+        "SKIP_LAST": skip_last,
+        "STAGES": kernel.stages,
+    }
+    options = {"num_warps": kernel.warps, "maxnreg": 128}
+    if packed and plan.overlap:
+        options["launch_pdl"] = True
+    return [Launch(_build_states_kernel, (blocks, 1, 1), arguments, options)]
+
+
+@gluon.jit
+def chunks_of(length, C: gl.constexpr):
+    """Chunks of a segment: at least one, which it has; the loop over them then leaves S where wgmma puts it."""
+    return gl.maximum(gl.cdiv(length, C), 1)
+
+
+@gluon.jit
+def _load_warp(
+    descriptors, tiles, barriers, chunks, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.constexpr
+):
+    """Keeps STAGES chunks of left, right and g on their way, against the recurrence."""
+    left_desc, right_desc, g_desc = descriptors
+    left_tiles, right_tiles, g_tiles = tiles
+    full, empty = barriers
+    b, h, key, column, start, n_chunks = chunks
+    C: gl.constexpr = left_desc.block_type.shape[2]
+    PART: gl.constexpr = left_desc.block_type.shape[3]
+    GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
+    SIZE: gl.constexpr = PARTS * (left_desc.block_type.nbytes + GATE_SIZE) + right_desc.block_type.nbytes
+    for i in range(n_chunks):
+        slot = i % STAGES
+        t = start + (i if BACKWARDS else n_chunks - 1 - i) * C
+        bar = full.index(slot)
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(bar, SIZE)
+        for part in gl.static_range(PARTS):
+            place = PARTS * slot + part
+            if g_desc is not None:
+                tma.async_copy_global_to_shared(g_desc, [b, h, t, key + part * PART], bar, g_tiles.index(place))
+            tma.async_copy_global_to_shared(left_desc, [b, h, t, key + part * PART], bar, left_tiles.index(place))
+        tma.async_copy_global_to_shared(right_desc, [b, h, t, column], bar, right_tiles.index(slot))
+
+
+@gluon.jit
+def _state_warps(
+    tiles,
+    barriers,
+    states,
+    place,
+    sizes,
+    part: gl.constexpr,
+    PARTS: gl.constexpr,
+    PACKED: gl.constexpr,
+    BACKWARDS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Builds PART rows of S and of D."""
+    left_tiles, right_tiles, g_tiles = tiles
+    full, empty = barriers
+    S_ptr, D_ptr, scale = states
+    segment, h, first_key, column, length = place
+    H, K, V = sizes
+    HAS_GATE: gl.constexpr = D_ptr is not None
+    C: gl.constexpr = left_tiles.type.shape[3]
+    PART: gl.constexpr = left_tiles.type.shape[4]
+    BV: gl.constexpr = right_tiles.type.shape[4]
+    state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
+    # A thread holds whole runs of rows of two columns, so that sums over rows stay within a few threads.
+    layout: gl.constexpr = gl.BlockedLayout([16, 2], [4, 8], [1, 4], [1, 0])
+    R = gl.zeros([PART], gl.float32, gl.SliceLayout(0, layout))  # in units of log 2
+    S = warpgroup_mma_init(gl.zeros([PART, BV], gl.float32, state_layout))
+    n_chunks = chunks_of(length, C)
+    for i in range(n_chunks):
+        slot = i % STAGES
+        rows = length - (i if BACKWARDS else n_chunks - 1 - i) * C
+        left_tile = left_tiles.index(PARTS * slot + part).reshape([C, PART])
+        right_tile = right_tiles.index(slot).reshape([C, BV])
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        if HAS_GATE:
+            g_tile = g_tiles.index(PARTS * slot + part).reshape([C, PART])
+            if PACKED:
+                clear_rows(g_tile, rows, layout)
+            g = gl.maximum(g_tile.load(layout).to(gl.float32), LEAST_GATE) * LOG2E  # [C, PART]
+            b = gl.associative_scan(g, 0, plus)  # [C, PART]
+            R_end = R + gl.sum(g, 0)
+            x = R[None, :] + b if BACKWARDS else R_end[None, :] - b  # [C, PART]
+            R = R_end
+            left_tile.store((as_float32(left_tile.load(layout)) * gl.exp2(x)).to(left_tile.dtype))
+        if PACKED:
+            clear_rows(left_tile, rows, layout)
+            clear_rows(right_tile, rows, layout)
+        fence_async_shared()
+        S = warpgroup_mma_wait(0, [S])
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        S = warpgroup_mma(left_tile.permute([1, 0]), right_tile, warpgroup_mma_init(S), is_async=True)
+    S = warpgroup_mma_wait(0, [S])  # [PART, BV]
+    if BACKWARDS:
+        S = S * scale
+    state = (segment * H + h).to(gl.int64) * K
+    first_key += part * PART
+    key = first_key + gl.arange(0, PART, gl.SliceLayout(1, state_layout))[:, None]  # [PART, 1]
+    value = column + gl.arange(0, BV, gl.SliceLayout(0, state_layout))[None, :]  # [1, BV]
+    gl.store(S_ptr + state * V + key * V + value, S, (key < K) & (value < V))
+    if HAS_GATE:
+        key = first_key + gl.arange(0, PART, gl.SliceLayout(0, layout))  # [PART]
+        gl.store(D_ptr + state + key, gl.exp2(R), (key < K) & (column == 0))
+
+
+# V is not there: where it is a multiple of 16, two elements of a state are written at once.
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "H", "K"])
+def _build_states_kernel(
+    left_desc,  # [B, H, T, K], tiles [C, PART]
+    right_desc,  # [B, H, T, V], tiles [C, BV]
+    g_desc,  # [B, H, T, K], tiles [C, PART], or None
+    S_ptr,  # [I, H, K, V]
+    D_ptr,  # [I, H, K], or None as g
+    order,  # [I, 5] or None
+    counts,  # [2] or None
+    scale,
+    T,
+    segment,
+    segments,
+    H,
+    K,
+    V,
+    PARTS: gl.constexpr,
+    BACKWARDS: gl.constexpr,
+    SKIP_LAST: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    C: gl.constexpr = left_desc.block_type.shape[2]
+    PART: gl.constexpr = left_desc.block_type.shape[3]
+    BV: gl.constexpr = right_desc.block_type.shape[3]
+    PACKED: gl.constexpr = order is not None
+    if PACKED:
+        # For the order, which dependents read without waiting: none may start before it is there.
+        wait_for_predecessor()
+    let_dependents_start()
+    columns = gl.cdiv(V, BV)
+    blocks = columns * gl.cdiv(K, PARTS * PART)  # of a head
+    column = gl.program_id(0) % columns * BV
+    key = gl.program_id(0) // columns % gl.cdiv(K, PARTS * PART) * (PARTS * PART)
+    h = gl.program_id(0) // blocks % H
+    i = gl.program_id(0) // blocks // H
+    if PACKED:
+        if SKIP_LAST:  # noqa: SIM102 -- known when this is compiled
+            if i >= gl.load(counts):
+                return
+        b = gl.to_tensor(0)
+        i, start, length, _, last = segment_at(order, i)
+        if SKIP_LAST and BACKWARDS:  # of a segment that another one follows that other one is asked for
+            i, start = i + 1, start + length
+            length = gl.minimum(segment, last - start)
+        if length == 0:
+            return
+    else:
+        built = segments - 1 if SKIP_LAST else segments
+        b = i // built
+        m = i % built + 1 if SKIP_LAST and BACKWARDS else i % built
+        start = m * segment
+        length = gl.minimum(segment, T - start)
+        i = b * segments + m
+
+    left_tiles = gl.allocate_shared_memory(left_desc.dtype, [PARTS * STAGES, 1, 1, C, PART], left_desc.layout)
+    right_tiles = gl.allocate_shared_memory(right_desc.dtype, [STAGES, 1, 1, C, BV], right_desc.layout)
+    g_tiles = (
+        left_tiles
+        if g_desc is None
+        else gl.allocate_shared_memory(g_desc.dtype, [PARTS * STAGES, 1, 1, C, PART], g_desc.layout)
+    )
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # left, right, g have been loaded
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # all warpgroups have read them
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=PARTS)
+
+    tiles = (left_tiles, right_tiles, g_tiles)
+    barriers = (full, empty)
+    states = (S_ptr, D_ptr, scale)
+    place = (i, h, key, column, length)
+    sizes = (H, K, V)
+    descriptors = (left_desc, right_desc, g_desc)
+    chunks = (b, h, key, column, start, chunks_of(length, C))
+    # Registers of a thread: what the load warp leaves is shared out evenly.
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (_state_warps, (tiles, barriers, states, place, sizes, 0, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, BACKWARDS, STAGES)),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_state_warps, (tiles, barriers, states, place, sizes, 0, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_state_warps, (tiles, barriers, states, place, sizes, 1, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, BACKWARDS, STAGES)),
+            ],
+            [4, 1],
+            [176, 24],
+        )

@@ -1,0 +1,75 @@
+"""The tensors of a call of chunk_gla, by name; gla_core/ops/chunk_gla.py says what each holds.
+
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width of a head
+n rows of checkpoints   I segments
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels.runtime.replay import part
+
+
+class Tensors(NamedTuple):
+    """All tensors of a call of chunk_gla_fwd, results included.
+
+    Where segments take the place of sequences, `entering` holds the states that enter them, except for the first
+    segment of a sequence, which `initial_state` enters.
+    """
+
+    q: Tensor  # [B, T, Hq, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, H, V]
+    g: Tensor | None  # [B, T, H, K]
+    initial_state: Tensor | None  # [N, H, K, V]
+    cu_seqlens: Tensor | None  # [N+1]
+    o: Tensor  # [B, T, Hq, V]
+    final_state: Tensor | None  # [N, H, K, V]
+    checkpoints: Tensor | None = None  # [B, n, H, K, V]
+    entering: Tensor | None = None  # [I, H, K, V]
+
+
+class BackwardTensors(NamedTuple):
+    """All tensors of a call of chunk_gla_bwd, results included."""
+
+    q: Tensor  # [B, T, Hq, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, H, V]
+    g: Tensor | None  # [B, T, H, K]
+    initial_state: Tensor | None  # [N, H, K, V]
+    cu_seqlens: Tensor | None  # [N+1]
+    checkpoints: Tensor | None  # [B, n, H, K, V]
+    do: Tensor  # [B, T, Hq, V]
+    dstate: Tensor | None  # [N, H, K, V]
+    dq: Tensor  # as q
+    dk: Tensor  # as k
+    dv: Tensor  # as v
+    dg: Tensor | None  # as g
+    dinitial_state: Tensor | None  # [N, H, K, V]
+
+    @property
+    def last_leave_none(self) -> bool:
+        """Returns whether no gradient of a state leaves the last segments of packed sequences."""
+        return self.cu_seqlens is not None and self.dstate is None
+
+
+AnyPlan = TypeVar("AnyPlan")  # ForwardPlan or BackwardPlan
+AnyTensors = TypeVar("AnyTensors", Tensors, BackwardTensors)
+
+
+def by_rows(plans: Sequence[tuple[OpCall, AnyPlan]], x: AnyTensors) -> list[tuple[AnyPlan, AnyTensors]]:
+    """Returns each plan with its rows of all tensors of a batch: first those of the first plan, then the next."""
+    if len(plans) == 1:
+        return [(plans[0][1], x)]
+    ends = itertools.accumulate((call.dims["B"] for call, _ in plans), initial=0)
+    return [(plan, _rows(x, *bounds)) for (_, plan), bounds in zip(plans, itertools.pairwise(ends), strict=True)]
+
+
+def _rows(x: AnyTensors, start: int, end: int) -> AnyTensors:
+    return x._replace(**{name: part(y, start, end) for name, y in x._asdict().items() if y is not None})

@@ -1,0 +1,47 @@
+"""The launches of a call of online_softmax: each row in one pass, or rows in splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels.online_softmax import one_pass, splits
+from gla_triton_kernels.online_softmax.rows import needs_copy
+from gla_triton_kernels.runtime.architecture import gpu_of_call
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.prepared import Launches, rehearsed
+
+
+def prepare_one_pass(call: OpCall) -> Callable[..., Tensor]:
+    """Prepares a call whose rows are each computed by one block."""
+    return _prepare(call, one_pass.launch_softmax)
+
+
+def prepare_splits(call: OpCall) -> Callable[..., Tensor]:
+    """Prepares a call whose rows are computed in splits."""
+    gpu = gpu_of_call(call)
+    return _prepare(call, lambda x, y, dim: splits.launch_softmax(x, y, dim, gpu))
+
+
+def _prepare(call: OpCall, launch: Callable[[Tensor, Tensor, int], list[Launch]]) -> Callable[..., Tensor]:
+    """Compiles the kernels of a call, and returns the function that computes calls like it.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    layout, dim = call.layouts["x"], call.scalars["dim"]
+    x: Any = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")
+    copied = needs_copy(x, torch.empty_like(x, memory_format=torch.contiguous_format), dim)
+    launched = Launches(call.device, lambda tensors: launch(*tensors, dim))
+
+    def run(x: Tensor, dim: int) -> Tensor:
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if x.numel():
+            launched.start((x.contiguous() if copied else x, y))
+        return y
+
+    return rehearsed(run, call)

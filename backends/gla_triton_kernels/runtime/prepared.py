@@ -1,0 +1,66 @@
+"""Calls that are planned once: their kernels are compiled before anything is written, their launches are replayed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels.runtime.architecture import interpreted
+from gla_triton_kernels.runtime.launch import Launch, compile_launches, on_device, start
+from gla_triton_kernels.runtime.replay import RecordedCall, record, replay
+
+
+class Launches:
+    """The launches of the calls of one signature.
+
+    Args:
+        describe: takes the tensors of a call and its floats, returns its launches.
+    """
+
+    def __init__(self, device: torch.device, describe: Callable[..., list[Launch]]) -> None:
+        self._device, self._describe = device, describe
+        self._recorded: RecordedCall | None = None
+
+    def start(self, tensors: Sequence[Tensor | None], *floats: float) -> None:
+        """Makes the launches of a call on its tensors, results included. Tensors without values are compiled for."""
+        if self._recorded is not None and replay(self._recorded, tensors, floats):
+            return
+        with on_device(self._device):
+            launches = self._describe(tensors, *floats)
+            if any(x is not None and x.is_meta for x in tensors):
+                compile_launches(launches)
+                return
+            start(launches)
+            self._recorded = record(tensors, launches)
+
+
+def rehearsed(run: Callable[..., Any], call: OpCall) -> Callable[..., Any]:
+    """Returns `run` after a call of it on tensors without values, for which its kernels are compiled.
+
+    Args:
+        run: takes arguments of the op by name, and makes its launches by `Launches.start`.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    if not interpreted() and call.device.type == "cuda":
+        run(**{name: _without_values(name, call) for name in inspect.signature(run).parameters})
+    return run
+
+
+def _without_values(name: str, call: OpCall) -> Any:
+    """Returns an argument of a call: a tensor without values, a scalar, or None."""
+    layout = call.layouts.get(name)
+    if layout is not None:
+        return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")
+    return 1.0 if name == "scale" else call.scalars.get(name)
+
+
+def addressable_copy(x: Any, name: str, copied: frozenset[str]) -> Any:
+    """Returns a contiguous copy of an argument that is in `copied`, else the argument."""
+    return x.clone(memory_format=torch.contiguous_format) if name in copied else x

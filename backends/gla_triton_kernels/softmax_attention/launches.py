@@ -1,0 +1,49 @@
+"""The launches of a call of softmax attention: a kernel attends; if keys are split, another one merges the splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gla_core.dispatch.backend import OpCall
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.prepared import Launches, rehearsed
+from gla_triton_kernels.softmax_attention.merge import launch_merge
+from gla_triton_kernels.softmax_attention.plan import Plan
+
+
+def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Compiles the kernels of a call by a plan, and returns the function that computes calls like it.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    causal = call.scalars["causal"]
+    launched = Launches(call.device, lambda tensors, scale: launches(plan, *tensors, scale, causal))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+        o = v.new_empty((*q.shape[:3], v.shape[3]))
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        if lse.numel():
+            if scale < 0:  # the kernels take the greatest product for the greatest score
+                q, scale = -q, -scale
+            launched.start((q, k, v, o, lse), scale)
+        return o, lse
+
+    return rehearsed(run, call)
+
+
+def launches(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
+) -> list[Launch]:
+    """Returns the launches that write o [B, Tq, Hq, V] and lse [B, Tq, Hq]."""
+    launch_attention = plan.kernel.load()
+    if plan.split is None:
+        return launch_attention(plan, q, k, v, scale, causal, o, lse)
+    splits = plan.splits(k.shape[1])
+    split_o = torch.empty((splits, *o.shape), dtype=torch.float32, device=q.device)
+    split_lse = lse.new_empty((splits, *lse.shape))
+    attended = launch_attention(plan, q, k, v, scale, causal, split_o, split_lse)
+    return [*attended, *launch_merge(split_o, split_lse, o, lse)]
