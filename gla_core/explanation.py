@@ -12,7 +12,7 @@ from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Candidate, Explanation, explain_call
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops._run import backward_of, needs_gradient
+from gla_core.ops.calls import backward_of, needs_gradient
 
 
 def explain(

@@ -11,7 +11,7 @@ from gla_core.dispatch.backend import KnownDevice, OpCall
 from gla_core.dispatch.calibration import KNOWN_DEVICES
 from gla_core.dispatch.errors import nearest
 from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
-from gla_core.ops._spec import OFFSETS, WIDTHS
+from gla_core.ops.spec import OFFSETS, WIDTHS
 
 SHAPES = {op: spec.command_line_sizes for op, spec in ABSTRACT_OPS.items()}
 """The sizes that describe a call of each abstract op."""

@@ -31,12 +31,11 @@ from gla_core.distributed.exchange import Summary
 from gla_core.distributed.outside_graphs import outside_graphs
 from gla_core.distributed.shard import Layout, Packed, Shard, refuse_ranks_that_differ
 from gla_core.distributed.shard import shard as make_shard
-from gla_core.ops import _autocast
-from gla_core.ops._run import needs_gradient, request_text
-from gla_core.ops._spec import scale_or_default
-from gla_core.ops._torch_op import refuse_tangents
+from gla_core.ops import autocast
+from gla_core.ops.calls import needs_gradient, refuse_tangents, request_text
 from gla_core.ops.chunk_gla import CHUNK, FORWARD, interval_for_backward, torch_bwd, torch_fwd
 from gla_core.ops.chunk_gla_summary import chunk_gla_summary
+from gla_core.ops.spec import scale_or_default
 
 
 @outside_graphs
@@ -98,7 +97,7 @@ def chunk_gla(
         raise ValueError("shard is given; expected neither cu_seqlens nor group nor layout beside it: it has its own")
     if shard is not None and shard.packed is not None:
         cu_seqlens = shard.packed.cu_seqlens
-    q, k, v, g = _autocast.tokens(q, k, v, g)
+    q, k, v, g = autocast.tokens(q, k, v, g)
     refuse_tangents(q, k, v, g, initial_state)
     # What a backend would refuse later, when the other ranks already wait.
     call = FORWARD.describe(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, None, None)

@@ -1,13 +1,13 @@
 """The public ops, one file each, and the description of every abstract op."""
 
 from gla_core.dispatch.backend import declare_op
-from gla_core.ops._spec import OpSpec
 from gla_core.ops.chunk_gla import BACKWARD, FORWARD, chunk_gla
 from gla_core.ops.chunk_gla_summary import SUMMARY, chunk_gla_summary
 from gla_core.ops.linear_attention import linear_attention
 from gla_core.ops.online_softmax import SOFTMAX, online_softmax
 from gla_core.ops.recurrent_gla_step import STEP, recurrent_gla_step
 from gla_core.ops.softmax_attention import ATTENTION, merge_attention, softmax_attention
+from gla_core.ops.spec import OpSpec
 
 __all__ = [
     "ABSTRACT_OPS",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import asking_for_invariance, new_checkpoints, new_state
-from gla_core.ops._checks import wide
+from gla_core.ops.checks import wide
 
 Function = Callable[..., Any]
 

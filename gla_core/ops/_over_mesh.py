@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gla_core.ops._spec import INDICES, OFFSETS, OpSpec
+from gla_core.ops.spec import INDICES, OFFSETS, OpSpec
 
 SPREAD = {"B": "B", "N": "B", "P": "B", "H": "H", "Hq": "H"}
 """The dimensions that may be spread over ranks, by name: those of sequences (B), and those of heads (H)."""

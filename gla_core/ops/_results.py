@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.errors import BackendError
-from gla_core.ops._spec import Expected
+from gla_core.ops.spec import Expected
 
 
 def check(who: str, found: Any, expected: Sequence[Expected | None], args: Sequence[Any]) -> None:

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from gla_core.ops import _autocast, _flops
-from gla_core.ops._checks import wide
+from gla_core.ops import _flops, autocast
 from gla_core.ops._over_mesh import taking_dtensors, taking_dtensors_of_rows
 from gla_core.ops._run import bypasses_torch, transformed
 from gla_core.ops._run import run as run_op
-from gla_core.ops._spec import OpSpec
+from gla_core.ops.checks import wide
+from gla_core.ops.spec import OpSpec
 
 _library = torch.library.Library("gla", "DEF")
 
@@ -137,9 +137,9 @@ def _as_torch_op(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` without None among its results; matrix products inside it keep the precision that its code says."""
 
     def run_as_torch_op(x: Tensor, *args: Any) -> Any:
-        if not _autocast.in_force():
+        if not autocast.in_force():
             return _without_none(x, run(x, *args))
-        with _autocast.off(x.device.type):
+        with autocast.off(x.device.type):
             return _without_none(x, run(x, *args))
 
     return run_as_torch_op

@@ -50,9 +50,10 @@ from gla_core.dispatch.backend import checkpoint_rows
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import makes_checkpoints
-from gla_core.ops import _autocast, _checks
+from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
-from gla_core.ops._spec import (
+from gla_core.ops._torch_op import no_second_derivative, refuse_tangents, torch_op_of
+from gla_core.ops.spec import (
     AS_INPUT,
     CHECKPOINTS,
     GATE,
@@ -66,7 +67,6 @@ from gla_core.ops._spec import (
     plain_number,
     scale_or_default,
 )
-from gla_core.ops._torch_op import no_second_derivative, refuse_tangents, torch_op_of
 
 CHUNK = 64
 """Checkpoints are taken every so many tokens, or a multiple."""
@@ -202,7 +202,7 @@ def chunk_gla(
         >>> o, _, checkpoints = gla.chunk_gla(q, k, v, g, checkpoint_every=64)  # [2, 2, 4, 32, 32]
     """
     if state_v_first:
-        states = (_checks.keys_first(initial_state), output_final_state)
+        states = (checks.keys_first(initial_state), output_final_state)
         options: Any = {"checkpoint_every": checkpoint_every, "max_seqlen": max_seqlen}
         o, *found = chunk_gla(q, k, v, g, scale, *states, cu_seqlens, backend, **options)
         return (o, *(None if x is None else x.mT for x in found))  # pyright: ignore[reportReturnType]
@@ -212,7 +212,7 @@ def chunk_gla(
         args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every, max_seqlen)
         found = run(FORWARD, args, False, backend)
     else:
-        q, k, v, g = _autocast.tokens(q, k, v, g)
+        q, k, v, g = autocast.tokens(q, k, v, g)
         refuse_tangents(q, k, v, g, initial_state)
         every = checkpoint_every
         if every is None and needs_grad and q.is_cuda:
@@ -255,7 +255,7 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     if longest is not None and longest < 0:
         raise ValueError(f"max_seqlen is {longest}; expected the tokens of the longest sequence, or None")
     if packed:
-        _checks.packed(sizes, of="q")
+        checks.packed(sizes, of="q")
     if L is None:
         if given.get("checkpoints") is not None:
             raise ValueError("checkpoint_every is None; expected the number of tokens between the checkpoints")
@@ -277,9 +277,9 @@ def _check_values(
     checkpoint_every: int | None,
     max_seqlen: int | None,
 ) -> None:
-    _checks.no_nan(q=q, k=k, v=v, g=g, initial_state=initial_state)
-    _checks.gate_values(g)
-    _checks.offset_values(cu_seqlens, q.shape[1], max_seqlen)
+    checks.no_nan(q=q, k=k, v=v, g=g, initial_state=initial_state)
+    checks.gate_values(g)
+    checks.offset_values(cu_seqlens, q.shape[1], max_seqlen)
 
 
 def _forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:

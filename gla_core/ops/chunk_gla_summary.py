@@ -33,11 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.ops import _autocast, _checks
+from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
-from gla_core.ops._spec import AS_INPUT, GATE, INPUT, OFFSETS, WIDE, Argument, OpSpec, Result
 from gla_core.ops._torch_op import refuse_tangents, torch_op_of
 from gla_core.ops.chunk_gla import torch_bwd
+from gla_core.ops.spec import AS_INPUT, GATE, INPUT, OFFSETS, WIDE, Argument, OpSpec, Result
 
 _NO_GRADIENT = "chunk_gla_summary has no gradient backwards; call it under torch.no_grad()"
 
@@ -85,7 +85,7 @@ def chunk_gla_summary(
         raise NotImplementedError(_NO_GRADIENT)
     if not needs_grad and bypasses_torch(k):
         return run(SUMMARY, (k, v, g, cu_seqlens, backwards), False, backend)
-    _, k, v, g = _autocast.tokens(k, k, v, g)
+    _, k, v, g = autocast.tokens(k, k, v, g)
     refuse_tangents(k, v, g)
     return _torch_summary(k, v, g, cu_seqlens, backwards, needs_grad, request_text(backend))
 
@@ -97,13 +97,13 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     if sizes["Hq"] != sizes["H"] and not given["backwards"]:
         raise ValueError(f"k has {sizes['Hq']} heads; expected {sizes['H']}, as g")
     if given["cu_seqlens"] is not None:
-        _checks.packed(sizes, of="k")
+        checks.packed(sizes, of="k")
 
 
 def _check_values(k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool) -> None:
-    _checks.no_nan(k=k, v=v, g=g)
-    _checks.gate_values(g)
-    _checks.offset_values(cu_seqlens, k.shape[1], None)
+    checks.no_nan(k=k, v=v, g=g)
+    checks.gate_values(g)
+    checks.offset_values(cu_seqlens, k.shape[1], None)
 
 
 def _flops(k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:

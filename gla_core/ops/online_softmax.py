@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.ops import _autocast, _checks
+from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
-from gla_core.ops._spec import INPUT, Argument, OpSpec, Result
 from gla_core.ops._torch_op import TorchOp, refuse_tangents, torch_op_of
+from gla_core.ops.spec import INPUT, Argument, OpSpec, Result
 
 
 def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tensor:
@@ -52,7 +52,7 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
     needs_grad = needs_gradient(x)
     if not needs_grad and bypasses_torch(x):
         return run(SOFTMAX, (x, _from_the_front(x, dim)), False, backend)
-    x = _autocast.wide(x)
+    x = autocast.wide(x)
     refuse_tangents(x)
     return _torch_softmax(x, _from_the_front(x, dim), needs_grad, request_text(backend))
 
@@ -80,7 +80,7 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
 
 
 def _check_values(x: Tensor, dim: int) -> None:
-    _checks.no_nan(x=x)
+    checks.no_nan(x=x)
 
 
 SOFTMAX = OpSpec(

@@ -23,10 +23,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gla_core.ops import _autocast, _checks
-from gla_core.ops._checks import keys_first
+from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
-from gla_core.ops._spec import (
+from gla_core.ops._torch_op import (
+    faker,
+    refuse_in_place,
+    refuse_tangents,
+    runner,
+    torch_op,
+)
+from gla_core.ops.checks import keys_first
+from gla_core.ops.spec import (
     AS_INPUT,
     GATE,
     INDICES,
@@ -37,13 +44,6 @@ from gla_core.ops._spec import (
     Result,
     plain_number,
     scale_or_default,
-)
-from gla_core.ops._torch_op import (
-    faker,
-    refuse_in_place,
-    refuse_tangents,
-    runner,
-    torch_op,
 )
 
 
@@ -104,7 +104,7 @@ def recurrent_gla_step(
         if inplace:
             _tell_autograd(state)
         return found
-    q, k, v, g = _autocast.tokens(q, k, v, g)
+    q, k, v, g = autocast.tokens(q, k, v, g)
     refuse_tangents(q, k, v, g, state)
     args = (q, k, v, g, state, plain_number(scale), state_indices, request_text(backend))
     if inplace:
@@ -129,8 +129,8 @@ def _check_values(
     state_indices: Tensor | None,
     inplace: bool,
 ) -> None:
-    _checks.no_nan(q=q, k=k, v=v, g=g, state=state)
-    _checks.gate_values(g)
+    checks.no_nan(q=q, k=k, v=v, g=g, state=state)
+    checks.gate_values(g)
     if state_indices is not None:
         used = [i for i in state_indices.tolist() if i >= 0]
         if any(i >= state.shape[0] for i in used):

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.ops import _autocast, _checks
+from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
-from gla_core.ops._spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result, plain_number, scale_or_default
 from gla_core.ops._torch_op import no_second_derivative, refuse_tangents, torch_op, torch_op_of
+from gla_core.ops.spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result, plain_number, scale_or_default
 
 _KEY_BLOCK = 512  # keys per step of the backward: bounds its memory at O(Tq * _KEY_BLOCK)
 
@@ -68,7 +68,7 @@ def softmax_attention(
     needs_grad = needs_gradient(q, k, v)
     if not needs_grad and bypasses_torch(q):
         return run(ATTENTION, (q, k, v, scale_or_default(q, scale), causal), False, backend)
-    q, k, v, _ = _autocast.tokens(q, k, v, None)
+    q, k, v, _ = autocast.tokens(q, k, v, None)
     refuse_tangents(q, k, v)
     return _torch_attention(q, k, v, plain_number(scale), causal, needs_grad, request_text(backend))
 
@@ -109,7 +109,7 @@ def _share(o: Tensor, lse: Tensor, total: Tensor) -> Tensor:
 
 
 def _check_values(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> None:
-    _checks.no_nan(q=q, k=k, v=v)
+    checks.no_nan(q=q, k=k, v=v)
 
 
 def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall, checkpoint_dtype, swapped
-from gla_core.ops import _checks
-from gla_core.ops._checks import FLOATS, INTEGERS, wide
+from gla_core.ops import checks as _checks
+from gla_core.ops.checks import FLOATS, INTEGERS, wide
 
 WIDTHS = ("H", "Hq", "K", "V")
 """Sizes that are at least 1; all others may be 0."""
