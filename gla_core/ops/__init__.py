@@ -1,7 +1,7 @@
 """The public ops, one file each, and the description of every abstract op."""
 
 from gla_core.dispatch.backend import declare_op
-from gla_core.ops.chunk_gla import BACKWARD, FORWARD, chunk_gla
+from gla_core.ops.chunk_gla import BACKWARD, FORWARD, ChunkGla, ChunkGlaWithCheckpoints, chunk_gla
 from gla_core.ops.chunk_gla_summary import SUMMARY, chunk_gla_summary
 from gla_core.ops.linear_attention import linear_attention
 from gla_core.ops.online_softmax import SOFTMAX, online_softmax
@@ -12,6 +12,8 @@ from gla_core.ops.spec import OpSpec
 __all__ = [
     "ABSTRACT_OPS",
     "PUBLIC_OPS",
+    "ChunkGla",
+    "ChunkGlaWithCheckpoints",
     "OpSpec",
     "chunk_gla",
     "chunk_gla_summary",

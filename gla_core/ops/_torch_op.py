@@ -8,12 +8,13 @@ functions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.utils._pytree import _register_namedtuple
 
 from gla_core.ops import _flops, autocast
 from gla_core.ops._over_mesh import taking_dtensors, taking_dtensors_of_rows
@@ -25,6 +26,13 @@ from gla_core.ops.spec import OpSpec
 _library = torch.library.Library("gla", "DEF")
 
 TorchOp = Callable[..., Any]
+_Results = TypeVar("_Results", bound=tuple)
+
+
+def exportable(results: type[_Results]) -> type[_Results]:
+    """Registers a NamedTuple of results, so that `torch.export.save` takes a program that returns one; a decorator."""
+    _register_namedtuple(results, serialized_type_name=f"gla_core.{results.__name__}")
+    return results
 
 
 def torch_op_of(

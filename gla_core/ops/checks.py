@@ -59,9 +59,12 @@ def as_backends_take(x: Tensor, swapped_states: bool) -> bool:
     return x.is_contiguous() or x.stride(-1) == 1 or (swapped_states and swapped(x))
 
 
-def keys_first(state: Any) -> Any:
-    """A view [N, H, K, V] of a state [N, H, V, K]; what is no such tensor as it is, for the op's checks to refuse."""
-    return state.mT if isinstance(state, Tensor) and state.ndim > 1 else state
+def transposed(states: Any) -> Any:
+    """Returns a view [N, H, K, V] of states [N, H, V, K], or the reverse.
+
+    Anything but such a tensor is returned as it is: None, and what the checks of the op refuse.
+    """
+    return states.mT if isinstance(states, Tensor) and states.ndim > 1 else states
 
 
 def packed(sizes: dict[str, Any], of: str) -> None:

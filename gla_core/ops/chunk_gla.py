@@ -16,11 +16,11 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 A backend's functions receive and return
 
     chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-        -> (o, final_state or None, checkpoints or None)
+        -> (o, state or None, checkpoints or None)
     chunk_gla_bwd(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)
         -> (dq, dk, dv, dg or None, dinitial_state or None)
 
-with dstate the gradient of the final state, or None; each gradient has its input's shape and dtype. Rows outside
+with state the final state and dstate its gradient, or None; each gradient has its input's shape and dtype. Rows outside
 cu_seqlens[0] to cu_seqlens[N] belong to no sequence: whatever they hold, their o and their gradients are 0.
 
 **Checkpoints** are the states that enter every L = checkpoint_every tokens of a sequence, [B, n, H, K, V]: the first is
@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, NamedTuple, overload
 
 from torch import Tensor
 
@@ -51,8 +51,9 @@ from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import makes_checkpoints
 from gla_core.ops import autocast, checks
+from gla_core.ops._autograd import gradient
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
-from gla_core.ops._torch_op import no_second_derivative, refuse_tangents, torch_op_of
+from gla_core.ops._torch_op import exportable, no_second_derivative, refuse_tangents, torch_op_of
 from gla_core.ops.spec import (
     AS_INPUT,
     CHECKPOINTS,
@@ -72,40 +73,27 @@ CHUNK = 64
 """Checkpoints are taken every so many tokens, or a multiple."""
 
 
-@overload
-def chunk_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: Literal[False] = False,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
-    *,
-    checkpoint_every: None = None,
-    max_seqlen: int | None = None,
-    state_v_first: bool = False,
-) -> tuple[Tensor, None]: ...
+@exportable
+class ChunkGla(NamedTuple):
+    """Results of `chunk_gla`.
+
+    Attributes:
+        o: outputs [B, T, Hq, V], as v.
+        state: the final state [N, H, K, V]; None unless asked for. For a type checker it is a tensor or anything, so
+            that a caller that asks for it needs no assertion.
+    """
+
+    o: Tensor
+    state: Tensor | Any
 
 
-@overload
-def chunk_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    *,
-    output_final_state: Literal[True],
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
-    checkpoint_every: None = None,
-    max_seqlen: int | None = None,
-    state_v_first: bool = False,
-) -> tuple[Tensor, Tensor]: ...
+@exportable
+class ChunkGlaWithCheckpoints(NamedTuple):
+    """Results of `chunk_gla` with checkpoint_every: those of `ChunkGla`, and the checkpoints [B, n, H, K, V]."""
+
+    o: Tensor
+    state: Tensor | Any
+    checkpoints: Tensor
 
 
 @overload
@@ -123,7 +111,7 @@ def chunk_gla(
     checkpoint_every: None = None,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
-) -> tuple[Tensor, Tensor | None]: ...
+) -> ChunkGla: ...
 
 
 @overload
@@ -141,7 +129,7 @@ def chunk_gla(
     checkpoint_every: int,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor]: ...
+) -> ChunkGlaWithCheckpoints: ...
 
 
 def chunk_gla(
@@ -158,8 +146,8 @@ def chunk_gla(
     checkpoint_every: int | None = None,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """Gated linear attention, differentiable in q, k, v, g and initial_state.
+) -> ChunkGla | ChunkGlaWithCheckpoints:
+    """Computes gated linear attention, differentiable in q, k, v, g and initial_state.
 
     Under autocast q, k and v are cast to its dtype, which is then o's; g keeps float32.
 
@@ -202,15 +190,12 @@ def chunk_gla(
         >>> o, _, checkpoints = gla.chunk_gla(q, k, v, g, checkpoint_every=64)  # [2, 2, 4, 32, 32]
     """
     if state_v_first:
-        states = (checks.keys_first(initial_state), output_final_state)
-        options: Any = {"checkpoint_every": checkpoint_every, "max_seqlen": max_seqlen}
-        o, *found = chunk_gla(q, k, v, g, scale, *states, cu_seqlens, backend, **options)
-        return (o, *(None if x is None else x.mT for x in found))  # pyright: ignore[reportReturnType]
+        initial_state = checks.transposed(initial_state)
     needs_grad = needs_gradient(q, k, v, g, initial_state)
     if not needs_grad and bypasses_torch(q):
         scale = scale_or_default(q, scale)
         args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every, max_seqlen)
-        found = run(FORWARD, args, False, backend)
+        o, state, checkpoints = run(FORWARD, args, False, backend)
     else:
         q, k, v, g = autocast.tokens(q, k, v, g)
         refuse_tangents(q, k, v, g, initial_state)
@@ -219,8 +204,10 @@ def chunk_gla(
             every = interval_for_backward(backend)
         args = (q, k, v, g, plain_number(scale), initial_state, output_final_state, cu_seqlens, every, max_seqlen)
         o, state, checkpoints = torch_fwd(*args, needs_grad, request_text(backend))
-        found = o, state if output_final_state else None, checkpoints
-    return found[:2] if checkpoint_every is None else found
+        state = state if output_final_state else None
+    if state_v_first:
+        state, checkpoints = checks.transposed(state), checks.transposed(checkpoints)
+    return ChunkGla(o, state) if checkpoint_every is None else ChunkGlaWithCheckpoints(o, state, checkpoints)
 
 
 def interval_for_backward(backend: str | None) -> int | None:
@@ -265,21 +252,11 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     sizes["n"] = checkpoint_rows(sizes["T"], sizes["N"], L, packed)
 
 
-def _check_values(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    checkpoint_every: int | None,
-    max_seqlen: int | None,
-) -> None:
-    checks.no_nan(q=q, k=k, v=v, g=g, initial_state=initial_state)
-    checks.gate_values(g)
-    checks.offset_values(cu_seqlens, q.shape[1], max_seqlen)
+def _check_values(*args: Any) -> None:
+    given = dict(zip(FORWARD.parameters, args, strict=True))
+    checks.no_nan(**{name: given[name] for name in ("q", "k", "v", "g", "initial_state")})
+    checks.gate_values(given["g"])
+    checks.offset_values(given["cu_seqlens"], given["q"].shape[1], given["max_seqlen"])
 
 
 def _forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
@@ -300,7 +277,7 @@ FORWARD = OpSpec(
     arguments=(*_SEQUENCES, Argument("output_final_state", "bool", default=False), _OFFSETS, _INTERVAL, _LONGEST),
     results=(
         Result("o", "B T Hq V"),
-        Result("final_state", "N H K V", STATE, when=lambda given: given["output_final_state"]),
+        Result("state", "N H K V", STATE, when=lambda given: given["output_final_state"]),
         Result("checkpoints", "B n H K V", CHECKPOINTS, when=lambda given: given["checkpoint_every"] is not None),
     ),
     sizes=_SIZES,
@@ -328,27 +305,5 @@ BACKWARD = OpSpec(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every, longest, _, backend = inputs
-    checkpoints = None if checkpoint_every is None else output[2]
-    if output[2] is not None:
-        ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)  # the checkpoints' would be zeros as large as they are
-    ctx.save_for_backward(q, k, v, g, initial_state, cu_seqlens, checkpoints)
-    ctx.scale, ctx.backend, ctx.has_final_state = scale, backend, output_final_state
-    ctx.checkpoint_every, ctx.max_seqlen = checkpoint_every, longest
-
-
-def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: Any) -> tuple:
-    q, k, v, g, initial_state, cu_seqlens, checkpoints = ctx.saved_tensors
-    inputs = (q, k, v, g, ctx.scale, initial_state, cu_seqlens, checkpoints, ctx.checkpoint_every)
-    do = v.new_zeros(*q.shape[:-1], v.shape[-1]) if do is None else do
-    dfinal = dstate if ctx.has_final_state else None
-    dq, dk, dv, dg, dinitial = torch_bwd(*inputs, do, dfinal, ctx.max_seqlen, ctx.backend)
-    dg = None if g is None else dg
-    dinitial = None if initial_state is None else dinitial
-    return dq, dk, dv, dg, None, dinitial, None, None, None, None, None, None
-
-
-torch_fwd = torch_op_of(FORWARD, _setup_context, _backward)
 torch_bwd = torch_op_of(BACKWARD, backward=no_second_derivative("chunk_gla"))
+torch_fwd = torch_op_of(FORWARD, *gradient(FORWARD, BACKWARD, torch_bwd))

@@ -32,7 +32,6 @@ from gla_core.ops._torch_op import (
     runner,
     torch_op,
 )
-from gla_core.ops.checks import keys_first
 from gla_core.ops.spec import (
     AS_INPUT,
     GATE,
@@ -94,7 +93,7 @@ def recurrent_gla_step(
         >>> o, state = gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state)
     """
     if state_v_first:
-        o, new = recurrent_gla_step(q, k, v, g, keys_first(state), scale, state_indices, inplace, backend)
+        o, new = recurrent_gla_step(q, k, v, g, checks.transposed(state), scale, state_indices, inplace, backend)
         return o, state if inplace else new.mT
     if needs_gradient(q, k, v, g, state):
         _no_backward()
