@@ -9,7 +9,7 @@ from gla_triton_kernels.chunk_gla.plan_summary import plan_whole_summary
 
 
 def chunk_gla_summary(
-    k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
+    left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor]:
     """See gla_core/ops/chunk_gla_summary.py."""
-    return kernels.summary.summary(plan_whole_summary, k, v, g, cu_seqlens, backwards)
+    return kernels.summary.summary(plan_whole_summary, left, right, g, cu_seqlens, backwards)

@@ -34,7 +34,7 @@ from gla_core.distributed.shard import shard as make_shard
 from gla_core.ops import autocast
 from gla_core.ops.calls import needs_gradient, refuse_tangents, request_text
 from gla_core.ops.chunk_gla import CHUNK, FORWARD, interval_for_backward, torch_bwd, torch_fwd
-from gla_core.ops.chunk_gla_summary import chunk_gla_summary
+from gla_core.ops.chunk_gla_summary import chunk_gla_gradient_summary, chunk_gla_summary
 from gla_core.ops.spec import scale_or_default
 
 
@@ -162,12 +162,18 @@ class _Own:
         """Offsets of the parts of packed sequences that this rank has; None where each row is a sequence's."""
         return None if self.shard.packed is None else self.shard.packed.parts
 
-    def summary(self, k: Tensor, v: Tensor, g: Tensor | None, backwards: bool, backend: str) -> Summary:
-        """Of this rank's segments or parts, or of those that are cut behind a piece, or backwards in front of one."""
+    def summary(self, left: Tensor, right: Tensor, g: Tensor | None, backwards: bool, backend: str) -> Summary:
+        """Returns the summaries of this rank's segments or parts.
+
+        With `cut` they are those of the parts that are cut behind a piece, or backwards in front of one.
+
+        Args:
+            left, right: k and v, or backwards q and do.
+        """
+        summarized = chunk_gla_gradient_summary if backwards else chunk_gla_summary
         if self.cut is None:
-            return chunk_gla_summary(k, v, g, self.offsets, backend, backwards=backwards)
-        stretches = self.cut.heads if backwards else self.cut.tails
-        decay, state = chunk_gla_summary(k, v, g, stretches, backend, backwards=backwards)
+            return summarized(left, right, g, self.offsets, backend)
+        decay, state = summarized(left, right, g, self.cut.heads if backwards else self.cut.tails, backend)
         wanted = slice(0 if backwards else 1, None, 2)
         return decay[wanted], state[wanted]
 

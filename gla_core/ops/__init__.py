@@ -1,9 +1,11 @@
 """The public ops, one file each, and the description of every abstract op."""
 
+from typing import Any
+
 from gla_core.dispatch.backend import declare_op
 from gla_core.ops.chunk_gla import BACKWARD, FORWARD, ChunkGla, ChunkGlaWithCheckpoints, chunk_gla
-from gla_core.ops.chunk_gla_summary import SUMMARY, chunk_gla_summary
-from gla_core.ops.linear_attention import linear_attention
+from gla_core.ops.chunk_gla_summary import SUMMARY, chunk_gla_gradient_summary, chunk_gla_summary
+from gla_core.ops.linear_attention import LinearAttention, linear_attention
 from gla_core.ops.online_softmax import SOFTMAX, online_softmax
 from gla_core.ops.recurrent_gla_step import STEP, recurrent_gla_step
 from gla_core.ops.softmax_attention import ATTENTION, merge_attention, softmax_attention
@@ -12,10 +14,13 @@ from gla_core.ops.spec import OpSpec
 __all__ = [
     "ABSTRACT_OPS",
     "PUBLIC_OPS",
+    "RUNS",
     "ChunkGla",
     "ChunkGlaWithCheckpoints",
+    "LinearAttention",
     "OpSpec",
     "chunk_gla",
+    "chunk_gla_gradient_summary",
     "chunk_gla_summary",
     "linear_attention",
     "merge_attention",
@@ -31,3 +36,9 @@ for _spec in ABSTRACT_OPS.values():
 _BACKWARDS = {spec.backward for spec in ABSTRACT_OPS.values()}
 PUBLIC_OPS = {spec.public: spec for spec in ABSTRACT_OPS.values() if spec.name not in _BACKWARDS}
 """Each public op by name, with the abstract op that its forward is."""
+
+RUNS: dict[str, tuple[OpSpec, dict[str, Any]]] = {
+    **{name: (spec, {}) for ops in (PUBLIC_OPS, ABSTRACT_OPS) for name, spec in ops.items()},
+    "chunk_gla_gradient_summary": (SUMMARY, {"backwards": True}),
+}
+"""The abstract op that a name stands for, public or abstract, and the arguments that the name decides."""

@@ -76,6 +76,7 @@ class Argument:
         hint: of what is no tensor, whether it decides who runs a call and nothing else: backends do not receive it.
         without_last: what a tensor without the last dimension would hold, such as "one gate a head", if users have
             such tensors: the refusal of one says how to expand it.
+        public: its name in the public function, if that is another one.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Argument:
     in_call: bool = True
     hint: bool = False
     without_last: str = ""
+    public: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,11 @@ class OpSpec:
         return tuple(argument.name for argument in self.arguments if not argument.hint)
 
     @functools.cached_property
+    def names(self) -> dict[str, str]:
+        """Names of the arguments by themselves, and by the names that the public function gives them."""
+        return {name: a.name for a in self.arguments for name in (a.name, a.public) if name}
+
+    @functools.cached_property
     def differentiable(self) -> bool:
         """Whether autograd takes a gradient of any argument."""
         return any(argument.differentiable for argument in self.arguments)
@@ -209,6 +216,7 @@ class OpSpec:
     def complete(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         """All arguments, in order, what was left out filled in. Raises TypeError as a call of a function does."""
         names = self.parameters
+        kwargs = {self.names.get(name, name): x for name, x in kwargs.items()}
         given = dict(zip(names, args, strict=False))
         wrong = [name for name in kwargs if name not in names or name in given]
         if wrong or len(args) > len(names):

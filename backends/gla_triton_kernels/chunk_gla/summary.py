@@ -24,38 +24,38 @@ Plan = Callable[[OpCall, Gpu, bool], SegmentPlan]
 
 
 def summary(
-    plan: Plan, k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
+    plan: Plan, left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor]:
     """chunk_gla_summary, with sequences cut as `plan` says; see gla_core/ops/chunk_gla_summary.py."""
-    T, Hq, K = k.shape[1:]
-    H, V = Hq if g is None else g.shape[2], v.shape[3]
-    N = len(k) if cu_seqlens is None else len(cu_seqlens) - 1
+    T, Hq, K = left.shape[1:]
+    H, V = Hq if g is None else g.shape[2], right.shape[3]
+    N = len(left) if cu_seqlens is None else len(cu_seqlens) - 1
     # No kernel writes the decay where there are no gates, and that for Hopper nothing of a sequence without tokens.
-    decay = k.new_ones(N, H, K, dtype=torch.float32)
-    allocate = v.new_empty if cu_seqlens is None and T > 0 else v.new_zeros
+    decay = left.new_ones(N, H, K, dtype=torch.float32)
+    allocate = right.new_empty if cu_seqlens is None and T > 0 else right.new_zeros
     state = allocate(N, H, K, V, dtype=torch.float32)
     if N == 0 or T == 0:
         return decay, state
     precision = torch.get_float32_matmul_precision()
-    given = (k, v, g, cu_seqlens)
-    key: Hashable = ("chunk_gla_summary", plan, k.device, layouts(*given), backwards, precision)
+    given = (left, right, g, cu_seqlens)
+    key: Hashable = ("chunk_gla_summary", plan, left.device, layouts(*given), backwards, precision)
     tensors = (*given, decay, state)
     if replay(key, tensors, 1.0):
         return decay, state
-    with on_device_of(k):
+    with on_device_of(left):
         call = OpCall(
             op="chunk_gla_summary",
-            device=k.device,
-            dtype=k.dtype,
-            dims={"B": len(k), "T": T, "H": H, "Hq": Hq, "K": K, "V": V, "N": N},
+            device=left.device,
+            dtype=left.dtype,
+            dims={"B": len(left), "T": T, "H": H, "Hq": Hq, "K": K, "V": V, "N": N},
             gate_dtype=None if g is None else g.dtype,
             variable_length=cu_seqlens is not None,
             scalars={"backwards": backwards},
             float32_matmul_precision=precision,
         )
-        gpu = gpu_of(k.device)
-        x = Recurrence(k, v, g, None, state, backwards=backwards)
-        launches = _launches(plan(call, gpu, all_aligned(gpu, k, v, g)), x, decay, cu_seqlens)
+        gpu = gpu_of(left.device)
+        x = Recurrence(left, right, g, None, state, backwards=backwards)
+        launches = _launches(plan(call, gpu, all_aligned(gpu, left, right, g)), x, decay, cu_seqlens)
         start(launches)
         record(key, tensors, launches)
     return decay, state
