@@ -31,9 +31,9 @@ from gla_core.distributed.exchange import Summary
 from gla_core.distributed.outside_graphs import outside_graphs
 from gla_core.distributed.shard import Layout, Packed, Shard, refuse_ranks_that_differ
 from gla_core.distributed.shard import shard as make_shard
-from gla_core.ops import autocast
+from gla_core.ops import autocast, checks
 from gla_core.ops.calls import needs_gradient, refuse_tangents, request_text
-from gla_core.ops.chunk_gla import CHUNK, FORWARD, interval_for_backward, torch_bwd, torch_fwd
+from gla_core.ops.chunk_gla import CHUNK, FORWARD, ChunkGla, interval_for_backward, torch_bwd, torch_fwd
 from gla_core.ops.chunk_gla_summary import chunk_gla_gradient_summary, chunk_gla_summary
 from gla_core.ops.spec import scale_or_default
 
@@ -53,8 +53,9 @@ def chunk_gla(
     backend: str | None = None,
     *,
     shard: Shard | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Gated linear attention over sequences whose tokens are spread over ranks; every rank calls it.
+    state_v_first: bool = False,
+) -> ChunkGla:
+    """Computes gated linear attention over sequences whose tokens are spread over ranks; every rank calls it.
 
     Differentiable in q, k, v, g and initial_state, with one gather forwards and one backwards; every rank has to go
     through both. What comes out is what `gla_core.chunk_gla` gives for the ranks' tokens put together.
@@ -78,9 +79,11 @@ def chunk_gla(
         layout: "contiguous" or "zigzag"; see `shard`.
         backend: a request such as "reference"; see `use_backend`.
         shard: what `shard` returned, in place of cu_seqlens, group and layout; else it is made for this call.
+        state_v_first: states are [N, H, V, K], given and returned. None is copied: those returned are views.
 
     Returns:
-        o [B, T, Hq, V] as v, and the final states [N, H, K, V] (None unless asked for), on every rank.
+        o [B, T, Hq, V] as v, and the final states [N, H, K, V] (None unless asked for), on every rank; by name
+        `o` and `state`.
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype or device, before anything is sent. The other ranks
@@ -97,6 +100,8 @@ def chunk_gla(
         raise ValueError("shard is given; expected neither cu_seqlens nor group nor layout beside it: it has its own")
     if shard is not None and shard.packed is not None:
         cu_seqlens = shard.packed.cu_seqlens
+    if state_v_first:
+        initial_state = checks.transposed(initial_state)
     q, k, v, g = autocast.tokens(q, k, v, g)
     refuse_tangents(q, k, v, g, initial_state)
     # What a backend would refuse later, when the other ranks already wait.
@@ -123,7 +128,7 @@ def chunk_gla(
     o, final = _chunk_gla_over_ranks.apply(
         *rows, scale_or_default(q, scale), *states, own, needs_grad, request_text(backend)
     )
-    return o.view(B, T, *o.shape[2:]), final
+    return ChunkGla(o.view(B, T, *o.shape[2:]), checks.transposed(final) if state_v_first else final)
 
 
 LEAST_SEGMENT = 512

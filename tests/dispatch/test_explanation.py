@@ -120,7 +120,9 @@ def test_explain_runs_nothing_and_warns_of_nothing(flaky, x, qkvg):
     [("chunk_gla_fw", "chunk_gla_fwd"), ("chunk_glaa", "chunk_gla"), ("sofmax_attention", "softmax_")],
 )
 def test_explain_an_unknown_op_is_an_error_with_the_nearest_spelling(op, nearest, qkvg):
-    with pytest.raises(gla.UnknownOpError, match=f"unknown op '{op}'; did you mean '{nearest}.*there are .*online_softmax"):
+    with pytest.raises(
+        gla.UnknownOpError, match=f"unknown op '{op}'; did you mean '{nearest}.*there are .*online_softmax"
+    ):
         gla.explain(op, *qkvg())
 
 

@@ -158,6 +158,20 @@ def check_a_sequence_over_all_ranks(ranks: Ranks) -> None:
         compare(ranks, Batch(x, lengths, final_state=final_state), 1e-12)
 
 
+def check_states_with_values_first(ranks: Ranks) -> None:
+    T = 10 * ranks.number
+    for packed in ({}, {"lengths": (T - 3, 0, 3)}):
+        sizes = {"T": T, "K": 5, "V": 7, "dtype": torch.float64, "initial_state": True, "device": ranks.device}
+        batch = Batch(gla_inputs(**sizes, **packed), (10,) * ranks.number)
+        tokens = [batch.of_rank(y, ranks.rank) for y in (batch.x.q, batch.x.k, batch.x.v, batch.x.g)]
+        state, where = batch.x.initial_state, {"cu_seqlens": batch.x.cu_seqlens}
+        expected = distributed.chunk_gla(*tokens, None, state, True, **where)
+        found = distributed.chunk_gla(*tokens, None, state.mT, True, **where, state_v_first=True)
+        torch.testing.assert_close(found.o, expected.o)
+        torch.testing.assert_close(found.state, expected.state.mT)
+        assert distributed.chunk_gla(*tokens, **where, state_v_first=True).state is None
+
+
 def check_bfloat16(ranks: Ranks) -> None:
     x = gla_inputs(B=2, T=40 * ranks.number, dtype=torch.bfloat16, gate_dtype=torch.float32, initial_state=True)
     lengths = (40,) * ranks.number
