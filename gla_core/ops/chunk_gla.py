@@ -172,15 +172,15 @@ def chunk_gla(
             views of memory in which K comes first.
 
     Returns:
-        o [B, T, Hq, V] as v, and the final state [N, H, K, V] as initial_state (None unless asked for).
-        With checkpoint_every = L also the checkpoints [B, n, H, K, V], bfloat16 with bfloat16 inputs, else as the final
+        `o` [B, T, Hq, V] as v, and `state`, the final state [N, H, K, V] as initial_state (None unless asked for).
+        With checkpoint_every = L also `checkpoints` [B, n, H, K, V], bfloat16 with bfloat16 inputs, else as the final
         state: [b, j] is the state that enters token j L of sequence b, n = ceil(T / L). With cu_seqlens
         [0, i + cu_seqlens[i] // L + j] is that of sequence i, n = N + T // L; all other rows are 0. They carry no
         gradient.
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype or device.
-        NoBackendError, UnknownBackendError: nobody can serve the request.
+        NoBackendError, UnknownBackendError: no backend can serve the request.
         NotImplementedError: an input carries a tangent of forward-mode AD.
 
     Example:

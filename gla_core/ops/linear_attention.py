@@ -70,7 +70,7 @@ def linear_attention(
         state_v_first: states are [N, H, V, K], or [N, H, V + 1, K] when normalised, given and returned. None is copied.
 
     Returns:
-        o [B, T, Hq, V] as v, and the final state, shaped as initial_state (None unless asked for).
+        `o` [B, T, Hq, V] as v, and `state`, the final state, shaped as initial_state (None unless asked for).
 
     Raises:
         ValueError, TypeError, NoBackendError, UnknownBackendError, NotImplementedError: as `chunk_gla`.
