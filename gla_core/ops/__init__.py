@@ -1,4 +1,4 @@
-"""The public ops, one file each, and the description of every abstract op."""
+"""Exports the public ops, one file each, and the description of every abstract op."""
 
 from typing import Any
 
@@ -35,10 +35,10 @@ for _spec in ABSTRACT_OPS.values():
 
 _BACKWARDS = {spec.backward for spec in ABSTRACT_OPS.values()}
 PUBLIC_OPS = {spec.public: spec for spec in ABSTRACT_OPS.values() if spec.name not in _BACKWARDS}
-"""Each public op by name, with the abstract op that its forward is."""
+"""Maps the name of each public op to the abstract op of its forward."""
 
 RUNS: dict[str, tuple[OpSpec, dict[str, Any]]] = {
     **{name: (spec, {}) for ops in (PUBLIC_OPS, ABSTRACT_OPS) for name, spec in ops.items()},
     "chunk_gla_gradient_summary": (SUMMARY, {"backwards": True}),
 }
-"""The abstract op that a name stands for, public or abstract, and the arguments that the name decides."""
+"""Maps a public or abstract name to the abstract op that it stands for, and to the arguments that it decides."""

@@ -1,4 +1,4 @@
-"""The gradient of an op whose backward is an op too, derived from the names in their two descriptions.
+"""Derives the gradient of an op whose backward is an op too, from the names in their two descriptions.
 
     kept           every argument and result of the forward that the backward takes by the same name
     d<result>      an argument of the backward: the incoming gradient of a result of the forward
@@ -74,7 +74,7 @@ def gradient(
 
 
 def _zeros(op: OpSpec, args: Sequence[Any], i: int) -> Tensor:
-    """Returns zeros for argument i of an op, whose size follows from the other arguments."""
+    """Returns zeros for argument i of an op, sized by the other arguments."""
     sizes: dict[str, int] = {}
     for argument, x in zip(op.arguments, args, strict=True):
         if argument.shape is not None and x is not None:

@@ -1,4 +1,4 @@
-"""Functions for code outside this package that calls abstract ops, or public ones from a function of its own."""
+"""Exports functions for other packages that run abstract ops, or wrap public ones in functions of their own."""
 
 from gla_core.ops._run import backward_of, needs_gradient, request_text, run, transformed
 from gla_core.ops._torch_op import refuse_tangents

@@ -1,4 +1,4 @@
-"""Gated linear attention over whole sequences: the abstract ops chunk_gla_fwd and chunk_gla_bwd, and `chunk_gla`.
+"""Computes gated linear attention over sequences: the abstract ops chunk_gla_fwd and chunk_gla_bwd, and `chunk_gla`.
 
 Per head, with alpha_t = exp(g_t):
 
@@ -23,19 +23,19 @@ A backend's functions receive and return
 with state the final state and dstate its gradient, or None; each gradient has its input's shape and dtype. Rows outside
 cu_seqlens[0] to cu_seqlens[N] belong to no sequence: whatever they hold, their o and their gradients are 0.
 
-**Checkpoints** are the states that enter every L = checkpoint_every tokens of a sequence, [B, n, H, K, V]: the first is
-the sequence's initial state (0 without one), the next the state after L tokens, and so on. L is a multiple of 64.
+**Checkpoints** [B, n, H, K, V] are the states before the tokens 0, L, 2 L, .. of a sequence, with L = checkpoint_every,
+a multiple of 64. The first is the initial state of the sequence, or 0 without one.
 
     n = ceil(T / L)       checkpoint j of sequence b is [b, j]
     n = N + T // L        with cu_seqlens c: checkpoint j of sequence i is [0, i + c_i // L + j]
 
-so that no two sequences meet, and where a sequence's checkpoints lie follows from its own offset. Rows of n that no
-checkpoint takes are 0. They are bfloat16 with bfloat16 inputs, else as the final state. Any backend may make them and
-any other use them; a backward that is given None, or cannot use them, computes the states it needs.
+so that no two sequences share a row, and the rows of a sequence follow from its own offset. Unused rows are 0. They are
+bfloat16 with bfloat16 inputs, else as the final state. The backend that makes them and the one that uses them may
+differ; a backward that is given None, or cannot use them, computes the states that it needs.
 
-On a GPU a forward that a backward follows keeps them every 64 tokens, if the backends of the request can: a backward
-without has to build them again, which takes longer, and has to hold them as well, though not from forward to backward.
-GLA_CHECKPOINTS=0 turns that off.
+On a GPU a forward with a backward keeps checkpoints every 64 tokens, if the backends of the request can. A backward
+without them computes them again: that takes longer, and the same memory during the backward. GLA_CHECKPOINTS=0 turns
+that off.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ from gla_core.ops.spec import (
 )
 
 CHUNK = 64
-"""Checkpoints are taken every so many tokens, or a multiple."""
+"""The interval of checkpoints, in tokens, is a multiple of this number."""
 
 
 @exportable
 class ChunkGla(NamedTuple):
-    """Results of `chunk_gla`.
+    """Holds the results of `chunk_gla`.
 
     Attributes:
         o: outputs [B, T, Hq, V], as v.
@@ -89,7 +89,7 @@ class ChunkGla(NamedTuple):
 
 @exportable
 class ChunkGlaWithCheckpoints(NamedTuple):
-    """Results of `chunk_gla` with checkpoint_every: those of `ChunkGla`, and the checkpoints [B, n, H, K, V]."""
+    """Holds the results of `chunk_gla` with checkpoint_every: o and state as in `ChunkGla`, and checkpoints."""
 
     o: Tensor
     state: Tensor | Any
@@ -165,9 +165,9 @@ def chunk_gla(
             Empty sequences are legal. Rows behind the last offset belong to no sequence: their o, and every gradient
             of them, is 0. Without it N = B.
         backend: a request such as "reference"; see `use_backend`.
-        checkpoint_every: also return the states that enter every so many tokens of a sequence, a multiple of 64.
+        checkpoint_every: also return the state before every L-th token of a sequence; L is a multiple of 64.
         max_seqlen: tokens of the longest packed sequence, or a bound, where they are known: a hint by which `auto`
-            chooses. Lengths are on the device, so without it any may come.
+            chooses. Without it the lengths are unknown, because they are on the device.
         state_v_first: states are [N, H, V, K], given and returned, checkpoints too. None is copied: those returned are
             views of memory in which K comes first.
 
@@ -211,7 +211,7 @@ def chunk_gla(
 
 
 def interval_for_backward(backend: str | None) -> int | None:
-    """How far apart checkpoints are that a forward on a GPU keeps for its backward, under the request in force."""
+    """Returns the interval of the checkpoints that a forward on a GPU keeps for its backward; None if it keeps none."""
     if environment().checkpoints and makes_checkpoints("chunk_gla_fwd", current_request(backend)):
         return CHUNK
     return None
@@ -236,7 +236,7 @@ _LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
 
 
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    """How many sequences and checkpoints there are."""
+    """Binds the number of sequences and of checkpoints."""
     sizes["N"] = sizes["B"]
     packed, L, longest = given["cu_seqlens"] is not None, given["checkpoint_every"], given["max_seqlen"]
     if longest is not None and longest < 0:
@@ -260,13 +260,13 @@ def _check_values(*args: Any) -> None:
 
 
 def _forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    """A token adds k^T v to the state of each key/value head, and multiplies it by q for each query head."""
+    """Counts k^T v for each key/value head, and the product of q and the state for each query head."""
     B, T, Hq, K = q
     return 2 * B * T * (Hq + k[2]) * K * v[3]
 
 
 def _backward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    """For each query head dq, and what do adds to dS; for each key/value head dk, dv and the states once more."""
+    """Counts dq and q^T do for each query head, and dk, dv and the states once more for each key/value head."""
     B, T, Hq, K = q
     return 2 * B * T * (2 * Hq + 3 * k[2]) * K * v[3]
 

@@ -1,4 +1,4 @@
-"""What passes between the parts of a sequence: the abstract op chunk_gla_summary, and its two public functions.
+"""Summarises parts of a sequence by a decay and a state: the abstract op chunk_gla_summary, and two public functions.
 
 Per head, with alpha_t = exp(g_t), for the tokens 1 to T of a part:
 
@@ -135,7 +135,7 @@ def _summary(
     backend: str | None,
     state_v_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the op; a refusal calls left and right by their `names` in the public function."""
+    """Runs the op. An error message gives left and right their `names` in the public function."""
     needs_grad = needs_gradient(left, right, g)
     try:
         if not needs_grad and bypasses_torch(left):
@@ -151,7 +151,7 @@ def _summary(
 
 
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    """Binds the number of sequences, and the number of heads of states: that of g, or without g all."""
+    """Binds the number of sequences, and the number of heads of states: that of g, or without g that of left."""
     sizes["N"] = sizes["B"]
     sizes.setdefault("H", sizes["Hq"])
     if sizes["Hq"] != sizes["H"] and not given["backwards"]:

@@ -1,8 +1,8 @@
-"""Linear attention with a feature map phi and, if asked for, a normaliser, as GLA without a gate.
+"""Computes linear attention with a feature map phi, and optionally a normaliser, as GLA without a gate.
 
     S_t = S_{t-1} + phi(k_t)^T v_t        z_t = z_{t-1} + phi(k_t)        o_t = phi(q_t) S_t / (phi(q_t) z_t)
 
-z is one more column of S: it is what a value that is always 1 accumulates.
+z is computed as one more column of S, with a value that is always 1.
 
 Source: Katharopoulos et al., "Transformers are RNNs" (arXiv 2006.16236).
 """
@@ -26,7 +26,7 @@ def elu_plus_one(x: Tensor) -> Tensor:
 
 @exportable
 class LinearAttention(NamedTuple):
-    """Results of `linear_attention`.
+    """Holds the results of `linear_attention`.
 
     Attributes:
         o: outputs [B, T, Hq, V], as v.

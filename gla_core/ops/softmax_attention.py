@@ -1,4 +1,4 @@
-"""Blocked softmax attention with its log-sum-exp: the abstract op softmax_attention.
+"""Computes blocked softmax attention with its log-sum-exp: the abstract op softmax_attention.
 
 Per query head, over blocks j of keys, with m, z and o the running maximum, sum and unnormalised output:
 
@@ -40,7 +40,7 @@ def softmax_attention(
     causal: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention, differentiable in q, k and v through both results.
+    """Computes softmax attention, differentiable in q, k and v through both results.
 
     Under autocast q, k and v are cast to its dtype, which is then o's.
 
@@ -58,7 +58,7 @@ def softmax_attention(
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype or device.
-        NoBackendError, UnknownBackendError: nobody can serve the request.
+        NoBackendError, UnknownBackendError: no backend can serve the request.
         NotImplementedError: an input carries a tangent of forward-mode AD.
 
     Example:
@@ -74,7 +74,7 @@ def softmax_attention(
 
 
 def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over two disjoint sets of keys into attention over both; associative and differentiable.
+    """Merges attention over two disjoint sets of keys into attention over both; associative and differentiable.
 
     Args:
         o1: output [..., V] of `softmax_attention` for the first set of keys.
@@ -161,7 +161,7 @@ def _attention_bwd(
     do: Tensor,
     dlse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward of the module's docstring, over blocks of keys. Not an abstract op: no backend has a faster one."""
+    """Computes the backward over blocks of keys. It is no abstract op, because no backend has a faster one."""
     scale = scale_or_default(q, scale)
     B, Tq, Hq, _ = q.shape
     _, Tk, H, _ = k.shape
