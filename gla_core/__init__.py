@@ -2,7 +2,7 @@
 
 >>> import gla_core as gla
 >>> o, state = gla.chunk_gla(q, k, v, g)
->>> print(gla.explain("chunk_gla_fwd", q, k, v, g))
+>>> print(gla.explain("chunk_gla", q, k, v, g))
 """
 
 from gla_core import nn
@@ -15,6 +15,7 @@ from gla_core.dispatch.selection import Explanation
 from gla_core.explanation import explain
 from gla_core.ops import (
     chunk_gla,
+    chunk_gla_gradient_summary,
     chunk_gla_summary,
     linear_attention,
     merge_attention,
@@ -36,6 +37,7 @@ __all__ = [
     "backends",
     "batch_invariant",
     "chunk_gla",
+    "chunk_gla_gradient_summary",
     "chunk_gla_summary",
     "explain",
     "linear_attention",

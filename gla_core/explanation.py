@@ -11,22 +11,23 @@ from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Candidate, Explanation, explain_call
-from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops._run import backward_of, needs_gradient
+from gla_core.ops import RUNS
+from gla_core.ops.calls import backward_of, needs_gradient
 
 
 def explain(
     op: str, *args: Any, backend: str | None = None, measure: bool = False, capturing: bool = False, **kwargs: Any
 ) -> Explanation:
-    """Explains which backend would run an abstract op on these arguments, and why the others would not.
+    """Explains which backend would run an op on these arguments, and why the others would not.
 
     Nothing is run unless `measure` is set.
 
     Args:
-        op: name of an abstract op, such as "chunk_gla_fwd".
-        *args: its arguments, as a backend receives them; those with a default may be left out, and so may the
-            gradients of chunk_gla_bwd.
-        **kwargs: the same by name.
+        op: a public name, such as "chunk_gla", which stands for its forward; or the name of an abstract op, such as
+            "chunk_gla_bwd".
+        *args: arguments of the abstract op, as a backend receives them; those with a default may be left out, and so
+            may the gradients of chunk_gla_bwd.
+        **kwargs: the same by name, the op's or the public function's.
         backend: a request, as in a call.
         measure: also run every backend that can run the call, on copies of the arguments, for a few tenths of a second
             each, and show the measured times beside the predicted ones.
@@ -39,13 +40,14 @@ def explain(
         UnknownOpError: no such op. ValueError, TypeError: bad arguments, as in a call.
 
     Example:
-        >>> print(gla.explain("chunk_gla_fwd", q, k, v, g))
+        >>> print(gla.explain("chunk_gla", q, k, v, g))
     """
-    if op not in ABSTRACT_OPS:
-        raise UnknownOpError(f"unknown op {op!r}{nearest(op, ABSTRACT_OPS)} (there are {', '.join(ABSTRACT_OPS)})")
+    if op not in RUNS:
+        raise UnknownOpError(f"unknown op {op!r}{nearest(op, RUNS)} (there are {', '.join(RUNS)})")
     needs_grad = needs_gradient(*(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
     request = current_request(backend)
-    spec = ABSTRACT_OPS[op]
+    spec, decided = RUNS[op]
+    kwargs |= decided
     asked: Any = {"needs_grad": needs_grad, "capturing": capturing, "batch_invariant": request.batch_invariant}
     call = spec.describe(*spec.complete(args, kwargs), **asked)
     explanation = explain_call(call, request)

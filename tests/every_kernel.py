@@ -109,7 +109,8 @@ def summaries() -> None:
             do = torch.randn(*x.q.shape[:3], x.v.shape[3], device="cuda").to(x.q.dtype)
             for k, v, reverse in ((x.k, x.v, False), (x.q, do, True)):
                 replay._calls.clear()
-                gla.chunk_gla_summary(k, v, x.g, x.cu_seqlens, backwards=reverse)
+                function = gla.chunk_gla_gradient_summary if reverse else gla.chunk_gla_summary
+                function(k, v, x.g, x.cu_seqlens)
 
 
 def steps() -> None:

@@ -1,8 +1,10 @@
-"""docs/design.md beside the tree: the files that a new op touches, and those that know compute capabilities."""
+"""docs/design.md beside the tree: the files of a new op, those that know compute capabilities, and who imports what."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -46,3 +48,38 @@ def test_the_files_that_know_compute_capabilities_are_named():
     unnamed = {name.removesuffix("/__init__.py") for name in known if name not in text}
     assert unnamed == {"backends/gla_triton_fused", "backends/gla_parallel_scan"}
     assert all(f"`{folder}`" in text for folder in unnamed)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yields the full names that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def private_imports(folder: str) -> list[str]:
+    """Returns what files below a folder import of private modules of a package that they do not belong to."""
+    found = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        own = ".".join(path.relative_to(ROOT).parent.parts)
+        for name in imports(path):
+            package, private, _ = name.partition("._")
+            if private and name.startswith("gla_core.") and not f"{own}.".startswith(f"{package}."):
+                found.append(f"{path.relative_to(ROOT)}: {name}")
+    return found
+
+
+def test_private_modules_are_imported_inside_their_package_alone():
+    assert [
+        found for folder in ("gla_core", "gla_command", "pytest_gla_core") for found in private_imports(folder)
+    ] == []
+
+
+def test_an_import_of_a_private_module_would_be_found(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    folder = tmp_path / "gla_core" / "nn"
+    folder.mkdir(parents=True)
+    (folder / "layer.py").write_text("from gla_core.ops import _run\nfrom gla_core.nn._typed_call import x\n")
+    assert private_imports("gla_core") == ["gla_core/nn/layer.py: gla_core.ops._run"]

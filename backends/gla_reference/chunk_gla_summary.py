@@ -1,8 +1,8 @@
-"""Decay and state from zero of sequences in chunks, forwards and backwards in time; of no output and no pair of tokens.
+"""Decay and state from zero of sequences in chunks, forwards and backwards in time, without outputs.
 
 With the products of gates within a chunk of C tokens, all in [0, 1], as chunk_gla.py has them,
 
-    update = sum over t of (k_t * w_t)^T v_t        w_t = prod(alpha_j : j > t), or backwards prod(alpha_j : j <= t)
+    update = sum over t of (left_t * w_t)^T right_t    w_t = prod(alpha_j : j > t), or backwards prod(alpha_j : j <= t)
     S <- diag(decay of the chunk) S + update        from the first chunk to the last, or backwards from the last
 
 B batch   T tokens   H heads of gates   G heads that share one   N sequences   K, V key and value width
@@ -21,24 +21,24 @@ from gla_reference.chunk_gla import CHUNK, _double, _fresh, _halves, _rows
 
 
 def chunk_gla_summary(
-    k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
+    left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor]:
     """See gla_core/ops/chunk_gla_summary.py."""
-    B, T, Hq, K = k.shape
-    H, V = Hq if g is None else g.shape[2], v.shape[3]
-    dtype = torch.float64 if k.dtype == torch.float64 else torch.float32
+    B, T, Hq, K = left.shape
+    H, V = Hq if g is None else g.shape[2], right.shape[3]
+    dtype = torch.float64 if left.dtype == torch.float64 else torch.float32
     chunks = chunk(B, T, min(CHUNK, 1 << max(T - 1, 0).bit_length()), cu_seqlens)
-    kc, vc = (chunks.split(x.unflatten(2, (H, -1))).to(dtype) for x in (k, v))  # [R, H, n, C, G, K], [.., V]
-    alpha = torch.ones_like(kc[..., 0, :]) if g is None else chunks.split(g).to(dtype, copy=True).exp_()
+    lc, rc = (chunks.split(x.unflatten(2, (H, -1))).to(dtype) for x in (left, right))  # [R, H, n, C, G, K], [.., V]
+    alpha = torch.ones_like(lc[..., 0, :]) if g is None else chunks.split(g).to(dtype, copy=True).exp_()
 
     upto, after, decay = alpha.clone(), torch.ones_like(alpha), alpha  # [R, H, n, C, K]; decay of blocks
     for L in _halves(alpha):
         decay = _double(upto, after, decay, L)
-    left = kc * (upto if backwards else after)[..., None, :]
-    update = _rows(left).mT @ _rows(vc)  # [R, H, n, K, V]
+    lc = lc * (upto if backwards else after)[..., None, :]
+    update = _rows(lc).mT @ _rows(rc)  # [R, H, n, K, V]
 
     # One more column, which begins as 1 and is only decayed, becomes the decay of the sequence.
-    start = kc.new_zeros(chunks.N, H, K, V + 1)
+    start = lc.new_zeros(chunks.N, H, K, V + 1)
     start[..., V] = 1
     update = torch.nn.functional.pad(update, (0, 1))
     _, final = chunks.scan(start, decay.squeeze(-2), update, reverse=backwards)  # [N, H, K, V+1]

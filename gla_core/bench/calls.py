@@ -15,7 +15,7 @@ from torch import Tensor
 from gla_core.bench import measure
 from gla_core.dispatch.backend import OpCall
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops._run import run
+from gla_core.ops.calls import run
 from gla_core.workloads.inputs import random_arguments
 
 Arguments = tuple[Any, ...]

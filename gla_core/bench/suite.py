@@ -215,7 +215,7 @@ def resolve(case: Case, device: torch.device) -> str:
 
 
 def _winner(op: str, arguments: dict[str, Any], request: str) -> str:
-    taken = (*ABSTRACT_OPS[op].parameters, "capturing")
+    taken = (*ABSTRACT_OPS[op].names, "capturing")
     arguments = {name: value for name, value in arguments.items() if name in taken}
     explanation = gla.explain(op, **arguments, backend=request)
     if explanation.winner is None:

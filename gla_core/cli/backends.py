@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import gla_core as gla
-from gla_core.ops._checks import FLOATS
+from gla_core.ops.checks import FLOATS
 from gla_core.terminal import BAD, new_console, print_json, print_table, print_text
 
 

@@ -10,8 +10,8 @@ import gla_core as gla
 from gla_core.dispatch.backend import KnownDevice, OpCall
 from gla_core.dispatch.calibration import KNOWN_DEVICES
 from gla_core.dispatch.errors import nearest
-from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
-from gla_core.ops._spec import OFFSETS, WIDTHS
+from gla_core.ops import ABSTRACT_OPS, RUNS
+from gla_core.ops.spec import OFFSETS, WIDTHS
 
 SHAPES = {op: spec.command_line_sizes for op, spec in ABSTRACT_OPS.items()}
 """The sizes that describe a call of each abstract op."""
@@ -20,7 +20,7 @@ DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float3
 
 def public_op(op: str) -> str:
     """Returns the public op that an op's name stands for: chunk_gla for chunk_gla_fwd and chunk_gla_bwd."""
-    return ABSTRACT_OPS[op].public if op in ABSTRACT_OPS else op
+    return RUNS[op][0].public if op in RUNS else op
 
 
 def abstract_ops(op: str) -> list[str]:
@@ -29,11 +29,9 @@ def abstract_ops(op: str) -> list[str]:
     Raises:
         UnknownOpError: no op has this name.
     """
-    found = [op] if op in ABSTRACT_OPS else [name for name, spec in ABSTRACT_OPS.items() if spec.public == op]
-    if not found:
-        known = dict.fromkeys((*PUBLIC_OPS, *ABSTRACT_OPS))
-        raise gla.UnknownOpError(f"unknown op {op!r}{nearest(op, known)} (there are {', '.join(known)})")
-    return found
+    if op not in RUNS:
+        raise gla.UnknownOpError(f"unknown op {op!r}{nearest(op, RUNS)} (there are {', '.join(RUNS)})")
+    return [name for name, spec in ABSTRACT_OPS.items() if spec.public == op] or [RUNS[op][0].name]
 
 
 def describe_call(
@@ -54,7 +52,7 @@ def describe_call(
     Raises:
         ValueError, UnknownOpError: numbers or names that describe no call.
     """
-    op = abstract_ops(op)[0]
+    op, decided = abstract_ops(op)[0], RUNS[op][1]
     precision = dtype_of(dtype)
     sizes = _sizes(op, shape)
     if query_heads is not None and "H" not in sizes:
@@ -72,6 +70,7 @@ def describe_call(
         assumed=None if assume is None else _assumed(assume),
         variable_length=varlen is not None,
         longest=max_seqlen,
+        scalars=decided,
     )
 
 

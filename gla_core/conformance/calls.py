@@ -18,7 +18,7 @@ from gla_core.conformance.cases import Case
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend, Capabilities
 from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS, OpSpec
-from gla_core.ops._spec import AS_INPUT, INPUT
+from gla_core.ops.spec import AS_INPUT, INPUT
 from gla_core.workloads.inputs import (
     GlaInputs,
     arguments,
@@ -196,15 +196,16 @@ def _joined(rows: list[Named]) -> Named:
 
 
 def summary(case: Case, backwards: bool = False, **changes: object) -> dict[str, Any]:
-    """Arguments of `chunk_gla_summary`; backwards, queries and gradients of outputs stand in for k and v."""
+    """Returns the arguments of the op chunk_gla_summary: left and right are k and v, or backwards q and do."""
     x = chunk(case, **changes)
-    if not backwards:
-        return {"k": x.k, "v": x.v, "g": x.g, "cu_seqlens": x.cu_seqlens}
-    return {"k": x.q, "v": loss_gradients(x)[0], "g": x.g, "cu_seqlens": x.cu_seqlens, "backwards": True}
+    left, right = (x.q, loss_gradients(x)[0]) if backwards else (x.k, x.v)
+    return {"left": left, "right": right, "g": x.g, "cu_seqlens": x.cu_seqlens, "backwards": backwards}
 
 
 def run_summary(x: dict[str, Any], request: str) -> Named:
-    return dict(zip(("decay", "state"), gla.chunk_gla_summary(**x, backend=request), strict=True))
+    function = gla.chunk_gla_gradient_summary if x["backwards"] else gla.chunk_gla_summary
+    found = function(x["left"], x["right"], x["g"], x["cu_seqlens"], request)
+    return dict(zip(("decay", "state"), found, strict=True))
 
 
 def expected_summary(x: dict[str, Any]) -> Named:
@@ -262,6 +263,7 @@ def torch_op(case: Case, request: str, inplace: bool = False) -> tuple[Any, tupl
     given |= {"output_final_state": True, "checkpoint_every": CHECKPOINT_EVERY if case.checkpoints else None}
     if "do" in spec.parameters:
         given |= dict(zip(("do", "dstate"), loss_gradients(chunk(case)), strict=True))
+    given = {spec.names.get(name, name): x for name, x in given.items()}
     for argument in spec.arguments if case.needs_grad else ():
         if argument.differentiable and given[argument.name] is not None:
             given[argument.name].requires_grad_()
@@ -299,7 +301,8 @@ def with_gradients(op: str, given: dict[str, Any], run: Callable[[dict[str, Any]
 
 def differentiable(op: str, given: dict[str, Any]) -> list[str]:
     """Returns the names of the arguments that are given and that the public function takes a gradient of."""
-    return [a.name for a in _public(op).arguments if a.differentiable and given.get(a.name) is not None]
+    names = [a.public or a.name for a in _public(op).arguments if a.differentiable]
+    return [name for name in names if given.get(name) is not None]
 
 
 def autocast_dtype(case: Case) -> torch.dtype:
@@ -309,7 +312,7 @@ def autocast_dtype(case: Case) -> torch.dtype:
 
 def cast(op: str, given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Casts the arguments that autocast casts; gates and states stay as they are."""
-    names = [a.name for a in _public(op).arguments if a.dtype in (INPUT, AS_INPUT)]
+    names = [a.public or a.name for a in _public(op).arguments if a.dtype in (INPUT, AS_INPUT)]
     return {name: x.to(dtype) if name in names else x for name, x in given.items()}
 
 

@@ -17,7 +17,7 @@ from gla_core.conformance.facts import facts, is_empty
 from gla_core.conformance.facts import forms as forms_of
 from gla_core.dispatch.backend import Backend, Capabilities, OpCall, supports_everything
 from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS
-from gla_core.ops._spec import CHECKPOINTS
+from gla_core.ops.spec import CHECKPOINTS
 from gla_core.workloads.inputs import describe
 from gla_core.workloads.named import Workload, select
 

@@ -115,4 +115,4 @@ def _dimensions(quantity: str, case: Case | None) -> list[str]:
     shapes: Mapping[str, str] = {a.name: a.shape or "" for a in spec.arguments}
     shapes = shapes | {f"d{name}": shape for name, shape in shapes.items()}
     shapes = shapes | {r.name: r.shape or shapes.get(r.like or "", "") for r in spec.results}
-    return shapes.get({"state": "final_state"}.get(quantity, quantity), shapes.get(quantity, "")).split()
+    return shapes.get(quantity, "").split()

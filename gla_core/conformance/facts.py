@@ -10,8 +10,8 @@ from typing import Any
 
 from gla_core.dispatch.backend import OpCall
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops._spec import GATE, INDICES, OFFSETS, STATE, Argument
 from gla_core.ops.chunk_gla import CHUNK
+from gla_core.ops.spec import GATE, INDICES, OFFSETS, STATE, Argument
 
 ALONG_TIME = {"T": "tokens", "Tq": "queries", "Tk": "keys"}
 ALIGNED = 16

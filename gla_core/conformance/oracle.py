@@ -73,29 +73,29 @@ def _upto(g: Tensor | None, t: int) -> Tensor | None:
 
 
 def chunk_gla_summary(
-    k: Tensor,
-    v: Tensor,
+    left: Tensor,
+    right: Tensor,
     g: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     backwards: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The decay [N, H, K] and the state from zero [N, H, K, V] of each sequence, float64; arguments as of the op."""
+    """Returns the decay [N, H, K] and the state from zero [N, H, K, V] of each sequence, float64, as the op does."""
     if cu_seqlens is not None:
         parts = [
-            chunk_gla_summary(k[:, a:b], v[:, a:b], None if g is None else g[:, a:b], None, backwards)
+            chunk_gla_summary(left[:, a:b], right[:, a:b], None if g is None else g[:, a:b], None, backwards)
             for a, b in itertools.pairwise(cu_seqlens.tolist())
         ]
-        none = [x[:0] for x in chunk_gla_summary(k[:, :0], v[:, :0], None if g is None else g[:, :0])]
+        none = [x[:0] for x in chunk_gla_summary(left[:, :0], right[:, :0], None if g is None else g[:, :0])]
         decays, states = zip(none, *parts, strict=True)
         return torch.cat(decays), torch.cat(states)
-    H = k.shape[2] if g is None else g.shape[2]
-    k, v = (x.double().unflatten(2, (H, -1)) for x in (k, v))  # [B, T, H, heads of a group, K or V]
-    alpha = torch.ones_like(k[..., 0, :]) if g is None else g.double().exp()
-    decay = k.new_ones(len(k), H, k.shape[-1])
-    state = k.new_zeros(*decay.shape, v.shape[-1])
-    tokens = range(k.shape[1])
+    H = left.shape[2] if g is None else g.shape[2]
+    left, right = (x.double().unflatten(2, (H, -1)) for x in (left, right))  # [B, T, H, heads of a group, K or V]
+    alpha = torch.ones_like(left[..., 0, :]) if g is None else g.double().exp()
+    decay = left.new_ones(len(left), H, left.shape[-1])
+    state = left.new_zeros(*decay.shape, right.shape[-1])
+    tokens = range(left.shape[1])
     for t in reversed(tokens) if backwards else tokens:
-        product = k[:, t].mT @ v[:, t]
+        product = left[:, t].mT @ right[:, t]
         decay = decay * alpha[:, t]
         state = alpha[:, t, ..., None] * (state + product) if backwards else alpha[:, t, ..., None] * state + product
     return decay, state

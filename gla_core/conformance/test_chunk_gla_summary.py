@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import (
     expected_summary,
@@ -51,8 +50,8 @@ def test_values_at_size(backend, case, backwards, measure):
     """Judged by the reference in float64, a row of the batch at a time."""
     x = summary(case, backwards)
     parts = []
-    for b in range(len(x["k"])):
-        row = {name: x[name][b : b + 1].double() for name in ("k", "v", "g") if x[name] is not None}
+    for b in range(len(x["left"])):
+        row = {name: x[name][b : b + 1].double() for name in ("left", "right", "g") if x[name] is not None}
         parts.append(run_summary({**x, **row}, "reference"))
     expected = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     check(run_summary(x, backend.name), expected, measure, FORWARD[case.dtype])
@@ -94,7 +93,7 @@ def test_two_parts_equal_the_whole(backend, case, backwards, cut, measure):
 def test_padding(backend, case, backwards, measure):
     """Rows after the last sequence hold anything, and count for nothing."""
     x = summary(case, backwards)
-    for name in ("k", "v", "g"):
+    for name in ("left", "right", "g"):
         x[name][:, int(x["cu_seqlens"][-1]) :] = torch.nan
     with poisoned(backend.can(case.op), case.device):
         out = run_summary(x, backend.name)
@@ -105,7 +104,7 @@ def test_padding(backend, case, backwards, measure):
 @over(SUMMARY, "short", "packed", in_turn=True)
 def test_strided_views(backend, case, backwards, measure):
     x = summary(case, backwards)
-    strided = {name: heads_first(y) if name in ("k", "v", "g") else y for name, y in x.items()}
+    strided = {name: heads_first(y) if name in ("left", "right", "g") else y for name, y in x.items()}
     check(run_summary(strided, backend.name), expected_summary(x), measure, FORWARD[case.dtype])
 
 
@@ -139,8 +138,8 @@ def test_inputs_unchanged(backend, case, backwards, measure):
 def test_gradients(backend, case, measure):
     """Of both results; where a gate is -inf, exactly 0 by way of the decay."""
     x = summary(case)
-    leaves = {name: x[name].detach().requires_grad_() for name in ("k", "v", "g") if x[name] is not None}
-    out = gla.chunk_gla_summary(**{**x, **leaves}, backend=training_request(backend, SUMMARY))
+    leaves = {name: x[name].detach().requires_grad_() for name in ("left", "right", "g") if x[name] is not None}
+    out = tuple(run_summary({**x, **leaves}, training_request(backend, SUMMARY)).values())
     wide = {name: y.detach().double().requires_grad_() for name, y in leaves.items()}
     ref = oracle.chunk_gla_summary(**{**x, **wide})
     nothing = sum(0 * y.sum() for y in wide.values())  # of no token, the oracle uses no input

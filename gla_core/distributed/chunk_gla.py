@@ -31,12 +31,11 @@ from gla_core.distributed.exchange import Summary
 from gla_core.distributed.outside_graphs import outside_graphs
 from gla_core.distributed.shard import Layout, Packed, Shard, refuse_ranks_that_differ
 from gla_core.distributed.shard import shard as make_shard
-from gla_core.ops import _autocast
-from gla_core.ops._run import needs_gradient, request_text
-from gla_core.ops._spec import scale_or_default
-from gla_core.ops._torch_op import refuse_tangents
-from gla_core.ops.chunk_gla import CHUNK, FORWARD, interval_for_backward, torch_bwd, torch_fwd
-from gla_core.ops.chunk_gla_summary import chunk_gla_summary
+from gla_core.ops import autocast, checks
+from gla_core.ops.calls import needs_gradient, refuse_tangents, request_text
+from gla_core.ops.chunk_gla import CHUNK, FORWARD, ChunkGla, interval_for_backward, torch_bwd, torch_fwd
+from gla_core.ops.chunk_gla_summary import chunk_gla_gradient_summary, chunk_gla_summary
+from gla_core.ops.spec import scale_or_default
 
 
 @outside_graphs
@@ -54,8 +53,9 @@ def chunk_gla(
     backend: str | None = None,
     *,
     shard: Shard | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Gated linear attention over sequences whose tokens are spread over ranks; every rank calls it.
+    state_v_first: bool = False,
+) -> ChunkGla:
+    """Computes gated linear attention over sequences whose tokens are spread over ranks; every rank calls it.
 
     Differentiable in q, k, v, g and initial_state, with one gather forwards and one backwards; every rank has to go
     through both. What comes out is what `gla_core.chunk_gla` gives for the ranks' tokens put together.
@@ -79,9 +79,11 @@ def chunk_gla(
         layout: "contiguous" or "zigzag"; see `shard`.
         backend: a request such as "reference"; see `use_backend`.
         shard: what `shard` returned, in place of cu_seqlens, group and layout; else it is made for this call.
+        state_v_first: states are [N, H, V, K], given and returned. None is copied: those returned are views.
 
     Returns:
-        o [B, T, Hq, V] as v, and the final states [N, H, K, V] (None unless asked for), on every rank.
+        o [B, T, Hq, V] as v, and the final states [N, H, K, V] (None unless asked for), on every rank; by name
+        `o` and `state`.
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype or device, before anything is sent. The other ranks
@@ -98,7 +100,9 @@ def chunk_gla(
         raise ValueError("shard is given; expected neither cu_seqlens nor group nor layout beside it: it has its own")
     if shard is not None and shard.packed is not None:
         cu_seqlens = shard.packed.cu_seqlens
-    q, k, v, g = _autocast.tokens(q, k, v, g)
+    if state_v_first:
+        initial_state = checks.transposed(initial_state)
+    q, k, v, g = autocast.tokens(q, k, v, g)
     refuse_tangents(q, k, v, g, initial_state)
     # What a backend would refuse later, when the other ranks already wait.
     call = FORWARD.describe(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, None, None)
@@ -124,7 +128,7 @@ def chunk_gla(
     o, final = _chunk_gla_over_ranks.apply(
         *rows, scale_or_default(q, scale), *states, own, needs_grad, request_text(backend)
     )
-    return o.view(B, T, *o.shape[2:]), final
+    return ChunkGla(o.view(B, T, *o.shape[2:]), checks.transposed(final) if state_v_first else final)
 
 
 LEAST_SEGMENT = 512
@@ -163,12 +167,18 @@ class _Own:
         """Offsets of the parts of packed sequences that this rank has; None where each row is a sequence's."""
         return None if self.shard.packed is None else self.shard.packed.parts
 
-    def summary(self, k: Tensor, v: Tensor, g: Tensor | None, backwards: bool, backend: str) -> Summary:
-        """Of this rank's segments or parts, or of those that are cut behind a piece, or backwards in front of one."""
+    def summary(self, left: Tensor, right: Tensor, g: Tensor | None, backwards: bool, backend: str) -> Summary:
+        """Returns the summaries of this rank's segments or parts.
+
+        With `cut` they are those of the parts that are cut behind a piece, or backwards in front of one.
+
+        Args:
+            left, right: k and v, or backwards q and do.
+        """
+        summarized = chunk_gla_gradient_summary if backwards else chunk_gla_summary
         if self.cut is None:
-            return chunk_gla_summary(k, v, g, self.offsets, backend, backwards=backwards)
-        stretches = self.cut.heads if backwards else self.cut.tails
-        decay, state = chunk_gla_summary(k, v, g, stretches, backend, backwards=backwards)
+            return summarized(left, right, g, self.offsets, backend)
+        decay, state = summarized(left, right, g, self.cut.heads if backwards else self.cut.tails, backend)
         wanted = slice(0 if backwards else 1, None, 2)
         return decay[wanted], state[wanted]
 

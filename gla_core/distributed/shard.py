@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gla_core.dispatch.environment import environment
 from gla_core.distributed.outside_graphs import outside_graphs
-from gla_core.ops._checks import INTEGERS
+from gla_core.ops.checks import INTEGERS
 
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS = ("contiguous", "zigzag")

@@ -17,7 +17,7 @@ from gla_core.distributed.history import histories
 from gla_core.distributed.outside_graphs import outside_graphs
 from gla_core.distributed.shard import refuse_ranks_that_differ
 from gla_core.nn.short_convolution import ShortConvolution, packing
-from gla_core.ops import _checks
+from gla_core.ops import checks
 
 if TYPE_CHECKING:
     from gla_core.nn.recurrence import OpInputs, Output, RecurrentLayer
@@ -34,14 +34,14 @@ def read_shard(
     """What the layer makes of this rank's tokens x [B, T, hidden_size]; the arguments are those of `read_sequences`."""
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
     if shard is None:
-        _checks.tensor("x", x, "B T hidden_size", dims)
+        checks.tensor("x", x, "B T hidden_size", dims)
         shard = make_shard(x.shape[1], cu_seqlens, layer.context_parallel)
     elif cu_seqlens is not None:
         raise ValueError("both cu_seqlens and shard are given; the shard has offsets of its own")
     dims["T"] = shard.tokens
-    _checks.tensor("x", x, "B T hidden_size", dims)
+    checks.tensor("x", x, "B T hidden_size", dims)
     if shard.packed is not None:
-        _checks.packed(dims | {"N+1": len(shard.packed.cu_seqlens)}, of="x")
+        checks.packed(dims | {"N+1": len(shard.packed.cu_seqlens)}, of="x")
     _check_agreement(layer, x, shard)
 
     def convolve(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,7 +24,7 @@ from gla_core.nn._typed_call import as_typed
 from gla_core.nn.recurrence import Convolve, GLAState, check_computation, check_positive
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
-from gla_core.ops._checks import wide
+from gla_core.ops.checks import wide
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -18,7 +18,7 @@ from gla_core.dispatch import request
 from gla_core.dispatch.errors import nearest
 from gla_core.nn.padding import padding
 from gla_core.nn.short_convolution import Packing, ShortConvolution, packing
-from gla_core.ops import _checks
+from gla_core.ops import checks
 from gla_core.ops.chunk_gla import chunk_gla
 from gla_core.ops.recurrent_gla_step import recurrent_gla_step
 
@@ -100,12 +100,12 @@ def read_sequences(
 
         return read_shard(layer, op_inputs, output, x, cu_seqlens, shard), None
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
-    _checks.tensor("x", x, "B T hidden_size", dims)
+    checks.tensor("x", x, "B T hidden_size", dims)
     dims["N"] = dims["B"]
     if cu_seqlens is not None:  # here and not only in the op, for the convolutions come before it
-        _checks.tensor("cu_seqlens", cu_seqlens, "N+1", dims)
-        _checks.dtype("cu_seqlens", cu_seqlens, _checks.INTEGERS)
-        _checks.packed(dims, of="x")
+        checks.tensor("cu_seqlens", cu_seqlens, "N+1", dims)
+        checks.dtype("cu_seqlens", cu_seqlens, checks.INTEGERS)
+        checks.packed(dims, of="x")
     if state is not None:
         _check_state(layer, state, dims["N"])
     padded = None
@@ -119,7 +119,7 @@ def read_sequences(
     if padded is not None:  # what comes behind the tokens changes no state
         k, g = padded.zeroed(k), padded.zeroed(g)
     # Half precision, which FSDP2's mixed precision makes of every input, is widened.
-    initial = None if state is None else state.recurrent.to(_checks.wide(state.recurrent.dtype))
+    initial = None if state is None else state.recurrent.to(checks.wide(state.recurrent.dtype))
     o, recurrent = chunk_gla(
         q,
         k,
@@ -152,10 +152,10 @@ def read_tokens(
     if layer.context_parallel is not None:
         raise ValueError("step reads one token, which no ranks share; decode by a layer without context_parallel")
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
-    _checks.tensor("x", x, "B hidden_size", dims)
+    checks.tensor("x", x, "B hidden_size", dims)
     if state_indices is not None:  # here and not only in the op, for the convolutions come before it
-        _checks.tensor("state_indices", state_indices, "B", dims)
-        _checks.dtype("state_indices", state_indices, _checks.INTEGERS)
+        checks.tensor("state_indices", state_indices, "B", dims)
+        checks.dtype("state_indices", state_indices, checks.INTEGERS)
     _check_state(layer, state, dims["B"] if state_indices is None else None)
     convolve = _Convolved(layer, _rows(state.conv, state_indices))
     q, k, v, g = (t[:, 0] for t in op_inputs(x[:, None], convolve))
@@ -168,9 +168,9 @@ def read_tokens(
 
 def initial_state(layer: RecurrentLayer, batch_size: int, device: Device) -> GLAState:
     """The state before the first token of sequences: zeros, on the device of the layer by default."""
-    like = next((p for p in layer.parameters() if p.dtype in _checks.FLOATS), torch.empty(0))
+    like = next((p for p in layer.parameters() if p.dtype in checks.FLOATS), torch.empty(0))
     device = like.device if device is None else device
-    recurrent = torch.zeros(batch_size, *layer.state_shape, device=device, dtype=_checks.wide(like.dtype))
+    recurrent = torch.zeros(batch_size, *layer.state_shape, device=device, dtype=checks.wide(like.dtype))
     if not layer.convolutions:
         return GLAState(recurrent)
     widths = (convolution.width for convolution in layer.convolutions)
@@ -224,7 +224,7 @@ def _refuse_over_ranks(**given: object) -> None:
 def _check_mask(mask: Tensor, cu_seqlens: Tensor | None, dims: dict[str, Any]) -> None:
     if cu_seqlens is not None:
         raise ValueError("both cu_seqlens and attention_mask are given; packed sequences need no mask")
-    _checks.tensor("attention_mask", mask, "B columns", dims)
+    checks.tensor("attention_mask", mask, "B columns", dims)
     if dims["columns"] < dims["T"]:
         raise ValueError(f"attention_mask has {dims['columns']} columns; expected one for each of {dims['T']} tokens")
 
@@ -234,7 +234,7 @@ def _check_state(layer: RecurrentLayer, state: GLAState, N: int | None) -> None:
     if not isinstance(state, GLAState):
         raise TypeError(f"state is {type(state).__name__}; expected a GLAState, as this layer returns")
     dims = dict(zip("HKV", layer.state_shape, strict=True)) | ({} if N is None else {"N": N})
-    _checks.tensor("state.recurrent", state.recurrent, "N H K V", dims)
+    checks.tensor("state.recurrent", state.recurrent, "N H K V", dims)
     if (state.conv is not None) != (len(layer.convolutions) > 0):
         has, expected = ("none", "some") if layer.convolutions else ("some", "none")
         raise ValueError(
@@ -243,7 +243,7 @@ def _check_state(layer: RecurrentLayer, state: GLAState, N: int | None) -> None:
         )
     for name, convolution, inputs in zip("qkv", layer.convolutions, state.conv or (), strict=False):
         sizes = {"N": dims["N"], "conv_size-1": layer.conv_size - 1, "width": convolution.width}
-        _checks.tensor(f"state.conv of {name}", inputs, "N conv_size-1 width", sizes)
+        checks.tensor(f"state.conv of {name}", inputs, "N conv_size-1 width", sizes)
 
 
 # ---- rows of a pool

@@ -21,7 +21,7 @@ from torch.types import Device
 from gla_core.nn._typed_call import as_typed
 from gla_core.nn.activations import Activation
 from gla_core.nn.activations import activation as activation_of
-from gla_core.ops._checks import wide
+from gla_core.ops.checks import wide
 
 
 class Packing(NamedTuple):

@@ -1,19 +1,26 @@
-"""The public ops, one file each, and the description of every abstract op."""
+"""Exports the public ops, one file each, and the description of every abstract op."""
+
+from typing import Any
 
 from gla_core.dispatch.backend import declare_op
-from gla_core.ops._spec import OpSpec
-from gla_core.ops.chunk_gla import BACKWARD, FORWARD, chunk_gla
-from gla_core.ops.chunk_gla_summary import SUMMARY, chunk_gla_summary
-from gla_core.ops.linear_attention import linear_attention
+from gla_core.ops.chunk_gla import BACKWARD, FORWARD, ChunkGla, ChunkGlaWithCheckpoints, chunk_gla
+from gla_core.ops.chunk_gla_summary import SUMMARY, chunk_gla_gradient_summary, chunk_gla_summary
+from gla_core.ops.linear_attention import LinearAttention, linear_attention
 from gla_core.ops.online_softmax import SOFTMAX, online_softmax
 from gla_core.ops.recurrent_gla_step import STEP, recurrent_gla_step
 from gla_core.ops.softmax_attention import ATTENTION, merge_attention, softmax_attention
+from gla_core.ops.spec import OpSpec
 
 __all__ = [
     "ABSTRACT_OPS",
     "PUBLIC_OPS",
+    "RUNS",
+    "ChunkGla",
+    "ChunkGlaWithCheckpoints",
+    "LinearAttention",
     "OpSpec",
     "chunk_gla",
+    "chunk_gla_gradient_summary",
     "chunk_gla_summary",
     "linear_attention",
     "merge_attention",
@@ -28,4 +35,10 @@ for _spec in ABSTRACT_OPS.values():
 
 _BACKWARDS = {spec.backward for spec in ABSTRACT_OPS.values()}
 PUBLIC_OPS = {spec.public: spec for spec in ABSTRACT_OPS.values() if spec.name not in _BACKWARDS}
-"""Each public op by name, with the abstract op that its forward is."""
+"""Maps the name of each public op to the abstract op of its forward."""
+
+RUNS: dict[str, tuple[OpSpec, dict[str, Any]]] = {
+    **{name: (spec, {}) for ops in (PUBLIC_OPS, ABSTRACT_OPS) for name, spec in ops.items()},
+    "chunk_gla_gradient_summary": (SUMMARY, {"backwards": True}),
+}
+"""Maps a public or abstract name to the abstract op that it stands for, and to the arguments that it decides."""

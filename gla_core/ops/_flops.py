@@ -1,7 +1,7 @@
-"""Floating-point operations of the ops, for `torch.utils.flop_counter`: those of the mathematics, by any backend.
+"""Registers the floating-point operations of the ops with `torch.utils.flop_counter`.
 
-A multiply-add counts two, as PyTorch counts, and causal attention counts as if nothing were masked, as PyTorch's does.
-Elementwise work counts nothing. The formulas stand with the ops.
+The count is that of the mathematics and does not depend on the backend. As in PyTorch, a multiply-add counts two, and
+causal attention counts as if nothing were masked. Elementwise work is not counted. Each op's file holds its formula.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _waiting: dict[Any, Callable[..., int]] = {}  # until the counter is imported
 
 
 def count(op: Any, formula: Callable[..., int]) -> None:
-    """Tell PyTorch's counter the formula of a torch op, which takes the shapes of its tensors."""
+    """Registers the formula of a torch op, which takes the shapes of its tensors, with PyTorch's counter."""
     counter = sys.modules.get(_COUNTER)
     if counter is not None:
         counter.register_flop_formula(op)(formula)
@@ -29,7 +29,7 @@ def count(op: Any, formula: Callable[..., int]) -> None:
 
 
 class _WhenImported:
-    """Hands the formulas over as soon as somebody imports PyTorch's counter, which itself imports triton."""
+    """Registers the formulas once PyTorch's counter is imported, which is not done here because it imports triton."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _COUNTER:

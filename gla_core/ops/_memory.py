@@ -1,8 +1,9 @@
-"""Memory that is freed on a CPU: kept for the tensors of the next ops, not returned to the system by the C library.
+"""Keeps memory that is freed on a CPU for the tensors of the next ops.
 
-glibc returns freed blocks beyond 128 KiB, to be mapped again page by page for the next op: that takes 10 to 50 % of
-chunk_gla's time. With these settings, for the whole process, it keeps blocks up to 32 MiB, 64 MiB in all. They are set
-once, when an op first runs on a CPU, and not with GLA_KEEP_MEMORY=0. Shipped constants of cost models expect them.
+By default glibc returns freed blocks of more than 128 KiB to the system. The next op then maps them again page by page,
+which takes 10 to 50 % of chunk_gla's time. The settings made here apply to the whole process: glibc keeps blocks of up
+to 32 MiB, 64 MiB in all. They are made once, when an op first runs on a CPU, unless GLA_KEEP_MEMORY=0. The shipped
+constants of the cost models were measured with these settings.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from gla_core.dispatch.environment import environment
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as in glibc's malloc.h
 LARGEST = 2**25
-"""Bytes of the largest block that is kept, which glibc does not let be greater."""
+"""Bytes of the largest block that is kept. glibc allows no larger value."""
 
 
 @functools.cache
 def keep_freed() -> None:
-    """Have the C library keep freed memory, if it is glibc and the user has not said otherwise."""
+    """Makes the C library keep freed memory, if it is glibc and GLA_KEEP_MEMORY is not 0."""
     if not environment().keep_memory:
         return
     try:

@@ -1,8 +1,8 @@
-"""Ops on DTensors: each rank computes the sequences, heads or rows of a softmax that it has, and the op sends nothing.
+"""Runs ops on DTensors: each rank computes its own sequences, heads or rows of a softmax, without communication.
 
-Along a dimension of the mesh all arguments are spread as the first that is spread there; what lies elsewhere is brought
-there. Tokens are refused, as from each a state passes to the next, or each query sees the keys of others; so is the
-dimension that a softmax sums.
+Along each dimension of the mesh, all arguments are sharded like the first argument that is sharded there; the others
+are redistributed. Tensors sharded along tokens are refused, because a state passes from token to token, and a query
+reads the keys of other tokens. A tensor sharded along the dimension that a softmax sums is refused too.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 
 from torch import Tensor
 
-from gla_core.ops._spec import INDICES, OFFSETS, OpSpec
+from gla_core.ops.spec import INDICES, OFFSETS, OpSpec
 
 SPREAD = {"B": "B", "N": "B", "P": "B", "H": "H", "Hq": "H"}
-"""The dimensions that may be spread over ranks, by name: those of sequences (B), and those of heads (H)."""
+"""Maps the names of the dimensions that may be spread over ranks to sequences (B) or heads (H)."""
 
 TOKENS = {
     "T": "sequences that are spread over ranks are for gla_core.distributed.chunk_gla",
     "Tq": "redistribute() brings it there",
     "Tk": "redistribute() brings it there",
 }
-"""Dimensions that may not be spread, by name, and what to do instead."""
+"""Maps the names of the dimensions that may not be spread to advice for the error message."""
 
 Along = Sequence[str | None]
-"""What each dimension of a mesh spreads: sequences (B), heads (H) or nothing."""
+"""For each dimension of a mesh, the kind that it spreads: sequences (B), heads (H) or nothing."""
 
 
 def taking_dtensors(spec: OpSpec, call: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
-    """What calls an op with DTensors too, given what calls it with plain tensors.
+    """Returns a function that calls an op with DTensors too, given one that calls it with plain tensors.
 
     Args:
-        in_place: whether the op writes into an argument, which is then not brought elsewhere, and returns the first
-            result alone.
+        in_place: whether the op writes into an argument. It is then not redistributed, and the op returns only the
+            first result.
     """
     results = spec.results[:1] if in_place else spec.results
     shapes = {argument.name: (argument.shape or "").split() for argument in spec.arguments}
@@ -59,7 +59,10 @@ def taking_dtensors(spec: OpSpec, call: Callable[..., Any], in_place: bool) -> C
 
 
 def taking_dtensors_of_rows(call: Callable[..., Any]) -> Callable[..., Any]:
-    """What calls an op of x along dim with a DTensor too, spread along any other dimension, given what calls it."""
+    """Returns a function that calls an op of x along dim with a DTensor too, given one that takes a plain tensor.
+
+    The DTensor may be sharded along any dimension but dim.
+    """
 
     def call_any(x: Any, dim: Any, *rest: Any) -> Any:
         if type(x) is Tensor or not is_dtensor(x):
@@ -82,12 +85,12 @@ def taking_dtensors_of_rows(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether x is spread over ranks."""
+    """Returns whether x is a DTensor."""
     return isinstance(x, Tensor) and hasattr(x, "device_mesh")
 
 
 def _placements(shape: Sequence[str], along: Along) -> tuple[Any, ...]:
-    """Where on a mesh a tensor lies whose dimensions have these names."""
+    """Returns the placements on a mesh of a tensor whose dimensions have these names."""
     from torch.distributed.tensor import Replicate, Shard
 
     kinds = [SPREAD.get(name) for name in shape]
@@ -95,7 +98,7 @@ def _placements(shape: Sequence[str], along: Along) -> tuple[Any, ...]:
 
 
 def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str, Any]) -> Along:
-    """How a call is spread.
+    """Returns the kind that each dimension of the mesh spreads in a call.
 
     Raises:
         ValueError, TypeError: tokens are spread, or sizes that do not divide, or not all tensors are DTensors.
@@ -118,7 +121,7 @@ def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str
                 along[dim] = along[dim] or SPREAD.get(where)
         elif isinstance(x, Tensor):
             raise TypeError(f"{name} is a plain tensor and {spec.parameters[0]} a DTensor; expected both alike")
-    # Who packs sequences, or states in a pool, counts rows of the whole.
+    # Offsets of packed sequences and indices into a pool count rows of the whole tensor.
     along = [None if packed and kind == "B" else kind for kind in along]
     for name, x in given.items():
         if is_dtensor(x):
@@ -127,7 +130,7 @@ def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str
 
 
 def _check_even(argument: str, names: Sequence[str], x: Any, placements: Sequence[Any]) -> None:
-    """Raise ValueError unless all ranks get as much of x, whose dimensions have these names."""
+    """Raises ValueError unless all ranks get equal parts of x, whose dimensions have these names."""
     for dim, (name, size) in enumerate(zip(names, x.shape, strict=False)):
         ranks = math.prod(n for p, n in zip(placements, x.device_mesh.shape, strict=True) if p.is_shard(dim))
         if size % ranks:

@@ -1,4 +1,4 @@
-"""What a backend has to return, and the check that it does: fresh, contiguous tensors of the right shape and dtype."""
+"""Checks that a backend returns fresh, contiguous tensors of the right shape and dtype."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.errors import BackendError
-from gla_core.ops._spec import Expected
+from gla_core.ops.spec import Expected
 
 
-def check(who: str, found: Any, expected: Sequence[Expected | None], args: Sequence[Any]) -> None:
-    """Raise BackendError unless `found`, returned for `args` by `who`, is what is expected."""
+def check(source: str, found: Any, expected: Sequence[Expected | None], args: Sequence[Any]) -> None:
+    """Raises BackendError unless `found`, which `source` returned for `args`, is as expected."""
     if len(expected) == 1:
         found = (found,)
     if not isinstance(found, tuple | list) or len(found) != len(expected):
         names = ", ".join("None" if result is None else result.name for result in expected)
-        raise BackendError(f"{who} returned {_kind(found)}; expected a tuple ({names})")
+        raise BackendError(f"{source} returned {_kind(found)}; expected a tuple ({names})")
     taken = {_memory(x): "an input" for x in args if isinstance(x, Tensor)}
     device = args[0].device
     for x, result in zip(found, expected, strict=True):
         if result is None:
             if x is not None:
-                raise BackendError(f"{who} returned {_kind(x)} where nothing was asked for; expected None")
+                raise BackendError(f"{source} returned {_kind(x)} where nothing was asked for; expected None")
             continue
         wrong = _wrong(x, result, device, taken)
         if wrong is not None:
-            raise BackendError(f"{who} returned {wrong}")
+            raise BackendError(f"{source} returned {wrong}")
         taken[_memory(x)] = f"its {result.name}"
 
 
@@ -55,7 +55,7 @@ def _wrong(x: Any, result: Expected, device: torch.device, taken: dict[int | Non
 
 
 def _memory(x: Tensor) -> int | None:
-    """The address of a tensor's memory; None where it has none."""
+    """Returns the address of a tensor's memory; None if it has none."""
     return x.untyped_storage().data_ptr() or None
 
 

@@ -30,9 +30,10 @@ from gla_core.dispatch.backend import (
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
-from gla_core.ops import _autocast, _invariant, _memory, _results
-from gla_core.ops._checks import as_backends_take
-from gla_core.ops._spec import STATES, OpSpec, is_aligned
+from gla_core.ops import _invariant, _memory, _results
+from gla_core.ops import autocast as _autocast
+from gla_core.ops.checks import as_backends_take
+from gla_core.ops.spec import STATES, OpSpec, is_aligned
 
 # Asked in every call, and so without PyTorch's wrappers.
 _deterministic = torch._C._get_deterministic_algorithms

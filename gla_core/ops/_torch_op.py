@@ -1,30 +1,38 @@
-"""The torch.library op of an abstract op: its schema, what runs it, its fake, its gradient, and torch.func's part.
+"""Defines the torch.library op of an abstract op, with its schema, implementation, fake, gradient and torch.func rules.
 
-PyTorch takes an op through its dispatcher where it compiles, counts or traces; torch.func takes a gradient from an
-`autograd.Function` alone, which is also the quickest way eagerly. So an op with a gradient is both, made of the same
-functions.
+PyTorch calls an op through its dispatcher when it compiles, counts or traces. torch.func takes gradients from an
+`autograd.Function` only, which is also the fastest way to run eagerly. An op with a gradient is therefore both, made of
+the same functions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.utils._pytree import _register_namedtuple
 
-from gla_core.ops import _autocast, _flops
-from gla_core.ops._checks import wide
+from gla_core.ops import _flops, autocast
 from gla_core.ops._over_mesh import taking_dtensors, taking_dtensors_of_rows
 from gla_core.ops._run import bypasses_torch, transformed
 from gla_core.ops._run import run as run_op
-from gla_core.ops._spec import OpSpec
+from gla_core.ops.checks import wide
+from gla_core.ops.spec import OpSpec
 
 _library = torch.library.Library("gla", "DEF")
 
 TorchOp = Callable[..., Any]
+_Results = TypeVar("_Results", bound=tuple)
+
+
+def exportable(results: type[_Results]) -> type[_Results]:
+    """Registers a NamedTuple of results, so that `torch.export.save` takes a program that returns one; a decorator."""
+    _register_namedtuple(results, serialized_type_name=f"gla_core.{results.__name__}")
+    return results
 
 
 def torch_op_of(
@@ -33,16 +41,16 @@ def torch_op_of(
     backward: Callable[..., tuple] | None = None,
     vmap: Callable[..., tuple[Any, Any]] | None = None,
 ) -> TorchOp:
-    """Define `gla::<name of the op>`, which runs the op under a request, and return the function that calls it.
+    """Defines `gla::<name of the op>`, which runs the op under a request, and returns the function that calls it.
 
-    It takes the op's arguments, needs_grad where there is a gradient, and the request as a string. A result that is
-    None may be an empty tensor. The other arguments are as of `torch_op`.
+    The function takes the op's arguments, needs_grad if the op has a gradient, and the request as a string. A result
+    that is None may be an empty tensor. The other arguments are those of `torch_op`.
     """
     return torch_op(spec.schema(), runner(spec), faker(spec), setup_context, backward, vmap, spec.flops, spec)
 
 
 def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
-    """What runs an op as a torch op; `last` are its last arguments, where the torch op does not take them."""
+    """Returns the function that runs an op as a torch op; `last` are the last arguments, if the torch op omits them."""
     arguments = _arguments(spec, last)
 
     def run(*args: Any) -> Any:
@@ -54,7 +62,7 @@ def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
 
 
 def faker(spec: OpSpec, *last: Any) -> Callable[..., Any]:
-    """What stands for an op where tensors have no values; `last` as of `runner`."""
+    """Returns the function that replaces an op for tensors without values; `last` is as for `runner`."""
     arguments = _arguments(spec, last)
 
     def fake(x: Tensor, *args: Any) -> Any:
@@ -66,7 +74,7 @@ def faker(spec: OpSpec, *last: Any) -> Callable[..., Any]:
 
 
 def _arguments(spec: OpSpec, last: tuple) -> Callable[[tuple], tuple[tuple, bool, str]]:
-    """Takes the arguments of a torch op apart: those of the op, needs_grad, and the request."""
+    """Returns a function that splits the arguments of a torch op into the op's, needs_grad, and the request."""
     taken, given = len(spec.contract) - len(last), len(spec.parameters) - len(last)
     defaults = (None,) * (given - taken) + ((False, "") if spec.differentiable else ("",))
     full, differentiable = taken + len(defaults), spec.differentiable
@@ -97,18 +105,18 @@ def torch_op(
     flops: Callable[..., int] | None = None,
     spec: OpSpec | None = None,
 ) -> TorchOp:
-    """Define `gla::<name>` and return the function that calls it.
+    """Defines `gla::<name>` and returns the function that calls it.
 
     Args:
         schema: as torch.library reads it; begins with the name.
         run: takes real tensors, the first argument among them, and returns a tensor, or a tuple of tensors and None.
-        fake: takes tensors without values, and returns such.
-        setup_context, backward: as of `torch.library.register_autograd`; `backward` alone where it only refuses. For
-            them a result of `run` that is None is None eagerly, and an empty tensor otherwise.
-        vmap: as of `torch.library.register_vmap`; by default the new dimension joins the batch, which is the first
+        fake: takes and returns tensors without values.
+        setup_context, backward: as for `torch.library.register_autograd`; `backward` alone if it only raises. They get
+            None eagerly for a result of `run` that is None, and an empty tensor otherwise.
+        vmap: as for `torch.library.register_vmap`; by default the new dimension joins the batch, which is the first
             dimension of every tensor.
-        flops: takes the shapes of the tensors, returns the floating-point operations.
-        spec: of the op, of whose arguments these are the first; with one it takes DTensors.
+        flops: takes the shapes of the tensors, returns the number of floating-point operations.
+        spec: describes the op, whose first arguments these are; with it the function takes DTensors.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -134,12 +142,12 @@ def torch_op(
 
 
 def _as_torch_op(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` without None among its results; matrix products inside it keep the precision that its code says."""
+    """Wraps `run`: an empty tensor replaces a result that is None, and autocast is off inside it."""
 
     def run_as_torch_op(x: Tensor, *args: Any) -> Any:
-        if not _autocast.in_force():
+        if not autocast.in_force():
             return _without_none(x, run(x, *args))
-        with _autocast.off(x.device.type):
+        with autocast.off(x.device.type):
             return _without_none(x, run(x, *args))
 
     return run_as_torch_op
@@ -148,9 +156,10 @@ def _as_torch_op(run: Callable[..., Any]) -> Callable[..., Any]:
 def _differentiable(
     name: str, run: Callable, op: TorchOp, setup_context: Callable, backward: Callable, vmap: Callable
 ) -> TorchOp:
-    """The op, as an `autograd.Function` for torch.func, and eagerly, where it costs half of what PyTorch's way does.
+    """Returns a function that calls the op, eagerly and under torch.func as an `autograd.Function`.
 
-    PyTorch inspects the signature of a Function with setup_context in every call, so eagerly it is one without.
+    Eagerly that takes half the time of PyTorch's dispatcher. PyTorch inspects the signature of a Function with
+    setup_context in every call, so the eager one has none.
     """
 
     def forward(*args: Any) -> Any:
@@ -180,7 +189,7 @@ def _keep_nothing(ctx: Any, inputs: tuple, output: Any) -> None: ...
 
 
 def no_second_derivative(op: str) -> Callable[..., tuple]:
-    """The `backward` of the backward of an op."""
+    """Returns the `backward` of an op's backward, which raises RuntimeError."""
 
     def refuse(ctx: Any, *grads: Tensor) -> NoReturn:
         raise RuntimeError(f"{op} has no second derivative; do not pass create_graph=True through it")
@@ -189,7 +198,7 @@ def no_second_derivative(op: str) -> Callable[..., tuple]:
 
 
 def refuse_tangents(*tensors: Any) -> None:
-    """Raise NotImplementedError for a tensor that carries a tangent of forward-mode AD."""
+    """Raises NotImplementedError for a tensor that carries a tangent of forward-mode AD."""
     if forward_ad._current_level < 0 or transformed():  # torch.func asks the op itself
         return
     for x in tensors:
@@ -205,7 +214,7 @@ def _refuse_jvp(*_: Any) -> NoReturn:
 
 
 def refuse_in_place(*_: Any) -> NoReturn:
-    """Raise NotImplementedError for an op that writes into its arguments; also its `vmap`."""
+    """Raises NotImplementedError for an op that writes into its arguments; also serves as its `vmap`."""
     raise NotImplementedError("torch.func transforms no step in place; call it with inplace=False")
 
 

@@ -1,4 +1,4 @@
-"""Gated linear attention over whole sequences: the abstract ops chunk_gla_fwd and chunk_gla_bwd, and `chunk_gla`.
+"""Computes gated linear attention over sequences: the abstract ops chunk_gla_fwd and chunk_gla_bwd, and `chunk_gla`.
 
 Per head, with alpha_t = exp(g_t):
 
@@ -16,33 +16,33 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 A backend's functions receive and return
 
     chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-        -> (o, final_state or None, checkpoints or None)
+        -> (o, state or None, checkpoints or None)
     chunk_gla_bwd(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)
         -> (dq, dk, dv, dg or None, dinitial_state or None)
 
-with dstate the gradient of the final state, or None; each gradient has its input's shape and dtype. Rows outside
+with state the final state and dstate its gradient, or None; each gradient has its input's shape and dtype. Rows outside
 cu_seqlens[0] to cu_seqlens[N] belong to no sequence: whatever they hold, their o and their gradients are 0.
 
-**Checkpoints** are the states that enter every L = checkpoint_every tokens of a sequence, [B, n, H, K, V]: the first is
-the sequence's initial state (0 without one), the next the state after L tokens, and so on. L is a multiple of 64.
+**Checkpoints** [B, n, H, K, V] are the states before the tokens 0, L, 2 L, .. of a sequence, with L = checkpoint_every,
+a multiple of 64. The first is the initial state of the sequence, or 0 without one.
 
     n = ceil(T / L)       checkpoint j of sequence b is [b, j]
     n = N + T // L        with cu_seqlens c: checkpoint j of sequence i is [0, i + c_i // L + j]
 
-so that no two sequences meet, and where a sequence's checkpoints lie follows from its own offset. Rows of n that no
-checkpoint takes are 0. They are bfloat16 with bfloat16 inputs, else as the final state. Any backend may make them and
-any other use them; a backward that is given None, or cannot use them, computes the states it needs.
+so that no two sequences share a row, and the rows of a sequence follow from its own offset. Unused rows are 0. They are
+bfloat16 with bfloat16 inputs, else as the final state. The backend that makes them and the one that uses them may
+differ; a backward that is given None, or cannot use them, computes the states that it needs.
 
-On a GPU a forward that a backward follows keeps them every 64 tokens, if the backends of the request can: a backward
-without has to build them again, which takes longer, and has to hold them as well, though not from forward to backward.
-GLA_CHECKPOINTS=0 turns that off.
+On a GPU a forward with a backward keeps checkpoints every 64 tokens, if the backends of the request can. A backward
+without them computes them again: that takes longer, and the same memory during the backward. GLA_CHECKPOINTS=0 turns
+that off.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, NamedTuple, overload
 
 from torch import Tensor
 
@@ -50,9 +50,11 @@ from gla_core.dispatch.backend import checkpoint_rows
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import makes_checkpoints
-from gla_core.ops import _autocast, _checks
+from gla_core.ops import autocast, checks
+from gla_core.ops._autograd import gradient
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
-from gla_core.ops._spec import (
+from gla_core.ops._torch_op import exportable, no_second_derivative, refuse_tangents, torch_op_of
+from gla_core.ops.spec import (
     AS_INPUT,
     CHECKPOINTS,
     GATE,
@@ -66,46 +68,32 @@ from gla_core.ops._spec import (
     plain_number,
     scale_or_default,
 )
-from gla_core.ops._torch_op import no_second_derivative, refuse_tangents, torch_op_of
 
 CHUNK = 64
-"""Checkpoints are taken every so many tokens, or a multiple."""
+"""The interval of checkpoints, in tokens, is a multiple of this number."""
 
 
-@overload
-def chunk_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: Literal[False] = False,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
-    *,
-    checkpoint_every: None = None,
-    max_seqlen: int | None = None,
-    state_v_first: bool = False,
-) -> tuple[Tensor, None]: ...
+@exportable
+class ChunkGla(NamedTuple):
+    """Holds the results of `chunk_gla`.
+
+    Attributes:
+        o: outputs [B, T, Hq, V], as v.
+        state: the final state [N, H, K, V]; None unless asked for. For a type checker it is a tensor or anything, so
+            that a caller that asks for it needs no assertion.
+    """
+
+    o: Tensor
+    state: Tensor | Any
 
 
-@overload
-def chunk_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    *,
-    output_final_state: Literal[True],
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
-    checkpoint_every: None = None,
-    max_seqlen: int | None = None,
-    state_v_first: bool = False,
-) -> tuple[Tensor, Tensor]: ...
+@exportable
+class ChunkGlaWithCheckpoints(NamedTuple):
+    """Holds the results of `chunk_gla` with checkpoint_every: o and state as in `ChunkGla`, and checkpoints."""
+
+    o: Tensor
+    state: Tensor | Any
+    checkpoints: Tensor
 
 
 @overload
@@ -123,7 +111,7 @@ def chunk_gla(
     checkpoint_every: None = None,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
-) -> tuple[Tensor, Tensor | None]: ...
+) -> ChunkGla: ...
 
 
 @overload
@@ -141,7 +129,7 @@ def chunk_gla(
     checkpoint_every: int,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor]: ...
+) -> ChunkGlaWithCheckpoints: ...
 
 
 def chunk_gla(
@@ -158,8 +146,8 @@ def chunk_gla(
     checkpoint_every: int | None = None,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """Gated linear attention, differentiable in q, k, v, g and initial_state.
+) -> ChunkGla | ChunkGlaWithCheckpoints:
+    """Computes gated linear attention, differentiable in q, k, v, g and initial_state.
 
     Under autocast q, k and v are cast to its dtype, which is then o's; g keeps float32.
 
@@ -177,22 +165,22 @@ def chunk_gla(
             Empty sequences are legal. Rows behind the last offset belong to no sequence: their o, and every gradient
             of them, is 0. Without it N = B.
         backend: a request such as "reference"; see `use_backend`.
-        checkpoint_every: also return the states that enter every so many tokens of a sequence, a multiple of 64.
+        checkpoint_every: also return the state before every L-th token of a sequence; L is a multiple of 64.
         max_seqlen: tokens of the longest packed sequence, or a bound, where they are known: a hint by which `auto`
-            chooses. Lengths are on the device, so without it any may come.
+            chooses. Without it the lengths are unknown, because they are on the device.
         state_v_first: states are [N, H, V, K], given and returned, checkpoints too. None is copied: those returned are
             views of memory in which K comes first.
 
     Returns:
-        o [B, T, Hq, V] as v, and the final state [N, H, K, V] as initial_state (None unless asked for).
-        With checkpoint_every = L also the checkpoints [B, n, H, K, V], bfloat16 with bfloat16 inputs, else as the final
+        `o` [B, T, Hq, V] as v, and `state`, the final state [N, H, K, V] as initial_state (None unless asked for).
+        With checkpoint_every = L also `checkpoints` [B, n, H, K, V], bfloat16 with bfloat16 inputs, else as the final
         state: [b, j] is the state that enters token j L of sequence b, n = ceil(T / L). With cu_seqlens
         [0, i + cu_seqlens[i] // L + j] is that of sequence i, n = N + T // L; all other rows are 0. They carry no
         gradient.
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype or device.
-        NoBackendError, UnknownBackendError: nobody can serve the request.
+        NoBackendError, UnknownBackendError: no backend can serve the request.
         NotImplementedError: an input carries a tangent of forward-mode AD.
 
     Example:
@@ -202,29 +190,28 @@ def chunk_gla(
         >>> o, _, checkpoints = gla.chunk_gla(q, k, v, g, checkpoint_every=64)  # [2, 2, 4, 32, 32]
     """
     if state_v_first:
-        states = (_checks.keys_first(initial_state), output_final_state)
-        options: Any = {"checkpoint_every": checkpoint_every, "max_seqlen": max_seqlen}
-        o, *found = chunk_gla(q, k, v, g, scale, *states, cu_seqlens, backend, **options)
-        return (o, *(None if x is None else x.mT for x in found))  # pyright: ignore[reportReturnType]
+        initial_state = checks.transposed(initial_state)
     needs_grad = needs_gradient(q, k, v, g, initial_state)
     if not needs_grad and bypasses_torch(q):
         scale = scale_or_default(q, scale)
         args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every, max_seqlen)
-        found = run(FORWARD, args, False, backend)
+        o, state, checkpoints = run(FORWARD, args, False, backend)
     else:
-        q, k, v, g = _autocast.tokens(q, k, v, g)
+        q, k, v, g = autocast.tokens(q, k, v, g)
         refuse_tangents(q, k, v, g, initial_state)
         every = checkpoint_every
         if every is None and needs_grad and q.is_cuda:
             every = interval_for_backward(backend)
         args = (q, k, v, g, plain_number(scale), initial_state, output_final_state, cu_seqlens, every, max_seqlen)
         o, state, checkpoints = torch_fwd(*args, needs_grad, request_text(backend))
-        found = o, state if output_final_state else None, checkpoints
-    return found[:2] if checkpoint_every is None else found
+        state = state if output_final_state else None
+    if state_v_first:
+        state, checkpoints = checks.transposed(state), checks.transposed(checkpoints)
+    return ChunkGla(o, state) if checkpoint_every is None else ChunkGlaWithCheckpoints(o, state, checkpoints)
 
 
 def interval_for_backward(backend: str | None) -> int | None:
-    """How far apart checkpoints are that a forward on a GPU keeps for its backward, under the request in force."""
+    """Returns the interval of the checkpoints that a forward on a GPU keeps for its backward; None if it keeps none."""
     if environment().checkpoints and makes_checkpoints("chunk_gla_fwd", current_request(backend)):
         return CHUNK
     return None
@@ -249,13 +236,13 @@ _LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
 
 
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    """How many sequences and checkpoints there are."""
+    """Binds the number of sequences and of checkpoints."""
     sizes["N"] = sizes["B"]
     packed, L, longest = given["cu_seqlens"] is not None, given["checkpoint_every"], given["max_seqlen"]
     if longest is not None and longest < 0:
         raise ValueError(f"max_seqlen is {longest}; expected the tokens of the longest sequence, or None")
     if packed:
-        _checks.packed(sizes, of="q")
+        checks.packed(sizes, of="q")
     if L is None:
         if given.get("checkpoints") is not None:
             raise ValueError("checkpoint_every is None; expected the number of tokens between the checkpoints")
@@ -265,31 +252,21 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     sizes["n"] = checkpoint_rows(sizes["T"], sizes["N"], L, packed)
 
 
-def _check_values(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    checkpoint_every: int | None,
-    max_seqlen: int | None,
-) -> None:
-    _checks.no_nan(q=q, k=k, v=v, g=g, initial_state=initial_state)
-    _checks.gate_values(g)
-    _checks.offset_values(cu_seqlens, q.shape[1], max_seqlen)
+def _check_values(*args: Any) -> None:
+    given = dict(zip(FORWARD.parameters, args, strict=True))
+    checks.no_nan(**{name: given[name] for name in ("q", "k", "v", "g", "initial_state")})
+    checks.gate_values(given["g"])
+    checks.offset_values(given["cu_seqlens"], given["q"].shape[1], given["max_seqlen"])
 
 
 def _forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    """A token adds k^T v to the state of each key/value head, and multiplies it by q for each query head."""
+    """Counts k^T v for each key/value head, and the product of q and the state for each query head."""
     B, T, Hq, K = q
     return 2 * B * T * (Hq + k[2]) * K * v[3]
 
 
 def _backward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    """For each query head dq, and what do adds to dS; for each key/value head dk, dv and the states once more."""
+    """Counts dq and q^T do for each query head, and dk, dv and the states once more for each key/value head."""
     B, T, Hq, K = q
     return 2 * B * T * (2 * Hq + 3 * k[2]) * K * v[3]
 
@@ -300,7 +277,7 @@ FORWARD = OpSpec(
     arguments=(*_SEQUENCES, Argument("output_final_state", "bool", default=False), _OFFSETS, _INTERVAL, _LONGEST),
     results=(
         Result("o", "B T Hq V"),
-        Result("final_state", "N H K V", STATE, when=lambda given: given["output_final_state"]),
+        Result("state", "N H K V", STATE, when=lambda given: given["output_final_state"]),
         Result("checkpoints", "B n H K V", CHECKPOINTS, when=lambda given: given["checkpoint_every"] is not None),
     ),
     sizes=_SIZES,
@@ -328,27 +305,5 @@ BACKWARD = OpSpec(
 )
 
 
-def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every, longest, _, backend = inputs
-    checkpoints = None if checkpoint_every is None else output[2]
-    if output[2] is not None:
-        ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)  # the checkpoints' would be zeros as large as they are
-    ctx.save_for_backward(q, k, v, g, initial_state, cu_seqlens, checkpoints)
-    ctx.scale, ctx.backend, ctx.has_final_state = scale, backend, output_final_state
-    ctx.checkpoint_every, ctx.max_seqlen = checkpoint_every, longest
-
-
-def _backward(ctx: Any, do: Tensor | None, dstate: Tensor | None, _: Any) -> tuple:
-    q, k, v, g, initial_state, cu_seqlens, checkpoints = ctx.saved_tensors
-    inputs = (q, k, v, g, ctx.scale, initial_state, cu_seqlens, checkpoints, ctx.checkpoint_every)
-    do = v.new_zeros(*q.shape[:-1], v.shape[-1]) if do is None else do
-    dfinal = dstate if ctx.has_final_state else None
-    dq, dk, dv, dg, dinitial = torch_bwd(*inputs, do, dfinal, ctx.max_seqlen, ctx.backend)
-    dg = None if g is None else dg
-    dinitial = None if initial_state is None else dinitial
-    return dq, dk, dv, dg, None, dinitial, None, None, None, None, None, None
-
-
-torch_fwd = torch_op_of(FORWARD, _setup_context, _backward)
 torch_bwd = torch_op_of(BACKWARD, backward=no_second_derivative("chunk_gla"))
+torch_fwd = torch_op_of(FORWARD, *gradient(FORWARD, BACKWARD, torch_bwd))

@@ -1,45 +1,47 @@
-"""What passes from one part of a sequence to the next: the abstract op chunk_gla_summary, and its public function.
+"""Summarises parts of a sequence by a decay and a state: the abstract op chunk_gla_summary, and two public functions.
 
-Per head, with alpha_t = exp(g_t), the decay of a sequence of tokens 1 to T, its state from zero, and backwards the
-gradient from zero that its queries (in the place of k) and output gradients (in that of v) give the state before it:
+Per head, with alpha_t = exp(g_t), for the tokens 1 to T of a part:
 
     D = alpha_1 * .. * alpha_T
-    S = sum over t of (k_t * alpha_{t+1} * .. * alpha_T)^T v_t
-    S = sum over t of (k_t * alpha_1 * .. * alpha_t)^T v_t          backwards
+    S = sum over t of (k_t * alpha_{t+1} * .. * alpha_T)^T v_t        forwards: `chunk_gla_summary`
+    S = sum over t of (q_t * alpha_1 * .. * alpha_t)^T do_t           backwards: `chunk_gla_gradient_summary`
 
-so that the state after a sequence is diag(D) S_0 + S, with S_0 the state before it, and the gradient of S_0 is
-diag(D) dS_T + scale * S backwards, with dS_T that of the state after it. This is associative: who holds the summaries
-of all parts of a sequence knows what enters each of them. `gla_core.distributed` is made of it.
+Forwards, S is the state after the part if the state before it is 0. For a state S_0 before it, the state after it is
+diag(D) S_0 + S. Backwards, the gradient of S_0 is diag(D) dS_T + scale * S, with dS_T the gradient of the state after
+the part. Both rules are associative: the summaries of all parts give the state that enters each of them.
+`gla_core.distributed` is built on this.
 
-Both directions are one op, with one description, because a backend builds both with the same kernel; a backward of
-`chunk_gla` for the same number would cost several times as much. It has no factor: its caller multiplies, in place of
-every token, one state.
+Both directions are one op, because a backend computes both with the same kernel. The backward of `chunk_gla` would
+compute the second one too, at several times the cost. The op takes no scale: its caller multiplies one state in place
+of every token.
 
 Source: Chou et al., "ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention" (arXiv 2507.01004).
 
 A backend's function receives and returns
 
-    chunk_gla_summary(k, v, g, cu_seqlens, backwards) -> (decay, state)
+    chunk_gla_summary(left, right, g, cu_seqlens, backwards) -> (decay, state)
 
-Rows outside cu_seqlens[0] to cu_seqlens[N] belong to no sequence; an empty sequence has decay 1 and state 0. Backwards,
-k and v may have more heads than g, and the products of a group are summed: the queries of a group share a state.
+with left = k [B, T, H, K] and right = v [B, T, H, V], or backwards left = q [B, T, Hq, K] and right = do [B, T, Hq, V].
+Backwards the products of the Hq/H heads that share a head of g are summed, because they share a state. Rows outside
+cu_seqlens[0] to cu_seqlens[N] belong to no sequence; an empty sequence has decay 1 and state 0.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gla_core.ops import _autocast, _checks
+from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
-from gla_core.ops._spec import AS_INPUT, GATE, INPUT, OFFSETS, WIDE, Argument, OpSpec, Result
 from gla_core.ops._torch_op import refuse_tangents, torch_op_of
 from gla_core.ops.chunk_gla import torch_bwd
+from gla_core.ops.spec import AS_INPUT, GATE, INPUT, OFFSETS, WIDE, Argument, OpSpec, Result
 
-_NO_GRADIENT = "chunk_gla_summary has no gradient backwards; call it under torch.no_grad()"
+_NO_GRADIENT = "chunk_gla_gradient_summary has no gradient; call it under torch.no_grad()"
 
 
 def chunk_gla_summary(
@@ -49,9 +51,9 @@ def chunk_gla_summary(
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
     *,
-    backwards: bool = False,
+    state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The decay and the state from zero of each sequence, differentiable in k, v and g.
+    """Computes the decay and the state from zero of each sequence, differentiable in k, v and g.
 
     The state after a sequence is decay[..., None] * (state before it) + state. Under autocast k and v are cast to its
     dtype; g keeps float32.
@@ -63,61 +65,119 @@ def chunk_gla_summary(
         cu_seqlens: [N+1] int32 or int64 on k's device, B = 1: sequence i is rows cu_seqlens[i] to cu_seqlens[i+1].
             Empty sequences are legal. Rows behind the last offset belong to no sequence. Without it N = B.
         backend: a request such as "reference"; see `use_backend`.
-        backwards: k holds queries [B, T, Hq, K] and v gradients of outputs [B, T, Hq, V]: the state is then the
-            gradient of the state before the sequence that these outputs give, but for their scale, summed over the
-            Hq/H query heads of each head of g (without g, H = Hq). It has no gradient itself.
+        state_v_first: the state is returned as a view [N, H, V, K].
 
     Returns:
-        decay [N, H, K] and state [N, H, K, V], float32 (float64 with float64). Of an empty sequence 1 and 0.
+        decay [N, H, K] and state [N, H, K, V], float32 (float64 with float64). An empty sequence has 1 and 0.
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype or device.
-        NoBackendError, UnknownBackendError: nobody can serve the request.
-        NotImplementedError: backwards where a gradient is needed, or an input with a tangent of forward-mode AD.
+        NoBackendError, UnknownBackendError: no backend can serve the request.
+        NotImplementedError: an input carries a tangent of forward-mode AD.
 
     Example:
         >>> k, v = torch.randn(2, 100, 4, 32), torch.randn(2, 100, 4, 32)
         >>> g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 16
         >>> decay, state = gla.chunk_gla_summary(k, v, g)  # [2, 4, 32], [2, 4, 32, 32]
     """
-    needs_grad = needs_gradient(k, v, g)
-    if backwards and needs_grad:
+    return _summary({"left": "k", "right": "v"}, k, v, g, cu_seqlens, False, backend, state_v_first)
+
+
+def chunk_gla_gradient_summary(
+    q: Tensor,
+    do: Tensor,
+    g: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str | None = None,
+    *,
+    state_v_first: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Computes the decay of each sequence, and the gradient that its outputs give the state before it.
+
+    The gradient of the state before a sequence is decay[..., None] * (gradient of the state after it) + scale *
+    dstate, with the scale of `chunk_gla`. Not differentiable. Under autocast q and do are cast to its dtype; g keeps
+    float32.
+
+    Args:
+        q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16.
+        do: gradients of the outputs [B, T, Hq, V], as q.
+        g: natural logarithm of the forget gate [B, T, H, K], as q or float32, in [-inf, 0]. None means no decay.
+        cu_seqlens: [N+1] int32 or int64 on q's device, B = 1, as in `chunk_gla_summary`.
+        backend: a request such as "reference"; see `use_backend`.
+        state_v_first: dstate is returned as a view [N, H, V, K].
+
+    Returns:
+        decay [N, H, K] and dstate [N, H, K, V], float32 (float64 with float64). dstate is summed over the Hq/H query
+        heads of each head of g; without g, H = Hq. An empty sequence has 1 and 0.
+
+    Raises:
+        ValueError, TypeError: an argument of a wrong shape, dtype or device.
+        NoBackendError, UnknownBackendError: no backend can serve the request.
+        NotImplementedError: an input requires a gradient, or carries a tangent of forward-mode AD.
+
+    Example:
+        >>> q, do = torch.randn(2, 100, 4, 32), torch.randn(2, 100, 4, 32)
+        >>> g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 16
+        >>> decay, dstate = gla.chunk_gla_gradient_summary(q, do, g)  # [2, 4, 32], [2, 4, 32, 32]
+    """
+    if needs_gradient(q, do, g):
         raise NotImplementedError(_NO_GRADIENT)
-    if not needs_grad and bypasses_torch(k):
-        return run(SUMMARY, (k, v, g, cu_seqlens, backwards), False, backend)
-    _, k, v, g = _autocast.tokens(k, k, v, g)
-    refuse_tangents(k, v, g)
-    return _torch_summary(k, v, g, cu_seqlens, backwards, needs_grad, request_text(backend))
+    return _summary({"left": "q", "right": "do"}, q, do, g, cu_seqlens, True, backend, state_v_first)
+
+
+def _summary(
+    names: Mapping[str, str],
+    left: Tensor,
+    right: Tensor,
+    g: Tensor | None,
+    cu_seqlens: Tensor | None,
+    backwards: bool,
+    backend: str | None,
+    state_v_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """Runs the op. An error message gives left and right their `names` in the public function."""
+    needs_grad = needs_gradient(left, right, g)
+    try:
+        if not needs_grad and bypasses_torch(left):
+            decay, state = run(SUMMARY, (left, right, g, cu_seqlens, backwards), False, backend)
+        else:
+            _, left, right, g = autocast.tokens(left, left, right, g)
+            refuse_tangents(left, right, g)
+            decay, state = _torch_summary(left, right, g, cu_seqlens, backwards, needs_grad, request_text(backend))
+    except (TypeError, ValueError) as error:
+        error.args = (re.sub(r"\b(left|right)\b", lambda found: names[found[0]], str(error)),)
+        raise
+    return decay, checks.transposed(state) if state_v_first else state
 
 
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    """How many sequences there are, and heads of states: those of the gates, or all where there are none."""
+    """Binds the number of sequences, and the number of heads of states: that of g, or without g that of left."""
     sizes["N"] = sizes["B"]
     sizes.setdefault("H", sizes["Hq"])
     if sizes["Hq"] != sizes["H"] and not given["backwards"]:
-        raise ValueError(f"k has {sizes['Hq']} heads; expected {sizes['H']}, as g")
+        raise ValueError(f"left has {sizes['Hq']} heads; expected {sizes['H']}, as g")
     if given["cu_seqlens"] is not None:
-        _checks.packed(sizes, of="k")
+        checks.packed(sizes, of="left")
 
 
-def _check_values(k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool) -> None:
-    _checks.no_nan(k=k, v=v, g=g)
-    _checks.gate_values(g)
-    _checks.offset_values(cu_seqlens, k.shape[1], None)
+def _check_values(left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool) -> None:
+    checks.no_nan(left=left, right=right, g=g)
+    checks.gate_values(g)
+    checks.offset_values(cu_seqlens, left.shape[1], None)
 
 
-def _flops(k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    """A token adds k^T v to the state of each of its heads."""
-    B, T, Hq, K = k
-    return 2 * B * T * Hq * K * v[3]
+def _flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
+    """Counts left^T right, which a token adds to the state of each of its heads."""
+    B, T, Hq, K = left
+    return 2 * B * T * Hq * K * right[3]
 
 
 SUMMARY = OpSpec(
     name="chunk_gla_summary",
     public="chunk_gla_summary",
     arguments=(
-        Argument("k", "Tensor", "B T Hq K", INPUT, differentiable=True),
-        Argument("v", "Tensor", "B T Hq V", AS_INPUT, differentiable=True),
+        Argument("left", "Tensor", "B T Hq K", INPUT, differentiable=True, public="k"),
+        Argument("right", "Tensor", "B T Hq V", AS_INPUT, differentiable=True, public="v"),
         Argument("g", "Tensor?", "B T H K", GATE, None, differentiable=True, without_last="one gate a head"),
         Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None),
         Argument("backwards", "bool", default=False),
@@ -139,7 +199,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _backward(ctx: Any, ddecay: Tensor | None, dstate: Tensor | None) -> tuple:
-    """That of chunk_gla where nobody asks: q = 0 and do = 0; the decay adds the same to every gate of a sequence."""
+    """Runs the backward of chunk_gla with q = 0 and do = 0; the decay adds the same to every gate of a sequence."""
     if ctx.backwards:
         raise NotImplementedError(_NO_GRADIENT)
     k, v, g, cu_seqlens, decay = ctx.saved_tensors
@@ -156,7 +216,7 @@ def _backward(ctx: Any, ddecay: Tensor | None, dstate: Tensor | None) -> tuple:
 
 
 def _of_tokens(x: Tensor, T: int, cu_seqlens: Tensor | None) -> Tensor:
-    """For each token the row of x [N, ...] that is its sequence's [B, T, ...]; 0 where it has none."""
+    """Returns [B, T, ...]: for each token the row of x [N, ...] of its sequence; 0 if it belongs to none."""
     if cu_seqlens is None:
         return x[:, None].expand(-1, T, *x.shape[1:])
     sequence = torch.searchsorted(cu_seqlens, torch.arange(T, device=x.device, dtype=cu_seqlens.dtype), right=True)

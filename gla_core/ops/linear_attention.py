@@ -1,8 +1,8 @@
-"""Linear attention with a feature map phi and, if asked for, a normaliser, as GLA without a gate.
+"""Computes linear attention with a feature map phi, and optionally a normaliser, as GLA without a gate.
 
     S_t = S_{t-1} + phi(k_t)^T v_t        z_t = z_{t-1} + phi(k_t)        o_t = phi(q_t) S_t / (phi(q_t) z_t)
 
-z is one more column of S: it is what a value that is always 1 accumulates.
+z is computed as one more column of S, with a value that is always 1.
 
 Source: Katharopoulos et al., "Transformers are RNNs" (arXiv 2006.16236).
 """
@@ -10,68 +10,32 @@ Source: Katharopoulos et al., "Transformers are RNNs" (arXiv 2006.16236).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gla_core.ops._torch_op import exportable
 from gla_core.ops.chunk_gla import chunk_gla
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
-    """The positive feature map of arXiv 2006.16236: elu(x) + 1."""
+    """Computes elu(x) + 1, the positive feature map of arXiv 2006.16236."""
     return torch.nn.functional.elu(x) + 1
 
 
-@overload
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    feature_map: Callable[[Tensor], Tensor] | None = elu_plus_one,
-    normalize: bool = True,
-    scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    output_final_state: Literal[False] = False,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
-    *,
-    max_seqlen: int | None = None,
-) -> tuple[Tensor, None]: ...
+@exportable
+class LinearAttention(NamedTuple):
+    """Holds the results of `linear_attention`.
 
+    Attributes:
+        o: outputs [B, T, Hq, V], as v.
+        state: the final state, shaped as initial_state; None unless asked for. For a type checker it is a tensor or
+            anything, as in `ChunkGla`.
+    """
 
-@overload
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    feature_map: Callable[[Tensor], Tensor] | None = elu_plus_one,
-    normalize: bool = True,
-    scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    *,
-    output_final_state: Literal[True],
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
-    max_seqlen: int | None = None,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    feature_map: Callable[[Tensor], Tensor] | None = elu_plus_one,
-    normalize: bool = True,
-    scale: float = 1.0,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    backend: str | None = None,
-    *,
-    max_seqlen: int | None = None,
-) -> tuple[Tensor, Tensor | None]: ...
+    o: Tensor
+    state: Tensor | Any
 
 
 def linear_attention(
@@ -87,8 +51,9 @@ def linear_attention(
     backend: str | None = None,
     *,
     max_seqlen: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Causal linear attention, differentiable.
+    state_v_first: bool = False,
+) -> LinearAttention:
+    """Computes causal linear attention, differentiable.
 
     Args:
         q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16.
@@ -102,9 +67,10 @@ def linear_attention(
         cu_seqlens: [N+1] offsets of packed sequences, B = 1, as in `chunk_gla`.
         backend: a request such as "reference"; see `use_backend`.
         max_seqlen: a bound on the lengths of packed sequences, as in `chunk_gla`.
+        state_v_first: states are [N, H, V, K], or [N, H, V + 1, K] when normalised, given and returned. None is copied.
 
     Returns:
-        o [B, T, Hq, V] as v, and the final state, shaped as initial_state (None unless asked for).
+        `o` [B, T, Hq, V] as v, and `state`, the final state, shaped as initial_state (None unless asked for).
 
     Raises:
         ValueError, TypeError, NoBackendError, UnknownBackendError, NotImplementedError: as `chunk_gla`.
@@ -115,14 +81,15 @@ def linear_attention(
     """
     if feature_map is not None:
         q, k = feature_map(q), feature_map(k)
-    states = (initial_state, output_final_state)
+    last = (initial_state, output_final_state, cu_seqlens, backend)
+    options: Any = {"max_seqlen": max_seqlen, "state_v_first": state_v_first}
     if not normalize:
-        return chunk_gla(q, k, v, None, scale, *states, cu_seqlens, backend, max_seqlen=max_seqlen)
+        return LinearAttention(*chunk_gla(q, k, v, None, scale, *last, **options))
     v = torch.cat([v, v.new_ones(()).expand(*v.shape[:-1], 1)], dim=-1)
-    o, state = chunk_gla(q, k, v, None, 1.0, *states, cu_seqlens, backend, max_seqlen=max_seqlen)
+    o, state = chunk_gla(q, k, v, None, 1.0, *last, **options)
     z = o[..., -1:]
     if cu_seqlens is not None:  # rows of no sequence stay 0
         tokens = torch.arange(q.shape[1], device=q.device)
         own = (cu_seqlens[0] <= tokens) & (tokens < cu_seqlens[-1])  # [T]
         z = torch.where(own[:, None, None], z, 1)
-    return o[..., :-1] / z, state
+    return LinearAttention(o[..., :-1] / z, state)

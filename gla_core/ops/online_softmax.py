@@ -1,4 +1,4 @@
-"""Softmax by one running pass over tiles: the abstract op online_softmax.
+"""Computes softmax in one running pass over tiles: the abstract op online_softmax.
 
 Over the tiles of a row, with m the running maximum and z the running sum of exponentials:
 
@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.ops import _autocast, _checks
+from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
-from gla_core.ops._spec import INPUT, Argument, OpSpec, Result
 from gla_core.ops._torch_op import TorchOp, refuse_tangents, torch_op_of
+from gla_core.ops.spec import INPUT, Argument, OpSpec, Result
 
 
 def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tensor:
-    """Softmax of x along dim, differentiable.
+    """Computes the softmax of x along dim, differentiable.
 
     Under autocast it computes and returns float32, as PyTorch's softmax does on a GPU.
 
@@ -42,7 +42,7 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
 
     Raises:
         ValueError, TypeError: x of a wrong rank or dtype, dim out of range.
-        NoBackendError, UnknownBackendError: nobody can serve the request.
+        NoBackendError, UnknownBackendError: no backend can serve the request.
         NotImplementedError: x carries a tangent of forward-mode AD.
 
     Example:
@@ -52,13 +52,13 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
     needs_grad = needs_gradient(x)
     if not needs_grad and bypasses_torch(x):
         return run(SOFTMAX, (x, _from_the_front(x, dim)), False, backend)
-    x = _autocast.wide(x)
+    x = autocast.wide(x)
     refuse_tangents(x)
     return _torch_softmax(x, _from_the_front(x, dim), needs_grad, request_text(backend))
 
 
 def _from_the_front(x: Any, dim: Any) -> Any:
-    """The dimension of x counted from 0, where dim is one at all."""
+    """Returns dim counted from 0 if it is a dimension of x; returns anything else as it is, for the checks."""
     if not isinstance(dim, int) and not isinstance(dim, Tensor) and hasattr(dim, "__index__"):
         dim = operator.index(dim)  # of numpy, for example
     if isinstance(dim, int) and dim < 0 and isinstance(x, Tensor) and -x.ndim <= dim:
@@ -67,7 +67,7 @@ def _from_the_front(x: Any, dim: Any) -> Any:
 
 
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    """Rows and columns of x."""
+    """Binds the rows and columns of x."""
     x, dim = given["x"], given["dim"]
     if x.ndim == 0:
         raise ValueError("x has no dimension; expected at least one")
@@ -80,7 +80,7 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
 
 
 def _check_values(x: Tensor, dim: int) -> None:
-    _checks.no_nan(x=x)
+    checks.no_nan(x=x)
 
 
 SOFTMAX = OpSpec(

@@ -1,4 +1,4 @@
-"""One token of gated linear attention, for decoding: the abstract op recurrent_gla_step.
+"""Computes one token of gated linear attention, for decoding: the abstract op recurrent_gla_step.
 
 Per row and head, with alpha = exp(g):
 
@@ -11,8 +11,8 @@ A backend's function receives and returns
     recurrent_gla_step(q, k, v, g, state, scale, state_indices, inplace) -> (o, state)
 
 Row b reads and writes state[state_indices[b]], or state[b] without indices. A row whose index is outside 0 to P-1 is
-skipped: its o is 0 and no state is written. With `inplace` the state given is written and returned; without, it is
-left alone and a new tensor of the same shape is returned, the rows nobody addressed copied.
+skipped: its o is 0 and no state is written. With `inplace` the given state is written and returned. Without it, the
+given state is left unchanged and a new tensor of the same shape is returned, in which rows without an index are copied.
 """
 
 from __future__ import annotations
@@ -23,10 +23,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gla_core.ops import _autocast, _checks
-from gla_core.ops._checks import keys_first
+from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
-from gla_core.ops._spec import (
+from gla_core.ops._torch_op import (
+    faker,
+    refuse_in_place,
+    refuse_tangents,
+    runner,
+    torch_op,
+)
+from gla_core.ops.spec import (
     AS_INPUT,
     GATE,
     INDICES,
@@ -37,13 +43,6 @@ from gla_core.ops._spec import (
     Result,
     plain_number,
     scale_or_default,
-)
-from gla_core.ops._torch_op import (
-    faker,
-    refuse_in_place,
-    refuse_tangents,
-    runner,
-    torch_op,
 )
 
 
@@ -60,7 +59,7 @@ def recurrent_gla_step(
     *,
     state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Advance a state by one token per row. Not differentiable: train with `chunk_gla`.
+    """Advances a state by one token per row. Not differentiable: train with `chunk_gla`.
 
     Under autocast q, k and v are cast to its dtype, which is then o's; g keeps float32, and the state its dtype.
 
@@ -86,7 +85,7 @@ def recurrent_gla_step(
         ValueError, TypeError: an argument of a wrong shape, dtype or device; with inplace, a state of which neither the
             last dimension is contiguous nor the one before it.
         RuntimeError: an input requires a gradient.
-        NoBackendError, UnknownBackendError: nobody can serve the request.
+        NoBackendError, UnknownBackendError: no backend can serve the request.
         NotImplementedError: an input carries a tangent of forward-mode AD.
 
     Example:
@@ -94,7 +93,7 @@ def recurrent_gla_step(
         >>> o, state = gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state)
     """
     if state_v_first:
-        o, new = recurrent_gla_step(q, k, v, g, keys_first(state), scale, state_indices, inplace, backend)
+        o, new = recurrent_gla_step(q, k, v, g, checks.transposed(state), scale, state_indices, inplace, backend)
         return o, state if inplace else new.mT
     if needs_gradient(q, k, v, g, state):
         _no_backward()
@@ -104,7 +103,7 @@ def recurrent_gla_step(
         if inplace:
             _tell_autograd(state)
         return found
-    q, k, v, g = _autocast.tokens(q, k, v, g)
+    q, k, v, g = autocast.tokens(q, k, v, g)
     refuse_tangents(q, k, v, g, state)
     args = (q, k, v, g, state, plain_number(scale), state_indices, request_text(backend))
     if inplace:
@@ -129,8 +128,8 @@ def _check_values(
     state_indices: Tensor | None,
     inplace: bool,
 ) -> None:
-    _checks.no_nan(q=q, k=k, v=v, g=g, state=state)
-    _checks.gate_values(g)
+    checks.no_nan(q=q, k=k, v=v, g=g, state=state)
+    checks.gate_values(g)
     if state_indices is not None:
         used = [i for i in state_indices.tolist() if i >= 0]
         if any(i >= state.shape[0] for i in used):
@@ -140,7 +139,7 @@ def _check_values(
 
 
 def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    """A token adds k^T v to the state of each key/value head, and multiplies it by q for each query head."""
+    """Counts k^T v for each key/value head, and the product of q and the state for each query head."""
     B, Hq, K = q
     return 2 * B * (Hq + k[1]) * K * v[2]
 
@@ -177,7 +176,7 @@ def _no_backward(*_: Any) -> NoReturn:
 
 
 def _tell_autograd(state: Tensor) -> None:
-    """Kernels write behind autograd's back; whoever saved this state for a backward must be told."""
+    """Marks a state as written, which autograd does not see by itself: a backward that saved it then raises."""
     if not state.is_inference():
         torch.autograd.graph.increment_version(state)
 

@@ -1,4 +1,4 @@
-"""Blocked softmax attention with its log-sum-exp: the abstract op softmax_attention.
+"""Computes blocked softmax attention with its log-sum-exp: the abstract op softmax_attention.
 
 Per query head, over blocks j of keys, with m, z and o the running maximum, sum and unnormalised output:
 
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.ops import _autocast, _checks
+from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
-from gla_core.ops._spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result, plain_number, scale_or_default
 from gla_core.ops._torch_op import no_second_derivative, refuse_tangents, torch_op, torch_op_of
+from gla_core.ops.spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result, plain_number, scale_or_default
 
 _KEY_BLOCK = 512  # keys per step of the backward: bounds its memory at O(Tq * _KEY_BLOCK)
 
@@ -40,7 +40,7 @@ def softmax_attention(
     causal: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention, differentiable in q, k and v through both results.
+    """Computes softmax attention, differentiable in q, k and v through both results.
 
     Under autocast q, k and v are cast to its dtype, which is then o's.
 
@@ -58,7 +58,7 @@ def softmax_attention(
 
     Raises:
         ValueError, TypeError: an argument of a wrong shape, dtype or device.
-        NoBackendError, UnknownBackendError: nobody can serve the request.
+        NoBackendError, UnknownBackendError: no backend can serve the request.
         NotImplementedError: an input carries a tangent of forward-mode AD.
 
     Example:
@@ -68,13 +68,13 @@ def softmax_attention(
     needs_grad = needs_gradient(q, k, v)
     if not needs_grad and bypasses_torch(q):
         return run(ATTENTION, (q, k, v, scale_or_default(q, scale), causal), False, backend)
-    q, k, v, _ = _autocast.tokens(q, k, v, None)
+    q, k, v, _ = autocast.tokens(q, k, v, None)
     refuse_tangents(q, k, v)
     return _torch_attention(q, k, v, plain_number(scale), causal, needs_grad, request_text(backend))
 
 
 def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over two disjoint sets of keys into attention over both; associative and differentiable.
+    """Merges attention over two disjoint sets of keys into attention over both; associative and differentiable.
 
     Args:
         o1: output [..., V] of `softmax_attention` for the first set of keys.
@@ -109,7 +109,7 @@ def _share(o: Tensor, lse: Tensor, total: Tensor) -> Tensor:
 
 
 def _check_values(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> None:
-    _checks.no_nan(q=q, k=k, v=v)
+    checks.no_nan(q=q, k=k, v=v)
 
 
 def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
@@ -161,7 +161,7 @@ def _attention_bwd(
     do: Tensor,
     dlse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward of the module's docstring, over blocks of keys. Not an abstract op: no backend has a faster one."""
+    """Computes the backward over blocks of keys. It is no abstract op, because no backend has a faster one."""
     scale = scale_or_default(q, scale)
     B, Tq, Hq, _ = q.shape
     _, Tk, H, _ = k.shape

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall, checkpoint_rows
 from gla_core.ops import ABSTRACT_OPS, OpSpec
-from gla_core.ops._checks import wide
-from gla_core.ops._spec import CHECKPOINTS, GATE, INDICES, OFFSETS, STATE, Argument
+from gla_core.ops.checks import wide
+from gla_core.ops.spec import CHECKPOINTS, GATE, INDICES, OFFSETS, STATE, Argument
 from gla_core.workloads.named import Workload
 
 GATES = ("none", "mild", "strong", "extreme", "-inf")

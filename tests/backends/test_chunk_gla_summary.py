@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from gla_triton_kernels.chunk_gla.plan import Kernel
+from gla_triton_kernels.chunk_gla.plan_summary import plan_cut_summary, plan_whole_summary
 
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import OpCall
 from gla_core.workloads.inputs import gla_inputs
-from gla_triton_kernels.chunk_gla.plan import Kernel
-from gla_triton_kernels.chunk_gla.plan_summary import plan_cut_summary, plan_whole_summary
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 
 H200 = Gpu(Architecture.SM90, 132)
@@ -24,11 +24,12 @@ def check(backend, backwards, **sizes):
     if x.g is not None:  # the decay of a long sequence would be 0
         x = replace(x, g=x.g * min(1.0, 512 / x.g.shape[1]))
     G = x.q.shape[2] // x.k.shape[2]
-    k, v = (x.q, x.v.repeat_interleave(G, 2).roll(1, 1)) if backwards else (x.k, x.v)
-    found = gla.chunk_gla_summary(k, v, x.g, x.cu_seqlens, backend, backwards=backwards)
-    expected = oracle.chunk_gla_summary(k, v, x.g, x.cu_seqlens, backwards)
+    left, right = (x.q, x.v.repeat_interleave(G, 2).roll(1, 1)) if backwards else (x.k, x.v)
+    function = gla.chunk_gla_gradient_summary if backwards else gla.chunk_gla_summary
+    found = function(left, right, x.g, x.cu_seqlens, backend)
+    expected = oracle.chunk_gla_summary(left, right, x.g, x.cu_seqlens, backwards)
     for name, y, ref in zip(("decay", "state"), found, expected, strict=True):
-        assert relative_error(y, ref) <= FORWARD[k.dtype], name
+        assert relative_error(y, ref) <= FORWARD[left.dtype], name
 
 
 @pytest.mark.kernels

@@ -69,6 +69,12 @@ def test_packed_sequences_describe_the_same_call_as_tensors():
     assert describe_call("chunk_gla_bwd", "1,64,4,16,32", None, "float64", "cpu", 3) == call
 
 
+def test_the_gradient_summary_is_the_summary_backwards():
+    call = describe_call("chunk_gla_gradient_summary", "2,64,4,16,32", 8, "float32", "cpu")
+    q, do, g = torch.empty(2, 64, 8, 16), torch.empty(2, 64, 8, 32), torch.empty(2, 64, 4, 16)
+    assert call == gla.explain("chunk_gla_gradient_summary", q, do, g).call
+
+
 def test_chunk_gla_stands_for_its_forward():
     short, long = (describe_call(op, "1,64,4,16,32", device="cpu") for op in ("chunk_gla", "chunk_gla_fwd"))
     assert short == long

@@ -424,28 +424,28 @@ def always_in_place(q, k, v, g, state, scale, state_indices, inplace):
     return STEP(q, k, v, g, state, scale, state_indices, True)
 
 
-def decay_without_the_last_gate(k, v, g, cu_seqlens, backwards):
-    decay, _ = SUMMARY(k[:, :-1], v[:, :-1], None if g is None else g[:, :-1], cu_seqlens, backwards)
-    return decay, SUMMARY(k, v, g, cu_seqlens, backwards)[1]
+def decay_without_the_last_gate(left, right, g, cu_seqlens, backwards):
+    decay, _ = SUMMARY(left[:, :-1], right[:, :-1], None if g is None else g[:, :-1], cu_seqlens, backwards)
+    return decay, SUMMARY(left, right, g, cu_seqlens, backwards)[1]
 
 
-def own_gate_left_out_backwards(k, v, g, cu_seqlens, backwards):
-    decay, state = SUMMARY(k, v, g, cu_seqlens, backwards)
+def own_gate_left_out_backwards(left, right, g, cu_seqlens, backwards):
+    decay, state = SUMMARY(left, right, g, cu_seqlens, backwards)
     if backwards and g is not None and g.shape[1]:
         late = torch.cat([torch.zeros_like(g[:, :1]), g[:, :-1]], 1)
-        state = SUMMARY(k, v, late, cu_seqlens, backwards)[1]
+        state = SUMMARY(left, right, late, cu_seqlens, backwards)[1]
     return decay, state
 
 
-def one_query_head_of_a_group(k, v, g, cu_seqlens, backwards):
-    groups = 1 if g is None else k.shape[2] // g.shape[2]
-    return SUMMARY(k[:, :, ::groups], v[:, :, ::groups], g, cu_seqlens, backwards)
+def one_query_head_of_a_group(left, right, g, cu_seqlens, backwards):
+    groups = 1 if g is None else left.shape[2] // g.shape[2]
+    return SUMMARY(left[:, :, ::groups], right[:, :, ::groups], g, cu_seqlens, backwards)
 
 
-def summary_of_padding(k, v, g, cu_seqlens, backwards):
+def summary_of_padding(left, right, g, cu_seqlens, backwards):
     if cu_seqlens is not None:
-        cu_seqlens = torch.cat([cu_seqlens[:-1], cu_seqlens.new_full((1,), k.shape[1])])
-    return SUMMARY(k, v, g, cu_seqlens, backwards)
+        cu_seqlens = torch.cat([cu_seqlens[:-1], cu_seqlens.new_full((1,), left.shape[1])])
+    return SUMMARY(left, right, g, cu_seqlens, backwards)
 
 
 def nan_for_a_tile_of_minus_infinity(x, dim):

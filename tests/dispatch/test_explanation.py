@@ -115,9 +115,27 @@ def test_explain_runs_nothing_and_warns_of_nothing(flaky, x, qkvg):
     assert cannot.calls == sound.calls == []
 
 
-def test_explain_an_unknown_op_is_an_error_with_the_nearest_spelling(qkvg):
-    with pytest.raises(gla.UnknownOpError, match=r"'chunk_gla'; did you mean 'chunk_gla_(fwd|bwd)'\?.*online_softmax"):
-        gla.explain("chunk_gla", *qkvg())
+@pytest.mark.parametrize(
+    ("op", "nearest"),
+    [("chunk_gla_fw", "chunk_gla_fwd"), ("chunk_glaa", "chunk_gla"), ("sofmax_attention", "softmax_")],
+)
+def test_explain_an_unknown_op_is_an_error_with_the_nearest_spelling(op, nearest, qkvg):
+    with pytest.raises(
+        gla.UnknownOpError, match=f"unknown op '{op}'; did you mean '{nearest}.*there are .*online_softmax"
+    ):
+        gla.explain(op, *qkvg())
+
+
+def test_explain_takes_public_names(qkvg):
+    q, k, v, g = qkvg()
+    by_public, by_abstract = (
+        gla.explain(op, q, k, v, g, output_final_state=True) for op in ("chunk_gla", "chunk_gla_fwd")
+    )
+    assert by_public == by_abstract
+    assert gla.explain("chunk_gla_summary", k, v, g).call == gla.explain("chunk_gla_summary", k=k, v=v, g=g).call
+    forwards, backwards = (gla.explain(f"chunk_gla_{name}", q, v, g) for name in ("summary", "gradient_summary"))
+    assert backwards.call == gla.explain("chunk_gla_summary", left=q, right=v, g=g, backwards=True).call
+    assert [x.call.scalars["backwards"] for x in (forwards, backwards)] == [False, True]
 
 
 def test_explain_an_unknown_backend_is_an_error(x):

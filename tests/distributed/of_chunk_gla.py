@@ -27,7 +27,7 @@ import gla_core as gla
 from gla_core import distributed
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.distributed import exchange
-from gla_core.ops._checks import wide
+from gla_core.ops.checks import wide
 from gla_core.workloads.inputs import GlaInputs, gla_inputs, normal
 
 GATES = ("none", "mild", "strong", "-inf")
@@ -156,6 +156,20 @@ def check_a_sequence_over_all_ranks(ranks: Ranks) -> None:
         compare(ranks, Batch(x, lengths, "zigzag", final_state), 1e-12)
         x = gla_inputs(T=T, gates="none", **sizes)
         compare(ranks, Batch(x, lengths, final_state=final_state), 1e-12)
+
+
+def check_states_with_values_first(ranks: Ranks) -> None:
+    T = 10 * ranks.number
+    for packed in ({}, {"lengths": (T - 3, 0, 3)}):
+        sizes = {"T": T, "K": 5, "V": 7, "dtype": torch.float64, "initial_state": True, "device": ranks.device}
+        batch = Batch(gla_inputs(**sizes, **packed), (10,) * ranks.number)
+        tokens = [batch.of_rank(y, ranks.rank) for y in (batch.x.q, batch.x.k, batch.x.v, batch.x.g)]
+        state, where = batch.x.initial_state, {"cu_seqlens": batch.x.cu_seqlens}
+        expected = distributed.chunk_gla(*tokens, None, state, True, **where)
+        found = distributed.chunk_gla(*tokens, None, state.mT, True, **where, state_v_first=True)
+        torch.testing.assert_close(found.o, expected.o)
+        torch.testing.assert_close(found.state, expected.state.mT)
+        assert distributed.chunk_gla(*tokens, **where, state_v_first=True).state is None
 
 
 def check_bfloat16(ranks: Ranks) -> None:

@@ -69,6 +69,7 @@ def check_other_ops(ranks: Ranks) -> None:
     for place, of_state in ((BATCH, BATCH), (HEADS, Shard(1))):
         own = [spread(y, place) for y in (q, k, v, g)]
         compare(gla.chunk_gla_summary(*own[1:]), gla.chunk_gla_summary(k, v, g))
+        compare(gla.chunk_gla_gradient_summary(own[0], *own[2:]), gla.chunk_gla_gradient_summary(q, v, g))
         compare(gla.softmax_attention(*own[:3], causal=True), gla.softmax_attention(q, k, v, causal=True))
         one = [spread(y, of_state) for y in token]
         compare(gla.recurrent_gla_step(*one, spread(state, WHOLE)), gla.recurrent_gla_step(*token, state))

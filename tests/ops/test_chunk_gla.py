@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gla_core as gla
+from gla_core import ops
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.workloads.inputs import GATES, GlaInputs, gla_inputs
@@ -159,6 +161,47 @@ def test_the_state_is_none_unless_asked_for():
     x = gla_inputs(T=5)
     assert gla.chunk_gla(x.q, x.k, x.v, x.g)[1] is None
     assert gla.chunk_gla(x.q.requires_grad_(), x.k, x.v, x.g)[1] is None
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_results_have_names(requires_grad):
+    x = gla_inputs(T=70, K=4, V=3, dtype=torch.float64)
+    tokens = (x.q.requires_grad_(requires_grad), x.k, x.v, x.g)
+    found = gla.chunk_gla(*tokens, output_final_state=True)
+    o, state = found
+    assert type(found) is ops.ChunkGla
+    assert found.o is o
+    assert found.state is state
+    more = gla.chunk_gla(*tokens, output_final_state=True, checkpoint_every=64)
+    o, state, checkpoints = more
+    assert type(more) is ops.ChunkGlaWithCheckpoints
+    assert torch.equal(more.o, found.o)
+    assert torch.equal(more.state, found.state)
+    assert more.checkpoints is checkpoints
+    assert gla.chunk_gla(*tokens, checkpoint_every=64).state is None
+    swapped = gla.chunk_gla(*tokens, output_final_state=True, checkpoint_every=64, state_v_first=True)
+    assert torch.equal(swapped.state, more.state.mT)
+    assert torch.equal(swapped.checkpoints, more.checkpoints.mT)
+
+
+@pytest.mark.parametrize("every", [None, 64])
+def test_named_results_leave_a_compiled_graph_and_an_exported_program(every):
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            found = gla.chunk_gla(q, k, v, output_final_state=True, checkpoint_every=every)
+            return found._replace(o=found.o + 1)
+
+    x = gla_inputs(T=70, K=4, V=3, dtype=torch.float64)
+    expected = Module()(x.q, x.k, x.v)
+    torch._dynamo.reset()
+    compiled = torch.compile(Module(), fullgraph=True, backend="aot_eager")(x.q, x.k, x.v)
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Module(), (x.q, x.k, x.v)), file)
+    file.seek(0)
+    exported = torch.export.load(file).module()(x.q, x.k, x.v)
+    for found in (compiled, exported):
+        assert type(found) is type(expected)
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_gate_of_minus_infinity_cuts_exactly(device):

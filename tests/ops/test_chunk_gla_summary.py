@@ -1,4 +1,4 @@
-"""The public function chunk_gla_summary: what it is for, its gradient, its refusals, torch.func and compiled graphs."""
+"""chunk_gla_summary and chunk_gla_gradient_summary: their purpose, gradient, refusals, torch.func, compiled graphs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,33 @@ def test_it_gives_the_final_state_of_any_initial_one(sizes):
 
 
 @pytest.mark.parametrize("sizes", [{"G": 3}, {"lengths": (3, 0, 70)}, {"gates": "-inf"}], ids=str)
-def test_backwards_it_gives_the_gradient_of_the_initial_state(sizes):
+def test_the_gradient_summary_gives_the_gradient_of_the_initial_state(sizes):
     x = inputs(**sizes, initial_state=True)
     x.initial_state.requires_grad_()
     o, final = gla.chunk_gla(x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, x.cu_seqlens)
     do, dfinal = torch.randn_like(o), torch.randn_like(final)
     (expected,) = torch.autograd.grad((o, final), x.initial_state, (do, dfinal))
-    decay, state = gla.chunk_gla_summary(x.q, do, x.g, x.cu_seqlens, backwards=True)
-    assert relative_error(decay[..., None] * dfinal + 0.3 * state, expected) < 1e-13
+    with torch.no_grad():
+        decay, dstate = gla.chunk_gla_gradient_summary(x.q, do, x.g, x.cu_seqlens)
+    assert relative_error(decay[..., None] * dfinal + 0.3 * dstate, expected) < 1e-13
+
+
+@pytest.mark.parametrize("function", [gla.chunk_gla_summary, gla.chunk_gla_gradient_summary])
+def test_states_with_values_first(function):
+    x = inputs()
+    decay, state = function(x.k, x.v, x.g)
+    swapped = function(x.k, x.v, x.g, state_v_first=True)
+    assert torch.equal(swapped[0], decay)
+    assert torch.equal(swapped[1], state.mT)
+
+
+@pytest.mark.parametrize("function", [gla.chunk_gla_summary, gla.chunk_gla_gradient_summary])
+def test_compiled_equals_eager(function):
+    x = inputs()
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for found, expected in zip(compiled(x.k, x.v, x.g), function(x.k, x.v, x.g), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -70,14 +89,20 @@ def test_what_it_refuses():
     x = inputs(G=2)
     with pytest.raises(ValueError, match="k has 4 heads; expected 2, as g"):
         gla.chunk_gla_summary(x.q, x.v.repeat_interleave(2, 2), x.g)
-    with pytest.raises(ValueError, match="k has 4 heads; expected a multiple of g's 3"):
-        gla.chunk_gla_summary(x.q, x.v.repeat_interleave(2, 2), x.g.repeat(1, 1, 2, 1)[:, :, :3], backwards=True)
+    with pytest.raises(ValueError, match="q has 4 heads; expected a multiple of g's 3"):
+        gla.chunk_gla_gradient_summary(x.q, x.v.repeat_interleave(2, 2), x.g.repeat(1, 1, 2, 1)[:, :, :3])
+    with pytest.raises(ValueError, match=r"do has shape \[2, 39, 2, 5\]; expected \[B, T, Hq, V\] with B=2, T=40"):
+        gla.chunk_gla_gradient_summary(x.k, x.v[:, 1:], x.g)
+    with pytest.raises(TypeError, match="do is float32; expected float64, as q"):
+        gla.chunk_gla_gradient_summary(x.k, x.v.float(), x.g)
     with pytest.raises(ValueError, match=r"v has shape \[2, 39, 2, 5\]; expected \[B, T, Hq, V\] with B=2, T=40"):
         gla.chunk_gla_summary(x.k, x.v[:, 1:], x.g)
     with pytest.raises(ValueError, match="cu_seqlens goes with B = 1; k has B = 2"):
         gla.chunk_gla_summary(x.k, x.v, x.g, torch.tensor([0, 40]))
-    with pytest.raises(NotImplementedError, match="has no gradient backwards"):
-        gla.chunk_gla_summary(x.k.requires_grad_(), x.v, x.g, backwards=True)
+    with pytest.raises(TypeError, match="v is float32; expected float64, as k"):
+        gla.chunk_gla_summary(x.k.requires_grad_(), x.v.float(), x.g)
+    with pytest.raises(NotImplementedError, match="chunk_gla_gradient_summary has no gradient"):
+        gla.chunk_gla_gradient_summary(x.k.requires_grad_(), x.v, x.g)
 
 
 def test_check_values(fresh_registry, monkeypatch):

@@ -54,6 +54,21 @@ def test_one_call_equals_two_joined(normalize):
     assert relative_error(torch.cat([first, rest], dim=1), whole) < 1e-13
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_states_with_values_first(normalize):
+    x = gla_inputs(T=30, K=4, V=3, dtype=torch.float64)
+    tokens, options = (x.q, x.k, x.v), {"normalize": normalize, "output_final_state": True}
+    o, state = gla.linear_attention(*tokens, **options)
+    first = gla.linear_attention(*tokens, **options, state_v_first=True)
+    assert torch.equal(first.o, o)
+    assert torch.equal(first.state, state.mT)
+    again = gla.linear_attention(*tokens, **options, initial_state=state)
+    swapped = gla.linear_attention(*tokens, **options, initial_state=first.state, state_v_first=True)
+    assert torch.equal(swapped.o, again.o)
+    assert torch.equal(swapped.state, again.state.mT)
+    assert gla.linear_attention(*tokens, state_v_first=True).state is None
+
+
 def test_packed_sequences():
     x = gla_inputs(lengths=(20, 0, 33), dtype=torch.float64)
     packed, _ = gla.linear_attention(x.q, x.k, x.v, cu_seqlens=x.cu_seqlens)

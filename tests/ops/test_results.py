@@ -28,9 +28,9 @@ def changed(change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda o, s, q: None, "returned None; expected a tuple (o, final_state, None)"),
-        (lambda o, s, q: (o, s, s), "returned 4 values; expected a tuple (o, final_state, None)"),
-        (lambda o, s, q: (o, None), "returned None for final_state; expected a tensor"),
+        (lambda o, s, q: None, "returned None; expected a tuple (o, state, None)"),
+        (lambda o, s, q: (o, s, s), "returned 4 values; expected a tuple (o, state, None)"),
+        (lambda o, s, q: (o, None), "returned None for state; expected a tensor"),
         (lambda o, s, q: (o.double(), s), "returned o as torch.float64; expected torch.float32"),
         (lambda o, s, q: (o[:, 1:].clone(), s), "returned o of shape [2, 8, 2, 4]; expected [2, 9, 2, 4]"),
         (lambda o, s, q: (o.to("meta"), s), "returned o on meta; expected cpu"),

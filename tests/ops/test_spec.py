@@ -11,7 +11,7 @@ import gla_core as gla
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities, Layout
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops._spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result
+from gla_core.ops.spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result
 
 CPU = torch.device("cpu")
 PLAIN = OpSpec(

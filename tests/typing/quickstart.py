@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import torch
 from torch import Tensor
@@ -10,23 +10,37 @@ from torch import Tensor
 import gla_core as gla
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
+from gla_core.ops import ChunkGla, ChunkGlaWithCheckpoints, LinearAttention
 
 q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
 g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 16
 x = torch.randn(2, 100, 128)
 
 
+def needs_tensor(x: Tensor) -> Tensor:
+    return x
+
+
 def ops(wanted: bool) -> None:
-    assert_type(gla.chunk_gla(q, k, v, g), tuple[Tensor, None])
-    assert_type(gla.chunk_gla(q, k, v, g, output_final_state=wanted), tuple[Tensor, Tensor | None])
+    assert_type(gla.chunk_gla(q, k, v, g), ChunkGla)
+    assert_type(gla.chunk_gla(q, k, v, g, output_final_state=wanted).o, Tensor)
+    pair: tuple[Tensor, Tensor | None] = gla.chunk_gla(q, k, v, g, output_final_state=wanted)
     o, state = gla.chunk_gla(q, k, v, g, output_final_state=True)
     assert_type(o, Tensor)
-    assert_type(state, Tensor)
-    assert_type(gla.chunk_gla(q, k, v, g, checkpoint_every=64), tuple[Tensor, Tensor | None, Tensor])
+    state = needs_tensor(state)
+    assert_type(gla.chunk_gla(q, k, v, g, None, pair[1]).state, Tensor | Any)
+    assert_type(gla.chunk_gla(q, k, v, g, checkpoint_every=64), ChunkGlaWithCheckpoints)
+    o, _, checkpoints = gla.chunk_gla(q, k, v, g, checkpoint_every=64)
+    assert_type(checkpoints, Tensor)
+    triple: tuple[Tensor, Tensor | None, Tensor] = gla.chunk_gla(q, k, v, g, checkpoint_every=64)
+    needs_tensor(triple[2])
     assert_type(gla.chunk_gla_summary(k, v, g), tuple[Tensor, Tensor])
+    assert_type(gla.chunk_gla_gradient_summary(q, o, g), tuple[Tensor, Tensor])
     assert_type(gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state), tuple[Tensor, Tensor])
-    assert_type(gla.linear_attention(q, k, v), tuple[Tensor, None])
-    assert_type(gla.linear_attention(q, k, v, output_final_state=True), tuple[Tensor, Tensor])
+    assert_type(gla.linear_attention(q, k, v), LinearAttention)
+    pair = gla.linear_attention(q, k, v, output_final_state=True)
+    assert_type(pair.o, Tensor)
+    needs_tensor(pair.state)
     assert_type(gla.online_softmax(x), Tensor)
     assert_type(gla.softmax_attention(q, k, v), tuple[Tensor, Tensor])
 
@@ -59,4 +73,4 @@ def requests() -> None:
         assert_type(gla.online_softmax(x, backend="reference"), Tensor)
     for info in gla.backends():
         assert_type(info.name, str)
-    assert_type(gla.explain("chunk_gla_fwd", q, k, v, g), gla.Explanation)
+    assert_type(gla.explain("chunk_gla", q, k, v, g), gla.Explanation)

@@ -194,7 +194,7 @@ def _like(x: Tensor) -> Tensor:
 def launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
     """Returns the launches that fill the gradients in x."""
     from gla_triton_kernels.chunk_gla.shared.entering import launch_entering
-    from gla_triton_kernels.chunk_gla.shared.partials import for_query_heads, sums_over_groups
+    from gla_triton_kernels.chunk_gla.shared.partials import for_query_heads, launch_sums_over_groups
     from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, whole
 
     H = x.k.shape[2]
@@ -214,4 +214,4 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launc
         own = x._replace(dinitial_state=None)  # the scan fills it
     each = for_query_heads(own) if plan.gradients.heads_apart else own
     found += plan.gradients.load()(plan.parameters, each, entering, leaving, segments, scale)
-    return found + sums_over_groups(each, x)
+    return found + launch_sums_over_groups(each, x)

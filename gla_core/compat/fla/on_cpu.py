@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gla_core.nn.activations import ACTIVATIONS
-from gla_core.ops._checks import wide
+from gla_core.ops.checks import wide
 
 
 def rms_norm(

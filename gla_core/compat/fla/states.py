@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gla_core.nn.recurrence import GLAState
-from gla_core.ops import _checks
+from gla_core.ops import checks
 
 
 def state_from_fla(entry: Mapping[str, Any], groups: int = 1) -> GLAState:
@@ -41,10 +41,10 @@ def state_from_fla(entry: Mapping[str, Any], groups: int = 1) -> GLAState:
     if recurrent is None:
         raise ValueError("the entry has no 'recurrent_state'; expected what the cache holds of a layer that has run")
     sizes: dict[str, Any] = {}
-    _checks.tensor("recurrent_state", recurrent, "N Hq V K", sizes)
+    checks.tensor("recurrent_state", recurrent, "N Hq V K", sizes)
     if groups < 1 or sizes["Hq"] % groups != 0:
         raise ValueError(f"recurrent_state has {sizes['Hq']} heads; expected a multiple of groups = {groups}")
-    recurrent = recurrent[:, ::groups].mT.to(_checks.wide(recurrent.dtype), copy=True)
+    recurrent = recurrent[:, ::groups].mT.to(checks.wide(recurrent.dtype), copy=True)
     conv = entry.get("conv_state")
     if conv is None:
         return GLAState(recurrent.contiguous())

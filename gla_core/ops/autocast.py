@@ -1,7 +1,7 @@
-"""What autocast means for the ops: it decides the dtype of their arguments, and nothing inside a backend.
+"""Casts the arguments of the ops under autocast, which changes nothing inside a backend.
 
-Matrix-like ops take q, k and v in autocast's dtype, as PyTorch's own attention does; softmax takes float32. Gates keep
-float32, where they are near 0, and states are float32 in any case. float64 is left alone, as PyTorch leaves it.
+Ops that multiply matrices take q, k and v in autocast's dtype, as PyTorch's own attention does; softmax takes float32.
+Gates keep float32, because they are near 0, and states are always float32. float64 is left unchanged, as in PyTorch.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 in_force = torch._C._is_any_autocast_enabled
-"""Whether autocast is on for any type of device; quick, so that it is asked in every call."""
+"""Returns whether autocast is on for any type of device. It is fast enough to be called in every op."""
 
 _NOTHING = nullcontext()
 
 
 def off(device_type: str) -> AbstractContextManager:
-    """A block in which autocast is off for devices of this type."""
+    """Returns a context in which autocast is off for devices of this type."""
     return torch.autocast(device_type, enabled=False) if _dtype(device_type) is not None else _NOTHING
 
 
 def tokens(q: Any, k: Any, v: Any, g: Any) -> tuple[Any, Any, Any, Any]:
-    """q, k, v and g as a matrix-like op takes them under the autocast in force."""
+    """Casts q, k, v and g as an op that multiplies matrices takes them under the autocast in force."""
     dtype = _dtype(q.device.type) if isinstance(q, Tensor) else None
     if dtype is None:
         return q, k, v, g
@@ -34,12 +34,12 @@ def tokens(q: Any, k: Any, v: Any, g: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def wide(x: Any) -> Any:
-    """What a softmax takes in place of x under the autocast in force."""
+    """Casts x as a softmax takes it under the autocast in force."""
     return _cast(x, torch.float32) if isinstance(x, Tensor) and _dtype(x.device.type) is not None else x
 
 
 def _dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast casts to on such devices; None where it is off."""
+    """Returns the dtype that autocast casts to on devices of this type; None if it is off."""
     if not in_force() or device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)

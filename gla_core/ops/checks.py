@@ -1,6 +1,6 @@
-"""Checks of shapes and dtypes, which read no values; three that do serve GLA_CHECK=1.
+"""Checks shapes and dtypes without reading values, and under GLA_CHECK=1 values too.
 
-Every message says which argument, what it was, what was expected.
+Every error message names the argument, its value, and the expected value.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in, and what states are kept in: float32, or float64 with float64 inputs."""
+    """Returns the dtype of sums and states: float32, or float64 with float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def tensor(name: str, x: Any, shape: str, sizes: dict[str, Any]) -> None:
-    """Check that x is a tensor of the named dimensions, binding those that `sizes` does not hold yet.
+    """Checks that x is a tensor of the named dimensions, and binds those that `sizes` does not hold yet.
 
     Example:
         >>> sizes = {}
@@ -45,13 +45,14 @@ def tensor(name: str, x: Any, shape: str, sizes: dict[str, Any]) -> None:
 
 
 def dtype(name: str, x: Tensor, allowed: Iterable[torch.dtype], why: str = "") -> None:
+    """Raises TypeError unless x has one of the allowed dtypes; `why` ends the message."""
     if x.dtype not in allowed:
         expected = " or ".join(str(d).removeprefix("torch.") for d in allowed)
         raise TypeError(f"{name} is {str(x.dtype).removeprefix('torch.')}; expected {expected}{why}")
 
 
 def as_backends_take(x: Tensor, swapped_states: bool) -> bool:
-    """Whether a backend receives x as it is, and not a copy: its last dimension is contiguous.
+    """Returns whether a backend receives x itself and not a copy: if its last dimension is contiguous.
 
     Args:
         swapped_states: whether x is a state, and the backend takes states with their last two dimensions swapped.
@@ -59,13 +60,16 @@ def as_backends_take(x: Tensor, swapped_states: bool) -> bool:
     return x.is_contiguous() or x.stride(-1) == 1 or (swapped_states and swapped(x))
 
 
-def keys_first(state: Any) -> Any:
-    """A view [N, H, K, V] of a state [N, H, V, K]; what is no such tensor as it is, for the op's checks to refuse."""
-    return state.mT if isinstance(state, Tensor) and state.ndim > 1 else state
+def transposed(states: Any) -> Any:
+    """Returns a view [N, H, K, V] of states [N, H, V, K], or the reverse.
+
+    Anything but such a tensor is returned as it is: None, and what the checks of the op refuse.
+    """
+    return states.mT if isinstance(states, Tensor) and states.ndim > 1 else states
 
 
 def packed(sizes: dict[str, Any], of: str) -> None:
-    """Check that the N+1 offsets of sequences go with the tensor `of` that holds them; binds N."""
+    """Checks that N+1 offsets of sequences agree with the tensor `of` that holds the sequences, and binds N."""
     if sizes["N+1"] < 1:
         raise ValueError("cu_seqlens is empty; expected N+1 offsets, the first of them 0")
     if sizes["B"] != 1:
@@ -74,20 +78,23 @@ def packed(sizes: dict[str, Any], of: str) -> None:
 
 
 def no_nan(**tensors: Tensor | None) -> None:
-    """A check of GLA_CHECK=1: reads values."""
+    """Raises ValueError for a tensor that holds NaN. Reads values: for GLA_CHECK=1."""
     for name, x in tensors.items():
         if x is not None and bool(x.isnan().any()):
             raise ValueError(f"{name} holds NaN in {int(x.isnan().sum())} of {x.numel()} places")
 
 
 def gate_values(g: Tensor | None) -> None:
-    """A check of GLA_CHECK=1: reads values."""
+    """Raises ValueError for gates above 0. Reads values: for GLA_CHECK=1."""
     if g is not None and bool((g > 0).any()):
         raise ValueError(f"g has values up to {float(g.max())}; expected the log of a forget gate, at most 0")
 
 
 def offset_values(cu_seqlens: Tensor | None, T: int, max_seqlen: int | None) -> None:
-    """A check of GLA_CHECK=1: reads values. Rows of T behind the last offset belong to no sequence."""
+    """Raises ValueError for offsets that do not ascend from 0 to at most T. Reads values: for GLA_CHECK=1.
+
+    Rows of T behind the last offset belong to no sequence.
+    """
     if cu_seqlens is None:
         return
     offsets = cu_seqlens.tolist()

@@ -1,8 +1,9 @@
-"""The description of an abstract op as data, and what follows from it.
+"""Describes an abstract op as data, and derives its checks, schema, results and sizes from the description.
 
-An op is a list of arguments and a list of results, whose dimensions have names and whose dtypes follow rules. From it
-come the checks of a call, its `OpCall`, its torch schema, what a backend has to return, the parameters of the contract,
-the sizes that a command line takes, the bytes of the memory floor, and the shapes of random arguments.
+An op is a list of arguments and a list of results. Their dimensions have names, and their dtypes follow rules. From
+these follow the checks of a call, its `OpCall`, its torch schema, the results that a backend has to return, the
+parameters of the contract, the sizes that a command line takes, the bytes of the memory floor, and the shapes of random
+arguments.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import ALIGNMENT, Layout, OpCall, checkpoint_dtype, swapped
-from gla_core.ops import _checks
-from gla_core.ops._checks import FLOATS, INTEGERS, wide
+from gla_core.ops import checks as _checks
+from gla_core.ops.checks import FLOATS, INTEGERS, wide
 
 WIDTHS = ("H", "Hq", "K", "V")
-"""Sizes that are at least 1; all others may be 0."""
+"""Names of the sizes that are at least 1; all others may be 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """A rule for the dtype of a tensor, given that of the op's first argument.
+    """Gives the dtype of a tensor, from that of the op's first argument.
 
     Attributes:
         allowed: the dtypes that an argument may have; a result has the first. reason: ends the error message.
@@ -37,7 +38,7 @@ class DType:
     reason: str = ""
 
     def in_call(self, call: OpCall) -> torch.dtype | None:
-        """The dtype of such a tensor in a call; None if the call has none, or it holds no numbers to compute with."""
+        """Returns the dtype of such a tensor in a call; None for one that is absent, and for offsets and indices."""
         if self is GATE:
             return call.gate_dtype
         if self in STATES:
@@ -64,7 +65,7 @@ _REQUIRED = object()
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument of an op.
+    """Describes an argument of an op.
 
     Attributes:
         type: as a torch schema has it, such as "Tensor?" or "bool".
@@ -72,10 +73,11 @@ class Argument:
         dtype: of a tensor, the rule that it follows.
         default: stands for it where it is left out; of a tensor, None says that a call can be described without it.
         differentiable: whether autograd takes its gradient.
-        in_call: of what is no tensor, whether `OpCall.scalars` holds it.
-        hint: of what is no tensor, whether it decides who runs a call and nothing else: backends do not receive it.
+        in_call: of a scalar, whether `OpCall.scalars` holds it.
+        hint: of a scalar, whether it only affects which backend runs a call; backends do not receive it.
         without_last: what a tensor without the last dimension would hold, such as "one gate a head", if users have
             such tensors: the refusal of one says how to expand it.
+        public: its name in the public function, if that is another one.
     """
 
     name: str
@@ -87,11 +89,12 @@ class Argument:
     in_call: bool = True
     hint: bool = False
     without_last: str = ""
+    public: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A result of an op.
+    """Describes a result of an op.
 
     Attributes:
         shape, dtype: as of an `Argument`.
@@ -111,7 +114,7 @@ class Result:
 
 
 class Expected(NamedTuple):
-    """What a backend has to return in one place.
+    """Describes a result that a backend has to return.
 
     Attributes:
         written: the argument that it must be, if it must be one. swapped: whether it lies with its last two dimensions
@@ -125,7 +128,7 @@ class Expected(NamedTuple):
     swapped: bool = False
 
     def empty(self, like: Tensor) -> Tensor:
-        """New memory for it, on the device of a tensor."""
+        """Allocates the result on the device of a tensor."""
         if self.swapped:
             *outer, K, V = self.shape
             return like.new_empty((*outer, V, K), dtype=self.dtype).mT
@@ -134,7 +137,7 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OpSpec:
-    """An abstract op.
+    """Describes an abstract op.
 
     Attributes:
         name: of the abstract op. public: of the public function that runs it.
@@ -166,12 +169,12 @@ class OpSpec:
 
     @functools.cached_property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the arguments, in order."""
+        """Returns the names of the arguments, in order."""
         return tuple(argument.name for argument in self.arguments)
 
     @functools.cached_property
     def contract(self) -> tuple[str, ...]:
-        """Names of the arguments that a backend receives, in order: the first of all."""
+        """Returns the names of the arguments that a backend receives, in order: all but the hints at the end."""
         return tuple(argument.name for argument in self.arguments if not argument.hint)
 
     @functools.cached_property
@@ -180,13 +183,18 @@ class OpSpec:
         return frozenset(a.name for a in self.arguments if a.default is _REQUIRED or a.name in ("scale", "dim"))
 
     @functools.cached_property
+    def names(self) -> dict[str, str]:
+        """Maps the name of each argument, and its name in the public function, to the name."""
+        return {name: a.name for a in self.arguments for name in (a.name, a.public) if name}
+
+    @functools.cached_property
     def differentiable(self) -> bool:
-        """Whether autograd takes a gradient of any argument."""
+        """Returns whether autograd takes a gradient of any argument."""
         return any(argument.differentiable for argument in self.arguments)
 
     @functools.cached_property
     def scalars(self) -> dict[str, Any]:
-        """The arguments that `OpCall.scalars` holds, with their defaults."""
+        """Returns the arguments that `OpCall.scalars` holds, with their defaults."""
         return {a.name: a.default for a in self.arguments if a.dtype is None and a.in_call and not a.hint}
 
     @functools.cached_property
@@ -195,25 +203,26 @@ class OpSpec:
 
     @functools.cached_property
     def _states_last(self) -> tuple[Argument, ...]:
-        """The arguments in the order in which they are checked: how many states there are follows from all else."""
+        """Returns the arguments in the order of their checks: states last, as their number depends on the others."""
         return tuple(sorted(self.arguments, key=lambda argument: argument.dtype in (*STATES, CHECKPOINTS)))
 
     @property
     def command_line_sizes(self) -> tuple[str, ...]:
-        """The sizes from which all others follow."""
+        """Returns the names of the sizes from which all others follow."""
         return tuple(dict.fromkeys(self.sizes.values()))
 
     def dims(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """All sizes of a call, in order, from some of them."""
+        """Returns all sizes of a call, in order, from some of them."""
         return {name: sizes[name] if name in sizes else sizes[other] for name, other in self.sizes.items()}
 
     def has(self, dtype: DType) -> Argument | None:
-        """The argument that follows a rule, if one does."""
+        """Returns the first argument that follows a rule; None if there is none."""
         return next((argument for argument in self.arguments if argument.dtype is dtype), None)
 
     def complete(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        """All arguments, in order, what was left out filled in. Raises TypeError as a call of a function does."""
+        """Returns all arguments, in order, with defaults for those left out. Raises TypeError as a call does."""
         names = self.parameters
+        kwargs = {self.names.get(name, name): x for name, x in kwargs.items()}
         given = dict(zip(names, args, strict=False))
         wrong = [name for name in kwargs if name not in names or name in given]
         if wrong or len(args) > len(names):
@@ -226,7 +235,7 @@ class OpSpec:
         return tuple(given.get(a.name, a.default) for a in self.arguments)
 
     def prepared(self, args: tuple) -> tuple:
-        """The arguments as a backend receives them."""
+        """Returns the arguments as a backend receives them."""
         if self.prepare is not None:
             args = self.prepare(*args)
         at = self._scale_at
@@ -237,7 +246,7 @@ class OpSpec:
     def describe(
         self, *args: Any, needs_grad: bool = False, capturing: bool = False, batch_invariant: int | None = None
     ) -> OpCall:
-        """Check all arguments, in order, reading no values, and describe the call, PyTorch's settings included.
+        """Checks all arguments, in order, without reading values, and describes the call, PyTorch's settings included.
 
         Args:
             needs_grad, capturing, batch_invariant: as in `OpCall`.
@@ -271,13 +280,13 @@ class OpSpec:
         )
 
     def expected(self, *args: Any) -> tuple[Expected | None, ...]:
-        """What a backend has to return for these arguments, in order; None where nothing is asked for."""
+        """Returns the results that a backend has to return for these arguments; None for one that was not asked for."""
         given = dict(zip(self.parameters, args, strict=True))
         sizes = self._check(given)
         return tuple(_expected(result, given, sizes, args[0].dtype) for result in self.results)
 
     def _check(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Raise unless every argument is as it is described; returns the sizes that the shapes bind."""
+        """Checks every argument against its description; returns the sizes that the shapes bind."""
         sizes: dict[str, Any] = {}
         first, bound = self.parameters[0], False
         for argument in self._states_last:
@@ -296,7 +305,7 @@ class OpSpec:
         return sizes
 
     def _bind(self, given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-        """Check sizes against each other, and bind those that no shape names."""
+        """Checks sizes against each other, and binds those that no shape names."""
         for name in WIDTHS:
             if sizes.get(name, 1) < 1:
                 raise ValueError(f"{name} is {sizes[name]}; expected at least 1")
@@ -310,10 +319,10 @@ class OpSpec:
     # ---- what follows from the description alone
 
     def call(self, sizes: Mapping[str, int], device: torch.device, dtype: torch.dtype, **facts: Any) -> OpCall:
-        """A call that is known by its sizes; gates and states that it must have are as wide as states are.
+        """Returns a call of these sizes; required gates and states have the dtype of states.
 
         Args:
-            facts: what else there is, by the names of `OpCall`; `scalars` only as far as they are not the defaults.
+            facts: other fields of `OpCall`, by name; `scalars` may omit those that are the defaults.
         """
         scalars = {**self.scalars, **facts.pop("scalars", {})}
         facts = {
@@ -324,7 +333,7 @@ class OpSpec:
         return OpCall(op=self.name, device=device, dtype=dtype, dims=self.dims(sizes), scalars=scalars, **facts)
 
     def schema(self, arguments: int | None = None) -> str:
-        """The schema of the torch op: so many arguments, needs_grad where there is a gradient, and the request."""
+        """Returns the schema of the torch op: the first `arguments`, needs_grad if differentiable, and the request."""
         parts = [f"{a.type} {a.name}{'=None' if a.hint else ''}" for a in self.arguments[:arguments]]
         parts += ["bool needs_grad=False"] if self.differentiable else []
         results = ", ".join(["Tensor"] * len(self.results))
@@ -332,7 +341,7 @@ class OpSpec:
         return f"{self.name}({', '.join(parts)}, str backend='') -> {results}"
 
     def floor_bytes(self, call: OpCall) -> tuple[int, int]:
-        """Bytes of the inputs and of the outputs of a call, each counted once; offsets and indices are not.
+        """Returns the bytes of the inputs and of the outputs of a call, without offsets and indices.
 
         A call that is given a state counts as returning one. Of a pool, the states of the batch count.
         """
@@ -342,7 +351,7 @@ class OpSpec:
         return inputs, sum(_bytes(x.shape, x.dtype, call) for x in outputs if x.dtype is not None)
 
     def shape(self, argument: Argument, call: OpCall) -> tuple[int, ...]:
-        """The shape of an argument in a call; of any shape, the sizes of the call."""
+        """Returns the shape of an argument in a call; if it may have any shape, the sizes of the call."""
         names = self.sizes if argument.shape is None else argument.shape.split()
         return tuple(_size(name, call.dims) for name in names)
 
@@ -365,14 +374,14 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def plain_number(x: Any) -> Any:
-    """A number of any library, such as numpy's, as a float; all else as it is."""
+    """Converts a number of any library, such as numpy's, to a float; anything else is returned as it is."""
     if type(x) is float or x is None or isinstance(x, bool) or not isinstance(x, numbers.Real):
         return x
     return float(x)
 
 
 def scale_or_default(q: Any, scale: Any) -> float:
-    """The scale as a float, K^-1/2 where none is given."""
+    """Returns the scale as a float; K^-1/2 if none is given."""
     if scale is not None:
         return plain_number(scale)
     try:
@@ -382,7 +391,7 @@ def scale_or_default(q: Any, scale: Any) -> float:
 
 
 def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str, first_value: Tensor) -> None:
-    """Check shape, dtype and device of a tensor, given the op's first one; bind the sizes in its shape."""
+    """Checks shape, dtype and device of a tensor, given the op's first one, and binds the sizes in its shape."""
     name = argument.name
     assert argument.dtype is not None
     if argument.shape is not None:
@@ -399,7 +408,7 @@ def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str,
 
 
 def _expansion(argument: Argument, x: Tensor, sizes: Mapping[str, Any]) -> str:
-    """Ends the refusal of a tensor that lacks the last dimension, or has 1 there: how to expand it."""
+    """Returns the end of the error for a tensor without the last dimension, or with 1 there: how to expand it."""
     assert argument.shape is not None
     *outer, last = argument.shape.split()
     found, rest = tuple(x.shape[: len(outer)]), tuple(x.shape[len(outer) :])
@@ -411,7 +420,7 @@ def _expansion(argument: Argument, x: Tensor, sizes: Mapping[str, Any]) -> str:
 
 
 def _check_written(result: Result, given: Mapping[str, Any]) -> None:
-    """Refuse to write into a tensor of which neither of the last two dimensions is contiguous."""
+    """Raises ValueError for a tensor that is written, if neither of its last two dimensions is contiguous."""
     name = result.like
     if name is None or result.written is None or not result.written(given):
         return
@@ -459,7 +468,7 @@ def _size(name: str, dims: Mapping[str, int]) -> int:
 
 
 def _bytes(shape: str | None, dtype: DType, call: OpCall) -> int:
-    """Bytes of a tensor of a call, 0 if the call has no such tensor."""
+    """Returns the bytes of a tensor of a call, 0 if the call has no such tensor."""
     kind, sizes = dtype.in_call(call), {**call.dims, "P": call.dims.get("B", 0)}
     names = list(call.dims) if shape is None else shape.split()
     return 0 if kind is None else math.prod(sizes[name] for name in names) * kind.itemsize
