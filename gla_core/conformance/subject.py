@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import Backend
+from gla_core.dispatch.backend import Backend, Prepared
 
 
 def subject(config: pytest.Config) -> tuple[Backend, str]:
@@ -29,7 +29,8 @@ def sources(backend: Backend) -> list[str]:
     """Where the code that is judged lies, a line for each file."""
     files: dict[str, list[str]] = {}
     for op, function in backend.ops.items():
-        files.setdefault(_file(function), []).append(op)
+        code = function.prepare if isinstance(function, Prepared) else function
+        files.setdefault(_file(code), []).append(op)
     return [f"judges {', '.join(ops)} from {file}" for file, ops in files.items()]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import Backend, LaunchError, OpCall, Reason
+from gla_core.dispatch.backend import Backend, LaunchError, OpCall, Prepared, Reason
 from gla_core.dispatch.calibration import Prediction, predict
 from gla_core.dispatch.errors import NoBackendError
 from gla_core.dispatch.request import Choice, Request
@@ -34,7 +34,8 @@ class Candidate:
         seconds: predicted; None without a cost model. constants: where those of the cost model come from.
         worst: predicted where one packed sequence holds all tokens; None unless that may be so.
         refusal: why it cannot run the call, None if it can.
-        measured: seconds, where they were asked for. failure: why they could not be had.
+        measured: seconds, if they were asked for. failure: why there are none.
+        kernels: lines about the kernels that compute the call, if the backend says which they are.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Candidate:
     worst: float | None = None
     measured: float | None = None
     failure: str | None = None
+    kernels: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.refusal is not None:
@@ -98,6 +100,7 @@ class Explanation:
             mark = "->" if candidate.name == self.winner else "  "
             fastest = "  <- the fastest" if candidate.name == self.fastest else ""
             lines.append(f" {mark} {candidate.name:<16} {candidate}{fastest}")
+            lines += [f"{' ' * 21}{line}" for line in candidate.kernels]
         lines.append(self.why)
         if self.fastest is not None:
             lines.append(self._verdict())
@@ -133,11 +136,23 @@ def makes_checkpoints(op: str, request: Request) -> bool:
 def explain_call(call: OpCall, request: Request) -> Explanation:
     """Explain what `select` would do; runs nothing."""
     choice = request.choice(call.op)
-    candidates = tuple(candidate for _, candidate in _candidates(call, choice, predicted=True))
+    found = _candidates(call, choice, predicted=True)
+    candidates = tuple(dataclasses.replace(c, kernels=_kernels(backend, call, c)) for backend, c in found)
     able = [c for c in candidates if c.refusal is None]
     winner = able[0].name if able else None
     why = _why(able, choice, call) if able else _nobody(call, request, candidates)
     return Explanation(call, str(choice), choice.source, candidates, winner, why)
+
+
+def _kernels(backend: Backend, call: OpCall, candidate: Candidate) -> tuple[str, ...]:
+    """Returns lines about the kernels of a backend that compute a call; none if the backend does not name them."""
+    op = None if candidate.refusal is not None else backend.ops.get(call.op)
+    if not isinstance(op, Prepared) or op.kernels is None:
+        return ()
+    try:
+        return tuple(op.kernels(call))
+    except Exception as error:  # a fault in one backend must not take the others down
+        return (f"its kernels cannot be named: {type(error).__name__}: {error}",)
 
 
 def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Backend, Candidate]]:

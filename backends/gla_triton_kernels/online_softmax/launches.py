@@ -36,7 +36,7 @@ def _prepare(call: OpCall, launch: Callable[[Tensor, Tensor, int], list[Launch]]
     layout, dim = call.layouts["x"], call.scalars["dim"]
     x: Any = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")
     copied = needs_copy(x, torch.empty_like(x, memory_format=torch.contiguous_format), dim)
-    launched = Launches(call.device, lambda tensors: launch(*tensors, dim))
+    launched = Launches(call.device, lambda tensors: launch(tensors[0], tensors[1], dim))
 
     def run(x: Tensor, dim: int) -> Tensor:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)

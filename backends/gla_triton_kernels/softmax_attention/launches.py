@@ -13,6 +13,9 @@ from gla_triton_kernels.runtime.prepared import Launches, rehearsed
 from gla_triton_kernels.softmax_attention.merge import launch_merge
 from gla_triton_kernels.softmax_attention.plan import Plan
 
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""q [B, Tq, Hq, K], k [B, Tk, H, K], v [B, Tk, H, V], o [B, Tq, Hq, V], lse [B, Tq, Hq]."""
+
 
 def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
     """Compiles the kernels of a call by a plan, and returns the function that computes calls like it.
@@ -21,7 +24,7 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
         LaunchError: a kernel does not compile for this device, or does not fit it.
     """
     causal = call.scalars["causal"]
-    launched = Launches(call.device, lambda tensors, scale: launches(plan, *tensors, scale, causal))
+    launched = Launches(call.device, lambda tensors, scale: launches(plan, tensors, scale, causal))
 
     def run(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         o = v.new_empty((*q.shape[:3], v.shape[3]))
@@ -35,10 +38,9 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
     return rehearsed(run, call)
 
 
-def launches(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
-) -> list[Launch]:
-    """Returns the launches that write o [B, Tq, Hq, V] and lse [B, Tq, Hq]."""
+def launches(plan: Plan, tensors: Tensors, scale: float, causal: bool) -> list[Launch]:
+    """Returns the launches that write o and lse."""
+    q, k, v, o, lse = tensors
     launch_attention = plan.kernel.load()
     if plan.split is None:
         return launch_attention(plan, q, k, v, scale, causal, o, lse)

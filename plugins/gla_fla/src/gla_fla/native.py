@@ -7,15 +7,14 @@ import importlib
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from gla_core.dispatch.backend import LaunchError
 
 UNTUNED = "FLA_UNTUNED"
 """Environment variable: 1 takes the first configuration of every kernel instead of tuning. To check, not to time."""
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @functools.cache
@@ -44,11 +43,11 @@ def fla(module: str) -> ModuleType:
         ) from error
 
 
-def raising_launch_errors(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def raising_launch_errors(function: _F) -> _F:
     """Has a function raise what Triton's compiler raises as `LaunchError`, so that `auto` takes another backend."""
 
     @functools.wraps(function)
-    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
@@ -57,7 +56,7 @@ def raising_launch_errors(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 raise
             raise LaunchError(f"a kernel of FLA cannot be launched: {type(error).__name__}: {error}") from error
 
-    return wrapped
+    return wrapped  # pyright: ignore[reportReturnType]
 
 
 def chunk_gla(*args: Any, **kwargs: Any) -> tuple:
