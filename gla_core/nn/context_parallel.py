@@ -57,7 +57,7 @@ def _check_agreement(layer: RecurrentLayer, x: Tensor, shard: Shard) -> None:
     """A check of GLA_CHECK=1: asks all ranks for their layers' settings and shapes."""
     if environment().check_values:
         agreed = {"B": x.shape[0], "dtype": x.dtype, "conv_size": layer.conv_size if layer.convolutions else None}
-        refuse_ranks_that_differ(agreed, shard.group, "a layer and its x are alike on every rank, but for T")
+        refuse_ranks_that_differ(agreed, shard.group, "a layer and its x have to be alike on every rank, except for T")
 
 
 def _convolved(
