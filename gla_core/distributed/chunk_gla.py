@@ -152,7 +152,7 @@ def segments_of_a_piece(heads: int, tokens: int, device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Own:
-    """This rank's share of a call.
+    """The share of a call that this rank computes.
 
     Attributes:
         segments: number of segments that each piece is cut into; 1 for packed sequences.
