@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 try:
-    import rich  # noqa: F401 - what the subcommands print with
+    import rich  # noqa: F401 - the subcommands print with it
     import typer
 except ModuleNotFoundError as missing:
     from gla_core.extras import how_to_install
@@ -87,7 +87,7 @@ def _finite(seconds: float | None) -> float | None:
 
 
 def _decoded(prompt: str) -> str:
-    """Return the prompt as text in UTF-8: in a locale such as C, Python leaves its bytes undecoded."""
+    """Returns the prompt as text in UTF-8: in a locale such as C, Python leaves its bytes undecoded."""
     try:
         return prompt.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:
