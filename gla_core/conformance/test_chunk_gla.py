@@ -421,7 +421,7 @@ def first_tokens(x):
 
 @over(BWD, "short", "last_chunk_partial", "grouped", "packed", "padded", in_turn=True)
 def test_gradient_of_g_is_zero_where_nothing_passes(backend, case, measure):
-    """The gradient of g is exactly 0 at a gate of -inf, and at the first token of a sequence without an initial state."""
+    """The gradient of g is exactly 0 at a gate of -inf, and at the first token of a sequence that starts from zero."""
     x = chunk(case, gates="-inf", initial_state=False)
     closed = x.g.isneginf()
     closed[:, first_tokens(x)] = True
