@@ -1,8 +1,8 @@
 """The command `gla`: its subcommands with their arguments and help texts.
 
-What they do is in `gla_core`, or in the plugin that a subcommand names. They have a package of their own because
-`import gla_core` imports torch, and `gla --help` should not wait for that. Each subcommand imports what it needs when
-it runs.
+The code of the subcommands is in `gla_core`, or in the plugin that a subcommand names. The command has a package of its
+own because `import gla_core` imports torch, and `gla --help` should not wait for that. Each subcommand imports the
+modules that it needs when it runs.
 
 Exit codes: 0 success; 1 failure (no backend can run the call, a plugin is broken, the demo fell short, an op could not
 be calibrated, the output could not be written); 2 wrong usage (an unknown name, a value out of range, a missing
@@ -30,7 +30,7 @@ except ModuleNotFoundError as missing:
     print(f"gla needs the package {missing.name!r}: {how_to_install('cli')}", file=sys.stderr)
     raise SystemExit(2) from None
 
-# Without rich's boxes: they fold names, and cost time.
+# Without rich's boxes, which fold names and cost time.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -60,14 +60,14 @@ def _unwritten(error: OSError) -> int:
 
 
 def _prepare_streams() -> None:
-    """Makes printing harmless.
+    """Makes printing safe.
 
     Streams that were closed (`gla ... >&-`) are connected to the null device. Characters that the encoding of standard
     output lacks become question marks.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # each takes the lowest free descriptor
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process runs
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open as long as the process runs
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
