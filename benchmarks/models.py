@@ -298,9 +298,8 @@ def run_fla_once(device: torch.device) -> None:
     for B in (SEQUENCES, 1):  # FLA compiles for each number of sequences, but not for each number of tokens
         with model_of("fla", device, num_hidden_layers=1) as model:
             words = tokens_of(B, 256, device)
-            with contextlib.suppress(
-                Exception
-            ):  # without launches nothing is computed, so code that reads results may fail
+            # Without launches nothing is computed, so code that reads results may fail.
+            with contextlib.suppress(Exception):
                 model(words, labels=words).loss.backward()
             with contextlib.suppress(Exception), torch.no_grad():
                 model.eval().generate(words, max_new_tokens=3)

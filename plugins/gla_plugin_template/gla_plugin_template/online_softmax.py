@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def online_softmax(x: Tensor, dim: int) -> Tensor:
-    """Computes the op of gla_core/ops/online_softmax.py. x has been checked; y is contiguous, shaped as x, of its dtype."""
+    """Computes the op of gla_core/ops/online_softmax.py. x is checked; y is contiguous, with x's shape and dtype."""
     if not x.numel():
         return x.new_empty(x.shape)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

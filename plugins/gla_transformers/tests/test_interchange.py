@@ -18,11 +18,7 @@ CONFIGURATIONS = [
     {"use_output_gate": False, "elementwise_affine": False, "use_gk": False, "use_gv": True},
     {"tie_word_embeddings": True, "attn_mode": "fused_recurrent"},
 ]
-SEQUENCES = [
-    CONFIGURATIONS[0],
-    CONFIGURATIONS[2],
-    CONFIGURATIONS[3],
-]  # configurations that differ in how they treat sequences
+SEQUENCES = [CONFIGURATIONS[0], CONFIGURATIONS[2], CONFIGURATIONS[3]]  # they differ in how they treat sequences
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 

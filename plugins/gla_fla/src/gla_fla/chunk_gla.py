@@ -91,7 +91,7 @@ def _backward(
     do: Tensor,
     dstate: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Calls FLA's backward on contiguous tensors; returns float32 dq, dk and dg, dv as v, and dinitial_state or None."""
+    """Calls FLA's backward on contiguous tensors; returns float32 dq, dk, dg, dv as v, and dinitial_state or None."""
     fla = native.fla("ops.gla.chunk")
     C = min(64, max(16, 1 << (q.shape[1] - 1).bit_length()))  # as in FLA's forward
     packed = {"cu_seqlens": cu_seqlens, "chunk_size": C}

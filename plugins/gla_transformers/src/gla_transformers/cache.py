@@ -197,9 +197,7 @@ def read(
         return layer(x, None, False, cu_seqlens, max_seqlen, attention_mask)[0]
     state = memory.state
     if torch.is_grad_enabled():
-        state = state and _each(
-            state, torch.clone
-        )  # autograd keeps the tensors that it reads, and these are overwritten below
+        state = state and _each(state, torch.clone)  # autograd keeps these tensors, which are overwritten below
     elif state is not None and x.shape[1] == 1 and cu_seqlens is None:
         y, _ = layer.step(x[:, 0], state, inplace=True, state_indices=_rows_with_a_token(attention_mask))
         return y[:, None]

@@ -301,9 +301,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         """Returns the arguments of one call of `forward`, as transformers prepares them."""
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         if inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration"):
-            inputs.pop(
-                "attention_mask", None
-            )  # generated tokens are no padding, and the cache holds the padding before them
+            inputs.pop("attention_mask", None)  # new tokens are not padding, and the cache knows earlier padding
         return inputs
 
     @staticmethod

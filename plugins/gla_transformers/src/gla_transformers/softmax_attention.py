@@ -24,7 +24,7 @@ class SoftmaxAttention(nn.Module):
         window_size: number of tokens that a token sees, including itself; None for all tokens before it.
         rope_theta: base of the wavelengths of positions.
 
-        Raises:
+    Raises:
         ValueError: sizes do not fit together.
     """
 
