@@ -1,4 +1,4 @@
-"""The public function chunk_gla_summary: what it is for, its gradient, its refusals, torch.func and compiled graphs."""
+"""The public function chunk_gla_summary: its use, its gradient, its refusals, torch.func and compiled graphs."""
 
 from __future__ import annotations
 
