@@ -4,7 +4,7 @@ readme.py runs these measurements. It needs flash-linear-attention 0.6.0, transf
 is FLA's with 374M parameters: hidden size 1024, 24 layers, 4 heads, 32,000 words, in bfloat16, with random weights.
 
     train      A step of 8 sequences of 2048 tokens: forward, backward and fused AdamW. Wall time of consecutive steps,
-               each measured to its end; time of all kernels, and of those of gated linear attention; peak memory.
+               each measured to its end; time of all kernels, and of the GLA kernels; peak memory.
     length     The same for one sequence, with several lengths.
     generate   Greedy decoding by `generate` after a prompt of 512 tokens.
     graph      The same in a CUDA graph of several steps. FLA returns new states, so the last step of the graph copies
@@ -159,7 +159,7 @@ def _train(way: str, model: Any, words: Tensor) -> Row:
 
 
 def _of_kernels(step: Callable[[], None]) -> Row:
-    """Returns the seconds of all kernels of a step, and of those of gated linear attention."""
+    """Returns the seconds of all kernels of a step, and of its GLA kernels."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(PROFILED):
             step()

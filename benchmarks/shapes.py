@@ -122,7 +122,7 @@ def _giant_row(call: OpCall, lengths: Sequence[int], seconds: float) -> Row:
 
 
 def _seconds_of_pick(call: OpCall, lengths: Sequence[int] | None, seconds: float) -> float:
-    """Returns the seconds of the backend that `auto` picks; `lengths` are those of packed sequences, if given."""
+    """Returns the seconds of the backend that `auto` picks; `lengths` gives the lengths of packed sequences."""
     pick = selection.explain(call).winner or ""
     times, left_out = selection.time_backends(call, selection.arguments_of(call, lengths), [pick], {}, seconds)
     if left_out:

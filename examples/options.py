@@ -134,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
         type=whole(1),
         default=1,
         metavar="N",
-        help="read a process's windows in so many parts, one after another, to save memory (default: %(default)s)",
+        help="read a process's windows in this many slices, one by one, to save memory (default: %(default)s)",
     )
     option(
         "--learning-rate",

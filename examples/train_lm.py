@@ -1,6 +1,6 @@
 """Trains a GLA language model over bytes, on one device or, under torchrun, on several by FSDP2; see --help.
 
-The model, the optimizer and the step are those of `gla_core.demo`. Beside this file: `options.py` is the command
+The model, the optimizer and the step come from `gla_core.demo`. Beside this file: `options.py` is the command
 line, `processes.py` assigns each process its shard of the model and of a batch, `checkpoints.py` stores the training,
 `speed.py` measures it.
 """

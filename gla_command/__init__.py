@@ -233,7 +233,7 @@ def bench(
 ) -> None:
     """Time the backends on named workloads, beside baselines.
 
-    Without --tag and --workload, a CPU runs small workloads, which takes about a minute, and a GPU those of models.
+    Without --tag and --workload, a CPU runs small workloads, about a minute long, and a GPU the workloads of models.
 
     A time is the median of the timed calls; "spread" is the distance between their quartiles, as a share of the median.
     The columns "× loop", "× torch" and "× fla" say how many times as fast as that baseline a backend is. On a GPU,

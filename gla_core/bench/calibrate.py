@@ -188,7 +188,7 @@ def _factor(constants: Constants, sample: Timed) -> float:
 
 
 def write_constants(fits: Sequence[Fit], device: torch.device, target: Path) -> list[Path]:
-    """Writes constants as backends ship them, together with those of other ops and kinds of device.
+    """Writes constants as backends ship them, together with the constants of other ops and kinds of device.
 
     Args:
         target: a file that ends in .json, for the fits of one backend; otherwise a folder for one file each.

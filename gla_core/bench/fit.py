@@ -22,7 +22,7 @@ Work = TypeVar("Work")
 """The argument of a formula: an `OpCall`, or a backend and an `OpCall`."""
 Formula = Callable[[Work, Constants], float | None]
 Errors = Callable[[Tensor], Tensor]
-"""Maps the logs of constant / start, [constants], to those of predicted / measured, [samples]."""
+"""Maps log(constant / start) [constants] to log(predicted / measured) [samples]."""
 
 FAR = 0.1
 _REGULARISATION = 1e-3  # weight of the squared distance from the start, for constants that no sample depends on

@@ -105,7 +105,7 @@ def speeds(rows: Sequence[Row]) -> list[tuple[Row, float]]:
 
 
 def equal_backends(rows: Sequence[Row]) -> dict[str, str]:
-    """Returns backends whose times are those of an earlier one in every row of an op, by their names, with that one."""
+    """Returns, by name, the backends whose times equal an earlier backend's in every row of an op, with that one."""
     seconds = {(row.workload, row.direction, row.backend): row.seconds or 0.0 for row in rows}
     calls = {(row.workload, row.direction) for row in rows}
     names = [name for name in in_order([row.backend for row in rows]) if name not in BASELINES]

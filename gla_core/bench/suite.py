@@ -86,7 +86,7 @@ class Row:
 
 
 def default_workloads(op: str | None, device: torch.device) -> list[Workload]:
-    """Returns the workloads tagged ci on a CPU, and those of models on a CUDA device, without empty ones."""
+    """Returns the workloads tagged ci on a CPU, and the workloads of models on a CUDA device, without empty ones."""
     found = select(op, ["ci"]) if device.type == "cpu" else select(op)
     return [w for w in found if not is_empty(w) and (device.type == "cpu" or w.tags.intersection(CUDA_TAGS) - {"ci"})]
 

@@ -1,7 +1,7 @@
 """The summary of a run: counts, the worst error of each property, and the reasons of failed and open cases.
 
 A row is one case: test, id, op, workload, dtype, size, facts, outcome (passed, failed or open), reason, errors, and
-wrong. An error is a quantity, the error found and its budget; the entries of wrong are those of `divergence`.
+wrong. An error is a quantity, the error found and its budget; `divergence` makes the entries of wrong.
 """
 
 from __future__ import annotations

@@ -374,7 +374,7 @@ def test_gradients_same_bits(backend, case, measure):
 
 @over(BWD, tag="packed", also=FWD, deterministic=True)
 def test_gradients_same_bits_in_any_company(backend, case, measure):
-    """Under `batch_invariant`, the gradients of a packed sequence have the same bits as those of the sequence alone."""
+    """Under `batch_invariant`, a packed sequence has gradients with the same bits as the sequence alone."""
     x = chunk(case)
     do, dstate = loss_gradients(x)
     with gla.batch_invariant(64):

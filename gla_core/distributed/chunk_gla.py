@@ -58,7 +58,7 @@ def chunk_gla(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes gated linear attention over sequences whose tokens are spread over ranks; every rank calls it.
 
-    The results equal those of `gla_core.chunk_gla` on the tokens of all ranks together. The call is differentiable in
+    The results equal `gla_core.chunk_gla` on the tokens of all ranks together. The call is differentiable in
     q, k, v, g and initial_state, with one gather in the forward and one in the backward. Every rank has to run both.
 
     States are the same on every rank: every rank passes the same initial_state and receives the final states of all

@@ -40,7 +40,7 @@ def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
     """Returns a plan for `parallelize_module` that spreads the heads of a `GatedLinearAttention` or `HGRN2` over ranks.
 
     Every rank then calls the layer with the same whole x and gets the whole y. The layer's `num_heads` and
-    `num_kv_heads`, its states, and the `lower_bound` of `HGRN2` are those of the rank's heads. Everything else works as
+    `num_kv_heads`, its states, and the `lower_bound` of `HGRN2` cover the rank's heads only. Everything else works as
     before, including `context_parallel` over other ranks.
 
     Raises:
@@ -60,7 +60,7 @@ def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
 
 
 class _OwnHeads(ParallelStyle):
-    """Sets a layer's sizes to those of this rank's heads, and sums the ranks' gradients of the layer's input."""
+    """Sets a layer's sizes to this rank's number of heads, and sums the ranks' gradients of the layer's input."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer: Any = module

@@ -1,4 +1,4 @@
-"""A decorator for `__call__`: nn.Module leaves the types of a call open, and with it they are those of `forward`."""
+"""A decorator for `__call__`: it gets the types of `forward`, which nn.Module leaves open."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
     y = (rms_norm(o) * f(x W_g)) W_o                         with f = silu
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635). The
-parameters have the names and shapes of those of flash-linear-attention's layer, so weights move between the two.
+parameters have the names and shapes of flash-linear-attention's layer, so weights move between the two.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     y = rms_norm(o) W_o                                      over all heads
 
 Source: Qin et al., "HGRN2: Gated Linear RNNs with State Expansion" (arXiv 2404.07904). The parameters have the names
-and shapes of those of flash-linear-attention's layer, so weights move between the two.
+and shapes of flash-linear-attention's layer, so weights move between the two.
 """
 
 from __future__ import annotations

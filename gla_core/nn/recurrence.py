@@ -96,7 +96,7 @@ def read_sequences(
     Args:
         op_inputs: computes the op's inputs from x. output: computes y from the op's o and x.
 
-    The other arguments and the results are those of `GatedLinearAttention.forward`.
+    The other arguments and the results are as in `GatedLinearAttention.forward`.
     """
     if shard is not None or layer.context_parallel is not None:
         _refuse_over_ranks(state=state, output_final_state=output_final_state or None, attention_mask=attention_mask)
@@ -154,7 +154,7 @@ def read_tokens(
     Args:
         op_inputs, output: as in `read_sequences`.
 
-    The other arguments and the results are those of `GatedLinearAttention.step`.
+    The other arguments and the results are as in `GatedLinearAttention.step`.
     """
     if layer.context_parallel is not None:
         raise ValueError("step reads one token, which no ranks share; decode by a layer without context_parallel")

@@ -1,4 +1,4 @@
-"""The numbers of the README and of docs/results.md equal those of the results files."""
+"""The numbers of the README and of docs/results.md equal the results files."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def in_float64(x: GlaInputs) -> GlaInputs:
 
 
 def compare(ranks: Ranks, batch: Batch, tolerance: float, exact: bool = False, **options: object) -> None:
-    """Compares this rank's values and gradients with those of one process that has all tokens, or its in float64."""
+    """Compares this rank's values and gradients with one process that has all tokens, in the same dtype or float64."""
     generator = torch.Generator(ranks.device).manual_seed(0)
     x = with_leaves(in_float64(batch.x) if exact else batch.x)
     o, state = gla.chunk_gla(x.q, x.k, x.v, x.g, 0.3, x.initial_state, batch.final_state, x.cu_seqlens)

@@ -58,7 +58,7 @@ def compare(
     layout: str = "contiguous",
     forward: Callable[..., Tensor] = through,
 ) -> None:
-    """Compares outputs and gradients with those of one process; parameters' gradients are summed over ranks."""
+    """Compares outputs and gradients with one process; parameters' gradients are summed over ranks."""
     x = x.detach().requires_grad_()
     alone = copy.deepcopy(model)
     y = through(alone, x, cu_seqlens=cu_seqlens)

@@ -206,7 +206,7 @@ def test_autocast(
     )
     assert (ys - expected).norm() < tolerance * expected.norm()
 
-    differentiable = torch.cat([torch.arange(n + 8) < n + 7 for n in lengths])  # every token but those of the steps
+    differentiable = torch.cat([torch.arange(n + 8) < n + 7 for n in lengths])  # every token except the steps
     dy = torch.randn(expected.shape).to(device)[differentiable]
     grads, expected_grads = (
         torch.autograd.grad(out[differentiable], list(layer.parameters()), dy.to(out.dtype)) for out in (ys, expected)

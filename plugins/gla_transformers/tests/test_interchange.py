@@ -1,4 +1,4 @@
-"""Weights, configurations and values are those of flash-linear-attention's own model."""
+"""Weights, configurations and values equal flash-linear-attention's own model."""
 
 from __future__ import annotations
 

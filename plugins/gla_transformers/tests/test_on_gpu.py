@@ -60,7 +60,7 @@ def test_a_static_cache(model, prompt):
 
 
 def test_a_compiled_step_of_training(model, prompt):
-    """A compiled step has no graph break, and its gradients equal those of an eager step up to rounding."""
+    """A compiled step has no graph break, and its gradients equal an eager step's up to rounding."""
     model.train()
     parameters = list(model.parameters())
     expected = torch.autograd.grad(model(prompt, labels=prompt).loss, parameters)

@@ -3,7 +3,7 @@
     x = x + attn(norm(x))        y = W_head norm(x)
     x = x + mlp(norm(x))         mlp(x) = (silu(x W_gate) * x W_up) W_down
 
-Parameters have the names and shapes of those of flash-linear-attention 0.6.0. Source: Yang et al., "Gated Linear
+Parameters have the names and shapes of flash-linear-attention 0.6.0. Source: Yang et al., "Gated Linear
 Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
 
@@ -69,7 +69,7 @@ class GLABlock(GradientCheckpointingLayer):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Runs the layer; the arguments are those of `GLAModel.forward`."""
+        """Runs the layer; the arguments are as in `GLAModel.forward`."""
         memory: Any = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         y = self.attn_norm(x)
         if isinstance(self.attn, GatedLinearAttention):

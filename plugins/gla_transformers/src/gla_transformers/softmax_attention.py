@@ -60,7 +60,7 @@ class SoftmaxAttention(nn.Module):
 
         Args:
             x: [B, T, hidden_size].
-            memory: earlier keys and values, to which those of x are added.
+            memory: earlier keys and values; the call adds the keys and values of x.
             attention_mask: [B, T], or more columns, of which the last T are used: 0 where x is padding. Padding may be
                 in front of the tokens of a sequence, behind or between them. No token sees it, it takes no position,
                 and its y is 0.
