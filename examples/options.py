@@ -140,10 +140,14 @@ def parser() -> argparse.ArgumentParser:
         "--learning-rate",
         type=rate,
         metavar="X",
-        help="of AdamW, at its peak: it rises over the first 5 %% of the steps and falls to 0 along a cosine",
+        help="peak learning rate of AdamW; it rises over the first 5 %% of the steps and falls to 0 along a cosine",
     )
     option(
-        "--seed", type=whole(0), default=0, metavar="N", help="of the weights and of the windows (default: %(default)s)"
+        "--seed",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="seed of the weights and of the windows (default: %(default)s)",
     )
     option(
         "--evaluate-every",
