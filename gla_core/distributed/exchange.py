@@ -189,7 +189,7 @@ def scan(
 
 
 def _from_before(shard: Shard, sent: dict[int, Summary], distance: int, backwards: bool) -> dict[int, Summary]:
-    """Exchanges summaries; returns the summaries `distance` before this rank's positions, where there are any.
+    """Exchanges summaries; returns the summaries `distance` positions before this rank's positions, if they exist.
 
     A position is a place counted in the order of the recurrence.
     """

@@ -15,7 +15,7 @@ def offsets(said: Mapping[str, Any], alone: bool) -> tuple[Tensor | None, int | 
     Args:
         said: arguments of a model's call. `DataCollatorWithFlattening` gives cu_seq_lens_q and max_length_q if asked
             for, otherwise position_ids [1, T] that restart at 0 with each sequence; reading those waits for the device.
-        alone: whether position_ids may be read so: there is neither a mask nor an earlier state.
+        alone: whether position_ids may describe packed sequences, because there is neither a mask nor an earlier state.
     """
     if said.get("cu_seq_lens_q") is not None:
         longest = said.get("max_length_q")
