@@ -1,4 +1,4 @@
-"""What a call costs besides its work: dispatch, host time per call, import, the first call of a process."""
+"""Costs of a call besides its work: dispatch, host time per call, import, and the first call of a process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CALLS = {
 
 @pytest.mark.parametrize("op", CALLS)
 def bench_dispatch(benchmark, op):
-    """The public call over the backend's function: eager, no gradient, a backend that does nothing."""
+    """The public call divided by the backend's function: eager, without gradients, with a backend that does nothing."""
     public, direct, shape = CALLS[op]
     x = torch.randn(shape)
     functions = {f.__name__: f for f in (recurrent_gla_step, chunk_gla_fwd)}
@@ -61,7 +61,7 @@ def bench_dispatch(benchmark, op):
 
 
 def bench_import(benchmark):
-    """Seconds that `import gla_core` adds to `import torch`, in a fresh process each."""
+    """Seconds that `import gla_core` adds to `import torch`, each in a fresh process."""
     code = "import torch, time; t = time.perf_counter(); import gla_core; print(time.perf_counter() - t)"
 
     def added():

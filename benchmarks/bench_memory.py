@@ -28,7 +28,7 @@ print(now("VmHWM") - before)
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
 def bench_peak_memory(benchmark, backward):
-    """Bytes over what the inputs take, at T from 1k to 64k; `growth` is the ratio per doubling, 2 where linear."""
+    """Bytes beyond the inputs, for T from 1k to 64k; `growth` is the ratio per doubling of T, 2 for linear growth."""
 
     def peak(T):
         command = [sys.executable, "-c", PEAK, str(T), str(backward)]

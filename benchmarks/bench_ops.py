@@ -1,7 +1,7 @@
-"""Every op by every backend, over the shared workloads: those tagged ci on a CPU, those of models on a CUDA device.
+"""Every op on every backend, over the shared workloads: tagged ci on a CPU, and as in models on a CUDA device.
 
-On a CUDA device the figure to read is `device_seconds` in `extra_info`, measured with device events; pytest-benchmark's
-own times are those of a call that waits for the device. `-k chunk_gla` takes one op, `-k parallel_scan` one backend.
+On a CUDA device, read `device_seconds` in `extra_info`, which device events measure; pytest-benchmark's own times
+include the wait for the device. `-k chunk_gla` selects an op, `-k parallel_scan` a backend.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHOSEN = [*suite.default_workloads(None, DEVICE), *([LONG] if DEVICE.type == "cp
 
 
 def runnable(case):
-    """Whether the backend accepts the call."""
+    """Returns whether the backend accepts the call."""
     try:
         return suite.resolve(case, DEVICE) == case.backend
     except RuntimeError:
@@ -46,7 +46,7 @@ def baseline_seconds(op, name, backend, direction):
 
 
 def bench_op(benchmark, case):
-    """`extra_info` says who ran it, how far it is from the floor and from what is to be beaten."""
+    """Times a case; `extra_info` has the backend that ran, the fraction of the floor, and ratios to baselines."""
     workload, info = case.workload, benchmark.extra_info
     row = suite.measure_case(case, DEVICE, bandwidth(), BUDGET)
     assert row.seconds is not None, row.error

@@ -1,6 +1,6 @@
-"""Benchmarks that `make bench` runs; figures that are not times stand in `extra_info` of each row.
+"""Benchmarks that `make bench` runs; numbers that are not times are in `extra_info` of each row.
 
-bench_ops       the ops, by every backend       bench_dispatch   what a call costs besides its work
+bench_ops       the ops, on every backend       bench_dispatch   costs of a call besides its work
 bench_memory    the reference's peak memory as T grows
 """
 

@@ -1,21 +1,23 @@
-"""How much faster is one sequence over several ranks? Times of gla_core.distributed.chunk_gla beside one rank alone.
+"""Speedup of one sequence over several ranks: times of gla_core.distributed.chunk_gla beside one rank alone.
 
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --out benchmarks/results
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --device cpu --tokens 1024 --heads 2 --width 16
 
-Rank 0 first computes the whole sequence by itself, by gla_core.chunk_gla, while the others wait; then all ranks compute
-their shards of it. A time is the median of the slowest rank's, of calls one after the other, which on a GPU are replays
-of a CUDA graph (`--eager`: calls, where the host's time counts). Efficiency is the time of one rank over that of R
-ranks, and over R. The gather's share is what the gathers of a pass take by themselves, of the pass. A length that does
-not fit into the memory of one rank has no efficiency: what is then found is that R ranks can do it. On GPUs it ends
-with the longest sequence that trains on one rank and on all, of the first number of heads.
+Rank 0 first computes the whole sequence alone with gla_core.chunk_gla, while the other ranks wait. Then all ranks
+compute their shards of it. A time is the median over consecutive calls, on the slowest rank. On a GPU the calls are
+replays of a CUDA graph; with `--eager` they are eager calls, and include the host's time. The efficiency is the time of
+one rank divided by the time of R ranks and by R. The gathers' share is the time of a pass's gathers alone, divided by
+the time of the pass. A length that does not fit into the memory of one rank has no efficiency; it only shows that R
+ranks can compute it. On GPUs the run ends with the longest sequence that trains on one rank and on all, for the first
+number of heads.
 
-A rank whose memory ends in the midst of a pass would leave the others waiting. So each rank first makes the pass in a
-group of its own, with as many tokens, and all go on together only if it fits on every rank.
+A rank that ran out of memory during a pass would leave the other ranks waiting. So each rank first makes the pass in a
+group of its own, with as many tokens, and the ranks continue together only if it fits on all of them.
 
-For other numbers of ranks a row predicts the efficiency, with as many tokens a rank as measured: a shard takes what it
-took here, and what is exchanged takes as long for every summary that a rank receives, of all others from a gather, of
-as many as there are rounds from a scan (exchange.py). It is a model and no measurement.
+A row also predicts the efficiency of other numbers of ranks, for the same number of tokens per rank. The prediction
+assumes that a shard takes as long as measured, and that the exchange takes the same time for every summary that a rank
+receives: one from every other rank for a gather, one per round for a scan (exchange.py). It is a model and not a
+measurement.
 
 R ranks   T tokens of all ranks   H heads   K key and value width
 """
@@ -53,16 +55,16 @@ DIRECTIONS = ("forward", "forward+backward")
 PREDICTED = (4, 8, 64, 1024)
 WARM_UP, CALLS = 3, 9
 AT_ONCE = 5
-"""Calls that are timed together, so that it does not count how long a host waits for a device."""
+"""Calls that are timed together, so that the host's wait for the device does not count."""
 MEMORY = 0.95
-"""Of a GPU's memory, what tensors may take: NCCL and kernels need some too."""
+"""Fraction of a GPU's memory that tensors may take; NCCL and kernels need the rest."""
 PROBE, STEP = 2**19, 2**17
-"""Tokens by which the longest sequence is first estimated, and in steps of which it is found."""
+"""Tokens of the first estimate of the longest sequence, and the step in which it is searched."""
 Row = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line, measure on all ranks, and on rank 0 write and draw."""
+    """Reads the command line and measures on all ranks; rank 0 writes and draws."""
     options = _parser().parse_args(arguments)
     if options.draw:
         print(f"wrote {draw(json.loads(options.draw.read_text()), options.draw.with_suffix('.svg'))}")
@@ -94,13 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _join(kind: str) -> torch.device:
-    """The device of this rank, which is then one of a group."""
+    """Makes the process group; returns the device of this rank."""
     device = torch.device(kind)
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         torch.cuda.set_per_process_memory_fraction(MEMORY, device)
-    # Rank 0 computes alone, and at first compiles, while the others wait.
+    # Rank 0 computes alone, and compiles at first, while the others wait.
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=200))
     return device
 
@@ -109,7 +111,7 @@ def _join(kind: str) -> torch.device:
 
 
 def measure(T: int, H: int, K: int, direction: str, device: torch.device, graphs: bool) -> Row:
-    """Time a sequence of T tokens on one rank and on all; the same on every rank."""
+    """Times a sequence of T tokens on one rank and on all; every rank returns the same row."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     sizes = (H, K, direction, device)
     alone = _slowest(seconds_of(lambda: whole(T, *sizes), device, graphs) if rank == 0 else 0.0, device)
@@ -125,7 +127,7 @@ def measure(T: int, H: int, K: int, direction: str, device: torch.device, graphs
 
 
 def longest(H: int, K: int, device: torch.device) -> Row:
-    """The most tokens whose forward and backward fit into the memory of one rank, and of all."""
+    """Finds the most tokens whose forward and backward fit into the memory of one rank, and of all ranks."""
     ranks, sizes = dist.get_world_size(), (H, K, DIRECTIONS[-1], device)
     alone = _most(lambda T: whole(T, *sizes), device) if dist.get_rank() == 0 else 0
     shortest = -int(_largest(-_most(lambda T: own(T, *sizes, _itself()), device), device))
@@ -135,7 +137,7 @@ def longest(H: int, K: int, device: torch.device) -> Row:
 
 
 def _most(prepare: Callable[[int], Callable[[], Any]], device: torch.device) -> int:
-    """The most tokens, a multiple of STEP, with which a call fits into memory."""
+    """Returns the largest multiple of STEP tokens with which a call fits into memory."""
     torch.cuda.reset_peak_memory_stats(device)
     if not fits(lambda: prepare(PROBE), device):
         return 0
@@ -150,12 +152,12 @@ def _most(prepare: Callable[[int], Callable[[], Any]], device: torch.device) -> 
 def seconds_of(
     prepare: Callable[[], Callable[[], Any]], device: torch.device, graphs: bool, every: bool = False
 ) -> float | None:
-    """Median seconds of a call, or None where it does not fit into memory.
+    """Returns the median seconds of a call, or None if it does not fit into memory.
 
     Args:
         prepare: makes the inputs, and returns the call.
-        graphs: replay the call.
-        every: all ranks make it, and begin together.
+        graphs: whether to replay the call as a CUDA graph.
+        every: whether all ranks make the call, and begin together.
     """
 
     def median() -> float:
@@ -170,10 +172,10 @@ def seconds_of(
 
 @contextlib.contextmanager
 def _replayed(call: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-    """The call as a CUDA graph; a process group does not end while one has its collectives."""
+    """Yields the call as a CUDA graph; it must be freed before its process group ends, because it holds collectives."""
     graph = torch.cuda.CUDAGraph()
     try:
-        # NCCL's thread that looks for failures may ask the device while this one captures.
+        # NCCL's watchdog thread may query the device while this thread captures.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = call()
         yield graph.replay
@@ -184,7 +186,7 @@ def _replayed(call: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
 
 
 def fits(prepare: Callable[[], Callable[[], Any]], device: torch.device) -> bool:
-    """Whether a call that this rank makes alone fits into memory."""
+    """Returns whether a call that this rank makes alone fits into memory."""
     return _in_memory(lambda: _sample(prepare(), device, False, 1), device) is not None
 
 
@@ -210,13 +212,13 @@ def _sample(call: Callable[[], Any], device: torch.device, every: bool, number: 
 
 
 def _slowest(seconds: float | None, device: torch.device) -> float | None:
-    """The longest time of all ranks; None where one of them has none."""
+    """Returns the longest time of all ranks; None if a rank has no time."""
     found = _largest(math.inf if seconds is None else seconds, device)
     return None if math.isinf(found) else found
 
 
 def _largest(x: float, device: torch.device) -> float:
-    """The largest x of all ranks."""
+    """Returns the largest x of all ranks."""
     found = torch.tensor(x, dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
@@ -228,27 +230,27 @@ def _all(fine: bool, device: torch.device) -> bool:
 
 @functools.cache
 def _itself() -> dist.ProcessGroup:
-    """A group of this rank alone; all ranks first ask for it at the same place."""
+    """Returns a group of this rank alone; all ranks have to make their first call at the same place."""
     group, _ = dist.new_subgroups(1)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def whole(T: int, H: int, K: int, direction: str, device: torch.device) -> Callable[[], Any]:
-    """All tokens on this rank."""
+    """Returns a pass over all tokens on this rank."""
     return _pass_of(lambda *tokens: gla.chunk_gla(*tokens)[0], T, H, K, direction, device)
 
 
 def own(
     T: int, H: int, K: int, direction: str, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Callable[[], Any]:
-    """T tokens of this rank, with the other ranks of a group."""
+    """Returns a pass over T tokens of this rank, together with the other ranks of a group."""
     cut = shard(T, group=group)
     return _pass_of(lambda *tokens: chunk_gla(*tokens, shard=cut)[0], T, H, K, direction, device)
 
 
 def gathers(H: int, K: int, direction: str, device: torch.device) -> Callable[[], Any]:
-    """The gathers of a pass alone."""
+    """Returns the gathers of a pass without the rest of it."""
     cut = shard(0)
     decay, state = (torch.randn(1, H, *sizes, device=device) for sizes in ((K,), (K, K)))
     number = 2 if direction == "forward+backward" else 1
@@ -272,26 +274,26 @@ def _pass_of(
     return lambda: torch.autograd.grad(forward(*leaves), leaves, do)
 
 
-# ---- what follows from it
+# ---- predictions and output
 
 
 def predicted(row: Row) -> dict[str, float] | None:
-    """The efficiency of other numbers of ranks by the model above; None where the row has none itself."""
+    """Returns the efficiency of other numbers of ranks by the model above; None if the row has no efficiency."""
     if row["efficiency"] is None or row["gather"] is None or row["ranks"] < 2:
         return None
     shard_alone = max(row["all_ranks"] - row["gather"], 0.0)
-    one = row["one_rank"] / row["ranks"]  # of as many tokens as a shard has
+    one = row["one_rank"] / row["ranks"]  # for as many tokens as a shard has
     per_summary = row["gather"] / (row["ranks"] - 1)
     return {str(R): one / (shard_alone + per_summary * _received(R)) for R in PREDICTED}
 
 
 def _received(R: int) -> int:
-    """Summaries that one of R ranks receives."""
+    """Returns the number of summaries that one of R ranks receives."""
     return R - 1 if R <= MOST_GATHERED else math.ceil(math.log2(R)) + 1
 
 
 def in_words(row: Row) -> str:
-    """One line."""
+    """Returns a row in one line."""
     one, all_ranks, exchanged = (results.time_text(row[name]) for name in ("one_rank", "all_ranks", "gather"))
     efficiency = "-" if row["efficiency"] is None else f"{row['efficiency']:.2f}"
     return (
@@ -301,7 +303,7 @@ def in_words(row: Row) -> str:
 
 
 def draw(found: Row, target: Path) -> Path:
-    """Draw efficiency against length, a line for each number of heads and direction. ValueError without matplotlib."""
+    """Draws efficiency against length, a line per heads and direction. Raises ValueError without matplotlib."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4))
     lines: dict[str, list[Row]] = {}

@@ -1,9 +1,9 @@
-"""One fused kernel against segments all at once: the time of each backend against the length of the sequence, as SVG.
+"""Time of each backend against the length of the sequence, one fused kernel beside parallel segments, as SVG.
 
 python3 benchmarks/crossover.py benchmarks/results/selection-h200.json
 
-The points are those of `evidence.py selection`. Those of the backend that `auto` picked are filled, and a dotted line
-stands where its pick changes. The picture is written beside the file, into the folder of its name.
+The points come from `evidence.py selection`. Points of the backend that `auto` picked are filled, and a dotted line
+marks where its pick changes. The picture is written into a folder beside the file, with the file's name.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from gla_core.bench.plots import colours, legend_below, pyplot, save
 
 MOST_SLOWER = 10
-"""Backends that never come within so many times of the fastest are not drawn."""
+"""Backends that always take more than this many times as long as the fastest are not drawn."""
 
 Row = Mapping[str, Any]
 
 
 def panels(rows: Sequence[Row]) -> dict[int, list[Row]]:
-    """The rows of the crossover by the number of heads in the batch, B*H, the shorter sequences first."""
+    """Returns the rows of the crossover by the number of heads in the batch, B*H, shorter sequences first."""
     found: dict[int, list[Row]] = {}
     timed = [row for row in rows if row["part"] == "crossover" and row["measured"]]
     for row in sorted(timed, key=lambda row: row["dims"]["T"]):
@@ -33,13 +33,13 @@ def panels(rows: Sequence[Row]) -> dict[int, list[Row]]:
 
 
 def switches(rows: Sequence[Row]) -> list[float]:
-    """Lengths between which the pick changes, in their geometric middle."""
+    """Returns the geometric means of neighbouring lengths between which the pick changes."""
     neighbours = itertools.pairwise(rows)
     return [(a["dims"]["T"] * b["dims"]["T"]) ** 0.5 for a, b in neighbours if a["pick"] != b["pick"]]
 
 
 def drawn(rows: Sequence[Row]) -> list[str]:
-    """Names of the backends to draw."""
+    """Returns the names of the backends to draw."""
     names = sorted({name for row in rows for name in row["measured"]})
     return [
         name
@@ -49,7 +49,7 @@ def drawn(rows: Sequence[Row]) -> list[str]:
 
 
 def draw(path: Path) -> Path:
-    """Draw the picture for a results file. Raises ValueError where matplotlib or the measurements are missing."""
+    """Draws the picture of a results file. Raises ValueError without matplotlib, or if measurements are missing."""
     plt, found = pyplot(), json.loads(path.read_text())
     of_heads = panels(found["rows"])
     if not of_heads:
@@ -114,7 +114,7 @@ def _short(number: float, _: Any = None) -> str:
 
 
 def main() -> None:
-    """Draw each file that is named."""
+    """Draws a picture for each file on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", help="written by benchmarks/evidence.py selection")
     for path in parser.parse_args().results:

@@ -1,21 +1,21 @@
-"""Measure, on this device, what benchmarks/results holds.
+"""Measures, on this device, the files of benchmarks/results.
 
     python3 benchmarks/evidence.py times [--name baseline] [--backends reference,gla_fla] [--workloads NAME,..] ...
     python3 benchmarks/evidence.py selection [--passes 3]
-    python3 benchmarks/evidence.py selection --share 0/8    one of 8 processes that fill Triton's cache first
-    python3 benchmarks/evidence.py selection --picks FILE   after a change of constants, of the times in a file
+    python3 benchmarks/evidence.py selection --share 0/8    one of 8 processes that fill Triton's cache beforehand
+    python3 benchmarks/evidence.py selection --picks FILE   after a change of constants: new picks for a file's times
     python3 benchmarks/evidence.py shapes
-    python3 benchmarks/evidence.py readme --cache FOLDER --prepare 16    fill the caches of compiled kernels first
+    python3 benchmarks/evidence.py readme --cache FOLDER --prepare 16    fills the caches of compiled kernels first
     python3 benchmarks/evidence.py readme --cache FOLDER
 
 times       FLA, PyTorch and the backends over the workloads of models: see times.py
 selection   whether the backend that `auto` picks is the fastest: see selection.py
 shapes      odd widths beside the memory floor, a giant among packed sequences beside it alone: see shapes.py
-readme      every row of the README's table and of the pictures, whole models among them: see readme.py
+readme      every row of the README's table and of the pictures, including whole models: see readme.py
 
-All write their file after every row; `times`, `selection` and `readme` go on where an earlier run like this one ended.
-The reports of the conformance kit beside them are written by `gla conformance NAME --report`, the pages and pictures
-made of all of them by readme_tables.py.
+Each writes its file after every row. `times`, `selection` and `readme` resume where an earlier run like this one ended.
+`gla conformance NAME --report` writes the reports of the conformance kit; readme_tables.py makes pages and pictures
+from all these files.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from gla_core.bench.suite import Case
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line, measure, print what was found."""
+    """Reads the command line, measures, and prints the results."""
     options = _parser().parse_args(arguments)
     options.run(options)
 
 
 def measure_times(options: argparse.Namespace) -> None:
-    """Measure with times.py, and print the table."""
+    """Measures with times.py, and prints the table."""
     console = Console(markup=False, highlight=False, width=150)
     say = functools.partial(console.print, soft_wrap=True)
     for name in set(options.backends) - {info.name for info in gla.backends() if info.error is None}:
@@ -72,7 +72,7 @@ def measure_times(options: argparse.Namespace) -> None:
 
 
 def measure_selection(options: argparse.Namespace) -> None:
-    """Measure with selection.py, and print its summary; or compile a share of what it runs."""
+    """Measures with selection.py and prints its summary, or compiles a share of the kernels that it runs."""
     device, say = torch.device(options.device), functools.partial(print, flush=True)
     if options.share is not None:
         first, step = map(int, options.share.split("/"))
@@ -96,7 +96,7 @@ def measure_selection(options: argparse.Namespace) -> None:
 
 
 def measure_shapes(options: argparse.Namespace) -> None:
-    """Measure with shapes.py, and print its summary."""
+    """Measures with shapes.py, and prints its summary."""
     say = functools.partial(print, flush=True)
     path = shapes.run(options.out, torch.device(options.device), options.seconds, options.minutes, options.commit, say)
     for part, found in json.loads(path.read_text())["summary"].items():
@@ -104,7 +104,7 @@ def measure_shapes(options: argparse.Namespace) -> None:
 
 
 def measure_readme(options: argparse.Namespace) -> None:
-    """Measure with readme.py, or compile what it runs."""
+    """Measures with readme.py, or compiles the kernels that it runs."""
     device, say = torch.device(options.device), functools.partial(print, flush=True)
     cache = options.cache or Path(tempfile.mkdtemp(prefix="kernels-"))
     if options.prepare is not None:

@@ -1,4 +1,4 @@
-"""Pictures of whole models by the length of a sequence: speed and memory of training, from a file of readme.py."""
+"""Pictures of whole models against the length of a sequence: speed and memory of training, from a file of readme.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WAYS = {
     "accelerated": ("the same after accelerate()", "tab:blue"),
     "compiled": ("gla_transformers, compiled", "tab:orange"),
 }
-"""The ways of models.py that are drawn, in words, and their colours."""
+"""The ways of models.py that are drawn, each with its words and its colour."""
 Row = dict[str, Any]
 
 
@@ -60,7 +60,7 @@ def _memory(rows: Sequence[Row], where: str) -> Any:
 
 
 def _of(rows: Sequence[Row], way: str) -> tuple[list[int], list[Row]]:
-    """Returns lengths and rows of a way, the shortest first."""
+    """Returns the lengths and the rows of a way, shortest first."""
     found = sorted((row for row in rows if row["way"] == way), key=lambda row: row["tokens"])
     return [row["tokens"] for row in found], found
 

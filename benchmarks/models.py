@@ -1,14 +1,14 @@
-"""Whole models: how fast FLA's GLA model, the same after `accelerate()`, and gla_transformers' train and generate.
+"""Training and generation of whole models: FLA's GLA model, the same after `accelerate()`, and gla_transformers'.
 
-readme.py measures them, and needs flash-linear-attention 0.6.0, transformers and gla_transformers for it. The model is
-FLA's of 374M parameters: hidden size 1024, 24 layers, 4 heads, 32,000 words, in bfloat16, with random weights.
+readme.py runs these measurements. It needs flash-linear-attention 0.6.0, transformers and gla_transformers. The model
+is FLA's with 374M parameters: hidden size 1024, 24 layers, 4 heads, 32,000 words, in bfloat16, with random weights.
 
-    train      A step of 8 sequences of 2048 tokens: forward, backward and fused AdamW. Wall time of steps one after the
-               other, each to its end; time of the kernels alone, and of those of gated linear attention; peak memory.
-    length     The same of one sequence, for several lengths.
+    train      A step of 8 sequences of 2048 tokens: forward, backward and fused AdamW. Wall time of consecutive steps,
+               each measured to its end; time of all kernels, and of the GLA kernels; peak memory.
+    length     The same for one sequence, with several lengths.
     generate   Greedy decoding by `generate` after a prompt of 512 tokens.
-    graph      The same in a CUDA graph that holds several steps. FLA returns new states, which the last step of the
-               graph copies to where the first one reads them.
+    graph      The same in a CUDA graph of several steps. FLA returns new states, so the last step of the graph copies
+               them to the place where the first step reads them.
 
     fla            FLA's model as it is             compiled   ours, the loss under torch.compile(fullgraph=True)
     accelerated    after compat.fla.accelerate()    blocks     ours, each layer compiled by itself
@@ -42,12 +42,12 @@ WARM_UP, STEPS, PROFILED = 3, 10, 3
 OF_GLA = re.compile(
     r"(?!triton_)\w*(chunk_|gla|_state_kernel|_gate_kernel|_gradient_kernel|_build_states|_scan|_pairs)"
 )
-"""Names of kernels, FLA's and ours, that compute gated linear attention; those of torch.compile's have a prefix."""
+"""Names of FLA's and our kernels that compute gated linear attention; torch.compile's kernels have a prefix."""
 Row = dict[str, Any]
 
 
 class Task(NamedTuple):
-    """One measurement: `what` and `way` as above; `size` is tokens for "length", and sequences for all others."""
+    """A measurement to make: `what` and `way` as above; `size` is tokens for "length", and sequences otherwise."""
 
     what: str
     way: str
@@ -55,7 +55,7 @@ class Task(NamedTuple):
 
 
 def tasks(device: torch.device) -> list[Task]:
-    """Returns what to measure, the rows of the README first; little on a CPU."""
+    """Returns the measurements to make, the README's rows first; few on a CPU."""
     if device.type == "cpu":
         ways = [("train", "accelerated"), ("train", "ours"), ("generate", "ours"), ("graph", "fla"), ("graph", "ours")]
         return [*(Task(what, way, 2) for what, way in ways), Task("length", "ours", 70)]
@@ -87,7 +87,7 @@ def sizes(device: torch.device) -> dict[str, int]:
 
 @contextlib.contextmanager
 def model_of(way: str, device: torch.device, **changed: int) -> Iterator[Any]:
-    """Makes the model of a way with random weights, in bfloat16 on a GPU; `changed` are sizes other than usual."""
+    """Makes the model of a way with random weights, in bfloat16 on a GPU; `changed` replaces usual sizes."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with contextlib.ExitStack() as stack:
@@ -98,11 +98,11 @@ def model_of(way: str, device: torch.device, **changed: int) -> Iterator[Any]:
         else:
             models = importlib.import_module("gla_transformers")
         config = models.GLAConfig(**{**sizes(device), **changed}, **NO_END)
-        with device:  # made where it stays: a CPU takes seconds for the random weights
+        with device:  # made on its device: a CPU takes seconds for the random weights
             model = models.GLAForCausalLM(config)
         yield model.to(device, dtype)
     if way in ("compiled", "blocks"):
-        torch._dynamo.reset()  # another length is compiled by itself, and not as one of several
+        torch._dynamo.reset()  # compiles each length by itself, not as one of several
 
 
 def tokens_of(B: int, T: int, device: torch.device) -> Tensor:
@@ -111,7 +111,7 @@ def tokens_of(B: int, T: int, device: torch.device) -> Tensor:
 
 
 def _shape(task: Task, device: torch.device) -> tuple[int, int]:
-    """Returns the number of sequences and of tokens in each; of prompts where the task generates."""
+    """Returns the number of sequences, and of tokens in each; for generation these are prompts."""
     if task.what == "length":
         return 1, task.size
     if device.type == "cpu":
@@ -159,7 +159,7 @@ def _train(way: str, model: Any, words: Tensor) -> Row:
 
 
 def _of_kernels(step: Callable[[], None]) -> Row:
-    """Returns the seconds of all kernels of a step, and of those of gated linear attention."""
+    """Returns the seconds of all kernels of a step, and of its GLA kernels."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(PROFILED):
             step()
@@ -182,12 +182,12 @@ def _generate(way: str, model: Any, words: Tensor) -> Row:
 
     run(3)  # compiles and tunes
     first = statistics.median(run(1) for _ in range(3))
-    times = [(run(new) - first) / (new - 1) for _ in range(3)]  # of a token after the first
+    times = [(run(new) - first) / (new - 1) for _ in range(3)]  # seconds per token after the first
     return _decoded(times, first, words)
 
 
 def _in_graph(way: str, model: Any, words: Tensor) -> Row:
-    """On a CPU the steps are called."""
+    """Measures decoding in a CUDA graph; on a CPU the steps are called."""
     model.eval()
     with torch.no_grad():
         decoding = Decoding(way, model, words)
@@ -205,7 +205,7 @@ def _in_graph(way: str, model: Any, words: Tensor) -> Row:
 
 
 class Decoding:
-    """Greedy decoding with states that stay where they are, so that a CUDA graph can hold its steps.
+    """Greedy decoding with states that stay at their address, so that a CUDA graph can hold its steps.
 
     Attributes:
         word: the newest words [B, 1].
@@ -238,7 +238,7 @@ class Decoding:
         return found.logits.argmax(-1)
 
     def _settle(self) -> None:
-        """Copies the states that FLA's layers returned to where their first ones are; ours are written in place."""
+        """Copies the states that FLA's layers returned to the place of its first states; ours are written in place."""
         for i, home in enumerate(self.homes):
             state = self.cache.layers[i].state
             if home is None:
@@ -267,7 +267,7 @@ def _after(decoding: Decoding, steps: Callable[[], None]) -> Tensor:
 
 
 def _decoded(times: Sequence[float], first: float, words: Tensor) -> Row:
-    """Returns a row of seconds of a word of each sequence, and seconds to the first."""
+    """Returns a row with the seconds per word of each sequence, and the seconds to the first word."""
     return {**_spread(times), "tokens_per_second": words.shape[0] / statistics.median(times), "first_token": first}
 
 
@@ -284,21 +284,22 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-# ---- before
+# ---- compilation beforehand
 
 
 def first_step(task: Task, device: torch.device) -> None:
-    """Trains one step, for what torch.compile leaves in its cache on disk."""
+    """Trains one step, so that torch.compile fills its cache on disk."""
     with model_of(task.way, device) as model:
         training_step(task.way, model, tokens_of(*_shape(task, device), device))()
 
 
 def run_fla_once(device: torch.device) -> None:
-    """Calls every kernel of FLA's model once, on short texts and one layer; where nothing is launched, it compiles."""
-    for B in (SEQUENCES, 1):  # FLA compiles for the number of sequences, and not for that of tokens
+    """Calls every kernel of FLA's model once, on short texts and one layer; if launches are off, this only compiles."""
+    for B in (SEQUENCES, 1):  # FLA compiles for each number of sequences, but not for each number of tokens
         with model_of("fla", device, num_hidden_layers=1) as model:
             words = tokens_of(B, 256, device)
-            with contextlib.suppress(Exception):  # nothing is computed: what reads results may fail
+            # Without launches nothing is computed, so code that reads results may fail.
+            with contextlib.suppress(Exception):
                 model(words, labels=words).loss.backward()
             with contextlib.suppress(Exception), torch.no_grad():
                 model.eval().generate(words, max_new_tokens=3)

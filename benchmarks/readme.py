@@ -4,9 +4,9 @@ Writes readme-<device>.json after every workload and every row of a model, the R
 run with the same folder goes on where the first one ended: steady rows without an error are kept if device, versions
 and commit are the same, so that a file never holds rows of two commits.
 
-All is measured in another process, one thing at a time, which is replaced after an error or when it takes too long.
-FLA tunes anew for each workload, and for its model: what it chose before is forgotten, and none of it is kept on disk.
-`prepare` fills the caches of compiled kernels beforehand, in many processes.
+Another process measures everything, one thing at a time. It is replaced after an error or a time-out. FLA tunes anew
+for each workload and for its model: earlier choices are forgotten, and none is kept on disk. `prepare` fills the caches
+of compiled kernels beforehand, in many processes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CALLS = (  # op, workloads, directions, baseline
     ("softmax_attention", ("causal_b4_t4096_h16",), ("forward",), "torch"),
 )
 COLUMNS = ("columns_1024", "columns_4096", "columns_16384", "columns_65536")
-MORE_CALLS = (  # for the pictures alone
+MORE_CALLS = (  # only for the pictures
     ("recurrent_gla_step", ("decode_b1", "decode_b8", "decode_b256"), ("step_graph",), "fla"),
     ("online_softmax", (*(f"rows_8192_{columns}" for columns in COLUMNS), "rows_4_columns_16m"), ("forward",), "torch"),
     ("softmax_attention", ("one_query_131072_keys",), ("forward",), "torch"),
@@ -53,11 +53,11 @@ ON_A_CPU = (
     ("online_softmax", ("small",), ("forward",), "torch"),
 )
 STEADY = 0.1
-"""Distance between the quartiles of a call, as a share of its median, above which its time is measured again."""
+"""Spread above which a call is measured again: the distance between its quartiles, as a share of its median."""
 LONGEST = 240.0
-"""Seconds that a workload or a row of a model may take, tuning included."""
+"""Longest time in seconds of a workload or a row of a model, including tuning."""
 SHORT = 256
-"""Tokens where FLA's kernels are compiled and not launched: none is compiled for its T."""
+"""Number of tokens when FLA's kernels are compiled but not launched; no kernel is compiled for its T."""
 SAME = ("device", "driver", "torch", "triton", "fla", "transformers", "gla_core", "commit")
 
 Calls = Sequence[tuple[str, Sequence[str], Sequence[str], str]]
@@ -65,7 +65,7 @@ Job = list[Case] | Task
 
 
 def jobs(device: torch.device) -> list[Job]:
-    """Returns what to measure, the README's rows first: the cases of a workload together, and rows of models."""
+    """Returns the measurements to make, the README's rows first: cases of a workload together, and rows of models."""
     if device.type == "cpu":
         return [*_workloads(ON_A_CPU, ("reference", "parallel_scan")), *models.tasks(device)]
     return [*_workloads(CALLS, OURS), *models.tasks(device), *_workloads(MORE_CALLS, OURS)]
@@ -82,10 +82,10 @@ def _workloads(calls: Calls, ours: Sequence[str]) -> Iterator[list[Case]]:
 
 
 class Record:
-    """The rows so far, in the file after each job.
+    """The rows so far; the file is written after each job.
 
     Attributes:
-        calls: rows as `gla_core.bench` has them.
+        calls: rows of calls, as in `gla_core.bench`.
         of_models: rows of models.py by task.
     """
 
@@ -112,7 +112,7 @@ class Record:
 
 
 def about_run(device: torch.device, bandwidth: float, commit: str | None) -> dict[str, Any]:
-    """Returns what the file says of a run that begins now."""
+    """Returns the facts about a run that begins now, as the file has them."""
     found = dataclasses.asdict(results.describe_run(device, bandwidth, commit))
     del found["rows"]
     transformers = importlib.metadata.version("transformers") if importlib.util.find_spec("transformers") else None
@@ -120,7 +120,7 @@ def about_run(device: torch.device, bandwidth: float, commit: str | None) -> dic
 
 
 def read(path: Path) -> tuple[list[Row], list[dict[str, Any]]]:
-    """Returns the rows of calls and those of models in a file."""
+    """Returns the rows of calls, and the rows of models, of a file."""
     rows = json.loads(path.read_text())["rows"]
     calls = [{name: value for name, value in row.items() if name != "what"} for row in rows if row["what"] == "call"]
     return [Row(**row) for row in calls], [row for row in rows if row["what"] != "call"]
@@ -143,13 +143,13 @@ def _task(row: dict[str, Any]) -> Task:
 
 
 class Apart:
-    """Calls functions in another process, and takes a new one after a call that failed or took too long."""
+    """Calls functions in another process, and starts a new process after a call that failed or took too long."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns what the function returns. Raises what it raises, and TimeoutError after `LONGEST` seconds."""
+        """Returns the function's result. Raises its exception, and TimeoutError after `LONGEST` seconds."""
         if self._pool is None:
             self._pool = multiprocessing.get_context("spawn").Pool(1)
         try:
@@ -183,8 +183,8 @@ def run(
 
     Args:
         out: folder of the file. cache: folder of compiled kernels, as `prepare` left it.
-        seconds: of timed calls for each row of a call.
-        apart: where to measure.
+        seconds: seconds of timed calls for each row of a call.
+        apart: the process that measures.
 
     Returns:
         The file.
@@ -217,27 +217,27 @@ def run(
 
 
 def use_cache(cache: Path) -> None:
-    """Has this process and those that it starts keep compiled kernels in a folder, and no tuning of FLA's."""
+    """Makes this process and its children keep compiled kernels in a folder, and none of FLA's tuning."""
     os.environ["TRITON_CACHE_DIR"] = str(cache.absolute() / "triton")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache.absolute() / "inductor")
     os.environ["FLA_CACHE_RESULTS"] = "0"
 
 
 def measure_workload(cases: Sequence[Case], device: torch.device, bandwidth: float, seconds: float) -> list[Row]:
-    """Measures the cases of a workload one after the other, FLA's as it tunes for this workload."""
+    """Measures the cases of a workload one after the other; FLA tunes for this workload."""
     forget_tuning()
     return [measure_case(case, device, bandwidth, seconds) for case in cases]
 
 
 def measure_model(task: Task, device: torch.device) -> dict[str, Any]:
-    """Measures a row of a model. FLA tunes at the first training step, and what it chose there holds for other rows."""
+    """Measures a row of a model. FLA tunes at the first training step, and other rows use the same choices."""
     if task.what == "train" and task.way == "fla":
         forget_tuning()
     return models.measure(task, device)
 
 
 def forget_tuning() -> None:
-    """Has every autotuner of Triton in this process tune again."""
+    """Makes every autotuner of Triton in this process tune again."""
     autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
     for thing in gc.get_objects():
         if issubclass(type(thing), autotuner):
@@ -250,7 +250,7 @@ def _of_workload(
     try:
         rows = apart(measure_workload, cases, device, bandwidth, seconds)
         if any(row.error for row in rows):
-            apart.end()  # a kernel that failed may leave a process in which others fail too
+            apart.end()  # a failed kernel may leave the process broken
         return rows
     except Exception as error:
         reason = _reason(error)
@@ -278,14 +278,14 @@ def _told(row: dict[str, Any]) -> str:
     return f"{results.time_text(row['seconds'])}, spread {row.get('spread') or 0:.1%}{device}"
 
 
-# ---- before
+# ---- compilation beforehand
 
 
 def prepare(processes: int, cache: Path, device: torch.device, say: Callable[[str], None], seconds: float) -> None:
     """Fills the caches of compiled kernels in many processes, for at most `seconds`.
 
     Raises:
-        ValueError: fewer processes than there are compiled models, and one more for all else.
+        ValueError: there are fewer processes than compiled models plus one.
     """
     fewest = 1 + sum(task.way == "compiled" for task in models.tasks(device))
     if processes < fewest:
@@ -303,10 +303,10 @@ def prepare(processes: int, cache: Path, device: torch.device, say: Callable[[st
 
 
 def compile_share(share: int, shares: int, device: torch.device) -> str:
-    """Compiles a share of what is measured, and says which: a compiled model, or some of our kernels and of FLA's."""
+    """Compiles a share of the kernels and returns its name: a compiled model, or some of our kernels and of FLA's."""
     compiled = [task for task in models.tasks(device) if task.way == "compiled"]
     if share < len(compiled):
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # beside others that do the same
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"  # other processes compile at the same time
         models.first_step(compiled[share], device)
         return "{} {} {}".format(*compiled[share])
     share, shares = share - len(compiled), shares - len(compiled)
@@ -315,7 +315,7 @@ def compile_share(share: int, shares: int, device: torch.device) -> str:
     failed = sum(not _runs_once(case, device) for case in ours[share::shares])
     importlib.import_module("gla_fla.tune").compile_only(share, shares)
     for case in (case for case in cases if case.backend == "fla"):
-        _runs_once(_shortened(case), device)  # nothing is computed: what reads results may fail
+        _runs_once(_shortened(case), device)  # without launches, code that reads results may fail
     models.run_fla_once(device)
     return f"share {share} of {shares} of FLA's kernels and ours" + (f", {failed} failed" if failed else "")
 

@@ -1,7 +1,7 @@
 """The README's table and docs/results.md, generated from the files under benchmarks/results, and their pictures.
 
-python3 benchmarks/readme_tables.py          print what docs/results.md holds
-python3 benchmarks/readme_tables.py --write  put it between the markers of both pages, and draw (needs matplotlib)
+python3 benchmarks/readme_tables.py          prints the generated part of docs/results.md
+python3 benchmarks/readme_tables.py --write  writes it between the markers of both pages, and draws (needs matplotlib)
 
 Every row of the README's table and every point of the pictures comes from one file, which one run of
 `evidence.py readme` wrote at one commit.
@@ -58,13 +58,13 @@ WAYS = {
     "blocks": "`gla_transformers`, each layer compiled",
     "compiled": "`gla_transformers`, the whole loss compiled",
 }
-"""The ways of models.py."""
+"""The ways of models.py, in words."""
 MODEL = "FLA's GLA model with 374M parameters"
 ModelRow = dict[str, Any]
 
 
 def headline(folder: Path) -> str:
-    """Returns the Markdown of the README's table, and what the kit found; '' without the run that it comes from."""
+    """Returns the Markdown of the README's table and the result of the kit; '' if the run is missing."""
     path = measured_in(folder)
     if not path.exists():
         return ""
@@ -79,7 +79,7 @@ def headline(folder: Path) -> str:
 
 
 def _left_out(of_calls: dict[str, str | None], of_models: dict[str, str | None]) -> str:
-    """Returns a sentence about the rows that have no steady time in the run; '' where there are none."""
+    """Returns a sentence about the rows that have no steady time in the run; '' if there are none."""
     missing = [call for call, cells in of_calls.items() if cells is None]
     number = sum(cells is None for cells in of_models.values())
     missing += [f"{number} rows of whole models"] if number else []
@@ -92,7 +92,7 @@ def measured_in(folder: Path) -> Path:
 
 
 def render(folder: Path) -> str:
-    """Returns the Markdown of everything in the folder, ending in a line end; '' where there is nothing."""
+    """Returns the Markdown of everything in the folder, ending in a newline; '' if there is nothing."""
     times = [_section(results.read(path), path) for path in _files_of_times(folder)]
     kit = _conformance(sorted(folder.glob("conformance-*.json")))
     told = [
@@ -117,13 +117,13 @@ def draw(folder: Path) -> None:
 
 
 def _of_whole_groups(calls: Sequence[Row]) -> list[Row]:
-    """Returns the rows of the calls whose times are all steady: a picture has no group with a bar missing."""
+    """Returns the rows of calls whose times are all steady, so that no group in a picture lacks a bar."""
     unsteady = {row.key for row in calls if not readme.is_steady(row)}
     return [row for row in calls if row.key not in unsteady]
 
 
 def _results(found: dict[str, Any], calls: Sequence[Row]) -> Results:
-    """Returns the calls of a file of readme.py as results."""
+    """Returns the calls of a file of readme.py as `Results`."""
     names = [field.name for field in dataclasses.fields(Results) if field.name != "rows"]
     return Results(**{name: found[name] for name in names}).with_rows(calls)
 
@@ -134,13 +134,13 @@ def pictures_of(folder: Path) -> Path:
 
 
 def between_markers(page: str) -> str | None:
-    """Returns the text between the markers, None where there are none."""
+    """Returns the text between the markers, None if there are none."""
     found = MARKED.search(page)
     return found and found[1]
 
 
 def insert(page: str, generated: str) -> str:
-    """Returns the page with `generated` between its markers. Raises ValueError where there are none."""
+    """Returns the page with `generated` between its markers. Raises ValueError if there are none."""
     if between_markers(page) is None:
         raise ValueError(f"the page has no markers; put {BEGIN} and {END} on lines of their own")
     return MARKED.sub(lambda _: f"{BEGIN}\n{generated}{END}", page)
@@ -174,9 +174,9 @@ def _seconds(row: Row) -> float:
 
 
 def _headline_of_models(rows: Sequence[ModelRow]) -> dict[str, str | None]:
-    """Returns cells by call for whole models: training by the time on the device, decoding eager and in a CUDA graph.
+    """Returns the table cells of whole models, by call: training by device time, decoding eager and in a CUDA graph.
 
-    Cells are None where a time is missing.
+    The cells are None if a time is missing.
     """
     found = {(row["what"], row["way"]): row for row in rows if row["size"] == 8}
     fine = {key: row for key, row in found.items() if "error" not in row}
@@ -211,7 +211,7 @@ def _words_per_second(row: ModelRow) -> str:
 
 
 def _run(path: Path, calls: Sequence[Row], of_models: Sequence[ModelRow]) -> str:
-    """Returns sentences about the run that all rows of the README's table come from."""
+    """Returns sentences about the run from which all rows of the README's table come."""
     found = json.loads(path.read_text())
     keys = [row.spread for row in calls if row.key in HEADLINE] + [row.get("spread") for row in of_models]
     spread = max((x for x in keys if x is not None), default=0.0)
@@ -227,7 +227,7 @@ def _run(path: Path, calls: Sequence[Row], of_models: Sequence[ModelRow]) -> str
 
 
 def _how_right(folder: Path) -> str:
-    """Returns a sentence about the kit's cases on `DEVICE`; '' where it did not run."""
+    """Returns a sentence about the kit's cases on `DEVICE`; '' if the kit did not run."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("conformance-*.json"))]
     found = [report for report in found if report["device"]["name"] == DEVICE]
     if not found:
@@ -276,7 +276,7 @@ def _all_rows(rows: Sequence[Row]) -> list[str]:
 
 
 def _beside_baselines(rows: Sequence[Row]) -> list[str]:
-    """Returns a table of the faster one of `OURS` beside each baseline; nothing where there is none."""
+    """Returns a table of the faster one of `OURS` beside each baseline; empty without baselines."""
     ours = [row for row in rows if row.backend in OURS and row.ratio_to]
     lines = [
         "| workload | direction | baseline | | faster of ours | | times as fast |",
@@ -293,7 +293,7 @@ def _beside_baselines(rows: Sequence[Row]) -> list[str]:
 
 
 def _conformance(paths: Sequence[Path]) -> list[str]:
-    """Returns a table of what the kit found of each backend, and where errors come closest to their budgets."""
+    """Returns a table of the kit's results for each backend, with the errors that come closest to their budgets."""
     if not paths:
         return []
     lines = [
@@ -317,7 +317,7 @@ def _conformance(paths: Sequence[Path]) -> list[str]:
 
 
 def _worst(properties: Sequence[dict[str, Any]], name: str) -> str:
-    """Returns the largest error of a property over all ops, as a share of its budget; "-" where none was measured."""
+    """Returns the largest error of a property over all ops, as a share of its budget; "-" if none was measured."""
     texts = [ratio_text(row["worst"]) for row in properties if row["property"] == name and row["worst"]]
     return max(texts, key=lambda text: float("inf") if text == "infinite" else float(text), default="-")
 
@@ -425,7 +425,7 @@ def _selection(found: dict[str, Any], path: Path) -> str:
 
 
 def _shapes(found: dict[str, Any], path: Path) -> str:
-    """Returns the section of a file of shapes.py: times divided by those that they are held to."""
+    """Returns the section of a file of shapes.py: times divided by the times that they are compared with."""
     lines = [
         f"## Shapes that nobody tuned for, {found['device']}\n",
         f"{_measured(found)}. Calls of chunk_gla_fwd by the backend that `auto` picks. 'Odd widths' divides the time "

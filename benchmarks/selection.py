@@ -1,13 +1,13 @@
-"""Is the backend that `auto` picks the fastest? Times of every backend that can run each call of a grid.
+"""Selection: whether the backend that `auto` picks is the fastest. Times every backend on every call of a grid.
 
 `evidence.py selection` runs it.
 
-The shapes of the grid are drawn at random, from a fixed seed, over B*H from 1 to 512 and T from 1 to 131,072 (smaller
-on a CPU); `gla calibrate` uses none of them. Backends that predict no time, which `auto` puts behind the others, are
-left out. `auto` knows a bound of the lengths of packed sequences there. The file holds more parts: on a GPU the
-backward of some of these shapes, with checkpoints, as training runs it, and packed sequences of several kinds of
-lengths, of which `auto` knows nothing; other ops; the lengths of the crossover that benchmarks/crossover.py draws. What
-an earlier run has measured is not measured again, unless the device, a version, the commit or a constant has changed.
+The shapes of the grid are drawn at random from a fixed seed, with B*H from 1 to 512 and T from 1 to 131,072 (smaller on
+a CPU); `gla calibrate` uses none of them. Backends that predict no time are left out, since `auto` ranks them last. For
+packed sequences in the grid `auto` knows a bound of their lengths. The file has more parts: on a GPU the backward of
+some of these shapes, with checkpoints as in training; packed sequences with several distributions of lengths that
+`auto` does not know; other ops; and the lengths of the crossover that benchmarks/crossover.py draws. A second run keeps
+the rows of the first, unless the device, a version, the commit or a constant has changed.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from gla_core.ops.chunk_gla import CHUNK
 from gla_core.workloads.inputs import random_arguments
 
 CLOSE = 1.05
-"""A pick that takes up to so many times as long as the fastest counts as right."""
+"""Ratio to the fastest time up to which a pick counts as right."""
 CLOSE_UNKNOWN = 1.15
-"""The same where the lengths of packed sequences are not known."""
+"""The same ratio if the lengths of packed sequences are not known."""
 HOPELESS = 20
-"""A backend that is predicted to take so many times as long as the best, and `LONG`, is left out."""
+"""Predicted ratio to the best time above which a backend is left out, if its time is also above `LONG`."""
 LONG = 10e-3
 ROUNDS = 3
-"""The backends are timed in turns so many times: a clock that drifts then meets them all."""
+"""Number of rounds in which the backends take turns, so that a drifting clock affects all of them."""
 WIDTHS = (*[(128, 128)] * 4, *[(64, 64)] * 2, (64, 128), (128, 64), (96, 192), (128, 256), (256, 128), (256, 256))
 GRID = 72
 BACKWARDS = 36
@@ -57,11 +57,11 @@ Row = dict[str, Any]
 Shape = tuple[int, int, int, int, int, int | None]
 
 
-# ---- what is measured
+# ---- calls to measure
 
 
 def calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
-    """Every call with its part, such as 'grid' or 'packed, equal'. Small ones come in a CUDA graph as well."""
+    """Yields every call with its part, such as 'grid' or 'packed, equal'; small calls come in a CUDA graph as well."""
     cuda = device.type == "cuda"
     for B, H, T, K, V, N in shapes(cuda):
         call = chunk_call(device, B, H, T, K, V, N)
@@ -82,7 +82,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
 
 
 def shapes(cuda: bool) -> list[Shape]:
-    """B, H, T, K, V of the grid, and the number of packed sequences, None where they are not packed."""
+    """Returns B, H, T, K, V of the grid, and the number of packed sequences, None if they are not packed."""
     most_heads, most_tokens, most = (512, 2**17, 2**22) if cuda else (64, 2**12, 2**14)  # together: heads x tokens
     random = Random(5)
 
@@ -106,7 +106,7 @@ def shapes(cuda: bool) -> list[Shape]:
 
 
 def chunk_call(device: torch.device, B: int, H: int, T: int, K: int, V: int, N: int | None = None) -> OpCall:
-    """chunk_gla_fwd as models run it: bfloat16 with float32 gates, on a CPU float32; N packed sequences if given."""
+    """Returns chunk_gla_fwd as in models: bfloat16 with float32 gates, on a CPU float32; N sequences are packed."""
     return OpCall(
         op="chunk_gla_fwd",
         device=device,
@@ -119,12 +119,12 @@ def chunk_call(device: torch.device, B: int, H: int, T: int, K: int, V: int, N: 
 
 
 def backward_of(call: OpCall) -> OpCall:
-    """Its chunk_gla_bwd, as training runs it."""
+    """Returns the chunk_gla_bwd of a call, as in training."""
     return dataclasses.replace(call, op="chunk_gla_bwd", scalars={"checkpoint_every": CHUNK})
 
 
 def packed_calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
-    """Calls of packed sequences whose lengths nobody has said, forward and, of half of them, backward."""
+    """Yields calls with packed sequences of unknown lengths: the forward of all, the backward of half of them."""
     random = Random(6)
     for kind in LENGTHS:
         for i in range(OF_EACH):
@@ -138,7 +138,7 @@ def packed_calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
 
 
 def lengths(kind: str, T: int, N: int) -> list[int]:
-    """Tokens of N sequences, T in all, each of at least one; the same for the same arguments."""
+    """Returns the lengths of N sequences of at least one token, T in total; equal arguments give equal lengths."""
     random = Random(f"{kind} {T} {N}")
     weights = {
         "equal": lambda i: 1.0,
@@ -155,7 +155,7 @@ def lengths(kind: str, T: int, N: int) -> list[int]:
 
 
 def other_calls(device: torch.device) -> Iterator[OpCall]:
-    """Calls of the other ops."""
+    """Yields calls of the other ops."""
     cuda = device.type == "cuda"
     call = functools.partial(OpCall, device=device, dtype=_dtype(device))
     states: Any = {"gate_dtype": torch.float32, "state_dtype": torch.float32}
@@ -187,7 +187,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def measure_row(part: str, call: OpCall, seconds: float) -> Row:
-    """Time every backend that can run the call; `seconds` of timed calls each."""
+    """Times every backend that can run the call, with `seconds` of timed calls each."""
     explanation = explain(call)
     times, left_out = time_backends(
         call, arguments_of(call, _lengths_of(part, call)), *_worth_timing(explanation), seconds
@@ -202,13 +202,13 @@ def _picked(explanation: Explanation) -> Row:
 
 
 def _lengths_of(part: str, call: OpCall) -> list[int] | None:
-    """Tokens of the sequences of a packed call whose part names a kind of lengths."""
+    """Returns the lengths of the packed sequences of a call, if its part names a kind of lengths."""
     _, _, kind = part.partition(", ")
     return lengths(kind, call.dims["T"], call.dims["N"]) if kind else None
 
 
 def arguments_of(call: OpCall, tokens: Sequence[int] | None) -> tuple[Any, ...]:
-    """Random arguments, of packed sequences with so many tokens each where that is said."""
+    """Returns random arguments; `tokens` gives the lengths of packed sequences."""
     arguments = random_arguments(call)
     if tokens is None:
         return arguments
@@ -218,7 +218,7 @@ def arguments_of(call: OpCall, tokens: Sequence[int] | None) -> tuple[Any, ...]:
 
 
 def judged(row: Row) -> Row:
-    """The row with the fastest backend, and by how much the pick is slower."""
+    """Returns the row with the fastest backend, and the ratio of the pick's time to the fastest."""
     times = row["measured"]
     best, chosen = min(times.values(), default=math.nan), times.get(row["pick"])
     fastest = min(times, key=times.__getitem__, default=None)
@@ -226,7 +226,7 @@ def judged(row: Row) -> Row:
 
 
 def quickest(row: Row, again: Row) -> Row:
-    """Two measurements of one call as one: whatever else a machine does for a while makes times longer."""
+    """Merges two measurements of one call into their minimum, since disturbances of a machine only add time."""
     times = [found["measured"] for found in (row, again)]
     both = {name: min(found[name] for found in times if name in found) for name in {**times[0], **times[1]}}
     return judged({**again, "measured": both})
@@ -241,13 +241,13 @@ def explain(call: OpCall) -> Explanation:
 
 
 def as_json(call: OpCall) -> Row:
-    """The call, fit for a file."""
+    """Returns the call as JSON values."""
     flags = {"packed": call.variable_length, "graph": call.capturing}
     return {"op": call.op, "dims": dict(call.dims), **{name: True for name, flag in flags.items() if flag}}
 
 
 def _worth_timing(explanation: Explanation) -> tuple[list[str], dict[str, str]]:
-    """Names of the backends to time, and why others are left out."""
+    """Returns the names of the backends to time, and the reasons why others are left out."""
     able = [c for c in explanation.candidates if c.refusal is None]
     predicted = {c.name: c.seconds for c in able if c.seconds is not None}
     best = min(predicted.values(), default=math.inf)
@@ -261,10 +261,10 @@ def _worth_timing(explanation: Explanation) -> tuple[list[str], dict[str, str]]:
 def time_backends(
     call: OpCall, arguments: tuple[Any, ...], names: Sequence[str], left_out: dict[str, str], seconds: float
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Seconds of each backend that ran, in the quickest of its rounds, and why the others did not.
+    """Returns the seconds of each backend that ran, in its fastest round, and the reasons why others did not run.
 
-    Rounds are medians, by turns, and each begins with another backend: what runs after a slow one takes longer on the
-    host. Whatever else a machine does for a while makes times longer, never shorter.
+    A round gives a median. The backends take turns, and each round begins with another one, because a call after a slow
+    backend takes longer on the host. Disturbances of a machine only add time.
     """
     timer = measure.time_graph if call.capturing else measure.time_calls
     rounds = 1 if call.capturing else ROUNDS
@@ -280,7 +280,7 @@ def time_backends(
                     calls_of[name] = calls_for(name, call, arguments)
                 timing = timer(calls_of[name], call.device, seconds / rounds)
                 found.setdefault(name, []).append(timing.seconds)
-            except Exception as error:  # out of memory, a kernel that cannot be built
+            except Exception as error:  # out of memory, or a kernel that cannot be built
                 left_out = {**left_out, name: f"{type(error).__name__}: {error}"[:200]}
     del arguments, calls_of
     _free(call.device)
@@ -294,7 +294,7 @@ def _free(device: torch.device) -> None:
 
 
 def compile_share(device: torch.device, share: tuple[int, int], say: Callable[[str], None]) -> None:
-    """Run a share of all calls once, calibration's as well, by each backend timed: for what a first use compiles."""
+    """Runs a share of all calls, including calibration's, once on each timed backend, to compile their kernels."""
     todo = [(task.backend, task.call) for task in calibrate.plan(device)]
     todo += [(name, call) for _, call in calls(device) for name in _worth_timing(explain(call))[0]]
     groups: dict[tuple, list[tuple[str, OpCall]]] = {}
@@ -311,7 +311,7 @@ def compile_share(device: torch.device, share: tuple[int, int], say: Callable[[s
 
 
 def _kernels(name: str, call: OpCall) -> tuple:
-    """Calls that differ in this share few kernels, so that each is compiled by one process, or two."""
+    """Returns a key of the kernels of a call, so that one process, or two, compile each kernel."""
     dims = call.dims
     sizes = [dims.get(dim) for dim in ("K", "V", "columns")]
     few = [min(dims.get(dim, 0), 300).bit_length() for dim in ("Tq", "rows")]
@@ -325,7 +325,7 @@ def _kernels(name: str, call: OpCall) -> tuple:
 def constants_in_use(
     device: torch.device, assumed: KnownDevice | None = None
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Of every cost model: backend to op to constant to value."""
+    """Returns the constants of every cost model: backend to op to constant to value."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     call = functools.partial(OpCall, device=device, dtype=torch.float32, dims={}, assumed=assumed)
     for backend in registry.installed().values():
@@ -348,8 +348,8 @@ def run(
     """Measures the calls that are not in the file yet, then all calls again. Begins no measurement after `minutes`.
 
     Args:
-        passes: over all calls.
-        again: further passes, over the calls alone whose pick took too long: a loaded host may have been the reason.
+        passes: number of passes over all calls.
+        again: number of further passes over calls whose pick was too slow; a loaded host may have been the reason.
     """
     end = time.monotonic() + 60 * minutes
     head = header(device, commit)
@@ -378,10 +378,10 @@ def run(
 
 
 def pick_again(path: Path) -> Path:
-    """Make the picks of a file anew, of the times that it holds: cost models or constants have changed since.
+    """Makes the picks of a file again from its times, after a change of cost models or constants.
 
     Raises:
-        KeyError: it was measured on a GPU that is not one of `KNOWN_DEVICES`.
+        KeyError: the file was measured on a GPU that is not one of `KNOWN_DEVICES`.
     """
     found = json.loads(path.read_text())
     rows, assumed = found.pop("rows"), None if path.stem == "selection-cpu" else KNOWN_DEVICES[found["device"]]
@@ -393,13 +393,13 @@ def pick_again(path: Path) -> Path:
 
 
 def header(device: torch.device, commit: str | None) -> Row:
-    """What the times depend on, and the date."""
+    """Returns the conditions of the times, and the date."""
     now = results.conditions(device, commit)
     return {**now, "threads": torch.get_num_threads(), "constants": constants_in_use(device)}
 
 
 def earlier_rows(path: Path, head: Row) -> list[Row]:
-    """The rows of an earlier run like this one."""
+    """Returns the rows of an earlier run under the same conditions."""
     if not path.exists():
         return []
     before = json.loads(path.read_text())
@@ -408,17 +408,17 @@ def earlier_rows(path: Path, head: Row) -> list[Row]:
 
 
 def write(path: Path, head: Row, rows: Sequence[Row], summed: dict[str, Row] | None = None) -> None:
-    """The rows after the summary of all."""
+    """Writes the rows, after a summary of all of them."""
     write_json(path, {**head, "summary": summed or summary(rows), "rows": rows})
 
 
 def key(row: Row) -> str:
-    """What tells a row from all others."""
+    """Returns a key that identifies a row."""
     return json.dumps([row["part"], row["op"], row["dims"], row.get("packed"), row.get("graph")], sort_keys=True)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:
-    """Of each part: number of calls, share of picks within so many times the fastest time, and the worst ratio."""
+    """Returns, for each part, the number of calls, the share of picks that count as right, and the worst ratio."""
     found = {}
     for part in dict.fromkeys(row["part"] for row in rows):
         ratios = [math.inf if row["ratio"] is None else row["ratio"] for row in rows if row["part"] == part]
@@ -431,7 +431,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Row]:
 
 
 def closeness(part: str) -> float:
-    """How many times as long as the fastest a pick of a part may take and counts as right."""
+    """Returns the ratio to the fastest time up to which a pick of a part counts as right."""
     return CLOSE_UNKNOWN if part.startswith("packed") else CLOSE
 
 
@@ -441,7 +441,7 @@ def is_close(row: Row) -> bool:
 
 
 def describe(row: Row) -> str:
-    """One line."""
+    """Returns a row in one line."""
     dims = " ".join(f"{name}{size}" for name, size in row["dims"].items() if name != "Hq")
     flags = " ".join(flag for flag in ("packed", "graph") if row.get(flag))
     line = f"{row.get('part', '')}: {row['op']} {dims} {flags}"
@@ -457,7 +457,7 @@ def describe(row: Row) -> str:
 
 
 def in_words(part: str, found: Row) -> str:
-    """The summary of a part in a sentence."""
+    """Returns the summary of a part in a sentence."""
     within = f"{found['within'] - 1:.0%}"
     return (
         f"{part}: {found['calls']} calls of {found['shapes']} shapes; the pick is within {within} of the "

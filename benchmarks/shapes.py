@@ -1,14 +1,14 @@
-"""What tuning did not look at: odd widths, a giant among packed sequences, and what `batch_invariant` costs.
+"""Shapes that tuning did not use: odd widths, a giant among packed sequences, and the cost of `batch_invariant`.
 
 `evidence.py shapes` runs it, on a GPU. The first two parts are chunk_gla_fwd by the backend that `auto` picks:
 
-    odd widths    40 dense calls, drawn at random once: keys of 40 to 120, values of 80 to 200, no powers of two, three
-                  in four of them multiples of 8; heads times batch a third of the multiprocessors, or just above their
-                  number; 100 MB and more to move. The time over that of the floor.
-    one giant     the packed calls of selection.py of that kind. The time over that of the giant by itself and then of
-                  the other sequences.
+    odd widths    40 dense calls, drawn at random once. Keys are 40 to 120 wide and values 80 to 200, no powers of two;
+                  three in four widths are multiples of 8. Heads times batch is a third of the multiprocessors, or just
+                  above their number. Each call moves 100 MB or more. The time is divided by that of the floor.
+    one giant     the packed calls of selection.py of that kind. The time is divided by that of the giant alone plus
+                  that of the other sequences.
     invariant     the workloads of models, forward and with the backward, under `batch_invariant` with segments of 4096
-                  tokens and of 512, in CUDA graphs. The time over that of the faster backend without.
+                  and of 512 tokens, in CUDA graphs. The time is divided by that of the faster backend without it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from gla_core.workloads.named import Workload, select
 ODD = 40
 BYTES = (100e6, 1e9)
 MULTIPROCESSORS = 132
-"""Of an H200 or H100: the shapes are the same on every GPU."""
+"""Number of multiprocessors of an H200 or H100; the shapes are the same on every GPU."""
 SEGMENTS = (4096, 512)
-"""Tokens, under `batch_invariant`: the default, and what costs less where sequences are few."""
+"""Tokens of segments under `batch_invariant`: the default, and a number that costs less for few sequences."""
 
 Row = dict[str, Any]
 
 
 def odd_calls(device: torch.device) -> Iterator[OpCall]:
-    """The calls of odd widths."""
+    """Yields the calls of odd widths."""
     random = Random(8)
     for i in range(ODD):
         K, V = _width(random, 40, 120, i), _width(random, 80, 200, i)
@@ -59,25 +59,25 @@ def odd_calls(device: torch.device) -> Iterator[OpCall]:
 
 
 def _width(random: Random, low: int, high: int, i: int) -> int:
-    """No power of two; three in four are multiples of 8."""
+    """Returns a width that is no power of two; three in four are multiples of 8."""
     step = 1 if i % 4 == 3 else 8
     return random.choice([width for width in range(low, high + 1, step) if width & (width - 1)])
 
 
 def floor_bytes(call: OpCall) -> int:
-    """Bytes of a call's inputs and outputs, each once."""
+    """Returns the number of bytes of a call's inputs and outputs."""
     return sum(ABSTRACT_OPS[call.op].floor_bytes(call))
 
 
 def giant_calls(device: torch.device) -> Iterator[tuple[OpCall, list[int]]]:
-    """Packed calls, forward, and the tokens of their sequences."""
+    """Yields the packed forward calls with a giant, and the lengths of their sequences."""
     for part, call in selection.packed_calls(device):
         if part == "packed, one giant" and call.op == "chunk_gla_fwd":
             yield call, selection.lengths("one giant", call.dims["T"], call.dims["N"])
 
 
 def workloads() -> Iterator[tuple[Workload, str]]:
-    """Those of models, in either direction, in CUDA graphs: what counts is the device's time."""
+    """Yields the workloads of models, in both directions, in CUDA graphs, so that only the device's time counts."""
     for workload in select("chunk_gla"):
         if workload.tags & {"train", "prefill"}:
             yield workload, "forward_graph"
@@ -85,7 +85,7 @@ def workloads() -> Iterator[tuple[Workload, str]]:
 
 
 def run(out: Path, device: torch.device, seconds: float, minutes: float, commit: str | None, say: Callable) -> Path:
-    """Measure all parts and write shapes-<device>.json; no measurement begins after `minutes`."""
+    """Measures all parts and writes shapes-<device>.json; begins no measurement after `minutes`."""
     end = time.monotonic() + 60 * minutes
     bandwidth = measure.copy_bandwidth(device)
     head = {**results.conditions(device, commit), "copy_bandwidth": bandwidth}
@@ -122,7 +122,7 @@ def _giant_row(call: OpCall, lengths: Sequence[int], seconds: float) -> Row:
 
 
 def _seconds_of_pick(call: OpCall, lengths: Sequence[int] | None, seconds: float) -> float:
-    """Of the backend that `auto` picks, on packed sequences of these lengths if given."""
+    """Returns the seconds of the backend that `auto` picks; `lengths` gives the lengths of packed sequences."""
     pick = selection.explain(call).winner or ""
     times, left_out = selection.time_backends(call, selection.arguments_of(call, lengths), [pick], {}, seconds)
     if left_out:
@@ -145,7 +145,7 @@ def _invariant_row(tokens: int, workload: Workload, direction: str, device: torc
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:
-    """Of each part how many calls, and the median and the worst of what they take over what they are held to."""
+    """Returns, for each part, the number of calls, and the median and the worst ratio to the time compared with."""
     found = {}
     for part in dict.fromkeys(row["part"] for row in rows):
         over = [row["over"] for row in rows if row["part"] == part]

@@ -3,10 +3,10 @@
 Writes <name>-<device>.json after every row, the most important rows first. A second run with the same folder goes on
 where the first one ended: rows without an error are kept if device and versions are the same.
 
-The first measurement is FLA's first call, in an empty Triton cache that the rest of the run then shares for what is
-compiled. FLA's tuning keys hold neither B nor T, so what it chose for one workload would be used for all: each workload
-of FLA is tuned and timed in a process of its own that keeps no result (FLA_CACHE_RESULTS=0), alone on the device.
-`python -m gla_fla.tune` compiles beforehand, in parallel. Started by itself, this file is that process.
+The first measurement is FLA's first call, in an empty Triton cache that the rest of the run then shares. FLA's tuning
+keys contain neither B nor T, so its choice for one workload would be used for all. Therefore each workload of FLA is
+tuned and timed in a process of its own that stores no result (FLA_CACHE_RESULTS=0), alone on the device.
+`python -m gla_fla.tune` compiles beforehand, in parallel. Run as a program, this file is that process.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from gla_core.bench.suite import Case, Row, implementing, measure_case
 from gla_core.workloads.named import WORKLOADS, Workload, select
 
 BY_NAME = {(w.op, w.name): w for w in WORKLOADS}
-HEADS_16 = ("train_b8_t4096_h16", "prefill_b1_t8192_h16")  # compared most, by what FLA tunes once for
+HEADS_16 = ("train_b8_t4096_h16", "prefill_b1_t8192_h16")  # compared most, at the sizes that FLA tunes once for
 HEADS_8 = ("long_b1_t65536_h8", "prefill_b2_t2048_h8")
-SHORT = (  # the host may decide their time
+SHORT = (  # calls whose time the host may decide
     "train_b16_t1024_h8",
     "train_b4_t2048_h16_k64_v64",
     "prefill_b2_t2048_h8",
@@ -39,7 +39,7 @@ SHORT = (  # the host may decide their time
 )
 BOTH = ("forward", "forward+backward")
 TUNED = ("fla", "gla_fla")  # autotuned by FLA
-SECONDS = {"reference": 0.2}  # of timed calls; for all others as asked, 1 by default
+SECONDS = {"reference": 0.2}  # seconds of timed calls; otherwise the argument, by default 1
 
 
 def plan(backends: list[str], device: torch.device) -> list[Case]:
@@ -80,7 +80,7 @@ def _tagged(op: str, *tags: str) -> list[str]:
 
 
 class Record:
-    """The rows so far, in the file after each of them."""
+    """The rows so far; the file is written after each of them."""
 
     def __init__(self, path: Path, run: results.Results) -> None:
         self.path, self.run = path, run
@@ -97,7 +97,7 @@ class Record:
 
 
 def _earlier(path: Path, run: results.Results) -> tuple[Row, ...]:
-    """The rows of an earlier run like this one."""
+    """Returns the rows of an earlier run under the same conditions."""
     if not path.exists():
         return ()
     before = results.read(path)
@@ -108,7 +108,7 @@ def _earlier(path: Path, run: results.Results) -> tuple[Row, ...]:
 def first_call_rows(
     workload: Workload, backend: str, device: torch.device, cache: Path | None, timeout: float
 ) -> list[Row]:
-    """Both first calls from one process; what it compiled stays in `cache`."""
+    """Returns both first calls, from one process; its compiled kernels stay in `cache`."""
     row = Row(workload=workload.name, op=workload.op, backend=backend, direction="first_call", calls=1)
     try:
         seconds = first_call(workload, backend, device, cache, timeout)
@@ -129,7 +129,7 @@ def run(
     wanted: Callable[[Case], bool] = lambda case: True,
     seconds: float = 1.0,
 ) -> tuple[Path, results.Results]:
-    """Measure what is `wanted` of the plan and fits into `minutes`; no measurement begins after that."""
+    """Measures the cases of the plan that are `wanted`; begins no measurement after `minutes`."""
     end = time.monotonic() + 60 * minutes
     cache.mkdir(parents=True, exist_ok=True)
     fresh = cache if not any(cache.iterdir()) else None
@@ -167,7 +167,7 @@ def run(
 
 
 def in_processes(todo: Sequence[Case]) -> list[list[Case]]:
-    """The cases in order, those of one workload that FLA tunes for taken together."""
+    """Returns the cases in order; the cases of one workload that FLA tunes for are grouped."""
     groups: dict[object, list[Case]] = {}
     for case in todo:
         apart = case.backend in TUNED and not case.direction.startswith("first_")
@@ -177,12 +177,12 @@ def in_processes(todo: Sequence[Case]) -> list[list[Case]]:
 
 
 def measure_here(cases: Sequence[Case], device: torch.device, bandwidth: float, seconds: float = 1.0) -> list[Row]:
-    """Measure in this process."""
+    """Measures cases in this process."""
     return [measure_case(case, device, bandwidth, SECONDS.get(case.backend, seconds)) for case in cases]
 
 
 def measure_apart(cases: Sequence[Case], bandwidth: float, seconds: float = 1.0, timeout: float = 400.0) -> list[Row]:
-    """Measure in a process of its own, which tunes FLA for these cases alone."""
+    """Measures cases in a process of its own, which tunes FLA for these cases alone."""
     asked = [[case.workload.op, case.workload.name, case.backend, case.direction] for case in cases]
     command = [sys.executable, __file__, json.dumps([bandwidth, seconds, asked])]
     environment = {**os.environ, "FLA_CACHE_RESULTS": "0"}

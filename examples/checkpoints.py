@@ -1,10 +1,10 @@
-"""Checkpoints of a training run, one folder each; whenever the processes are killed, the last whole one is there.
+"""Checkpoints of a training run, one folder each; if the processes are killed, the last complete one remains.
 
-    OUT/step-200/               what torch.distributed.checkpoint writes, each process its part of weights and optimizer
-    OUT/step-200/run.json       the settings of the run, what it has printed so far, and the sizes of the other files
-    OUT/step-250.unfinished/    being written, or what a killed run left
+    OUT/step-200/               files of torch.distributed.checkpoint; each process writes its shard of the state
+    OUT/step-200/run.json       the settings of the run, its reports so far, and the sizes of the other files
+    OUT/step-250.unfinished/    a checkpoint that is being written, or that a killed run left
 
-A folder gets its name when it is complete and on the disk, and then those before it go.
+A folder gets its name when it is complete and on disk; then the earlier checkpoints are deleted.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from gla_core.demo.model import LanguageModel
 from gla_core.files import write_json
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a single process is meant to be alone
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # a single process needs none
 
 
 @dataclass(slots=True)
 class Run:
-    """A run so far.
+    """The state of a run.
 
     Attributes:
-        losses: of every step, in nats. held_out: bits per byte of held-out text, by step.
-        files: bytes of each file of its last checkpoint, but for run.json.
+        losses: loss of every step, in nats. held_out: bits per byte of held-out text, by step.
+        files: size in bytes of each file of the last checkpoint, without run.json.
     """
 
     settings: dict[str, Any]
@@ -46,22 +46,22 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What changes in training. The generator draws the windows of text, and nothing else is random."""
+    """The state that training changes. The generator draws the windows of text; nothing else is random."""
 
     model: LanguageModel
     optimizer: torch.optim.Optimizer
     generator: torch.Generator
 
     def state(self) -> dict[str, Any]:
-        """All of it as tensors, the weights sharded as they are."""
+        """Returns the whole state as tensors, with the weights sharded as they are."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "generator": self.generator.get_state()}
 
 
 def save(out: Path, run: Run, training: Training, rank: int) -> None:
-    """Write a checkpoint, then remove all others. Every process calls this, by its rank.
+    """Writes a checkpoint, then removes all others. Every process calls this, with its rank.
 
-    Raises OSError where it cannot be written; the last one is then as it was.
+    Raises OSError if it cannot be written; the last checkpoint then stays.
     """
     final = out / f"step-{len(run.losses)}"
     unfinished = final.with_name(f"{final.name}.unfinished")
@@ -83,7 +83,7 @@ def save(out: Path, run: Run, training: Training, rank: int) -> None:
 
 
 def _to_disk(path: Path) -> None:
-    """Wait until a file is on the disk, as PyTorch does with the files that it writes."""
+    """Waits until a file is on disk, as PyTorch does with the files that it writes."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
@@ -91,7 +91,7 @@ def _to_disk(path: Path) -> None:
 def _cause(error: BaseException) -> BaseException:
     """Returns the error to report: the first of several processes' errors, and the system's before PyTorch's.
 
-    Raises it if it does not speak of the files: Ctrl-C, or too little memory.
+    Raises `error` itself if it is not about the files, such as Ctrl-C or too little memory.
     """
     if isinstance(error, CheckpointException):
         error, _ = next(iter(error.failures.values()))
@@ -109,7 +109,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def _not_written(final: Path, cause: BaseException, rank: int) -> OSError | SystemExit:
-    """The error to raise; one process speaks for all."""
+    """Returns the error to raise; only one process reports it."""
     if rank > 0:
         return SystemExit(1)
     free = shutil.disk_usage(final.parent).free / 1e9
@@ -120,21 +120,21 @@ def _not_written(final: Path, cause: BaseException, rank: int) -> OSError | Syst
 
 
 def _then(checkpoint: Path) -> str:
-    """Says in words how the same command goes on without this checkpoint."""
+    """Returns, in words, how the same command goes on without this checkpoint."""
     before = newest(checkpoint.parent, but=checkpoint)
     return "begins again" if before is None else f"goes on from {before}"
 
 
 def newest(out: Path, but: Path | None = None) -> Path | None:
-    """The folder of the last complete checkpoint of a run, or of the last one but for `but`."""
+    """Returns the folder of the last complete checkpoint of a run, apart from `but`."""
     complete = (path for path in out.glob("step-*") if re.fullmatch(r"step-\d+", path.name) and path != but)
     return max(complete, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 
 
 def read(checkpoint: Path, settings: dict[str, Any]) -> Run:
-    """The run that a checkpoint is of. Raises ValueError unless its files are whole and it has these settings.
+    """Returns the run of a checkpoint. Raises ValueError if a file is incomplete or the run has other settings.
 
-    Settings that the run did not keep, being older than they are, are not compared.
+    Settings that did not exist yet when the run was saved are not compared.
     """
     try:
         run = Run(**json.loads((checkpoint / "run.json").read_text()))
@@ -160,9 +160,9 @@ def _damaged(checkpoint: Path, what: str) -> ValueError:
 
 
 def restore(checkpoint: Path, training: Training) -> None:
-    """Set the training to what a checkpoint holds, whatever the number of processes that wrote it.
+    """Loads a checkpoint into the training, whatever the number of processes that wrote it.
 
-    Raises ValueError for a damaged one.
+    Raises ValueError if the checkpoint is damaged.
     """
     state = training.state()
     try:

@@ -1,4 +1,4 @@
-"""The command line of train_lm.py: its options, their values in words, and errors of one line."""
+"""The command line of train_lm.py: its options, its help, and one-line errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Sizes of a model, and of a step that suits it."""
+    """Sizes of a model, and of a training step that suits it."""
 
     width: int
     layers: int
@@ -46,7 +46,7 @@ PRESETS = {
 
 @dataclass(frozen=True, slots=True)
 class Options(Preset):
-    """What the command line says; the preset's values where it says nothing."""
+    """Values of the command line; options that are not given have the preset's values."""
 
     preset: str
     data: Path | None
@@ -64,7 +64,7 @@ class Options(Preset):
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """Reads a whole number from `least` on, of at most 63 bits."""
+    """Returns a parser for whole numbers from `least` up to 63 bits."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) < 2**63:
@@ -75,7 +75,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def rate(text: str) -> float:
-    """Reads a number above 0."""
+    """Parses a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -86,21 +86,21 @@ def rate(text: str) -> float:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage before it."""
+    """An argument parser that reports an error in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         end(f"{message}; --help lists what there is", 2)
 
 
 def end(text: str, code: int) -> NoReturn:
-    """End with a line on stderr; of an error that all processes find, the first one's."""
+    """Ends the program with a line on stderr; for errors that all processes find, only rank 0 prints it."""
     if code == 1 or os.environ.get("RANK", "0") == "0":
         print(f"train_lm.py: {text}", file=sys.stderr)
     raise SystemExit(code)
 
 
 def read_options(arguments: Sequence[str] | None) -> Options:
-    """What the command line says; the preset's values where it says nothing."""
+    """Parses the command line; options that are not given have the preset's values."""
     given = vars(parser().parse_args(arguments))
     return Options(
         **given | {name: value for name, value in asdict(PRESETS[given["preset"]]).items() if given[name] is None}
@@ -108,7 +108,7 @@ def read_options(arguments: Sequence[str] | None) -> Options:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options, with their help."""
+    """Returns the parser of all options, with their help."""
     as_written = argparse.RawDescriptionHelpFormatter
     made = Parser("train_lm.py", description=DESCRIPTION, epilog=presets_in_words(), formatter_class=as_written)
     option = made.add_argument_group("the model").add_argument
@@ -134,16 +134,20 @@ def parser() -> argparse.ArgumentParser:
         type=whole(1),
         default=1,
         metavar="N",
-        help="read a process's windows in so many parts, one after another, to save memory (default: %(default)s)",
+        help="read a process's windows in this many slices, one by one, to save memory (default: %(default)s)",
     )
     option(
         "--learning-rate",
         type=rate,
         metavar="X",
-        help="of AdamW, at its peak: it rises over the first 5 %% of the steps and falls to 0 along a cosine",
+        help="peak learning rate of AdamW; it rises over the first 5 %% of the steps and falls to 0 along a cosine",
     )
     option(
-        "--seed", type=whole(0), default=0, metavar="N", help="of the weights and of the windows (default: %(default)s)"
+        "--seed",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="seed of the weights and of the windows (default: %(default)s)",
     )
     option(
         "--evaluate-every",
@@ -192,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def presets_in_words() -> str:
-    """A table of the presets, for the end of the help."""
+    """Returns a table of the presets, for the end of the help."""
     lines = ["presets:", "        " + "".join(f"{name.replace('_', ' '):>15}" for name in asdict(PRESETS["6m"]))]
     lines += [
         f"  {name:6}" + "".join(f"{value:15}" for value in asdict(sizes).values()) for name, sizes in PRESETS.items()

@@ -1,8 +1,8 @@
-"""The processes that torchrun starts to train together: each one's part of the model, of a batch and of a mean.
+"""The processes that torchrun starts to train together: each has a shard of the model, of a batch and of a mean.
 
-They are in groups, of one or of --context-parallel, and each group reads windows of its own: process r of a group of n
-the r-th of n equal parts of each. Weights are sharded over all processes, for those of a group need the same ones just
-as those of different groups do, and the gradients of both are summed: fewer shares would only take more memory.
+They form groups of one process, or of --context-parallel processes. Each group reads its own windows, and process r of
+a group of n reads the r-th of n equal slices of each window. Weights are sharded over all processes, because all of
+them need the same weights and sum their gradients; fewer shards would only take more memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gla_core.demo.model import LanguageModel
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Which of how many processes this one is, its device, and the meshes that it is in.
+    """The rank of this process, the number of processes, its device, and its meshes.
 
     Attributes:
-        mesh: of all processes; None where torchrun did not start them.
-        context: of its group, which reads windows together; None where each process reads its own.
+        mesh: mesh of all processes; None without torchrun.
+        context: mesh of its group, which reads windows together; None if each process reads its own windows.
     """
 
     rank: int
@@ -36,14 +36,14 @@ class Processes:
 
     @property
     def groups(self) -> int:
-        """How many groups read windows of their own."""
+        """Returns the number of groups that read windows of their own."""
         return self.number if self.context is None else self.number // self.context.size()
 
     def share(self, windows: Tensor) -> Tensor:
-        """Of windows [B, T + 1] that all processes hold, those of this group and the part [.., t + 1] of this process.
+        """Returns this group's windows out of all windows [B, T + 1], and of each this process's slice [.., t + 1].
 
-        B is a multiple of the number of groups, T of the processes in one. Of each part the first byte is only read and
-        the last one only predicted.
+        B is a multiple of the number of groups, and T of the number of processes in a group. The first byte of a slice
+        is only read, and the last one only predicted.
         """
         n = self.number // self.groups
         group, place = divmod(self.rank, n)
@@ -51,7 +51,7 @@ class Processes:
         return windows[group :: self.groups, place * t : (place + 1) * t + 1].to(self.device)
 
     def mean(self, value: float) -> float:
-        """The mean of a number over all processes."""
+        """Returns the mean of a number over all processes."""
         if self.mesh is None:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -60,13 +60,13 @@ class Processes:
 
 
 def start(device: torch.device, context: int) -> Processes:
-    """Join the processes that torchrun started, each on a GPU of its own if `device` is one; alone without torchrun.
+    """Joins the processes that torchrun started, each on a GPU of its own if `device` is a GPU; alone without torchrun.
 
     Args:
-        context: how many processes read a window together.
+        context: number of processes that read a window together.
 
     Raises:
-        ValueError: more processes than GPUs, or no multiple of `context`.
+        ValueError: there are more processes than GPUs, or their number is not a multiple of `context`.
     """
     number = int(os.environ.get("WORLD_SIZE", "1"))
     if number % context:
@@ -90,16 +90,16 @@ def start(device: torch.device, context: int) -> Processes:
 
 
 def finish(processes: Processes) -> None:
-    """Leave the other processes, at the same time as they: gloo may abort one that ends long before another."""
+    """Leaves the process group at the same time as all others: gloo may abort one that ends long after another."""
     if processes.mesh is not None:
         dist.barrier()
         dist.destroy_process_group()
 
 
 def distribute(model: LanguageModel, processes: Processes, dtype: torch.dtype) -> None:
-    """Compute in `dtype`, with weights in float32: under autocast alone, sharded by FSDP2 under torchrun.
+    """Sets up computation in `dtype` with float32 weights: autocast, and under torchrun sharding by FSDP2.
 
-    Each process has its part of the windows of its group, and the states between them pass in the layers.
+    Each process reads its slice of its group's windows, and the layers exchange the states between the slices.
     """
     for block in model.blocks:
         block.attention.context_parallel = processes.context

@@ -1,4 +1,4 @@
-"""How fast training is, and how much of it goes into GLA ops, as PyTorch's profiler sees it."""
+"""Speed of training, and the share of time that GLA ops take, from PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler writes on stderr that it begins and ends
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler reports on stderr when it begins and ends
 
 WARM_UP = 2
-"""Steps that are slow because they are the first."""
+"""Number of first steps, which are slow."""
 PROFILED = 3
-"""Steps after these that the profiler watches, which costs time."""
+"""Number of steps after these that run under the profiler, which costs time."""
 OP = "chunk_gla"
-"""Part of the names of the op and its gradient: as autograd functions, as torch ops and in compiled graphs."""
+"""Substring of the names of the op and its gradient: as autograd functions, as torch ops and in compiled graphs."""
 
 
 @dataclass(slots=True)
 class Speed:
-    """What the steps so far have cost: seconds of each that was not profiled, shares of GLA ops in those that were."""
+    """Cost of the steps so far: seconds of each step without the profiler, and GLA's share of each step under it."""
 
     device: torch.device
     seconds: list[float] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
 
     def measure(self, step: Callable[[], float]) -> float:
-        """Take a step. Returns its result."""
+        """Takes a step, and returns its result."""
         if len(self.seconds) == WARM_UP and len(self.shares) < PROFILED:
             result, share = profiled(step, self.device)
             self.shares.append(share)
@@ -43,15 +43,15 @@ class Speed:
         return result
 
     def per_second(self, tokens: int) -> float:
-        """How many tokens go through training in a second, of steps that have so many."""
+        """Returns the number of tokens per second, for steps of `tokens` tokens."""
         return tokens / statistics.mean(self.seconds[WARM_UP:] or self.seconds)
 
 
 def profiled(step: Callable[[], float], device: torch.device) -> tuple[float, float]:
-    """Take a step. Returns its result, and the share of GLA ops in it.
+    """Takes a step; returns its result, and the share of GLA ops in its time.
 
-    On a CPU that is the ops' part of the time of the step, on a GPU of the time of all kernels; NaN where the profiler
-    sees no kernels, as where the system does not let it.
+    On a CPU this is a share of the step's time, on a GPU of the time of all kernels. It is NaN if the profiler sees no
+    kernels, for example because the system does not permit it.
     """
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
@@ -66,7 +66,7 @@ def profiled(step: Callable[[], float], device: torch.device) -> tuple[float, fl
 
 
 def _outermost(events: list[Any]) -> Iterator[Any]:
-    """Events of GLA ops that are inside no other such event."""
+    """Yields the events of GLA ops that are not inside another such event."""
     for event in events:
         around = event.cpu_parent
         while around is not None and OP not in around.name:

@@ -1,7 +1,7 @@
-"""Train a GLA language model over bytes, on one device or, under torchrun, on several by FSDP2; see --help.
+"""Trains a GLA language model over bytes, on one device or, under torchrun, on several by FSDP2; see --help.
 
-The model, the optimizer and the step are those of `gla_core.demo`. Beside this file: `options.py` is the command
-line, `processes.py` says what each process has of the model and of a batch, `checkpoints.py` keeps the training,
+The model, the optimizer and the step come from `gla_core.demo`. Beside this file: `options.py` is the command
+line, `processes.py` assigns each process its shard of the model and of a batch, `checkpoints.py` stores the training,
 `speed.py` measures it.
 """
 
@@ -36,12 +36,12 @@ from gla_core.demo.train import learning_rate, new_optimizer, sample, training_s
 from gla_core.files import check_writable
 from gla_core.terminal import message, new_console
 
-EVALUATED = 2**17  # bytes of held-out text
-REPORTS = 20  # lines that a whole training prints
+EVALUATED = 2**17  # number of bytes of held-out text
+REPORTS = 20  # number of lines that a whole training prints
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the command line and train; end with one line where something is wrong."""
+    """Reads the command line and trains; an error ends the program with one line."""
     options = read_options(arguments)
     try:
         train(options)
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train(options: Options) -> None:
-    """Train from the beginning or the last checkpoint to the last step, and report."""
+    """Trains from the beginning or the last checkpoint to the last step, and reports."""
     device = device_here(options.device)
     repeat_bits()
     if options.out is not None:
@@ -78,14 +78,14 @@ def train(options: Options) -> None:
 
 
 def repeat_bits() -> None:
-    """Have PyTorch compute the same bits each time, or warn where it cannot: a training that goes on repeats itself."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by matrix products on a GPU
+    """Makes PyTorch deterministic, or warn where it cannot be, so that a resumed training gives the same bits."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for deterministic matrix products on a GPU
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def folder_of(data: Path) -> Corpus:
-    """The text in --data."""
+    """Returns the text in --data."""
     try:
         return folder(data)
     except FileNotFoundError as error:
@@ -93,7 +93,7 @@ def folder_of(data: Path) -> Corpus:
 
 
 def new_training(options: Options, group: Processes) -> Training:
-    """The model, its optimizer and the generator of windows, before the first step; all alike in every process."""
+    """Returns the model, its optimizer and the generator of windows before the first step, equal in every process."""
     torch.manual_seed(options.seed)
     model = LanguageModel(options.width, options.layers, options.heads, mlp_width(options.width)).to(group.device)
     for block in model.blocks:
@@ -106,12 +106,12 @@ def new_training(options: Options, group: Processes) -> Training:
 
 
 def mlp_width(width: int) -> int:
-    """8/3 of the model's width, rounded up to a multiple of 256, as in flash-linear-attention's models."""
+    """Returns 8/3 of the model's width, rounded up to a multiple of 256, as in flash-linear-attention's models."""
     return 256 * math.ceil(width * 8 / 3 / 256)
 
 
 def precision(options: Options, device: torch.device) -> str:
-    """What is computed in: what --precision says, or what "auto" means on this device."""
+    """Returns the precision of the computation: --precision, or the meaning of "auto" on this device."""
     if options.precision != "auto":
         return options.precision
     return "bfloat16" if device.type == "cuda" else "float32"
@@ -129,7 +129,7 @@ def take_steps(
     speed: Speed,
     console: Console,
 ) -> None:
-    """Train until `run` has the losses of all steps; print, evaluate and save on the way."""
+    """Trains until `run` has the losses of all steps; prints, evaluates and saves on the way."""
     began, report_every = len(run.losses), max(1, options.steps // REPORTS)
     with new_bar(console) as bar:
         task = bar.add_task("training", total=options.steps, completed=began, status="")
@@ -152,7 +152,7 @@ def take_steps(
 
 
 def step(options: Options, corpus: Corpus, training: Training, before: int, group: Processes) -> float:
-    """Take the step after so many. Returns the loss of the whole batch before it, in nats per byte."""
+    """Takes the step after `before` steps; returns the loss of the whole batch before it, in nats per byte."""
     for settings in training.optimizer.param_groups:
         settings["lr"] = learning_rate(options.learning_rate, before / options.steps)
     windows = sample(corpus.train, options.batch, options.window, training.generator)
@@ -160,17 +160,17 @@ def step(options: Options, corpus: Corpus, training: Training, before: int, grou
 
 
 def evaluate(options: Options, corpus: Corpus, model: LanguageModel, group: Processes) -> float:
-    """Bits per byte of held-out text, every group reading as many windows."""
+    """Returns the bits per byte of held-out text; every group reads the same number of windows."""
     windows = held_out_windows(corpus.held_out, options.window, max(EVALUATED // options.window, group.groups))
     share = group.share(windows[: len(windows) // group.groups * group.groups])
     return group.mean(model_bits(model, share, options.batch // (group.groups * options.accumulate)))
 
 
-# ---- what is printed and drawn
+# ---- output
 
 
 def introduce(options: Options, corpus: Corpus, model: LanguageModel, group: Processes, console: Console) -> None:
-    """Say what is trained, on what, and how."""
+    """Prints the model, the text and the settings."""
     size = sum(parameter.numel() for parameter in model.parameters())
     shared = "" if group.mesh is None else f", sharded by FSDP2 over {group.number} processes"
     shared += "" if group.context is None else f", {group.context.size()} to a window"
@@ -183,19 +183,19 @@ def introduce(options: Options, corpus: Corpus, model: LanguageModel, group: Pro
 
 
 def new_bar(console: Console) -> Progress:
-    """A progress bar in a terminal, nothing where output is piped."""
+    """Returns a progress bar, which is shown only in a terminal."""
     columns = (TextColumn("training"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     status = TextColumn("{task.fields[status]}")
     return Progress(*columns, status, console=console, disable=not console.is_terminal, transient=True)
 
 
 def pace(options: Options, speed: Speed) -> str:
-    """Tokens a second, in words."""
+    """Returns the tokens per second, in words."""
     return f"{speed.per_second(options.batch * options.window):,.0f} tokens/s"
 
 
 def conclude(options: Options, run: Run, speed: Speed, console: Console) -> None:
-    """Say how fast it was, and where the results are."""
+    """Prints the speed, and where the results are."""
     if speed.seconds:
         console.print(f"Speed: {pace(options, speed)}; tokens are bytes.")
     if speed.shares:
@@ -212,7 +212,7 @@ def conclude(options: Options, run: Run, speed: Speed, console: Console) -> None
 
 
 def draw(run: Run, target: Path) -> None:
-    """Draw the loss of every step and of held-out text, as PNG. Raises ValueError without matplotlib."""
+    """Draws the loss of every step and of held-out text, as PNG. Raises ValueError without matplotlib."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4))
     axes.plot(range(1, len(run.losses) + 1), [in_bits(loss) for loss in run.losses], linewidth=0.8, label="training")
@@ -226,15 +226,15 @@ def draw(run: Run, target: Path) -> None:
 
 
 def in_bits(nats: float) -> float:
-    """Bits per byte, of nats."""
+    """Converts nats per byte to bits per byte."""
     return nats / math.log(2)
 
 
-# ---- what fits together
+# ---- settings and sizes
 
 
 def settings_of(options: Options, corpus: Corpus, device: torch.device) -> dict[str, Any]:
-    """What decides the losses, under the names that a user knows; a run goes on with the same."""
+    """Returns the settings that decide the losses, by the names of their options; a resumed run needs the same ones."""
     names = ("width", "layers", "heads", "window", "batch", "learning_rate", "steps", "seed")
     values = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
     text = {"the number of bytes in --data": len(corpus.train), "the text in --data (its SHA-256)": corpus.sha256()}
@@ -242,7 +242,7 @@ def settings_of(options: Options, corpus: Corpus, device: torch.device) -> dict[
 
 
 def check_sizes(options: Options, corpus: Corpus, group: Processes) -> None:
-    """Raise ValueError where the sizes do not fit each other, the text or the processes."""
+    """Raises ValueError if the sizes do not fit each other, the text or the processes."""
     if options.width % (2 * options.heads):
         raise ValueError(f"--width is {options.width}; expected a multiple of twice --heads, {2 * options.heads}")
     parts = group.groups * options.accumulate

@@ -1,8 +1,8 @@
 """The command `gla`: its subcommands with their arguments and help texts.
 
-What they do is in `gla_core`, or in the plugin that a subcommand names. They have a package of their own because
-`import gla_core` imports torch, and `gla --help` should not wait for that. Each subcommand imports what it needs when
-it runs.
+The code of the subcommands is in `gla_core`, or in the plugin that a subcommand names. The command has a package of its
+own because `import gla_core` imports torch, and `gla --help` should not wait for that. Each subcommand imports the
+modules that it needs when it runs.
 
 Exit codes: 0 success; 1 failure (no backend can run the call, a plugin is broken, the demo fell short, an op could not
 be calibrated, the output could not be written); 2 wrong usage (an unknown name, a value out of range, a missing
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 try:
-    import rich  # noqa: F401 - what the subcommands print with
+    import rich  # noqa: F401 - the subcommands print with it
     import typer
 except ModuleNotFoundError as missing:
     from gla_core.extras import how_to_install
@@ -30,7 +30,7 @@ except ModuleNotFoundError as missing:
     print(f"gla needs the package {missing.name!r}: {how_to_install('cli')}", file=sys.stderr)
     raise SystemExit(2) from None
 
-# Without rich's boxes: they fold names, and cost time.
+# Without rich's boxes, which fold names and cost time.
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -60,14 +60,14 @@ def _unwritten(error: OSError) -> int:
 
 
 def _prepare_streams() -> None:
-    """Makes printing harmless.
+    """Makes printing safe.
 
     Streams that were closed (`gla ... >&-`) are connected to the null device. Characters that the encoding of standard
     output lacks become question marks.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # each takes the lowest free descriptor
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process runs
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open as long as the process runs
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
@@ -87,7 +87,7 @@ def _finite(seconds: float | None) -> float | None:
 
 
 def _decoded(prompt: str) -> str:
-    """Return the prompt as text in UTF-8: in a locale such as C, Python leaves its bytes undecoded."""
+    """Returns the prompt as text in UTF-8: in a locale such as C, Python leaves its bytes undecoded."""
     try:
         return prompt.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:
@@ -233,7 +233,7 @@ def bench(
 ) -> None:
     """Time the backends on named workloads, beside baselines.
 
-    Without --tag and --workload, a CPU runs small workloads, which takes about a minute, and a GPU those of models.
+    Without --tag and --workload, a CPU runs small workloads, about a minute long, and a GPU the workloads of models.
 
     A time is the median of the timed calls; "spread" is the distance between their quartiles, as a share of the median.
     The columns "× loop", "× torch" and "× fla" say how many times as fast as that baseline a backend is. On a GPU,

@@ -1,4 +1,4 @@
-"""`gla new-backend`: copy the template of a plugin and rename it. Imports no torch."""
+"""`gla new-backend`: copies the template of a plugin and renames it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import shutil
 from pathlib import Path
 
 _NAME, _EXAMPLE = "gla_plugin_template", "my_softmax"
-"""The name of the template, and the one that its README calls the new backend."""
+"""The name of the template, and the name of the new backend in its README."""
 
 
 def create(name: str, where: Path) -> Path:
     """Copies the template into a new folder `where / name`, renamed throughout.
 
     Args:
-        name: of the backend, its package and its folder; the distribution has dashes in place of underscores.
+        name: name of the backend, its package and its folder; the distribution has dashes in place of underscores.
 
     Returns:
         The new folder.
@@ -42,7 +42,7 @@ def create(name: str, where: Path) -> Path:
 
 
 def next_steps(name: str) -> str:
-    """Returns what to do with the folder that `create` made."""
+    """Returns the next steps for the folder that `create` made, in words."""
     return f"""Created the folder {name}, a backend with one op, online_softmax. Next:
   cd {name}
   pip install --editable .

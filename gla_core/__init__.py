@@ -53,6 +53,6 @@ __all__ = [
 
 
 def reload_environment() -> None:
-    """Read the GLA_* environment variables again; look for plugins and calibrated constants again at the next use."""
+    """Reads the GLA_* environment variables again, and plugins and calibrated constants at their next use."""
     _environment.cache_clear()
     _rediscover()

@@ -37,7 +37,7 @@ def explain(
         An `Explanation`; printing it gives a short report.
 
     Raises:
-        UnknownOpError: no such op. ValueError, TypeError: bad arguments, as in a call.
+        UnknownOpError: no op has this name. ValueError, TypeError: the arguments are wrong, as in a call.
 
     Example:
         >>> print(gla.explain("chunk_gla", q, k, v, g))
@@ -66,7 +66,7 @@ def with_measured_times(explanation: Explanation, arguments: tuple) -> Explanati
     """Returns the explanation with the measured time of every backend that can run the call.
 
     Args:
-        arguments: of the call, in the order in which a backend receives them; left as they are.
+        arguments: arguments of the call, in the order in which a backend receives them; they are not changed.
     """
     return dataclasses.replace(
         explanation,
@@ -81,7 +81,7 @@ def _measured(candidate: Candidate, call: OpCall, arguments: tuple) -> Candidate
         return candidate
     try:
         seconds = time_arguments(candidate.name, call, arguments).seconds
-    except Exception as error:  # out of memory, a kernel that cannot be built: the others are still of interest
+    except Exception as error:  # out of memory, or a kernel that cannot be built; the other backends are still measured
         first_line = str(error).strip().split("\n")[0]
         return dataclasses.replace(candidate, failure=f"{type(error).__name__}: {first_line}")
     return dataclasses.replace(candidate, measured=seconds)

@@ -1,4 +1,4 @@
-"""Files of results: whether one can be written, asked before the work, and writing it whole."""
+"""Files of results: checks before the work that a file can be written, and writes it in one step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 def check_writable(option: str, path: Path, folder: bool = False) -> None:
-    """Raise ValueError unless a file, or files in a folder, can be written at `path`; leaves nothing behind.
+    """Raises ValueError unless a file, or files in a folder, can be written at `path`; leaves nothing behind.
 
     Args:
         option: the command-line option that names the path, for the message.
-        folder: `path` is a folder, which need not exist yet.
+        folder: whether `path` is a folder, which need not exist yet.
     """
     try:
         if not folder and path.is_dir():
@@ -29,10 +29,10 @@ def check_writable(option: str, path: Path, folder: bool = False) -> None:
 
 
 def write_json(target: Path, value: object) -> None:
-    """Write a JSON file so that a reader finds the old one or the new one, never half of one.
+    """Writes a JSON file in one step: a reader finds the old file or the new one, never half of one.
 
     Args:
-        value: if it has `rows`, a list, they are written a row a line.
+        value: the JSON value; if it has a list `rows`, each row gets a line of its own.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")

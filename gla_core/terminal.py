@@ -1,4 +1,4 @@
-"""Output of the commands: a console as wide as it needs to be, sentences that wrap, tables that cut no name."""
+"""Output of the commands: a console that is as wide as needed, wrapped sentences, and tables that cut no name."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def print_table(
             break
         names.remove(name)
     shared = _shared([widths[name] for name in names], console.width - _FRAME * len(names))
-    # What is still too wide is left to the terminal to fold: nothing is lost.
+    # The terminal folds what is still too wide, so no text is lost.
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,

@@ -1,9 +1,10 @@
-"""Shared fixtures, and which tests run where.
+"""Shared fixtures, and the rules by which tests are selected.
 
-Tests marked `kernels` launch Triton kernels: compiled on a GPU, interpreted elsewhere. Interpreting is decided for good
-when the kernels are imported, and changes what `auto` picks, so it takes a run of its own, with TRITON_INTERPRET=1, and
-every other test sees what users see. Tests marked `gpu` need a CUDA device. Tests marked `thorough` vary what another
-test checks already, and take seconds: `pytest --thorough` and `make conformance` run them as well.
+Tests marked `kernels` launch Triton kernels: compiled on a GPU, interpreted elsewhere. Triton decides whether to
+interpret when the kernels are imported, and it changes the picks of `auto`. So interpreted tests need a run of their
+own, with TRITON_INTERPRET=1, and all other tests see what users see. Tests marked `gpu` need a CUDA device. Tests
+marked `thorough` vary what another test checks already, and take seconds: `pytest --thorough` and `make conformance`
+run them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.conformance.conftest import pytest_runtest_teardown as pytest_runtest_teardown  # gives memory back
+from gla_core.conformance.conftest import pytest_runtest_teardown as pytest_runtest_teardown  # frees memory
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
@@ -34,7 +35,7 @@ def pytest_addoption(parser):
 def runs_here(item):
     if item.get_closest_marker("thorough") and not item.config.getoption("--thorough"):
         return False
-    if not item.path.is_relative_to(Path(__file__).parent):  # the conformance kit, run from this repository
+    if not item.path.is_relative_to(Path(__file__).parent):  # the conformance kit, when it runs from this repository
         return True
     device = item.callspec.params.get("device") if hasattr(item, "callspec") else None
     if item.get_closest_marker("gpu"):
@@ -46,7 +47,7 @@ def runs_here(item):
 
 def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if not runs_here(item)]
-    # The slow ones first: a process that is done then takes the quick ones of another.
+    # Slow tests come first, so that a process that is done early takes quick tests of another.
     items[:] = sorted(filter(runs_here, items), key=lambda item: item.get_closest_marker("slow") is None)
     config.hook.pytest_deselected(items=left_out)
 
@@ -74,7 +75,7 @@ def seed():
 
 @pytest.fixture
 def fresh_registry(monkeypatch, tmp_path):
-    """No GLA_* variable is set, nothing was calibrated, and whatever the test changes is forgotten after it."""
+    """Unsets every GLA_* variable, removes calibrations, and undoes the test's changes after it."""
     for name in [name for name in os.environ if name.startswith("GLA_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "no_calibration"))
@@ -86,13 +87,13 @@ def fresh_registry(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="session")
 def own_backends():
-    """The names of the backends that gla-core carries, in the order in which they are discovered."""
+    """The names of gla-core's own backends, in the order in which they are discovered."""
     return ["parallel_scan", "reference", "triton_fused"]
 
 
 @pytest.fixture
 def only_reference(fresh_registry, monkeypatch, own_backends):
-    """Of our own backends the reference alone is there, so that a test can name all that may run."""
+    """Leaves the reference as the only one of our own backends, so that a test can name all that may run."""
     monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(name for name in own_backends if name != "reference"))
     gla.reload_environment()
 
@@ -108,9 +109,9 @@ def plain_terminal(monkeypatch):
 
 @pytest.fixture
 def script(monkeypatch):
-    """Import a script of the folder benchmarks."""
+    """A function that imports a script of the folder benchmarks."""
     folder = Path(__file__).parents[1] / "benchmarks"
-    monkeypatch.syspath_prepend(folder)  # as where one is run
+    monkeypatch.syspath_prepend(folder)  # as when a script runs
 
     def load(name):
         spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
@@ -131,18 +132,18 @@ def tf32_allowed():
 
 @pytest.fixture
 def change_plans(monkeypatch):
-    """Sets a name of the module that plans chunk_gla; launches of other plans are not replayed then."""
+    """Sets a name of the module that plans chunk_gla, and discards recorded launches of other plans."""
     pytest.importorskip("triton")
     replay = importlib.import_module("gla_triton_kernels.runtime.replay")
     plan = importlib.import_module("gla_triton_kernels.chunk_gla.plan")
-    importlib.import_module("gla_triton_kernels.chunk_gla.plan_backward")  # which would keep names that are set
+    importlib.import_module("gla_triton_kernels.chunk_gla.plan_backward")  # before it can copy names that are set
     monkeypatch.setattr(replay, "_calls", {})
     return functools.partial(monkeypatch.setattr, plan)
 
 
 @pytest.fixture
 def short_segments(change_plans):
-    """parallel_scan cuts sequences of a hundred tokens too, on a GPU."""
+    """Makes parallel_scan cut sequences of a hundred tokens too, on a GPU."""
     from gla_triton_kernels.chunk_gla.plan import segment_length
 
     change_plans("segment_length", lambda *sizes: min(128, segment_length(*sizes)))

@@ -1,11 +1,11 @@
-"""Run every kernel of a backend once, in each of its configurations, on small inputs, for a checker to watch:
+"""Runs every kernel of a backend once, in each of its configurations, on small inputs, for a checker to watch:
 
     python tests/every_kernel.py BACKEND [general_chunks] [hopper_chunks] [steps] [softmaxes] [attentions] [backwards]
     compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused
     compute-sanitizer --tool racecheck python tests/every_kernel.py triton_fused general_chunks steps softmaxes
     compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused backwards 0/8  # one of 8 processes
 
-Run it by itself first: it compiles then, undisturbed.
+Run it without a checker first, so that it compiles undisturbed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from gla_triton_kernels.runtime import replay
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BEST_KERNEL, FITS_SM90 = plan.best_kernel, plan_backward.fits_sm90
 SHARE = [0, 1]
-"""The share of the calls of chunk_gla that this process takes, and the number of shares."""
+"""The number of this process's share of the calls of chunk_gla, and the number of shares."""
 WIDTHS = ((16, 16), (64, 64), (128, 128), (256, 128), (512, 64))
 
 
 def general_chunks() -> None:
-    """The kernels for every GPU, with each row of their table."""
+    """Runs the kernels for every GPU, with each row of their table."""
     general_kernels()
     chunks()
     plan.TMA_ELEMENTS = 0
@@ -37,7 +37,7 @@ def general_chunks() -> None:
 
 
 def hopper_chunks() -> None:
-    """The kernels for compute capability 9.0."""
+    """Runs the kernels for compute capability 9.0."""
     hopper_kernels()
     chunks()
 
@@ -59,7 +59,7 @@ def chunks() -> None:
 
 
 def chunk_calls() -> Iterator[GlaInputs]:
-    """Every width, dtype and kind of gate; packed and grouped at the widths that models have."""
+    """Yields calls with every width, dtype and kind of gate; packed and grouped at the widths of models."""
     first, step = SHARE
     combinations = itertools.product(WIDTHS, ("mild", "-inf", "none"), dtypes())
     for (K, V), gates, dtype in itertools.islice(combinations, first, None, step):
@@ -71,19 +71,19 @@ def chunk_calls() -> Iterator[GlaInputs]:
 
 
 def dtypes() -> tuple[torch.dtype, ...]:
-    """Those whose kernels depend on the precision in force; "highest" comes first, with all."""
+    """Returns the dtypes whose kernels depend on the float32 precision; "highest" comes first and takes all dtypes."""
     return DTYPES if torch.get_float32_matmul_precision() == "highest" else (torch.float32,)
 
 
 def chunk(x: GlaInputs) -> None:
-    replay._calls.clear()  # they are of other plans
+    replay._calls.clear()  # they belong to other plans
     gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
 
 
 def backwards() -> None:
-    """Gradients of the same calls by both kinds of kernels, from checkpoints and from states that are built again.
+    """Computes gradients of the same calls with both kinds of kernels, from checkpoints and from states built again.
 
-    Those with checkpoints have a state at either end, the others have none.
+    Calls with checkpoints have an initial and a final state, the others have neither.
     """
     for kernels, every in itertools.product((general_kernels, hopper_kernels), (64, 128)):
         kernels()
@@ -102,7 +102,7 @@ def backward(x: GlaInputs, checkpoint_every: int) -> None:
 
 
 def summaries() -> None:
-    """States from zero of the same calls in both directions, by both kinds of kernels."""
+    """Computes states from zero of the same calls in both directions, with both kinds of kernels."""
     for kernels in (general_kernels, hopper_kernels):
         kernels()
         for x in chunk_calls():
@@ -114,7 +114,7 @@ def summaries() -> None:
 
 
 def steps() -> None:
-    """Few states and many, narrow and wide, of both dtypes."""
+    """Runs steps of few states and many, narrow and wide, in both dtypes."""
     for B, K, state_dtype in itertools.product((1, 40), (64, 128, 256, 512), (torch.float32, torch.bfloat16)):
         x = gla_inputs(B=B, T=1, H=4, K=K, V=K, dtype=torch.bfloat16, device="cuda", initial_state=True)
         rows = torch.arange(B, device="cuda") - 1
@@ -125,7 +125,7 @@ def steps() -> None:
 
 
 def softmaxes() -> None:
-    """Rows on chip and in two sweeps, along either dimension; few and many, aligned and not."""
+    """Runs softmaxes of rows on chip and in two sweeps, along either dimension; few and many, aligned and not."""
     for columns, dim, dtype in itertools.product((7, 1000, 16384, 20000, 20001, 40001), (0, 1), dtypes()):
         x = torch.randn(5, columns, device="cuda").to(dtype)
         gla.online_softmax(x if dim else x.reshape(columns, 5), dim)
@@ -134,7 +134,7 @@ def softmaxes() -> None:
 
 
 def attentions() -> None:
-    """The kernel for Hopper and the general one, by TMA and by pointers."""
+    """Runs the kernel for Hopper and the general kernel, by TMA and by pointers."""
     for width, tokens, dtype, causal in itertools.product((16, 64, 128, 256), (3, 130), dtypes(), (True, False)):
         q = torch.randn(1, tokens, 2, width, device="cuda").to(dtype)
         k = torch.randn(1, tokens, 1, width + 1, device="cuda").to(dtype)[..., :-1]
@@ -151,7 +151,7 @@ if __name__ == "__main__":
     if names and "/" in names[-1]:
         SHARE[:] = map(int, names.pop().split("/"))
     for module in (plan, plan_backward, plan_summary):
-        module.segment_length = lambda *sizes: 64  # or so few tokens would stay one segment
+        module.segment_length = lambda *sizes: 64  # otherwise these few tokens would be one segment
     with gla.use_backend(backend):
         for precision in ("highest", "high"):
             torch.set_float32_matmul_precision(precision)

@@ -3,7 +3,7 @@
     TRITON_INTERPRET=1 pytest tests                                        # conftest.py loads it
     TRITON_INTERPRET=1 PYTHONPATH=tests pytest -p quick_interpreter ...    # elsewhere
 
-Interpreted kernels of a few tokens spend most of their time on three things, which this module does once or directly:
+Interpreted kernels on a few tokens spend most of their time on three things, which this module does once or directly:
 
 - The interpreter replaces the functions of `triton.language` at every call of a `triton.jit` function, nested ones
   included, and puts them back. A process that interprets keeps the replacements.
@@ -27,7 +27,7 @@ _ON_INTEGERS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 class _Kept:
-    """Stands for replacements that stay."""
+    """A stand-in for replacements that stay."""
 
     def restore(self) -> None:
         pass
@@ -50,7 +50,7 @@ def _remembered_numpy_dtype(dtype: Any) -> np.dtype:
 
 def _check_overflow(self: Any, left: Any, right: Any, operation: Any) -> None:
     x, y = left.handle.data, right.handle.data
-    if x.dtype.itemsize >= 8:  # as Triton, which checks what fits into int64
+    if x.dtype.itemsize >= 8:  # as in Triton, which checks what fits into int64
         return
     exact = _ON_INTEGERS[operation.__name__](x, y, dtype=np.int64)
     limits = np.iinfo(x.dtype)

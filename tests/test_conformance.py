@@ -1,6 +1,6 @@
-"""The conformance kit on our own backends: all of it, and a sample of it where kernels are interpreted.
+"""The conformance kit on our own backends: the whole kit, or a sample of it where kernels are interpreted.
 
-On the reference tests/conformance runs it; `make conformance` runs all of it on all of them.
+tests/conformance runs it on the reference; `make conformance` runs all of it on all backends.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import pytest
 
 from gla_core.conformance.run import run
 
-# Every property, on the smallest workload of each op, and padding: in float16, as float32 goes token by token. What an
-# interpreter computes twice is the same, and opcheck and compiled graphs are about the op and not the kernel.
+# Every property, on the smallest workload of each op, and padding: in float16, as float32 is computed token by token.
+# An
+# interpreter gives the same result twice, and opcheck and compiled graphs test the op and not the kernel.
 PADDED = "padded and (float16 or may_be_int32 or g_is_zero)"
 SAMPLE = f"(short or small or test_refusals or {PADDED}) and not same_bits and not unchanged and not test_torch"
 
 
 def kit(backend, device, tests=""):
-    """Run the tests of the kit that the expression names."""
+    """Runs the tests of the kit that match the expression."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "gla_core.conformance"]
     command += ["--gla-backend", backend, "--gla-device", device, "-k", tests]
     if os.environ.get("TRITON_INTERPRET") == "1":

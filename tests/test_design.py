@@ -10,23 +10,23 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ("gla_core", "gla_command", "pytest_gla_core", "backends/gla_reference")
 OP = "softmax_attention"
-"""An op that nothing else of the package is built on: whatever names it, names it as an op."""
+"""An op that nothing else in the package is built on: a file that names it treats it as an op."""
 
 
 def section(title: str) -> str:
-    """The text below a heading of docs/design.md, up to the next one."""
+    """Returns the text below a heading of docs/design.md, up to the next heading."""
     page = (ROOT / "docs/design.md").read_text(encoding="utf-8")
     return re.split(r"^#+ ", page.split(f"# {title}\n")[1], flags=re.MULTILINE)[0]
 
 
 def listed() -> set[str]:
-    """The files that the table of a new op names."""
+    """Returns the files in the table of a new op."""
     rows = [line.split("|")[1] for line in section("An abstract op").splitlines() if line.startswith("| `")]
     return {name.replace("<op>", OP) for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 
 def files_with(pattern: str, *folders: str) -> set[str]:
-    """The source and data files below folders that hold a pattern."""
+    """Returns the source and data files below folders that contain a pattern."""
     files = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".json"))
     return {str(path.relative_to(ROOT)) for path in files if re.search(pattern, path.read_text(encoding="utf-8"))}
 

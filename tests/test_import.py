@@ -7,7 +7,7 @@ import sys
 
 
 def modules_added(statement):
-    """What a statement imports that torch has not imported already, in a fresh process."""
+    """Returns the modules that a statement imports in a fresh process, without torch's modules."""
     code = f"import sys, torch; before = set(sys.modules); {statement}; print(*(set(sys.modules) - before))"
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
 

@@ -1,4 +1,4 @@
-"""Tests the claims of the README."""
+"""The claims of the README."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel, installed in an environment of its own without the repository, runs every backend that it carries."""
+"""The wheel, installed without the repository in an environment of its own, runs every backend that it contains."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_it_runs_in_a_fresh_environment(wheel, own_backends, tmp_path):
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel)
-    # Its dependencies come from where the tests have theirs; a path added so does not activate editable installs.
+    # Its dependencies come from the environment of the tests; a path added in this way activates no editable install.
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     script = RUN_EVERY_BACKEND.replace("REPOSITORY", str(ROOT / "gla_core").removesuffix("gla_core") + "gla_core")

@@ -1,11 +1,11 @@
-"""How sequences are cut into chunks of C tokens, and how a state travels from chunk to chunk.
+"""The cut of sequences into chunks of C tokens, and the recurrence that carries a state from chunk to chunk.
 
-Both layouts turn [B, T, H, ...] into [R, H, n, C, ...], where the n chunks of each of the R rows follow one another:
+Both layouts turn [B, T, H, ...] into [R, H, n, C, ...], where each of the R rows has n consecutive chunks:
 
-    Dense   R = B, one sequence a row, padded at its end to a multiple of C
-    Packed  R = 1, the chunks of all sequences in order, each sequence starting a chunk of its own
+    Dense   R = B, one sequence per row, padded at its end to a multiple of C
+    Packed  R = 1, the chunks of all sequences in order; each sequence begins a new chunk
 
-Nothing here reads a tensor's values on the host, so a packed batch makes no device wait.
+The host reads no values of tensors here, so a packed batch makes it wait for no device.
 
 B batch   T tokens   H key/value heads   N sequences   C chunk length   K, V key and value width
 """
@@ -18,33 +18,33 @@ from torch import Tensor
 
 
 def chunk(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Dense | Packed:
-    """The layout for B rows of T tokens, packed if `cu_seqlens` is given."""
+    """Returns the layout for B rows of T tokens; packed if `cu_seqlens` is given."""
     return Dense(B, T, C) if cu_seqlens is None else Packed(T, C, cu_seqlens)
 
 
 class Dense:
-    """One sequence a row."""
+    """The layout with one sequence per row."""
 
     def __init__(self, B: int, T: int, C: int) -> None:
         self.N, self.T, self.C = B, T, C
         self.n = -(-T // C)
 
     def split(self, x: Tensor) -> Tensor:
-        """[B, T, H, ...] to [B, H, n, C, ...]; places past the end hold 0."""
+        """Cuts [B, T, H, ...] to [B, H, n, C, ...]; positions past the end hold 0."""
         missing = self.n * self.C - self.T
         if missing:
             x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], dim=1)
         return rearrange(x, "b (n c) h ... -> b h n c ...", c=self.C)
 
     def join(self, x: Tensor, out: Tensor) -> None:
-        """Write to out [B, T, H, ...] what `split` would make x of."""
+        """Writes x [B, H, n, C, ...] to out [B, T, H, ...]; the inverse of `split`."""
         out.copy_(rearrange(x, "b h n c ... -> b (n c) h ...")[:, : self.T])
 
     def scan(self, state: Tensor, decay: Tensor, update: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
-        """Carry a state [N, H, K, V] through the chunks: state <- decay[n] * state + update[n].
+        """Carries a state [N, H, K, V] through the chunks: state <- decay[n] * state + update[n].
 
         Args:
-            decay: [R, H, n, K]. update: [R, H, n, K, V]. reverse: from the last chunk to the first.
+            decay: [R, H, n, K]. update: [R, H, n, K, V]. reverse: whether to go from the last chunk to the first.
 
         Returns:
             The state that enters each chunk [R, H, n, K, V], and the state that leaves each sequence [N, H, K, V].
@@ -57,11 +57,11 @@ class Dense:
         return entering, state
 
     def checkpoints(self, entering: Tensor, L: int) -> Tensor:
-        """The checkpoints every L tokens [B, ceil(T / L), H, K, V], from the states that enter chunks, as of `scan`."""
+        """Returns checkpoints every L tokens [B, ceil(T / L), H, K, V] from the states that enter chunks."""
         return entering[:, :, :: L // self.C].transpose(1, 2)
 
     def resume(self, checkpoints: Tensor, L: int, decay: Tensor, update: Tensor) -> Tensor:
-        """The states that enter all chunks [R, H, n, K, V], from checkpoints every L tokens; else as in `scan`."""
+        """Returns the states that enter all chunks [R, H, n, K, V], as `scan`, from checkpoints every L tokens."""
         entering, every = torch.empty_like(update), L // self.C
         entering[:, :, ::every] = checkpoints.transpose(1, 2)
         for i in range(1, every):
@@ -72,40 +72,40 @@ class Dense:
 
 
 class Packed:
-    """All sequences in one row. There are at most T // C + N chunks; those left over belong to a sequence N of none."""
+    """The layout with all sequences in one row, in at most T // C + N chunks; unused chunks belong to sequence N."""
 
     def __init__(self, T: int, C: int, cu_seqlens: Tensor) -> None:
         self.T, self.C, self.N = T, C, len(cu_seqlens) - 1
         self.n = T // C + self.N if T else 0
         starts = cu_seqlens.long()  # [N+1]
-        chunks = (starts.diff() + C - 1) // C  # [N], how many each sequence has
+        chunks = (starts.diff() + C - 1) // C  # [N], number of chunks of each sequence
         ends = chunks.cumsum(0)  # [N]
         number = torch.arange(self.n, device=starts.device)  # [n]
-        self.sequence = torch.searchsorted(ends, number, right=True)  # [n], N for a chunk left over
+        self.sequence = torch.searchsorted(ends, number, right=True)  # [n], N for an unused chunk
         first = torch.cat([ends - chunks, ends[-1:]])[self.sequence] if self.N else number  # [n], of its sequence
-        self.starts, self.position = starts, number - first  # [N+1], [n]: which chunk of its sequence
+        self.starts, self.position = starts, number - first  # [N+1], [n]: number of the chunk in its sequence
         last = torch.cat([ends - 1, ends[-1:]])[self.sequence] if self.N else number
         self.is_first, self.is_last = number == first, number == last
         tokens = torch.arange(C, device=starts.device)  # [C]
-        self.row = (starts[self.sequence] + (number - first) * C)[:, None] + tokens  # [n, C], of the packed tensor
-        end = torch.cat([starts[1:], starts[:1]])[self.sequence]  # [n]; 0 for a chunk left over
+        self.row = (starts[self.sequence] + (number - first) * C)[:, None] + tokens  # [n, C], row in the packed tensor
+        end = torch.cat([starts[1:], starts[:1]])[self.sequence]  # [n]; 0 for an unused chunk
         self.inside = self.row < end[:, None]  # [n, C]
 
     def split(self, x: Tensor) -> Tensor:
-        """[1, T, H, ...] to [1, H, n, C, ...]; places past the end of a sequence hold 0."""
+        """Cuts [1, T, H, ...] to [1, H, n, C, ...]; positions past the end of a sequence hold 0."""
         x = x[:, self.row.clamp(max=self.T - 1)]  # [1, n, C, H, ...]
         x = torch.where(self.inside.reshape(1, self.n, self.C, *[1] * (x.ndim - 3)), x, 0)
         return rearrange(x, "b n c h ... -> b h n c ...")
 
     def join(self, x: Tensor, out: Tensor) -> None:
-        """As `Dense.join`; rows of no sequence become 0."""
+        """Computes `Dense.join`; rows of no sequence become 0."""
         x = rearrange(x, "b h n c ... -> b (n c) h ...")
-        joined = x.new_zeros(1, self.T + 1, *x.shape[2:])  # places past an end all go to row T
+        joined = x.new_zeros(1, self.T + 1, *x.shape[2:])  # positions past an end all go to row T
         joined[:, torch.where(self.inside, self.row, self.T).flatten()] = x
         out.copy_(joined[:, : self.T])
 
     def scan(self, state: Tensor, decay: Tensor, update: Tensor, reverse: bool = False) -> tuple[Tensor, Tensor]:
-        """As `Dense.scan`; a sequence's own state enters its first chunk, and an empty sequence keeps its state."""
+        """Computes `Dense.scan`; each sequence has its own state, and an empty sequence keeps it."""
         entering = torch.empty_like(update)
         leaving = torch.cat([state, state.new_zeros(1, *state.shape[1:])])  # [N+1, H, K, V]
         opens = self.is_last if reverse else self.is_first
@@ -119,14 +119,14 @@ class Packed:
         return entering, leaving[: self.N]
 
     def checkpoints(self, entering: Tensor, L: int) -> Tensor:
-        """As `Dense.checkpoints`, in N + T // L rows as gla_core/ops/chunk_gla.py says; rows of no checkpoint are 0."""
+        """Computes `Dense.checkpoints` in N + T // L rows, see gla_core/ops/chunk_gla.py; unused rows are 0."""
         rows = self._checkpoint_rows(L)
         found = entering.new_zeros(1, self.N + self.T // L + 1, *entering.shape[1:2], *entering.shape[3:])
-        found[:, rows] = entering.transpose(1, 2)  # what is no checkpoint goes to the last row
+        found[:, rows] = entering.transpose(1, 2)  # states that are no checkpoints go to the last row
         return found[:, :-1]
 
     def resume(self, checkpoints: Tensor, L: int, decay: Tensor, update: Tensor) -> Tensor:
-        """As `Dense.resume`."""
+        """Computes `Dense.resume`."""
         every = L // self.C
         padded = torch.cat([checkpoints, checkpoints.new_zeros(1, 1, *checkpoints.shape[2:])], dim=1)
         entering = padded[:, self._checkpoint_rows(L)].transpose(1, 2).to(update.dtype)
@@ -137,7 +137,7 @@ class Packed:
         return entering
 
     def _checkpoint_rows(self, L: int) -> Tensor:
-        """The row of each chunk's entering state [n] among the checkpoints; one more than there are if it is none."""
+        """Returns the checkpoint row of each chunk's entering state [n], or N + T // L if it is not a checkpoint."""
         every = L // self.C
         row = self.sequence + self.starts[self.sequence] // L + self.position // every
         is_one = (self.sequence < self.N) & (self.position % every == 0)

@@ -6,21 +6,21 @@ Per head, with b_t the sum of log gates g from the chunk's start through t, and 
     o    = (scale * q * exp b) S + A v
     S'   = diag(exp b_C) S + (k * exp(b_C - b))^T v
 
-exp(b_t - b_s) is the product of the gates alpha = exp g after s through t. Written as a quotient of exponentials it
-overflows, and is 0/0 after a gate of 0. Here nothing is divided: the chunk is halved again and again, and for s in
+exp(b_t - b_s) is the product of the gates alpha = exp g after s through t. As a quotient of exponentials it would
+overflow, and it would be 0/0 after a gate of 0. So no division is used: the chunk is halved repeatedly, and for s in
 the left half and t in the right half of the same block
 
     product of gates after s through t  =  (after s to the end of the left half) * (start of the right half through t)
 
 Both factors lie in [0, 1], so any gate down to exp(-inf) = 0 is exact, and each block of A is one matrix product.
-Every pair s < t is met at exactly one of the log2(C) levels; s = t has no gate. Over the whole chunk the same products
+Every pair s < t occurs at exactly one of the log2(C) levels; s = t has no gate. For the whole chunk the same products
 are exp(b_C - b_s) and exp b_t, which the state needs.
 
-The gradient of g_j sums, over all pairs s < j <= t, what the pair gives to q_t * dq_t, or to k_s * dk_s, summed from
-the far side of its block. No difference of large sums is taken, so it is exactly 0 where alpha_j is 0.
+The gradient of g_j sums over all pairs s < j <= t. A pair contributes its share of q_t * dq_t, or of k_s * dk_s, summed
+from the far side of its block. No large sums are subtracted, so the gradient is exactly 0 where alpha_j is 0.
 
 B batch   T tokens   H key/value heads   G query heads per key/value head   N sequences   K, V key and value width
-R rows, n chunks a row, C tokens a chunk (_chunks.py)   L length of a half block   m blocks of 2L
+R rows, n chunks per row, C tokens per chunk (_chunks.py)   L length of a half block   m blocks of 2L
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -47,7 +47,7 @@ def chunk_gla_fwd(
     cu_seqlens: Tensor | None,
     checkpoint_every: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """See gla_core/ops/chunk_gla.py."""
+    """Computes the op; see gla_core/ops/chunk_gla.py."""
     chunks, qc, kc, vc, alpha = _split(q, k, v, g, scale, cu_seqlens)
 
     A = _diagonal_scores(qc, kc)  # [R, H, n, C, G, C]
@@ -82,7 +82,7 @@ def chunk_gla_bwd(
     do: Tensor,
     dstate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """See gla_core/ops/chunk_gla.py."""
+    """Computes the op; see gla_core/ops/chunk_gla.py."""
     chunks, qc, kc, vc, alpha = _split(q, k, v, g, scale, cu_seqlens)
     doc = chunks.split(_group(do, k)).to(alpha.dtype)  # [R, H, n, C, G, V]
 
@@ -115,7 +115,7 @@ def chunk_gla_bwd(
     dv = _rows(A).mT @ _rows(doc) + k_out @ leaving  # [R, H, n, C, V]
     _add_query_gradient(dq, dg, _rows(doc) @ entering.mT, q_in, upto)
     _add_key_gradient(dk, dg, vc @ leaving.mT, k_out, after)
-    dg += (decay * (entering * leaving).sum(-1))[..., None, :]  # from the entering state to the leaving one
+    dg += (decay * (entering * leaving).sum(-1))[..., None, :]  # from the entering state to the leaving state
     return (
         _join(chunks, scale * dq, q.shape[:3], q.dtype),
         _join(chunks, dk, k.shape[:3], k.dtype),
@@ -126,13 +126,13 @@ def chunk_gla_bwd(
 
 
 def _split(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, cu_seqlens: Tensor | None) -> tuple:
-    """Copies cut into chunks, in the dtype of the computation.
+    """Cuts copies of the arguments into chunks, in the dtype of the computation.
 
     Returns the layout, scale * q [R, H, n, C, G, K], k and alpha [R, H, n, C, K], v [R, H, n, C, V].
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     T = q.shape[1]
-    C = min(CHUNK, 1 << max(T - 1, 0).bit_length())  # no more than the power of two that holds T
+    C = min(CHUNK, 1 << max(T - 1, 0).bit_length())  # at most the power of two that holds T
     chunks = chunk(q.shape[0], T, C, cu_seqlens)
 
     def cut(x: Tensor) -> Tensor:
@@ -144,16 +144,16 @@ def _split(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, cu_s
 
 
 def _halves(alpha: Tensor) -> list[int]:
-    """The lengths L = 1, 2, 4 ... C/2 of the halves, innermost first."""
+    """Returns the lengths L = 1, 2, 4 ... C/2 of the halves, innermost first."""
     return [1 << level for level in range(alpha.shape[3].bit_length() - 1)]
 
 
 def _double(q: Tensor, k: Tensor, block_decay: Tensor, L: int) -> Tensor:
-    """Join neighbouring blocks of L in place, by the associative rule of the gates.
+    """Joins neighbouring blocks of L tokens in place, by the associative rule of the gates.
 
-    Rows of q [.., C, (G,) K], decayed from the start of their block, gain the whole block to their left; rows of
-    k [.., C, K], decayed to the end of theirs, gain the whole block to their right. block_decay [.., C/L, K] holds the
-    products over the blocks; returns those over the joined blocks [.., C/2L, K].
+    Rows of q [.., C, (G,) K], decayed from the start of their block, are also decayed by the block to their left. Rows
+    of k [.., C, K], decayed to the end of their block, are also decayed by the block to their right. block_decay
+    [.., C/L, K] holds the products of the blocks; returns the products of the joined blocks [.., C/2L, K].
     """
     left_decay, right_decay = _left(block_decay, 1), _right(block_decay, 1)  # [R, H, n, m, 1, K]
     q_right, k_left = _right(q, L), _left(k, L)
@@ -163,22 +163,23 @@ def _double(q: Tensor, k: Tensor, block_decay: Tensor, L: int) -> Tensor:
 
 
 def _diagonal_scores(q: Tensor, k: Tensor) -> Tensor:
-    """A [R, H, n, C, G, C] with the pairs s = t filled in, the rest 0."""
+    """Returns A [R, H, n, C, G, C] with only the pairs s = t filled in; the rest is 0."""
     A = q.new_zeros(*q.shape[:-1], q.shape[3])
     A.diagonal(dim1=3, dim2=5).copy_((q * k[..., None, :]).sum(-1).movedim(3, -1))
     return A
 
 
 def _scores(A: Tensor, L: int) -> Tensor:
-    """The view [R, H, n, m, L*G, L] of A [R, H, n, C, G, C] that scores the right half of each block on its left."""
+    """Returns the view [R, H, n, m, L*G, L] of A [R, H, n, C, G, C]: right half of each block times its left half."""
     blocks = A.unflatten(-1, (-1, 2, L)).select(-2, 0).unflatten(3, (-1, 2, L)).select(4, 1)  # [.., m, L, G, m, L]
     return blocks.diagonal(dim1=3, dim2=6).movedim(-1, 3).flatten(4, 5)
 
 
 def _add_query_gradient(dq: Tensor, dg: Tensor, d: Tensor, q: Tensor, decay: Tensor) -> None:
-    """Add what d [.., L*G, K], the gradient of the decayed rows q, gives to dq [.., L, G, K] and dg [.., L, K].
+    """Adds the contribution of d [.., L*G, K], the gradient of the decayed rows q, to dq [.., L, G, K] and dg [.., L,
+    K].
 
-    A gate at or before t decays row t: dg sums from each gate to the end of the block.
+    A gate at or before t decays row t, so dg sums from each gate to the end of the block.
     """
     d, q = d.view_as(dq), q.view_as(dq)
     dq += d * decay[..., None, :]
@@ -186,16 +187,16 @@ def _add_query_gradient(dq: Tensor, dg: Tensor, d: Tensor, q: Tensor, decay: Ten
 
 
 def _add_key_gradient(dk: Tensor, dg: Tensor, d: Tensor, k: Tensor, decay: Tensor) -> None:
-    """Add what d [.., L, K], the gradient of the decayed rows k, gives to dk and dg [.., L, K].
+    """Adds the contribution of d [.., L, K], the gradient of the decayed rows k, to dk and dg [.., L, K].
 
-    A gate after s decays row s: dg sums from the start of the block to before each gate.
+    A gate after s decays row s, so dg sums from the start of the block to the token before each gate.
     """
     dk += d * decay
     dg[..., 1:, :] += (d * k)[..., :-1, :].cumsum(-2)
 
 
 def _left(x: Tensor, L: int) -> Tensor:
-    """[R, H, n, C, ...] to the view [R, H, n, m, L, ...] of the left halves of its blocks of 2L."""
+    """Returns the view [R, H, n, m, L, ...] of x [R, H, n, C, ...] with the left halves of its blocks of 2L."""
     return x.unflatten(3, (-1, 2, L)).select(4, 0)
 
 
@@ -204,29 +205,33 @@ def _right(x: Tensor, L: int) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., L, G, K] to the rows [..., L*G, K] of one matrix: the G queries of a token share its key."""
+    """Returns x [..., L, G, K] as rows [..., L*G, K] of one matrix: the G queries of a token share its key."""
     return x.flatten(-3, -2)
 
 
 def _group(q: Tensor, k: Tensor) -> Tensor:
-    """[B, T, Hq, K] to [B, T, H, G, K]."""
+    """Returns q [B, T, Hq, K] as [B, T, H, G, K]."""
     return rearrange(q, "b t (h g) d -> b t h g d", h=k.shape[2])
 
 
 def _join(chunks: Dense | Packed, x: Tensor, tokens: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A fresh tensor [*tokens, D] in `dtype` of x [R, H, n, C, (G,) D], where tokens are B, T and H or Hq."""
+    """Returns a new tensor [*tokens, D] in `dtype` with the tokens of x [R, H, n, C, (G,) D].
+
+    Args:
+        tokens: B, T, and H or Hq.
+    """
     out = torch.empty(*tokens, x.shape[-1], dtype=dtype, device=x.device)
     chunks.join(x, out.unflatten(2, (x.shape[1], -1)) if x.ndim == 6 else out)
     return out
 
 
 def _fresh(states: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy: states may be those that were given, or a part of a larger tensor."""
+    """Returns a copy; `states` may be an argument of the call, or a slice of a larger tensor."""
     return states.to(dtype or states.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def _state(initial: Tensor | None, q: Tensor, k: Tensor, v: Tensor, N: int) -> Tensor:
-    """The initial state, zeros [N, H, K, V] by default."""
+    """Returns the initial state; zeros [N, H, K, V] by default."""
     if initial is not None:
         return initial
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -1,12 +1,12 @@
-"""Decay and state from zero of sequences in chunks, forwards and backwards in time, without outputs.
+"""Decay and state from zero of sequences in chunks, forwards and backwards in time; it computes no outputs or scores.
 
-With the products of gates within a chunk of C tokens, all in [0, 1], as chunk_gla.py has them,
+With products of gates within a chunk of C tokens, all in [0, 1], as in chunk_gla.py:
 
     update = sum over t of (left_t * w_t)^T right_t    w_t = prod(alpha_j : j > t), or backwards prod(alpha_j : j <= t)
     S <- diag(decay of the chunk) S + update        from the first chunk to the last, or backwards from the last
 
-B batch   T tokens   H heads of gates   G heads that share one   N sequences   K, V key and value width
-R rows, n chunks a row, C tokens a chunk (_chunks.py)   L length of a half block
+B batch   T tokens   H heads of gates   G heads that share a gate   N sequences   K, V key and value width
+R rows, n chunks per row, C tokens per chunk (_chunks.py)   L length of a half block
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -23,7 +23,7 @@ from gla_reference.chunk_gla import CHUNK, _double, _fresh, _halves, _rows
 def chunk_gla_summary(
     left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor]:
-    """See gla_core/ops/chunk_gla_summary.py."""
+    """Computes the op; see gla_core/ops/chunk_gla_summary.py."""
     B, T, Hq, K = left.shape
     H, V = Hq if g is None else g.shape[2], right.shape[3]
     dtype = torch.float64 if left.dtype == torch.float64 else torch.float32
@@ -37,7 +37,7 @@ def chunk_gla_summary(
     lc = lc * (upto if backwards else after)[..., None, :]
     update = _rows(lc).mT @ _rows(rc)  # [R, H, n, K, V]
 
-    # One more column, which begins as 1 and is only decayed, becomes the decay of the sequence.
+    # An additional column begins as 1 and is only decayed, so it becomes the decay of the sequence.
     start = lc.new_zeros(chunks.N, H, K, V + 1)
     start[..., V] = 1
     update = torch.nn.functional.pad(update, (0, 1))

@@ -1,13 +1,13 @@
-"""Predicted seconds of the reference: the host issues small operations one by one, and each passes over memory.
+"""Predicts the seconds of the reference: the host issues small operations one by one, and each passes over memory.
 
     host = call + step * steps        steps: iterations of the op's loop over chunks, tiles of columns or blocks of keys
-    work = elements / rate            elements: numbers that the operations touch, in proportion
+    work = elements / rate            elements: number of elements that the operations touch, in proportion
     seconds = host + work + pages     on a CPU
     seconds = max(host, work + kernels * host)        on a GPU
 
-pages = temporary bytes beyond `KEPT` / page_rate: those leave the cache, and the C library may return them to the
-system, to be mapped again page by page. kernels is the part of the host's time that lies between the starts of two
-small kernels all the same; a CUDA graph is left with that and the work.
+pages = temporary bytes beyond `KEPT` / page_rate: these bytes do not fit into the cache, and the C library may return
+them to the system, which then maps them again page by page. kernels is the fraction of the host's time that remains
+between the starts of two small kernels on the device; in a CUDA graph only this fraction and the work remain.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 from gla_core.dispatch.backend import OpCall
 
 CHUNK, TILE, KEY_BLOCK = 64, 1024, 256
-"""As in chunk_gla.py, online_softmax.py and softmax_attention.py."""
+"""Sizes as in chunk_gla.py, online_softmax.py and softmax_attention.py."""
 KEPT = 2**25
-"""Temporary bytes that cost nothing more: caches hold them, and glibc keeps them when they are freed."""
+"""Temporary bytes that add no time: caches hold them, and glibc keeps them when they are freed."""
 HALVING = 8
 """Iterations of the loop over chunks that issue as many operations as one halving of the chunks."""
 
 
 class Count(NamedTuple):
-    """Of a call: steps, elements, and numbers held at once."""
+    """Numbers of steps, of elements, and of elements held at once, of a call."""
 
     steps: float
     elements: float
@@ -37,7 +37,7 @@ class Count(NamedTuple):
 
 
 def predicted_seconds(call: OpCall, c: Mapping[str, float]) -> float:
-    """Seconds of a call, by the constants `c` of its op and device."""
+    """Returns the predicted seconds of a call from the constants `c` of its op and device."""
     steps, elements, held = _COUNT[call.op](call)
     size = 8 if call.dtype == torch.float64 else 4
     host = c["call"] + c["step"] * steps
@@ -50,9 +50,9 @@ def predicted_seconds(call: OpCall, c: Mapping[str, float]) -> float:
 
 
 def _chunk_gla(call: OpCall) -> Count:
-    """A token meets its chunk in log2 C halvings of K columns, C scores and a share of the state.
+    """Counts, per token, log2 C halvings of K columns, C scores, and a share of the state of its chunk.
 
-    Of a matrix product, ten multiplications count as one element.
+    Ten multiplications of a matrix product count as one element.
     """
     B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
     C = min(CHUNK, 1 << max(T - 1, 0).bit_length())
@@ -61,15 +61,15 @@ def _chunk_gla(call: OpCall) -> Count:
     halvings = math.log2(C)
     per_token = (1 + G) * (K * (4 + halvings) + 2 * V + K * V / 10) + 2 * G * C + 2 * K * V / C
     if T % C:
-        per_token += 2 * ((2 + G) * K + V)  # copied once more, to be filled up with zeros
+        per_token += 2 * ((2 + G) * K + V)  # one more copy, which is padded with zeros
     held = (2 + G) * K + (1 + G) * V + G * C + 3 * K * V / C
-    packed = call.variable_length  # gathered and scattered as well, and three operations a chunk carry the state
+    packed = call.variable_length  # also gathered and scattered; three operations per chunk carry the state
     steps = HALVING * halvings + chunks * (3 if packed else 1)
     return Count(steps, B * H * chunks * C * per_token * (1.5 if packed else 1), B * H * chunks * C * held)
 
 
 def _chunk_gla_summary(call: OpCall) -> Count:
-    """As of a forward, without scores, outputs and what joins them: a token is decayed in halvings, and multiplied."""
+    """Counts, per token, the halvings and the product of a forward, without scores and outputs."""
     B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
     C = min(CHUNK, 1 << max(T - 1, 0).bit_length())
     chunks = T // C + N if call.variable_length else -(-T // C)
@@ -82,7 +82,7 @@ def _chunk_gla_summary(call: OpCall) -> Count:
 
 
 def _recurrent_gla_step(call: OpCall) -> Count:
-    """States are read, decayed, added to, multiplied and written; those of a pool gathered and scattered as well."""
+    """Counts reading, decaying, multiplying and writing states; a pool's states are also gathered and scattered."""
     B, H, K, V, P = (call.dims[name] for name in ("B", "H", "K", "V", "P"))
     return Count(1, B * H * K * V * 2 + P * H * K * V) if call.indexed else Count(0, B * H * K * V)
 
@@ -92,7 +92,7 @@ def _online_softmax(call: OpCall) -> Count:
 
 
 def _softmax_attention(call: OpCall) -> Count:
-    """A score is K multiplications, some passes of its own, and V multiplications."""
+    """Counts K multiplications, a few passes and V multiplications per score."""
     B, Tq, Tk, Hq, K, V = (call.dims[name] for name in ("B", "Tq", "Tk", "Hq", "K", "V"))
     elements = B * Hq * Tq * Tk * (2 + (K + V) / 128) + B * Tk * call.dims["H"] * (K + V)
     return Count(math.ceil(Tk / KEY_BLOCK), elements)

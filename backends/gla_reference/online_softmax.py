@@ -14,7 +14,7 @@ TILE = 1024
 
 
 def online_softmax(x: Tensor, dim: int) -> Tensor:
-    """See gla_core/ops/online_softmax.py."""
+    """Computes the op; see gla_core/ops/online_softmax.py."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return y
@@ -33,5 +33,5 @@ def online_softmax(x: Tensor, dim: int) -> Tensor:
 
 
 def finite(m: Tensor) -> Tensor:
-    """A maximum to subtract: while all has been -inf so far, exp(-inf - 0) = 0 where exp(-inf + inf) would be NaN."""
+    """Returns a maximum that can be subtracted: 0 in place of -inf, as exp(-inf - 0) = 0 and exp(-inf + inf) is NaN."""
     return torch.where(m.isneginf(), 0, m)

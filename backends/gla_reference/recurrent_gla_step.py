@@ -26,7 +26,7 @@ def recurrent_gla_step(
     state_indices: Tensor | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See gla_core/ops/recurrent_gla_step.py."""
+    """Computes the op; see gla_core/ops/recurrent_gla_step.py."""
     if state_indices is None:
         o, new = _step(q, k, v, g, state, scale)
         return (o, state.copy_(new)) if inplace else (o, new)
@@ -35,7 +35,7 @@ def recurrent_gla_step(
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One step of the states [B, H, K, V] of a batch."""
+    """Computes one step of the states [B, H, K, V] of a batch."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     queries = rearrange(q.to(dtype), "b (h g) k -> b h g k", h=k.shape[1])  # [B, H, G, K]
     update = k.to(dtype)[..., :, None] * v.to(dtype)[..., None, :]  # [B, H, K, V]
@@ -48,7 +48,7 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scal
 def _step_in_pool(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, pool: Tensor, scale: float, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One step of the rows pool[indices], written back; rows with an index outside the pool are skipped."""
+    """Computes one step of the rows pool[indices] in place; rows with an index outside the pool are skipped."""
     if not len(indices) or not len(pool):
         return v.new_zeros(*q.shape[:2], v.shape[2]), pool
     used = (indices >= 0) & (indices < len(pool))  # [B]
@@ -56,8 +56,8 @@ def _step_in_pool(
     state = pool[indices]  # [B, H, K, V]
     o, new = _step(q, k, v, g, state, scale)
     new = torch.where(used[:, None, None, None], new, state)
-    # A skipped row must write nothing, and reading the mask on the host would wait for the device: it repeats the
-    # first row that is used instead, which writes the same values to the same place (row 0 unchanged if none is).
+    # A skipped row must write nothing, but reading the mask on the host would wait for the device. So it repeats the
+    # first row that is not skipped, and writes the same values to the same place (row 0 unchanged if all are skipped).
     first = used.int().argmax(keepdim=True)  # [1]
     writer = torch.where(used, torch.arange(len(indices), device=indices.device), first)  # [B]
     pool.index_copy_(0, indices[writer], new[writer])

@@ -21,7 +21,7 @@ KEY_BLOCK = 256
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """See gla_core/ops/softmax_attention.py."""
+    """Computes the op; see gla_core/ops/softmax_attention.py."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     Tq, Tk = q.shape[1], k.shape[1]
     qs = scale * rearrange(q.to(dtype), "b i (h g) k -> b h g i k", h=k.shape[2])  # [B, H, G, Tq, K]

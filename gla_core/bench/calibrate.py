@@ -29,8 +29,8 @@ from gla_core.files import check_writable, write_json
 from gla_core.terminal import DOUBTFUL, print_table, print_text, progress
 from gla_core.workloads.calibration import shapes
 
-_MOST_BUDGETS = 10  # that one call may be predicted to take
-_PASSES = 2  # over all tasks, far apart in time
+_MOST_BUDGETS = 10  # largest predicted time of a call, in budgets
+_PASSES = 2  # number of passes over all tasks, far apart in time
 
 
 Timed = tuple[tuple[Backend, OpCall], float]
@@ -60,10 +60,10 @@ class Fit:
     """Constants fitted to the samples of one op of a backend.
 
     Attributes:
-        samples: how many.
-        median, worst: of the factor, at least 1, between the predicted and the measured time; before: the median with
-            the constants where the fit began.
-        worst_call: where the factor is the worst.
+        samples: number of samples.
+        median, worst: of the factor, at least 1, between predicted and measured times.
+        before: the median factor with the constants from which the fit began.
+        worst_call: the call with the worst factor.
     """
 
     backend: str
@@ -80,10 +80,10 @@ def plan(device: torch.device, backends: Sequence[str] = (), ops: Sequence[str] 
     """Returns the measurements to make: the calibration shapes of each op, by each backend with a cost model.
 
     Args:
-        backends, ops: names; all by default.
+        backends, ops: names of backends and ops; all by default.
 
     Raises:
-        UnknownBackendError, UnknownOpError: a name that does not exist. ValueError: a backend without a `CostModel`.
+        UnknownBackendError, UnknownOpError: a name does not exist. ValueError: a backend has no `CostModel`.
     """
     for op in ops:
         if op not in OP_PARAMETERS:
@@ -112,17 +112,17 @@ def measure_task(task: Task, budget: float = 0.1) -> Sample:
     """Measures one call. If it fails, or would take too long, the sample holds the error.
 
     Args:
-        budget: seconds of timed calls; what compiles comes on top.
+        budget: seconds of timed calls, without compilation.
     """
     longest = _MOST_BUDGETS * budget
     if (_predicted_by_start(task) or 0.0) > longest:
         return Sample(task.backend, task.call, error=f"predicted to take over {longest:.2g} s a call")
     try:
         return Sample(task.backend, task.call, time_call(task.backend, task.call, budget).seconds)
-    except Exception as problem:  # out of memory, a kernel that cannot be built
+    except Exception as problem:  # out of memory, or a kernel that cannot be built
         first_line = str(problem).strip().split("\n")[0]
         failed = Sample(task.backend, task.call, error=f"{type(problem).__name__}: {first_line[:300]}")
-    gc.collect()  # tensors that the error still held
+    gc.collect()  # frees tensors that the error still held
     return failed
 
 
@@ -188,7 +188,7 @@ def _factor(constants: Constants, sample: Timed) -> float:
 
 
 def write_constants(fits: Sequence[Fit], device: torch.device, target: Path) -> list[Path]:
-    """Writes constants as backends ship them, together with those of other ops and kinds of device.
+    """Writes constants as backends ship them, together with the constants of other ops and kinds of device.
 
     Args:
         target: a file that ends in .json, for the fits of one backend; otherwise a folder for one file each.

@@ -1,6 +1,6 @@
 """Calls of abstract ops by one backend: tensors for them, and their times.
 
-An `OpCall` says the sizes and what else counts; `capturing` stands for a call in a CUDA graph.
+An `OpCall` has the sizes and everything else that matters; with `capturing` the call runs in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gla_core.ops.calls import run
 from gla_core.workloads.inputs import random_arguments
 
 Arguments = tuple[Any, ...]
-"""All arguments of an op in order: what a backend receives, and hints."""
+"""All arguments of an op in order: those that a backend receives, and hints."""
 
 
 def complete(call: OpCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
@@ -70,5 +70,5 @@ def _run(op: str, backend: str, arguments: Arguments) -> Any:
 
 
 def _copy(x: Any) -> Any:
-    """None requires a gradient, so that calls need no `torch.no_grad()`, which takes the host 2 us."""
+    """Copies a tensor without requires_grad, so that calls need no `torch.no_grad()`, which costs the host 2 us."""
     return x.detach().clone() if isinstance(x, Tensor) else x

@@ -1,9 +1,9 @@
 """Constants of a formula from measured times, by the logs of predicted / measured.
 
-Least squares, but a log beyond `FAR` counts in proportion (Huber, "Robust estimation of a location parameter", 1964):
-a few calls that a formula does not describe then spoil no others. The search is that of Levenberg and Marquardt ("An
-algorithm for least-squares estimation of nonlinear parameters", 1963) over the logs of the constants, which stay
-positive. A formula with max() has several local minima, so the search begins at several places.
+It minimises least squares, except that a log beyond `FAR` counts in proportion (Huber, "Robust estimation of a
+location parameter", 1964), so that a few calls that a formula does not describe spoil no others. The search is that of
+Levenberg and Marquardt ("An algorithm for least-squares estimation of nonlinear parameters", 1963) over the logs of the
+constants, which stay positive. A formula with max() has several local minima, so the search begins at several places.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Work = TypeVar("Work")
 """The argument of a formula: an `OpCall`, or a backend and an `OpCall`."""
 Formula = Callable[[Work, Constants], float | None]
 Errors = Callable[[Tensor], Tensor]
-"""Maps the logs of constant / start, [constants], to those of predicted / measured, [samples]."""
+"""Maps log(constant / start) [constants] to log(predicted / measured) [samples]."""
 
 FAR = 0.1
-_REGULARISATION = 1e-3  # weight of the squared distance from the start: what no sample depends on stays there
-_DIFFERENCE = 1e-5  # for the finite differences of a derivative
-_MOST_STEPS = 60  # of a search
+_REGULARISATION = 1e-3  # weight of the squared distance from the start, for constants that no sample depends on
+_DIFFERENCE = 1e-5  # step of finite differences
+_MOST_STEPS = 60  # of one search
 _TOLERANCE = 1e-6  # relative decrease of the loss below which a search has converged
-_DAMPING = (1e-6, 1e6)  # least and most
+_DAMPING = (1e-6, 1e6)  # minimum and maximum
 _RESTARTS = (-2.0, -1.0, -0.4, 0.4, 1.0, 2.0)  # changes of one constant after which to search again
-_RANDOM_STARTS = 60  # of which the best few are searched
+_RANDOM_STARTS = 60  # number of random starts, of which the best few are searched
 _SEARCHED = 3
 
 
@@ -43,7 +43,7 @@ def fit(
     Args:
         start: a guess of every constant to fit, positive.
         samples: work with its measured seconds. The formula must predict a time for each.
-        fixed: what else the formula receives, such as multiprocessors.
+        fixed: further arguments of the formula, such as multiprocessors.
 
     Example:
         >>> fit(lambda call, c: c["launch"] + call.dims["rows"] / c["rate"], {"launch": 1e-5, "rate": 1e9}, samples)

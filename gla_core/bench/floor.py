@@ -5,8 +5,8 @@
 
 A forward with its backward is the sum of both. For chunk_gla in bfloat16 with float32 gates and K = V = 128, per token
 and head: q k v g in and o out are 1536 bytes; q k v g do in and dq dk dv dg out are 2816 more, 4352 together.
-What an implementation keeps between the two is not in the floor. Offsets and indices are not counted. Softmax
-attention is bound by arithmetic and not by this floor, except with few queries.
+Data that an implementation keeps between the two do not count, nor do offsets and indices. Softmax attention is bound
+by arithmetic and not by this floor, except with few queries.
 """
 
 from __future__ import annotations

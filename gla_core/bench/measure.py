@@ -21,7 +21,7 @@ clock = time.perf_counter
 Call = Callable[[], object]
 
 FEWEST, MOST = 3, 2000  # timed calls
-_BURST = 20  # calls enqueued at a time for host time: they must fit into the device's queue of launches
+_BURST = 20  # calls enqueued at a time for host time, few enough for the device's queue of launches
 _MOST_ROTATIONS = 128
 _BUSY = 0.5  # load average per core above which a machine counts as busy
 
@@ -67,7 +67,7 @@ def time_graph(calls: Sequence[Call], device: torch.device, budget: float = 0.5)
     with torch.cuda.device(device):
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # what compiles or allocates at first use must have done so
+        with torch.cuda.stream(aside):  # lets the first calls compile and allocate
             for call in itertools.islice(itertools.cycle(calls), max(FEWEST, len(calls))):
                 call()
         torch.cuda.current_stream().wait_stream(aside)
@@ -154,7 +154,7 @@ def _warm_up(cycle: Iterator[Call], device: torch.device, budget: float) -> floa
     while number < 2 or (clock() - start < budget and number < MOST):
         next(cycle)()
         number += 1
-        if number % _BURST == 0:  # or the host runs ahead of its budget
+        if number % _BURST == 0:  # otherwise the host would run ahead of its budget
             synchronize(device)
     synchronize(device)
     return (clock() - start) / number

@@ -34,9 +34,9 @@ COLOURS = {
 OTHER_COLOURS = ("tab:purple", "tab:red", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 FULL_NAMES = {"fla": "flash-linear-attention", "torch": "PyTorch", "loop": "a loop over tokens"}
 BAR, GAP = 0.22, 0.7
-"""Inches that a bar is high, and bars that fit between two workloads."""
+"""Height of a bar in inches, and the gap between two workloads in bars."""
 WIDEST = 12
-"""Relative speed from which on an axis is logarithmic."""
+"""Relative speed above which an axis is logarithmic."""
 EQUAL = 0.03
 """Difference of times below which two backends share a bar, if it is so for every workload of an op."""
 
@@ -87,13 +87,13 @@ def plot(results: Results, folder: Path) -> list[Path]:
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """Returns a colour for each backend, the same in every picture for those that are known."""
+    """Returns a colour for each backend; backends that are known have the same colour in every picture."""
     others = itertools.cycle(OTHER_COLOURS)
     return {name: COLOURS.get(name) or next(others) for name in dict.fromkeys(names)}
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Returns the names of backends in the order of their bars: baselines, those that are known, others by name."""
+    """Returns the names of backends in the order of their bars: baselines, known backends, then others by name."""
     known = [*BASELINES, "triton_fused", "parallel_scan", "reference"]
     return sorted(set(names), key=lambda name: (known.index(name) if name in known else len(known), name))
 
@@ -105,7 +105,7 @@ def speeds(rows: Sequence[Row]) -> list[tuple[Row, float]]:
 
 
 def equal_backends(rows: Sequence[Row]) -> dict[str, str]:
-    """Returns backends whose times are those of an earlier one in every row of an op, by their names, with that one."""
+    """Returns, by name, the backends whose times equal an earlier backend's in every row of an op, with that one."""
     seconds = {(row.workload, row.direction, row.backend): row.seconds or 0.0 for row in rows}
     calls = {(row.workload, row.direction) for row in rows}
     names = [name for name in in_order([row.backend for row in rows]) if name not in BASELINES]
@@ -124,7 +124,7 @@ def in_words(op: str, workload: str) -> str:
 
 
 def conditions(op: str, workloads: Sequence[str]) -> str:
-    """Returns dtypes and widths that these workloads have in common, such as "bfloat16 with float32 gates"."""
+    """Returns the dtypes and widths that these workloads share, such as "bfloat16 with float32 gates"."""
     sizes = [known.sizes for name in workloads if (known := _known(op, name))]
     dtypes = {(s.get("dtype", torch.float32), s.get("gate_dtype") if "gla" in op else None) for s in sizes}
     parts = []

@@ -28,8 +28,8 @@ class Results:
     Attributes:
         device: the device's name. driver: the NVIDIA driver's version, None without one.
         python, torch, triton, fla, gla_core: versions, None where not installed.
-        commit: of the source tree, None outside of one; ends in "+" where the tree has changes.
-        date: of the run, ISO 8601 in UTC.
+        commit: commit of the source tree, None outside of one; it ends in "+" if the tree has changes.
+        date: date of the run, ISO 8601 in UTC.
         copy_bandwidth: bytes per second, read and written together, measured in the same run.
         rows: see `gla_core.bench.suite.Row`.
     """

@@ -41,9 +41,9 @@ class Options:
 
     Attributes:
         backends: requests; every backend that implements the op if empty.
-        tags: a workload must have all of them. names: of workloads, alone or as op/name. Both empty: small ones on a
-            CPU, those of models on a CUDA device.
-        seconds: of timed calls per case; by default 0.1 on a CPU and 0.5 on a CUDA device.
+        tags: tags that a workload must have. names: names of workloads, alone or as op/name. If both are empty, a CPU
+            runs small workloads and a CUDA device the workloads of models.
+        seconds: seconds of timed calls per case; by default 0.1 on a CPU and 0.5 on a CUDA device.
     """
 
     device: torch.device

@@ -81,12 +81,12 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The key that rows have in common if they are compared."""
+        """Returns the key that rows share if they are compared with each other."""
         return (self.op, self.workload, self.direction)
 
 
 def default_workloads(op: str | None, device: torch.device) -> list[Workload]:
-    """Returns the workloads tagged ci on a CPU, and those of models on a CUDA device, without empty ones."""
+    """Returns the workloads tagged ci on a CPU, and the workloads of models on a CUDA device, without empty ones."""
     found = select(op, ["ci"]) if device.type == "cpu" else select(op)
     return [w for w in found if not is_empty(w) and (device.type == "cpu" or w.tags.intersection(CUDA_TAGS) - {"ci"})]
 
@@ -145,7 +145,7 @@ def measure_case(case: Case, device: torch.device, bandwidth: float | None = Non
 
     Args:
         bandwidth: bytes per second of a copy on the device, for the fraction of the floor.
-        budget: seconds to spend on timed calls; what compiles comes on top.
+        budget: seconds of timed calls, without compilation.
     """
     row = Row(workload=case.workload.name, op=case.workload.op, backend=case.backend, direction=case.direction)
     try:
@@ -156,10 +156,10 @@ def measure_case(case: Case, device: torch.device, bandwidth: float | None = Non
         timing = _time(timed, device, budget)
     except gla.NoBackendError as error:
         return dataclasses.replace(row, error=_refusals(error))
-    except Exception as error:  # out of memory, a kernel that cannot be built, a baseline that cannot serve this
+    except Exception as error:  # out of memory, a kernel that cannot be built, or a baseline that cannot run this case
         lines = str(error).strip().splitlines() or [""]
         row = dataclasses.replace(row, error=f"{type(error).__name__}: {' '.join(lines)[:300]}")
-        gc.collect()  # tensors that the error still held
+        gc.collect()  # frees tensors that the error still held
         return row
     finally:
         _free(device)

@@ -1,4 +1,4 @@
-"""Calls and devices as a command line names them: sizes separated by commas, a dtype, a device."""
+"""Calls and devices in the form that a command line gives them: sizes separated by commas, a dtype, a device."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def describe_call(
 
 
 def _assumed(name: str) -> KnownDevice:
-    """Returns the known device whose name has all these words, in upper or lower case."""
+    """Returns the known device whose name contains all of these words; upper and lower case are the same."""
     words = set(name.lower().split())
     found = [device for known, device in KNOWN_DEVICES.items() if words <= set(known.lower().split())]
     if not words or len(found) != 1:
@@ -110,7 +110,7 @@ def _sizes(op: str, shape: str) -> dict[str, int]:
 
 
 def _with_heads(sizes: dict[str, int], query_heads: int | None) -> dict[str, int]:
-    """Returns the sizes, and the query heads if there are any."""
+    """Returns the sizes, with the number of query heads if it is given."""
     if query_heads is not None and (query_heads < 1 or query_heads % sizes["H"] != 0):
         raise ValueError(f"--query-heads is {query_heads}; expected a multiple of H = {sizes['H']}")
     return sizes if query_heads is None else {**sizes, "Hq": query_heads}

@@ -1,4 +1,4 @@
-"""`gla doctor`: what is installed here, what is set, what cannot run, and what is wrong."""
+"""`gla doctor`: prints what is installed, which settings are in force, and what does not work."""
 
 from __future__ import annotations
 

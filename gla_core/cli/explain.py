@@ -49,7 +49,7 @@ def _measured(explanation: gla.Explanation) -> gla.Explanation:
         )
     try:
         arguments = random_arguments(call)
-    except RuntimeError as error:  # others hold the memory
+    except RuntimeError as error:  # other programs use the memory
         raise ValueError(f"this call cannot be measured: {str(error).strip().splitlines()[0]}") from None
     return with_measured_times(explanation, arguments)
 
@@ -57,7 +57,7 @@ def _measured(explanation: gla.Explanation) -> gla.Explanation:
 def _memory(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    if not hasattr(os, "sysconf"):  # Windows does not say
+    if not hasattr(os, "sysconf"):  # Windows has no sysconf
         return math.inf
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -1,1 +1,1 @@
-"""What eases the way from other libraries; nothing of theirs is imported."""
+"""Helpers for users of other libraries; importing them imports none of those libraries."""

@@ -1,1 +1,1 @@
-"""What it takes to prove a backend right: the oracle, inputs that reach the corners, and error budgets."""
+"""The conformance kit: an oracle, inputs that reach corner cases, and error budgets, to check a backend."""

@@ -1,4 +1,4 @@
-"""Calls of an op by the backend under test, what the oracle says of them, and the memory they find."""
+"""Calls of an op by the backend under test, the oracle's results, and the memory that the calls allocate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gla_core.workloads.inputs import (
 
 Named = dict[str, Tensor]
 Loss = tuple[Tensor, Tensor]
-"""The gradients of a loss that a backward begins with: do and dstate."""
+"""The gradients do and dstate with which a backward begins."""
 
 CHECKPOINT_EVERY = 64
 CHUNK_LEAVES = ("q", "k", "v", "g", "initial_state")
@@ -45,13 +45,13 @@ def chunk(case: Case, **changes: object) -> GlaInputs:
 
 
 def tokens(x: GlaInputs, start: int | None, stop: int | None, initial_state: Tensor | None = None) -> GlaInputs:
-    """The inputs of one stretch of tokens, from a state of its own."""
+    """Returns the inputs of the tokens `start` to `stop`, with a state of their own."""
     parts = {name: None if (y := getattr(x, name)) is None else y[:, start:stop] for name in "qkvg"}
     return dataclasses.replace(x, **parts, initial_state=initial_state, cu_seqlens=None)
 
 
 def in_two(x: GlaInputs, cut: int) -> tuple[tuple[Tensor, GlaInputs], tuple[Tensor, GlaInputs]]:
-    """The first `cut` tokens of every sequence, and those after them: the numbers of their rows, and the inputs."""
+    """Cuts every sequence after `cut` tokens; returns row numbers and inputs of the first slices, and of the rest."""
     spans = [(0, x.q.shape[1])] if x.cu_seqlens is None else list(itertools.pairwise(x.cu_seqlens.tolist()))
     cuts = [min(start + cut, end) for start, end in spans]
     early = [(start, middle) for (start, _), middle in zip(spans, cuts, strict=True)]
@@ -69,21 +69,21 @@ def _gathered(x: GlaInputs, spans: list[tuple[int, int]]) -> tuple[Tensor, GlaIn
 
 
 def forward(x: GlaInputs, request: str, scale: float | None = None) -> Named:
-    """Output o and the final state."""
+    """Returns the output o and the final state."""
     o, state = gla.chunk_gla(x.q, x.k, x.v, x.g, scale, x.initial_state, True, x.cu_seqlens, backend=request)
     assert state is not None
     return {"o": o, "state": state}
 
 
 def training_request(backend: Backend, op: str = "chunk_gla_fwd") -> str:
-    """Returns a request for the backend: the public function of an op, and the backward, as far as it has them."""
+    """Returns a request for the backend: for an op and its backward if it implements them, else the reference."""
     spec = _public(op)
     own = [f"{name}={backend.name}" for name in (spec.name, spec.backward) if name in backend.ops]
     return ";".join([*own, "*=reference"])
 
 
 def gradients(x: GlaInputs, request: str, wanted: tuple[str, ...] = CHUNK_LEAVES, loss: Loss | None = None) -> Named:
-    """Gradients of the inputs in `wanted` that are there, by autograd; the loss is by default `loss_gradients`."""
+    """Returns the gradients, by autograd, of the given inputs in `wanted`; `loss` defaults to `loss_gradients`."""
     leaves = {name: getattr(x, name) for name in wanted if getattr(x, name) is not None}
     leaves = {name: y.detach().requires_grad_() for name, y in leaves.items()}
     y = dataclasses.replace(x, **leaves)
@@ -94,7 +94,7 @@ def gradients(x: GlaInputs, request: str, wanted: tuple[str, ...] = CHUNK_LEAVES
 
 
 def checkpoints(x: GlaInputs, request: str, every: int) -> Named:
-    """Checkpoints, and o and the final state beside them."""
+    """Returns the checkpoints, o and the final state."""
     o, state, found = gla.chunk_gla(
         x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens, request, checkpoint_every=every
     )
@@ -103,7 +103,7 @@ def checkpoints(x: GlaInputs, request: str, every: int) -> Named:
 
 
 def expected_checkpoints(x: GlaInputs, every: int) -> Tensor:
-    """The oracle's checkpoints, float64."""
+    """Returns the oracle's checkpoints, in float64."""
     return oracle.chunk_gla_checkpoints(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, every)
 
 
@@ -119,14 +119,14 @@ def backward(
     checkpoints: Tensor | None = None,
     every: int | None = None,
 ) -> Named:
-    """What the op chunk_gla_bwd itself returns for the inputs that are there."""
+    """Returns the results of the op chunk_gla_bwd, without autograd, for the inputs that are given."""
     args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, checkpoints, every, do, dstate)
     found = zip(CHUNK_LEAVES, torch.ops.gla.chunk_gla_bwd.default(*args, backend=backend.name), strict=True)
     return {f"d{name}": d for name, d in found if getattr(x, name) is not None}
 
 
 def loss_gradients(x: GlaInputs) -> Loss:
-    """Random do and dstate, the same for the same shapes."""
+    """Returns random do and dstate; equal shapes give equal numbers."""
     generator = torch.Generator(x.q.device).manual_seed(1)
     N = x.q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     state_dtype = torch.float64 if x.q.dtype == torch.float64 else torch.float32
@@ -136,7 +136,7 @@ def loss_gradients(x: GlaInputs) -> Loss:
 
 @functools.lru_cache(maxsize=256)
 def expected_forward(case: Case) -> Named:
-    """The oracle's o and final state."""
+    """Returns the oracle's o and final state."""
     return oracle_forward(chunk(case))
 
 
@@ -147,7 +147,7 @@ def oracle_forward(x: GlaInputs, scale: float | None = None) -> Named:
 
 @functools.lru_cache(maxsize=256)
 def expected_gradients(case: Case) -> Named:
-    """The oracle's gradients, by autograd in float64."""
+    """Returns the oracle's gradients, by autograd in float64."""
     return oracle_gradients(chunk(case))
 
 
@@ -162,23 +162,24 @@ def oracle_gradients(x: GlaInputs, loss: Loss | None = None) -> Named:
     return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
 
 
-# ---- chunk_gla at size, by the reference in float64: a row of the batch at a time, which fits into memory
+# ---- large chunk_gla: the reference in float64 is the judge, one row of the batch at a time so that it fits into
+# memory
 
 
 def reference_forward(x: GlaInputs) -> Named:
-    """The reference's o and final state."""
+    """Returns the reference's o and final state."""
     return _joined([forward(_wide_row(x, row), "reference") for row in _rows(x)])
 
 
 def reference_gradients(x: GlaInputs) -> Named:
-    """The reference's gradients for the loss of `loss_gradients`."""
+    """Returns the reference's gradients for the loss of `loss_gradients`."""
     reference = registry.get("reference")
     do, dstate = (d.double() for d in loss_gradients(x))
     return _joined([backward(_wide_row(x, row), reference, do[row], dstate[row]) for row in _rows(x)])
 
 
 def _rows(x: GlaInputs) -> list[slice]:
-    """The rows of the batch, each with its own state; packed sequences are one row, with all their states."""
+    """Returns the rows of the batch, each with its own state. Packed sequences are one row with all their states."""
     B = len(x.q)
     return [slice(None)] if B == 1 else [slice(b, b + 1) for b in range(B)]
 
@@ -222,7 +223,7 @@ def run_step(x: dict, request: str, scale: float | None = None, inplace: bool = 
 
 
 def expected_step(x: dict, scale: float | None = None) -> Named:
-    """The oracle's o and state; rows whose index lies outside the pool are skipped."""
+    """Returns the oracle's o and state; rows whose index lies outside the pool are skipped."""
     q, k, v, g, state, indices = (x[name] for name in ("q", "k", "v", "g", "state", "state_indices"))
     rows = torch.arange(len(q), device=q.device) if indices is None else indices.long()
     used = (rows >= 0) & (rows < len(state))
@@ -257,7 +258,7 @@ def expected_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
 
 
 def torch_op(case: Case, request: str, inplace: bool = False) -> tuple[Any, tuple]:
-    """The torch op of a case and its arguments; those that take gradients require one where the case needs it."""
+    """Returns the torch op of a case and its arguments, which require gradients if the case needs them."""
     spec, op = ABSTRACT_OPS[case.op], getattr(torch.ops.gla, case.op + "_" * inplace).default
     given = arguments(case.workload, dtype=case.dtype, device=case.device)
     given |= {"output_final_state": True, "checkpoint_every": CHECKPOINT_EVERY if case.checkpoints else None}
@@ -276,7 +277,7 @@ def torch_op(case: Case, request: str, inplace: bool = False) -> tuple[Any, tupl
 
 
 def given(case: Case, **changes: object) -> dict[str, Any]:
-    """Returns arguments of the public function by name, the final state asked for where there is one."""
+    """Returns the arguments of the public function by name; they ask for the final state if the function has one."""
     found = arguments(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
     return found | ({"output_final_state": True} if "output_final_state" in _public(case.op).parameters else {})
 
@@ -289,7 +290,7 @@ def results(op: str, given: dict[str, Any], request: str) -> Named:
 
 
 def with_gradients(op: str, given: dict[str, Any], run: Callable[[dict[str, Any]], Named]) -> Named:
-    """Returns the results of `run` on the arguments, and the gradients of a loss in which every result counts."""
+    """Returns the results of `run` on the arguments, and the gradients of a loss that depends on every result."""
     leaves = {name: given[name].detach().requires_grad_() for name in differentiable(op, given)}
     out = run(given | leaves)
     losses = [x.square().sum() for x in out.values() if x.requires_grad]
@@ -306,7 +307,7 @@ def differentiable(op: str, given: dict[str, Any]) -> list[str]:
 
 
 def autocast_dtype(case: Case) -> torch.dtype:
-    """Returns the dtype that an op computes in under autocast to the dtype of a case."""
+    """Returns the dtype in which an op computes under autocast to the dtype of a case."""
     return torch.float32 if _public(case.op).autocast_in_float32 else case.dtype
 
 
@@ -317,7 +318,7 @@ def cast(op: str, given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _public(op: str) -> OpSpec:
-    """Returns the op that the public function of an op runs."""
+    """Returns the op that an op's public function runs."""
     return PUBLIC_OPS[ABSTRACT_OPS[op].public]
 
 
@@ -325,22 +326,22 @@ def _public(op: str) -> OpSpec:
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """The values of x [B, T, H, ...], laid out as [B, H, T, ...]."""
+    """Returns the values of x [B, T, H, ...] with the memory layout [B, H, T, ...]."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def with_room(x: Tensor) -> Tensor:
-    """The values of states x [N, H, K, V], with room between the heads of one."""
+    """Returns the values of states x [N, H, K, V] with unused memory between the heads of a state."""
     return torch.nn.functional.pad(x, (0, 0, 1, 2))[:, :, 1:-2]
 
 
 def last_two_swapped(x: Tensor) -> Tensor:
-    """The values of x, laid out with its last two dimensions swapped: of states [N, H, K, V] as [N, H, V, K]."""
+    """Returns the values of x with its last two dimensions swapped in memory: states [N, H, K, V] as [N, H, V, K]."""
     return x.mT.contiguous().mT
 
 
 def repeated(x: Tensor, *dimensions: int) -> Tensor:
-    """The first entries of x along `dimensions`, as often as there are entries: with stride 0."""
+    """Returns the first entry of x along `dimensions`, expanded to the shape of x with stride 0."""
     shape = x.shape
     for dimension in dimensions:
         x = x.narrow(dimension, 0, 1)
@@ -349,12 +350,13 @@ def repeated(x: Tensor, *dimensions: int) -> Tensor:
 
 @contextmanager
 def poisoned(can: Capabilities, device: str) -> Iterator[None]:
-    """Memory that is not written holds NaN.
+    """Fills memory that is not written with NaN.
 
-    PyTorch fills it, for a backend that is deterministic; otherwise as far as freed memory is used again.
+    For a deterministic backend PyTorch fills every new tensor. For others NaN is only in freed memory that is used
+    again.
     """
     fill_freed_memory(float("nan"), device)
-    if not can.deterministic:  # it would be refused under use_deterministic_algorithms
+    if not can.deterministic:  # use_deterministic_algorithms would refuse it
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -370,13 +372,13 @@ def poisoned(can: Capabilities, device: str) -> Iterator[None]:
 
 
 def fill_freed_memory(value: float, device: str) -> None:
-    """Leave `value` behind in freed memory of many sizes."""
+    """Leaves `value` behind in freed memory of many sizes."""
     held = [torch.full((1 << size,), value, device=device) for size in range(4, 19) for _ in range(2)]
     del held
 
 
 def three_runs(function: Callable[[], Named], device: str) -> list[Named]:
-    """The results of three runs, each with different values in freed memory."""
+    """Returns the results of three runs, each with a different value in freed memory."""
     results = []
     for value in (float("nan"), 0.0, 1e30):
         fill_freed_memory(value, device)

@@ -1,6 +1,7 @@
-"""Which cases a backend is put to: its ops, its dtypes, and the workloads that its capabilities allow.
+"""The cases of a backend: its ops, its dtypes, and the workloads that its capabilities allow.
 
-What they do not allow becomes a refusal: the call is made all the same, and has to be refused with a reason.
+A workload that they do not allow becomes a refusal: the call is still made, and the backend has to refuse it with a
+reason.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WRITING = tuple(name for name, spec in ABSTRACT_OPS.items() if any(result.writte
 
 
 def differentiated(op: str) -> str:
-    """Returns the op that the gradients of a public function are judged as: its backward, or the forward itself."""
+    """Returns the op whose cases judge the gradients of a public function: its backward, or without one the forward."""
     backward = ABSTRACT_OPS[op].backward
     is_its_own = backward is not None and ABSTRACT_OPS[backward].public == ABSTRACT_OPS[op].public
     return backward if backward is not None and is_its_own else op
@@ -43,13 +44,13 @@ DIFFERENTIATED = tuple(differentiated(op) for op in FORWARDS if ABSTRACT_OPS[op]
 
 
 def over(ops: str | tuple[str, ...], *names: str, **conditions: object) -> pytest.MarkDecorator:
-    """Marks a test with an op, or several, and the cases of it that the test runs on, as `cases` takes them."""
+    """Marks a test with an op, or several ops, and with the arguments of `cases` that select the cases it runs on."""
     return pytest.mark.over(ops, *names, **conditions)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call: an abstract op on a workload, in a dtype, on a device."""
+    """A call: an abstract op on a workload, in a dtype, on a device."""
 
     op: str
     workload: Workload
@@ -63,11 +64,11 @@ class Case:
         return f"{self.workload.name}-{short(self.dtype)}"
 
     def facts(self) -> list[str]:
-        """Returns what may tell this case from one with another outcome, in words: the most telling first."""
+        """Returns facts, in words, that may tell this case from one with another outcome; the most telling first."""
         return [f"in {short(self.dtype)}", *facts(self.describe(), self.workload.sizes)]
 
     def describe(self) -> OpCall:
-        """What the core will know of the call."""
+        """Returns the case as the `OpCall` that the core would describe."""
         place = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
         asked = {"needs_grad": self.needs_grad, "deterministic": self.deterministic, "checkpoints": self.checkpoints}
         return describe(self.op, {**self.workload.sizes, "dtype": self.dtype}, place, **asked)
@@ -78,7 +79,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def dtypes_of(can: Capabilities) -> list[torch.dtype]:
-    """The declared dtypes, float32 first: the most exact that every device has."""
+    """Returns the declared dtypes, with float32 first: the most exact one that every device has."""
     return sorted(can.dtypes, key=lambda d: (d != torch.float32, DTYPES.index(d)))
 
 
@@ -101,21 +102,21 @@ def cases(
     checkpoints: bool = False,
     forms: bool = False,
 ) -> list[Case]:
-    """The cases of an op that the backend's capabilities allow.
+    """Returns the cases of an op that the backend's capabilities allow.
 
     Args:
-        names: only these workloads. tag: only those with this tag.
+        names: only these workloads. tag: only workloads with this tag.
         also: another op that the backend must implement.
-        one_dtype: one dtype only, for what does not depend on it.
-        in_turn: one dtype for each workload, every dtype in turn; all of them on a CUDA device, which is quick.
-        half: bfloat16, or else float16, alone. no_float64: all others.
-        gradients: none for a backend without.
-        deterministic: none for a backend that does not claim to be so.
-        at_size: the large workloads, on a CUDA device only, each in its own dtype.
-        cuda: on a CUDA device only. graphs: there, if the backend claims to be captured into CUDA graphs, and where
-            there is something to compute.
-        checkpoints: none for a backend that returns none.
-        forms: as few as there must be for each optional argument to be given and to be left out.
+        one_dtype: use one dtype, for properties that do not depend on it.
+        in_turn: use one dtype per workload, every dtype in turn. A CUDA device is fast and uses all of them.
+        half: only bfloat16, or float16 if bfloat16 is not declared. no_float64: every dtype but float64.
+        gradients: no case if the backend has no gradients.
+        deterministic: no case if the backend does not claim to be deterministic.
+        at_size: only the large workloads, each in its own dtype, and only on a CUDA device.
+        cuda: only on a CUDA device. graphs: only on a CUDA device, if the backend claims that CUDA graphs capture it,
+            and only workloads with something to compute.
+        checkpoints: no case if the backend returns no checkpoints.
+        forms: the fewest cases in which each optional argument is given once and left out once.
     """
     can = backend.can(op)
     is_backward = any(spec.backward == op for spec in ABSTRACT_OPS.values())
@@ -146,7 +147,7 @@ def cases(
 
 
 def _of_each_form(found: Iterable[Case]) -> list[Case]:
-    """Returns the cases that give, or leave out, what none before them does."""
+    """Returns the cases that give or leave out an argument for the first time."""
     seen: set[str] = set()
     kept = []
     for case in found:
@@ -158,17 +159,17 @@ def _of_each_form(found: Iterable[Case]) -> list[Case]:
 
 
 def refusals(backend: Backend, device: str) -> list[Case]:
-    """Cases that the capabilities exclude: one for each way in which a call may lie beyond them."""
+    """Returns cases that the capabilities exclude: one for each way in which they can exclude a call."""
     return [case for op in ABSTRACT_OPS for case in _tried(backend, device, op) if excluded(backend, case)]
 
 
 def excluded(backend: Backend, case: Case) -> str | None:
-    """Why the backend's capabilities exclude the case; None if they do not. `supports` is not asked."""
+    """Returns the reason why the backend's capabilities exclude the case, or None. `supports` is not called."""
     return dataclasses.replace(backend, supports=supports_everything).refusal(case.describe())
 
 
 def fitted(workload: Workload, can: Capabilities) -> Workload:
-    """The workload, or a copy with widths that the backend computes, the nearest below where there is one."""
+    """Returns the workload, or a copy with widths that the backend supports: the next smaller ones if there are any."""
     sizes = workload.sizes
     if "K" not in sizes:
         return workload
@@ -213,5 +214,5 @@ def _tried(backend: Backend, device: str, op: str) -> list[Case]:
 
 
 def may_return_checkpoints(op: str) -> bool:
-    """Whether an op returns checkpoints if it is asked to."""
+    """Returns whether an op can return checkpoints."""
     return any(result.dtype is CHECKPOINTS for result in ABSTRACT_OPS[op].results)

@@ -1,4 +1,4 @@
-"""How the kit runs under pytest: its cases, its fixtures, and its report."""
+"""The pytest side of the kit: its cases, its fixtures, and its report."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from gla_core.dispatch.backend import Backend
 
 Measure = Callable[..., None]
 KEPT = 2**30
-"""Bytes of a device's memory that PyTorch may keep for later cases: other processes of a run may need them."""
+"""Bytes of a device's memory that PyTorch may keep for later cases; other processes of a run may need the rest."""
 EXAMINED = 2**20
-"""Numbers of a wrong result that are looked at one by one; larger cases are not the ones to begin with."""
+"""Largest number of elements of a wrong result that is examined element by element; start with smaller cases."""
 
 _backend = pytest.StashKey[Backend]()
 _device = pytest.StashKey[str]()
@@ -67,7 +67,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Drop tests that have no case: pytest makes a skipped one of them."""
+    """Drops tests without a case, which pytest would report as skipped."""
     items[:] = [item for item in items if not _is_of_the_kit(item) or "NOTSET" not in item.name]
 
 
@@ -90,7 +90,7 @@ def device(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture
 def measure(record_property: Callable[[str, object], None], request: pytest.FixtureRequest) -> Measure:
-    """Compare tensors by name with what is expected of them, note every error, and fail for any over budget."""
+    """Returns a function that compares tensors with expected ones, records each error, and fails over budget."""
     case = request.node.callspec.params.get("case")
 
     def measure(out: dict[str, Tensor], expected: dict[str, Tensor], budget: float) -> None:
@@ -117,7 +117,10 @@ def _complaint(out: Tensor, ref: Tensor, error: float, budget: float) -> str:
 
 @pytest.fixture
 def layout() -> Callable[..., None]:
-    """Check results: shape, dtype, device, contiguous, in memory of their own. To be called last: it changes them."""
+    """Returns a function that checks the shape, dtype, device and contiguity of results, and that each owns its memory.
+
+    Call it last, because it changes the results.
+    """
 
     def layout(
         out: dict[str, Tensor],
@@ -146,7 +149,7 @@ def layout() -> Callable[..., None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """A refusal by `supports` leaves a case open: neither passed nor failed."""
+    """Marks a case as open, neither passed nor failed, if `supports` refuses it."""
     try:
         return (yield)
     except gla.NoBackendError as refusal:
@@ -155,7 +158,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
-    """Give back memory that a large case has left, for the other processes of a run in parallel."""
+    """Frees memory that a large case has left, for the other processes of a parallel run."""
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > KEPT:
         torch.cuda.empty_cache()
 

@@ -1,7 +1,7 @@
-"""Says in at most five lines what the failures of a run have in common, where to look first, and how to repeat it.
+"""Diagnoses a run in at most five lines: what its failures have in common, where to look first, how to repeat it.
 
-It reads the rows of `summary.py`, which hold for each case its facts (`facts.py`), its size, and where it is wrong
-(`divergence.py`).
+It reads the rows of `summary.py`. A row holds the case's facts (`facts.py`), its size, and the place where its result
+is wrong (`divergence.py`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from gla_core.conformance.tolerances import number
 from gla_core.ops import ABSTRACT_OPS
 
 KINDS = ("changed inputs", "errors", "results", "NaN", "values")
-"""The kinds of failure, root causes first: a later kind may follow from an earlier one."""
+"""The kinds of failure, root causes first: a later kind may be the consequence of an earlier one."""
 FEW = 2
-"""Properties that are named one by one, and facts."""
+"""Largest number of properties, and of facts, that are named one by one."""
 
 
 def kind(row: Row) -> str:
-    """Returns what goes wrong in a failed case, one of `KINDS`."""
+    """Returns the kind of a failed case, one of `KINDS`."""
     over = [error for error in row["errors"] if not error["error"] <= error["budget"]]
     if over and property_of(row).startswith("inputs unchanged"):
         return "changed inputs"
@@ -32,7 +32,7 @@ def kind(row: Row) -> str:
 
 
 def diagnosis(rows: Sequence[Row], command: str) -> list[str]:
-    """Returns what to look at first, line by line; nothing where no case failed.
+    """Returns the diagnosis, line by line; empty if no case failed.
 
     Args:
         rows: all cases of a run.
@@ -59,7 +59,7 @@ def diagnosis(rows: Sequence[Row], command: str) -> list[str]:
 
 
 def experiment(rows: Iterable[Row], culprits: Iterable[Row]) -> tuple[list[Row], list[Row]]:
-    """Returns the failed and the passed cases of the property that tells most: both, on the most workloads.
+    """Returns the failed and the passed cases of the most telling property: one that has both, on the most workloads.
 
     Cases with nothing to compute do not count as passed.
     """
@@ -72,14 +72,14 @@ def experiment(rows: Iterable[Row], culprits: Iterable[Row]) -> tuple[list[Row],
 
     def tells(name: str) -> tuple:
         workloads = {(row["workload"], row["dtype"]) for row in failed[name] + passed[name]}
-        return bool(passed[name]), len(workloads), -len(name)  # of equals, "values" is the plainest
+        return bool(passed[name]), len(workloads), -len(name)  # among equals, prefer "values", the plainest property
 
     name = max(failed, key=tells)
     return failed[name], passed[name]
 
 
 def distinct(failed: Sequence[Row], passed: Sequence[Row]) -> list[str]:
-    """Returns facts that all failed cases have and no passed one has: a few single ones, or else a pair."""
+    """Returns facts that all failed cases have and no passed case has: a few single facts, or else a pair."""
     shared = [fact for fact in failed[0]["facts"] if all(fact in row["facts"] for row in failed)]
     single = [fact for fact in shared if not any(fact in row["facts"] for row in passed)]
     if single or not passed:
@@ -93,7 +93,7 @@ def _place(op: str | None) -> int:
 
 
 def _cause(op: str, worst: str, culprits: Sequence[Row], failed: Sequence[Row]) -> str:
-    """Returns what the first op to mend does wrong, if it is more than wrong values or not the only op that fails."""
+    """Returns the fault of the first op to mend, unless its values are wrong and no other op fails."""
     quantities = ", ".join(dict.fromkeys(wrong["quantity"] for row in culprits for wrong in row["wrong"]))
     (reason, _), *_ = Counter(complaint(row).removeprefix(f"{op}: ") for row in culprits).most_common(1)
     text = {
@@ -110,7 +110,7 @@ def _cause(op: str, worst: str, culprits: Sequence[Row], failed: Sequence[Row]) 
 
 
 def _in_common(rows: Sequence[Row], failed: Sequence[Row], passed: Sequence[Row]) -> str:
-    """Returns what tells failed cases of a property from passed ones, and whether few other properties fail."""
+    """Returns the facts that tell failed cases of a property from passed ones, and whether other properties fail."""
     name = property_of(failed[0])
     broken = dict.fromkeys(property_of(row) for row in rows if row["outcome"] == "failed")
     whole = {property_of(row) for row in rows} - set(broken)

@@ -1,4 +1,4 @@
-"""Finds where a result first goes wrong, and by which factor, for the diagnosis of a failed run."""
+"""Finds the first wrong place of a result, and the factor by which it is wrong, for the diagnosis of a failed run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from gla_core.conformance.tolerances import number
 from gla_core.ops import ABSTRACT_OPS
 
 CLEARLY = 10
-"""Budgets by which a number is off before it counts as wrong: rounding puts single ones above the budget of a norm."""
+"""Number of budgets by which an element counts as wrong; rounding puts single elements above the budget of a norm."""
 CONSTANT = 0.01
-"""The spread of a ratio that counts as one."""
+"""Largest spread of ratios that count as one constant ratio."""
 WORDS = {"B": "batch row", "N": "sequence", "P": "state", "T": "token", "Tq": "query", "Tk": "key", "H": "head"}
 WORDS |= {"Hq": "head", "K": "column of K", "V": "column of V", "n": "checkpoint"}
 
 
 def divergence(quantity: str, out: Tensor, ref: Tensor, budget: float, case: Case | None) -> dict[str, Any]:
-    """Returns what is known of a result that is over its budget, as JSON can hold it.
+    """Returns the facts about a result that is over its budget, as JSON values.
 
     Returns:
-        quantity; finite, whether no number is NaN or infinite that should not be; at, found and expected, the first
-        wrong place and the numbers there; ratio of what is found to what is expected where that is one number, else
-        None; everywhere, whether all numbers are wrong; hint, which step of the op would give that ratio.
+        quantity: its name. finite: whether all numbers are finite that should be.
+        at, found, expected: the first wrong place and the numbers there.
+        ratio: found / expected if it is constant, else None. hint: the step of the op that would give that ratio.
+        everywhere: whether all numbers are wrong.
     """
     out, ref = out.detach().double(), ref.detach().double()
     wrong = _wrong(out, ref, budget)
@@ -49,7 +50,7 @@ def divergence(quantity: str, out: Tensor, ref: Tensor, budget: float, case: Cas
 
 
 def _wrong(out: Tensor, ref: Tensor, budget: float) -> Tensor:
-    """Returns which numbers are clearly off; those that are off the most where none is."""
+    """Returns a mask of the elements that are clearly wrong, or of those with the largest error if none is."""
     same = (out == ref) | (out.isnan() & ref.isnan())
     difference = torch.where(same, 0, out - ref).abs().nan_to_num(math.inf, math.inf)
     finite = torch.where(ref.isfinite(), ref, 0)
@@ -59,7 +60,7 @@ def _wrong(out: Tensor, ref: Tensor, budget: float) -> Tensor:
 
 
 def _ratio(out: Tensor, ref: Tensor) -> float | None:
-    """Returns the ratio of the larger numbers, if it is one and the same for all of them."""
+    """Returns the ratio of `out` to `ref`, if it is the same for all of the larger numbers."""
     large = ref.isfinite() & (ref.abs() > 0.1 * ref[ref.isfinite()].abs().mean())
     if large.sum() < 2 or not out[large].isfinite().all():
         return None
@@ -70,7 +71,7 @@ def _ratio(out: Tensor, ref: Tensor) -> float | None:
 
 
 def _hint(ratio: float | None, case: Case | None) -> str | None:
-    """Returns a question that names the step that a ratio speaks of."""
+    """Returns a question that names the step of the op that would give this ratio."""
     if ratio is None:
         return None
     dims = case.describe().dims if case is not None else {}
@@ -84,7 +85,7 @@ def _hint(ratio: float | None, case: Case | None) -> str | None:
 
 
 def _place(quantity: str, index: tuple[int, ...], shape: tuple[int, ...], case: Case | None) -> str:
-    """Returns an index in words, such as "sequence 3, token 0, head 1": without columns, by its sequence if packed."""
+    """Returns an index in words, such as "sequence 3, token 0, head 1"; the column is left out."""
     names = _dimensions(quantity, case)
     if case is None or len(names) != len(index):
         return f"index {list(index)}" if index else "the only number"
@@ -100,7 +101,7 @@ def _place(quantity: str, index: tuple[int, ...], shape: tuple[int, ...], case: 
 
 
 def _in_its_sequence(row: int, lengths: tuple[int, ...]) -> dict[str, int]:
-    """Returns the sequence and the token that a row of packed sequences is."""
+    """Returns the sequence, and the token in it, to which a row of packed sequences belongs."""
     for i, (start, end) in enumerate(itertools.pairwise(itertools.accumulate(lengths, initial=0))):
         if start <= row < end:
             return {"sequence": i, "token": row - start}
@@ -108,7 +109,7 @@ def _in_its_sequence(row: int, lengths: tuple[int, ...]) -> dict[str, int]:
 
 
 def _dimensions(quantity: str, case: Case | None) -> list[str]:
-    """Returns the names of a quantity's dimensions, by the op's description; nothing for one it does not know."""
+    """Returns the names of a quantity's dimensions from the op's description; empty for an unknown quantity."""
     spec = ABSTRACT_OPS[case.op] if case is not None else None
     if case is None or spec is None:
         return []

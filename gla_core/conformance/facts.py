@@ -1,6 +1,6 @@
 """Facts of a call in a few words each, such as "with cu_seqlens" or "with K > 1".
 
-From them follow the calls that stand for all forms of an op's arguments, and the diagnosis of a failed run.
+They give the calls that cover all forms of an op's arguments, and the diagnosis of a failed run.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from gla_core.ops.spec import GATE, INDICES, OFFSETS, STATE, Argument
 
 ALONG_TIME = {"T": "tokens", "Tq": "queries", "Tk": "keys"}
 ALIGNED = 16
-"""Widths that are a multiple of it are easy for every kernel."""
+"""Widths that are a multiple of it suit every kernel."""
 
 
 def forms(call: OpCall, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Yields which optional arguments the call of a workload gives, and whether its queries are grouped."""
+    """Yields the optional arguments that the call of a workload gives, and whether its queries are grouped."""
     for argument in ABSTRACT_OPS[call.op].arguments:
         given = _given(argument, call, sizes)
         if given is not None:
@@ -29,7 +29,7 @@ def forms(call: OpCall, sizes: Mapping[str, Any]) -> Iterator[str]:
 
 
 def facts(call: OpCall, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Yields what may tell a workload's call from others: the most telling first, its plain sizes last."""
+    """Yields facts by which a workload's call may differ from others: the most telling first, its plain sizes last."""
     yield from forms(call, sizes)
     lengths = sizes.get("lengths") or ()
     if sizes.get("gates") not in (None, "none"):
@@ -55,7 +55,7 @@ def is_empty(call: OpCall) -> bool:
 
 
 def _given(argument: Argument, call: OpCall, sizes: Mapping[str, Any]) -> str | None:
-    """Returns the argument as the call gives it, "" where it is left out, None where no workload decides that."""
+    """Returns the argument as the call gives it, "" if it is left out, None if no workload decides that."""
     given = {
         GATE: call.gate_dtype is not None,
         STATE: call.state_dtype is not None,

@@ -1,6 +1,6 @@
 """The meaning of each abstract op, one token at a time in float64, differentiable by autograd.
 
-Nothing here shares code with a backend. It is slow on purpose: a line per equation of "The mathematics" in README.md.
+It shares no code with a backend. It is slow on purpose: one line per equation of "The mathematics" in README.md.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def chunk_gla(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The GLA recurrence over tokens.
+    """Runs the GLA recurrence over tokens.
 
     Args:
-        As `gla_core.chunk_gla`, of any dtype and device; computed in float64.
+        As in `gla_core.chunk_gla`, of any dtype and device; computed in float64.
 
     Returns:
         o [B, T, Hq, V] and the final state [N, H, K, V], both float64. o is 0 in rows that belong to no sequence.
@@ -51,7 +51,7 @@ def chunk_gla_checkpoints(
     cu_seqlens: Tensor | None,
     every: int,
 ) -> Tensor:
-    """The states that enter every `every` tokens of a sequence [B, n, H, K, V], in float64; 0 in rows of none."""
+    """Returns the states before every `every`-th token of a sequence [B, n, H, K, V], in float64; unused rows are 0."""
     T = q.shape[1]
     if cu_seqlens is None:
         ends = range(0, T, every)
@@ -79,7 +79,7 @@ def chunk_gla_summary(
     cu_seqlens: Tensor | None = None,
     backwards: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the decay [N, H, K] and the state from zero [N, H, K, V] of each sequence, float64, as the op does."""
+    """Returns the decay [N, H, K] and the state from zero [N, H, K, V] of each sequence, in float64."""
     if cu_seqlens is not None:
         parts = [
             chunk_gla_summary(left[:, a:b], right[:, a:b], None if g is None else g[:, a:b], None, backwards)
@@ -104,9 +104,11 @@ def chunk_gla_summary(
 def recurrent_gla_step(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, state: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """One token: q [B, Hq, K], k and the forget gate alpha (not its log) [B, H, K], v [B, H, V], state [B, H, K, V].
+    """Computes one token in the given dtype; returns o [B, Hq, V] and the new state.
 
-    Returns o [B, Hq, V] and the new state. Computes in the dtype given.
+    Args:
+        q: [B, Hq, K]. k: [B, H, K]. v: [B, H, V]. state: [B, H, K, V].
+        alpha: the forget gate, not its log [B, H, K].
     """
     state = _next_state(k, v, alpha, state)
     return _read(q, state, scale), state
@@ -117,20 +119,20 @@ def _next_state(k: Tensor, v: Tensor, alpha: Tensor, state: Tensor) -> Tensor:
 
 
 def _read(q: Tensor, state: Tensor, scale: float) -> Tensor:
-    """Outputs [..., Hq, V] of queries q [..., Hq, K] and states [..., H, K, V]."""
+    """Returns the outputs [..., Hq, V] of queries q [..., Hq, K] for states [..., H, K, V]."""
     q = q.unflatten(-2, (state.shape[-3], -1))  # [..., H, Hq/H, K]
     return scale * (q @ state).flatten(-3, -2)
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """Softmax in float64."""
+    """Computes softmax in float64."""
     return torch.softmax(x.double(), dim)
 
 
 def softmax_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attention with all scores at once in float64: o [B, Tq, Hq, V] and lse [B, Tq, Hq]."""
+    """Computes attention in float64, with all scores at once: o [B, Tq, Hq, V] and lse [B, Tq, Hq]."""
     q, k, v = q.double(), k.double(), v.double()
     Tq, Tk, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
@@ -151,7 +153,7 @@ def _packed_chunk_gla(
     initial_state: Tensor | None,
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Each sequence on its own; rows before the first and after the last belong to none."""
+    """Computes each sequence on its own; rows before the first and after the last belong to no sequence."""
     o, states = [_zero_rows(q, v, int(cu_seqlens[0]))], [_zero_state(q, k, v)[:0]]
     for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         gate = None if g is None else g[:, a:b]

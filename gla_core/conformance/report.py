@@ -1,4 +1,4 @@
-"""What a run of the kit found: a summary or every case as JSON, and a table at the end of the run."""
+"""The report of a run: a summary or every case as JSON, and a table at the end of the run."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 from gla_core.files import check_writable, write_json
 
 FORMAT = 2
-"""Version of the layout of the summary."""
+"""Version of the summary's layout."""
 RED = {"red": True}
 
 
 class Report:
-    """A pytest plugin that gathers the outcome of every case, prints a table, and writes JSON if asked.
+    """A pytest plugin that collects the outcome of every case, prints a table, and writes JSON if asked.
 
     Args:
         path: file to write: a summary, or, if it ends in .jsonl, a line for every case.
@@ -77,7 +77,7 @@ class Report:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, Any, Any]:
-        """Write the report; then, below all that pytest itself prints, what it says in short."""
+        """Writes the report, and prints its short form below everything that pytest prints."""
         result = yield
         if self._path is not None:
             self._write(Path(self._path))
@@ -98,10 +98,10 @@ class Report:
         path.write_text("".join(json.dumps(case, allow_nan=False) + "\n" for case in cases))
 
     def _lines(self, with_failures: bool, verbose: bool) -> Iterator[tuple[str, dict[str, bool]]]:
-        """Yields what the screen shows of the run, and in which colour."""
+        """Yields the lines of the report on the screen, each with its colour."""
         failed = [row for row in self.rows if row["outcome"] == "failed"]
         yield from _plain(sources(self._backend))
-        if with_failures:  # pytest does not list them
+        if with_failures:  # pytest itself does not list them
             yield from ((line, RED) for line in _failures(failed, verbose))
             yield from ((f"ERROR {broken}", RED) for broken in self._broken)
         yield from _plain(_not_declared_in_short(self._backend))
@@ -112,7 +112,7 @@ class Report:
         yield self._verdict(), {"bold": True, "red" if failed or self._broken else "green": True}
 
     def _is_of_no_interest(self, row: dict[str, Any]) -> bool:
-        """Returns whether a case only shows that an op which is not declared is refused."""
+        """Returns whether a case only shows that an undeclared op is refused."""
         return row["op"] not in self._backend.ops and row["outcome"] == "passed"
 
     def _verdict(self) -> str:
@@ -125,7 +125,7 @@ class Report:
         return f"{name} passed {found['passed']} of {len(self.rows)} cases{still_open}"
 
     def summary(self) -> dict[str, Any]:
-        """The run as a summary holds it; `gla_core/conformance/README.md` says what its keys mean."""
+        """Returns the summary of the run; `gla_core/conformance/README.md` explains its keys."""
         return {
             "format": FORMAT,
             "backend": {"name": self._backend.name, "version": self._backend.version},
@@ -147,7 +147,7 @@ def _plain(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, bool]]]:
 
 
 def _not_declared_in_short(backend: Backend) -> Iterator[str]:
-    """Yields what the capabilities leave out: a line for the ops, one for what is in common, one for each op."""
+    """Yields the limits of the capabilities: a line for the ops, one for common limits, one for each op."""
     ops = [op for op in OP_PARAMETERS if op not in backend.ops]
     if ops:
         yield f"not declared: {', '.join(ops)} (calls of them are refused)"
@@ -161,7 +161,7 @@ def _not_declared_in_short(backend: Backend) -> Iterator[str]:
 
 
 def not_declared(backend: Backend) -> list[str]:
-    """What the capabilities leave out, one sentence each; those of an op that differ begin with its name."""
+    """Returns the limits of the capabilities, one sentence each; a limit of a single op begins with the op's name."""
     found = [f"op {op}" for op in OP_PARAMETERS if op not in backend.ops]
     found += _left_out(backend.capabilities, backend.ops)
     for op, can in backend.op_capabilities.items():
@@ -198,13 +198,13 @@ def _capabilities(can: Capabilities) -> dict[str, Any]:
 
 
 def _span(can: Capabilities, name: str) -> str | None:
-    """Text for a range of widths, None where all are declared."""
+    """Returns the text of a range of widths; None if all widths are declared."""
     widths = getattr(can, name)
     return None if widths == getattr(Capabilities(), name) else str(widths)
 
 
 def _failures(failed: Sequence[dict[str, Any]], verbose: bool) -> Iterator[str]:
-    """Yields failed cases, a line each, root causes first: of a property the first few, unless all are asked for."""
+    """Yields failed cases, a line each, root causes first; only the first few of each property unless `verbose`."""
     for group in by_property(sorted(failed, key=lambda row: KINDS.index(kind(row)))):
         shown = group if verbose else group[:NAMED]
         yield from map(_failure, shown)
@@ -218,7 +218,7 @@ def _failure(row: dict[str, Any]) -> str:
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str | None:
-    """What a failure or a skip says, in a line without paths."""
+    """Returns the message of a failure or a skip, in one line without paths."""
     if report.skipped and isinstance(report.longrepr, tuple):
         text = str(report.longrepr[2]).removeprefix("Skipped: ")
     elif report.failed:

@@ -22,21 +22,21 @@ def run(
     verbose: bool = False,
     options: Sequence[str] = (),
 ) -> int:
-    """Judge a backend, printing as pytest does, and then the failures, a line each, a table and the verdict.
+    """Runs the kit on a backend; prints pytest's output, the failures (a line each), a table and the verdict.
 
     Args:
-        name: a backend. device: cpu or cuda; cpu by default, unless the backend does not run there.
-        report: file for the JSON report. commit: source revision to note in it.
+        name: name of a backend. device: cpu or cuda; by default cpu, unless the backend does not run there.
+        report: path of the JSON report. commit: source revision to note in it.
         select: an expression over names of tests, workloads and dtypes, as pytest's -k.
-        module: one of the kit's, such as "test_chunk_gla". verbose: a line per case.
-        options: further ones of pytest, such as ("-n", "6").
+        module: a module of the kit, such as "test_chunk_gla". verbose: whether to print a line per case.
+        options: further options for pytest, such as ("-n", "6").
 
     Returns:
-        0 every case passed or is open, 1 some failed, 2 the device does not fit or nothing was selected, 130
-        interrupted.
+        0 if every case passed or is open, 1 if a case failed, 2 if the device does not fit or nothing was selected, 130
+        if interrupted.
 
     Raises:
-        UnknownBackendError: no such backend.
+        UnknownBackendError: no backend has this name.
     """
     registry.get(name)
     asked = {
@@ -47,7 +47,7 @@ def run(
         "-k": select,
     }
     arguments = [text for option, value in asked.items() if value for text in (option, value)]
-    # The kit's own settings, so that those of the folder it is run in do not change it.
+    # The kit's own settings, so that settings of the current folder have no effect.
     settings = str(Path(__file__).with_name("pytest.ini"))
     how = ["-v" if verbose else "-q", "--tb=no", "-rN", "--disable-warnings", "-p", "pytest_gla_core", "-c", settings]
     tests = "gla_core.conformance" + (f".{module}" if module else "")

@@ -1,4 +1,4 @@
-"""What is judged, and where: read from pytest's command line."""
+"""The subject of a run, a backend on a device, from pytest's command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gla_core.dispatch.backend import Backend, Prepared
 
 
 def subject(config: pytest.Config) -> tuple[Backend, str]:
-    """The backend and the type of device. Raises pytest.UsageError for options that are missing or do not fit."""
+    """Returns the backend and the device type. Raises pytest.UsageError for options that are missing or do not fit."""
     name = config.getoption("gla_backend", None)
     if not name:
         raise pytest.UsageError(f"pass --gla-backend NAME, the backend to judge: {', '.join(registry.installed())}")
@@ -26,7 +26,7 @@ def subject(config: pytest.Config) -> tuple[Backend, str]:
 
 
 def sources(backend: Backend) -> list[str]:
-    """Where the code that is judged lies, a line for each file."""
+    """Returns the files of the code under test, a line for each file."""
     files: dict[str, list[str]] = {}
     for op, function in backend.ops.items():
         code = function.prepare if isinstance(function, Prepared) else function
@@ -35,10 +35,10 @@ def sources(backend: Backend) -> list[str]:
 
 
 def _file(function: Callable) -> str:
-    function = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial
+    function = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, its function
     try:
         return inspect.getfile(function)
-    except TypeError:  # compiled, or an object that can be called
+    except TypeError:  # compiled code, or a callable object
         module = sys.modules.get(getattr(function, "__module__", type(function).__module__) or "")
         return getattr(module, "__file__", None) or "no file"
 

@@ -1,7 +1,7 @@
-"""A run of the kit in short: counts, the worst error of each property, and the reasons of failed and open cases.
+"""The summary of a run: counts, the worst error of each property, and the reasons of failed and open cases.
 
 A row is one case: test, id, op, workload, dtype, size, facts, outcome (passed, failed or open), reason, errors, and
-wrong. An error is a quantity, the error found and its budget; what is in wrong, `divergence` says.
+wrong. An error is a quantity, the error found and its budget; `divergence` makes the entries of wrong.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 Row = dict[str, Any]
 
 NAMED = 3
-"""Cases that are named for each reason."""
+"""Number of cases that are named for each reason."""
 
 
 def counts(rows: list[Row]) -> dict[str, int]:
-    """How many cases passed, failed and stayed open; refusals are among those that passed."""
+    """Returns the number of cases that passed, failed and stayed open; refusals are among the passed ones."""
     found = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in ("passed", "failed", "open")}
     return {**found, "refusals": sum(row["test"].startswith("test_refusals.py") for row in rows)}
 
 
 def properties(rows: list[Row]) -> list[dict[str, Any]]:
-    """Per op and property: cases, failures, cases left open, and the error that is largest beside its budget."""
+    """Returns, per op and property, the cases, failures and open cases, and the largest error beside its budget."""
     return [
         {
             "op": group[0]["op"],
@@ -40,7 +40,7 @@ def properties(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def by_property(rows: Iterable[Row]) -> list[list[Row]]:
-    """Returns the rows of each op and property, in the order in which these come first."""
+    """Returns the rows of each op and property, in the order in which these occur first."""
     groups = defaultdict(list)
     for row in rows:
         groups[row["op"], property_of(row)].append(row)
@@ -48,7 +48,7 @@ def by_property(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def reasons(rows: list[Row], outcome: str) -> list[dict[str, Any]]:
-    """Why cases failed or stayed open: each reason, how many cases it holds for, and the first few of them by name."""
+    """Returns each reason why cases failed or stayed open, with the number of these cases and the names of a few."""
     groups = defaultdict(list)
     for row in rows:
         if row["outcome"] == outcome:
@@ -57,7 +57,7 @@ def reasons(rows: list[Row], outcome: str) -> list[dict[str, Any]]:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """The properties as lines of text, under each op its own."""
+    """Returns the properties as lines of text, grouped by op."""
     found = properties(rows)
     widest = max((len(row["property"]) for row in found), default=0)
     lines = []
@@ -71,28 +71,28 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def property_of(row: Row) -> str:
-    """Returns the property that a case is of: its test's name, in words."""
+    """Returns the property that a case checks: the name of its test, in words."""
     return row["test"].split("::")[-1].removeprefix("test_").replace("_", " ")
 
 
 def complaint(row: Row) -> str:
-    """Returns why a case failed, without the name of an exception that says no more than that it did."""
+    """Returns the reason of a failed case, without the exception's name if that adds nothing."""
     return re.sub(r"^([\w.]+\.)?(AssertionError|BackendError): ", "", row["reason"] or "no reason given")
 
 
 def case_name(row: Row) -> str:
-    """The file, the test, and what it ran on."""
+    """Returns the file, the test and the parameters of a case."""
     return f"{row['test'].split('::')[0]}::{row['id']}"
 
 
 def ratio_text(error: dict[str, Any]) -> str:
-    """An error as a part of its budget."""
+    """Returns an error as a fraction of its budget."""
     ratio = _ratio(error)
     return f"{ratio:.2f}" if math.isfinite(ratio) else "infinite"
 
 
 def finite(error: dict[str, Any]) -> dict[str, Any]:
-    """The error as JSON can hold it: null where it is infinite or not a number."""
+    """Returns the error as a JSON value: null if it is infinite or NaN."""
     value = error["error"]
     return {**error, "error": value if value is not None and math.isfinite(value) else None}
 

@@ -1,4 +1,4 @@
-"""Under torch.autocast, float32 inputs give what they give once cast by hand: same bits, dtypes as documented."""
+"""Under torch.autocast, float32 inputs give the same bits as inputs cast by hand, and the documented dtypes."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from gla_core.conformance.calls import (
 from gla_core.conformance.cases import DIFFERENTIATED, FORWARDS, WRITING, over
 from gla_core.conformance.tolerances import FORWARD, GRADIENT
 
-# In these cases the dtype is that of the autocast; the inputs are float32.
+# In these cases the dtype is the dtype of autocast; the inputs are float32.
 
 
 def same(can, budget):
-    """Two runs on the same numbers."""
+    """Returns the allowed difference of two runs on equal inputs."""
     return 0 if can.deterministic else 2 * budget
 
 
@@ -48,7 +48,7 @@ def dtypes(out):
 @over(FORWARDS, half=True, forms=True)
 @pytest.mark.parametrize("is_cast", [False, True], ids=["float32", "cast"])
 def test_autocast(backend, case, is_cast, measure):
-    """Given float32, and what is cast already."""
+    """Float32 inputs, and inputs that are cast already, give the same results."""
     x, dtype = given(case, dtype=torch.float32), autocast_dtype(case)
     x = cast(case.op, x, case.dtype) if is_cast else x
     with torch.autocast(case.device, case.dtype):
@@ -71,7 +71,7 @@ def test_autocast_inplace(backend, case, measure):
 
 @over(DIFFERENTIATED, half=True, forms=True, gradients=True)
 def test_autocast_of_gradients(backend, case, measure):
-    """Gradients have the dtype of what was given, float32."""
+    """Gradients have the dtype of their inputs, float32."""
     x, dtype, request = given(case, dtype=torch.float32), autocast_dtype(case), training_request(backend, case.op)
 
     def under_autocast(y):
@@ -84,7 +84,7 @@ def test_autocast_of_gradients(backend, case, measure):
     measure(out, expected, same(backend.can(case.op), GRADIENT[dtype]))
 
 
-# ---- beside what they mean
+# ---- values under autocast beside the oracle
 
 
 def by_hand(x, dtype):
@@ -98,7 +98,7 @@ def test_autocast_of_chunk_gla(backend, case, measure):
     with torch.autocast(case.device, case.dtype):
         out = forward(x, backend.name)
     measure(out, expected, FORWARD[case.dtype])
-    if x.g is None:  # products of two numbers in half precision are exact in float32, and only their sum is rounded
+    if x.g is None:  # products of two half-precision numbers are exact in float32; only their sum is rounded
         measure(out, {"state": expected["state"]}, FORWARD[torch.float32])
 
 

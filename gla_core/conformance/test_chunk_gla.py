@@ -60,7 +60,7 @@ def test_values(backend, case, measure, layout):
 
 @over(FWD, "short", "no_token", one_dtype=True, gradients=True)
 def test_results_can_be_changed_in_place(backend, case):
-    """Where autograd watches, too."""
+    """In-place changes work with autograd, too."""
     x = chunk(case)
     for y in forward(dataclasses.replace(x, q=x.q.requires_grad_()), training_request(backend)).values():
         y.mul_(2)
@@ -68,7 +68,7 @@ def test_results_can_be_changed_in_place(backend, case):
 
 @over(FWD, at_size=True)
 def test_values_at_size(backend, case, measure):
-    """Judged by the reference in float64, a row of the batch at a time."""
+    """The judge is the reference in float64, one row of the batch at a time."""
     x = chunk(case)
     measure(forward(x, backend.name), reference_forward(x), FORWARD[case.dtype])
 
@@ -97,7 +97,7 @@ def test_state_only_if_asked(backend, case, measure):
 @over(FWD, "last_chunk_partial", "grouped", "minus_infinity", in_turn=True)
 @pytest.mark.parametrize("cut", [1, 63, 64, 77])
 def test_state_hand_off(backend, case, cut, measure):
-    """One call equals two calls joined by the state."""
+    """One call equals two calls that are joined by the state."""
     x = chunk(case)
     before = forward(tokens(x, None, cut, x.initial_state), backend.name)
     after = forward(tokens(x, cut, None, before["state"]), backend.name)
@@ -119,7 +119,7 @@ def test_chunk_equals_steps(backend, case, measure):
 
 
 def packed_and_separate(x, backend):
-    """Results of packed sequences, and of each by itself, joined; without the rows that belong to none."""
+    """Returns the results of packed sequences, and the joined results of each sequence alone; without padding rows."""
     spans = list(itertools.pairwise(x.cu_seqlens.tolist()))
     initial = [None if x.initial_state is None else x.initial_state[i : i + 1] for i in range(len(spans))]
     parts = [forward(tokens(x, *span, state), backend.name) for span, state in zip(spans, initial, strict=True)]
@@ -135,7 +135,7 @@ def test_packed_equals_separate(backend, case, measure):
 
 @over(FWD, tag="packed", deterministic=True)
 def test_same_bits_in_any_company(backend, case, measure):
-    """Under `batch_invariant`: packed as alone."""
+    """Under `batch_invariant`, a packed sequence gives the same bits as the sequence alone."""
     with gla.batch_invariant(64):
         measure(*packed_and_separate(chunk(case), backend), 0)
 
@@ -148,7 +148,7 @@ def test_packed_offsets_may_be_int32(backend, case, measure):
 
 
 def with_nan_in_padding(x, *more):
-    """Fill the rows that belong to no sequence with NaN, in place; returns the number of the first."""
+    """Fills the rows that belong to no sequence with NaN, in place; returns the number of the first one."""
     end = int(x.cu_seqlens[-1])
     for y in (x.q, x.k, x.v, x.g, *more):
         y[:, end:] = torch.nan
@@ -157,7 +157,7 @@ def with_nan_in_padding(x, *more):
 
 @over(FWD, "padded")
 def test_padding(backend, case, measure):
-    """Rows after the last sequence hold anything; their o is 0, and the sequences are as without them."""
+    """Rows after the last sequence may hold anything; their o is 0, and the sequences do not depend on them."""
     x = chunk(case)
     end = with_nan_in_padding(x)
     with poisoned(backend.can(case.op), case.device):
@@ -213,7 +213,7 @@ def present(x):
 @over(FWD, "one_chunk", "last_chunk_partial", "odd_widths", "grouped", in_turn=True)
 @pytest.mark.parametrize("cut", [1, 41, 63])
 def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
-    """After alpha = 0 nothing earlier is left, to the last bit."""
+    """After alpha = 0 nothing depends on earlier tokens, not even the last bit."""
     x, y = chunk(case, initial_state=True), chunk(case, initial_state=True)
     x.g[:, cut] = y.g[:, cut] = -torch.inf
     for early in (y.k[:, :cut], y.v[:, :cut], y.initial_state):
@@ -231,7 +231,7 @@ def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
 @over(FWD, checkpoints=True, in_turn=True)
 @pytest.mark.parametrize("every", [64, 128])
 def test_checkpoints(backend, case, every, measure, layout):
-    """The states that enter every 64 or 128 tokens of a sequence; rows that no sequence has are 0."""
+    """Checkpoints are the states before every 64th or 128th token of a sequence; unused rows are 0."""
     x = chunk(case)
     with poisoned(backend.can(case.op), case.device):
         out = checkpoints(x, backend.name, every)
@@ -245,7 +245,7 @@ def test_checkpoints(backend, case, every, measure, layout):
 @over(BWD, in_turn=True)
 @pytest.mark.parametrize("every", [64, 128])
 def test_gradients_from_checkpoints(backend, case, every, measure):
-    """Whoever has made them: here the oracle."""
+    """A backward accepts checkpoints of any origin; here the oracle makes them."""
     x = chunk(case)
     given = expected_checkpoints(x, every).to(checkpoint_dtype(case.dtype))
     out = backward(x, backend, *loss_gradients(x), checkpoints=given, every=every)
@@ -262,7 +262,7 @@ def test_gradients(backend, case, measure):
 
 @over(BWD, at_size=True)
 def test_gradients_at_size(backend, case, measure):
-    """Judged by the reference in float64, a row of the batch at a time; without checkpoints and with its own."""
+    """The judge is the reference in float64, one row of the batch at a time; without checkpoints and with its own."""
     x = chunk(case)
     loss, expected = loss_gradients(x), reference_gradients(x)
     measure(backward(x, backend, *loss), expected, GRADIENT[case.dtype])
@@ -273,7 +273,7 @@ def test_gradients_at_size(backend, case, measure):
 @over(BWD, "last_chunk_partial", "grouped", "minus_infinity", "packed", in_turn=True)
 @pytest.mark.parametrize("cut", [1, 63, 64, 77])
 def test_gradient_hand_off(backend, case, cut, measure):
-    """One call equals two calls joined by the state and, backwards, by its gradient."""
+    """One call equals two calls that are joined by the state and, backwards, by its gradient."""
     x = chunk(case)
     do, dstate = loss_gradients(x)
     (early_rows, early), (late_rows, late) = in_two(x, cut)
@@ -305,7 +305,7 @@ def test_gradient_layout(backend, case, layout):
 
 @over(BWD, "short", "packed", "extreme", in_turn=True)
 def test_gradients_without_final_state(backend, case, measure):
-    """No gradient of the final state is a gradient of zeros."""
+    """A missing gradient of the final state means a gradient of zeros."""
     x = chunk(case)
     do, dstate = loss_gradients(x)
     zeros = backward(x, backend, do, torch.zeros_like(dstate))
@@ -314,7 +314,7 @@ def test_gradients_without_final_state(backend, case, measure):
 
 @over(BWD, "padded")
 def test_gradients_of_padding(backend, case, measure):
-    """Exactly 0, whatever the padding and its do hold."""
+    """Gradients of padding are exactly 0, whatever the padding and its do hold."""
     x = chunk(case)
     do, dstate = loss_gradients(x)
     end = with_nan_in_padding(x, do)
@@ -338,7 +338,7 @@ def test_gradients_of_float32_gates(backend, case, measure):
 @over(BWD, in_turn=True)
 @LAYOUTS_OF_STATES
 def test_gradients_of_strided_views(backend, case, states, measure):
-    """Of the inputs, and of the gradients that come in."""
+    """Inputs and incoming gradients may be strided views."""
     x = chunk(case)
     do, dstate = loss_gradients(x)
     out = gradients(strided(x, states), training_request(backend), loss=(heads_first(do), states(dstate)))
@@ -348,7 +348,7 @@ def test_gradients_of_strided_views(backend, case, states, measure):
 @over(BWD, "short", "grouped", "packed", in_turn=True)
 @pytest.mark.parametrize("dimensions", [(0,), (1,), (0, 1, 2, 3)], ids=["first", "second", "all"])
 def test_gradients_of_repeated_values(backend, case, dimensions, measure):
-    """Gates, and gradients that come in, with strides of 0: those of a sum, for one, repeat in all dimensions."""
+    """Gates and incoming gradients may have strides of 0; the gradient of a sum has stride 0 in all dimensions."""
     x = chunk(case)
     x = dataclasses.replace(x, g=repeated(x.g, *dimensions))
     do, dstate = (repeated(d, *dimensions) for d in loss_gradients(x))
@@ -374,7 +374,7 @@ def test_gradients_same_bits(backend, case, measure):
 
 @over(BWD, tag="packed", also=FWD, deterministic=True)
 def test_gradients_same_bits_in_any_company(backend, case, measure):
-    """Under `batch_invariant`: packed as one sequence alone."""
+    """Under `batch_invariant`, a packed sequence has gradients with the same bits as the sequence alone."""
     x = chunk(case)
     do, dstate = loss_gradients(x)
     with gla.batch_invariant(64):
@@ -413,7 +413,7 @@ def test_no_gradient_crosses_a_gate_of_minus_infinity(backend, case, cut, measur
 
 
 def first_tokens(x):
-    """The rows at which sequences begin."""
+    """Returns the rows at which sequences begin."""
     if x.cu_seqlens is None:
         return [0]
     return [start for start, end in itertools.pairwise(x.cu_seqlens.tolist()) if start < end]
@@ -421,7 +421,7 @@ def first_tokens(x):
 
 @over(BWD, "short", "last_chunk_partial", "grouped", "packed", "padded", in_turn=True)
 def test_gradient_of_g_is_zero_where_nothing_passes(backend, case, measure):
-    """Exactly: through a gate of -inf, and into the first token of a sequence without an initial state."""
+    """The gradient of g is exactly 0 at a gate of -inf, and at the first token of a sequence that starts from zero."""
     x = chunk(case, gates="-inf", initial_state=False)
     closed = x.g.isneginf()
     closed[:, first_tokens(x)] = True
@@ -442,9 +442,9 @@ GATES = {
 @over(BWD, "short", "last_chunk_partial", "grouped", "packed", in_turn=True)
 @pytest.mark.parametrize("gates", GATES)
 def test_gradients_of_every_gate(backend, case, gates, measure):
-    """Of one size everywhere, and of any.
+    """Gates of one strength everywhere, and of mixed strengths.
 
-    Where all are strong dg is small beside q * dq and k * dk, to which a token's own key and value give the most.
+    If all gates are strong, dg is small beside q * dq and k * dk, which consist mostly of a token's own key and value.
     """
     x = chunk(case)
     values = torch.tensor(GATES[gates], dtype=x.g.dtype, device=x.g.device)
@@ -455,7 +455,7 @@ def test_gradients_of_every_gate(backend, case, gates, measure):
 
 @over(BWD, "last_chunk_partial")
 def test_gradient_of_strong_gates_before_open_ones(backend, case, measure):
-    """What the many tokens after them give to q * dq and k * dk must not be left in the small dg of the first ones."""
+    """The large q * dq and k * dk of the later tokens must leave no error in the small dg of the first tokens."""
     x = chunk(case, T=300)
     x.g[:, :192], x.g[:, 192:] = -8, 0
     name = "dg of the first tokens"

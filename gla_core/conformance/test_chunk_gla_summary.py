@@ -28,7 +28,11 @@ def tensors(x):
 
 
 def check(out, expected, measure, budget):
-    """Decays are factors of states, so that of small ones the error counts as it stands; and no product makes any."""
+    """Compares decays and states.
+
+    Decays are factors of states, so their absolute error counts. No matrix product computes them, so their budget is
+    at most that of float32.
+    """
     decays = ({"decay": 1 + x["decay"].double()} for x in (out, expected))
     measure(*decays, min(budget, FORWARD[torch.float32]))
     measure(out, {"state": expected["state"]}, budget)
@@ -47,7 +51,7 @@ def test_values(backend, case, backwards, measure, layout):
 @both_directions
 @over(SUMMARY, at_size=True)
 def test_values_at_size(backend, case, backwards, measure):
-    """Judged by the reference in float64, a row of the batch at a time."""
+    """The judge is the reference in float64, one row of the batch at a time."""
     x = summary(case, backwards)
     parts = []
     for b in range(len(x["left"])):
@@ -66,7 +70,7 @@ def test_float32_gates(backend, case, backwards, measure):
 
 @over(SUMMARY, "short", "last_chunk_partial", "minus_infinity", "packed", "ungated")
 def test_grouped_queries_backwards(backend, case, measure):
-    """The query heads of a group give one state; without gates each head has its own."""
+    """The query heads of a group give one state; without gates each query head has its own state."""
     x = summary(case, backwards=True, G=3)
     check(run_summary(x, backend.name), expected_summary(x), measure, FORWARD[case.dtype])
 
@@ -91,7 +95,7 @@ def test_two_parts_equal_the_whole(backend, case, backwards, cut, measure):
 @both_directions
 @over(SUMMARY, "padded")
 def test_padding(backend, case, backwards, measure):
-    """Rows after the last sequence hold anything, and count for nothing."""
+    """Rows after the last sequence may hold anything and have no effect."""
     x = summary(case, backwards)
     for name in ("left", "right", "g"):
         x[name][:, int(x["cu_seqlens"][-1]) :] = torch.nan
@@ -136,16 +140,16 @@ def test_inputs_unchanged(backend, case, backwards, measure):
 
 @over(SUMMARY, gradients=True)
 def test_gradients(backend, case, measure):
-    """Of both results; where a gate is -inf, exactly 0 by way of the decay."""
+    """Gradients of both results are right; at a gate of -inf the gradient through the decay is exactly 0."""
     x = summary(case)
     leaves = {name: x[name].detach().requires_grad_() for name in ("left", "right", "g") if x[name] is not None}
     out = tuple(run_summary({**x, **leaves}, training_request(backend, SUMMARY)).values())
     wide = {name: y.detach().double().requires_grad_() for name, y in leaves.items()}
     ref = oracle.chunk_gla_summary(**{**x, **wide})
-    nothing = sum(0 * y.sum() for y in wide.values())  # of no token, the oracle uses no input
+    nothing = sum(0 * y.sum() for y in wide.values())  # without tokens the oracle's results depend on no input
     generator = torch.Generator(case.device).manual_seed(1)
     seeds = [normal(tuple(y.shape), y.dtype, generator) for y in out]
-    at = slice(0 if "g" in leaves else 1, None)  # without gates the decay depends on nothing
+    at = slice(0 if "g" in leaves else 1, None)  # without gates the decay depends on no input
     found = torch.autograd.grad(out[at], list(leaves.values()), seeds[at])
     expected = torch.autograd.grad([y + nothing for y in ref], list(wide.values()), [d.double() for d in seeds])
     names = [f"d{name}" for name in leaves]

@@ -1,4 +1,4 @@
-"""On a CUDA device, every op: no wait of the host, and capture into a CUDA graph where it is declared."""
+"""On a CUDA device, no op makes the host wait, and CUDA graphs capture every op whose backend declares it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tensors(result) -> dict[str, Tensor]:
 
 
 def without_waiting(function: Callable) -> None:
-    function()  # what a first call may do: compile, load, measure
+    function()  # a first call may compile, load and measure
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -28,7 +28,7 @@ def without_waiting(function: Callable) -> None:
 
 
 def check_replay(function, args, budget, measure):
-    """Capture on one set of inputs, replay on other values in the same memory."""
+    """Captures a call on one set of inputs, and replays it on other values in the same memory."""
     floats = [x for x in args if isinstance(x, Tensor) and x.is_floating_point()]
     given = [x.clone() for x in floats]
     side = torch.cuda.Stream()
@@ -48,7 +48,7 @@ def check_replay(function, args, budget, measure):
     for x, y in zip(floats, given, strict=True):
         x.copy_(y / 2)
     measure(replayed, tensors(function(*args)), budget)
-    measure(named(states), named(floats), budget)  # what is written in place
+    measure(named(states), named(floats), budget)  # results that are written in place
 
 
 def named(found: list[Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What goes wrong only far along: thousands of tokens, keys, queries or columns, narrow so that a CPU affords them."""
+"""Errors that show only far along: thousands of tokens, keys, queries or columns, narrow enough for a CPU."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from gla_core.conformance.cases import over
 from gla_core.conformance.tolerances import FORWARD, GRADIENT
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Kernels of Triton then take milliseconds for each token, the least in half precision."""
+"""Interpreted Triton kernels take milliseconds per token, least in half precision."""
 
 
 def long_inputs(case):
-    """Thousands of tokens; on a CUDA device more than 16 bits can count."""
+    """Returns inputs of thousands of tokens; on a CUDA device more tokens than 16 bits can count."""
     if case.device == "cuda":
         return chunk(case, T=70_001)
     return chunk(case, T=1100) if INTERPRETED else chunk(case)
 
 
 def with_ends(out):
-    """The results, and their ends for themselves: a norm over all hides what only a few get wrong.
+    """Returns the results and, as results of their own, both ends: a norm over all tokens hides errors in a few.
 
-    A forward goes wrong at the last tokens, a backward at the first ones too.
+    A forward goes wrong at the last tokens, and a backward also at the first ones.
     """
     along = {name: x for name, x in out.items() if "state" not in name}
     ends = {f"first of {name}": x[:, :50] for name, x in along.items()}
@@ -73,7 +73,7 @@ def test_gradients_of_long_sequence(backend, case, measure):
 
 @over("chunk_gla_summary", tag="narrow", one_dtype=True, half=INTERPRETED)
 def test_summary_of_long_sequence(backend, case, measure):
-    """The last tokens, or backwards the first, are nearly all that gates leave: without gates all count."""
+    """Without gates every token counts; with gates only the last tokens, or backwards the first ones, would."""
     changes = {"T": long_inputs(case).q.shape[1], "gates": "none"}
     for x in (summary(case, **changes), summary(case, backwards=True, **changes)):
         measure(run_summary(x, backend.name), {"state": expected_summary(x)["state"]}, FORWARD[case.dtype])

@@ -33,7 +33,7 @@ def test_values(backend, case, measure, layout):
 
 @over(SOFTMAX, "small", "other_dimension", "nothing", one_dtype=True, gradients=True)
 def test_results_can_be_changed_in_place(backend, case):
-    """Where autograd watches, too."""
+    """In-place changes work with autograd, too."""
     x, dim = softmax(case)
     run(x.requires_grad_(), dim, backend)["y"].mul_(2)
 
@@ -56,7 +56,7 @@ def test_minus_infinity_makes_no_other_entry_nan(backend, case, hidden, measure)
 
 @over(SOFTMAX, "odd_columns")
 def test_a_row_of_minus_infinity_is_nan(backend, case, measure):
-    """As torch.softmax has it; the other rows are not touched."""
+    """A row of -inf gives NaN, as in torch.softmax; other rows do not change."""
     x, dim = softmax(case)
     x[1] = -torch.inf
     out = run(x, dim, backend)

@@ -40,7 +40,7 @@ def test_inplace(backend, case, measure):
 
 
 def guarded_pool(case):
-    """Inputs with a pool of 6 states that lies between two guards of 3 states, and the memory of all 12."""
+    """Returns inputs with a pool of 6 states between two guards of 3 states, and the memory of all 12."""
     x = step(case)
     rows = len(x["q"])
     generator = torch.Generator(case.device).manual_seed(2)
@@ -56,7 +56,7 @@ def guarded_pool(case):
 @over(STEP, in_turn=True)
 @pytest.mark.parametrize("skipped", [-1, -2, 6, 8])
 def test_inplace_writes_only_addressed_rows(backend, case, skipped, measure):
-    """Row 5 is nobody's, and an index outside the pool skips its row: it writes nothing, and its o is 0."""
+    """Row 5 is not addressed. An index outside the pool skips its row: the row writes nothing, and its o is 0."""
     x, memory = guarded_pool(case)
     if len(x["q"]) > 1:
         x["state_indices"][1] = skipped
@@ -101,7 +101,7 @@ def test_scale(backend, case, scale, measure):
 
 @over(STEP, "small", "grouped", "ungated")
 def test_steps_in_a_row(backend, case, measure):
-    """Twenty steps in place are the recurrence over twenty tokens."""
+    """Twenty steps in place equal the recurrence over twenty tokens."""
     x = gla_inputs(
         **{**case.workload.sizes, "T": 20, "initial_state": True, "dtype": case.dtype, "device": case.device}
     )
@@ -117,7 +117,7 @@ def test_steps_in_a_row(backend, case, measure):
 
 @over(STEP, in_turn=True)
 def test_strided_views(backend, case, measure):
-    """Tokens sliced out of [B, 3, H, ...], and states transposed from [H, P, K, V], in place and not."""
+    """Tokens may be slices of [B, 3, H, ...], and states transposed from [H, P, K, V], in place or not."""
     x = step(case)
     views = {name: None if (y := x[name]) is None else torch.stack([y, y, y], 1)[:, 1] for name in "qkvg"}
     for inplace in (False, True):

@@ -1,4 +1,4 @@
-"""What the capabilities exclude is refused with a reason, not computed wrongly; what they declare is not refused."""
+"""Calls that the capabilities exclude are refused with a reason and not computed; declared calls are not refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gla_core.conformance.cases import cases, excluded
 
 
 def test_refused(backend, case, record_property):
-    """The call, made under a request for this backend alone, raises NoBackendError with the reason."""
+    """A call under a request for this backend alone raises NoBackendError with the reason."""
     reason = excluded(backend, case)
     record_property("refusal", reason)
     function, args = torch_op(case, backend.name)
@@ -27,6 +27,6 @@ def test_refused(backend, case, record_property):
 
 
 def test_a_declared_op_is_not_always_refused(backend, device, declared_op):
-    """A backend whose supports() turns every workload away would otherwise pass with nothing computed."""
+    """Without this test, a backend whose supports() refuses every workload would pass without computing anything."""
     refusals = [backend.refusal(case.describe()) for case in cases(backend, device, declared_op)]
     assert None in refusals, f"every case of {declared_op} is refused: {refusals[:1]}"

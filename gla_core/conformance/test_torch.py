@@ -1,4 +1,4 @@
-"""Under PyTorch, every op: opcheck, and torch.compile in one graph, static and dynamic, forward and backward."""
+"""Every op under PyTorch: opcheck, and torch.compile in one graph, static and dynamic, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gla_core.conformance.tolerances import FORWARD, GRADIENT
 @over(EVERY_OP, forms=True, one_dtype=True)
 def test_opcheck(backend, case):
     function, args = torch_op(case, backend.name)
-    function(*args)  # a refusal is seen here, as it is
+    function(*args)  # a refusal is raised here, unchanged
     torch.library.opcheck(function, args)
 
 
@@ -29,7 +29,7 @@ def copied(args):
 
 
 def amid_others(op, request, **options):
-    """The public function, in a graph with another operation, as a function of its arguments by name."""
+    """Returns the public function, in a graph with another operation, as a function of its arguments by name."""
 
     def function(arguments):
         first = next(iter(arguments))

@@ -1,4 +1,4 @@
-"""Error budgets: the norm of out - ref over the norm of ref, against the float64 recurrence on the same inputs."""
+"""Error budgets: norm of out - ref over norm of ref, where ref is the float64 recurrence on the same inputs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def relative_error(out: Tensor, ref: Tensor) -> float:
-    """The error of `out` against `ref` of the same shape; infinite where one is NaN or infinite and the other not.
+    """Returns the error of `out` against `ref` of the same shape; infinite if NaN or infinity is in only one of them.
 
-    Numbers below the smallest normal one of float32, which devices flush to 0, count as 0.
+    Numbers below the smallest normal number of float32, which devices flush to 0, count as 0.
     """
     if out.shape != ref.shape:
         raise ValueError(f"out has shape {list(out.shape)}; expected {list(ref.shape)}, as ref")
     out, ref = (torch.where(x.abs() < SMALLEST, 0, x) for x in (out.detach().double(), ref.detach().double()))
-    same = (out == ref) | (out.isnan() & ref.isnan())  # equal infinities and NaN are no error
+    same = (out == ref) | (out.isnan() & ref.isnan())  # equal infinities, and NaN in both, are no error
     difference = torch.where(same, 0, out - ref)
     norm = torch.where(ref.isfinite(), ref, 0).norm()
     error = float(difference.norm() / norm) if norm > 0 else float(difference.norm())
@@ -28,5 +28,5 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
 
 
 def number(x: float) -> str:
-    """A number as a report shows it, such as 4.66 or 1e-5."""
+    """Returns a number as a report shows it, such as 4.66 or 1e-5."""
     return f"{x:.3g}".replace("e-0", "e-").replace("e+0", "e+")

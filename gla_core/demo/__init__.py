@@ -1,4 +1,4 @@
-"""What `gla demo` runs: a byte-level language model of gated linear attention, trained on Python's own source files.
+"""The code of `gla demo`: a byte-level GLA language model, trained on Python's own source files.
 
 `model.py` is the example of how to build a model from `gla_core.nn.GatedLinearAttention`.
 """

@@ -1,4 +1,4 @@
-"""The text to learn from: the source files of Python's standard library, or the files of a folder."""
+"""The text of the demo: the source files of Python's standard library, or the files of a folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 HELD_OUT_EVERY = 20
 
-# Tests repeat themselves, and these packages hold tables rather than programs.
+# Tests repeat themselves, and these packages hold tables and not programs.
 SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3", "idlelib"}
 )
@@ -22,11 +22,11 @@ SKIPPED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Text, split by file where there are enough, so that nothing held out has been seen in part.
+    """A text, split into training files and held-out files; a small folder is split within each file.
 
     Attributes:
         train, held_out: bytes [n] uint8, the files one after another.
-        train_files, held_out_files: where they come from.
+        train_files, held_out_files: the paths of these files.
     """
 
     train: Tensor
@@ -35,7 +35,7 @@ class Corpus:
     held_out_files: tuple[Path, ...]
 
     def sha256(self) -> str:
-        """The first 16 digits of the SHA-256 of all of the text."""
+        """Returns the first 16 digits of the SHA-256 of the whole text."""
         known = hashlib.sha256()
         for text in (self.train, self.held_out):
             known.update((ctypes.c_ubyte * len(text)).from_address(text.data_ptr()))  # needs no NumPy, and no copy
@@ -43,7 +43,7 @@ class Corpus:
 
 
 def standard_library() -> Corpus:
-    """The standard library of the Python that runs. Raises FileNotFoundError where it came without its sources."""
+    """Returns the standard library of the running Python. Raises FileNotFoundError if its sources are not installed."""
     root = Path(sysconfig.get_path("stdlib"))
     files = source_files(root)
     if len(files) < 2 * HELD_OUT_EVERY:
@@ -52,9 +52,9 @@ def standard_library() -> Corpus:
 
 
 def folder(root: Path) -> Corpus:
-    """The text files under a folder; of fewer than 40 files the last twentieth of each is held out.
+    """Returns the text files under a folder; with fewer than 40 files, the last twentieth of each file is held out.
 
-    Raises FileNotFoundError where there are none.
+    Raises FileNotFoundError if there are none.
     """
     files = text_files(root)
     if not files:
@@ -68,7 +68,7 @@ def folder(root: Path) -> Corpus:
 
 
 def text_files(root: Path) -> list[Path]:
-    """The files under root that hold text and are not hidden, in an order that does not depend on the file system."""
+    """Returns the files under root that hold text and are not hidden, sorted."""
     found = (path for path in root.rglob("*") if path.is_file())
     shown = (path for path in found if not any(part.startswith(".") for part in path.relative_to(root).parts))
     return sorted(path for path in shown if _is_text(path))
@@ -76,20 +76,20 @@ def text_files(root: Path) -> list[Path]:
 
 def _is_text(path: Path) -> bool:
     with path.open("rb") as file:
-        return b"\0" not in file.read(8000)  # as git tells
+        return b"\0" not in file.read(8000)  # the rule of git
 
 
 def source_files(root: Path) -> list[Path]:
-    """The .py files under root that are worth reading, in an order that does not depend on the file system."""
+    """Returns the .py files under root without tests and tables, sorted."""
     found: list[Path] = []
     for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in SKIPPED]  # not even walked: site-packages may be large
+        inner[:] = [name for name in inner if name not in SKIPPED]  # not searched at all: site-packages may be large
         found += (Path(folder, name) for name in names if name.endswith(".py"))
     return sorted(found)
 
 
 def load(files: list[Path]) -> Corpus:
-    """Read files; every 20th, beginning with the first, is held out."""
+    """Reads files; every 20th file, beginning with the first, is held out."""
     held_out = tuple(files[::HELD_OUT_EVERY])
     train = tuple(path for i, path in enumerate(files) if i % HELD_OUT_EVERY)
     return Corpus(_read(train), _read(held_out), train, held_out)

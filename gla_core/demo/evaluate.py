@@ -1,4 +1,4 @@
-"""Evaluation on text that was held out, in both forms of the model, and generation."""
+"""Evaluation on held-out text, in both forms of the model, and generation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gla_core.demo.model import LanguageModel
 
 
 def held_out_windows(text: Tensor, window: int, most: int) -> Tensor:
-    """At most `most` windows [N, window + 1] uint8 spread evenly over text [n], without overlap."""
+    """Returns at most `most` windows [N, window + 1] uint8, spread evenly over text [n] without overlap."""
     windows = text.unfold(0, window + 1, window + 1)
     places = torch.linspace(0, len(windows) - 1, min(most, len(windows))).long()
     return windows[places]
@@ -21,7 +21,7 @@ def held_out_windows(text: Tensor, window: int, most: int) -> Tensor:
 
 @torch.no_grad()
 def model_bits(model: LanguageModel, windows: Tensor, batch: int) -> float:
-    """Bits per byte of bytes 1.. of each of windows [N, T + 1] uint8, each given those before it in its window."""
+    """Returns the mean bits per byte of windows [N, T + 1] uint8, each byte given the bytes before it in its window."""
     total = 0.0
     for part in windows.to(_device(model)).long().split(batch):
         logits, _ = model(part[:, :-1])
@@ -31,7 +31,7 @@ def model_bits(model: LanguageModel, windows: Tensor, batch: int) -> float:
 
 @torch.no_grad()
 def both_forms(model: LanguageModel, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [T, 256] of text [T] uint8: by the chunked form at once, and by the recurrent form byte by byte."""
+    """Returns the logits [T, 256] of text [T] uint8 in the chunked form, and byte by byte in the recurrent form."""
     tokens = text.to(_device(model)).long()[None]
     chunked, _ = model(tokens)
     states, steps = model.initial_states(1), []
@@ -42,7 +42,7 @@ def both_forms(model: LanguageModel, text: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bits_of(logits: Tensor, text: Tensor) -> float:
-    """Bits per byte of text [T] uint8, each byte but the first predicted by the logits [T, 256] of the one before."""
+    """Returns the mean bits per byte of text [T] uint8; row t of logits [T, 256] predicts byte t + 1."""
     return float(F.cross_entropy(logits[:-1], text[1:].to(logits.device).long())) / math.log(2)
 
 
@@ -50,7 +50,7 @@ def bits_of(logits: Tensor, text: Tensor) -> float:
 def generate(
     model: LanguageModel, prompt: bytes, count: int, temperature: float, generator: torch.Generator
 ) -> Iterator[int]:
-    """Continue the prompt by `count` bytes, one at a time. The prompt is read by the chunked form at once."""
+    """Continues the prompt by `count` bytes, one at a time. The chunked form reads the prompt at once."""
     tokens = torch.tensor([list(prompt or b"\n")], device=_device(model))  # [1, T]
     logits, states = model(tokens, output_final_states=True)
     logits = logits[:, -1]  # [1, 256]
@@ -61,7 +61,7 @@ def generate(
 
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """A byte [1] drawn from logits [1, 256], flattened by the temperature; the likeliest if it is 0."""
+    """Draws a byte [1] from logits [1, 256] divided by the temperature; temperature 0 takes the likeliest byte."""
     if temperature == 0:
         return logits.argmax(-1)
     return torch.multinomial((logits / temperature).softmax(-1).cpu(), 1, generator=generator)[:, 0]

@@ -1,12 +1,12 @@
-"""A language model over bytes, built from gated linear attention: what a GLA model needs, and nothing else.
+"""A language model over bytes, built from gated linear attention: a GLA model with nothing that it could do without.
 
     x = embedding[bytes]
     x = x + gated_linear_attention(norm(x))        per block: mix along time
     x = x + mlp(norm(x))                           and along channels
     logits = norm(x) @ embedding^T
 
-The same weights are evaluated in two ways: `forward` reads whole sequences through `chunk_gla`, for training and to
-absorb a prompt; `step` reads one byte through `recurrent_gla_step`, to generate. The states pass between the two.
+The same weights are evaluated in two ways: `forward` reads whole sequences through `chunk_gla`, for training and for
+prompts; `step` reads one byte through `recurrent_gla_step`, for generation. States pass from one to the other.
 
 B batch   T time   D width
 """
@@ -24,17 +24,17 @@ from gla_core.nn import GatedLinearAttention, GLAState
 BYTES = 256
 
 States = list[GLAState]
-"""One state per block."""
+"""One state for each block."""
 
 
 class LanguageModel(nn.Module):
-    """Logits of the next byte, given the bytes so far.
+    """A language model: returns the logits of the next byte, given the bytes so far.
 
     Args:
         width: D, a multiple of 2 * heads.
         blocks: number of blocks.
-        heads: heads of each gated linear attention; keys are D/2 wide together, values D.
-        mlp_width: of the inner layer of each MLP, 2 D by default.
+        heads: number of heads of each gated linear attention; all keys together are D/2 wide, all values D.
+        mlp_width: width of the inner layer of each MLP, 2 D by default.
 
     Example:
         >>> model = LanguageModel(width=128, blocks=2, heads=4)
@@ -48,12 +48,12 @@ class LanguageModel(nn.Module):
         made = (Block(width, heads, mlp_width or 2 * width) for _ in range(blocks))
         self.blocks = cast("Sequence[Block]", nn.ModuleList(made))
         self.norm = nn.RMSNorm(width)
-        nn.init.normal_(self.embedding.weight, std=0.02)  # it is the head too, and logits should begin near 0
+        nn.init.normal_(self.embedding.weight, std=0.02)  # also the output layer, whose logits should begin near 0
 
     def forward(
         self, tokens: Tensor, states: States | None = None, output_final_states: bool = False
     ) -> tuple[Tensor, States]:
-        """Read bytes [B, T] (int64). Returns logits [B, T, 256] and, if asked for, the states after the last byte."""
+        """Reads bytes [B, T] (int64); returns logits [B, T, 256], and the states if output_final_states is set."""
         x = self.embedding(tokens)  # [B, T, D]
         new_states: States = []
         for i, block in enumerate(self.blocks):
@@ -63,7 +63,7 @@ class LanguageModel(nn.Module):
         return self._logits(x), new_states
 
     def step(self, tokens: Tensor, states: States) -> tuple[Tensor, States]:
-        """Read one byte [B] of each sequence. Returns logits [B, 256] and the new states."""
+        """Reads one byte [B] of each sequence; returns logits [B, 256] and the new states."""
         x = self.embedding(tokens)  # [B, D]
         new_states: States = []
         for block, state in zip(self.blocks, states, strict=True):
@@ -72,7 +72,7 @@ class LanguageModel(nn.Module):
         return self._logits(x), new_states
 
     def initial_states(self, batch_size: int) -> States:
-        """The states before the first byte."""
+        """Returns the states before the first byte."""
         return [block.attention.initial_state(batch_size) for block in self.blocks]
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class LanguageModel(nn.Module):
 
 
 class Block(nn.Module):
-    """Gated linear attention, then a gated MLP, each on a normed copy of x and added to it."""
+    """Gated linear attention followed by a gated MLP; each reads a normed copy of x, and its result is added to x."""
 
     def __init__(self, width: int, heads: int, mlp_width: int) -> None:
         super().__init__()
@@ -90,12 +90,12 @@ class Block(nn.Module):
         self.mlp = GatedMLP(width, mlp_width)
 
     def forward(self, x: Tensor, state: GLAState | None, output_final_state: bool) -> tuple[Tensor, GLAState | None]:
-        """[B, T, D] to [B, T, D], and the state if asked for."""
+        """Maps x [B, T, D] to [B, T, D]; returns the state too if output_final_state is set."""
         y, state = self.attention(self.attention_norm(x), state, output_final_state)
         return self._mlp(x + y), state
 
     def step(self, x: Tensor, state: GLAState) -> tuple[Tensor, GLAState]:
-        """[B, D] to [B, D], and the new state."""
+        """Maps x [B, D] to [B, D]; returns the new state too."""
         y, state = self.attention.step(self.attention_norm(x), state)
         return self._mlp(x + y), state
 
@@ -104,7 +104,7 @@ class Block(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """(silu(x W_gate) * x W_up) W_down."""
+    """A gated MLP: (silu(x W_gate) * x W_up) W_down."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -112,6 +112,6 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., D]."""
+        """Maps x [..., D] to [..., D]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)

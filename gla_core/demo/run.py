@@ -1,4 +1,4 @@
-"""The demonstration from beginning to end: what `gla demo` prints, in the order in which it prints it."""
+"""The demo from beginning to end: everything that `gla demo` prints, in that order."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from gla_core.demo.model import LanguageModel
 from gla_core.demo.train import SETTINGS, Budget, Settings, train
 from gla_core.terminal import print_explanation
 
-EVALUATED = 2**17  # bytes of held-out text
-COMPARED = 512  # bytes evaluated in both forms
-TOLERANCE = 1e-3  # of a logit: float32 rounding gives about 2e-5
+EVALUATED = 2**17  # number of bytes of held-out text
+COMPARED = 512  # number of bytes that both forms evaluate
+TOLERANCE = 1e-3  # for a logit; float32 rounding gives about 2e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user may choose; without steps or seconds the training takes the time of `SETTINGS`."""
+    """Options of the command line; without steps or seconds the training takes the time in `SETTINGS`."""
 
     device: torch.device
     steps: int | None = None
@@ -41,11 +41,11 @@ class Options:
 def run_demo(
     options: Options, console: Console, corpus: Corpus | None = None, settings: Settings | None = None
 ) -> bool:
-    """Train, evaluate, generate, compare, explain.
+    """Trains, evaluates, generates, compares and explains.
 
     Returns:
-        Whether all went as it should: both forms of the model agree and, unless the training was cut short by the
-        options or by Ctrl-C, the model beats the bigram model.
+        Whether the demo succeeded: both forms of the model agree, and the model beats the bigram model. The second
+        condition is dropped if the options or Ctrl-C cut the training short.
 
     Raises:
         KeyboardInterrupt: Ctrl-C after the training.
@@ -87,10 +87,10 @@ def _train(
     generator: torch.Generator,
     console: Console,
 ) -> bool:
-    """Train under a progress bar. Returns whether Ctrl-C ended it."""
+    """Trains under a progress bar; returns whether Ctrl-C ended the training."""
     budget = Budget(options.seconds or settings.seconds, options.steps)
     columns = (TextColumn("training"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[status]}"))
-    bits = None  # averaged over the last steps or so
+    bits = None  # an average that follows the last steps
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("training", total=1.0, status="")
         try:
@@ -105,7 +105,7 @@ def _train(
 
 
 def _compare_with_counting(model: LanguageModel, corpus: Corpus, settings: Settings, console: Console) -> bool:
-    """Print bits per byte of the same held-out bytes by each model. Returns whether ours beats the bigram model."""
+    """Prints each model's bits per byte on the same held-out bytes; returns whether GLA beats the bigram model."""
     windows = evaluate.held_out_windows(corpus.held_out, settings.window, EVALUATED // settings.window)
     single, pairs = baselines.unigram(corpus.train), baselines.bigram(corpus.train)
     bits = {
@@ -134,12 +134,12 @@ def _generate(model: LanguageModel, options: Options, generator: torch.Generator
 
 
 def _printable(text: str) -> str:
-    # A terminal obeys control characters, and a model may write any.
+    # A terminal obeys control characters, and the model may write any of them.
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _compare_forms(model: LanguageModel, corpus: Corpus, console: Console) -> bool:
-    """Print how far the two forms of the model are apart. Returns whether they agree."""
+    """Prints the difference between the two forms of the model; returns whether they agree."""
     text = corpus.held_out[:COMPARED]
     chunked, recurrent = evaluate.both_forms(model, text)
     apart = float((chunked - recurrent).abs().max())
@@ -161,7 +161,7 @@ def _explain(model: LanguageModel, settings: Settings, device: torch.device, con
 
 
 def explanations(model: LanguageModel, settings: Settings, device: torch.device) -> Iterator[gla.Explanation]:
-    """Explain the ops of the model on tensors of the shapes that it gives them."""
+    """Explains the ops of the model, on tensors with the model's shapes."""
     layer = model.blocks[0].attention
     tokens = (settings.batch, settings.window)
     q = k = g = torch.empty(*tokens, layer.num_heads, layer.head_k_dim, device=device)

@@ -1,4 +1,4 @@
-"""Training: random windows of text, AdamW, a learning rate that follows the budget of time or of steps."""
+"""Training: random windows of text, AdamW, and a learning rate that follows the budget of seconds or steps."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gla_core.demo.model import LanguageModel
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes of the model and of a training step, and how long to train."""
+    """Sizes of the model and of a training step, and the length of the training."""
 
     width: int
     blocks: int
     heads: int
-    window: int  # bytes that the model reads at once in training
+    window: int  # number of bytes that the model reads at once in training
     batch: int
     learning_rate: float
     seconds: float
 
 
-# Found by trial: what learns most in the time, on two CPU cores and on one data-centre GPU.
+# Found by trial: the settings that learn most in the time, on two CPU cores and on one data-centre GPU.
 SETTINGS = {
     "cpu": Settings(width=128, blocks=2, heads=4, window=256, batch=8, learning_rate=3e-3, seconds=100),
     "cuda": Settings(width=512, blocks=4, heads=8, window=512, batch=32, learning_rate=1e-3, seconds=40),
@@ -35,25 +35,25 @@ SETTINGS = {
 
 
 GRADIENT_NORM = 1.0
-"""To which the norm of all gradients together is clipped."""
+"""Maximum norm of all gradients together; larger gradients are scaled down to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long to train: for `steps` if given, else for `seconds`."""
+    """The length of the training: `steps` if given, otherwise `seconds`."""
 
     seconds: float
     steps: int | None = None
 
     def used(self, steps: int, seconds: float) -> float:
-        """The part of the budget that is spent, from 0 to 1."""
+        """Returns the fraction of the budget that is spent, from 0 to 1."""
         part = seconds / self.seconds if self.steps is None else steps / self.steps
         return min(part, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What to show after a step: `used` is the part of the budget that is spent."""
+    """The state of the training after a step; `used` is the fraction of the budget that is spent."""
 
     steps: int
     used: float
@@ -64,9 +64,9 @@ class Progress:
 def train(
     model: LanguageModel, text: Tensor, settings: Settings, budget: Budget, generator: torch.Generator
 ) -> Iterator[Progress]:
-    """Train `model` on text [n] uint8, one step for each `Progress` that is asked for.
+    """Trains `model` on text [n] uint8; takes one step for each `Progress` that is requested.
 
-    Stop asking, and the model is what the steps so far have made of it.
+    The model may be used between two steps, and the training may be left at any time.
     """
     optimizer = new_optimizer(model)
     device = next(model.parameters()).device
@@ -82,7 +82,7 @@ def train(
 
 
 def training_step(model: LanguageModel, optimizer: torch.optim.Optimizer, windows: Tensor, parts: int = 1) -> float:
-    """One step on windows [B, T + 1] uint8, `parts` of them one after another. Returns the loss before it, in nats."""
+    """Takes one step on windows [B, T + 1] uint8, in `parts` slices; returns the loss before the step, in nats."""
     optimizer.zero_grad()
     total = 0.0
     for part in windows.chunk(parts):
@@ -95,18 +95,18 @@ def training_step(model: LanguageModel, optimizer: torch.optim.Optimizer, window
 
 
 def loss_of(model: LanguageModel, windows: Tensor) -> Tensor:
-    """Nats per byte of bytes 1.. of each of windows [B, T + 1] uint8."""
+    """Returns the mean nats per byte of windows [B, T + 1] uint8, without the first byte of each."""
     logits, _ = model(windows[:, :-1].long())
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten().long())
 
 
 def new_optimizer(model: LanguageModel) -> torch.optim.Optimizer:
-    """AdamW over the parameters of a model; its learning rate is set at every step."""
+    """Returns AdamW over the parameters of a model; the learning rate is set at every step."""
     return torch.optim.AdamW(model.parameters(), weight_decay=0.1, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate(peak: float, used: float) -> float:
-    """Rises to the peak over the first 5 % of the budget, then falls to nothing along a cosine."""
+    """Returns the learning rate, which rises to `peak` in the first 5 % of the budget then falls to 0 on a cosine."""
     warmup = 0.05
     if used < warmup:
         return peak * max(used / warmup, 0.02)
@@ -114,6 +114,6 @@ def learning_rate(peak: float, used: float) -> float:
 
 
 def sample(text: Tensor, batch: int, window: int, generator: torch.Generator) -> Tensor:
-    """Windows [batch, window + 1] uint8 from random places of text [n]."""
+    """Returns windows [batch, window + 1] uint8 from random places of text [n]."""
     starts = torch.randint(len(text) - window, (batch, 1), generator=generator)
     return text[starts + torch.arange(window + 1)]

@@ -1,13 +1,13 @@
-"""One sequence over several GPUs: each rank holds a part of the tokens, and states pass between the ranks.
+"""Sequences spread over several GPUs: each rank holds a shard of the tokens, and the ranks exchange states.
 
-    shard.py        how tokens are cut into the ranks' shards, as a value that is made once per batch
-    chunk_gla.py    `chunk_gla` on a shard, forward and backward
-    exchange.py     what is gathered from all ranks, and how it is folded to what enters a part
-    history.py      the rows before a part, for the short convolutions of a layer
+    shard.py        cuts the tokens into the ranks' shards; a `Shard` is made once per batch
+    chunk_gla.py    computes `chunk_gla` on a shard, forward and backward
+    exchange.py     exchanges the ranks' summaries and computes the states that enter this rank's pieces
+    history.py      fetches the rows before a piece, for the short convolutions of a layer
 
-Instead of tokens, or together with them, `tensor_parallel.py` spreads the heads of a layer over ranks.
+`tensor_parallel.py` spreads the heads of a layer over ranks, instead of the tokens or in addition to them.
 
-The core does not import this package, nor torch.distributed by itself; `import gla_core.distributed` does.
+`import gla_core` imports neither this package nor torch.distributed; `import gla_core.distributed` imports both.
 """
 
 from gla_core.distributed.chunk_gla import chunk_gla

@@ -1,14 +1,15 @@
-"""`chunk_gla` where each rank holds a shard of the tokens: forward and backward with one exchange each.
+"""`chunk_gla` where each rank holds a shard of the tokens: one exchange in the forward and one in the backward.
 
-    forward     summary of own tokens -> exchange: the states that enter own pieces -> chunk_gla_fwd
-    backward    summary of own q and do, backwards -> exchange: the gradients of the states that leave them
+    forward     summaries of this rank's pieces -> exchange: the states that enter the pieces -> chunk_gla_fwd
+    backward    summaries of q and do, backwards -> exchange: the gradients of the states that leave the pieces
                 -> chunk_gla_bwd
 
-What a rank sends does not depend on what it receives, so that all ranks work at the same time.
+The data that a rank sends do not depend on the data that it receives, so all ranks work at the same time.
 
-A piece of a long sequence is cut into segments, as many as fill the device: the summary is then of each segment, and of
-the piece by a scan over them; and chunk_gla_fwd, given what enters each, has nothing left to build. Otherwise it would
-cut the piece itself and build the same states once more, which takes a third of its time.
+A piece of a long sequence is cut into segments, enough of them to fill the device. Each segment then has a summary, and
+a scan over the segments gives the summary of the piece. chunk_gla_fwd receives the state that enters each segment, so
+it builds no states of its own. Without segments it would cut the piece itself and build the same states a second time,
+which takes a third of its time.
 
 Sources: Chou et al., "ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention" (arXiv 2507.01004),
 which pipelines the exchange; Sun et al., "LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its Hybrid"
@@ -57,38 +58,39 @@ def chunk_gla(
 ) -> ChunkGla:
     """Computes gated linear attention over sequences whose tokens are spread over ranks; every rank calls it.
 
-    Differentiable in q, k, v, g and initial_state, with one gather forwards and one backwards; every rank has to go
-    through both. What comes out is what `gla_core.chunk_gla` gives for the ranks' tokens put together.
+    The results equal `gla_core.chunk_gla` on the tokens of all ranks together. The call is differentiable in
+    q, k, v, g and initial_state, with one gather in the forward and one in the backward. Every rank has to run both.
 
-    States are the same on every rank: each is given the same initial_state and gets the final states of all sequences.
-    So are their gradients: that of the final state has to be complete and the same on every rank, and that of
-    initial_state then is.
+    States are the same on every rank: every rank passes the same initial_state and receives the final states of all
+    sequences. The same holds for their gradients: every rank has to pass the complete gradient of the final states, and
+    every rank then receives the complete gradient of initial_state.
 
     Args:
-        q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16, of this rank's T tokens: of B sequences, all
-            cut at the same places, or with cu_seqlens of one row, B = 1. T may be 0, and differ between ranks.
-        k: keys [B, T, H, K], as q.
-        v: values [B, T, H, V], as q.
-        g: natural logarithm of the forget gate [B, T, H, K], as q or float32, in [-inf, 0]. None means no decay.
+        q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16, of this rank's T tokens: B sequences that are
+            all cut at the same places, or one row (B = 1) of packed sequences with cu_seqlens. T may be 0, and may
+            differ between ranks.
+        k: keys [B, T, H, K], dtype as q.
+        v: values [B, T, H, V], dtype as q.
+        g: natural logarithm of the forget gate [B, T, H, K], dtype as q or float32, in [-inf, 0]. None means no decay.
         scale: factor of the output; K^-1/2 by default.
         initial_state: [N, H, K, V] float32 (float64 with float64), of all sequences.
-        output_final_state: also return the states after the last tokens. Of packed sequences, giving or asking for
-            states has those of all N gathered, not one a rank.
+        output_final_state: whether to return the states after the last tokens too. If packed sequences have an
+            initial_state or output_final_state, a rank sends the states of all N sequences, otherwise one state.
         cu_seqlens: [N+1] offsets of packed sequences in the row of all ranks' tokens; see `shard`.
         group: the ranks in the order of their shards; all ranks by default.
         layout: "contiguous" or "zigzag"; see `shard`.
         backend: a request such as "reference"; see `use_backend`.
-        shard: what `shard` returned, in place of cu_seqlens, group and layout; else it is made for this call.
-        state_v_first: states are [N, H, V, K], given and returned. None is copied: those returned are views.
+        shard: the value that `shard` returned, in place of cu_seqlens, group and layout. By default the call makes one.
+        state_v_first: whether states are [N, H, V, K], given and returned. None is copied: returned states are views.
 
     Returns:
-        o [B, T, Hq, V] as v, and the final states [N, H, K, V] (None unless asked for), on every rank; by name
-        `o` and `state`.
+        o [B, T, Hq, V] with v's dtype, and the final states [N, H, K, V] (None unless output_final_state), on every
+        rank, as the fields `o` and `state`.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype or device, before anything is sent. The other ranks
-            then wait in vain, and raise what torch.distributed does once the time-out of the group is over.
-        NoBackendError, UnknownBackendError: nobody can serve the request.
+        ValueError, TypeError: an argument has a wrong shape, dtype or device. The error comes before anything is sent;
+            the other ranks wait until the group's timeout and then raise torch.distributed's error.
+        NoBackendError, UnknownBackendError: no backend can serve the request.
         NotImplementedError: an input carries a tangent of forward-mode AD.
 
     Example:
@@ -104,7 +106,7 @@ def chunk_gla(
         initial_state = checks.transposed(initial_state)
     q, k, v, g = autocast.tokens(q, k, v, g)
     refuse_tangents(q, k, v, g, initial_state)
-    # What a backend would refuse later, when the other ranks already wait.
+    # Check here what a backend would otherwise refuse only once the other ranks wait.
     call = FORWARD.describe(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, None, None)
     B, T = q.shape[:2]
     shard = shard or make_shard(T, cu_seqlens, group, layout)
@@ -114,9 +116,11 @@ def chunk_gla(
         agreed = {name: size for name, size in call.dims.items() if name != "T"}
         agreed |= {"dtype": q.dtype, "g": g is not None, "initial_state": initial_state is not None}
         agreed |= {"output_final_state": output_final_state, "layout": shard.layout}
-        refuse_ranks_that_differ(agreed, shard.group, "all but the number of tokens is the same on every rank")
+        refuse_ranks_that_differ(
+            agreed, shard.group, "everything but the number of tokens has to be the same on every rank"
+        )
     rows, segments = (q, k, v, g), 1
-    if shard.packed is None:  # pieces of sequences, or segments of these, as rows of their own
+    if shard.packed is None:  # each piece, or each segment of a piece, becomes a row of its own
         pieces = len(shard.places)
         segments = segments_of_a_piece(B * pieces * k.shape[2], T // pieces, q.device)
         each = (B * pieces * segments, T // (pieces * segments))
@@ -132,14 +136,15 @@ def chunk_gla(
 
 
 LEAST_SEGMENT = 512
-"""Tokens of a segment at least."""
+"""Minimum number of tokens of a segment."""
 
 
 def segments_of_a_piece(heads: int, tokens: int, device: torch.device) -> int:
-    """How many segments of whole chunks a piece of so many tokens is cut into.
+    """Returns the number of segments that a piece is cut into; each of them is a whole number of chunks.
 
     Args:
-        heads: of all pieces of this rank.
+        heads: number of key/value heads, summed over all pieces of this rank.
+        tokens: number of tokens of the piece.
     """
     if device.type != "cuda" or heads == 0:
         return 1
@@ -150,12 +155,12 @@ def segments_of_a_piece(heads: int, tokens: int, device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Own:
-    """The part of a call that this rank has.
+    """The share of a call that this rank computes.
 
     Attributes:
-        segments: that each piece of a sequence is cut into; 1 of packed sequences.
-        cut: says where packed sequences are cut, where only what passes there is passed on; None where the states of
-            all parts are.
+        segments: number of segments that each piece is cut into; 1 for packed sequences.
+        cut: the layout of packed sequences if the ranks exchange only the states of sequences that are cut; None if
+            they exchange the states of all sequences.
     """
 
     shard: Shard
@@ -164,13 +169,13 @@ class _Own:
 
     @property
     def offsets(self) -> Tensor | None:
-        """Offsets of the parts of packed sequences that this rank has; None where each row is a sequence's."""
+        """Returns the offsets of packed sequences' parts in this rank's row; None without packed sequences."""
         return None if self.shard.packed is None else self.shard.packed.parts
 
     def summary(self, left: Tensor, right: Tensor, g: Tensor | None, backwards: bool, backend: str) -> Summary:
-        """Returns the summaries of this rank's segments or parts.
+        """Returns the summaries of this rank's segments, or of its parts of packed sequences.
 
-        With `cut` they are those of the parts that are cut behind a piece, or backwards in front of one.
+        If `cut` is given, it returns one summary per piece: of the piece's tail, or backwards of its head.
 
         Args:
             left, right: k and v, or backwards q and do.
@@ -183,11 +188,13 @@ class _Own:
         return decay[wanted], state[wanted]
 
     def passed_on(self, summary: Summary, start: Tensor | None, backwards: bool, to_end: bool) -> tuple[Tensor, Tensor]:
-        """What enters each of this rank's segments or parts, or backwards leaves it, and what is left at the end.
+        """Exchanges summaries; returns the state that enters each of this rank's segments or parts, and the last state.
+
+        Backwards, these are the gradients of the states that leave the segments or parts, and of the initial states.
 
         Args:
-            summary: as `summary` gives it. start: [N, H, K, V] before the first piece; None is 0.
-            to_end: whether what is left at the end is asked for.
+            summary: the result of the method `summary`. start: [N, H, K, V] before the first piece; None means 0.
+            to_end: whether the last state is needed; without it the second result is undefined.
 
         Returns:
             [segments or parts, H, K, V] and [N, H, K, V].
@@ -200,7 +207,7 @@ class _Own:
         by_row, passed = self.shard.packed is None, None if cut is None else cut.passed
         gathered = to_end or self.shard.ranks <= exchange.MOST_GATHERED
         wait = exchange.gather(self.shard, decay, state, by_row) if gathered else None
-        # What needs nothing of the other ranks, while they send.
+        # This needs nothing from the other ranks, so it runs while they send.
         before = None if upto is None else exchange.before_each(upto, backwards)
         if start is None:
             start = state.new_zeros(len(state) // len(places), *state.shape[1:])
@@ -221,9 +228,9 @@ class _Own:
 
 
 class _chunk_gla_over_ranks(torch.autograd.Function):
-    """One function, not three that autograd joins: what is gathered needs no gradient of its own.
+    """One autograd function for summary, exchange and op, so that the gathered tensors need no gradient.
 
-    Profilers show its name, which has the op's in it as those of the plain ops have.
+    Profilers show its name, which contains the op's name as the names of the other ops' functions do.
     """
 
     @staticmethod
@@ -257,7 +264,7 @@ class _chunk_gla_over_ranks(torch.autograd.Function):
         own, scale, backend = ctx.own, ctx.scale, ctx.backend
         do = v.new_zeros(*q.shape[:-1], v.shape[-1]) if do is None else do
         decay, state = own.summary(q, do, g, True, backend)
-        if g is None:  # then each query head has its own; those of a group go into one state
+        if g is None:  # each query head has a summary of its own; the query heads of a group share one state
             decay, state = (x.unflatten(1, (k.shape[2], -1)) for x in (decay, state))
             decay, state = decay[:, :, 0], state.sum(2)
         needs_initial = ctx.needs_input_grad[5]

@@ -1,32 +1,35 @@
-"""What ranks send each other of their pieces, and how each makes of it what enters its own.
+"""Exchange of summaries between ranks: each rank computes the states that enter its pieces.
 
-A summary is a decay D [M, H, K] and a state from zero S [M, H, K, V] (see gla_core/ops/chunk_gla_summary.py). Over the
-pieces in order, or backwards from the last,
+A summary is a decay D [M, H, K] and a state from zero S [M, H, K, V] (see gla_core/ops/chunk_gla_summary.py). The
+recurrence
 
     running <- diag(D) running + S
 
-begins with the initial states, or the gradients of the final ones, and what it is before a piece enters that piece.
+goes over the pieces in order, or backwards from the last one. It begins with the initial states, or backwards with the
+gradients of the final states. The value of `running` before a piece is the state that enters that piece.
 
-M is the number of sequences where all are passed on, those that end in one rank too: without packed sequences, or where
-states are given or asked for. Otherwise M is 1: the sequence that is cut at a place.
+M is the number of sequences whose states are exchanged. It is the number of all sequences, even of those that lie
+within one rank, if there are no packed sequences, or if initial or final states are asked for. Otherwise M is 1: at
+most one packed sequence is cut at each place between two pieces.
 
-**A gather, or of more than `MOST_GATHERED` ranks a scan.** With b = 4 M H K (V + 1) bytes a piece, and f seconds to
-take one more summary into what is running:
+**Up to `MOST_GATHERED` ranks use a gather, more ranks use a scan.** With b = 4 M H K (V + 1) bytes per piece, and f
+seconds to fold one summary into `running`:
 
-    gather    latency + P (R - 1) b / bandwidth + P R f           all to all, each folds what is before its own
-    scan      ceil(log2 P R + 1) (latency + b / bandwidth + f)    summaries of places 1, 2, 4 .. apart are joined
-    chain     (R + m - 2) (latency + b / (m bandwidth))           from rank to rank, b in m parts
+    gather    latency + P (R - 1) b / bandwidth + P R f           every rank gets all summaries, folds those before it
+    scan      ceil(log2 P R + 1) (latency + b / bandwidth + f)    joins summaries of places 1, 2, 4 .. apart
+    chain     (R + m - 2) (latency + b / (m bandwidth))           passes states from rank to rank, b in m slices
 
-In us, at 20 us, 50 GB/s and f = 5 us (assumed, not measured), one row of eight heads with K = V = 128, contiguous:
+In us, with a latency of 20 us, 50 GB/s and f = 5 us (assumed, not measured), for one row of eight heads with
+K = V = 128 in layout "contiguous":
 
     ranks       4      8     16     32     64    1024
     gather     72    134    259    508   1006  15,951
     scan      107    142    178    213    249     391
     chain      92    202    400    770   1480  21,380
 
-A scan takes more rounds but sends little in each, so it wins once there are many ranks, and its memory does not grow
-with them. A chain has a latency for every rank. Final states, and gradients of initial ones, are wanted on all ranks:
-they take the gather, whatever R is.
+A scan takes more rounds than a gather but sends little in each, so it is faster for many ranks, and its memory does not
+grow with R. A chain adds a latency for every rank. Final states and gradients of initial states are needed on all
+ranks: for these the gather is used whatever R is.
 
 R ranks   P pieces of a rank   N sequences   H heads   K, V key and value width
 """
@@ -42,24 +45,27 @@ from torch import Tensor
 from gla_core.distributed.shard import Shard, all_gather
 
 MOST_GATHERED = 8
-"""Ranks up to which one gather is quicker than a scan."""
+"""Largest number of ranks for which one gather is faster than a scan."""
 Summary = tuple[Tensor, Tensor]
 """Decay [M, H, K] and state from zero [M, H, K, V] of a piece."""
 
 
 def gather(shard: Shard, decay: Tensor, state: Tensor, by_row: bool) -> Callable[[], list[Summary]]:
-    """Start to gather the summaries of all pieces; what it returns waits, and gives them in the order of places.
+    """Starts to gather the summaries of all pieces.
 
     Args:
         decay, state: [P * M, H, K] and [P * M, H, K, V] of this rank's pieces.
-        by_row: the P pieces of a row of the batch follow each other, not the M sequences of a piece.
+        by_row: whether the first dimension is ordered as [M, P], the P pieces of a row side by side, not as [P, M].
+
+    Returns:
+        A function that waits for the gather and returns the summaries in the order of places.
     """
     sent = torch.cat([decay.flatten(), state.flatten()])
     received = sent.new_empty(shard.ranks, len(sent))
     work = all_gather(received.view(-1), sent, shard.group, async_op=True)
 
     def wait() -> list[Summary]:
-        assert work is not None  # of a process that is in the group
+        assert work is not None  # it is None only in a process outside the group
         work.wait()
         decays = received[:, : decay.numel()].view(-1, *decay.shape)
         states = received[:, decay.numel() :].view(-1, *state.shape)
@@ -70,13 +76,13 @@ def gather(shard: Shard, decay: Tensor, state: Tensor, by_row: bool) -> Callable
 
 
 def up_to_each(summary: Summary, segments: int, backwards: bool) -> Summary:
-    """The summaries of each piece up to and including each of its segments [M, segments, ...], in their order.
+    """Returns, for each segment, the summary of its piece up to and including that segment [M, segments, ...].
 
-    By doubling: what is 1, 2, 4 .. segments apart is joined, all at once.
+    It works by doubling: every round joins the summaries of segments that are 1, 2, 4 .. apart, all at once.
 
     Args:
-        summary: of M * segments of them, those of a piece one after another.
-        backwards: whether the last one is the first in order.
+        summary: summaries of M * segments segments; the segments of a piece follow each other.
+        backwards: whether the order begins with the last segment.
     """
     D, S = (x.unflatten(0, (-1, segments)) for x in summary)
     if backwards:
@@ -90,13 +96,18 @@ def up_to_each(summary: Summary, segments: int, backwards: bool) -> Summary:
 
 
 def _joined(first: Summary, then: Summary) -> Summary:
-    """The summary of two stretches of a sequence, one behind the other."""
+    """Returns the summary of two consecutive stretches of a sequence, given the summary of each."""
     D, S = then
     return D * first[0], torch.addcmul(S, D[..., None], first[1])
 
 
 def before_each(upto: Summary, backwards: bool) -> Summary:
-    """The summaries of what is before each segment in its piece, of what `up_to_each` gives; each where it lies."""
+    """Returns the summaries of the tokens before each segment in its piece, in the order of the tokens.
+
+    Args:
+        upto: the result of `up_to_each`.
+        backwards: as in `up_to_each`.
+    """
     D, S = upto
     D = torch.cat([torch.ones_like(D[:, :1]), D[:, :-1]], 1)
     S = torch.cat([torch.zeros_like(S[:, :1]), S[:, :-1]], 1)
@@ -104,14 +115,14 @@ def before_each(upto: Summary, backwards: bool) -> Summary:
 
 
 def _by_piece(x: Tensor, dim: int, pieces: int, by_row: bool) -> Sequence[Tensor]:
-    """Views of x, of which a dimension holds P * M, one for each of the P pieces."""
+    """Returns P views of x, one per piece; dimension `dim` of x has size P * M."""
     if by_row:
         return x.unflatten(dim, (-1, pieces)).unbind(dim + 1)
     return x.unflatten(dim, (pieces, -1)).unbind(dim)
 
 
 def _by_place(x: Tensor, pieces: int, by_row: bool) -> list[Tensor]:
-    """Views of x [R, P * M, ...], one [M, ...] for each place: the second pieces lie in the order of falling ranks."""
+    """Returns views of x [R, P * M, ...], one [M, ...] per place; the ranks' second pieces lie in reverse order."""
     first, *second = (part.unbind(0) for part in _by_piece(x, 1, pieces, by_row))
     return [*first, *(x for part in second for x in reversed(part))]
 
@@ -123,13 +134,13 @@ def fold(
     passed: Tensor | None,
     to_end: bool,
 ) -> tuple[dict[int, Tensor], Tensor]:
-    """What is there before each of `places` [M, H, K, V], and after the last piece.
+    """Runs the recurrence; returns its value before each of `places` [M, H, K, V], and after the last piece.
 
     Args:
-        summaries: of all pieces with their places, in the order of the recurrence. start: [M, H, K, V].
-        passed: whether what comes before a piece also leaves it [P * R]; otherwise what leaves is of another sequence.
-            None if it always does.
-        to_end: whether the second result is wanted; it is otherwise what there is once all places have been met.
+        summaries: all pieces' summaries with their places, in the order of the recurrence. start: [M, H, K, V].
+        passed: [P * R], whether the sequence that enters a piece also leaves it; if not, the state that leaves belongs
+            to another sequence. None if it always does.
+        to_end: whether the second result is needed. If not, the recurrence stops at the last of `places`.
     """
     running, found = start, {}
     for place, (decay, state) in summaries:
@@ -152,11 +163,11 @@ def scan(
     backwards: bool,
     by_row: bool,
 ) -> dict[int, Tensor]:
-    """What is there before each of this rank's places [M, H, K, V], by messages between two ranks at a time.
+    """Returns the recurrence's value before each of this rank's places [M, H, K, V], by messages between two ranks.
 
     Args:
-        decay, state, by_row: as of `gather`. start, passed: as of `fold`.
-        backwards: whether the last place comes first.
+        decay, state, by_row: as in `gather`. start, passed: as in `fold`.
+        backwards: whether the order begins with the last place.
     """
     last = _last(shard)
     order = {last - place if backwards else place: place for place in shard.places}
@@ -164,7 +175,7 @@ def scan(
     own = {}
     for position, D, S in zip(order, *parts, strict=True):
         own[position] = (D if passed is None else torch.where(passed[order[position]], D, 0), S)
-    # What enters a place is what leaves the one before it, once that is joined with all before it.
+    # The state that enters a place is the state that leaves the place before it.
     running = _from_before(shard, own, 1, backwards)
     if 0 in own:
         running[0] = (torch.zeros_like(own[0][0]), start)
@@ -178,7 +189,10 @@ def scan(
 
 
 def _from_before(shard: Shard, sent: dict[int, Summary], distance: int, backwards: bool) -> dict[int, Summary]:
-    """What stands in the positions so far before those of this rank, each sent by the rank that has it."""
+    """Exchanges summaries; returns the summaries `distance` positions before this rank's positions, if they exist.
+
+    A position is a place counted in the order of the recurrence.
+    """
     last = _last(shard)
     received: dict[int, Tensor] = {}
     messages = []
@@ -202,12 +216,12 @@ def _from_before(shard: Shard, sent: dict[int, Summary], distance: int, backward
 
 
 def _peer(shard: Shard, position: int, backwards: bool) -> int:
-    """The rank, among all processes, that has the place in this position."""
+    """Returns the global rank of the process that holds this position."""
     last = _last(shard)
     place = last - position if backwards else position
     return dist.get_global_rank(shard.group, min(place, last - place) if shard.layout == "zigzag" else place)
 
 
 def _last(shard: Shard) -> int:
-    """The last place of all."""
+    """Returns the number of the last place."""
     return len(shard.places) * shard.ranks - 1

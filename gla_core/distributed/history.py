@@ -1,8 +1,9 @@
-"""What a causal convolution reads of other ranks: the last rows before each part of a sequence that this rank has.
+"""Rows of other ranks that a causal convolution reads: the last rows before each of this rank's pieces.
 
-Every rank sends the last `room` rows of each of its pieces, and which of them are there, for a piece may be shorter or
-empty. The history of a part is then, of all that are there before its piece, the last `room` rows, as far as they are
-of the part's sequence. One gather forwards; backwards one sum of gradients, scattered to the ranks that hold the rows.
+Every rank sends the last `room` rows of each of its pieces, and a mask of the rows that exist, since a piece may have
+fewer rows or none. The history of a piece is the last `room` existing rows before it, without the rows of another
+sequence. The forward makes one gather. The backward makes one reduce-scatter of the gradients to the ranks that hold
+the rows.
 
 R ranks   P pieces of a rank   B batch   T tokens of this rank   D width of all inputs together
 """
@@ -23,17 +24,18 @@ from gla_core.distributed.shard import Shard, all_gather, in_order, reduce_scatt
 
 @outside_graphs
 def histories(inputs: Sequence[Tensor], room: int, shard: Shard) -> list[Tensor]:
-    """The `room` rows before each part of a sequence that this rank has, zeros where there are none.
+    """Returns the `room` rows before each of this rank's pieces, or of its parts of packed sequences.
 
-    Differentiable, with one collective forwards and one backwards; every rank has to go through both.
+    Rows that do not exist are zeros. The call is differentiable, with one collective in the forward and one in the
+    backward. Every rank has to run both.
 
     Args:
-        inputs: [B, T, ..] each, of this rank, of one dtype.
-        room: at least 1.
+        inputs: tensors [B, T, ..] of this rank, all of one dtype.
+        room: number of rows, at least 1.
 
     Returns:
-        Of each input [parts, room, ..]: of packed sequences the parts are those of `shard.packed.parts`, else the P
-        pieces of the first row of the batch, of the second and so on.
+        For each input [B P, room, ..], the P pieces of a row of the batch side by side; with packed sequences
+        [parts, room, ..] in the order of `shard.packed.parts`.
     """
     pieces, T = len(shard.places), shard.tokens // len(shard.places)
     own = torch.cat([_last(x.unflatten(1, (pieces, T)), room) for x in inputs], dim=-1)  # [B, P, room, D]
@@ -51,23 +53,24 @@ def histories(inputs: Sequence[Tensor], room: int, shard: Shard) -> list[Tensor]
 
 
 def _last(x: Tensor, room: int) -> Tensor:
-    """The last rows [B, P, room, ..] of pieces [B, P, T, ..], behind zeros where T is less."""
+    """Returns the last rows [B, P, room, ..] of pieces [B, P, T, ..], padded with zeros in front if T < room."""
     x = x[:, :, max(0, x.shape[2] - room) :]
     return F.pad(x, (0, 0, room - x.shape[2], 0))
 
 
 def _before(shard: Shard, there: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows are before each of this rank's pieces, in order and ending at it, and whether there are so many.
+    """Finds the `room` rows in front of each of this rank's pieces.
 
     Args:
-        there: [P R room], of the last rows of all pieces those that exist.
+        there: [P R room], whether each of the gathered rows exists.
 
     Returns:
-        Indices into them [P, room], and whether they are of the sequence that goes on in the piece [P, room].
+        Indices into the gathered rows [P, room], in order, and whether each of these rows exists and belongs to the
+        sequence that continues in the piece [P, room].
     """
     room = len(there) // (len(shard.places) * shard.ranks)
     count = there.cumsum(0)
-    ends = F.pad(count, (1, 0))[::room]  # [P R + 1], how many are before each place
+    ends = F.pad(count, (1, 0))[::room]  # [P R + 1], number of existing rows before each place
     ends = torch.cat([ends[place : place + 1] for place in shard.places])[:, None]
     back = torch.arange(room, 0, -1, device=there.device)  # the last row before a piece is one row back
     found = back <= ends
@@ -77,7 +80,7 @@ def _before(shard: Shard, there: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Gathered(torch.autograd.Function):
-    """What all ranks send [n], as [R, n]."""
+    """Gathers [n] of every rank to [R, n]."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""What compiled code leaves alone: torch.compile would trace the functions of this package into many small graphs."""
+"""A decorator that excludes functions from torch.compile, which would trace them into many small graphs."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def outside_graphs(function: Function) -> Function:
-    """Have a function run as it is where compiled code calls it: the graph ends before it, and the next begins."""
+    """Makes a function run eagerly when compiled code calls it: a graph ends before it and another begins after it."""
     return cast("Function", torch.compiler.disable(function))

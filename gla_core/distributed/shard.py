@@ -1,21 +1,23 @@
-"""How the tokens of sequences are cut into the shards that ranks hold: all that depends on the cut and not on a layer.
+"""Shards: the tokens that each rank holds. A `Shard` has everything that depends on the cut and not on a layer.
 
-The tokens of a sequence, or of one row of packed sequences, are cut into pieces; place p of R (or 2R) is where a piece
-lies among them. Rank r of R holds
+The tokens of a sequence, or of one row of packed sequences, are cut into R (or 2R) pieces. The number of a piece in
+this order is its place. Rank r of R holds
 
     contiguous   piece r
     zigzag       pieces r and 2R-1-r, one after the other: the work of causal softmax attention is then even
 
-Of packed sequences a piece holds parts of some: of sequence n the rows that it shares with cu_seqlens[n] to
-cu_seqlens[n+1], empty for most. At each place between two pieces one sequence at most is cut, so that what passes there
-is one state, of a number that the host knows whatever the lengths are. With x such a place, that sequence is
+With packed sequences, the rows that a piece shares with sequence n, the rows cu_seqlens[n] to cu_seqlens[n+1], are a
+part of that sequence. A piece has N parts, most of them empty. At each bound between two pieces at most one sequence is
+cut, so exactly one state is passed on there, and the shapes do not depend on the lengths. At a bound x, the sequence
+that is cut is
 
     the last n with cu_seqlens[n] < x, if x < cu_seqlens[n+1]
 
-and of a piece, the sequence that goes on behind it has its `tail` there, the one that comes from before it its `head`.
+The part of a piece whose sequence continues behind the piece is the piece's `tail`. The part whose sequence began
+before the piece is its `head`.
 
-Everything is computed on the device of cu_seqlens and read by nobody, so that no step waits, and a CUDA graph that
-holds the making of a shard replays it for other offsets.
+Everything is computed on the device of cu_seqlens, and the host reads none of it. So no step waits for the device, and
+a CUDA graph that captures the making of a shard can replay it for other offsets.
 
 R ranks   P pieces of a rank, 1 or 2   T tokens of all ranks   N sequences
 """
@@ -42,16 +44,18 @@ LAYOUTS = ("contiguous", "zigzag")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Where the parts of packed sequences lie in a rank's row; offsets are int64 [.. + 1], as `cu_seqlens` are.
+    """The positions of packed sequences' parts in a rank's row, as int64 offsets like `cu_seqlens`.
 
     Attributes:
-        cu_seqlens: those of the whole row [N+1].
-        parts: offsets of the P * N parts in order, piece by piece.
-        tails: offsets of 2 P stretches: for each piece what is before its tail, and its tail.
-        heads: offsets of 2 P stretches: for each piece its head, and what is behind it.
-        entered, left: [P], the part that the state before a piece enters, and that the state behind it leaves.
-        before: [P], how many rows in front of a piece are of the sequence that goes on in it.
-        passed: whether one sequence goes through a whole piece, for all pieces of all ranks [P * R] in order.
+        cu_seqlens: [N+1], offsets of the sequences in the row of all ranks' tokens.
+        parts: [P * N + 1], offsets of the parts, piece by piece.
+        tails: [2 * P + 1], offsets of two stretches per piece: the rows before its tail, and its tail.
+        heads: [2 * P + 1], offsets of two stretches per piece: its head, and the rows behind its head.
+        entered, left: [P], index of the part that the state before a piece enters, and of the part that the state
+            behind the piece leaves.
+        before: [P], number of rows in front of a piece that belong to the sequence that continues in it.
+        passed: [P * R], whether one sequence covers the whole piece and continues on both sides, for all pieces of all
+            ranks in order.
     """
 
     cu_seqlens: Tensor
@@ -66,14 +70,14 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shard:
-    """A rank's part of the tokens, made by `shard` once per batch and used by every layer.
+    """A rank's share of the tokens; `shard` makes it once per batch, and every layer uses it.
 
     Attributes:
-        tokens: of this rank, in each row of the batch.
+        tokens: number of this rank's tokens in each row of the batch.
         layout: "contiguous" or "zigzag".
         group: the ranks in the order of their shards.
-        rank, ranks: of this process in the group, and how many there are.
-        packed: where packed sequences lie; None where each row of the batch is a sequence.
+        rank, ranks: this process's rank in the group, and the number of ranks.
+        packed: positions of packed sequences; None if each row of the batch is one sequence.
     """
 
     tokens: int
@@ -85,7 +89,7 @@ class Shard:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Of this rank's pieces among all."""
+        """Returns the places of this rank's pieces among all pieces."""
         return _places(self.layout, self.rank, self.ranks)
 
 
@@ -97,24 +101,23 @@ def shard(
     layout: Layout = "contiguous",
     lengths: Sequence[int] | None = None,
 ) -> Shard:
-    """Say how a batch is cut: to be called by all ranks of a group, once per batch.
+    """Describes how a batch is cut into shards. All ranks of a group call it, once per batch.
 
     Args:
-        tokens: of this rank, T of its tensors; 0 is legal. In layout "zigzag" half of them are of either piece.
-        cu_seqlens: [N+1] int32 or int64, N at least 1: offsets of packed sequences in the row of all ranks' tokens
-            together, the same on all ranks. Rows behind the last offset belong to no sequence; there are none in layout
-            "zigzag".
+        tokens: number T of this rank's tokens; 0 is legal. In layout "zigzag" each of the two pieces has half of them.
+        cu_seqlens: [N+1] int32 or int64, N at least 1: offsets of packed sequences in the row of all ranks' tokens, the
+            same on all ranks. Rows behind the last offset belong to no sequence; there are none in layout "zigzag".
         group: the ranks in the order of their shards; all ranks by default. A DeviceMesh has one dimension.
-        layout: "contiguous": ranks in order; "zigzag": rank r of R holds pieces r and 2R-1-r of 2R.
-        lengths: the tokens of every rank, where they are known to the host. Otherwise packed sequences cost one small
-            gather; without packed sequences nobody asks.
+        layout: "contiguous": rank r holds piece r of R; "zigzag": rank r holds pieces r and 2R-1-r of 2R.
+        lengths: number of tokens of every rank, if the host knows them. Without it, packed sequences cost one small
+            gather. Without packed sequences it is not used.
 
     Returns:
-        What `chunk_gla(..., shard=...)` takes.
+        The value for `chunk_gla(..., shard=...)`.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit. With GLA_CHECK=1 also offsets, layouts or lengths that
-            differ between ranks, on all of them.
+        ValueError, TypeError: an argument does not fit. With GLA_CHECK=1 also if offsets, layouts or lengths differ
+            between ranks, on every rank.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
@@ -123,7 +126,7 @@ def shard(
     group = _process_group(group)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     if lengths is not None and (len(lengths) != ranks or lengths[rank] != tokens):
-        raise ValueError(f"lengths is {list(lengths)}; expected {ranks} of them, of rank {rank} {tokens}")
+        raise ValueError(f"lengths is {list(lengths)}; expected {ranks} numbers, {tokens} for rank {rank}")
     if cu_seqlens is not None and (cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in INTEGERS):
         raise ValueError(
             f"cu_seqlens has shape {list(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; expected [N+1] with N of at "
@@ -156,7 +159,10 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
 def _lengths(
     tokens: int, cu_seqlens: Tensor, group: dist.ProcessGroup, ranks: int, known: Sequence[int] | None
 ) -> Tensor:
-    """The tokens of every rank [R], int64. Filled in number by number: a CUDA graph allows no copy from the host."""
+    """Returns the number of tokens of every rank [R], int64.
+
+    Known numbers are filled in one by one, because a CUDA graph allows no copy from the host.
+    """
     if known is not None:
         return torch.cat([cu_seqlens.new_full((1,), n, dtype=torch.int64) for n in known])
     found = cu_seqlens.new_empty(ranks, dtype=torch.int64)
@@ -165,25 +171,35 @@ def _lengths(
 
 
 def all_gather(received: Tensor, sent: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
-    """What all ranks send, one after another; by the name that it has since PyTorch 2.13, or had before."""
+    """Gathers the tensors that all ranks send, one after another.
+
+    The function of torch.distributed has a new name since PyTorch 2.13.
+    """
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return function(received, sent, group, async_op=async_op)
 
 
 def reduce_scatter(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-    """The sum of what all ranks send for this one, of one after another; by either name, as `all_gather`."""
+    """Sums the slices that all ranks send to this rank; each rank sends one slice per rank, one after another.
+
+    The function of torch.distributed has a new name since PyTorch 2.13.
+    """
     function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     function(received, sent, group=group)
 
 
 def in_order(*pieces: Tensor) -> Tensor:
-    """The pieces of all ranks in the order of places [P R, ..], given the first of each rank [R, ..] and the second."""
+    """Returns the pieces of all ranks in the order of places [P R, ..].
+
+    Args:
+        pieces: P tensors [R, ..]: the first piece of each rank, and in layout "zigzag" the second.
+    """
     first, *second = pieces
     return torch.cat([first, *(piece.flip(0) for piece in second)])
 
 
 def _bounds(lengths: Tensor, layout: Layout) -> Tensor:
-    """Where the pieces of all ranks begin and end in the whole row [P R + 1]."""
+    """Returns the bounds of all ranks' pieces in the row of all tokens [P R + 1]."""
     if layout == "zigzag":
         lengths = in_order(lengths // 2, lengths // 2)
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
@@ -192,26 +208,26 @@ def _bounds(lengths: Tensor, layout: Layout) -> Tensor:
 def _packed(cu_seqlens: Tensor, bounds: Tensor, places: tuple[int, ...]) -> Packed:
     offsets = cu_seqlens.long()
     N = len(offsets) - 1
-    # Of each bound the last sequence that begins before it, where that begins and ends, and whether it is cut there.
+    # For each bound: the last sequence that begins before it, its offsets, and whether the bound cuts it.
     sequence = (torch.searchsorted(offsets, bounds) - 1).clamp(0, N - 1)  # [P R + 1]
     first, last = offsets[:-1][sequence], offsets[1:][sequence]
     is_cut = (first < bounds) & (bounds < last)
     passed = is_cut[:-1] & is_cut[1:] & (sequence[:-1] == sequence[1:])
 
     def own(x: Tensor, behind: int = 0) -> Tensor:
-        """Of what stands at bounds, that in front of this rank's pieces, or behind them [P, 1]."""
+        """Returns x [P R + 1] at the bounds in front of this rank's pieces [P, 1]; with behind=1 behind them."""
         return torch.cat([x[p + behind : p + behind + 1] for p in places])[:, None]
 
     start, end = own(bounds), own(bounds, 1)
     before = (end - start).cumsum(0) - (end - start)  # rows of this rank in front of each of its pieces
 
     def in_row(begins: Tensor, closing: Tensor) -> Tensor:
-        """Offsets in this rank's row of stretches that begin at these rows [P, ..] of the whole one."""
+        """Converts rows of the whole row, at which stretches begin [P, ..], to offsets in this rank's row."""
         begins, closing = (before + x.clamp(start, end) - start for x in (begins, closing))
         return torch.cat([begins.flatten(), closing[-1]])
 
     tail, head = torch.where(is_cut, first, bounds), torch.where(is_cut, last, bounds)
-    piece = torch.cat([before.new_full((1,), i * N) for i in range(len(places))])  # the first part of each
+    piece = torch.cat([before.new_full((1,), i * N) for i in range(len(places))])  # index of each piece's first part
     return Packed(
         cu_seqlens,
         parts=in_row(offsets[None, :-1], offsets[None, -1:]),
@@ -227,11 +243,11 @@ def _packed(cu_seqlens: Tensor, bounds: Tensor, places: tuple[int, ...]) -> Pack
 def _check_agreement(
     tokens: int, cu_seqlens: Tensor | None, group: dist.ProcessGroup, layout: Layout, lengths: Sequence[int] | None
 ) -> None:
-    """A check of GLA_CHECK=1: reads values, and asks all ranks for theirs."""
+    """Checks, for GLA_CHECK=1, that the arguments are valid and the same on all ranks; it reads values of tensors."""
     offsets = None if cu_seqlens is None else cu_seqlens.tolist()
     known = None if lengths is None else list(lengths)
     agreed = {"layout": layout, "cu_seqlens": offsets, "lengths": known}
-    refuse_ranks_that_differ(agreed, group, "the row of all ranks' tokens is described on every rank")
+    refuse_ranks_that_differ(agreed, group, "every rank has to describe the same row of all ranks' tokens")
     if offsets is None:
         return
     found: list = [None] * dist.get_world_size(group)
@@ -244,10 +260,13 @@ def _check_agreement(
 
 
 def refuse_ranks_that_differ(agreed: Mapping[str, object], group: dist.ProcessGroup, what: str) -> None:
-    """A check of GLA_CHECK=1: raise ValueError on every rank unless all have the same values by these names.
+    """Checks, for GLA_CHECK=1, that all ranks have the same values under the same names.
 
     Args:
-        what: is the same on every rank, or should be; it ends the message.
+        what: a sentence that says what has to be the same on every rank; it ends the message.
+
+    Raises:
+        ValueError: on every rank, if a value differs between ranks.
     """
     found: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, agreed, group)

@@ -1,10 +1,10 @@
-"""Tensor parallelism over the heads of a layer: each rank computes some of them, with one sum of ranks each way.
+"""Tensor parallelism over the heads of a layer: each rank computes some heads, with one all-reduce in each direction.
 
-    x, whole on every rank -> this rank's heads: projections, convolutions, gates, op and norm -> its part of the output
+    x, whole on every rank -> this rank's heads: projections, convolutions, gates, op and norm -> its summand of y
 
-The outputs of all ranks are summed, and backwards their gradients of x. A norm over all heads, that of HGRN2, sums its
-squares over the ranks too, one number a token. Parameters are DTensors, for optimizers and checkpoints; a module
-computes with what this rank has of them, plain tensors, so that layers need not know of it.
+The forward sums the outputs of all ranks, and the backward sums their gradients of x. HGRN2's norm over all heads also
+sums its squares over the ranks, one number per token. Parameters are DTensors, as optimizers and checkpoints need. A
+module computes with its rank's shards of them as plain tensors, so layers need no code for tensor parallelism.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 COLUMNS, ROWS, WHOLE = Shard(0), Shard(1), Replicate()
 Placements = Mapping[str, Placement]
-"""Of the parameters of the modules of a layer; a linear layer has its outputs in dimension 0."""
+"""Placements of the parameters of a layer's modules; dimension 0 of a linear layer's weight is its outputs."""
 OF_GLA: Placements = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), COLUMNS),
-    **dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), COLUMNS),  # of each channel alone
-    "gk_proj.0": WHOLE,  # to a width that all heads share, and a small one
+    **dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), COLUMNS),  # each channel by itself
+    "gk_proj.0": WHOLE,  # its output is small and shared by all heads
     "gk_proj.1": COLUMNS,
-    **dict.fromkeys(("g_norm", "g_norm_swish_gate"), WHOLE),  # of each head alone, with one weight for all
+    **dict.fromkeys(("g_norm", "g_norm_swish_gate"), WHOLE),  # each head by itself, with one weight for all heads
     "o_proj": ROWS,
 }
 OF_HGRN2: Placements = {
     **dict.fromkeys(("q_proj", "f_proj", "i_proj", "q_conv1d", "f_conv1d", "i_conv1d"), COLUMNS),
-    "g_norm": COLUMNS,  # of all heads together
+    "g_norm": COLUMNS,  # over all heads together
     "o_proj": ROWS,
 }
 
 
 def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
-    """Say for `parallelize_module` how a `GatedLinearAttention` or `HGRN2` is spread over ranks by its heads.
+    """Returns a plan for `parallelize_module` that spreads the heads of a `GatedLinearAttention` or `HGRN2` over ranks.
 
-    Every rank then calls the layer with the same x, whole, and gets the whole y. Its `num_heads` and `num_kv_heads`,
-    states, and the `lower_bound` given to `HGRN2` are those of the rank's heads. All that the layer does works,
-    `context_parallel` over other ranks included.
+    Every rank then calls the layer with the same whole x and gets the whole y. The layer's `num_heads` and
+    `num_kv_heads`, its states, and the `lower_bound` of `HGRN2` cover the rank's heads only. Everything else works as
+    before, including `context_parallel` over other ranks.
 
     Raises:
-        TypeError: another layer. ValueError, by `parallelize_module`: num_kv_heads, or the num_heads of `HGRN2`, is no
-            multiple of the ranks.
+        TypeError: `layer` is neither of the two layers.
+        ValueError: by `parallelize_module`, if num_kv_heads, or num_heads of `HGRN2`, is not a multiple of the number
+            of ranks.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2,))
@@ -59,7 +60,7 @@ def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
 
 
 class _OwnHeads(ParallelStyle):
-    """Of a layer: its sizes become those of this rank, and the ranks' gradients of its input are summed."""
+    """Sets a layer's sizes to this rank's number of heads, and sums the ranks' gradients of the layer's input."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer: Any = module
@@ -82,7 +83,7 @@ class _OwnHeads(ParallelStyle):
 
 
 class _Spread(ParallelStyle):
-    """Of a module without children: its parameters are spread over ranks, and it computes with those of this rank."""
+    """Spreads the parameters of a module without children over ranks; the module computes with this rank's shards."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -112,21 +113,21 @@ class _Spread(ParallelStyle):
 
 
 def _own(parameter: DTensor) -> Tensor:
-    """What this rank has of a parameter; of one that all have whole each rank's gradient is a part of a sum."""
+    """Returns this rank's shard of a parameter; the gradients of a replicated parameter are summed over the ranks."""
     return parameter.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in parameter.placements])
 
 
 def _read_by_all(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """x, of which each rank's gradient is a part of a sum."""
+    """Returns x as a local tensor whose gradients are summed over the ranks."""
     x = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def _summed(y: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of what all ranks have."""
+    """Returns the sum of all ranks' y."""
     return DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
 
 
 def _mean(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The mean of what all ranks have, read by each for its own part."""
+    """Returns the mean of all ranks' x, whose gradients are summed over the ranks."""
     return _read_by_all(_summed(x, mesh), mesh) / mesh.size()

@@ -1,4 +1,4 @@
-"""nn.Module leaves the types of a call open; a `__call__` declared with this decorator has those of `forward`."""
+"""A decorator for `__call__`: it gets the types of `forward`, which nn.Module leaves open."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
 def as_typed(forward: Forward) -> Callable[[Callable[..., Any]], Forward]:
-    """Give a function the types of `forward`, overloads included."""
+    """Returns a decorator that gives a function the types of `forward`, overloads included."""
     return lambda function: cast("Forward", function)

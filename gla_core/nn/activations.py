@@ -1,4 +1,4 @@
-"""Activations by the names that configurations of models give them, as flash-linear-attention has them."""
+"""Activations by the names that models' configurations use, as in flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 
 def activation(argument: str, name: str | Activation) -> Activation:
-    """The activation of this name; a function stands for itself.
+    """Returns the activation with this name; a function is returned as it is.
 
     Args:
-        argument: what it was given as, for the message.
+        argument: name of the argument that `name` was given as, for the message.
+        name: one of `ACTIVATIONS`, or a function.
 
     Raises:
-        ValueError: there is no activation of this name.
+        ValueError: no activation has this name.
     """
     if not isinstance(name, str):
         return name

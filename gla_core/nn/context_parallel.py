@@ -1,6 +1,6 @@
-"""How layers read sequences whose tokens are spread over ranks: the op and the convolutions take what other ranks have.
+"""Layers on sequences whose tokens are spread over ranks: the op and the convolutions exchange states and rows.
 
-Imported by a layer that is asked for it, for it imports torch.distributed.
+Layers import this module only if they need it, because it imports torch.distributed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_shard(
     cu_seqlens: Tensor | None,
     shard: Shard | None,
 ) -> Tensor:
-    """What the layer makes of this rank's tokens x [B, T, hidden_size]; the arguments are those of `read_sequences`."""
+    """Computes a layer's y for this rank's tokens x [B, T, hidden_size]; arguments as in `read_sequences`."""
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
     if shard is None:
         checks.tensor("x", x, "B T hidden_size", dims)
@@ -52,23 +52,23 @@ def read_shard(
     return output(o, x)
 
 
-@outside_graphs  # which otherwise would keep GLA_CHECK as it was when they were compiled
+@outside_graphs  # compiled code would keep the value of GLA_CHECK from when it was compiled
 def _check_agreement(layer: RecurrentLayer, x: Tensor, shard: Shard) -> None:
-    """A check of GLA_CHECK=1: asks all ranks for their layers' settings and shapes."""
+    """Checks, for GLA_CHECK=1, that all ranks have the same settings of the layer and the same shapes of x."""
     if environment().check_values:
         agreed = {"B": x.shape[0], "dtype": x.dtype, "conv_size": layer.conv_size if layer.convolutions else None}
-        refuse_ranks_that_differ(agreed, shard.group, "a layer and its x are alike on every rank, but for T")
+        refuse_ranks_that_differ(agreed, shard.group, "a layer and its x have to be alike on every rank, except for T")
 
 
 def _convolved(
     convolutions: Sequence[ShortConvolution], projections: Sequence[Tensor], W: int, shard: Shard
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Send projections [B, T, width] through the convolutions, after the W - 1 rows before each part of a sequence."""
+    """Sends projections [B, T, width] through the convolutions, with the W - 1 rows before each piece as history."""
     before = histories(projections, W - 1, shard) if W > 1 else (None, None, None)
     places, rows = None, projections
     if shard.packed is not None:
         places = packing(shard.packed.parts, shard.tokens, W)
-    elif len(shard.places) > 1:  # each piece as a row of the batch
+    elif len(shard.places) > 1:  # each piece becomes a row of the batch
         pieces = (len(shard.places), shard.tokens // len(shard.places))
         rows = [x.unflatten(1, pieces).flatten(0, 1) for x in projections]
     a, b, c = (

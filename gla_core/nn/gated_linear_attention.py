@@ -6,7 +6,7 @@
     y = (rms_norm(o) * f(x W_g)) W_o                         with f = silu
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635). The
-parameters have the names and shapes of those of flash-linear-attention's layer, so weights move between the two.
+parameters have the names and shapes of flash-linear-attention's layer, so weights move between the two.
 """
 
 from __future__ import annotations
@@ -46,29 +46,31 @@ class GatedLinearAttention(nn.Module):
         num_kv_heads: number of key/value heads, a divisor of num_heads, which is the default. Query head i reads
             key/value head i // (num_heads // num_kv_heads).
         feature_map: phi, by name (see `activations`) or as a function of the queries or keys [..., K] of heads.
-        use_short_conv: send q, k and v through a causal convolution over the last conv_size tokens, and silu.
-        conv_size: tokens that an output of the convolution sees.
-        conv_bias: give the convolutions a bias.
-        use_output_gate: multiply the normed output by gate_fn(x W_g).
+        use_short_conv: whether to send q, k and v through a causal convolution over the last conv_size tokens, and
+            silu.
+        conv_size: number of tokens that an output of the convolution depends on.
+        conv_bias: whether the convolutions have a bias.
+        use_output_gate: whether to multiply the normed output by gate_fn(x W_g).
         gate_fn: f, by name or as a function.
-        elementwise_affine: give the norm a weight.
-        norm_eps: added to the mean square in the norm.
-        gate_logit_normalizer: divides the log of the forget gate; the greater, the slower the decay.
+        elementwise_affine: whether the norm has a weight.
+        norm_eps: number added to the mean square in the norm.
+        gate_logit_normalizer: divides the log of the forget gate; a larger number makes the decay slower.
         gate_low_rank_dim: rank of the projection that makes the forget gate.
-        clamp_min: least value of the log gate after that division, at most 0; None for no bound.
-        backend: a request handed to every op, such as "reference"; see `gla_core.use_backend`.
-        device: of the parameters, as in torch's own modules.
-        dtype: of the parameters.
-        fuse_norm: names the norm's weight as flash-linear-attention does: `g_norm_swish_gate` where it is True, there
-            is an output gate and gate_fn is "swish", else `g_norm`. A checkpoint is read under either name.
-        mode: "chunk", "fused_chunk" or "fused_recurrent", as configurations say; all compute the same.
-        layer_idx: the number of the layer in its model, kept for who asks.
-        context_parallel: ranks that the tokens of each sequence are spread over, a process group or a DeviceMesh of one
-            dimension. `forward` then reads this rank's tokens and is called by all of them, as is its backward.
+        clamp_min: lower bound of the log gate after that division, at most 0; None for no bound.
+        backend: a request for every op of the layer, such as "reference"; see `gla_core.use_backend`.
+        device: device of the parameters, as in torch's own modules.
+        dtype: dtype of the parameters.
+        fuse_norm: selects the name of the norm's weight, as in flash-linear-attention: `g_norm_swish_gate` if fuse_norm
+            is True, use_output_gate is True and gate_fn is "swish"; otherwise `g_norm`. A checkpoint may use either
+            name.
+        mode: "chunk", "fused_chunk" or "fused_recurrent", for configurations that have it; all modes compute the same.
+        layer_idx: index of the layer in its model; the layer stores it and does not use it.
+        context_parallel: ranks that share the tokens of each sequence, as a process group or a one-dimensional
+            DeviceMesh. `forward` then reads this rank's tokens. All ranks have to run the forward and the backward.
 
     Raises:
-        ValueError: sizes that do not fit together, a name that is not known.
-        ValueError, UnknownOpError, UnknownBackendError: `backend` cannot be read or met.
+        ValueError: sizes do not fit together, or a name is not known.
+        ValueError, UnknownOpError, UnknownBackendError: `backend` cannot be parsed, or names an unknown op or backend.
 
     Example:
         >>> layer = gla.nn.GatedLinearAttention(hidden_size=256, num_heads=4)
@@ -153,7 +155,7 @@ class GatedLinearAttention(nn.Module):
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False, **where)
 
     def reset_parameters(self) -> None:
-        """Set every parameter as the constructor does, such as after `to_empty`."""
+        """Sets every parameter to its initial value, as the constructor does; for example after `to_empty`."""
         recurrence.reset_parameters(self)
 
     @overload
@@ -206,28 +208,31 @@ class GatedLinearAttention(nn.Module):
         *,
         shard: Shard | None = None,
     ) -> tuple[Tensor, GLAState | None]:
-        """Read whole sequences: training and prefill. Differentiable, through the states too.
+        """Reads whole sequences, for training and prefill. Differentiable, also through the states.
 
         Args:
-            x: [B, T, hidden_size], of the parameters' dtype (under torch.autocast, of any).
-            state: of the N sequences before their first token here; zeros by default.
-            output_final_state: also return the state after the last tokens.
-            cu_seqlens: [N+1] int32 or int64 on x's device, B = 1: sequence i is rows cu_seqlens[i] to cu_seqlens[i+1].
-                Empty sequences are legal. Rows outside all sequences are padding: their y is 0. Without it N = B.
-            max_seqlen: tokens of the longest packed sequence, where they are known; see `chunk_gla`.
-            attention_mask: [B, T] or with more columns, of which the last T count: 0 where x is padding, which may be
-                in front, behind or between the tokens of a sequence. Its y is 0, and it leaves no trace in the state.
-            shard: what `gla_core.distributed.shard` returned for this batch, the same for all layers of a model, in
-                place of cu_seqlens; T is then of this rank. Without it, context_parallel has every layer make one, of
-                contiguous shards, where cu_seqlens are the offsets in the row of all ranks' tokens. Over ranks there is
-                neither a state, given or asked for, nor a mask, and max_seqlen is not used.
+            x: [B, T, hidden_size], dtype as the parameters (any dtype under torch.autocast).
+            state: states of the N sequences before their first token in x; zeros by default.
+            output_final_state: whether to return the state after the last tokens too.
+            cu_seqlens: [N+1] int32 or int64 on x's device, with B = 1: sequence i is the rows cu_seqlens[i] to
+                cu_seqlens[i+1]. Sequences may be empty. Rows outside all sequences are padding: their y is 0. Without
+                cu_seqlens N = B.
+            max_seqlen: number of tokens of the longest packed sequence, if known; see `chunk_gla`.
+            attention_mask: [B, T], or more columns, of which the last T are used: 0 where x is padding. Padding may be
+                in front of the tokens of a sequence, behind or between them. Its y is 0, and it does not change the
+                state.
+            shard: the value that `gla_core.distributed.shard` returned for this batch, in place of cu_seqlens. All
+                layers of a model share it, and T is the number of this rank's tokens. With context_parallel and without
+                a shard, every layer makes a contiguous one, and cu_seqlens are offsets in the row of all ranks' tokens.
+                Over ranks, state, output_final_state and attention_mask are not allowed, and max_seqlen is not used.
 
         Returns:
-            y [B, T, hidden_size] as x (under torch.autocast, of its dtype), and the state (None unless asked for).
+            y [B, T, hidden_size] with x's dtype (under torch.autocast its dtype), and the state (None unless
+            output_final_state).
 
         Raises:
-            ValueError, TypeError: an argument of a wrong shape or dtype, or two that exclude each other.
-            NoBackendError, UnknownBackendError: nobody can serve the request in `backend`.
+            ValueError, TypeError: an argument has a wrong shape or dtype, or two arguments exclude each other.
+            NoBackendError, UnknownBackendError: no backend can serve the request in `backend`.
         """
         given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard)
         return recurrence.read_sequences(self, self.op_inputs, self._output, *given)
@@ -241,46 +246,48 @@ class GatedLinearAttention(nn.Module):
     def step(
         self, x: Tensor, state: GLAState, inplace: bool = False, state_indices: Tensor | None = None
     ) -> tuple[Tensor, GLAState]:
-        """Read one token of each sequence: decoding. Runs under torch.no_grad(), as its op has no backward.
+        """Reads one token of each sequence, for decoding. Runs under torch.no_grad(), since its op has no backward.
 
         Under FSDP2 call `torch.distributed.fsdp.register_fsdp_forward_method(layer, "step")` first.
 
         Args:
             x: [B, hidden_size], as in `forward`.
-            state: of the B sequences, from `forward`, `step` or `initial_state`; with `state_indices` a pool of states.
-            inplace: write the new states into `state` instead of returning new tensors.
-            state_indices: [B] int32 or int64, the row of the pool that each row of the batch reads and writes, no two
-                alike. A row with a negative index is skipped: its y is 0.
+            state: states of the B sequences, from `forward`, `step` or `initial_state`; with `state_indices` a pool of
+                states.
+            inplace: whether to write the new states into `state` instead of returning new tensors.
+            state_indices: [B] int32 or int64, the row of the pool that each row of the batch reads and writes. No two
+                may be equal. A row with a negative index is skipped: its y is 0.
 
         Returns:
-            y [B, hidden_size] as in `forward`, and the new state; the one given if `inplace`, which else is left alone.
+            y [B, hidden_size] as in `forward`, and the new state. With `inplace` this is `state` itself; otherwise
+            `state` is not changed.
 
         Raises:
-            ValueError, TypeError, NoBackendError, UnknownBackendError: as `forward`.
+            ValueError, TypeError, NoBackendError, UnknownBackendError: as in `forward`.
         """
         return recurrence.read_tokens(self, self.op_inputs, self._output, x, state, inplace, state_indices)
 
     def initial_state(self, batch_size: int, device: Device = None) -> GLAState:
-        """The state before the first token of `batch_size` sequences: zeros.
+        """Returns the state before the first token of `batch_size` sequences: zeros.
 
         Args:
             batch_size: N.
-            device: where x will be; by default the device of the layer's first floating-point parameter.
+            device: device of x; by default the device of the layer's first floating-point parameter.
         """
         return recurrence.initial_state(self, batch_size, device)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """H, K and V: sizes of the recurrent state of a sequence."""
+        """Returns H, K and V, the sizes of the recurrent state of a sequence."""
         return self.num_kv_heads, self.head_k_dim, self.head_v_dim
 
     @property
     def convolutions(self) -> tuple[ShortConvolution, ...]:
-        """Those of q, k and v; none without use_short_conv."""
+        """Returns the convolutions of q, k and v; empty without use_short_conv."""
         return (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.use_short_conv else ()
 
     def op_inputs(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """From x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
+        """Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
         q, k, v = convolve(self.q_proj(x), self.k_proj(x), self.v_proj(x))
         q = q.unflatten(-1, (self.num_heads, self.head_k_dim))
         k, g = (y.unflatten(-1, (self.num_kv_heads, self.head_k_dim)) for y in (k, self._log_gate(x)))
@@ -289,14 +296,14 @@ class GatedLinearAttention(nn.Module):
         return q, k, v.unflatten(-1, (self.num_kv_heads, self.head_v_dim)), g
 
     def _log_gate(self, x: Tensor) -> Tensor:
-        """The log of the forget gate, in float32 (float64 with float64): half precision loses what is near 0."""
+        """Returns the log gate in float32 (float64 with float64), because half precision rounds values near 0 to 0."""
         logits = self.gk_proj(x)
         logits = logits.to(wide(logits.dtype))
         g = F.logsigmoid(logits) / self.gate_logit_normalizer
         return g if self.clamp_min is None else g.clamp(min=self.clamp_min)
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
-        """From o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size]."""
+        """Maps o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size]."""
         gate = self.g_proj(x).unflatten(-1, (self.num_heads, self.head_v_dim)) if self.use_output_gate else None
         return self.o_proj(getattr(self, self._norm_name)(o, gate).flatten(-2))
 

@@ -1,4 +1,4 @@
-"""The HGRN2 layer: gated linear attention whose keys are what its gates forget. For an input x:
+"""The HGRN2 layer: gated linear attention with keys 1 - alpha, where alpha is the forget gate. For an input x:
 
     q = silu(x W_q)        f = x W_f        v = x W_i        each, if asked for, through a short convolution first
     alpha = c + (1 - c) sigmoid(f)                           the forget gate, with a lower bound c if there is one
@@ -6,7 +6,7 @@
     y = rms_norm(o) W_o                                      over all heads
 
 Source: Qin et al., "HGRN2: Gated Linear RNNs with State Expansion" (arXiv 2404.07904). The parameters have the names
-and shapes of those of flash-linear-attention's layer, so weights move between the two.
+and shapes of flash-linear-attention's layer, so weights move between the two.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ class HGRN2(nn.Module):
         hidden_size: width of the input and the output, and of the values of all heads together.
         num_heads: by default hidden_size / expand_ratio.
         expand_ratio: key width of a head; by default 128, or hidden_size / num_heads where that is given.
-        use_short_conv: send q, f and v through a causal convolution over the last conv_size tokens.
-        conv_size: tokens that an output of the convolution sees.
-        conv_bias: give the convolutions a bias.
-        elementwise_affine: give the norm a weight.
-        norm_eps: added to the mean square in the norm. flash-linear-attention 0.6.0 takes 1e-5 whatever its own says.
-        backend: a request handed to every op, such as "reference"; see `gla_core.use_backend`.
-        device: of the parameters, as in torch's own modules.
-        dtype: of the parameters.
+        use_short_conv: whether to send q, f and v through a causal convolution over the last conv_size tokens.
+        conv_size: number of tokens that an output of the convolution depends on.
+        conv_bias: whether the convolutions have a bias.
+        elementwise_affine: whether the norm has a weight.
+        norm_eps: number added to the mean square in the norm. flash-linear-attention 0.6.0 ignores its own norm_eps and
+            uses 1e-5.
+        backend: a request for every op of the layer, such as "reference"; see `gla_core.use_backend`.
+        device: device of the parameters, as in torch's own modules.
+        dtype: dtype of the parameters.
         mode: as in `GatedLinearAttention`.
         layer_idx: as in `GatedLinearAttention`.
         context_parallel: as in `GatedLinearAttention`.
 
     Raises:
-        ValueError: sizes that do not fit together, a mode that is not known.
-        ValueError, UnknownOpError, UnknownBackendError: `backend` cannot be read or met.
+        ValueError: sizes do not fit together, or a mode is not known.
+        ValueError, UnknownOpError, UnknownBackendError: `backend` cannot be parsed, or names an unknown op or backend.
 
     Example:
         >>> layer = gla.nn.HGRN2(hidden_size=256, expand_ratio=64)
@@ -107,7 +108,7 @@ class HGRN2(nn.Module):
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False, **where)
 
     def reset_parameters(self) -> None:
-        """Set every parameter as the constructor does, such as after `to_empty`."""
+        """Sets every parameter to its initial value, as the constructor does; for example after `to_empty`."""
         recurrence.reset_parameters(self)
 
     @overload
@@ -150,12 +151,12 @@ class HGRN2(nn.Module):
         *,
         shard: Shard | None = None,
     ) -> tuple[Tensor, GLAState | None]:
-        """Read whole sequences: training and prefill. Differentiable, through the states and the bound too.
+        """Reads whole sequences, for training and prefill. Differentiable, also through the states and the lower bound.
 
         Args:
-            lower_bound: c, [num_heads * expand_ratio] or of one number, from 0 to below 1; 0 by default.
+            lower_bound: c, [num_heads * expand_ratio] or a single number, from 0 to below 1; 0 by default.
 
-        All else is as of `GatedLinearAttention.forward`.
+        The other arguments, the results and the errors are as in `GatedLinearAttention.forward`.
         """
         op_inputs = functools.partial(self.op_inputs, lower_bound=lower_bound)
         given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard)
@@ -175,40 +176,40 @@ class HGRN2(nn.Module):
         state_indices: Tensor | None = None,
         lower_bound: Tensor | None = None,
     ) -> tuple[Tensor, GLAState]:
-        """Read one token of each sequence: decoding. As of `GatedLinearAttention.step`, with the bound of `forward`."""
+        """Reads one token of each sequence, as `GatedLinearAttention.step`, with the lower_bound of `forward`."""
         op_inputs = functools.partial(self.op_inputs, lower_bound=lower_bound)
         return recurrence.read_tokens(self, op_inputs, self._output, x, state, inplace, state_indices)
 
     def initial_state(self, batch_size: int, device: Device = None) -> GLAState:
-        """The state before the first token of `batch_size` sequences: zeros, on the layer's device by default."""
+        """Returns the state before the first token of `batch_size` sequences: zeros on the layer's device."""
         return recurrence.initial_state(self, batch_size, device)
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """H, K and V: sizes of the recurrent state of a sequence."""
+        """Returns H, K and V, the sizes of the recurrent state of a sequence."""
         return self.num_heads, self.expand_ratio, self.head_v_dim
 
     @property
     def convolutions(self) -> tuple[ShortConvolution, ...]:
-        """Those of q, f and v; none without use_short_conv."""
+        """Returns the convolutions of q, f and v; empty without use_short_conv."""
         return (self.q_conv1d, self.f_conv1d, self.i_conv1d) if self.use_short_conv else ()
 
     def op_inputs(
         self, x: Tensor, convolve: Convolve, lower_bound: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """From x [B, T, hidden_size] to q, k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
+        """Maps x [B, T, hidden_size] to q, k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
         q, f, v = convolve(self.q_proj(x), self.f_proj(x), self.i_proj(x))
         g = _log_gate(f, lower_bound)
         q, k, g = (y.unflatten(-1, (self.num_heads, self.expand_ratio)) for y in (F.silu(q), -g.expm1().to(v.dtype), g))
         return q, k, v.unflatten(-1, (self.num_heads, -1)), g
 
     def _output(self, o: Tensor, _x: Tensor) -> Tensor:
-        """From o [..., H, V] to y [..., hidden_size]."""
+        """Maps o [..., H, V] to y [..., hidden_size]."""
         return self.o_proj(self.g_norm(o.flatten(-2)))
 
 
 def _log_gate(f: Tensor, lower_bound: Tensor | None) -> Tensor:
-    """The log of the forget gate, in float32 (float64 with float64): half precision loses what is near 0."""
+    """Returns the log gate in float32 (float64 with float64), because half precision rounds values near 0 to 0."""
     g = F.logsigmoid(f.to(wide(f.dtype)))
     if lower_bound is None:
         return g

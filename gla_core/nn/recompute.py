@@ -1,6 +1,6 @@
-"""Functions of which autograd keeps the arguments alone: the backward computes them again.
+"""Functions whose backward computes them again, so that autograd keeps only their arguments.
 
-Between large products of a model, an activation times a gate is quick to compute and large to keep.
+It suits an activation times a gate: quick to compute, and large to keep.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from gla_core.ops.calls import transformed
 
 
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """`function(*tensors)`, of which nothing but the tensors is kept for its gradients.
+    """Returns `function(*tensors)`; for its gradients autograd keeps nothing but the tensors.
+
+    In a compiled graph, where the compiler decides what to keep, and under torch.func it is a plain call.
 
     Args:
-        function: of these tensors and nothing else that needs a gradient; autocast has to make no difference to it.
-
-    In a compiled graph, where the compiler decides what is kept, and under torch.func it is a plain call.
+        function: depends on no other tensor that needs a gradient; autocast must not change its result.
+        tensors: its arguments.
     """
     if is_compiling() or transformed() or not torch.is_grad_enabled():
         return function(*tensors)
@@ -39,7 +40,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, create_graph = ctx.saved_tensors, torch.is_grad_enabled()  # which checkpointing lets be read once
+        tensors, create_graph = ctx.saved_tensors, torch.is_grad_enabled()  # checkpointing allows one read
         with torch.enable_grad():
             y = ctx.function(*tensors)
         needed = [x for x, needs in zip(tensors, ctx.needs_input_grad[1:], strict=True) if needs]

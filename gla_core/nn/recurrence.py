@@ -1,7 +1,8 @@
-"""What layers over the ops have in common: how they read sequences and tokens, and the state they carry between them.
+"""Code that all recurrent layers share: how they read sequences and single tokens, and the state that they carry.
 
-Such a layer makes q, k, v and g of x. Three of its projections go through short convolutions, if it has any; it
-receives a function for that, for what precedes a token is in the state, and where sequences begin is known here.
+A layer computes q, k, v and g from x. If it has short convolutions, three of its projections go through them. The layer
+receives a function that applies the convolutions, because the module here knows their history, which is in the state,
+and the offsets of the sequences.
 """
 
 from __future__ import annotations
@@ -29,39 +30,39 @@ if TYPE_CHECKING:
     from gla_core.distributed import Shard
 
 MODES = ("chunk", "fused_chunk", "fused_recurrent")
-"""What flash-linear-attention's configurations say of how to compute."""
+"""Modes of flash-linear-attention's configurations; all of them compute the same here."""
 
 Histories = tuple[Tensor, Tensor, Tensor]
 """The last inputs of a layer's three convolutions, each [N, conv_size - 1, width]."""
 Convolve = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """Sends three projections [B, T, width] of x through the convolutions of a layer, or leaves them alone."""
 OpInputs = Callable[[Tensor, Convolve], tuple[Tensor, Tensor, Tensor, Tensor]]
-"""From x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
+"""Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
 Output = Callable[[Tensor, Tensor], Tensor]
-"""From the op's o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size]."""
+"""Maps the op's o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size]."""
 
 
 class GLAState(NamedTuple):
-    """What a layer remembers of N sequences.
+    """The state of N sequences that a layer carries from call to call.
 
     Attributes:
         recurrent: [N, H, K, V] float32 (float64 with float64), the state of each key/value head.
-        conv: the last conv_size - 1 inputs of the three convolutions, of q, k and v or what stands in their place,
-            each [N, conv_size - 1, width]; None for a layer without convolutions.
+        conv: the last conv_size - 1 inputs of the three convolutions, each [N, conv_size - 1, width]; None for a layer
+            without convolutions.
     """
 
     recurrent: Tensor
     conv: Histories | None = None
 
 
-torch.serialization.add_safe_globals([GLAState])  # so that torch.load reads it with weights_only=True, its default
+torch.serialization.add_safe_globals([GLAState])  # torch.load then reads it with weights_only=True, its default
 
 
 class RecurrentLayer(Protocol):
-    """What is asked of a layer.
+    """The attributes that a layer needs for the functions of this module.
 
     Attributes:
-        state_shape: H, K and V. convolutions: of its three projections; none if it has no convolutions.
+        state_shape: H, K and V. convolutions: the convolutions of its three projections; empty if it has none.
     """
 
     hidden_size: int
@@ -90,9 +91,12 @@ def read_sequences(
     attention_mask: Tensor | None,
     shard: Shard | None,
 ) -> tuple[Tensor, GLAState | None]:
-    """What the layer's `forward` returns, from what it makes of x for the op and of the op's o.
+    """Computes a layer's `forward`.
 
-    The other arguments are those of `GatedLinearAttention.forward`.
+    Args:
+        op_inputs: computes the op's inputs from x. output: computes y from the op's o and x.
+
+    The other arguments and the results are as in `GatedLinearAttention.forward`.
     """
     if shard is not None or layer.context_parallel is not None:
         _refuse_over_ranks(state=state, output_final_state=output_final_state or None, attention_mask=attention_mask)
@@ -102,7 +106,7 @@ def read_sequences(
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
     checks.tensor("x", x, "B T hidden_size", dims)
     dims["N"] = dims["B"]
-    if cu_seqlens is not None:  # here and not only in the op, for the convolutions come before it
+    if cu_seqlens is not None:  # checked before the op checks it, since the convolutions run first
         checks.tensor("cu_seqlens", cu_seqlens, "N+1", dims)
         checks.dtype("cu_seqlens", cu_seqlens, checks.INTEGERS)
         checks.packed(dims, of="x")
@@ -116,9 +120,9 @@ def read_sequences(
     places = None if cu_seqlens is None or not layer.convolutions else packing(cu_seqlens, dims["T"], layer.conv_size)
     convolve = _Convolved(layer, None if state is None else state.conv, places, padded and padded.lengths)
     q, k, v, g = op_inputs(x, convolve)
-    if padded is not None:  # what comes behind the tokens changes no state
+    if padded is not None:  # padding behind the tokens must not change the state
         k, g = padded.zeroed(k), padded.zeroed(g)
-    # Half precision, which FSDP2's mixed precision makes of every input, is widened.
+    # FSDP2's mixed precision casts every input to half precision; this casts the state back.
     initial = None if state is None else state.recurrent.to(checks.wide(state.recurrent.dtype))
     o, recurrent = chunk_gla(
         q,
@@ -145,15 +149,18 @@ def read_tokens(
     inplace: bool,
     state_indices: Tensor | None,
 ) -> tuple[Tensor, GLAState]:
-    """What the layer's `step` returns, as `read_sequences` for its `forward`.
+    """Computes a layer's `step`.
 
-    The other arguments are those of `GatedLinearAttention.step`.
+    Args:
+        op_inputs, output: as in `read_sequences`.
+
+    The other arguments and the results are as in `GatedLinearAttention.step`.
     """
     if layer.context_parallel is not None:
         raise ValueError("step reads one token, which no ranks share; decode by a layer without context_parallel")
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
     checks.tensor("x", x, "B hidden_size", dims)
-    if state_indices is not None:  # here and not only in the op, for the convolutions come before it
+    if state_indices is not None:  # checked before the op checks it, since the convolutions run first
         checks.tensor("state_indices", state_indices, "B", dims)
         checks.dtype("state_indices", state_indices, checks.INTEGERS)
     _check_state(layer, state, dims["B"] if state_indices is None else None)
@@ -167,7 +174,7 @@ def read_tokens(
 
 
 def initial_state(layer: RecurrentLayer, batch_size: int, device: Device) -> GLAState:
-    """The state before the first token of sequences: zeros, on the device of the layer by default."""
+    """Returns the state before the first token of `batch_size` sequences: zeros on the layer's device."""
     like = next((p for p in layer.parameters() if p.dtype in checks.FLOATS), torch.empty(0))
     device = like.device if device is None else device
     recurrent = torch.zeros(batch_size, *layer.state_shape, device=device, dtype=checks.wide(like.dtype))
@@ -179,14 +186,14 @@ def initial_state(layer: RecurrentLayer, batch_size: int, device: Device) -> GLA
 
 
 def reset_parameters(layer: nn.Module) -> None:
-    """Set every parameter as the constructor does, such as after `to_empty`."""
+    """Sets every parameter to its initial value, as the constructor does; for example after `to_empty`."""
     for module in layer.modules():
         if module is not layer and callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
 
 class _Convolved:
-    """Sends projections through a layer's convolutions; `after` then holds the histories for what comes next."""
+    """Sends projections through a layer's convolutions, and keeps the new histories in `after`."""
 
     after: Histories | None = None
 
@@ -230,7 +237,7 @@ def _check_mask(mask: Tensor, cu_seqlens: Tensor | None, dims: dict[str, Any]) -
 
 
 def _check_state(layer: RecurrentLayer, state: GLAState, N: int | None) -> None:
-    """Check a state of N sequences, or of as many as it has."""
+    """Checks a state of N sequences; None accepts any number of sequences."""
     if not isinstance(state, GLAState):
         raise TypeError(f"state is {type(state).__name__}; expected a GLAState, as this layer returns")
     dims = dict(zip("HKV", layer.state_shape, strict=True)) | ({} if N is None else {"N": N})
@@ -250,7 +257,7 @@ def _check_state(layer: RecurrentLayer, state: GLAState, N: int | None) -> None:
 
 
 def _rows(pool: Histories | None, indices: Tensor | None) -> Histories | None:
-    """The rows of a pool that these indices name; any row for those outside it."""
+    """Returns the rows of a pool at these indices; for an index outside the pool it returns any row."""
     if pool is None or indices is None:
         return pool
     a, b, c = (rows.index_select(0, indices.clamp(0, len(rows) - 1)) for rows in pool)
@@ -260,7 +267,7 @@ def _rows(pool: Histories | None, indices: Tensor | None) -> Histories | None:
 def _with_rows(
     pool: Histories | None, new: Histories | None, indices: Tensor | None, inplace: bool
 ) -> Histories | None:
-    """The pool with new rows where these indices say, but for those outside it."""
+    """Returns the pool with new rows at these indices; indices outside the pool are skipped."""
     if pool is None or new is None or (indices is None and not inplace):
         return new
     a, b, c = (_written(rows if inplace else rows.clone(), to, indices) for rows, to in zip(pool, new, strict=True))
@@ -268,14 +275,15 @@ def _with_rows(
 
 
 def _written(rows: Tensor, new: Tensor, indices: Tensor | None) -> Tensor:
-    """Write new [B, ...] into rows [P, ...], where these indices [B] say if there are any."""
+    """Writes new [B, ...] into rows [P, ...] at the indices [B], or into all rows without indices."""
     if indices is None:
         return rows.copy_(new)
     if not len(indices):
         return rows
-    # A row that is skipped writes what the first one that is not writes, or what stands in some row if all are.
+    # A skipped row repeats the write of the first row that is not skipped. If all are skipped, it writes a row's old
+    # value.
     skipped, new = (indices < 0) | (indices >= len(rows)), new.to(rows.dtype)
-    first = skipped.to(torch.uint8).argmin(0, keepdim=True)  # [1]: an index without dimensions waits for the host
+    first = skipped.to(torch.uint8).argmin(0, keepdim=True)  # [1]; an index without dimensions would make the host wait
     places = torch.where(skipped, indices[first].clamp(0, len(rows) - 1), indices)
     instead = torch.where(skipped[first], rows[places[first]], new[first])
     return rows.index_copy_(0, places.long(), torch.where(skipped[:, None, None], instead, new))
@@ -285,7 +293,7 @@ def _written(rows: Tensor, new: Tensor, indices: Tensor | None) -> Tensor:
 
 
 def check_computation(mode: str, backend: str | None) -> None:
-    """Raise ValueError unless a configuration may say this mode, and as a request does unless it can be met."""
+    """Raises ValueError for an unknown mode, and the errors of a request for a backend that cannot be used."""
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}{nearest(mode, MODES)} (there are {', '.join(MODES)})")
     if backend is not None:
@@ -293,14 +301,14 @@ def check_computation(mode: str, backend: str | None) -> None:
 
 
 def check_positive(**sizes: int) -> None:
-    """Raise ValueError unless these are whole numbers, at least 1."""
+    """Raises ValueError unless all sizes are whole numbers, at least 1."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} is {size!r}; expected a whole number, at least 1")
 
 
 def head_width(name: str, expand: float, hidden_size: int, num_heads: int) -> int:
-    """hidden_size * expand / num_heads, which has to be a whole number."""
+    """Returns hidden_size * expand / num_heads; raises ValueError unless it is a whole number."""
     total = hidden_size * expand
     if not math.isfinite(total) or round(total) < 1 or not math.isclose(total, round(total)):
         raise ValueError(f"hidden_size * {name} is {total}; expected a whole number, at least 1")

@@ -20,18 +20,18 @@ from gla_core.ops.checks import wide
 
 
 class RMSNormGated(nn.Module):
-    """RMS norm over the last dimension, times f(gate) where a gate is given.
+    """RMS norm over the last dimension, multiplied by f(gate) if a gate is given.
 
     Args:
         width: size of the last dimension.
-        eps: added to the mean square.
+        eps: number added to the mean square.
         elementwise_affine: whether there is a `weight` [width].
         gate_fn: f, by name or as a function; see `activations`.
-        device, dtype: of the weight, as in torch's own modules.
+        device, dtype: device and dtype of the weight, as in torch's own modules.
 
     Attributes:
-        mean_over_ranks: differentiable, from the mean of this rank's part of the last dimension to that of all ranks'
-            parts, which are equal; None where the dimension is whole.
+        mean_over_ranks: a differentiable function that averages over ranks, for a last dimension of which each rank
+            holds an equal slice. It maps the mean of this rank's slice to the mean of all. None without such ranks.
 
     Example:
         >>> norm = RMSNormGated(64)
@@ -58,12 +58,12 @@ class RMSNormGated(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Ones."""
+        """Sets the weight to ones."""
         if self.weight is not None:
             nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Norm x [..., width], gate likewise; computed in float32 (float64 with float64), returned in x's dtype."""
+        """Norms x [..., width], with gate [..., width]; computes in float32 (float64 with float64), returns x.dtype."""
         if gate is None and self.mean_over_ranks is None and (self.weight is None or self.weight.dtype == x.dtype):
             return F.rms_norm(x, (self.width,), self.weight, self.eps)  # in float32 within one kernel
         if self.mean_over_ranks is None and self.gate_fn in ACTIVATIONS.values():  # no function with parameters

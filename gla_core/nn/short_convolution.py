@@ -1,13 +1,13 @@
 """A causal convolution of each channel over the last W tokens: y_t = f(bias + sum_i w_i x_{t-W+1+i}), with f = silu.
 
-What precedes a sequence is its history: the W - 1 inputs before its first token, zeros if there were none. In a packed
-batch every sequence is given room for its history in front of it,
+The history of a sequence is the W - 1 inputs before its first token, zeros if there are none. In a packed batch, room
+for its history is inserted in front of every sequence,
 
     x           a0 a1 a2 b0 c0 c1                            T tokens of N sequences, W = 3
     with room   .. .. .. .. a0 a1 a2 .. .. b0 .. .. c0 c1    T + (N + 1) (W - 1) rows
 
-so that one convolution over the row reads the right inputs everywhere. The first room is for tokens in front of the
-first sequence, which belong to nobody, as those behind the last. The positions are arithmetic on the device.
+so that one convolution over the row reads the right inputs everywhere. The first room is for rows in front of the first
+sequence, which belong to no sequence, as do rows behind the last one. The positions are computed on the device.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from gla_core.ops.checks import wide
 
 
 class Packing(NamedTuple):
-    """Where the rows of a packed batch go once every sequence has room for its history.
+    """Positions of the rows of a packed batch once every sequence has room for its history.
 
     Attributes:
         tokens: [T], the row of each token.
         histories: [N, W - 1], the rows of each sequence's history.
-        last: [N, W - 1], the rows of each sequence's last W - 1 inputs, which reach into its history if it is short.
+        last: [N, W - 1], the rows of each sequence's last W - 1 inputs. For a short sequence these include rows of its
+            history.
     """
 
     tokens: Tensor
@@ -39,9 +40,9 @@ class Packing(NamedTuple):
 
 
 def packing(cu_seqlens: Tensor, T: int, W: int) -> Packing:
-    """The `Packing` of T tokens with offsets cu_seqlens [N+1], for a convolution of width W.
+    """Returns the `Packing` of T tokens with offsets cu_seqlens [N+1], for a convolution of width W.
 
-    No offset, however wrong, leads outside the rows: what is said of it is left to the op that follows.
+    Wrong offsets never lead outside the rows; the op that follows reports them.
     """
     offsets = cu_seqlens.long().clamp(0, T)
     N, room = offsets.shape[0] - 1, W - 1
@@ -52,22 +53,22 @@ def packing(cu_seqlens: Tensor, T: int, W: int) -> Packing:
 
 
 def _last(rows: Tensor, room: int, lengths: Tensor | None) -> Tensor:
-    """The last inputs [B, room, D] among rows [B, room + T, D], of which the first room + lengths [B] are inputs."""
+    """Returns the last inputs [B, room, D] of rows [B, room + T, D]; the first room + lengths [B] rows are inputs."""
     if lengths is None:
-        return rows[:, rows.shape[1] - room :].clone()  # a view would keep all rows alive
+        return rows[:, rows.shape[1] - room :].clone()  # a view would keep all rows in memory
     places = lengths[:, None] + torch.arange(room, device=rows.device)  # [B, room]
     return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[2]))
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution, then an activation.
+    """Causal depthwise convolution followed by an activation.
 
     Args:
         width: number of channels D.
-        kernel_size: tokens W that an output sees.
+        kernel_size: number W of tokens that an output depends on.
         bias: whether there is a `bias` [D] beside the `weight` [D, 1, W] (laid out as in `nn.Conv1d`).
-        activation: by name or as a function, see `activations`; None for none.
-        device, dtype: of the parameters, as in torch's own modules.
+        activation: a name or a function, see `activations`; None for none.
+        device, dtype: device and dtype of the parameters, as in torch's own modules.
 
     Example:
         >>> convolution = ShortConvolution(512, 4)
@@ -94,7 +95,7 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in +-W^-1/2, as `nn.Conv1d`."""
+        """Draws the parameters uniformly from +-W^-1/2, as `nn.Conv1d` does."""
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(self.kernel_size**-0.5), self.kernel_size**-0.5)
 
@@ -105,16 +106,18 @@ class ShortConvolution(nn.Module):
         packing: Packing | None = None,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Convolve.
+        """Convolves x.
 
         Args:
             x: [B, T, D].
-            history: [N, W - 1, D], the inputs before x, N = B unless packed. Zeros by default.
-            packing: where the rows of a packed x go (B = 1); see `packing`.
-            lengths: [B], how many rows of x are tokens, the first ones; all by default. The new history ends with them.
+            history: [N, W - 1, D], the inputs before x; N = B unless x is packed. Zeros by default.
+            packing: the positions of the rows of a packed x (B = 1); see `packing`.
+            lengths: [B], number of tokens of each row of x, which are its first rows; T by default. The new history
+                ends with these tokens.
 
         Returns:
-            y [B, T, D], computed in float32 (float64 with float64), and the new history [N, W - 1, D]; both as x.
+            y [B, T, D], computed in float32 (float64 with float64), and the new history [N, W - 1, D]; both with x's
+            dtype.
         """
         N = x.shape[0] if packing is None else packing.histories.shape[0]
         room = self.kernel_size - 1
@@ -134,12 +137,12 @@ class ShortConvolution(nn.Module):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _convolve(self, rows: Tensor) -> Tensor:
-        """[B, n + W - 1, D] to [B, n, D]."""
+        """Maps rows [B, n + W - 1, D] to y [B, n, D]."""
         dtype = wide(rows.dtype)
         n = rows.shape[1] - self.kernel_size + 1
         x = rows.to(dtype)
         y = x.new_zeros(()) if self.bias is None else self.bias.to(dtype)
-        for i, weight in enumerate(self.weight.to(dtype).unbind(-1)):  # weight [D, 1], of the input W-1-i tokens back
+        for i, weight in enumerate(self.weight.to(dtype).unbind(-1)):  # weight [D, 1] of the input W-1-i tokens back
             y = torch.addcmul(y, x[:, i : i + n], weight[:, 0])
         return (y if self.activation is None else self.activation(y)).to(rows.dtype)
 

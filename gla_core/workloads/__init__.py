@@ -1,1 +1,1 @@
-"""What is run: random inputs, named workloads for kit and benchmarks, and the calls that calibration measures."""
+"""Workloads: random inputs, named workloads for the kit and the benchmarks, and the calls that calibration measures."""

@@ -15,7 +15,7 @@ from gla_core.ops.chunk_gla import CHUNK
 
 Sizes = tuple[int, ...]
 
-# B, T, H, K, V, and N where sequences are packed along T
+# B, T, H, K, V, and N if sequences are packed along T
 _CHUNK_CUDA: tuple[Sizes, ...] = (
     *((1, 1, H, 128, 128) for H in (1, 32)),
     *((B, 1, 16, 128, 128) for B in (8, 32)),
@@ -156,7 +156,7 @@ _NAMES = {
     "online_softmax": ("rows", "columns"),
     "softmax_attention": ("B", "Tq", "Tk", "H", "K", "V"),
 }
-# For other kernels of the same op: sizes, dtype, query heads per head; on a CUDA device
+# Calls for other kernels of the same op, on a CUDA device: sizes, dtype, query heads per key/value head
 _OTHERS: dict[str, tuple[tuple[Sizes, torch.dtype, int], ...]] = {
     "chunk_gla_fwd": tuple(
         (sizes, dtype, groups)
@@ -178,11 +178,14 @@ _OTHERS: dict[str, tuple[tuple[Sizes, torch.dtype, int], ...]] = {
         ((1, 1, 16384, 8, 128, 128), torch.float32, 1),
     ),
 }
-_MOST_CAPTURED = 2**16  # tokens and heads (or rows): above, a graph takes what the eager call takes
+_MOST_CAPTURED = 2**16  # number of tokens and heads (or rows); above it, a graph takes as long as the eager call
 
 
 def shapes(op: str, device: torch.device) -> list[OpCall]:
-    """What is measured for an op: mostly bfloat16, eagerly and in CUDA graphs, on a CUDA device; float32 elsewhere."""
+    """Returns the calls that are measured for an op.
+
+    On a CUDA device most of them are bfloat16, eager and in CUDA graphs; elsewhere all are float32.
+    """
     if device.type != "cuda":
         return [_call(op, device, sizes, torch.float32) for sizes in _SIZES[op]["cpu"]]
     calls = [_call(op, device, sizes, torch.bfloat16) for sizes in _SIZES[op]["cuda"]]
@@ -191,9 +194,10 @@ def shapes(op: str, device: torch.device) -> list[OpCall]:
 
 
 def _call(op: str, device: torch.device, sizes: Sizes, dtype: torch.dtype, groups: int = 1) -> OpCall:
-    """Attention is causal unless there is one query; a decoding step works in place; packed are those with an N.
+    """Returns a call with these sizes.
 
-    A backward on a GPU is given checkpoints, as that of a training step is.
+    Attention is causal unless there is one query, a decoding step works in place, and sequences are packed if there is
+    an N. A backward on a CUDA device receives checkpoints, as in a training step.
     """
     named = dict(zip(_NAMES[op], sizes, strict=False))
     usual: dict[str, object] = {"causal": named.get("Tq", 0) > 1, "inplace": True}
@@ -209,7 +213,7 @@ def _call(op: str, device: torch.device, sizes: Sizes, dtype: torch.dtype, group
 
 
 def _rows(call: OpCall) -> int:
-    """Tokens and heads, or 128 numbers of a softmax: what grows with the work."""
+    """Returns a measure of the work of a call: tokens times heads, or for a softmax its numbers divided by 128."""
     dims = call.dims
     if "rows" in dims:
         return dims["rows"] * dims["columns"] // 128

@@ -1,13 +1,18 @@
 """Random arguments of the ops, from a seed: every dtype, gate strength and layout that a backend must serve.
 
-A workload's sizes hold the dimensions of its op (B, T, H, K ..) and may hold
+A workload's sizes hold the dimensions of its op (B, T, H, K ..). They may also hold:
 
-    G          query heads per key/value head        dtype, gate_dtype   of q (or x) and of g; float32 and as q if not
-    lengths    of sequences that are packed along T; B and T then follow
-    padding    rows after the last of them           gates               strength, one of `GATES`
-    rows       of the pool that decoding serves      pool                states in it
-    shape, dim of x, in online_softmax               masked              tiles, and most of a row, of x are -inf
-    initial_state                                    whether there is one
+    G               number of query heads per key/value head
+    dtype           dtype of q (or x), by default float32
+    gate_dtype      dtype of g, by default that of q
+    lengths         lengths of sequences that are packed along T; B and T then follow from them
+    padding         number of rows after the last of these sequences
+    gates           strength of the gates, one of `GATES`
+    rows            rows of the pool that a decoding step reads and writes
+    pool            number of states in the pool
+    shape, dim      of x, in online_softmax
+    masked          whether tiles, and most of a row, of x are -inf
+    initial_state   whether there is one
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ GATES = ("none", "mild", "strong", "extreme", "-inf")
 
 @dataclass(frozen=True, slots=True)
 class GlaInputs:
-    """Arguments of `chunk_gla`, in its order."""
+    """The arguments of `chunk_gla`, in its order."""
 
     q: Tensor
     k: Tensor
@@ -42,7 +47,7 @@ class GlaInputs:
 
 
 def gate(shape: tuple[int, ...], kind: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor | None:
-    """Log forget gates, on the generator's device.
+    """Returns log forget gates on the generator's device.
 
     Args:
         shape: [B, T, H, K].
@@ -65,7 +70,7 @@ def gate(shape: tuple[int, ...], kind: str, dtype: torch.dtype, generator: torch
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers on the generator's device, drawn in at least float32."""
+    """Returns standard normal numbers on the generator's device, drawn in at least float32."""
     computed = torch.promote_types(dtype, torch.float32)
     return torch.randn(shape, generator=generator, dtype=computed, device=generator.device).to(dtype)
 
@@ -87,11 +92,11 @@ def gla_inputs(
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> GlaInputs:
-    """Inputs of `chunk_gla`; the same for the same arguments.
+    """Returns random arguments of `chunk_gla`; equal parameters give equal arguments.
 
     Args:
-        G: query heads per key/value head. gate_dtype: dtype of g, by default as q.
-        lengths: packs sequences of these lengths; B and T then follow from them. padding: rows after the last one.
+        G: number of query heads per key/value head. gate_dtype: dtype of g, by default as q.
+        lengths: lengths of packed sequences; B and T then follow from them. padding: number of rows after the last one.
         initial_state: whether there is one.
     """
     generator = torch.Generator(device).manual_seed(seed)
@@ -103,16 +108,16 @@ def gla_inputs(
     return GlaInputs(q, k, v, g, state, offsets)
 
 
-# ---- of workloads
+# ---- arguments of workloads
 
 
 def chunk_inputs(workload: Workload, **changes: object) -> GlaInputs:
-    """Arguments of `chunk_gla`; `changes` override sizes, such as dtype=torch.float16, device="cuda", seed=1."""
+    """Returns the arguments of `chunk_gla`; `changes` override sizes, as in dtype=torch.float16 or seed=1."""
     return gla_inputs(**{**workload.sizes, **changes})
 
 
 def step_inputs(workload: Workload, **changes: object) -> dict[str, Tensor | None]:
-    """Arguments of `recurrent_gla_step`: q, k, v, g, state and state_indices."""
+    """Returns the arguments of `recurrent_gla_step`: q, k, v, g, state and state_indices."""
     sizes = {**workload.sizes, **changes}
     rows, pool = sizes.pop("rows", None), sizes.pop("pool", None)
     x = gla_inputs(**{**sizes, "T": 1, "initial_state": True})
@@ -126,7 +131,7 @@ def step_inputs(workload: Workload, **changes: object) -> dict[str, Tensor | Non
 
 
 def softmax_inputs(workload: Workload, **changes: object) -> tuple[Tensor, int]:
-    """Arguments x and dim of `online_softmax`."""
+    """Returns the arguments x and dim of `online_softmax`."""
     sizes = {"dim": -1, "dtype": torch.float32, "masked": False, **workload.sizes, **changes}
     x = normal(sizes["shape"], sizes["dtype"], _generator(sizes))
     if sizes["masked"]:
@@ -135,7 +140,7 @@ def softmax_inputs(workload: Workload, **changes: object) -> tuple[Tensor, int]:
 
 
 def attention_inputs(workload: Workload, **changes: object) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Arguments q, k, v and causal of `softmax_attention`."""
+    """Returns the arguments q, k, v and causal of `softmax_attention`."""
     sizes = {"G": 1, "causal": False, "dtype": torch.float32, **workload.sizes, **changes}
     B, Tq, Tk, H, K, V = (sizes[name] for name in ("B", "Tq", "Tk", "H", "K", "V"))
     generator = _generator(sizes)
@@ -173,15 +178,15 @@ _ARGUMENTS: Mapping[str, Callable[..., dict[str, Any]]] = {
 
 
 def arguments(workload: Workload, **changes: object) -> dict[str, Any]:
-    """Arguments of the public op by name, without `backend`; `changes` as in `chunk_inputs`."""
+    """Returns the arguments of the public op by name, without `backend`; `changes` as in `chunk_inputs`."""
     return _ARGUMENTS[workload.op](workload, **changes)
 
 
 def describe(op: str, sizes: Mapping[str, Any], device: torch.device, **facts: Any) -> OpCall:
-    """The call of an abstract op on a workload's sizes, without its tensors.
+    """Returns the call of an abstract op with a workload's sizes, without its tensors.
 
     Args:
-        facts: what else there is, by the names of `OpCall`.
+        facts: further fields of `OpCall`, by name.
     """
     spec, dtype = ABSTRACT_OPS[op], sizes.get("dtype", torch.float32)
     gated = spec.has(GATE) is not None and sizes.get("gates") != "none"
@@ -197,7 +202,7 @@ def describe(op: str, sizes: Mapping[str, Any], device: torch.device, **facts: A
 
 
 def _dims(sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes by the names of `OpCall.dims`."""
+    """Returns a workload's sizes by the names of `OpCall.dims`."""
     if "shape" in sizes:
         others = list(sizes["shape"])
         columns = others.pop(sizes.get("dim", -1))
@@ -209,13 +214,14 @@ def _dims(sizes: Mapping[str, Any]) -> dict[str, int]:
     return dims
 
 
-# ---- of described calls
+# ---- arguments of described calls
 
 
 def random_arguments(call: OpCall, seed: int = 0) -> tuple[Any, ...]:
-    """Random arguments of the sizes and dtypes of `call`, all of them in order; the same for the same seed.
+    """Returns random arguments with the sizes and dtypes of `call`, in order; equal calls and seeds give equal
+    arguments.
 
-    Gates are mild; packed sequences are of different lengths, half to one and a half times their mean.
+    Gates are mild. Packed sequences have different lengths, from half to one and a half times their mean.
     """
     spec, generator = ABSTRACT_OPS[call.op], torch.Generator(call.device).manual_seed(seed)
     given = [_random(argument, spec, call, generator) for argument in spec.arguments]
@@ -257,6 +263,6 @@ def _offsets(T: int, N: int, generator: torch.Generator) -> Tensor:
 
 
 def _pool_rows(B: int, P: int, generator: torch.Generator) -> Tensor:
-    """Rows of a pool, no two alike; where it has too few, the last ones of the batch are skipped."""
+    """Returns distinct rows of a pool; if the pool has fewer than B, the last rows of the batch are skipped (-1)."""
     rows = torch.randperm(P, generator=generator, device=generator.device)[:B]
     return torch.nn.functional.pad(rows, (0, B - len(rows)), value=-1)

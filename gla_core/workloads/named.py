@@ -1,12 +1,12 @@
-"""Named workloads that the conformance kit checks and the benchmarks time: one list for both.
+"""Named workloads, one list for both the conformance kit and the benchmarks.
 
-A workload is an op, the sizes of its arguments, and tags that say what it is there for:
+A workload is an op, the sizes of its arguments, and tags that say its purpose:
 
     ci        small enough for an interpreter on a CPU     odd       sizes that no kernel likes
     train     as in training a model                       packed    sequences of several lengths in one row
     prefill   as in absorbing prompts                      extreme   gates that break factored forms
     decode    one token at a time                          long      sequences or rows longer than a tile by far
-    narrow    thousands of tokens, keys or columns and little else: for what goes wrong only far along
+    narrow    thousands of tokens, keys or columns, and small otherwise: for errors that show only far along
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 TAGS = ("ci", "train", "prefill", "decode", "long", "odd", "packed", "extreme", "narrow")
 
 IN_BFLOAT16 = {"dtype": torch.bfloat16, "gate_dtype": torch.float32}
-"""As models run: gates stay float32."""
+"""The dtypes of models: inputs are bfloat16, gates stay float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class Workload:
 
     Attributes:
         name: unique among the workloads of its op.
-        op: a public op. chunk_gla stands for chunk_gla_fwd, and for chunk_gla_bwd where gradients are taken.
-        sizes: what `gla_core.workloads.inputs.arguments` makes its arguments from.
-        tags: from `TAGS`.
+        op: a public op. chunk_gla stands for chunk_gla_fwd, and for chunk_gla_bwd if gradients are computed.
+        sizes: the sizes from which `gla_core.workloads.inputs.arguments` makes the arguments.
+        tags: a subset of `TAGS`.
     """
 
     name: str
@@ -47,7 +47,7 @@ def _workload(op: str, name: str, tags: str, **sizes: object) -> Workload:
 
 
 def _cut(tokens: int, sequences: int) -> tuple[int, ...]:
-    """Lengths of sequences that a row of tokens is cut into at random places."""
+    """Returns the lengths of sequences from cutting a row of tokens at random places."""
     cuts = [0, *sorted(random.Random(0).sample(range(1, tokens), sequences - 1)), tokens]
     return tuple(end - start for start, end in itertools.pairwise(cuts))
 
@@ -89,7 +89,7 @@ CHUNK_GLA = (
     _workload("chunk_gla", "long_b1_t65536_h8", "prefill long", B=1, T=65536, H=8, K=128, V=128, **IN_BFLOAT16),
     _workload("chunk_gla", "packed_64_t65536_h8", "prefill", lengths=_cut(65536, 64), H=8, K=128, V=128, **IN_BFLOAT16),
 )
-CHUNK_GLA_SUMMARY = tuple(  # the same tokens; groups of queries are not among them
+CHUNK_GLA_SUMMARY = tuple(  # the same sizes, without grouped queries, which this op does not have
     dataclasses.replace(workload, op="chunk_gla_summary") for workload in CHUNK_GLA if "G" not in workload.sizes
 )
 RECURRENT_GLA_STEP = (
@@ -114,7 +114,7 @@ ONLINE_SOFTMAX = (
     _workload("online_softmax", "many_columns", "narrow", shape=(2, 50_001)),
     *(
         _workload("online_softmax", f"rows_8192_columns_{n}", "train", shape=(8192, n), dtype=torch.bfloat16)
-        for n in (1024, 4096, 16384, 50257, 65536)  # 50257: words of GPT-2, rows that are not aligned
+        for n in (1024, 4096, 16384, 50257, 65536)  # 50257: the vocabulary of GPT-2, whose rows are not aligned
     ),
     _workload("online_softmax", "rows_4_columns_16m", "long", shape=(4, 2**24), dtype=torch.bfloat16),
 )
@@ -156,6 +156,6 @@ WORKLOADS = (*CHUNK_GLA, *CHUNK_GLA_SUMMARY, *RECURRENT_GLA_STEP, *ONLINE_SOFTMA
 
 
 def select(op: str | None = None, tags: Iterable[str] = ()) -> list[Workload]:
-    """The workloads of an op (all by default) that have every one of `tags`."""
+    """Returns the workloads of an op (by default of all ops) that have all of `tags`."""
     wanted = frozenset(tags)
     return [w for w in WORKLOADS if (op is None or w.op == op) and wanted <= w.tags]

@@ -8,12 +8,12 @@ from gla_core.bench.suite import Row
 
 @pytest.fixture(autouse=True)
 def isolated(fresh_registry, plain_terminal):
-    """Every test here."""
+    """Isolates every test here from the environment."""
 
 
 @pytest.fixture
 def synthetic():
-    """Results that nobody measured."""
+    """Returns made-up results."""
 
     def row(workload, backend, direction="forward", op="chunk_gla", **fields):
         return Row(workload=workload, op=op, backend=backend, direction=direction, **fields)

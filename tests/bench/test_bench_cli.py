@@ -22,7 +22,7 @@ from gla_core.dispatch.backend import Backend
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """The bandwidth is not tested here, and takes longest to measure; other programs do not matter."""
+    """Fakes the bandwidth, which is not tested here and slow to measure, and the load of the machine."""
     monkeypatch.setattr(measure, "copy_bandwidth", lambda device: 1e10)
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
 
@@ -59,7 +59,7 @@ def test_an_op_without_baselines(tmp_path):
     result = run(*wanted, "--no-baselines", "--json", path)
     assert result.exit_code == 0, result.output
     rows = results.read(path).rows
-    assert {row.workload for row in rows} == {"odd_widths"}  # and not the one without a row
+    assert {row.workload for row in rows} == {"odd_widths"}  # without the workload that has no row
     assert {row.backend for row in rows} == {"reference"}
     assert "× loop" not in result.output
 
@@ -80,7 +80,7 @@ SHORT = ("--workload", "chunk_gla/short", "--no-baselines")
 
 @pytest.fixture
 def half():
-    """A backend that implements chunk_gla_fwd alone, and is predicted to be quicker than any other."""
+    """A backend that implements only chunk_gla_fwd, with a predicted time below all others."""
     backend = Backend(
         "half", "1", {"chunk_gla_fwd": registry.get("reference").ops["chunk_gla_fwd"]}, cost=lambda _: 0.0
     )
@@ -126,7 +126,7 @@ def test_a_narrow_terminal_shows_names_and_times(monkeypatch, half):
     monkeypatch.setenv("COLUMNS", "60")
     result = run("--workload", "chunk_gla/one_more_than_a_chunk", "--backend", "half,reference")
     for line in result.output.splitlines():
-        assert len(line) <= 60 or ": " in line  # sentences are not wrapped where there is no terminal
+        assert len(line) <= 60 or ": " in line  # without a terminal sentences are not wrapped
         assert not line.strip().startswith("one") or line.split()[0] == "one_more_than_a_chunk"
     header = [line.split() for line in result.output.splitlines() if "backend" in line]
     assert header == [["workload", "backend", "time", *more] for more in (("spread", "×", "loop"), ("×", "loop"))]
@@ -167,7 +167,7 @@ def test_the_columns_are_explained():
     explained = [line for line in result.output.splitlines() if ": " in line]
     assert "× loop: how many times as fast as the recurrence in PyTorch, one token at a time" in explained
     assert {line.split(":")[0] for line in explained} >= {"time", "spread", "× loop"}
-    assert "GB/s:" not in result.output  # which say nothing on a CPU
+    assert "GB/s:" not in result.output  # which mean nothing on a CPU
     assert "of floor" not in result.output
 
 
@@ -195,7 +195,7 @@ ROWS = [
 
 @pytest.fixture
 def printed(monkeypatch):
-    """`printed(device, terminal)` is what the rows look like."""
+    """A function: `printed(device, terminal)` returns the printed rows."""
     monkeypatch.delenv("NO_COLOR")
 
     def printed(device, terminal):

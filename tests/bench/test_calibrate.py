@@ -1,4 +1,4 @@
-"""Measuring and fitting, with backends that take time on a clock that only they move."""
+"""Measuring and fitting, with backends whose calls take time on a fake clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def seconds(call, c):
 
 @pytest.fixture
 def made_up(monkeypatch):
-    """A function that registers a backend whose softmax takes what the formula says of its true constants."""
+    """A function that registers a backend; its softmax takes the time of the formula with the true constants."""
     now, handles = [0.0], []
     monkeypatch.setattr(measure, "clock", lambda: now[0])
 
@@ -152,7 +152,7 @@ def test_backends_that_run_the_same_kernels_are_fitted_together(made_up):
     made_up("other", cost=CostModel(halved, shipped, kernels=common))
     made_up("alone", cost=CostModel(seconds, {"cpu": {"online_softmax": SHIPPED}}))
     large, small = (sorted(samples, key=lambda s: s.seconds)[i] for i in (-1, 0))
-    # Of one call alone nobody could fit two constants.
+    # One call alone does not determine two constants.
     others = [Sample("other", large.call, halved(large.call, {**TRUE, "own": 1.0}))]
     fits = calibrate.fit_samples([small, *others, Sample("alone", large.call, 1.0)], CPU)
     found = {f.backend: f for f in fits}
@@ -220,7 +220,7 @@ def test_constants_are_written_as_backends_ship_them(made_up, tmp_path):
     assert content["cpu"]["softmax_attention"] == {"x": 1.0}
     assert content["cpu"]["online_softmax"] == pytest.approx(TRUE, rel=0.01)
     with gla.register(Backend("shipped", "1", {}, cost=CostModel(seconds, content))):
-        pass  # what is written can be shipped
+        pass  # the written file can be shipped
 
 
 def test_what_is_stored_serves_the_next_call(made_up):

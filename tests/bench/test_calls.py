@@ -1,4 +1,4 @@
-"""Calls of abstract ops: tensors that are what an OpCall says."""
+"""Calls of abstract ops: the tensors match their OpCall."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def op_calls(draw):
         facts["gate_dtype"] = draw(st.sampled_from([None, dtype, torch.float32]))
     if "backwards" in spec.parameters:
         scalars["backwards"] = draw(st.booleans())
-        if not scalars["backwards"] or facts["gate_dtype"] is None:  # heads are shared backwards alone, as gates say
+        if not scalars["backwards"] or facts["gate_dtype"] is None:  # only backwards, heads are shared, by the gates
             sizes["Hq"] = sizes["H"]
     if "state_indices" in spec.parameters and draw(st.booleans()):
         facts["indexed"], sizes["P"] = True, draw(size)
@@ -82,7 +82,7 @@ def test_calibration_shapes_are_legal_and_distinct(op, kind):
     found = shapes(op, torch.device(kind))
     assert len({str(call) for call in found}) == len(found) >= 5
     for call in found:
-        # As many tokens as fit into a test; what remains is that the sizes go together.
+        # Large sizes are cut so that the test fits; only the shapes are compared.
         smaller = {name: min(size, 8) if name in GROWING else size for name, size in call.dims.items()}
         small = dataclasses.replace(call, device=CPU, dims=smaller, capturing=False)
         assert described(small, random_arguments(small)) == small

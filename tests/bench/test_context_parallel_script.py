@@ -1,4 +1,4 @@
-"""benchmarks/context_parallel.py: what it makes of times, and a small run on two processes."""
+"""benchmarks/context_parallel.py: its results from given times, and a small run on two processes."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def test_two_ranks(tmp_path):
         assert row["ranks"] == 2
         assert row["efficiency"] == pytest.approx(row["one_rank"] / row["all_ranks"] / 2)
         assert min(row["one_rank"], row["all_ranks"], row["gather"]) > 0
-    assert ran.stdout.count("efficiency") == 2  # rank 0 alone speaks
+    assert ran.stdout.count("efficiency") == 2  # only rank 0 prints
     assert (tmp_path / "ranks-cpu.svg").read_text().count("one sequence over 2 ranks: efficiency") == 1

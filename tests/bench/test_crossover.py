@@ -1,4 +1,4 @@
-"""The picture of the crossover, drawn from results that nobody measured."""
+"""The picture of the crossover, drawn from made-up results."""
 
 from __future__ import annotations
 

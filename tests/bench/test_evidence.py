@@ -1,4 +1,4 @@
-"""The command that measures what is committed."""
+"""The command that measures the committed results."""
 
 from __future__ import annotations
 

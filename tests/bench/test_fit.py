@@ -1,4 +1,4 @@
-"""Constants from times: known ones are found again."""
+"""Constants fitted to times: known constants are found again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CALLS = [
 
 
 def kernel(call, c):
-    """As real ones are: kinks where one bound gives way to another, and steps where a wave is full."""
+    """A formula like real ones: it has kinks where one bound replaces another, and steps where a wave is full."""
     d = call.dims
     waves = math.ceil(d["B"] * d["H"] / c["multiprocessors"])
     moved = d["B"] * d["T"] * d["H"] * 12 * d["K"] / c["bandwidth"]

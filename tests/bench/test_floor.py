@@ -10,7 +10,7 @@ from gla_core.bench.floor import floor_bytes, floor_seconds
 from gla_core.bench.suite import leaves, make_arguments
 from gla_core.workloads.named import IN_BFLOAT16, select
 
-BANDWIDTH = 4.23e12  # as the table gives it, to three digits
+BANDWIDTH = 4.23e12  # from the table, with three digits
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_does_not_exist_is_refused():
     "workload", [w for w in select(tags=["ci"]) if "rows" not in w.sizes], ids=lambda w: f"{w.op}-{w.name}"
 )
 def test_the_floor_is_the_size_of_the_tensors(workload):
-    """Counted again from the arguments themselves, and from what the op returns."""
+    """The floor equals the bytes of the arguments and of the op's results."""
     arguments = make_arguments(workload, torch.device("cpu"))
     size = sum(x.nbytes for x in leaves(arguments))
     outputs = getattr(gla, workload.op)(**arguments)

@@ -21,7 +21,7 @@ class Clock:
         return self.now
 
     def call(self, *seconds):
-        """A call that takes each of `seconds` in turn, then the last one again and again."""
+        """Returns a call that takes each of `seconds` in turn, then the last one repeatedly."""
         left = list(seconds)
 
         def run():

@@ -1,4 +1,4 @@
-"""Tests `evidence.py readme` on tiny workloads, and on models that are never made."""
+"""`evidence.py readme` on tiny workloads, and on models that are never made."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_shares_run_every_case_of_ours_once(readme, monkeypatch):
     ours = [str(case) for case in ran if case.backend in readme.OURS]
     assert sorted(ours) == sorted(str(case) for case in cases if case.backend in readme.OURS)
     theirs = [case for case in ran if case.backend == "fla"]
-    assert len(theirs) == 3 * sum(case.backend == "fla" for case in cases)  # each share compiles a part of each
+    assert len(theirs) == 3 * sum(case.backend == "fla" for case in cases)  # each share compiles some of each
     assert max(case.workload.sizes.get("T", 0) for case in theirs) == readme.SHORT
 
 

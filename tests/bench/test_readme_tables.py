@@ -1,4 +1,4 @@
-"""The figures of the README and of docs/results.md are those of the results files."""
+"""The numbers of the README and of docs/results.md equal the results files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_pictures_are_those_of_the_run(tables):
 
 
 def test_generated_files_stay_small():
-    """Results are summaries; what nobody reads is not committed."""
+    """Results are summaries; data without a reader are not committed."""
     assert sum(len(path.read_text().splitlines()) for path in ROOT.rglob("benchmarks/results/*.json")) < 15_000
 
 
@@ -93,7 +93,7 @@ def test_pictures_of_the_device_come_first(tables, tmp_path, synthetic):
 
 @pytest.fixture
 def measured(tables, tmp_path):
-    """A folder with a run for the README, of one workload and some rows of models, that nobody measured."""
+    """A folder with a made-up run for the README: one workload and some rows of models."""
 
     def call(backend, seconds, direction="forward"):
         row = Row(workload="train_b8_t4096_h16", op="chunk_gla", backend=backend, direction=direction, seconds=seconds)
@@ -145,7 +145,7 @@ def test_the_headline_is_the_faster_of_ours_beside_the_baseline(tables, measured
     assert left_out.startswith("`chunk_gla` forward and backward: 8 sequences of 4096 tokens, 16 heads; `chunk_gla` f")
     assert len(left_out.split("; ")) == len(tables.HEADLINE) - 1  # all rows of models are there
     assert lines[2] == f"| {call} | fla 2.00 ms | parallel_scan 400 us | 5.00 |"
-    assert sum("chunk_gla" in line for line in lines[:-1]) == 1  # not one with a missing time
+    assert sum("chunk_gla" in line for line in lines[:-1]) == 1  # and not the call with a missing time
     assert lines[-1].startswith(
         "NVIDIA H200, torch 2.11.0, triton 3.6.0, fla 0.6.0, transformers 5.17.0; one run at commit 0123456789, "
         "2026-01-02. Times are medians; the quartiles of each are at most 4% of it apart."

@@ -1,4 +1,4 @@
-"""Results files, tables and plots, from results that nobody measured."""
+"""Results files, tables and plots, from made-up results."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_picture_for_each_op_that_was_timed(synthetic, tmp_path):
 
 
 def op_rows(seconds, workload="short"):
-    """Rows of one workload by backend."""
+    """Returns the rows of one workload, one per backend."""
     return [
         Row(workload=workload, op="chunk_gla", backend=name, direction="forward", seconds=s)
         for name, s in seconds.items()
@@ -175,7 +175,7 @@ def test_speed_is_beside_the_first_row(synthetic):
     assert plots.speeds([fla, mine]) == [(fla, 1), (mine, 4)]
     assert plots.speeds([mine]) == [(mine, 1)]
     of_another_run = Row(**{**dataclasses.asdict(mine), "ratio_to": {"fla": 3.9}})
-    assert plots.speeds([fla, of_another_run])[1] == (of_another_run, 3.9)  # that of the row's own run
+    assert plots.speeds([fla, of_another_run])[1] == (of_another_run, 3.9)  # the speed of the row's own run
 
 
 @pytest.mark.parametrize(

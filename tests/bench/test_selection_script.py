@@ -1,4 +1,4 @@
-"""The script that judges what `auto` picks, on made-up backends; and what its committed results say."""
+"""The script that judges the picks of `auto`, on made-up backends, and its committed results."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def selection(script):
 
 @pytest.fixture(autouse=True)
 def alone(only_reference, monkeypatch, tmp_path):
-    """No backend but the reference and those that a test registers, and nothing calibrated."""
+    """Leaves the reference as the only backend besides those that a test registers, without calibration."""
     monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "cache"))
     gla.reload_environment()
 
 
 @pytest.fixture
 def backend():
-    """`backend(name, takes, says)` registers one whose softmax takes so many seconds; `says` are predicted, if any."""
+    """A function: `backend(name, takes, says)` registers a backend; its softmax takes `takes` s, predicted `says`."""
     handles = []
 
     def make(name, takes, says=None):
@@ -55,7 +55,7 @@ def backend():
 
 
 class Explained:
-    """What `auto` says of a call, as far as a row needs it."""
+    """The parts of an explanation that a row needs."""
 
     candidates = ()
     winner = "mine"
@@ -117,7 +117,7 @@ def test_a_run_is_taken_up_where_it_ended(selection, backend, tmp_path, monkeypa
     assert sum(line.startswith('  {"part"') for line in lines) == 2
     run()
     assert said == []
-    backend("another", 0.0, 1e-4)  # other constants: every pick may change
+    backend("another", 0.0, 1e-4)  # with other constants every pick may change
     run()
     assert len(said) == 2
 
@@ -143,7 +143,7 @@ def test_of_several_passes_the_quickest_time_counts(selection, tmp_path, monkeyp
     (row,) = json.loads(path.read_text())["rows"]
     assert row["measured"] == {"mine": 1e-3, "theirs": 1e-3}
     assert row["ratio"] == 1.0
-    path = selection.run(tmp_path, CPU, 0.003, 1.0, None, lambda line: None, passes=2)  # one pass is there already
+    path = selection.run(tmp_path, CPU, 0.003, 1.0, None, lambda line: None, passes=2)  # the file has one pass
     (row,) = json.loads(path.read_text())["rows"]
     assert row["measured"] == {"mine": 1e-3, "theirs": 1e-3}
     assert next(times, None) is None
@@ -155,7 +155,7 @@ def test_picks_that_were_slow_are_measured_again(selection, tmp_path, monkeypatc
     times = iter([{"mine": 2e-3, "theirs": 1e-3}, {"mine": 1e-3}, {"mine": 1e-3, "theirs": 1e-3}])
     monkeypatch.setattr(selection, "time_backends", lambda *_: (next(times), {}))
     monkeypatch.setattr(selection, "explain", lambda call: Explained())
-    path = selection.run(tmp_path, CPU, 0.003, 1.0, None, lambda line: None, again=2)  # the second finds none
+    path = selection.run(tmp_path, CPU, 0.003, 1.0, None, lambda line: None, again=2)  # the second finds no call
     assert [row["ratio"] for row in json.loads(path.read_text())["rows"]] == [1.0, 1.0]
     assert next(times, None) is None
 

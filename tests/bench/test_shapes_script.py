@@ -1,4 +1,4 @@
-"""The script that measures shapes that nobody tuned for, on small ones."""
+"""The script that measures shapes which tuning did not use, on small shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shapes(script):
 
 
 def test_odd_calls(shapes):
-    """Always the same; widths and numbers of heads as they are described, and enough to move."""
+    """The calls are the same each time, have the described widths and numbers of heads, and move enough bytes."""
     calls = list(shapes.odd_calls(CPU))
     assert calls == list(shapes.odd_calls(CPU))
     assert len(calls) == 40

@@ -50,7 +50,7 @@ def row_of(workload, backend, direction, **fields):
 def test_a_row_of_each_op_and_direction(workload, direction):
     row = suite.measure_case(Case(workload, "auto", direction), CPU, 1e10, 0.005)
     assert (row.workload, row.op, row.direction, row.error) == (workload.name, workload.op, direction, None)
-    assert row.backend == "reference"  # what ran, not what was asked for
+    assert row.backend == "reference"  # the backend that ran, not the request
     bytes_moved = suite.floor_bytes(workload.op, workload.sizes, direction == "forward+backward")
     assert row.gigabytes_per_second == pytest.approx(bytes_moved / row.seconds / 1e9)
     assert row.floor_fraction == pytest.approx(bytes_moved / 1e10 / row.seconds)

@@ -1,4 +1,4 @@
-"""What `evidence.py times` measures, on tiny cases."""
+"""`evidence.py times` on tiny cases: which of them it measures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def times(script, monkeypatch):
 
 @pytest.fixture
 def tiny(times, monkeypatch):
-    """A plan of three cases, the second of which fails; what is measured is noted."""
+    """A plan of three cases, the second of which fails; measured cases are recorded."""
     steps = {w.name: w for w in select("recurrent_gla_step", ["ci"])}
     plan = [Case(steps["small"], "reference", "step"), Case(steps["pool"], "fla", "step")]
     plan += [Case(steps["grouped"], "reference", "step")]
@@ -38,7 +38,7 @@ def tiny(times, monkeypatch):
     monkeypatch.setattr(times, "plan", lambda backends, device: plan)
     monkeypatch.setattr(times, "first_call", lambda *_: {"first_call": 80.0, "first_backward": 160.0})
     monkeypatch.setattr(times, "measure_case", measure_case)
-    # Without the process: what `measure_apart` adds is tested by itself below.
+    # Measures in this process; `measure_apart` has a test of its own below.
     monkeypatch.setattr(times, "measure_apart", lambda cases, *rest: times.measure_here(cases, CPU, *rest))
     return measured
 
@@ -108,7 +108,7 @@ def test_rows_of_another_commit_are_not_kept(times, tiny, tmp_path):
 def test_no_row_begins_when_the_time_is_over(times, tiny, tmp_path, monkeypatch):
     clock = itertools.count(step=61.0)
     monkeypatch.setattr(times.time, "monotonic", lambda: next(clock))
-    found, said = run(times, tmp_path, minutes=3.1)  # the clock is read once, then three times a case
+    found, said = run(times, tmp_path, minutes=3.1)  # the clock is read once, then three times per case
     assert tiny == ["small-reference-step"]
     assert len(found.rows) == 3
     assert said[-1] == "out of time: 2 measurements left out, from pool-fla-step on"

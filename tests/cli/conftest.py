@@ -15,14 +15,14 @@ ENTRY_POINTS = "gla_core.backends"
 
 @pytest.fixture(autouse=True)
 def isolated(fresh_registry: None, plain_terminal: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every test here. Nothing is calibrated."""
+    """Isolates every test here from the environment, without calibration."""
     monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "cache"))
     gla.reload_environment()
 
 
 @pytest.fixture
 def run() -> Callable[..., Result]:
-    """Run `gla` with these arguments."""
+    """A function that runs `gla` with its arguments."""
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 

@@ -1,4 +1,4 @@
-"""gla backends, gla --version, help, and a gla without its extra. What imports nothing of torch is quick."""
+"""gla backends, gla --version, help, and a gla without its extra. Commands that do not import torch are quick."""
 
 from __future__ import annotations
 
@@ -139,12 +139,12 @@ def test_without_its_packages_it_says_how_to_install_them(package, monkeypatch, 
     assert end.value.code == 2
     assert said.startswith(f"gla needs the package {package!r}: pip install '.[cli]' in a clone of gla-core, or pip in")
     assert {"'rich>=13'", "'typer>=0.15'"} <= set(said.split())
-    assert "gla-core[" not in said  # it is on no index
+    assert "gla-core[" not in said  # it is on no package index
 
 
 @pytest.fixture
 def outcome(monkeypatch, capfd):
-    """`outcome(stdout, *arguments)` is the exit code and the standard error of `gla` that writes into a stream."""
+    """A function: `outcome(stdout, *arguments)` returns the exit code and the standard error of `gla`."""
 
     def outcome(stdout, *arguments):
         monkeypatch.setattr(sys, "argv", ["gla", *arguments])

@@ -24,9 +24,9 @@ def predicted(call, c):
 
 @pytest.fixture(autouse=True)
 def none_of_ours(isolated, monkeypatch, own_backends):
-    """Only made-up backends, which take what they say on a clock that only they move."""
+    """Leaves only made-up backends, whose calls take the time that they state on a fake clock."""
     monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
-    monkeypatch.setattr(gc, "collect", lambda: 0)  # after each failure; it would take longer than all the rest
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # called after each failure; it would take most of the time
     gla.reload_environment()
 
 

@@ -1,4 +1,4 @@
-"""gla conformance: what its user sees. What the kit finds is tested in tests/conformance."""
+"""gla conformance: its output. The results of the kit are tested in tests/conformance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gla demo, as a command; what it does is tested in tests/demo."""
+"""gla demo as a command; the demo itself is tested in tests/demo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gla_core.demo import run as demo_run
 
 @pytest.fixture
 def asked(monkeypatch) -> list[demo_run.Options]:
-    """The options that each demo was run with, none of them trained."""
+    """The options of each run of the demo, which does not train."""
     options: list[demo_run.Options] = []
     monkeypatch.setattr(demo_run, "run_demo", lambda o, console: options.append(o) or True)
     return options

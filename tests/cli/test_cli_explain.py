@@ -37,7 +37,7 @@ def test_it_prints_the_explanation(run):
 
 
 def tensors_of(op: str) -> tuple[str, dict]:
-    """A shape, and tensors of that shape as the op receives them."""
+    """Returns a shape, and tensors of that shape as the op receives them."""
     x = torch.empty
     if op == "online_softmax":
         return "5,7", {"x": x(5, 7)}
@@ -174,7 +174,7 @@ def test_what_does_not_fit_into_memory_is_not_measured(run, monkeypatch):
     shape = ("chunk_gla_bwd", "--shape", "8,40960000,16,128,128", "--dtype", "bfloat16", "--device", "cpu")
     result = run("explain", *shape, "--measure")
     assert result.exit_code == 2
-    # Of q k v g do in and dq dk dv dg out: 2816 bytes for a token of a head.
+    # q k v g do are read, and dq dk dv dg written: 2816 bytes for a token of a head.
     assert f"this call needs at least {2816 * 8 * 40960000 * 16 / 2**30:,.1f} GiB and cpu has" in result.output
 
 

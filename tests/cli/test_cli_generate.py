@@ -1,4 +1,4 @@
-"""gla generate, as a command; what it does is tested in plugins/gla_transformers/tests, where transformers is."""
+"""gla generate as a command; generation is tested in plugins/gla_transformers/tests, which need transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @pytest.fixture
 def asked(monkeypatch) -> list:
-    """The arguments of each run, none of which generates."""
+    """The arguments of each run, which does not generate."""
     options: list = []
     text = SimpleNamespace(Options=lambda *arguments: arguments, run_generate=options.append)
     monkeypatch.setitem(sys.modules, "gla_transformers", ModuleType("gla_transformers"))

@@ -1,4 +1,4 @@
-"""Files of results: checked before the work, and written whole."""
+"""Files of results are checked before the work, and written in one step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_cannot_be_written_is_named(tmp_path, name, folder, message):
 )
 def test_rows_are_written_a_row_a_line(tmp_path, value, lines):
     path = tmp_path / "new" / "found.json"
-    for _ in range(2):  # the second time over the first
+    for _ in range(2):  # the second time over the first file
         write_json(path, value)
         assert json.loads(path.read_text()) == value
         assert len(path.read_text().splitlines()) == lines

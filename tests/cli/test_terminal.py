@@ -37,7 +37,7 @@ def table(monkeypatch, capsys):
 
 def test_values_stand_side_by_side_where_there_is_room(table):
     _, header, _, *body, _ = table(70)
-    assert header == ["name", "time", "ops", "rate"]  # not the column that nobody fills
+    assert header == ["name", "time", "ops", "rate"]  # without the empty column
     first = ["a_name_of_some_length", "1.2", "ms", "first,", "second,", "third,", "last", "7"]
     assert body == [first, ["b", "11.3", "ms", "12"]]
 
@@ -87,7 +87,7 @@ SENTENCE = "a refusal that is longer than the terminal is wide: needs a CUDA dev
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """`terminal(columns)` is the console of a terminal of this width with colours."""
+    """A function: `terminal(columns)` returns the console of a terminal of this width with colours."""
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")

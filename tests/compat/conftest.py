@@ -7,9 +7,9 @@ import pytest
 
 @pytest.fixture(scope="module")
 def untuned():
-    """Triton's autotuners run the first configuration that fits, and try no other.
+    """Makes Triton's autotuners run the first configuration that fits, and try no other.
 
-    flash-linear-attention's list dozens each, to compile and to time: minutes for what decides speed alone.
+    flash-linear-attention lists dozens of them; compiling and timing all takes minutes and changes only the speed.
     """
     autotuner = pytest.importorskip("triton.runtime.autotuner")
 

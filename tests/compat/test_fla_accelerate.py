@@ -1,4 +1,4 @@
-"""Replacing functions of flash-linear-attention, on modules that are laid out as its own are."""
+"""Replacing functions of flash-linear-attention, in fake modules with its structure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def module(name, **members):
 
 
 def layer_class(home):
-    """A layer that chooses its function by its mode and hands offsets to `chunk_gla` alone, as GLA and HGRN2 do."""
+    """Returns a layer that chooses its function by its mode and passes offsets to `chunk_gla` only, as GLA does."""
 
     class Layer(torch.nn.Module):
         def __init__(self, mode="chunk"):
@@ -39,7 +39,7 @@ def layer_class(home):
 
 @pytest.fixture
 def fla(monkeypatch):
-    """Modules `fla...` whose functions say that they are the originals, and what they were given."""
+    """Fake modules `fla...` whose functions return their name and their arguments."""
 
     def original(name):
         def function(*args, **kwargs):
@@ -119,7 +119,7 @@ def test_key_value_heads_are_handed_over_once(fla):
         assert layer.repeat(x, "b t d -> b t d g", g=2)[0] == "repeat"
         assert fla["fla.layers.gsa"].repeat(x, heads, g=2, d=4)[0] == "repeat"
         assert "repeat: left out for key/value heads in fla.layers.gla" in str(found)
-    for some in ({"chunk_gla"}, {"chunk_gla", "fused_recurrent_gla"}):  # the others could not take fewer heads
+    for some in ({"chunk_gla"}, {"chunk_gla", "fused_recurrent_gla"}):  # the other functions could not take fewer heads
         with accelerate(*some):
             assert layer.repeat(x, heads, g=2, d=4)[0] == "repeat"
             with accelerate():
@@ -222,7 +222,7 @@ def test_a_reference_that_is_kept_calls_the_original_once_all_is_undone(fla):
 
 def test_signatures_are_those_of_the_originals(fla):
     def chunk_gla(q, k, *, scale: float = 2.0):
-        """Of theirs."""
+        """A function of the same name in their code."""
 
     chunk_gla._torchdynamo_disable = True
     for name in ("fla.ops.gla", "fla.layers.gla"):

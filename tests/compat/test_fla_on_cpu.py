@@ -1,4 +1,4 @@
-"""What stands on a CPU for functions of flash-linear-attention's that are Triton's alone, against their definitions."""
+"""The CPU versions of flash-linear-attention's Triton functions, against their definitions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_activations():
 
 
 def convolved(x, weight, bias, before):
-    """One output at a time: x [T, D], weight [D, W], before [D, W]."""
+    """Computes one output at a time: x [T, D], weight [D, W], before [D, W]."""
     W = weight.shape[1]
     rows = torch.cat([before.T, x])
     return torch.stack([(rows[t + 1 : t + 1 + W] * weight.T).sum(0) + bias for t in range(len(x))]), rows[-W:].T
@@ -120,7 +120,7 @@ def test_losses(reduction):
 
 @pytest.fixture
 def fla(monkeypatch):
-    """Modules that define what is replaced, and one that has imported some of it."""
+    """Fake modules that define the replaced functions, and one that has imported some of them."""
 
     def original(name):
         return lambda *args, **kwargs: name

@@ -1,4 +1,4 @@
-"""The functions of `fla.ops.gla` as they are called there."""
+"""The functions of `fla.ops.gla`, called as in flash-linear-attention."""
 
 from __future__ import annotations
 

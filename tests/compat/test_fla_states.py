@@ -1,4 +1,4 @@
-"""States of flash-linear-attention's layers, and back."""
+"""States of flash-linear-attention's layers, converted in both directions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMALL = {"hidden_size": 16, "num_heads": 4, "use_short_conv": True, "conv_size":
 
 
 def layer_there(options, tokens):
-    """What flash-linear-attention's layer leaves in its cache, as its documentation says, token by token in float64."""
+    """Returns the cache of flash-linear-attention's layer by its documentation, token by token in float64."""
     torch.manual_seed(0)
     layer = GatedLinearAttention(**SMALL, **options).double()
     x = torch.randn(2, tokens + 1, 16, dtype=torch.float64)
@@ -42,7 +42,7 @@ def test_a_layer_goes_on_from_a_state_of_flash_linear_attention(options, tokens)
     torch.testing.assert_close(back["recurrent_state"], entry["recurrent_state"])
     for found, expected in zip(back["conv_state"], entry["conv_state"], strict=True):
         assert found.shape == expected.shape
-        torch.testing.assert_close(found[..., 1:], expected[..., 1:])  # the oldest is never read again
+        torch.testing.assert_close(found[..., 1:], expected[..., 1:])  # the oldest input is never read again
 
 
 def test_there_and_back_without_convolutions():

@@ -36,7 +36,7 @@ def test_steps_of_a_graph_decode_the_words_of_generate(models, way):
         words = models.tokens_of(3, 70, CPU)
         expected = model.generate(words, min_new_tokens=new, max_new_tokens=new, do_sample=False)[:, 70:]
         decoding = models.Decoding(way, model, words)
-        for _ in range(2):  # the second time from states that are there already
+        for _ in range(2):  # the second time from existing states
             decoding.start()
             assert torch.equal(decoding.word, expected[:, :1])
             homes = [home.data_ptr() for home in decoding.homes]

@@ -1,4 +1,4 @@
-"""Tests the diagnosis of a failed run of the kit: from recorded cases, from tensors, and once from a run."""
+"""The diagnosis of a failed run of the kit: from recorded cases, from tensors, and once from a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wrong(quantity="o", *, finite=True, ratio=None, everywhere=True, hint=None) 
 
 
 def row(name, failed=True, test="values", op="chunk_gla_fwd", dtype=torch.float32, reason="AssertionError: o", **more):
-    """A case as a report holds it, with the facts of its workload."""
+    """Returns a case as a report has it, with the facts of its workload."""
     of = case(name, op, dtype)
     return {
         "test": f"test_chunk_gla.py::test_{test}",
@@ -81,7 +81,7 @@ def test_what_all_failed_cases_have_and_no_passed_one(failed, passed, says):
     rows = [*(row(name) for name in failed), *(row(name, failed=False) for name in passed)]
     found = lines(*rows)["in common"]
     assert found.startswith(f"every failing case of 'values' ({len(failed)}) runs {says}")
-    computed = len(passed) - passed.count("no_token")  # where nothing is computed nothing is right
+    computed = len(passed) - passed.count("no_token")  # a case that computes nothing shows nothing
     assert found.endswith(f"; no passing one ({computed}) does")
 
 

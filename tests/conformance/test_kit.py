@@ -1,4 +1,4 @@
-"""The kit as others run it: from another folder, on the reference and on a partial backend of a plugin."""
+"""The kit as users run it: from another folder, on the reference and on a partial backend of a plugin."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def gla_register_backends():
 
 
 def kit(folder: Path, *arguments: str, module: str = "", path: Path | None = None) -> subprocess.CompletedProcess:
-    """Run the kit in `folder`, by pytest's own command line."""
+    """Runs the kit in `folder`, by pytest's own command line."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("GLA_", "PYTEST_"))}
-    environment["OMP_NUM_THREADS"] = "1"  # threads that wait for one another cost more than they bring at these sizes
+    environment["OMP_NUM_THREADS"] = "1"  # at these sizes threads cost more than they gain
     if path is not None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "pytest", "-q", "--pyargs", f"gla_core.conformance{module}", *arguments]
@@ -59,7 +59,7 @@ def read_cases(path: Path) -> list[dict]:
 def test_the_reference_passes_every_case(tmp_path, capsys):
     """Every small workload of every op passes in every dtype.
 
-    `make conformance` compiles graphs of all workloads, this test the smallest one of each op.
+    `make conformance` compiles graphs of all workloads; this test compiles the smallest one of each op.
     """
     report = tmp_path / "cases.jsonl"
     code = run("reference", report=str(report), select="not test_torch or short or small")
@@ -79,7 +79,7 @@ def test_the_reference_passes_every_case(tmp_path, capsys):
 
 
 def sample(path):
-    """Run a part of the suite on the reference, writing a report."""
+    """Runs some tests of the kit on the reference, and returns the text of the report."""
     assert (
         run("reference", report=str(path), select="gradients and grouped", module="test_chunk_gla", commit="abc1") == 0
     )
@@ -88,7 +88,7 @@ def sample(path):
 
 @pytest.fixture
 def sampled(tmp_path, capsys):
-    """What a part of the suite prints, and its summary."""
+    """The output and the report of a run of some tests of the kit."""
     text = sample(tmp_path / "report.json")
     return capsys.readouterr().out, text
 
@@ -127,19 +127,19 @@ def test_a_table_and_the_files_that_are_judged_end_the_run_and_the_report_names_
     for text in ("conformance of reference", "error/budget", "chunk_gla_bwd", f"judges online_softmax from {judged}"):
         assert text in sampled[0]
     for word in (str(Path(gla.__file__).parents[1]), str(Path.home()), os.uname().nodename, "/tmp/"):
-        assert len(word) < 4 or word not in sampled[1]  # a machine may be called "cpu", and a home be "/"
+        assert len(word) < 4 or word not in sampled[1]  # a machine may be named "cpu", and a home folder be "/"
 
 
 @pytest.mark.parametrize("function", [functools.partial(torch.softmax, dtype=None), torch.softmax, str.join])
 def test_a_function_without_a_file_of_its_own_is_no_error(function):
-    """Compiled extensions, for one."""
+    """Functions of compiled extensions have no source file."""
     (line,) = sources(Backend("compiled", "0", {"online_softmax": function}))
     assert line.startswith("judges online_softmax from ")
 
 
 @pytest.fixture(scope="module")
 def partial(tmp_path_factory):
-    """A plugin with one op in one dtype, found on the path as if it were installed."""
+    """A plugin with one op in one dtype, on the path as if it were installed."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "partial_plugin.py").write_text(PLUGIN)
     info = folder / "partial_plugin-1.2.dist-info"
@@ -151,7 +151,7 @@ def partial(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_partial_backend_passes_on_what_it_declares(partial, tmp_path):
-    """The report is whole with several processes."""
+    """The report is complete with several processes, too."""
     chosen = ("-k", "not test_torch", "-n", "2")
     done = kit(tmp_path, "--gla-backend", "partial", "--gla-report", "cases.jsonl", *chosen, path=partial)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
@@ -163,7 +163,7 @@ def test_a_partial_backend_passes_on_what_it_declares(partial, tmp_path):
         f"not declared: {', '.join(others)} (calls of them are refused)",
         "not declared: dtype float64, dtype float16, dtype bfloat16, cuda_graphs",
     ]
-    assert not [line for line in lines for op in others if line.startswith(op)]  # their refusals are no news
+    assert not [line for line in lines for op in others if line.startswith(op)]  # their refusals are not listed
     computed = [row for row in rows if not row["test"].startswith("test_refusals.py")]
     assert {(row["op"], row["dtype"]) for row in computed} == {("online_softmax", "float32")}
     refused = {(r["op"], r["dtype"]): r["reason"] for r in rows if r["test"].endswith("::test_refused")}
@@ -188,11 +188,11 @@ def test_a_wrong_question_is_a_usage_error(arguments, message, own_backends, tmp
     assert "passed" not in printed.out
 
 
-# ---- which cases, and what becomes of those that are refused
+# ---- the cases of a backend, and the outcome of refused ones
 
 
 def judge(backend, tmp_path, **options):
-    """The exit code, and every case."""
+    """Runs the kit; returns the exit code, and every case."""
     with gla.register(backend):
         code = run(backend.name, report=str(tmp_path / "cases.jsonl"), **options)
     return code, read_cases(tmp_path / "cases.jsonl")
@@ -253,7 +253,7 @@ class Collected:
 
 
 def test_every_op_has_the_cases_that_follow_from_its_description(monkeypatch):
-    """On a CUDA device too, which need not be here: as many as give each optional argument, and leave it out."""
+    """Each optional argument is given in one case and left out in another, also for a CUDA device that is not here."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kept = Collected()
@@ -299,7 +299,7 @@ def test_cases_and_refusals_do_not_meet():
 
 @pytest.mark.parametrize("name", ["grouped", "packed", "padded", "ungated"])
 def test_large_workloads_are_judged_by_what_the_oracle_says_of_small_ones(name):
-    """That is the reference in float64, a row of the batch at a time."""
+    """Large workloads are judged by the reference in float64, which equals the oracle on small ones."""
     (workload,) = (w for w in select("chunk_gla") if w.name == name)
     x = chunk_inputs(workload, dtype=torch.bfloat16)
     found, expected = reference_forward(x) | reference_gradients(x), oracle_forward(x) | oracle_gradients(x)
@@ -332,7 +332,7 @@ def test_the_command(tmp_path, monkeypatch):
     assert json.loads(Path("report.json").read_text())["counts"]["passed"] == 1
 
 
-# ---- the summary, of cases that nobody ran
+# ---- the summary, of made-up cases
 
 
 def case(name: str, outcome: str = "passed", reason: str | None = None, **errors: float) -> dict:

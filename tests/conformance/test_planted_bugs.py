@@ -1,4 +1,4 @@
-"""Deliberately wrong backends, each the reference with one bug: the kit must name it."""
+"""Deliberately wrong backends: each is the reference with one bug, which the kit must name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def default_scale_always(q, k, v, g, scale, initial_state, output_final_state, c
 
 
 def pair(q, k, v, scale):
-    """What key and value at a token give to the query at the same place, [B, T, Hq, V]."""
+    """Returns the contribution of key and value at a token to the query at the same token, [B, T, Hq, V]."""
     groups = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     return scale * (q * k).sum(-1, keepdim=True) * v
@@ -161,7 +161,7 @@ def output_not_contiguous(q, k, v, g, scale, initial_state, output_final_state, 
 
 
 LATE = 1000
-"""Tokens, columns or keys that are right."""
+"""Number of tokens, columns or keys before the bug shows."""
 
 
 def output_wrong_from_late(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
@@ -227,7 +227,7 @@ def checkpoints_of_packed_sequences_in_a_row(
     q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every
 ):
     o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    if checkpoints is not None and cu_seqlens is not None:  # one after the other, without rows in between
+    if checkpoints is not None and cu_seqlens is not None:  # one after the other, without unused rows between them
         used = [
             i + int(a) // checkpoint_every + j
             for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens))
@@ -241,12 +241,12 @@ GRADIENTS = ("dq", "dk", "dv", "dg", "dinitial_state")
 
 
 def right(x, **changes):
-    """The reference's gradients, by name, for the arguments x with changes."""
+    """Returns the reference's gradients, by name, for the arguments x with changes."""
     return SimpleNamespace(**dict(zip(GRADIENTS, BWD(**{**vars(x), **changes}), strict=True)))
 
 
 def backward(bug):
-    """Make a chunk_gla_bwd of a function that takes the arguments, and returns the gradients, by name."""
+    """Makes a chunk_gla_bwd from a function that maps the arguments to the gradients, by name."""
 
     @functools.wraps(BWD)
     def bwd(*args):
@@ -334,7 +334,7 @@ def gradient_of_g_without_the_state(x):
 
 @backward
 def gradient_of_g_from_the_end(x):
-    """One suffix sum over all tokens, of gradients as they are written."""
+    """Computes dg by one suffix sum over all tokens, of gradients that were rounded first."""
     d = right(x)
     if x.g is not None and x.cu_seqlens is None:
         d.dg = (suffix_sums(given_and_taken(x, d)) + through_the_end(x)).to(x.g.dtype)
@@ -343,7 +343,7 @@ def gradient_of_g_from_the_end(x):
 
 @backward
 def gradient_of_g_with_the_diagonal(x):
-    """Suffix sums over a chunk, right at its end, of float32 gradients that hold the pairs of a token with itself."""
+    """Computes dg by suffix sums per chunk, exact at its end, of float32 gradients that include pairs s = t."""
     d = right(x)
     if x.g is not None and x.cu_seqlens is None:
         wide = in_float32(x)
@@ -356,7 +356,7 @@ def gradient_of_g_with_the_diagonal(x):
 
 
 def given_and_taken(x, d):
-    """What dg loses from a token to the next: q * dq, summed over the query heads of a key, less k * dk."""
+    """Returns dg_t - dg_{t+1}: q * dq, summed over the query heads of a key, minus k * dk."""
     return (x.q.float() * d.dq).unflatten(2, (x.k.shape[2], -1)).sum(3) - x.k.float() * d.dk
 
 
@@ -365,7 +365,7 @@ def suffix_sums(x):
 
 
 def through_the_end(x):
-    """What the gradient of the final state gives to each gate [B, 1, H, K]."""
+    """Returns the contribution of the final state's gradient to each gate [B, 1, H, K]."""
     state = FWD(x.q, x.k, x.v, x.g, x.scale, x.initial_state, True, None, None)[1]
     return (state * (torch.zeros_like(state) if x.dstate is None else x.dstate)).sum(-1)[:, None]
 
@@ -488,7 +488,7 @@ def other_gradient_bits_in_company(
     return BWD(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)
 
 
-PLANTED = [  # the bug, the op it is in, and (the beginning of) the case that must name it
+PLANTED = [  # the bug, its op, and the case (or its beginning) that must name it
     (wrong_scale, "chunk_gla_fwd", "test_values[short-float32]"),
     (default_scale_always, "chunk_gla_fwd", "test_scale[short-float32-1.0]"),
     (current_token_excluded, "chunk_gla_fwd", "test_values[short-float32]"),
@@ -568,7 +568,7 @@ PLANTED = [  # the bug, the op it is in, and (the beginning of) the case that mu
     (mask_aligned_at_the_first_key, "softmax_attention", "test_values[odd-float32]"),
 ]
 
-QUANTITIES = {  # for some bugs, what the case reports over its budget
+QUANTITIES = {  # for some bugs, the quantities that the case reports over its budget
     "state_in_bfloat16": {"state"},
     "state_of_the_sequence_before": {"state"},
     "gradient_of_g_missing": {"dg"},
@@ -579,7 +579,7 @@ QUANTITIES = {  # for some bugs, what the case reports over its budget
     "padding_not_written": {"o of the padding"},
 }
 NAMING = ("AssertionError", "assert", "gla_core.dispatch.errors.BackendError")
-"""How the message of a case that names a bug begins; the core itself refuses what is no result at all."""
+"""Beginnings of the messages of a case that names a bug; the core itself refuses results of a wrong form."""
 
 
 def planted(op, function):
@@ -591,7 +591,7 @@ def planted(op, function):
 
 
 class Judge:
-    """A pytest plugin that collects the kit once, and then runs one case on one wrong backend after the other."""
+    """A pytest plugin that collects the kit once, and then runs a case on each wrong backend in turn."""
 
     def __init__(self, collected_on):
         self._collected_on = collected_on

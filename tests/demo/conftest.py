@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def isolated(fresh_registry: None, plain_terminal: None) -> None:
-    """Every test here."""
+    """Isolates every test here from the environment."""

@@ -1,4 +1,4 @@
-"""The model in both its forms, its training and what it generates."""
+"""The model in both forms, its training and its generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The corpus, the counting models and the windows that they are judged on."""
+"""The corpus, the models that count, and the windows for their evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bytes_of(text: bytes) -> torch.Tensor:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """41 modules, and folders that are to be left out."""
+    """41 modules, and folders that have to be skipped."""
     for i in range(41):
         (tmp_path / f"module{i:02}.py").write_bytes(b"%02d\n" % i)
     for skipped in ("site-packages", "test", "encodings"):

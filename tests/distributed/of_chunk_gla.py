@@ -32,12 +32,12 @@ from gla_core.workloads.inputs import GlaInputs, gla_inputs, normal
 
 GATES = ("none", "mild", "strong", "-inf")
 DRAWN = 8
-"""Random batches that each group of ranks goes through."""
+"""Number of random batches for each group of ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A batch of all ranks' tokens, and how many of them each rank has."""
+    """A batch of all ranks' tokens, and the number of tokens of each rank."""
 
     x: GlaInputs
     lengths: tuple[int, ...]
@@ -45,7 +45,7 @@ class Batch:
     final_state: bool = True
 
     def of_rank(self, y: Tensor, rank: int) -> Tensor:
-        """The rows of y [B, T, ...] that a rank has."""
+        """Returns the rows of y [B, T, ...] that a rank holds."""
         return rows_of_rank(y, rank, self.lengths, self.layout)
 
 
@@ -57,7 +57,7 @@ def leaves(x: GlaInputs) -> dict[str, Tensor]:
 
 
 def results(x: GlaInputs, o: Tensor, state: Tensor | None, do: Tensor, dstate: Tensor | None) -> dict[str, Tensor]:
-    """Outputs and the gradients of all that is there."""
+    """Returns the outputs, and the gradients of all inputs that are given."""
     outs, seeds = ((o,), (do,)) if state is None else ((o, state), (do, dstate))
     found = torch.autograd.grad(outs, list(leaves(x).values()), seeds)
     named = {"o": o.detach(), **({} if state is None else {"state": state.detach()})}
@@ -73,7 +73,7 @@ def in_float64(x: GlaInputs) -> GlaInputs:
 
 
 def compare(ranks: Ranks, batch: Batch, tolerance: float, exact: bool = False, **options: object) -> None:
-    """Values and gradients of this rank beside those of one process that has all tokens, or its in float64."""
+    """Compares this rank's values and gradients with one process that has all tokens, in the same dtype or float64."""
     generator = torch.Generator(ranks.device).manual_seed(0)
     x = with_leaves(in_float64(batch.x) if exact else batch.x)
     o, state = gla.chunk_gla(x.q, x.k, x.v, x.g, 0.3, x.initial_state, batch.final_state, x.cu_seqlens)
@@ -93,13 +93,13 @@ def compare(ranks: Ranks, batch: Batch, tolerance: float, exact: bool = False, *
     for name, ref in expected.items():
         assert found[name].shape == ref.shape, name
         assert exact or found[name].dtype == ref.dtype, name
-        # Of a rank with few tokens dg may be small beside what it is a sum of.
+        # dg of a rank with few tokens may be small compared with its summands.
         error = float((found[name] - ref).double().norm()) / max(1.0, float(ref.double().norm()))
         assert error <= tolerance, f"{name} is off by {error:.3g}: {batch}"
 
 
 def drawn(ranks: Ranks, seed: int) -> Batch:
-    """A random batch: one in two is packed, one in two in the layout zigzag, one rank in four has no token."""
+    """Returns a random batch: one in two packed, one in two zigzag, and one rank in four without tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -118,7 +118,7 @@ def drawn(ranks: Ranks, seed: int) -> Batch:
     return Batch(x, lengths, layout, final_state=bool(draw(0, 1)))
 
 
-# ---- checks of any number of ranks
+# ---- checks for any number of ranks
 
 
 def check_random_batches(ranks: Ranks) -> None:
@@ -127,7 +127,7 @@ def check_random_batches(ranks: Ranks) -> None:
 
 
 def check_random_batches_by_a_scan(ranks: Ranks) -> None:
-    """As from many ranks on; of half of them the gradient of an initial state goes by the gather."""
+    """The scan of many ranks is used; in half of the batches the gradient of an initial state uses the gather."""
     with mock.patch.object(exchange, "MOST_GATHERED", 0):
         for seed in range(DRAWN):
             batch = drawn(ranks, 200 * ranks.number + seed)
@@ -135,7 +135,7 @@ def check_random_batches_by_a_scan(ranks: Ranks) -> None:
 
 
 def check_pieces_in_segments(ranks: Ranks) -> None:
-    """As on a GPU, where pieces are cut so that their segments fill it."""
+    """Pieces are cut into segments, as on a GPU, where the segments fill the device."""
 
     def segments(heads: int, tokens: int, device: torch.device) -> int:
         return next((n for n in (5, 4, 3, 2) if tokens % n == 0), 1)
@@ -146,7 +146,7 @@ def check_pieces_in_segments(ranks: Ranks) -> None:
 
 
 def check_a_sequence_over_all_ranks(ranks: Ranks) -> None:
-    """With others around it, and a rank in its midst that has no token."""
+    """A sequence covers all ranks, among other sequences, and a rank in the middle has no token."""
     lengths = tuple(0 if rank == 1 and ranks.number > 3 else 20 for rank in range(ranks.number))
     T = sum(lengths)
     for final_state in (False, True):
@@ -180,7 +180,7 @@ def check_bfloat16(ranks: Ranks) -> None:
 
 
 def check_autocast(ranks: Ranks) -> None:
-    """q, k and v are cast, gates and states stay float32."""
+    """q, k and v are cast; gates and states stay float32."""
     x = gla_inputs(T=8 * ranks.number, initial_state=True)
     own = slice(8 * ranks.rank, 8 * ranks.rank + 8)
     q, k, v, g = (y[:, own] for y in (x.q, x.k, x.v, x.g))
@@ -194,7 +194,7 @@ def check_autocast(ranks: Ranks) -> None:
 
 
 def check_one_gather_each_way(ranks: Ranks) -> None:
-    """Of a layer, once a shard is made; and its results do not depend on who knew the lengths."""
+    """A layer with a shard makes one gather per direction; whether lengths were given does not change results."""
     lengths = (10,) * ranks.number
     x = gla_inputs(lengths=(4, 10 * ranks.number - 4), dtype=torch.float64)
     for layout in ("contiguous", "zigzag"):
@@ -228,7 +228,7 @@ COMMUNICATING = (
 
 
 def collectives(function: Callable, *args: object, **kwargs: object) -> tuple[Any, list[str]]:
-    """What a function returns, and what it calls of torch.distributed to communicate, by name."""
+    """Returns the function's result, and the names of the torch.distributed functions that it calls to communicate."""
     called = []
 
     def noted(name):
@@ -244,7 +244,7 @@ def collectives(function: Callable, *args: object, **kwargs: object) -> tuple[An
 
 
 def check_nothing_waits_for_offsets(ranks: Ranks) -> None:
-    """No tensor of a shard is read: tensors without values do as well."""
+    """The host reads no tensor of a shard: tensors without values work, too."""
     lengths = (10,) * ranks.number
     for layout in ("contiguous", "zigzag"):
         with FakeTensorMode():
@@ -254,7 +254,7 @@ def check_nothing_waits_for_offsets(ranks: Ranks) -> None:
 
 
 def check_one_state_is_sent_for_packed_sequences(ranks: Ranks) -> None:
-    """However many there are, unless their states are given or asked for."""
+    """One state is sent for any number of packed sequences, unless initial or final states are asked for."""
     x = gla_inputs(lengths=(2,) * 5 * ranks.number, H=2, K=4, V=3)
     own = slice(10 * ranks.rank, 10 * ranks.rank + 10)
     tokens = [y[:, own] for y in (x.q, x.k, x.v, x.g)]
@@ -262,7 +262,7 @@ def check_one_state_is_sent_for_packed_sequences(ranks: Ranks) -> None:
     with mock.patch.object(dist, GATHER, wraps=getattr(dist, GATHER)) as gather:
         for final_state in (False, True):
             distributed.chunk_gla(*tokens, None, None, final_state, shard=cut)
-    one = 2 * 4 * (1 + 3)  # numbers of a decay and a state
+    one = 2 * 4 * (1 + 3)  # number of elements of a decay and a state
     assert [call.args[1].numel() for call in gather.call_args_list] == [one, 5 * ranks.number * one]
 
 
@@ -283,7 +283,7 @@ def check_nothing_passes_between_sequences(ranks: Ranks) -> None:
 
 
 def check_groups(ranks: Ranks) -> None:
-    """A mesh of one dimension, and a group of some ranks; one that a rank is not in is refused."""
+    """A one-dimensional mesh and a group of some ranks work; a group without this rank is refused."""
     x = gla_inputs(T=6 * ranks.number, dtype=torch.float64)
     compare(ranks, Batch(x, (6,) * ranks.number), 1e-12, group=init_device_mesh("cpu", (ranks.number,)))
     few = dist.new_group([0])
@@ -300,7 +300,7 @@ def refused(error: type[Exception], message: str, *args: object, **kwargs: objec
 
 
 def check_bad_arguments(ranks: Ranks) -> None:
-    """Refused by every rank for itself, before anything is sent."""
+    """Every rank refuses them by itself, before anything is sent."""
     x = gla_inputs(lengths=(4, 6), H=2, K=4, V=3)
     q, k, v, g = x.q, x.k, x.v, x.g
     cut = distributed.shard(10, x.cu_seqlens, lengths=(10,) * ranks.number)
@@ -314,7 +314,7 @@ def check_bad_arguments(ranks: Ranks) -> None:
 
 
 def check_compiled(ranks: Ranks) -> None:
-    """A compiled function may call it: it is left to run between two graphs."""
+    """A compiled function may call it: it runs eagerly between two graphs."""
     if ranks.number > 1:  # compiling takes seconds
         return
     x = gla_inputs(lengths=(4, 6), dtype=torch.float64)
@@ -330,12 +330,12 @@ def check_compiled(ranks: Ranks) -> None:
         assert relative_error(d, ref) <= 1e-12
 
 
-# ---- checks of two ranks that do not agree
+# ---- checks for two ranks that do not agree
 
 
 def check_one_rank_that_fails(ranks: Ranks) -> None:
-    """The other waits no longer than the time-out of the group."""
-    dist.barrier()  # the time-out counts in the making of the group too
+    """The other rank waits no longer than the timeout of the group."""
+    dist.barrier()  # the timeout also limits the making of the group
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     x = gla_inputs(T=6)
     begin = time.monotonic()
@@ -348,7 +348,7 @@ def check_one_rank_that_fails(ranks: Ranks) -> None:
 
 
 def check_ranks_that_differ(ranks: Ranks) -> None:
-    """Under GLA_CHECK=1 all of them raise."""
+    """With GLA_CHECK=1 all ranks raise."""
     os.environ["GLA_CHECK"] = "1"
     gla.reload_environment()
     x = gla_inputs(lengths=(4, 8), device=ranks.device)

@@ -1,4 +1,4 @@
-"""The plain ops on DTensors of two ranks beside the same ops on whole tensors."""
+"""The plain ops on DTensors of two ranks, compared with the same ops on whole tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compare(found: tuple, expected: tuple) -> None:
 
 
 def check_sequences_and_heads(ranks: Ranks) -> None:
-    """Results stay where q is, and what is elsewhere is brought there; gradients of it go back."""
+    """Results stay where q is. Other arguments are moved there, and their gradients go back."""
     for place, of_g, there in (
         (BATCH, BATCH, BATCH),
         (HEADS, HEADS, HEADS),
@@ -61,7 +61,7 @@ def check_packed_sequences(ranks: Ranks) -> None:
 
 
 def check_other_ops(ranks: Ranks) -> None:
-    """A step, in place too; a summary; softmax attention."""
+    """A decoding step, in place too; a summary; softmax attention."""
     x = gla_inputs(B=2, T=6, H=2, dtype=torch.float64)
     q, k, v, g = x.q, x.k, x.v, x.g
     state = torch.randn(2, 2, q.shape[-1], v.shape[-1], dtype=torch.float64)
@@ -97,7 +97,7 @@ def check_rows_of_a_softmax(ranks: Ranks) -> None:
 
 
 def check_a_mesh_of_two_dimensions(ranks: Ranks) -> None:
-    """Sequences along one, heads along the other."""
+    """Sequences are spread along one dimension, and heads along the other."""
     mesh = init_device_mesh("cpu", (2, 2))
     x = gla_inputs(B=2, T=20, H=2, G=2, dtype=torch.float64)
     q, k, v, g = (distribute_tensor(y, mesh, [BATCH, HEADS]) for y in (x.q, x.k, x.v, x.g))

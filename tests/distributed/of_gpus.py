@@ -1,4 +1,4 @@
-"""What two GPUs show and a CPU does not: compiled kernels in bfloat16, steps in a CUDA graph, no wait for the host."""
+"""Checks for two GPUs: compiled kernels in bfloat16, steps in a CUDA graph, and a host that never waits."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ BF16 = GRADIENT[torch.bfloat16]
 
 
 def inputs(ranks: Ranks, **sizes: object) -> GlaInputs:
-    """In bfloat16 with gates in float32."""
+    """Returns inputs in bfloat16, with gates in float32."""
     types = {"dtype": torch.bfloat16, "gate_dtype": torch.float32, "device": ranks.device}
     return gla_inputs(H=2, G=2, K=64, V=64, **types, **sizes)
 
 
 def check_kernels(ranks: Ranks) -> None:
-    """Beside one GPU that has all tokens, and beside the reference in float64; some rank may have no token."""
+    """Kernels agree with one GPU that has all tokens, and with the reference in float64; a rank may have no token."""
     rows, packed, long = {"B": 2, "T": 400}, {"lengths": (90, 0, 270, 40)}, {"B": 1, "T": 4096}
     for sizes, lengths, layout in (
         (rows, (200, 200), "contiguous"),
@@ -54,7 +54,7 @@ def check_kernels(ranks: Ranks) -> None:
 
 
 def check_a_layer(ranks: Ranks) -> None:
-    """Parameters in bfloat16: over ranks it is not much farther from itself in float64 than on one GPU."""
+    """With bfloat16 parameters, the error over ranks is not much larger than the error on one GPU."""
     torch.manual_seed(0)
     sizes = {"num_heads": 2, "expand_k": 1.0, "use_short_conv": True}
     alone = GatedLinearAttention(128, **sizes, device=ranks.device, dtype=torch.bfloat16)
@@ -86,7 +86,7 @@ def check_a_layer(ranks: Ranks) -> None:
 
 
 def check_steps_in_a_graph(ranks: Ranks) -> None:
-    """The making of a shard, forward and backward wait for nothing, and replay with other tokens and offsets."""
+    """Making a shard, the forward and the backward never wait, and a replay takes other tokens and offsets."""
     lengths = (200, 200)
     given = [inputs(ranks, lengths=cut, seed=seed) for seed, cut in enumerate(((90, 0, 270, 40), (10, 290, 20, 80)))]
     for most_gathered, layout in itertools.product((exchange.MOST_GATHERED, 0), ("contiguous", "zigzag")):
@@ -118,16 +118,16 @@ def check_steps_in_a_graph(ranks: Ranks) -> None:
 
 
 def captured(step: Callable[[], tuple[Tensor, ...]]) -> Callable[[], list[Tensor]]:
-    """A step in a CUDA graph, and what replays it once, gives copies of its results, and lets go of it.
+    """Captures a step in a CUDA graph; returns a function that replays it once, copies its results, and frees it.
 
-    A process group does not end while a graph has its collectives.
+    A process group cannot end while a graph holds its collectives.
     """
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step()
     torch.cuda.current_stream().wait_stream(side)
-    # The thread of NCCL that looks for failures may ask the device while this one captures.
+    # NCCL's watchdog thread may query the device while this thread captures.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = step()
 

@@ -1,4 +1,4 @@
-"""Layers whose sequences are spread over ranks, beside the same layers in one process that has all tokens."""
+"""Layers whose sequences are spread over ranks, compared with the same layers in one process that has all tokens."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from gla_core.distributed import history
 from gla_core.nn import HGRN2, GatedLinearAttention
 
 DRAWN = 5
-"""Random batches that each group of ranks goes through."""
+"""Number of random batches for each group of ranks."""
 
 
 def layers(ranks: Ranks) -> nn.ModuleList:
-    """Three of different kinds, float64, every parameter random so that none is left out unseen."""
+    """Returns three different layers in float64; every parameter is random, so that none can be ignored unnoticed."""
     torch.manual_seed(0)
     made = nn.ModuleList(
         [
@@ -43,7 +43,7 @@ def layers(ranks: Ranks) -> nn.ModuleList:
 
 
 def through(model: nn.ModuleList, x: Tensor, **where: object) -> Tensor:
-    """As in a residual network."""
+    """Runs the layers as in a residual network."""
     for layer in model:
         x = x + layer(x, **where)[0]
     return x
@@ -58,7 +58,7 @@ def compare(
     layout: str = "contiguous",
     forward: Callable[..., Tensor] = through,
 ) -> None:
-    """Outputs and gradients over ranks beside those of one process; those of parameters are sums over ranks."""
+    """Compares outputs and gradients with one process; parameters' gradients are summed over ranks."""
     x = x.detach().requires_grad_()
     alone = copy.deepcopy(model)
     y = through(alone, x, cu_seqlens=cu_seqlens)
@@ -83,7 +83,7 @@ def compare(
 
 
 def check_layers_of_random_batches(ranks: Ranks) -> None:
-    """Packed or not, of either layout; shards may be shorter than a convolution, or empty."""
+    """Batches are packed or not, in either layout; shards may be shorter than a convolution, or empty."""
     model = layers(ranks)
     for seed in range(DRAWN):
         generator = torch.Generator().manual_seed(100 * ranks.number + seed)
@@ -92,7 +92,7 @@ def check_layers_of_random_batches(ranks: Ranks) -> None:
             return int(torch.randint(low, high + 1, (1,), generator=generator))
 
         longest, layout = (2, 2, 20)[draw(0, 2)], ("contiguous", "zigzag")[draw(0, 1)]
-        some = seed % ranks.number  # a rank that is not empty
+        some = seed % ranks.number  # a rank with tokens
         lengths = tuple(2 * draw(int(rank == some), longest) for rank in range(ranks.number))
         T, cu_seqlens = sum(lengths), None
         if draw(0, 1):
@@ -104,7 +104,7 @@ def check_layers_of_random_batches(ranks: Ranks) -> None:
 
 
 def check_a_layer_with_a_mesh(ranks: Ranks) -> None:
-    """Makes its shards itself, contiguous ones; its convolutions send once each way, and nothing of other sequences."""
+    """The layer makes contiguous shards; its convolutions send once per direction, and no rows of other sequences."""
     model, mesh = layers(ranks), init_device_mesh(ranks.device.type, (ranks.number,))
     spread = layers(ranks)
     for layer in spread:
@@ -121,7 +121,7 @@ def check_a_layer_with_a_mesh(ranks: Ranks) -> None:
             )
             <= 1e-12
         )
-        assert gather.call_count == 2  # of three layers, one has no convolutions
+        assert gather.call_count == 2  # one of the three layers has no convolutions
         x[:, :3] = torch.nan
         y = through(spread, x[:, own], cu_seqlens=cu_seqlens)
         assert y[0, max(0, 3 - own.start) :].isfinite().all()
@@ -130,7 +130,7 @@ def check_a_layer_with_a_mesh(ranks: Ranks) -> None:
 def check_checkpointed_and_compiled_layers(ranks: Ranks) -> None:
     """A forward that runs again in a backward sends again, in the same order on all ranks.
 
-    Graphs end where ranks exchange, and compiling warns of no cached function that it would trace.
+    Graphs end where ranks exchange, and compilation warns of no cached function that it would trace.
     """
 
     def again(model: nn.ModuleList, x: Tensor, **where: object) -> Tensor:
@@ -170,7 +170,7 @@ def check_what_a_layer_over_ranks_refuses(ranks: Ranks) -> None:
 
 
 def check_layers_that_differ(ranks: Ranks) -> None:
-    """Under GLA_CHECK=1 all ranks raise, before a convolution sends."""
+    """With GLA_CHECK=1 all ranks raise, before a convolution sends."""
     os.environ["GLA_CHECK"] = "1"
     gla.reload_environment()
     layer = GatedLinearAttention(16, use_short_conv=True, context_parallel=dist.group.WORLD)

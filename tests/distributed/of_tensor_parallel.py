@@ -1,4 +1,4 @@
-"""A layer whose heads are spread over two ranks beside the same layer in one process."""
+"""A layer whose heads are spread over two ranks, compared with the same layer in one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spread(alone: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def new_layer(kind: type[nn.Module] = GatedLinearAttention, **options: object) -> nn.Module:
-    """Every parameter random, the same on all ranks."""
+    """Returns a layer whose parameters are random and equal on all ranks."""
     torch.manual_seed(0)
     own = {"gate_low_rank_dim": 3} if kind is GatedLinearAttention else {"expand_ratio": 3}
     layer = kind(16, num_heads=4, dtype=torch.float64, **own, **options)
@@ -33,7 +33,7 @@ def new_layer(kind: type[nn.Module] = GatedLinearAttention, **options: object) -
 
 
 def check_heads_over_ranks(ranks: Ranks) -> None:
-    """Outputs, states, steps, and the gradients of x and of every parameter; of packed sequences too."""
+    """Outputs, states, steps, and the gradients of x and of all parameters agree; with packed sequences, too."""
     for options in (
         {"num_kv_heads": 2, "use_short_conv": True, "conv_bias": True, "feature_map": "relu"},
         {"use_output_gate": False, "elementwise_affine": False},
@@ -64,7 +64,7 @@ def check_heads_over_ranks(ranks: Ranks) -> None:
 
 
 def check_heads_and_tokens_over_ranks(ranks: Ranks) -> None:
-    """Two ranks for the heads, two for the tokens."""
+    """Two ranks share the heads, and two share the tokens."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tokens", "heads"))
     for kind in (GatedLinearAttention, HGRN2):
         alone = new_layer(kind, use_short_conv=True)

@@ -1,4 +1,4 @@
-"""What the checks of processes, the ranks of a group, have in common; `start.py` starts them."""
+"""Code that the checks of several processes share; `start.py` starts the processes, the ranks of a group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """Which of how many a process is, and where its tensors lie."""
+    """The rank of a process, the number of ranks, and the device of its tensors."""
 
     rank: int
     number: int
@@ -20,7 +20,7 @@ class Ranks:
 
 
 def rows_of_rank(y: Tensor, rank: int, lengths: Sequence[int], layout: str) -> Tensor:
-    """The rows of y [B, T, ...] that a rank has, where ranks have so many."""
+    """Returns the rows of y [B, T, ...] that a rank holds, given the number of tokens of each rank."""
     halves = [n // 2 for n in lengths]
     pieces = [*halves, *reversed(halves)] if layout == "zigzag" else lengths
     bounds = list(itertools.pairwise(itertools.accumulate(pieces, initial=0)))

@@ -1,11 +1,11 @@
-"""What test_ranks.py starts: processes that are the ranks of a group, and go through checks together.
+"""The program that test_ranks.py starts: its processes are the ranks of a group, and run checks together.
 
-    python tests/distributed/start.py FOLDER 2,4 cpu     groups of two and of four ranks by gloo, one after the other;
+    python tests/distributed/start.py FOLDER 2,4 cpu     groups of two and of four ranks with gloo, one after the other;
                                                          forked, so that the package is imported once
-    python tests/distributed/start.py FOLDER 2 cuda      by NCCL, with a GPU each; spawned, as CUDA wants it
+    python tests/distributed/start.py FOLDER 2 cuda      with NCCL and a GPU each; spawned, as CUDA requires
 
-A check is a function of a `Ranks`; all ranks call the same ones in the same order. One that fails ends all processes,
-and its traceback is shown.
+A check is a function of a `Ranks`. All ranks call the same checks in the same order. A check that fails ends all
+processes, and its traceback is shown.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ON_CPU = [
     if name.startswith("check_")
 ]
 OF_NUMBER = of_chunk_gla.OF_NUMBER | of_layers.OF_NUMBER | of_tensor_parallel.OF_NUMBER | of_dtensors.OF_NUMBER
-"""Checks of one number of ranks; the others are of any."""
+"""Checks for a fixed number of ranks; the others work with any number."""
 
 
 def be(rank: int, number: int, folder: str, kind: str) -> None:

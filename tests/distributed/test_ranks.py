@@ -1,4 +1,4 @@
-"""gla_core.distributed on 1 to 4 processes and on two GPUs; start.py names the modules of the checks."""
+"""gla_core.distributed on 1 to 4 processes and on two GPUs; start.py lists the modules of the checks."""
 
 from __future__ import annotations
 

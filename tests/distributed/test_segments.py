@@ -1,4 +1,4 @@
-"""Into how many segments a rank cuts its piece of a sequence."""
+"""The number of segments into which a rank cuts its piece of a sequence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gla_core.distributed.chunk_gla import segments_of_a_piece
         (16, 65536, 8),
         (3, 64 * 43, 1),  # 43 chunks, a prime
         (3, 64 * 45, 5),
-        (8, 1024, 2),  # of 512 tokens at least
+        (8, 1024, 2),  # segments have at least 512 tokens
         (8, 1023, 1),
         (100, 65536, 1),
         (200, 65536, 1),

@@ -1,4 +1,4 @@
-"""The tables of docs/from-fla.md name every argument, of flash-linear-attention's functions and of ours."""
+"""The tables of docs/from-fla.md name every argument of flash-linear-attention's functions and of ours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "from-fla.md").read_text(encoding="
 
 
 def arguments(heading):
-    """The names in the first and in the second column of the table under a heading."""
+    """Returns the names in the first and in the second column of the table under a heading."""
     section = PAGE.split(f"\n### {heading}\n")[1].split("\n#")[0]
     theirs, ours = [], []
     for row in re.findall(r"^\|.*\|$", section, re.MULTILINE)[2:]:

@@ -1,4 +1,4 @@
-"""The pages of the documentation: every Python block runs, and the names and links that they give are real."""
+"""The pages of the documentation: every Python block runs, and all names and links exist."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEPARATE = [page for page in PAGES if not page.startswith("plugins/") and page !
 
 @pytest.fixture
 def undone(monkeypatch):
-    """Puts back the functions of flash-linear-attention that a block replaces."""
+    """Restores the functions of flash-linear-attention that a block replaces."""
     made, accelerate = [], fla.accelerate
 
     def remembered(*functions, **options):
@@ -92,6 +92,6 @@ def target(page, link):
 
 
 def headings(page):
-    """The anchors that the repository's web view gives to a page's headings."""
+    """Returns the anchors that the repository's web view gives to a page's headings."""
     found = re.findall(r"^#+ (.*)$", PROSE[page], re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in found]

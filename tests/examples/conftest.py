@@ -14,8 +14,8 @@ SIZES = ("--width=16", "--layers=2", "--heads=2", "--window=32", "--batch=4", "-
 
 @pytest.fixture(autouse=True)
 def isolated(fresh_registry: None, plain_terminal: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test here, on one thread: the number of threads decides how sums are rounded. Restores what is global."""
-    monkeypatch.syspath_prepend(EXAMPLES)  # as where a script of it is run
+    """Runs every test here on one thread, as the number of threads affects rounding, and restores global state."""
+    monkeypatch.syspath_prepend(EXAMPLES)  # as when a script of it runs
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -27,7 +27,7 @@ def isolated(fresh_registry: None, plain_terminal: None, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """A folder of one file: 47,500 bytes to learn from and 2500 held out."""
+    """A folder with one file: 47,500 bytes for training and 2500 held out."""
     folder = tmp_path / "texts"
     folder.mkdir()
     text = Path(sysconfig.get_path("stdlib"), "argparse.py").read_bytes()
@@ -37,13 +37,13 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def arguments(texts: Path) -> list[str]:
-    """Those of a tiny model on little text."""
+    """The arguments for a tiny model on little text."""
     return [*SIZES, f"--data={texts}"]
 
 
 @pytest.fixture
 def train(arguments: list[str]) -> Callable[..., list[float]]:
-    """`train(out, ...)` trains in this process, with more arguments, and returns the losses."""
+    """A function: `train(out, ...)` trains in this process, with more arguments, and returns the losses."""
     import train_lm
 
     def run(out: Path, *more: str) -> list[float]:
@@ -55,7 +55,7 @@ def train(arguments: list[str]) -> Callable[..., list[float]]:
 
 @pytest.fixture
 def losses() -> Callable[[Path], list[float]]:
-    """`losses(out)` are those of all steps up to the last checkpoint."""
+    """A function: `losses(out)` returns the losses of all steps up to the last checkpoint."""
     return read_losses
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that were damaged or cannot be written, and texts that a run did not begin with: a sentence for each."""
+"""Damaged checkpoints, checkpoints that cannot be written, and changed texts: each gives an error of one sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def undrawn(request, monkeypatch):
-    """No picture of the losses, which takes as long as the training, where the test is not of it."""
+    """Omits the picture of the losses, which takes as long as the training, from tests of other things."""
     import train_lm
 
     if "picture" not in request.function.__name__:
@@ -22,7 +22,7 @@ def undrawn(request, monkeypatch):
 
 @pytest.fixture
 def ended(capsys):
-    """`ended(train, ...)` is the one line that a training ends with, and its code."""
+    """A function: `ended(train, ...)` returns the line with which a training ends, and its exit code."""
 
     def run(train, *arguments):
         capsys.readouterr()
@@ -55,7 +55,7 @@ def test_a_file_that_is_cut_short_or_missing(train, tmp_path, ended):
 
 def test_the_sentence_says_which_checkpoint_comes_before(train, tmp_path, ended):
     train(tmp_path, "--steps=2")
-    (tmp_path / "step-1").mkdir()  # whole, should a run have been killed before it went
+    (tmp_path / "step-1").mkdir()  # complete, as if a run had been killed before deleting it
     (tmp_path / "step-2" / "run.json").write_text("{")
     message, _ = ended(train, tmp_path, "--steps=2")
     assert message.endswith(f"delete this folder, and the same command goes on from {tmp_path / 'step-1'}")
@@ -72,7 +72,7 @@ def test_weights_of_the_right_size_that_cannot_be_read(train, tmp_path, ended):
 
 @pytest.fixture
 def largest_file():
-    """`largest_file(n)`: the system refuses to make files of more than n bytes, as one without room would."""
+    """A function: `largest_file(n)` limits files to n bytes, as if the disk were full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -111,7 +111,7 @@ def test_a_record_that_cannot_be_written(train, losses, tmp_path, ended, monkeyp
 
 
 def train_to_step_1(train, out: Path) -> None:
-    """Train two steps, interrupted after the first one's checkpoint."""
+    """Trains until an interruption in the second step, after the checkpoint of the first."""
     import train_lm
 
     with pytest.MonkeyPatch.context() as patch:
@@ -142,7 +142,7 @@ def test_a_picture_that_cannot_be_written_ends_nothing(train, tmp_path, capsys):
 def test_another_text_of_the_same_size(train, texts, tmp_path, ended):
     out, path = tmp_path / "out", texts / "text"
     whole, text = train(out, "--steps=2"), path.read_bytes()
-    path.write_bytes(text[:-1] + b"#")  # held out
+    path.write_bytes(text[:-1] + b"#")  # the held-out byte
     message, code = ended(train, out, "--steps=2")
     assert message.startswith("the text in --data (its SHA-256) is ")
     assert f", but the run in {out} began with " in message

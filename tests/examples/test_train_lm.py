@@ -1,4 +1,4 @@
-"""The example that trains a language model: that it learns, its options, what it keeps, its errors."""
+"""The example that trains a language model: it learns; its options, its files, its errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_it_learns(capsys):
     out = capsys.readouterr().out
     first, last = (float(line.split(": ")[1].split()[0]) for line in (find(out, "step 3 of 60"), find(out, "step 60")))
     held_out = float(find(out, "held-out text").split(": ")[1].split()[0])
-    assert first == pytest.approx(8, abs=0.3)  # of 256 bytes
+    assert first == pytest.approx(8, abs=0.3)  # bits for 256 bytes
     assert last < 5
     assert held_out < 5
     assert "% is GLA ops" in out
@@ -137,14 +137,14 @@ def test_the_presets_have_the_sizes_that_they_are_named_after():
             model = train_lm.LanguageModel(sizes.width, sizes.layers, sizes.heads, train_lm.mlp_width(sizes.width))
         number = sum(parameter.numel() for parameter in model.parameters())
         named = float(preset.removesuffix("m")) * 1e6
-        assert number == pytest.approx(309e6 if preset == "340m" else named, rel=0.04)  # bytes, not 32,000 tokens
+        assert number == pytest.approx(309e6 if preset == "340m" else named, rel=0.04)  # 256 bytes, not 32,000 tokens
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_share_of_gla_ops(autocast):
     import speed
 
-    q = torch.randn(1, 1024, 4, 32, requires_grad=True)  # so long that what is around the op does not matter
+    q = torch.randn(1, 1024, 4, 32, requires_grad=True)  # long enough that the rest of the step does not matter
     other = torch.randn(1024, 1024)
 
     def gla_alone() -> float:

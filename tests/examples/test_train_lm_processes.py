@@ -1,4 +1,4 @@
-"""Trainings that are killed and go on, and trainings of two processes: the losses are those of one left in peace."""
+"""Trainings that are killed and resumed, and trainings on two processes, have the losses of an undisturbed training."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_lm.py"
-SECONDS = 120  # that any of them may take
+SECONDS = 120  # limit for each of them
 
 Start = Callable[..., list[subprocess.Popen]]
 
 
 @pytest.fixture
 def start(arguments: list[str]) -> Start:
-    """`start(number, ...)` starts the example in new processes, two and more as torchrun does."""
+    """A function: `start(number, ...)` starts the example in new processes; two and more as torchrun does."""
 
     def begin(number: int, *more: str) -> list[subprocess.Popen]:
         environments = in_group(number) if number > 1 else [{}]
@@ -42,7 +42,7 @@ def in_group(number: int) -> list[dict[str, str]]:
 
 
 def wait(processes: list[subprocess.Popen]) -> str:
-    """What they print."""
+    """Waits for the processes, and returns their output."""
     outs = []
     for process in processes:
         outs.append(process.communicate(timeout=SECONDS)[0])
@@ -51,7 +51,7 @@ def wait(processes: list[subprocess.Popen]) -> str:
 
 
 def kill_when(processes: list[subprocess.Popen], there: Callable[[], bool]) -> None:
-    """Kill processes as soon as something is there; until then they are to run."""
+    """Kills processes as soon as `there` returns True; they have to run until then."""
     end = time.monotonic() + SECONDS
     while not there() and processes[0].poll() is None and time.monotonic() < end:
         time.sleep(0.0005)
@@ -70,7 +70,7 @@ def test_killed_while_a_checkpoint_is_written(train, start: Start, losses, tmp_p
     def half_written() -> bool:
         return any(out.glob("*.unfinished")) and any(out.glob("step-*[0-9]"))
 
-    while not half_written():  # again, should it have been complete before the kill
+    while not half_written():  # once more if it was complete before the kill
         kill_when(start(1, *common), half_written)
     done = len(losses(out))
     assert 2 <= done < 8

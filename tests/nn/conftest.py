@@ -1,4 +1,4 @@
-"""Small layers of every kind, and how their states are compared."""
+"""Small layers of every kind, and the comparison of their states."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def small() -> dict:
 
 @pytest.fixture(params=LAYERS)
 def name(request: pytest.FixtureRequest) -> str:
-    """The name of a kind of layer: every one, unless a test names some."""
+    """The name of a kind of layer: each one in turn, unless a test names some."""
     return request.param
 
 
@@ -46,7 +46,7 @@ def options(name: str) -> dict:
 
 @pytest.fixture
 def make_layer() -> Callable[..., GatedLinearAttention]:
-    """`make_layer(name, dtype)` is a small layer with every parameter random, so that none is left out unseen."""
+    """A function: `make_layer(name, dtype)` returns a small layer; no parameter has its initial value."""
 
     def make(name: str, dtype: torch.dtype = torch.float64) -> GatedLinearAttention:
         torch.manual_seed(0)

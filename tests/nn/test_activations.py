@@ -68,7 +68,7 @@ def test_a_checkpoint_is_read_under_either_name_of_the_norm(options: dict, own: 
     weights[f"0.{other}.weight"] = weights.pop(f"0.{own}.weight") + 1
     model.load_state_dict(weights)
     assert torch.equal(model.state_dict()[f"0.{own}.weight"], torch.full((4,), 2.0))
-    assert f"0.{other}.weight" in weights  # the caller's is left alone
+    assert f"0.{other}.weight" in weights  # the caller's dictionary does not change
     both = {**model.state_dict(), f"0.{other}.weight": torch.zeros(4)}
     assert model.load_state_dict(both, strict=False).unexpected_keys == [f"0.{other}.weight"]
     none = {name: weight for name, weight in model.state_dict().items() if "norm" not in name}

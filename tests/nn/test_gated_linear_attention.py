@@ -14,7 +14,7 @@ from gla_core.nn import GatedLinearAttention
 
 
 def evaluate(layer: GatedLinearAttention, options: dict, x: Tensor) -> Tensor:
-    """The layer's output for x [B, T, hidden], from its parameters by their names in flash-linear-attention."""
+    """Returns the layer's output for x [B, T, hidden], from its parameters by their names in flash-linear-attention."""
     p = {name: parameter.double() for name, parameter in layer.named_parameters()}
     heads = options["num_heads"]
     kv_heads = options.get("num_kv_heads", heads)
@@ -46,7 +46,7 @@ def evaluate(layer: GatedLinearAttention, options: dict, x: Tensor) -> Tensor:
 
 
 def evaluate_convolution(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """silu(bias + sum over i of weight[:, 0, W-1-i] x[t-i]), one output token and one input token at a time."""
+    """Computes silu(bias + sum over i of weight[:, 0, W-1-i] x[t-i]), one output and one input token at a time."""
     if weight is None:
         return x
     W = weight.shape[-1]
@@ -191,7 +191,7 @@ def test_autocast(
 ) -> None:
     layer = make_layer(name, torch.float32).to(device)
     lengths = [12, 5]
-    sequences = torch.randn(2, 24, 16).to(device)  # the same on every device
+    sequences = torch.randn(2, 24, 16).to(device)  # equal on every device
     pieces = [s.split([n, 7, 1, 16 - n]) for s, n in zip(sequences, lengths, strict=True)]  # packed, batched, a step
     packed, more, token = (torch.cat([piece[i] for piece in pieces]) for i in range(3))
     with torch.autocast(device, dtype):
@@ -206,7 +206,7 @@ def test_autocast(
     )
     assert (ys - expected).norm() < tolerance * expected.norm()
 
-    differentiable = torch.cat([torch.arange(n + 8) < n + 7 for n in lengths])  # all but the steps
+    differentiable = torch.cat([torch.arange(n + 8) < n + 7 for n in lengths])  # every token except the steps
     dy = torch.randn(expected.shape).to(device)[differentiable]
     grads, expected_grads = (
         torch.autograd.grad(out[differentiable], list(layer.parameters()), dy.to(out.dtype)) for out in (ys, expected)

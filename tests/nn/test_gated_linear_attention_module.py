@@ -1,4 +1,4 @@
-"""The layer as a module: other projections, sharded, compiled, on any device; its request; bad options and input."""
+"""The layer as a module: other projections, sharded, compiled, on any device; its request; bad options and inputs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_initial_state_of_a_layer_without_floating_parameters(small: dict) -> No
 
 
 def test_fsdp2_with_mixed_precision(make_layer: Callable) -> None:
-    import torch.distributed as dist  # half a second that only this test needs
+    import torch.distributed as dist  # takes half a second, and only this test needs it
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     layer = make_layer("conv_bias", torch.bfloat16).float()
@@ -93,7 +93,7 @@ def test_reset_parameters_does_what_the_constructor_does(by_module: bool, use_ou
     for parameter in layer.parameters():
         parameter.detach().fill_(float("nan"))
     torch.manual_seed(1)
-    if by_module:  # as the initialisers of FSDP do
+    if by_module:  # as FSDP initialises modules
         for module in layer.modules():
             if module is not layer and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
@@ -107,7 +107,7 @@ def test_reset_parameters_does_what_the_constructor_does(by_module: bool, use_ou
     [
         ("conv_bias", torch.float32, False, "aot_eager"),
         ("plain", torch.bfloat16, False, "aot_eager"),
-        ("multi_query", torch.bfloat16, True, "eager"),  # aot_eager takes seconds over sizes that are not known
+        ("multi_query", torch.bfloat16, True, "eager"),  # aot_eager takes seconds with unknown sizes
     ],
 )
 def test_compile(name: str, dtype: torch.dtype, dynamic: bool, backend: str, make_layer: Callable) -> None:

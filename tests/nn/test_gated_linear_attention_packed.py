@@ -101,7 +101,7 @@ def test_no_tokens_and_no_sequences(name: str, make_layer: Callable, assert_same
 
 def test_packed_reads_no_value_on_the_host(make_layer: Callable) -> None:
     layer = make_layer("conv_bias")
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # raises wherever a value is asked for
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # raises wherever a value is read
         cu_seqlens = mode.from_tensor(pack(2, 5))
         y, state = layer(torch.empty(1, 7, 16, dtype=torch.float64), output_final_state=True, cu_seqlens=cu_seqlens)
         with pytest.raises(RuntimeError, match="_local_scalar_dense"):
@@ -116,7 +116,7 @@ def test_compile_packed_with_state_and_step(make_layer: Callable, assert_same_st
     forward, step = (
         torch.compile(f, fullgraph=True, backend="eager", dynamic=True) for f in (layer.forward, layer.step)
     )
-    # Sizes unlike any of the layer's: the compiler takes equal sizes for the same size.
+    # Sizes that differ from all of the layer's, since the compiler treats equal sizes as the same size.
     for i, lengths in enumerate([(2, 1, 0, 3, 5), (1, 1, 9, 0, 2, 6)]):
         x = torch.randn(1, sum(lengths), 16, dtype=torch.float64)
         token = torch.randn(len(lengths), 16, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The state of a layer: prefill and then steps, in parts, saved and loaded."""
+"""The state of a layer: prefill followed by steps, several calls in a row, saved and loaded."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def options(request: pytest.FixtureRequest) -> dict:
 
 
 def make(options: dict, dtype: torch.dtype = torch.float64) -> HGRN2:
-    """A small layer with every parameter random, so that none is left out unseen."""
+    """Returns a small layer; every parameter is random, so that none can be ignored unnoticed."""
     torch.manual_seed(0)
     layer = HGRN2(16, **options)
     for parameter in layer.parameters():
@@ -46,7 +46,7 @@ def convolved(x: Tensor, p: dict[str, Tensor], name: str) -> Tensor:
 
 
 def evaluate(layer: HGRN2, options: dict, x: Tensor, bound: Tensor | float = 0.0) -> Tensor:
-    """The layer's output for x [B, T, hidden], from its parameters by their names in flash-linear-attention."""
+    """Returns the layer's output for x [B, T, hidden], from its parameters by their names in flash-linear-attention."""
     p = {name: parameter.double() for name, parameter in layer.named_parameters()}
     q, f, v = (convolved(x @ p[f"{n}_proj.weight"].T, p, n) for n in "qfi")
     alpha = bound + (1 - bound) / (1 + torch.exp(-f))

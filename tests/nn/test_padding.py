@@ -1,4 +1,4 @@
-"""Rows with padding, which a mask names: a layer reads the tokens as if the padding were not there."""
+"""Rows with padding, given by a mask: a layer's results for the tokens do not depend on the padding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def row_of(state: GLAState, i: int) -> GLAState:
 
 
 def tokens_alone(layer: torch.nn.Module, x: Tensor, state: GLAState) -> tuple[Tensor, list[GLAState]]:
-    """What the layer makes of each row's tokens by themselves, in their places, and the states after them."""
+    """Returns the layer's output for each row's tokens alone, in their columns, and the states after them."""
     y, states = torch.zeros_like(x), []
     for i in range(B):
         kept = MASK[i].bool()

@@ -1,4 +1,4 @@
-"""Decoding in place and in a pool of states, of which each row of a batch names one."""
+"""Decoding in place, and in a pool of states from which each row of a batch selects one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tensors(state: GLAState) -> list[Tensor]:
 
 
 def expected(layer: torch.nn.Module, x: Tensor, state: GLAState, indices: list[int]) -> tuple[Tensor, GLAState]:
-    """One row after the other."""
+    """Computes the rows one after the other."""
     y, after = torch.zeros_like(x), copy(state)
     for i, row in enumerate(indices):
         if 0 <= row < POOL:
@@ -86,7 +86,7 @@ def test_indices_that_are_none(pool: tuple) -> None:
 @pytest.mark.parametrize("name", ["plain", "conv_bias", "multi_query", "conv_of_one"])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_step_in_a_pool_waits_for_no_value(make_layer: Callable, name: str, inplace: bool) -> None:
-    """Tensors of this mode have none; on a GPU the host would wait, and no graph could capture that."""
+    """Tensors of this mode have no values; on a GPU reading one would wait, and no graph could capture it."""
     layer = make_layer(name)
     with FakeTensorMode(allow_non_fake_inputs=True):
         x, rows = torch.zeros(3, 16, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
@@ -96,7 +96,7 @@ def test_a_step_in_a_pool_waits_for_no_value(make_layer: Callable, name: str, in
 
 @pytest.mark.gpu
 def test_a_graph_decodes_in_a_pool(make_layer: Callable) -> None:
-    """Rows, states and tokens change between replays; nothing waits for the host."""
+    """Rows, states and tokens change between replays, and the host never waits."""
     layer = make_layer("conv_bias", torch.float32).cuda()
     state = layer.initial_state(POOL)
     x, rows = torch.zeros(3, 16, device="cuda"), torch.tensor([0, 1, -1], device="cuda")

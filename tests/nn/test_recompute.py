@@ -17,7 +17,7 @@ def inputs():
 
 
 def test_values_and_derivatives(inputs):
-    """The second ones too."""
+    """Values, first and second derivatives are right."""
     assert torch.equal(recomputed(gated, *inputs), gated(*inputs))
     assert torch.autograd.gradcheck(lambda *x: recomputed(gated, *x), inputs)
     assert torch.autograd.gradgradcheck(lambda *x: recomputed(gated, *x), inputs)

@@ -9,10 +9,10 @@ hypothesis.settings.load_profile("gla")
 
 @pytest.fixture
 def fresh_graphs():
-    """Inductor writes its code anew: graphs that it keeps on the disk are wrong on a processor of another kind.
+    """Makes Inductor generate code anew, because cached graphs are wrong on another kind of processor.
 
-    Code for AVX-512 that is compiled for AVX2 reads memory that nobody has written, of a cache in a folder that two
-    machines share, or with another ATEN_CPU_CAPABILITY. What was compiled of the same code is still taken.
+    AVX-512 code that is compiled for AVX2 reads uninitialised memory. This happens if two machines share the folder of
+    the cache, or with another ATEN_CPU_CAPABILITY. Compiled binaries of the same code are still reused.
     """
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor

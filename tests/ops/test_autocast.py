@@ -1,4 +1,4 @@
-"""Under autocast the arguments of an op are cast, and the backend computes as it does without."""
+"""Under autocast the arguments of an op are cast, and the backend computes as it does without autocast."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def linear(x, state):
 def test_q_k_and_v_are_cast_and_nothing_else(op, dtype, T, device):
     x, state = inputs(device, T)
     with torch.no_grad():
-        if op is linear:  # its feature map runs under autocast, which computes in float32 here
+        if op is linear:  # its feature map runs under autocast, which uses float32 here
             phi = {**x, "q": torch.nn.functional.elu(x["q"]) + 1, "k": torch.nn.functional.elu(x["k"]) + 1}
             y = to(dtype, phi)
             expected = gla.chunk_gla(y["q"], y["k"], y["v"], None, 1.0)[:1]
@@ -58,7 +58,7 @@ def test_q_k_and_v_are_cast_and_nothing_else(op, dtype, T, device):
 
 @pytest.mark.parametrize("backend", ["reference", "parallel_scan,reference"])
 def test_a_backend_computes_without_autocast(backend, device):
-    """The state is float32, and as exact as float32 makes it of the inputs as they were cast."""
+    """The state is float32, with the accuracy of float32 arithmetic on the cast inputs."""
     x, state = inputs(device)
     with torch.autocast(device, torch.bfloat16):
         _, found = gla.chunk_gla(**x, initial_state=state, output_final_state=True, backend=backend)

@@ -230,7 +230,7 @@ def test_a_step_has_no_backward(name):
 
 
 def test_a_bad_call_after_a_good_one_of_the_same_function():
-    """What was learned of good arguments must not let bad ones through."""
+    """Facts learned from good arguments must not let bad ones pass."""
     gla.chunk_gla(**chunk_arguments())
     with pytest.raises(TypeError, match="k is float16"):
         gla.chunk_gla(**chunk_arguments(k=ones(2, 6, 2, 4).half()))

@@ -1,4 +1,4 @@
-"""`gla.batch_invariant`: the bits of a sequence in one company and in another, and in one call and in several."""
+"""`gla.batch_invariant`: the bits of a sequence do not depend on the batch, nor on the number of calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gla_core.dispatch.backend import Backend
 from gla_core.dispatch.registry import get
 from gla_core.workloads.inputs import gla_inputs
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # it takes its time for float32, token by token
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # it is slow for float32, which it computes token by token
 TOKENS = 64
 LENGTHS = (1, 66, 130)
 
@@ -33,7 +33,7 @@ def backend(request):
 
 
 def inputs(device, **sizes):
-    """Sequences of these lengths, packed, with gradients of their results."""
+    """Returns packed sequences of these lengths, and gradients of their results."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float16 if INTERPRETED else torch.float32
     sizes = {"K": 64 if device == "cuda" else 16, "V": 72 if device == "cuda" else 24, "gates": "-inf", **sizes}
     x = gla_inputs(
@@ -44,12 +44,12 @@ def inputs(device, **sizes):
 
 
 def tokens_of(x, do, first, last):
-    """Rows from `first` to `last`, as a batch of one, unpacked."""
+    """Returns the rows from `first` to `last` as a batch of one, not packed."""
     return [None if y is None else y[:, first:last].contiguous() for y in (x.q, x.k, x.v, x.g, do)]
 
 
 def run(q, k, v, g, do, state, dstate, cu_seqlens=None, backend="auto"):
-    """o, the final states, and all gradients of a call with an initial state."""
+    """Returns o, the final states, and all gradients of a call with an initial state."""
     leaves = [y.detach().clone().requires_grad_() for y in (q, k, v, g, state)]
     q, k, v, g, state = leaves
     o, final = gla.chunk_gla(q, k, v, g, 0.3, state, True, cu_seqlens, backend)
@@ -57,7 +57,7 @@ def run(q, k, v, g, do, state, dstate, cu_seqlens=None, backend="auto"):
 
 
 def test_alone_and_packed(device, backend):
-    """Each sequence of a packed batch as a batch of one, and its results against the oracle."""
+    """Each sequence of a packed batch equals itself as a batch of one; both agree with the oracle."""
     x, do, dstate = inputs(device)
     with gla.batch_invariant(TOKENS):
         o, final, *tokens, dinitial = run(x.q, x.k, x.v, x.g, do, x.initial_state, dstate, x.cu_seqlens, backend)
@@ -82,7 +82,7 @@ def test_gradients_are_right(device, backend):
 
 
 def test_rows_of_a_batch(device, backend):
-    """Two rows of a batch as batches of one."""
+    """Two rows of a batch equal themselves as batches of one."""
     x, do, dstate = inputs(device)
     rows = [y[:, :130].reshape(2, 65, *y.shape[2:]) for y in (x.q, x.k, x.v, x.g, do)]
     with gla.batch_invariant(TOKENS):
@@ -94,7 +94,7 @@ def test_rows_of_a_batch(device, backend):
 
 
 def test_a_prompt_in_two_calls(device, backend):
-    """130 tokens, and 64 and then 66 of them from the state that the first call ends with, forwards and backwards."""
+    """130 tokens equal 64 tokens followed by 66 from the state of the first call, forwards and backwards."""
     x, do, dstate = inputs(device)
     first, last = x.cu_seqlens[2:].tolist()
     state, dfinal = x.initial_state[2:], dstate[2:]
@@ -110,7 +110,7 @@ def test_a_prompt_in_two_calls(device, backend):
 
 
 def test_steps(device, backend):
-    """A row of many, from a pool of states and without, as one of its own."""
+    """A row of many equals itself alone, with a pool of states and without."""
     x, _, _ = inputs(device)
     B = 190 if device == "cuda" else 5
     q, k, v, g = (y[0, :B].contiguous() for y in (x.q, x.k, x.v, x.g))
@@ -143,12 +143,12 @@ def test_checkpoints_stand_where_they_do_without(device, backend):
         assert relative_error(found, expected) <= 2 * FORWARD[x.q.dtype]
 
 
-# ---- what is asked for
+# ---- when it is in force
 
 
 @pytest.mark.usefixtures("fresh_registry")
 def test_who_asks(monkeypatch):
-    """A block outweighs the variable, an inner block an outer one, and a backend's name neither."""
+    """A block overrides the variable, and an inner block an outer one; a backend's name overrides neither."""
     q, k, v = (torch.randn(1, 3, 1, 4) for _ in range(3))
 
     def asked(**options):
@@ -203,7 +203,7 @@ def test_a_backward_without_its_forward_says_so():
 
 
 def test_a_backward_runs_as_its_forward(device):
-    """Outside the block, on autograd's own thread where there is one."""
+    """The backward uses it outside the block, too, on autograd's own thread if there is one."""
     x, do, _ = inputs(device)
     leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)]
     with gla.batch_invariant(TOKENS):

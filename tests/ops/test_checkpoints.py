@@ -1,4 +1,4 @@
-"""Checkpoints of chunk_gla: their values, their place, and what becomes of them in PyTorch."""
+"""Checkpoints of chunk_gla: their values, their rows, and their treatment by PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gla_core.workloads.inputs import gla_inputs
 
 
 def states_by_steps(q, k, v, g, state, every):
-    """The states that enter every so many tokens of one sequence, by the recurrence."""
+    """Returns the states before every `every`-th token of one sequence, from the recurrence."""
     found = []
     for t in range(k.shape[1]):
         if t % every == 0:
@@ -106,7 +106,7 @@ def test_gradients_are_the_same(sizes, every):
 
 
 def test_no_gradient_of_them_is_made():
-    """It would be zeros as large as they are."""
+    """The gradient would be zeros of the same size."""
     x = gla_inputs(B=1, T=128, H=1, K=5, V=7)
     x.q.requires_grad_()
     o, _, checkpoints = gla.chunk_gla(x.q, x.k, x.v, x.g, checkpoint_every=64)
@@ -155,7 +155,7 @@ def test_checkpoints_need_their_interval():
 
 
 def test_a_backward_need_not_return_them():
-    """They are the forward's; any backward may be given them."""
+    """Only the forward returns them; any backward may receive them."""
     reference = registry.get("reference").ops["chunk_gla_bwd"]
     given = []
 

@@ -20,7 +20,7 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 def run(inputs: GlaInputs, scale=None, function=gla.chunk_gla, **kwargs):
-    """Outputs, final state and the gradient of every differentiable input, for a fixed random loss."""
+    """Returns outputs, final state and the gradient of every differentiable input, for a fixed random loss."""
     arguments = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)}
     offsets = arguments.pop("cu_seqlens")
     leaves = {name: x.detach().clone().requires_grad_() for name, x in arguments.items() if x is not None}
@@ -28,10 +28,10 @@ def run(inputs: GlaInputs, scale=None, function=gla.chunk_gla, **kwargs):
 
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (o, state)]
-    weights[0] = weights[0].to(inputs.q.dtype)  # both sides see the same rounded loss
+    weights[0] = weights[0].to(inputs.q.dtype)  # so that both sides have the same rounded loss
     weights[1] = weights[1].to(torch.float32)
     loss = sum((x * w.to(x.device, x.dtype)).sum() for x, w in zip((o, state), weights, strict=True))
-    loss = loss + 0 * sum(x.sum() for x in leaves.values())  # the oracle uses no input at all where T = 0
+    loss = loss + 0 * sum(x.sum() for x in leaves.values())  # with T = 0 the oracle uses no input
     return o, state, dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
@@ -137,7 +137,8 @@ def test_strided_views_give_the_same_as_copies(device):
 
 
 def test_inputs_are_left_alone(device):
-    inputs = gla_inputs(T=64, H=1, dtype=torch.float32, initial_state=True, device=device)  # as cut, needing no copy
+    # One chunk in the dtype of the computation, so that the backend need not copy the inputs.
+    inputs = gla_inputs(T=64, H=1, dtype=torch.float32, initial_state=True, device=device)
     before = dataclasses.replace(
         inputs, **{n: getattr(inputs, n).clone() for n in ("q", "k", "v", "g", "initial_state")}
     )
@@ -205,7 +206,7 @@ def test_named_results_leave_a_compiled_graph_and_an_exported_program(every):
 
 
 def test_a_gate_of_minus_infinity_cuts_exactly(device):
-    """After alpha = 0 nothing earlier is left: not in the output, not in any gradient, not to the last bit."""
+    """After alpha = 0 outputs and gradients do not depend on earlier tokens, not even in the last bit."""
     x = gla_inputs(B=1, T=100, dtype=torch.float32, gates="mild", initial_state=True, device=device)
     cut = 41
     x.g[:, cut] = -torch.inf

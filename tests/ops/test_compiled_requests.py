@@ -1,4 +1,4 @@
-"""Requests and torch.compile: what a graph holds, and what it takes from where it runs."""
+"""Requests and torch.compile: the settings that a graph keeps, and those that apply where it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPS = ("online_softmax", "chunk_gla_fwd", "chunk_gla_bwd")
 
 @pytest.fixture
 def ran(only_reference):
-    """The backends a, b, c and d that have run since, such as 'a.online_softmax'. Reference functions do their work."""
+    """Backends a, b, c and d; the list holds those that have run since, such as 'a.online_softmax'."""
     calls = []
 
     def recording(name, op):
@@ -55,7 +55,8 @@ def nested(x):
 @pytest.mark.parametrize(("backend", "dynamic"), [("eager", False), ("aot_eager", True)])
 def test_blocks_in_a_compiled_function_nest_as_everywhere(ran, backend, dynamic):
     function, x = compiled(nested, backend=backend, dynamic=dynamic), torch.randn(3, 5)
-    for request, last in [("a", ["a.online_softmax"]), ("reference", [])]:  # outside the blocks: in force where it runs
+    # Outside the blocks, the request in force where the graph runs applies.
+    for request, last in [("a", ["a.online_softmax"]), ("reference", [])]:
         with gla.use_backend(request):
             torch.testing.assert_close(function(x), nested(x))
         of_one_call = [f"{name}.online_softmax" for name in "bcdcb"] + last
@@ -129,7 +130,7 @@ def test_a_compiled_backward_sees_what_the_graph_holds_and_what_its_thread_sees(
             compiled(function, backend="aot_eager")(*inputs).sum().backward()
         return [call.split(".")[0] for call in ran]
 
-    # On a GPU the backward runs on a thread of autograd's, which no block around the call reaches.
+    # On a GPU the backward runs on a thread of autograd, where a block around the call has no effect.
     assert forward_and_backward(chunk) == ["c", "c" if device == "cpu" else "a"]
     assert forward_and_backward(gla.use_backend("b")(chunk)) == ["b", "b"]
     assert forward_and_backward(functools.partial(chunk, backend="d")) == ["d", "d"]

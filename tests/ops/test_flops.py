@@ -1,4 +1,4 @@
-"""PyTorch's counter sees the operations of the mathematics, whoever computes and however its import is ordered."""
+"""PyTorch's counter counts the operations of the mathematics, on every backend and in every order of imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ B, T, H, G, K, V = 2, 10, 2, 3, 8, 16
 
 
 def counted(function):
-    from torch.utils.flop_counter import FlopCounterMode  # after gla_core: the formulas come with it
+    from torch.utils.flop_counter import FlopCounterMode  # after gla_core, which brings the formulas
 
     with FlopCounterMode(display=False) as counter:
         function()

@@ -1,4 +1,4 @@
-"""Tensors of any strides: where the last dimension is not contiguous a copy is taken, and the result is that of one."""
+"""Tensors of any strides: if the last dimension is not contiguous the op takes a copy, with the same result."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_step(layout):
     assert torch.equal(state, before)
 
 
-# ---- states whose values come first
+# ---- states with values first
 
 
 def step_inputs(P=2):
@@ -133,7 +133,7 @@ def test_a_backend_receives_such_states_as_it_can_take_them(swaps, inplace):
 
 
 def test_states_that_are_swapped_and_those_that_only_seem_so():
-    """Both have the same stride of values; after a step in place of the first, the second is refused as before it."""
+    """Both have the same stride of values. After a step in place on the first, the second is still refused."""
     *token, state = step_inputs()
     gla.recurrent_gla_step(*token, state.mT.contiguous(), inplace=True, state_v_first=True)
     apart = torch.zeros(2, 2, 6, 5 * 6)[..., ::6]
@@ -189,7 +189,7 @@ def test_whole_sequences_with_states_of_values_first():
 
 @pytest.mark.parametrize("swaps", [False, True])
 def test_states_with_values_first_come_to_a_backend_that_takes_them_as_they_are(swaps):
-    """The initial state, and the gradient of the final one."""
+    """The initial state and the gradient of the final state arrive without a copy."""
     received = []
 
     def listening(op, place):
@@ -221,7 +221,7 @@ def test_in_a_compiled_graph(fresh_graphs):
 
 
 def test_a_copy_is_taken_of_what_needs_one_alone(monkeypatch):
-    """A backend receives contiguous rows; heads-first views and what is expanded elsewhere come to it as they are."""
+    """A backend receives contiguous rows; heads-first views and expanded tensors arrive unchanged."""
     received = []
 
     def computed(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):

@@ -11,7 +11,7 @@ from gla_core.workloads.inputs import gla_inputs
 
 
 def direct(q, k, v, feature_map, normalize, scale):
-    """Equations (1) to (3) of the source, all pairs at once."""
+    """Computes equations (1) to (3) of the source, all pairs at once."""
     groups = q.shape[2] // k.shape[2]
     q, k = feature_map(q), feature_map(k)
     k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)

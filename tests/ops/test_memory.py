@@ -1,4 +1,4 @@
-"""What the C library is told of memory that is freed on a CPU."""
+"""The settings of the C library for memory that is freed on a CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gla_core.ops import _memory
 
 @pytest.fixture
 def told(fresh_registry, monkeypatch):
-    """What mallopt is told from now on, by ops that run as if for the first time."""
+    """The arguments of mallopt from now on; ops run as if for the first time."""
     calls = []
     library = SimpleNamespace(mallopt=lambda *setting: calls.append(setting))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)

@@ -39,7 +39,7 @@ def test_any_shape_and_dimension(shape, data):
 
 
 def test_rows_that_torch_defines(device):
-    """Large values, tiles that are all -inf in a row with finite entries, rows that are all -inf or hold NaN."""
+    """Rows with large values, tiles of -inf in a row with finite entries, rows of -inf, and rows with NaN."""
     x = torch.randn(6, 3000, device=device)
     x[0] += 1e4
     x[1] -= 1e30

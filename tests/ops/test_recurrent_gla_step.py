@@ -14,7 +14,7 @@ from gla_core.workloads.inputs import GATES, gla_inputs
 
 
 def step_inputs(**shape):
-    """q, k, v, g of one token, and a state [B, H, K, V]."""
+    """Returns q, k, v, g of one token, and a state [B, H, K, V]."""
     x = gla_inputs(T=1, initial_state=True, **shape)
     return (*(None if y is None else y[:, 0] for y in (x.q, x.k, x.v, x.g)), x.initial_state)
 
@@ -109,7 +109,7 @@ def test_steps_equal_a_chunk(device):
 
 
 def test_an_inplace_step_is_seen_by_autograd():
-    """A backward that needs the state as it was must fail, not use what the step wrote."""
+    """A backward that needs the old state must fail, and not use the state that the step wrote."""
     x = gla_inputs(T=4, initial_state=True)
     o, _ = gla.chunk_gla(x.q.requires_grad_(), x.k, x.v, x.g, initial_state=x.initial_state)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What backends return is checked once for each signature, and is fresh, contiguous memory on every backend."""
+"""Results of backends are checked once per signature, and are new, contiguous memory on every backend."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def changed(change):
 def test_a_wrong_result_names_the_backend(change, message, fresh_registry):
     x = gla_inputs(T=9, K=4, V=4)
     with gla.register(changed(change)):
-        for _ in range(2):  # a signature that failed is checked again
+        for _ in range(2):  # a failed signature is checked again
             with pytest.raises(gla.BackendError, match=re.escape(message)) as caught:
                 gla.chunk_gla(x.q, x.k, x.v, x.g, output_final_state=True, backend="wrong")
             assert str(caught.value).startswith("chunk_gla_fwd: backend 'wrong' returned")

@@ -1,4 +1,4 @@
-"""The description of an op, and what follows from it."""
+"""The description of an op, and everything that is derived from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.func's transforms and forward-mode AD: they work, or one sentence says what does not."""
+"""torch.func's transforms and forward-mode AD work, or one sentence says which of them does not."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_vmap_of_every_op(op, x):
     ],
 )
 def test_gradients_of_samples_and_of_vmap(op, x):
-    """Both of vmap over grad, and of grad over vmap."""
+    """Both vmap over grad and grad over vmap work."""
 
     def scaled(factor, q):
         return op(factor * q, x).pow(3).sum()

@@ -1,4 +1,4 @@
-"""Plugins on the path as if installed, and a registry that every test finds as a fresh process would."""
+"""Plugins on the path as if installed, and a registry that is fresh in every test."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ PLUGINS = Path(__file__).parents[2] / "plugins"
 
 @pytest.fixture(autouse=True)
 def isolated(fresh_registry: None) -> None:
-    """Every test here."""
+    """Isolates every test here from the environment."""
 
 
 @pytest.fixture
 def plugin_path(tmp_path: Path) -> Callable[[str, Path], list[str]]:
-    """`plugin_path(name, source)` is what sys.path needs for a plugin: its source, and its entry point as installed."""
+    """A function: `plugin_path(name, source)` returns sys.path's entries for a plugin: its source and entry point."""
 
     def paths(name: str, source: Path) -> list[str]:
         info = tmp_path / f"{name}-0.1.0.dist-info"
@@ -34,7 +34,7 @@ def plugin_path(tmp_path: Path) -> Callable[[str, Path], list[str]]:
 
 @pytest.fixture
 def on_path(plugin_path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Path], None]]:
-    """`on_path(name, source)` puts a plugin there; its modules are forgotten after the test."""
+    """A function: `on_path(name, source)` puts a plugin on the path; its modules are removed after the test."""
     names: list[str] = []
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 

@@ -29,14 +29,14 @@ STEP_DIMS = {"B": 2, "H": 2, "Hq": 2, "K": 64, "V": 64, "P": 2}
 
 @pytest.fixture
 def module(on_path):
-    """`module(name)` imports gla_fla or a module of it."""
+    """A function: `module(name)` imports gla_fla or a module of it."""
     on_path("gla_fla", SOURCE)
     return lambda name="": importlib.import_module(f"gla_fla.{name}".rstrip("."))
 
 
 @pytest.fixture
 def fake_fla(monkeypatch):
-    """FLA's functions with FLA's parameters and checks, by the oracle; `calls` records what was called."""
+    """FLA's functions with FLA's parameters and checks, computed by the oracle; `calls` records the calls."""
     calls: list[str] = []
     ops, chunk = ModuleType("fla.ops.gla"), ModuleType("fla.ops.gla.chunk")
     for name, value in {"fla": ModuleType("fla"), "fla.ops": ModuleType("fla.ops"), ops.__name__: ops}.items():
@@ -44,7 +44,7 @@ def fake_fla(monkeypatch):
     monkeypatch.setitem(sys.modules, chunk.__name__, chunk)
 
     def unwritten(x, cu_seqlens):
-        """As memory was, where a row belongs to no sequence."""
+        """Fills rows of no sequence with 7, like memory that was not written."""
         if cu_seqlens is not None:
             x[:, cu_seqlens[-1] :] = 7
         return x
@@ -87,7 +87,7 @@ def fake_fla(monkeypatch):
         return o.to(q.dtype), state.float() if output_final_state else None
 
     def bounds(T, cu_seqlens, C):
-        """First and last token of each chunk."""
+        """Returns the first and the last token of each chunk."""
         offsets = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
         spans = itertools.pairwise(offsets)
         return [(start, min(start + C, stop)) for begin, stop in spans for start in range(begin, stop, C)]
@@ -398,7 +398,7 @@ def test_native_is_fla_itself(module, fake_fla):
 
 @pytest.fixture
 def fake_triton(monkeypatch):
-    """Triton's autotuner as far as tuning touches it."""
+    """The parts of Triton's autotuner that tuning uses."""
     compiled: list[tuple] = []
     autotuner = ModuleType("triton.runtime.autotuner")
 

@@ -49,7 +49,7 @@ def test_rows_of_minus_infinity(template):
 
 @pytest.fixture
 def with_a_second_op(template):
-    """The backend of README.md's step 5, registered."""
+    """Registers the backend of README.md's step 5."""
     (block,) = re.findall(r"^ *```python\n(.*?)^ *```$", README, re.DOTALL | re.MULTILINE)
     names = {"Backend": Backend, "online_softmax": lambda x, dim: x.softmax(dim)}
     exec(textwrap.dedent(block).replace("Backend(", "backend = Backend(", 1), names)
@@ -97,13 +97,13 @@ def run(*command, **kwargs):
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory):
-    """`shell(block)` runs commands of the README in an environment with gla-core, where an earlier block left off."""
+    """A function: `shell(block)` runs commands of the README with gla-core installed, after earlier blocks."""
     folder = tmp_path_factory.mktemp("ten_minutes")
     run(sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder, cwd=ROOT)
     environment = folder / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"
-    # Its dependencies, and hatchling, come from where the tests have theirs.
+    # Its dependencies, and hatchling, come from the environment of the tests.
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     wheel = next(folder.glob("*.whl"))
@@ -127,7 +127,7 @@ def test_the_readme_has_its_steps():
     assert first_words == ["gla new-backend", "gla backends", "gla conformance", "gla bench"]
 
 
-# The steps are one session in one shell: each needs those before it.
+# The steps are one session in one shell; each needs the earlier ones.
 
 
 @pytest.fixture(scope="module")

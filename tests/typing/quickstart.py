@@ -1,4 +1,4 @@
-"""What a user's type checker sees. `make check` reads this file; nothing runs it."""
+"""A user's code for the type checker. `make check` checks this file; nothing runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads and sequences in blocks that stay in the cache while they are worked on."""
+"""Blocks of heads and sequences that stay in the cache while they are computed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 
 def blocks(B: int, H: int, numbers: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """Ranges of a batch and of its heads: as few as have about `most` numbers each, all about as large.
+    """Yields ranges of a batch and of its heads: the fewest blocks of about `most` numbers each, of about equal size.
 
     Args:
-        B: size of the batch. H: number of heads. numbers: of one head of one sequence.
+        B: size of the batch. H: number of heads. numbers: number of elements of one head of one sequence.
+        most: number of elements of a block, at most, about.
     """
     rows, heads = block(B, H, numbers, most)
     for b in range(0, B, rows):
@@ -18,12 +19,12 @@ def blocks(B: int, H: int, numbers: int, most: int) -> Iterator[tuple[slice, sli
 
 
 def block(B: int, H: int, numbers: int, most: int) -> tuple[int, int]:
-    """Rows and heads of a block, of which the last ones may have fewer."""
+    """Returns the number of rows and of heads of a block; the last blocks may have fewer."""
     sequence = H * numbers
     heads = _even(H, sequence / most)
     return (1 if heads < H else _even(B, B * sequence / most)), heads
 
 
 def _even(n: int, parts: float) -> int:
-    """The size of the parts of n where it is cut into about so many."""
+    """Returns the size of a slice when n is cut into about `parts` slices."""
     return max(1, -(-n // max(1, min(n, round(parts)))))

@@ -1,4 +1,4 @@
-"""Gated linear attention in segments, all of them at once but for a scan that takes log2 as many steps.
+"""Gated linear attention in segments: all segments at once, joined by a scan that takes a logarithmic number of steps.
 
 Per head, with S the state that enters a segment of C tokens, alpha = exp g, and t and s counted within the segment:
 
@@ -9,11 +9,11 @@ Per head, with S the state that enters a segment of C tokens, alpha = exp g, and
     2.  states that enter the segments, by a scan (scan.py)       (D2, S2) after (D1, S1) = (D1 * D2, diag(D2) S1 + S2)
     3.  outputs                                                   o = scale * (qg S + A v)
 
-A, qg and kg come from halving the segment again and again: in a block of 2L tokens the queries of the right half,
-decayed from the middle, meet the keys of the left half, decayed to it. Every pair s < t meets in one such block, and
-s = t has no gate. Two blocks become one when the queries of the right one gain the product over the left one, and the
-keys of the left one that over the right one. Only products of gates are taken, in [0, 1]: gates down to exp(-inf) = 0
-are exact.
+A, qg and kg come from halving the segment repeatedly. In a block of 2L tokens, the queries of the right half, decayed
+from the middle, are multiplied with the keys of the left half, decayed to the middle. Every pair s < t is in exactly
+one such block, and s = t has no gate. Two blocks are joined by decaying the queries of the right block by the product
+of the left block's gates, and the keys of the left block by the product of the right block's gates. All factors are
+products of gates in [0, 1], so gates down to exp(-inf) = 0 are exact.
 
 B batch   T tokens   H key/value heads   G query heads per key/value head   N sequences   K, V key and value width
 n segments of C tokens in each of R rows (segments.py)   L tokens in half a block
@@ -32,7 +32,7 @@ from gla_parallel_scan.pytorch.segments import Segments, dense, packed
 
 SEGMENT = 64
 BLOCK = 2**18
-"""Numbers of a tensor that is worked on at once: heads and sequences come in blocks that stay in the cache."""
+"""Largest number of elements of a tensor that is computed at once: a block of heads and sequences stays in cache."""
 
 
 def chunk_gla_fwd(
@@ -46,7 +46,7 @@ def chunk_gla_fwd(
     cu_seqlens: Tensor | None,
     checkpoint_every: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """See gla_core/ops/chunk_gla.py."""
+    """Computes the op; see gla_core/ops/chunk_gla.py."""
     B, T, H, K = k.shape
     V = v.shape[3]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -55,8 +55,8 @@ def chunk_gla_fwd(
     final = v.new_empty(N, H, K, V, dtype=dtype)
     checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
     if N == 0:
-        return o.zero_(), final if output_final_state else None, checkpoints  # any token belongs to no sequence
-    C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())  # no more than the power of two that holds T
+        return o.zero_(), final if output_final_state else None, checkpoints  # no token belongs to a sequence
+    C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())  # at most the power of two that holds T
     segments = dense(T, C) if cu_seqlens is None else packed(C, cu_seqlens)
     queries, outputs = (x.unflatten(2, (H, -1)) for x in (q, o))  # [B, T, H, G, K], [B, T, H, G, V]
     for rows, heads in blocks(B, H, T * max(K, V), BLOCK):
@@ -75,13 +75,13 @@ def chunk_gla_fwd(
 def _forward(
     segments: Segments, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, but for its scale, [n, R, H, C, G, V], final states [N, H, K, V] and entering ones [n, R, H, K, V].
+    """Returns the unscaled output [n, R, H, C, G, V], final states [N, H, K, V] and entering states [n, R, H, K, V].
 
     Args:
         q: [n, R, H, C, G, K]. k, g: [n, R, H, C, K]. v: [n, R, H, C, V]. q, k and g are overwritten.
     """
     n, R, H, C, G, K = q.shape
-    q = q.view(n * R * H, C * G, K)  # the G queries of a token are rows of one matrix: they share its key
+    q = q.view(n * R * H, C * G, K)  # the G queries of a token share its key, so they are rows of one matrix
     k, v = k.flatten(0, 2), v.flatten(0, 2)  # [n*R*H, C, K], [n*R*H, C, V]
     A, decay = _ungated_scores(q, k) if g is None else _scores(q, k, g.flatten(0, 2).exp_())
     update = torch.bmm(k.mT, v)  # [n*R*H, K, V]
@@ -92,7 +92,7 @@ def _forward(
 
 
 def _scores(q: Tensor, k: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn q [S, C*G, K] and k [S, C, K] of S segments with gates alpha [S, C, K] into qg and kg, in place.
+    """Turns q [S, C*G, K] and k [S, C, K] of S segments with gates alpha [S, C, K] into qg and kg, in place.
 
     Returns:
         A [S, C*G, C], and the product of the gates of each segment [S, K].
@@ -101,7 +101,7 @@ def _scores(q: Tensor, k: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     G = q.shape[1] // C
     A = _diagonal_scores(q, k)
     q.view(S, C, G, K).mul_(alpha[:, :, None])
-    products = alpha  # [S, C/L, K], of the gates of L tokens
+    products = alpha  # [S, C/L, K], products of the gates of L tokens
     for L in (1 << level for level in range(C.bit_length() - 1)):
         m = C // (2 * L)  # blocks of 2L, rows of q in the right half and rows of k in the left one
         q_right = q.view(S * m, 2, L * G, K)[:, 1]  # [S*m, L*G, K]
@@ -116,7 +116,7 @@ def _scores(q: Tensor, k: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _diagonal_scores(q: Tensor, k: Tensor) -> Tensor:
-    """A [S, C*G, C] with the pairs s = t filled in, the rest 0."""
+    """Returns A [S, C*G, C] with only the pairs s = t filled in; the rest is 0."""
     S, C, _ = k.shape
     A = q.new_zeros(S, q.shape[1], C)
     pairs = (q.unflatten(1, (C, -1)) * k[:, :, None]).sum(-1)  # [S, C, G]
@@ -125,7 +125,7 @@ def _diagonal_scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _ungated_scores(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_scores` where every gate is 1: qg is q, and kg is k."""
+    """Computes `_scores` for gates that are all 1: qg is q, and kg is k."""
     S, C, K = k.shape
     A = torch.bmm(q, k.mT)  # [S, C*G, C]
     A.unflatten(1, (C, -1)).transpose(1, 2).tril_()

@@ -1,9 +1,9 @@
-"""Predicted seconds of the CPU form, whose operations run one after another:
+"""Predicts the seconds of the PyTorch form on a CPU, whose operations run one after another:
 
     seconds = call + step * steps + elements / rate
 
-steps are those of loops and scans, elements the numbers that are touched. Constants: call and step, seconds of the
-operations that start a call and a step; rate, elements a second.
+steps is the number of steps of loops and scans, elements the number of elements that are read or written. Constants:
+call and step, the seconds of the operations that start a call and a step; rate, elements per second.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from gla_parallel_scan.pytorch.softmax_attention import QUERIES, SPLIT
 
 
 def predicted_seconds(call: OpCall, c: Constants) -> float:
-    """Seconds of a call, by the constants `c` of its op on a CPU."""
+    """Returns the predicted seconds of a call from the constants `c` of its op on a CPU."""
     steps, elements = _COUNT[call.op](call)
     return c["call"] + c["step"] * steps + elements * (2 if call.dtype == torch.float64 else 1) / c["rate"]
 
 
 def _chunk_gla(call: OpCall) -> tuple[float, float]:
-    """In blocks that stay in the cache: segments are halved log2 C times, and scanned in 2 log2 n steps.
+    """Counts halving segments log2 C times, and scanning them in 2 log2 n steps, in blocks that stay in the cache.
 
-    A state is held for each segment, and for each sequence the one that enters it.
+    Each segment has a state, and each sequence has the state that enters it.
     """
     B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
     C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())
@@ -38,12 +38,12 @@ def _chunk_gla(call: OpCall) -> tuple[float, float]:
     blocks = math.ceil(B / rows) * math.ceil(H / heads)
     halvings, scanning = math.log2(C), 2 * math.log2(max(n, 1))
     G = Hq / H if H else 0
-    # Of a matrix product, ten multiplications count as one element.
+    # Ten multiplications of a matrix product count as one element.
     per_token = (1 + G) * (K * (4 + halvings) + 2 * V + K * V / 10) + 2 * G * C
     if T % C:
-        per_token += (2 + G) * K + V  # zeros for what is missing at the end
+        per_token += (2 + G) * K + V  # zeros for the tokens that the last segment lacks
     elements = H * (B * n * C * per_token + 2 * (B * n + N) * K * V)
-    packed = 1.4 if call.variable_length else 1  # gathered and scattered as well
+    packed = 1.4 if call.variable_length else 1  # also gathered and scattered
     return blocks * (4 + halvings + scanning), elements * packed
 
 
@@ -58,7 +58,7 @@ def _online_softmax(call: OpCall) -> tuple[float, float]:
 
 
 def _softmax_attention(call: OpCall) -> tuple[float, float]:
-    """A block of queries meets a split of the keys a step."""
+    """Counts one step per block of queries and split of the keys."""
     B, Tq, Tk, H, Hq, K, V = (call.dims[name] for name in ("B", "Tq", "Tk", "H", "Hq", "K", "V"))
     steps = B * math.ceil(Tq / QUERIES) * math.ceil(Tk / SPLIT)
     return steps, B * Hq * Tq * Tk * (2 + (K + V) / 128) + B * Tk * H * (K + V) / 4

@@ -1,8 +1,8 @@
-"""Softmax of rows in splits: a maximum m and a sum z for each split on its own, then merged.
+"""Softmax of rows in splits: each split gets a maximum m and a sum z of its own, and then the splits are merged.
 
     y = exp(x - m_p) exp(m_p - m) / z        m = max_p m_p        z = sum_p exp(m_p - m) z_p
 
-This is the rule of two splits, which is associative, taken over all splits of a row at once.
+The rule for merging two splits is associative; here it is applied to all splits of a row at once.
 
 R rows of `columns` numbers   p splits of c numbers
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 SPLIT = 4096
-"""Numbers of a split, at most."""
+"""Largest number of elements of a split."""
 BLOCK = 2**17
-"""Numbers of the rows that are worked on at once, so that they stay in the cache."""
+"""Largest number of elements of the rows that are computed at once, so that they stay in the cache."""
 
 
 def online_softmax(x: Tensor, dim: int) -> Tensor:
-    """See gla_core/ops/online_softmax.py."""
+    """Computes the op; see gla_core/ops/online_softmax.py."""
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     last = x.movedim(dim, -1)
@@ -33,7 +33,7 @@ def online_softmax(x: Tensor, dim: int) -> Tensor:
 
 
 def _softmax(x: Tensor) -> Tensor:
-    """Softmax of rows x [R, columns] in any number of splits, in the dtype of the computation."""
+    """Computes the softmax of rows x [R, columns] in any number of splits, in the dtype of the computation."""
     R, columns = x.shape
     p = -(-columns // SPLIT)
     c = -(-columns // p)
@@ -50,5 +50,5 @@ def _softmax(x: Tensor) -> Tensor:
 
 
 def finite(m: Tensor) -> Tensor:
-    """A maximum to subtract: where all is -inf, exp(-inf - 0) = 0 where exp(-inf + inf) would be NaN."""
+    """Returns a maximum that can be subtracted: 0 in place of -inf, as exp(-inf - 0) = 0 and exp(-inf + inf) is NaN."""
     return torch.where(m.isneginf(), 0, m)

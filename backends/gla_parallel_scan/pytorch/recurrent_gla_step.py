@@ -1,4 +1,4 @@
-"""One token of gated linear attention: one segment more for the associative rule (scan.py), of a single token.
+"""One token of gated linear attention: the associative rule (scan.py) applied to one more segment, of a single token.
 
     S' = diag(alpha) S + k^T v        o = scale * q S'
 
@@ -25,7 +25,7 @@ def recurrent_gla_step(
     state_indices: Tensor | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See gla_core/ops/recurrent_gla_step.py."""
+    """Computes the op; see gla_core/ops/recurrent_gla_step.py."""
     pool = state if inplace else new_state(state).copy_(state)
     if state_indices is None:
         return _step(q, k, v, g, pool, scale), pool
@@ -39,9 +39,9 @@ def recurrent_gla_step(
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float) -> Tensor:
-    """The output [B, Hq, V]; the states [B, H, K, V] are stepped in place."""
+    """Returns the output [B, Hq, V], and updates the states [B, H, K, V] in place."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    new = state.to(dtype)  # the states themselves if they are as wide
+    new = state.to(dtype)  # the states themselves if they have this dtype
     if g is not None:
         new.mul_(g.to(dtype).exp()[..., None])
     new.addcmul_(k.to(dtype)[..., None], v.to(dtype)[..., None, :])

@@ -1,12 +1,13 @@
-"""The state of gated linear attention after each of many segments of a sequence, in log2 as many steps.
+"""The state of gated linear attention after each of many segments of a sequence, in a logarithmic number of steps.
 
-A segment is (D, S): the product D of its gates and the state S that it builds from zero. One after another is
+A segment is (D, S): the product D of its gates and the state S that it builds from zero. Two consecutive segments join
+to
 
     (D2, S2) after (D1, S1)  =  (D1 * D2, diag(D2) S1 + S2)
 
-which is associative, so neighbours can be joined in any order. On the way up, every segment at the end of a block of 2d
-joins the block of d to its left; on the way down, those between join what by then is complete to theirs. That
-is 2 n joins in 2 log2 n steps, each step one operation on all its joins.
+which is associative, so neighbours can be joined in any order. On the way up, the segment at the end of every block of
+2d joins the block of d to its left. On the way down, the segments between join the block to their left, which by then
+is complete. These are 2 n joins in 2 log2 n steps, and each step is one operation on all its joins.
 
 n segments   K, V key and value width
 
@@ -20,11 +21,12 @@ from torch import Tensor
 
 
 def scan_states(decay: Tensor, state: Tensor, opens: Tensor | None = None) -> None:
-    """Turn the state of each segment into that of all segments up to and including it.
+    """Replaces the state of each segment by the state of all segments up to and including it, in place.
 
     Args:
         decay: D [n, ..., K], overwritten. state: S [n, ..., K, V], replaced in place.
-        opens: [n], whether a segment hears nothing of those before it, infinities and NaN included.
+        opens: [n], whether a segment begins a sequence and so depends on no earlier one, even if that has infinities or
+            NaN.
     """
     n, opens = len(state), None if opens is None else opens.clone()
     distances = [1 << level for level in range((n - 1).bit_length())]  # 1, 2, 4 .. below n
@@ -40,7 +42,7 @@ def scan_states(decay: Tensor, state: Tensor, opens: Tensor | None = None) -> No
 
 
 def _join(before: Tensor, decay: Tensor, state: Tensor, opens: Tensor | None) -> None:
-    """Add to states [.., K, V] what their decay [.., K] leaves of the states before them."""
+    """Adds to states [.., K, V] the states before them, decayed by [.., K]."""
     if opens is None:
         state.addcmul_(decay[..., None], before)
     else:

@@ -1,12 +1,12 @@
-"""How sequences are cut into segments of C tokens, and which slots of the scan their states take.
+"""The cut of sequences into segments of C tokens, and the slots of the scan that hold the segments' states.
 
 Tokens [B, T, H, ...] become [n, R, H, C, ...], with n segments in each of R rows:
 
-    dense    R = B, a row for each sequence, padded at its end to a multiple of C
-    packed   R = 1, the segments of all sequences in order, each sequence starting a segment of its own
+    dense    R = B, one row per sequence, padded at its end to a multiple of C
+    packed   R = 1, the segments of all sequences in order; each sequence begins a new segment
 
-The scan runs over slots. A sequence has one for its initial state, followed by one for each of its segments, so that
-after the scan the slot before a segment's own holds the state that enters it.
+    The scan runs over slots. A sequence has one slot for its initial state, followed by one slot for each of its
+    segments. After the scan, the slot before a segment's own slot holds the state that enters it.
 
 B batch   T tokens   H key/value heads   N sequences   K, V key and value width
 """
@@ -28,14 +28,14 @@ class Segments:
     """A cut of rows of tokens into n segments of C tokens.
 
     Attributes:
-        tokens: those that belong to a sequence.
-        position: of each of them among the n * C of a row; None if token t has position t.
+        tokens: range of the tokens that belong to a sequence.
+        position: position of each of these tokens among the n * C of a row; None if token t has position t.
         slots: number of slots.
         initial, final: the slots of the states that enter and leave the sequences.
-        entering, own: the slots of the states that enter the segments, and of those that they build from zero.
-        opens: [slots], whether a slot is that of an initial state; None if that is the first slot alone.
-        place: of packed sequences, for each segment its sequence, that sequence's first token, and the number of
-            segments of it before, [n] each.
+        entering, own: the slots of the states that enter the segments, and of the states that they build from zero.
+        opens: [slots], whether a slot holds an initial state; None if only the first slot does.
+        place: for packed sequences, three tensors [n]: each segment's sequence, the first token of that sequence, and
+            the number of its segments before this one.
     """
 
     C: int
@@ -51,7 +51,7 @@ class Segments:
     place: tuple[Tensor, Tensor, Tensor] | None = None
 
     def cut(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of x [B, T, H, ...] as [n, R, H, C, ...]; positions of no token hold 0."""
+        """Returns a copy of x [B, T, H, ...] as [n, R, H, C, ...]; positions without a token hold 0."""
         B, T, H, *inner = x.shape
         filled = self.n * self.C == self.tokens.stop - self.tokens.start
         empty = x.new_empty if filled else x.new_zeros
@@ -67,7 +67,7 @@ class Segments:
         return segments
 
     def join(self, x: Tensor, scale: float, out: Tensor) -> None:
-        """Write scale * x, with x [n, R, H, C, ...], to out [B, T, H, ...]; 0 for tokens of no sequence."""
+        """Writes scale * x, with x [n, R, H, C, ...], to out [B, T, H, ...]; tokens of no sequence become 0."""
         rows = x.movedim((1, 0, 3), (0, 1, 2))  # [R, n, C, H, ...]
         if self.position is not None:
             out[:, : self.tokens.start] = out[:, self.tokens.stop :] = 0
@@ -79,7 +79,7 @@ class Segments:
             torch.mul(rows[:, full, :rest], scale, out=out[:, full * self.C :])
 
     def scan(self, decay: Tensor, update: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Connect the segments: from states that each builds from zero to states that enter each.
+        """Joins the segments: computes the states that enter them from the states that each builds from zero.
 
         Args:
             decay: [n, R, H, K]. update: [n, R, H, K, V]. initial_state: [N, H, K, V].
@@ -95,7 +95,7 @@ class Segments:
         return states[self.entering], states[self.final].flatten(0, 1)
 
     def keep(self, entering: Tensor, L: int, out: Tensor) -> None:
-        """Write the states that enter every L tokens of a sequence to out [B, rows, H, K, V], as checkpoints lie there.
+        """Writes checkpoints, the states before every L-th token of a sequence, to out [B, rows, H, K, V].
 
         Args:
             entering: [n, R, H, K, V], the states that enter the segments. L: a multiple of C.
@@ -110,18 +110,18 @@ class Segments:
 
 
 def dense(T: int, C: int) -> Segments:
-    """The cut of rows of T tokens, a sequence each."""
+    """Returns the cut of rows of T tokens, one sequence per row."""
     n = -(-T // C)
     initial, final, entering, own = slice(0, 1), slice(n, None), slice(0, n), slice(1, None)
     return Segments(C, n, slice(0, T), None, n + 1, initial, final, entering, own, opens=None)
 
 
 def packed(C: int, cu_seqlens: Tensor) -> Segments:
-    """The cut of one row of sequences. It reads how many segments there are, which on a CPU waits for nothing."""
+    """Returns the cut of one row of packed sequences. It reads the number of segments, which costs no wait on a CPU."""
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.long().diff()  # [N], [N]
     tokens = slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
-    segments = (lengths + C - 1) // C  # [N], how many each sequence has
-    first = segments.cumsum(0) - segments  # [N], the first of each
+    segments = (lengths + C - 1) // C  # [N], number of segments of each sequence
+    first = segments.cumsum(0) - segments  # [N], first segment of each sequence
     number = torch.arange(len(starts))  # [N]
     n, initial = int(segments.sum()), first + number  # and [N]
     position = torch.arange(tokens.start, tokens.stop) + (first * C - starts).repeat_interleave(lengths)

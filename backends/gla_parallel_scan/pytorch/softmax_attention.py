@@ -1,13 +1,13 @@
-"""Softmax attention over splits of the keys, each on its own, then merged.
+"""Softmax attention over splits of the keys: each split is computed on its own, and then the splits are merged.
 
     each split      s = scale * q k^T      m = rowmax s      z = rowsum exp(s - m)      o = exp(s - m) v
     all splits      m' = max m             w = exp(m - m')    z' = sum w z              o' = sum w o / z'
                     lse = m' + log z'
 
-The merge is the rule for two splits, which is associative, taken over all splits at once.
+The rule for merging two splits is associative; here it is applied to all splits at once.
 
 B batch   Tq, Tk queries and keys   H key/value heads   G query heads per key/value head   K, V key and value width
-M = C*G rows of the scores: C queries in a block, G heads each   p splits of up to SPLIT keys
+M = C*G rows of the scores: C queries in a block with G heads each   p splits of up to SPLIT keys
 
 Source: Dao et al., "FlashAttention" (arXiv 2205.14135).
 """
@@ -22,13 +22,13 @@ from gla_parallel_scan.pytorch.online_softmax import finite
 
 QUERIES = 256
 SPLIT = 1024
-"""Keys of a split, at most."""
+"""Largest number of keys of a split."""
 BLOCK = 2**19
-"""Scores, or numbers of a split of the keys, that are worked on at once, so that they stay in the cache."""
+"""Largest number of scores, or of elements of a split of the keys, that are computed at once: they stay in cache."""
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """See gla_core/ops/softmax_attention.py."""
+    """Computes the op; see gla_core/ops/softmax_attention.py."""
     B, Tq, Hq, K = q.shape
     _, Tk, H, V = v.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -39,13 +39,13 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
         for i in range(0, Tq, QUERIES):
             last = i + Tk - Tq if causal else Tk - 1  # the last key that query i sees
             block = (batch, slice(i, i + QUERIES), heads)
-            keys = (batch, slice(max(0, min(Tk, last + QUERIES))), heads)  # those that any query of the block sees
+            keys = (batch, slice(max(0, min(Tk, last + QUERIES))), heads)  # the keys that any query of the block sees
             outputs[block], lses[block] = _attend(queries[block].to(dtype) * scale, k[keys], v[keys], last)
     return o, lse
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, last: int) -> tuple[Tensor, Tensor]:
-    """Attention of a block of queries.
+    """Computes the attention of a block of queries.
 
     Args:
         q: [b, C, h, G, K], scaled. k: [b, j, h, K], the keys that any query sees. v: [b, j, h, V].
@@ -72,21 +72,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, last: int) -> tuple[Tensor, Tensor]
 
 
 def _split(s: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One split, of scores s [.., M, c], overwritten, and values v [.., c, V]: m, z [.., M, 1] and o [.., M, V]."""
+    """Computes m, z [.., M, 1] and o [.., M, V] of a split, from scores s [.., M, c], overwritten, and v [.., c, V]."""
     m = s.amax(-1, keepdim=True)
     s.sub_(finite(m)).exp_()
     return m, s.sum(-1, keepdim=True), s @ v
 
 
 def _merge(splits: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """All splits m, z and o together: o [.., V] and lse [.., 1]."""
+    """Merges m, z and o of all splits into o [.., V] and lse [.., 1]."""
     m, z, o = (torch.stack(x) for x in zip(*splits, strict=True))  # [p, .., 1], [p, .., 1], [p, .., V]
     largest = m.amax(0)
     w = torch.exp(m - finite(largest))
     z = (w * z).sum(0)
-    return (w * o).sum(0) / z, largest + z.log()  # 0 / 0 = NaN for a row that sees nothing
+    return (w * o).sum(0) / z, largest + z.log()  # 0 / 0 = NaN for a row that sees no key
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[b, j, h, ...] to [b*h, j, ...] in `dtype`."""
+    """Returns x [b, j, h, ...] as [b*h, j, ...] in `dtype`."""
     return x.transpose(1, 2).to(dtype).flatten(0, 1)

@@ -1,6 +1,6 @@
-"""flash-linear-attention 0.6.0: its functions for gated linear attention, computed here; models that call them; states.
+"""Helpers for flash-linear-attention 0.6.0: its functions for GLA computed here, for its models; and its states.
 
-Nothing of it is imported: who calls `accelerate` has it.
+Importing this package does not import flash-linear-attention; `accelerate` does.
 """
 
 from gla_core.compat.fla.accelerate import Acceleration, accelerate

@@ -1,14 +1,15 @@
-"""Has flash-linear-attention's models compute gated linear attention here: one line before or after they are made.
+"""Makes flash-linear-attention's models compute gated linear attention here, with one line before or after they are
+made.
 
-Its functions are replaced where they are defined, so that modules that are imported later find the replacements, and by
-name in every module that has imported them already. What is not computed here is left to the originals. Replacements
-hold for all threads, and until the last `Acceleration` that asked for them is undone.
+The functions are replaced in the modules that define them, so that modules that are imported later find the
+replacements, and in every module that has imported them already. A call that this package does not compute goes to the
+original function. Replacements hold for all threads, until the last `Acceleration` that asked for them is undone.
 
-Where all of them are replaced at once, its GLA layer hands over key/value heads once, and no longer once for each query
-head: the `repeat` that it calls is replaced in the layer's module. States in its caches keep all heads.
+If all functions are replaced at once, flash-linear-attention's GLA layer passes each key/value head once instead of
+once per query head: the `repeat` that it calls is replaced in the layer's module. States in its caches keep all heads.
 
-Its layers hand the offsets of packed sequences, and of padded ones, which they pack, to every function but
-`fused_chunk_gla`. Layers in mode "fused_chunk" therefore run as in mode "chunk", which computes the same.
+Its layers pass the offsets of packed sequences to every function except `fused_chunk_gla`; padded sequences are packed
+too. Layers in mode "fused_chunk" therefore run in mode "chunk", which computes the same.
 """
 
 from __future__ import annotations
@@ -29,34 +30,35 @@ from gla_core.dispatch.errors import nearest
 
 FUNCTIONS: Mapping[str, Callable] = {
     "chunk_gla": ops.chunk_gla,
-    # Its layers keep states [N, H, V, K] between calls, and do not say so to this one, which fails in 0.6.0.
+    # Its layers keep states [N, H, V, K] between calls but do not tell this function, which fails in 0.6.0.
     "fused_chunk_gla": functools.partial(ops.chunk_gla, state_v_first=True),
     "fused_recurrent_gla": ops.fused_recurrent_gla,
 }
 TABLES = ("ACT2FN",)
-"""Names of dictionaries that hold functions."""
+"""Names of dictionaries of functions."""
 _HOME, _LAYER = "fla.ops.gla", "fla.layers.gla"
 _LAYERS_WITH_MODES = {_LAYER: "GatedLinearAttention", "fla.layers.hgrn2": "HGRN2Attention"}
 _lock = threading.RLock()
-"""Held while functions are exchanged and while their holders are counted."""
+"""The lock that is held while functions are exchanged and their holders are counted."""
 _made: dict[tuple[str, Callable], _Replacement] = {}
-"""The replacement of each original."""
+"""The replacement of each original function."""
 
 
 def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
-    """Replaces functions of `fla.ops.gla` wherever flash-linear-attention calls them, now and in what it imports later.
+    """Replaces functions of `fla.ops.gla` in all modules of flash-linear-attention, also in those imported later.
 
     Args:
-        functions: names among `FUNCTIONS`; all by default. What is replaced already stays so. With "fused_chunk_gla",
-            its layers in mode "fused_chunk" run as in mode "chunk".
-        cpu: replace as well what its GLA and HGRN2 models have in Triton alone, for tensors on a CPU, by PyTorch; see
-            on_cpu.py.
+        functions: names among `FUNCTIONS`; all by default. Functions that are replaced already stay replaced. With
+            "fused_chunk_gla", its layers in mode "fused_chunk" run in mode "chunk".
+        cpu: whether to replace, for tensors on a CPU, the other functions that its GLA and HGRN2 models have only in
+            Triton; PyTorch computes them, see on_cpu.py.
 
     Returns:
-        What was replaced where, to print, and to undo: as a context manager it is undone at the end.
+        The replacements that were made. Print it to see them, and call `undo` to remove them; as a context manager it
+        removes them at its end.
 
     Raises:
-        ImportError: flash-linear-attention is not installed. ValueError: a name that is not among `FUNCTIONS`.
+        ImportError: flash-linear-attention is not installed. ValueError: a name is not among `FUNCTIONS`.
 
     Example:
         >>> print(accelerate())
@@ -81,11 +83,11 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
 
 
 class Acceleration:
-    """Functions of flash-linear-attention that have been replaced.
+    """A set of replaced functions of flash-linear-attention.
 
     Attributes:
-        replaced: by name, the modules in which it was found and replaced by this, without those of an `Acceleration`
-            before it; after `undo` empty.
+        replaced: for each name the modules in which this call found and replaced it, without modules of an earlier
+            `Acceleration`; empty after `undo`.
     """
 
     def __init__(self, wanted: list[_Replacement | _ModeOfLayers]) -> None:
@@ -97,7 +99,7 @@ class Acceleration:
             new.holders += 1
 
     def undo(self) -> None:
-        """Puts the originals back, in modules too that were imported since, unless another `Acceleration` is in force.
+        """Puts the originals back, also in modules imported since, unless another `Acceleration` is in force.
 
         Accelerations can be undone in any order, from any thread, and more than once.
         """
@@ -128,9 +130,10 @@ class Acceleration:
 
 
 class _Replacement:
-    """A function, or the original for calls that it does not serve; within a module, or a package with all in it.
+    """A replacement for a function; it calls the original for calls that it does not serve.
 
-    A reference to it that is left somewhere when it is removed calls the original.
+    It applies within one module, or within a package and all its modules. References to it that remain after it is
+    removed call the original.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class _Replacement:
         self.name, self.function, self.original, self.serves, self.within = name, function, original, serves, within
         self.holders, self.in_force = 0, False
         self._names = _parameters(function)
-        # Not its __dict__: the original's may forbid torch.compile to look into it.
+        # Without __dict__: the original's may forbid torch.compile to trace into it.
         functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +150,7 @@ class _Replacement:
         return (self.function if self.in_force and self.serves(given) else self.original)(*args, **kwargs)
 
     def put(self) -> tuple[str, ...]:
-        """Replaces the original, and names the modules."""
+        """Replaces the original; returns the names of the modules in which it was found."""
         self.in_force = True
         return _exchange(self.name, self.original, self, self.within)
 
@@ -158,7 +161,7 @@ class _Replacement:
 
 
 class _ModeOfLayers(property):
-    """The attribute `mode` of a class of layers: "chunk" where a layer has "fused_chunk", else what it has."""
+    """The attribute `mode` of a class of layers: "chunk" if the layer's mode is "fused_chunk", otherwise its mode."""
 
     name = "mode"
 
@@ -167,12 +170,12 @@ class _ModeOfLayers(property):
         self.layer, self.holders = layer, 0
 
     def put(self) -> tuple[str, ...]:
-        """Gives it to the class, and names the class's module."""
+        """Sets the attribute on the class; returns the name of the class's module."""
         setattr(self.layer, self.name, self)
         return (self.layer.__module__,)
 
     def remove(self) -> None:
-        """Leaves the attribute to the layers again."""
+        """Deletes the attribute from the class, so that each layer's own `mode` is visible again."""
         delattr(self.layer, self.name)
 
 
@@ -188,7 +191,7 @@ def _set_mode(layer: Any, mode: str) -> None:
 def _replacement(
     home: str, name: str, function: Callable, serves: Callable[[dict[str, Any]], bool], within: str = "fla"
 ) -> _Replacement:
-    """Returns the replacement that is in force, or was before, as layers may have kept it, or a new one."""
+    """Returns the replacement of a function: the current one, an earlier one that layers may hold, or a new one."""
     found = getattr(importlib.import_module(home), name)
     if isinstance(found, _Replacement):
         return found
@@ -206,12 +209,12 @@ def _mode_of_layers(home: str, name: str) -> _ModeOfLayers:
 def _parameters(function: Callable) -> list[str]:
     try:
         return list(inspect.signature(function).parameters)
-    except ValueError:  # an activation of PyTorch's in C
+    except ValueError:  # an activation of PyTorch's in C has no signature
         return ["x"]
 
 
 def _for_query_heads(function: Callable) -> Callable:
-    """The function with states of query heads, also where k and v have fewer heads than q."""
+    """Returns a function whose states have query heads, even if k and v have fewer heads than q."""
 
     @functools.wraps(function, updated=())
     def call(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -227,7 +230,7 @@ def _for_query_heads(function: Callable) -> Callable:
 
 
 def _heads(tensor: Tensor, pattern: str, **sizes: int) -> Tensor:
-    """Heads [..., h, d] of a tensor [..., h * d], once each."""
+    """Splits a tensor [..., h * d] into heads [..., h, d], each once."""
     return tensor.unflatten(-1, (-1, sizes["d"]))
 
 
@@ -244,7 +247,7 @@ def _is_on_cpu(given: dict[str, Any]) -> bool:
 
 
 def _exchange(name: str, old: Callable, new: Callable, within: str) -> tuple[str, ...]:
-    """Puts `new` where a module of this package has `old`, by name or in a table, and names the modules."""
+    """Replaces `old` by `new` in the modules of a package, by name or in a table; returns the names of the modules."""
     places = []
     for path, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType) or not f"{path}.".startswith(f"{within}."):

@@ -1,7 +1,7 @@
-"""In PyTorch, what flash-linear-attention's GLA and HGRN2 models have in Triton alone: for a CPU.
+"""PyTorch versions of the functions that flash-linear-attention's GLA and HGRN2 models have only in Triton, for a CPU.
 
-Norms, activations, convolutions and losses, with its arguments. What is computed is its own; it is there to train and
-generate on a machine without a GPU, not to be quick.
+They are norms, activations, convolutions and losses with the same arguments and results. They are meant for training
+and generating on a machine without a GPU, not for speed.
 
 B batch   T tokens   D channels   N sequences   W the width of a convolution
 
@@ -30,7 +30,7 @@ def rms_norm(
     prenorm: bool = False,
     residual_in_fp32: bool = False,
 ) -> Any:
-    """The norm of x + residual over the last dimension; with prenorm that sum as well."""
+    """Norms x + residual over the last dimension; with prenorm it also returns that sum."""
     total = x.to(wide(x.dtype)) if residual is None else x.to(wide(x.dtype)) + residual
     y = _normed(total, weight, eps)
     y = (y if bias is None else y + bias).to(x.dtype)
@@ -49,7 +49,7 @@ def rms_norm_linear(
     prenorm: bool = False,
     residual_in_fp32: bool = False,
 ) -> Any:
-    """`rms_norm`, then a linear map."""
+    """Computes `rms_norm`, followed by a linear map."""
     y, kept = rms_norm(x, norm_weight, norm_bias, residual, eps, True, residual_in_fp32)
     y = F.linear(y.to(linear_weight.dtype), linear_weight, linear_bias)
     return (y, kept) if prenorm else y
@@ -66,24 +66,24 @@ def rms_norm_gated(
     residual_in_fp32: bool = False,
     eps: float = 1e-6,
 ) -> Any:
-    """`rms_norm` times an activation of the gate g."""
+    """Computes `rms_norm` times an activation of the gate g."""
     y, kept = rms_norm(x.to(wide(x.dtype)), weight, bias, residual, eps, True, residual_in_fp32)
     y = (y * ACTIVATIONS[activation](g.to(y.dtype))).to(x.dtype)
     return (y, kept) if prenorm else y
 
 
 def swiglu(x: Tensor, y: Tensor) -> Tensor:
-    """The product silu(x) y."""
+    """Returns silu(x) * y."""
     return F.silu(x) * y
 
 
 def swiglu_linear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`swiglu`, then a linear map."""
+    """Computes `swiglu`, followed by a linear map."""
     return F.linear(swiglu(x, y).to(weight.dtype), weight, bias)
 
 
 def logsigmoid(x: Tensor, temperature: float = 1.0) -> Tensor:
-    """The log of the logistic function, divided by a temperature."""
+    """Returns the log of the logistic function, divided by a temperature."""
     return F.logsigmoid(x) / temperature
 
 
@@ -100,7 +100,7 @@ def causal_conv1d(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """A causal convolution of x [B, T, D] by weight [D, W], and the last W inputs of each sequence [N, D, W]."""
+    """Convolves x [B, T, D] causally with weight [D, W]; also returns the last W inputs of each sequence [N, D, W]."""
     if cu_seqlens is None:
         y, final = _convolved(x, weight, bias, initial_state)
     else:
@@ -121,7 +121,7 @@ def causal_conv1d_update(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same for one token of each sequence, x [N, D], [N, 1, D] or [1, N, D]; the cache [N, D, W] is written."""
+    """Convolves one token of each sequence, x [N, D], [N, 1, D] or [1, N, D], and writes the cache [N, D, W]."""
     assert weight is not None
     tokens = x.reshape(cache.shape[0], 1, cache.shape[1])
     y, final = causal_conv1d(tokens, weight, bias, None, cache, True, activation)
@@ -141,7 +141,7 @@ def cross_entropy_loss(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, 0 where it is ignored, and what of it is lse_square_scale times the squared normaliser."""
+    """Returns the loss of each row, 0 for ignored rows, and the part of it that comes from lse_square_scale."""
     logits = _scaled(logits, logit_scale, logit_softcapping)
     losses = F.cross_entropy(
         logits, target, reduction="none", label_smoothing=label_smoothing, ignore_index=ignore_index
@@ -170,7 +170,7 @@ class FusedCrossEntropyLoss(nn.Module):
         self.ignore_index, self.reduction, self.return_z_loss = ignore_index, reduction, return_z_loss
 
     def forward(self, input: Tensor, target: Tensor) -> Any:
-        """The loss of logits [T, D] for targets [T]."""
+        """Computes the loss of logits [T, D] for targets [T]."""
         losses = cross_entropy_loss(input, target, *self.options)
         if self.reduction != "none":
             count = (target != self.ignore_index).sum() if self.reduction == "mean" else 1
@@ -193,7 +193,7 @@ def fused_linear_cross_entropy_loss(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """The loss of a linear map of x [T, D]. Raises NotImplementedError for l2warp, which is part of this function."""
+    """Computes the loss of a linear map of x [T, D]. Raises NotImplementedError for l2warp."""
     if use_l2warp:
         raise NotImplementedError("no l2warp on a CPU with fuse_linear_cross_entropy; turn one of the two off")
     logits = _scaled(F.linear(x, weight, bias), logit_scale, logit_softcapping)
@@ -224,7 +224,7 @@ REPLACED: Mapping[str, Mapping[str, Callable]] = {
     },
     "fla.modules.fused_linear_cross_entropy.ops": {"fused_linear_cross_entropy_loss": fused_linear_cross_entropy_loss},
 }
-"""Where each is defined."""
+"""Replacements by the module that defines the original, and by name."""
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -232,12 +232,12 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The convolution of x [N, T, D] behind the inputs before [N, D, W], and the last W inputs [N, D, W]."""
+    """Convolves x [N, T, D] after the inputs `before` [N, D, W]; also returns the last W inputs [N, D, W]."""
     D, W = weight.shape
     before = x.new_zeros(x.shape[0], D, W) if before is None else before.to(x.dtype)
     rows = torch.cat([before, x.mT], 2)  # [N, D, W + T]
     y = F.conv1d(rows, weight[:, None].to(x.dtype), None if bias is None else bias.to(x.dtype), groups=D)
-    return y[..., 1:].mT, rows[..., rows.shape[2] - W :].clone()  # the first output is of the token before
+    return y[..., 1:].mT, rows[..., rows.shape[2] - W :].clone()  # the first output is for the token before x
 
 
 def _scaled(logits: Tensor, scale: float, softcap: float | None) -> Tensor:

@@ -1,8 +1,7 @@
-"""The functions of `fla.ops.gla`, with its arguments and its results.
+"""The functions of `fla.ops.gla`, with the same arguments and results, computed by `gla_core`.
 
-Dimensions and dtypes are those of `gla_core.chunk_gla`, to which they come down; a state may be of any dtype. g and gk
-are natural logarithms of forget gates.
-
+Dimensions and dtypes are as in `gla_core.chunk_gla`; a state may have any dtype. g and gk are natural logarithms of
+forget gates.
 Source: flash-linear-attention 0.6.0, fla/ops/gla.
 """
 
@@ -31,7 +30,7 @@ def chunk_gla(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated linear attention over sequences, as `fla.ops.gla.chunk_gla`.
+    """Computes gated linear attention over sequences, as `fla.ops.gla.chunk_gla`.
 
     Args:
         q: queries [B, T, Hq, K].
@@ -40,16 +39,16 @@ def chunk_gla(
         g: natural logarithm of the forget gate [B, T, H, K], at most 0. None means no decay.
         scale: factor of the output; K^-1/2 by default.
         initial_state: [N, H, K, V], or [N, H, V, K] with state_v_first.
-        output_final_state: also return the final state, laid out likewise.
-        state_v_first: states are [N, H, V, K], given and returned.
+        output_final_state: whether to return the final state too, in the layout of initial_state.
+        state_v_first: whether states are [N, H, V, K], both given and returned.
         cu_seqlens: [N+1] offsets of packed sequences, B = 1.
-        cu_seqlens_cpu: the same on the CPU. They give the longest sequence without a wait for the device.
+        cu_seqlens_cpu: the same offsets on the CPU. They give the longest sequence without waiting for the device.
 
     Returns:
-        o [B, T, Hq, V] and the final state, None unless asked for.
+        o [B, T, Hq, V] and the final state (None unless output_final_state).
 
     Raises:
-        ValueError, TypeError, NoBackendError, UnknownBackendError, NotImplementedError: as `gla_core.chunk_gla`.
+        ValueError, TypeError, NoBackendError, UnknownBackendError, NotImplementedError: as in `gla_core.chunk_gla`.
     """
     longest = None
     if cu_seqlens_cpu is not None and len(cu_seqlens_cpu) > 1:
@@ -78,7 +77,7 @@ def fused_chunk_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_gla` of whole batches, which flash-linear-attention itself no longer has beyond 64 tokens."""
+    """Computes `chunk_gla` on whole batches; flash-linear-attention's own version goes no further than 64 tokens."""
     return chunk_gla(q, k, v, g, scale, initial_state, output_final_state)
 
 
@@ -96,11 +95,13 @@ def fused_recurrent_gla(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`chunk_gla` with gates gk, as `fla.ops.gla.fused_recurrent_gla`; one token without gradients is a decoding step.
+    """Computes `chunk_gla` with gates gk, as `fla.ops.gla.fused_recurrent_gla`.
+
+    One token without gradients is computed as a decoding step.
 
     Raises:
-        NotImplementedError: gates of values (gv), or reverse, which nothing here computes.
-        TypeError: an argument that there is not. All else as `gla_core.chunk_gla`.
+        NotImplementedError: gv or reverse is given; no op here computes these.
+        TypeError: an unknown argument. Other errors are as in `gla_core.chunk_gla`.
     """
     if "transpose_state_layout" in kwargs:
         if state_v_first:
@@ -129,7 +130,7 @@ def _step(
     initial_state: Tensor | None,
     state_v_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The output [B, 1, Hq, V] of one token [B, 1, ...], and the state after it."""
+    """Returns the output [B, 1, Hq, V] of one token [B, 1, ...], and the state after it."""
     B, _, H, K = k.shape
     state = _wide(initial_state, q)
     if state is None:

@@ -1,8 +1,8 @@
-"""States of flash-linear-attention's layers, and back: what its cache holds of one layer.
+"""Converts states of flash-linear-attention's layers to states here, and back.
 
-    here                                    there
-    recurrent   [N, H, K, V]                recurrent_state   [N, Hq, V, K], a key/value head once for each query head
-    conv        [N, W - 1, D] three times   conv_state        [N, D, W] three times, the oldest input never read again
+    here                                    an entry of flash-linear-attention's cache
+    recurrent   [N, H, K, V]                recurrent_state   [N, Hq, V, K], a key/value head once per query head
+    conv        [N, W - 1, D] three times   conv_state        [N, D, W] three times; the oldest input is never read
 
 Source: `GatedLinearAttention`, `HGRN2Attention` and `ShortConvolution` of flash-linear-attention 0.6.0.
 """
@@ -21,17 +21,17 @@ from gla_core.ops import checks
 
 
 def state_from_fla(entry: Mapping[str, Any], groups: int = 1) -> GLAState:
-    """The state of a layer here, from the entry of flash-linear-attention's cache for its layer there.
+    """Returns the state of a layer here, from the entry of flash-linear-attention's cache for the same layer.
 
     Args:
-        entry: "recurrent_state" [N, Hq, V, K], and "conv_state", three of [N, D, W], or None where there are none.
-        groups: query heads of a key/value head: num_heads / num_kv_heads.
+        entry: "recurrent_state" [N, Hq, V, K], and "conv_state", three tensors [N, D, W], or None without convolutions.
+        groups: number of query heads per key/value head: num_heads / num_kv_heads.
 
     Returns:
-        Fresh, contiguous tensors; the recurrent state in float32 (float64 with float64).
+        A `GLAState` of new, contiguous tensors; the recurrent state is float32 (float64 with float64).
 
     Raises:
-        ValueError, TypeError: no such entry, or one whose heads are no multiple of `groups`.
+        ValueError, TypeError: `entry` has another form, or its number of heads is not a multiple of `groups`.
 
     Example:
         >>> state = state_from_fla(past_key_values[0])
@@ -53,13 +53,13 @@ def state_from_fla(entry: Mapping[str, Any], groups: int = 1) -> GLAState:
 
 
 def state_to_fla(state: GLAState, groups: int = 1) -> dict[str, Any]:
-    """The entry of flash-linear-attention's cache for a layer, from the state of the same layer here.
+    """Returns the entry of flash-linear-attention's cache for a layer, from the state of the same layer here.
 
     Args:
-        state: from `forward` or `step`. groups: as of `state_from_fla`.
+        state: from `forward` or `step`. groups: as in `state_from_fla`.
 
     Returns:
-        "recurrent_state" and "conv_state", fresh and contiguous, as keyword arguments of its `Cache.update`.
+        "recurrent_state" and "conv_state", new and contiguous, as keyword arguments of its `Cache.update`.
 
     Example:
         >>> past_key_values.update(layer_idx=0, offset=100, **state_to_fla(state))

@@ -1,4 +1,4 @@
-"""Tests marked `gpu` run where there is a CUDA device and are deselected elsewhere."""
+"""Runs tests marked `gpu` if there is a CUDA device, and deselects them otherwise."""
 
 from __future__ import annotations
 

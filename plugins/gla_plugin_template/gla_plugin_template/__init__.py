@@ -16,7 +16,8 @@ def gla_register_backends() -> list[Backend]:
             name="gla_plugin_template",
             version="0.1.0",
             ops={"online_softmax": online_softmax},
-            # Where it works, as data. A call that needs anything else is refused, with a reason derived from this.
+            # The limits of the backend, as data. A call beyond them is refused, with a reason that is derived from
+            # them.
             capabilities=Capabilities(
                 dtypes=frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16}), cuda_graphs=True
             ),

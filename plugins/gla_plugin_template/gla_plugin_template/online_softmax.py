@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def online_softmax(x: Tensor, dim: int) -> Tensor:
-    """The op of gla_core/ops/online_softmax.py: x has been checked; y is contiguous, shaped as x, of its dtype."""
+    """Computes the op of gla_core/ops/online_softmax.py. x is checked; y is contiguous, with x's shape and dtype."""
     if not x.numel():
         return x.new_empty(x.shape)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     m = wide.amax(dim, keepdim=True)
-    m = torch.where(m.isneginf(), 0, m)  # a row that is all -inf: 0 / 0 = NaN below, as torch.softmax gives
+    m = torch.where(m.isneginf(), 0, m)  # a row that is all -inf gives 0 / 0 = NaN below, as in torch.softmax
     z = torch.exp(wide - m).sum(dim, keepdim=True)
     return (torch.exp(wide - m) / z).to(x.dtype).contiguous()

@@ -12,7 +12,7 @@ from gla_core.dispatch.backend import Capabilities
 
 CAPABILITIES = Capabilities(
     dtypes=frozenset({torch.float32, torch.bfloat16}),
-    variable_length=False,  # cu_seqlens is not read: calls with packed sequences are refused
+    variable_length=False,  # cu_seqlens is not read, so calls with packed sequences are refused
     grouped_queries=False,  # q has as many heads as k
 )
 
@@ -28,7 +28,10 @@ def chunk_gla_fwd(
     cu_seqlens: Tensor | None,
     checkpoint_every: int | None,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """The op of gla_core/ops/chunk_gla.py: q, k, g [B, T, H, K], v and o [B, T, H, V], states [B, H, K, V] float32."""
+    """Computes the op of gla_core/ops/chunk_gla.py.
+
+    Shapes: q, k, g [B, T, H, K], v and o [B, T, H, V], states [B, H, K, V] float32.
+    """
     B, T, H, K = q.shape
     state = q.new_zeros(B, H, K, v.shape[-1], dtype=torch.float32) if initial_state is None else initial_state.clone()
     o = v.new_empty(v.shape)

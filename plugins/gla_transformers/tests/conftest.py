@@ -19,13 +19,13 @@ def seed():
 
 @pytest.fixture
 def ours():
-    """`ours(**options)` is a model in evaluation mode."""
+    """A function: `ours(**options)` returns a model in evaluation mode."""
     return lambda **options: GLAForCausalLM(GLAConfig(**SMALL | options)).eval()
 
 
 @pytest.fixture
 def theirs():
-    """`theirs(**options)` is FLA's model, which computes on a CPU as long as the test runs."""
+    """A function: `theirs(**options)` returns FLA's model, which computes on a CPU as long as the test runs."""
     models = pytest.importorskip("fla.models", reason="needs flash-linear-attention 0.6.0: make test-fla")
     with accelerate(cpu=True):
         yield lambda **options: models.GLAForCausalLM(models.GLAConfig(**SMALL | options)).eval()
@@ -33,7 +33,7 @@ def theirs():
 
 @pytest.fixture
 def pair(theirs, ours):
-    """`pair(**options)` is FLA's model and ours with its weights."""
+    """A function: `pair(**options)` returns FLA's model, and ours with its weights."""
 
     def make(**options):
         a, b = theirs(**options), ours(**options)

@@ -1,4 +1,4 @@
-"""What a configuration refuses, and who answers for "gla" in transformers' Auto classes."""
+"""Configurations that are refused, and the package that serves "gla" in transformers' Auto classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`generate` and the cache: values, padding, and storage that stays."""
+"""`generate` and the cache: values, padding, and storage whose address does not change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def storage(cache):
 
 
 def greedy(model, tokens, steps):
-    """What `generate` should give, by reading everything again for each token."""
+    """Computes the expected tokens of `generate` by reading the whole sequence again for each token."""
     for _ in range(steps):
         tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], 1)
     return tokens
@@ -41,7 +41,7 @@ def test_greedy_and_padded(model, tokens):
 
 
 def test_a_second_turn_goes_on_as_each_row_alone(model, tokens):
-    """The prompts of both turns are padded, to their left and to their right."""
+    """The prompts of both turns have padding, on their left and on their right."""
     mask = torch.ones_like(tokens)
     mask[0, :9], mask[1, 30:40], mask[0, 40:78] = 0, 0, 0
     cache = GLACache(model.config)
@@ -159,7 +159,7 @@ def test_a_compiled_step_and_a_cache_that_says_so(ours, tokens):
 def test_a_step_in_a_cuda_graph(ours, tokens):
     model, tokens = ours(use_short_conv=True).cuda(), tokens.cuda()
     cache, token = GLACache(model.config), tokens[:, :1].clone()
-    for _ in range(2):  # what a first call compiles or allocates must not be captured
+    for _ in range(2):  # a first call compiles and allocates, which must not be captured
         model(token, past_key_values=cache)
         model(token, past_key_values=cache)
         cache.reset()

@@ -1,4 +1,4 @@
-"""Weights, configurations and values are those of flash-linear-attention's own model."""
+"""Weights, configurations and values equal flash-linear-attention's own model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIGURATIONS = [
     {"use_output_gate": False, "elementwise_affine": False, "use_gk": False, "use_gv": True},
     {"tie_word_embeddings": True, "attn_mode": "fused_recurrent"},
 ]
-SEQUENCES = [CONFIGURATIONS[0], CONFIGURATIONS[2], CONFIGURATIONS[3]]  # that differ in what they do with sequences
+SEQUENCES = [CONFIGURATIONS[0], CONFIGURATIONS[2], CONFIGURATIONS[3]]  # they differ in how they treat sequences
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -44,7 +44,7 @@ def test_configurations_say_the_same(options):
 
 def test_the_public_checkpoint_has_its_size():
     with torch.device("meta"):
-        model = GLAForCausalLM(GLAConfig())  # what FLA has published: 2048 wide, 24 layers, 4 heads
+        model = GLAForCausalLM(GLAConfig())  # as published by FLA: 2048 wide, 24 layers, 4 heads
     assert model.num_parameters() == 1365514240
     assert model.model.layers[23].mlp.gate_proj.weight.shape == (5632, 2048)
 
@@ -126,7 +126,7 @@ def test_the_loss_of_a_number_of_items(pair, tokens, options):
 def test_l2warp(pair, tokens, number):
     found = []
     for model in pair(use_l2warp=True):
-        model.lm_head.weight.data *= 1000  # logits that it is there to keep small
+        model.lm_head.weight.data *= 1000  # large logits, which l2warp is there to reduce
         loss = model(tokens, labels=tokens, num_items_in_batch=number).loss
         found.append((loss, torch.autograd.grad(loss, model.lm_head.weight)[0]))
     torch.testing.assert_close(*found, **CLOSE)

@@ -7,7 +7,7 @@ import torch
 
 from gla_transformers import GLACache
 
-# A marker leaves nothing out by itself, and a plugin is tested without the repository's conftest.py too.
+# The marker alone skips nothing, and the plugin is also tested without the repository's conftest.py.
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.05}
 NEW = 9
@@ -25,7 +25,7 @@ def prompt():
 
 @torch.no_grad()
 def test_a_step_in_a_cuda_graph(model, prompt):
-    """Replayed, it gives the words of `generate`; and again after the cache was reset, in the same memory."""
+    """A replay gives the tokens of `generate`, and gives them again in the same memory after the cache is reset."""
     expected = model.generate(prompt, min_new_tokens=NEW, max_new_tokens=NEW, do_sample=False)[:, 80:]
     cache = GLACache(model.config, compileable=True)
 
@@ -60,7 +60,7 @@ def test_a_static_cache(model, prompt):
 
 
 def test_a_compiled_step_of_training(model, prompt):
-    """No graph break, and the gradients of an eager step up to rounding."""
+    """A compiled step has no graph break, and its gradients equal an eager step's up to rounding."""
     model.train()
     parameters = list(model.parameters())
     expected = torch.autograd.grad(model(prompt, labels=prompt).loss, parameters)

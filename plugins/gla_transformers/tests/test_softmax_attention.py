@@ -1,4 +1,4 @@
-"""Layers of softmax attention among those of gated linear attention: `attn` of the configuration."""
+"""Layers of softmax attention among layers of gated linear attention: `attn` of the configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 @pytest.fixture
 def theirs(theirs, monkeypatch):
-    """FLA's model with what it has for CUDA alone, flash-attn and the rotation, in plain PyTorch."""
+    """FLA's model with plain PyTorch in place of flash-attn and of its rotation, which are for CUDA only."""
     from fla.layers import attn
     from fla.modules import rotary
 
@@ -86,7 +86,7 @@ def test_padding_anywhere_leaves_the_tokens_as_they_are_alone(ours, tokens, opti
 @pytest.mark.parametrize("columns_of_before", [True, False])
 @pytest.mark.parametrize("options", CONFIGURATIONS, ids=str)
 def test_turns_with_padding_of_their_own_go_on_as_each_row_alone(ours, tokens, options, columns_of_before):
-    """A turn may have no token of a row, the first one as well."""
+    """A row may have no token in a turn, not even in the first one."""
     model = ours(**options)
     mask, turns = torch.rand(tokens.shape) < 0.5, [(0, 4), (4, 30), (30, 31), (31, 33), (33, 60), (60, 80)]
     mask[0, :4], mask[1, 33:60] = False, False

@@ -70,7 +70,7 @@ def test_piped_and_in_bfloat16(folder):
 
 @pytest.fixture
 def says(run):
-    """The one line that a wrong question is answered by."""
+    """Runs the command, and returns the one line of its error."""
 
     def says(*arguments):
         result = run(*arguments)

@@ -1,6 +1,6 @@
 """flash-linear-attention (FLA) 0.6.0 as a backend: the baseline in every comparison.
 
-Nothing of FLA, and no Triton, is imported before an op runs. What FLA cannot do is refused with a reason.
+Neither FLA nor Triton is imported before an op runs. Calls that FLA cannot compute are refused with a reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def gla_register_backends() -> list[Backend]:
 
 
 def supports(call: OpCall) -> Reason | None:
-    """What FLA cannot do and capabilities cannot say."""
+    """Returns the reason why FLA cannot compute a call, if capabilities cannot express it."""
     if call.op == "recurrent_gla_step":
         return _step_refusal(call)
     if call.dtype == torch.float32 and call.float32_matmul_precision == "highest":

@@ -1,8 +1,8 @@
 """GLA over whole sequences by FLA's chunk kernels.
 
-The forward is FLA's public function. FLA's autograd function saves for its backward, beside the inputs, the scores A
-inside the chunks and, with float32 gates, their cumulative sum; it computes the states again. The contract saves the
-inputs alone, so the backward here computes the cumulative sum and A first, and then calls FLA's backward.
+The forward is FLA's public function. FLA's autograd function saves for its backward, besides the inputs, the scores A
+inside the chunks and, for float32 gates, their cumulative sum; it computes the states again. The contract saves only
+the inputs, so the backward here first computes the cumulative sum and A, and then calls FLA's backward.
 
 Sizes: B batch, T time, H heads, K key width, V value width, N sequences, C chunk length.
 """
@@ -26,7 +26,7 @@ def chunk_gla_fwd(
     cu_seqlens: Tensor | None,  # [N+1]
     checkpoint_every: int | None,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """See gla_core/ops/chunk_gla.py."""
+    """Computes the op; see gla_core/ops/chunk_gla.py."""
     if not q.numel():
         final_state = _copy_or_zeros(initial_state, k, v, cu_seqlens) if output_final_state else None
         return v.new_empty(v.shape), final_state, None
@@ -58,7 +58,7 @@ def chunk_gla_bwd(
     do: Tensor,  # [B, T, H, V]
     dstate: Tensor | None,  # [N, H, K, V] float32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """See gla_core/ops/chunk_gla.py."""
+    """Computes the op; see gla_core/ops/chunk_gla.py."""
     if not q.numel():
         dg = None if g is None else g.new_empty(g.shape)
         dinitial_state = None if initial_state is None else _copy_or_zeros(dstate, k, v, cu_seqlens)
@@ -91,11 +91,11 @@ def _backward(
     do: Tensor,
     dstate: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """FLA's backward, on contiguous tensors: dq, dk and dg in float32, dv as v, and dinitial_state or None."""
+    """Calls FLA's backward on contiguous tensors; returns float32 dq, dk, dg, dv as v, and dinitial_state or None."""
     fla = native.fla("ops.gla.chunk")
-    C = min(64, max(16, 1 << (q.shape[1] - 1).bit_length()))  # as FLA's forward has it
+    C = min(64, max(16, 1 << (q.shape[1] - 1).bit_length()))  # as in FLA's forward
     packed = {"cu_seqlens": cu_seqlens, "chunk_size": C}
-    # Called just as FLA's forward calls it: FLA then finds that result in its cache and need not wait for the device.
+    # The same call as in FLA's forward: FLA finds the result in its cache and need not wait for the device.
     indices = None if cu_seqlens is None else fla.prepare_chunk_indices(cu_seqlens, C, cu_seqlens_cpu=None)
     g_cumsum = fla.chunk_local_cumsum(g, scale=fla.RCP_LN2, **packed)  # [B, T, H, K] float32, in powers of 2
     A = fla.chunk_gla_fwd_intra_gk(q=q, k=k, g=g_cumsum, scale=scale, chunk_indices=indices, **packed)  # [B, T, H, C]
@@ -122,7 +122,7 @@ def _gate(g: Tensor | None, k: Tensor) -> Tensor:
 
 
 def _clear_padding(cu_seqlens: Tensor | None, *results: Tensor | None) -> None:
-    """Set to 0, in place, the rows that belong to no sequence: FLA does not write them."""
+    """Sets rows that belong to no sequence to 0, in place, because FLA does not write them."""
     if cu_seqlens is None:
         return
     for x in results:
@@ -132,7 +132,7 @@ def _clear_padding(cu_seqlens: Tensor | None, *results: Tensor | None) -> None:
 
 
 def _copy_or_zeros(state: Tensor | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """What passes through a call without a token. Such a call would spoil FLA's tuning, which times empty launches."""
+    """Returns the final state of a call without tokens; FLA is not called, as its tuning would time empty launches."""
     if state is not None:
         return state.clone(memory_format=torch.contiguous_format)
     N = k.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1

@@ -1,4 +1,4 @@
-"""FLA itself, imported when first used. Benchmarks take FLA's own forward and backward from here."""
+"""FLA itself, imported when it is first used; benchmarks use FLA's own forward and backward from here."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 from gla_core.dispatch.backend import LaunchError
 
 UNTUNED = "FLA_UNTUNED"
-"""Environment variable: 1 takes the first configuration of every kernel instead of tuning. To check, not to time."""
+"""Environment variable: 1 takes the first configuration of every kernel without tuning; for checks, not for timing."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @functools.cache
 def _take_first_configurations() -> None:
-    # FLA tunes for every width and dtype, each for minutes; a check of values visits dozens.
+    # FLA tunes for every width and dtype, for minutes each; a check of values uses dozens of them.
     Autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
     make = Autotuner.__init__
 
@@ -32,7 +32,7 @@ def _take_first_configurations() -> None:
 
 @functools.cache
 def fla(module: str) -> ModuleType:
-    """The module `fla.<module>`. Raises LaunchError where FLA is not installed or does not import."""
+    """Returns the module `fla.<module>`. Raises LaunchError if FLA is not installed or cannot be imported."""
     if os.environ.get(UNTUNED) == "1":
         _take_first_configurations()
     try:
@@ -60,7 +60,7 @@ def raising_launch_errors(function: _F) -> _F:
 
 
 def chunk_gla(*args: Any, **kwargs: Any) -> tuple:
-    """FLA's `fla.ops.gla.chunk_gla`, differentiable by FLA's own autograd function, unchanged.
+    """Calls FLA's `fla.ops.gla.chunk_gla`, unchanged; FLA's own autograd function makes it differentiable.
 
     Example:
         >>> o, _ = gla_fla.native.chunk_gla(q, k, v, g)
@@ -70,5 +70,5 @@ def chunk_gla(*args: Any, **kwargs: Any) -> tuple:
 
 
 def fused_recurrent_gla(*args: Any, **kwargs: Any) -> tuple:
-    """FLA's `fla.ops.gla.fused_recurrent_gla`, unchanged."""
+    """Calls FLA's `fla.ops.gla.fused_recurrent_gla`, unchanged."""
     return fla("ops.gla").fused_recurrent_gla(*args, **kwargs)

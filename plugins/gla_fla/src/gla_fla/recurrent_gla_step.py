@@ -18,7 +18,7 @@ def recurrent_gla_step(
     state_indices: Tensor | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See gla_core/ops/recurrent_gla_step.py. FLA always writes a new state; `inplace` copies it into `state`."""
+    """Computes the op; see gla_core/ops/recurrent_gla_step.py. FLA returns a new state; `inplace` copies it."""
     if not q.numel():
         return v.new_empty(v.shape), state if inplace else state.clone(memory_format=torch.contiguous_format)
     with torch.no_grad():

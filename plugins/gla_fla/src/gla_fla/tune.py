@@ -1,12 +1,13 @@
-"""Tune FLA for named workloads: compile in parallel, then tune undisturbed.
+"""Tunes FLA for named workloads: first compiles in parallel, then tunes undisturbed.
 
-FLA's first call of a kind tries some hundred kernels, one after another, each compiled first: minutes on one core.
-Here many processes compile a share each, launching nothing, into Triton's cache on disk. Then one fresh process makes
-the calls: everything is compiled already, so its autotuner only measures, alone on the device. Triton keeps what it
-chose beside the kernels (FLA_CACHE_RESULTS=1, FLA's default), so later processes neither compile nor tune.
+FLA's first call of a kind tries about a hundred kernels one after another, and compiles each of them: minutes on one
+core. Here many processes compile a share each into Triton's cache on disk, without launching anything. Then one fresh
+process makes the calls; its autotuner only measures, alone on the device. Triton stores the choices beside the kernels
+(FLA_CACHE_RESULTS=1, FLA's default), so later processes neither compile nor tune.
 
-FLA's tuning keys hold widths, chunk length and dtypes, and in most kernels neither B nor T: of workloads that differ
-in those alone, the first tuned decides for all. Set TRITON_CACHE_DIR to a folder of its own to tune one by itself.
+FLA's tuning keys contain widths, chunk length and dtypes, and in most kernels neither B nor T. Among workloads that
+differ only in B and T, the first one that is tuned decides for all. To tune one by itself, set TRITON_CACHE_DIR to a
+new folder.
 
     python -m gla_fla.tune --workload train_b8_t4096_h16 --backward
 """
@@ -34,12 +35,12 @@ from gla_fla import native
 CUDA = torch.device("cuda")
 TUNABLE = {w.name: w for w in WORKLOADS if w.op in ("chunk_gla", "recurrent_gla_step") and "ci" not in w.tags}
 
-_SHORT = 256  # tokens, in the processes that only compile: no kernel of FLA is compiled for its T
-_COMPILING = 0.75  # the part of the time limit after which compilers are stopped
+_SHORT = 256  # number of tokens in processes that only compile; no kernel of FLA is compiled for its T
+_COMPILING = 0.75  # fraction of the time limit after which compilers are stopped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code, 1 if a workload could not be tuned."""
+    """Runs the command line; returns the exit code, 1 if a workload could not be tuned."""
     parser = argparse.ArgumentParser(prog="python -m gla_fla.tune", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workload", nargs="+", metavar="NAME", choices=TUNABLE, default=list(TUNABLE))
     parser.add_argument("--processes", type=int, default=16, help="that compile; 0 tunes without compiling first")
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_all(commands: Sequence[Sequence[str]], seconds: float) -> None:
-    """Run commands in parallel for at most so many seconds; one that fails is reported and harms no other."""
+    """Runs commands in parallel for at most `seconds`; a command that fails is reported; the others go on."""
     end = time.monotonic() + seconds
     running = [subprocess.Popen(command, env=_environment()) for command in commands]
     try:
@@ -88,7 +89,7 @@ def run_all(commands: Sequence[Sequence[str]], seconds: float) -> None:
 
 
 def tune(workloads: Sequence[Workload], backward: bool) -> int:
-    """Make the first calls of each workload, and print their seconds; 1 if one failed."""
+    """Makes the first calls of each workload and prints their seconds; returns 1 if one failed."""
     native.fla("ops.gla")  # imported before the clock starts
     failed = 0
     for workload in workloads:
@@ -102,7 +103,7 @@ def tune(workloads: Sequence[Workload], backward: bool) -> int:
 
 
 def compile_share(workloads: Sequence[Workload], backward: bool, share: int, shares: int) -> int:
-    """Compile one share of what tuning would try; 1 if a workload failed."""
+    """Compiles one share of the configurations that tuning tries; returns 1 if a workload failed."""
     compile_only(share, shares)
     failed = 0
     for workload in workloads:
@@ -116,9 +117,9 @@ def compile_share(workloads: Sequence[Workload], backward: bool, share: int, sha
 
 
 def compile_only(share: int, shares: int) -> None:
-    """Make Triton's autotuner, in this process, compile every `shares`-th configuration and launch none."""
+    """Makes Triton's autotuner, in this process, compile every `shares`-th configuration and launch none."""
     autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
-    counter = itertools.count()  # goes on from kernel to kernel, so that the shares are even
+    counter = itertools.count()  # continues from kernel to kernel, so that the shares are even
 
     def run(tuner: Any, *args: Any, **kwargs: Any) -> None:
         tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
@@ -127,7 +128,7 @@ def compile_only(share: int, shares: int) -> None:
                 continue
             try:
                 tuner.fn.run(*args, **{**kwargs, "warmup": True}, **config.all_kwargs())
-            except Exception:  # a configuration that does not compile is the autotuner's to pass over
+            except Exception:  # the autotuner skips configurations that do not compile
                 continue
 
     autotuner.run = run

@@ -1,7 +1,7 @@
-"""The GLA language model for transformers, computed by gla_core, interchangeable with flash-linear-attention's (FLA).
+"""The GLA language model for transformers, computed by gla_core; interchangeable with flash-linear-attention's (FLA).
 
-Importing this registers `model_type` "gla" with AutoConfig, AutoModel and AutoModelForCausalLM. FLA does so too, and of
-the two the one imported last answers them; `register()` after both decides it.
+Importing it registers `model_type` "gla" with AutoConfig, AutoModel and AutoModelForCausalLM. FLA does so too, and the
+package that is imported last is used. Call `register()` after both imports to use this one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["GLACache", "GLAConfig", "GLAForCausalLM", "GLAModel", "register"]
 
 
 def register() -> None:
-    """Have transformers' Auto classes give these classes for `model_type` "gla", whoever had it before."""
+    """Makes transformers' Auto classes use these classes for `model_type` "gla", whatever they used before."""
     AutoConfig.register(GLAConfig.model_type, GLAConfig, exist_ok=True)
     AutoModel.register(GLAConfig, GLAModel, exist_ok=True)
     AutoModelForCausalLM.register(GLAConfig, GLAForCausalLM, exist_ok=True)

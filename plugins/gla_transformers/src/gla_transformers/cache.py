@@ -1,7 +1,7 @@
-"""What a model remembers between calls: a state for each layer, in storage that stays where it is.
+"""The cache of a model: a state for each layer, in storage whose address does not change.
 
-transformers' DynamicCache counts tokens in the keys of softmax attention, and refuses a model that has none; here the
-cache counts them itself, on the device, so that nothing of a decoding step is computed on the host.
+transformers' DynamicCache counts tokens by the keys of softmax attention, and refuses a model without such layers. This
+cache counts them itself, on the device, so that a decoding step computes nothing on the host.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from gla_transformers.configuration import GLAConfig
 class GLACache(Cache):
     """The states of all layers of a model, for `past_key_values`.
 
-    They are allocated by the first call that writes them, and from then on written in place, `reset` and beam search
-    included. Gradients do not flow through them.
+    The first call that writes the states allocates them. Later calls, `reset` and beam search write them in place.
+    Gradients do not flow through them.
 
     Args:
-        config: of the model.
-        compileable: say so to `generate`, which then compiles the decoding step on a GPU, as it does for
+        config: configuration of the model.
+        compileable: whether `generate` compiles the decoding step on a GPU, as it does for
             `cache_implementation="static"`.
 
     Raises:
-        ValueError: `compileable` with layers of softmax attention, whose keys grow.
+        ValueError: `compileable` is set and the model has layers of softmax attention, whose keys grow.
 
     Example:
         >>> cache = GLACache(model.config)
@@ -44,7 +44,7 @@ class GLACache(Cache):
         self.length: Tensor | None = None
 
     def advance(self, tokens: int, device: torch.device) -> None:
-        """Count so many more tokens of every row, on this device."""
+        """Adds `tokens` to the number of tokens of every row, on this device."""
         if self.length is None:
             self.length = torch.zeros((), dtype=torch.int64, device=device)
             if self.compileable:
@@ -52,21 +52,22 @@ class GLACache(Cache):
         self.length += tokens
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The number of tokens read, of padding too. Waits for the device."""
+        """Returns the number of tokens read, including padding. Waits for the device."""
         return 0 if self.length is None else int(self.length)
 
     def reset(self) -> None:
-        """Forget all, and keep the storage."""
+        """Forgets all tokens, and keeps the storage."""
         super().reset()
         if self.length is not None:
             self.length.zero_()
 
 
 class Keys(NamedTuple):
-    """Keys and values of S tokens of each row, or of padding.
+    """Keys and values of S tokens, or padding, of each row.
 
     Attributes:
-        keys, values: [B, H, S, D]. positions: [B, S] int64, the number of tokens of the row before each; -1 of padding.
+        keys, values: [B, H, S, D].
+        positions: [B, S] int64, number of tokens of the row before each token; -1 for padding.
     """
 
     keys: Tensor
@@ -75,7 +76,7 @@ class Keys(NamedTuple):
 
 
 class LayerState:
-    """The memory of a layer of gated linear attention, with the methods that transformers asks of a cache's layers.
+    """The memory of a layer of gated linear attention, with the methods that transformers calls on a cache's layers.
 
     Attributes:
         state: a `GLAState`; None before the first token.
@@ -91,7 +92,7 @@ class LayerState:
         self.state: Any = None
 
     def write(self, new: GLAState) -> None:
-        """Write a state into the storage, or make it the storage if there is none yet."""
+        """Writes a state into the storage; without storage, the state becomes the storage."""
         if self.state is None:
             self._adopt(_each(new, Tensor.detach))
             return
@@ -99,31 +100,31 @@ class LayerState:
             there.copy_(tensor.detach())
 
     def reset(self) -> None:
-        """Back to before the first token."""
+        """Sets the state to that before the first token."""
         for tensor in _tensors(self.state):
             tensor.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give row i the state of row beam_idx[i]."""
+        """Gives row i the state of row beam_idx[i]."""
         for tensor in _tensors(self.state):
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have each row `repeats` times, in new storage."""
+        """Repeats each row `repeats` times, in new storage."""
         if self.state is not None:
             self._adopt(_each(self.state, lambda tensor: tensor.repeat_interleave(repeats, 0)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in new storage."""
+        """Keeps the rows at `indices`, in new storage."""
         if self.state is not None:
             self._adopt(_each(self.state, lambda tensor: tensor[indices]))
 
     def crop(self, *_: Any) -> None:
-        """Raise NotImplementedError: a state does not tell what it was before a token."""
+        """Raises NotImplementedError: a state cannot be turned back to that before a token."""
         raise NotImplementedError("tokens cannot be taken back from the state of gated linear attention")
 
     def get_max_length(self) -> int:
-        """Without a bound."""
+        """Returns -1: there is no maximum length."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in transformers 5.0
@@ -139,9 +140,9 @@ class KeyMemory(LayerState):
     """The memory of a layer of softmax attention, in storage that grows up to its window.
 
     Attributes:
-        state: the `Keys` of the last window - 1 tokens of each row, behind padding where there are fewer; of all tokens
+        state: the `Keys` of the last window - 1 tokens of each row, behind padding if there are fewer, or of all tokens
             without a window. None before the first token.
-        padded: whether there may be padding among them.
+        padded: whether `state` may contain padding.
     """
 
     def __init__(self, window: int | None) -> None:
@@ -165,14 +166,14 @@ class KeyMemory(LayerState):
         self.batch_select_indices(beam_idx)
 
     def reset(self) -> None:
-        """Forgets all tokens, and the storage."""
+        """Forgets all tokens, and frees the storage."""
         self.state, self.padded, self.is_initialized = None, False, False
 
     def _last(self, seen: Keys, padded: bool) -> Keys:
-        """Keeps what a token to come can see, and one token at least, which tells how many there were."""
+        """Returns the keys that later tokens can see, and at least one token, which holds the number of tokens."""
         assert self.window is not None
         surplus = max(seen.positions.shape[1] - max(self.window - 1, 1), 0)
-        if not padded:  # what was there has padding in front
+        if not padded:  # the keys seen so far have padding in front
             return Keys(seen.keys[:, :, surplus:], seen.values[:, :, surplus:], seen.positions[:, surplus:])
         order = (seen.positions >= 0).to(torch.uint8).argsort(dim=1, stable=True)[:, surplus:]
         rows = torch.arange(len(order), device=order.device)[:, None]
@@ -188,15 +189,15 @@ def read(
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
 ) -> Tensor:
-    """The layer's output y for x [B, T, hidden_size], after what its memory holds, which x is added to.
+    """Returns a layer's output y for x [B, T, hidden_size], after the tokens in its memory, and adds x to the memory.
 
-    One token without gradients is a step in place. All else as `GatedLinearAttention.forward`.
+    One token without gradients is a step in place. Other arguments are as in `GatedLinearAttention.forward`.
     """
     if memory is None:
         return layer(x, None, False, cu_seqlens, max_seqlen, attention_mask)[0]
     state = memory.state
     if torch.is_grad_enabled():
-        state = state and _each(state, torch.clone)  # autograd keeps what it reads, and this is written below
+        state = state and _each(state, torch.clone)  # autograd keeps these tensors, which are overwritten below
     elif state is not None and x.shape[1] == 1 and cu_seqlens is None:
         y, _ = layer.step(x[:, 0], state, inplace=True, state_indices=_rows_with_a_token(attention_mask))
         return y[:, None]
@@ -206,7 +207,7 @@ def read(
 
 
 def _rows_with_a_token(attention_mask: Tensor | None) -> Tensor | None:
-    """Of a mask [B, 1 or more] the rows that do not end with padding, -1 in place of the others."""
+    """Returns the row numbers of a mask [B, 1 or more], with -1 for rows whose last column is padding."""
     if attention_mask is None:
         return None
     rows = torch.arange(attention_mask.shape[0], device=attention_mask.device)
@@ -235,6 +236,6 @@ def _each(state: Any, function: Any) -> Any:
 
 
 def _stays(tensor: Tensor) -> None:
-    """Tell torch.compile that this memory stays, without which its CUDA graphs refuse to write there."""
+    """Tells torch.compile that a tensor's address does not change; its CUDA graphs refuse to write to it otherwise."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor, guard=False)

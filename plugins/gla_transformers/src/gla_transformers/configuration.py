@@ -8,33 +8,34 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 AttentionSpec = dict[str, Any]
-"""Which `layers` are softmax attention, with `num_heads`, `num_kv_heads`, `qkv_bias`, `window_size`, `rope_theta`."""
+"""The `layers` with softmax attention, `num_heads`, `num_kv_heads`, `qkv_bias`, `window_size` and `rope_theta`."""
 
 
 class GLAConfig(PreTrainedConfig):
-    """What a GLA language model is made of.
+    """The configuration of a GLA language model.
 
     Args:
         hidden_size, expand_k, expand_v, num_heads, num_kv_heads, feature_map, use_short_conv, conv_size,
-            use_output_gate, clamp_min, elementwise_affine, norm_eps: of each layer, see
-            `gla_core.nn.GatedLinearAttention`; norm_eps is of all other norms too.
-        hidden_ratio, intermediate_size: width of the MLP; without the second, 2/3 of hidden_ratio times hidden_size,
-            rounded up to a multiple of 256.
-        attn_mode: "chunk", "fused_chunk" or "fused_recurrent"; all compute the same.
-        hidden_act: of the MLP and the output gate; "swish" alone.
-        attn: which layers are softmax attention instead, one `AttentionSpec` or several; None for no layer.
-        max_position_embeddings: kept for who asks; no sequence is too long.
-        fuse_norm: names the norm's weight as FLA does, see `gla_core.nn.GatedLinearAttention`.
-        fuse_linear_cross_entropy: compute the loss in parts, and return no logits where there are labels.
-        use_l2warp: let the loss have, in its gradient alone, 0.5e-4 times the mean square of the largest logits.
-        fuse_swiglu, fuse_cross_entropy: name kernels of FLA; all compute the same.
-        use_gk, use_gv: kept for FLA, which reads neither.
-        attnres_block_size: None; FLA's attention residuals are not here.
-        use_cache, vocab_size, initializer_range, and all else: as in transformers.
+            use_output_gate, clamp_min, elementwise_affine, norm_eps: arguments of each layer, see
+            `gla_core.nn.GatedLinearAttention`; all other norms use norm_eps too.
+        hidden_ratio, intermediate_size: width of the MLP; without intermediate_size it is 2/3 of hidden_ratio times
+            hidden_size, rounded up to a multiple of 256.
+        attn_mode: "chunk", "fused_chunk" or "fused_recurrent"; all modes compute the same.
+        hidden_act: activation of the MLP and the output gate; only "swish".
+        attn: softmax attention in place of some layers, as one `AttentionSpec` or several; None for no layer.
+        max_position_embeddings: stored but not used; no sequence is too long.
+        fuse_norm: selects the name of the norm's weight as FLA does, see `gla_core.nn.GatedLinearAttention`.
+        fuse_linear_cross_entropy: whether to compute the loss in slices of the logits; calls with labels then return
+            no logits.
+        use_l2warp: whether to add 0.5e-4 times the mean square of the largest logits to the loss, in its gradient only.
+        fuse_swiglu, fuse_cross_entropy: select kernels of FLA; all values compute the same here.
+        use_gk, use_gv: stored for FLA, which reads neither.
+        attnres_block_size: None; FLA's attention residuals are not supported.
+        use_cache, vocab_size, initializer_range, and all others: as in transformers.
 
     Raises:
-        ValueError: a field whose model there is not here, or that makes no sense. The sizes of the layers are checked
-            when the model is made.
+        ValueError: a field asks for a model that is not supported, or has an invalid value. The sizes of the layers are
+            checked when the model is made.
 
     Example:
         >>> config = GLAConfig(hidden_size=256, num_hidden_layers=4, vocab_size=1000)
@@ -114,14 +115,14 @@ class GLAConfig(PreTrainedConfig):
         )
 
     def mlp_width(self) -> int:
-        """The width of each MLP."""
+        """Returns the width of each MLP."""
         if self.intermediate_size is not None:
             return self.intermediate_size
         width = int(self.hidden_size * (4 if self.hidden_ratio is None else self.hidden_ratio) * 2 / 3)
         return (width + 255) // 256 * 256
 
     def softmax_attention(self, layer: int) -> AttentionSpec | None:
-        """The attention of this layer if it is softmax attention, else None."""
+        """Returns the softmax attention of a layer, None if the layer is gated linear attention."""
         return next((spec for spec in _listed(self.attn) if layer in spec["layers"]), None)
 
 
@@ -134,7 +135,7 @@ def _listed(attn: AttentionSpec | Sequence[AttentionSpec] | None) -> Sequence[At
 def _complete(
     attn: AttentionSpec | Sequence[AttentionSpec] | None, num_hidden_layers: int
 ) -> AttentionSpec | list[AttentionSpec] | None:
-    """The same attention with the defaults of what it does not say. Raises ValueError if it makes no sense."""
+    """Returns the attention with defaults for missing fields. Raises ValueError if it is invalid."""
     completed = [_completed(spec) for spec in _listed(attn)]
     layers = [layer for spec in completed for layer in spec["layers"]]
     if len(set(layers)) < len(layers) or any(layer not in range(num_hidden_layers) for layer in layers):

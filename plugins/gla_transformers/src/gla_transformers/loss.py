@@ -1,4 +1,4 @@
-"""What GLA's configuration adds to the loss of a language model: l2warp, and a loss without all logits at once."""
+"""The parts of a language model's loss that GLA's configuration adds: l2warp, and a loss without all logits at once."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100
-"""The label that stands for none."""
+"""The label of tokens without a loss."""
 PARTS = 8
 
 
 def l2warp(logits: Tensor, rows: int) -> Tensor:
-    """A loss of 0 with the gradient of 0.5e-4 times the mean over `rows` of the largest of logits [..., D], squared.
+    """Returns 0, with the gradient of 0.5e-4 times the mean over `rows` of the squared largest of logits [..., D].
 
     It keeps logits from growing. Source: the RWKV language model.
     """
@@ -32,13 +32,14 @@ def loss_in_parts(
     with_l2warp: bool,
     ignored: int = IGNORED,
 ) -> Tensor:
-    """The loss of head(x), of whose logits an eighth is in memory at a time; the backward computes them again.
+    """Returns the loss of head(x), with an eighth of the logits in memory at a time; the backward computes them again.
 
     Args:
-        head: from [n, hidden_size] to logits [n, D].
+        head: maps [n, hidden_size] to logits [n, D].
         x: [B, T, hidden_size].
-        labels: [B, T], the tokens themselves, or if `shifted` the token after each; `ignored` where there is none.
-        num_items_in_batch: the number of labels by which to divide; those of this batch by default.
+        labels: [B, T], the tokens themselves, or with `shifted` the token after each; `ignored` for tokens without
+            loss.
+        num_items_in_batch: number of labels to divide by; by default the number in this batch.
     """
     targets = labels if shifted else F.pad(labels[:, 1:], (0, 1), value=ignored)
     targets, x = targets.flatten().to(x.device), x.flatten(0, 1)

@@ -3,7 +3,7 @@
     x = x + attn(norm(x))        y = W_head norm(x)
     x = x + mlp(norm(x))         mlp(x) = (silu(x W_gate) * x W_up) W_down
 
-Parameters have the names and shapes of those of flash-linear-attention 0.6.0. Source: Yang et al., "Gated Linear
+Parameters have the names and shapes of flash-linear-attention 0.6.0. Source: Yang et al., "Gated Linear
 Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
 
@@ -34,7 +34,7 @@ logger = logging.get_logger(__name__)
 
 
 class GatedMLP(nn.Module):
-    """Two projections, one through silu, multiplied and projected back: [..., hidden_size] to the same."""
+    """A gated MLP, (silu(x W_gate) * x W_up) W_down: [..., hidden_size] to [..., hidden_size]."""
 
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class GLABlock(GradientCheckpointingLayer):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """As `GLAModel.forward`, of which these arguments are."""
+        """Runs the layer; the arguments are as in `GLAModel.forward`."""
         memory: Any = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         y = self.attn_norm(x)
         if isinstance(self.attn, GatedLinearAttention):
@@ -81,14 +81,14 @@ class GLABlock(GradientCheckpointingLayer):
 
 
 class GLAPreTrainedModel(PreTrainedModel):
-    """What transformers wants to know of both models."""
+    """The attributes that transformers expects of both models."""
 
     config_class = GLAConfig
     config: GLAConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar[list[str]] = ["GLABlock"]
-    _is_stateful = True  # no token can be taken back
+    _is_stateful = True  # tokens cannot be taken back
     _can_compile_fullgraph = True
     _input_embed_layer = "embeddings"
 
@@ -108,7 +108,7 @@ class GLAModel(GLAPreTrainedModel):
         config: sizes and options.
 
     Raises:
-        ValueError: sizes that do not fit together, as `GatedLinearAttention` and `SoftmaxAttention` say.
+        ValueError: sizes do not fit together, see `GatedLinearAttention` and `SoftmaxAttention`.
     """
 
     def __init__(self, config: GLAConfig) -> None:
@@ -133,28 +133,29 @@ class GLAModel(GLAPreTrainedModel):
         max_seqlen: int | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Read tokens, from the beginning or after those of a cache.
+        """Reads tokens, from the beginning or after the tokens of a cache.
 
         Args:
-            input_ids: [B, T] int. inputs_embeds: [B, T, hidden_size] in their place.
-            attention_mask: [B, T] or with columns for the tokens of the cache too, 0 for padding, wherever it is.
-            past_key_values: what was read before, and is brought up to date here.
-            use_cache: return a cache, a new one if none is given; by default as the configuration says, but not in
-                training, nor of packed sequences where there are layers of softmax attention, whose keys cannot be
-                kept apart in one. With gradient checkpointing there is none in training.
+            input_ids: [B, T] int. inputs_embeds: [B, T, hidden_size], in place of input_ids.
+            attention_mask: [B, T], or with columns for the tokens of the cache too; 0 for padding at any place.
+            past_key_values: the cache of earlier calls; this call updates it.
+            use_cache: whether to return a cache, a new one if none is given. The default is the configuration's value,
+                and False in training. Packed sequences in a model with layers of softmax attention have no cache,
+                because it cannot keep their keys apart. In training with gradient checkpointing there is no cache
+                either.
             output_attentions: False; there are no attention weights.
-            output_hidden_states: also return the input of every layer, and the normed output of the last.
+            output_hidden_states: whether to return the input of every layer, and the normed output of the last one.
             cu_seqlens: [N+1] int32 or int64, B = 1: sequence i is columns cu_seqlens[i] to cu_seqlens[i+1].
-            max_seqlen: the tokens of the longest of them, where that is known.
-            kwargs: return_dict=False for a tuple; what transformers' collators say of packed sequences.
+            max_seqlen: number of tokens of the longest packed sequence, if known.
+            kwargs: return_dict=False for a tuple; the arguments for packed sequences of transformers' collators.
 
         Returns:
-            last_hidden_state [B, T, hidden_size], past_key_values and hidden_states; None unless asked for.
+            last_hidden_state [B, T, hidden_size], past_key_values and hidden_states; None if not asked for.
 
         Raises:
-            ValueError: both or none of input_ids and inputs_embeds; output_attentions; a cache given in training with
-                gradient checkpointing, or asked for as use_cache says it cannot be.
-            TypeError: a cache of another kind. All else as `GatedLinearAttention.forward`.
+            ValueError: both or neither of input_ids and inputs_embeds are given; output_attentions is set; a cache is
+                given in training with gradient checkpointing, or use_cache is set where there can be none.
+            TypeError: the cache is of another class. Other errors are as in `GatedLinearAttention.forward`.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds")
@@ -189,7 +190,7 @@ class GLAModel(GLAPreTrainedModel):
     def _cache(self, given: Any, wanted: bool | None, packed: bool) -> GLACache | None:
         if given is not None and not isinstance(given, GLACache):
             raise TypeError(f"past_key_values is {type(given).__name__}; expected a gla_transformers.GLACache")
-        if self.training and self.gradient_checkpointing:  # which would write it a second time in the backward
+        if self.training and self.gradient_checkpointing:  # otherwise the backward would write the cache a second time
             if given is not None:
                 raise ValueError(
                     "past_key_values is given in training with gradient checkpointing; call model.eval() or "
@@ -203,7 +204,7 @@ class GLAModel(GLAPreTrainedModel):
 
 
 class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
-    """The language model: tokens [B, T] to logits [B, T, vocab_size], or to the loss of labels; and `generate`.
+    """The language model: tokens [B, T] to logits [B, T, vocab_size], or to the loss of labels; with `generate`.
 
     Args:
         config: sizes and options.
@@ -239,20 +240,21 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Read tokens as `GLAModel.forward`, and predict the token after each.
+        """Reads tokens as `GLAModel.forward`, and predicts the token after each.
 
         Args:
-            labels: [B, T] int, the tokens themselves, which are shifted here; -100 where no loss is wanted.
-            logits_to_keep: for so many last tokens alone, 0 for all, or for the tokens of these columns.
+            labels: [B, T] int, the tokens themselves, which are shifted here; -100 for tokens without a loss.
+            logits_to_keep: number of last tokens that get logits, 0 for all, or the columns of the tokens that get
+                them.
             kwargs: arguments of `GLAModel.forward`, and of transformers' loss: num_items_in_batch, the number of labels
                 to divide by; shift_labels [B, T], labels that are shifted already.
 
         Returns:
-            loss (a scalar, float32), logits [B, T, vocab_size], past_key_values and hidden_states; None unless asked
-            for, the logits if there is a loss and the configuration says fuse_linear_cross_entropy.
+            loss (a scalar, float32), logits [B, T, vocab_size], past_key_values and hidden_states; None if not asked
+            for. With a loss and the configuration's fuse_linear_cross_entropy, logits are None.
 
         Raises:
-            As `GLAModel.forward`.
+            The errors of `GLAModel.forward`.
         """
         out = self.model(
             input_ids=input_ids,
@@ -291,20 +293,20 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             loss = loss + l2warp(logits, targets.numel()) / (1 if number is None else number)
         return loss, logits
 
-    # ---- what `generate` asks
+    # ---- for `generate`
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The arguments of one call of `forward`, as transformers prepares them."""
+        """Returns the arguments of one call of `forward`, as transformers prepares them."""
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         if inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration"):
-            inputs.pop("attention_mask", None)  # what is generated holds no padding, and the cache knows that before
+            inputs.pop("attention_mask", None)  # new tokens are not padding, and the cache knows earlier padding
         return inputs
 
     @staticmethod
     def create_masks_for_generate(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-        """The mask [B, T] as it is, where transformers would make one of four dimensions for compiled attention."""
+        """Returns the mask [B, T] unchanged; transformers would make a 4-dimensional mask for compiled attention."""
         return attention_mask
 
     def _prepare_cache_for_generation(

@@ -1,4 +1,4 @@
-"""Several sequences in one row: what transformers' collators say of them, as cu_seqlens."""
+"""Packed sequences of transformers' collators, converted to cu_seqlens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def offsets(said: Mapping[str, Any], alone: bool) -> tuple[Tensor | None, int | None]:
-    """cu_seqlens [N+1] and max_seqlen of packed sequences, None where nothing is said of any.
+    """Returns cu_seqlens [N+1] and max_seqlen of packed sequences; None if the arguments describe none.
 
     Args:
         said: arguments of a model's call. `DataCollatorWithFlattening` gives cu_seq_lens_q and max_length_q if asked
-            for, else position_ids [1, T], which begin at 0 with each sequence; reading those waits for the device.
-        alone: position_ids may say so, as there is neither a mask nor a state from before.
+            for, otherwise position_ids [1, T] that restart at 0 with each sequence; reading those waits for the device.
+        alone: whether position_ids may describe packed sequences, because there is neither a mask nor an earlier state.
     """
     if said.get("cu_seq_lens_q") is not None:
         longest = said.get("max_length_q")

@@ -20,12 +20,12 @@ class SoftmaxAttention(nn.Module):
         hidden_size: width of the input, the output and all queries together.
         num_heads: number of query heads, a divisor of hidden_size.
         num_kv_heads: number of key/value heads, a divisor of num_heads.
-        qkv_bias: give the projections of queries, keys and values a bias.
-        window_size: how many tokens a token sees, itself included; None for all before it.
+        qkv_bias: whether the projections of queries, keys and values have a bias.
+        window_size: number of tokens that a token sees, including itself; None for all tokens before it.
         rope_theta: base of the wavelengths of positions.
 
     Raises:
-        ValueError: sizes that do not fit together.
+        ValueError: sizes do not fit together.
     """
 
     def __init__(
@@ -56,21 +56,21 @@ class SoftmaxAttention(nn.Module):
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Read whole sequences, or go on with them.
+        """Reads whole sequences, or continues them.
 
         Args:
             x: [B, T, hidden_size].
-            memory: keys and values from before, to which those of x are added.
-            attention_mask: [B, T] or with more columns, of which the last T count: 0 where x is padding, which may be
-                in front, behind or between the tokens of a sequence. Nobody sees it, it takes no position, and its y
-                is 0.
+            memory: earlier keys and values; the call adds the keys and values of x.
+            attention_mask: [B, T], or more columns, of which the last T are used: 0 where x is padding. Padding may be
+                in front of the tokens of a sequence, behind or between them. No token sees it, it takes no position,
+                and its y is 0.
             cu_seqlens: [N+1] offsets of packed sequences, B = 1, without memory and mask.
 
         Returns:
             y [B, T, hidden_size].
 
         Raises:
-            ValueError: cu_seqlens with memory or a mask; a mask without a column for each token.
+            ValueError: cu_seqlens is given with memory or a mask; a mask has fewer than T columns.
         """
         (B, T), before = x.shape[:2], None if memory is None else memory.state
         if cu_seqlens is not None and (memory is not None or attention_mask is not None):
@@ -84,7 +84,7 @@ class SoftmaxAttention(nn.Module):
             project(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        # Only distances count: a sequence packed before shifts all positions alike.
+        # Only distances matter: the sequences before a packed sequence shift all of its positions equally.
         rows = positions(attention_mask, T, before, x.device)
         q, k = (rotated(y, rows, self.rope_theta) for y in (q, k))
         columns, padded = rows, attention_mask is not None
@@ -109,11 +109,11 @@ class SoftmaxAttention(nn.Module):
             sequence = torch.searchsorted(cu_seqlens.to(rows.dtype), rows, right=True)
             visible &= sequence[:, :, None] == sequence[:, None]
         own = torch.arange(S, device=rows.device) == torch.arange(S - T, S, device=rows.device)[:, None]
-        return visible | own  # padding sees itself: the softmax of nothing is NaN
+        return visible | own  # padding sees itself, because a softmax over no keys is NaN
 
 
 def positions(attention_mask: Tensor | None, T: int, before: Keys | None, device: torch.device) -> Tensor:
-    """Returns the positions of T tokens behind those before: [B, T], or [1, T] for all rows alike; -1 for padding."""
+    """Returns the positions of T tokens after those before: [B, T], or [1, T] if all rows are equal; -1 for padding."""
     first = 0 if before is None else before.positions.amax(1, keepdim=True) + 1
     if attention_mask is None:
         return first + torch.arange(T, device=device)[None]
@@ -122,7 +122,7 @@ def positions(attention_mask: Tensor | None, T: int, before: Keys | None, device
 
 
 def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Turn each pair of channels i and i + D/2 of x [B, H, T, D] by the angles positions [B, T] * theta^(-2i / D)."""
+    """Rotates channels i and i + D/2 of x [B, H, T, D] by the angles positions [B, T] * theta^(-2i / D)."""
     half, dtype = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
     frequencies = theta ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
     angles = positions[:, None, :, None] * frequencies  # [B, 1, T, D / 2]

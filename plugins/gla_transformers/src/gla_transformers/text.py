@@ -1,4 +1,4 @@
-"""Text from a folder with a GLA model and its tokenizer: what `gla generate` does."""
+"""Text generation with the model and the tokenizer of a folder, for `gla generate`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gla_transformers.modeling import GLAForCausalLM
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user may choose; a temperature of 0 always takes the likeliest token, `dtype` None is the folder's."""
+    """Options of the command line; temperature 0 always takes the likeliest token, dtype None that of the weights."""
 
     folder: Path
     prompt: str
@@ -30,11 +30,11 @@ class Options:
 
 
 def run_generate(options: Options) -> None:
-    """Print the prompt and what the model makes of it, a word at a time.
+    """Prints the prompt and the model's continuation, a word at a time.
 
     Raises:
-        ValueError: the folder has no GLA model, not all its weights or no tokenizer, some of them cannot be read, or
-            the prompt has no tokens.
+        ValueError: the folder has no GLA model, lacks weights or a tokenizer, a file cannot be read, or the prompt has
+            no tokens.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -59,7 +59,7 @@ def run_generate(options: Options) -> None:
 
 
 class _Printed(TextStreamer):
-    """Prints text as it is decoded, with a question mark for what standard output cannot encode."""
+    """Prints text as it is decoded, with question marks for characters that standard output cannot encode."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         encoding = sys.stdout.encoding or "utf-8"
@@ -89,10 +89,10 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _read(folder: Path, what: str, read: Callable[[], Any]) -> Any:
-    """Returns the result of `read`. Raises ValueError in one line for whatever it raises."""
+    """Returns the result of `read`. Raises ValueError with one line for any exception of it."""
     try:
         return read()
-    except Exception as error:  # of many kinds, most of several lines
+    except Exception as error:  # exceptions of many classes, most of them with several lines
         reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
         raise ValueError(
             f"{folder} has no {what} that transformers reads ({reason}); "
