@@ -60,7 +60,7 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Where a backend works, as data; the core turns whatever a call asks beyond it into a refusal.
+    """The calls that a backend can run, as data. The core derives refusals from it.
 
     Attributes:
         devices: torch device types, such as `{"cuda"}`; None for any.
@@ -98,7 +98,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class KnownDevice:
-    """A CUDA device that need not be here for a call on it to be explained: what is known of it by its name."""
+    """A CUDA device for which a call can be explained without the device."""
 
     name: str
     multiprocessors: int
@@ -110,7 +110,7 @@ ALIGNMENT = 16
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory.
+    """The layout of a tensor in memory.
 
     Attributes:
         strides: in elements.

@@ -1,10 +1,10 @@
 """Predicted times, and the constants behind them: shipped with a backend, or measured here by `gla calibrate`.
 
-What was measured stands in one JSON file, calibration.json in the folder that GLA_CACHE_DIR names:
+The measurements are in one JSON file, calibration.json in the folder that GLA_CACHE_DIR names:
 
     {"NVIDIA H200, torch 2.11.0, triton 3.6.0, gla_core 0.1.0": {"mine 0.1.0": {"chunk_gla_fwd": {"launch": 2e-5}}}}
 
-Whatever does not fit (another version, other names of constants, a file that cannot be read) is a miss and no error.
+An entry that does not fit (another version, other names of constants, a file that cannot be read) is ignored.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from gla_core.dispatch.environment import environment
 from gla_core.files import write_json
 
 STAND_IN = "NVIDIA H200"
-"""The device whose constants serve on a CUDA device that nobody has measured."""
+"""The device whose constants are used on a CUDA device that has not been measured."""
 
 KNOWN_DEVICES = {name: KnownDevice(name, 132, (9, 0)) for name in (STAND_IN, "NVIDIA H100 80GB HBM3")}
-"""Devices, by name, that a call can be explained for where there is none: `OpCall.assumed`."""
+"""The devices, by name, for which a call can be explained without the device: `OpCall.assumed`."""
 
 _lock = threading.Lock()  # of writing
 registry.survive_fork(_lock)
@@ -37,7 +37,7 @@ _read_once: dict[str, dict] = {}
 
 
 def _forget() -> None:
-    # A new dict: what another thread is just now reading is then stored into the old one.
+    # A new dict: the content that another thread is reading right now is then stored into the old one.
     global _read_once
     _read_once = {}
 
@@ -47,14 +47,14 @@ registry.on_change.append(_forget)
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds, None where there is no prediction; `source` says where the constants come from, None without any."""
+    """Predicted seconds, and where the constants come from; None without a prediction, and without constants."""
 
     seconds: float | None
     source: str | None = None
 
 
 def predict(backend: Backend, call: OpCall) -> Prediction:
-    """What `auto` ranks by: the backend's cost model with the best constants there are."""
+    """Returns the prediction by which `auto` ranks: the backend's cost model with the best constants available."""
     if not isinstance(backend.cost, CostModel):
         return Prediction(backend.predicted_seconds(call))
     constants, source = constants_for(backend, call)
@@ -63,7 +63,7 @@ def predict(backend: Backend, call: OpCall) -> Prediction:
 
 
 def constants_for(backend: Backend, call: OpCall) -> tuple[Constants, str | None]:
-    """What the formula of a backend's `CostModel` receives for a call, and where its constants come from."""
+    """Returns the constants and facts for the formula of a backend's `CostModel`, and where the constants come from."""
     assert isinstance(backend.cost, CostModel)
     kind, facts = _device(call.device) if call.assumed is None else _described(call.assumed)
     known = calibrated(backend, call.op, call.device) if call.assumed is None else None
@@ -77,7 +77,7 @@ def constants_for(backend: Backend, call: OpCall) -> tuple[Constants, str | None
 
 
 def calibrated(backend: Backend, op: str, device: torch.device) -> Constants | None:
-    """The constants of an op that were measured on this machine with these versions, or None."""
+    """Returns the constants of an op that were measured on this machine with these versions, or None."""
     found: Any = _file()
     for key in (_conditions(device_kind(device)), _versioned(backend), op):
         found = found.get(key) if isinstance(found, dict) else None
@@ -88,7 +88,7 @@ def calibrated(backend: Backend, op: str, device: torch.device) -> Constants | N
 
 
 def start_constants(backend: Backend, op: str, device: torch.device) -> Constants | None:
-    """Where calibration starts: shipped for this kind of device, or else for another; None where there are none."""
+    """Returns the constants from which calibration starts: shipped for this kind of device, else for another, or None."""
     assert isinstance(backend.cost, CostModel)
     shipped = backend.cost.constants
     for kind in (device_kind(device), STAND_IN, *shipped):
@@ -98,12 +98,12 @@ def start_constants(backend: Backend, op: str, device: torch.device) -> Constant
 
 
 def device_kind(device: torch.device) -> str:
-    """Devices of one kind share their constants: the name of a CUDA device, the type of another."""
+    """Returns the kind of a device, whose constants it shares: the name of a CUDA device, the type of another."""
     return _device(device)[0]
 
 
 def device_facts(device: torch.device) -> Constants:
-    """What formulas receive beside the constants."""
+    """Returns the facts about a device that formulas receive beside the constants."""
     return _device(device)[1]
 
 
@@ -125,15 +125,15 @@ def _described(device: KnownDevice) -> tuple[str, Constants]:
 
 
 def path() -> Path:
-    """The file of what was measured on this machine."""
+    """Returns the file of the measurements on this machine."""
     return environment().cache_dir / "calibration.json"
 
 
 def store(fitted: Mapping[str, Mapping[str, Constants]], device: torch.device) -> Path:
-    """Keep measured constants, for this process and later ones, and return the file that holds them.
+    """Stores measured constants, for this process and later ones, and returns the file that holds them.
 
     Args:
-        fitted: name of a backend to op to constants; what the file knows of other ops stays.
+        fitted: name of a backend to op to constants. The constants of other ops stay in the file.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Which backends exist: discovered once from entry points, or registered at run time.
+"""The installed backends: discovered once from entry points, or registered at run time.
 
 Discovery loads each plugin on its own. One that fails to import, breaks the contract or reuses a name is quarantined
 with its traceback, and everything else goes on working. Afterwards the registry is a plain dict.
@@ -37,7 +37,7 @@ from gla_core.dispatch.errors import BackendError, UnknownBackendError, UnknownO
 OWN_DISTRIBUTION = "gla-core"
 
 on_change: list[Callable[[], None]] = []
-"""Called whenever the set of backends changes, so that what was derived from it can be dropped."""
+"""Functions that are called whenever the set of backends changes, to drop what was derived from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class BackendInfo:
         name: the backend's name, or the entry-point name of a plugin in quarantine.
         version, ops, capabilities: the backend's; None and empty for a plugin in quarantine.
         plugin: entry-point name it came by, or 'register()'.
-        error: traceback of what went wrong, None if nothing did.
+        error: traceback, None if the plugin works.
     """
 
     name: str
@@ -61,9 +61,9 @@ class BackendInfo:
 
 @dataclass(slots=True)
 class _Found:
-    """What one discovery found: backends and the plugins they came by, tracebacks of plugins in quarantine by name.
+    """The result of a discovery: backends, their plugins, and the tracebacks of plugins in quarantine, by name.
 
-    Not `complete` if a plugin was itself just being imported, by who asked; it can be looked at only later.
+    It is not `complete` if the discovery was started by a plugin that is still being imported.
     """
 
     backends: dict[str, Backend] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class _Found:
 
 
 def survive_fork(lock: threading.Lock | threading.RLock) -> None:
-    """Fork only while nobody holds `lock`; the child could never acquire it."""
+    """Makes a fork wait until `lock` is free, because the child could never acquire it."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
@@ -88,12 +88,12 @@ survive_fork(_lock)
 
 
 def installed() -> dict[str, Backend]:
-    """The backends that work, by name. Discovers them on the first call."""
+    """Returns the backends that work, by name. Discovers them on the first call."""
     return {**_discover().backends, **_registered}
 
 
 def get(name: str, source: str = "") -> Backend:
-    """The backend called `name`. Raises UnknownBackendError with the nearest spelling."""
+    """Returns the backend called `name`. Raises UnknownBackendError with the nearest spelling."""
     found = _discovered or _discover()
     known = {**found.backends, **_registered}
     if name in known:
@@ -115,7 +115,7 @@ def get(name: str, source: str = "") -> Backend:
 
 
 def backends() -> list[BackendInfo]:
-    """What is installed: working backends first, then plugins in quarantine with their load errors."""
+    """Returns the installed backends: working ones first, then plugins in quarantine with their load errors."""
     found = _discover()
     working = [
         BackendInfo(b.name, b.version, tuple(b.ops), b.capabilities, found.plugin_of.get(b.name, "register()"))
@@ -132,7 +132,7 @@ class Registration:
         self._active = True
 
     def unregister(self) -> None:
-        """Remove the backend; does nothing the second time."""
+        """Removes the backend; does nothing the second time."""
         global _registered
         with _lock:
             if not self._active:
@@ -149,10 +149,10 @@ class Registration:
 
 
 def register(backend: Backend) -> Registration:
-    """Register a backend at run time, in tests and notebooks; packages use the hook instead.
+    """Registers a backend at run time, in tests and notebooks; packages use the hook instead.
 
     Returns:
-        A handle whose `unregister()` takes it back; also a context manager.
+        A handle whose `unregister()` removes it; also a context manager.
 
     Raises:
         BackendError: an argument that the op does not have, a name in use, a value that is no Backend.
@@ -172,7 +172,7 @@ def register(backend: Backend) -> Registration:
 
 
 def rediscover() -> None:
-    """Forget what discovery found, so that the next use looks again; run-time registrations stay."""
+    """Forgets the result of the discovery, so that the next use discovers again; run-time registrations stay."""
     global _discovered, _reloads
     if getattr(_in_progress, "found", None) is None:  # a plugin that calls this is being looked at already
         with _lock:
@@ -182,7 +182,7 @@ def rediscover() -> None:
 
 
 def check_backend(backend: object, taken: Iterable[str] = ()) -> None:
-    """Raise BackendError or UnknownOpError unless `backend` honours the contract and its name is free."""
+    """Raises BackendError or UnknownOpError unless `backend` honours the contract and its name is free."""
     if not isinstance(backend, Backend):
         raise BackendError(f"expected a gla_core.dispatch.backend.Backend; got {type(backend).__name__}")
     name = backend.name
@@ -306,13 +306,13 @@ def _items(name: str, value: object, what: str) -> Iterable[tuple[str, object]]:
 
 
 def changed() -> None:
-    """Drop what was derived from the set of backends, or from what is known of them."""
+    """Calls the functions of `on_change`."""
     for callback in on_change:
         callback()
 
 
 def _discover() -> _Found:
-    """What is known of the plugins. Threads that are first at once each look, and keep what the quickest has found."""
+    """Returns the result of the discovery. Threads that start it at once each discover; the first result is kept."""
     global _discovered
     found = _discovered or getattr(_in_progress, "found", None)
     if found is not None:
@@ -350,7 +350,7 @@ def _own_first(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str]:
 
 
 def _load(entry_point: importlib.metadata.EntryPoint, found: _Found) -> None:
-    """Add the backends of one plugin to `found`, all or none of them."""
+    """Adds the backends of one plugin to `found`, all or none of them."""
     new: dict[str, Backend] = {}
     try:
         for backend in _call_hook(entry_point):
@@ -368,7 +368,7 @@ def _load(entry_point: importlib.metadata.EntryPoint, found: _Found) -> None:
 
 
 def _is_being_imported(module: str) -> bool:
-    """Whether a module or a package that it is in is not yet imported to its end: by this thread, which asked there."""
+    """Returns whether a module, or a package that contains it, is still being imported, by the calling thread."""
     parts = module.split(".")
     names = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
     specs = [getattr(sys.modules.get(name), "__spec__", None) for name in names]

@@ -1,11 +1,12 @@
-"""Who runs a call: refusals, ranking, and their explanation.
+"""The selection of a backend for a call: refusals, ranking, and their explanation.
 
-An explicit request never falls back. `auto` ranks the backends that can run by predicted seconds (calibration.py);
-those without a prediction come after, the ones written for named devices before the ones that run anywhere, then by
-name. Lengths of packed sequences are on the device and are not waited for: unless `max_seqlen` bounds the longest,
-times are predicted for two, the one that is expected and one that holds all tokens, and a backend ranks by its regret:
-how many times as long as the best it takes, the geometric mean of both cases, of which the expected one counts twice.
-Under `batch_invariant` no time counts, since it depends on the batch: who keeps it natively comes first.
+An explicit request never falls back. `auto` ranks the backends that can run a call by predicted seconds
+(calibration.py). Backends without a prediction come last: first those written for named devices, then those that run
+anywhere, each by name. The lengths of packed sequences are on the device, and no call waits for them. Unless
+`max_seqlen` bounds the longest, two times are predicted: for the expected lengths, and for one sequence that holds all
+tokens. A backend then ranks by its regret, the time relative to the best backend: the product of the two ratios, with
+the expected one squared. Under `batch_invariant` no time counts, because it depends on the batch: backends that support
+the setting come first.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ _GROWING_DIMS = frozenset({"B", "T", "N", "P", "Tq", "Tk", "rows"})  # a launch 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One backend's standing for a call.
+    """The standing of one backend for a call.
 
     Attributes:
-        seconds: predicted; None without a cost model. constants: where those of the cost model come from.
-        worst: predicted where one packed sequence holds all tokens; None unless that may be so.
-        refusal: why it cannot run the call, None if it can.
-        measured: seconds, if they were asked for. failure: why there are none.
-        kernels: lines about the kernels that compute the call, if the backend says which they are.
+        seconds: predicted; None without a cost model.
+        constants: where the constants of the cost model come from.
+        worst: seconds predicted for one packed sequence that holds all tokens; None unless that is possible.
+        refusal: why the backend cannot run the call, None if it can.
+        measured: seconds, if they were measured. failure: why they could not be measured.
+        kernels: lines about the kernels that compute the call, if the backend names them.
     """
 
     name: str
@@ -63,13 +65,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Who would run a call, who would not, and why. `winner` is None when nobody can; str() makes it readable.
+    """The backend that would run a call, the others, and the reasons. str() makes it readable.
 
     Attributes:
-        call: what was asked, without tensors.
+        call: the call, without tensors.
         request: the request for this op, such as 'auto' or 'a,b'; source: where it came from.
         candidates: every backend looked at, best first.
-        winner: name of the backend that would run.
+        winner: name of the backend that would run; None if none can.
         why: one sentence.
     """
 
@@ -82,7 +84,7 @@ class Explanation:
 
     @property
     def fastest(self) -> str | None:
-        """Name of the backend that was measured to be the fastest, None where nothing was measured."""
+        """Returns the name of the backend that was measured to be the fastest, None without measurements."""
         timed = [(c.measured, c.name) for c in self.candidates if c.measured is not None]
         return min(timed)[1] if timed else None
 
@@ -117,7 +119,7 @@ class Explanation:
 
 
 def select(call: OpCall, request: Request) -> Backend:
-    """The backend that runs `call`. Raises NoBackendError with every refusal, UnknownBackendError for a typo."""
+    """Returns the backend that runs `call`. Raises NoBackendError with all refusals, UnknownBackendError for a typo."""
     choice = request.choice(call.op)
     found = _candidates(call, choice, predicted=not choice.names)
     if not found or found[0][1].refusal is not None:
@@ -126,7 +128,7 @@ def select(call: OpCall, request: Request) -> Backend:
 
 
 def makes_checkpoints(op: str, request: Request) -> bool:
-    """Whether the backends that a request names return checkpoints, or any backend does where it names none."""
+    """Returns whether all backends that a request names return checkpoints; if it names none, whether any does."""
     choice = request.choice(op)
     named = [registry.get(name, f"{choice.source}: ") for name in choice.names]
     able = (backend.can(op).checkpoints for backend in named or registry.installed().values())
@@ -134,7 +136,7 @@ def makes_checkpoints(op: str, request: Request) -> bool:
 
 
 def explain_call(call: OpCall, request: Request) -> Explanation:
-    """Explain what `select` would do; runs nothing."""
+    """Explains what `select` would do; runs nothing."""
     choice = request.choice(call.op)
     found = _candidates(call, choice, predicted=True)
     candidates = tuple(dataclasses.replace(c, kernels=_kernels(backend, call, c)) for backend, c in found)
@@ -156,10 +158,10 @@ def _kernels(backend: Backend, call: OpCall, candidate: Candidate) -> tuple[str,
 
 
 def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Backend, Candidate]]:
-    """Every backend that is looked at: those that can run the call first, in the order of the choice or by rank.
+    """Returns every candidate: backends that can run the call first, in the order of the choice or by rank.
 
     Args:
-        predicted: predict their times, without which there is no rank.
+        predicted: whether to predict their times, without which there is no rank.
     """
     asked = [registry.get(name, f"{choice.source}: ") for name in choice.names] or registry.installed().values()
     found, worst_case = [], _worst_case(call)
@@ -176,14 +178,14 @@ def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Bac
 
 
 def _worst_case(call: OpCall) -> OpCall | None:
-    """The call where one packed sequence holds all tokens; None where lengths do not matter, or are bounded."""
+    """Returns the call with one packed sequence that holds all tokens; None if it is not packed, or bounded."""
     if not call.variable_length or call.longest is not None:
         return None
     return dataclasses.replace(call, longest=call.dims["T"])
 
 
 def _ranked(found: list[tuple[Backend, Candidate]], call: OpCall) -> list[tuple[Backend, Candidate]]:
-    """Backends that can run a call, those of least regret first, and then the others."""
+    """Returns the backends by rank: those that can run the call first, by least regret."""
     seconds = [c.seconds for _, c in found if c.seconds is not None]
     worst = [c.worst for _, c in found if c.worst is not None]
 
@@ -199,14 +201,14 @@ def _ranked(found: list[tuple[Backend, Candidate]], call: OpCall) -> list[tuple[
 
 
 def _times(seconds: float | None, all_seconds: Sequence[float]) -> float:
-    """How many times as long as the least of all; 1 where there is nothing to compare."""
+    """Returns the ratio to the least of all seconds; 1 if there is nothing to compare."""
     if seconds is None or not min(all_seconds):
         return 1.0
     return seconds / min(all_seconds)
 
 
 def remember_launch_failure(backend: Backend, call: OpCall, error: Exception) -> None:
-    """Pass the backend over in `auto` for calls like this one, until the set of backends changes."""
+    """Makes `auto` skip the backend for calls like this one, until the set of backends changes."""
     _cannot_launch[_launch_class(backend, call)] = f"could not launch: {type(error).__name__}: {error}"
 
 
@@ -229,7 +231,7 @@ def _nobody(call: OpCall, request: Request, candidates: Iterable[Candidate]) -> 
 
 
 def _first_able(call: OpCall) -> str | None:
-    """The backend that `auto` would take."""
+    """Returns the name of the backend that `auto` would take, None if no backend can run the call."""
     found = _candidates(call, Choice((), ""), predicted=True)
     return found[0][0].name if found and found[0][1].refusal is None else None
 
@@ -242,10 +244,10 @@ def _why(able: list[Candidate], choice: Choice, call: OpCall) -> str:
     if len(able) == 1:
         return f"{winner}: the only backend that can run this"
     if call.batch_invariant is not None:
-        return f"{winner}: under batch_invariant who keeps it natively comes first, and no time counts"
+        return f"{winner}: under batch_invariant backends that support it come first, and no time counts"
     if able[0].seconds is not None:
         if able[0].worst is not None:
-            return f"{winner}: the least regret over the lengths that may come; max_seqlen would bound them"
+            return f"{winner}: the least regret over the possible lengths; max_seqlen would bound them"
         return f"{winner}: the least predicted time"
     return f"{winner}: no backend predicts its time; one written for named devices comes first, then by name"
 

@@ -1,4 +1,4 @@
-"""How every op runs: from its arguments to the function of a backend and its checked results.
+"""The execution of every op: from its arguments to the function of a backend and its checked results.
 
 A call is checked, its backend selected and the call planned once per signature: shapes, strides, dtypes, devices,
 alignment, and request. Afterwards one dictionary look-up finds the function.
@@ -44,7 +44,7 @@ _MOST_PLANS = 8192  # a server that sees every sequence length must not grow wit
 
 
 class _Plan(NamedTuple):
-    """How calls of one signature run.
+    """The execution of the calls of one signature.
 
     Attributes:
         function: takes all arguments of the contract, in order.

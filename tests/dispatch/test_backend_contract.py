@@ -1,4 +1,4 @@
-"""What a backend says of itself becomes refusals, predictions and errors at registration."""
+"""The contract: a backend's data becomes refusals, predictions and errors at registration."""
 
 from __future__ import annotations
 

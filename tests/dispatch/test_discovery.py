@@ -1,4 +1,4 @@
-"""How backends are found: once, at first use, from the entry points of what is installed."""
+"""The discovery of backends: once, at first use, from the entry points of installed packages."""
 
 from __future__ import annotations
 

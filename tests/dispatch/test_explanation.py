@@ -1,4 +1,4 @@
-"""What `explain` says: who would run a call, who would not and why; and measured times beside predicted ones."""
+"""`explain`: the backend that would run a call, the refusals of the others, and measured times beside predicted ones."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_explain_agrees_that_none_can_run_where_the_backward_is_missing(spy, qkv
 
 @pytest.fixture
 def sleeper(spy, monkeypatch):
-    """`sleeper(name, takes, cost)` registers a backend that takes so many seconds and predicts `cost`.
+    """`sleeper(name, takes, cost)` registers a backend that takes `takes` seconds and predicts `cost`.
 
     The clock is one that only it moves, and by a microsecond whoever reads it.
     """

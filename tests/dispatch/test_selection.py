@@ -1,4 +1,4 @@
-"""Who runs a call: the ranking of `auto`, and what the call needs."""
+"""Selection: the ranking of `auto`, and the needs of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sequences are cut into segments, and whether a cut pays: the one model of it, for the plans and for the prices.
+"""The cutting of sequences into segments: their length, and whether a cut pays. Plans and prices share this model.
 
 Times are in units of the time that a block of a kernel needs for 64 tokens; `CutTimes` holds what a cut costs in them.
 """

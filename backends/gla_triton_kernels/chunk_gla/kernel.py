@@ -76,7 +76,7 @@ class GradientParameters:
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """How the states that enter segments are computed.
+    """The plan of the states that enter segments.
 
     Attributes:
         length: tokens of a segment.
@@ -94,12 +94,12 @@ class SegmentPlan:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """How outputs are computed.
+    """The plan of outputs.
 
     Attributes:
         outputs, parameters: the kernel that computes outputs, and the state that leaves, from the state that enters a
             sequence or segment.
-        segments: how sequences are cut into segments; None if they stay whole.
+        segments: the plan of the states that enter segments; None if sequences stay whole.
     """
 
     outputs: OutputKernel
@@ -109,13 +109,13 @@ class ForwardPlan:
 
 @dataclass(frozen=True, slots=True)
 class BackwardPlan:
-    """How gradients are computed.
+    """The plan of gradients.
 
     Attributes:
         gradients, parameters: the kernel that computes dq, dk, dv and dg of a sequence or segment, backwards, from the
             states that enter its chunks and the gradient of the state that leaves it.
-        entering: how the states that enter chunks are computed; None if checkpoints hold them.
-        leaving: how the gradients of the states that leave segments are computed; None if sequences stay whole.
+        entering: the plan of the states that enter chunks; None if checkpoints hold them.
+        leaving: the plan of the gradients of the states that leave segments; None if sequences stay whole.
     """
 
     gradients: GradientKernel

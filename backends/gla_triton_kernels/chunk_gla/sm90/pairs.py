@@ -265,7 +265,7 @@ def _first(x, at, column):
 
 @gluon.jit
 def _tile(x, at, column, rows, width: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """Pointers to a tile of this shape from this column, and what of it is within these rows and the tensor's width."""
+    """Returns pointers to a tile of this shape from this column, and a mask of these rows and the tensor's width."""
     ptr, stride_t = _first(x, at, column)
     row = (gl.arange(0, shape[0], gl.SliceLayout(1, layout)) + opaque_zero())[:, None]  # [C, 1]
     columns = gl.arange(0, shape[1], gl.SliceLayout(0, layout))[None, :]  # [1, shape[1]]
