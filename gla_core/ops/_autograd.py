@@ -29,46 +29,46 @@ def gradient(
         run_backward: calls the backward's torch op: takes its arguments in order, and the request.
     """
     results = [result.name for result in forward.results]
+    without_gradient = [i for i, name in enumerate(results) if f"d{name}" not in backward.parameters]
+    optional = [(i, result.when) for i, result in enumerate(forward.results) if result.when is not None]
     given = (*forward.parameters, *results)
-    takes_gradient = [f"d{name}" in backward.parameters for name in results]
-    kept = [name for name in backward.parameters if name in given]
-    tensors = [a.name for a in backward.arguments if a.name in kept and a.dtype is not None]
-    tensors_at = [given.index(name) for name in tensors]
-    others_at = [given.index(name) for name in kept if name not in tensors]
-    # The backward's arguments are found among the tensors that are kept, the others, and the incoming gradients.
-    pool = [*tensors, *(given[i] for i in others_at), *(f"d{name}" for name in results)]
-    order = [pool.index(name) for name in backward.parameters]
-    required = [i for i, a in enumerate(backward.arguments) if a.type == "Tensor" and a.name not in kept]
-    gradients = [
-        (forward.parameters.index(like), backward.parameters.index(like))
-        for like in (result.name.removeprefix("d") for result in backward.results)
-    ]
-    number = len(forward.parameters) + 2  # needs_grad and the request come last
+    kept = [argument for argument in backward.arguments if argument.name in given]
+    tensors = [argument.name for argument in kept if argument.dtype is not None]
+    others = [argument.name for argument in kept if argument.dtype is None]
+    tensors_at, others_at = ([given.index(name) for name in names] for names in (tensors, others))
+    # The arguments of the backward come from the kept tensors, the other kept values, and the incoming gradients.
+    sources = [*tensors, *others, *(f"d{name}" for name in results)]
+    order = [sources.index(name) for name in backward.parameters]
+    required = [i for i, a in enumerate(backward.arguments) if a.type == "Tensor" and a not in kept]
+    likes = [result.name.removeprefix("d") for result in backward.results]
+    places = [(forward.parameters.index(like), backward.parameters.index(like)) for like in likes]
+    parameters, number = forward.parameters, len(forward.parameters)
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        found = output if isinstance(output, tuple) else (output,)
-        named = dict(zip(forward.parameters, inputs, strict=False))
-        asked = [result.when is None or result.when(named) for result in forward.results]
-        without = [x for x, takes in zip(found, takes_gradient, strict=True) if x is not None and not takes]
-        ctx.mark_non_differentiable(*without)
+        found = list(output) if isinstance(output, tuple) else [output]
+        ctx.mark_non_differentiable(*[found[i] for i in without_gradient if found[i] is not None])
         ctx.set_materialize_grads(False)  # zeros of checkpoints would be as large as they are
-        # Where PyTorch runs the op, an empty tensor stands for a result that was not asked for.
-        values = (*inputs[: number - 2], *(x if is_asked else None for x, is_asked in zip(found, asked, strict=True)))
+        named = dict(zip(parameters, inputs, strict=False))
+        for i, is_asked_for in optional:
+            if not is_asked_for(named):
+                found[i] = None  # outside eager mode it is an empty tensor
+        values = (*inputs[:number], *found)
         ctx.save_for_backward(*[values[i] for i in tensors_at])
         ctx.others = [values[i] for i in others_at]
-        ctx.asked, ctx.backend = asked, inputs[-1]
+        ctx.returned = [x is not None for x in found]
+        ctx.backend = inputs[-1]
 
     def run(ctx: Any, *incoming: Tensor | None) -> tuple:
-        ds = (d if is_asked else None for d, is_asked in zip(incoming, ctx.asked, strict=True))
+        ds = [d if is_there else None for d, is_there in zip(incoming, ctx.returned, strict=True)]
         found = [*ctx.saved_tensors, *ctx.others, *ds]
         args = [found[i] for i in order]
         for i in required:
             if args[i] is None:
                 args[i] = _zeros(backward, args, i)
-        returned: list[Tensor | None] = [None] * number
-        for (place, like), d in zip(gradients, run_backward(*args, ctx.backend), strict=True):
-            returned[place] = None if args[like] is None else d
-        return tuple(returned)
+        gradients: list[Tensor | None] = [None] * (number + 2)  # none of needs_grad and the request
+        for (place, like), d in zip(places, run_backward(*args, ctx.backend), strict=True):
+            gradients[place] = None if args[like] is None else d
+        return tuple(gradients)
 
     return setup_context, run
 
