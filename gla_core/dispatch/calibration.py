@@ -88,7 +88,7 @@ def calibrated(backend: Backend, op: str, device: torch.device) -> Constants | N
 
 
 def start_constants(backend: Backend, op: str, device: torch.device) -> Constants | None:
-    """Returns the constants from which calibration starts: shipped for this kind of device, else for another, or None."""
+    """Returns the constants from which calibration starts, shipped for this kind of device or for another, or None."""
     assert isinstance(backend.cost, CostModel)
     shipped = backend.cost.constants
     for kind in (device_kind(device), STAND_IN, *shipped):

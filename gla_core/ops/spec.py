@@ -8,6 +8,7 @@ arguments.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import numbers
@@ -330,7 +331,8 @@ class OpSpec:
             "state_dtype": wide(dtype) if self.has(POOL) else None,
             **facts,
         }
-        return OpCall(op=self.name, device=device, dtype=dtype, dims=self.dims(sizes), scalars=scalars, **facts)
+        call = OpCall(op=self.name, device=device, dtype=dtype, dims=self.dims(sizes), scalars=scalars, **facts)
+        return dataclasses.replace(call, given=frozenset(a.name for a in self.arguments if _is_given(a, call)))
 
     def schema(self, arguments: int | None = None) -> str:
         """Returns the schema of the torch op: the first `arguments`, needs_grad if differentiable, and the request."""
@@ -354,6 +356,16 @@ class OpSpec:
         """Returns the shape of an argument in a call; if it may have any shape, the sizes of the call."""
         names = self.sizes if argument.shape is None else argument.shape.split()
         return tuple(_size(name, call.dims) for name in names)
+
+
+def _is_given(argument: Argument, call: OpCall) -> bool:
+    """Returns whether a call that is known by its sizes gives an argument a value other than its default."""
+    if argument.default is _REQUIRED:
+        return True
+    if argument.dtype is None:
+        return argument.name in call.scalars and call.scalars[argument.name] != argument.default
+    given = {GATE: call.gate_dtype, STATE: call.state_dtype, OFFSETS: call.variable_length, INDICES: call.indexed}
+    return bool(given.get(argument.dtype))
 
 
 def _is_default(argument: Argument, x: Any) -> bool:

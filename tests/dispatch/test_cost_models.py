@@ -42,7 +42,7 @@ def compiled(monkeypatch):
 
 def predicted(name, kind, call, changed=()):
     """Seconds that a backend's formula predicts with its shipped constants."""
-    formula = importlib.import_module(f"gla_{name}.cost").predicted_seconds
+    formula = importlib.import_module(f"gla_{name}").predicted_seconds
     return formula(call, {**shipped_constants(f"gla_{name}")[kind][call.op], **FACTS[kind], **dict(changed)})
 
 
@@ -240,7 +240,7 @@ def test_another_gpu_has_no_kernels_for_hopper(op):
 @pytest.mark.parametrize("name", ["triton_fused", "parallel_scan"])
 def test_nothing_is_predicted_for_interpreted_kernels(name, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    formula = importlib.import_module(f"gla_{name}.cost").predicted_seconds
+    formula = importlib.import_module(f"gla_{name}").predicted_seconds
     assert formula(call_of("chunk_gla_fwd", "cpu"), FACTS["cpu"]) is None
 
 

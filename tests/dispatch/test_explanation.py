@@ -1,4 +1,4 @@
-"""`explain`: the backend that would run a call, the refusals of the others, and measured times beside predicted ones."""
+"""`explain`: the backend that would run a call, the refusals of the others, measured times beside predicted ones."""
 
 from __future__ import annotations
 

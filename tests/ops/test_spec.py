@@ -35,7 +35,8 @@ def test_a_new_op_needs_its_description_alone():
     assert PLAIN.command_line_sizes == ("B", "K")
     x = torch.zeros(3, 4, dtype=torch.bfloat16)
     call = PLAIN.describe(x, None, None, True)
-    facts = {"given": {"x", "squared"}, "layouts": {"x": Layout((3, 4), (4, 1), torch.bfloat16)}}
+    facts = {"layouts": {"x": Layout((3, 4), (4, 1), torch.bfloat16)}}
+    assert call.given == {"x", "squared"}
     assert call == PLAIN.call({"B": 3, "K": 4}, CPU, torch.bfloat16, scalars={"squared": True}, **facts)
     total, dweight = PLAIN.expected(x, None, None, True)
     assert (total.name, total.shape, total.dtype, dweight) == ("total", (3,), torch.float32, None)
