@@ -222,7 +222,7 @@ def test_a_reference_that_is_kept_calls_the_original_once_all_is_undone(fla):
 
 def test_signatures_are_those_of_the_originals(fla):
     def chunk_gla(q, k, *, scale: float = 2.0):
-        """A function of the same name in their code."""
+        """Their function."""
 
     chunk_gla._torchdynamo_disable = True
     for name in ("fla.ops.gla", "fla.layers.gla"):
@@ -231,7 +231,7 @@ def test_signatures_are_those_of_the_originals(fla):
         found = fla["fla.layers.gla"].chunk_gla
         assert found is not chunk_gla
         assert inspect.signature(found) == inspect.signature(chunk_gla)
-        assert (found.__name__, found.__doc__, found.__module__) == ("chunk_gla", "Of theirs.", __name__)
+        assert (found.__name__, found.__doc__, found.__module__) == ("chunk_gla", "Their function.", __name__)
         assert not hasattr(found, "_torchdynamo_disable")
 
 
