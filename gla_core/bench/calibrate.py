@@ -225,12 +225,15 @@ _DTYPES = ("dtype", "gate_dtype", "state_dtype")
 def _call_to_json(call: OpCall) -> dict[str, Any]:
     fields = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
     dtypes = {name: fields[name] and str(fields[name]).removeprefix("torch.") for name in _DTYPES}
-    return {**fields, **dtypes, "device": str(call.device), "dims": dict(call.dims)}
+    given = sorted(call.given)
+    del fields["layouts"]  # empty: calls of calibration are known by their sizes
+    return {**fields, **dtypes, "device": str(call.device), "dims": dict(call.dims), "given": given}
 
 
 def _call_from_json(fields: dict[str, Any]) -> OpCall:
     dtypes = {name: fields[name] and getattr(torch, fields[name]) for name in _DTYPES}
-    return OpCall(**{**fields, **dtypes, "device": torch.device(fields["device"])})
+    given = frozenset(fields.get("given", ()))
+    return OpCall(**{**fields, **dtypes, "device": torch.device(fields["device"]), "given": given})
 
 
 # ---- the command

@@ -160,7 +160,7 @@ class OpCall:
         batch_invariant: if not None, the bits of a sequence may depend on nothing but the sequence, and a sequence may
             be cut into calls at multiples of this number of tokens without a change of its bits. The number of
             sequences in a batch, and their lengths, then decide nothing. See `gla_core.batch_invariant`.
-        given: names of the arguments whose values are not their defaults.
+        given: names of the arguments that a backend need not take and whose values are not their defaults.
         layouts: the layout of every tensor that is given, by argument name; empty if a call is known by its sizes.
     """
 

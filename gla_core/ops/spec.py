@@ -180,8 +180,14 @@ class OpSpec:
 
     @functools.cached_property
     def required(self) -> frozenset[str]:
-        """Names of the arguments that every backend takes: those without a default, scale and dim."""
-        return frozenset(a.name for a in self.arguments if a.default is _REQUIRED or a.name in ("scale", "dim"))
+        """Names of the arguments that every backend takes: those that every call gives, scale and dim included."""
+        may_lack = (a for a in self.arguments if a.type == "bool" or a.type.endswith("?"))
+        return frozenset(self.parameters).difference(a.name for a in may_lack if a.name != "scale")
+
+    @functools.cached_property
+    def _optional(self) -> tuple[Argument, ...]:
+        """The arguments that a backend need not take."""
+        return tuple(a for a in self.arguments if not a.hint and a.name not in self.required)
 
     @functools.cached_property
     def names(self) -> dict[str, str]:
@@ -276,7 +282,7 @@ class OpSpec:
             capturing=capturing,
             float32_matmul_precision=torch.get_float32_matmul_precision(),
             batch_invariant=batch_invariant,
-            given=frozenset(a.name for a in self.arguments if not a.hint and not _is_default(a, given[a.name])),
+            given=frozenset(a.name for a in self._optional if not _is_default(a, given[a.name])),
             layouts={name: layout_of(x) for name, x in given.items() if isinstance(x, Tensor)},
         )
 
@@ -332,7 +338,7 @@ class OpSpec:
             **facts,
         }
         call = OpCall(op=self.name, device=device, dtype=dtype, dims=self.dims(sizes), scalars=scalars, **facts)
-        return dataclasses.replace(call, given=frozenset(a.name for a in self.arguments if _is_given(a, call)))
+        return dataclasses.replace(call, given=frozenset(a.name for a in self._optional if _is_given(a, call)))
 
     def schema(self, arguments: int | None = None) -> str:
         """Returns the schema of the torch op: the first `arguments`, needs_grad if differentiable, and the request."""
@@ -360,11 +366,16 @@ class OpSpec:
 
 def _is_given(argument: Argument, call: OpCall) -> bool:
     """Returns whether a call that is known by its sizes gives an argument a value other than its default."""
-    if argument.default is _REQUIRED:
-        return True
     if argument.dtype is None:
         return argument.name in call.scalars and call.scalars[argument.name] != argument.default
-    given = {GATE: call.gate_dtype, STATE: call.state_dtype, OFFSETS: call.variable_length, INDICES: call.indexed}
+    given = {
+        GATE: call.gate_dtype,
+        STATE: call.state_dtype,
+        STATE_GRADIENT: call.state_dtype,
+        OFFSETS: call.variable_length,
+        INDICES: call.indexed,
+        CHECKPOINTS: call.scalars.get("checkpoint_every"),
+    }
     return bool(given.get(argument.dtype))
 
 

@@ -52,7 +52,10 @@ def op_calls(draw):
 
 
 def described(call, arguments):
-    return ABSTRACT_OPS[call.op].describe(*arguments)
+    """Returns the call of these arguments as if it were known by its sizes: without layouts, and with dim = -1."""
+    found = ABSTRACT_OPS[call.op].describe(*arguments)
+    scalars = {name: -1 if name == "dim" else value for name, value in found.scalars.items()}
+    return dataclasses.replace(found, layouts={}, scalars=scalars)
 
 
 @settings(max_examples=100, deadline=None)

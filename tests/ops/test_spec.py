@@ -36,7 +36,7 @@ def test_a_new_op_needs_its_description_alone():
     x = torch.zeros(3, 4, dtype=torch.bfloat16)
     call = PLAIN.describe(x, None, None, True)
     facts = {"layouts": {"x": Layout((3, 4), (4, 1), torch.bfloat16)}}
-    assert call.given == {"x", "squared"}
+    assert call.given == {"squared"}
     assert call == PLAIN.call({"B": 3, "K": 4}, CPU, torch.bfloat16, scalars={"squared": True}, **facts)
     total, dweight = PLAIN.expected(x, None, None, True)
     assert (total.name, total.shape, total.dtype, dweight) == ("total", (3,), torch.float32, None)
