@@ -164,7 +164,8 @@ def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Bac
         predicted: whether to predict their times, without which there is no rank.
     """
     asked = [registry.get(name, f"{choice.source}: ") for name in choice.names] or registry.installed().values()
-    found, worst_case = [], _worst_case(call)
+    worst_case = _worst_case(call) if predicted else None
+    found = []
     for backend in asked:
         refusal, prediction, worst = backend.refusal(call), Prediction(None), None
         if refusal is None and not choice.names:  # an explicit request is tried again, and shows its own error

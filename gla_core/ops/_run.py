@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import (
+    ALIGNMENT,
     OP_PARAMETERS,
     Backend,
     OpCall,
@@ -30,10 +31,9 @@ from gla_core.dispatch.backend import (
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
-from gla_core.ops import _invariant, _memory, _results
-from gla_core.ops import autocast as _autocast
+from gla_core.ops import _invariant, _memory, _results, autocast
 from gla_core.ops.checks import as_backends_take
-from gla_core.ops.spec import STATES, OpSpec, is_aligned
+from gla_core.ops.spec import STATES, OpSpec
 
 # Asked in every call, and so without PyTorch's wrappers.
 _deterministic = torch._C._get_deterministic_algorithms
@@ -82,7 +82,7 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
         kind = type(x)
         signature.append(kind)  # 1, 1.0 and True are equal, and only one of them may be legal
         if kind is Tensor or isinstance(x, Tensor):
-            signature += x.shape, x.dtype, x.device, x.stride(), is_aligned(x)
+            signature += x.shape, x.dtype, x.device, x.stride(), x.data_ptr() % ALIGNMENT == 0
         elif kind is not float:
             signature.append(x)
     key = tuple(signature)
@@ -193,7 +193,7 @@ def backward_of(call: OpCall, op: str) -> OpCall:
 # Asked in every call: names of this module cost half of what attributes of torch's do.
 transformed = torch._C._are_functorch_transforms_active  # by torch.func
 _modes = torch._C._len_torch_dispatch_stack
-_autocast_in_force = _autocast.in_force
+_autocast_in_force = autocast.in_force
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import ALIGNMENT, Layout, OpCall, checkpoint_dtype, swapped
-from gla_core.ops import checks as _checks
+from gla_core.ops import checks
 from gla_core.ops.checks import FLOATS, INTEGERS, wide
 
 WIDTHS = ("H", "Hq", "K", "V")
@@ -385,15 +385,11 @@ def _is_default(argument: Argument, x: Any) -> bool:
 
 def layout_of(x: Tensor) -> Layout:
     """Returns the layout of a tensor. A tensor without values counts as aligned."""
-    return Layout(tuple(x.shape), x.stride(), x.dtype, is_aligned(x))
-
-
-def is_aligned(x: Tensor) -> bool:
-    """Returns whether the address of a tensor is a multiple of `ALIGNMENT` bytes."""
     try:
-        return x.data_ptr() % ALIGNMENT == 0
+        aligned = x.data_ptr() % ALIGNMENT == 0
     except RuntimeError:  # a tensor without values has no address
-        return True
+        aligned = True
+    return Layout(tuple(x.shape), x.stride(), x.dtype, aligned)
 
 
 def plain_number(x: Any) -> Any:
@@ -419,13 +415,13 @@ def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str,
     assert argument.dtype is not None
     if argument.shape is not None:
         try:
-            _checks.tensor(name, x, argument.shape, sizes)
+            checks.tensor(name, x, argument.shape, sizes)
         except ValueError as error:
             raise ValueError(f"{error}{_expansion(argument, x, sizes)}") from None
     elif not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; expected a tensor")
     reason = argument.dtype.reason.format(first=first, dtype=first_value.dtype)
-    _checks.dtype(name, x, argument.dtype.allowed(first_value.dtype), reason)
+    checks.dtype(name, x, argument.dtype.allowed(first_value.dtype), reason)
     if x.device != first_value.device:
         raise ValueError(f"{name} is on {x.device} and {first} is on {first_value.device}; move them to one device")
 
@@ -448,7 +444,7 @@ def _check_written(result: Result, given: Mapping[str, Any]) -> None:
     if name is None or result.written is None or not result.written(given):
         return
     x = given[name]
-    if not _checks.as_backends_take(x, swapped_states=True):
+    if not checks.as_backends_take(x, swapped_states=True):
         raise ValueError(
             f"{name} has strides {tuple(x.stride())} and is written in place; its last dimension, or the one before, "
             "must be contiguous"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import CHUNK, OpCall, checkpoint_dtype, number_of_sequences
+from gla_core.dispatch.backend import CHUNK, OpCall, checkpoint_dtype
 from gla_triton_kernels.chunk_gla.cutting import by_rows, segment_length, worth_cutting
 from gla_triton_kernels.chunk_gla.forward import states_of_segments
 from gla_triton_kernels.chunk_gla.general import kernels as general
@@ -128,7 +128,8 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
     gpu = gpu_of_call(call)
     call = _without_unusable_checkpoints(call)
     seen, copied = seen_by_kernels(call, gpu), copied_for_invariance(call)
-    empty = call.dims["N"] == 0 or call.dims["T"] == 0
+    T, H, K, V, N = (call.dims[name] for name in ("T", "H", "K", "V", "N"))
+    empty = N == 0 or T == 0
     plans = [] if empty else plan(seen, gpu, kernels)
 
     def describe(x: BackwardTensors, scale: float) -> list[Launch]:
@@ -154,8 +155,6 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
         do: Tensor,
         dstate: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        (B, _, _, K), (H, V) = q.shape, v.shape[2:]
-        N = number_of_sequences(B, cu_seqlens)
         dq, dk, dv, dg = _like(q), _like(k), _like(v), None if g is None else _like(g)
         dinitial = None if initial_state is None else v.new_empty(N, H, K, V, dtype=torch.float32)
         if empty:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall, new_checkpoints, number_of_sequences
+from gla_core.dispatch.backend import OpCall, new_checkpoints
 from gla_triton_kernels.chunk_gla.cutting import (
     FORWARD_CUT,
     INTERPRETED_SEGMENT,
@@ -161,8 +161,8 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
 
     gpu = gpu_of_call(call)
     seen, copied = seen_by_kernels(call, gpu), copied_for_invariance(call)
-    every = call.scalars["checkpoint_every"]
-    empty = call.dims["N"] == 0 or (call.dims["T"] == 0 and not call.scalars["output_final_state"])
+    B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
+    every, empty = call.scalars["checkpoint_every"], N == 0 or (T == 0 and not call.scalars["output_final_state"])
     plans = [] if empty else plan(seen, gpu, kernels)
 
     def describe(x: Tensors, scale: float) -> list[Launch]:
@@ -183,8 +183,6 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
         cu_seqlens: Tensor | None,
         checkpoint_every: int | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        (B, T, Hq, K), (H, V) = q.shape, v.shape[2:]
-        N = number_of_sequences(B, cu_seqlens)
         o = v.new_empty(B, T, Hq, V)
         final_state = v.new_empty(N, H, K, V, dtype=torch.float32) if output_final_state else None
         checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)

@@ -38,6 +38,8 @@ def seen_shape(name: str, shape: tuple[int, ...], K: int, V: int) -> tuple[int, 
 def seen_by_kernels(call: OpCall, gpu: Gpu) -> OpCall:
     """Returns the call with the widths and the layouts that kernels see."""
     K, V = (seen_width(call.dims[name], call.dtype, gpu) for name in ("K", "V"))
+    if (call.dims["K"], call.dims["V"]) == (K, V) and call.batch_invariant is None:
+        return call
     layouts, clones = {}, copied_for_invariance(call)
     for name, layout in call.layouts.items():
         shape = seen_shape(name, layout.shape, K, V)

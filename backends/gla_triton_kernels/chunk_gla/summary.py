@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall, number_of_sequences
+from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.chunk_gla.cutting import INTERPRETED_SEGMENT, SUMMARY_CUT, segment_length
 from gla_triton_kernels.chunk_gla.forward import states_of_segments
 from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
@@ -55,7 +55,8 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
     from gla_triton_kernels.chunk_gla.shared.segments import Recurrence
     from gla_triton_kernels.runtime.prepared import Launches, rehearsed
 
-    empty, backwards = call.dims["N"] == 0 or call.dims["T"] == 0, call.scalars["backwards"]
+    T, H, K, V, N = (call.dims[name] for name in ("T", "H", "K", "V", "N"))
+    empty, backwards = N == 0 or T == 0, call.scalars["backwards"]
     planned = None if empty else plan(call, gpu_of_call(call))
 
     def describe(x: tuple, scale: float) -> list[Launch]:
@@ -68,8 +69,6 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
     def run(
         left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
     ) -> tuple[Tensor, Tensor]:
-        K, V = left.shape[3], right.shape[3]
-        N, H = number_of_sequences(len(left), cu_seqlens), call.dims["H"]
         # No kernel writes the decay without gates, and the kernel for SM90 writes nothing for an empty sequence.
         decay = left.new_ones(N, H, K, dtype=torch.float32)
         allocate = right.new_empty if cu_seqlens is None and not empty else right.new_zeros
