@@ -45,7 +45,7 @@ DY, DSUM = torch.full((2, 4), 3.0), torch.full((2,), 4.0)
 
 
 class Context(SimpleNamespace):
-    """What an autograd.Function keeps."""
+    """The context of an autograd.Function."""
 
     def save_for_backward(self, *tensors):
         self.saved_tensors = tensors
