@@ -12,6 +12,7 @@ from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
 from gla_triton_kernels.chunk_gla import backward
 from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
 from gla_triton_kernels.runtime.architecture import gpu_of
+from tests.backends.prepared_calls import described
 
 pytest.importorskip("triton")
 
@@ -42,81 +43,71 @@ def expected(x, do, dstate):
     return checkpoints.to(BFLOAT16), gradients
 
 
-def plan(call):
-    """Plans whole sequences; a call that both kernels for SM90 refuse fails."""
-    ((_, planned),) = backward.plan_whole(call, gpu_of(call.device), (sm90.BACKWARD_WIDE, sm90.BACKWARD))
-    assert planned.entering is None
-    return planned
-
-
-def computed(planned, x, do, dstate, checkpoints):
+def computed(x, do, dstate, checkpoints):
     """The kernel's, where results were NaN before; rows of no sequence are left so."""
     from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
     from gla_triton_kernels.runtime.launch import start
 
+    given = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, x.cu_seqlens, checkpoints, CHUNK, do, dstate)
+    call = described("chunk_gla_bwd", *given)
+    # A call that both of them refuse fails.
+    ((_, plan),) = backward.plan_whole(call, gpu_of(call.device), (sm90.BACKWARD_WIDE, sm90.BACKWARD))
+    assert plan.entering is None
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.full_like(y, torch.nan) for y in inputs]
     tensors = BackwardTensors(*inputs, x.cu_seqlens, checkpoints, do, dstate, *results)
-    start(backward.launches(planned, tensors, SCALE))
+    start(backward.launches(plan, tensors, SCALE))
     return results
 
 
-@pytest.fixture
-def check(prepared):
-    """Compares with the reference, twice with the same bits, and returns the inputs and the gradients."""
-
-    def check(**sizes):
-        x, do, dstate = case(**sizes)
-        checkpoints, reference = expected(x, do, dstate)
-        given = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, x.cu_seqlens, checkpoints, CHUNK, do, dstate)
-        planned = prepared("chunk_gla_bwd", plan, *given)
-        first, second = (computed(planned, x, do, dstate, checkpoints) for _ in range(2))
-        end = x.q.shape[1] if x.cu_seqlens is None else int(x.cu_seqlens[-1])
-        for i, (y, again, ref) in enumerate(zip(first, second, reference, strict=True)):
-            if y is not None and ref is not None:
-                inside = (slice(None), slice(None) if i == 4 else slice(end))
-                assert relative_error(y[inside], ref[inside]) <= GRADIENT[BFLOAT16], i
-                assert torch.equal(y[inside], again[inside]), i
-        return x, first
-
-    return check
+def check(**sizes):
+    x, do, dstate = case(**sizes)
+    checkpoints, reference = expected(x, do, dstate)
+    first, second = (computed(x, do, dstate, checkpoints) for _ in range(2))
+    end = x.q.shape[1] if x.cu_seqlens is None else int(x.cu_seqlens[-1])
+    for i, (y, again, ref) in enumerate(zip(first, second, reference, strict=True)):
+        if y is not None and ref is not None:
+            inside = (slice(None), slice(None) if i == 4 else slice(end))
+            assert relative_error(y[inside], ref[inside]) <= GRADIENT[BFLOAT16], i
+            assert torch.equal(y[inside], again[inside]), i
+    return x, first
 
 
 @pytest.mark.parametrize("gates", ["none", "mild", "strong", "extreme", "-inf"])
 @pytest.mark.parametrize(("K", "V"), SIZES)
-def test_widths(check, gates, K, V):
+def test_widths(gates, K, V):
     check(gates=gates, K=K, V=V)
 
 
 @pytest.mark.parametrize("T", [1, 40, 64, 65, 128, 512])
 @pytest.mark.parametrize("gates", ["mild", "-inf"])
 @pytest.mark.parametrize("K", [128, 256])
-def test_lengths(check, T, gates, K):
+def test_lengths(T, gates, K):
     check(T=T, K=K, gates=gates, initial_state=False, dstate=False)
 
 
 @pytest.mark.parametrize("K", [64, 128, 200])
 @pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
-def test_packed(check, gates, K):
+def test_packed(gates, K):
     check(lengths=LENGTHS, padding=5, gates=gates, K=K)
 
 
 @pytest.mark.parametrize("gates", ["mild", "-inf"])
 @pytest.mark.parametrize("K", [128, 256])
-def test_gates_in_bfloat16(check, gates, K):
+def test_gates_in_bfloat16(gates, K):
     check(K=K, gates=gates, gate_dtype=BFLOAT16)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"lengths": LENGTHS, "padding": 5}], ids=["dense", "packed"])
 @pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
 @pytest.mark.parametrize("K", [64, 128, 256])
-def test_grouped_queries(check, sizes, gates, K):
+def test_grouped_queries(sizes, gates, K):
     check(G=4, H=2, K=K, gates=gates, **sizes)
 
 
 @pytest.mark.parametrize("gates", ["mild", "strong", "-inf"])
 @pytest.mark.parametrize("K", [128, 256])
-def test_dg_is_exactly_0_where_nothing_passes(check, gates, K):
+def test_dg_is_exactly_0_where_nothing_passes(gates, K):
     x, (*_, dg, _) = check(K=K, gates=gates, initial_state=False)
     assert not dg[:, 0].any()
     assert not dg[x.g == -torch.inf].any()

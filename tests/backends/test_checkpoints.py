@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -9,11 +10,11 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance.tolerances import FORWARD, relative_error
-from gla_core.dispatch import registry
 from gla_core.workloads.inputs import gla_inputs
 from gla_triton_kernels.chunk_gla import forward as launcher
 from gla_triton_kernels.chunk_gla.general import kernels as general
 from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
+from tests.backends.prepared_calls import call_prepared, described, preparing
 
 pytest.importorskip("triton")
 
@@ -33,22 +34,14 @@ def cut(change_plans):
 
 
 @pytest.fixture
-def forward(backend, compute):
+def forward(backend):
     """The backend's chunk_gla_fwd."""
-    prepare = registry.get(backend).ops["chunk_gla_fwd"].prepare
-    return lambda *arguments: compute("chunk_gla_fwd", prepare, *arguments)
+    return functools.partial(call_prepared, "chunk_gla_fwd", preparing(backend, "chunk_gla_fwd"))
 
 
-@pytest.fixture
-def forward_by(compute):
-    """Returns a function that makes a chunk_gla_fwd of a plan and the kernels that it may choose."""
-
-    def forward_by(plan, *kernels):
-        return lambda *arguments: compute(
-            "chunk_gla_fwd", lambda call: launcher.prepare(call, plan, kernels), *arguments
-        )
-
-    return forward_by
+def forward_by(plan, *kernels):
+    """Returns a chunk_gla_fwd of a plan, which chooses one of these kernels."""
+    return functools.partial(call_prepared, "chunk_gla_fwd", lambda call: launcher.prepare(call, plan, kernels))
 
 
 def check(forward, every, initial_state=True, first=0, **sizes):
@@ -107,7 +100,7 @@ def test_segments(cut, forward, device, length, every):
 @pytest.mark.parametrize("length", [64, 128, 192, 2048])
 @pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (104, 72), (256, 128), (136, 40)])
-def test_kernels_for_hopper(cut, change_plans, forward_by, K, V, gates, length):
+def test_kernels_for_hopper(cut, change_plans, K, V, gates, length):
     cut(length)
     change_plans("SM90_TOKENS", 0)
     change_plans("SM90_WIDE_TOKENS", 0)
@@ -123,21 +116,21 @@ def test_kernels_for_hopper(cut, change_plans, forward_by, K, V, gates, length):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (256, 128), (512, 64)])
 @pytest.mark.parametrize("plan", [launcher.plan_whole, launcher.plan_cut])
-def test_general_kernel_by_tma(forward_by, change_plans, plan, K, V):
+def test_general_kernel_by_tma(change_plans, plan, K, V):
     change_plans("TMA_ELEMENTS", 0)
     forward = forward_by(plan, general.FORWARD)
     check(forward, 64, T=500, B=2, H=3, K=K, V=V, gate_dtype=torch.float32, device="cuda")
 
 
 @pytest.mark.gpu
-def test_a_call_that_is_replayed(backend, prepared):
+def test_a_call_that_is_replayed(backend):
     """Its checkpoints are new ones, and others with another interval."""
-    prepare, runs = registry.get(backend).ops["chunk_gla_fwd"].prepare, {}
+    prepare, runs = preparing(backend, "chunk_gla_fwd"), {}
 
     def forward(*arguments):
         every = arguments[-1]
         if every not in runs:
-            runs[every] = prepared("chunk_gla_fwd", prepare, *arguments)
+            runs[every] = prepare(described("chunk_gla_fwd", *arguments))
         return runs[every](*arguments)
 
     for every in (64, 128, 64, 128):

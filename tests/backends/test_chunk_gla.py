@@ -19,6 +19,7 @@ from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.workloads.inputs import GATES, gla_inputs
 from gla_triton_kernels.chunk_gla import forward as launcher
 from gla_triton_kernels.chunk_gla.general import kernels as general
+from tests.backends.prepared_calls import call_prepared
 
 pytest.importorskip("triton")
 
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.kernels
 
 
 @pytest.fixture
-def forward(backend, change_plans, compute):
+def forward(backend, change_plans):
     """The backend's chunk_gla_fwd by general kernels, with TMA wherever it can be had."""
     change_plans("TMA_ELEMENTS", 0)
     change_plans("segment_length", lambda *_: CHUNK)
@@ -46,7 +47,7 @@ def forward(backend, change_plans, compute):
 
     def forward(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, final=True):
         arguments = (q, k, v, g, scale, initial_state, final, cu_seqlens, None)
-        return compute("chunk_gla_fwd", prepare, *arguments)[:2]
+        return call_prepared("chunk_gla_fwd", prepare, *arguments)[:2]
 
     return forward
 

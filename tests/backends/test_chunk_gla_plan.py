@@ -17,6 +17,7 @@ from gla_triton_kernels.chunk_gla.kernel import first_able
 from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
 from gla_triton_kernels.cost import gpu_of_constants
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from tests.backends.prepared_calls import described
 
 H200 = Gpu(Architecture.SM90, 132)
 OTHERS = [Gpu(a, 132) for a in Architecture if a is not Architecture.SM90]
@@ -284,7 +285,7 @@ def asks_for(*arguments):
 
 
 @pytest.fixture
-def launcher_plans_with(monkeypatch, prepared):
+def launcher_plans_with(monkeypatch):
     """Returns the call, the GPU and the kernels with which the launcher asks for a plan, from a call's tensors."""
     pytest.importorskip("triton")
 
@@ -292,7 +293,7 @@ def launcher_plans_with(monkeypatch, prepared):
         monkeypatch.setattr(forward, "gpu_of_call", lambda call: gpu)
         given = (q, k, v, g, 1.0, initial_state, True, cu_seqlens, None)
         with pytest.raises(Planned) as planned:
-            prepared("chunk_gla_fwd", lambda call: forward.prepare(call, asks_for), *given)
+            forward.prepare(described("chunk_gla_fwd", *given), asks_for)
         return planned.value.args
 
     return found
@@ -321,7 +322,7 @@ def test_launcher_and_cost_model_have_the_same_plan(plan, gpu, sizes, launcher_p
     facts = {"multiprocessors": float(gpu.multiprocessors), "compute_capability": capability}
     with pytest.raises(Planned) as priced:
         cost.forward_seconds(asks_for, described, facts)
-    assert priced.value.args[1] == launched[1] == gpu
+    assert gpu_of_constants(facts) == priced.value.args[1] == launched[1] == gpu
     assert plans_of(plan(*priced.value.args)) == plans_of(plan(*launched))
 
 

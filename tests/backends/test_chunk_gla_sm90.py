@@ -11,6 +11,7 @@ from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import GATES, gla_inputs
 from gla_triton_kernels.chunk_gla import forward as launcher
 from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
+from tests.backends.prepared_calls import described
 
 BUDGET = FORWARD[torch.bfloat16]
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90", "poisoned")]
@@ -23,104 +24,88 @@ def any_length(change_plans):
     change_plans("SM90_WIDE_TOKENS", 0)
 
 
-@pytest.fixture
-def prepare(prepared):
-    """Prepares a forward by the kernels for SM90; one that both of them refuse fails."""
-
-    def prepare(*given, plan=launcher.plan_whole):
-        kernels = (sm90.FORWARD, sm90.FORWARD_WIDE)
-        return prepared("chunk_gla_fwd", lambda call: launcher.prepare(call, plan, kernels), *given)
-
-    return prepare
-
-
-@pytest.fixture
-def forward(prepare):
-    """Computes the outputs and the final states of whole sequences."""
-
-    def forward(q, k, v, g, scale, initial_state, cu_seqlens):
-        given = (q, k, v, g, scale, initial_state, True, cu_seqlens, None)
-        return prepare(*given)(*given)[:2]
-
-    return forward
-
-
-@pytest.fixture
-def check(prepare):
-    """Compares with the oracle, twice with the same bits: the second call is replayed."""
-
-    def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, plan=launcher.plan_whole):
-        given = (q, k, v, g, scale, initial_state, True, cu_seqlens, None)
-        run = prepare(*given, plan=plan)
-        (o, state, _), again = run(*given), run(*given)
-        ref_o, ref_state = oracle.chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
-        assert relative_error(o, ref_o) <= BUDGET
-        assert relative_error(state, ref_state) <= BUDGET
-        assert torch.equal(o, again[0])
-        assert torch.equal(state, again[1])
-
-    return check
-
-
 def inputs(**sizes):
     x = gla_inputs(**{"dtype": torch.bfloat16, "gate_dtype": torch.float32, "device": "cuda", **sizes})
     return [x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens]
 
 
+def prepared(given, plan=launcher.plan_whole):
+    """Prepares a call by the kernels for SM90; one that both of them refuse fails."""
+    return launcher.prepare(described("chunk_gla_fwd", *given), plan, (sm90.FORWARD, sm90.FORWARD_WIDE))
+
+
+def forward(q, k, v, g, scale, initial_state, cu_seqlens):
+    given = (q, k, v, g, scale, initial_state, True, cu_seqlens, None)
+    return prepared(given)(*given)[:2]
+
+
+def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, plan=launcher.plan_whole):
+    """Compare with the oracle, twice with the same bits, and return what was found."""
+    given = (q, k, v, g, scale, initial_state, True, cu_seqlens, None)
+    run = prepared(given, plan)
+    (o, state, _), again = run(*given), run(*given)
+    ref_o, ref_state = oracle.chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
+    assert relative_error(o, ref_o) <= BUDGET
+    assert relative_error(state, ref_state) <= BUDGET
+    assert torch.equal(o, again[0])
+    assert torch.equal(state, again[1])
+    return o, state
+
+
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128)])
-def test_gates(check, K, V, gates, gate_dtype):
+def test_gates(K, V, gates, gate_dtype):
     check(*inputs(T=300, K=K, V=V, gates=gates, gate_dtype=gate_dtype, initial_state=True))
 
 
 @pytest.mark.parametrize(("K", "V"), [(8, 8), (16, 64), (40, 200), (64, 512), (96, 72), (128, 24), (120, 256)])
 @pytest.mark.parametrize("gates", ["mild", "-inf"])
-def test_widths(check, K, V, gates):
+def test_widths(K, V, gates):
     check(*inputs(T=130, K=K, V=V, gates=gates, initial_state=True))
 
 
 @pytest.mark.parametrize(("K", "V"), [(256, 512), (256, 64), (136, 128), (200, 40)])
 @pytest.mark.parametrize("gates", ["mild", "strong", "-inf", "extreme"])
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_wide(check, K, V, gates, gate_dtype):
+def test_wide(K, V, gates, gate_dtype):
     check(*inputs(T=300, H=3, K=K, V=V, gates=gates, gate_dtype=gate_dtype, initial_state=True))
 
 
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 129])
-def test_lengths_of_wide_heads(check, T):
+def test_lengths_of_wide_heads(T):
     check(*inputs(T=T, K=256, V=256))
 
 
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 127, 128, 129, 1000])
-def test_lengths(check, T):
+def test_lengths(T):
     check(*inputs(T=T, K=128, V=128, initial_state=True))
 
 
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 3, 0), (64, 64), (0, 0, 5), (5, 0, 0), (200,)])
-def test_packed(check, lengths, gates):
+def test_packed(lengths, gates):
     check(*inputs(lengths=lengths, K=128, V=128, gates=gates, initial_state=True))
 
 
 @pytest.mark.parametrize("gates", [gates for gates in GATES if gates != "none"])
 @pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 130, 3, 0), (64, 64), (0, 0, 5), (5, 0, 0), (200,)])
 @pytest.mark.parametrize("V", [72, 256])
-def test_packed_wide_heads(check, lengths, gates, V):
+def test_packed_wide_heads(lengths, gates, V):
     check(*inputs(lengths=lengths, H=3, K=256, V=V, gates=gates, initial_state=True))
 
 
 @pytest.mark.parametrize("initial_state", [False, True])
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 300}, {"lengths": (0, 65, 1, 0, 430, 3, 128)}], ids=str)
 @pytest.mark.parametrize("K", [128, 136, 256])
-def test_segments(check, change_plans, K, sizes, initial_state):
+def test_segments(change_plans, K, sizes, initial_state):
     change_plans("segment_length", lambda *_: 128)
     x = inputs(H=3, K=K, V=136, gates="-inf", initial_state=initial_state, **sizes)
     check(*x, plan=launcher.plan_cut)
 
 
 @pytest.mark.parametrize("K", [64, 256])
-def test_a_packed_sequence_sees_nothing_of_the_next(forward, K):
+def test_a_packed_sequence_sees_nothing_of_the_next(K):
     q, k, v, g, state, offsets = inputs(lengths=(70, 70), K=K, V=64, initial_state=True)
     for x in (q, k, v, g):
         x[:, 70:] = torch.nan
@@ -130,7 +115,7 @@ def test_a_packed_sequence_sees_nothing_of_the_next(forward, K):
     assert relative_error(states[:1], ref_state) <= BUDGET
 
 
-def test_mild_and_other_chunks_by_turns(check):
+def test_mild_and_other_chunks_by_turns():
     q, k, v, g, state, _ = inputs(T=64 * 6, K=128, V=128, initial_state=True)
     g[:, 64:128] *= 400
     g[:, 200, :, 5] = -torch.inf
@@ -139,7 +124,7 @@ def test_mild_and_other_chunks_by_turns(check):
 
 
 @pytest.mark.parametrize("decay", [1.0, 79.0, 81.0, 7000.0])
-def test_either_side_of_the_largest_decay_of_a_mild_chunk(check, decay):
+def test_either_side_of_the_largest_decay_of_a_mild_chunk(decay):
     q, k, v, g, state, _ = inputs(T=128, K=128, V=128, initial_state=True)
     g[..., 3] = -decay / 64
     check(q, k, v, g, state)
@@ -147,7 +132,7 @@ def test_either_side_of_the_largest_decay_of_a_mild_chunk(check, decay):
 
 @pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("weak", [None, 1, 6, 32])
-def test_halves_between_which_every_gate_forgets(check, weak, K):
+def test_halves_between_which_every_gate_forgets(weak, K):
     """They are passed over, but for those that one gate of one channel lets pass."""
     q, k, v, g, *rest = inputs(T=128, K=K, V=128, gates="extreme")
     g[:] = -100
@@ -157,19 +142,19 @@ def test_halves_between_which_every_gate_forgets(check, weak, K):
 
 
 @pytest.mark.parametrize("factor", [1e-8, 1e8])
-def test_large_and_small_inputs(check, factor):
+def test_large_and_small_inputs(factor):
     q, k, v, g, state, _ = inputs(T=200, K=128, V=128, gates="strong", initial_state=True)
     check(q * factor, k * factor, v * factor, g, state * factor**2)
 
 
-def test_strided(check):
+def test_strided():
     q, k, v, g, state, _ = inputs(T=150, H=3, K=64, V=64, initial_state=True)
     check(*(heads_first(x) for x in (q, k, v, g)), state.transpose(0, 1).contiguous().transpose(0, 1))
     wide = torch.cat([q, k, v], -1)
     check(*wide.split(64, -1), g, state)
 
 
-def test_more_than_2_to_the_31_elements(forward):
+def test_more_than_2_to_the_31_elements():
     """The last sequence of a tensor of so many."""
     long, short = 2**20, 100
     q, k, v, g = (torch.randn(1, long + short, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))

@@ -48,7 +48,7 @@ def named(kernel):
     return getattr(kernel, "name", None)
 
 
-@pytest.mark.parametrize("kernel", (*SM90_KERNELS, *GENERAL_KERNELS), ids=named)
+@pytest.mark.parametrize("kernel", [*SM90_KERNELS, *GENERAL_KERNELS], ids=named)
 def test_a_call_that_a_kernel_computes_is_not_refused(kernel):
     assert kernel.refusal(call_for(kernel), H200) is None
 
@@ -232,8 +232,7 @@ def lines_of(explanation, backend):
             {},
             [
                 "kernel sm90.backward",
-                "not sm90.backward_wide: "
-                "computes heads with K or V above 128 and K up to 256; K is 128 and V is 128",
+                "not sm90.backward_wide: computes heads with K or V above 128 and K up to 256; K is 128 and V is 128",
             ],
         ),
         (
@@ -267,7 +266,9 @@ def test_explain_names_the_kernel_for_states_and_the_tokens_of_segments():
     call = dataclasses.replace(explanation.call, dtype=float32)
     found = lines_of(explain_call(call, current_request()), "parallel_scan")
     assert found[0].startswith("kernel general.forward after general.states, in segments of ")
-    assert found[1:] == [f"not {name}: computes bfloat16; q is float32" for name in ("sm90.forward", "sm90.forward_wide")]
+    assert found[1:] == [
+        f"not {name}: computes bfloat16; q is float32" for name in ("sm90.forward", "sm90.forward_wide")
+    ]
 
 
 @pytest.mark.kernels

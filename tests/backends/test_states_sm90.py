@@ -13,6 +13,7 @@ from gla_core.workloads.inputs import GATES, gla_inputs
 from gla_triton_kernels.chunk_gla import forward
 from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from tests.backends.prepared_calls import described
 
 BUDGET = FORWARD[torch.bfloat16]
 DECAYS = 2e-4  # exp of a float32 sum of up to -100
@@ -157,13 +158,13 @@ def check_left_out(k, v, g, segments, backwards, left_out):
 @pytest.mark.parametrize("final", [True, False])
 @pytest.mark.parametrize("gates", ["none", "mild", "extreme", "-inf"])
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 700}, {"lengths": (0, 300, 1, 0, 130, 500)}], ids=str)
-def test_outputs_of_segments(sizes, gates, final, change_plans, prepared):
+def test_outputs_of_segments(sizes, gates, final, change_plans):
     """The three kernels one after the other, also where each starts before the one before it is done."""
     change_plans("segment_length", lambda *_: 128)
     q, k, v, g, state, offsets = inputs(K=128, V=128, gates=gates, initial_state=True, **sizes)
     ref_o, ref_state = oracle.chunk_gla(q, k, v, g, 0.3, state, offsets)
     given = (q, k, v, g, 0.3, state, final, offsets, None)
-    run = prepared("chunk_gla_fwd", lambda call: forward.prepare(call, forward.plan_cut, (sm90.FORWARD,)), *given)
+    run = forward.prepare(described("chunk_gla_fwd", *given), forward.plan_cut, (sm90.FORWARD,))
     o, end, _ = run(*given)
     assert relative_error(o, ref_o) <= BUDGET
     if final:
