@@ -9,7 +9,7 @@ run them.
 
 from __future__ import annotations
 
-import functools
+import importlib
 import importlib.util
 import os
 import runpy
@@ -20,6 +20,7 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance.conftest import pytest_runtest_teardown as pytest_runtest_teardown  # frees memory
+from gla_core.ops import _run
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GPU = torch.cuda.is_available() and not INTERPRETED
@@ -130,20 +131,30 @@ def tf32_allowed():
     torch.set_float32_matmul_precision(before)
 
 
+PLANNING = ("cutting", "forward", "backward", "summary", "general.kernels", "sm90.kernels")
+"""Modules of gla_triton_kernels.chunk_gla that plan calls."""
+
+
 @pytest.fixture
 def change_plans(monkeypatch):
-    """Sets a name of the module that plans chunk_gla, and discards recorded launches of other plans."""
+    """Sets a name in all modules that plan chunk_gla and have it; calls that were prepared before are forgotten."""
     pytest.importorskip("triton")
-    replay = importlib.import_module("gla_triton_kernels.runtime.replay")
-    plan = importlib.import_module("gla_triton_kernels.chunk_gla.plan")
-    importlib.import_module("gla_triton_kernels.chunk_gla.plan_backward")  # before it can copy names that are set
-    monkeypatch.setattr(replay, "_calls", {})
-    return functools.partial(monkeypatch.setattr, plan)
+    modules = [importlib.import_module(f"gla_triton_kernels.chunk_gla.{name}") for name in PLANNING]
+
+    def change(name, value):
+        having = [module for module in modules if hasattr(module, name)]
+        assert having, name
+        for module in having:
+            monkeypatch.setattr(module, name, value)
+        _run._drop_plans()
+
+    yield change
+    _run._drop_plans()
 
 
 @pytest.fixture
 def short_segments(change_plans):
-    """Makes parallel_scan cut sequences of a hundred tokens too, on a GPU."""
-    from gla_triton_kernels.chunk_gla.plan import segment_length
+    """Has parallel_scan cut sequences of a hundred tokens too, on a GPU."""
+    from gla_triton_kernels.chunk_gla.cutting import segment_length
 
     change_plans("segment_length", lambda *sizes: min(128, segment_length(*sizes)))

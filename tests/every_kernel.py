@@ -12,45 +12,75 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 import gla_core as gla
+from gla_core.dispatch import registry
+from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.request import current_request
 from gla_core.workloads.inputs import GlaInputs, gla_inputs
-from gla_triton_kernels.chunk_gla import plan, plan_backward, plan_summary
-from gla_triton_kernels.runtime import replay
+from gla_triton_kernels import chunk_gla
+from gla_triton_kernels.chunk_gla import backward as gradients
+from gla_triton_kernels.chunk_gla import forward, summary
+from gla_triton_kernels.chunk_gla.general import kernels as general
+from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BEST_KERNEL, FITS_SM90 = plan.best_kernel, plan_backward.fits_sm90
 SHARE = [0, 1]
 """The number of this process's share of the calls of chunk_gla, and the number of shares."""
 WIDTHS = ((16, 16), (64, 64), (128, 128), (256, 128), (512, 64))
 
 
 def general_chunks() -> None:
-    """Runs the kernels for every GPU, with each row of their table."""
-    general_kernels()
-    chunks()
-    plan.TMA_ELEMENTS = 0
-    chunk(gla_inputs(B=1, T=70, H=2, K=128, V=128, dtype=torch.bfloat16, device="cuda"))
+    """The kernels for every GPU, with each row of their table."""
+    with general_kernels():
+        chunks()
+    general.TMA_ELEMENTS = 0
+    with general_kernels():
+        chunk(gla_inputs(B=1, T=70, H=2, K=128, V=128, dtype=torch.bfloat16, device="cuda"))
 
 
 def hopper_chunks() -> None:
-    """Runs the kernels for compute capability 9.0."""
-    hopper_kernels()
-    chunks()
+    """The kernels for compute capability 9.0."""
+    with hopper_kernels():
+        chunks()
 
 
-def general_kernels() -> None:
-    plan.best_kernel = lambda *call: plan.Kernel.FORWARD
-    plan_backward.fits_sm90 = lambda *call: False
+@contextmanager
+def general_kernels() -> Iterator[None]:
+    """Has the kernels for every GPU compute chunk_gla, and those alone, in the place of the backend in force."""
+    backend = registry.get(current_request().choice("chunk_gla_fwd").names[0])
+    plan = {"triton_fused": "plan_whole", "parallel_scan": "plan_cut"}[backend.name]
+    ops = {
+        "chunk_gla_fwd": chunk_gla.chunk_gla_fwd(by_general_kernels(getattr(forward, plan))),
+        "chunk_gla_bwd": chunk_gla.chunk_gla_bwd(by_general_kernels(getattr(gradients, plan))),
+        "chunk_gla_summary": chunk_gla.chunk_gla_summary(by_general_kernels(getattr(summary, plan))),
+    }
+    name = f"{backend.name}_general"
+    with gla.register(replace(backend, name=name, ops={**backend.ops, **ops})), gla.use_backend(name):
+        yield
 
 
-def hopper_kernels() -> None:
-    plan.best_kernel = BEST_KERNEL
-    plan_backward.fits_sm90 = FITS_SM90
-    plan.SM90_TOKENS = 0
+def by_general_kernels(plan: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a plan that is made as for a GPU without the instructions of the kernels for SM90, for states as well."""
+
+    def planned(call: OpCall, gpu: Gpu, *kernels: Any) -> Any:
+        return plan(call, Gpu(Architecture.SM100, gpu.multiprocessors), *kernels)
+
+    return planned
+
+
+@contextmanager
+def hopper_kernels() -> Iterator[None]:
+    """Has the kernels for compute capability 9.0 compute chunk_gla, short sequences too."""
+    forward.SM90_TOKENS = 0
+    registry.changed()  # calls that were prepared with other plans are forgotten
+    yield
 
 
 def chunks() -> None:
@@ -76,7 +106,6 @@ def dtypes() -> tuple[torch.dtype, ...]:
 
 
 def chunk(x: GlaInputs) -> None:
-    replay._calls.clear()  # they belong to other plans
     gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
 
 
@@ -86,13 +115,12 @@ def backwards() -> None:
     Calls with checkpoints have an initial and a final state, the others have neither.
     """
     for kernels, every in itertools.product((general_kernels, hopper_kernels), (64, 128)):
-        kernels()
-        for x in chunk_calls():
-            backward(x, every)
+        with kernels():
+            for x in chunk_calls():
+                backward(x, every)
 
 
 def backward(x: GlaInputs, checkpoint_every: int) -> None:
-    replay._calls.clear()
     initial_state = x.initial_state if checkpoint_every == 64 else None
     leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, initial_state) if y is not None]
     states = (initial_state, initial_state is not None)
@@ -104,13 +132,12 @@ def backward(x: GlaInputs, checkpoint_every: int) -> None:
 def summaries() -> None:
     """Computes states from zero of the same calls in both directions, with both kinds of kernels."""
     for kernels in (general_kernels, hopper_kernels):
-        kernels()
-        for x in chunk_calls():
-            do = torch.randn(*x.q.shape[:3], x.v.shape[3], device="cuda").to(x.q.dtype)
-            for k, v, reverse in ((x.k, x.v, False), (x.q, do, True)):
-                replay._calls.clear()
-                function = gla.chunk_gla_gradient_summary if reverse else gla.chunk_gla_summary
-                function(k, v, x.g, x.cu_seqlens)
+        with kernels():
+            for x in chunk_calls():
+                do = torch.randn(*x.q.shape[:3], x.v.shape[3], device="cuda").to(x.q.dtype)
+                for k, v, reverse in ((x.k, x.v, False), (x.q, do, True)):
+                    function = gla.chunk_gla_gradient_summary if reverse else gla.chunk_gla_summary
+                    function(k, v, x.g, x.cu_seqlens)
 
 
 def steps() -> None:
@@ -150,8 +177,8 @@ if __name__ == "__main__":
     backend, *names = sys.argv[1:]
     if names and "/" in names[-1]:
         SHARE[:] = map(int, names.pop().split("/"))
-    for module in (plan, plan_backward, plan_summary):
-        module.segment_length = lambda *sizes: 64  # otherwise these few tokens would be one segment
+    for module in (forward, gradients, summary):
+        module.segment_length = lambda *sizes: 64  # or so few tokens would stay one segment
     with gla.use_backend(backend):
         for precision in ("highest", "high"):
             torch.set_float32_matmul_precision(precision)

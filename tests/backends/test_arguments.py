@@ -12,11 +12,11 @@ pytest.importorskip("triton")
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@pytest.fixture(params=["partials._sum_kernel", "state_gradients_sm90._state_kernel"])
+@pytest.fixture(params=["shared.partials._sum_kernel", "sm90.state_gradients._state_kernel"])
 def kernel(request):
     """A kernel of Triton, and one of Gluon, which is not interpreted."""
-    module, name = request.param.split(".")
-    if interpreted and module.endswith("sm90"):
+    module, name = request.param.rsplit(".", 1)
+    if interpreted and module.startswith("sm90"):
         pytest.skip("Gluon has no interpreter")
     return getattr(importlib.import_module(f"gla_triton_kernels.chunk_gla.{module}"), name)
 
@@ -57,7 +57,7 @@ def test_strides_of_tokens():
 
 def test_strides_of_states():
     """What lies together has the stride None."""
-    from gla_triton_kernels.chunk_gla.segments import state_strides
+    from gla_triton_kernels.chunk_gla.shared.segments import state_strides
 
     x = torch.empty(3, 2, 8, 4)
     assert state_strides("state_", x) == {"state_n": 64, "state_h": 32, "state_k": 4, "state_v": None}

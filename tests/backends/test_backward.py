@@ -10,13 +10,14 @@ import os
 
 import pytest
 import torch
-from gla_triton_kernels.chunk_gla.plan import Kernel
-from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, LEAST_BLOCK, GradientPlan
 
 from gla_core.conformance.calls import heads_first, with_room
 from gla_core.conformance.tolerances import GRADIENT, relative_error
+from gla_core.dispatch.backend import CHUNK
 from gla_core.workloads.inputs import GATES, GlaInputs, gla_inputs
 from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
+from gla_triton_kernels.chunk_gla.general import kernels as general
+from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 
 pytest.importorskip("triton")
 
@@ -70,15 +71,14 @@ def expected(x, entering):
 
 def gradients(x, entering, *, precision=None, BK=16, BV=16, warps=4, segments=None, leaving=None):
     """The kernel's, where results were NaN before, and rows of inputs that belong to no sequence; of those, 0."""
-    from gla_triton_kernels.chunk_gla.call import BackwardTensors
-    from gla_triton_kernels.chunk_gla.segments import whole
-
-    from gla_triton_kernels.chunk_gla import backward
+    from gla_triton_kernels.chunk_gla.shared.segments import whole
+    from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
     from gla_triton_kernels.runtime.launch import start
 
     if not INTERPRETED:  # as plans have it there
-        BK, BV, warps = max(BK, LEAST_BLOCK), max(BV, LEAST_BLOCK), 8 if x.q.dtype == torch.bfloat16 else 4
-    plan = GradientPlan(kernel=Kernel.BACKWARD, BK=BK, BV=BV, warps=warps, precision=precision or PRECISIONS[x.q.dtype])
+        BK, BV = max(BK, general.LEAST_BLOCK), max(BV, general.LEAST_BLOCK)
+        warps = 8 if x.q.dtype == torch.bfloat16 else 4
+    parameters = GradientParameters(BK=BK, BV=BV, warps=warps, precision=precision or PRECISIONS[x.q.dtype])
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.full(y.shape, torch.nan, dtype=y.dtype, device=y.device) for y in inputs]
     for y in (*inputs[:4], x.do):
@@ -89,7 +89,7 @@ def gradients(x, entering, *, precision=None, BK=16, BV=16, warps=4, segments=No
         start(segments.launches)
     else:
         tensors = tensors._replace(dinitial_state=None)
-    start(backward.launch_gradients(plan, tensors, entering.contiguous(), leaving, segments, SCALE))
+    start(general.BACKWARD.load()(parameters, tensors, entering.contiguous(), leaving, segments, SCALE))
     for y in results[:4]:
         fill_padding(y, x.cu_seqlens, 0)
     return results
@@ -214,8 +214,7 @@ def test_states_in_bfloat16(device, dtype):
 )
 @pytest.mark.parametrize(("length", "uncut"), [(64, 64), (64, 128), (128, 128)])
 def test_segments(device, sizes, length, uncut, gates, dstate, initial_state):
-    from gla_triton_kernels.chunk_gla.segments import cut
-
+    from gla_triton_kernels.chunk_gla.shared.segments import cut
     from gla_triton_kernels.runtime.launch import start
 
     x = case(device, **sizes, gates=gates, dstate=dstate, initial_state=initial_state)
@@ -251,7 +250,7 @@ def test_strides(device):
 
 
 def test_partial_results_are_summed_in_order(device):
-    from gla_triton_kernels.chunk_gla import partials
+    from gla_triton_kernels.chunk_gla.shared import partials
     from gla_triton_kernels.runtime.launch import start
 
     parts, out = torch.randn(3, 5, 700, device=device), torch.empty(5, 700, dtype=torch.float16, device=device)
@@ -261,9 +260,8 @@ def test_partial_results_are_summed_in_order(device):
 
 @pytest.mark.parametrize("initial_state", [False, True])
 def test_gradients_of_query_heads_are_summed_over_groups(device, initial_state):
-    from gla_triton_kernels.chunk_gla.call import BackwardTensors
-
-    from gla_triton_kernels.chunk_gla import partials
+    from gla_triton_kernels.chunk_gla.shared import partials
+    from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
     from gla_triton_kernels.runtime.launch import start
 
     x = case(device, B=2, T=7, H=2, G=3, K=16, V=24, initial_state=initial_state)

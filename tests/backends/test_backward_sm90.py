@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, BackwardPlan, gradients_sm90
 
 from gla_core.conformance.tolerances import GRADIENT, relative_error
+from gla_core.dispatch.backend import CHUNK
 from gla_core.workloads.inputs import gla_inputs
 from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
+from gla_triton_kernels.chunk_gla import backward
+from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
+from gla_triton_kernels.runtime.architecture import gpu_of
+from tests.backends.prepared_calls import described
 
 pytest.importorskip("triton")
 
@@ -41,16 +45,18 @@ def expected(x, do, dstate):
 
 def computed(x, do, dstate, checkpoints):
     """The kernel's, where results were NaN before; rows of no sequence are left so."""
-    from gla_triton_kernels.chunk_gla.call import BackwardTensors
-
-    from gla_triton_kernels import chunk_gla as kernels
+    from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
     from gla_triton_kernels.runtime.launch import start
 
-    plan = BackwardPlan(gradients_sm90(x.q.shape[3], x.v.shape[3]), entering=None)
+    given = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, x.cu_seqlens, checkpoints, CHUNK, do, dstate)
+    call = described("chunk_gla_bwd", *given)
+    # A call that both of them refuse fails.
+    ((_, plan),) = backward.plan_whole(call, gpu_of(call.device), (sm90.BACKWARD_WIDE, sm90.BACKWARD))
+    assert plan.entering is None
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.full_like(y, torch.nan) for y in inputs]
     tensors = BackwardTensors(*inputs, x.cu_seqlens, checkpoints, do, dstate, *results)
-    start(kernels.gradients.launch_backward(plan, tensors, SCALE))
+    start(backward.launches(plan, tensors, SCALE))
     return results
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import os
 
 import pytest
@@ -11,7 +11,10 @@ import torch
 import gla_core as gla
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import gla_inputs
-from gla_triton_kernels.chunk_gla.plan import Kernel
+from gla_triton_kernels.chunk_gla import forward as launcher
+from gla_triton_kernels.chunk_gla.general import kernels as general
+from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
+from tests.backends.prepared_calls import call_prepared, described, preparing
 
 pytest.importorskip("triton")
 
@@ -30,12 +33,22 @@ def cut(change_plans):
     return lambda length: change_plans("segment_length", lambda *_: length)
 
 
-def check(backend, every, initial_state=True, first=0, **sizes):
+@pytest.fixture
+def forward(backend):
+    """The backend's chunk_gla_fwd."""
+    return functools.partial(call_prepared, "chunk_gla_fwd", preparing(backend, "chunk_gla_fwd"))
+
+
+def forward_by(plan, *kernels):
+    """Returns a chunk_gla_fwd of a plan, which chooses one of these kernels."""
+    return functools.partial(call_prepared, "chunk_gla_fwd", lambda call: launcher.prepare(call, plan, kernels))
+
+
+def check(forward, every, initial_state=True, first=0, **sizes):
     """Compare with the reference."""
     x = gla_inputs(**{"B": 1, "H": 1, "K": 19, "V": 37, "dtype": DTYPE, **sizes}, initial_state=initial_state)
     offsets = None if x.cu_seqlens is None else x.cu_seqlens + first
-    chunk_gla_fwd = importlib.import_module(f"gla_{backend}.chunk_gla").chunk_gla_fwd
-    o, _, found = chunk_gla_fwd(x.q, x.k, x.v, x.g, 0.3, x.initial_state, False, offsets, every)
+    o, _, found = forward(x.q, x.k, x.v, x.g, 0.3, x.initial_state, False, offsets, every)
     *wide, state = (None if y is None else y.double() for y in (x.q, x.k, x.v, x.g, x.initial_state))
     options = {"cu_seqlens": offsets, "backend": "reference", "checkpoint_every": every}
     ref_o, _, ref = gla.chunk_gla(*wide, 0.3, state, **options)
@@ -47,38 +60,39 @@ def check(backend, every, initial_state=True, first=0, **sizes):
 
 
 @pytest.mark.parametrize(("T", "every"), [(0, 64), (5, 64), (64, 64), (65, 128), (200, 64), (200, 128), (200, 192)])
-def test_equal_sequences(backend, device, T, every):
-    check(backend, every, T=T, B=2, G=2, device=device)
+def test_equal_sequences(forward, device, T, every):
+    check(forward, every, T=T, B=2, G=2, device=device)
 
 
 @pytest.mark.parametrize("gates", ["none", "mild", "strong", "-inf"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gates(backend, device, gates, dtype):
-    check(backend, 64, T=130, gates=gates, gate_dtype=torch.float32, dtype=dtype, device=device)
+def test_gates(forward, device, gates, dtype):
+    check(forward, 64, T=130, gates=gates, gate_dtype=torch.float32, dtype=dtype, device=device)
 
 
-def test_without_an_initial_state(backend, device):
-    check(backend, 64, T=130, initial_state=False, device=device)
-    check(backend, 64, lengths=(70, 0, 130), initial_state=False, device=device)
+def test_without_an_initial_state(forward, device):
+    check(forward, 64, T=130, initial_state=False, device=device)
+    check(forward, 64, lengths=(70, 0, 130), initial_state=False, device=device)
 
 
 @pytest.mark.parametrize("every", [64, 128, 192])
-def test_packed_sequences(backend, device, every):
-    check(backend, every, lengths=LENGTHS, padding=200, first=90, K=3, V=5, device=device)
+def test_packed_sequences(forward, device, every):
+    check(forward, every, lengths=LENGTHS, padding=200, first=90, K=3, V=5, device=device)
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0), (5,), (0, 64, 0)])
-def test_hardly_a_sequence(backend, device, lengths):
-    check(backend, 64, lengths=lengths, padding=9, device=device)
-    check(backend, 64, lengths=lengths, device=device)
+def test_hardly_a_sequence(forward, device, lengths):
+    check(forward, 64, lengths=lengths, padding=9, device=device)
+    check(forward, 64, lengths=lengths, device=device)
 
 
+@pytest.mark.parametrize("backend", ["parallel_scan"])
 @pytest.mark.parametrize(("length", "every"), [(64, 64), (64, 192), (128, 64), (128, 192), (192, 128)])
-def test_segments(cut, device, length, every):
+def test_segments(cut, forward, device, length, every):
     """Whether or not a segment begins where a checkpoint is."""
     cut(length)
-    check("parallel_scan", every, T=270, B=2, K=3, V=5, device=device)
-    check("parallel_scan", every, lengths=LENGTHS, padding=500, first=90, K=3, V=5, device=device)
+    check(forward, every, T=270, B=2, K=3, V=5, device=device)
+    check(forward, every, lengths=LENGTHS, padding=500, first=90, K=3, V=5, device=device)
 
 
 @pytest.mark.gpu
@@ -90,22 +104,34 @@ def test_kernels_for_hopper(cut, change_plans, K, V, gates, length):
     cut(length)
     change_plans("SM90_TOKENS", 0)
     change_plans("SM90_WIDE_TOKENS", 0)
+    wide_without_gates = K > 128 and gates == "none"  # which no kernel for SM90 computes
+    kernels = (general.FORWARD,) if wide_without_gates else (sm90.FORWARD, sm90.FORWARD_WIDE)
+    forward = forward_by(launcher.plan_cut, *kernels)
     sizes = {"H": 3, "K": K, "V": V, "gates": gates, "gate_dtype": torch.float32, "dtype": torch.bfloat16}
     for every in (64, 128, 192):
-        check("parallel_scan", every, T=500, B=2, device="cuda", **sizes)
-        check("parallel_scan", every, lengths=LENGTHS, padding=500, first=90, device="cuda", **sizes)
+        check(forward, every, T=500, B=2, device="cuda", **sizes)
+        check(forward, every, lengths=LENGTHS, padding=500, first=90, device="cuda", **sizes)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (256, 128), (512, 64)])
-def test_general_kernel_by_tma(backend, change_plans, K, V):
-    change_plans("best_kernel", lambda *_: Kernel.FORWARD)
+@pytest.mark.parametrize("plan", [launcher.plan_whole, launcher.plan_cut])
+def test_general_kernel_by_tma(change_plans, plan, K, V):
     change_plans("TMA_ELEMENTS", 0)
-    check(backend, 64, T=500, B=2, H=3, K=K, V=V, gate_dtype=torch.float32, device="cuda")
+    forward = forward_by(plan, general.FORWARD)
+    check(forward, 64, T=500, B=2, H=3, K=K, V=V, gate_dtype=torch.float32, device="cuda")
 
 
 @pytest.mark.gpu
 def test_a_call_that_is_replayed(backend):
     """Its checkpoints are new ones, and others with another interval."""
+    prepare, runs = preparing(backend, "chunk_gla_fwd"), {}
+
+    def forward(*arguments):
+        every = arguments[-1]
+        if every not in runs:
+            runs[every] = prepare(described("chunk_gla_fwd", *arguments))
+        return runs[every](*arguments)
+
     for every in (64, 128, 64, 128):
-        check(backend, every, lengths=LENGTHS, padding=100, K=64, V=64, device="cuda")
+        check(forward, every, lengths=LENGTHS, padding=100, K=64, V=64, device="cuda")

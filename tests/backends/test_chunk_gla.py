@@ -5,7 +5,6 @@ In one pass, and with sequences cut into many segments.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 
@@ -18,7 +17,9 @@ from gla_core.conformance import oracle
 from gla_core.conformance.calls import gradients, heads_first, oracle_gradients
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.workloads.inputs import GATES, gla_inputs
-from gla_triton_kernels.chunk_gla.plan import Kernel
+from gla_triton_kernels.chunk_gla import forward as launcher
+from gla_triton_kernels.chunk_gla.general import kernels as general
+from tests.backends.prepared_calls import call_prepared
 
 pytest.importorskip("triton")
 
@@ -37,13 +38,16 @@ pytestmark = pytest.mark.kernels
 @pytest.fixture
 def forward(backend, change_plans):
     """The backend's chunk_gla_fwd by general kernels, with TMA wherever it can be had."""
-    change_plans("best_kernel", lambda *_: Kernel.FORWARD)
     change_plans("TMA_ELEMENTS", 0)
     change_plans("segment_length", lambda *_: CHUNK)
-    chunk_gla_fwd = importlib.import_module(f"gla_{backend}.chunk_gla").chunk_gla_fwd
+    plan = {"triton_fused": launcher.plan_whole, "parallel_scan": launcher.plan_cut}[backend]
+
+    def prepare(call):
+        return launcher.prepare(call, plan, kernels=(general.FORWARD,))
 
     def forward(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, final=True):
-        return chunk_gla_fwd(q, k, v, g, scale, initial_state, final, cu_seqlens, None)[:2]
+        arguments = (q, k, v, g, scale, initial_state, final, cu_seqlens, None)
+        return call_prepared("chunk_gla_fwd", prepare, *arguments)[:2]
 
     return forward
 
@@ -247,14 +251,12 @@ def far_apart(x):
 
 @pytest.mark.parametrize("backend", ["parallel_scan"])
 def test_rows_of_a_batch_in_one_pass_and_others_cut(forward, device, change_plans):
-    change_plans("rows_in_one_pass", lambda *_: 2)
+    change_plans("_rows_in_one_pass", lambda *_: 2)
     check(forward, *inputs(device, B=3, T=2 * CHUNK + 3, K=20, V=9, gates="mild", dtype=DTYPE, initial_state=True))
 
 
-@pytest.mark.usefixtures("change_plans")
-def test_gradients_of_rows_in_one_pass_and_of_others(device, monkeypatch):
-    for module in ("plan", "plan_backward"):
-        monkeypatch.setattr(f"gla_triton_kernels.chunk_gla.{module}.rows_in_one_pass", lambda *_: 2)
+def test_gradients_of_rows_in_one_pass_and_of_others(device, change_plans):
+    change_plans("_rows_in_one_pass", lambda *_: 2)
     x = gla_inputs(B=3, T=131, H=2, K=20, V=9, gates="mild", dtype=DTYPE, initial_state=True, device=device)
     expected = oracle_gradients(x)
     for name, gradient in gradients(x, "parallel_scan").items():

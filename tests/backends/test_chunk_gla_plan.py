@@ -9,31 +9,44 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance.calls import heads_first
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import OpCall, contiguous_layout
 from gla_core.workloads.inputs import gla_inputs
-from gla_triton_kernels.chunk_gla import cost
-from gla_triton_kernels.chunk_gla.plan import Kernel, plan_one_pass, plan_rows, plan_segments
+from gla_triton_kernels.chunk_gla import cost, forward
+from gla_triton_kernels.chunk_gla.general import kernels as general
+from gla_triton_kernels.chunk_gla.kernel import first_able
+from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
 from gla_triton_kernels.cost import gpu_of_constants
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from tests.backends.prepared_calls import described
 
 H200 = Gpu(Architecture.SM90, 132)
 OTHERS = [Gpu(a, 132) for a in Architecture if a is not Architecture.SM90]
 bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def call_of(dtype=bfloat16, gate_dtype=float32, packed=False, precision="highest", **changes):
+def call_of(dtype=bfloat16, gate_dtype=float32, packed=False, precision="highest", aligned=True, **changes):
     """A call of 8 sequences of 4096 tokens and 16 heads, unless changed; Hq follows H, and N follows B."""
     dims = {"B": 8, "T": 4096, "H": 16, "K": 128, "V": 128, **changes}
     dims = {**dims, "Hq": dims.get("Hq", dims["H"]), "N": dims.get("N", dims["B"])}
     tensors = {"dtype": dtype, "gate_dtype": gate_dtype, "variable_length": packed}
     device = torch.device("cuda")
+    if not aligned:
+        shape = tuple(dims[name] for name in ("B", "T", "H", "K"))
+        tensors["layouts"] = {"k": contiguous_layout(shape, dtype)._replace(aligned=False)}
     return OpCall(op="chunk_gla_fwd", device=device, dims=dims, float32_matmul_precision=precision, **tensors)
 
 
-def one_pass(gpu=H200, aligned=True, **changes):
-    plan = plan_one_pass(call_of(**changes), gpu, aligned)
+def one_pass(gpu=H200, **changes):
+    call = call_of(**changes)
+    ((planned, plan),) = forward.plan_whole(call, gpu)
+    assert planned is call
     assert plan.segments is None
-    return plan.outputs
+    return plan
+
+
+def cut(call, gpu=H200):
+    """Plans segments, of rows that are all treated alike."""
+    return forward._segments(call, gpu, forward.KERNELS)
 
 
 # ---- the kernel
@@ -42,47 +55,47 @@ def one_pass(gpu=H200, aligned=True, **changes):
 @pytest.mark.parametrize(
     ("changes", "kernel"),
     [
-        ({}, Kernel.FORWARD_SM90),
-        ({"K": 8, "V": 8}, Kernel.FORWARD_SM90),
-        ({"V": 512}, Kernel.FORWARD_SM90),
-        ({"gate_dtype": None}, Kernel.FORWARD_SM90),
-        ({"B": 1, "N": 1024, "packed": True}, Kernel.FORWARD_SM90),  # 4 tokens on average, and some may be long
-        ({"B": 1, "N": 128, "K": 256, "packed": True}, Kernel.FORWARD_SM90_WIDE),
-        ({"B": 1, "N": 129, "K": 256, "packed": True}, Kernel.FORWARD),
-        ({"B": 1, "N": 8, "packed": True}, Kernel.FORWARD_SM90),
-        ({"B": 1, "N": 2, "T": 96, "packed": True}, Kernel.FORWARD_SM90),
-        ({"B": 1, "N": 2, "T": 95, "packed": True}, Kernel.FORWARD),
-        ({"K": 136}, Kernel.FORWARD_SM90_WIDE),
-        ({"K": 256}, Kernel.FORWARD_SM90_WIDE),
-        ({"K": 256, "gate_dtype": None}, Kernel.FORWARD),
-        ({"K": 256, "B": 1, "N": 8, "packed": True}, Kernel.FORWARD_SM90_WIDE),
-        ({"K": 132}, Kernel.FORWARD),
-        ({"K": 264}, Kernel.FORWARD),
-        ({"V": 60}, Kernel.FORWARD),
-        ({"Hq": 32}, Kernel.FORWARD),
-        ({"dtype": float16}, Kernel.FORWARD),
-        ({"dtype": float32}, Kernel.FORWARD),
-        ({"aligned": False}, Kernel.FORWARD),
-        ({"T": 96}, Kernel.FORWARD_SM90),
-        ({"T": 95}, Kernel.FORWARD),
-        ({"T": 192, "K": 64}, Kernel.FORWARD_SM90),
-        ({"T": 191, "K": 64}, Kernel.FORWARD),
-        ({"T": 96, "K": 256}, Kernel.FORWARD_SM90_WIDE),
-        ({"T": 0}, Kernel.FORWARD),
+        ({}, sm90.FORWARD),
+        ({"K": 8, "V": 8}, sm90.FORWARD),
+        ({"V": 512}, sm90.FORWARD),
+        ({"gate_dtype": None}, sm90.FORWARD),
+        ({"B": 1, "N": 1024, "packed": True}, sm90.FORWARD),  # 4 tokens on average, and some may be long
+        ({"B": 1, "N": 128, "K": 256, "packed": True}, sm90.FORWARD_WIDE),
+        ({"B": 1, "N": 129, "K": 256, "packed": True}, general.FORWARD),
+        ({"B": 1, "N": 8, "packed": True}, sm90.FORWARD),
+        ({"B": 1, "N": 2, "T": 96, "packed": True}, sm90.FORWARD),
+        ({"B": 1, "N": 2, "T": 95, "packed": True}, general.FORWARD),
+        ({"K": 136}, sm90.FORWARD_WIDE),
+        ({"K": 256}, sm90.FORWARD_WIDE),
+        ({"K": 256, "gate_dtype": None}, general.FORWARD),
+        ({"K": 256, "B": 1, "N": 8, "packed": True}, sm90.FORWARD_WIDE),
+        ({"K": 132}, general.FORWARD),
+        ({"K": 264}, general.FORWARD),
+        ({"V": 60}, general.FORWARD),
+        ({"Hq": 32}, general.FORWARD),
+        ({"dtype": float16}, general.FORWARD),
+        ({"dtype": float32}, general.FORWARD),
+        ({"aligned": False}, general.FORWARD),
+        ({"T": 96}, sm90.FORWARD),
+        ({"T": 95}, general.FORWARD),
+        ({"T": 192, "K": 64}, sm90.FORWARD),
+        ({"T": 191, "K": 64}, general.FORWARD),
+        ({"T": 96, "K": 256}, sm90.FORWARD_WIDE),
+        ({"T": 0}, general.FORWARD),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_the_kernel_on_hopper(changes, kernel):
-    assert one_pass(**changes).kernel is kernel
+    assert one_pass(**changes).outputs is kernel
 
 
 @pytest.mark.parametrize("gpu", OTHERS, ids=lambda gpu: gpu.architecture.name)
 @pytest.mark.parametrize("K", [64, 128, 256])
 def test_other_gpus_take_the_general_kernels(gpu, K):
-    assert one_pass(gpu, K=K).kernel is Kernel.FORWARD
-    plan = plan_segments(call_of(B=1, T=65536, H=1, K=K), gpu, True)
-    assert plan.outputs.kernel is Kernel.FORWARD
-    assert plan.segments.states.kernel is Kernel.STATES
+    assert one_pass(gpu, K=K).outputs is general.FORWARD
+    plan = cut(call_of(B=1, T=65536, H=1, K=K), gpu)
+    assert plan.outputs is general.FORWARD
+    assert plan.segments.states is general.STATES
 
 
 # ---- launch parameters
@@ -103,7 +116,7 @@ def test_other_gpus_take_the_general_kernels(gpu, K):
     ids=str,
 )
 def test_blocks_are_narrow_on_hopper_where_all_run_at_once(changes, BV):
-    assert one_pass(**changes).BV == BV
+    assert one_pass(**changes).parameters.BV == BV
 
 
 @pytest.mark.parametrize(
@@ -117,14 +130,14 @@ def test_blocks_are_narrow_on_hopper_where_all_run_at_once(changes, BV):
     ids=str,
 )
 def test_states_are_built_by_narrow_blocks_where_all_run_at_once(changes, BV):
-    segments = plan_segments(call_of(**{"B": 1, "K": 64, **changes}), H200, True).segments
-    assert (segments.states.kernel, segments.states.BV) == (Kernel.STATES_SM90, BV)
+    segments = cut(call_of(**{"B": 1, "K": 64, **changes})).segments
+    assert (segments.states, segments.parameters.BV) == (sm90.STATES, BV)
 
 
 @pytest.mark.parametrize(("tokens", "BV"), [(64, 128), (4096, 64)])
 def test_many_segments_have_their_states_built_by_wide_blocks(tokens, BV):
     call = dataclasses.replace(call_of(B=8, T=8192, H=8, K=64, V=128), batch_invariant=tokens)
-    assert plan_segments(call, H200, True).segments.states.BV == BV
+    assert cut(call).segments.parameters.BV == BV
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -132,16 +145,16 @@ def test_without_tokens_an_invariant_call_is_not_cut(packed):
     """No tensor map can be made of no rows."""
     scalars = {"output_final_state": True}
     call = dataclasses.replace(call_of(B=1, T=0, packed=packed), batch_invariant=512, scalars=scalars)
-    plan = plan_segments(call, H200, True)
+    plan = cut(call)
     assert plan.segments is None
-    assert not plan.outputs.tma
-    assert plan.outputs.kernel is Kernel.FORWARD
+    assert not plan.parameters.tma
+    assert plan.outputs is general.FORWARD
 
 
 @pytest.mark.parametrize(("B", "T", "BV"), [(4, 64, 64), (5, 64, 128), (1, 4 * 64, 64), (1, 5 * 64, 128)])
 def test_segments_of_an_invariant_call_are_blocks_as_well(B, T, BV):
     call = dataclasses.replace(call_of(B=B, T=T), batch_invariant=64, scalars={"output_final_state": False})
-    assert plan_segments(call, H200, True).outputs.BV == BV
+    assert cut(call).parameters.BV == BV
 
 
 @pytest.mark.parametrize(
@@ -166,10 +179,11 @@ def test_segments_of_an_invariant_call_are_blocks_as_well(B, T, BV):
     ids=str,
 )
 def test_parameters_of_the_general_kernel(changes, C, BV, warps, stages):
-    found = one_pass(Gpu(Architecture.SM80, 108), **changes)
+    plan = one_pass(Gpu(Architecture.SM80, 108), **changes)
+    found = plan.parameters
     assert (found.C, found.BV, found.warps, found.stages) == (C, BV, warps, stages)
     little = one_pass(Gpu(Architecture.SM86, 84), **changes)
-    assert little == dataclasses.replace(found, C=min(C, 32), stages=1)
+    assert little == dataclasses.replace(plan, parameters=dataclasses.replace(found, C=min(C, 32), stages=1))
 
 
 @pytest.mark.parametrize(
@@ -187,62 +201,62 @@ def test_parameters_of_the_general_kernel(changes, C, BV, warps, stages):
     ids=str,
 )
 def test_what_is_multiplied(changes, operand, tokenwise):
-    found = one_pass(Gpu(Architecture.SM80, 108), **changes)
+    found = one_pass(Gpu(Architecture.SM80, 108), **changes).parameters
     assert (found.operand, found.tokenwise) == (operand, tokenwise)
 
 
 @pytest.mark.parametrize(
-    ("gpu", "aligned", "changes", "tma"),
+    ("gpu", "changes", "tma"),
     [
-        (Gpu(Architecture.SM100, 148), True, {}, True),
-        (Gpu(Architecture.SM100, 148), False, {}, False),
-        (Gpu(Architecture.SM100, 148), True, {"T": 255}, False),
-        (Gpu(Architecture.SM100, 148), True, {"B": 1, "T": 32768, "N": 8, "packed": True}, False),
-        (Gpu(Architecture.SM80, 108), True, {}, False),
-        (H200, True, {"Hq": 32}, True),
-        (H200, True, {}, True),
+        (Gpu(Architecture.SM100, 148), {}, True),
+        (Gpu(Architecture.SM100, 148), {"aligned": False}, False),
+        (Gpu(Architecture.SM100, 148), {"T": 255}, False),
+        (Gpu(Architecture.SM100, 148), {"B": 1, "T": 32768, "N": 8, "packed": True}, False),
+        (Gpu(Architecture.SM80, 108), {}, False),
+        (H200, {"Hq": 32}, True),
+        (H200, {}, True),
     ],
     ids=str,
 )
-def test_what_moves_tiles(gpu, aligned, changes, tma):
-    assert one_pass(gpu, aligned, **changes).tma == tma
+def test_what_moves_tiles(gpu, changes, tma):
+    assert one_pass(gpu, **changes).parameters.tma == tma
 
 
 # ---- segments
 
 
 def test_segments_on_hopper():
-    plan = plan_segments(call_of(B=1, T=65536, H=8), H200, True)
-    assert plan.outputs == one_pass()
+    plan, whole = cut(call_of(B=1, T=65536, H=8)), one_pass()
+    assert (plan.outputs, plan.parameters) == (whole.outputs, whole.parameters)
     assert plan.segments.length == 4096
-    assert plan.segments.states.kernel is Kernel.STATES_SM90
+    assert plan.segments.states is sm90.STATES
     assert plan.segments.overlap
 
 
 def test_segments_of_wide_heads_on_hopper():
-    plan = plan_segments(call_of(B=1, T=65536, H=8, K=256), H200, True)
-    assert plan.outputs == one_pass(K=256)
-    assert plan.segments.states.kernel is Kernel.STATES_SM90
+    plan, whole = cut(call_of(B=1, T=65536, H=8, K=256)), one_pass(K=256)
+    assert (plan.outputs, plan.parameters) == (whole.outputs, whole.parameters)
+    assert plan.segments.states is sm90.STATES
 
 
 def test_segments_without_the_kernels_for_hopper():
     for changes in ({"Hq": 32}, {"dtype": float16}, {"K": 264}):
-        plan = plan_segments(call_of(**{"B": 1, "T": 65536, "H": 8, **changes}), H200, True)
-        assert (plan.outputs.kernel, plan.segments.states.kernel) == (Kernel.FORWARD, Kernel.STATES)
+        plan = cut(call_of(**{"B": 1, "T": 65536, "H": 8, **changes}))
+        assert (plan.outputs, plan.segments.states) == (general.FORWARD, general.STATES)
         assert plan.segments.overlap
-    assert not plan_segments(call_of(B=1, T=65536, H=8), Gpu(Architecture.SM80, 108), True).segments.overlap
+    assert not cut(call_of(B=1, T=65536, H=8), Gpu(Architecture.SM80, 108)).segments.overlap
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"K": 256}, {"dtype": float32}, {"T": 64, "B": 1}, {"T": 0}, {"B": 0}], ids=str
 )
 def test_sequences_that_stay_whole_take_one_pass(changes):
-    assert plan_segments(call_of(**changes), H200, True) == plan_one_pass(call_of(**changes), H200, True)
+    assert cut(call_of(**changes)) == one_pass(**changes)
 
 
 def test_packed_sequences_of_about_the_mean_stay_whole_where_they_half_fill_the_device():
     def length(N, H):
-        return plan_segments(call_of(B=1, T=65536, N=N, H=H, packed=True), H200, True).segments.length
+        return cut(call_of(B=1, T=65536, N=N, H=H, packed=True)).segments.length
 
     for N, H in ((8, 32), (4, 32), (16, 8), (9, 8)):  # equal ones are not cut, twice as long ones are
         assert 1.5 * 65536 / N <= length(N, H) < 2 * 65536 / N
@@ -254,29 +268,35 @@ def test_packed_sequences_of_about_the_mean_stay_whole_where_they_half_fill_the_
 def test_interpreted_sequences_are_cut(packed):
     gpu = Gpu(Architecture.INTERPRETED, 1)
     for T in (33, 100, 1000):
-        assert plan_segments(call_of(B=1, T=T, packed=packed), gpu, False).segments.length == 32
-    assert plan_segments(call_of(B=1, T=32, packed=packed), gpu, False).segments is None
+        assert cut(call_of(B=1, T=T, packed=packed), gpu).segments.length == 32
+    assert cut(call_of(B=1, T=32, packed=packed), gpu).segments is None
 
 
 # ---- who reads plans
 
 
 class Planned(Exception):
-    """Holds what a launcher would have planned with."""
+    """Holds the arguments that a plan was asked for with."""
 
 
-def launcher_plans_with(monkeypatch, gpu, *tensors):
-    """The OpCall, GPU and alignment that the launcher makes of a call's tensors."""
+def asks_for(*arguments):
+    """Stands in for a plan, and raises what it was asked for."""
+    raise Planned(*arguments)
+
+
+@pytest.fixture
+def launcher_plans_with(monkeypatch):
+    """Returns the call, the GPU and the kernels with which the launcher asks for a plan, from a call's tensors."""
     pytest.importorskip("triton")
-    from gla_triton_kernels.chunk_gla import call
 
-    def way(*args):
-        raise Planned(*args[:3])
+    def found(gpu, q, k, v, g, initial_state=None, cu_seqlens=None):
+        monkeypatch.setattr(forward, "gpu_of_call", lambda call: gpu)
+        given = (q, k, v, g, 1.0, initial_state, True, cu_seqlens, None)
+        with pytest.raises(Planned) as planned:
+            forward.prepare(described("chunk_gla_fwd", *given), asks_for)
+        return planned.value.args
 
-    monkeypatch.setattr(call, "gpu_of", lambda device: gpu)
-    with pytest.raises(Planned) as planned:
-        call.forward(way, *tensors[:4], 1.0, tensors[4], True, tensors[5], None)
-    return planned.value.args
+    return found
 
 
 @pytest.mark.parametrize(
@@ -292,24 +312,32 @@ def launcher_plans_with(monkeypatch, gpu, *tensors):
     ids=str,
 )
 @pytest.mark.parametrize("gpu", [H200, Gpu(Architecture.SM80, 108)], ids=lambda gpu: gpu.architecture.name)
-@pytest.mark.parametrize("plan", [plan_one_pass, plan_segments])
-def test_launcher_and_cost_model_have_the_same_plan(plan, gpu, sizes, monkeypatch):
+@pytest.mark.parametrize("plan", [forward.plan_whole, forward.plan_cut])
+def test_launcher_and_cost_model_have_the_same_plan(plan, gpu, sizes, launcher_plans_with):
     x = gla_inputs(**{"dtype": bfloat16, "gate_dtype": float32, **sizes})
     tensors = (x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens)
-    call, found_gpu, aligned = launcher_plans_with(monkeypatch, gpu, *tensors)
+    launched = launcher_plans_with(gpu, *tensors)
     described = gla.explain("chunk_gla_fwd", *tensors[:4], 1.0, x.initial_state, True, x.cu_seqlens).call
     capability = {Architecture.SM90: 9.0, Architecture.SM80: 8.0}[gpu.architecture]
     facts = {"multiprocessors": float(gpu.multiprocessors), "compute_capability": capability}
-    assert gpu_of_constants(facts) == found_gpu
-    assert plan(described, gpu_of_constants(facts), cost._aligned(described)) == plan(call, gpu, aligned)
+    with pytest.raises(Planned) as priced:
+        cost.forward_seconds(asks_for, described, facts)
+    assert gpu_of_constants(facts) == priced.value.args[1] == launched[1] == gpu
+    assert plans_of(plan(*priced.value.args)) == plans_of(plan(*launched))
 
 
-def test_the_launcher_knows_what_tma_can_address(monkeypatch):
+def plans_of(rows):
+    return [(call.dims, plan) for call, plan in rows]
+
+
+def test_the_launcher_knows_what_tma_can_address(launcher_plans_with):
     x = gla_inputs(B=2, T=10, H=3, K=64, V=64, dtype=bfloat16, gate_dtype=float32)
     q, k, v, g = x.q, x.k, x.v, x.g
 
     def aligned(*tensors, gpu=H200):
-        return launcher_plans_with(monkeypatch, gpu, *tensors, None, None)[2]
+        call, gpu, kernels = launcher_plans_with(gpu, *tensors)
+        assert kernels == forward.KERNELS
+        return first_able(kernels, call, gpu) is sm90.FORWARD
 
     assert aligned(q, k, v, g)
     assert aligned(q, k, v, None)
@@ -327,7 +355,7 @@ def rows_of(**changes):
     """How many rows each plan of a batch is for, and whether it cuts them."""
     return [
         (call.dims["B"], call.dims["N"], plan.segments is not None)
-        for call, plan in plan_rows(call_of(**changes), H200, True)
+        for call, plan in forward.plan_cut(call_of(**changes), H200)
     ]
 
 
@@ -352,6 +380,6 @@ def test_rows_that_do_not_fit_beside_the_others_are_cut():
 )
 def test_all_rows_go_one_way(changes):
     call = call_of(**changes)
-    assert plan_rows(call, H200, True) == [(call, plan_segments(call, H200, True))]
+    assert forward.plan_cut(call, H200) == [(call, cut(call))]
     invariant = dataclasses.replace(call_of(B=13, H=11), batch_invariant=4096, scalars={"output_final_state": False})
-    assert len(plan_rows(invariant, H200, True)) == 1
+    assert len(forward.plan_cut(invariant, H200)) == 1

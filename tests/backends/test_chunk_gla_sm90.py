@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 
@@ -11,22 +9,17 @@ from gla_core.conformance import oracle
 from gla_core.conformance.calls import heads_first
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import GATES, gla_inputs
-from gla_triton_kernels.chunk_gla.plan import Kernel, best_kernel
+from gla_triton_kernels.chunk_gla import forward as launcher
+from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
+from tests.backends.prepared_calls import described
 
 BUDGET = FORWARD[torch.bfloat16]
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90", "poisoned")]
 
 
 @pytest.fixture(autouse=True)
-def sm90_kernels(change_plans):
-    """Whatever the length of sequences; a call that would take the general kernel fails."""
-
-    def sm90_kernel(*call):
-        kernel = best_kernel(*call)
-        assert kernel is not Kernel.FORWARD
-        return kernel
-
-    change_plans("best_kernel", sm90_kernel)
+def any_length(change_plans):
+    """Has the kernels for SM90 compute short sequences too."""
     change_plans("SM90_TOKENS", 0)
     change_plans("SM90_WIDE_TOKENS", 0)
 
@@ -36,15 +29,21 @@ def inputs(**sizes):
     return [x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens]
 
 
-def forward(q, k, v, g, scale, initial_state, cu_seqlens, backend="gla_triton_fused"):
-    module = importlib.import_module(f"{backend}.chunk_gla")
-    return module.chunk_gla_fwd(q, k, v, g, scale, initial_state, True, cu_seqlens, None)[:2]
+def prepared(given, plan=launcher.plan_whole):
+    """Prepares a call by the kernels for SM90; one that both of them refuse fails."""
+    return launcher.prepare(described("chunk_gla_fwd", *given), plan, (sm90.FORWARD, sm90.FORWARD_WIDE))
 
 
-def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, backend="gla_triton_fused"):
+def forward(q, k, v, g, scale, initial_state, cu_seqlens):
+    given = (q, k, v, g, scale, initial_state, True, cu_seqlens, None)
+    return prepared(given)(*given)[:2]
+
+
+def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, plan=launcher.plan_whole):
     """Compare with the oracle, twice with the same bits, and return what was found."""
-    o, state = forward(q, k, v, g, scale, initial_state, cu_seqlens, backend)
-    again = forward(q, k, v, g, scale, initial_state, cu_seqlens, backend)
+    given = (q, k, v, g, scale, initial_state, True, cu_seqlens, None)
+    run = prepared(given, plan)
+    (o, state, _), again = run(*given), run(*given)
     ref_o, ref_state = oracle.chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
     assert relative_error(o, ref_o) <= BUDGET
     assert relative_error(state, ref_state) <= BUDGET
@@ -102,7 +101,7 @@ def test_packed_wide_heads(lengths, gates, V):
 def test_segments(change_plans, K, sizes, initial_state):
     change_plans("segment_length", lambda *_: 128)
     x = inputs(H=3, K=K, V=136, gates="-inf", initial_state=initial_state, **sizes)
-    check(*x, backend="gla_parallel_scan")
+    check(*x, plan=launcher.plan_cut)
 
 
 @pytest.mark.parametrize("K", [64, 256])

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gla_triton_kernels.chunk_gla.plan import Kernel
-from gla_triton_kernels.chunk_gla.plan_summary import plan_cut_summary, plan_whole_summary
 
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import OpCall, contiguous_layout
 from gla_core.workloads.inputs import gla_inputs
+from gla_triton_kernels.chunk_gla.general import kernels as general
+from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
+from gla_triton_kernels.chunk_gla.summary import plan_cut, plan_whole
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 
 H200 = Gpu(Architecture.SM90, 132)
@@ -71,14 +72,17 @@ def call(T, H, B=1, K=128, N=None, dtype=torch.bfloat16):
 
 def test_few_heads_are_cut_and_many_stay_whole():
     few, many = call(65536, 8), call(4096, 32, B=8)
-    assert plan_cut_summary(few, H200, True).length == 65536 // 16
-    assert plan_cut_summary(many, H200, True) == plan_whole_summary(many, H200, True)
-    assert plan_whole_summary(few, H200, True).length == 65536
+    assert plan_cut(few, H200).length == 65536 // 16
+    assert plan_cut(many, H200) == plan_whole(many, H200)
+    assert plan_whole(few, H200).length == 65536
 
 
 def test_the_kernel_follows_the_forward():
-    for plan in (plan_cut_summary, plan_whole_summary):
-        assert plan(call(65536, 8), H200, True).states.kernel is Kernel.STATES_SM90
-        assert plan(call(65536, 8, K=264), H200, True).states.kernel is Kernel.STATES
-        assert plan(call(65536, 8, dtype=torch.float16), H200, True).states.kernel is Kernel.STATES
-        assert plan(call(65536, 8, N=4), H200, False).states.kernel is Kernel.STATES
+    left = contiguous_layout((1, 65536, 8, 128), torch.bfloat16)._replace(aligned=False)
+    unaligned = replace(call(65536, 8, N=4), layouts={"left": left})
+    assert plan_cut(call(65536, 8, N=4), H200).states is sm90.STATES
+    for plan in (plan_cut, plan_whole):
+        assert plan(call(65536, 8), H200).states is sm90.STATES
+        assert plan(call(65536, 8, K=264), H200).states is general.STATES
+        assert plan(call(65536, 8, dtype=torch.float16), H200).states is general.STATES
+        assert plan(unaligned, H200).states is general.STATES

@@ -73,9 +73,8 @@ def expected(inputs, given, cu_seqlens, marks):
 
 def completed(inputs, given, cu_seqlens, marks):
     """The kernel's, from gradients that stay as they are."""
-    from gla_triton_kernels.chunk_gla.call import BackwardTensors
-
-    from gla_triton_kernels.chunk_gla import pairs
+    from gla_triton_kernels.chunk_gla.sm90 import pairs
+    from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
     from gla_triton_kernels.runtime.launch import start
 
     q, k, v, g, do = inputs
@@ -172,7 +171,7 @@ def test_a_block_of_keys_that_is_not_marked():
 
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 200, "H": 5}, {"lengths": (70, 0, 129), "H": 3}])
 def test_many_chunks_a_program(sizes, monkeypatch):
-    from gla_triton_kernels.chunk_gla import pairs
+    from gla_triton_kernels.chunk_gla.sm90 import pairs
 
     monkeypatch.setattr(pairs, "PROGRAMS", 2)
     check(*case(**sizes))

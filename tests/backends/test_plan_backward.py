@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from gla_core.dispatch.backend import OpCall
-from gla_triton_kernels.chunk_gla.plan import Kernel
-from gla_triton_kernels.chunk_gla.plan_backward import CHUNK, plan_segments_backward, plan_whole_sequences
+from gla_core.dispatch.backend import CHUNK, Layout, OpCall, contiguous_layout
+from gla_triton_kernels.chunk_gla import backward
+from gla_triton_kernels.chunk_gla.general import kernels as general
+from gla_triton_kernels.chunk_gla.seen import tokens_addressable
+from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 
 H200, A100 = Gpu(Architecture.SM90, 132), Gpu(Architecture.SM80, 108)
 
 
-def call(*, dtype=torch.bfloat16, every=CHUNK, precision="highest", **dims):
+def call(*, dtype=torch.bfloat16, every=CHUNK, precision="highest", aligned=True, **dims):
     dims = {"B": 1, "T": 4096, "H": 4, "K": 128, "V": 128, **dims}
     dims = {"Hq": dims["H"], "N": dims["B"], **dims}
+    do = contiguous_layout(tuple(dims[name] for name in ("B", "T", "Hq", "V")), dtype)
     return OpCall(
         op="chunk_gla_bwd",
         device=torch.device("cuda"),
@@ -24,39 +29,61 @@ def call(*, dtype=torch.bfloat16, every=CHUNK, precision="highest", **dims):
         gate_dtype=torch.float32,
         scalars={"checkpoint_every": every},
         float32_matmul_precision=precision,
+        layouts={} if aligned else {"do": do._replace(aligned=False)},
     )
 
 
+def whole(call, gpu=H200):
+    ((planned, plan),) = backward.plan_whole(call, gpu)
+    assert planned is call
+    return plan
+
+
 @pytest.mark.parametrize(
-    ("sizes", "gpu", "aligned"),
+    ("changes", "gpu"),
     [
-        ({"dtype": torch.float16}, H200, True),
-        ({}, H200, False),
-        ({"K": 37}, H200, True),  # rows of 16 bytes in q, with gaps between them, are none in dq
-        ({"V": 100}, H200, True),
-        ({}, A100, True),
+        ({"dtype": torch.float16}, H200),
+        ({"aligned": False}, H200),
+        ({"K": 37}, H200),  # rows of 16 bytes in q, with gaps between them, are none in dq
+        ({"V": 100}, H200),
+        ({}, A100),
     ],
 )
-def test_the_general_kernel_takes_what_the_one_for_sm90_does_not(sizes, gpu, aligned):
+def test_the_general_kernel_takes_what_the_one_for_sm90_does_not(changes, gpu):
     for heads in (4, 8):
-        assert plan_whole_sequences(call(Hq=heads), H200, True).gradients.kernel is Kernel.BACKWARD_SM90
-    gradients = plan_whole_sequences(call(**sizes), gpu, aligned).gradients
-    assert gradients.kernel is Kernel.BACKWARD
-    assert gradients.BK >= 64 <= gradients.BV
+        assert whole(call(Hq=heads)).gradients is sm90.BACKWARD
+    plan = whole(call(**changes), gpu)
+    assert plan.gradients is general.BACKWARD
+    assert plan.parameters.BK >= 64 <= plan.parameters.BV
+
+
+@pytest.mark.parametrize("width", ["K", "V"])
+def test_rows_of_16_bytes_with_gaps_between_them_are_none_in_a_gradient(width):
+    """Such inputs could be moved by TMA, and the gradients of them could not."""
+    found = call(**{width: 37})
+    layouts = {}
+    for name in ("q", "k", "g", "v", "do"):
+        B, T, H, size = (found.dims[x] for x in ("B", "T", "H", "K" if name in "qkg" else "V"))
+        strides = (T * H * 128, H * 128, 128, 1)
+        layouts[name] = Layout((B, T, H, size), strides, torch.float32 if name == "g" else torch.bfloat16)
+    found = replace(found, layouts=layouts)
+    assert tokens_addressable(found)
+    assert whole(found).gradients is general.BACKWARD
 
 
 @pytest.mark.parametrize(
     ("K", "V", "kernel"),
     [
-        (128, 128, Kernel.BACKWARD_SM90),
-        (128, 256, Kernel.BACKWARD_SM90_WIDE),
-        (256, 64, Kernel.BACKWARD_SM90_WIDE),
-        (256, 512, Kernel.BACKWARD_SM90_WIDE),
-        (512, 512, Kernel.BACKWARD_SM90),  # which adds up what its blocks give
+        (128, 128, sm90.BACKWARD),
+        (128, 256, sm90.BACKWARD_WIDE),
+        (256, 64, sm90.BACKWARD_WIDE),
+        (256, 512, sm90.BACKWARD_WIDE),
+        (512, 512, sm90.BACKWARD),  # which adds up what its blocks give
     ],
+    ids=lambda x: getattr(x, "name", None),
 )
 def test_heads_of_several_blocks_take_the_kernel_for_wide_ones(K, V, kernel):
-    assert plan_whole_sequences(call(K=K, V=V), H200, True).gradients.kernel is kernel
+    assert whole(call(K=K, V=V)).gradients is kernel
 
 
 @pytest.mark.parametrize(
@@ -69,18 +96,18 @@ def test_heads_of_several_blocks_take_the_kernel_for_wide_ones(K, V, kernel):
     ],
 )
 def test_precision(dtype, precision, parts):
-    assert plan_whole_sequences(call(dtype=dtype, precision=precision), A100, False).gradients.precision == parts
+    assert whole(call(dtype=dtype, precision=precision), A100).parameters.precision == parts
 
 
 @pytest.mark.parametrize("every", [None, CHUNK, 2 * CHUNK])
 def test_states_are_built_unless_checkpoints_hold_them(every):
-    entering = plan_whole_sequences(call(every=every), H200, True).entering
+    entering = whole(call(every=every)).entering
     assert (entering is None) == (every == CHUNK)
     assert entering is None or entering.length == CHUNK
 
 
 def test_few_heads_are_cut_and_many_are_not():
-    few, many = (plan_segments_backward(call(B=B), H200, True).leaving for B in (1, 64))
+    few, many = (backward._segments(call(B=B), H200, backward.KERNELS).leaving for B in (1, 64))
     assert many is None
     assert few is not None
     assert few.length % CHUNK == 0

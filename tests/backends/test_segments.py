@@ -7,12 +7,15 @@ import os
 
 import pytest
 import torch
-from gla_triton_kernels.chunk_gla.plan import FORWARD_CUT, SEGMENT_UNIT, Kernel, KernelPlan, SegmentPlan, segment_length
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.dispatch.backend import CHUNK
 from gla_core.workloads.inputs import gla_inputs
+from gla_triton_kernels.chunk_gla.cutting import FORWARD_CUT, segment_length
+from gla_triton_kernels.chunk_gla.general import kernels as general
+from gla_triton_kernels.chunk_gla.kernel import Parameters, SegmentPlan
 
 pytest.importorskip("triton")
 
@@ -29,7 +32,7 @@ def offsets_of(lengths, device, dtype=torch.int64, first=0):
 @pytest.fixture
 def check(device):
     """Compares with the definition, also with rows before the first sequence and behind the last."""
-    from gla_triton_kernels.chunk_gla import segments
+    from gla_triton_kernels.chunk_gla.shared import segments
     from gla_triton_kernels.runtime.launch import start
 
     def check(lengths, length, dtype=torch.int64, around=0, uncut=None):
@@ -102,7 +105,7 @@ def test_any_boundaries(check, lengths, length, around, more):
 )
 def test_the_longest_first(device, lengths, length, more, dtype):
     """Of sequences and of what they are cut into: all of them, once; those first that another one follows."""
-    from gla_triton_kernels.chunk_gla import segments
+    from gla_triton_kernels.chunk_gla.shared import segments
     from gla_triton_kernels.runtime.launch import start
 
     offsets, T = offsets_of(lengths, device, dtype, 3), sum(lengths) + 6
@@ -120,7 +123,7 @@ def test_the_longest_first(device, lengths, length, more, dtype):
 
 
 def test_equal_sequences_are_cut_on_the_host():
-    from gla_triton_kernels.chunk_gla.segments import cut
+    from gla_triton_kernels.chunk_gla.shared.segments import cut
 
     segments = cut(3, 130, 64, 64, None)
     assert (segments.per_sequence, segments.count, segments.order, segments.cu_seqlens) == (3, 9, None, None)
@@ -133,7 +136,7 @@ def test_a_segment_is_whole_chunks_or_all():
     tokens = [1, 63, 64, 65, 2048, 8192, 65536]
     for sequences, T, blocks, packed in itertools.product([1, 2, 8, 64], tokens, [1, 8, 33, 512], [False, True]):
         length = segment_length(sequences, T, blocks, 132, packed, FORWARD_CUT)
-        assert length % SEGMENT_UNIT == 0 or length >= T, (sequences, T, blocks, packed)
+        assert length % CHUNK == 0 or length >= T, (sequences, T, blocks, packed)
 
 
 def pieces(sequences, T, blocks):
@@ -178,7 +181,7 @@ def recurrence(backwards, *, G=1, around=0, carried=True, **sizes):
 
     Where something is carried into sequences and out of them, the states it starts from are strided.
     """
-    from gla_triton_kernels.chunk_gla.segments import Recurrence
+    from gla_triton_kernels.chunk_gla.shared.segments import Recurrence
 
     if "lengths" in sizes:
         sizes["lengths"] = (around, *sizes["lengths"], around)
@@ -200,20 +203,20 @@ def planned(x, length, uncut):
     """The general kernel with several blocks to a state and chunks of 16 tokens, or token by token."""
     operand = torch.bfloat16 if x.left.dtype == torch.bfloat16 else torch.float32
     tokenwise = x.left.dtype == torch.float32
-    kernel = KernelPlan(kernel=Kernel.STATES, C=16, BK=16, BV=16, operand=operand, tokenwise=tokenwise)
-    return SegmentPlan(length, uncut, kernel, overlap=False)
+    parameters = Parameters(C=16, BK=16, BV=16, operand=operand, tokenwise=tokenwise)
+    return SegmentPlan(length, uncut, general.STATES, parameters, overlap=False)
 
 
 def own_states(x, length, uncut, offsets):
     """The segments, and their states from zero and decays; what was not written is NaN."""
-    from gla_triton_kernels.chunk_gla import segments, states
+    from gla_triton_kernels.chunk_gla.shared import segments
     from gla_triton_kernels.runtime.launch import start
 
     B, T, _, K = x.left.shape
-    cut = segments.cut(B, T, length, uncut, offsets)
+    cut, plan = segments.cut(B, T, length, uncut, offsets), planned(x, length, uncut)
     S = torch.full((cut.count, H, K, x.right.shape[3]), torch.nan, device=x.left.device)
     D = None if x.g is None else torch.full((cut.count, H, K), torch.nan, device=x.left.device)
-    start([*cut.launches, *states.launch_states(planned(x, length, uncut), x, cut, S, D)])
+    start([*cut.launches, *plan.states.load()(plan, x, cut, S, D)])
     return cut, S, D
 
 
@@ -247,7 +250,7 @@ def check_states(backwards, length=32, more=0, skip_first=False, **sizes):
         more: than a segment's tokens, up to which packed sequences are not cut.
         skip_first: leave out the state before a sequence.
     """
-    from gla_triton_kernels.chunk_gla import scan
+    from gla_triton_kernels.chunk_gla.shared import scan
     from gla_triton_kernels.runtime.launch import start
 
     x, offsets = recurrence(backwards, **sizes)
@@ -293,7 +296,7 @@ def test_packed_sequences_that_are_a_little_longer_than_a_segment_stay_whole(dev
 @both_directions
 @pytest.mark.parametrize("programs", [1, 5])
 def test_a_few_programs_scan_all_that_is_cut(device, programs, backwards, monkeypatch):
-    from gla_triton_kernels.chunk_gla import scan
+    from gla_triton_kernels.chunk_gla.shared import scan
 
     monkeypatch.setattr(scan, "PROGRAMS", programs)
     lengths = (0, 70, 5, 0, 33, 32, 1, 129)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gla_triton_kernels.chunk_gla.plan import SegmentPlan, _states_sm90
 
 from gla_core.conformance import oracle
 from gla_core.conformance.calls import heads_first
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import OpCall
 from gla_core.workloads.inputs import GATES, gla_inputs
+from gla_triton_kernels.chunk_gla import forward
+from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
+from tests.backends.prepared_calls import described
 
 BUDGET = FORWARD[torch.bfloat16]
 DECAYS = 2e-4  # exp of a float32 sum of up to -100
@@ -26,7 +28,7 @@ def inputs(**sizes):
 
 def cut(B, T, length, cu_seqlens=None):
     """Segments, and where each is: (batch, first row, end)."""
-    from gla_triton_kernels.chunk_gla import segments as triton_segments
+    from gla_triton_kernels.chunk_gla.shared import segments as triton_segments
     from gla_triton_kernels.runtime.launch import start
 
     segments = triton_segments.cut(B, T, length, length, cu_seqlens)
@@ -48,9 +50,7 @@ def state_from_zero(left, right, g, backwards=False):
 
 
 def build(left, right, g, segments, backwards=False, skip_last=False, multiprocessors=132):
-    from gla_triton_kernels.chunk_gla.segments import Recurrence
-
-    from gla_triton_kernels.chunk_gla import states_sm90
+    from gla_triton_kernels.chunk_gla.shared.segments import Recurrence
     from gla_triton_kernels.runtime.launch import start
 
     B, T, H, K, V = *left.shape, right.shape[3]
@@ -63,11 +63,13 @@ def build(left, right, g, segments, backwards=False, skip_last=False, multiproce
         dims={"B": B, "T": T, "N": B, "H": H, "K": K, "V": V},
         gate_dtype=None if g is None else g.dtype,
     )
-    states = _states_sm90(call, Gpu(Architecture.SM90, multiprocessors), segments.length)
-    plan = SegmentPlan(segments.length, segments.uncut, states, overlap=True)
+    gpu = Gpu(Architecture.SM90, multiprocessors)
+    outputs = sm90.FORWARD.parameters(call, gpu, segments.count)
+    plan = forward.segments_before(call, gpu, sm90.FORWARD, outputs, segments.length, segments.uncut)
+    assert (plan.states, plan.overlap) == (sm90.STATES, True)
     after = None if skip_last else S  # whether there is one is all that matters here
     x = Recurrence(left, right, g, None, after, scale=0.3, backwards=backwards)
-    start(states_sm90.launch_states(plan, x, segments, S, D))
+    start(plan.states.load()(plan, x, segments, S, D))
     return S, D
 
 
@@ -158,17 +160,17 @@ def check_left_out(k, v, g, segments, backwards, left_out):
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 700}, {"lengths": (0, 300, 1, 0, 130, 500)}], ids=str)
 def test_outputs_of_segments(sizes, gates, final, change_plans):
     """The three kernels one after the other, also where each starts before the one before it is done."""
-    from gla_parallel_scan import chunk_gla
-
     change_plans("segment_length", lambda *_: 128)
     q, k, v, g, state, offsets = inputs(K=128, V=128, gates=gates, initial_state=True, **sizes)
     ref_o, ref_state = oracle.chunk_gla(q, k, v, g, 0.3, state, offsets)
-    o, end, _ = chunk_gla.chunk_gla_fwd(q, k, v, g, 0.3, state, final, offsets, None)
+    given = (q, k, v, g, 0.3, state, final, offsets, None)
+    run = forward.prepare(described("chunk_gla_fwd", *given), forward.plan_cut, (sm90.FORWARD,))
+    o, end, _ = run(*given)
     assert relative_error(o, ref_o) <= BUDGET
     if final:
         assert relative_error(end, ref_state) <= BUDGET
     for _ in range(20):
-        again = chunk_gla.chunk_gla_fwd(q, k, v, g, 0.3, state, final, offsets, None)[:2]
+        again = run(*given)[:2]
         assert torch.equal(o, again[0])
         assert not final or torch.equal(end, again[1])
 

@@ -11,15 +11,17 @@ pytestmark = pytest.mark.kernels
 
 @pytest.fixture
 def widened():
-    from gla_triton_kernels.chunk_gla.widths import widened
+    from gla_triton_kernels.chunk_gla.seen import seen_width
+    from gla_triton_kernels.chunk_gla.shared.widths import widened
     from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 
-    return lambda x: widened(x, Gpu(Architecture.SM90, 132))
+    gpu = Gpu(Architecture.SM90, 132)
+    return lambda x: widened(x, *(seen_width(y.shape[3], y.dtype, gpu) for y in (x.k, x.v)))
 
 
 def forward(device, K=20, V=9):
     """A call with all tensors; q is a part of another tensor, and results are NaN but for checkpoints."""
-    from gla_triton_kernels.chunk_gla.call import Tensors
+    from gla_triton_kernels.chunk_gla.tensors import Tensors
 
     def random(*shape, dtype=torch.bfloat16):
         return torch.randn(shape, device=device).to(dtype)

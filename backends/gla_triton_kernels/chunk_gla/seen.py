@@ -57,9 +57,14 @@ def copied_for_invariance(call: OpCall) -> frozenset[str]:
 
 
 def tokens_addressable(call: OpCall) -> bool:
-    """Returns whether TMA can address all tensors of tokens: keys, queries, values, gates, and o or do.
+    """Returns whether TMA can address all tensors of tokens; see `not_addressable`."""
+    return not_addressable(call) is None
 
-    A tensor whose layout is not known counts as contiguous.
+
+def not_addressable(call: OpCall) -> str | None:
+    """Returns the name of a tensor of tokens that TMA cannot address; None if it can address all of them.
+
+    These are keys, queries, values, gates, and o or do. A tensor whose layout is not known counts as contiguous.
     """
     B, T, H, Hq, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
     shapes = {"q": (B, T, Hq, K), "k": (B, T, H, K), "v": (B, T, H, V), "o": (B, T, Hq, V)}
@@ -70,4 +75,4 @@ def tokens_addressable(call: OpCall) -> bool:
     layouts = {name: call.layouts.get(name) or contiguous_layout(shape, call.dtype) for name, shape in shapes.items()}
     if call.gate_dtype is not None:
         layouts["g"] = call.layouts.get("g") or contiguous_layout((B, T, H, K), call.gate_dtype)
-    return all(map(addressable, layouts.values()))
+    return next((name for name, layout in layouts.items() if not addressable(layout)), None)

@@ -31,7 +31,7 @@ from gla_triton_kernels.chunk_gla.price import (
     kernel_seconds,
     moved_bytes,
 )
-from gla_triton_kernels.chunk_gla.seen import tokens_addressable
+from gla_triton_kernels.chunk_gla.seen import not_addressable
 from gla_triton_kernels.runtime.architecture import Gpu
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
         return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.architecture.known_as}"
     if call.dtype != torch.bfloat16:
         return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
-    if not tokens_addressable(call):
-        return "needs tensors whose addresses and strides are multiples of 16 bytes"
+    if (name := not_addressable(call)) is not None:
+        return f"needs tensors that TMA can address: addresses and strides are multiples of 16 bytes; {name} is not one"
     return None
 
 
