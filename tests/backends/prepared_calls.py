@@ -1,0 +1,33 @@
+"""Calls of prepared ops of our own backends, past gla_core's selection and what it remembers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from gla_core.dispatch.backend import OpCall, Prepared
+from gla_core.ops import ABSTRACT_OPS
+
+Prepare = Callable[[OpCall], Callable[..., Any]]
+
+
+def described(op: str, *arguments: Any) -> OpCall:
+    """Returns the description of a call of an abstract op, whose arguments are all those of its contract, in order."""
+    spec = ABSTRACT_OPS[op]
+    hints = [None for argument in spec.arguments if argument.hint]
+    return spec.describe(*arguments, *hints)
+
+
+def call_prepared(op: str, prepare: Prepare, *arguments: Any) -> Any:
+    """Prepares a call of an abstract op, and returns what it computes."""
+    return prepare(described(op, *arguments))(*arguments)
+
+
+def preparing(backend: str, op: str) -> Prepare:
+    """Returns the function by which one of our own backends prepares an op."""
+    (found,) = importlib.import_module(f"gla_{backend}").gla_register_backends()
+    prepared = found.ops[op]
+    assert isinstance(prepared, Prepared)
+    assert prepared.takes == ABSTRACT_OPS[op].contract
+    return prepared.prepare
