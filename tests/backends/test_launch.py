@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gla_core.dispatch.backend import LaunchError
+from tests.backends.fake_kernels import Compiled, Kernel
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -27,40 +28,6 @@ def prepared(monkeypatch):
     launch._prepare_compiler.cache_clear()
     yield asked
     launch._prepare_compiler.cache_clear()
-
-
-class Compiled:
-    """Stands for what Triton has compiled; `run` loads it, and raises where it does not fit."""
-
-    def __init__(self, name, told, error=None):
-        self.name, self.told, self.error = name, told, error
-
-    @property
-    def run(self):
-        if self.error is not None:
-            raise self.error
-        self.told.append(("load", self.name))
-
-
-class Kernel:
-    """Stands for a function of triton.jit, and notes what is asked of it."""
-
-    def __init__(self, name, told, error=None):
-        self.fn, self.told, self.error = type(name, (), {}), told, error
-        self.arg_names = ["x_ptr", "y_ptr", "scale", "T"]
-
-    def warmup(self, *arguments, grid, **options):
-        self.told.append(("warmup", self.fn.__name__, arguments, grid, options))
-        return Compiled(self.fn.__name__, self.told, self.error)
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **options):
-            if self.error is not None:
-                raise self.error
-            self.told.append(("launch", self.fn.__name__, arguments, grid, options))
-            return f"{self.fn.__name__} compiled"
-
-        return launch
 
 
 def launches(*kernels):
