@@ -91,6 +91,8 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
     except TypeError:  # an argument that cannot be hashed has a wrong type; the description says which
         known = None
     plan = known or _plan(spec, args, needs_grad, capturing, request)
+    if plan is None:
+        return run(spec, args, needs_grad, backend)
     given = args
     if plan.copied:
         args = tuple(x.contiguous() if i in plan.copied else x for i, x in enumerate(args))
@@ -110,8 +112,13 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
     return _laid_out(spec, given, args, found) if plan.copied else found
 
 
-def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request: Request) -> _Plan:
-    """Checks and describes a call, selects its backend, and has the backend prepare it."""
+def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request: Request) -> _Plan | None:
+    """Checks and describes a call, selects its backend, and has the backend prepare it.
+
+    Returns:
+        None if the backend could not launch and is passed over: the next one is selected by another call of `run`,
+        which keeps its plan.
+    """
     tokens = request.batch_invariant
     call = spec.describe(*args, needs_grad=needs_grad, capturing=capturing, batch_invariant=tokens)
     if call.device.type == "cpu":
@@ -130,9 +137,9 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     try:
         function = _function_of(spec, chosen, taken, can.batch_invariant)
     except Exception as error:
-        if not _is_passed_over(error, chosen, call, request):
+        if not _is_passed_over(error, chosen, call, request, stacklevel=5):
             raise
-        return _plan(spec, args, needs_grad, capturing, request)
+        return None
     return _Plan(function, chosen, call, copied)
 
 
@@ -156,13 +163,19 @@ def _function_of(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset
     return lambda *args: function(**{name: args[i] for name, i in picked})
 
 
-def _is_passed_over(error: Exception, backend: Backend, call: OpCall, request: Request) -> bool:
-    """Returns whether `auto` goes on without a backend that could not launch; if so warns, and remembers it."""
+def _is_passed_over(error: Exception, backend: Backend, call: OpCall, request: Request, stacklevel: int = 4) -> bool:
+    """Returns whether `auto` goes on without a backend that could not launch; if so warns, and remembers it.
+
+    Args:
+        stacklevel: of the line that calls the op, for the warning.
+    """
     if request.choice(call.op).names or not is_launch_failure(error):
         return False
     remember_launch_failure(backend, call, error)
     _drop_plans()
-    warnings.warn(f"{call.op}: backend {backend.name!r} could not launch and is skipped: {error}", stacklevel=4)
+    warnings.warn(
+        f"{call.op}: backend {backend.name!r} could not launch and is skipped: {error}", stacklevel=stacklevel
+    )
     return True
 
 

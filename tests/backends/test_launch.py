@@ -1,4 +1,4 @@
-"""Launches are started together: what they need is compiled at once, and before the first of them."""
+"""Kernels of launches are compiled at once, before the first launch; what cannot be launched is named."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gla_core.dispatch.backend import LaunchError
+from tests.backends.fake_kernels import Compiled, Kernel
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -29,26 +30,6 @@ def prepared(monkeypatch):
     launch._prepare_compiler.cache_clear()
 
 
-class Kernel:
-    """Stands for a function of triton.jit, and notes what is asked of it."""
-
-    def __init__(self, name, told, error=None):
-        self.fn, self.told, self.error = type(name, (), {}), told, error
-        self.arg_names = ["x_ptr", "y_ptr", "scale", "T"]
-
-    def warmup(self, *arguments, grid, **options):
-        self.told.append(("warmup", self.fn.__name__, arguments, grid, options))
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **options):
-            if self.error is not None:
-                raise self.error
-            self.told.append(("launch", self.fn.__name__, arguments, grid, options))
-            return f"{self.fn.__name__} compiled"
-
-        return launch
-
-
 def launches(*kernels):
     from gla_triton_kernels.runtime.launch import Launch
 
@@ -56,22 +37,35 @@ def launches(*kernels):
     return [Launch(kernel, (i, 1, 1), {**arguments, "T": i}, {"num_warps": 4}) for i, kernel in enumerate(kernels)]
 
 
+@pytest.fixture(params=["start", "compile_launches"])
+def act(request):
+    """Starts launches, or compiles them."""
+    from gla_triton_kernels.runtime import launch
+
+    return getattr(launch, request.param)
+
+
 def test_what_takes_long_once_is_begun_first(prepared):
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.runtime.launch import compile_launches
 
     for _ in range(2):
-        start(launches(Kernel("a", [])))
+        compile_launches(launches(Kernel("a", [])))
     assert sorted(prepared) == ["driver", "key"]
 
 
 def test_all_are_compiled_before_the_first_is_launched():
-    from gla_triton_kernels.runtime.launch import start
+    """First side by side; once all are compiled, each is loaded on the device."""
+    from gla_triton_kernels.runtime.launch import compile_launches, start
 
     told = []
     made = launches(Kernel("a", told), Kernel("b", told))
-    start(made)
+    compile_launches(made)
     expected = [(name, ("x", None, 0.5, i), (i, 1, 1), {"num_warps": 4}) for i, name in enumerate("ab")]
-    assert told == [("warmup", *what) for what in expected] + [("launch", *what) for what in expected]
+    compiled = [("warmup", *what) for what in expected]
+    assert told == [*compiled, compiled[0], ("load", "a"), compiled[1], ("load", "b")]
+    told.clear()
+    start(made)
+    assert told == [("launch", *what) for what in expected]
     assert [x.compiled for x in made] == ["a compiled", "b compiled"]
 
 
@@ -83,30 +77,35 @@ def test_one_is_compiled_as_it_is_launched():
     assert [what for what, *_ in told] == ["launch"]
 
 
-def test_a_kernel_that_does_not_fit_is_named():
-    from triton.runtime.errors import OutOfResources
+def test_one_that_is_compiled_by_itself_needs_no_threads(monkeypatch):
+    from gla_triton_kernels.runtime import launch
 
-    from gla_triton_kernels.runtime.launch import start
+    told = []
+    monkeypatch.setattr(launch, "_compile_side_by_side", lambda made: told.append("threads"))
+    launch.compile_launches(launches(Kernel("a", told)))
+    assert [what for what, *_ in told] == ["warmup", "load"]
+
+
+def test_a_kernel_that_does_not_fit_is_named(act):
+    from triton.runtime.errors import OutOfResources
 
     error = OutOfResources(300_000, 232_448, "shared memory")
     with pytest.raises(LaunchError, match=r"^b cannot be launched on this device: OutOfResources: .*300000"):
-        start(launches(Kernel("a", []), Kernel("b", [], error)))
+        act(launches(Kernel("a", []), Kernel("b", [], error)))
 
 
 @pytest.mark.parametrize("error", [KeyError("maxnreg"), RuntimeError("PassManager::run failed"), AssertionError()])
 @pytest.mark.parametrize("beside", [[], ["a"]])
-def test_whatever_the_compiler_raises_is_a_failed_launch(error, beside):
-    """Alone, and where others are compiled beside it, which asks the compiler before the launch does."""
+def test_whatever_the_compiler_raises_is_a_failed_launch(error, beside, act):
+    """Alone, and where others are compiled beside it, by threads whose errors are left to what asks after them."""
     import triton.runtime._async_compile as mode
-
-    from gla_triton_kernels.runtime.launch import start
 
     class Uncompiled(Kernel):
         def warmup(self, *_, **__):
             raise self.error
 
     with pytest.raises(LaunchError, match=f"^b cannot be launched on this device: {type(error).__name__}") as raised:
-        start(launches(*(Kernel(name, []) for name in beside), Uncompiled("b", [], error)))
+        act(launches(*(Kernel(name, []) for name in beside), Uncompiled("b", [], error)))
     assert raised.value.__cause__ is error
     assert mode.active_mode.get() is None
 
@@ -121,7 +120,7 @@ def test_without_a_driver_there_is_no_launch(monkeypatch):
 
     monkeypatch.setattr(launch, "driver", NoDriver())
     with pytest.raises(LaunchError, match=r"^Triton cannot be launched on this device: RuntimeError: 0 active drivers"):
-        launch.start(launches(Kernel("a", [])))
+        launch.compile_launches(launches(Kernel("a", [])))
 
 
 @pytest.mark.parametrize(
@@ -134,34 +133,38 @@ def test_without_a_driver_there_is_no_launch(monkeypatch):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_of_the_device_are_no_failed_launch(error):
+def test_errors_of_the_device_are_no_failed_launch(error, act):
     """They may be those of a kernel that ran before, whose results would be taken for right."""
-    from gla_triton_kernels.runtime.launch import start
-
     with pytest.raises(type(error)) as raised:
-        start(launches(Kernel("a", [], error)))
+        act(launches(Kernel("a", [], error)))
     assert raised.value is error
 
 
-def test_triton_compiles_side_by_side_and_keeps_errors_for_the_launch():
+def test_triton_compiles_side_by_side_and_keeps_errors_for_later():
     """Two kernels that each wait until the other is being compiled; one that cannot be compiled holds up none."""
     import triton.runtime._async_compile as mode
 
-    from gla_triton_kernels.runtime.launch import start
+    from gla_triton_kernels.runtime.launch import compile_launches
 
     both, told = threading.Barrier(2, timeout=20), []
 
     class Compiling(Kernel):
         def warmup(self, *_, **__):
-            mode.active_mode.get().submit(self.fn.__name__, self.compile, told.append)
+            if (beside := mode.active_mode.get()) is None:
+                return self.compile()
+            return beside.submit(self.fn.__name__, self.compile_beside, told.append)
 
-        def compile(self):
+        def compile_beside(self):
             both.wait()
-            if self.error is not None:
-                raise self.error
+            self.compile()
             return self.fn.__name__
 
+        def compile(self):
+            if self.error is not None:
+                raise self.error
+            return Compiled(self.fn.__name__, [])
+
     with pytest.raises(LaunchError, match=r"^b cannot be launched.*ValueError: wrong"):
-        start(launches(Compiling("a", []), Compiling("b", [], ValueError("wrong"))))
+        compile_launches(launches(Compiling("a", []), Compiling("b", [], ValueError("wrong"))))
     assert told == ["a"]
     assert mode.active_mode.get() is None

@@ -8,6 +8,8 @@ a loop carries from one iteration to the next have no bounds here; they are coun
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
 import inspect
 import itertools
@@ -19,10 +21,9 @@ from collections import ChainMap
 import pytest
 import torch
 
-import gla_parallel_scan as parallel_scan
-import gla_triton_fused as triton_fused
 import gla_triton_kernels
-from gla_core.dispatch.backend import OpCall, new_checkpoints
+from gla_core.dispatch.backend import KnownDevice, OpCall, new_checkpoints
+from tests.backends.prepared_calls import described, preparing
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -50,34 +51,34 @@ def gla_inputs(B=2, T=2**20, H=32, G=1, K=128, V=128, packed=False, new=empty, d
     return q, k, v, g, state, cu_seqlens
 
 
-def forward(backend, **sizes):
+def forward(**sizes):
     q, k, v, g, state, cu_seqlens = gla_inputs(**sizes)
-    backend.chunk_gla.chunk_gla_fwd(q, k, v, g, 0.1, state, True, cu_seqlens, 64)
+    return "chunk_gla_fwd", q, k, v, g, 0.1, state, True, cu_seqlens, 64
 
 
-def backward(backend, **sizes):
+def backward(**sizes):
     q, k, v, g, state, cu_seqlens = gla_inputs(**sizes)
     do, checkpoints = empty(*q.shape[:3], v.shape[3], dtype=v.dtype), new_checkpoints(k, v, cu_seqlens, 64)
-    backend.chunk_gla.chunk_gla_bwd(q, k, v, g, 0.1, state, cu_seqlens, checkpoints, 64, do, state)
+    return "chunk_gla_bwd", q, k, v, g, 0.1, state, cu_seqlens, checkpoints, 64, do, state
 
 
-def summary(backend, **sizes):
+def summary(**sizes):
     _, k, v, g, _, cu_seqlens = gla_inputs(**sizes)
-    backend.chunk_gla_summary.chunk_gla_summary(k, v, g, cu_seqlens, False)
+    return "chunk_gla_summary", k, v, g, cu_seqlens, False
 
 
-def step(backend, B=2**14, P=2**20, H=16, G=2, K=128, V=128):
+def step(B=2**14, P=2**20, H=16, G=2, K=128, V=128):
     q, k, v, g = empty(G * H, B, K).transpose(0, 1), empty(B, H, K), empty(B, H, V), empty(B, H, K)
     state, indices = empty(P, H, K, V, dtype=torch.float32), empty(B, dtype=torch.int32)
-    backend.recurrent_gla_step.recurrent_gla_step(q, k, v, g, state, 0.1, indices, True)
+    return "recurrent_gla_step", q, k, v, g, state, 0.1, indices, True
 
 
-def attention(backend, B, Tq, Tk, H=32, G=1, K=128, new=heads_first):
-    backend.softmax_attention.softmax_attention(new(B, Tq, G * H, K), new(B, Tk, H, K), new(B, Tk, H, K), 0.1, True)
+def attention(B, Tq, Tk, H=32, G=1, K=128, new=heads_first):
+    return "softmax_attention", new(B, Tq, G * H, K), new(B, Tk, H, K), new(B, Tk, H, K), 0.1, True
 
 
-def softmax(backend, shape, dim=1):
-    backend.online_softmax.online_softmax(empty(*shape), dim)
+def softmax(shape, dim=1):
+    return "online_softmax", empty(*shape), dim
 
 
 SM80, SM90 = 80, 90
@@ -85,31 +86,31 @@ PACKED = {"B": 1, "T": 2**18, "H": 64, "packed": True}
 WIDE = {"K": 256, "V": 512}
 ODD = {"K": 77, "V": 99, "new": heads_first}
 CALLS = {
-    "forward": (SM90, forward, triton_fused, {}),
-    "forward, wide": (SM90, forward, triton_fused, WIDE),
-    "forward, odd": (SM90, forward, triton_fused, ODD),
-    "forward, packed": (SM90, forward, triton_fused, PACKED),
-    "forward, in segments": (SM90, forward, parallel_scan, PACKED),
-    "backward": (SM90, backward, triton_fused, {}),
-    "backward, wide": (SM90, backward, triton_fused, WIDE),
-    "backward, odd": (SM90, backward, triton_fused, ODD),
-    "backward, grouped": (SM90, backward, triton_fused, {"G": 2, "H": 16}),
-    "backward, in segments": (SM90, backward, parallel_scan, PACKED),
-    "backward of many rows": (SM90, backward, triton_fused, {"B": 2**15, "T": 64}),
-    "summary": (SM90, summary, triton_fused, {}),
-    "general forward": (SM80, forward, triton_fused, {"new": heads_first}),
-    "general forward, in segments": (SM80, forward, parallel_scan, PACKED),
-    "general backward": (SM80, backward, triton_fused, {"K": 256, "dtype": torch.float32}),
-    "general backward, in segments": (SM80, backward, parallel_scan, PACKED | {"G": 2}),
-    "step": (SM90, step, triton_fused, {}),
-    "attention": (SM90, attention, triton_fused, {"B": 2, "Tq": 2**20, "Tk": 2**20}),
-    "general attention": (SM80, attention, triton_fused, {"B": 2, "Tq": 2**18, "Tk": 2**20, "G": 4}),
-    "attention in splits": (SM90, attention, parallel_scan, {"B": 1, "Tq": 1, "Tk": 2**24, "H": 2}),
-    "softmax": (SM90, softmax, triton_fused, {"shape": (2**20, 2**12)}),
-    "softmax of long rows": (SM90, softmax, triton_fused, {"shape": (2**12, 2**20)}),
-    "softmax of longest rows": (SM90, softmax, triton_fused, {"shape": (4, gla_triton_kernels.MAX_LENGTH - 1)}),
-    "softmax in splits": (SM90, softmax, parallel_scan, {"shape": (4, gla_triton_kernels.MAX_LENGTH)}),
-    "softmax of columns": (SM90, softmax, parallel_scan, {"shape": (gla_triton_kernels.MAX_LENGTH, 4), "dim": 0}),
+    "forward": (SM90, forward, "triton_fused", {}),
+    "forward, wide": (SM90, forward, "triton_fused", WIDE),
+    "forward, odd": (SM90, forward, "triton_fused", ODD),
+    "forward, packed": (SM90, forward, "triton_fused", PACKED),
+    "forward, in segments": (SM90, forward, "parallel_scan", PACKED),
+    "backward": (SM90, backward, "triton_fused", {}),
+    "backward, wide": (SM90, backward, "triton_fused", WIDE),
+    "backward, odd": (SM90, backward, "triton_fused", ODD),
+    "backward, grouped": (SM90, backward, "triton_fused", {"G": 2, "H": 16}),
+    "backward, in segments": (SM90, backward, "parallel_scan", PACKED),
+    "backward of many rows": (SM90, backward, "triton_fused", {"B": 2**15, "T": 64}),
+    "summary": (SM90, summary, "triton_fused", {}),
+    "general forward": (SM80, forward, "triton_fused", {"new": heads_first}),
+    "general forward, in segments": (SM80, forward, "parallel_scan", PACKED),
+    "general backward": (SM80, backward, "triton_fused", {"K": 256, "dtype": torch.float32}),
+    "general backward, in segments": (SM80, backward, "parallel_scan", PACKED | {"G": 2}),
+    "step": (SM90, step, "triton_fused", {}),
+    "attention": (SM90, attention, "triton_fused", {"B": 2, "Tq": 2**20, "Tk": 2**20}),
+    "general attention": (SM80, attention, "triton_fused", {"B": 2, "Tq": 2**18, "Tk": 2**20, "G": 4}),
+    "attention in splits": (SM90, attention, "parallel_scan", {"B": 1, "Tq": 1, "Tk": 2**24, "H": 2}),
+    "softmax": (SM90, softmax, "triton_fused", {"shape": (2**20, 2**12)}),
+    "softmax of long rows": (SM90, softmax, "triton_fused", {"shape": (2**12, 2**20)}),
+    "softmax of longest rows": (SM90, softmax, "triton_fused", {"shape": (4, gla_triton_kernels.MAX_LENGTH - 1)}),
+    "softmax in splits": (SM90, softmax, "parallel_scan", {"shape": (4, gla_triton_kernels.MAX_LENGTH)}),
+    "softmax of columns": (SM90, softmax, "parallel_scan", {"shape": (gla_triton_kernels.MAX_LENGTH, 4), "dim": 0}),
 }
 IN_MEMORY = dict.fromkeys(("cu_seqlens_ptr", "order_ptr", "order", "indices_ptr"), (0, 2**20))
 IN_MEMORY |= dict.fromkeys(("counts_ptr", "counts"), (0, 4))
@@ -136,21 +137,21 @@ class Absent:
 
 @pytest.fixture
 def launches_of(monkeypatch):
-    """Returns the launches that one of `CALLS` would make on its device."""
+    """Returns the launches that one of `CALLS` compiles for its device when it is prepared."""
     from triton.runtime.driver import driver
 
-    from gla_triton_kernels.runtime.architecture import Gpu, architecture_of
+    from gla_triton_kernels.runtime import prepared
 
     def found(name):
-        capability, function, backend, sizes = CALLS[name]
+        capability, describe, backend, sizes = CALLS[name]
+        device = KnownDevice("absent", 132, divmod(capability, 10))
+        made = []
         monkeypatch.setattr(driver, "_active", Absent(capability))
-        made, gpu = [], Gpu(architecture_of(*divmod(capability, 10)), 132)
-        for module in modules():
-            if hasattr(module, "start") and hasattr(module, "record"):
-                monkeypatch.setattr(module, "start", made.extend)
-                monkeypatch.setattr(module, "record", lambda *_: None)
-                monkeypatch.setattr(module, "gpu_of", lambda _: gpu, raising=False)
-        function(backend, **sizes)
+        monkeypatch.setattr(prepared, "on_device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(prepared, "compile_launches", made.extend)
+        op, *arguments = describe(**sizes)
+        call = described(op, *arguments)
+        preparing(backend, op)(dataclasses.replace(call, device=torch.device("cuda", 0), assumed=device))
         return made
 
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import os
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import normal
+from tests.backends.prepared_calls import call_prepared, described, preparing
 
 pytest.importorskip("triton")
 
@@ -26,8 +27,13 @@ pytestmark = pytest.mark.kernels
 
 
 @pytest.fixture
-def online_softmax(backend):
-    return importlib.import_module(f"gla_{backend}.online_softmax").online_softmax
+def prepare(backend):
+    return preparing(backend, "online_softmax")
+
+
+@pytest.fixture
+def online_softmax(prepare):
+    return functools.partial(call_prepared, "online_softmax", prepare)
 
 
 @pytest.fixture(params=[torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16]), ids=str)
@@ -80,8 +86,9 @@ def test_special_values_as_in_torch(online_softmax, device, columns, special):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [300, MOST + 300, MOST + 304, 70000])
-def test_the_same_bits_every_run(online_softmax, columns):
+def test_the_same_bits_every_run(prepare, columns):
     x = random(3, columns, device="cuda")
+    online_softmax = prepare(described("online_softmax", x, 1))
     first = online_softmax(x, 1)
     assert all(torch.equal(first, online_softmax(x, 1)) for _ in range(3))
 
@@ -143,10 +150,11 @@ def test_long_rows_at_any_address(online_softmax, device, rows, columns, start, 
     check(online_softmax, x[:, start:], 1)
 
 
-def test_the_second_call_gives_what_the_first_gave(online_softmax, device):
+def test_the_second_call_gives_what_the_first_gave(prepare, device):
     """It is launched from what was recorded of the first; a tensor that had to be copied is copied again."""
     four = random(4, 4, 4, 4, 6, device=device)[::2, ::2, ::2, ::2].permute(3, 2, 1, 0, 4)
     for x, dim in ((random(3, 20_000 if INTERPRETED else 70_000, device=device), 1), (four, 4)):
+        online_softmax = prepare(described("online_softmax", x, dim))
         first = online_softmax(x, dim)
         assert torch.equal(first, online_softmax(x, dim))
         x.neg_()
@@ -156,8 +164,9 @@ def test_the_second_call_gives_what_the_first_gave(online_softmax, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(4, 2**22), (1, 2**24 + 1), (131, 70001), (1000, 16385)])
-def test_rows_over_the_whole_device(online_softmax, dtype, shape):
+def test_rows_over_the_whole_device(prepare, dtype, shape):
     x = random(*shape, device="cuda", dtype=dtype)
+    online_softmax = prepare(described("online_softmax", x, 1))
     y = check(online_softmax, x, 1)
     assert torch.equal(y, online_softmax(x, 1))
 

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import OpCall, contiguous_layout
 from gla_triton_kernels.online_softmax import plan as softmax
-from gla_triton_kernels.online_softmax.rows import as_rows, rows_of_call
+from gla_triton_kernels.online_softmax.rows import rows_of, rows_of_call
 from gla_triton_kernels.recurrent_gla_step import plan as step
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 from gla_triton_kernels.softmax_attention import plan as attention
@@ -42,7 +42,7 @@ def test_rows_that_fit_stay_on_chip(columns, kernel):
 
 def test_unaligned_rows_with_gaps_between_them_are_swept_column_by_column():
     x = torch.empty(9, 20005)[:, 1:-2]
-    found = as_rows(x, torch.empty(9, 20002), 1)[1]
+    found = rows_of(x, torch.empty(9, 20002), 1)
     assert (found.vector, found.packed) == (1, False)
     assert softmax.plan_one_pass(found).kernel is softmax.Kernel.TWO_SWEEPS
 
@@ -50,7 +50,7 @@ def test_unaligned_rows_with_gaps_between_them_are_swept_column_by_column():
 @pytest.mark.parametrize(("R", "N"), [(1, 16), (8192, 1000), (3, 50257), (4, 2**24), (1, 1), (1, 2**20 + 1)])
 def test_the_cost_model_prices_the_rows_that_are_launched(R, N):
     priced = rows_of_call(softmax_call(R, N))
-    launched = as_rows(*[torch.empty(R, N, dtype=torch.bfloat16, device="meta")] * 2, 1)[1]
+    launched = rows_of(*[torch.empty(R, N, dtype=torch.bfloat16, device="meta")] * 2, 1)
     assert softmax.plan_one_pass(priced) == softmax.plan_one_pass(launched)
     assert softmax.plan_splits(priced, H200) == softmax.plan_splits(launched, H200)
 
@@ -68,28 +68,46 @@ def test_splits_of_few_rows_fill_the_device():
 # ---- softmax_attention
 
 
-def attention_call(**changes):
+def attention_call(unaligned="", **changes):
+    """Returns a call; those of q, k and v that `unaligned` names are at odd addresses."""
     scalars = {"causal": changes.pop("causal", True)}
     dtype = changes.pop("dtype", torch.bfloat16)
     dims = {"B": 1, "Tq": 1024, "Tk": 1024, "H": 8, "Hq": 8, "K": 128, "V": 128} | changes
-    return OpCall(op="softmax_attention", device=torch.device("cuda"), dtype=dtype, dims=dims, scalars=scalars)
+    B, Tq, Tk, H, Hq, K, V = dims.values()
+    shapes = {"q": (B, Tq, Hq, K), "k": (B, Tk, H, K), "v": (B, Tk, H, V)}
+    return OpCall(
+        op="softmax_attention",
+        device=torch.device("cuda"),
+        dtype=dtype,
+        dims=dims,
+        scalars=scalars,
+        layouts={
+            name: contiguous_layout(shape, dtype)._replace(aligned=name not in unaligned)
+            for name, shape in shapes.items()
+        },
+    )
 
 
 def test_specialised_warps_where_an_sm90_computes_many_queries_of_16_bits():
-    one_pass, call, sm90 = attention.plan_one_pass, attention_call(), attention.Kernel.FORWARD_SM90
+    one_pass, call, sm90 = attention.plan_one_pass, attention_call(), attention.SM90
     assert one_pass(call, H200).kernel is sm90
     assert one_pass(attention_call(Tq=65), H200).kernel is sm90
     for other in ({"Tq": 64}, {"K": 64, "V": 64}, {"K": 512}, {"V": 100}, {"dtype": torch.float32}):
-        assert one_pass(attention_call(**other), H200).kernel is attention.Kernel.FORWARD, other
+        assert one_pass(attention_call(**other), H200).kernel is attention.GENERAL, other
     for architecture in set(Architecture) - {Architecture.SM90}:
-        assert one_pass(call, Gpu(architecture, 132)).kernel is attention.Kernel.FORWARD
+        assert one_pass(call, Gpu(architecture, 132)).kernel is attention.GENERAL
 
 
 def test_tma_takes_what_it_can_address():
-    found = attention.plan_one_pass(attention_call(), H200, {"k", "v"})  # not q, which needs pointers
-    assert (found.kernel, found.tma) == (attention.Kernel.FORWARD, True)
-    assert not attention.plan_one_pass(attention_call(), H200, {"q", "k"}).tma
+    found = attention.plan_one_pass(attention_call(unaligned="q"), H200)  # which needs pointers
+    assert (found.kernel, found.tma) == (attention.GENERAL, True)
+    assert not attention.plan_one_pass(attention_call(unaligned="v"), H200).tma
     assert not attention.plan_one_pass(attention_call(), Gpu(Architecture.SM80, 108)).tma
+
+
+def test_tensors_whose_layouts_are_not_known_are_taken_for_addressable():
+    for plan in (attention.plan_one_pass, attention.plan_splits):
+        assert plan(dataclasses.replace(attention_call(), layouts={}), H200) == plan(attention_call(), H200)
 
 
 def test_an_older_gpu_has_less_shared_memory_for_wide_heads():
@@ -119,12 +137,13 @@ def test_keys_that_are_not_split_may_take_specialised_warps():
     call = attention_call(B=8, Tq=4096, Tk=4096)
     found = attention.plan_splits(call, H200)
     assert found == attention.plan_one_pass(call, H200)
-    assert (found.kernel, found.split) == (attention.Kernel.FORWARD_SM90, None)
-    assert attention.plan_splits(call, H200, {"k", "v"}).kernel is attention.Kernel.FORWARD
+    assert (found.kernel, found.split) == (attention.SM90, None)
+    unaligned = attention_call("q", B=8, Tq=4096, Tk=4096)
+    assert attention.plan_splits(unaligned, H200).kernel is attention.GENERAL
     split = attention.plan_splits(attention_call(B=1, Tq=4096, Tk=4096), H200)
-    assert (split.kernel, split.splits(4096)) == (attention.Kernel.FORWARD, 4)
+    assert (split.kernel, split.splits(4096)) == (attention.GENERAL, 4)
     one_query = attention.plan_splits(attention_call(B=64, Tq=1), H200)
-    assert (one_query.kernel, one_query.split, one_query.stages) == (attention.Kernel.FORWARD, None, 3)
+    assert (one_query.kernel, one_query.split, one_query.stages) == (attention.GENERAL, None, 3)
 
 
 def test_causal_as_the_call_says_else_by_the_number_of_queries():

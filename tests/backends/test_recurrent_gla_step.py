@@ -9,9 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.workloads.inputs import GATES, gla_inputs
+from tests.backends.prepared_calls import call_prepared, described
 
 pytest.importorskip("triton")
 
@@ -24,9 +26,22 @@ pytestmark = pytest.mark.kernels
 
 
 def step(q, k, v, g, state, scale=0.3, state_indices=None, inplace=False):
-    from gla_triton_kernels.recurrent_gla_step.step import recurrent_gla_step
+    from gla_triton_kernels.recurrent_gla_step.step import prepare
 
-    return recurrent_gla_step(q, k, v, g, state, scale, state_indices, inplace)
+    return call_prepared("recurrent_gla_step", prepare, q, k, v, g, state, scale, state_indices, inplace)
+
+
+def prepared_step(q, k, v, g, state, inplace=False):
+    """Prepares a step, and returns the function that computes steps like it, in place or not."""
+    from gla_triton_kernels.recurrent_gla_step.step import prepare
+
+    run = prepare(described("recurrent_gla_step", q, k, v, g, state, 0.3, None, inplace))
+    return lambda q, k, v, g, state: run(q, k, v, g, state, 0.3, None, inplace)
+
+
+def remembered_step(*arguments, scale=0.3, inplace=False):
+    """Computes a step through gla_core, which remembers what it has prepared."""
+    return gla.recurrent_gla_step(*arguments, scale, inplace=inplace, backend="triton_fused")
 
 
 def inputs(**sizes):
@@ -109,7 +124,8 @@ def test_tiles(B, K, G, state_dtype, gate_dtype):
     state = state.to(state_dtype)
     reference = expected(*token, state)
     check(step(*token, state), reference, torch.bfloat16, state_dtype)
-    again = [step(*token, state.clone(), inplace=True) for _ in range(2)]
+    in_place = prepared_step(*token, state, inplace=True)
+    again = [in_place(*token, state.clone()) for _ in range(2)]
     check(again[0], reference, torch.bfloat16, state_dtype)
     assert all(torch.equal(x, y) for x, y in zip(*again, strict=True))
 
@@ -188,10 +204,10 @@ def test_calls_that_differ_in_one_thing_only(device):
         for layout in layouts:
             arguments = [layout(x.clone()) if i == change else x.clone() for i, x in enumerate((*token, state))]
             reference = expected(*arguments)
-            check(step(*arguments), reference, torch.float32)
-            check(step(*arguments, inplace=True), reference, torch.float32)
+            check(remembered_step(*arguments), reference, torch.float32)
+            check(remembered_step(*arguments, inplace=True), reference, torch.float32)
             no_gate = (*arguments[:3], None, arguments[4])
-            check(step(*no_gate, scale=-2.0), expected(*no_gate, scale=-2.0), torch.float32)
+            check(remembered_step(*no_gate, scale=-2.0), expected(*no_gate, scale=-2.0), torch.float32)
 
 
 @pytest.mark.gpu
@@ -200,14 +216,15 @@ def test_waits_for_the_kernels_before_and_is_waited_for():
     *token, state = inputs(B=8, H=16, K=128, V=128, dtype=torch.bfloat16, gate_dtype=torch.float32, device="cuda")
     q, k, v, g = token
     work, total = torch.zeros_like(state), torch.zeros_like(v)
+    step = prepared_step(*token, work, inplace=True)
 
     def steps():
         work.copy_(state)
         total.zero_()
         for i in range(20):
             gate = g * (i + 1)
-            o, _ = step(q, k * (1 + i), v, gate, work, inplace=True)
-            o, _ = step(q, k, o, gate, work, inplace=True)
+            o, _ = step(q, k * (1 + i), v, gate, work)
+            o, _ = step(q, k, o, gate, work)
             total.add_(o)
             work.mul_(0.5)
 
@@ -232,7 +249,7 @@ def test_waits_for_the_kernels_before_and_is_waited_for():
             o = v
             for keys in (k * (1 + i), k):
                 torch.cuda.synchronize()
-                o, _ = step(q, keys, o, gate, slow_work, inplace=True)
+                o, _ = step(q, keys, o, gate, slow_work)
                 torch.cuda.synchronize()
             slow_total.add_(o)
             slow_work.mul_(0.5)

@@ -11,146 +11,56 @@ import pytest
 import torch
 
 import gla_core as gla
+from tests.backends.fake_driver import (
+    GRID,
+    TYPES,
+    compiled,
+    install,
+    launch,
+    record,
+    record_two,
+    tensor,
+    two_launches,
+)
 
 pytest.importorskip("triton")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return install(monkeypatch)
+
+
+def again(recorded, x, y):
+    from gla_triton_kernels.runtime.replay import replay
+
+    return replay(recorded, (x, None, y), (0.5,))
 
 
 # ---- what is recorded, with a device that only notes what it is told
 
 
-class Device:
-    """In the place of Triton's driver: tensor maps are tuples, and launches are noted."""
-
-    def __init__(self):
-        self.index = 0
-        self.encoded, self.launched = [], []
-        self.capturing, self.graphs = False, []
-        self.utils = SimpleNamespace(fill_tma_descriptor=self.encode, fill_tma_descriptor_tiled=self.encode)
-
-    def encode(self, address, *form):
-        self.encoded.append(address)
-        return (address, repr(form))
-
-    def get_current_stream(self, index):
-        return 7
-
-    def graph(self, launch):
-        """In the place of a CUDA graph."""
-        graph = SimpleNamespace(starts=0)
-
-        def start(stream):
-            graph.starts += 1
-            launch(stream)
-
-        graph.start = start
-        self.graphs.append(graph)
-        return graph
-
-    def launch(self, *args):
-        *args, last = args
-        self.launched.append([*args, *(last if isinstance(last, tuple | list) else [last])])
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    from triton.runtime.driver import driver
-
-    from gla_triton_kernels.runtime import replay
-
-    monkeypatch.setattr(replay, "_calls", {})
-    monkeypatch.setattr(replay, "_prepared", {})
-    fake = Device()
-    monkeypatch.setattr(replay, "_graphed", [])
-    monkeypatch.setattr(replay, "Graph", fake.graph)
-    monkeypatch.setattr(replay, "_capturing", lambda: fake.capturing)
-    monkeypatch.setattr(replay, "current_device", lambda: fake.index)
-    monkeypatch.setattr(driver, "_active", fake)
-    return fake
-
-
-def compiled(gpu, *types):
-    """A kernel that Triton has compiled for arguments of these types."""
-    from triton.backends.nvidia import driver
-
-    box = {"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [1, 1, 8, 8], "fp4_padded": False}
-    boxes = [box for x in types if x.startswith("tensordesc")]
-    run = object.__new__(driver.CudaLauncher)
-    names = ["global_scratch", "profile_scratch"]
-    vars(run).update({f"{name}_{what}": 0 for name in names for what in ("size", "align")})
-    vars(run).update(
-        num_ctas=1, launch_cooperative_grid=False, launch_pdl=True, arg_annotations="a", kernel_signature="s"
-    )
-    run.launch = driver.wrap_handle_tensordesc(gpu.launch, dict(enumerate(types)), boxes)
-    return SimpleNamespace(
-        run=run, function="kernel", packed_metadata=(4, 1, 0), metadata=SimpleNamespace(tensordesc_meta=boxes)
-    )
-
-
-class Kernel:
-    """Stands for a function of triton.jit with these parameters."""
-
-    def __init__(self, *arg_names):
-        self.arg_names = list(arg_names)
-
-
-def launch(grid, arguments, compiled):
-    """A launch that has been made of a kernel with these arguments."""
-    from gla_triton_kernels.runtime.launch import Launch
-
-    return Launch(Kernel(*arguments), grid, arguments, compiled=compiled)
-
-
-TYPES = ("tensordesc<fp32[1,1,8,8]>", "constexpr", "*fp32", "fp32", "i32")
-GRID = (3, 2, 1)
-
-
-def tensor(T=16):
-    x = torch.zeros(2, T, 3, 8)
-    assert x.data_ptr() % 16 == 0
-    return x
-
-
-def record(gpu, x, y, key="key"):
-    """As a backend does after its first launch, of which this returns what the device was told."""
-    from gla_triton_kernels.runtime import replay
-    from gla_triton_kernels.runtime.tma import tiles
-
-    kernel, descriptor = compiled(gpu, *TYPES), tiles(x, 8, 8)
-    # Triton's own way
-    kernel.run(*GRID, 7, kernel.function, kernel.packed_metadata, None, None, None, descriptor, 0, y.data_ptr(), 0.5, 9)
-    arguments = {"x_desc": descriptor, "absent": None, "y_ptr": y, "scale": 0.5, "T": 9}
-    made = launch(GRID, arguments, kernel)
-    replay.record(key, (x, None, y), [made])
-    return gpu.launched.pop()
-
-
-def again(x, y, key="key"):
-    from gla_triton_kernels.runtime.replay import replay
-
-    return replay(key, (x, None, y), 0.5)
-
-
 def test_a_kernel_is_told_what_triton_would_tell_it(gpu):
     x, y = tensor(), tensor()
-    first = record(gpu, x, y)
+    recorded, first = record(gpu, x, y)
     for _ in range(3):
-        assert again(x, y)
+        assert again(recorded, x, y)
     assert gpu.launched == [first] * 3
     other = tensor()
-    expected = record(gpu, other, x)
-    assert again(other, x)
+    recorded, expected = record(gpu, other, x)
+    assert again(recorded, other, x)
     assert gpu.launched[3:] == [expected] != [first]
 
 
 def test_a_map_is_encoded_once_for_an_address(gpu):
     x, y, other = tensor(), tensor(), tensor()
-    record(gpu, x, y)
+    recorded, _ = record(gpu, x, y)
     gpu.encoded.clear()
     for found in (x, x, other, x.clone().set_(x), other, x):  # pyright: ignore
-        assert again(found, y)
+        assert again(recorded, found, y)
     outputs = [tensor() for _ in range(3)]
     for output in outputs:
-        assert again(x, output)
+        assert again(recorded, x, output)
     assert gpu.encoded == [x.data_ptr(), other.data_ptr()]
 
 
@@ -159,9 +69,10 @@ def test_maps_of_other_shapes_at_the_same_address_are_others(gpu):
     x, y = tensor(), tensor()
     shorter = x.view(-1)[: 2 * 4 * 3 * 8].view(2, 4, 3, 8)
     assert shorter.data_ptr() == x.data_ptr()
-    told = [record(gpu, x, y, "16 tokens"), record(gpu, shorter, y, "4 tokens")]
-    assert again(x, y, "16 tokens")
-    assert again(shorter, y, "4 tokens")
+    (longer, first), (other, second) = record(gpu, x, y), record(gpu, shorter, y)
+    told = [first, second]
+    assert again(longer, x, y)
+    assert again(other, shorter, y)
     assert gpu.launched == told
     assert told[0] != told[1]
 
@@ -171,12 +82,12 @@ def test_maps_are_few_and_hold_no_tensors(gpu, monkeypatch):
 
     monkeypatch.setattr(replay, "_MOST_MAPS", 3)
     x, y = tensor(), tensor()
-    record(gpu, x, y)
+    recorded, _ = record(gpu, x, y)
     others = [tensor() for _ in range(20)]
     for other in others:
-        assert again(other, y)
-        assert 0 < encoded_maps(replay) <= 3
-    assert again(x, y)
+        assert again(recorded, other, y)
+        assert 0 < encoded_maps(recorded) <= 3
+    assert again(recorded, x, y)
     gone = weakref.ref(x)
     del x
     assert gone() is None
@@ -184,11 +95,10 @@ def test_maps_are_few_and_hold_no_tensors(gpu, monkeypatch):
 
 def test_what_is_not_launched_again(gpu):
     x, y = tensor(), tensor()
-    record(gpu, x, y)
-    assert not again(x, y, "another key")
-    assert not again(torch.zeros(800)[1:769].view(2, 16, 3, 8), y)
+    recorded, _ = record(gpu, x, y)
+    assert not again(recorded, torch.zeros(800)[1:769].view(2, 16, 3, 8), y)
     gpu.index = 1
-    assert not again(x, y)
+    assert not again(recorded, x, y)
     assert not gpu.launched
 
 
@@ -203,9 +113,7 @@ def test_a_triton_that_launches_otherwise(gpu, monkeypatch):
     replay._launchers_are_known.cache_clear()
     monkeypatch.setattr(driver, "wrap_handle_tensordesc", encoding)
     assert "launches kernels in another way" in replay.why_not_replayed()
-    x, y = tensor(), tensor()
-    record(gpu, x, y)
-    assert not again(x, y)
+    assert record(gpu, tensor(), tensor())[0] is None
     monkeypatch.undo()
     replay._launchers_are_known.cache_clear()
     assert replay.why_not_replayed() is None
@@ -220,28 +128,18 @@ def test_what_is_said_of_interpreted_kernels(monkeypatch):
     assert note.endswith("kernels are interpreted (TRITON_INTERPRET=1)")
 
 
-def encoded_maps(replay):
-    """How many tensor maps are kept."""
-    launches = [launch for call in replay._calls.values() for launch in call.launches]
+def encoded_maps(*recorded):
+    """Returns the number of tensor maps that are kept for recorded calls."""
+    launches = [launch for call in recorded for launch in call.launches]
     return sum(len(tensor_map.encoded) for launch in launches for tensor_map in launch.maps if tensor_map)
-
-
-def record_two(gpu, x, y, scratch, key="two"):
-    """A call of two kernels, which hand something over in `scratch`."""
-    from gla_triton_kernels.runtime import replay
-
-    kernels = [compiled(gpu, "*fp32", "*fp32") for _ in range(2)]
-    first = launch((5, 1, 1), {"x_ptr": x, "scratch_ptr": scratch, "T": 1, "N": 2}, kernels[0])
-    second = launch((6, 1, 1), {"scratch_ptr": scratch, "y_ptr": y, "scale": 0.5, "T": 3}, kernels[1])
-    replay.record(key, (x, y), [first, second])
 
 
 def test_a_call_of_several_launches(gpu):
     from gla_triton_kernels.runtime.replay import replay
 
     x, y, scratch = tensor(), tensor(), torch.empty(3, 5, dtype=torch.float64)
-    record_two(gpu, x, y, scratch)
-    assert replay("two", (y, x), 0.25)
+    recorded = record_two(gpu, x, y, scratch)
+    assert replay(recorded, (y, x), (0.25,))
     (first_grid, *first), (second_grid, *second) = gpu.launched
     handed_over = first[-3]
     assert handed_over not in (0, x.data_ptr(), y.data_ptr(), scratch.data_ptr())
@@ -254,41 +152,41 @@ def test_launches_are_told_of_the_addresses_and_floats_of_their_call(gpu, monkey
     from gla_triton_kernels.runtime.replay import replay
 
     x, y, z = (tensor() for _ in range(3))
-    record_two(gpu, x, y, tensor())
+    recorded = record_two(gpu, x, y, tensor())
     calls = [(x, y, 0.5), (y, x, 0.5), (x, y, 0.25), (x, z, 0.25), (z, y, 0.5)]
     for memory, (a, b, scale) in zip(itertools.cycle([tensor(), tensor()]), 4 * calls, strict=False):
         monkeypatch.setattr(torch, "empty", lambda memory=memory, **_: memory)
-        assert replay("two", (a, b), scale)
+        assert replay(recorded, (a, b), (scale,))
         first, second = gpu.launched[-2:]
         assert first[-4:] == [a.data_ptr(), memory.data_ptr(), 1, 2]
         assert second[-4:] == [memory.data_ptr(), b.data_ptr(), scale, 3]
     assert len(gpu.launched) == 2 * 4 * len(calls)
 
 
-def replay_two(x, y, scratch, monkeypatch):
-    """The call of record_two, of which the memory for scratch is always there."""
+def replay_two(recorded, x, y, scratch, monkeypatch):
+    """Replays a call of two launches, of which the memory for scratch is always there."""
     from gla_triton_kernels.runtime.replay import replay
 
     monkeypatch.setattr(torch, "empty", lambda **_: scratch)
-    assert replay("two", (x, y), 0.5)
+    assert replay(recorded, (x, y), (0.5,))
 
 
 def test_launches_that_are_made_again_and_again_become_a_graph(gpu, monkeypatch):
     x, y, scratch = (tensor() for _ in range(3))
-    record_two(gpu, x, y, scratch)
+    recorded = record_two(gpu, x, y, scratch)
     for _ in range(10):
-        replay_two(x, y, scratch, monkeypatch)
+        replay_two(recorded, x, y, scratch, monkeypatch)
     (graph,) = gpu.graphs
     assert graph.starts == 6
     assert gpu.launched == 10 * gpu.launched[:2]
-    replay_two(y, x, scratch, monkeypatch)  # other addresses
+    replay_two(recorded, y, x, scratch, monkeypatch)  # other addresses
     assert graph.starts == 6
 
 
 def test_one_launch_needs_no_graph(gpu):
     x, y = tensor(), tensor()
-    record(gpu, x, y)
-    assert all(again(x, y) for _ in range(10))
+    recorded, _ = record(gpu, x, y)
+    assert all(again(recorded, x, y) for _ in range(10))
     assert not gpu.graphs
 
 
@@ -300,20 +198,20 @@ def test_where_no_graph_can_be_made_launches_go_on_one_by_one(gpu, monkeypatch):
 
     monkeypatch.setattr(replay, "Graph", out_of_memory)
     x, y, scratch = (tensor() for _ in range(3))
-    record_two(gpu, x, y, scratch)
+    recorded = record_two(gpu, x, y, scratch)
     for _ in range(10):
-        replay_two(x, y, scratch, monkeypatch)
+        replay_two(recorded, x, y, scratch, monkeypatch)
     assert gpu.launched == 10 * gpu.launched[:2]
 
 
 def test_a_capture_is_told_of_every_launch(gpu, monkeypatch):
     x, y, scratch = (tensor() for _ in range(3))
-    record_two(gpu, x, y, scratch)
+    recorded = record_two(gpu, x, y, scratch)
     expected = [(True, 0, 0)] * 5 + [(False, 0, 0)] * 3
     expected += [(False, 1, 0), (False, 1, 1), (True, 1, 1), (False, 1, 2)]
     for capturing, graphs, starts in expected:
         gpu.capturing = capturing
-        replay_two(x, y, scratch, monkeypatch)
+        replay_two(recorded, x, y, scratch, monkeypatch)
         assert (len(gpu.graphs), sum(graph.starts for graph in gpu.graphs)) == (graphs, starts)
     assert gpu.launched == len(expected) * gpu.launched[:2]
 
@@ -323,13 +221,13 @@ def test_graphs_are_bounded(gpu, monkeypatch):
 
     monkeypatch.setattr(replay, "_MOST_GRAPHS", 3)
     x, y, *others = (tensor() for _ in range(7))
-    record_two(gpu, x, y, tensor())
+    recorded = record_two(gpu, x, y, tensor())
     for other, _ in itertools.product(others, range(6)):
-        replay_two(x, y, other, monkeypatch)
+        replay_two(recorded, x, y, other, monkeypatch)
         assert len(replay._graphed) == sum(kept.graph is not None for kept in replay._prepared.values()) <= 3
     assert len(gpu.graphs) == len(others) == 5
     for replays in range(1, 65):  # of launches whose graph was dropped
-        replay_two(x, y, others[0], monkeypatch)
+        replay_two(recorded, x, y, others[0], monkeypatch)
         assert len(gpu.graphs) == 5 + (replays == 64)
 
 
@@ -337,9 +235,9 @@ def test_launches_of_a_graph_that_the_driver_refuses_go_on_one_by_one(gpu, monke
     from gla_triton_kernels.runtime import replay
 
     x, y, scratch = (tensor() for _ in range(3))
-    record_two(gpu, x, y, scratch)
+    recorded = record_two(gpu, x, y, scratch)
     for _ in range(5):
-        replay_two(x, y, scratch, monkeypatch)
+        replay_two(recorded, x, y, scratch, monkeypatch)
     (graph,) = gpu.graphs
 
     def refused(_stream):
@@ -349,7 +247,7 @@ def test_launches_of_a_graph_that_the_driver_refuses_go_on_one_by_one(gpu, monke
     monkeypatch.setattr(graph, "start", refused)
     graph.starts = 0
     for _ in range(100):
-        replay_two(x, y, scratch, monkeypatch)
+        replay_two(recorded, x, y, scratch, monkeypatch)
     assert gpu.launched == 105 * gpu.launched[:2]
     assert (graph.starts, len(gpu.graphs), replay._graphed) == (1, 1, [])
 
@@ -388,28 +286,37 @@ def test_nothing_is_replayed_on_an_amd_gpu(gpu, monkeypatch):
     assert replay.why_not_replayed() == "launches are replayed on NVIDIA GPUs alone"
     x, y = tensor(), tensor()
     made = launch(GRID, {"x_ptr": x, "y_ptr": y, "scale": 0.5}, SimpleNamespace(run=object()))
-    replay.record("key", (x, y), [made])
-    assert not replay.replay("key", (x, y), 0.5)
+    assert replay.record((x, y), [made]) is None
 
 
 def test_a_call_that_is_recorded_anew_forgets_what_was_told(gpu):
-    from gla_triton_kernels.runtime.replay import replay
+    from gla_triton_kernels.runtime.prepared import Launches
+    from gla_triton_kernels.runtime.tma import tiles
 
-    x, y = tensor(), tensor()
-    record(gpu, x, y)
-    assert again(x, y)
+    def describe(tensors, scale):
+        x, y = tensors
+        if gpu.index == 1:
+            return two_launches(gpu, x, y, tensor(), scale)
+        arguments = {"x_desc": tiles(x, 8, 8), "absent": None, "y_ptr": y, "scale": scale, "T": 9}
+        return [launch(GRID, arguments, compiled(gpu, *TYPES))]
+
+    x, y, launches = tensor(), tensor(), Launches(torch.device("cpu"), describe)
+    for _ in range(2):
+        launches.start((x, y), 0.5)
+    assert len(gpu.launched) == 2
+    gpu.index = 1
+    launches.start((x, y), 0.5)
     gpu.launched.clear()
-    record_two(gpu, x, y, tensor(), key="key")
-    assert replay("key", (x, y), 0.5)
+    launches.start((x, y), 0.5)
     assert len(gpu.launched) == 2
 
 
 def test_the_stream_is_asked_for_by_every_call(gpu, monkeypatch):
     x, y = tensor(), tensor()
-    record(gpu, x, y)
+    recorded, _ = record(gpu, x, y)
     for stream in (7, 8, 7):
         monkeypatch.setattr(gpu, "get_current_stream", lambda _, stream=stream: stream)
-        assert again(x, y)
+        assert again(recorded, x, y)
     assert [launched[3] for launched in gpu.launched] == [7, 8, 7]
 
 
@@ -417,21 +324,21 @@ def test_a_kept_call_is_not_launched_on_another_device_or_past_a_profiler(gpu, m
     from gla_triton_kernels.runtime import replay
 
     x, y = tensor(), tensor()
-    record(gpu, x, y)
-    assert again(x, y)
+    recorded, _ = record(gpu, x, y)
+    assert again(recorded, x, y)
     gpu.index = 1
-    assert not again(x, y)
+    assert not again(recorded, x, y)
     gpu.index = 0
     monkeypatch.setattr(replay, "_profiled", lambda: True)
-    assert not again(x, y)
+    assert not again(recorded, x, y)
     assert len(gpu.launched) == 1
 
 
 def test_addresses_that_are_not_aligned_are_refused_every_time(gpu):
     x, y = tensor(), tensor()
-    record(gpu, x, y)
+    recorded, _ = record(gpu, x, y)
     odd = torch.zeros(800)[1:769].view(2, 16, 3, 8)
-    assert [again(x, y), again(odd, y), again(odd, y), again(x, y)] == [True, False, False, True]
+    assert [again(recorded, found, y) for found in (x, odd, odd, x)] == [True, False, False, True]
 
 
 def test_what_is_kept_of_launches_is_bounded(gpu, monkeypatch):
@@ -440,10 +347,9 @@ def test_what_is_kept_of_launches_is_bounded(gpu, monkeypatch):
     monkeypatch.setattr(replay, "_MOST_PREPARED", 3)
     tensors = [tensor() for _ in range(8)]
     x, y, *_ = tensors
-    for key in ("one", "another"):
-        record(gpu, x, y, key)
-    for key, output in itertools.product(("one", "another"), tensors[1:]):
-        assert again(x, output, key)
+    calls = [record(gpu, x, y)[0] for _ in range(2)]
+    for recorded, output in itertools.product(calls, tensors[1:]):
+        assert again(recorded, x, output)
         assert 0 < len(replay._prepared) <= 3
         assert gpu.launched[-1][-3:] == [output.data_ptr(), 0.5, 9]
 
@@ -459,9 +365,9 @@ def test_either_form_of_launchers(gpu, monkeypatch, launcher):
     x, y = tensor(), tensor()
     arguments = {"x_ptr": x, "absent": None, "y_ptr": y, "scale": 0.5, "T": 9}
     made = launch(GRID, arguments, compiled(gpu, "*fp32", "*fp32"))
-    replay.record("key", (x, None, y), [made])
+    recorded = replay.record((x, None, y), [made])
     for _ in range(2):
-        assert again(x, y)
+        assert again(recorded, x, y)
     arguments = (x.data_ptr(), 0, y.data_ptr(), 0.5, 9)
     for args in launched:
         assert args[:7] == (*GRID, 7, "kernel", False, True)
@@ -479,10 +385,10 @@ def test_parts_of_tensors_are_where_they_were(gpu):
     made = launch(GRID, first_arguments, kernel)
     other_arguments = {"scratch_ptr": tensors[2], "y_ptr": tensors[1], "scale": 0.5, "T": 9}
     other = launch(GRID, other_arguments, compiled(gpu, "*fp64", "*fp32"))
-    record("parts", (x, y), [made, other])
+    recorded = record((x, y), [made, other])
     gpu.encoded.clear()
     new = tensor(), tensor()
-    assert replay("parts", new, 0.25)
+    assert replay(recorded, new, (0.25,))
     of_one = x[0].nbytes
     assert gpu.encoded == [new[0].data_ptr() + of_one]
     (_, *first), (_, *second) = gpu.launched
@@ -496,12 +402,9 @@ def test_calls_that_cannot_be_told_apart_are_not_recorded(gpu):
     from gla_triton_kernels.runtime.replay import replay
 
     x, y = tensor(), tensor()
-    record_two(gpu, x, x, tensor())
-    assert not replay("two", (x, y), 0.5)
-    record_two(gpu, x, y, tensor().mT)
-    assert not replay("two", (x, y), 0.5)
-    record_two(gpu, x, y, tensor())
-    assert replay("two", (x, x), 0.5)
+    assert record_two(gpu, x, x, tensor()) is None
+    assert record_two(gpu, x, y, tensor().mT) is None
+    assert replay(record_two(gpu, x, y, tensor()), (x, x), (0.5,))
 
 
 @pytest.mark.parametrize("last", ["a tensor", "a descriptor", "a float"])
@@ -513,9 +416,9 @@ def test_kernels_that_end_with_tensors_or_floats_are_not_recorded(gpu, last):
     x, y = tensor(), tensor()
     value = {"a tensor": y, "a descriptor": tiles(y, 8, 8), "a float": 0.25}[last]
     for arguments, recorded in (({"x_ptr": x, "T": 9}, True), ({"x_ptr": x, "T": 9, "last": value}, False)):
-        replay._calls.clear()
-        replay.record("key", (x, y), [launch(GRID, arguments, compiled(gpu, "*fp32"))])
-        assert replay.replay("key", (x, y), 0.5) == recorded
+        found = replay.record((x, y), [launch(GRID, arguments, compiled(gpu, "*fp32"))])
+        assert (found is not None) == recorded
+        assert found is None or replay.replay(found, (x, y), (0.5,))
 
 
 @pytest.fixture
@@ -537,9 +440,7 @@ def test_nothing_is_launched_past_a_profiler(gpu, heard):
     from gla_triton_kernels.runtime.replay import why_not_replayed
 
     assert why_not_replayed() == "a profiler listens to Triton's launches"
-    x, y = tensor(), tensor()
-    record(gpu, x, y)
-    assert not again(x, y)
+    assert record(gpu, tensor(), tensor())[0] is None
 
 
 # ---- on a GPU
@@ -588,13 +489,13 @@ def chunk_inputs(T, seed):
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_tensor_maps_follow_their_tensors(backend, monkeypatch):
     """Freed memory is handed out again to tensors of other shapes; replayed launches give what new ones do."""
-    from gla_triton_kernels.runtime import replay
+    from gla_triton_kernels.runtime import prepared, replay
 
     calls = [(T, seed) for T in (1024, 640, 1024, 512) for seed in range(3)]
     with gla.use_backend(backend):
         found = [gla.chunk_gla(*chunk_inputs(*call)) for call in calls * 2]
-        assert encoded_maps(replay) > 0
-        monkeypatch.setattr("gla_triton_kernels.chunk_gla.call.replay", lambda *_: False)
+        assert encoded_maps(*{recorded for recorded, *_ in replay._prepared}) > 0
+        monkeypatch.setattr(prepared, "replay", lambda *_: False)
         for i, call in enumerate(calls):
             for once, twice, new in zip(
                 found[i], found[i + len(calls)], gla.chunk_gla(*chunk_inputs(*call)), strict=True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import functools
 import os
 
 import pytest
@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.ops import ABSTRACT_OPS
+from gla_core.ops.spec import layout_of
 from gla_core.workloads.inputs import normal
+from gla_triton_kernels.runtime.architecture import gpu_of_call
 from gla_triton_kernels.softmax_attention.plan import plan_splits
+from tests.backends.prepared_calls import call_prepared, described, preparing
 
 pytest.importorskip("triton")
 
@@ -29,23 +33,32 @@ pytestmark = pytest.mark.kernels
 
 
 @pytest.fixture(params=IN_SPLITS, ids=str)
-def softmax_attention(request, monkeypatch):
-    """A backend's function; parallel_scan's takes the keys in so many splits, if there are so many blocks of them."""
+def prepare(request):
+    """The function by which a backend prepares a call.
+
+    That of parallel_scan may take the keys in a number of splits, if there are as many blocks of them.
+    """
     backend, splits = request.param
-    module = importlib.import_module(f"gla_{backend}.softmax_attention")
+    if splits is None:
+        return preparing(backend, "softmax_attention")
 
-    def split(call, gpu, addressable):
-        plan, Tk = plan_splits(call, gpu, addressable), call.dims["Tk"]
+    def in_splits(call):
+        from gla_triton_kernels.softmax_attention import launches
+
+        plan, Tk = plan_splits(call, gpu_of_call(call)), call.dims["Tk"]
         keys = max(1, -(-Tk // (splits * plan.BT))) * plan.BT
-        return dataclasses.replace(plan, split=keys if keys < Tk else None)
+        return launches.prepare(call, dataclasses.replace(plan, split=keys if keys < Tk else None))
 
-    if splits:
-        monkeypatch.setattr(module, "plan_splits", split)
-    return module.softmax_attention
+    return in_splits
+
+
+@pytest.fixture
+def softmax_attention(prepare):
+    return functools.partial(call_prepared, "softmax_attention", prepare)
 
 
 as_called = pytest.mark.parametrize(
-    "softmax_attention", [("triton_fused", None), ("parallel_scan", None)], indirect=True, ids=str
+    "prepare", [("triton_fused", None), ("parallel_scan", None)], indirect=True, ids=str
 )
 """With as many splits as each call is worth."""
 
@@ -136,15 +149,55 @@ def test_queries_without_keys(softmax_attention, device, dtype, Tk):
 
 
 @pytest.mark.parametrize("shape", [{"B": 0}, {"Tq": 0}, {"H": 0}])
-def test_nothing_to_compute(softmax_attention, device, shape):
+def test_nothing_to_compute(prepare, device, shape):
+    """Not even heads, of which gla_core wants one at least: so the call is described without its checks."""
     q, k, v = inputs(device, **shape)
-    o, lse = softmax_attention(q, k, v, 0.3, True)
+    (B, Tq, Hq, K), (_, Tk, H, V) = q.shape, v.shape
+    sizes = {"B": B, "Tq": Tq, "Tk": Tk, "H": H, "Hq": Hq, "K": K, "V": V}
+    facts = {"scalars": {"causal": True}, "layouts": {"q": layout_of(q), "k": layout_of(k), "v": layout_of(v)}}
+    run = prepare(ABSTRACT_OPS["softmax_attention"].call(sizes, q.device, q.dtype, **facts))
+    o, lse = run(q, k, v, 0.3, True)
     assert (o.shape, lse.shape) == (q.shape, q.shape[:3])
 
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 30.0])
 def test_any_scale(softmax_attention, device, dtype, scale):
     check(softmax_attention, *inputs(device, dtype, Tq=17 if INTERPRETED else 70, Tk=300, K=32), True, scale)
+
+
+@pytest.mark.parametrize("scales", [(0.7, -0.7, 0.7), (-0.7, 0.7, -0.7)], ids=str)
+@pytest.mark.parametrize("view", ["slice", "expanded", "heads_first", "odd"])
+def test_scales_of_either_sign_of_a_call_that_is_prepared_once(prepare, device, dtype, view, scales):
+    """Queries are negated where they lie: launches that were recorded of the others find them there."""
+    q, k, v = inputs(device, dtype, B=2, Tq=9, Tk=70, H=2, K=24)
+    q = {
+        "slice": lambda: torch.nn.functional.pad(q, (8, 16))[..., 8:-16],
+        "expanded": lambda: q[:1, :, :1].expand(q.shape),
+        "heads_first": lambda: q.transpose(1, 2).contiguous().transpose(1, 2),
+        "odd": lambda: torch.nn.functional.pad(q, (1, 0))[..., 1:],
+    }[view]()
+    run = prepare(described("softmax_attention", q, k, v, scales[0], True))
+    for scale in scales:
+        check(run, q, k, v, True, scale)
+
+
+def test_negated_queries_have_the_strides_that_launches_were_described_for(prepare, device, monkeypatch):
+    from gla_triton_kernels.runtime.prepared import Launches
+
+    taken, start = [], Launches.start
+
+    def noted(launches, tensors, *floats):
+        taken.append((tensors[0].stride(), *floats))
+        start(launches, tensors, *floats)
+
+    monkeypatch.setattr(Launches, "start", noted)
+    q, k, v = inputs(device, Tq=9, Tk=20, H=2)
+    q = torch.nn.functional.pad(q, (4, 8))[..., 4:-8]
+    run = prepare(described("softmax_attention", q, k, v, 1.0, True))
+    taken.clear()  # of a rehearsal
+    for scale in (0.5, -0.5):
+        run(q, k, v, scale, True)
+    assert taken == [(q.stride(), 0.5)] * 2
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last", "everywhere"])
@@ -184,8 +237,9 @@ def test_layouts(softmax_attention, device, dtype, K):
 
 
 @pytest.mark.gpu
-def test_the_same_bits_every_run(softmax_attention, dtype):
+def test_the_same_bits_every_run(prepare, dtype):
     x = inputs("cuda", dtype, Tq=300, Tk=600, G=2, K=64, V=64)
+    softmax_attention = prepare(described("softmax_attention", *x, 0.1, True))
     first = softmax_attention(*x, 0.1, True)
     for _ in range(3):
         assert all(map(torch.equal, first, softmax_attention(*x, 0.1, True)))

@@ -10,7 +10,7 @@ import torch
 
 import gla_core as gla
 import gla_triton_kernels
-from gla_core.dispatch.backend import OP_PARAMETERS, LaunchError, OpCall
+from gla_core.dispatch.backend import OP_PARAMETERS, Backend, LaunchError, OpCall, Prepared
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import select
 
@@ -141,6 +141,112 @@ def test_a_backward_that_cannot_launch_falls_back_too(spy, qkvg):
         "chunk_gla_bwd: backend 'flaky' could not launch and is skipped: too much shared memory"
     ]
     assert sound.calls == ["chunk_gla_bwd"]
+
+
+# ---- ops that are prepared
+
+
+class Preparing:
+    """A backend of a prepared online_softmax, whose `prepare`, or the function that it returns, raises `error`."""
+
+    def __init__(self, name, seconds, error=None, when="prepared"):
+        self.error, self.when, self.prepared, self.run = error, when, 0, 0
+        op = Prepared(self.prepare, ("x", "dim"))
+        self.handle = gla.register(Backend(name, "1.0", {"online_softmax": op}, cost=lambda call: seconds))
+
+    def prepare(self, call):
+        self.prepared += 1
+        if self.error is not None and self.when == "prepared":
+            raise self.error
+        return self.softmax
+
+    def softmax(self, x, dim):
+        self.run += 1
+        if self.error is not None:
+            raise self.error
+        return torch.softmax(x, dim)
+
+
+@pytest.fixture
+def preparing():
+    """`preparing(error, when)` registers a backend that raises the error, which auto prefers, and a sound one."""
+    made = []
+
+    def registered(error, when="prepared"):
+        made.extend([Preparing("flaky", 1.0, error, when), Preparing("sound", 2.0)])
+        return made
+
+    yield registered
+    for each in made:
+        each.handle.unregister()
+
+
+@pytest.mark.parametrize("when", ["prepared", "run"])
+@pytest.mark.parametrize("failure", LAUNCH_FAILURES, ids=lambda e: type(e).__name__)
+def test_auto_skips_a_backend_that_cannot_prepare_with_one_warning(preparing, failure, when, x):
+    cannot, sound = preparing(failure, when)
+    found = []
+    caught = warnings_of(lambda: found.extend(gla.online_softmax(x) for _ in range(3)))
+    assert caught == [f"online_softmax: backend 'flaky' could not launch and is skipped: {failure}"]
+    assert (cannot.prepared, cannot.run) == (1, 0 if when == "prepared" else 1)
+    assert (sound.prepared, sound.run) == (1, 3)
+    assert all(torch.equal(y, torch.softmax(x, -1)) for y in found)
+
+
+@pytest.mark.parametrize("when", ["prepared", "run"])
+def test_the_warning_is_of_the_line_that_calls(preparing, when, x):
+    preparing(LaunchError("needs 300 KB of shared memory"), when)
+    with pytest.warns(UserWarning, match="could not launch") as caught:
+        gla.online_softmax(x)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.filterwarnings("ignore:.*could not launch")
+def test_a_failure_to_prepare_is_a_refusal_and_an_explicit_request_shows_it(preparing, x):
+    cannot, sound = preparing(LaunchError("needs 300 KB of shared memory"))
+    for i in range(2):
+        with pytest.raises(LaunchError, match="needs 300 KB of shared memory") as raised:
+            gla.online_softmax(x, backend="flaky")
+        assert raised.value is cannot.error
+        assert (cannot.prepared, sound.prepared) == (i + 1, 0)
+    assert gla.explain("online_softmax", x).winner == "flaky"  # an explicit request is not remembered
+    gla.online_softmax(x)
+    refusals = {c.name: c.refusal for c in gla.explain("online_softmax", x).candidates}
+    assert refusals["flaky"] == "could not launch: LaunchError: needs 300 KB of shared memory"
+    with pytest.raises(LaunchError, match="needs 300 KB of shared memory"):
+        gla.online_softmax(x, backend="flaky,sound")
+    cannot.error = None
+    assert torch.equal(gla.online_softmax(x, backend="flaky"), torch.softmax(x, -1))
+
+
+@pytest.mark.parametrize("failure", OTHER_FAILURES, ids=lambda e: f"{type(e).__module__}.{type(e).__name__}")
+def test_any_other_failure_to_prepare_reaches_the_user_every_time(preparing, failure, x):
+    faulty, sound = preparing(failure)
+    for _ in range(2):
+        with pytest.raises(type(failure)) as error:
+            gla.online_softmax(x)
+        assert error.value is failure
+    assert (faulty.prepared, faulty.run, sound.prepared) == (2, 0, 0)
+
+
+def test_when_none_can_prepare_the_error_holds_every_failure(preparing, x, monkeypatch, own_backends):
+    one, two = preparing(LaunchError("no one"))
+    two.error = ImportError("no two")
+    monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
+    gla.reload_environment()
+
+    def call():
+        with pytest.raises(gla.NoBackendError) as error:
+            gla.online_softmax(x)
+        assert "flaky: could not launch: LaunchError: no one" in str(error.value)
+        assert "sound: could not launch: ImportError: no two" in str(error.value)
+
+    assert len(warnings_of(call)) == 2
+    assert warnings_of(call) == []
+    assert (one.prepared, two.prepared) == (1, 1)
+
+
+# ---- GPUs that are none for the kernels
 
 
 @pytest.fixture

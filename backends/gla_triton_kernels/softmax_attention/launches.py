@@ -31,11 +31,17 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         if lse.numel():
             if scale < 0:  # the kernels take the greatest product for the greatest score
-                q, scale = -q, -scale
+                q, scale = _negated(q), -scale
             launched.start((q, k, v, o, lse), scale)
         return o, lse
 
     return rehearsed(run, call)
+
+
+def _negated(q: Tensor) -> Tensor:
+    """Returns -q with the strides of q, for which the launches are recorded; torch gives -q of a slice others."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(q.shape, q.stride(), strict=True))
+    return q.as_strided((reach,), (1,)).neg().as_strided(q.shape, q.stride(), 0)
 
 
 def launches(plan: Plan, tensors: Tensors, scale: float, causal: bool) -> list[Launch]:

@@ -1,0 +1,48 @@
+"""Kernels that note what is asked of them, in the place of functions of triton.jit: no device, and no compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+class Compiled:
+    """Stands for what Triton has compiled; `run` loads it, and raises where it does not fit."""
+
+    def __init__(self, name: str, told: list[Any], error: BaseException | None = None) -> None:
+        self.name, self.told, self.error = name, told, error
+
+    @property
+    def run(self) -> None:
+        if self.error is not None:
+            raise self.error
+        self.told.append(("load", self.name))
+
+
+class Kernel:
+    """Stands for a function of triton.jit, and notes what is asked of it."""
+
+    def __init__(
+        self,
+        name: str,
+        told: list[Any],
+        error: BaseException | None = None,
+        arg_names: Sequence[str] = ("x_ptr", "y_ptr", "scale", "T"),
+    ) -> None:
+        self.fn, self.told, self.error = type(name, (), {}), told, error
+        self.arg_names = list(arg_names)
+
+    def warmup(self, *arguments: Any, grid: tuple[int, int, int], **options: Any) -> Any:
+        self.told.append(("warmup", self.fn.__name__, arguments, grid, options))
+        return Compiled(self.fn.__name__, self.told, self.error)
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., str]:
+        """Returns the function that launches the kernel."""
+
+        def launch(*arguments: Any, **options: Any) -> str:
+            if self.error is not None:
+                raise self.error
+            self.told.append(("launch", self.fn.__name__, arguments, grid, options))
+            return f"{self.fn.__name__} compiled"
+
+        return launch

@@ -1,0 +1,338 @@
+"""Calls that are prepared once: kernels are compiled before anything is written, and later calls plan nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+import gla_core as gla
+from gla_core.conformance import oracle
+from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.dispatch.backend import Backend, Capabilities, KnownDevice, LaunchError, Prepared
+from gla_core.ops import ABSTRACT_OPS
+from gla_core.workloads.inputs import gla_inputs
+from tests.backends import fake_driver
+from tests.backends.fake_kernels import Kernel
+from tests.backends.prepared_calls import described, preparing
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def absent_gpu(monkeypatch):
+    """Returns a call as one on an H200, which is not here: only what Triton is asked for can be seen."""
+    from gla_triton_kernels.runtime import launch, prepared
+
+    monkeypatch.setattr(launch, "_prepare_compiler", lambda: None)
+    monkeypatch.setattr(prepared, "on_device", lambda _: contextlib.nullcontext())
+    device = KnownDevice("NVIDIA H200", 132, (9, 0))
+    return lambda call: dataclasses.replace(call, device=torch.device("cuda", 0), assumed=device)
+
+
+# ---- kernels are compiled when a call is prepared
+
+
+def fake(monkeypatch, module, name, told, error=None):
+    """Puts a kernel that notes what is asked of it in the place of a kernel of a module."""
+    kernel = Kernel(name.strip("_"), told, error, getattr(module, name).arg_names)
+    monkeypatch.setattr(module, name, kernel)
+
+
+def test_a_second_kernel_that_does_not_fit_is_found_before_the_first_is_launched(absent_gpu, monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    from gla_triton_kernels.online_softmax import splits
+
+    told, error = [], OutOfResources(300_000, 232_448, "shared memory")
+    fake(monkeypatch, splits, "_sum_splits", told)
+    fake(monkeypatch, splits, "_write", told, error)
+    call = absent_gpu(described("online_softmax", torch.empty(4, 2**20, device="meta"), 1))
+    refusal = r"^write cannot be launched on this device: OutOfResources: .*300000"
+    with pytest.raises(LaunchError, match=refusal) as raised:
+        preparing("parallel_scan", "online_softmax")(call)
+    assert raised.value.__cause__ is error
+    beside = [("warmup", "sum_splits"), ("warmup", "write")]
+    loaded = [("warmup", "sum_splits"), ("load", "sum_splits"), ("warmup", "write")]
+    assert [(what, name) for what, name, *_ in told] == beside + loaded
+
+
+@pytest.mark.parametrize("op", sorted(ABSTRACT_OPS))
+@pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
+def test_all_kernels_of_a_call_are_compiled_when_it_is_prepared(op, backend, absent_gpu, monkeypatch):
+    """Its launches are described for tensors without values."""
+    from gla_triton_kernels.runtime import launch, prepared
+
+    made = []
+    monkeypatch.setattr(prepared, "compile_launches", made.extend)
+    monkeypatch.setattr(prepared, "start", lambda launches: pytest.fail("launched"))
+    preparing(backend, op)(absent_gpu(described(op, *arguments_of(op, "meta"))))
+    assert made
+    assert all(isinstance(each, launch.Launch) for each in made)
+    tensors = [x for each in made for x in each.arguments.values() if isinstance(x, Tensor)]
+    assert {x.device.type for x in tensors} <= {"meta"}
+
+
+def arguments_of(op, device, seed=0):
+    """Returns the arguments of a small call, in the order of the contract."""
+    torch.manual_seed(seed)
+    x = gla_inputs(B=1, T=70, H=2, K=32, V=64, initial_state=True, seed=seed)
+    do = torch.randn(1, 70, 2, 64)
+    token = [y[:, 0] for y in (x.q, x.k, x.v, x.g)]
+    found = {
+        "chunk_gla_fwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, None, None),
+        "chunk_gla_bwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, None, None, None, do, None),
+        "chunk_gla_summary": (x.k, x.v, x.g, None, False),
+        "recurrent_gla_step": (*token, x.initial_state, 0.3, None, False),
+        "online_softmax": (torch.randn(3, 700), 1),
+        "softmax_attention": (x.q, x.k, x.v, 0.3, True),
+    }[op]
+    return [y.to(device) if isinstance(y, Tensor) else y for y in found]
+
+
+# ---- what a rehearsal is given
+
+
+def strided_step(inplace):
+    """Describes a step whose tensors lie in memory in various ways, some of which are absent."""
+    q, k, v = torch.empty(3, 4, 16)[:, ::2], torch.empty(2, 3, 16).transpose(0, 1), torch.empty(3, 2, 9)[..., 1:]
+    state, indices = torch.empty(5, 2, 8, 16, dtype=torch.bfloat16).mT, torch.empty(3, dtype=torch.int32)
+    arguments = (q, k, v, None, state, 0.3, indices, inplace)
+    return described("recurrent_gla_step", *arguments), arguments
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_rehearsal_is_given_what_a_call_is_given_but_values(inplace):
+    from gla_triton_kernels.runtime.prepared import rehearsed
+
+    given = []
+
+    def run(q, k, v, g, state, scale, state_indices, inplace):
+        given.append((q, k, v, g, state, scale, state_indices, inplace))
+
+    call, arguments = strided_step(inplace)
+    assert rehearsed(run, dataclasses.replace(call, device=torch.device("cuda", 0))) is run
+    (found,) = given
+    for x, expected in zip(found, arguments, strict=True):
+        if isinstance(expected, Tensor):
+            assert x.is_meta
+            assert (x.shape, x.stride(), x.dtype) == (expected.shape, expected.stride(), expected.dtype)
+        else:
+            assert x is expected or (expected, x) == (0.3, 1.0)
+    assert found[5] == 1.0
+    assert found[3] is None
+    assert found[7] is inplace
+
+
+def test_scalars_of_a_rehearsal_are_those_of_the_call():
+    from gla_triton_kernels.runtime.prepared import rehearsed
+
+    given = []
+
+    def run(q, initial_state, output_final_state, cu_seqlens, checkpoint_every, scale):
+        given.append((q.shape, initial_state, output_final_state, cu_seqlens.shape, checkpoint_every, scale))
+
+    x = gla_inputs(lengths=(3, 5), H=2, K=16, V=16)
+    arguments = (x.q, x.k, x.v, x.g, 0.3, None, True, x.cu_seqlens, 128)
+    call = described("chunk_gla_fwd", *arguments)
+    rehearsed(run, dataclasses.replace(call, device=torch.device("cuda", 0)))
+    assert given == [((1, 8, 2, 16), None, True, (3,), 128, 1.0)]
+
+
+def test_nothing_is_rehearsed_on_a_cpu():
+    from gla_triton_kernels.runtime.prepared import rehearsed
+
+    def run(**_):
+        pytest.fail("called")
+
+    assert rehearsed(run, strided_step(False)[0]) is run
+
+
+def test_nothing_is_rehearsed_for_the_interpreter(monkeypatch):
+    from gla_triton_kernels.runtime.prepared import rehearsed
+
+    def run(**_):
+        pytest.fail("called")
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    rehearsed(run, dataclasses.replace(strided_step(False)[0], device=torch.device("cuda", 0)))
+
+
+# ---- launches, on a device that only notes what it is told
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return fake_driver.install(monkeypatch)
+
+
+class Described:
+    """Launches of calls of two kernels, and the floats of the calls for which they were described."""
+
+    def __init__(self, gpu):
+        from gla_triton_kernels.runtime.prepared import Launches
+
+        self.gpu, self.floats = gpu, []
+        self.launches = Launches(torch.device("cpu"), self.describe)
+
+    def describe(self, tensors, scale):
+        self.floats.append(scale)
+        x, y = tensors
+        scratch = torch.empty(3, 5, dtype=torch.float64, device=x.device)
+        return fake_driver.two_launches(self.gpu, x, y, scratch, scale)
+
+    def told(self, x, y, scale):
+        """Starts the launches of a call, and returns what the device was told of its tensors and floats."""
+        self.gpu.launched.clear()
+        self.launches.start((x, y), scale)
+        (*_, first, _, _, _), (*_, second, found, _) = self.gpu.launched
+        return first, second, found
+
+
+def test_launches_are_recorded_at_the_first_call_and_replayed_from_the_second_on(gpu):
+    described = Described(gpu)
+    for scale in (0.5, 0.25, 0.5):
+        x, y = fake_driver.tensor(), fake_driver.tensor()
+        assert described.told(x, y, scale) == (x.data_ptr(), y.data_ptr(), scale)
+    assert described.floats == [0.5]
+
+
+@pytest.mark.parametrize("why", ["profiled", "unaligned", "one tensor twice", "scratch that is not contiguous"])
+def test_launches_that_cannot_be_recorded_are_described_by_every_call(gpu, monkeypatch, why):
+    from gla_triton_kernels.runtime import replay
+
+    described, x, y = Described(gpu), fake_driver.tensor(), fake_driver.tensor()
+    if why == "profiled":
+        monkeypatch.setattr(replay, "_profiled", lambda: True)
+    elif why == "unaligned":
+        x = torch.zeros(800)[1:769].view(2, 16, 3, 8)
+    elif why == "one tensor twice":
+        y = x
+    else:
+        made = fake_driver.two_launches
+        monkeypatch.setattr(fake_driver, "two_launches", lambda gpu, x, y, z, s: made(gpu, x, y, z.mT, s))
+    for _ in range(3):
+        assert described.told(x, y, 0.5) == (x.data_ptr(), y.data_ptr(), 0.5)
+    assert described.floats == [0.5] * 3
+
+
+def test_launches_that_are_not_replayed_are_recorded_anew(gpu):
+    """Here on another device; what has been recorded for it is then replayed."""
+    described, x, y = Described(gpu), fake_driver.tensor(), fake_driver.tensor()
+    for gpu.index in (0, 0, 1, 1):
+        assert described.told(x, y, 0.5) == (x.data_ptr(), y.data_ptr(), 0.5)
+    assert described.floats == [0.5] * 2
+
+
+def test_tensors_without_values_are_compiled_for_and_nothing_is_launched(gpu, monkeypatch):
+    from gla_triton_kernels.runtime import prepared
+
+    compiled = []
+    monkeypatch.setattr(prepared, "compile_launches", compiled.append)
+    described, x, y = Described(gpu), fake_driver.tensor(), fake_driver.tensor()
+    for _ in range(2):  # nor is anything recorded
+        described.launches.start((x.to("meta"), y.to("meta")), 1.0)
+    assert [len(launches) for launches in compiled] == [2, 2]
+    assert gpu.launched == []
+    assert described.told(x, y, 0.5) == (x.data_ptr(), y.data_ptr(), 0.5)
+    assert (len(compiled), described.floats) == (2, [1.0, 1.0, 0.5])
+
+
+# ---- through gla_core
+
+
+@pytest.fixture
+def register():
+    """Registers a backend of the name "counted" of one op."""
+    made = []
+
+    def registered(op: str, prepared: Prepared) -> None:
+        made.append(gla.register(Backend("counted", "1.0", {op: prepared}, Capabilities())))
+
+    yield registered
+    for each in made:
+        each.unregister()
+
+
+def unaligned(x):
+    """Copies a tensor to an address that is no multiple of 16 bytes."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def check(op, found, arguments):
+    """Runs an op through gla_core on the backend that is registered, and checks its results against the oracle."""
+    results = [found] if isinstance(found, Tensor) else found
+    if op == "recurrent_gla_step":
+        q, k, v, g, state, scale, *_ = arguments
+        references = oracle.recurrent_gla_step(*(x.double() for x in (q, k, v, g.exp(), state)), scale)
+    elif op == "softmax_attention":
+        references = oracle.softmax_attention(*arguments)
+    else:
+        references = [oracle.softmax(*arguments)]
+    for x, reference in zip(results, references, strict=True):
+        assert relative_error(x, reference) <= FORWARD[torch.float32]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("op", "moved"), [("online_softmax", ["x"]), ("recurrent_gla_step", ["q", "state"]), ("softmax_attention", ["k"])]
+)
+def test_calls_with_unaligned_tensors_are_prepared_apart(op, moved, backend, device, register):
+    prepare, contract, alignments = preparing(backend, op), ABSTRACT_OPS[op].contract, []
+
+    def noted(call):
+        alignments.append([name for name, layout in call.layouts.items() if not layout.aligned])
+        return prepare(call)
+
+    register(op, Prepared(noted, contract))
+    for seed in range(3):
+        for odd in (None, *moved):
+            arguments = arguments_of(op, device, seed)
+            arguments = [unaligned(x) if name == odd else x for name, x in zip(contract, arguments, strict=True)]
+            check(op, getattr(gla, op)(*arguments, backend="counted"), arguments)
+    assert alignments == [[], *([name] for name in moved)]
+
+
+@pytest.fixture(params=["recurrent_gla_step", "softmax_attention", "chunk_gla_fwd"])
+def planned(request, register, monkeypatch):
+    """The name of an op that is registered, and the calls that have been planned."""
+    from gla_triton_kernels.chunk_gla import chunk_gla_fwd, forward
+    from gla_triton_kernels.recurrent_gla_step import STEP, step
+    from gla_triton_kernels.softmax_attention import softmax_attention
+    from gla_triton_kernels.softmax_attention.plan import plan_splits
+
+    calls = []
+
+    def noted(plan):
+        return lambda call, *others: (calls.append(call), plan(call, *others))[1]
+
+    monkeypatch.setattr(step, "plan", noted(step.plan))
+    ops = {
+        "recurrent_gla_step": STEP,
+        "softmax_attention": softmax_attention(noted(plan_splits)),
+        "chunk_gla_fwd": chunk_gla_fwd(noted(forward.plan_cut)),
+    }
+    register(request.param, ops[request.param])
+    return request.param, calls
+
+
+@pytest.mark.kernels
+def test_later_calls_plan_nothing(planned, device):
+    op, calls = planned
+    contract, run = ABSTRACT_OPS[op].contract, getattr(gla, op.removesuffix("_fwd"))
+
+    def call(seed, rows=1):
+        arguments = [
+            x.repeat_interleave(rows, 0) if isinstance(x, Tensor) else x for x in arguments_of(op, device, seed)
+        ]
+        run(**{**dict(zip(contract, arguments, strict=True)), "scale": 0.1 * seed - 0.1}, backend="counted")
+
+    for seed in range(4):
+        call(seed)
+    assert len(calls) == 1
+    for seed in range(2):
+        call(seed, rows=2)  # another signature
+    assert [planned.dims["B"] for planned in calls] == [1, 2]
