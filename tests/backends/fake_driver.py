@@ -44,8 +44,8 @@ class Device:
         return graph
 
     def launch(self, *args: Any) -> None:
-        *args, last = args
-        self.launched.append([*args, *(last if isinstance(last, tuple | list) else [last])])
+        *before, last = args
+        self.launched.append([*before, *(last if isinstance(last, tuple | list) else [last])])
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Device:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def prepared(monkeypatch):
-    """What has been asked of Triton before it compiles: there may be no device here."""
+    """Returns a list of what has been asked of Triton before it compiles; there may be no device here."""
     from gla_triton_kernels.runtime import launch
 
     asked = []

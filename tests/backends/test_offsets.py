@@ -39,7 +39,7 @@ def empty(*shape, dtype=torch.bfloat16):
 
 
 def heads_first(*shape, dtype=torch.bfloat16):
-    """[B, T, H, width], as [B, H, T, width] in memory."""
+    """Makes a tensor [B, T, H, width] that lies in memory as [B, H, T, width]."""
     return empty(*(shape[i] for i in (0, 2, 1, 3)), dtype=dtype).transpose(1, 2)
 
 
@@ -118,7 +118,7 @@ IN_MEMORY |= dict.fromkeys(("counts_ptr", "counts"), (0, 4))
 
 
 class Absent:
-    """In the place of Triton's driver: a device of this compute capability, for which kernels are only compiled."""
+    """Takes the place of Triton's driver: a device of a compute capability, for which kernels are only compiled."""
 
     def __init__(self, capability):
         from triton.backends.compiler import GPUTarget
@@ -219,7 +219,7 @@ def ir_of(monkeypatch, tmp_path):
 
 
 class Bounds:
-    """The least and the greatest value of each integer of a kernel; None where they are not known.
+    """Finds the least and the greatest value of each integer of a kernel; None where they are not known.
 
     Attributes:
         overflows: the lines of the IR whose value 32 bits may not hold, with its bounds.

@@ -38,7 +38,7 @@ def online_softmax(prepare):
 
 @pytest.fixture(params=[torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16]), ids=str)
 def dtype(request):
-    """Not bfloat16 where it is interpreted: the interpreter cuts it off where it should round."""
+    """Returns no bfloat16 where kernels are interpreted: the interpreter cuts it off where it should round."""
     return request.param
 
 

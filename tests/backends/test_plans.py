@@ -1,4 +1,4 @@
-"""Which kernels softmaxes, attention and steps take, and with which launch parameters: without Triton or a GPU."""
+"""The kernels that softmaxes, attention and steps take, and their launch parameters: without Triton or a GPU."""
 
 from __future__ import annotations
 

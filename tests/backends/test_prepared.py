@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 @pytest.fixture
 def absent_gpu(monkeypatch):
-    """Returns a call as one on an H200, which is not here: only what Triton is asked for can be seen."""
+    """Returns a function that takes a call for one on an H200, which is not here."""
     from gla_triton_kernels.runtime import launch, prepared
 
     monkeypatch.setattr(launch, "_prepare_compiler", lambda: None)
@@ -170,7 +170,7 @@ def gpu(monkeypatch):
 
 
 class Described:
-    """Launches of calls of two kernels, and the floats of the calls for which they were described."""
+    """Describes the launches of calls of two kernels, and notes the floats of these calls."""
 
     def __init__(self, gpu):
         from gla_triton_kernels.runtime.prepared import Launches
@@ -246,7 +246,7 @@ def test_tensors_without_values_are_compiled_for_and_nothing_is_launched(gpu, mo
 
 @pytest.fixture
 def register():
-    """Registers a backend of the name "counted" of one op."""
+    """Returns a function that registers an op as a backend of the name "counted"."""
     made = []
 
     def registered(op: str, prepared: Prepared) -> None:
@@ -263,7 +263,7 @@ def unaligned(x):
 
 
 def check(op, found, arguments):
-    """Runs an op through gla_core on the backend that is registered, and checks its results against the oracle."""
+    """Checks what an op has computed against the oracle."""
     results = [found] if isinstance(found, Tensor) else found
     if op == "recurrent_gla_step":
         q, k, v, g, state, scale, *_ = arguments
@@ -298,7 +298,7 @@ def test_calls_with_unaligned_tensors_are_prepared_apart(op, moved, backend, dev
 
 @pytest.fixture(params=["recurrent_gla_step", "softmax_attention", "chunk_gla_fwd"])
 def planned(request, register, monkeypatch):
-    """The name of an op that is registered, and the calls that have been planned."""
+    """Registers an op, and returns its name and a list of the calls that have been planned."""
     from gla_triton_kernels.chunk_gla import chunk_gla_fwd, forward
     from gla_triton_kernels.recurrent_gla_step import STEP, step
     from gla_triton_kernels.softmax_attention import softmax_attention

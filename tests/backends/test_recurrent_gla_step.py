@@ -45,13 +45,13 @@ def remembered_step(*arguments, scale=0.3, inplace=False):
 
 
 def inputs(**sizes):
-    """q, k, v, g of one token, and a state [B, H, K, V]."""
+    """Makes q, k, v, g of one token, and a state [B, H, K, V]."""
     x = gla_inputs(T=1, initial_state=True, **sizes)
     return (*(None if y is None else y[:, 0] for y in (x.q, x.k, x.v, x.g)), x.initial_state)
 
 
 def expected(q, k, v, g, state, scale=0.3, rows=None):
-    """The oracle's o and states; `rows` as state_indices, in a list."""
+    """Returns the oracle's o and states; `rows` as state_indices, in a list."""
     rows = list(range(len(q))) if rows is None else rows
     alpha = torch.ones_like(k).double() if g is None else g.double().exp()
     new, o = state.double().clone(), torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64, device=q.device)
@@ -69,7 +69,7 @@ def check(results, references, dtype, state_dtype=torch.float32):
 
 
 def strided(x, spare):
-    """The values of x, in a tensor with `spare` more of every dimension but the last."""
+    """Copies x into a tensor with `spare` more of every dimension but the last."""
     if x is None:
         return None
     memory = torch.full([n + spare for n in x.shape[:-1]] + [x.shape[-1]], torch.nan, dtype=x.dtype, device=x.device)
@@ -191,7 +191,7 @@ def test_expanded_inputs(device):
 
 
 def test_calls_that_differ_in_one_thing_only(device):
-    """What is remembered of a call must not serve another with the same shapes."""
+    """Nothing that is remembered of a call may serve another with the same shapes."""
     *token, state = inputs(B=2, H=2, K=32, V=8 if INTERPRETED else 32, device=device)
     layouts = [
         lambda x: x,
@@ -261,7 +261,7 @@ def test_waits_for_the_kernels_before_and_is_waited_for():
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ["PHKV", "HPKV", "KPHV"])
 def test_a_pool_of_more_than_2_to_31_elements(order):
-    """Of 2^32, so that every stride but the last exceeds 2^31 when multiplied by the indices that go with it."""
+    """It has 2^32, so that every stride but the last exceeds 2^31 when multiplied by the indices that go with it."""
     *token, _ = inputs(B=2, H=4, K=128, V=128, dtype=torch.bfloat16, device="cuda")
     sizes, rows = {"P": 2**16 + 1, "H": 4, "K": 128, "V": 128}, [2**16, 1]
     memory = torch.zeros([sizes[name] for name in order], dtype=torch.bfloat16, device="cuda")

@@ -65,7 +65,7 @@ def test_a_map_is_encoded_once_for_an_address(gpu):
 
 
 def test_maps_of_other_shapes_at_the_same_address_are_others(gpu):
-    """As after memory has been freed and handed out anew."""
+    """Memory has been freed and handed out anew, say."""
     x, y = tensor(), tensor()
     shorter = x.view(-1)[: 2 * 4 * 3 * 8].view(2, 4, 3, 8)
     assert shorter.data_ptr() == x.data_ptr()
@@ -148,7 +148,7 @@ def test_a_call_of_several_launches(gpu):
 
 
 def test_launches_are_told_of_the_addresses_and_floats_of_their_call(gpu, monkeypatch):
-    """Whatever has been kept of calls before; scratch is allocated by each, here in either of two places in turn."""
+    """Nothing that is kept of calls before counts; each allocates scratch, here in either of two places in turn."""
     from gla_triton_kernels.runtime.replay import replay
 
     x, y, z = (tensor() for _ in range(3))
@@ -398,7 +398,7 @@ def test_parts_of_tensors_are_where_they_were(gpu):
 
 
 def test_calls_that_cannot_be_told_apart_are_not_recorded(gpu):
-    """Which of its tensors a launch has taken must be plain, and that it may be allocated anew."""
+    """It must be plain which of its tensors a launch has taken, and that others may be allocated anew."""
     from gla_triton_kernels.runtime.replay import replay
 
     x, y = tensor(), tensor()
@@ -423,7 +423,7 @@ def test_kernels_that_end_with_tensors_or_floats_are_not_recorded(gpu, last):
 
 @pytest.fixture
 def heard():
-    """What Triton's hooks are told of launches."""
+    """Listens to Triton's launches, as a profiler does, and returns a list with an entry for each."""
     from triton import knobs
 
     calls = []

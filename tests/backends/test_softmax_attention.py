@@ -34,9 +34,9 @@ pytestmark = pytest.mark.kernels
 
 @pytest.fixture(params=IN_SPLITS, ids=str)
 def prepare(request):
-    """The function by which a backend prepares a call.
+    """Returns the function by which a backend prepares a call.
 
-    That of parallel_scan may take the keys in a number of splits, if there are as many blocks of them.
+    For parallel_scan it may be one that takes the keys in a number of splits, if there are as many blocks of them.
     """
     backend, splits = request.param
     if splits is None:
@@ -65,7 +65,7 @@ as_called = pytest.mark.parametrize(
 
 @pytest.fixture(params=[torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def dtype(request):
-    """Interpreted, one shows it all; blocks and sizes are tried in float16 too, which the interpreter has right."""
+    """Returns float32 alone where kernels are interpreted; blocks are tried in float16 too."""
     return request.param
 
 
@@ -150,7 +150,7 @@ def test_queries_without_keys(softmax_attention, device, dtype, Tk):
 
 @pytest.mark.parametrize("shape", [{"B": 0}, {"Tq": 0}, {"H": 0}])
 def test_nothing_to_compute(prepare, device, shape):
-    """Not even heads, of which gla_core wants one at least: so the call is described without its checks."""
+    """There may even be no heads; gla_core refuses that, so the call is described without its checks."""
     q, k, v = inputs(device, **shape)
     (B, Tq, Hq, K), (_, Tk, H, V) = q.shape, v.shape
     sizes = {"B": B, "Tq": Tq, "Tk": Tk, "H": H, "Hq": Hq, "K": K, "V": V}
@@ -169,7 +169,8 @@ def test_any_scale(softmax_attention, device, dtype, scale):
 @pytest.mark.parametrize("view", ["slice", "expanded", "heads_first", "odd"])
 def test_scales_of_either_sign_of_a_call_that_is_prepared_once(prepare, device, dtype, view, scales):
     """Queries are negated where they lie: launches that were recorded of the others find them there."""
-    q, k, v = inputs(device, dtype, B=2, Tq=9, Tk=70, H=2, K=24)
+    Tq, Tk, width = (9, 70, 24) if INTERPRETED else (130, 300, 128)
+    q, k, v = inputs(device, dtype, B=2, Tq=Tq, Tk=Tk, H=2, K=width, V=width)
     q = {
         "slice": lambda: torch.nn.functional.pad(q, (8, 16))[..., 8:-16],
         "expanded": lambda: q[:1, :, :1].expand(q.shape),
@@ -202,7 +203,7 @@ def test_negated_queries_have_the_strides_that_launches_were_described_for(prepa
 
 @pytest.mark.parametrize("where", ["first", "middle", "last", "everywhere"])
 def test_scores_that_are_minus_infinity(softmax_attention, device, where):
-    """As torch has them: keys of -inf are not seen by positive queries; a query that sees nothing else is NaN."""
+    """The same as in torch: keys of -inf are not seen by positive queries; a query that sees nothing else is NaN."""
     q, k, v = inputs(device, Tq=17 if INTERPRETED else 70, Tk=400)
     unseen = {"first": slice(300), "middle": slice(3, 150), "last": slice(150, None), "everywhere": slice(None)}[where]
     q, k[:, unseen, :, 0] = q.abs(), -torch.inf

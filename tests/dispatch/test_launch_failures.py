@@ -147,7 +147,7 @@ def test_a_backward_that_cannot_launch_falls_back_too(spy, qkvg):
 
 
 class Preparing:
-    """A backend of a prepared online_softmax, whose `prepare`, or the function that it returns, raises `error`."""
+    """Registers a backend whose online_softmax raises `error` when it is prepared, or when it is run."""
 
     def __init__(self, name, seconds, error=None, when="prepared"):
         self.error, self.when, self.prepared, self.run = error, when, 0, 0
@@ -169,7 +169,7 @@ class Preparing:
 
 @pytest.fixture
 def preparing():
-    """`preparing(error, when)` registers a backend that raises the error, which auto prefers, and a sound one."""
+    """Returns a function that registers a backend which raises an error, and which auto prefers, and a sound one."""
     made = []
 
     def registered(error, when="prepared"):
@@ -251,7 +251,7 @@ def test_when_none_can_prepare_the_error_holds_every_failure(preparing, x, monke
 
 @pytest.fixture
 def amd_gpu(monkeypatch):
-    """PyTorch as it is for AMD GPUs, of which it sees an MI300X."""
+    """Makes PyTorch one for AMD GPUs, of which it sees an MI300X."""
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.version, "hip", "6.4.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
