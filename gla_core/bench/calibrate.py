@@ -223,7 +223,8 @@ _DTYPES = ("dtype", "gate_dtype", "state_dtype")
 
 
 def _call_to_json(call: OpCall) -> dict[str, Any]:
-    fields = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
+    # Calls that are measured are known by their sizes, without the names and the layouts of arguments.
+    fields = {f.name: getattr(call, f.name) for f in dataclasses.fields(call) if f.name not in ("given", "layouts")}
     dtypes = {name: fields[name] and str(fields[name]).removeprefix("torch.") for name in _DTYPES}
     return {**fields, **dtypes, "device": str(call.device), "dims": dict(call.dims)}
 

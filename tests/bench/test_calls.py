@@ -52,7 +52,12 @@ def op_calls(draw):
 
 
 def described(call, arguments):
-    return ABSTRACT_OPS[call.op].describe(*arguments)
+    """Describes the arguments of a call by what sizes say: not which arguments are given, and how they lie."""
+    found = ABSTRACT_OPS[call.op].describe(*arguments)
+    scalars = dict(found.scalars)
+    if "dim" in scalars:  # it is counted from the front, in a call of rows and columns
+        scalars["dim"] -= len(found.dims)
+    return dataclasses.replace(found, scalars=scalars, given=frozenset(), layouts={})
 
 
 @settings(max_examples=100, deadline=None)

@@ -20,7 +20,12 @@ FACTS = {
     "NVIDIA H100 80GB HBM3": {"multiprocessors": 132.0, "compute_capability": 9.0},
 }
 MEASURED = results.read(Path(__file__).parents[2] / "benchmarks" / "results" / "triton-h200.json")
-BACKENDS = ("reference", "triton_fused", "parallel_scan")
+FORMULAS = {
+    "reference": "gla_reference.cost",
+    "triton_fused": "gla_triton_fused",
+    "parallel_scan": "gla_parallel_scan",
+}
+BACKENDS = tuple(FORMULAS)
 
 
 def measured(name, kind):
@@ -42,7 +47,7 @@ def compiled(monkeypatch):
 
 def predicted(name, kind, call, changed=()):
     """Seconds that a backend's formula predicts with its shipped constants."""
-    formula = importlib.import_module(f"gla_{name}.cost").predicted_seconds
+    formula = importlib.import_module(FORMULAS[name]).predicted_seconds
     return formula(call, {**shipped_constants(f"gla_{name}")[kind][call.op], **FACTS[kind], **dict(changed)})
 
 
@@ -240,7 +245,7 @@ def test_another_gpu_has_no_kernels_for_hopper(op):
 @pytest.mark.parametrize("name", ["triton_fused", "parallel_scan"])
 def test_nothing_is_predicted_for_interpreted_kernels(name, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    formula = importlib.import_module(f"gla_{name}.cost").predicted_seconds
+    formula = importlib.import_module(FORMULAS[name]).predicted_seconds
     assert formula(call_of("chunk_gla_fwd", "cpu"), FACTS["cpu"]) is None
 
 

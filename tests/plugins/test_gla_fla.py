@@ -491,7 +491,7 @@ def test_tuning_says_at_once_what_is_missing(module, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("kind", "where"), [("OutOfResources", "triton.runtime.errors"), ("PTXASError", "elsewhere")])
-def test_what_the_compiler_of_triton_raises_is_a_launch_error(native, kind, where):
+def test_what_the_compiler_of_triton_raises_is_a_launch_error(module, kind, where):
     error = type(kind, (Exception,), {"__module__": where})("shared memory")
 
     def kernel():
@@ -499,4 +499,4 @@ def test_what_the_compiler_of_triton_raises_is_a_launch_error(native, kind, wher
 
     expected = LaunchError if where.startswith("triton") else type(error)
     with pytest.raises(expected, match="shared memory"):
-        native.raising_launch_errors(kernel)()
+        module("native").raising_launch_errors(kernel)()
