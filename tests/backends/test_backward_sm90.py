@@ -44,7 +44,7 @@ def expected(x, do, dstate):
 
 
 def computed(x, do, dstate, checkpoints):
-    """The kernel's, where results were NaN before; rows of no sequence are left so."""
+    """Returns the gradients by the kernel, where results were NaN before; rows of no sequence are left so."""
     from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
     from gla_triton_kernels.runtime.launch import start
 

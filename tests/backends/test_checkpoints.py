@@ -35,7 +35,7 @@ def cut(change_plans):
 
 @pytest.fixture
 def forward(backend):
-    """The backend's chunk_gla_fwd."""
+    """Returns the backend's chunk_gla_fwd."""
     return functools.partial(call_prepared, "chunk_gla_fwd", preparing(backend, "chunk_gla_fwd"))
 
 

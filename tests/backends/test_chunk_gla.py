@@ -37,7 +37,7 @@ pytestmark = pytest.mark.kernels
 
 @pytest.fixture
 def forward(backend, change_plans):
-    """The backend's chunk_gla_fwd by general kernels, with TMA wherever it can be had."""
+    """Returns the backend's chunk_gla_fwd by general kernels, with TMA wherever it can be had."""
     change_plans("TMA_ELEMENTS", 0)
     change_plans("segment_length", lambda *_: CHUNK)
     plan = {"triton_fused": launcher.plan_whole, "parallel_scan": launcher.plan_cut}[backend]
