@@ -1,4 +1,4 @@
-"""What tests of the Triton backends share."""
+"""Fixtures for the tests of the Triton backends."""
 
 from __future__ import annotations
 

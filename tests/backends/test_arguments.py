@@ -56,7 +56,7 @@ def test_strides_of_tokens():
 
 
 def test_strides_of_states():
-    """What lies together has the stride None."""
+    """The dimension that is contiguous has the stride None."""
     from gla_triton_kernels.chunk_gla.shared.segments import state_strides
 
     x = torch.empty(3, 2, 8, 4)

@@ -192,7 +192,7 @@ def test_either_side_of_the_largest_decay_of_a_mild_chunk(device, decay, dtype):
 @pytest.mark.parametrize("precision", ["bf16x3", "bf16x6"])
 @pytest.mark.parametrize("sizes", [{"T": 140}, {"lengths": (140, 0, 3)}])
 def test_gates_whose_gradient_is_exactly_0(device, sizes, precision):
-    """Those that forget all, and those of a first token that no state precedes."""
+    """Gates that forget everything, and gates of a first token that no state precedes."""
     x = case(device, **sizes)
     x.g[:, 70, :, ::3] = -torch.inf
     x.g[:, 71, :, 1::3] = -300.0

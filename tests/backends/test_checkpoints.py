@@ -89,7 +89,7 @@ def test_hardly_a_sequence(forward, device, lengths):
 @pytest.mark.parametrize("backend", ["parallel_scan"])
 @pytest.mark.parametrize(("length", "every"), [(64, 64), (64, 192), (128, 64), (128, 192), (192, 128)])
 def test_segments(cut, forward, device, length, every):
-    """Whether or not a segment begins where a checkpoint is."""
+    """A checkpoint may be at the start of a segment, or within it."""
     cut(length)
     check(forward, every, T=270, B=2, K=3, V=5, device=device)
     check(forward, every, lengths=LENGTHS, padding=500, first=90, K=3, V=5, device=device)

@@ -1,4 +1,4 @@
-"""Which kernels chunk_gla takes, by architecture; launcher and cost model read the same plan."""
+"""The kernels of chunk_gla by architecture; launcher and cost model read the same plan."""
 
 from __future__ import annotations
 
@@ -352,7 +352,7 @@ def test_the_launcher_knows_what_tma_can_address(launcher_plans_with):
 
 
 def rows_of(**changes):
-    """How many rows each plan of a batch is for, and whether it cuts them."""
+    """Returns the number of rows of each plan of a batch, and whether it cuts them."""
     return [
         (call.dims["B"], call.dims["N"], plan.segments is not None)
         for call, plan in forward.plan_cut(call_of(**changes), H200)

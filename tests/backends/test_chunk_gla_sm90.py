@@ -155,7 +155,7 @@ def test_strided():
 
 
 def test_more_than_2_to_the_31_elements():
-    """The last sequence of a tensor of so many."""
+    """The last sequence of a tensor of more than 2^31 elements."""
     long, short = 2**20, 100
     q, k, v, g = (torch.randn(1, long + short, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     g.abs_().mul_(-0.05)

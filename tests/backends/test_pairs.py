@@ -1,4 +1,4 @@
-"""What pairs of tokens within marked chunks add to gradients, against the reference on each chunk by itself."""
+"""The terms that pairs of tokens of marked chunks add to gradients, against the reference on each chunk by itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 CHUNK, KEYS, SCALE = 64, 128, 0.3
 BUDGET, ROUNDED = 5e-4, 2e-3
-"""Of what is summed in float32, and of what is rounded to bfloat16 in the end."""
+"""The tolerances of float32 sums, and of results that are rounded to bfloat16."""
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90")]
 
@@ -52,7 +52,7 @@ def marks_of(inputs, cu_seqlens, which=lambda i, h, block: (i + h + block) % 2 =
 
 
 def marked(inputs, cu_seqlens, marks):
-    """Where dq, dk, dv and dg of each marked chunk stand, which is where q, k, v and g do, and where do does."""
+    """Yields the slices of each marked chunk in dq, dk, dv and dg, which are the slices in q, k, v and g, and in do."""
     for row, b, tokens in chunks(inputs, cu_seqlens):
         for h, block in marks[row].nonzero().tolist():
             head, keys = (slice(b, b + 1), tokens, slice(h, h + 1)), slice(block * KEYS, (block + 1) * KEYS)
@@ -133,7 +133,7 @@ def test_nothing_is_added_to_the_gate_of_a_first_token():
 
 @pytest.mark.parametrize("magnitude", [1e-9, 1e9])
 def test_magnitudes(magnitude):
-    """What is multiplied is held by float16, in units."""
+    """The factors of products are float16, in units."""
     inputs, given, _ = case(T=128, gates="strong")
     for y in inputs[:2]:
         y *= magnitude

@@ -1,4 +1,4 @@
-"""Which kernels a backward of chunk_gla takes, and with which launch parameters: without Triton or a GPU."""
+"""The kernels of a backward of chunk_gla and their launch parameters, without Triton or a GPU."""
 
 from __future__ import annotations
 

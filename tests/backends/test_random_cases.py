@@ -72,7 +72,7 @@ def test_random_gradients(device, batch, backend):
 
 
 def misses(seed, device):
-    """What the case drawn from `seed` got wrong: its description and error, or nothing."""
+    """Returns the description and the error of the case drawn from `seed` if it fails, else nothing."""
     draw = random.Random(seed)
     op = draw.choice(OPS)
     dtype = draw.choice(DTYPES)
@@ -84,7 +84,7 @@ def misses(seed, device):
 
 
 def missed_gradients(seed, device, backend):
-    """What the gradients of the case drawn from `seed` got wrong: description, name and error, or nothing."""
+    """Returns the description, name and error of wrong gradients of the case drawn from `seed`, else nothing."""
     draw = random.Random(seed)
     dtype = draw.choice(DTYPES)
     x, sizes = sequences(draw, dtype, device, seed)

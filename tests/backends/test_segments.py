@@ -104,7 +104,7 @@ def test_any_boundaries(check, lengths, length, around, more):
     dtype=st.sampled_from([torch.int32, torch.int64]),
 )
 def test_the_longest_first(device, lengths, length, more, dtype):
-    """Of sequences and of what they are cut into: all of them, once; those first that another one follows."""
+    """The order has every segment once, of whole and of cut sequences; segments that another one follows come first."""
     from gla_triton_kernels.chunk_gla.shared import segments
     from gla_triton_kernels.runtime.launch import start
 

@@ -203,7 +203,7 @@ def test_strided():
 
 
 def test_more_than_2_to_the_31_elements():
-    """The last segment of a tensor of so many."""
+    """The last segment of a tensor of more than 2^31 elements."""
     T = 2**20 + 100
     k, v, g = (torch.randn(1, T, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     g.abs_().mul_(-0.05)
