@@ -200,6 +200,7 @@ def _effects(settings: Environment) -> dict[str, str]:
         "GLA_CACHE_DIR": f"gla calibrate stores its measurements in {settings.cache_dir}",
         "GLA_CHECK": f"tensor values are {'checked' if settings.check_values else 'not checked'}",
         "GLA_CHECKPOINTS": f"on a GPU, states are {'kept' if settings.checkpoints else 'not kept'} for the backward",
+        "GLA_GRAPHS": f"on a GPU, repeated calls {'become' if settings.graphs else 'do not become'} CUDA graphs",
         "GLA_KEEP_MEMORY": f"on a CPU, freed memory is {'kept' if settings.keep_memory else 'left to the C library'}",
     }
 

@@ -6,7 +6,8 @@ GLA_BLOCK_PLUGINS   comma-separated entry-point names of plugins that are not to
 GLA_CACHE_DIR       where `gla calibrate` keeps what it measured; $XDG_CACHE_HOME/gla_core or ~/.cache/gla_core if none
 GLA_CHECK           1 adds checks that read tensor values (and so wait for the device), and compare ranks
 GLA_CHECKPOINTS     0 has a backward on a GPU compute states that the forward would otherwise keep for it
-GLA_KEEP_MEMORY     0 leaves the C library's settings of memory alone, which ops/_memory.py changes for a CPU
+GLA_GRAPHS          0 keeps repeated calls on a GPU from becoming CUDA graphs; the Triton backends read it
+GLA_KEEP_MEMORY     1 makes the C library keep freed memory on a CPU, for the whole process: see ops/_memory.py
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ VARIABLES = (
     "GLA_CACHE_DIR",
     "GLA_CHECK",
     "GLA_CHECKPOINTS",
+    "GLA_GRAPHS",
     "GLA_KEEP_MEMORY",
 )
 _FALSE = ("0", "false", "no", "off")
@@ -40,12 +42,13 @@ class Environment:
     check_values: bool
     cache_dir: Path
     checkpoints: bool
+    graphs: bool
     keep_memory: bool
 
 
 @functools.cache
 def environment() -> Environment:
-    """The settings in force. Raises ValueError for a flag that is neither true nor false."""
+    """Returns the settings in force. Raises ValueError for a flag that is neither true nor false."""
     _warn_of_unknown()
     blocked = (name.strip() for name in os.environ.get("GLA_BLOCK_PLUGINS", "").split(","))
     return Environment(
@@ -55,7 +58,8 @@ def environment() -> Environment:
         check_values=_flag("GLA_CHECK", False),
         cache_dir=_cache_dir(),
         checkpoints=_flag("GLA_CHECKPOINTS", True),
-        keep_memory=_flag("GLA_KEEP_MEMORY", True),
+        graphs=_flag("GLA_GRAPHS", True),
+        keep_memory=_flag("GLA_KEEP_MEMORY", False),
     )
 
 

@@ -1,9 +1,9 @@
-"""Keeps memory that is freed on a CPU for the tensors of the next ops.
+"""Keeps memory that is freed on a CPU for the tensors of the next ops, if GLA_KEEP_MEMORY=1.
 
 By default glibc returns freed blocks of more than 128 KiB to the system. The next op then maps them again page by page,
-which takes 10 to 50 % of chunk_gla's time. The settings made here apply to the whole process: glibc keeps blocks of up
-to 32 MiB, 64 MiB in all. They are made once, when an op first runs on a CPU, unless GLA_KEEP_MEMORY=0. The shipped
-constants of the cost models were measured with these settings.
+which takes 10 to 50 % of chunk_gla's time. The settings made here apply to the whole process, and so they are off by
+default. With them glibc keeps blocks of up to 32 MiB, 64 MiB in all. They are made once, when an op first runs on a
+CPU. The constants of the cost models that are shipped for a CPU were measured with these settings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LARGEST = 2**25
 
 @functools.cache
 def keep_freed() -> None:
-    """Makes the C library keep freed memory, if it is glibc and GLA_KEEP_MEMORY is not 0."""
+    """Makes the C library keep freed memory, if it is glibc and GLA_KEEP_MEMORY is 1."""
     if not environment().keep_memory:
         return
     try:

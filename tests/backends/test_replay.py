@@ -119,6 +119,38 @@ def test_a_triton_that_launches_otherwise(gpu, monkeypatch):
     assert replay.why_not_replayed() is None
 
 
+@pytest.mark.parametrize(
+    ("version", "known"), [("3.6.1", True), ("3.7.1+git", True), ("3.5.0", False), ("3.10", False)]
+)
+def test_launchers_are_known_by_the_version_of_triton(monkeypatch, version, known):
+    import triton
+
+    from gla_triton_kernels.runtime import replay
+
+    monkeypatch.setattr(triton, "__version__", version)
+    for cached in (replay._launcher, replay._launchers_are_known):
+        cached.cache_clear()
+    try:
+        assert replay._launchers_are_known() == known
+    finally:
+        for cached in (replay._launcher, replay._launchers_are_known):
+            cached.cache_clear()
+
+
+@pytest.mark.parametrize(("setting", "on"), [(None, True), ("1", True), ("0", False), (" Off ", False)])
+def test_graphs_may_be_turned_off(monkeypatch, setting, on):
+    from gla_triton_kernels.runtime import replay
+
+    monkeypatch.delenv("GLA_GRAPHS", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("GLA_GRAPHS", setting)
+    replay.graphs_are_on.cache_clear()
+    try:
+        assert replay.graphs_are_on() == on
+    finally:
+        replay.graphs_are_on.cache_clear()
+
+
 def test_what_is_said_of_interpreted_kernels(monkeypatch):
     import gla_triton_kernels
 

@@ -40,7 +40,8 @@ DEFAULTS = Environment(
     check_values=False,
     cache_dir=Path.home() / ".cache" / "gla_core",
     checkpoints=True,
-    keep_memory=True,
+    graphs=True,
+    keep_memory=False,
 )
 
 
@@ -57,7 +58,8 @@ def test_all_of_them_are_read(monkeypatch):
         GLA_CHECK="1",
         GLA_CACHE_DIR="/x/y",
         GLA_CHECKPOINTS="0",
-        GLA_KEEP_MEMORY="0",
+        GLA_GRAPHS="0",
+        GLA_KEEP_MEMORY="1",
     )
     assert environment() == Environment(
         backend="reference",
@@ -66,7 +68,8 @@ def test_all_of_them_are_read(monkeypatch):
         check_values=True,
         cache_dir=Path("/x/y"),
         checkpoints=False,
-        keep_memory=False,
+        graphs=False,
+        keep_memory=True,
     )
 
 

@@ -14,10 +14,11 @@ from gla_core.ops import _memory
 
 @pytest.fixture
 def told(fresh_registry, monkeypatch):
-    """The arguments of mallopt from now on; ops run as if for the first time."""
+    """The arguments of mallopt from now on, as a user asks for it; ops run as if for the first time."""
     calls = []
     library = SimpleNamespace(mallopt=lambda *setting: calls.append(setting))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    monkeypatch.setenv("GLA_KEEP_MEMORY", "1")
     _memory.keep_freed.cache_clear()
     gla.reload_environment()
     yield calls
@@ -32,8 +33,11 @@ def test_it_keeps_freed_memory_from_the_first_op_on(told):
     assert told == [(-3, 2**25), (-1, 2**26)]
 
 
-def test_unless_the_user_says_no(told, monkeypatch):
-    monkeypatch.setenv("GLA_KEEP_MEMORY", "0")
+@pytest.mark.parametrize("setting", [None, "0"])
+def test_unless_the_user_does_not_ask_for_it(told, monkeypatch, setting):
+    monkeypatch.delenv("GLA_KEEP_MEMORY")
+    if setting is not None:
+        monkeypatch.setenv("GLA_KEEP_MEMORY", setting)
     gla.reload_environment()
     gla.online_softmax(torch.randn(3, 4))
     assert told == []

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import math
+import os
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ class _Prepared:
         else:
             self._launch(stream)
             self.left -= 1
-            if self.left == 0:
+            if self.left == 0 and graphs_are_on():
                 self._capture()
 
     def _launch(self, stream: int) -> None:
@@ -120,6 +120,12 @@ class _Prepared:
             if self.graph is graph:
                 self.graph = None
                 _graphed.remove(self)
+
+
+@functools.cache
+def graphs_are_on() -> bool:
+    """Returns whether launches that are made repeatedly become a CUDA graph; GLA_GRAPHS=0 turns that off."""
+    return os.environ.get("GLA_GRAPHS", "").strip().lower() not in ("0", "false", "no", "off")
 
 
 _graphed: list[_Prepared] = []
@@ -301,17 +307,14 @@ def _recorded(launch: Launch, arguments: _Arguments, places: dict[int, int]) -> 
     return _RecordedLaunch(function, launch.grid, kernel, spread, at, maps, bool(floats), tuple(fixed))
 
 
-TRITON_3_6 = ("function", "args")
-TRITON_3_7 = ("function", "kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook", "args")
-"""Parameters of launchers of kernels after the stream, by which the versions are told apart."""
+TRITON_3_6, TRITON_3_7 = "3.6", "3.7"
+"""The versions of Triton whose launchers are known: what they hand to the function in C is written out below."""
 
 
 @functools.cache
-def _launcher() -> tuple[str, ...]:
-    """Returns the parameters of the launchers of this Triton after the stream."""
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    return tuple(inspect.signature(CudaLauncher.__call__).parameters)[5:]
+def _launcher() -> str:
+    """Returns the major and minor version of Triton."""
+    return ".".join(triton.__version__.split(".")[:2])
 
 
 def _after_the_stream(run: Any, kernel: Any) -> tuple[Any, ...]:
@@ -376,7 +379,9 @@ def _profiled() -> bool:
 
 @functools.cache
 def _launchers_are_known() -> bool:
-    """Returns whether this Triton encodes tensor maps and hands them on as is assumed here: tried out on a function."""
+    """Returns whether the launchers of this Triton are known, by its version and by the encoding of tensor maps."""
+    if _launcher() not in (TRITON_3_6, TRITON_3_7):
+        return False
     from triton.backends.nvidia import driver as nvidia
 
     def launch() -> None: ...
@@ -385,4 +390,4 @@ def _launchers_are_known() -> bool:
         known = _behind_encoding(nvidia.wrap_handle_tensordesc(launch, {0: "tensordesc<fp16[1,1]>"}, None)) is launch
     except (AttributeError, IndexError, TypeError, ValueError):
         return False
-    return known and hasattr(nvidia, "make_tensordesc_arg") and _launcher() in (TRITON_3_6, TRITON_3_7)
+    return known and hasattr(nvidia, "make_tensordesc_arg")
