@@ -13,6 +13,7 @@ import torch
 from gla_core.bench.baselines import BASELINES
 from gla_core.bench.results import Results, time_text
 from gla_core.bench.suite import TIMED, Row
+from gla_core.dispatch import registry
 from gla_core.extras import how_to_install
 from gla_core.workloads.named import WORKLOADS, Workload
 
@@ -22,16 +23,10 @@ TITLES = {
     "step": "one step, launched by the host",
     "step_graph": "one step in a CUDA graph",
 }
-COLOURS = {
-    "fla": "0.45",
-    "torch": "0.45",
-    "gla_fla": "0.75",
-    "parallel_scan": "tab:blue",
-    "triton_fused": "tab:orange",
-    "reference": "tab:green",
-}
-"""The colours of the backends that every picture may show."""
-OTHER_COLOURS = ("tab:purple", "tab:red", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
+GREY = "0.45"
+"""The colour of baselines."""
+COLOURS = ("tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:red", "tab:brown", "tab:pink", "tab:cyan")
+"""The colours of backends, in the order in which they are installed."""
 FULL_NAMES = {"fla": "flash-linear-attention", "torch": "PyTorch", "loop": "a loop over tokens"}
 BAR, GAP = 0.22, 0.7
 """Height of a bar in inches, and the gap between two workloads in bars."""
@@ -87,9 +82,10 @@ def plot(results: Results, folder: Path) -> list[Path]:
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """Returns a colour for each backend; backends that are known have the same colour in every picture."""
-    others = itertools.cycle(OTHER_COLOURS)
-    return {name: COLOURS.get(name) or next(others) for name in dict.fromkeys(names)}
+    """Returns a colour for each backend; an installed backend has the same colour in every picture."""
+    backends = [name for name in dict.fromkeys([*registry.installed(), *names]) if name not in BASELINES]
+    of_backends = dict(zip(backends, itertools.cycle(COLOURS), strict=False))
+    return {name: of_backends.get(name, GREY) for name in names}
 
 
 def in_order(names: Sequence[str]) -> list[str]:
