@@ -82,7 +82,7 @@ def test_its_gradients_come_from_another_backend(with_a_second_op):
 
 def test_what_it_does_not_declare_is_refused(with_a_second_op):
     q, k, v, g = arguments(torch.float32, B=1, T=6)
-    said = re.search(r'such as "(has no packed.*?)"', README.replace("\n  ", " "))[1]
+    said = re.search(r'such as "(takes no .*?)"', README.replace("\n  ", " "))[1]
     with pytest.raises(gla.NoBackendError, match=re.escape(said)):
         gla.chunk_gla(q, k, v, g, cu_seqlens=torch.tensor([0, 2, 6]), backend=with_a_second_op)
     with pytest.raises(gla.NoBackendError, match="has no grouped queries"):

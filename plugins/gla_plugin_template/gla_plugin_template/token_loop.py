@@ -12,7 +12,6 @@ from gla_core.dispatch.backend import Capabilities
 
 CAPABILITIES = Capabilities(
     dtypes=frozenset({torch.float32, torch.bfloat16}),
-    variable_length=False,  # cu_seqlens is not read, so calls with packed sequences are refused
     grouped_queries=False,  # q has as many heads as k
 )
 
@@ -25,10 +24,8 @@ def chunk_gla_fwd(
     scale: float,
     initial_state: Tensor | None,
     output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    checkpoint_every: int | None,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """Computes the op of gla_core/ops/chunk_gla.py.
+    """Computes the op of gla_core/ops/chunk_gla.py, without packed sequences and without checkpoints.
 
     Shapes: q, k, g [B, T, H, K], v and o [B, T, H, V], states [B, H, K, V] float32.
     """
