@@ -29,13 +29,12 @@ import torch
 from gla_core.bench import calibrate, measure, results
 from gla_core.bench.calls import calls_for, run_once
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import CostModel, KnownDevice, OpCall
+from gla_core.dispatch.backend import CHUNK, CostModel, KnownDevice, OpCall
 from gla_core.dispatch.calibration import KNOWN_DEVICES, constants_for
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Explanation, explain_call
 from gla_core.files import write_json
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops.chunk_gla import CHUNK
 from gla_core.workloads.inputs import random_arguments
 
 CLOSE = 1.05

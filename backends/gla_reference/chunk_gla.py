@@ -31,6 +31,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from gla_core.dispatch.backend import wide
 from gla_reference._chunks import Dense, Packed, chunk
 
 CHUNK = 64
@@ -130,7 +131,7 @@ def _split(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, cu_s
 
     Returns the layout, scale * q [R, H, n, C, G, K], k and alpha [R, H, n, C, K], v [R, H, n, C, V].
     """
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = wide(q.dtype)
     T = q.shape[1]
     C = min(CHUNK, 1 << max(T - 1, 0).bit_length())  # at most the power of two that holds T
     chunks = chunk(q.shape[0], T, C, cu_seqlens)
@@ -234,5 +235,5 @@ def _state(initial: Tensor | None, q: Tensor, k: Tensor, v: Tensor, N: int) -> T
     """Returns the initial state; zeros [N, H, K, V] by default."""
     if initial is not None:
         return initial
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = wide(q.dtype)
     return k.new_zeros(N, k.shape[2], k.shape[3], v.shape[3], dtype=dtype)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gla_core.dispatch.backend import wide
 from gla_reference._chunks import chunk
 from gla_reference.chunk_gla import CHUNK, _double, _fresh, _halves, _rows
 
@@ -26,7 +27,7 @@ def chunk_gla_summary(
     """Computes the op; see gla_core/ops/chunk_gla_summary.py."""
     B, T, Hq, K = left.shape
     H, V = Hq if g is None else g.shape[2], right.shape[3]
-    dtype = torch.float64 if left.dtype == torch.float64 else torch.float32
+    dtype = wide(left.dtype)
     chunks = chunk(B, T, min(CHUNK, 1 << max(T - 1, 0).bit_length()), cu_seqlens)
     lc, rc = (chunks.split(x.unflatten(2, (H, -1))).to(dtype) for x in (left, right))  # [R, H, n, C, G, K], [.., V]
     alpha = torch.ones_like(lc[..., 0, :]) if g is None else chunks.split(g).to(dtype, copy=True).exp_()

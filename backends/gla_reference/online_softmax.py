@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gla_core.dispatch.backend import wide
+
 TILE = 1024
 
 
@@ -18,7 +20,7 @@ def online_softmax(x: Tensor, dim: int) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
         return y
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = wide(x.dtype)
     rows = x.movedim(dim, -1)  # [..., columns]
     m = x.new_full((*rows.shape[:-1], 1), -torch.inf, dtype=dtype)  # [..., 1]
     z = torch.zeros_like(m)

@@ -13,7 +13,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from gla_core.dispatch.backend import new_state
+from gla_core.dispatch.backend import new_state, wide
 
 
 def recurrent_gla_step(
@@ -36,7 +36,7 @@ def recurrent_gla_step(
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Computes one step of the states [B, H, K, V] of a batch."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = wide(q.dtype)
     queries = rearrange(q.to(dtype), "b (h g) k -> b h g k", h=k.shape[1])  # [B, H, G, K]
     update = k.to(dtype)[..., :, None] * v.to(dtype)[..., None, :]  # [B, H, K, V]
     kept = state.to(dtype) if g is None else g.to(dtype).exp()[..., None] * state.to(dtype)

@@ -15,6 +15,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
+from gla_core.dispatch.backend import wide
 from gla_reference.online_softmax import finite
 
 KEY_BLOCK = 256
@@ -22,7 +23,7 @@ KEY_BLOCK = 256
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Computes the op; see gla_core/ops/softmax_attention.py."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = wide(q.dtype)
     Tq, Tk = q.shape[1], k.shape[1]
     qs = scale * rearrange(q.to(dtype), "b i (h g) k -> b h g i k", h=k.shape[2])  # [B, H, G, Tq, K]
     m = torch.full_like(qs[..., :1], -torch.inf)  # [B, H, G, Tq, 1]

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import CHUNK, OpCall
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops.chunk_gla import CHUNK
 from gla_core.ops.spec import GATE, INDICES, OFFSETS, STATE, Argument
 
 ALONG_TIME = {"T": "tokens", "Tq": "queries", "Tk": "keys"}

@@ -20,7 +20,7 @@ from gla_core.nn.short_convolution import ShortConvolution, packing
 from gla_core.ops import checks
 
 if TYPE_CHECKING:
-    from gla_core.nn.recurrence import OpInputs, Output, RecurrentLayer
+    from gla_core.nn.layer import OpInputs, Output, RecurrentLayer
 
 
 def read_shard(

@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
+from gla_core.dispatch.backend import wide
 from gla_core.nn import recurrence
 from gla_core.nn._typed_call import as_typed
-from gla_core.nn.recurrence import Convolve, GLAState, check_computation, check_positive
+from gla_core.nn.layer import Convolve
+from gla_core.nn.recurrence import GLAState, check_computation, check_positive
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
-from gla_core.ops.checks import wide
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

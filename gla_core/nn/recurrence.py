@@ -8,38 +8,27 @@ and the offsets of the sequences.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
 from gla_core.dispatch import request
+from gla_core.dispatch.backend import wide
 from gla_core.dispatch.errors import nearest
+from gla_core.nn.layer import Histories, OpInputs, Output, RecurrentLayer
 from gla_core.nn.padding import padding
-from gla_core.nn.short_convolution import Packing, ShortConvolution, packing
+from gla_core.nn.short_convolution import Packing, packing
 from gla_core.ops import checks
 from gla_core.ops.chunk_gla import chunk_gla
 from gla_core.ops.recurrent_gla_step import recurrent_gla_step
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
     from gla_core.distributed import Shard
 
 MODES = ("chunk", "fused_chunk", "fused_recurrent")
 """Modes of flash-linear-attention's configurations; all of them compute the same here."""
-
-Histories = tuple[Tensor, Tensor, Tensor]
-"""The last inputs of a layer's three convolutions, each [N, conv_size - 1, width]."""
-Convolve = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Sends three projections [B, T, width] of x through the convolutions of a layer, or leaves them alone."""
-OpInputs = Callable[[Tensor, Convolve], tuple[Tensor, Tensor, Tensor, Tensor]]
-"""Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
-Output = Callable[[Tensor, Tensor], Tensor]
-"""Maps the op's o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size]."""
 
 
 class GLAState(NamedTuple):
@@ -56,27 +45,6 @@ class GLAState(NamedTuple):
 
 
 torch.serialization.add_safe_globals([GLAState])  # torch.load then reads it with weights_only=True, its default
-
-
-class RecurrentLayer(Protocol):
-    """The attributes that a layer needs for the functions of this module.
-
-    Attributes:
-        state_shape: H, K and V. convolutions: the convolutions of its three projections; empty if it has none.
-    """
-
-    hidden_size: int
-    conv_size: int
-    backend: str | None
-    context_parallel: ProcessGroup | DeviceMesh | None
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]: ...
-
-    @property
-    def convolutions(self) -> tuple[ShortConvolution, ...]: ...
-
-    def parameters(self) -> Iterable[Tensor]: ...
 
 
 def read_sequences(
@@ -123,7 +91,7 @@ def read_sequences(
     if padded is not None:  # padding behind the tokens must not change the state
         k, g = padded.zeroed(k), padded.zeroed(g)
     # FSDP2's mixed precision casts every input to half precision; this casts the state back.
-    initial = None if state is None else state.recurrent.to(checks.wide(state.recurrent.dtype))
+    initial = None if state is None else state.recurrent.to(wide(state.recurrent.dtype))
     o, recurrent = chunk_gla(
         q,
         k,
@@ -177,7 +145,7 @@ def initial_state(layer: RecurrentLayer, batch_size: int, device: Device) -> GLA
     """Returns the state before the first token of `batch_size` sequences: zeros on the layer's device."""
     like = next((p for p in layer.parameters() if p.dtype in checks.FLOATS), torch.empty(0))
     device = like.device if device is None else device
-    recurrent = torch.zeros(batch_size, *layer.state_shape, device=device, dtype=checks.wide(like.dtype))
+    recurrent = torch.zeros(batch_size, *layer.state_shape, device=device, dtype=wide(like.dtype))
     if not layer.convolutions:
         return GLAState(recurrent)
     widths = (convolution.width for convolution in layer.convolutions)

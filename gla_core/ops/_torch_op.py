@@ -16,11 +16,11 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._pytree import _register_namedtuple
 
+from gla_core.dispatch.backend import wide
 from gla_core.ops import _flops, autocast
 from gla_core.ops._over_mesh import taking_dtensors, taking_dtensors_of_rows
 from gla_core.ops._run import bypasses_torch, transformed
 from gla_core.ops._run import run as run_op
-from gla_core.ops.checks import wide
 from gla_core.ops.spec import OpSpec
 
 _library = torch.library.Library("gla", "DEF")

@@ -18,11 +18,6 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int32, torch.int64)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of sums and states: float32, or float64 with float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def tensor(name: str, x: Any, shape: str, sizes: dict[str, Any]) -> None:
     """Checks that x is a tensor of the named dimensions, and binds those that `sizes` does not hold yet.
 

@@ -46,7 +46,7 @@ from typing import Any, NamedTuple, overload
 
 from torch import Tensor
 
-from gla_core.dispatch.backend import checkpoint_rows
+from gla_core.dispatch.backend import CHUNK, checkpoint_rows
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import makes_checkpoints
@@ -68,9 +68,6 @@ from gla_core.ops.spec import (
     plain_number,
     scale_or_default,
 )
-
-CHUNK = 64
-"""The interval of checkpoints, in tokens, is a multiple of this number."""
 
 
 @exportable

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gla_core.dispatch.backend import wide
 from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
 from gla_core.ops._torch_op import TorchOp, refuse_tangents, torch_op_of
@@ -107,7 +108,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple:
     # From x again, not from a saved y: y is rounded to x's dtype, which costs the small entries of dx their digits.
     (x,) = ctx.saved_tensors
-    y = torch.softmax(x, ctx.dim, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    y = torch.softmax(x, ctx.dim, dtype=wide(x.dtype))
     dx = y * (dy - (y * dy).sum(ctx.dim, keepdim=True))
     return dx.to(x.dtype), None, None, None
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import ALIGNMENT, Layout, OpCall, checkpoint_dtype, swapped
+from gla_core.dispatch.backend import ALIGNMENT, Layout, OpCall, checkpoint_dtype, swapped, wide
 from gla_core.ops import checks
-from gla_core.ops.checks import FLOATS, INTEGERS, wide
+from gla_core.ops.checks import FLOATS, INTEGERS
 
 WIDTHS = ("H", "Hq", "K", "V")
 """Names of the sizes that are at least 1; all others may be 0."""

@@ -9,9 +9,8 @@ import dataclasses
 
 import torch
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import CHUNK, OpCall
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops.chunk_gla import CHUNK
 
 Sizes = tuple[int, ...]
 

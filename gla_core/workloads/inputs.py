@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall, checkpoint_rows
+from gla_core.dispatch.backend import OpCall, checkpoint_rows, wide
 from gla_core.ops import ABSTRACT_OPS, OpSpec
-from gla_core.ops.checks import wide
 from gla_core.ops.spec import CHECKPOINTS, GATE, INDICES, OFFSETS, STATE, Argument
 from gla_core.workloads.named import Workload
 

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import gla_core as gla
 from gla_core import distributed
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
+from gla_core.dispatch.backend import wide
 from gla_core.distributed import exchange
-from gla_core.ops.checks import wide
 from gla_core.workloads.inputs import GlaInputs, gla_inputs, normal
 
 GATES = ("none", "mild", "strong", "-inf")

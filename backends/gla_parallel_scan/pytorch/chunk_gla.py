@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import new_checkpoints
+from gla_core.dispatch.backend import new_checkpoints, wide
 from gla_parallel_scan.pytorch.blocks import blocks
 from gla_parallel_scan.pytorch.segments import Segments, dense, packed
 
@@ -49,7 +49,7 @@ def chunk_gla_fwd(
     """Computes the op; see gla_core/ops/chunk_gla.py."""
     B, T, H, K = k.shape
     V = v.shape[3]
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = wide(q.dtype)
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     o = v.new_empty(B, T, q.shape[2], V)
     final = v.new_empty(N, H, K, V, dtype=dtype)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gla_core.dispatch.backend import wide
+
 SPLIT = 4096
 """Largest number of elements of a split."""
 BLOCK = 2**17
@@ -37,7 +39,7 @@ def _softmax(x: Tensor) -> Tensor:
     R, columns = x.shape
     p = -(-columns // SPLIT)
     c = -(-columns // p)
-    x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    x = x.to(wide(x.dtype))
     if p * c > columns:
         x = torch.nn.functional.pad(x, (0, p * c - columns), value=-torch.inf)
     splits = x.reshape(R, p, c)

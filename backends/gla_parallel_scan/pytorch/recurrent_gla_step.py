@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import new_state
+from gla_core.dispatch.backend import new_state, wide
 
 
 def recurrent_gla_step(
@@ -40,7 +40,7 @@ def recurrent_gla_step(
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float) -> Tensor:
     """Returns the output [B, Hq, V], and updates the states [B, H, K, V] in place."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = wide(q.dtype)
     new = state.to(dtype)  # the states themselves if they have this dtype
     if g is not None:
         new.mul_(g.to(dtype).exp()[..., None])

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gla_core.dispatch.backend import wide
 from gla_parallel_scan.pytorch.blocks import blocks
 from gla_parallel_scan.pytorch.online_softmax import finite
 
@@ -31,7 +32,7 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
     """Computes the op; see gla_core/ops/softmax_attention.py."""
     B, Tq, Hq, K = q.shape
     _, Tk, H, V = v.shape
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = wide(q.dtype)
     o, lse = v.new_empty(B, Tq, Hq, V), q.new_empty(B, Tq, Hq, dtype=dtype)
     queries, outputs, lses = (x.unflatten(2, (H, -1)) for x in (q, o, lse))  # [B, Tq, H, G, ...]
     head = min(Tk, SPLIT) * max(K, V, min(Tq, QUERIES) * (Hq // H))

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gla_core.dispatch.backend import wide
 from gla_core.nn.activations import ACTIVATIONS
-from gla_core.ops.checks import wide
 
 
 def rms_norm(

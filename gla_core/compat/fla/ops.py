@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gla_core.ops import checks
+from gla_core.dispatch.backend import wide
 from gla_core.ops import chunk_gla as _chunk_gla
 from gla_core.ops import recurrent_gla_step as _recurrent_gla_step
 from gla_core.ops.calls import needs_gradient
@@ -135,11 +135,11 @@ def _step(
     state = _wide(initial_state, q)
     if state is None:
         sizes = (v.shape[3], K) if state_v_first else (K, v.shape[3])
-        state = q.new_zeros(B, H, *sizes, dtype=checks.wide(q.dtype))
+        state = q.new_zeros(B, H, *sizes, dtype=wide(q.dtype))
     token = (q[:, 0], k[:, 0], v[:, 0], None if gk is None else gk[:, 0])
     o, state = _recurrent_gla_step(*token, state, scale, state_v_first=state_v_first)
     return o[:, None], state
 
 
 def _wide(state: Tensor | None, q: Tensor) -> Tensor | None:
-    return None if state is None else state.to(checks.wide(q.dtype))
+    return None if state is None else state.to(wide(q.dtype))

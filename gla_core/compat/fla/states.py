@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gla_core.dispatch.backend import wide
 from gla_core.nn.recurrence import GLAState
 from gla_core.ops import checks
 
@@ -44,7 +45,7 @@ def state_from_fla(entry: Mapping[str, Any], groups: int = 1) -> GLAState:
     checks.tensor("recurrent_state", recurrent, "N Hq V K", sizes)
     if groups < 1 or sizes["Hq"] % groups != 0:
         raise ValueError(f"recurrent_state has {sizes['Hq']} heads; expected a multiple of groups = {groups}")
-    recurrent = recurrent[:, ::groups].mT.to(checks.wide(recurrent.dtype), copy=True)
+    recurrent = recurrent[:, ::groups].mT.to(wide(recurrent.dtype), copy=True)
     conv = entry.get("conv_state")
     if conv is None:
         return GLAState(recurrent.contiguous())
