@@ -65,8 +65,7 @@ def function_of(op: str, backend: Backend, tokens: int) -> Callable[..., Any]:
         from gla_core.ops._run import run
 
         spec = ABSTRACT_OPS[each]
-        hints = (None,) * (len(spec.parameters) - len(spec.contract))
-        return run(spec, (*args, *hints), backend=f"{backend.name};batch_invariant=0")
+        return run(spec, spec.complete(args, {}), backend=f"{backend.name};batch_invariant=0")
 
     return functools.partial(_BY_SEGMENT[op], compute, tokens)
 
