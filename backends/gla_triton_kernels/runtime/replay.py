@@ -31,8 +31,8 @@ from gla_triton_kernels.runtime.graph import Graph
 from gla_triton_kernels.runtime.launch import Launch, current_device
 
 ALIGNMENT = 16
-"""Bytes. Triton compiles one kernel for addresses that are multiples of this number and another for all other addresses.
-Only launches of the former are replayed."""
+"""Bytes. Triton compiles one kernel for addresses that are multiples of this number, and another for all others. Only
+launches of the former are replayed."""
 _LINE = 128
 """Bytes of a cache line; scratch tensors begin at multiples of this number."""
 _MOST_MAPS = 1024
@@ -77,7 +77,7 @@ class _TensorMap:
 
 
 _PreparedLaunch = tuple[Any, tuple[int, int, int], tuple[Any, ...]]
-"""A launch without its stream: Triton's C function, the grid, which goes before the stream, and the arguments after it."""
+"""A launch without its stream: Triton's C function, the grid, which precedes the stream, and the arguments after it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -95,7 +95,7 @@ class _Prepared:
     graph: Graph | None = None
 
     def start(self, stream: int) -> None:
-        """Makes the launches on `stream`, the current stream. A capture of it records them one by one, not as a graph."""
+        """Makes the launches on the current stream, `stream`. A capture of it records them one by one."""
         graph = self.graph  # another thread may drop it
         if len(self.launches) == 1 or _capturing():
             self._launch(stream)
@@ -333,7 +333,7 @@ def _recorded(launch: Launch, arguments: _Arguments, places: dict[int, int]) -> 
 
 
 TRITON_3_6, TRITON_3_7 = "3.6", "3.7"
-"""The versions of Triton whose launchers are known: `_after_the_stream` knows which arguments their C function takes."""
+"""The versions of Triton whose launchers are known: `_after_the_stream` holds the arguments of their C functions."""
 
 
 @functools.cache
