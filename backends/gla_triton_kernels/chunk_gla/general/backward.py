@@ -11,13 +11,13 @@ through t, r a frame (both per channel of K), and dA = tril(do v^T). Then
     dv = kg (exp(r) dS) + A^T do           A_ts = scale * sum_d q_td k_sd exp(b_td - b_sd) for s <= t, else 0
     dS' = exp(r) (exp(b_C - r) dS + qg^T do)
 
-A chunk is mild if no channel decays by more than `MILD_DECAY` in it (see limits.py). It takes r = b_C / 2, and its pairs
-s < t are
+A chunk is mild if no channel decays by more than `MILD_DECAY` in it (see limits.py). It takes r = b_C / 2, and its
+pairs s < t are
 
     A = qg kg^T        dq += scale * exp(b - r) (dA kg)        dk += exp(b_C - r - b) (dA^T qg)
 
-Any other chunk takes r = 0, so that no exponent is above 0, and is halved again and again. For every pair s < t there is
-one m of 1, 2, 4 .. C/2 such that s and t lie in the two halves of one block of 2m tokens, and
+Any other chunk takes r = 0, so that no exponent is above 0, and is halved again and again. For every pair s < t there
+is one m of 1, 2, 4 .. C/2 such that s and t lie in the two halves of one block of 2m tokens, and
 
     b_t - b_s  =  sum of the gates from the start of the right half through t
                   + sum of the gates after s to the end of the left half

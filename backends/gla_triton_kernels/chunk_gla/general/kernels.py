@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TMA_ELEMENTS = 2**22
 """From this number of elements of v on, faster loads outweigh the time that the host takes for tensor maps."""
 FEW_BLOCKS = 66
-"""Up to this number of blocks of 64 values, a device is not full; more blocks with fewer values each are used instead."""
+"""Up to this number, blocks of 64 values do not fill a device; more blocks with fewer values each are used instead."""
 MANY_BLOCKS = 512
 """From this number of blocks of 64 values on, blocks of 128 still fill a device, and read q, k and g half as often."""
 LEAST_BLOCK = 64
