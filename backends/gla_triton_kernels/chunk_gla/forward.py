@@ -37,15 +37,16 @@ KERNELS: Sequence[OutputKernel] = (sm90.FORWARD, sm90.FORWARD_WIDE, general.FORW
 """The kernels that compute outputs, best first."""
 
 SM90_TOKENS = 96
-"""From this number of tokens of a sequence, or of all packed sequences, on, the kernels for SM90 are faster. Up to K = 64,
-the limit is twice this number. With few packed tokens, bfloat16 would also exceed the error that the conformance kit
-allows."""
+"""The kernels for SM90 are faster from this number of tokens on, of a sequence or of all packed sequences together. Up
+to K = 64, the limit is twice this number. With few packed tokens, bfloat16 would also exceed the error that the
+conformance kit allows."""
 SM90_WIDE_TOKENS = 32
 """The same limit for the mean length of packed sequences if K is above 128. Up to K = 128, there is no such limit, and
 short sequences take the same kernel as the long sequences of their call.
 
 The general kernel would take several times as long for a long sequence among short ones. For short sequences it is
-seldom faster: by up to 1.6 times at K = V = 64, with at least 1,000 blocks of 48 tokens; otherwise by a few per cent.
+seldom faster: by up to 1.6 times at K = V = 64, with at least 1,000 blocks of 48 tokens; elsewhere
+by a few per cent at most.
 """
 
 Plans = list[tuple[OpCall, ForwardPlan]]
