@@ -1,8 +1,8 @@
-"""The Triton kernels that `gla_triton_fused` and `gla_parallel_scan` are composed of; no backend itself.
+"""Holds the Triton kernels of the backends `gla_triton_fused` and `gla_parallel_scan`; it is no backend itself.
 
-Each op has a package: which kernel a call takes is decided in its `plan.py` and priced in its `cost.py`, which import
-no Triton; the other files hold the kernels, one for each architecture where they differ, and are imported when they are
-first used, as attributes of the op's package.
+Each op has a package. Its `plan.py` decides which kernel a call takes, and its `cost.py` predicts the time; neither
+imports Triton. The other files hold the kernels, one for each architecture where kernels differ. They are attributes of
+the op's package and are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from gla_core.dispatch.backend import OpCall, Reason
 from gla_triton_kernels.runtime.architecture import interpreted, why_unsuited
 
 MAX_WIDTH = 512
-"""The widest head, K or V, whose state the kernels can keep on chip."""
+"""The greatest K or V of a head whose state the kernels can keep on chip."""
 
 MAX_LENGTH = 3 * 2**29
-"""The most tokens of a sequence, and columns of a softmax: both are counted in 32 bits, and tiles reach beyond."""
+"""The most tokens of a sequence, or columns of a softmax. Both are counted in 32 bits, and tiles reach past the end."""
 
 _OPS = ("chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary", "recurrent_gla_step")
 COMMON: Mapping[str, str] = dict.fromkeys(_OPS, __name__)
-"""The ops for which both backends run the same kernels, on whole sequences or on segments: for their `CostModel`s."""
+"""The ops for which both backends run the same kernels, on whole sequences or on segments. `CostModel`s use it."""
 
 
 def dtypes() -> frozenset[torch.dtype]:
-    """Returns the types that the kernels compute here: Triton's interpreter multiplies bfloat16 matrices wrongly."""
+    """Returns the dtypes that the kernels compute here. Triton's interpreter multiplies bfloat16 matrices wrongly."""
     return frozenset({torch.float32, torch.float16} | (set() if interpreted() else {torch.bfloat16}))
 
 
 def refusal(call: OpCall) -> Reason | None:
-    """Returns why the kernels cannot be launched here, or None; warns once where no GPU here is one for them."""
+    """Returns why the kernels cannot compute a call here, or None; warns once if no GPU here can run them."""
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton: pip install triton"
     for name in ("T", "Tq", "Tk", "columns"):

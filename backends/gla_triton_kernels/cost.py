@@ -1,16 +1,16 @@
-"""Predicted seconds of the kernels that more than one backend launches.
+"""Predicts the seconds of the kernels that more than one backend launches.
 
-Blocks queue for the multiprocessors and so run in waves, a block takes its steps one after another, and no kernel is
-faster than memory:
+Blocks queue for the multiprocessors and therefore run in waves. A block takes its steps one after another, and no
+kernel is faster than memory:
 
     seconds = launch + max(waves * (start + steps * step), bytes / bandwidth)
 
-While the device works the host prepares the next call, which starts a little later; in a CUDA graph there is nothing to
-prepare:
+While the device works, the host prepares the next call, which starts a short gap later. In a CUDA graph, the host
+prepares nothing:
 
     seconds of a call = max(device + gap, host + device / 100)        in a CUDA graph: device
 
-The hundredth tells calls apart that wait for the host: the one that asks less of the device is to be preferred.
+The hundredth of the device time ranks calls that wait for the host: the call with less device time is preferred.
 
 The constants of an op are named beside its formula.
 """
@@ -22,11 +22,11 @@ from gla_triton_kernels.runtime.architecture import Gpu, architecture_of
 
 
 def in_all(call: OpCall, device: float, host: float, gap: float = 0.0) -> float:
-    """Seconds of a call that takes the device and the host so long; `gap` passes on the device before the next one."""
+    """Returns the seconds of a call from its seconds on device and host, and the gap on the device before the next."""
     return device if call.capturing else max(device + gap, host + device / 100)
 
 
 def gpu_of_constants(c: Constants) -> Gpu:
-    """The GPU whose facts stand among the constants of a cost model, as plans ask for it."""
+    """Returns the GPU that the constants of a cost model describe, in the form that plans take."""
     major, minor = divmod(round(10 * c["compute_capability"]), 10)
     return Gpu(architecture_of(major, minor), int(c["multiprocessors"]))

@@ -1,10 +1,11 @@
-"""chunk_gla_bwd: the plan of a call, and the launches that follow from it.
+"""Plans a call of chunk_gla_bwd, and describes its launches.
 
-The states that enter chunks come first, unless checkpoints hold them; then the gradients of the states that leave
-segments, where sequences are cut; then the kernel that computes dq, dk, dv and dg. A kernel that computes each query
-head by itself leaves partial gradients of what a group of heads shares, which are summed.
+The first launches compute the states that enter chunks, unless checkpoints hold them. If sequences are cut, the next
+launches compute the gradients of the states that leave segments. Then a kernel computes dq, dk, dv and dg. If that
+kernel computes each query head by itself, it leaves partial results of the gradients that a group shares, and a last
+launch sums them.
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width of a head
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
 """
 
 from __future__ import annotations
@@ -94,12 +95,12 @@ def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> Back
 
 
 def _entering(call: OpCall, gpu: Gpu) -> SegmentPlan | None:
-    """Plans the states that enter chunks: checkpoints hold them, or they are built as for segments of one chunk."""
+    """Plans the states that enter chunks, as segments of one chunk; returns None if checkpoints hold these states."""
     return None if call.scalars.get("checkpoint_every") == CHUNK else states_of_segments(call, gpu, CHUNK, CHUNK)
 
 
 def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
-    """Returns a function that names the kernels of a call, and says why those before them refuse it."""
+    """Returns a function that names the kernels of a call, and says why the preferred kernels refuse it."""
 
     def lines(call: OpCall) -> list[str]:
         gpu = gpu_of_call(call)
@@ -177,7 +178,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
 
 
 def _without_unusable_checkpoints(call: OpCall) -> OpCall:
-    """Returns the call as if it had no checkpoints, if kernels cannot read them where they lie."""
+    """Returns the call; without its checkpoints if kernels cannot read them in their layout."""
     layout = call.layouts.get("checkpoints")
     usable = layout is not None and layout.aligned and layout.is_contiguous
     if usable or not call.layouts:
@@ -187,7 +188,7 @@ def _without_unusable_checkpoints(call: OpCall) -> OpCall:
 
 def _like(x: Tensor) -> Tensor:
     """Returns new, contiguous memory for the gradient of x."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)  # half of the time of torch.empty
+    return torch.empty_like(x, memory_format=torch.contiguous_format)  # takes half of the time of torch.empty
 
 
 def launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
@@ -201,13 +202,13 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launc
     if plan.entering is not None:
         states = Recurrence(x.k, x.v, x.g, x.initial_state, None)
         entering, _, found = launch_entering(plan.entering, states, H, x.cu_seqlens, checkpoint_dtype(x.q.dtype))
-    own = x  # the last kernel fills the results that are left in it
+    own = x  # the kernel for gradients fills the results that stay in it
     if plan.leaving is None:
         leaving, segments = x.dstate, whole(len(x.q), x.q.shape[1], x.cu_seqlens)
         found += segments.launches
     else:
         states = Recurrence(x.q, x.do, x.g, x.dstate, x.dinitial_state, scale, backwards=True)
-        # There may be many more packed sequences than are cut: gradients of 0 are written for none of them.
+        # A call may have many more packed sequences than cut ones, so gradients of 0 are not written for them.
         leaving, segments, before = launch_entering(plan.leaving, states, H, x.cu_seqlens, skip_first=x.last_leave_none)
         found += before
         own = x._replace(dinitial_state=None)  # the scan fills it

@@ -1,25 +1,25 @@
-"""Predicted seconds of chunk_gla_fwd, chunk_gla_bwd and chunk_gla_summary: the price of the plan that a call would run.
+"""Predicts the seconds of chunk_gla_fwd, chunk_gla_bwd and chunk_gla_summary: the price of the plan of a call.
 
-price.py says how the time of a kernel is counted, ../cost.py how the time of a call is, and a kernel's value has its
-own price. Constants, in seconds where nothing else is said:
+price.py holds the formula for a kernel, ../cost.py the formula for a call, and the value of a kernel its price. The
+constants are in seconds unless their line says otherwise:
 
-    host, host_launch          of the host for a call, and more for each launch
+    host, host_launch          host time of a call, and additional host time of each launch
     launch                     between the starts of two kernels
     bandwidth                  bytes per second
-    start, hopper_start        before the first step of a block, in general kernels and in those for SM90
+    start, hopper_start        before the first step of a block, in general kernels and in kernels for SM90
     build_step                 64 tokens in sm90/states.py
     build_start                before the first step of a block in general/states.py
     scan_step                  a segment in shared/scan.py
     ragged                     an incomplete chunk of a packed sequence
 
-Of chunk_gla_fwd alone:
+For chunk_gla_fwd alone:
 
-    host_hopper, host_packed   further seconds of the host with kernels for SM90, and with packed sequences
-    gap                        of the device between two calls outside of a CUDA graph
-    hopper_step, hopper_tile   64 tokens in sm90/forward.py: of each step, and more for every 64 columns of keys
-    hopper_narrow              a step of it with 64 columns of v, as a share of a step with 128
+    host_hopper, host_packed   additional host time with kernels for SM90, and with packed sequences
+    gap                        device time between two calls outside of a CUDA graph
+    hopper_step, hopper_tile   64 tokens in sm90/forward.py: a step, and additional time for every 64 columns of keys
+    hopper_narrow              a step of sm90/forward.py with 64 columns of v, as a share of a step with 128 columns
     tile_step, query_step      64 tokens in general/forward.py with bfloat16 products and K = 128, in proportion to K;
-                               more for every further query head of a group
+                               additional time for every further query head of a group
     wide_step                  16 tokens in general/forward.py with bfloat16 products and K = 256
     wide_packed_step           the same for packed sequences, which are loaded without TMA
     tf32_step                  16 tokens in general/forward.py with TF32 products and K = 128
@@ -28,28 +28,29 @@ Of chunk_gla_fwd alone:
     state_step                 64 tokens in the second kernel of sm90/forward_wide.py
     shared                     number of blocks with tile_step that share a multiprocessor at no cost to each other
     build                      a step of general/states.py, as a share of a step of the outputs
-    idle                       of the kernels before the outputs if no packed sequence is long enough to be cut
+    idle                       time of the kernels before the outputs if no packed sequence is long enough to be cut
 
-Of chunk_gla_bwd alone:
+For chunk_gla_bwd alone:
 
-    hopper_step, hopper_tile   64 tokens in sm90/backward.py: of each step, and more for every tile of 64 keys by 64
-                               values
+    hopper_step, hopper_tile   64 tokens in sm90/backward.py: a step, and additional time for every tile of 64 keys by
+                               64 values
     hopper_shared              number of blocks of one such tile that share a multiprocessor at no cost to each other
     wide_state_step            64 tokens in the first kernel of sm90/backward_wide.py
-    wide_keys, wide_tile       a chunk of a head in the second kernel: 64 keys of it, and more for each tile
-    step, tile, shared         the same in general/backward.py with bfloat16 products
-    bf16x3, bf16x6             how many times as long general kernels take as with bfloat16 products, by precision
+    wide_keys, wide_tile       a chunk of a head in the second kernel: 64 keys of the chunk, and additional time for
+                               each tile
+    step, tile, shared         in general/backward.py with bfloat16 products, as hopper_step, hopper_tile, hopper_shared
+    bf16x3, bf16x6             time of general kernels as a multiple of their time with bfloat16 products, by precision
     query                      share of such a step that every further query head of a group takes
     build                      64 tokens of a head in general/states.py with bfloat16 products
 
-Of chunk_gla_summary alone:
+For chunk_gla_summary alone:
 
     build                      64 tokens in general/states.py with bfloat16 products, of a block of 64 keys and values
-    tf32, tokenwise            how many times as long as with bfloat16: TF32 products, and token by token
+    tf32, tokenwise            time with TF32 products, and token by token, as multiples of the time with bfloat16
 
 The constants of chunk_gla_summary that are shipped for an H200 were not fitted to this op. They are the constants of
-the forward of parallel_scan, whose first kernels these are: 64 tokens of states take half the time of their outputs,
-and a launch takes twice that time (`FORWARD_CUT`).
+the forward of parallel_scan, whose first kernels compute a summary: 64 tokens of states take half the time of their
+outputs, and a launch takes twice that time (`FORWARD_CUT`).
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def _forward(call: OpCall, plan: ForwardPlan, c: Constants) -> float:
     packed = call.variable_length
     host = 0.0 if plan.outputs.host is None else c[plan.outputs.host]
     host += c["host_packed"] * packed
-    laid_out = (1 + len(before)) * packed  # launches that lay packed sequences out
+    laid_out = (1 + len(before)) * packed  # number of launches that lay out packed sequences
     block = plan.outputs.time(call, plan.parameters, c)
     if plan.segments is None:
         outputs = kernel_seconds(call, block, whole(call), moved_bytes(call), c)
@@ -98,7 +99,7 @@ def _forward(call: OpCall, plan: ForwardPlan, c: Constants) -> float:
     outputs = kernel_seconds(call, block, cut(call, length, uncut), moved_bytes(call), c)
     built = block._replace(start=c["build_start"], step=c["build"] * block.step)
     built = built if time is None else time(plan.segments.parameters, c)
-    # Each element of a state is written, scanned and read, in float32.
+    # Each element of a state is written, read and written by the scan, and read, in float32: 16 bytes.
     final = bool(call.scalars.get("output_final_state"))
     states = states_seconds(call, length, uncut, call.dims["H"], built, 16, final, c)
     device = sum(states) + sum(before) + outputs + c["idle"] * packed
@@ -106,7 +107,7 @@ def _forward(call: OpCall, plan: ForwardPlan, c: Constants) -> float:
 
 
 def _copying(call: OpCall, seen: OpCall, c: Constants) -> float:
-    """Returns the seconds of the copies to and from the widths that kernels see."""
+    """Returns the seconds of the launches that copy tensors to and from the widths that kernels see."""
     B, T, H, Hq, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
     of_keys = 0 if seen.dims["K"] == K else B * T * K * ((H + Hq) * call.dtype.itemsize + H * gate_itemsize(call))
     of_values = 0 if seen.dims["V"] == V else B * T * V * (H + Hq) * call.dtype.itemsize
@@ -142,10 +143,11 @@ def _backward(call: OpCall, plan: BackwardPlan, c: Constants) -> float:
 def _states(
     call: OpCall, segments: SegmentPlan | None, plan: BackwardPlan, heads: int, itemsize: int, c: Constants
 ) -> list[float]:
-    """Returns the seconds of the kernels that compute entering states, or the gradients of leaving ones.
+    """Returns the seconds of the kernels that compute entering states, or gradients of leaving states.
 
     Args:
-        heads: of the tokens that are read. itemsize: bytes of an element of the result.
+        heads: number of heads of the tokens that are read.
+        itemsize: bytes of an element of the result.
     """
     if segments is None:
         return []
@@ -159,12 +161,12 @@ def _states(
 
 
 def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> list[float]:
-    """Returns the seconds of the kernels that compute gradients, sum partial ones, add pairs and clear padding."""
+    """Returns the seconds of the kernels that compute gradients, sum partial results, add pairs and clear padding."""
     B, T, H, Hq, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
     kernel, heads = plan.gradients, Hq // max(H, 1) if plan.gradients.heads_apart else 1
     of_keys, of_values = kernel.partials(call, plan.parameters)
     size, gate = call.dtype.itemsize, gate_itemsize(call)
-    found = [  # of dq, dk, dv and dg: elements, bytes of one, and partial results that are summed to it
+    found = [  # for dq, dk, dv, dg: number of elements, bytes of an element, number of partial results
         (B * T * Hq * K, size, of_keys),
         (B * T * H * K, size, of_keys * heads),
         (B * T * H * V, size, of_values * heads),
@@ -178,7 +180,7 @@ def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> list[float]:
     summed = [
         c["launch"] + number * (4 * parts + itemsize) / c["bandwidth"] for number, itemsize, parts in found if parts > 1
     ]
-    # Nearly all chunks are mild, and leave no pairs to add.
+    # Nearly all chunks are mild and leave no pairs to add.
     pairs = [c["launch"]] if kernel.adds_pairs and gate else []
     padding = [c["launch"]] if call.variable_length else []
     return [gradients, *summed, *pairs, *padding]

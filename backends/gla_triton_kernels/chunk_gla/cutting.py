@@ -1,6 +1,9 @@
-"""The cutting of sequences into segments: their length, and whether a cut pays. Plans and prices share this model.
+"""Decides how sequences are cut into segments: the length of segments, and whether a cut pays.
 
-Times are in units of the time that a block of a kernel needs for 64 tokens; `CutTimes` holds what a cut costs in them.
+Plans and prices share this model. Times are in units of the time that a block of a kernel needs for 64 tokens;
+`CutTimes` holds the cost of a cut in these units.
+
+B batch   T tokens   N sequences
 """
 
 from __future__ import annotations
@@ -17,25 +20,28 @@ FORWARD_CUT = CutTimes(0.5, 1.5, 4.0)
 BACKWARD_CUT = CutTimes(0.1, 0.2, 0.4)
 """The gradients of 64 tokens take several times as long as their outputs."""
 SUMMARY_CUT = CutTimes(building=0.0, spilling=1.5, launching=4.0)
-"""The unit is the time for the state of 64 tokens, half of the time for their outputs. There is no second pass, and one
-more launch instead of two. Derived from `FORWARD_CUT`; not measured for this op."""
+"""The unit is the time for the state of 64 tokens, which is half of the time for their outputs. A cut adds no second
+pass, and one launch instead of two. The numbers are derived from `FORWARD_CUT`; they were not measured for this op."""
 MOST_WAVES = 3
 """Sequences are cut into at most this number of waves of blocks."""
 INTERPRETED_SEGMENT = 32
-"""Tokens of a segment where kernels are interpreted: few, so that short sequences are cut as well."""
+"""Tokens of a segment if kernels are interpreted; the number is small so that short sequences are cut as well."""
 
 AnyPlan = TypeVar("AnyPlan")  # ForwardPlan or BackwardPlan
 
 
 def most_segments(N: int, T: int, length: int, packed: bool) -> int:
-    """Returns the number of segments of `length` tokens of N sequences; packed, with T tokens in all, at most."""
+    """Returns the number of segments of `length` tokens of N sequences of T tokens.
+
+    For packed sequences, T counts all tokens, and the result is an upper bound.
+    """
     return (1 if packed else N) * checkpoint_rows(T, N, length, packed)
 
 
 def worth_cutting(length: int, times: CutTimes) -> int:
     """Returns the length of the longest packed sequence that stays whole.
 
-    A cut pays once the outputs of the excess take longer than building the state of one segment.
+    A cut pays once the outputs of the tokens beyond one segment take longer than building the state of one segment.
     """
     return length + int(times.building * length)
 
@@ -43,17 +49,19 @@ def worth_cutting(length: int, times: CutTimes) -> int:
 def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bool, times: CutTimes) -> int:
     """Returns the tokens of a segment; T or more if sequences stay whole.
 
-    Sequences that fill the device stay whole. Others are cut so that the blocks of their segments fill it. A packed
-    sequence is cut if it is longer than the share of one block of all tokens, and longer than what a block computes in
-    twice the time of the launches.
+    Sequences that fill the device stay whole. Other sequences are cut so that the blocks of their segments fill the
+    device. A packed sequence is cut if it exceeds two numbers of tokens: the share of one block in all tokens, and the
+    tokens that a block computes in twice the time of the launches.
 
     Args:
-        sequences: number of sequences. T: tokens of one of them; if packed, of all.
-        blocks: number of blocks that compute one sequence. at_once: number of blocks that the device runs at once.
+        sequences: number of sequences.
+        T: tokens of one sequence; of all sequences if they are packed.
+        blocks: number of blocks that compute one sequence.
+        at_once: number of blocks that the device runs at once.
     """
     if packed:
         units = -(-T * blocks // (at_once * CHUNK))
-        if 2 * sequences * blocks >= at_once:  # sequences of about the mean fill half of the device, and stay whole
+        if 2 * sequences * blocks >= at_once:  # sequences of about mean length fill half of the device and stay whole
             units = max(units, -(-3 * T // (2 * sequences * CHUNK)))
         return CHUNK * max(units, math.ceil(2 * times.launching))
     chunks = -(-T // CHUNK)
@@ -71,8 +79,8 @@ def by_rows(
 ) -> list[tuple[OpCall, AnyPlan]]:
     """Returns the plans of the rows of a batch, each with the call of these rows.
 
-    The rows that fill the device stay whole, if others are left over that are better cut. A few blocks that do not fit
-    beside the others would take as long as all of those did.
+    A few blocks that do not fit beside the others would take as long as all others together. So if some rows fill the
+    device and a cut suits the remaining rows better, only the remaining rows are cut.
 
     Args:
         blocks, at_once: as in `segment_length`.

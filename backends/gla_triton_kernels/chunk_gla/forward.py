@@ -1,9 +1,9 @@
-"""chunk_gla_fwd: the plan of a call, and the launches that follow from it.
+"""Plans a call of chunk_gla_fwd, and describes its launches.
 
-The kernels that build states, where sequences are cut into segments, come first; then the kernel that computes outputs.
-Planning imports no Triton; the functions that describe launches import it when they are first called.
+If sequences are cut into segments, the first launches build the states that enter segments. Then a kernel computes the
+outputs. Planning imports no Triton; the functions that describe launches import it when they are first called.
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width of a head
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ KERNELS: Sequence[OutputKernel] = (sm90.FORWARD, sm90.FORWARD_WIDE, general.FORW
 """The kernels that compute outputs, best first."""
 
 SM90_TOKENS = 96
-"""Tokens of a sequence, or of all packed ones, from which on the kernels for SM90 are faster; twice as many up to K =
-64. With few packed tokens bfloat16 would also cost more accuracy than the conformance kit allows."""
+"""The kernels for SM90 are faster from this number of tokens on, of a sequence or of all packed sequences together. Up
+to K = 64, the limit is twice this number. With few packed tokens, bfloat16 would also exceed the error that the
+conformance kit allows."""
 SM90_WIDE_TOKENS = 32
-"""The same for the mean of packed sequences where K is above 128. Up to 128 keys, short ones stay with the others.
+"""The same limit for the mean length of packed sequences if K is above 128. Up to K = 128, there is no such limit, and
+short sequences take the same kernel as the long sequences of their call.
 
-The general kernel takes several times as long for a long sequence among them. It is seldom faster: by up to 1.6 times
-at K = V = 64, with 1,000 blocks and more of 48 tokens; elsewhere by a few per cent at most.
+The general kernel would take several times as long for a long sequence among short ones. For short sequences it is
+seldom faster: by up to 1.6 times at K = V = 64, with at least 1,000 blocks of 48 tokens; elsewhere
+by a few per cent at most.
 """
 
 Plans = list[tuple[OpCall, ForwardPlan]]
@@ -103,10 +106,10 @@ def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel]) -> Forwar
 
 
 def _invariant(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel], tokens: int) -> ForwardPlan:
-    """Plans the same arithmetic whatever the batch: segments of `tokens` tokens, at whose multiples a call may end.
+    """Plans arithmetic that does not depend on the batch: segments of `tokens` tokens; a call may end at a multiple.
 
-    A scan always computes the final state, because it computes the state that enters the next segment of a sequence
-    that is not cut into calls.
+    A scan always computes the final state. If the sequence were not divided into calls, the same scan would compute the
+    state that enters its next segment.
     """
     kernel, T, N = first_able(kernels, call, gpu), call.dims["T"], call.dims["N"]
     whole = tokens >= T and not call.scalars["output_final_state"]
@@ -119,7 +122,7 @@ def _invariant(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel], tokens: 
 def segments_before(
     call: OpCall, gpu: Gpu, kernel: OutputKernel, parameters: Parameters, length: int, uncut: int
 ) -> SegmentPlan:
-    """Plans the states that enter segments, for a kernel that computes their outputs; see `SegmentPlan`."""
+    """Plans the states that enter segments for `kernel`, which computes the outputs; see `SegmentPlan`."""
     states = kernel.states
     overlap = gpu.architecture.overlaps_kernels
     return SegmentPlan(length, uncut, states, states.parameters(call, gpu, length, parameters), overlap)
@@ -132,7 +135,7 @@ def states_of_segments(call: OpCall, gpu: Gpu, length: int, uncut: int) -> Segme
 
 
 def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
-    """Returns a function that names the kernels of a call, and says why those before them refuse it."""
+    """Returns a function that names the kernels of a call, and says why the preferred kernels refuse it."""
 
     def lines(call: OpCall) -> list[str]:
         gpu = gpu_of_call(call)

@@ -1,10 +1,10 @@
-"""Kernels of chunk_gla as values, and the plans that are made of them. Imports no Triton.
+"""Defines kernels of chunk_gla as values, and the plans that consist of them. Imports no Triton.
 
-A kernel is a value: a name, a refusal, launch parameters, prices, and a function that imports the function which
-describes its launches. `general/kernels.py` and `sm90/kernels.py` hold the values; forward.py and backward.py hold the
-tuples of kernels for each role, best first. A call takes the first kernel that does not refuse it.
+A kernel is a value: a name, a refusal, launch parameters, prices, and a function that loads its code. The loaded
+function describes the launches. `general/kernels.py` and `sm90/kernels.py` hold the values. forward.py and backward.py
+hold a tuple of kernels for each role, best first. A call takes the first kernel that does not refuse it.
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width of a head
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
 C tokens of a chunk   BK, BV keys and values of a block
 """
 
@@ -33,14 +33,14 @@ class Parameters:
 
     Attributes:
         C: tokens of a chunk.
-        BK, BV: keys and values of a head that a block, or a warpgroup's slice of it, computes at once.
-        warps: of a block; specialised warps come on top.
-        stages: chunks that are loaded ahead.
+        BK, BV: keys and values of a head that a block, or the slice of a warpgroup, computes at once.
+        warps: number of warps of a block, without specialised warps.
+        stages: number of chunks that are loaded ahead.
         operand: dtype of the operands of matrix products; float32 stands for TF32.
-        tokenwise: token by token, without tensor cores.
-        tma: tiles are moved by TMA, not through pointers.
-        triangle: gates are summed by a product with a triangle, not by a scan.
-        keys_first: the state's keys are the rows of the matrix instruction, not its values.
+        tokenwise: whether the kernel computes token by token, without tensor cores.
+        tma: whether TMA moves tiles; otherwise they are moved through pointers.
+        triangle: whether a product with a triangle sums the gates; otherwise a scan does.
+        keys_first: whether the keys of the state are the rows of the matrix instruction; otherwise its values are.
     """
 
     C: int
@@ -63,9 +63,10 @@ class GradientParameters:
     values, and dv is a sum over blocks of keys.
 
     Attributes:
-        BK, BV: keys and values of a block; in the kernel for wide heads, of a block that computes gradients of states.
-        warps: of a block; specialised warps come on top.
-        precision: of matrix products: "bf16", or float32 split into bfloat16 parts, "bf16x3" or "bf16x6".
+        BK, BV: keys and values of a block. In the kernel for wide heads, this is a block that computes gradients of
+            states.
+        warps: number of warps of a block, without specialised warps.
+        precision: precision of matrix products: "bf16", or float32 split into bfloat16 parts, "bf16x3" or "bf16x6".
     """
 
     BK: int
@@ -80,9 +81,10 @@ class SegmentPlan:
 
     Attributes:
         length: tokens of a segment.
-        uncut: tokens up to which a packed sequence is not cut.
-        states, parameters: the kernel that builds the states of segments from zero; a scan then makes entering states.
-        overlap: each kernel is launched while its predecessor ends (programmatic dependent launch).
+        uncut: tokens of the longest packed sequence that is not cut.
+        states, parameters: the kernel that builds the states of segments from zero, and its launch parameters. A scan
+            then computes the entering states.
+        overlap: whether each kernel is launched while its predecessor ends (programmatic dependent launch).
     """
 
     length: int
@@ -97,8 +99,8 @@ class ForwardPlan:
     """The plan of outputs.
 
     Attributes:
-        outputs, parameters: the kernel that computes outputs, and the state that leaves, from the state that enters a
-            sequence or segment.
+        outputs, parameters: the kernel and its launch parameters. It computes the outputs and the leaving state of a
+            sequence or segment from its entering state.
         segments: the plan of the states that enter segments; None if sequences stay whole.
     """
 
@@ -112,8 +114,8 @@ class BackwardPlan:
     """The plan of gradients.
 
     Attributes:
-        gradients, parameters: the kernel that computes dq, dk, dv and dg of a sequence or segment, backwards, from the
-            states that enter its chunks and the gradient of the state that leaves it.
+        gradients, parameters: the kernel and its launch parameters. It goes backwards through a sequence or segment
+            and computes dq, dk, dv and dg from the states that enter its chunks and the gradient of its leaving state.
         entering: the plan of the states that enter chunks; None if checkpoints hold them.
         leaving: the plan of the gradients of the states that leave segments; None if sequences stay whole.
     """
@@ -128,8 +130,9 @@ class CutTimes(NamedTuple):
     """The cost of cutting sequences into segments, in units of the time that a block needs for 64 tokens.
 
     Attributes:
-        building: the state of 64 tokens. spilling: a block writes a state, scans and reads it.
-        launching: two more launches.
+        building: time to build the state of 64 tokens.
+        spilling: time of a block to write, scan and read a state.
+        launching: time of two more launches.
     """
 
     building: float
@@ -147,7 +150,7 @@ class Kernel:
     Attributes:
         name: its folder and file, such as "sm90.forward".
         load: imports the kernel's module, and returns the function that describes its launches.
-        refusal: takes a call with the widths that kernels see, and a GPU; returns why the kernel cannot compute the
+        refusal: takes a call with the widths that kernels see, and a GPU. Returns why the kernel cannot compute the
             call, or None.
     """
 
@@ -162,6 +165,7 @@ class StateKernel(Kernel):
 
     Attributes:
         parameters: takes a call, a GPU, the tokens of a segment, and the parameters of the kernel for the outputs.
+            Returns the launch parameters.
         block_keys: takes the parameters, returns the keys of a block.
         at_once: takes a call and the parameters, returns the number of blocks that a multiprocessor runs at once.
         time: takes the parameters and constants; None if the price is a share of the price of another kernel.
@@ -179,9 +183,9 @@ class OutputKernel(Kernel):
 
     Attributes:
         states: the kernel that builds the states which this kernel reads.
-        parameters: takes a call, a GPU, and the number of sequences or segments.
+        parameters: takes a call, a GPU, and the number of sequences or segments; returns the launch parameters.
         blocks: takes a call and a GPU, returns the number of blocks of a sequence, and of blocks that run at once.
-        time: takes a call, the parameters and constants.
+        time: takes a call, the parameters and constants; returns the time of a block.
         before: takes a call and constants, returns the seconds of each launch that precedes the outputs.
         host: name of the constant for further seconds of the host; None if there are none.
     """
@@ -199,14 +203,14 @@ class GradientKernel(Kernel):
     """A kernel that computes the gradients of sequences or segments.
 
     Attributes:
-        parameters: takes a call and a GPU.
+        parameters: takes a call and a GPU; returns the launch parameters.
         heads_apart: whether each query head of a group is computed by itself, and partial gradients are then summed.
         adds_pairs: whether a further launch adds the pairs of tokens of chunks that are not mild.
         cut_times: the cost of cutting sequences.
-        partials: takes a call and the parameters, returns the number of partial results that are summed to dq, dk and
-            dg of a head, and to dv.
-        seconds: takes a call, the parameters, the segments, the bytes that are moved, and constants.
-        layouts: number of times that packed sequences are laid out for the kernel.
+        partials: takes a call and the parameters. Returns the number of partial results of dq, dk and dg of a head,
+            and the number of partial results of dv.
+        seconds: takes a call, the parameters, the segments, the bytes that are moved, and constants; returns seconds.
+        layouts: number of launches that lay out packed sequences for the kernel.
     """
 
     parameters: Callable[[OpCall, Gpu], GradientParameters]

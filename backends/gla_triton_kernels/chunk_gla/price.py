@@ -1,6 +1,8 @@
-"""Predicted seconds of a kernel that goes through segments or whole sequences; ../cost.py gives the formula of a call.
+"""Predicts the seconds of a kernel that goes through segments or whole sequences; ../cost.py has the formula of a call.
 
-The constants of each op are named in cost.py. B, T, H, Hq, K, V, N are the sizes of a call, as in kernel.py.
+cost.py names the constants of each op.
+
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
 """
 
 from __future__ import annotations
@@ -16,9 +18,12 @@ class BlockTime(NamedTuple):
     """The work and the time of a block of a kernel.
 
     Attributes:
-        tokens: of a step. columns: of v. start: seconds before the first step. step: seconds of a step.
+        tokens: tokens of a step.
+        columns: columns of v of a block.
+        start: seconds before the first step.
+        step: seconds of a step.
         shared: number of blocks that share a multiprocessor at no cost to each other.
-        keys: of a block; `MAX_WIDTH` stands for all keys of a head.
+        keys: keys of a block; `MAX_WIDTH` stands for all keys of a head.
     """
 
     tokens: int
@@ -30,7 +35,7 @@ class BlockTime(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The segments of a call: their number, and the tokens of an average one and of the longest."""
+    """The segments of a call: their number, the mean of their tokens, and the tokens of the longest segment."""
 
     number: float
     mean: float
@@ -56,7 +61,7 @@ def cut(call: OpCall, length: int, uncut: int) -> Cut:
 
 
 def longest(call: OpCall) -> float:
-    """Returns the tokens of the longest packed sequence; without a bound it has half as many again as the mean."""
+    """Returns the tokens of the longest packed sequence; if no bound is known, 1.5 times the mean."""
     T, N = call.dims["T"], max(call.dims["N"], 1)
     return min(T, 1.5 * T / N) if call.longest is None else max(min(T, call.longest), T / N)
 
@@ -65,7 +70,7 @@ def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c
     """Returns the device seconds of a kernel that goes through segments and moves `size` bytes."""
     H, K, V = (call.dims[name] for name in ("H", "K", "V"))
     blocks = segments.number * H * math.ceil(K / block.keys) * math.ceil(V / block.columns)
-    if call.variable_length:  # unequal blocks, the longest first: all multiprocessors are busy until short ones run
+    if call.variable_length:  # unequal blocks, the longest first: all multiprocessors are busy until short blocks run
         mean, most = (
             block.start + c["ragged"] + tokens / block.tokens * block.step
             for tokens in (segments.mean, segments.longest)
@@ -84,14 +89,14 @@ def states_seconds(
 
     Args:
         length, uncut: as in `cut`.
-        heads: of the tokens that are read.
-        moved: bytes that an element of a state takes on all its ways to and from memory.
-        ends: whether the states that leave sequences are asked for, so that all sequences are scanned and not only
-            those that are cut.
+        heads: number of heads of the tokens that are read.
+        moved: bytes that an element of a state moves to and from memory in all.
+        ends: whether the states that leave sequences are needed. Then all sequences are scanned; otherwise only the
+            sequences that are cut.
     """
     B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
     number = cut(call, length, uncut).number
-    built = number if ends else number - N  # without `ends`, the segments that another one follows
+    built = number if ends else number - N  # without `ends`, followed segments
     if call.variable_length:
         number = built
     read = token_bytes(call, heads) * min(1, built * length / max(B * T, 1))
@@ -102,7 +107,7 @@ def states_seconds(
 
 
 def host_seconds(launches: int, c: Constants) -> float:
-    """Returns the host seconds of a call with this number of launches. Repeated, they are as quick as two of them."""
+    """Returns the host seconds of a call. Repeated launches take at most as long as two of them."""
     return c["host"] + c["host_launch"] * min(launches, 2)
 
 

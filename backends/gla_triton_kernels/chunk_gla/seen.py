@@ -1,7 +1,9 @@
-"""The call that kernels see: widths of heads, and how tensors lie in memory. Imports no Triton.
+"""Computes the call that kernels see: the widths of heads and the layouts of tensors. Imports no Triton.
 
-TMA moves rows of whole 16 bytes. If it could not move the rows of a head, on a GPU whose kernels need it,
+TMA moves rows of whole 16 bytes. If the kernels of a GPU need TMA and it cannot move the rows of a head,
 shared/widths.py copies tensors to wider heads with zeros behind the keys and values.
+
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ OF_KEYS = frozenset({"q", "k", "g", "dq", "dk", "dg", "left"})
 OF_VALUES = frozenset({"v", "o", "do", "dv", "right"})
 OF_BOTH = frozenset({"initial_state", "final_state", "checkpoints", "dstate", "dinitial_state"})
 WIDTH_UNIT = 8
-"""Kernels for SM90 see widths that are multiples of this number: rows of bfloat16 of whole 16 bytes."""
+"""Kernels for SM90 see widths that are multiples of this number, so that rows of bfloat16 have whole 16 bytes."""
 
 
 def seen_width(width: int, dtype: torch.dtype, gpu: Gpu) -> int:
-    """Returns the keys or values of a head that kernels see."""
+    """Returns the key or value width that kernels see."""
     specialised = gpu.architecture.has_wgmma and dtype == torch.bfloat16
     return -(-width // WIDTH_UNIT) * WIDTH_UNIT if specialised else width
 
 
 def seen_shape(name: str, shape: tuple[int, ...], K: int, V: int) -> tuple[int, ...]:
-    """Returns the shape of a tensor of this name with K keys, or V values of a head, or both, if it has any."""
+    """Returns the shape of a tensor of this name with key width K and value width V, if it has keys or values."""
     if name in OF_BOTH:
         return (*shape[:-2], K, V)
     width = K if name in OF_KEYS else V if name in OF_VALUES else shape[-1]
@@ -49,7 +51,7 @@ def seen_by_kernels(call: OpCall, gpu: Gpu) -> OpCall:
 
 
 def copied_for_invariance(call: OpCall) -> frozenset[str]:
-    """Returns the names of tensors that are copied because a sequence's bits must not depend on their addresses."""
+    """Returns the names of tensors that are copied so that the results of a sequence do not depend on addresses."""
     if call.batch_invariant is None:
         return frozenset()
     found = {name: layout for name, layout in call.layouts.items() if name in OF_KEYS | OF_VALUES}
@@ -57,14 +59,14 @@ def copied_for_invariance(call: OpCall) -> frozenset[str]:
 
 
 def tokens_addressable(call: OpCall) -> bool:
-    """Returns whether TMA can address all tensors of tokens; see `not_addressable`."""
+    """Returns whether TMA can address all tensors with a token axis; see `not_addressable`."""
     return not_addressable(call) is None
 
 
 def not_addressable(call: OpCall) -> str | None:
-    """Returns the name of a tensor of tokens that TMA cannot address; None if it can address all of them.
+    """Returns the name of a tensor with a token axis that TMA cannot address; None if it can address all of them.
 
-    These are keys, queries, values, gates, and o or do. A tensor whose layout is not known counts as contiguous.
+    The tensors are q, k, v, g, and o or do. A tensor whose layout is not known counts as contiguous.
     """
     B, T, H, Hq, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
     shapes = {"q": (B, T, Hq, K), "k": (B, T, H, K), "v": (B, T, H, V), "o": (B, T, Hq, V)}

@@ -1,9 +1,9 @@
-"""chunk_gla_summary: the plan of a call, and the launches that follow from it.
+"""Plans a call of chunk_gla_summary, and describes its launches.
 
-The decay and the state from zero of whole sequences come from the kernel that builds the states of segments, and from
-the scan that joins them. If sequences stay whole, each is a segment, and nothing is left to be joined.
+One kernel builds the decays and the states of segments from zero, and a scan joins them into the decay and the state of
+each sequence. If sequences stay whole, each is one segment, and no scan is needed.
 
-B batch   T tokens   N sequences   H key/value heads   Hq heads of left   K, V key and value width of a head
+B batch   T tokens   N sequences   H key/value heads   Hq heads of left   K, V key and value width
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The tensors of a call of chunk_gla, by name; gla_core/ops/chunk_gla.py says what each holds.
+"""Names the tensors of a call of chunk_gla; gla_core/ops/chunk_gla.py says what each holds.
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width of a head
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
 n rows of checkpoints   I segments
 """
 
@@ -19,8 +19,8 @@ from gla_triton_kernels.runtime.replay import part
 class Tensors(NamedTuple):
     """All tensors of a call of chunk_gla_fwd, results included.
 
-    Where segments take the place of sequences, `entering` holds the states that enter them, except for the first
-    segment of a sequence, which `initial_state` enters.
+    If sequences are cut, `entering` holds the states that enter segments. The first segment of a sequence is an
+    exception: `initial_state` holds its entering state.
     """
 
     q: Tensor  # [B, T, Hq, K]
@@ -64,7 +64,7 @@ AnyTensors = TypeVar("AnyTensors", Tensors, BackwardTensors)
 
 
 def by_rows(plans: Sequence[tuple[OpCall, AnyPlan]], x: AnyTensors) -> list[tuple[AnyPlan, AnyTensors]]:
-    """Returns each plan with its rows of all tensors of a batch: first those of the first plan, then the next."""
+    """Returns each plan with its rows of all tensors of a batch; the plans take consecutive rows in order."""
     if len(plans) == 1:
         return [(plans[0][1], x)]
     ends = itertools.accumulate((call.dims["B"] for call, _ in plans), initial=0)

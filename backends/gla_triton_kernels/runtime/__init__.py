@@ -1,1 +1,1 @@
-"""Launches, and all they need of the device and of Triton, whatever the op."""
+"""Launches, and the parts of the device and of Triton that they depend on, for every op."""

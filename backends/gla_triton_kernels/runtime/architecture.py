@@ -1,4 +1,4 @@
-"""Kinds of GPU that the kernels run on: the one place that knows compute capabilities. Imports no Triton."""
+"""Names the kinds of GPU that the kernels run on; no other module knows compute capabilities. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from gla_core.dispatch.backend import OpCall
 
 
 class Architecture(enum.Enum):
-    """Kinds of GPU that kernels differ for, oldest first, each with what it can do.
+    """Kinds of GPU between which kernels differ, oldest first, each with its abilities.
 
     Attributes:
-        has_tma: the copy engine addresses tensors by maps.
-        has_wgmma: warpgroups multiply matrices: for kernels with specialised warps.
-        overlaps_kernels: a kernel may be launched while the one before it ends (programmatic dependent launch).
-        has_little_shared_memory: less than an A100's 163 KiB a block.
+        known_as: name in messages.
+        has_tma: whether the copy engine addresses tensors by maps.
+        has_wgmma: whether warpgroups multiply matrices, which kernels with specialised warps require.
+        overlaps_kernels: whether a kernel may be launched while its predecessor ends (programmatic dependent launch).
+        has_little_shared_memory: whether a block has less than the 163 KiB of an A100.
     """
 
     INTERPRETED = ("interpreted", False, False, False, False)
@@ -38,28 +39,28 @@ class Architecture(enum.Enum):
 
 
 class Gpu(NamedTuple):
-    """All that plans ask of a device."""
+    """The facts of a device on which plans depend."""
 
     architecture: Architecture
     multiprocessors: int
 
 
 def interpreted() -> bool:
-    """Returns whether Triton's kernels run anywhere, slowly, for tests."""
+    """Returns whether Triton interprets its kernels, for tests: slowly, on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def architecture_of(major: int, minor: int) -> Architecture:
-    """The architecture of an NVIDIA GPU's compute capability, of 8.0 and up."""
+    """Returns the architecture of an NVIDIA GPU from its compute capability, which is 8.0 or later."""
     if major == 8:
         return Architecture.SM86 if minor in (6, 9) else Architecture.SM80
     return Architecture.SM90 if major == 9 else Architecture.SM100 if major < 12 else Architecture.SM120
 
 
 def why_unsuited() -> str | None:
-    """Returns why no CUDA device that PyTorch sees can run the kernels, whatever its capability; None if one may.
+    """Returns why no CUDA device of this PyTorch can run the kernels, whatever its compute capability; None if one may.
 
-    PyTorch for AMD GPUs calls them CUDA devices too, and reports their own versions as compute capabilities.
+    PyTorch for AMD GPUs also calls them CUDA devices, and reports their own versions as compute capabilities.
     """
     if torch.version.hip is None or interpreted():
         return None
@@ -68,7 +69,7 @@ def why_unsuited() -> str | None:
 
 @functools.cache
 def gpu_of(device: torch.device) -> Gpu:
-    """Returns the facts of a device; one multiprocessor where the kernels are interpreted on a CPU."""
+    """Returns the facts of a device; a CPU, where kernels are interpreted, has one multiprocessor."""
     if device.type != "cuda":
         return Gpu(Architecture.INTERPRETED, 1)
     found = torch.cuda.get_device_properties(device)
@@ -77,12 +78,12 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def tf32_allowed() -> bool:
-    """Returns whether float32 matrices may be multiplied in TF32, by PyTorch's setting."""
+    """Returns whether PyTorch's setting allows products of float32 matrices in TF32."""
     return torch.get_float32_matmul_precision() != "highest"
 
 
 def gpu_of_call(call: OpCall) -> Gpu:
-    """Returns the GPU of a call, or the GPU that it assumes."""
+    """Returns the GPU of a call; if the call assumes another GPU, that GPU."""
     if call.assumed is None:
         return gpu_of(call.device)
     return Gpu(architecture_of(*call.assumed.compute_capability), call.assumed.multiprocessors)

@@ -1,7 +1,7 @@
-"""CUDA graphs of launches, made by functions of the driver.
+"""Makes CUDA graphs of launches with functions of the CUDA driver.
 
-Not `torch.cuda.CUDAGraph`, which is for captures that allocate: it has the allocator keep memory apart for each, for
-all threads while it is captured, and lends it a stream that others use as well.
+`torch.cuda.CUDAGraph` does not fit: it serves captures that allocate memory. For each graph it makes the allocator set
+memory aside, during the capture even for all threads, and it captures on a stream that other code uses as well.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from ctypes import byref, c_int, c_void_p
 from typing import Any
 
 _INVALID_CONTEXT = 201
-"""A CUresult: the thread has not used CUDA yet."""
+"""The CUresult of a thread that has not used CUDA yet."""
 _NON_BLOCKING = 1
 """A flag of CUstream_flags: the stream does not wait for the default stream."""
 _RELAXED = 2
-"""A CUstreamCaptureMode: a capture forbids nobody anything but to wait for its stream."""
+"""A CUstreamCaptureMode: while a stream is captured, no thread may wait for it, and all other calls are allowed."""
 
 
 class Graph:
-    """Launches that were captured, which the driver makes all at once."""
+    """Captured launches, which the driver makes in one call."""
 
     def __init__(self, launch: Callable[[int], None]) -> None:
-        """Captures what `launch` launches on the stream that it is given; nothing of it runs yet.
+        """Captures the launches that `launch` makes on the stream that it receives. No kernel runs yet.
 
         Raises:
-            RuntimeError: there is no graph, for want of memory perhaps.
+            RuntimeError: the driver cannot make the graph, for example because memory is short.
         """
         stream, graph, executable, self._context = (c_void_p() for _ in range(4))
         with _relaxed(), contextlib.ExitStack() as after:
@@ -50,7 +50,7 @@ class Graph:
         """Makes the launches on a stream.
 
         Raises:
-            RuntimeError: the driver refuses.
+            RuntimeError: the driver refuses; no launch was made.
         """
         status = _driver().cuGraphLaunch(self._executable, c_void_p(stream))
         if status == _INVALID_CONTEXT:
@@ -60,14 +60,14 @@ class Graph:
 
 
 def _destroy(executable: c_void_p) -> None:
-    """Its launches that are under way end as they would have."""
+    """Destroys an executable graph. Launches of it that are still running finish normally."""
     with _relaxed():
         _call("cuGraphExecDestroy", executable)
 
 
 @contextlib.contextmanager
 def _relaxed() -> Iterator[None]:
-    """Captures of other threads, and of this one, are no reason for the driver to refuse this thread anything."""
+    """Lets this thread call any function of the driver while this or another thread captures a stream."""
     mode = c_int(_RELAXED)
     _call("cuThreadExchangeStreamCaptureMode", byref(mode))
     try:

@@ -1,4 +1,4 @@
-"""Launches of kernels: described first, then compiled side by side, then made in order."""
+"""Describes launches of kernels, compiles the kernels side by side, and makes the launches in order."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ class Launch:
 
     Attributes:
         kernel: a function of triton.jit or gluon.jit.
-        arguments: the value of each of the kernel's parameters, by name: a tensor, a descriptor of a tensor, None, a
-            number, or a constant of the compiler. They are kept in the order of the parameters, and handed
-            over in that order: Triton takes longer to bind names.
-        options: such as num_warps.
-        compiled: the triton.compiler.CompiledKernel once it has been launched.
+        grid: number of programs along each of three axes.
+        arguments: the value of each parameter of the kernel, by name: a tensor, a descriptor of a tensor, None, a
+            number, or a constant of the compiler. They are kept and passed in the order of the parameters, because
+            Triton takes longer to bind names.
+        options: options of the launch, such as num_warps.
+        compiled: the triton.compiler.CompiledKernel, after the launch.
 
     Raises:
-        TypeError: an argument is missing, or the kernel has no parameter of its name.
+        TypeError: an argument is missing, or the kernel has no parameter with the name of an argument.
     """
 
     kernel: Any
@@ -57,7 +58,7 @@ class Launch:
 
 
 def strides_of(letter: str, x: Tensor | None) -> dict[str, int]:
-    """Returns the strides of x [B, T, heads, width] but the last as a kernel's arguments; they are 0 where x is None.
+    """Returns all strides of x [B, T, heads, width] except the last, as arguments of a kernel; 0 if x is None.
 
     Example:
         >>> strides_of("q", torch.empty(2, 5, 4, 8))
@@ -71,7 +72,7 @@ def start(launches: Sequence[Launch]) -> None:
     """Makes launches in order.
 
     Raises:
-        LaunchError: a kernel does not fit or does not compile on this device. Launches before it have been made.
+        LaunchError: a kernel does not fit or does not compile on this device. Earlier launches have been made.
     """
     for x in launches:
         with nullcontext() if interpreted() else _failing(x.kernel.fn.__name__):
@@ -79,7 +80,7 @@ def start(launches: Sequence[Launch]) -> None:
 
 
 def compile_launches(launches: Sequence[Launch]) -> None:
-    """Compiles the kernels of launches, whose tensors need no values, side by side, and loads them on the device.
+    """Compiles the kernels of launches side by side, and loads them on the device. The tensors need no values.
 
     Raises:
         LaunchError: a kernel does not fit or does not compile on this device.
@@ -96,7 +97,7 @@ def compile_launches(launches: Sequence[Launch]) -> None:
 
 @contextlib.contextmanager
 def _failing(name: str) -> Iterator[None]:
-    """Raises errors of a launch, before its kernel runs, as a LaunchError that names it."""
+    """Raises an error that Triton reports before a kernel runs as a LaunchError that names the kernel."""
     try:
         yield
     except Exception as error:
@@ -106,22 +107,22 @@ def _failing(name: str) -> Iterator[None]:
 
 
 def _is_of_the_device(error: Exception) -> bool:
-    """Returns whether the device reports this error, perhaps of a kernel that ran before, and not Triton."""
+    """Returns whether the device, not Triton, reports this error, which may come from an earlier kernel."""
     return isinstance(error, torch.AcceleratorError | torch.OutOfMemoryError) or str(error).startswith("Triton Error [")
 
 
 @functools.cache
 def _prepare_compiler() -> None:
-    """Has Triton hash its library while a C compiler builds its driver; either takes tenths of a second, once."""
+    """Makes Triton hash its library while a C compiler builds its driver; each takes tenths of a second, once."""
     with ThreadPoolExecutor(1) as thread:
         thread.submit(triton_key)
         _ = driver.active
 
 
 def _compile_side_by_side(launches: Sequence[Launch]) -> None:
-    """Has Triton compile kernels side by side, each by a thread.
+    """Makes Triton compile kernels side by side, each in a thread.
 
-    Errors are left to `compile_launches`: after an error that is raised here, Triton 3.7 stays in this mode.
+    Errors are ignored here, and `compile_launches` raises them: after an error in this mode, Triton 3.7 stays in it.
     """
     with ThreadPoolExecutor(len(launches)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         for x in launches:
@@ -129,12 +130,12 @@ def _compile_side_by_side(launches: Sequence[Launch]) -> None:
                 x.kernel.warmup(*x.arguments.values(), grid=x.grid, **x.options)
 
 
-current_device = torch.accelerator.current_device_index  # a third of the time of torch.cuda.current_device
+current_device = torch.accelerator.current_device_index  # takes a third of the time of torch.cuda.current_device
 _NOTHING = nullcontext()
 
 
 def on_device(device: torch.device) -> AbstractContextManager:
-    """Returns `torch.cuda.device(device)`, or a context that does nothing if it is the current device already."""
+    """Returns `torch.cuda.device(device)`; if `device` is the current device already, a context that does nothing."""
     if device.type != "cuda" or device.index == current_device():
         return _NOTHING
     return torch.cuda.device(device)

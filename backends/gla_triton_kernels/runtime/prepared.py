@@ -1,4 +1,4 @@
-"""Calls that are planned once: their kernels are compiled before anything is written, their launches are replayed."""
+"""Prepares calls: compiles their kernels before any result is written, and replays their launches on later calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Launches:
     """The launches of the calls of one signature.
 
     Args:
-        describe: takes the tensors of a call and its floats, returns its launches.
+        device: of the calls.
+        describe: takes the tensors and the floats of a call, and returns its launches.
     """
 
     def __init__(self, device: torch.device, describe: Callable[..., list[Launch]]) -> None:
@@ -27,7 +28,10 @@ class Launches:
         self._recorded: RecordedCall | None = None
 
     def start(self, tensors: Sequence[Tensor | None], *floats: float) -> None:
-        """Makes the launches of a call on its tensors, results included. Tensors without values are compiled for."""
+        """Makes the launches of a call on its tensors, which include the results.
+
+        If a tensor has no values, the kernels are compiled and no launch is made.
+        """
         if self._recorded is not None and replay(self._recorded, tensors, floats):
             return
         with on_device(self._device):
@@ -40,10 +44,11 @@ class Launches:
 
 
 def rehearsed(run: Callable[..., Any], call: OpCall) -> Callable[..., Any]:
-    """Returns `run` after a call of it on tensors without values, for which its kernels are compiled.
+    """Calls `run` on tensors without values, which compiles its kernels, and returns it.
 
     Args:
-        run: takes arguments of the op by name, and makes its launches by `Launches.start`.
+        run: takes arguments of the op by name, and makes its launches through `Launches.start`.
+        call: the call that is prepared.
 
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.
@@ -62,5 +67,5 @@ def _without_values(name: str, call: OpCall) -> Any:
 
 
 def addressable_copy(x: Any, name: str, copied: frozenset[str]) -> Any:
-    """Returns a contiguous copy of an argument that is in `copied`, else the argument."""
+    """Returns a contiguous copy of argument x if its name is in `copied`; otherwise x."""
     return x.clone(memory_format=torch.contiguous_format) if name in copied else x

@@ -1,10 +1,10 @@
-"""Recorded launches: quick when a call comes back.
+"""Records the launches of a call, and replays them on the tensors of later calls of the same signature.
 
-A small call spends most of its time on the host: describing launches, specialising their arguments, finding what has
-been compiled, encoding tensor maps. All of this is the same for calls of one signature. So the launches of a prepared
-call are recorded, and replayed on other tensors by the function in C that Triton's launchers call, which spares a
-microsecond a launch. Allocators return the same addresses again and again, so launches are kept ready by the addresses
-of their tensors, and those that are made repeatedly become a CUDA graph.
+A small call spends most of its time on the host: it describes launches, specialises their arguments, looks up compiled
+kernels and encodes tensor maps. The results are the same for all calls of one signature. The launches of a prepared
+call are therefore recorded. A replay makes them on other tensors through the C function that Triton's launchers call,
+which saves a microsecond a launch. Allocators return the same addresses again and again, so the arguments of launches
+are cached by the addresses of the tensors. Launches that are made repeatedly at the same addresses become a CUDA graph.
 """
 
 from __future__ import annotations
@@ -31,28 +31,34 @@ from gla_triton_kernels.runtime.graph import Graph
 from gla_triton_kernels.runtime.launch import Launch, current_device
 
 ALIGNMENT = 16
-"""Bytes. Triton compiles for addresses that are multiples of it, or that are not: only the former are replayed."""
+"""Bytes. Triton compiles one kernel for addresses that are multiples of this number, and another for all others. Only
+launches of the former are replayed."""
 _LINE = 128
-"""Bytes of a line of the cache; scratch tensors begin at multiples."""
+"""Bytes of a cache line; scratch tensors begin at multiples of this number."""
 _MOST_MAPS = 1024
 _MOST_PREPARED = 4096
-"""Calls at certain addresses whose launches are kept prepared: about 2 KiB each."""
+"""Calls whose launches are cached by their addresses: about 2 KiB each."""
 _MOST_GRAPHS = 256
-"""About 120 KiB of the device's memory each."""
+"""Graphs that are kept: each takes about 120 KiB of the memory of the device."""
 _REPLAYS_BEFORE, _REPLAYS_AGAIN = 4, 64
-"""Replays at the same addresses before launches become a graph, and after theirs was dropped become one again.
+"""Number of replays at the same addresses before launches become a graph, and before they become one again after their
+graph was dropped.
 
-A graph takes as long to make as 4 to 10 of its starts spare. Where more are wanted than are kept, they are made so
-seldom that it takes little of a call's time.
+Making a graph takes the time that 4 to 10 of its starts save. If more graphs are in demand than are kept, the second
+number makes new graphs so rare that they take little of the time of a call.
 """
 _NONE = -1
-"""The place of a None among the tensors of a call: behind them."""
+"""The place of an argument None: it points at the last address, a 0 behind the addresses of all tensors."""
 
 
 class _TensorMap:
-    """A parameter of a kernel that is a tensor map, for all tensors of one layout.
+    """A kernel's parameter that takes a tensor map, for all tensors of one layout.
 
-    A map is encoded once for an address: of a call's tensors often only some are at addresses that are new to it.
+    A map is encoded once for each address, and kept: often only some tensors of a call are at new addresses.
+
+    Attributes:
+        layout: attributes of the descriptor other than its tensor. box: Triton's metadata of the tile.
+        encoded: kernel arguments by address.
     """
 
     def __init__(self, descriptor: Any, box: Any) -> None:
@@ -61,36 +67,42 @@ class _TensorMap:
         self.encoded: dict[int, list[Any]] = {}
 
     def encode(self, address: int) -> list[Any]:
-        """Returns the kernel's arguments for a tensor at this address: the map encoded, then shape and strides."""
+        """Returns the kernel's arguments for a tensor at this address: the encoded map, then shape and strides."""
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        base = SimpleNamespace(data_ptr=lambda: address)  # all that is asked of a tensor
+        base = SimpleNamespace(data_ptr=lambda: address)  # Triton reads nothing else of a tensor
         encoded = make_tensordesc_arg(SimpleNamespace(base=base, **self.layout), self.box)
         _put(self.encoded, address, encoded, _MOST_MAPS)
         return encoded
 
 
 _PreparedLaunch = tuple[Any, tuple[int, int, int], tuple[Any, ...]]
-"""A launch but for its stream: Triton's function in C, and what it takes before the stream, the grid, and after it."""
+"""A launch without its stream: Triton's C function, the grid, which precedes the stream, and the arguments after it."""
 
 
 @dataclass(eq=False, slots=True)
 class _Prepared:
-    """The launches of a call at certain addresses; `left` replays from now they become a graph."""
+    """The launches of a call whose tensors are at certain addresses.
+
+    Attributes:
+        launches: the launches in order.
+        left: number of replays that remain before the launches become a graph.
+        graph: the graph of the launches; None if there is none.
+    """
 
     launches: list[_PreparedLaunch]
     left: int = _REPLAYS_BEFORE
     graph: Graph | None = None
 
     def start(self, stream: int) -> None:
-        """Makes the launches on a stream, the current one; a capture of it is told of them one by one."""
+        """Makes the launches on the current stream, `stream`. A capture of it records them one by one."""
         graph = self.graph  # another thread may drop it
         if len(self.launches) == 1 or _capturing():
             self._launch(stream)
         elif graph is not None:
             try:
                 graph.start(stream)
-            except RuntimeError:  # nothing of it was launched
+            except RuntimeError:  # the graph has launched nothing
                 self._give_up(graph)
                 self._launch(stream)
         else:
@@ -104,7 +116,7 @@ class _Prepared:
             launch(*grid, stream, *arguments)
 
     def _capture(self) -> None:
-        with contextlib.suppress(RuntimeError):  # then these launches are made one by one for good
+        with contextlib.suppress(RuntimeError):  # after an error, these launches are made one by one for good
             graph = Graph(self._launch)
             with _graphs_change:
                 if len(_graphed) >= _MOST_GRAPHS:
@@ -115,7 +127,7 @@ class _Prepared:
                 _graphed.append(self)
 
     def _give_up(self, graph: Graph) -> None:
-        """Drops this graph for good, unless another thread has dropped it."""
+        """Drops `graph` for good, unless another thread has already dropped it."""
         with _graphs_change:
             if self.graph is graph:
                 self.graph = None
@@ -129,21 +141,25 @@ def graphs_are_on() -> bool:
 
 
 _graphed: list[_Prepared] = []
-"""The calls that have a graph, of all devices; it and their graphs change together, under `_graphs_change`."""
-_graphs_change = threading.RLock()  # a collection of garbage may call in between
+"""The calls that have a graph, on all devices. This list and the graphs change together, under `_graphs_change`."""
+_graphs_change = threading.RLock()  # reentrant, since garbage collection may run code that takes it again
 _capturing = torch.cuda.is_current_stream_capturing
 
 
 @dataclass(frozen=True, slots=True)
 class _RecordedLaunch:
-    """A launch, but for its stream, tensors and floats.
+    """A launch without its stream, its tensors and its floats.
 
     Attributes:
-        launch: Triton's function in C. grid, kernel: what it takes before the stream, and after it.
-        spread: whether it takes the kernel's arguments one by one, not as a tuple.
-        places: of the kernel's tensors among those of the call. maps: of each of them that is mapped; empty if none is.
+        launch: Triton's C function.
+        grid: the arguments of the C function before the stream.
+        kernel: the arguments of the C function between the stream and the kernel's arguments.
+        spread: whether the C function takes the kernel's arguments one by one; otherwise it takes a tuple of them.
+        places: for each tensor of the kernel, its index among the addresses of the call.
+        maps: for each tensor of the kernel, its tensor map, or None if it is passed as a pointer; empty if all are
+            passed as pointers.
         takes_floats: whether the kernel takes the floats of the call.
-        fixed: the kernel's last arguments, which are the same for all calls.
+        fixed: the last arguments of the kernel, which are the same for all calls.
     """
 
     launch: Any
@@ -156,7 +172,7 @@ class _RecordedLaunch:
     fixed: tuple[Any, ...]
 
     def prepared(self, addresses: list[int], floats: tuple[float, ...]) -> _PreparedLaunch:
-        """Returns the launch on the tensors of a call, which are at these addresses."""
+        """Returns the launch on the tensors of a call, given their addresses."""
         arguments: list[Any] = self._mapped(addresses) if self.maps else [addresses[i] for i in self.places]
         if self.takes_floats:
             arguments += floats
@@ -165,7 +181,7 @@ class _RecordedLaunch:
         return self.launch, self.grid, (*self.kernel, (*arguments, *self.fixed))
 
     def _mapped(self, addresses: list[int]) -> list[Any]:
-        """Addresses, and encoded maps in the place of those that are mapped."""
+        """Returns the kernel's tensors as arguments: an address, or an encoded map if the tensor has one."""
         arguments = []
         for place, tensor_map in zip(self.places, self.maps, strict=True):
             address = addresses[place]
@@ -178,12 +194,17 @@ class _RecordedLaunch:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RecordedCall:
-    """The launches of a call in order, and the device they are for; equal only to itself.
+    """The launches of a call in order. A recorded call equals only itself.
+
+    All scratch tensors of a call lie in one block of memory. The addresses of a call are numbered: first the tensors of
+    the call, then the scratch memory, then `parts`. These numbers are called places.
 
     Attributes:
-        memory: how the memory of all scratch tensors is allocated; None if there are none.
-        parts: scratch tensors as parts of that memory, then parts of tensors (see `part`): the place of the whole, and
-            bytes into it. Places count the tensors of the call, the memory, then these parts.
+        device: index of the device of the launches.
+        memory: arguments of `torch.empty` for the scratch memory; None if there are no scratch tensors.
+        parts: the scratch tensors, then the parts of tensors (see `part`). For each, the place of the memory or tensor
+            that contains it, and its offset in bytes.
+        launches: the recorded launches.
     """
 
     device: int
@@ -192,7 +213,7 @@ class RecordedCall:
     launches: tuple[_RecordedLaunch, ...]
 
     def prepared(self, addresses: list[int], floats: tuple[float, ...]) -> _Prepared:
-        """The launches on tensors, and memory for scratch behind them, at these addresses."""
+        """Returns the launches, given the addresses of the tensors and, behind them, of the scratch memory."""
         addresses = addresses.copy()
         for place, bytes_into in self.parts:
             addresses.append(addresses[place] + bytes_into)
@@ -201,9 +222,9 @@ class RecordedCall:
 
 
 _prepared: dict[Hashable, _Prepared] = {}
-"""Launches that were made, by the call, its floats, and the addresses of its tensors and of the memory for scratch.
+"""Launches that were made, by the recorded call, its floats, and the addresses of its tensors and scratch memory.
 
-Of all calls together, so that it stays small however many are recorded.
+All recorded calls share this cache, so that its size does not depend on their number.
 """
 
 
@@ -217,10 +238,11 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
     """Returns the launches of a call for `replay`, or None if they cannot be replayed.
 
     Args:
-        tensors: what the call has been given, and returns. Other tensors of the launches are scratch: contiguous,
-            allocated anew for each call, on whose contents before it nothing depends; or a `part` of either.
-        launches: in order, as they have been made. Each takes all the call's floats, or none. The parameters of its
-            kernel are in the order of `_Arguments`.
+        tensors: the tensors that the call takes and returns. Any other tensor of the launches is either scratch or a
+            `part` of a tensor. Scratch is contiguous and allocated anew for each call, and no result depends on its
+            initial contents.
+        launches: the launches of the call in order, after they have been made. Each takes all floats of the call, or
+            none of them. The parameters of its kernel are in the order of `_Arguments`.
     """
     arguments = [_arguments(launch) for launch in launches]
     given = [x for x in tensors if x is not None]
@@ -241,17 +263,17 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
     into = [(len(tensors), begin) for begin in begins]
     into += [(places[id(_whole_of(x))], x.data_ptr() - _whole_of(x).data_ptr()) for x in parts.values()]
     if any(launch.compiled.run.global_scratch_size or launch.compiled.run.profile_scratch_size for launch in launches):
-        return None  # memory that Triton allocates for each launch
+        return None  # Triton would have to allocate memory for each launch
     recorded = tuple(_recorded(*each, places) for each in zip(launches, arguments, strict=True))
     return RecordedCall(current_device(), memory, tuple(into), recorded)
 
 
 class _Arguments(NamedTuple):
-    """The arguments of a launch in the order of the kernel's parameters, which begin with tensors and end with numbers.
+    """The arguments of a launch, in the order of the kernel's parameters: tensors first, then floats, then the rest.
 
     Attributes:
         tensors: tensors, descriptors of tensors, and None.
-        floats: those of the call.
+        floats: the floats of the call.
         fixed: integers, and constants of the compiler.
     """
 
@@ -261,7 +283,7 @@ class _Arguments(NamedTuple):
 
 
 def _arguments(launch: Launch) -> _Arguments:
-    """Returns the arguments of a launch by what a replay does with them."""
+    """Returns the arguments of a launch, divided by how a replay treats them."""
     values = list(launch.arguments.values())
     tensors = list(itertools.takewhile(lambda x: x is None or _is_tensor(x), values))
     floats = list(itertools.takewhile(lambda x: isinstance(x, float), values[len(tensors) :]))
@@ -282,19 +304,22 @@ _WHOLE = "_part_of"
 
 
 def part(x: Tensor, start: int, end: int) -> Tensor:
-    """Rows start to end of x, for launches that are recorded: it remembers x, where a replay finds it."""
+    """Returns rows `start` to `end` of x for launches that are recorded.
+
+    The result holds a reference to x: a replay computes its address from the address of x.
+    """
     found = x[start:end]
     setattr(found, _WHOLE, x)
     return found
 
 
 def _whole_of(x: Any) -> Any:
-    """Returns the tensor that x is a part of, or x itself."""
+    """Returns the tensor of which x is a `part`; x itself if it is no part."""
     return getattr(x, _WHOLE, x)
 
 
 def _recorded(launch: Launch, arguments: _Arguments, places: dict[int, int]) -> _RecordedLaunch:
-    """Returns a launch of tensors that stand at these places of the call, by their ids."""
+    """Returns the recorded launch; `places` maps the id of a tensor to its place in the call."""
     run, maps = launch.compiled.run, ()
     function, (tensors, floats, fixed) = run.launch, arguments
     descriptors = [x for x in tensors if hasattr(x, "base")]
@@ -308,7 +333,7 @@ def _recorded(launch: Launch, arguments: _Arguments, places: dict[int, int]) -> 
 
 
 TRITON_3_6, TRITON_3_7 = "3.6", "3.7"
-"""The versions of Triton whose launchers are known: what they hand to the function in C is written out below."""
+"""The versions of Triton whose launchers are known: `_after_the_stream` holds the arguments of their C functions."""
 
 
 @functools.cache
@@ -318,9 +343,10 @@ def _launcher() -> str:
 
 
 def _after_the_stream(run: Any, kernel: Any) -> tuple[Any, ...]:
-    """Returns what `CudaLauncher.__call__` hands to the function in C between the stream and the kernel's arguments.
+    """Returns the arguments of the C function between the stream and the kernel's arguments.
 
-    No scratch memory, no metadata of the launch, and no hooks: these take a third of the time even where none is set.
+    `CudaLauncher.__call__` passes the same, except that scratch memory, metadata of the launch and hooks are None here.
+    Hooks take a third of the time even if none is set.
     """
     begin = (kernel.function, run.launch_cooperative_grid, run.launch_pdl)
     if _launcher() == TRITON_3_6:
@@ -329,19 +355,20 @@ def _after_the_stream(run: Any, kernel: Any) -> tuple[Any, ...]:
 
 
 def _behind_encoding(launch: Any) -> Any:
-    """The function to which a launcher's `launch` hands its arguments once it has encoded descriptors as tensor maps.
+    """Returns the C function that a launcher's `launch` calls after it has encoded descriptors as tensor maps.
 
-    It is a closure of `triton.backends.nvidia.driver.wrap_handle_tensordesc`, in Triton 3.6 and 3.7.
+    In Triton 3.6 and 3.7, `launch` is a closure over it, made by
+    `triton.backends.nvidia.driver.wrap_handle_tensordesc`.
     """
     return launch.__closure__[launch.__code__.co_freevars.index("launcher")].cell_contents
 
 
 def replay(call: RecordedCall, tensors: Sequence[Tensor | None], floats: tuple[float, ...]) -> bool:
-    """Makes recorded launches on other tensors, which have the layouts of the recorded ones.
+    """Makes recorded launches on other tensors, which must have the layouts of the recorded tensors.
 
     Returns:
-        False, and nothing is launched, if an address is not aligned, another device is the current one, or a profiler
-        listens.
+        Whether the launches were made. Nothing is launched if an address is not aligned, if `call.device` is not the
+        current device, or if a profiler has set hooks.
     """
     if call.device != current_device() or _profiled():
         return False
@@ -349,7 +376,7 @@ def replay(call: RecordedCall, tensors: Sequence[Tensor | None], floats: tuple[f
     addresses = [0 if x is None else x.data_ptr() for x in (*tensors, memory)]
     prepared_for = (call, floats, *addresses)
     prepared = _prepared.get(prepared_for)
-    if prepared is None:  # what is found has addresses that were checked when it was kept
+    if prepared is None:  # the addresses of a cached entry were checked when it was made
         if math.gcd(ALIGNMENT, *addresses) != ALIGNMENT:
             return False
         prepared = call.prepared(addresses, floats)
@@ -360,7 +387,7 @@ def replay(call: RecordedCall, tensors: Sequence[Tensor | None], floats: tuple[f
 
 
 def why_not_replayed() -> str | None:
-    """Returns why every call takes Triton's own way to a launch, slower on the host; None if calls are replayed."""
+    """Returns why Triton's launcher, which is slower on the host, makes every launch; None if launches are replayed."""
     if interpreted():
         return "kernels are interpreted (TRITON_INTERPRET=1)"
     if torch.version.hip is not None:
@@ -373,13 +400,13 @@ def why_not_replayed() -> str | None:
 
 
 def _profiled() -> bool:
-    """Returns whether a profiler wants to hear of launches, which only Triton's own way tells it of."""
+    """Returns whether a profiler has set hooks for launches, which only Triton's own launcher calls."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 @functools.cache
 def _launchers_are_known() -> bool:
-    """Returns whether the launchers of this Triton are known, by its version and by the encoding of tensor maps."""
+    """Returns whether this Triton has a known version and encodes tensor maps in the known way."""
     if _launcher() not in (TRITON_3_6, TRITON_3_7):
         return False
     from triton.backends.nvidia import driver as nvidia

@@ -1,6 +1,8 @@
-"""Tensors [B, T, H, width] as tiles [rows, columns] of one head, as Hopper's copy engine (TMA) moves them.
+"""Describes tensors [B, T, H, width] as tiles [rows, columns] of one head, which Hopper's copy engine (TMA) moves.
 
-What is read beyond a tensor's edges is 0, and what is written there is dropped.
+A read beyond the edges of a tensor returns 0, and a write beyond them is dropped.
+
+B batch   T tokens   H key/value heads, or query heads   K, V key and value width
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from torch import Tensor
 from gla_core.dispatch.backend import ALIGNMENT, Layout
 
 UNIT = ALIGNMENT
-"""Bytes that addresses and strides must be multiples of."""
+"""Addresses and strides must be multiples of this number of bytes."""
 
 
 @functools.lru_cache(maxsize=4096)
 def rows_aligned(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Returns whether TMA can address a tensor [B, T, H, width] at a multiple of 16 bytes.
+    """Returns whether TMA can address a tensor [B, T, H, width] whose address is a multiple of 16 bytes.
 
-    It has to have elements, and all its rows have to begin at multiples of `UNIT` bytes.
+    The tensor must have elements, and all its rows must begin at multiples of `UNIT` bytes.
     """
     free = [stride for stride, length in zip(strides[:3], shape[:3], strict=True) if length > 1]
     return 0 not in shape and all(stride > 0 and stride * itemsize % UNIT == 0 for stride in free)
@@ -33,21 +35,24 @@ def addressable(layout: Layout) -> bool:
 
 
 def tiles(x: Tensor, rows: int, columns: int) -> Any:
-    """For a Triton kernel: blocks [1, 1, rows, columns] of x as [B, H, T, width]."""
+    """Returns a descriptor of x as [B, H, T, width] in blocks [1, 1, rows, columns], for a Triton kernel."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(x, *_heads_first(x), [1, 1, rows, columns])
 
 
 def shared_tiles(x: Tensor, rows: int, columns: int) -> Any:
-    """Returns blocks as `tiles` does, for a Gluon kernel: with the layout that wgmma expects in shared memory."""
+    """Returns a descriptor like `tiles`, for a Gluon kernel: it adds the layout that wgmma expects in shared memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
 
     return SharedDescriptor(x, *_heads_first(x), [1, 1, rows, columns], _layout(x.dtype, rows, columns))
 
 
 def state_tiles(states: Tensor, keys: int, values: int) -> Any:
-    """For a Gluon kernel: blocks [1, 1, keys, values] of states [.., H, K, V], contiguous, as [rows, H, K, V]."""
+    """Returns a descriptor of contiguous states [.., H, K, V] as [rows, H, K, V], for a Gluon kernel.
+
+    Its blocks are [1, 1, keys, values].
+    """
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
 
     H, K, V = states.shape[-3:]
@@ -56,10 +61,10 @@ def state_tiles(states: Tensor, keys: int, values: int) -> Any:
 
 
 def _heads_first(x: Tensor) -> tuple[list[int], list[int]]:
-    """Shape and strides of x as [B, H, T, width]."""
+    """Returns shape and strides of x as [B, H, T, width]."""
     B, T, H, width = x.shape
     b, t, h, _ = x.stride()
-    # The stride of a dimension of size 1 is free, but has to look right.
+    # The stride of a dimension of size 1 has no effect, but must still be a valid stride.
     return [B, H, T, width], [*(stride if n > 1 else UNIT for stride, n in ((b, B), (h, H), (t, T))), 1]
 
 

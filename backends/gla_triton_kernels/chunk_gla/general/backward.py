@@ -1,46 +1,50 @@
-"""Gradients of gated linear attention: backwards through sequences, or segments of them, a state's gradient on chip.
+"""Computes gradients of gated linear attention, backwards through sequences or segments, with dS on chip.
 
-One program computes block [BK, BV] of the states of one key/value head of one segment. It goes through the segment in
-chunks of C tokens, the last one first, and carries in float32 the gradient dS [K, V] of the state that leaves a chunk.
-The state S that enters each chunk is given. With b_t the sum of log gates g from the chunk's start through t, a frame r
-(both per channel of K), and dA = tril(do v^T),
+One program computes a block [BK, BV] of the states of one key/value head of one segment. It goes through the segment in
+chunks of C tokens, the last chunk first, and carries the gradient dS [K, V] of the state that leaves a chunk, in
+float32. The state S that enters each chunk is given. Let b_t be the sum of log gates g from the start of the chunk
+through t, r a frame (both per channel of K), and dA = tril(do v^T). Then
 
     qg = scale * q exp(b - r)              kg = k exp(b_C - r - b)
-    dq = scale * exp(b - r) ((do S^T) exp(r)) + what pairs of tokens add
-    dk = exp(b_C - r - b) (v (exp(r) dS)^T) + what pairs of tokens add
+    dq = scale * exp(b - r) ((do S^T) exp(r)) + terms of pairs of tokens
+    dk = exp(b_C - r - b) (v (exp(r) dS)^T) + terms of pairs of tokens
     dv = kg (exp(r) dS) + A^T do           A_ts = scale * sum_d q_td k_sd exp(b_td - b_sd) for s <= t, else 0
     dS' = exp(r) (exp(b_C - r) dS + qg^T do)
 
-A chunk in which no channel decays by more than `MILD_DECAY` (see limits.py) takes r = b_C / 2. Pairs s < t are then
+A chunk is mild if no channel decays by more than `MILD_DECAY` in it (see limits.py). It takes r = b_C / 2, and its
+pairs s < t are
 
     A = qg kg^T        dq += scale * exp(b - r) (dA kg)        dk += exp(b_C - r - b) (dA^T qg)
 
-Any other takes r = 0, so that no exponent is above 0, and halves the chunk again and again: every pair s < t lies in
-the two halves of one block of 2m tokens, for one m of 1, 2, 4 .. C/2, where
+Any other chunk takes r = 0, so that no exponent is above 0, and is halved again and again. For every pair s < t there
+is one m of 1, 2, 4 .. C/2 such that s and t lie in the two halves of one block of 2m tokens, and
 
-    b_t - b_s  =  the gates from the start of the right half through t  +  those after s to the end of the left half
+    b_t - b_s  =  sum of the gates from the start of the right half through t
+                  + sum of the gates after s to the end of the left half
 
-Both sums are one product of a mask with g, and the pairs of all blocks of 2m one masked product, exact for any gate
-down to -inf. Pairs s = t have no gate and are multiplied element by element.
+One product of a mask with g gives both sums. The pairs of all blocks of 2m tokens are one masked product, exact for any
+gate down to -inf. Pairs s = t have no gate and are multiplied element by element.
 
-Gate u decays what the tokens before it hand to those from it on. With x_t = qg_t * dqg_t and y_s = kg_s * dkg_s,
+Gate u decays every contribution of a token before u to a token from u on. With x_t = qg_t * dqg_t and
+y_s = kg_s * dkg_s,
 
     dg_u = exp(b_C) sum_V(S * dS) + sum over t >= u of x_t + sum over s < u of y_s        by states
            + sum over t >= u of (x_t - y_t)                                               by pairs s < t, mild
            + sum over the tokens that u decays in its half of (x_t + y_t), for each m     by pairs s < t, other
 
-In a mild chunk pairs on one side of u cancel, as x and y are made of the same rounded qg and kg; in any other, pairs
-are only added. dg_u is exactly 0 where exp(g_u) is 0 in float32, as all of its terms are; at the first token of a
-sequence that begins without a state it is set to 0.
+In a mild chunk, pairs on one side of u cancel, because x and y are computed from the same rounded qg and kg. In any
+other chunk, pairs are only added. If exp(g_u) is 0 in float32, dg_u is exactly 0, because all of its terms are. At the
+first token of a sequence without an initial state, dg_u is set to 0.
 
-A block of keys and values is gated linear attention of its own: blocks of values add up to dq, dk and dg, blocks of
-keys to dv. Where there is more than one, each writes a partial result (partials.py).
+A block of keys and values is gated linear attention of its own. Blocks of values add up to dq, dk and dg; blocks of
+keys add up to dv. If there is more than one such block, each writes a partial result (partials.py).
 
-No matrix product stands in a branch at run time, and none has a transposed product as its left operand, so that dA^T is
-a product of its own: Triton gets both wrong on Hopper.
+Triton is wrong on Hopper in two cases. So no matrix product stands in a branch at run time, and none has a transposed
+product as its left operand: dA^T is a product of its own.
 
-B batch   T tokens   H key/value heads   G query heads per key/value head   N sequences   I sequences or segments
-n chunks, numbered as checkpoints are   K, V key and value width   C tokens a chunk   BK, BV keys, values of a block
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   G query heads per key/value head
+K, V key and value width   C tokens of a chunk   n chunks, numbered like checkpoints   BK, BV keys and values of a block
+I sequences or segments
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
 """
@@ -73,13 +77,13 @@ def launch_gradients(
 ) -> list[Launch]:
     """Returns the launches that fill the gradients.
 
-    Rows that belong to no sequence are left as they are.
+    Rows that belong to no sequence are not written.
 
     Args:
-        x: its dinitial_state is None unless segments are whole sequences.
+        x: tensors of the call; x.dinitial_state is None unless segments are whole sequences.
         entering: the states that enter chunks, [B, n, H, K, V], contiguous.
-        leaving: the gradients of the states that leave segments, [I, H, K, V]; None is 0. That of the last segment of a
-            packed sequence is 0, whatever it holds, where x.dstate is None.
+        leaving: the gradients of the states that leave segments, [I, H, K, V]; None stands for 0. If x.dstate is None,
+            the gradient for the last segment of a packed sequence counts as 0, and its memory is not read.
     """
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
@@ -139,10 +143,10 @@ def _chunk_gla_bwd_kernel(
     order_ptr,  # [I, 5] or None
     entering_ptr,  # [B, n, H, K, V]
     leaving_ptr,  # [I, H, K, V] or None
-    dq_ptr,  # [B, T, H*G, K], or one for each block of values
-    dk_ptr,  # [B, T, H, K], likewise
-    dg_ptr,  # [B, T, H, K], likewise, or None
-    dv_ptr,  # [B, T, H, V], or one for each block of keys
+    dq_ptr,  # [B, T, H*G, K], or [blocks_v, B, T, H*G, K]
+    dk_ptr,  # [B, T, H, K], or [blocks_v, B, T, H, K]
+    dg_ptr,  # [B, T, H, K], or [blocks_v, B, T, H, K], or None
+    dv_ptr,  # [B, T, H, V], or [blocks_k, B, T, H, V]
     dinitial_ptr,  # [N, H, K, V] or None
     scale,
     B,
@@ -182,11 +186,11 @@ def _chunk_gla_bwd_kernel(
     PRECISION: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Program: block [BK, BV] of the states of one key/value head of one sequence or segment, backwards."""
+    """Computes the gradients of a block [BK, BV] of one key/value head of one sequence or segment, backwards."""
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     blocks_k: tl.constexpr = (K + BK - 1) // BK
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32  # pyright: ignore
-    pid = tl.program_id(0)  # neighbours share q, k and g
+    pid = tl.program_id(0)  # neighbouring programs share q, k and g
     block_v, block_k = pid % blocks_v, pid // blocks_v % blocks_k
     v0, k0 = block_v * BV, block_k * BK
     ih = pid // (blocks_v * blocks_k)
@@ -195,7 +199,7 @@ def _chunk_gla_bwd_kernel(
         b, start = i // segments, i % segments * segment
         end = tl.minimum(start + segment, T)
         opening = 0  # the first token of the sequence
-        row = b * tl.cdiv(T, C) + start // C  # of the state that enters the first chunk
+        row = b * tl.cdiv(T, C) + start // C  # checkpoint row of the state that enters the first chunk
     else:
         b = 0
         i, start, end, opening, last = segment_at(order_ptr, i)
@@ -207,8 +211,8 @@ def _chunk_gla_bwd_kernel(
     k_ptr += b64 * stride_kb
     v_ptr += b64 * stride_vb
     do_ptr += b64 * stride_ob
-    t_v = (block_v.to(tl.int64) * B + b64) * T  # the row of the sequence's first token in results of blocks of values
-    t_k = (block_k.to(tl.int64) * B + b64) * T  # and of blocks of keys
+    t_v = (block_v.to(tl.int64) * B + b64) * T  # row of the sequence's first token in results per block of values
+    t_k = (block_k.to(tl.int64) * B + b64) * T  # the same in results per block of keys
     dq_ptr += t_v * (H * G * K)
     dk_ptr += t_v * (H * K)
     dv_ptr += t_k * (H * V)
@@ -229,7 +233,7 @@ def _chunk_gla_bwd_kernel(
         dS = tl.load(leaving_ptr + in_state(i_k, i_v, stride_sk, stride_sv), mask=m_l, other=0.0).to(tl.float32)
 
     i_c = tl.arange(0, C)  # [C]
-    before = i_c[:, None] < i_c[None, :]  # [C, C], whether a row's token comes before a column's
+    before = i_c[:, None] < i_c[None, :]  # [C, C], whether the token of the row comes before the token of the column
     after = i_c[:, None] > i_c[None, :]  # [C, C]
     chunks = tl.cdiv(end - start, C)
     for j in tl.range(0, chunks, num_stages=1):
@@ -241,7 +245,7 @@ def _chunk_gla_bwd_kernel(
         S = tl.load(entering + i_k * V + i_v, mask=m_s, other=0.0)  # [BV, BK]
         if g_ptr is None:
             mild: tl.constexpr = True  # pyright: ignore
-            q_decay, k_decay, r_decay, rest_decay = 1.0, 1.0, 1.0, 1.0  # which the compiler drops
+            q_decay, k_decay, r_decay, rest_decay = 1.0, 1.0, 1.0, 1.0  # the compiler drops these factors
         else:
             g = load_tile(None, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, K, C, BK)  # [C, BK]
             g = tl.maximum(g.to(tl.float32), LEAST_GATE) * LOG2E
@@ -308,7 +312,7 @@ def _chunk_gla_bwd_kernel(
 
 @triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr):
-    """The matrix product a b, plus acc if there is one, in bfloat16 or in float32 as `PRECISION` says."""
+    """Returns the matrix product a b, plus acc if there is one, in bfloat16 or in float32, by `PRECISION`."""
     if PRECISION == "bf16":
         return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), acc)
     else:  # noqa: RET505 -- one branch is compiled
@@ -317,11 +321,14 @@ def product(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _decays(g, mild, before, EXACT: tl.constexpr, SUMS: tl.constexpr):
-    """exp(b - r) and exp(b_C - r - b) [C, BK], exp(r) and exp(b_C - r) [1, BK], of a chunk with gates g [C, BK]."""
+    """Computes the decays of a chunk with gates g [C, BK].
+
+    These are exp(b - r) and exp(b_C - r - b) [C, BK], and exp(r) and exp(b_C - r) [1, BK].
+    """
     b = tl.cumsum(g, 0)  # [C, BK]
     total = tl.sum(g, 0)[None, :]  # [1, BK]
     r = tl.where(mild, 0.5 * total, 0.0)  # [1, BK]
-    # The difference of two large sums is precise enough but for EXACT; `before` picks the gates after a token.
+    # The difference of two large sums is precise enough, except with EXACT. `before` selects the gates after a token.
     later = product(before, g, None, SUMS) if EXACT else total - r - b  # [C, BK]
     return tl.exp2(b - r), tl.exp2(later), tl.exp2(r), tl.exp2(total - r)
 
@@ -330,12 +337,12 @@ def _decays(g, mild, before, EXACT: tl.constexpr, SUMS: tl.constexpr):
 def _add_pairs_of_halves(
     AT, dq, dk, dg, q, k, g, dA, dAT, levels, C: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr
 ):
-    """Adds to A^T [C, C] and dq, dk, dg [C, BK] what pairs s < t in the two halves of blocks of 2, 4 .. 2^levels give.
+    """Adds the pairs s < t in the two halves of blocks of 2, 4 .. 2^levels tokens to A^T [C, C] and dq, dk, dg [C, BK].
 
-    q is scaled, and dq is not yet. dA [C, C] and its transpose dAT may hold anything finite where s >= t.
+    q is already scaled; dq is not. dA [C, C] and its transpose dAT may hold any finite numbers for s >= t.
     """
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    apart = row ^ column  # [C, C], from m to 2m - 1 if the two are in different halves of a block of 2m
+    apart = row ^ column  # [C, C], m to 2m - 1 if row and column lie in different halves of a block of 2m
     for level in tl.range(0, levels, num_stages=1):  # pyright: ignore
         m = 1 << level
         in_right, column_in_right = (row & m) != 0, (column & m) != 0  # [C, 1], [1, C]

@@ -1,38 +1,40 @@
-"""Gated linear attention in one pass over sequences, or over segments of them, the state on chip.
+"""Computes gated linear attention in one pass over sequences, or over segments of them, with the state on chip.
 
-One program computes V block BV of one key/value head of one segment. It goes through the segment in chunks of C tokens
-and carries the state S [K, BV] in float32. With b_t the sum of log gates g from the chunk's start through t, and
-r = b_C / 2 (all per channel of K),
+One program computes a block of BV values of one key/value head of one segment. It goes through the segment in chunks of
+C tokens and carries the state S [K, BV] in float32. Let b_t be the sum of log gates g from the start of the chunk
+through t, and r = b_C / 2, both per channel of K. Then
 
     qg = q exp(b - r)              kg = k exp(r - b)
     o  = scale * (qg (exp(r) S) + tril(qg kg^T) v)
     S' = exp(r) (exp(r) S + kg^T v)
 
-so that two exponentials per element serve scores, state and output. The outer exp(r) waits for the next chunk's inner
-one, so the state is scaled once a chunk. b - r is one product of g with a triangle, +1/2 on and below the diagonal and
--1/2 above it, or a scan.
+so that two exponentials per element serve scores, state and output. The outer exp(r) is merged with the inner exp(r) of
+the next chunk, so the state is scaled once per chunk. b - r is either a scan, or one product of g with a triangle that
+holds +1/2 on and below the diagonal and -1/2 above it.
 
-Decayed from r, no exponent is outside [b_C / 2, -b_C / 2]. A chunk in which some channel decays by more than
-`MILD_DECAY` (see limits.py) leaves the state as it is (kg is 0 and exp(r) is 1), and is then computed token by token,
+All exponents lie in [b_C / 2, -b_C / 2]. If some channel decays by more than `MILD_DECAY` in a chunk (see limits.py),
+the products leave the state unchanged (kg is 0 and exp(r) is 1), and the chunk is then computed token by token in
+float32:
 
     S_t = diag(exp g_t) S_{t-1} + k_t^T v_t        o_t = scale * q_t S_t
 
-in float32: exact for any gate down to -inf, which always leads there, as it divides nothing and subtracts nothing.
-float32 inputs go token by token throughout, unless TF32 is allowed: without a matrix unit chunks only add work.
+This path is exact for any gate down to -inf, because it divides nothing and subtracts nothing; a gate of -inf always
+takes it. float32 inputs are computed token by token throughout, unless TF32 is allowed: without a matrix unit, chunks
+only add work.
 
-All matrix products stand in the loop over chunks itself and none in a branch: where a branch still reads v, Triton 3.6
-fetches the next chunk's v over it. The state is multiplied as S^T += v^T kg, since the product kg^T v goes wrong on
-Hopper in blocks of fewer than 64 values (Triton 3.6), and is used for K = 256 only, where it is faster.
+All matrix products stand in the loop over chunks, and none stands in a branch: if a branch still reads v, Triton 3.6
+overwrites v with the v of the next chunk. The state is updated as S^T += v^T kg. The product kg^T v is wrong on Hopper
+in blocks of fewer than 64 values (Triton 3.6); it is used for K = 256 only, where it is faster.
 
-The mask selects and does not multiply, so that not even an infinite score gets past it. float16 reaches 65504 only: its
-operands are float32 and multiplied as TF32, which has float16's precision.
+The mask selects and does not multiply, so that it removes even an infinite score. float16 reaches 65504 only, so its
+operands are float32 and are multiplied as TF32, which has the precision of float16.
 
-A checkpoint is the state that enters a chunk which begins a multiple of `every` tokens after its sequence does. Of
-packed sequences in segments of L tokens, segment i begins at row c_n + m L, where i = n + c_n // L + m (segments.py):
-so it is of sequence n = i - (c_n + m L) // L.
+A checkpoint is the state that enters a chunk whose first token comes a multiple of `every` tokens after the start of
+its sequence. If packed sequences have segments of L tokens, segment i begins at row c_n + m L, where
+i = n + c_n // L + m (segments.py). It therefore belongs to sequence n = i - (c_n + m L) // L.
 
-B batch   T tokens   H key/value heads   G query heads per key/value head   N sequences or segments
-K, V key and value width   C tokens a chunk   BK width K padded to a power of two   BV width of a V block
+B batch   T tokens   N sequences or segments   H key/value heads   Hq query heads   G query heads per key/value head
+K, V key and value width   C tokens of a chunk   BK K padded to a power of two   BV values of a block
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
 """
@@ -63,9 +65,11 @@ from gla_triton_kernels.runtime.tma import tiles
 
 
 def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
-    """Returns the launch that fills o, and final_state and checkpoints if there are any.
+    """Returns the launch that fills o and, where they are needed, final_state and checkpoints.
 
-    There are `every` tokens between checkpoints. Sequences that stay whole are segments of their own.
+    Args:
+        segments: the segments; a sequence that stays whole is one segment.
+        every: tokens between checkpoints.
     """
     T, Hq, K = x.q.shape[1:]
     H, V = x.v.shape[2:]
@@ -129,7 +133,7 @@ def _chunk_gla_fwd_kernel(
     final_ptr,  # [N, H, K, V] or None
     checkpoints_ptr,  # [B, n, H, K, V] or None
     entering_ptr,  # [N, H, K, V] of segments, or None
-    order_ptr,  # [N, 5], or None as cu_seqlens
+    order_ptr,  # [N, 5], or None if cu_seqlens is None
     q_tiles,  # the same tensors as tiles [C, BK or BV], or None
     k_tiles,
     v_tiles,
@@ -171,13 +175,13 @@ def _chunk_gla_fwd_kernel(
     STAGES: tl.constexpr,
 ):
     blocks: tl.constexpr = (V + BV - 1) // BV
-    pid = tl.program_id(0)  # neighbours share q, k and g, so V blocks come first
+    pid = tl.program_id(0)  # neighbours share q, k and g, so blocks of values come first
     v0 = pid % blocks * BV
     nh = pid // blocks
     n, h = nh // H, nh % H
     if cu_seqlens_ptr is None:
         b, start = n // segments, n % segments * segment
-        sequence, origin = b, 0  # the number of its sequence, and where that begins
+        sequence, origin = b, 0  # the sequence of the segment, and the first row of that sequence
         end = tl.minimum(start + segment, T)
     else:
         b = 0
@@ -198,15 +202,15 @@ def _chunk_gla_fwd_kernel(
 
     i_k = tl.arange(0, BK)  # [BK]
     i_v = v0 + tl.arange(0, BV)  # [BV]
-    # S is [BK, BV] with KEYS_FIRST, else [BV, BK]: its first axis makes the rows of the matrix instruction.
+    # S is [BK, BV] with KEYS_FIRST, else [BV, BK]: its first axis becomes the rows of the matrix instruction.
     KEYS: tl.constexpr = 1 - KEYS_FIRST
     VALUES: tl.constexpr = 1 - KEYS
     s_k, s_v = tl.expand_dims(i_k, VALUES).to(tl.int64), tl.expand_dims(i_v, KEYS)
     m_s = (s_k < K) & (s_v < V)
     S = tl.zeros([BK, BV] if KEYS_FIRST else [BV, BK], tl.float32)
-    if entering_ptr is not None and start > origin:  # short sequences would lose 2 % to loads of nothing
+    if entering_ptr is not None and start > origin:  # unneeded loads would cost short sequences 2 %
         S = tl.load(entering_ptr + tl.cast(nh, tl.int64) * K * V + s_k * V + s_v, mask=m_s, other=0.0)
-        # Nothing is added: S is brought into the layout of products here, and not for every block behind the branch.
+        # The product adds 0: it converts S to the layout of products here, and not in every block behind the branch.
         S = tl.dot(tl.zeros([S.shape[0], 16], OPERAND), tl.zeros([16, S.shape[1]], OPERAND), S)
     if initial_ptr is not None and start == origin:
         initial_ptr += sequence.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
@@ -214,18 +218,18 @@ def _chunk_gla_fwd_kernel(
 
     if checkpoints_ptr is not None:
         row = b * tl.cdiv(T, every) if cu_seqlens_ptr is None else sequence + origin // every
-        checkpoints_ptr += (tl.cast(row, tl.int64) * H + h) * K * V  # the first one of the sequence
+        checkpoints_ptr += (tl.cast(row, tl.int64) * H + h) * K * V  # first checkpoint of the sequence
 
     i_c = tl.arange(0, C)  # [C]
     causal = i_c[:, None] >= i_c[None, :]  # [C, C]
     ones = tl.expand_dims(tl.full([BK], 1.0, tl.float32), VALUES)  # [1, BK] or [BK, 1]
-    waiting = ones  # the outer exp(r) of the chunk before
+    waiting = ones  # the outer exp(r) of the previous chunk
     for t in tl.range(start, end, C, num_stages=STAGES):  # pyright: ignore
         if checkpoints_ptr is not None:
             passed = t - origin
             if passed % every == 0:
                 checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * H * K * V
-                S *= waiting  # registers spill where S is kept beside the product
+                S *= waiting  # keeping S beside the scaled S would spill registers
                 waiting = ones
                 tl.store(checkpoint + s_k * V + s_v, S.to(checkpoints_ptr.dtype.element_ty), mask=m_s)
         if TOKENWISE:
@@ -291,7 +295,7 @@ def _chunk_gla_fwd_kernel(
 
 @triton.jit
 def _output(q, q_decay, kg, v, S, causal, scale):
-    """Outputs [C, BV] of queries q [C, BK], by keys kg [C, BK], values v [C, BV] and the state S [BK, BV] so far."""
+    """Returns outputs [C, BV] of queries q [C, BK], from keys kg [C, BK], values v [C, BV] and the state S [BK, BV]."""
     qg = operand(q if q_decay is None else q * q_decay, kg.dtype)  # [C, BK]
     A = tl.dot(qg, tl.trans(kg), input_precision="tf32")  # [C, C]
     A = operand(tl.where(causal, A, 0.0), kg.dtype)
@@ -301,9 +305,9 @@ def _output(q, q_decay, kg, v, S, causal, scale):
 
 @triton.jit
 def _prefix_sum(g, r, causal, TRIANGLE: tl.constexpr):
-    """The exponents b - r [C, K] from g [C, K]: b_t sums its rows up to and including t, r [K] is half of the last sum.
+    """Returns the exponents b - r [C, K] from g [C, K]: b_t sums the rows of g through t, and r [K] is half of b_C.
 
-    TRIANGLE makes it a product, with g split into two bfloat16 parts: 16 bits of it.
+    TRIANGLE computes them as a product that splits g into two bfloat16 parts, which keep 16 bits of it.
     """
     if not TRIANGLE:
         return tl.cumsum(g, 0) - r[None, :]

@@ -1,6 +1,7 @@
-"""The kernels for every GPU: when a call takes them, their launch parameters and their prices. Imports no Triton.
+"""Describes the kernels for every GPU: their refusals, launch parameters and prices. Imports no Triton.
 
-Launch parameters were measured on an H200 with its 132 multiprocessors; other GPUs take the same where nothing is said.
+Launch parameters were measured on an H200, which has 132 multiprocessors. Other GPUs take the same parameters unless a
+line says otherwise.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
     Launches = Callable[..., list[Launch]]
 
 TMA_ELEMENTS = 2**22
-"""Elements of v from which on faster loads outweigh the host's time for tensor maps."""
+"""From this number of elements of v on, faster loads outweigh the time that the host takes for tensor maps."""
 FEW_BLOCKS = 66
-"""Up to this number, blocks of 64 values do not fill a device; more blocks with fewer values each take their place."""
+"""Up to this number, blocks of 64 values do not fill a device; more blocks with fewer values each are used instead."""
 MANY_BLOCKS = 512
 """From this number of blocks of 64 values on, blocks of 128 still fill a device, and read q, k and g half as often."""
 LEAST_BLOCK = 64
@@ -93,12 +94,12 @@ def _load_forward() -> Launches:
 def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
     BK, blocks, length = power_of_two(K, 16), sequences * H * -(-V // 64), B * T // max(sequences, 1)
-    if call.batch_invariant is not None:  # as for sequences of this length, whatever the batch
+    if call.batch_invariant is not None:  # the plan depends on this length alone, not on the batch
         blocks, length = FEW_BLOCKS + 1, call.batch_invariant
     # The rounding errors of bfloat16 do not average out over few terms.
     in_bfloat16 = call.dtype == torch.bfloat16 and BK > 32 and (length > 16 or BK > 128)
     if not in_bfloat16:
-        # At most 32 wide: with 64 rows, wgmma would take TF32 operands from registers, which Triton 3.6 gets wrong.
+        # BV is at most 32: with 64 rows, wgmma would take TF32 operands from registers, which Triton 3.6 gets wrong.
         C, BV, warps, stages = {256: (16, 32, 8, 2), 512: (16, 16, 8, 1)}.get(BK, (16, 32, 4, 2))
     elif BK == 512:
         C, BV, warps, stages = 16, 32, 8, 2
@@ -112,7 +113,7 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
         C, BV, warps, stages = 64, 64, 4, 2 if BK == 128 else 3
     if gpu.architecture.has_little_shared_memory:
         C, stages = min(C, 32), 1
-    # TMA knows no ends of packed sequences.
+    # TMA does not stop at the end of a packed sequence.
     tma = gpu.architecture.has_tma and not call.variable_length and B * T * H * V >= TMA_ELEMENTS
     return Parameters(
         C=min(C, power_of_two(length, 16)),
@@ -135,7 +136,8 @@ def _forward_blocks(call: OpCall, gpu: Gpu) -> tuple[int, int]:
 
 def _forward_time(call: OpCall, parameters: Parameters, c: Constants) -> BlockTime:
     width = parameters.BK / 128
-    # Values are counted in blocks of K up to 256: beyond it they are narrower, and their steps shorter in proportion.
+    # The price counts blocks of values as for K up to 256. For larger K, blocks are narrower and their steps shorter in
+    # proportion.
     if parameters.tokenwise:
         return BlockTime(1, 32, c["start"], c["token_step"] * width, 4)
     if parameters.operand == torch.float32:
@@ -180,7 +182,7 @@ def _backward(call: OpCall, gpu: Gpu) -> GradientParameters:
 
 
 def slower(parameters: GradientParameters, c: Constants) -> float:
-    """Returns how many times as long the matrix products take as with bfloat16."""
+    """Returns the time of the matrix products, as a multiple of their time in bfloat16."""
     return 1 if parameters.precision == "bf16" else c[parameters.precision]
 
 

@@ -1,22 +1,24 @@
-"""States of all segments from zero, or their gradients, in a block [BK, BV] of a state a program; any width and gate.
+"""Computes the states of all segments from zero, or their gradients; for any width and any gate.
 
-With b_t = g_1 + .. + g_t the sums of the log gates of a segment of tokens 1 to L, its decay, its state from zero and,
-of the recurrence backwards (see `Recurrence`), its gradient from zero are
+Let b_t = g_1 + .. + g_t be the sum of the log gates of a segment from its first token through t, and L its last token.
+The segment has the decay D and the state S from zero. In a backward recurrence (see `Recurrence`), S is its gradient
+from zero:
 
-    D = exp(b_L)        S = sum over t of (k_t * exp(b_L - b_t))^T v_t
-                        S = scale * sum over t of (q_t * exp(b_t))^T do_t
+    D = exp(b_L)        S = sum over t of (k_t * exp(b_L - b_t))^T v_t                forwards
+                        S = scale * sum over t of (q_t * exp(b_t))^T do_t             backwards
 
-A program goes through its segment against the recurrence in chunks of C tokens, so that S is never decayed: with W the
-sum of the gates of the chunks so far, and x_t that of those gates of its own chunk that the product of token t is
-decayed by, which are those after t or, backwards, those up to t,
+A program computes a block [BK, BV] of S. It goes through the segment in chunks of C tokens, in the direction opposite
+to the recurrence, so that S itself never decays. Let W be the sum of the gates of the chunks so far. Let x_t be the sum
+of the gates of the chunk that decay the product of token t: the gates after t forwards, the gates through t backwards.
+Then each chunk computes
 
-    S += (left * exp(x + W))^T right        W += sum of the chunk's gates
+    S += (left * exp(x + W))^T right        W += sum of the gates of the chunk
 
-No exponent is above 0, so any gate is exact; one below `LEAST_GATE`, whose exp is 0 in float32, counts as that one.
-float32 inputs go token by token, unless TF32 is allowed.
+No exponent is above 0, so the result is exact for any gate. A gate below `LEAST_GATE`, whose exp is 0 in float32,
+counts as `LEAST_GATE`. float32 inputs are computed token by token, unless TF32 is allowed.
 
-B batch   T tokens   H key/value heads   G query heads per key/value head, 1 forwards   I segments   N sequences
-K, V key and value width   C tokens a chunk   BK, BV keys and values of a block of a state
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   G query heads per key/value head, 1 forwards
+K, V key and value width   C tokens of a chunk   BK, BV keys and values of a block of a state   I segments
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
 """
@@ -39,10 +41,10 @@ from gla_triton_kernels.runtime.tma import tiles
 
 
 def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
-    """Returns the launch that fills S [I, H, K, V] and D [I, H, K]; D is None without gates.
+    """Returns the launch that fills S [I, H, K, V] and D [I, H, K]; D is None if there are no gates.
 
-    Those of empty segments are 0 and 1; where x.after is None these, and those of the last segment of a sequence, hold
-    anything.
+    For an empty segment, S is 0 and D is 1. If x.after is None, S and D are undefined for empty segments and for the
+    last segment of a sequence.
     """
     kernel = plan.parameters
     H, K, V = S.shape[1:]
@@ -129,14 +131,14 @@ def _states_kernel(
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Program: block [BK, BV] of the state of one key/value head of one segment."""
+    """Computes a block [BK, BV] of the state of one key/value head of one segment."""
     if OVERLAPS:
         if order_ptr is not None:
-            gdc_wait()  # for the order, which dependents read without waiting: none may start before it is there
-        gdc_launch_dependents()  # the scan may be launched, and then waits
+            gdc_wait()  # for the order: dependents read it without a wait, so none may start earlier
+        gdc_launch_dependents()  # lets the scan be launched; it then waits
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     blocks_k: tl.constexpr = (K + BK - 1) // BK
-    pid = tl.program_id(0)  # neighbours share left and g
+    pid = tl.program_id(0)  # neighbouring programs share left and g
     v0 = pid % blocks_v * BV
     k0 = pid // blocks_v % blocks_k * BK
     ih = pid // (blocks_v * blocks_k)
@@ -152,7 +154,7 @@ def _states_kernel(
                 return
         b = 0
         i, start, end, _, last = segment_at(order_ptr, i)
-        if SKIP_LAST and BACKWARDS:  # of a segment that another one follows that other one is asked for
+        if SKIP_LAST and BACKWARDS:  # place of a followed segment: computes the segment that follows it
             i, start, end = i + 1, end, end + tl.minimum(segment, last - end)
         ih = i * H + h
 
@@ -163,7 +165,7 @@ def _states_kernel(
         g_ptr += b64 * stride_gb
 
     i_c = tl.arange(0, C)  # [C]
-    # For each token the gates of its chunk that it is decayed by.
+    # Entry [t, u] is whether gate u decays the product of token t.
     decaying = i_c[:, None] >= i_c[None, :] if BACKWARDS else i_c[:, None] < i_c[None, :]  # [C, C]
     decaying = decaying.to(tl.float16)
     S = tl.zeros([BV, BK], tl.float32)
@@ -178,7 +180,7 @@ def _states_kernel(
                 g = load_row(g_ptr, stride_gt, stride_gh, t, h, k0, K, BK)  # [BK]
                 g = tl.maximum(g, LEAST_GATE) * LOG2E
                 left *= tl.exp2(W + g if BACKWARDS else W)
-                W += tl.where(j % G == G - 1, g, 0.0)  # once all heads have met it
+                W += tl.where(j % G == G - 1, g, 0.0)  # after all query heads of the group have used W
             S += right[:, None] * left[None, :]
     else:
         chunks = tl.cdiv(end - start, C)
@@ -192,7 +194,7 @@ def _states_kernel(
                 g = load_tile(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, K, C, BK)  # [C, BK]
                 g = tl.maximum(g.to(tl.float32), LEAST_GATE) * LOG2E
                 left = left * tl.exp2(_sum_of_rows(g, decaying) + W[None, :])
-                W += tl.where(j % G == G - 1, tl.sum(g, 0), 0.0)  # once all heads have met them
+                W += tl.where(j % G == G - 1, tl.sum(g, 0), 0.0)  # after all query heads of the group have used W
             S = tl.dot(tl.trans(right), operand(left, OPERAND), S, input_precision="tf32")
 
     if BACKWARDS:
@@ -207,9 +209,9 @@ def _states_kernel(
 
 @triton.jit
 def _sum_of_rows(g, chosen):
-    """For each row of g [C, K] the sum of the rows for which its row of `chosen` [C, C] is 1, not 0.
+    """Returns the product of `chosen` [C, C], which holds 0 and 1, with g [C, K]: sums of rows of g.
 
-    A product, with g split into two float16 parts: 22 bits of it, or all to 2^-25.
+    The product splits g into two float16 parts, which keep 22 bits of it, or everything down to 2^-25.
     """
     high = g.to(tl.float16)
     low = (g - high.to(tl.float32)).to(tl.float16)

@@ -1,1 +1,1 @@
-"""Kernels and helpers that the kernels of every generation are composed with."""
+"""Kernels and helpers that the kernels of every generation use."""

@@ -1,8 +1,9 @@
-"""Functions that the general kernels of chunk_gla share: loads, stores, and rounding to what is multiplied.
+"""Loads, stores and rounding that the general kernels of chunk_gla share.
 
-A tensor [B, T, heads, D] is met as tiles, moved by TMA, or as a pointer to its row b of the batch with two strides.
+A kernel receives a tensor [B, T, heads, D] as tiles, which TMA moves, or as a pointer to its row b of the batch with
+two strides.
 
-C rows of a tile   D width of a head   BD columns of a tile
+B batch   T tokens   I segments   C rows of a tile, tokens of a chunk   D width of a head   BD columns of a tile
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ import triton.language as tl
 from gla_triton_kernels.runtime.tf32 import nearest_tf32
 
 OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-"""The operand type of a plan, as kernels are told of it."""
+"""The operand type of a plan, as kernels take it."""
 
 
 @triton.jit
 def in_state(key, value, stride_k, stride_v):
-    """Returns the offsets of numbers of a state from its first; the stride of what lies together is None."""
+    """Returns the offsets of elements of a state from its first element; the stride of the contiguous axis is None."""
     return value.to(tl.int64) * stride_v + key if stride_k is None else key.to(tl.int64) * stride_k + value
 
 
 @triton.jit
 def segment_at(order_ptr, place):
-    """Returns the segment in a place of the order [I, 5].
+    """Returns the segment in a place of the order.
 
-    Its number, first row and end come first, then first row and end of its sequence.
+    These are five numbers: the number of the segment, its first row and end, and the first row and end of its sequence.
 
     Args:
-        order_ptr: as in `Segments`.
+        order_ptr: [I, 5], `order` of `Segments`.
     """
     row = order_ptr + tl.cast(place, tl.int64) * 5
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
@@ -38,7 +39,7 @@ def segment_at(order_ptr, place):
 
 @triton.jit
 def operand(x, dtype: tl.constexpr):
-    """Rounds x to what the matrix units take: dtype, or TF32 where that is float32."""
+    """Rounds x to the operand type of the matrix units: `dtype`, or TF32 if `dtype` is float32."""
     x = x.to(dtype)
     return nearest_tf32(x) if dtype == tl.float32 else x
 
@@ -47,7 +48,7 @@ def operand(x, dtype: tl.constexpr):
 def load_tile(
     tiles, ptr, stride_t, stride_h, b, t, head, column, end, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr
 ):
-    """Rows t to t + C and columns from `column` on of one head, [C, BD]; 0 from row `end` and column D on."""
+    """Loads rows t to t + C and columns from `column` on of one head, [C, BD]; 0 from row `end` and column D on."""
     if tiles is not None:
         return tiles.load([b, head, t, column]).reshape(C, BD)
     else:  # noqa: RET505 -- one branch is compiled
@@ -59,7 +60,7 @@ def load_tile(
 def store_tile(
     tiles, ptr, stride_t, stride_h, b, t, head, column, end, x, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr
 ):
-    """Writes x [C, BD] where `load_tile` would read it."""
+    """Writes x [C, BD] to the rows and columns that `load_tile` reads."""
     x = x.to(ptr.dtype.element_ty)
     if tiles is not None:
         tiles.store([b, head, t, column], x.reshape(1, 1, C, BD))
@@ -70,14 +71,14 @@ def store_tile(
 
 @triton.jit
 def _offsets(stride_t, stride_h, t, head, column, C: tl.constexpr, BD: tl.constexpr):
-    """Offsets of a tile [C, BD]."""
+    """Returns the offsets of a tile [C, BD]."""
     rows = (t + tl.arange(0, C)).to(tl.int64)[:, None]  # [C, 1]
     return tl.cast(head, tl.int64) * stride_h + rows * stride_t + (column + tl.arange(0, BD))[None, :]
 
 
 @triton.jit
 def _inside(t, column, end, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
-    """Returns which numbers of a tile [C, BD] lie before row `end` and column D."""
+    """Returns the mask of the elements of a tile [C, BD] that lie before row `end` and column D."""
     rows = (t + tl.arange(0, C) < end)[:, None]  # [C, 1]
     if D % BD == 0:
         return rows
@@ -87,7 +88,7 @@ def _inside(t, column, end, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
 
 @triton.jit
 def load_row(ptr, stride_t, stride_h, t, head, column, D: tl.constexpr, BD: tl.constexpr):
-    """Row t of one head from `column` on, [BD], in float32; 0 from column D on."""
+    """Loads row t of one head from `column` on, [BD], in float32; 0 from column D on."""
     columns = column + tl.arange(0, BD)  # [BD]
     row = ptr + tl.cast(t, tl.int64) * stride_t + tl.cast(head, tl.int64) * stride_h
     return tl.load(row + columns, mask=columns < D, other=0.0).to(tl.float32)

@@ -1,4 +1,9 @@
-"""States that enter segments, or gradients of those that leave them: built from zero side by side, then scanned."""
+"""Computes the states that enter segments, or the gradients of the states that leave them.
+
+One kernel builds the states of all segments from zero, side by side; a scan then turns them into entering states.
+
+B batch   T tokens   H key/value heads   K, V key and value width   I segments
+"""
 
 from __future__ import annotations
 
@@ -20,10 +25,11 @@ def launch_entering(
     skip_first: bool = False,
     o: Tensor | None = None,
 ) -> tuple[Tensor, Segments, list[Launch]]:
-    """Returns the states (or gradients) before each segment [I, H, K, V], the segments, and the launches.
+    """Returns entering states, or gradients of leaving states, [I, H, K, V], with the segments and the launches.
 
     Args:
-        skip_first: do not write the states before the first segments of sequences: they are x.before, or 0.
+        dtype: of the returned states.
+        skip_first: do not write the state that enters the first segment of a sequence; it is x.before, or 0.
         o: as in `cut`.
     """
     B, T, _, K = x.left.shape

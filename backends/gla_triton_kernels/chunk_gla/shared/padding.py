@@ -1,8 +1,9 @@
-"""Rows of a packed tensor that belong to no sequence are made 0: those before the first offset and behind the last.
+"""Clears padding: writes 0 to the rows of packed tensors that belong to no sequence.
 
-Which they are is known on the device alone, so every program looks for its share of them, and mostly finds none.
+These are the rows before the first offset and the rows from the last offset on. The offsets are known on the device
+alone, so every program looks for its share of these rows; most programs find none.
 
-T tokens   N sequences   D numbers of a row of each tensor   BD numbers written at once
+B batch   T tokens   N sequences   D numbers of a row of each tensor   BD numbers written at once
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from torch import Tensor
 from gla_triton_kernels.runtime.launch import Launch
 
 ROWS = 64
-"""Rows for each of which there is a program."""
+"""The launch has one program for this number of rows."""
 BLOCK = 1024
 """Numbers that a program writes at once."""
 MOST = 4
-"""Tensors that one launch clears: a call has at most as many gradients with rows."""
+"""The most tensors that one launch clears: a call has at most this number of gradients with rows."""
 
 
 def clear_padding(tensors: Sequence[Tensor], cu_seqlens: Tensor) -> list[Launch]:
-    """Returns the launch that clears what belongs to no sequence, in up to `MOST` tensors [1, T, ...], contiguous."""
+    """Returns the launch that clears the padding of up to `MOST` contiguous tensors [1, T, ...]."""
     T, N = tensors[0].shape[1], len(cu_seqlens) - 1
     missing = MOST - len(tensors)
     given = [*tensors, *[None] * missing]

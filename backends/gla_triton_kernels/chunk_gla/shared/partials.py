@@ -1,10 +1,11 @@
-"""The sum of partial results, of which every program of another kernel wrote one: always in the same order.
+"""Sums partial results that the programs of another kernel have written, always in the same order.
 
     out[o] = parts[o, 0] + parts[o, 1] + ..
 
-Partial results are those of blocks of a head, or of query heads that share a key/value head.
+A partial result comes from one block of a head, or from one query head of a group.
 
-O outer indices   P partial results   D numbers of one   BD numbers of a program
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
+O outer indices   P partial results   D numbers of a partial result   BD numbers of a program
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from gla_triton_kernels.runtime.launch import Launch
 
 
 def parts_of(y: Tensor | None, blocks: int) -> Tensor | None:
-    """Returns memory for what each of `blocks` blocks adds to y: y itself if there is one block."""
+    """Returns memory for the partial results of y from `blocks` blocks; y itself if there is one block."""
     return y if y is None or blocks == 1 else torch.empty(blocks, *y.shape, dtype=torch.float32, device=y.device)
 
 
 def launch_partial_sums(written: Iterable[Tensor | None], results: Iterable[Tensor | None]) -> list[Launch]:
-    """Returns the launches that sum what `parts_of` has given to results, where it is not themselves."""
+    """Returns the launches that sum the memory of `parts_of` to `results`; memory that is the result needs no sum."""
     return [
         launch
         for parts, y in zip(written, results, strict=True)
@@ -37,7 +38,7 @@ def launch_partial_sums(written: Iterable[Tensor | None], results: Iterable[Tens
 
 
 def for_query_heads(x: BackwardTensors) -> BackwardTensors:
-    """Returns x with gradients of k, v, g and the initial state that have the heads of q; x itself if its own do."""
+    """Returns x with new gradients of k, v, g and the initial state, of Hq heads each; x itself if H is Hq."""
     heads = x.q.shape[2]
     if heads == x.k.shape[2]:
         return x
@@ -50,7 +51,7 @@ def _with_heads(y: Tensor | None, dim: int, heads: int) -> Tensor | None:
 
 
 def launch_sums_over_groups(each: BackwardTensors, x: BackwardTensors) -> list[Launch]:
-    """Returns the launches that sum what `for_query_heads` has given to the gradients in x."""
+    """Returns the launches that sum the gradients of `for_query_heads`, `each`, over groups to the gradients in x."""
     written = ((each.dk, x.dk, 3), (each.dv, x.dv, 3), (each.dg, x.dg, 3), (each.dinitial_state, x.dinitial_state, 2))
     return [
         launch
@@ -61,7 +62,13 @@ def launch_sums_over_groups(each: BackwardTensors, x: BackwardTensors) -> list[L
 
 
 def launch_sum(parts: Tensor, out: Tensor, outer: int) -> list[Launch]:
-    """Returns the launch that sums parts [O, P, D] to out [O, D], both contiguous and of any shape; O is `outer`."""
+    """Returns the launch that sums parts [O, P, D] to out [O, D].
+
+    Both are contiguous, and may have any shape of as many elements.
+
+    Args:
+        outer: O.
+    """
     BD = 1024
     arguments = {
         "parts_ptr": parts,

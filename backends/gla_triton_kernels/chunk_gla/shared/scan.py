@@ -1,16 +1,19 @@
-"""The states that enter segments, from the segments' own states: a scan over each sequence.
+"""Computes the states that enter segments from the states of the segments from zero: a scan over each sequence.
 
-For the segments i of a sequence in order, with S_i its state from zero and D_i its decay,
+Segment i of a sequence has the state S_i from zero and the decay D_i. The scan goes through the segments in order and
+starts from the initial state:
 
-    running, S_i = diag(D_i) running + S_i, running        running = the initial state before the first
+    running, S_i = diag(D_i) running + S_i, running
 
-Gradients are scanned backwards: from those of segments to those of the states that leave them, from the last segment to
-the first, with the gradient of the final state before the last.
+so that S_i becomes the state that enters segment i. A scan of gradients goes backwards, from the last segment to the
+first, and starts from the gradient of the final state. It turns the gradients of segments from zero into the gradients
+of the states that leave the segments.
 
-Of packed sequences, unless something is asked for of each, those alone are scanned that are cut: how many they are is
-known on the device, and a program takes one block of a state after the other.
+If no result is needed for every packed sequence, only the sequences that are cut are scanned. Their number is known on
+the device alone, so a program takes one block of a state after another.
 
-I segments   N sequences   H key/value heads   K, V key and value width   BK, BV keys and values of a block of a state
+B batch   T tokens   N sequences   I segments   H key/value heads   K, V key and value width
+BK, BV keys and values of a block of a state   GROUP segments read at once
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -28,8 +31,8 @@ from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 PROGRAMS = 528
-"""The most programs for what is cut of packed sequences: four for each multiprocessor of an H200, as its registers hold
-no more."""
+"""The most programs that scan cut packed sequences: four for each multiprocessor of an H200, whose registers hold no
+more."""
 
 
 def launch_scan(
@@ -42,20 +45,21 @@ def launch_scan(
     skip_first: bool = False,
     decay: Tensor | None = None,
 ) -> list[Launch]:
-    """Returns the launch that turns states from zero S [I, H, K, V] into those before each segment, and fills x.after.
+    """Returns the launch that turns states from zero S [I, H, K, V] into entering states, and fills x.after.
 
-    Those of empty segments are left as they are.
+    The states of empty segments are not written.
 
     Args:
-        out: takes the states, in any dtype; may be S; None where x.after is all that is asked for.
-        skip_first: leave those before a sequence's first segment as they are: they are x.before, or 0.
-        decay: [N, H, K], takes the decay of each sequence, the product of D over its segments; only where D is there.
+        D: decays of the segments, [I, H, K]; None if there are no gates.
+        out: receives the entering states, in any dtype; it may be S. None if only x.after is needed.
+        skip_first: do not write the state that enters the first segment of a sequence; it is x.before, or 0.
+        decay: receives the decay of each sequence, [N, H, K]: the product of D over its segments. It requires D.
     """
     _, H, K, V = S.shape
     N = x.left.shape[0] if segments.cu_seqlens is None else len(segments.cu_seqlens) - 1
     BV = min(128, power_of_two(V))
     BK = min(256 // BV, power_of_two(K))
-    blocks = -(-K // BK) * -(-V // BV) * H  # of a sequence
+    blocks = -(-K // BK) * -(-V // BV) * H  # blocks of the states of a sequence
     only_cut = skip_first and x.after is None and segments.order is not None
     programs = min(PROGRAMS, segments.most * blocks) if only_cut else N * blocks
     if programs == 0:
@@ -95,8 +99,8 @@ def _scan_kernel(
     D_ptr,  # [I, H, K] or None
     out_ptr,  # [I, H, K, V] or None
     cu_seqlens_ptr,  # [N+1] or None
-    order_ptr,  # [I, 5], or None where all sequences are scanned
-    counts_ptr,  # [2] or None, as order
+    order_ptr,  # [I, 5], or None if all sequences are scanned
+    counts_ptr,  # [2], or None if order is None
     before_ptr,  # [N, H, K, V] or None
     after_ptr,  # [N, H, K, V] or None
     decay_ptr,  # [N, H, K] or None
@@ -118,13 +122,13 @@ def _scan_kernel(
     SKIP_FIRST: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Program: blocks [BK, BV] of the states of one head of one sequence, GROUP segments on their way at a time.
+    """Scans blocks [BK, BV] of the states of one head of one sequence; the states of GROUP segments are read at once.
 
-    Where there is an order, the sequences are those whose first segments lead it.
+    With an order, the first segments of the cut sequences lead it, and only these sequences are scanned.
     """
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     blocks_k: tl.constexpr = (K + BK - 1) // BK
-    if OVERLAPS:  # what the kernel before writes is there only after the wait
+    if OVERLAPS:  # results of the previous kernel can be read only after the wait
         gdc_launch_dependents()
         gdc_wait()
     sequences = N if counts_ptr is None else tl.load(counts_ptr + 1)
@@ -149,7 +153,7 @@ def _scan_kernel(
         step: tl.constexpr = -1 if BACKWARDS else 1  # pyright: ignore
         if BACKWARDS:
             first += count - 1
-        built = count if after_ptr is not None else count - 1  # nobody asks for the last segment's state
+        built = count if after_ptr is not None else count - 1  # only x.after needs the state of the last segment
         running = tl.zeros([BK, BV], tl.float32)
         if before_ptr is not None:
             states = before_ptr + n.to(tl.int64) * stride_n + h.to(tl.int64) * stride_h

@@ -1,20 +1,23 @@
-"""Sequences cut into segments that are computed side by side, and what is computed of them.
+"""Cuts sequences into segments that are computed side by side, and sorts packed segments by length.
 
-Every segment but a sequence's last has `length` tokens. The host knows the segments of B sequences of T tokens. Of
-packed ones it knows the numbers of sequences N and of tokens T alone, and their boundaries are computed on the device;
-those of up to `uncut` tokens are not cut. Segment m of sequence n, of the rows c_n to c_{n+1}, is segment
+Every segment has `length` tokens, except for the last segment of a sequence, which may be shorter. The host can cut a
+batch of B sequences of T tokens. Of packed sequences, the host knows only their number N and the number of all tokens
+T, so a kernel computes their segments on the device. Packed sequences of at most `uncut` tokens are not cut. Sequence n
+has the rows c_n to c_{n+1}, and its segment m has the number
 
     i = n + c_n // length + m
 
-of N + T // length, some of which are empty: no two sequences meet, and no sum over sequences is needed. Checkpoints are
-laid out in the same way.
+among N + T // length segments, some of which are empty. The numbers of two sequences never overlap, and the formula
+needs no sum over sequences. Checkpoints are numbered in the same way.
 
-Where blocks start in the order of segments a long one may start last, and run alone; `order` has the longest first. Of
-those the ones that another segment of their sequence follows come first, and among these the first ones of their
-sequences: what is done for these alone is done for the first places of the order, and `counts` says for how many. All
-that a block asks about its segment stands in its place, so that it waits for memory once (common.py: `segment_at`).
+If blocks started in the order of these numbers, a long segment could start last and run alone. So `order` sorts the
+segments by length, the longest first. Followed segments all have `length` tokens and come first; among them, the first
+segments of sequences lead. A kernel that computes only followed segments, or only the cut sequences, therefore takes
+the first places of the order; `counts` holds the number of these places. A place holds all facts of its segment, so
+that a block waits for memory once (common.py: `segment_at`).
 
-N sequences   T tokens   I segments   BI segments a program   BN sequences at a time   D numbers of a token of o
+B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width   I segments
+BI segments of a program   BN sequences read at once   D numbers of a token of o   BD numbers written at once
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -35,22 +38,24 @@ from gla_triton_kernels.runtime.launch import Launch
 
 
 class Recurrence(NamedTuple):
-    """The tensors of a recurrence through sequences: of states, or of their gradients backwards in time.
+    """The tensors of a recurrence through sequences: of states S, or of gradients dS, which go backwards in time.
 
         S  <-  diag(exp g_t) S + k_t^T v_t                      for t from first to last
         dS <-  diag(exp g_t) (dS + scale * q_t^T do_t)          for t from last to first
 
-    The order of segments, first and last among them, is that in which a recurrence meets them. Of grouped queries, dS
-    is that of a key/value head, and takes the products of all its query heads.
+    The "first" and the "last" segment of a sequence are the first and the last that the recurrence reaches. With
+    grouped queries, the dS of a key/value head sums the products of all query heads of its group.
 
     Attributes:
         left: k [B, T, H, K], or q [B, T, Hq, K].
         right: v [B, T, H, V], or do [B, T, Hq, V].
-        g: log gates [B, T, H, K]; None without.
-        before: [N, H, K, V], values or keys contiguous: the initial state, or the gradient of the final one; None is 0.
-        after: [N, H, K, V], contiguous: takes the final state, or the gradient of the initial one; None if nobody asks.
-        scale: of the products backwards; forwards there is none.
-        backwards: whether it goes from the last token to the first.
+        g: log gates [B, T, H, K]; None if there are no gates.
+        before: the initial state, or the gradient of the final state, [N, H, K, V], with contiguous values or keys;
+            None stands for 0.
+        after: receives the final state, or the gradient of the initial state, [N, H, K, V], contiguous; None if it is
+            not needed.
+        scale: the factor of the products of a backward recurrence; a forward recurrence has none.
+        backwards: whether the recurrence goes from the last token to the first.
     """
 
     left: Tensor
@@ -64,20 +69,21 @@ class Recurrence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Segments in order, sequence by sequence.
+    """The segments of sequences, numbered sequence by sequence.
 
     Attributes:
-        length: tokens of a segment; the last one of a sequence may have fewer.
-        uncut: tokens up to which a packed sequence is one segment.
-        count: how many there are; of packed sequences with the empty ones.
-        per_sequence: how many a sequence has; 0 of packed sequences.
-        cu_seqlens: of packed sequences, where each begins.
-        order: of packed sequences, [count, 5] int32: all segments, the longest first; of each its number i, its first
-            row and end, and those of its sequence. Of an empty one they are all the same.
-        counts: of packed sequences that are cut, [2] int32: segments that another one follows, and sequences that have
-            such segments. Nothing is written there where the longest are not the first.
-        most: of packed sequences, how many segments at most are followed by another one.
-        launches: the one that computes order and counts.
+        length: tokens of a segment; the last segment of a sequence may have fewer.
+        uncut: tokens of the longest packed sequence that stays one segment.
+        count: number of segments; for packed sequences, it includes empty segments.
+        per_sequence: number of segments of a sequence; 0 for packed sequences.
+        cu_seqlens: offsets of packed sequences; None for a batch.
+        order: the segments of packed sequences, the longest first, [count, 5] int32. A place holds the number i of its
+            segment, the first row and the end of the segment, and the first row and the end of the sequence. The rows
+            of an empty segment are all equal.
+        counts: for packed sequences that are cut, [2] int32: the number of followed segments, and the number of
+            sequences that have followed segments. It is written only if `order` has the longest segments first.
+        most: upper bound on the number of followed segments of packed sequences.
+        launches: the launch that computes `order` and `counts`; empty for a batch.
     """
 
     length: int
@@ -92,9 +98,10 @@ class Segments:
 
 
 def state_strides(prefix: str, x: Tensor | None) -> dict[str, int | None]:
-    """Returns the strides of states x [N, H, K, V] as a kernel's arguments, whose names begin with `prefix`.
+    """Returns the strides of states x [N, H, K, V] as arguments of a kernel, whose names begin with `prefix`.
 
-    The stride of values is None, or that of keys where they lie together. All are 0 or None where x is None.
+    The stride of values is None; if keys are contiguous, the stride of keys is None instead. If x is None, the strides
+    are 0 or None.
     """
     n, h, k, v = (0, 0, 0, 0) if x is None else x.stride()
     k, v = (None, v) if x is not None and swapped(x) else (k, None)
@@ -102,12 +109,12 @@ def state_strides(prefix: str, x: Tensor | None) -> dict[str, int | None]:
 
 
 def lengths_of(T: int, segments: Segments) -> dict[str, int]:
-    """Returns the lengths of sequences of T tokens and of their segments as a kernel's arguments."""
+    """Returns T, the tokens of a segment, and the segments of a sequence, as arguments of a kernel."""
     return {"T": T, "segment": segments.length, "segments": segments.per_sequence}
 
 
 def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
-    """Takes each sequence as one segment, longer than any; the arguments are those of `cut`."""
+    """Takes each sequence as one segment, of a length beyond T; the arguments are the same as in `cut`."""
     if cu_seqlens is None:
         return Segments(T + 1, T, B, 1)
     N = len(cu_seqlens) - 1
@@ -139,10 +146,12 @@ def cut(
     """Cuts sequences into segments of `length` tokens.
 
     Args:
-        uncut: as of `Segments`, at least length.
-        o: of packed sequences, [1, T, ...], contiguous: rows that belong to no sequence are made 0 beside; None leaves
-            that to another launch.
-        longest_first: else the order of packed segments is that of their numbers, for blocks that all take as long.
+        length: tokens of a segment.
+        uncut: as in `Segments`; at least `length`.
+        o: output of packed sequences, [1, T, ...], contiguous. The same launch writes 0 to the rows of o that belong to
+            no sequence. None leaves these rows to another launch.
+        longest_first: whether packed segments are sorted by length. If not, they keep the order of their numbers, which
+            suits blocks that all take equally long.
     """
     if cu_seqlens is None:
         return Segments(length, length, most_segments(B, T, length, False), most_segments(1, T, length, False))
@@ -171,16 +180,16 @@ def cut(
 
 BI, BN = 4, 64
 ONE_WARP = {"num_warps": 1}
-"""Sums over sequences then need no barrier."""
+"""With a single warp, sums over sequences need no barrier."""
 
 
 def _programs(places: int, o: Tensor | None) -> int:
-    """Returns the programs of a launch for `places` places of an order, and to clear what belongs to no sequence."""
+    """Returns the number of programs that fill `places` places of an order and clear the padding of o."""
     return max(-(-places // BI), 0 if o is None else -(-o.shape[1] // ROWS))
 
 
 def _width(o: Tensor | None) -> int:
-    """Numbers of a token of o [1, T, ...]."""
+    """Returns the numbers of a token of o [1, T, ...]; 0 without o."""
     return 0 if o is None else o[0, 0].numel()
 
 
@@ -196,7 +205,7 @@ def _order_kernel(
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Program: the places of BI sequences in the order; of two as long the first comes first."""
+    """Writes BI sequences to their places in the order; of two equally long sequences, the first comes first."""
     if o_ptr is not None:
         clear_rows(o_ptr, D, tl.load(cu_seqlens_ptr), tl.load(cu_seqlens_ptr + N), T, BD)
     i = tl.program_id(0) * BI + tl.arange(0, BI)  # [BI]
@@ -216,7 +225,7 @@ def _order_kernel(
 
 @triton.jit
 def _rows(cu_seqlens_ptr, n, N):
-    """First row and end of sequences n, int32; one before the first where there is none: fewer than no tokens."""
+    """Returns first row and end of sequences n, int32; 1 and 0, a length of -1, if there is no sequence n."""
     start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=1)
     end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0)
     return start.to(tl.int32), end.to(tl.int32)
@@ -224,7 +233,7 @@ def _rows(cu_seqlens_ptr, n, N):
 
 @triton.jit
 def _put(order_ptr, place, i, start, end, origin, last, count):
-    """Writes segments i < count to their places: first rows and ends, and those of their sequences."""
+    """Writes segments i < count to their places: number, first row and end, first row and end of the sequence."""
     row = order_ptr + place * 5
     tl.store(row, i, mask=i < count)
     tl.store(row + 1, start, mask=i < count)
@@ -250,17 +259,17 @@ def _lay_out_kernel(
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Program: BI segments, written to their places in the order."""
+    """Writes BI segments to their places in the order."""
     if o_ptr is not None:
         clear_rows(o_ptr, D, tl.load(cu_seqlens_ptr), tl.load(cu_seqlens_ptr + N), T, BD)
     i = tl.program_id(0) * BI + tl.arange(0, BI)  # [BI]
     if tl.program_id(0) * BI >= count:
         return
-    zero = tl.zeros([BI, BN], tl.int32)  # of what is added up over sequences, once all have been met
+    zero = tl.zeros([BI, BN], tl.int32)  # sums over sequences; their columns are summed after the loop
     start, end, origin, last = zero, zero, zero, zero
     for n0 in range(0, N, BN):
         start_n, end_n, first, followed, rest = cut_of(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
-        own = i[:, None] - first[None, :]  # [BI, BN], of which segment of a sequence i would be
+        own = i[:, None] - first[None, :]  # [BI, BN], the index that segment i would have in a sequence
         here = (own >= 0) & (own < (followed + (rest > 0).to(tl.int32))[None, :])
         start_i = start_n[None, :] + own * length  # [BI, BN]
         start += tl.where(here, start_i, 0)
@@ -273,23 +282,23 @@ def _lay_out_kernel(
 
 @triton.jit
 def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.constexpr):
-    """The places [BI] of segments i in the order, of which two as long stay as they are; the first program counts.
+    """Returns the places [BI] of segments i in the order. The first program writes `counts`.
 
-    A followed segment comes behind the first ones of cut sequences, unless it is one of them, and behind the followed
-    ones before it; the last one of a sequence behind all followed ones and the longer last ones; and an empty segment
-    behind all that are not.
+    The order has four parts: the first segments of cut sequences, the other followed segments, the last segments of
+    sequences from the longest to the shortest, and the empty segments. Segments of one part that are equally long keep
+    the order of their numbers.
     """
-    zero = tl.zeros([i.shape[0], BN], tl.int32)  # of what is added up over sequences, once all have been met
+    zero = tl.zeros([i.shape[0], BN], tl.int32)  # sums over sequences; their columns are summed after the loop
     kind, tokens, followed_before, cut_before, not_empty_before = zero, zero, zero, zero, zero
     followed, cut, not_empty = tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32), tl.zeros([BN], tl.int32)
     for n0 in range(0, N, BN):
         _, _, first, followed_n, rest = cut_of(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
-        own = i[:, None] - first[None, :]  # [BI, BN], of which segment of a sequence i would be
+        own = i[:, None] - first[None, :]  # [BI, BN], the index that segment i would have in a sequence
         segments = followed_n + (rest > 0).to(tl.int32)  # [BN]
         is_cut = (followed_n > 0).to(tl.int32)  # [BN]
-        # 1 of a segment that another one follows, 2 where it is its sequence's first.
+        # 2 for the first segment of a cut sequence, 1 for any other followed segment, 0 for the rest.
         kind += tl.where((own >= 0) & (own < followed_n[None, :]), tl.where(own == 0, 2, 1), 0)
-        tokens += tl.where(own == followed_n[None, :], rest[None, :], 0)  # of a sequence's last segment, else 0
+        tokens += tl.where(own == followed_n[None, :], rest[None, :], 0)  # of the last segment of a sequence, else 0
         followed_before += tl.minimum(tl.maximum(own, 0), followed_n[None, :])
         cut_before += tl.where(own > 0, is_cut[None, :], 0)
         not_empty_before += tl.minimum(tl.maximum(own, 0), segments[None, :])
@@ -300,7 +309,7 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.const
     if tl.program_id(0) == 0:
         tl.store(counts_ptr, all_followed)
         tl.store(counts_ptr + 1, all_cut)
-    before = zero  # of the last ones of sequences
+    before = zero  # last segments of sequences that come before segment i
     for n0 in range(0, N, BN):
         _, _, first, followed_n, rest = cut_of(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
         as_long = (rest[None, :] == last_tokens[:, None]) & ((first + followed_n)[None, :] < i[:, None])
@@ -314,7 +323,11 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.const
 
 @triton.jit
 def cut_of(cu_seqlens_ptr, n, N, length, uncut):
-    """Returns first row, end, place of the first segment, followed segments, and tokens of the last, of sequences n."""
+    """Returns five facts of sequences n.
+
+    These are the first row, the end, the number of the first segment, the number of followed segments, and the tokens
+    of the last segment.
+    """
     start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=0).to(tl.int32)
     end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0).to(tl.int32)
     followed = tl.where(end - start > uncut, (end - start - 1) // length, 0)

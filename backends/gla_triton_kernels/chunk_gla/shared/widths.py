@@ -1,9 +1,10 @@
-"""Heads of any width for kernels that TMA feeds: copies with zeros behind the keys and values, and results copied back.
+"""Pads heads to a width that TMA can move: copies inputs to wider heads with zeros, and copies results back.
 
-TMA moves rows of whole 16 bytes. Keys and queries of 0 add nothing to any product, values of 0 give outputs of 0, and
-gates of 0 decay nothing, so results are what they are without.
+TMA moves rows of whole 16 bytes. The zeros do not change the results: keys and queries of 0 add nothing to any product,
+values of 0 give outputs of 0, and gates of 0 decay nothing.
 
-A0, A1, A2, A3 dimensions of a tensor   R rows of A3 numbers that a program writes   BD at least A3
+K, V key and value width   A0, A1, A2, A3 dimensions of a tensor   R rows of A3 numbers of a program
+BD numbers of a row of a block, at least A3
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ RESULTS = frozenset({"o", "final_state", "dq", "dk", "dv", "dg", "dinitial_state
 
 
 def widened(x: AnyTensors, K: int, V: int) -> tuple[AnyTensors, list[Launch], list[Launch]]:
-    """Returns the tensors with heads of K keys and V values, launches that fill the inputs, and launches that fill x.
+    """Returns the tensors with heads of K keys and V values, and two lists of launches.
 
-    The first launches come before the kernels, the others after them. Both are empty if x has these widths.
+    The first list fills the wide inputs from x and precedes the kernels. The second list copies the wide results to x
+    and follows the kernels. Both are empty if x already has these widths.
     """
     given = {name: y for name, y in x._asdict().items() if y is not None}
     shapes = {name: seen_shape(name, tuple(y.shape), K, V) for name, y in given.items()}
@@ -38,7 +40,7 @@ def widened(x: AnyTensors, K: int, V: int) -> tuple[AnyTensors, list[Launch], li
         for name, y in given.items()
         if shapes[name] != y.shape
     }
-    # A forward fills checkpoints, but not all their rows where sequences are packed: the others stay 0.
+    # A forward does not fill all rows of the checkpoints of packed sequences: the remaining rows stay 0.
     written = RESULTS if "do" in given else RESULTS | {"checkpoints"}
     read = [launch_copy(given[name], y) for name, y in wide.items() if name not in RESULTS and y.numel() > 0]
     back = [launch_copy(y, given[name]) for name, y in wide.items() if name in written and y.numel() > 0]
@@ -46,14 +48,14 @@ def widened(x: AnyTensors, K: int, V: int) -> tuple[AnyTensors, list[Launch], li
 
 
 def launch_copy(source: Tensor, to: Tensor) -> list[Launch]:
-    """Returns the launch that copies what two tensors have in common, and makes the rest of `to` 0.
+    """Returns the launch that copies the indices that two tensors have in common, and writes 0 to the rest of `to`.
 
     Args:
-        source: [.., A2, A3], contiguous if there are more than 4 dimensions.
-        to: [.., A2, A3] with others, contiguous.
+        source: [.., A2_SOURCE, A3_SOURCE], contiguous if there are more than 4 dimensions.
+        to: [.., A2, A3], contiguous.
     """
     A3, A3_SOURCE = to.shape[-1], source.shape[-1]
-    if source.is_contiguous() and source.shape[:-1] == to.shape[:-1]:  # rows of one dimension: read and written in turn
+    if source.is_contiguous() and source.shape[:-1] == to.shape[:-1]:  # all rows are one dimension
         A1, A2, A2_SOURCE, strides = to.numel() // A3, 1, 1, (0, A3_SOURCE, 0, 1)
     else:
         A1, A2, A2_SOURCE, strides = *to.shape[-3:-1], source.shape[-2], source.stride()[-4:]
@@ -88,13 +90,13 @@ def _copy_kernel(
     A1,
     A2_SOURCE,
     A2,
-    blocks,  # of R along A1
+    blocks,  # number of blocks of R rows along A1
     A3_SOURCE: tl.constexpr,
     A3: tl.constexpr,
     R: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Program: R rows of one index of A0 and one of A2, along A1."""
+    """Copies R rows along A1, at one index of A0 and one index of A2."""
     i_0 = (tl.program_id(0) // blocks).to(tl.int64)
     i_1 = tl.program_id(0) % blocks * R + tl.arange(0, R)  # [R]
     i_2 = tl.program_id(1).to(tl.int64)
