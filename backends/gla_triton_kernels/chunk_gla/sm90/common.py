@@ -136,7 +136,7 @@ def next_checkpoint(start, sequence, origin, every, PACKED: gl.constexpr):
 
 @gluon.constexpr_function
 def layout_of_runs(C, K):
-    """Returns a layout of a tile [C, K] for 4 warps, which hold runs of K / 256 of the rows.
+    """Returns a layout of a tile [C, K] for 4 warps, which hold runs of C K / 256 rows.
 
     A warp holds 64 columns, and a thread two of these columns. The warp then reads whole rows of shared memory, without
     bank conflicts.

@@ -17,7 +17,7 @@ let b_t now be the sum within a chunk of C tokens:
 No exponent is above 0 and no state is decayed, so one path handles gates of any strength.
 
 B batch   T tokens   I segments   H heads, of keys and of queries   K, V key and value width   C tokens of a chunk
-BV columns of `right` of a block   PART keys of a warpgroup   PARTS warpgroups of a block, so that BK = PARTS * PART
+BV columns of `right` of a block   PART keys of a warpgroup, BK of the plan   PARTS warpgroups of a block
 
 The grid has one block per segment, head, PARTS * PART keys and BV columns of `right`. Two kinds of warps communicate
 over barriers in shared memory:
