@@ -8,7 +8,8 @@ With S the state that enters a chunk, S' the state that leaves it, and qg, kg, A
 The next chunk applies the outer exp(r), because it multiplies the state anyway.
 
 B batch   T tokens   N sequences   I segments, by default the N sequences   H heads   K, V key and value width
-C tokens of a chunk   BK keys of a tile, K rounded up   W columns of v of a warpgroup   GROUPS state warpgroups of a block
+C tokens of a chunk   BK keys of a tile, K rounded up
+W columns of v of a warpgroup   GROUPS state warpgroups of a block
 
 The grid has one block per segment, head and GROUPS W columns of v. Three kinds of warps communicate over barriers in
 shared memory:
@@ -65,8 +66,8 @@ from gla_triton_kernels.runtime.tma import shared_tiles
 def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
     """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
-    See `launch_outputs` of general/forward.py for the arguments. If the plan's segments overlap kernels, the kernel
-    before this one writes only the entering states.
+    See `launch_outputs` of general/forward.py for the arguments. If the kernels of segments overlap
+    (`plan.segments.overlap`), the kernel before this one writes only the entering states.
     """
     T, H, K = x.k.shape[1:]
     V = x.v.shape[3]
@@ -384,8 +385,8 @@ def _chunk_gla_fwd_kernel(
     states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
     place = (b, h, n, sequence, origin, column, start, length)
     sizes = (T, H, K, V)
-    # Registers of a thread. With fewer, the state spills, and the assembler then waits after every wgmma. The gate warps
-    # take the rest, and spill in chunks that are not mild.
+    # Registers of a thread. With fewer, the state spills, and the assembler then waits after every wgmma. The gate
+    # warps take the rest, and spill in chunks that are not mild.
     STATE: gl.constexpr = 152 if PACKED or BK <= 64 else 144
     descriptors = (q_desc, k_desc, v_desc, g_desc)
     if GROUPS == 1:
