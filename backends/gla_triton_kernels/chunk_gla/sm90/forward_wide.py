@@ -11,8 +11,8 @@ K is divided into slices of 128 keys, and each slice of a chunk is mild or not o
 memory every chunk has C rows of its own, also the last chunk of a sequence. Chunks are numbered like segments of C
 tokens (segments.py).
 
-B batch   T tokens   N sequences   I segments, by default the N sequences   M chunks   H heads   K, V key and value width
-C tokens of a chunk   BK keys of a slice   W columns of v of a warpgroup; a block has two
+B batch   T tokens   N sequences   I segments, by default the N sequences   M chunks   H heads
+K, V key and value width   C tokens of a chunk   BK keys of a slice   W columns of v of a warpgroup; a block has two
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false

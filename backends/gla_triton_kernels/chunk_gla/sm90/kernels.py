@@ -75,7 +75,7 @@ def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Paramet
     T, N, H, K, V = (call.dims[name] for name in ("T", "N", "H", "K", "V"))
     BK, C = 64, 64
     keys, shared = (BK, 2) if K <= BK else (2 * BK, 1)
-    built = T // length if call.variable_length else most_segments(N, T, length, False)  # an upper bound for packed sequences
+    built = T // length if call.variable_length else most_segments(N, T, length, False)  # at most, if packed
     fit = K <= BK and built * H * -(-V // 64) <= shared * gpu.multiprocessors
     BV = 64 if V <= 64 or fit else 128
     size = C * ((keys + BV) * call.dtype.itemsize + keys * gate_itemsize(call))  # bytes of the tiles of a chunk

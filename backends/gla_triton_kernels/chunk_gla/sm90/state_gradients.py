@@ -243,7 +243,7 @@ def _state_kernel(
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, do, g have been loaded
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # both warpgroups have read them
-    both = gl.allocate_shared_memory(gl.int64, [1], bars)  # both warpgroups have written the least gate sum of their keys
+    both = gl.allocate_shared_memory(gl.int64, [1], bars)  # both warpgroups have written their least gate sum
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
