@@ -49,8 +49,8 @@ def maximum_and_sum(x_rows, there, start, end, stride_n, BR: tl.constexpr, BN: t
         end: column after the last one.
         stride_n: stride of columns.
     """
-    # m starts finite: then an element of -inf adds exp(-inf) = 0. If m started as -inf, it would add exp(-inf + inf) =
-    # NaN.
+    # With a finite start of m, an element of -inf adds exp(-inf) = 0. If m started at -inf, it would add
+    # exp(-inf + inf) = NaN.
     m = tl.full((BR, BN // G), LOWEST, tl.float32)
     z = tl.zeros((BR, BN // G), tl.float32)
     for first in range(start, end, BN):

@@ -163,7 +163,7 @@ def _attention(
         K, V, BT, BK, BV, TMA, PRECISION, MASKED=True,
     )  # fmt: skip
 
-    # A row that sees no key: o = 0 / 0 = NaN and lse = -inf + log 0 = -inf.
+    # If a row sees no key, o = 0 / 0 = NaN and lse = -inf + log 0 = -inf.
     j = tl.arange(0, BV)
     o = o / z[:, None]
     tl.store(o_ptr + row[:, None] * V + j, o.to(o_ptr.dtype.element_ty), mask=there[:, None] & (j < V))

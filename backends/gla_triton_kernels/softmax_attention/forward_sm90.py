@@ -200,7 +200,7 @@ def _attend_warps(
     o = warpgroup_mma(weights, v_tiles.index(slot).reshape([BT, BV]), o, is_async=True)
     o, weights = warpgroup_mma_wait(0, [o, weights])
 
-    # A row that sees no key: o = 0 / 0 = NaN and lse = -inf + log 0 = -inf.
+    # If a row sees no key, o = 0 / 0 = NaN and lse = -inf + log 0 = -inf.
     gl.store(lse_ptr + (b.to(gl.int64) * Tq + t) * Hq + h, (m + gl.log2(z)) * LN_2, t < Tq)
     o = o / gl.convert_layout(z, gl.SliceLayout(1, o_layout))[:, None]
     o_tile = q_tiles.index(WARPGROUP)._reinterpret(o_desc.dtype, [1, 1, BR, BV], o_desc.layout)

@@ -10,8 +10,8 @@ the chunk, r = b_C / 2, and
     dv = A^T do + kg P                                      dS' = exp(r) (P + qg^T do)
     dg_u = sum over V of S * dS' - sum over t < u of (q * dq - k * dk)_t
 
-dS' is the gradient of S. The last sum, over t < u, uses the rounded operands of the products. A pair of tokens that are
-both at or after gate u, or a pair of a token with itself, then adds the same products to q * dq and to k * dk.
+dS' is the gradient of S. The last sum, over t < u, uses the rounded operands of the products. A pair of tokens on the
+same side of gate u, or a pair of a token with itself, then adds the same products to q * dq and to k * dk.
 
 In a chunk that is not mild (some channel decays by more than MILD_DECAY_SM90) A and dA count as 0, and
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
 
-LOG2_C = gl.constexpr(6)  # of the 64 rows of a chunk
+LOG2_C = gl.constexpr(6)  # a chunk has C = 64 tokens
 
 
 @gluon.jit

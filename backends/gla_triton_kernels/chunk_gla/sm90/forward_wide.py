@@ -1,15 +1,16 @@
 """Chunked gated linear attention for Hopper and heads with K from 129 to 256: first the gates, then the state.
 
-forward.py gives the mathematics. With K this large, few columns of v of a state fill the registers, so many blocks
-share a head. If each block computed the gates, they would take most of the time. Two kernels compute them once:
+forward.py gives the mathematics. With K this large, a few columns of a state fill the registers, and therefore
+several blocks share a head. If each block computed the gates, they would take most of the time. So gates have a kernel
+of their own:
 
     _gate_kernel     one block per chunk and head: writes qg, kg, the scores A and the decay of the state to memory
     _state_kernel    one block per segment, head and 2 W columns of v: a load warp, and two warpgroups with W columns of
                      S each
 
-K is divided into slices of 128 keys, and each slice of a chunk is mild or not on its own. The kernels need gates. In
-memory every chunk has C rows of its own, also the last chunk of a sequence. Chunks are numbered like segments of C
-tokens (segments.py).
+K is divided into slices of 128 keys; each slice of a chunk is mild or not, independently of the other. Calls without
+gates are refused. In memory every chunk has C rows of its own, also the last chunk of a sequence. Chunks are numbered
+like segments of C tokens (segments.py).
 
 B batch   T tokens   N sequences   I segments, by default the N sequences   M chunks   H heads
 K, V key and value width   C tokens of a chunk   BK keys of a slice   W columns of v of a warpgroup; a block has two
@@ -353,7 +354,7 @@ def _state_kernel(
     T,
     segment,
     segments,
-    slots,  # M
+    slots,  # M, the number of chunks
     every,
     H,
     K,

@@ -184,8 +184,7 @@ def _pairs_kernel(
     """
     pid, programs = gl.program_id(0), gl.num_programs(0)
     blocks_k: gl.constexpr = (K + KEYS - 1) // KEYS
-    # Each tensor with its strides of batches, tokens and heads, and the number of query heads that share one of its
-    # heads.
+    # Each tensor with its strides of batches, tokens and heads, and the number of query heads for each of its heads.
     q = (q_ptr, stride_qb, _stride(stride_qt, FAR_ROWS), stride_qh, 1)
     k = (k_ptr, stride_kb, _stride(stride_kt, FAR_ROWS), stride_kh, G)
     v = (v_ptr, stride_vb, _stride(stride_vt, FAR_ROWS), stride_vh, G)

@@ -234,7 +234,7 @@ def _build_states_kernel(
         wait_for_predecessor()
     let_dependents_start()
     columns = gl.cdiv(V, BV)
-    blocks = columns * gl.cdiv(K, PARTS * PART)  # of a head
+    blocks = columns * gl.cdiv(K, PARTS * PART)  # blocks of a head
     column = gl.program_id(0) % columns * BV
     key = gl.program_id(0) // columns % gl.cdiv(K, PARTS * PART) * (PARTS * PART)
     h = gl.program_id(0) // blocks % H
@@ -245,7 +245,7 @@ def _build_states_kernel(
                 return
         b = gl.to_tensor(0)
         i, start, length, _, last = segment_at(order, i)
-        if SKIP_LAST and BACKWARDS:  # a followed segment stands for the segment after it
+        if SKIP_LAST and BACKWARDS:  # build the segment after the followed one
             i, start = i + 1, start + length
             length = gl.minimum(segment, last - start)
         if length == 0:
