@@ -1,6 +1,6 @@
-"""Predicted seconds of a softmax; ../cost.py says how the time of a call is counted. Constants:
+"""Predicted seconds of a softmax; ../cost.py explains how the time of a call is counted. Constants:
 
-launch, host      seconds between the starts of two kernels, and of the host for a call
+launch, host      seconds between the starts of two kernels, and seconds of the host for a call
 bandwidth         bytes a second
 block_bandwidth   bytes a second of one block
 """
@@ -13,15 +13,16 @@ from gla_triton_kernels.online_softmax.plan import Kernel, plan_one_pass
 from gla_triton_kernels.online_softmax.rows import rows_of_call
 
 MOST_IN_CACHE = 2**17
-"""Bytes of a row that is still in the L2 cache when it is read again, like those of all blocks at work on an H200."""
+"""The most bytes of a row that is still in the L2 cache at its second read, while blocks fill an H200."""
 UNALIGNED = 3
-"""Times as long as rows are moved that are loaded column by column; measured on an H200 with 50257 columns."""
+"""Time of rows that are loaded column by column, relative to aligned rows; measured on an H200 with 50257 columns."""
 
 
 def one_pass(call: OpCall, c: Constants) -> float:
-    """A block reads its row once if it fits on chip or in the cache, twice if not, and writes it.
+    """Returns the seconds of a call with one block per row.
 
-    Many rows are as fast as memory.
+    A block reads its row once if the row fits on chip or in the cache, and twice if not, and writes it once. With many
+    rows, the bandwidth of memory is the limit.
     """
     rows = rows_of_call(call)
     row = rows.N * rows.itemsize
@@ -31,7 +32,10 @@ def one_pass(call: OpCall, c: Constants) -> float:
 
 
 def splits(call: OpCall, c: Constants) -> float:
-    """Two kernels read, one writes; columns that are loaded one by one take `UNALIGNED` times as long."""
+    """Returns the seconds of a call with rows in splits: two kernels read x, and one of them writes y.
+
+    Columns that are loaded one by one take `UNALIGNED` times as long.
+    """
     rows = rows_of_call(call)
     size = rows.R * rows.N * rows.itemsize * (UNALIGNED if rows.vector == 1 else 1)
     return in_all(call, 2 * c["launch"] + 3 * size / c["bandwidth"], c["host"])

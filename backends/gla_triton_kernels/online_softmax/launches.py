@@ -1,4 +1,4 @@
-"""The launches of a call of online_softmax: each row in one pass, or rows in splits."""
+"""The launches of a call of online_softmax: one block per row, or rows in splits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gla_triton_kernels.runtime.prepared import Launches, rehearsed
 
 
 def prepare_one_pass(call: OpCall) -> Callable[..., Tensor]:
-    """Prepares a call whose rows are each computed by one block."""
+    """Prepares a call in which one block computes each row."""
     return _prepare(call, one_pass.launch_softmax)
 
 
 def prepare_splits(call: OpCall) -> Callable[..., Tensor]:
-    """Prepares a call whose rows are computed in splits."""
+    """Prepares a call in which several blocks compute splits of each row."""
     gpu = gpu_of_call(call)
     return _prepare(call, lambda x, y, dim: splits.launch_softmax(x, y, dim, gpu))
 

@@ -1,9 +1,9 @@
-"""Softmax along one dimension: rows that fit on chip in one pass, longer ones in two sweeps over tiles of columns.
+"""Softmax along one dimension: short rows in one pass on chip, long rows in two sweeps over tiles of columns.
 
-Columns are loaded 16 bytes at a time where the compiler sees that they are aligned. Long rows that begin anywhere are
-swept in tiles that are aligned, and their ends column by column. The first sweep is that of sweep.py.
+The kernels load 16 bytes of columns at a time if the compiler can prove that they are aligned. Long rows that begin at
+any address are processed in aligned tiles, and their two ends column by column. sweep.py has the first sweep.
 
-N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 what is left of those
+N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 the dimensions before R
 BR, BN rows and columns of a tile   G columns that a thread loads at once
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
@@ -22,7 +22,7 @@ from gla_triton_kernels.online_softmax.sweep import maximum_and_sum, rows_of_til
 from gla_triton_kernels.runtime.launch import Launch
 
 EDGE = tl.constexpr(2048)
-"""Columns of a tile at the end of such a row, where the rest of it is taken in aligned tiles."""
+"""Columns of a tile at the end of a row whose other tiles are aligned."""
 
 
 def launch_softmax(x: Tensor, y: Tensor, dim: int) -> list[Launch]:
@@ -67,7 +67,7 @@ def _softmax_on_chip(
     here = (r < R) & (c < N)  # [BR, BN]
     x_rows = x_ptr + d0 * stride_x0 + d1 * stride_x1 + r * stride_xr  # [BR, 1]
     x = tl.load(x_rows + c.to(tl.int64) * stride_xn, mask=here, other=-float("inf")).to(tl.float32)  # [BR, BN]
-    # A row that is all -inf: -inf + inf = NaN, as it has to be.
+    # If all of a row is -inf, -inf + inf = NaN, which is the correct result.
     e = tl.exp(x - tl.max(x, 1, keep_dims=True))
     y = e * (1 / tl.sum(e, 1, keep_dims=True))
     y_rows = y_ptr + d0 * stride_y0 + d1 * stride_y1 + r * stride_yr
@@ -108,7 +108,7 @@ def _softmax_in_two_sweeps_unaligned(
     BN: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Two sweeps over rows that begin anywhere: from the first multiple of G elements on, tiles are aligned."""
+    """Computes rows that begin at any address in two sweeps; tiles begin at the first multiple of G elements."""
     row = tl.program_id(0).to(tl.int64) * N
     head = ((G - row % G) % G).to(tl.int32)  # columns before the first tile
     tail = (N - head) // BN * BN  # columns of whole tiles
@@ -140,8 +140,8 @@ def _write(
     BR: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Writes the columns from start to end, the last first: those that have been read last are still in the cache."""
-    factor = 1 / z  # a row that is all -inf: 0 * inf = NaN below
+    """Writes the columns from start to end, the last first: the columns that were read last are still in the cache."""
+    factor = 1 / z  # if all of a row is -inf, 0 * inf = NaN below
     for back in range(0, end - start, BN):
         c = start + (end - start - 1) // BN * BN - back + tl.arange(0, BN)[None, :]
         here = there & (c < end)

@@ -1,9 +1,9 @@
-"""Plans of a softmax: kernels and launch parameters are decided here alone, without Triton.
+"""Plans of a softmax: the choice of kernels and launch parameters. Imports no Triton.
 
-The launchers run a plan (one_pass.py, splits.py), and the cost models price the same one (cost.py). Launch parameters
-were measured on an H200.
+The launchers in one_pass.py and splits.py run a plan, and cost.py prices the same plan. Launch parameters were measured
+on an H200.
 
-R rows of N columns   BR, BN rows and columns of a tile
+R rows   N columns of a row   BR, BN rows and columns of a tile
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gla_triton_kernels.runtime.sizes import power_of_two
 # ---- rows in one pass
 
 MOST_ON_CHIP = 2**14
-"""Columns of a row that are held on chip: with more, one block fills a multiprocessor, and loads wait for stores."""
+"""The most columns of a row held on chip. With more, one block fills a multiprocessor, and loads wait for stores."""
 MOST_UNALIGNED_ON_CHIP = 2**13
-"""The same of rows that are not aligned, whose columns are loaded one at a time."""
+"""The most columns of a row that is held on chip if rows are not aligned and columns are loaded one at a time."""
 
 
 class Kernel(enum.Enum):
@@ -33,7 +33,7 @@ class Kernel(enum.Enum):
 
 
 class OnePass(NamedTuple):
-    """A kernel, its tiles [BR, BN], its warps, and how many registers a thread may have, if not as many as it likes."""
+    """A kernel, its tiles [BR, BN], its number of warps, and the most registers of a thread, or None for no limit."""
 
     kernel: Kernel
     BR: int
@@ -43,11 +43,11 @@ class OnePass(NamedTuple):
 
 
 def plan_one_pass(rows: Rows) -> OnePass:
-    """Each row by one block: held on chip if it fits, read twice if not."""
+    """Returns a plan in which one block computes each row: it holds the row on chip if it fits, else reads it twice."""
     R, N, contiguous, vector = rows.R, rows.N, rows.contiguous, rows.vector
     BN = power_of_two(N)
     long = N > 2 * MOST_ON_CHIP
-    # Few registers let a multiprocessor be filled: while one row is read, another is written.
+    # With few registers several blocks share a multiprocessor: one row is read while another is written.
     if vector == 1 and rows.packed and N > MOST_UNALIGNED_ON_CHIP:
         return OnePass(Kernel.TWO_SWEEPS_UNALIGNED, 1, *((16384, 16, 64) if long else (4096, 8)))
     if contiguous and N > MOST_ON_CHIP and vector == 1:
@@ -57,7 +57,7 @@ def plan_one_pass(rows: Rows) -> OnePass:
     if contiguous and BN == 1024 and vector == 1:
         return OnePass(Kernel.ON_CHIP, 1, BN, 2)
     if contiguous:
-        # One warp merges its lanes without waiting for others: best where there are many, and each loads much at once.
+        # One warp merges its lanes without waiting for other warps: best with many rows and wide loads.
         alone = vector > 1 and 256 <= BN <= 1024 and R >= 2048
         BR = min(power_of_two(R), max(1, 2048 // BN))
         return OnePass(Kernel.ON_CHIP, BR, BN, 1 if alone else max(4, BN // 1024))
@@ -69,11 +69,19 @@ def plan_one_pass(rows: Rows) -> OnePass:
 # ---- rows in splits
 
 PROGRAMS = 16
-"""Programs of the first kernel per multiprocessor: two waves of eight."""
+"""Programs of the first kernel per multiprocessor: two waves of eight programs."""
 
 
 class Sweep(NamedTuple):
-    """The way of a kernel over rows: tiles [BR, BN], warps of a program, tiles of a program, programs of BR rows."""
+    """Launch parameters of a kernel that sweeps over rows.
+
+    Attributes:
+        BR: rows of a tile.
+        BN: columns of a tile.
+        warps: warps of a program.
+        tiles: tiles of a program.
+        programs: number of programs for BR rows.
+    """
 
     BR: int
     BN: int
@@ -83,26 +91,26 @@ class Sweep(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The two kernels of splits.py. A program of the first one sums a split of its rows; the second one writes."""
+    """The two kernels of splits.py: a program of the first sums one split of its rows, and the second writes y."""
 
     sums: Sweep
     writes: Sweep
 
 
 def plan_splits(rows: Rows, gpu: Gpu) -> Splits:
-    """Each row by as many blocks at once as the device has room for."""
+    """Returns a plan in which several blocks compute each row at once, enough of them to fill the device."""
     BR, BN, warps = _tile_of_splits(rows, 4096)
     blocks = rows.D0 * rows.D1 * -(-rows.R // BR)
     columns = max(blocks * rows.N // (PROGRAMS * gpu.multiprocessors), 4 * math.isqrt(rows.N))
     tiles = -(-columns // BN)
     sums = Sweep(BR, BN, warps, tiles, -(-rows.N // (tiles * BN)))
     BR, BN, warps = _tile_of_splits(rows, 8192)
-    tiles = -(-4 * sums.programs // BN)  # a program reads all sums of its rows: little beside what it writes
+    tiles = -(-4 * sums.programs // BN)  # a program reads all sums of its rows: few bytes beside its writes
     return Splits(sums, Sweep(BR, BN, warps, tiles, -(-rows.N // (tiles * BN))))
 
 
 def _tile_of_splits(rows: Rows, most: int) -> tuple[int, int, int]:
-    """BR, BN and warps, with up to `most` neighbours in memory a tile."""
+    """Returns BR, BN and warps of a tile with at most `most` contiguous columns."""
     if not rows.contiguous:
         return min(power_of_two(rows.R), 32), min(power_of_two(rows.N), 256), 8
     BN = min(power_of_two(rows.N), most)

@@ -1,4 +1,4 @@
-"""A tensor as rows of columns: how softmax kernels address it. Imports no Triton."""
+"""A tensor as rows of columns, with the strides that softmax kernels need. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from gla_core.dispatch.backend import OpCall
 
 
 class Rows(NamedTuple):
-    """A tensor x, and y of its shape, as [D0, D1, R, N]: rows of N columns, the dimension that sums to one.
+    """Tensors x and y of the same shape as [D0, D1, R, N]: rows of N columns, the dimension that sums to one.
 
     Attributes:
-        strides: in x and y by turns: of D0, D1, R, N.
+        D0: size of the first dimension.
+        D1: size of the second dimension.
+        R: number of rows.
+        N: number of columns.
+        strides: the strides of D0, D1, R and N, for each of these first in x and then in y.
         itemsize: bytes of an element.
     """
 
@@ -43,19 +47,22 @@ class Rows(NamedTuple):
 
     @property
     def vector(self) -> int:
-        """Returns the columns of x that a thread loads at once: 16 bytes, or 1 where rows cannot be seen aligned."""
+        """Returns the number of columns of x that a thread loads at once: 16 bytes, or 1 if rows may be unaligned."""
         aligned = self.contiguous and all(n % 16 == 0 for n in (self.N, *self.strides[:5:2]))
         return 16 // self.itemsize if aligned else 1
 
 
 def rows_of_call(call: OpCall) -> Rows:
-    """The rows of a call, along the last dimension of a contiguous tensor."""
+    """Returns the rows of a call, along the last dimension of a contiguous tensor."""
     R, N = call.dims["rows"], call.dims["columns"]
     return Rows(1, 1, R, N, (0, 0, 0, 0, N, N, 1, 1), call.dtype.itemsize)
 
 
 def needs_copy(x: Tensor, y: Tensor, dim: int) -> bool:
-    """Returns whether x has to be contiguous first: its dimensions but dim are more than three that do not merge."""
+    """Returns whether x has to be copied to a contiguous tensor first.
+
+    This is so if more than three dimensions besides dim remain after merging.
+    """
     return len(_other_dimensions(x, y, dim)) > 3
 
 
@@ -69,7 +76,10 @@ def rows_of(x: Tensor, y: Tensor, dim: int) -> Rows:
 
 
 def _other_dimensions(x: Tensor, y: Tensor, dim: int) -> list[tuple[int, int, int]]:
-    """Size, stride in x and stride in y of the dimensions but dim; neighbours that are one in memory are merged."""
+    """Returns (size, stride in x, stride in y) of each dimension except dim.
+
+    Adjacent dimensions are merged if one stride describes both of them.
+    """
     dims: list[tuple[int, int, int]] = []
     for d, size in enumerate(x.shape):
         if d == dim or size == 1:

@@ -1,16 +1,16 @@
-"""Softmax along one dimension with the rows in splits: one kernel sums, a second writes.
+"""Softmax along one dimension with the rows in splits: one kernel sums, a second kernel writes.
 
-The first kernel spills a maximum m and a sum z of exponentials for each split of a row, all splits at once; the second
-merges those of its rows, which is associative, and writes some tiles:
+The first kernel computes all splits at once, and writes a maximum m and a sum z of exponentials for each split of a row
+to memory. Each program of the second kernel merges m and z of its rows, which is associative, and writes some tiles:
 
     M = max_p m_p        Z = sum_p exp(m_p - M) z_p        y = exp(x - M) / Z
 
-It goes over x from the end, where the first kernel left it in the cache, and is launched early: a program has loaded a
-tile by the time the sums are there. Splits are whole tiles, and the kernels know it: columns are loaded 16 bytes at a
-time only where the compiler sees that they are aligned.
+The second kernel processes x from the end, which is still in the cache after the first kernel. It is launched early, so
+that each program has loaded a tile when the sums have been written. Splits consist of whole tiles, and the kernels
+compute offsets from tiles: the compiler can then prove that columns are aligned, and loads 16 bytes at a time.
 
-N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 what is left of those
-P splits of a row   BP the same rounded up to a power of two   W programs that write a row
+N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 the dimensions before R
+P splits of a row   BP the number P, rounded up to a power of two   W programs that write a row
 BR, BN rows and columns of a tile   G columns that a thread loads at once
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
@@ -91,7 +91,7 @@ def _sum_splits(
     R,
     N,
     P,
-    tiles,  # of a split
+    tiles,  # tiles of a split
     stride_x0,
     stride_y0,
     stride_x1,
@@ -105,8 +105,8 @@ def _sum_splits(
     G: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Program: a split of BR rows."""
-    if OVERLAPS:  # the second kernel may be launched, and then waits
+    """Computes m and z of one split of BR rows."""
+    if OVERLAPS:  # the second kernel may start now; it waits for this one
         gdc_launch_dependents()
     p = tl.program_id(0) % P
     d0, d1, r = rows_of_tile(tl.program_id(0) // P, D1, R, BR)
@@ -129,7 +129,7 @@ def _write(
     N,
     P,
     W,  # programs of a row
-    tiles,  # of a program
+    tiles,  # tiles of a program
     stride_x0,
     stride_y0,
     stride_x1,
@@ -143,7 +143,7 @@ def _write(
     BP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Program: some tiles of BR rows, the last of the last rows first."""
+    """Writes some tiles of BR rows; programs start with the last tiles of the last rows."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     d0, d1, r = rows_of_tile(program // W, D1, R, BR)
     there = r < R
@@ -152,7 +152,7 @@ def _write(
     start = program % W * tiles * BN
     c = start + (tiles - 1) * BN + tl.arange(0, BN)[None, :]
     x = tl.load(x_rows + c.to(tl.int64) * stride_xn, mask=there & (c < N), other=0.0)  # [BR, BN]
-    if OVERLAPS:  # for the sums
+    if OVERLAPS:  # the first kernel writes the sums
         gdc_wait()
     split = tl.arange(0, BP)[None, :]
     at = ((d0 * D1 + d1) * R + r) * P + split  # [BR, BP]
@@ -160,7 +160,7 @@ def _write(
         tl.load(m_ptr + at, mask=there & (split < P), other=LOWEST),
         tl.load(z_ptr + at, mask=there & (split < P), other=0.0),
     )  # [BR, 1]
-    factor = 1 / z  # a row that is all -inf: 0 * inf = NaN below
+    factor = 1 / z  # if all of a row is -inf, 0 * inf = NaN below
     for _ in range(tiles):
         y = (tl.exp(x.to(tl.float32) - m) * factor).to(y_ptr.dtype.element_ty)
         here = there & (c < N)

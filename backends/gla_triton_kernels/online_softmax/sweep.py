@@ -1,17 +1,17 @@
-"""Softmax along one dimension: the first of two sweeps over tiles of columns, for maximum and sum of a row.
+"""Softmax along one dimension: the first of two sweeps over tiles of columns computes maximum and sum of each row.
 
-It keeps a running maximum m and sum z of exponentials for every G neighbouring columns of a tile, those that a thread
-loads at once, so that no thread waits for another:
+It keeps a running maximum m and a running sum z of exponentials for every G adjacent columns of a tile. A thread loads
+these G columns at once, so that no thread waits for another:
 
     m' = max(m, max_j x_j)        z' = exp(m - m') z + sum_j exp(x_j - m')
 
-Of one column, with d = exp(-|x - m|), one of the two exponentials is d and the other is 1:
+For G = 1, with d = exp(-|x - m|), one of the two exponentials is d and the other is 1:
 
     x > m:  z' = d z + 1,  m' = x        x <= m:  z' = z + d,  m' = m
 
-They are merged at the end, M = max m and Z = sum exp(m - M) z; a second sweep can then write exp(x - M) / Z.
+At the end they are merged: M = max m and Z = sum exp(m - M) z. A second sweep can then write exp(x - M) / Z.
 
-N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 what is left of those
+N columns, the dimension that sums to one   R rows, the last of the other dimensions   D0, D1 the dimensions before R
 BR, BN rows and columns of a tile   G columns that a thread loads at once
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
@@ -29,7 +29,7 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 @triton.jit
 def rows_of_tile(tile, D1, R, BR: tl.constexpr):
-    """Indices of a tile of rows in D0 and D1, and its rows [BR, 1]; as int64, for tensors of any size."""
+    """Returns the indices of a tile of rows in D0 and D1, and its rows [BR, 1]; int64, for tensors of any size."""
     tiles = tl.cdiv(R, BR)
     outer = tile // tiles
     r = (tile % tiles).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
@@ -38,11 +38,19 @@ def rows_of_tile(tile, D1, R, BR: tl.constexpr):
 
 @triton.jit
 def maximum_and_sum(x_rows, there, start, end, stride_n, BR: tl.constexpr, BN: tl.constexpr, G: tl.constexpr):
-    """Returns m and z [BR, 1] of the columns from start to end of the rows at x_rows [BR, 1] that are there.
+    """Returns m and z [BR, 1] of the columns from start to end.
 
-    Where all is -inf, m is the lowest finite number and z is 0.
+    If all elements of a row are -inf, m is the lowest finite number and z is 0.
+
+    Args:
+        x_rows: pointers to the rows, [BR, 1].
+        there: mask of the rows that exist, [BR, 1].
+        start: first column.
+        end: column after the last one.
+        stride_n: stride of columns.
     """
-    # A finite start: an entry of -inf adds exp(-inf) = 0 to it, where it would add exp(-inf + inf) = NaN to -inf.
+    # With a finite start of m, an element of -inf adds exp(-inf) = 0. If m started at -inf, it would add
+    # exp(-inf + inf) = NaN.
     m = tl.full((BR, BN // G), LOWEST, tl.float32)
     z = tl.zeros((BR, BN // G), tl.float32)
     for first in range(start, end, BN):
@@ -68,6 +76,6 @@ def maximum_and_sum(x_rows, there, start, end, stride_n, BR: tl.constexpr, BN: t
 
 @triton.jit
 def merge(m, z):
-    """The maxima m and sums z of parts of a row, [BR, parts], as one: [BR, 1]."""
+    """Merges the maxima m and sums z of parts of a row, [BR, parts], into one maximum and one sum, [BR, 1]."""
     row_m = tl.max(m, 1, keep_dims=True)
     return row_m, tl.sum(z * tl.exp(m - row_m), 1, keep_dims=True)

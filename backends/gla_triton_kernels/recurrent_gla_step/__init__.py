@@ -14,4 +14,4 @@ def _prepare(call: OpCall) -> Callable[..., tuple]:
 
 
 STEP = Prepared(_prepare, ("q", "k", "v", "g", "state", "scale", "state_indices", "inplace"))
-"""recurrent_gla_step: a kernel reads every state once and writes it once."""
+"""recurrent_gla_step: one kernel reads every state once and writes it once."""

@@ -1,4 +1,4 @@
-"""Predicted seconds of a step. Constants: launch, host, bandwidth, as in gla_triton_kernels/cost.py."""
+"""Predicted seconds of a step. gla_triton_kernels/cost.py explains the constants launch, host and bandwidth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from gla_triton_kernels.cost import in_all
 
 
 def seconds(call: OpCall, c: Constants) -> float:
-    """Every state is read once and written once."""
+    """Returns the seconds of a step, which reads every state once and writes it once."""
     B, H, K, V = (call.dims[name] for name in ("B", "H", "K", "V"))
     states = B * H * K * V * (call.state_dtype.itemsize if call.state_dtype else 4)
     return in_all(call, c["launch"] + 2 * states / c["bandwidth"], c["host"])

@@ -1,9 +1,9 @@
-"""One token of gated linear attention: every state is read once and written once.
+"""One token of gated linear attention: the kernel reads every state once and writes it once.
 
     S' = diag(exp g) S + k^T v        o = scale * q S'
 
-B batch   P states in the pool   H key/value heads   G query heads per key/value head   K, V key and value width
-BK the K rows of a state, rounded up to a power of two   BV those of its V columns that one program holds
+B batch   P states of the pool   H key/value heads   Hq query heads   G query heads of a group
+K, V key and value width   BK number of keys K, rounded up to a power of two   BV values of a block
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -24,7 +24,7 @@ from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.prepared import Launches, rehearsed
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor]
-"""q, k, v, g, state, state_indices, new, o: the step writes o, and the states into new, or into state if it is None."""
+"""q, k, v, g, state, state_indices, new, o: the step writes o, and writes states to new, or to state if new is None."""
 
 
 def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -46,7 +46,7 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
         state_indices: Tensor | None,
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
-        if state_indices is not None and not inplace:  # rows without an index are copied too
+        if state_indices is not None and not inplace:  # rows without an index are also copied
             state, inplace = new_state(state).copy_(state), True
         new = None if inplace else new_state(state)
         o = v.new_empty(*q.shape[:2], v.shape[2])
@@ -96,7 +96,7 @@ def launch_step(plan: Plan, tensors: Tensors, scale: float) -> list[Launch]:
 
 
 def _token_strides(name: str, x: Tensor) -> dict[str, int]:
-    """Returns the strides of x [B, heads, width] but the last as the kernel's arguments."""
+    """Returns all strides of x [B, heads, width] except the last, as the kernel's arguments."""
     return {f"{name}_stride_b": x.stride(0), f"{name}_stride_h": x.stride(1)}
 
 
@@ -108,7 +108,7 @@ def _recurrent_gla_step(
     g_ptr,  # [B, H, K] or None
     state_ptr,  # [P, H, K, V]
     indices_ptr,  # [B] or None: row b has state b
-    new_ptr,  # [B, H, K, V], dense, or None: in place
+    new_ptr,  # [B, H, K, V], dense, or None to update state_ptr in place
     o_ptr,  # [B, H * G, V], contiguous
     scale,
     P,
@@ -134,7 +134,7 @@ def _recurrent_gla_step(
     BV: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Program: BV columns of the state of one head of one row of the batch."""
+    """Computes BV columns of the state of one head and one row of the batch."""
     tile, head = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)  # strides times these may exceed 32 bits
     rows = tl.arange(0, BK)  # [BK]
@@ -142,7 +142,7 @@ def _recurrent_gla_step(
     in_k, in_v = rows < K, columns < V
     in_state = in_k[:, None] & in_v[None, :]  # [BK, BV]
     o_block = o_ptr + (b * H + h) * G * V + columns  # [BV], of the first query head
-    if OVERLAPS:  # what the kernels before this one write is there only after the wait: nothing is read before
+    if OVERLAPS:  # writes of earlier kernels are visible only after the wait: nothing is read before
         gdc_wait()
         gdc_launch_dependents()
 
@@ -157,8 +157,7 @@ def _recurrent_gla_step(
     state_block = state_ptr + p * state_stride_p + h * state_stride_h  # [BK, BV]
     state_block += rows[:, None].to(tl.int64) * state_stride_k + columns[None, :] * state_stride_v
     q_block = q_ptr + b * q_stride_b + h * G * q_stride_h + rows  # [BK], of the first query head
-    # Everything is loaded before anything is converted: a conversion waits for its operand, and would hold up what
-    # is loaded after it.
+    # All loads come before all conversions: a conversion waits for its operand, and would delay later loads.
     state = tl.load(state_block, mask=in_state, other=0.0)  # [BK, BV]
     k = tl.load(k_ptr + b * k_stride_b + h * k_stride_h + rows, mask=in_k, other=0.0)  # [BK]
     v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + columns, mask=in_v, other=0.0)  # [BV]
@@ -169,7 +168,7 @@ def _recurrent_gla_step(
     state = state.to(tl.float32) + k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
 
     for i in range(G):
-        # One head ahead of its use.
+        # Queries are loaded one head before their use.
         following = tl.load(q_block + tl.minimum(i + 1, G - 1).to(tl.int64) * q_stride_h, mask=in_k, other=0.0)
         o = scale * tl.sum(q.to(tl.float32)[:, None] * state, axis=0)  # [BV]
         tl.store(o_block + i * V, o.to(o_ptr.dtype.element_ty), mask=in_v)

@@ -1,6 +1,6 @@
-"""Softmax attention over blocks of keys, all by one program or in splits that are attended to at once.
+"""Softmax attention over blocks of keys: one program attends to all keys, or several to splits of the keys.
 
-plan.py                     the kernels as values, and which of them a call takes
+plan.py                     the kernels as values, and the choice of a kernel for a call
 launches.py                 the launches of a call
 forward.py forward_sm90.py  the kernels that attend; merge.py merges splits
 cost.py                     predicted seconds
@@ -16,7 +16,7 @@ from gla_triton_kernels.softmax_attention.plan import Plan, explained
 
 
 def softmax_attention(plan: Callable[[OpCall, Gpu], Plan]) -> Prepared:
-    """Returns softmax_attention by a plan of plan.py."""
+    """Returns softmax_attention as computed by `plan`, a function of plan.py."""
 
     def prepare(call: OpCall) -> Callable[..., tuple]:
         from gla_triton_kernels.softmax_attention import launches

@@ -1,12 +1,12 @@
-"""Predicted seconds of softmax attention; ../cost.py says how the time of a call is counted. Constants:
+"""Predicted seconds of softmax attention; ../cost.py explains how the time of a call is counted. Constants:
 
-launch, host   seconds between the starts of two kernels, and of the host for a call
+launch, host   seconds between the starts of two kernels, and seconds of the host for a call
 bandwidth      bytes a second
-rate           multiplications a second of 16-bit numbers
-float32        times as slow
+rate           multiplications of 16-bit numbers a second
+float32        time of a float32 multiplication, relative to a 16-bit one
 step           seconds of a block for 64 keys
 start          seconds of the device's multiprocessors between two blocks of 128 queries
-merge          numbers of outputs a second that are merged from splits
+merge          elements of outputs a second that are merged from splits
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from gla_triton_kernels.cost import gpu_of_constants, in_all
 from gla_triton_kernels.softmax_attention.plan import is_causal, plan_splits
 
 QUERIES, KEYS = 128, 64
-"""Queries and keys of a block for which `start` and `step` are measured, whatever the tiles of the kernel are."""
+"""Queries and keys of the block for which `start` and `step` are measured; the tiles of a kernel may differ."""
 
 
 def one_pass(call: OpCall, c: Constants) -> float:
-    """The last block of queries meets all keys; many blocks are as fast as arithmetic, or as memory."""
+    """Returns the seconds of a call in which one program attends to all keys.
+
+    It is the longest of three times: the last block of queries attends to all keys; arithmetic; loads of k and v.
+    """
     B, Tq, Tk, H, Hq = (call.dims[name] for name in ("B", "Tq", "Tk", "H", "Hq"))
     blocks = B * H * math.ceil(Tq * (Hq / max(H, 1)) / QUERIES)
     all_keys = math.ceil(Tk / KEYS) * c["step"] * _slower(call, c)
@@ -33,7 +36,10 @@ def one_pass(call: OpCall, c: Constants) -> float:
 
 
 def splits(call: OpCall, c: Constants) -> float:
-    """Arithmetic or keys and values, whichever takes longer, spread over the device; outputs of splits are merged."""
+    """Returns the seconds of a call with keys in splits.
+
+    It is the longer of arithmetic and loads of k and v, spread over the device, plus the time to merge splits.
+    """
     B, Tq, Hq, V = (call.dims[name] for name in ("B", "Tq", "Hq", "V"))
     work = max(_products(call) / c["rate"] * _slower(call, c), _bytes(call) / c["bandwidth"])
     merged = plan_splits(call, gpu_of_constants(c)).split is not None
@@ -46,13 +52,13 @@ def _slower(call: OpCall, c: Constants) -> float:
 
 
 def _products(call: OpCall) -> float:
-    """Multiplications; a matrix product takes 16 rows at least."""
+    """Returns the number of multiplications; a matrix product has at least 16 rows."""
     B, Tq, Tk, H, Hq, K, V = (call.dims[name] for name in ("B", "Tq", "Tk", "H", "Hq", "K", "V"))
-    keys = Tk - min(Tq, Tk) / 2 if is_causal(call) else Tk  # that a query sees on average
+    keys = Tk - min(Tq, Tk) / 2 if is_causal(call) else Tk  # keys that a query sees on average
     return B * H * max(16, Tq * (Hq / max(H, 1))) * keys * (K + V)
 
 
 def _bytes(call: OpCall) -> int:
-    """Bytes of k and v."""
+    """Returns the number of bytes of k and v."""
     B, Tk, H, K, V = (call.dims[name] for name in ("B", "Tk", "H", "K", "V"))
     return B * H * Tk * (K + V) * call.dtype.itemsize

@@ -4,14 +4,14 @@
     z' = exp(m - m') z + rowsum exp(s - m')        o' = exp(m - m') o + exp(s - m') v_j
     o = o / z        lse = m + log z
 
-Exponentials are to base 2: the kernel's scale holds log2 e, and m is a maximum of log2 e * s.
+Exponentials have base 2: the kernel multiplies the scale by log2 e, and m is a maximum of log2 e * s.
 
-The keys may be in splits, which are attended to at once; each split has an o and an lse of its own (merge.py).
+Keys may be divided into splits, which are computed independently. Each split has its own o and lse (see merge.py).
 
-B batch   Tq, Tk queries and keys   H key/value heads   G query heads per key/value head   K, V key and value width
+B batch   Tq, Tk queries and keys   H key/value heads   G query heads of a group   K, V key and value width
 R = Tq * G rows of queries that share a key/value head: row r is query r // G of the group's head r % G
 P splits of the keys
-BR rows per program   BT keys per block   BK, BV the widths rounded up to a power of two
+BR rows of a program   BT keys of a block   BK, BV key and value width, rounded up to a power of two
 
 Source: Dao et al., "FlashAttention" (arXiv 2205.14135).
 """
@@ -35,14 +35,14 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def launch_attention(
     plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, o: Tensor, lse: Tensor
 ) -> list[Launch]:
-    """Returns the launch that writes o [P, B, Tq, H * G, V] and lse [P, B, Tq, H * G] of each of P splits of the keys.
+    """Returns the launch that writes o and lse of each of P splits of the keys.
 
-    Where all keys are one split, o and lse have no P.
-
-    A row that sees no key of a split has o = NaN and lse = -inf there.
+    If a row sees no key of a split, it gets o = NaN and lse = -inf for that split.
 
     Args:
-        scale: not below 0: the greatest product is taken for the greatest score.
+        scale: at least 0, because the kernel assumes that the greatest product gives the greatest score.
+        o: [P, B, Tq, H * G, V], or [B, Tq, H * G, V] if keys are not split.
+        lse: [P, B, Tq, H * G], or [B, Tq, H * G] if keys are not split.
     """
     (_, Tq, Hq, K), (B, Tk, H, V) = q.shape, v.shape
     BR, BT, BK, BV = plan.BR, plan.BT, plan.BK, plan.BV
@@ -90,7 +90,7 @@ def _attention(
     Tk,
     H,
     G,
-    split,  # keys of a split, or None: all keys at once
+    split,  # keys of a split, or None if keys are not split
     stride_qb,
     stride_qt,
     stride_qh,
@@ -110,7 +110,7 @@ def _attention(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # The tiles of a head start together, so that its keys stay in the cache; those that see most keys start first.
+    # The tiles of a head start together, so that its keys stay in the cache. The tiles that see most keys start first.
     tiles = tl.cdiv(Tq * G, BR)
     tile = tiles - 1 - tl.program_id(0) % tiles
     b = tl.program_id(0) // tiles // H
@@ -121,8 +121,8 @@ def _attention(
     b = b.to(tl.int64)
 
     r = tile * BR + tl.arange(0, BR)  # [BR]
-    t = r // G  # [BR], the row's query
-    row = (b * Tq + t) * (H * G) + h * G + r % G  # [BR], the row's place in o and lse
+    t = r // G  # [BR], the query of each row
+    row = (b * Tq + t) * (H * G) + h * G + r % G  # [BR], the index of each row in o and lse
     if split is not None:
         row += p.to(tl.int64) * B * Tq * (H * G)
     there = r < Tq * G  # [BR]
@@ -163,7 +163,7 @@ def _attention(
         K, V, BT, BK, BV, TMA, PRECISION, MASKED=True,
     )  # fmt: skip
 
-    # A row that sees no key: o = 0 / 0 = NaN and lse = -inf + log 0 = -inf.
+    # If a row sees no key, o = 0 / 0 = NaN and lse = -inf + log 0 = -inf.
     j = tl.arange(0, BV)
     o = o / z[:, None]
     tl.store(o_ptr + row[:, None] * V + j, o.to(o_ptr.dtype.element_ty), mask=there[:, None] & (j < V))
@@ -196,7 +196,10 @@ def _attend(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Goes over the keys from start to end; MASKED: where a row may not see all of a block."""
+    """Attends to the keys from start to end, and returns m, z and o.
+
+    MASKED is True if some row may not see all keys of a block.
+    """
     for j in tl.range(start, end, BT):
         k = _load_block(k_ptr, j, Tk, b, h, stride_kt, K, BT, BK, TMA, PRECISION, MASKED)  # [BT, BK]
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BR, BT]
@@ -206,7 +209,7 @@ def _attend(
             m_new = tl.maximum(m, tl.max(s, 1))
         else:
             m_new = tl.maximum(m, tl.max(s, 1) * scale)
-        # While a row has seen nothing, exp(-inf - 0) = 0 where exp(-inf + inf) would be NaN.
+        # While a row has seen no key, this computes exp(-inf - 0) = 0; exp(-inf + inf) would be NaN.
         base = tl.where(m_new == -float("inf"), 0.0, m_new)
         p = tl.exp2(s - base[:, None]) if MASKED else tl.exp2(s * scale - base[:, None])  # [BR, BT]
         rescale = tl.exp2(m - base)
@@ -235,7 +238,7 @@ def _load_block(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Rows j to j + BT of head h, zeros beyond T and beyond WIDTH: [BT, BW]."""
+    """Loads rows j to j + BT of head h as a block [BT, BW], with zeros beyond T and beyond WIDTH."""
     if TMA:
         x = x_ptr.load([b.to(tl.int32), h.to(tl.int32), j, 0]).reshape(BT, BW)
     else:

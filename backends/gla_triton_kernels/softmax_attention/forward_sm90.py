@@ -1,15 +1,15 @@
-"""Softmax attention for Hopper with specialised warps; the mathematics is that of forward.py.
+"""Softmax attention for Hopper with specialised warps; forward.py gives the mathematics.
 
-A block has 128 queries of one head, and three kinds of warps that talk over barriers in shared memory:
+A block has 128 queries of one head, and two kinds of warps that communicate over barriers in shared memory:
 
-    load     one warp: copies the queries, then blocks of keys and values by TMA, STAGES of them on their way
-    attend   two warpgroups, 64 queries each: scores and softmax; while the tensor cores multiply the weights of one
-             block of keys by its values, the softmax of the next block is computed
+    load     one warp: copies the queries, then prefetches STAGES blocks of keys and values by TMA
+    attend   two warpgroups, 64 queries each: compute scores and softmax. While the tensor cores multiply the weights of
+             one block of keys by its values, the warpgroup computes the softmax of the next block
 
-Keys are gone over from the last block to the first, so that only the first steps need a mask.
+The kernel processes keys from the last block to the first, so that only the first steps need a mask.
 
-B batch   Tq, Tk queries and keys   H key/value heads   G query heads per key/value head   K, V key and value width
-BR queries per warpgroup   BT keys per block   BK, BV the widths rounded up
+B batch   Tq, Tk queries and keys   H key/value heads   Hq query heads   G query heads of a group
+K, V key and value width   BR queries of a warpgroup   BT keys of a block   BK, BV key and value width, rounded up
 
 Sources: Dao et al., "FlashAttention" (arXiv 2205.14135); Shah et al., "FlashAttention-3" (arXiv 2407.08608), for the
 overlap of products and softmax.
@@ -88,7 +88,7 @@ def _load_warp(q_desc, k_desc, v_desc, tiles, barriers, work, G, STAGES: gl.cons
 
 @gluon.jit
 def _scores(q_tile, k_tiles, slot, layout: gl.constexpr):
-    """Begins q k^T  [BR, BT]."""
+    """Starts the product q k^T [BR, BT], and returns it; the caller waits for it."""
     BR: gl.constexpr = q_tile.shape[0]
     BT: gl.constexpr = k_tiles.type.shape[3]
     BK: gl.constexpr = k_tiles.type.shape[4]
@@ -99,7 +99,7 @@ def _scores(q_tile, k_tiles, slot, layout: gl.constexpr):
 
 @gluon.jit
 def _softmax(s, m, z, scale, j, last_key, MASKED: gl.constexpr):
-    """Weights p of a block of scores, the new m and z, and what the sums so far have to be multiplied by."""
+    """Returns the weights p of a block of scores, the new m and z, and the factor that rescales the previous sums."""
     BT: gl.constexpr = s.shape[1]
     if MASKED:
         key = j + gl.arange(0, BT, gl.SliceLayout(0, s.type.layout))
@@ -107,7 +107,7 @@ def _softmax(s, m, z, scale, j, last_key, MASKED: gl.constexpr):
         m_new = gl.maximum(m, gl.max(s, 1))
     else:
         m_new = gl.maximum(m, gl.max(s, 1) * scale)
-    # While a row has seen nothing, exp(-inf - 0) = 0 where exp(-inf + inf) would be NaN.
+    # While a row has seen no key, this computes exp(-inf - 0) = 0; exp(-inf + inf) would be NaN.
     base = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s - base[:, None]) if MASKED else gl.exp2(s * scale - base[:, None])
     rescale = gl.exp2(m - base)
@@ -131,7 +131,7 @@ def _step(
     STAGES: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """Scores and softmax of block i, counted from the last, while block i - 1 is added to o."""
+    """Computes scores and softmax of block i, counted from the last block, and meanwhile adds block i - 1 to o."""
     _q_full, k_full, k_empty, v_full, v_empty = barriers
     BT: gl.constexpr = v_tiles.type.shape[3]
     BV: gl.constexpr = v_tiles.type.shape[4]
@@ -165,7 +165,7 @@ def _attend_warps(
     CAUSAL: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Attention of the queries first + WARPGROUP * BR and on."""
+    """Computes attention of BR queries, from query first + WARPGROUP * BR on."""
     q_tiles, k_tiles, v_tiles = tiles
     q_full, k_full, k_empty, v_full, _v_empty = barriers
     b, h, first, blocks, full_blocks = work
@@ -200,7 +200,7 @@ def _attend_warps(
     o = warpgroup_mma(weights, v_tiles.index(slot).reshape([BT, BV]), o, is_async=True)
     o, weights = warpgroup_mma_wait(0, [o, weights])
 
-    # A row that sees no key: o = 0 / 0 = NaN and lse = -inf + log 0 = -inf.
+    # If a row sees no key, o = 0 / 0 = NaN and lse = -inf + log 0 = -inf.
     gl.store(lse_ptr + (b.to(gl.int64) * Tq + t) * Hq + h, (m + gl.log2(z)) * LN_2, t < Tq)
     o = o / gl.convert_layout(z, gl.SliceLayout(1, o_layout))[:, None]
     o_tile = q_tiles.index(WARPGROUP)._reinterpret(o_desc.dtype, [1, 1, BR, BV], o_desc.layout)
@@ -230,14 +230,14 @@ def _attention(
     BT: gl.constexpr = k_desc.block_type.shape[2]
     BV: gl.constexpr = v_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
-    # The tiles of a head start together, so that its keys stay in the cache; those that see most keys start first.
+    # The tiles of a head start together, so that its keys stay in the cache. The tiles that see most keys start first.
     tiles_per_head = gl.cdiv(Tq, 2 * BR)
     first = (tiles_per_head - 1 - gl.program_id(0) % tiles_per_head) * 2 * BR
     b = gl.program_id(0) // tiles_per_head // Hq
     h = gl.program_id(0) // tiles_per_head % Hq
     if CAUSAL:
         blocks = gl.cdiv(gl.minimum(first + 2 * BR + Tk - Tq, Tk), BT)
-        full_blocks = gl.maximum(first + 1 + Tk - Tq, 0) // BT  # which every row sees whole
+        full_blocks = gl.maximum(first + 1 + Tk - Tq, 0) // BT  # every row sees all keys of these
     else:
         blocks = gl.cdiv(Tk, BT)
         full_blocks = Tk // BT
@@ -247,11 +247,11 @@ def _attention(
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BT, BK], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BT, BV], v_desc.layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [1], bars)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # both warpgroups have used it
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # q has been loaded
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # a block of k has been loaded
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # both warpgroups have read it
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # a block of v has been loaded
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # both warpgroups have read it
     mbarrier.init(q_full, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)

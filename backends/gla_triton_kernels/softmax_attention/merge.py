@@ -1,9 +1,9 @@
-"""One output of softmax attention from those of splits of the keys, which were attended to at once.
+"""Merges the outputs of splits of the keys into the output of softmax attention.
 
     m = max_p lse_p        w_p = exp(lse_p - m)        z = sum_p w_p
     o = sum_p w_p o_p / z        lse = m + log z
 
-P splits   BP splits that are merged at a time   V value width   BV a block of V
+P splits   BP splits that are merged at a time   V value width   BV values of a block
 
 Source: Dao et al., "FlashAttention" (arXiv 2205.14135), on the online softmax of arXiv 1805.02867.
 """
@@ -20,7 +20,7 @@ from gla_triton_kernels.runtime.sizes import power_of_two
 
 
 def launch_merge(split_o: Tensor, split_lse: Tensor, o: Tensor, lse: Tensor) -> list[Launch]:
-    """Returns the launch that writes o [..., V] and lse [...] from those of the splits [P, ..., V] and [P, ...]."""
+    """Returns the launch that merges split_o [P, ..., V] and split_lse [P, ...] into o [..., V] and lse [...]."""
     P, V = split_o.shape[0], o.shape[-1]
     BP, BV = min(power_of_two(P), 64), min(power_of_two(V), 64)
     arguments = {
@@ -47,7 +47,7 @@ def _merge(
     BP: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """Program: BV columns of a row's output."""
+    """Merges BV columns of one row of o."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     p, j = tl.arange(0, BP), tl.program_id(1) * BV + tl.arange(0, BV)
     m = tl.full((BP,), -float("inf"), tl.float32)
@@ -55,13 +55,14 @@ def _merge(
         lses = tl.load(split_lse_ptr + (first + p) * rows + row, mask=first + p < P, other=-float("inf"))  # [BP]
         m = tl.maximum(m, lses)
     m = tl.max(m, 0)
-    # Where no split was seen, exp(-inf - 0) = 0 where exp(-inf + inf) would be NaN; then o = 0 / 0 = NaN.
+    # If the row sees no key of any split, this computes exp(-inf - 0) = 0, and then o = 0 / 0 = NaN; exp(-inf + inf)
+    # would be NaN.
     base = tl.where(m == -float("inf"), 0.0, m)
     z = tl.zeros((BP,), tl.float32)
     o = tl.zeros((BP, BV), tl.float32)
     for first in range(0, P, BP):
         lses = tl.load(split_lse_ptr + (first + p) * rows + row, mask=first + p < P, other=-float("inf"))  # [BP]
-        seen = (lses != -float("inf"))[:, None]  # [BP, 1]; what was not seen has o = NaN
+        seen = (lses != -float("inf"))[:, None]  # [BP, 1]; a split without a visible key has o = NaN
         outputs = tl.load(
             split_o_ptr + ((first + p) * rows + row)[:, None] * V + j, mask=seen & (j < V), other=0.0
         )  # [BP, BV]

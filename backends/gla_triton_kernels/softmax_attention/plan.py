@@ -1,10 +1,9 @@
-"""Plans of softmax attention: kernel, launch parameters and splits are decided here alone, without Triton.
+"""Plans of softmax attention: the choice of kernel, launch parameters and splits. Imports no Triton.
 
-The launcher runs a plan (call.py), and the cost models price the same one (cost.py). Launch parameters were measured
-on an H200.
+launches.py runs a plan, and cost.py prices the same plan. Launch parameters were measured on an H200.
 
 B batch   Tq, Tk queries and keys   H key/value heads   Hq query heads   K, V key and value width
-BR rows of queries per program   BT keys per block   BK, BV the widths rounded up
+BR rows of queries of a program   BT keys of a block   BK, BV key and value width, rounded up
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel that attends, as a value.
+    """A kernel that computes attention, as a value.
 
     Attributes:
-        name: its file. load: imports it, and returns the function that describes its launch.
-        refusal: takes a call and a GPU, returns why the kernel cannot compute the call, or None.
+        name: the name of the kernel's file.
+        load: imports the kernel, and returns the function that describes its launch.
+        refusal: takes a call and a GPU, and returns the reason why the kernel cannot compute the call, or None.
     """
 
     name: str
@@ -40,15 +40,19 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The kernel of a call.
+    """The kernel of a call, with its launch parameters.
 
     Attributes:
-        BR: rows of a program, or of each of its warpgroups.
-        stages: blocks of keys on their way from memory at a time.
-        tma: keys and values are moved by TMA, not through pointers.
-        exact: float32 is multiplied as float32, not as TF32.
-        registers: that a thread may have; None for as many as it likes.
-        split: keys of a split, a multiple of BT; None where all keys are attended to at once.
+        BR: number of rows of a program, or of each of its warpgroups.
+        BT: number of keys of a block.
+        BK: key width K, rounded up.
+        BV: value width V, rounded up.
+        warps: number of warps of a program, or of a warpgroup if warps are specialised.
+        stages: number of blocks of keys that are prefetched at a time.
+        tma: whether TMA loads keys and values; otherwise the kernel loads them through pointers.
+        exact: whether float32 is multiplied as float32; otherwise as TF32.
+        registers: the most registers of a thread, or None for no limit.
+        split: number of keys of a split, a multiple of BT; None if one program attends to all keys.
     """
 
     kernel: Kernel
@@ -69,19 +73,19 @@ class Plan:
 
 
 def is_causal(call: OpCall) -> bool:
-    """Returns whether queries see no later keys; taken for so if there are many queries and nothing is said."""
+    """Returns whether attention is causal; without an argument `causal` it is, if there is more than one query."""
     return call.scalars.get("causal", call.dims["Tq"] > 1)
 
 
 # ---- all keys by one program
 
-# By width: BR, BT and warps. Products of 16-bit numbers fill the tensor cores; those of float32 at full precision are
-# computed without them, fully unrolled, so their blocks are small.
+# BR, BT and warps for each width. Products of 16-bit numbers fill the tensor cores. Products of float32 at full
+# precision are computed without tensor cores and fully unrolled, so their blocks are small.
 TILES_16_BIT = {64: (64, 128, 4), 128: (128, 64, 4), 256: (128, 64, 8), 512: (64, 32, 8)}
 TILES_TF32 = {64: (64, 64, 4), 128: (64, 32, 4), 256: (16, 16, 8), 512: (16, 16, 8)}
 TILES_FLOAT32 = {64: (32, 32, 4), 128: (32, 16, 8), 256: (16, 16, 8), 512: (16, 16, 8)}
 WGMMA_ROWS = 64
-"""Rows of a warpgroup, the fewest that wgmma multiplies: with no more queries, one of two warpgroups has no work."""
+"""Rows of a warpgroup, the fewest that wgmma multiplies. With up to 64 queries, one of two warpgroups would be idle."""
 
 
 def _load_general() -> Callable[..., list[Launch]]:
@@ -112,7 +116,10 @@ def _sm90_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def are_addressable(call: OpCall, names: str) -> bool:
-    """Returns whether TMA can address these of q, k and v. A tensor whose layout is not known counts as addressable."""
+    """Returns whether TMA can address the tensors in `names`, each one of q, k and v.
+
+    A tensor with an unknown layout counts as addressable.
+    """
     return all(addressable(call.layouts[name]) for name in names if name in call.layouts)
 
 
@@ -121,14 +128,14 @@ SM90 = Kernel("forward_sm90", _load_sm90, _sm90_refusal)
 
 
 def plan_one_pass(call: OpCall, gpu: Gpu) -> Plan:
-    """Plans all keys by one program."""
+    """Returns a plan in which one program attends to all keys."""
     if SM90.refusal(call, gpu) is None:
         return _sm90(call.dims["K"], call.dims["V"])
     return _general(call, gpu)
 
 
 def explained(plan: Callable[[OpCall, Gpu], Plan]) -> Callable[[OpCall], list[str]]:
-    """Returns a function that names the kernel of a call, and says why the one for SM90 refuses it."""
+    """Returns a function that names the kernel of a call, and gives the reason if the kernel for SM90 refuses it."""
 
     def lines(call: OpCall) -> list[str]:
         gpu = gpu_of_call(call)
@@ -142,7 +149,7 @@ def explained(plan: Callable[[OpCall, Gpu], Plan]) -> Callable[[OpCall], list[st
 
 def _sm90(K: int, V: int) -> Plan:
     BK, BV = (64 if width <= 64 else 128 if width <= 128 else 256 for width in (K, V))
-    BK = max(BK, BV)  # o leaves through the tiles of q
+    BK = max(BK, BV)  # o is written through the tiles of q
     BT = 128 if BK <= 128 else 64
     return Plan(kernel=SM90, BR=WGMMA_ROWS, BT=BT, BK=BK, BV=BV, warps=4, tma=True, registers=168)
 
@@ -158,7 +165,7 @@ def _general(call: OpCall, gpu: Gpu) -> Plan:
     if rows < BR:
         BR, warps = power_of_two(rows, 16), min(warps, 4)
     tma = gpu.architecture.has_tma and call.dtype != torch.float32 and are_addressable(call, "kv")
-    # Triton 3.6 on Hopper miscompiles blocks of pointers with V up to 32 and K above it, so both are as wide there.
+    # Triton 3.6 on Hopper miscompiles blocks of pointers with V up to 32 and K above 32, so BK equals BV there.
     BK, BV = (power_of_two(K, 16), power_of_two(V, 16)) if tma else (width, width)
     return Plan(kernel=GENERAL, BR=BR, BT=BT, BK=BK, BV=BV, warps=warps, tma=tma, exact=exact)
 
@@ -166,26 +173,27 @@ def _general(call: OpCall, gpu: Gpu) -> Plan:
 # ---- keys in splits
 
 PROGRAMS = 4
-"""Programs per multiprocessor: two waves of two."""
+"""Programs per multiprocessor: two waves of two programs."""
 FEW_ROWS = 16
-"""The most rows with which a program waits for its keys alone: another block is on its way, and one wave is best."""
+"""The most rows of a program that is limited by loads of keys: it prefetches one more block, and one wave is best."""
 PROGRAMS_OF_FEW_ROWS = 3
-"""Programs per multiprocessor then, as many as share one."""
+"""Programs per multiprocessor with up to `FEW_ROWS` rows: this number runs on a multiprocessor at once."""
 FEWEST_BLOCKS = 4
-"""Blocks of keys that a split has at least, so that its o is less to write than its keys are to read."""
+"""The fewest blocks of keys of a split: the program then writes fewer bytes of o than it reads of keys."""
 
 
 def plan_splits(call: OpCall, gpu: Gpu) -> Plan:
-    """Keys in splits, as many as let the device have its fill of programs; all at once where that is one.
+    """Returns a plan with enough splits of the keys to fill the device with programs.
 
-    Only the general kernel attends to splits; what is not split may take the one for SM90.
+    If one split is enough, keys are not split. Only the general kernel supports splits; a call without splits may use
+    the kernel for SM90.
     """
     B, Tq, Tk, H, Hq = (call.dims[name] for name in ("B", "Tq", "Tk", "H", "Hq"))
     plan, programs = _general(call, gpu), PROGRAMS
     if plan.BR <= FEW_ROWS and call.dtype != torch.float32:
         plan, programs = replace(plan, stages=3), PROGRAMS_OF_FEW_ROWS
     tiles = -(-Tq * (Hq // max(H, 1)) // plan.BR) * B * H
-    seen = max(1, Tk - min(Tq, Tk) // 2 if is_causal(call) else Tk)  # by the tiles' rows, on average
+    seen = max(1, Tk - min(Tq, Tk) // 2 if is_causal(call) else Tk)  # keys that a row sees on average
     keys = tiles * seen / (programs * gpu.multiprocessors)
     split = max(FEWEST_BLOCKS, -(-int(keys) // plan.BT)) * plan.BT
     if split < Tk:

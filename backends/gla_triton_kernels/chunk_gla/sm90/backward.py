@@ -1,7 +1,7 @@
 """Gradients of chunked gated linear attention for Hopper: one pass backwards, specialised warps, dS in registers.
 
-Per chunk of C tokens, with S the state that enters it, dS the gradient of the state that leaves it, r = b_C / 2 where
-b_t = g_1 + .. + g_t within the chunk, and
+For a chunk of C tokens, let S be the entering state, dS the gradient of the leaving state, b_t = g_1 + .. + g_t within
+the chunk, r = b_C / 2, and
 
     qg = scale q exp(b - r)      kg = k exp(r - b)      P = exp(b_C - r) dS
     A  = tril(qg kg^T)           dA = tril(do v^T)
@@ -10,26 +10,27 @@ b_t = g_1 + .. + g_t within the chunk, and
     dv = A^T do + kg P                                      dS' = exp(r) (P + qg^T do)
     dg_u = sum over V of S * dS' - sum over t < u of (q * dq - k * dk)_t
 
-dS' being the gradient of S. The last sum is formed of the operands of the products as they were rounded: a pair of
-tokens at or after the gate, and the pair of a token with itself, then gives the same products to both of its parts.
+dS' is the gradient of S. The last sum, over t < u, uses the rounded operands of the products. A pair of tokens on the
+same side of gate u, or a pair of a token with itself, then adds the same products to q * dq and to k * dk.
 
 In a chunk that is not mild (some channel decays by more than MILD_DECAY_SM90) A and dA count as 0, and
 
     qg = scale q exp(b)          kg = k exp(b_C - b)        P = dS        dS' = exp(b_C) dS + qg^T do
 
-have no exponent above 0; the chunk is marked, and pairs.py adds what the pairs of its tokens give.
+have no exponent above 0. The kernel marks the chunk, and pairs.py adds the terms of its pairs of tokens.
 
-B batch   T time   H key/value heads, of k, v, g and S   Hq query heads, G of which share one   K, V key and value width
-C rows of a chunk   D = 64 columns of a tile
-PARTS of 64 keys of a block   HALVES of 64 values of a block
+B batch   T tokens   N sequences   I segments   H key/value heads, of k, v, g and S   Hq query heads
+G query heads of a group   K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
+PARTS parts of 64 keys of a block   HALVES parts of 64 values of a block
 
-One block per segment (by default a whole sequence), head, 64 PARTS keys and 64 HALVES values. Three kinds of warps talk
-over barriers in shared memory:
+The grid has one block per segment (by default a whole sequence), query head, 64 PARTS keys and 64 HALVES values. Three
+kinds of warps communicate over barriers in shared memory:
 
     load       one warp: copies q, k, v, do, g and S of the next chunks by TMA
-    gate       a warpgroup: sums g and turns q, k into qg, kg where they lie, while gradient warps are at earlier chunks
-    gradient   a warpgroup for each part of the keys: holds its rows of dS, and computes its columns of dq, dk, dg; of
-               dv, which sums over all keys, it computes a half of the values once the others have written P
+    gate       a warpgroup: sums g and replaces q, k by qg, kg in shared memory, while the gradient warps process
+               earlier chunks
+    gradient   PARTS warpgroups: each holds its rows of dS, and computes its columns of dq, dk and dg. dv is a sum over
+               all keys: each computes its share of the values, once all have written P
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -85,7 +86,10 @@ def launch_gradients(
     segments: Segments,
     scale: float,
 ) -> list[Launch]:
-    """Returns the launches that fill the gradients in x, as that of backward.py; entering is bfloat16."""
+    """Returns the launches that fill the gradients in x; entering is bfloat16.
+
+    See `launch_gradients` of general/backward.py for the other arguments.
+    """
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
     blocks_k, blocks_v = -(-K // kernel.BK), -(-V // kernel.BV)
@@ -123,7 +127,8 @@ def launch_gradients(
         "LAST_LEAVE_NONE": x.last_leave_none,
     }
     grid = (blocks_k * blocks_v * segments.count * Hq, 1, 1)
-    options = {"num_warps": kernel.warps, "maxnreg": 80 if kernel.BK == kernel.BV == 64 else 128}  # two blocks
+    # With 80 registers two blocks share a multiprocessor.
+    options = {"num_warps": kernel.warps, "maxnreg": 80 if kernel.BK == kernel.BV == 64 else 128}
     computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, options)
     summed = partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
     return [computed, *summed, *pairs.launch_pairs(x, marks, scale, kernel.BK)]
@@ -141,13 +146,13 @@ def _columns():
 
 @gluon.jit
 def _left(mask, x):
-    """Returns x [C, C] where mask [C, C] is set, else 0, in bfloat16: the left operand of a product, in registers."""
+    """Returns x [C, C] masked by mask [C, C], in bfloat16, as the left operand of a product, in registers."""
     return gl.convert_layout(gl.where(mask, x, 0.0).to(gl.bfloat16), LEFT)
 
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr):
-    """Keeps what the next chunks need on its way, the last chunk first."""
+    """Prefetches the inputs of the next chunks, the last chunk first."""
     q_desc, k_desc, v_desc, do_desc, g_desc, s_desc = descriptors
     q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles = tiles
     g_full, qk_full, qk_empty, v_full, v_empty, s_full, s_empty = barriers
@@ -185,7 +190,7 @@ def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES:
 
 @gluon.jit
 def _decay(g, mild, i, tiles, scale):
-    """Turns a part's q, k into qg, kg, its gates into the exponents of its queries, and leaves b_C / 2 [D]."""
+    """Replaces q, k of part i by qg, kg, its gates by the exponents of its queries, and stores b_C / 2 [D]."""
     q_tiles, k_tiles, x_tiles, r_tiles = tiles
     q_tile = q_tiles.index(i).reshape([C, D])
     k_tile = k_tiles.index(i).reshape([C, D])
@@ -197,7 +202,7 @@ def _decay(g, mild, i, tiles, scale):
 
 @gluon.jit
 def _write_dg(tiles, where, dg_ptr, key, K, slot, rows, PARTS: gl.constexpr):
-    """Writes dg of a chunk: its parts at the chunk's start, less the sums of w before each row."""
+    """Writes dg of a chunk: the value at the chunk's start, minus the sum of w before each row."""
     _, _, x_tiles, r_tiles = tiles
     b, h, t, T, Hq = where
     row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
@@ -216,9 +221,9 @@ def _write_dg(tiles, where, dg_ptr, key, K, slot, rows, PARTS: gl.constexpr):
 def _gate_warps(
     g_desc, tiles, barriers, marks, marks_c, dg_ptr, place, sizes, scale, PARTS: gl.constexpr, PACKED: gl.constexpr
 ):
-    """Turns q, k into qg, kg, chunk after chunk, marks those that are not mild, and writes dg of the one before.
+    """Replaces q, k by qg, kg, chunk after chunk; marks chunks that are not mild; writes dg of the previous chunk.
 
-    What is done for each part stands in loops at run time, though gates are then read twice: less code, which is
+    The loops over parts are loops at run time, although gates are then read twice: the code is smaller, and it is
     fetched anew for each chunk.
     """
     q_tiles, k_tiles, x_tiles, r_tiles, mild_flags = tiles
@@ -281,10 +286,13 @@ def _chunk(
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Writes the gradients of a chunk, but for dg, from dS = waiting * tiles [D, D], that of the state that leaves it.
+    """Writes the gradients of a chunk, except dg, from the gradient of its leaving state, waiting * dS.
 
-    Returns the same of the state that enters it: what its keys [D] are still to be multiplied by waits for the next
-    chunk, so that all is scaled once.
+    dS is a tuple of tiles [D, D], and `waiting` [D] is a factor for each key.
+
+    Returns:
+        dS and waiting for the entering state. The next chunk applies the factor together with its own decay, so that dS
+        is scaled once.
     """
     q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, mild_flags = tiles
     w_full, v_empty, s_full, s_empty, ready, done = barriers
@@ -301,12 +309,12 @@ def _chunk(
     if HAS_GATE:
         mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
         r = r_tiles.index(own).load(gl.SliceLayout(1, LAYOUT))  # [D], with keys as rows
-        inner = gl.exp2(gl.where(mild, r, 0.0))  # [D], of P and of dS'
-        factor = (waiting * inner)[:, None]  # [D, 1], of P
+        inner = gl.exp2(gl.where(mild, r, 0.0))  # [D], factor of P and of dS'
+        factor = (waiting * inner)[:, None]  # [D, 1], factor of P
         decay = (waiting * gl.exp2(gl.where(mild, r, 2 * r)))[:, None]  # [D, 1]
     else:
         inner = waiting
-    decayed = ()  # to the start of the chunk, or where it is mild to its middle
+    decayed = ()  # dS decayed to the start of the chunk, or to the middle of a mild chunk
     for j in gl.static_range(HALVES):
         p_tile = p_tiles.index(zero + HALVES * part + j).reshape([D, D])
         if HAS_GATE:
@@ -323,7 +331,7 @@ def _chunk(
         v_tile = v_tiles.index(zero + j).reshape([C, D])
         acc = product(do_tiles.index(zero + j).reshape([C, D]), v_tile.permute([1, 0]), acc)
     acc = warpgroup_mma_wait(0, [acc])
-    beyond = gl.where(mild, 0, C) if HAS_GATE else 0  # C: no row is on this side of any column
+    beyond = gl.where(mild, 0, C) if HAS_GATE else 0  # C masks every element
     dA = _left(row - beyond >= column, acc)
     mbarrier.wait(s_full, i & 1)
     acc = none
@@ -338,11 +346,11 @@ def _chunk(
         w = as_float32(q_tile.load(LAYOUT)) * acc
         acc *= gl.exp2(x_tile.load(LAYOUT))
     dq = acc * scale
-    if dq_desc is not None:  # sooner than it is written: half the registers
+    if dq_desc is not None:  # converted before it is written: half the registers
         dq = dq.to(gl.bfloat16)
 
     acc = none
-    for j in gl.static_range(HALVES):  # a product of its own: a transposed dA would be an operand in registers
+    for j in gl.static_range(HALVES):  # a separate product: a transposed dA would have to be an operand in registers
         do_tile = do_tiles.index(zero + j).reshape([C, D])
         acc = product(v_tiles.index(zero + j).reshape([C, D]), do_tile.permute([1, 0]), acc)
     acc = warpgroup_mma_wait(0, [acc])
@@ -373,7 +381,7 @@ def _chunk(
     aT = _left(row + beyond <= column, aT)
     if PARTS > 1:
         mbarrier.wait(ready, i & 1)
-    dv = ()  # of the halves that are this warpgroup's
+    dv = ()  # the halves that this warpgroup computes
     for j in gl.static_range(HALVES):
         if j % PARTS == part:
             acc = product(aT, do_tiles.index(zero + j).reshape([C, D]), none)
@@ -383,7 +391,7 @@ def _chunk(
             dv += (acc,)
     finished = warpgroup_mma_wait(0, entering + dv)
     if HALVES == 1 and part > 0:
-        finished = (finished,)  # a tuple of one is not returned as such
+        finished = (finished,)  # a tuple of one element is returned as the element
     mbarrier.arrive(v_empty, count=1)
     if PARTS > 1:
         mbarrier.arrive(done, count=1)
@@ -437,7 +445,7 @@ def _gradient_warps(
             head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
             inside = (keys < held) & (values + j * D < V)
             if G > 1:
-                inside = inside & (h % G == 0)  # of the heads of a group one takes it
+                inside = inside & (h % G == 0)  # only one head of a group adds it
             dS += (gl.load(head + in_state(keys, values + j * D, state_k, state_v), inside, 0.0),)
         else:
             dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
@@ -447,7 +455,7 @@ def _gradient_warps(
         c = chunks - 1 - i
         slot = i % SLOTS
         rows = gl.minimum(length - c * C, C)
-        tma.store_wait(0)  # the gradients of the chunk before have left the tiles
+        tma.store_wait(0)  # the gradients of the previous chunk have left the tiles
         mbarrier.arrive(qk_empty.index((i + SLOTS - 1) % SLOTS), count=1, pred=i > 0)
         mbarrier.wait(v_full, i & 1)
         if PACKED:
@@ -467,7 +475,7 @@ def _gradient_warps(
     tma.store_wait(0)
 
 
-# V is not there: where it is a multiple of 16, two elements of a state are moved at once.
+# V is specialised: if it is a multiple of 16, two elements of a state are moved at once.
 @gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "Hq", "K", "B"])
 def _chunk_gla_bwd_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
@@ -477,16 +485,16 @@ def _chunk_gla_bwd_kernel(
     g_desc,  # [B, H, T, K], tiles [C, D], or None
     s_desc,  # states that enter chunks, [rows, H, K, V], tiles [D, D]
     dq_desc,  # [B, Hq, T, K], tiles [C, D]; None where there are several blocks of values
-    dk_desc,  # as dq_desc
+    dk_desc,  # like dq_desc
     dv_desc,  # [B, Hq, T, V], tiles [C, D]; None where there are several blocks of keys
     dq_ptr,  # [blocks of values, B, T, Hq, K]
     dk_ptr,  # [blocks of values, B, T, Hq, K]
     dv_ptr,  # [blocks of keys, B, T, Hq, V]
     dg_ptr,  # [blocks of values, B, T, Hq, K] or None
-    marks,  # [rows, Hq, blocks of keys] or None as g: 1 where a chunk is not mild
-    leaving,  # [N, H, K, V] or None
-    dinitial,  # [N, Hq, K, V] or None
-    order,  # [N, 5] or None
+    marks,  # [rows, Hq, blocks of keys], 1 where a chunk is not mild; None if g is None
+    leaving,  # gradients of leaving states, [I, H, K, V] or None
+    dinitial,  # gradients of initial states, [N, Hq, K, V] or None
+    order,  # [I, 5] or None
     scale,
     state_n,
     state_h,
@@ -541,14 +549,14 @@ def _chunk_gla_bwd_kernel(
     g_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # g has been loaded
     qk_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # q, k have been loaded
     gated = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # q, k have become qg, kg, and g the exponents
-    w_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # all that dg takes is there
+    w_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # w and the start value of dg have been written
     qk_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # dq, dk, dg have left the tiles of q, k, g
     v_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # v, do have been loaded
-    v_empty = gl.allocate_shared_memory(gl.int64, [1], bars)  # and read
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], bars)  # v, do have been read
     s_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # S has been loaded
-    s_empty = gl.allocate_shared_memory(gl.int64, [1], bars)  # and read
+    s_empty = gl.allocate_shared_memory(gl.int64, [1], bars)  # S has been read
     ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # all parts of P have been written
-    done = gl.allocate_shared_memory(gl.int64, [1], bars)  # and read
+    done = gl.allocate_shared_memory(gl.int64, [1], bars)  # all parts of P have been read
     for i in gl.static_range(SLOTS):
         mbarrier.init(g_full.index(i), count=1)
         mbarrier.init(qk_full.index(i), count=1)
@@ -575,7 +583,7 @@ def _chunk_gla_bwd_kernel(
     states = (leaving, held, state_n, state_h, state_k, state_v, dinitial)
     place = (b, h, n, key, value, start, length)
     sizes = (T, Hq, K, V)
-    # Registers of a thread: the gradients need most.
+    # Registers of a thread: the gradient warps need most.
     if PARTS == 1:
         gl.warp_specialize(
             [

@@ -1,14 +1,14 @@
 """Gradients of chunked gated linear attention for Hopper and wide heads: gradients of states first, then all chunks.
 
-The mathematics is that of backward_sm90.py. Where a head takes several blocks of states, each would repeat the work on
-q, k and g, and dq, dk, dg and dv would be sums over blocks. So the gradients of states go to memory once:
+backward.py gives the mathematics. If a head needed several blocks of states, each block would repeat the work on q, k
+and g, and dq, dk, dg and dv would be sums over blocks. Instead, the gradients of states are written to memory once:
 
-    state_gradients_sm90.py   goes backwards through sequences or segments, and writes P of every chunk
-    the kernel here           a block per chunk and head: goes over the values, and sums dq, dk and dv on chip
+    state_gradients.py   processes segments backwards, and writes P of every chunk
+    this file            one block per chunk and query head: loops over the values, and sums dq, dk and dv on chip
 
-B batch   T time   H key/value heads, of k, v, g and S   Hq query heads, G of which share one   K, V key and value width
-C rows of a chunk   D = 64 values of a tile, and keys of a part   PARTS parts of a warpgroup, which has half of the keys
-n rows of states
+B batch   T tokens   N sequences   H key/value heads, of k, v, g and S   Hq query heads   G query heads of a group
+K, V key and value width   C tokens of a chunk   D = 64 values of a tile, and keys of a part
+PARTS parts of a warpgroup, which has half of the keys   n rows of states, one for each chunk
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -50,8 +50,8 @@ from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
-SLOTS = gl.constexpr(3)  # tiles of S, P or g on their way
-V_SLOTS = gl.constexpr(2)  # tiles of v and do
+SLOTS = gl.constexpr(3)  # tiles of S, P or g that are prefetched
+V_SLOTS = gl.constexpr(2)  # tiles of v and do that are prefetched
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # for sums over columns
 
 
@@ -63,7 +63,10 @@ def launch_gradients(
     segments: Segments,
     scale: float,
 ) -> list[Launch]:
-    """Returns the launches that fill the gradients in x, as that of backward.py; entering is bfloat16."""
+    """Returns the launches that fill the gradients in x; entering is bfloat16.
+
+    See `launch_gradients` of general/backward.py for the other arguments.
+    """
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
     keys = _keys(K)
@@ -103,13 +106,13 @@ def launch_gradients(
 
 
 def _keys(K: int) -> int:
-    """Returns the keys of a warpgroup: their gates are mild or not together."""
+    """Returns the number of keys of a warpgroup; these keys share one mark, mild or not."""
     return WIDTH if K <= 2 * WIDTH else 2 * WIDTH
 
 
 @gluon.jit
 def _load_gates(g_desc, x_tiles, full, empty, item, place, PARTS: gl.constexpr, G: gl.constexpr):
-    """Loads the gates of both warpgroups' keys into the next two slots."""
+    """Loads the gates of the keys of both warpgroups into the next two slots."""
     b, h, t = place
     for i in gl.static_range(2):
         slot = (item + i) % SLOTS
@@ -134,7 +137,7 @@ def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr):
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place, tiles_v, PARTS: gl.constexpr, G: gl.constexpr):
-    """Loads q and k, then keeps g, tiles of v and do, and in turns of S and P, on their way, and g once more."""
+    """Loads q, k and g, then prefetches tiles of v and do, and of S and P in turns; at last, loads g once more."""
     q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc = descriptors
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles = tiles
     qk_full, full, empty, v_full, v_empty = barriers
@@ -170,13 +173,13 @@ def _release(empty, item):
 
 @gluon.jit
 def _tile(tiles, i):
-    """The i-th of several tiles."""
+    """Returns the i-th of several tiles, as a matrix."""
     return tiles.index(i).reshape([tiles.type.shape[3], tiles.type.shape[4]])
 
 
 @gluon.jit
 def _decay(g_desc, tiles, own, mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
-    """Turns this warpgroup's q and k into qg and kg, and leaves b_C / 2 [D] of each part."""
+    """Replaces q and k of this warpgroup by qg and kg, and stores b_C / 2 [D] of each part."""
     q_tiles, k_tiles, x_tiles, r_tiles = tiles
     for p in range(PARTS):
         q_tile, k_tile = _tile(q_tiles, own + p), _tile(k_tiles, own + p)
@@ -193,7 +196,7 @@ def _decay(g_desc, tiles, own, mild, rows, scale, PARTS: gl.constexpr, PACKED: g
 
 @gluon.jit
 def _scores(q_tiles, k_tiles, milds, PARTS: gl.constexpr):
-    """A^T [C, C] as the left operand of a product."""
+    """Returns A^T [C, C] as the left operand of a product."""
     row = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1]
     column = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C]
     none = gl.zeros([C, C], gl.float32, LAYOUT)
@@ -209,7 +212,7 @@ def _scores(q_tiles, k_tiles, milds, PARTS: gl.constexpr):
 
 @gluon.jit
 def _add_crossing(this, other, s_tiles, s_first, p_first, PARTS: gl.constexpr):
-    """Adds to each part [D] of keys the sum over the values of a tile of S * P."""
+    """Adds the sum of S * P, over the values of a tile, to the tensor [D] of each part of the keys."""
     for p in range(PARTS):
         S = _tile(s_tiles, s_first + p).load(ROWS).to(gl.float32)  # [D, D]
         P = _tile(s_tiles, p_first + p).load(ROWS).to(gl.float32)  # [D, D]
@@ -232,9 +235,10 @@ def _gradient_warps(
     PARTS: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Computes the gradients of PARTS parts of the keys of a chunk; the first warpgroup dA besides, the second dv.
+    """Computes the gradients of PARTS parts of the keys of a chunk.
 
-    What is done for each part stands in loops at run time: the code has to fit into the cache of instructions.
+    In addition, the first warpgroup computes dA, and the second computes dv. The loops over parts are loops at run
+    time, because the code has to fit into the instruction cache.
     """
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, da_tiles, dv_tile, r_tiles = tiles
     qk_full, full, empty, v_full, v_empty, gated, ready = barriers
@@ -262,18 +266,18 @@ def _gradient_warps(
     mbarrier.wait(gated, 0)
 
     none = gl.zeros([C, C], gl.float32, LAYOUT)
-    square = none  # dA, of the first warpgroup
+    square = none  # dA in the first warpgroup, dv in the second
     if part == 1:
         aT = _scores(q_tiles, k_tiles, milds, PARTS)
-    dq0, dq1, dk0, dk1 = none, none, none, none  # of each part
+    dq0, dq1, dk0, dk1 = none, none, none, none  # dq and dk of each part
     crossing0 = gl.zeros([D], gl.float32, gl.SliceLayout(1, ROWS))
     crossing1 = crossing0
     for j in range(tiles_v):
         item = first + 2 * j
         v_slot = j % V_SLOTS
         v_tile, do_tile = _tile(v_tiles, v_slot), _tile(do_tiles, v_slot)
-        S = 2 * PARTS * (item % SLOTS)  # where the tiles of S begin
-        P = 2 * PARTS * ((item + 1) % SLOTS)  # and those of P
+        S = 2 * PARTS * (item % SLOTS)  # index of the first tile of S
+        P = 2 * PARTS * ((item + 1) % SLOTS)  # index of the first tile of P
         mbarrier.wait(v_full.index(v_slot), j // V_SLOTS & 1)
         if PACKED:
             clear_rows(do_tile, rows, RUNS)
@@ -328,7 +332,7 @@ def _gradient_warps(
             x_tile.store(x)
             r = r_tiles.index(own + p).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
             dq *= gl.exp2(gl.where(mild, r, 0.0))
-            entered = gl.sum(q_tile.load(LAYOUT).to(gl.float32) * dq, 0)  # [D], what the tokens take of S
+            entered = gl.sum(q_tile.load(LAYOUT).to(gl.float32) * dq, 0)  # [D], the term of queries that read S
         dq = product(da_tile, k_tile, dq)
         dq, dk = warpgroup_mma_wait(0, [dq, product(da_tile.permute([1, 0]), q_tile, dk)])
         if HAS_GATE:
@@ -337,7 +341,7 @@ def _gradient_warps(
             dq *= gl.exp2(x)
             dk *= gl.exp2(gl.where(mild, 0.0, 2 * r) - x)
             x_tile.store(w)
-        # What this warpgroup writes goes by way of its tiles of q and k, which all have read.
+        # This warpgroup writes through its tiles of q and k: all warps have read these.
         write(dq_desc, dq_ptr, q_tile, dq * scale, key, K, where, rows, PACKED)
         write(dk_desc, dk_ptr, k_tile, dk, key, K, where, rows, PACKED)
         if HAS_GATE:
@@ -368,7 +372,7 @@ def _gradient_kernel(
     dk_ptr,  # [B, T, Hq, K]
     dv_ptr,  # [B, T, Hq, V]
     dg_ptr,  # [B, T, Hq, K] or None
-    marks,  # [n, Hq, blocks of keys] or None as g
+    marks,  # [n, Hq, blocks of keys]; None if g is None
     order,  # [n, 5] or None
     scale,
     T,
@@ -378,7 +382,7 @@ def _gradient_kernel(
     PARTS: gl.constexpr,
     G: gl.constexpr,
 ):
-    """A block: one chunk of one head; two warpgroups with PARTS parts of D keys each, and a warp that loads."""
+    """Computes one chunk of one head, with two warpgroups of PARTS parts of D keys each, and a load warp."""
     PACKED: gl.constexpr = order is not None
     h = gl.program_id(0) % Hq
     i = gl.program_id(0) // Hq
@@ -411,11 +415,11 @@ def _gradient_kernel(
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     qk_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # q and k have been loaded
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # a tile of S, P or g has been loaded
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # and read
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # both warpgroups have read it
     v_full = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # tiles of v and do have been loaded
-    v_empty = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # and read
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # both warpgroups have read them
     gated = gl.allocate_shared_memory(gl.int64, [1], bars)  # q and k have become qg and kg
-    ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # dA is there, and all of kg has been read
+    ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # dA has been written, and all of kg has been read
     mbarrier.init(qk_full, count=1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)

@@ -1,12 +1,12 @@
-"""Functions that the kernels for SM90 share: segments, decays and scores of a chunk, rows cleared and written, overlap.
+"""Functions shared by the kernels for SM90: segments, decays and scores of a chunk, clears and writes of rows, overlap.
 
     b_t = g_1 + .. + g_t                             within a chunk
     mild chunk (no channel decays by more than MILD_DECAY_SM90): with r = b_C / 2,
         qg = q exp(b - r)        kg = k exp(r - b)         A = tril(qg kg^T)
-    any chunk: no exponent above 0, so that nothing overflows,
+    any chunk: no exponent is above 0, so nothing overflows,
         qg = q exp(b)            kg = k exp(b_C - b)       A: see _scores_by_halving
 
-C rows of a chunk   K key width of a head, or of a slice of it
+B batch   T tokens   I segments   H heads   C tokens of a chunk   K key width of a head, or of a slice of it
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
 
-LOG2_C = gl.constexpr(6)  # of the 64 rows of a chunk
+LOG2_C = gl.constexpr(6)  # a chunk has C = 64 tokens
 
 
 @gluon.jit
@@ -40,7 +40,10 @@ def _either(a, b):
 
 @gluon.jit
 def as_float32(x):
-    """Returns x in float32: two bfloat16 of a register by two instructions, where the compiler takes three."""
+    """Returns x in float32.
+
+    Two instructions convert the two bfloat16 numbers of a register; the compiler would use three.
+    """
     if x.dtype == gl.bfloat16:
         widen: gl.constexpr = """{
             .reg .b32 first, second;
@@ -55,10 +58,10 @@ def as_float32(x):
 
 @gluon.jit
 def levels_that_count(g, least):
-    """The halvings of a chunk, as bits m, in which some gate of g [C, K] between two halves of m rows is above `least`.
+    """Returns the levels m of the halving, as bits, at which some gate of g [C, K] between two halves is above `least`.
 
-    The lowest bit of a row's number says in which blocks of 2 m rows it is the first of the second half: its gate then
-    decays every pair of the two halves.
+    The lowest set bit m of a row's number gives the level: the row is the first of the second half of a block of 2 m
+    rows. Its gate decays every pair of the two halves.
     """
     row = gl.arange(0, g.shape[0], gl.SliceLayout(1, g.type.layout))[:, None]  # [C, 1]
     bits = gl.where(g > least, row & -row, 0)  # [C, K]
@@ -67,30 +70,30 @@ def levels_that_count(g, least):
 
 @gluon.jit
 def opaque_zero():
-    """A zero that the compiler does not see through: what depends on it is not kept in registers between chunks."""
+    """Returns a zero that the compiler cannot fold: values that depend on it do not occupy registers between chunks."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def let_dependents_start():
-    """Lets the next kernel of the stream start where it was launched with `launch_pdl`: see wait_for_predecessor."""
+    """Lets the next kernel of the stream start, if it was launched with `launch_pdl`; see `wait_for_predecessor`."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def wait_for_predecessor():
-    """Waits until the kernel before this one in the stream is done, and all it wrote can be seen."""
+    """Waits until the kernel before this one in the stream is done, and all its writes are visible."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def segment_at(order, place):
-    """Returns the segment in a place of the order [I, 5].
+    """Returns the segment at a place of the order [I, 5].
 
-    Its number, first row and tokens come first, then first row and end of its sequence.
+    The result is (number, first token, number of tokens, first token of its sequence, end of its sequence).
 
     Args:
-        order: as in `Segments`.
+        order: see `Segments`.
     """
     row = order + place.to(gl.int64) * 5
     i, start, end, origin, last = gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3), gl.load(row + 4)
@@ -99,12 +102,13 @@ def segment_at(order, place):
 
 @gluon.jit
 def tokens_of(n, T, segment, segments, order):
-    """Returns number, batch, first token and tokens of the n-th sequence or segment to start.
+    """Returns the tokens of the n-th sequence or segment to start.
 
-    After these, the number, the first token and the end of its sequence.
+    The result is (number, batch, first token, number of tokens) of the segment, followed by (number, first token, end)
+    of its sequence.
 
     Args:
-        order, segment, segments: the order, length and per_sequence of `Segments`.
+        order, segment, segments: `order`, `length` and `per_sequence` of `Segments`.
     """
     if order is None:
         b = n // segments
@@ -118,7 +122,10 @@ def tokens_of(n, T, segment, segments, order):
 
 @gluon.jit
 def next_checkpoint(start, sequence, origin, every, PACKED: gl.constexpr):
-    """The row of the first checkpoint at `start` or after, and the tokens until then; there is one `every` tokens."""
+    """Returns the row of the first checkpoint at or after `start`, and the number of tokens until it.
+
+    A sequence has a checkpoint every `every` tokens.
+    """
     row = 0
     if PACKED:
         row = sequence + origin // every
@@ -129,10 +136,10 @@ def next_checkpoint(start, sequence, origin, every, PACKED: gl.constexpr):
 
 @gluon.constexpr_function
 def layout_of_runs(C, K):
-    """Returns a layout of a tile [C, K] for 4 warps, which hold runs of K / 256 of the rows.
+    """Returns a layout of a tile [C, K] for 4 warps, which hold runs of C K / 256 rows.
 
-    A warp holds 64 columns, and a thread two of these: it then reads whole rows of shared memory, whose banks no two
-    threads share.
+    A warp holds 64 columns, and a thread two of these columns. The warp then reads whole rows of shared memory, without
+    bank conflicts.
     """
     runs = 256 // K
     return gl.BlockedLayout([C // runs, 2], [1, 32], [runs, 4 // runs], [1, 0])
@@ -140,10 +147,10 @@ def layout_of_runs(C, K):
 
 @gluon.constexpr_function
 def layout_of_columns(C, K):
-    """Returns a layout of a tile [C, K] for 4 warps, to add up rows in few threads: a thread holds rows of two columns.
+    """Returns a layout of a tile [C, K] for 4 warps in which few threads sum over rows; a thread holds two columns.
 
-    Of 128 columns it holds half the rows, or registers spill; of fewer, runs of 4, which seldom meet in shared memory's
-    banks.
+    With 128 columns a thread holds half of the rows, because registers spill otherwise. With fewer columns it holds
+    runs of 4 rows, for which bank conflicts in shared memory are rare.
     """
     run = C // 2 if K > 64 else 4
     lanes = 256 // K
@@ -152,10 +159,10 @@ def layout_of_columns(C, K):
 
 @gluon.jit
 def sums_of_runs(x):
-    """Sums over the rows of x [C, K] in `layout_of_runs`, for which warps wait for each other once.
+    """Returns sums over the rows of x [C, K] in `layout_of_runs`; warps wait for each other only once.
 
-    Returns those of each of the R runs up to each of its rows [R, C / R, K], of the runs before each [R, K], and of all
-    rows [K].
+    The result is three tensors: the sums within each of the R runs up to each row [R, C / R, K], the sums of all runs
+    before each run [R, K], and the sum of all rows [K].
     """
     layout: gl.constexpr = x.type.layout
     R: gl.constexpr = layout.warps_per_cta[0]
@@ -167,7 +174,7 @@ def sums_of_runs(x):
     blocks = gl.convert_layout(x.reshape([R, RUN, K]), runs, assert_trivial=True)
     within = gl.associative_scan(blocks, 1, plus)
     row = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(2, runs)))[None, :, None]
-    # Adding -0.0 changes nothing, which the compiler knows: these sums take numbers that a thread holds.
+    # The compiler knows that adding -0.0 changes nothing: these sums only select numbers that a thread holds.
     last = gl.sum(gl.where(row == RUN - 1, within, -0.0), 1)  # [R, K]
     totals = gl.convert_layout(last, everywhere)  # [R, K]
     run = gl.arange(0, R, gl.SliceLayout(1, everywhere))[:, None]  # [R, 1]
@@ -181,7 +188,7 @@ def sums_of_runs(x):
 
 @gluon.jit
 def exponents_of_mild_chunk(g):
-    """The exponents b - r [C, K] of a chunk that may be mild, base 2, and b_C [K], of its gates g [C, K]."""
+    """Returns the exponents b - r [C, K], base 2, and b_C [K] for the gates g [C, K] of a chunk that may be mild."""
     within, before, end = sums_of_runs(g)
     r = gl.convert_layout(0.5 * end, gl.SliceLayout(0, before.type.layout), assert_trivial=True)[None, :]  # [1, K]
     x = within * LOG2E + ((before - r) * LOG2E)[:, None, :]
@@ -190,17 +197,20 @@ def exponents_of_mild_chunk(g):
 
 @gluon.jit
 def decay_mild_chunk(q_tile, k_tile, x, end):
-    """Turns tiles q, k [C, K] of a mild chunk into qg, kg, by its exponents x [C, K], and returns exp(r) [K]."""
+    """Replaces the tiles q, k [C, K] of a mild chunk with exponents x [C, K] by qg, kg, and returns exp(r) [K]."""
     layout: gl.constexpr = x.type.layout
     q_tile.store((as_float32(q_tile.load(layout)) * gl.exp2(x)).to(q_tile.dtype))
-    minus_x = -1.0 * x  # -x would be 0 - x, an instruction more
+    minus_x = -1.0 * x  # -x would become 0 - x, one more instruction
     k_tile.store((as_float32(k_tile.load(layout)) * gl.exp2(minus_x)).to(k_tile.dtype))
     return gl.exp2(0.5 * end * LOG2E)
 
 
 @gluon.jit
 def decay_any_chunk(q_tile, k_tile, scratch, g):
-    """Turns tiles q, k [C, K] of any chunk with gates g [C, K] into qg, kg, and returns exp(b_C) [K] and A [C, C]."""
+    """Replaces the tiles q, k [C, K] of any chunk by qg, kg, and returns exp(b_C) [K] and A [C, C].
+
+    g [C, K] are the gates of the chunk.
+    """
     g = gl.maximum(g, LEAST_GATE) * LOG2E
     b = gl.associative_scan(g, 0, plus)  # [C, K]
     b_end = gl.sum(g, 0)  # [K]
@@ -212,13 +222,16 @@ def decay_any_chunk(q_tile, k_tile, scratch, g):
 
 @gluon.jit
 def in_state(key, value, stride_k, stride_v):
-    """Returns the offsets of numbers of a state from its first; the stride of what lies together is None."""
+    """Returns the offsets of elements of a state from its first element.
+
+    stride_k is None if keys are contiguous; otherwise values are.
+    """
     return value.to(gl.int64) * stride_v + key if stride_k is None else key.to(gl.int64) * stride_k + value
 
 
 @gluon.jit
 def clear_rows(tile, rows, layout: gl.constexpr):
-    """Clears what lies behind the first `rows` rows of a tile: rows of the next sequence."""
+    """Clears all but the first `rows` rows of a tile: the other rows belong to the next sequence."""
     if rows < tile.shape[0]:
         row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout)) + opaque_zero()
         x = tile.load(layout)
@@ -227,9 +240,11 @@ def clear_rows(tile, rows, layout: gl.constexpr):
 
 @gluon.jit
 def write_rows(ptr, x, column, width, where, rows):
-    """Writes the first `rows` rows of x [C, K] to a tensor [B, T, H, width] from registers.
+    """Writes the first `rows` rows of x [C, K] from registers to a tensor [B, T, H, width].
 
-    where: batch, head, first token, T and H. column: of the tensor, where x begins.
+    Args:
+        column: the column of the tensor where x begins.
+        where: (batch, head, first token, T, H).
     """
     b, h, t, T, H = where
     row = (gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout)) + opaque_zero())[:, None]  # [C, 1]
@@ -241,9 +256,11 @@ def write_rows(ptr, x, column, width, where, rows):
 
 @gluon.jit
 def write(desc, ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr):
-    """Writes x [C, K] to a tensor, by way of a tile in shared memory unless rows behind it are another sequence's.
+    """Writes x [C, K] to a tensor, through a tile in shared memory unless the rows after x belong to another sequence.
 
-    The arguments are as of `write_rows`. desc: of the tensor; None where x is one of several partial results.
+    Args:
+        desc: descriptor of the tensor, or None if x is one of several partial results.
+        ptr, x, column, width, where, rows: see `write_rows`.
     """
     b, h, t, _, _ = where
     if desc is None:  # noqa: SIM114 -- known when this is compiled
@@ -258,11 +275,11 @@ def write(desc, ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr):
 
 @gluon.jit
 def _scores_by_halving(q_tile, k_tile, scratch, b, levels):
-    """A [C, C] with A_ts = sum over d of q_td k_sd exp2(b_td - b_sd) for t >= s, for gates of any strength.
+    """Returns A [C, C] with A_ts = sum over d of q_td k_sd exp2(b_td - b_sd) for t >= s, for gates of any strength.
 
-    By repeated halving: in every block of 2 m rows, the rows t of the second half meet the rows s of the first, both
-    decayed to the last row of the first half, by exponents that are not above 0. The diagonal is not decayed. Blocks
-    whose m is not among the bits of `levels` are passed over.
+    The chunk is halved repeatedly. In every block of 2 m rows, the rows t of the second half are multiplied by the rows
+    s of the first half. Both are decayed to the last row of the first half, with exponents that are not above 0. The
+    diagonal is not decayed. Blocks whose m is not among the bits of `levels` are skipped.
     """
     C: gl.constexpr = b.shape[0]
     K: gl.constexpr = b.shape[1]
@@ -283,9 +300,10 @@ def _scores_by_halving(q_tile, k_tile, scratch, b, levels):
 
 @gluon.jit
 def _across_halves(q_tile, k_tile, decayed, b, scores: gl.constexpr, m: gl.constexpr):
-    """A [C, C] where t and s are in the two halves of a block of 2 m rows, for t < s as well; elsewhere anything.
+    """Returns A [C, C] where t and s are in the two halves of a block of 2 m rows, also for t < s.
 
-    One tile holds both factors: the rows of q in the second halves, and those of k in the first.
+    All other elements are undefined. One tile holds both factors: rows of q in second halves, and rows of k in first
+    halves.
     """
     C: gl.constexpr = b.shape[0]
     second = (gl.arange(0, C, gl.SliceLayout(1, b.type.layout))[:, None] & m) != 0  # [C, 1]
@@ -301,11 +319,11 @@ def _across_halves(q_tile, k_tile, decayed, b, scores: gl.constexpr, m: gl.const
 
 @gluon.jit
 def _relative_to_middle(b, m: gl.constexpr):
-    """Subtracts from b [C, K] its row in the middle of each block of 2 m rows: the last of the first half."""
+    """Subtracts the middle row of each block of 2 m rows from b [C, K]: the last row of the first half."""
     C: gl.constexpr = b.shape[0]
     K: gl.constexpr = b.shape[1]
     blocks = b.reshape([C // (2 * m), 2 * m, K])
     row = gl.arange(0, 2 * m, gl.SliceLayout(0, gl.SliceLayout(2, blocks.type.layout)))[None, :, None]
-    # Adding -0.0 changes nothing, which the compiler knows: the sum costs nothing where a thread holds the block.
+    # The compiler knows that adding -0.0 changes nothing: the sum is free if one thread holds the block.
     middle = gl.sum(gl.where(row == m - 1, blocks, -0.0), 1)  # [C / 2m, K]
     return gl.convert_layout((blocks - middle[:, None, :]).reshape([C, K]), b.type.layout)

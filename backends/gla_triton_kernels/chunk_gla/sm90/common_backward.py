@@ -1,8 +1,8 @@
-"""Functions that the kernels for SM90 that compute gradients share: gates and decays of a chunk.
+"""Functions shared by the backward kernels for SM90: gates and decays of a chunk.
 
-The mathematics is that of backward_sm90.py.
+backward.py of this folder gives the mathematics.
 
-C rows of a chunk   D = 64 columns of a tile
+B batch   T tokens   K key width   C tokens of a chunk   D = 64 columns of a tile
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -20,19 +20,24 @@ from gla_triton_kernels.chunk_gla.sm90.common import as_float32, clear_rows, plu
 WIDTH = 64
 C = gl.constexpr(CHUNK)
 D = gl.constexpr(WIDTH)
-LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of sums of products [64, 64]
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of accumulators [64, 64]
 LEFT = gl.constexpr(gl.DotOperandLayout(0, LAYOUT.value, 2))
-# A warp holds all rows of 16 columns, so that sums over rows need no other; a thread holds runs of 4 rows, so that
-# threads seldom meet in shared memory's banks.
+# A warp holds all rows of 16 columns, so that sums over rows need no other warp. A thread holds runs of 4 rows, so that
+# bank conflicts in shared memory are rare.
 RUNS = gl.constexpr(gl.BlockedLayout([4, 2], [4, 8], [1, 4], [1, 0]))
 
 
 @gluon.jit
 def segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE: gl.constexpr):
-    """Returns number, batch, first token and tokens of the n-th segment to start.
+    """Returns (number, batch, first token, number of tokens, row, held) of the n-th segment to start.
 
-    After these, the row of its first chunk's state, and the keys of the gradient of the state that leaves it: 0 where
-    there is none. The arguments are as of `tokens_of`; LAST_LEAVE_NONE of packed sequences alone.
+    `row` is the row of the state that enters the segment's first chunk. `held` is the number of keys of the gradient of
+    the leaving state: 0 if there is no such gradient.
+
+    Args:
+        n, T, segment, segments, order: see `tokens_of`.
+        LAST_LEAVE_NONE: the last segment of each sequence has no gradient of its leaving state; for packed sequences
+            only.
     """
     n, b, start, length, sequence, _, end = tokens_of(n, T, segment, segments, order)
     row = (b * gl.cdiv(T, C) if order is None else sequence) + start // C
@@ -42,19 +47,19 @@ def segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE: gl.con
 
 @gluon.jit
 def product(a, b, acc):
-    """The sum acc + a b, under way."""
+    """Starts the product acc + a b, and returns it; the caller waits for it."""
     return warpgroup_mma(a, b, acc, is_async=True)
 
 
 @gluon.jit
 def gate_tile(g_desc, x_tiles, i):
-    """Returns the memory where the i-th tile of g arrives, to be replaced by the exponents of queries."""
+    """Returns the memory where the i-th tile of g arrives; the exponents of queries later replace it."""
     return x_tiles.index(i)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
 
 
 @gluon.jit
 def gates(block, rows, PACKED: gl.constexpr):
-    """The gates [C, D] of a chunk of `rows` rows in a block [1, 1, C, D], in units of log 2."""
+    """Returns the gates [C, D] of a chunk of `rows` rows from a block [1, 1, C, D], in units of log 2."""
     tile = block.reshape([C, D])
     if PACKED:
         clear_rows(tile, rows, RUNS)
@@ -63,14 +68,14 @@ def gates(block, rows, PACKED: gl.constexpr):
 
 @gluon.jit
 def exponents(g, mild):
-    """The exponents b - r [C, D] of queries, and b_C [D], of gates g [C, D]."""
+    """Returns the exponents b - r [C, D] of queries, and b_C [D], for gates g [C, D]."""
     end = gl.sum(g, 0)  # [D]
     return gl.associative_scan(g, 0, plus) - gl.where(mild, 0.5 * end, 0.0)[None, :], end
 
 
 @gluon.jit
 def decay(q_tile, k_tile, x, end, mild, scale):
-    """Turns tiles q, k [C, D] into qg, kg, by what `exponents` has found."""
+    """Replaces the tiles q, k [C, D] by qg, kg; x and end come from `exponents`."""
     q_tile.store((as_float32(q_tile.load(RUNS)) * (gl.exp2(x) * scale)).to(gl.bfloat16))
     y = gl.where(mild, 0.0, end)[None, :] - x  # [C, D], the exponents of keys
     k_tile.store((as_float32(k_tile.load(RUNS)) * gl.exp2(y)).to(gl.bfloat16))

@@ -1,22 +1,24 @@
 """Chunked gated linear attention for Hopper: one pass, specialised warps, the state in registers.
 
-With S the state that enters a chunk, and qg, kg, A, r and b_C as in common_sm90.py,
+With S the state that enters a chunk, S' the state that leaves it, and qg, kg, A, r and b_C as in common.py,
 
     mild chunk         o = scale (qg (exp(r) S) + A v)        S' = exp(r) (exp(r) S + kg^T v)
     any other chunk    o = scale (qg S + A v)                 S' = exp(b_C) S + kg^T v
 
-The outer exp(r) waits for the next chunk, where the state is multiplied anyway.
+The next chunk applies the outer exp(r), because it multiplies the state anyway.
 
-B batch   T time   H heads   N sequences or segments   K, V key and value width of a head   C rows of a chunk
-W columns of v that one warpgroup holds   GROUPS such warpgroups of a block
+B batch   T tokens   N sequences   I segments, by default the N sequences   H heads   K, V key and value width
+C tokens of a chunk   BK keys of a tile, K rounded up
+W columns of v of a warpgroup   GROUPS state warpgroups of a block
 
-One block per segment (by default a whole sequence), head and GROUPS W columns of v; three kinds of warps talk over
-barriers in shared memory:
+The grid has one block per segment, head and GROUPS W columns of v. Three kinds of warps communicate over barriers in
+shared memory:
 
     load    one warp: copies q, k, v, g of the next chunks by TMA
-    gate    a warpgroup: sums g and turns q, k into qg, kg where they lie, while the state warps are at earlier chunks
-    state   one or two warpgroups, W columns of S, v and o each; S never leaves their registers, and each computes A
-            (checkpoints go by way of the tile where S is an operand: TMA takes no registers for addresses)
+    gate    a warpgroup: sums g and replaces q, k by qg, kg in shared memory, while the state warps process earlier
+            chunks
+    state   one or two warpgroups, each with W columns of S, v and o. S never leaves their registers, and each computes
+            A. Checkpoints are written through the tile that holds S as an operand: TMA needs no registers for addresses
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
 the chunked form.
@@ -62,9 +64,10 @@ from gla_triton_kernels.runtime.tma import shared_tiles
 
 
 def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
-    """Returns the launch that fills o, and final_state and checkpoints if there are any, as that of forward.py.
+    """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
-    Of segments that overlap, the kernel before this one writes nothing but the states that enter them.
+    See `launch_outputs` of general/forward.py for the arguments. If the kernels of segments overlap
+    (`plan.segments.overlap`), the kernel before this one writes only the entering states.
     """
     T, H, K = x.k.shape[1:]
     V = x.v.shape[3]
@@ -109,13 +112,13 @@ def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescript
 
 @gluon.jit
 def _gate_tile(scratch_tiles, slot, g_desc):
-    """Returns the memory where g's chunk arrives: two tiles in q's dtype, or one where g is as narrow."""
+    """Returns the memory where g's chunk arrives: one tile in q's dtype if g is as narrow as q, otherwise two."""
     return scratch_tiles.index(slot)._reinterpret(g_desc.dtype, g_desc.block_type.shape, g_desc.layout)
 
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place, HAS_GATE: gl.constexpr, STAGES: gl.constexpr):
-    """Keeps STAGES chunks of q, k, v and g on their way."""
+    """Prefetches STAGES chunks of q, k, v and g."""
     q_desc, k_desc, v_desc, g_desc = descriptors
     q_tiles, k_tiles, v_tiles, scratch_tiles = tiles
     g_full, g_empty, full, empty = barriers
@@ -152,7 +155,7 @@ def _gate_warps(
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Turns q, k into qg, kg, one chunk after the other, and computes A where the chunk is not mild."""
+    """Replaces q, k by qg, kg, chunk after chunk, and computes A of chunks that are not mild."""
     q_tiles, k_tiles, scratch_tiles, a_tiles, decays, mild_flags = tiles
     g_full, g_empty, full, gated = barriers
     C: gl.constexpr = q_tiles.type.shape[3]
@@ -172,7 +175,7 @@ def _gate_warps(
                 clear_rows(g_tile, rows, runs)
             x, end = exponents_of_mild_chunk(g_tile.load(runs).to(gl.float32))  # [C, K], [K]
             mild = gl.min(end, 0) > -MILD_DECAY_SM90
-            mbarrier.wait(full.index(slot), phase)  # and nobody reads what was written to this slot before
+            mbarrier.wait(full.index(slot), phase)  # also: all warps have read what was written to this slot before
             mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, runs)))
             if PACKED:
                 clear_rows(k_tile, rows, runs)
@@ -209,7 +212,7 @@ def _state_warps(
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Carries W columns of the state through the sequence and writes the outputs."""
+    """Carries W columns of the state through the segment and writes the outputs."""
     q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
@@ -226,7 +229,7 @@ def _state_warps(
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     t = gl.arange(0, C, gl.SliceLayout(1, scores))[:, None]  # [C, 1]
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
-    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], S as an operand, or on its way to a checkpoint
+    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], S as an operand, or to be copied to a checkpoint
     s_tile = s_block.reshape([BK, W])
     o_tile = o_tiles.index(WARPGROUP).reshape([C, W])
     first = column + WARPGROUP * W
@@ -234,7 +237,7 @@ def _state_warps(
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     inside = (key < K) & (value < V)
     S = gl.zeros([BK, W], gl.float32, layout)
-    is_first = start == origin  # of the segments of its sequence
+    is_first = start == origin  # whether this is the first segment of its sequence
     wait_for_predecessor()
     if entering is not None:
         head = entering + (n * H + h).to(gl.int64) * K * V
@@ -242,7 +245,7 @@ def _state_warps(
     if initial_state is not None:
         head = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
         S = gl.load(head + in_state(key, value, state_k, state_v), inside & is_first, S)
-    waiting = gl.full([BK, 1], 1.0, gl.float32, layout)  # the outer exp(r) of the chunk before
+    waiting = gl.full([BK, 1], 1.0, gl.float32, layout)  # the outer exp(r) of the previous chunk
     for i in range(gl.cdiv(length, C)):
         if s_desc is not None:
             if left == 0:
@@ -265,7 +268,7 @@ def _state_warps(
         a = gl.zeros([C, C], gl.float32, scores)
         a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
         if s_desc is not None:
-            tma.store_wait(0)  # nobody reads s_tile
+            tma.store_wait(0)  # the copy has read s_tile
         if HAS_GATE:
             decay = decays.index(slot).load(gl.SliceLayout(1, layout))[:, None]  # [BK, 1], exp(r) or exp(b_C)
             mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
@@ -287,16 +290,16 @@ def _state_warps(
         S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S, is_async=True)
         o, S = warpgroup_mma_wait(0, [o, S])
         mbarrier.arrive(empty.index(slot), count=1)
-        tma.store_wait(0)  # nobody reads o_tile
+        tma.store_wait(0)  # the copy has read o_tile
         write(o_desc, o_ptr, o_tile, o * scale, first, V, (b, h, start + i * C, T, H), rows, PACKED)
     if final_state is not None:
-        key += opaque_zero()  # addresses that are kept through the loop make the assembler of Triton 3.6 crash
+        key += opaque_zero()  # the assembler of Triton 3.6 crashes if addresses are kept through the loop
         head = final_state + (n * H + h).to(gl.int64) * K * V
         gl.store(head + key * V + value, S * waiting, (key < K) & (value < V))
     tma.store_wait(0)
 
 
-# V and strides are not there: multiples of 16 let two elements of a state be moved at once.
+# V and strides are specialised: if they are multiples of 16, two elements of a state are moved at once.
 @gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "H", "K"])
 def _chunk_gla_fwd_kernel(
     q_desc,  # [B, H, T, K], tiles [C, BK]
@@ -306,10 +309,10 @@ def _chunk_gla_fwd_kernel(
     o_desc,  # [B, H, T, V], tiles [C, W]
     s_desc,  # checkpoints [B, n, H, K, V], tiles [BK, W], or None
     o_ptr,  # [B, T, H, V]
-    initial_state,  # [sequences, H, K, V] or None
-    entering,  # [N, H, K, V] of segments, or None
-    final_state,  # [N, H, K, V] or None
-    order,  # [N, 5] or None
+    initial_state,  # [N, H, K, V] or None
+    entering,  # [I, H, K, V] or None
+    final_state,  # [N, H, K, V], or None if sequences are cut
+    order,  # [I, 5] or None
     scale,
     state_n,
     state_h,
@@ -336,12 +339,12 @@ def _chunk_gla_fwd_kernel(
     h = gl.program_id(0) // columns % H
     n = gl.program_id(0) // columns // H
     if PACKED and entering is None:
-        wait_for_predecessor()  # which puts sequences in order
+        wait_for_predecessor()  # the predecessor writes the order
     n, b, start, length, sequence, origin, _ = tokens_of(n, T, segment, segments, order)
     if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
         if length == 0:
             return
-    checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # the next one's row, and tokens until then
+    checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
     if s_desc is not None:
         checkpoint, left = next_checkpoint(start, sequence, origin, every, PACKED)
 
@@ -382,8 +385,8 @@ def _chunk_gla_fwd_kernel(
     states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
     place = (b, h, n, sequence, origin, column, start, length)
     sizes = (T, H, K, V)
-    # Registers of a thread. With fewer the state spills, and the assembler then waits after every wgmma; what is left
-    # is the gate's, which spills on its way through chunks that are not mild.
+    # Registers of a thread. With fewer, the state spills, and the assembler then waits after every wgmma. The gate
+    # warps take the rest, and spill in chunks that are not mild.
     STATE: gl.constexpr = 152 if PACKED or BK <= 64 else 144
     descriptors = (q_desc, k_desc, v_desc, g_desc)
     if GROUPS == 1:

@@ -1,17 +1,19 @@
-"""Chunked gated linear attention for Hopper and heads of K from 129 to 256: the gates first, then the state.
+"""Chunked gated linear attention for Hopper and heads with K from 129 to 256: first the gates, then the state.
 
-The mathematics is that of forward_sm90.py. A state so wide fills the registers with few columns of v, so a head
-is shared by many blocks, and the gates, computed in each, would take most of the time. They are computed once here:
+forward.py gives the mathematics. With K this large, a few columns of a state fill the registers, and therefore
+several blocks share a head. If each block computed the gates, they would take most of the time. So gates have a kernel
+of their own:
 
-    _gate_kernel     a block per chunk and head: qg, kg, the scores A and the decay of the state, to memory
-    _state_kernel    a block per sequence or segment, head and 2 W columns of v: a load warp, and two warpgroups with W
-                     columns of S each
+    _gate_kernel     one block per chunk and head: writes qg, kg, the scores A and the decay of the state to memory
+    _state_kernel    one block per segment, head and 2 W columns of v: a load warp, and two warpgroups with W columns of
+                     S each
 
-with K in slices of 128, each of which is mild or not on its own. Only with gates. In memory every chunk has C rows of
-its own, the last of a sequence too; they are in the order of segments of C tokens (segments.py).
+K is divided into slices of 128 keys; each slice of a chunk is mild or not, independently of the other. Calls without
+gates are refused. In memory every chunk has C rows of its own, also the last chunk of a sequence. Chunks are numbered
+like segments of C tokens (segments.py).
 
-B batch   T time   H heads   N sequences or segments   I chunks   K, V key and value width of a head   C rows of a chunk
-BK width of a slice   W columns of v that one warpgroup holds; a block holds 2 W
+B batch   T tokens   N sequences   I segments, by default the N sequences   M chunks   H heads
+K, V key and value width   C tokens of a chunk   BK keys of a slice   W columns of v of a warpgroup; a block has two
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -50,11 +52,14 @@ from gla_triton_kernels.chunk_gla.tensors import Tensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
-STAGES = gl.constexpr(4)  # slices of qg and kg on their way: those of two chunks, as A and v
+STAGES = gl.constexpr(4)  # slices of qg and kg that are prefetched: two chunks, like A and v
 
 
 def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
-    """Returns the launches that fill o, and final_state and checkpoints if there are any, as that of forward.py."""
+    """Returns the launches that fill o, and final_state and checkpoints if x has them.
+
+    See `launch_outputs` of general/forward.py for the arguments.
+    """
     assert x.g is not None
     B, T, H, K = x.k.shape
     V = x.v.shape[3]
@@ -62,7 +67,7 @@ def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: flo
     chunks = cut(B, T, C, C, x.cu_seqlens, longest_first=False)
     qg, kg = (x.q.new_empty(1, chunks.count * C, H, K) for _ in range(2))
     scores = x.q.new_empty(1, chunks.count * C, H, C)
-    decays = x.q.new_empty(H, chunks.count, 2, 2 * BK, dtype=torch.float32)  # before and after kg^T v is added
+    decays = x.q.new_empty(H, chunks.count, 2, 2 * BK, dtype=torch.float32)  # factors before and after kg^T v is added
     arguments = {
         "q_desc": shared_tiles(x.q, C, BK),
         "k_desc": shared_tiles(x.k, C, BK),
@@ -104,7 +109,7 @@ def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: flo
 
 @gluon.jit
 def _write_decays(ptr, before, after):
-    """Writes what multiplies a slice of the state [BK] before and after kg^T v is added."""
+    """Writes the factors [BK] of a slice of the state, before and after kg^T v is added."""
     BK: gl.constexpr = before.shape[0]
     key = gl.arange(0, BK, before.type.layout)  # [BK]
     gl.store(ptr + key, before)
@@ -116,12 +121,12 @@ def _gate_kernel(
     q_desc,  # [B, H, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
     g_desc,  # [B, H, T, K], tiles [C, BK]
-    qg_desc,  # [1, H, I * C, K], tiles [C, BK]
-    kg_desc,  # [1, H, I * C, K], tiles [C, BK]
-    a_desc,  # [1, H, I * C, C], tiles [C, C]
-    order,  # [I, 5] of packed sequences, or None
-    decays,  # [H, I, 2, 2 * BK]
-    chunks,  # of a sequence, where there is no order
+    qg_desc,  # [1, H, M * C, K], tiles [C, BK]
+    kg_desc,  # [1, H, M * C, K], tiles [C, BK]
+    a_desc,  # [1, H, M * C, C], tiles [C, C]
+    order,  # [M, 5] of packed sequences, or None
+    decays,  # [H, M, 2, 2 * BK]
+    chunks,  # number of chunks of a sequence, if order is None
 ):
     PACKED: gl.constexpr = order is not None
     C: gl.constexpr = q_desc.block_type.shape[2]
@@ -186,7 +191,7 @@ def _gate_kernel(
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place):
-    """Keeps the next slices of qg and kg, and chunks of A and v, on their way."""
+    """Prefetches the next slices of qg and kg, and the next chunks of A and v."""
     q_desc, k_desc, a_desc, v_desc = descriptors
     q_tiles, k_tiles, a_tiles, v_tiles = tiles
     full, empty, v_full, v_empty = barriers
@@ -227,7 +232,7 @@ def _state_warps(
     WARPGROUP: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Carries W columns of the state, in two slices, through the sequence and writes the outputs."""
+    """Carries W columns of the state, in two slices, through the segment and writes the outputs."""
     q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles = tiles
     full, empty, v_full, v_empty = barriers
     o_desc, o_ptr = outputs
@@ -239,7 +244,7 @@ def _state_warps(
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
-    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], a slice of S as an operand, or on its way to a checkpoint
+    s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], a slice of S as an operand, or for a checkpoint
     s_tile = s_block.reshape([BK, W])
     o_tile = o_tiles.index(WARPGROUP).reshape([C, W])
     first = column + WARPGROUP * W
@@ -277,7 +282,7 @@ def _state_warps(
         o = warpgroup_mma_wait(0, [o])
         mbarrier.arrive(v_empty.index(slot), count=1)
         decays += 4 * BK
-        tma.store_wait(0)  # nobody reads o_tile
+        tma.store_wait(0)  # the copy has read o_tile
         write(o_desc, o_ptr, o_tile, o * scale, first, V, (b, h, start + i * C, T, H), rows, PACKED)
     if final_state is not None:
         rows_out = final_state + head
@@ -288,13 +293,13 @@ def _state_warps(
 
 @gluon.jit
 def _load_slice(states_in, state_k, state_v, key, value, K, V, taken, other):
-    """Rows `key` and columns `value` of a state; `other` beyond its edges, or where it is not taken."""
+    """Loads rows `key` and columns `value` of a state; returns `other` beyond its edges, or if not `taken`."""
     return gl.load(states_in + in_state(key, value, state_k, state_v), (key < K) & (value < V) & taken, other)
 
 
 @gluon.jit
 def _write_slice(desc, place, s_block, S):
-    """Writes S [BK, W] to this place of checkpoints, by way of s_block."""
+    """Writes S [BK, W] to the coordinates `place` of the checkpoints, through s_block."""
     BK: gl.constexpr = S.shape[0]
     W: gl.constexpr = S.shape[1]
     s_block.reshape([BK, W]).store(S.to(desc.dtype))
@@ -305,7 +310,7 @@ def _write_slice(desc, place, s_block, S):
 
 @gluon.jit
 def _step(o, S, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step):
-    """Adds a slice's part to the outputs o [C, W], and takes its state S [BK, W] to the end of the chunk."""
+    """Adds the term of a slice to the outputs o [C, W], and advances its state S [BK, W] to the end of the chunk."""
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     before = gl.load(decays)[:, None]  # [BK, 1]
@@ -329,18 +334,18 @@ def _step(o, S, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step):
     ]
 )  # fmt: skip
 def _state_kernel(
-    q_desc,  # qg, [1, H, I * C, K], tiles [C, BK]
-    k_desc,  # kg, [1, H, I * C, K], tiles [C, BK]
-    a_desc,  # [1, H, I * C, C], tiles [C, C]
+    q_desc,  # qg, [1, H, M * C, K], tiles [C, BK]
+    k_desc,  # kg, [1, H, M * C, K], tiles [C, BK]
+    a_desc,  # [1, H, M * C, C], tiles [C, C]
     v_desc,  # [B, H, T, V], tiles [C, W]
     o_desc,  # [B, H, T, V], tiles [C, W]
-    s_desc,  # [B, n, H, K, V], tiles [BK, W], or None
+    s_desc,  # checkpoints [B, n, H, K, V], tiles [BK, W], or None
     o_ptr,  # [B, T, H, V]
-    decays,  # [H, I, 2, 2 * BK]
-    initial_state,  # [sequences, H, K, V] or None
-    entering,  # [N, H, K, V] of segments, or None
-    final_state,  # [N, H, K, V] or None
-    order,  # [N, 5] or None
+    decays,  # [H, M, 2, 2 * BK]
+    initial_state,  # [N, H, K, V] or None
+    entering,  # [I, H, K, V] or None
+    final_state,  # [N, H, K, V], or None if sequences are cut
+    order,  # [I, 5] or None
     scale,
     state_n,
     state_h,
@@ -349,7 +354,7 @@ def _state_kernel(
     T,
     segment,
     segments,
-    slots,  # I
+    slots,  # M, the number of chunks
     every,
     H,
     K,
@@ -368,10 +373,10 @@ def _state_kernel(
     if PACKED and entering is not None:  # noqa: SIM102 -- known when this is compiled
         if length == 0:
             return
-    checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # the next one's row, and tokens until then
+    checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
     if s_desc is not None:
         checkpoint, left = next_checkpoint(start, sequence, origin, every, PACKED)
-    own = start // C + (sequence if PACKED else b * gl.cdiv(T, C))  # among the chunks, the first one
+    own = start // C + (sequence if PACKED else b * gl.cdiv(T, C))  # number of the segment's first chunk
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
     a_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, C, C], a_desc.layout)

@@ -1,7 +1,7 @@
-"""The kernels for Hopper (SM90): when a call takes them, their launch parameters and their prices. Imports no Triton.
+"""The kernels for Hopper (SM90): their refusals, launch parameters and prices. Imports no Triton.
 
-Their warps are specialised: TMA loads the tiles of a chunk while warpgroups multiply the ones before. Launch parameters
-were measured on an H200 with its 132 multiprocessors.
+The kernels use warp specialisation: TMA loads the tiles of a chunk while warpgroups multiply earlier tiles. Launch
+parameters were measured on an H200 with its 132 multiprocessors.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     Launches = Callable[..., list[Launch]]
 
 TILES = 200 * 2**10
-"""Bytes of a multiprocessor's shared memory that tiles may fill."""
+"""The most bytes of a multiprocessor's shared memory that tiles fill."""
 STATE_KEYS = 128
-"""Keys of a state that a block of states.py builds at most."""
+"""The most keys of a state that a block of states.py builds."""
 
 
 def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    """Returns why no kernel for SM90 computes a call."""
+    """Returns the reason why no kernel for SM90 can compute a call, or None."""
     if not gpu.architecture.has_wgmma:
         return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.architecture.known_as}"
     if call.dtype != torch.bfloat16:
@@ -66,15 +66,16 @@ def _load_states() -> Launches:
 
 
 def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Parameters:
-    """A warpgroup takes 64 keys, and a block two of them, or one up to K = 64.
+    """Returns the launch parameters of states.py.
 
-    Two of these smaller blocks share a multiprocessor. Where all of them run at once they have 64 columns of v, and
-    take a tenth to a fifth less time.
+    A warpgroup has 64 keys. A block has two warpgroups, or one if K is at most 64. Two blocks of one warpgroup share a
+    multiprocessor. If all of these can run at once with 64 columns of v each, they do, and take a tenth to a fifth less
+    time.
     """
     T, N, H, K, V = (call.dims[name] for name in ("T", "N", "H", "K", "V"))
     BK, C = 64, 64
     keys, shared = (BK, 2) if K <= BK else (2 * BK, 1)
-    built = T // length if call.variable_length else most_segments(N, T, length, False)  # at most, of packed sequences
+    built = T // length if call.variable_length else most_segments(N, T, length, False)  # at most, if packed
     fit = K <= BK and built * H * -(-V // 64) <= shared * gpu.multiprocessors
     BV = 64 if V <= 64 or fit else 128
     size = C * ((keys + BV) * call.dtype.itemsize + keys * gate_itemsize(call))  # bytes of the tiles of a chunk
@@ -132,9 +133,10 @@ def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
-    """A block with 64 columns of v takes a fifth less time, which pays where the device runs all of these at once.
+    """Returns the launch parameters of forward.py.
 
-    The bits are the same.
+    A block with 64 columns of v takes a fifth less time than a block with 128. This pays if the device runs all blocks
+    at once. The bits of the results are the same.
     """
     H, V = call.dims["H"], call.dims["V"]
     fit = sequences * H * -(-V // 64) <= gpu.multiprocessors
@@ -142,13 +144,13 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
 
 
 def _forward_wide(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
-    """The keys of a head are taken in slices."""
+    """Returns the launch parameters of forward_wide.py, which divides the keys of a head into slices."""
     return _output_parameters(call, 64 if call.dims["V"] <= 64 else 128)
 
 
 def _output_parameters(call: OpCall, BV: int) -> Parameters:
     BK = 64 if call.dims["K"] <= 64 else 128
-    stages = 2 if BK == 128 else 4 if BV == 64 else 3  # as many as shared memory holds
+    stages = 2 if BK == 128 else 4 if BV == 64 else 3  # the most that shared memory holds
     return Parameters(C=64, BK=BK, BV=BV, stages=stages, tma=True)
 
 
@@ -223,7 +225,7 @@ def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _has_several_blocks(call: OpCall) -> bool:
-    """Returns whether several blocks would compute a head, each of which repeats the work on q, k and g."""
+    """Returns whether backward.py needs several blocks for a head; each would repeat the work on q, k and g."""
     return call.dims["K"] > 128 or call.dims["V"] > 128
 
 
@@ -241,7 +243,10 @@ def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: f
 
 
 def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> float:
-    """Two kernels, which write and read P, as many bytes as checkpoints every chunk."""
+    """Returns the seconds of two kernels; one writes P and the other reads it.
+
+    P has the size of one checkpoint per chunk, for each query head.
+    """
     K, V = call.dims["K"], call.dims["V"]
     heads = call.dims["Hq"] // max(call.dims["H"], 1)
     P = heads * checkpoint_bytes(call, CHUNK)
@@ -271,7 +276,7 @@ BACKWARD_WIDE = GradientKernel(
     parameters=_gradient_parameters,
     heads_apart=True,
     adds_pairs=True,
-    cut_times=FORWARD_CUT,  # one of its kernels goes through sequences, as quick as a forward
+    cut_times=FORWARD_CUT,  # only state_gradients.py processes sequences in order, as fast as a forward
     partials=lambda call, x: (1, 1),  # a block has all keys and values
     seconds=_backward_wide_seconds,
     layouts=2,

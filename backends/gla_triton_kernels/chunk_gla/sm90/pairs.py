@@ -1,35 +1,38 @@
-"""Adds to gradients of gated linear attention what pairs of tokens of one chunk give, where gates decay a lot in it.
+"""Adds terms of pairs of tokens within a chunk to gradients of gated linear attention, for chunks with strong decay.
 
-The kernels for SM90 leave these pairs out where a chunk of C tokens is not mild, and mark the chunk. With the gradients
-of scores dA_ts = dA_st = scale * do_t . v_s for s <= t, and for each channel of K the decay e_ts = exp(g_{s+1} + .. +
-g_t),
+If a chunk of C tokens is not mild, the backward kernels for SM90 leave these pairs out and mark the chunk. Let dA_ts =
+dA_st = scale * do_t . v_s, for s <= t, be the gradients of scores, and e_ts = exp(g_{s+1} + .. + g_t) the decay of each
+channel of K:
 
     dq_t += sum over s <= t of dA_ts e_ts k_s        dv_s += scale * sum over t >= s of (sum_K q_t e_ts k_s) do_t
     dk_s += sum over t >= s of dA_ts e_ts q_t        dg_u += sum over s < u <= t of q_t dA_ts e_ts k_s
 
-The chunk is halved again and again: every pair s < t lies in the two halves of one block of 2m tokens, for one m of 1,
-2, 4 .. C/2. With b_t = g_1 + .. + g_t, b* that of the last token of the block's left half, and u the first of its right
-half,
+The chunk is halved repeatedly: every pair s < t lies in the two halves of one block of 2m tokens, for one m of 1, 2,
+4 .. C/2. Let b_t = g_1 + .. + g_t, let b* be b at the last token of the block's left half, and u the first token of its
+right half:
 
     z_t = q_t e_t,  e_t = exp(b_t - b_u)  in the right half        f = exp(g_u)
     z_s = k_s e_s,  e_s = exp(b* - b_s)   in the left half         dz = f * dA z
 
-with dA masked to pairs of the two halves. e dz is what these give to dq in right halves and to dk in left ones; z z^T,
-masked likewise, with f in right halves, replaces the sum over K in dv. No exponent is above 0, so that any gate down to
--inf is exact, and next to the middle of a block e is 1: no gate makes all of z small. So z and dA can be float16, in
-units that keep what is 2^-28 of the largest. Gate u decays each pair of which one token is before it and one is not:
+dA is masked to pairs of the two halves. The product e dz is added to dq in right halves, and to dk in left halves. The
+product z z^T, with the same mask and with f in right halves, replaces the sum over K in dv.
+
+No exponent is above 0, so any gate down to -inf is exact. Next to the middle of a block e is 1, so no gate makes all of
+z small. Therefore z and dA can be float16, in units that keep numbers of 2^-28 of the largest. Gate u decays each pair
+that has one token before u and one token at or after u:
 
     dg_u += sum over t >= u of w_t        w = z * dz in right halves, -z * dz in left ones
 
-A pair that is at or after u whole adds the same products of rounded numbers twice, with both signs. dg is set to
-exactly 0 where exp(g) is 0 in float32. Pairs s = t have no gate and are multiplied element by element.
+A pair whose tokens are both at or after u adds the same products of rounded numbers twice, with opposite signs. dg is
+set to exactly 0 where exp(g) is 0 in float32. Pairs s = t have no gate and are multiplied element by element.
 
-The code is small, for its instructions to stay near: levels m, blocks of keys and of values are loops at run time.
-What a step reads from memory is loaded at once, and was fetched into the L2 cache a step before.
+The levels m, the blocks of keys and the blocks of values are loops at run time: this keeps the code small, so that its
+instructions stay in the cache. Each step loads all its inputs at once; the step before has prefetched them into the L2
+cache.
 
-B batch   T tokens   H key/value heads, of k, v and g   Hq query heads, G of which share one   N sequences
+B batch   T tokens   N sequences   H key/value heads, of k, v and g   Hq query heads   G query heads of a group
 K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
-i rows of marks, one a chunk, numbered as checkpoints are   blocks_k blocks of `keys` keys
+i rows of marks, one for each chunk, numbered as checkpoints are   blocks_k blocks of `keys` keys
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
 """
@@ -52,27 +55,27 @@ from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch, strides_of
 
 MARKS = 64
-"""The most chunks of heads that a program looks at, at once: to start a program takes longer."""
+"""The most pairs (chunk, head) that a program checks at once. Starting a program takes longer than checking them."""
 PROGRAMS = 1024
-"""Up to this number of chunks of heads, each has a program of its own: some for every multiprocessor."""
+"""Up to this number of pairs (chunk, head), each has a program of its own: several for every multiprocessor."""
 
 C = gl.constexpr(CHUNK)
 D = gl.constexpr(64)
 LOG2_FAR = gl.constexpr(-40.0)
-FAR = gl.constexpr(2.0**-40)  # in this unit float32 holds exp(g) down to -115, and not to only -87
+FAR = gl.constexpr(2.0**-40)  # in this unit float32 holds exp(g) for g down to -115, instead of -87
 LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
 OF_ROWS = gl.constexpr(gl.SliceLayout(1, LAYOUT.value))
 OF_COLUMNS = gl.constexpr(gl.SliceLayout(0, LAYOUT.value))
-ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # for what is 2 bytes wide
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # for elements of 2 bytes
 RUNS = gl.constexpr(gl.BlockedLayout([8, 2], [8, 4], [1, 8], [1, 0]))  # a warp holds all rows of 8 columns
-SECTORS = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0]))  # for one element of each 32 bytes
-MARKED = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))  # a warp holds all
+SECTORS = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [8, 1], [1, 0]))  # for one element in each 32 bytes
+MARKED = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))  # each warp holds all marks
 TILE = gl.constexpr(gl.NVMMASharedLayout.get_default_for([CHUNK, 64], gl.float16))
 TILE_32 = gl.constexpr(gl.NVMMASharedLayout.get_default_for([CHUNK, 64], gl.float32))
 
 
 def new_marks(x: BackwardTensors, entering: Tensor, keys: int) -> Tensor | None:
-    """Returns memory for the marks of chunks whose states before them are in `entering`; None without gates."""
+    """Returns memory for the marks of the chunks whose entering states are in `entering`; None without gates."""
     if x.g is None:
         return None
     Hq, (H, K, V) = x.q.shape[2], entering.shape[-3:]
@@ -84,13 +87,13 @@ def launch_pairs(x: BackwardTensors, marks: Tensor | None, scale: float, keys: i
     """Returns the launch that completes the gradients of marked chunks.
 
     Args:
-        x: bfloat16 but for gates. Its gradients are contiguous, have as many heads as q, and lack pairs in marked
-            chunks.
-        marks: [rows, Hq, ceil(K / keys)] int32, contiguous: not 0 where a chunk is marked. Rows are numbered as those
-            of checkpoints every `CHUNK` tokens; what stands in rows without a chunk is not looked at. None without
-            gates, where nothing is left to add.
+        x: tensors in bfloat16, except for gates. The gradients are contiguous, have Hq heads, and lack the terms of
+            pairs in marked chunks.
+        marks: [rows, Hq, ceil(K / keys)] int32, contiguous; not 0 where a chunk is marked. Rows are numbered like
+            checkpoints every `CHUNK` tokens; rows without a chunk are not read. None without gates: then the launch
+            would have nothing to add.
         scale: factor of the scores.
-        keys: the number of keys of a block that is marked, 64 or 128.
+        keys: number of keys of a block that has a mark, 64 or 128.
     """
     if marks is None or x.g is None:
         return []
@@ -166,7 +169,7 @@ def _pairs_kernel(
     stride_ob,
     stride_ot,
     stride_oh,
-    stride_dkb,  # of dq and dg too
+    stride_dkb,  # also of dq and dg
     stride_dvb,
     K: gl.constexpr,
     V: gl.constexpr,
@@ -175,10 +178,13 @@ def _pairs_kernel(
     MARKS: gl.constexpr,
     FAR_ROWS: gl.constexpr,
 ):
-    """Program: those chunks of heads that are marked, mostly none, of some that are far apart."""
+    """Completes the gradients of the marked pairs (chunk, head) among MARKS pairs that are `programs` apart.
+
+    In most programs no pair is marked.
+    """
     pid, programs = gl.program_id(0), gl.num_programs(0)
     blocks_k: gl.constexpr = (K + KEYS - 1) // KEYS
-    # Each tensor with its strides of batches, tokens and heads, and how many heads of q share one of it.
+    # Each tensor with its strides of batches, tokens and heads, and the number of query heads for each of its heads.
     q = (q_ptr, stride_qb, _stride(stride_qt, FAR_ROWS), stride_qh, 1)
     k = (k_ptr, stride_kb, _stride(stride_kt, FAR_ROWS), stride_kh, G)
     v = (v_ptr, stride_vb, _stride(stride_vt, FAR_ROWS), stride_vh, G)
@@ -191,7 +197,7 @@ def _pairs_kernel(
     marks = gl.zeros([MARKS], gl.int32, MARKED)
     for block in range(blocks_k):
         marks |= gl.load(marks_ptr + own.to(gl.int64) * blocks_k + block, mask=own < count, other=0)
-    marked = gl.associative_scan((marks != 0).to(gl.int32), 0, plus)  # [MARKS], how many there are up to each
+    marked = gl.associative_scan((marks != 0).to(gl.int32), 0, plus)  # [MARKS], the number of marks up to each
     for j in range(gl.max(marked, 0)):
         ih = pid + programs * gl.sum((marked <= j).to(gl.int32), 0)
         i, h = ih // Hq, ih % Hq
@@ -203,7 +209,7 @@ def _pairs_kernel(
             start = gl.load(cu_seqlens_ptr + n).to(gl.int32)
             b, t = 0, start + (i - n - start // C) * C
             end = gl.load(cu_seqlens_ptr + n + 1).to(gl.int32)
-            end = gl.where(t < start, t, end)  # rows before the first sequence's have no chunk
+            end = gl.where(t < start, t, end)  # rows before the first sequence have no chunk
         rows = gl.minimum(end - t, C)
         at = (b, t, h)
         _prefetch(q, at, 0, rows, K)
@@ -214,7 +220,7 @@ def _pairs_kernel(
         a_tile.store(gl.zeros([C, C], gl.float32, LAYOUT))
         for k0 in range(0, K, D):
             inside = rows
-            if blocks_k > 1:  # where keys are not marked, nothing is read or written
+            if blocks_k > 1:  # nothing is read or written of a block of keys without a mark
                 mark = gl.load(marks_ptr + ih.to(gl.int64) * blocks_k + k0 // KEYS)
                 inside = gl.where(mark == 0, 0, rows)
             if k0 + D >= K:
@@ -233,7 +239,7 @@ def _rows_and_columns():
 
 @gluon.jit
 def _sequence_of(i, cu_seqlens_ptr, N):
-    """The last of N sequences whose chunks begin in row i or before; 0 if there is none."""
+    """Returns the last of N sequences whose chunks begin in row i or before; 0 if there is none."""
     n, above = 0, N
     while above - n > 1:
         middle = (n + above) // 2
@@ -245,15 +251,15 @@ def _sequence_of(i, cu_seqlens_ptr, N):
 
 @gluon.jit
 def _stride(stride, FAR_ROWS: gl.constexpr):
-    """A stride of tokens, such that how far rows of a chunk are apart is in range."""
+    """Returns a stride of tokens in an integer type that holds the distance of any two rows of a chunk."""
     return gl.to_tensor(stride).to(gl.int64) if FAR_ROWS else gl.to_tensor(stride)
 
 
 @gluon.jit
 def _first(x, at, column):
-    """Returns a pointer to this column of a head's row t, and the distance of rows.
+    """Returns a pointer to this column in row t of a head, and the stride of rows.
 
-    It is computed wherever it is needed: those of all tensors would not fit into registers.
+    The pointer is computed anew for each use: the pointers of all tensors would not fit into registers.
     """
     ptr, stride_b, stride_t, stride_h, group = x
     b, t, h = at
@@ -265,7 +271,7 @@ def _first(x, at, column):
 
 @gluon.jit
 def _tile(x, at, column, rows, width: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """Returns pointers to a tile of this shape from this column, and a mask of these rows and the tensor's width."""
+    """Returns pointers to a tile from this column, and a mask of elements within `rows` rows and `width` columns."""
     ptr, stride_t = _first(x, at, column)
     row = (gl.arange(0, shape[0], gl.SliceLayout(1, layout)) + opaque_zero())[:, None]  # [C, 1]
     columns = gl.arange(0, shape[1], gl.SliceLayout(0, layout))[None, :]  # [1, shape[1]]
@@ -277,14 +283,14 @@ def _tile(x, at, column, rows, width: gl.constexpr, shape: gl.constexpr, layout:
 
 @gluon.jit
 def _load(x, at, column, rows, width: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-    """A tile, 0 where it is beyond these rows or the tensor's width."""
+    """Loads a tile, with 0 beyond `rows` rows and beyond the tensor's width."""
     ptr, inside = _tile(x, at, column, rows, width, shape, layout)
     return gl.load(ptr, inside, 0.0)
 
 
 @gluon.jit
 def _prefetch(x, at, column, rows, width: gl.constexpr):
-    """Has a tile [C, D] fetched into the L2 cache."""
+    """Prefetches a tile [C, D] into the L2 cache."""
     ptr, stride_t = _first(x, at, column)
     each: gl.constexpr = 256 // ptr.dtype.element_ty.primitive_bitwidth
     row = (gl.arange(0, C, gl.SliceLayout(1, SECTORS)) + opaque_zero())[:, None]  # [C, 1]
@@ -303,7 +309,7 @@ def _prefetch(x, at, column, rows, width: gl.constexpr):
 
 @gluon.jit
 def _choose(bits, x, y):
-    """Chooses x where all bits are set, and y where none are: two numbers of 16 bits at once."""
+    """Returns x where all bits are set, and y where no bit is set; handles two numbers of 16 bits at once."""
     return gl.inline_asm_elementwise(
         "lop3.b32 $0, $1, $2, $3, 0xCA;", "=r,r,r,r", [bits, x, y], gl.float16, is_pure=True, pack=2
     )
@@ -311,7 +317,7 @@ def _choose(bits, x, y):
 
 @gluon.jit
 def _load_rows(ptr, stride, row, rows, columns):
-    """Returns rows `row` [C, 1] of a tile [C, D]; 0 beyond `rows` rows and `columns` columns."""
+    """Loads the rows `row` [C, 1] of a tile [C, D], with 0 beyond `rows` rows and `columns` columns."""
     column = gl.arange(0, D, OF_COLUMNS)[None, :]  # [1, D]
     inside = row < rows  # [C, 1]
     if columns is not None:
@@ -321,7 +327,7 @@ def _load_rows(ptr, stride, row, rows, columns):
 
 @gluon.jit
 def _unit_of(most):
-    """The power of two in which this number, the largest of some, is at least 2^14, and below 2^15; and 1 / that."""
+    """Returns the power of two `unit` with 2^14 <= most / unit < 2^15, and 1 / unit; `most` is the largest number."""
     unit = most.to(gl.int32, bitcast=True) & 0x7F800000  # the exponent's bits
     unit = gl.maximum(unit - (14 << 23), 1 << 23)
     return unit.to(gl.float32, bitcast=True), ((254 << 23) - unit).to(gl.float32, bitcast=True)
@@ -334,7 +340,7 @@ def _larger(a, b, c, d):
 
 @gluon.jit
 def _score_gradients_in_units(do, v, at, rows, V: gl.constexpr, scale):
-    """Returns dA [C, C] in a tile, and at s = t [C] times 1 / FAR, with their unit."""
+    """Returns a tile with dA [C, C], its diagonal s = t [C] divided by FAR, and the unit of the diagonal."""
     W: gl.constexpr = D if V <= D else 2 * D
     products = gl.zeros([C, C], gl.float32, LAYOUT)
     transposed = gl.zeros([C, C], gl.float32, LAYOUT)
@@ -368,7 +374,7 @@ def _pairs(m):
 
 @gluon.jit
 def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, da_tile, da_tt, da_unit):
-    """Adds to dq, dk and dg of D keys and, summed over them, to A [C, C]."""
+    """Adds the terms of D keys to dq, dk and dg and, summed over these keys, to A [C, C]."""
     q, k, g = inputs
     dq, dk, dg = outputs
     q_at, inside = _tile(q, at, k0, rows, K, [C, D], ROWS)
@@ -420,8 +426,8 @@ def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, d
         row, column = _rows_and_columns()
         right = (row & m) != 0  # [C, 1]
         right_bits = gl.where(right, -1, 0).to(gl.int16) + gl.zeros([C, D], gl.int16, LAYOUT)
-        first = (row | m) & -m  # [C, 1], of the right half
-        nearest = gl.where(right, first, first - 1)  # [C, 1], to the other half
+        first = (row | m) & -m  # [C, 1], the first row of the right half
+        nearest = gl.where(right, first, first - 1)  # [C, 1], the row nearest to the other half
         f = _load_rows(g_at, stride_g, first, rows, columns).to(gl.float32)  # [C, D]
         f = gl.exp2(gl.maximum(f, LEAST_GATE) * LOG2E - LOG2_FAR)  # in units of `FAR`
         b = b_tile.load(LAYOUT)  # [C, D]
@@ -458,7 +464,8 @@ def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, d
     q_sums.store(sum_q)
     k_sums.store(sum_k)
     w_runs = w_tile.load(RUNS)  # [C, D]
-    # All w add up to 0, so that those at or after a token are minus those before it: for the first exactly none.
+    # All w sum to 0, so the sum of w at or after a token is minus the sum before it. For the first token this is
+    # exactly 0.
     x = (w_runs - gl.associative_scan(w_runs, 0, plus)) * da_unit * q_unit * k_unit + dg_block.to(gl.float32)
     x = gl.where(g_block.to(gl.float32) > LEAST_GATE, x, 0.0)
     gl.store(dg_at, x.to(dg_at.dtype.element_ty), inside_runs)
@@ -470,7 +477,7 @@ def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, d
 
 @gluon.jit
 def _add_dv(a_tile, dv, do, at, rows, V: gl.constexpr, scale):
-    """Adds scale * A^T do to dv, A [C, C] being that of s <= t in two bfloat16 parts."""
+    """Adds scale * A^T do to dv; A [C, C], masked to s <= t, is split into two bfloat16 parts."""
     W: gl.constexpr = D if V <= D else 2 * D
     high_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], TILE)
     low_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], TILE)

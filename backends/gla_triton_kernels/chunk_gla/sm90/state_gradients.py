@@ -1,14 +1,15 @@
-"""Gradients of states for Hopper, of the states that leave chunks: backwards through segments, dS in registers.
+"""Gradients of the states that leave chunks, for Hopper: backwards through segments, dS in registers.
 
     dS' = exp(b_C) dS + (scale q exp(b))^T do        P = exp(b_C - r) dS, or dS where the chunk is not mild
 
-for each chunk of C tokens, the last one first; what all of that is, backward_sm90.py says. P goes to memory.
+for each chunk of C tokens, the last chunk first. backward.py defines these symbols. The kernel writes P to memory.
 
-B batch   T time   H key/value heads   Hq query heads, G of which share one   K, V key and value width
-C rows of a chunk   D = 64 keys of a warpgroup   BV values of a block   KEYS keys that are mild or not together
-n rows of states   I segments   N sequences
+B batch   T tokens   N sequences   I segments   H key/value heads   Hq query heads   G query heads of a group
+K, V key and value width   C tokens of a chunk   D = 64 keys of a warpgroup   BV values of a block
+KEYS keys that share one mark, mild or not   n rows of states
 
-One block per segment, head, 2 D keys and BV values: a load warp, and two warpgroups that carry D rows of dS each.
+The grid has one block per segment, query head, 2 D keys and BV values. A block has a load warp, and two warpgroups that
+carry D rows of dS each.
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -38,7 +39,7 @@ from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
-STAGES = gl.constexpr(2)  # chunks on their way
+STAGES = gl.constexpr(2)  # chunks that are prefetched
 
 
 def launch_state_gradients(
@@ -54,8 +55,9 @@ def launch_state_gradients(
     """Returns the launch that writes P and marks chunks that are not mild.
 
     Args:
-        P: [n, Hq, K, V] bfloat16, contiguous. marks: as pairs.py takes them, of blocks of `keys` keys, 64 or 128.
-        leaving, segments: as those of backward.py.
+        P: [n, Hq, K, V] bfloat16, contiguous.
+        marks: see `launch_pairs`; a mark stands for a block of `keys` keys, 64 or 128.
+        leaving, segments: see `launch_gradients` of general/backward.py.
     """
     T, Hq, K = x.q.shape[1:]
     H, V = x.v.shape[2:]
@@ -84,7 +86,7 @@ def launch_state_gradients(
 
 @gluon.jit
 def _load_chunks(descriptors, tiles, barriers, place, G: gl.constexpr):
-    """Keeps q, do and g of the next chunks on their way, the last chunk first."""
+    """Prefetches q, do and g of the next chunks, the last chunk first."""
     q_desc, do_desc, g_desc = descriptors
     q_tiles, do_tiles, g_tiles = tiles
     full, empty = barriers
@@ -120,7 +122,7 @@ def _state_warps(
     G: gl.constexpr,
     PACKED: gl.constexpr,
 ):
-    """Carries D rows of the gradient of the state backwards through the segment, and writes P of every chunk."""
+    """Carries D rows of dS backwards through the segment, and writes P of every chunk."""
     q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles = tiles
     full, empty, both = barriers
     leaving, held, state_n, state_h, state_k, state_v, dinitial = states
@@ -134,7 +136,7 @@ def _state_warps(
     inside = (keys < K) & (values < V)
     if leaving is not None:
         head = leaving + n.to(gl.int64) * state_n + (h // G).to(gl.int64) * state_h
-        taken = inside & (keys < held) & (h % G == 0)  # of the heads of a group one takes it
+        taken = inside & (keys < held) & (h % G == 0)  # only one head of a group adds it
         dS = gl.load(head + in_state(keys, values, state_k, state_v), taken, 0.0)  # [D, BV]
     else:
         dS = gl.zeros([D, BV], gl.float32, layout)
@@ -152,7 +154,7 @@ def _state_warps(
             g = gates(g_tiles.index(2 * slot + part), rows, PACKED)  # [C, D]
             end = gl.sum(g, 0)  # [D]
             least = gl.min(end, 0)
-            if KEYS > D:  # of the keys of both warpgroups
+            if KEYS > D:  # the minimum over the keys of both warpgroups
                 least_tiles.index(2 * (i & 1) + part).store(gl.full([1], least, gl.float32, gl.SliceLayout(1, RUNS)))
                 mbarrier.arrive(both, count=1)
                 mbarrier.wait(both, i & 1)
@@ -197,9 +199,9 @@ def _state_kernel(
     do_desc,  # [B, Hq, T, V], tiles [C, BV]
     g_desc,  # [B, H, T, K], tiles [C, D], or None
     p_desc,  # P, [n, Hq, K, V], tiles [D, BV]
-    marks,  # [n, Hq, blocks of KEYS] or None as g: 1 where a chunk is not mild
-    leaving,  # [I, H, K, V] or None
-    dinitial,  # [N, Hq, K, V] or None
+    marks,  # [n, Hq, blocks of KEYS], 1 where a chunk is not mild; None if g is None
+    leaving,  # gradients of leaving states, [I, H, K, V] or None
+    dinitial,  # gradients of initial states, [N, Hq, K, V] or None
     order,  # [I, 5] or None
     scale,
     state_n,
@@ -216,7 +218,7 @@ def _state_kernel(
     G: gl.constexpr,
     LAST_LEAVE_NONE: gl.constexpr,
 ):
-    """A block: 2 D keys and BV values of the states of one head of a segment; two warpgroups, and a warp that loads."""
+    """Computes 2 D keys and BV values of dS of one head of a segment, with two warpgroups and a load warp."""
     PACKED: gl.constexpr = order is not None
     BV: gl.constexpr = do_desc.block_type.shape[3]
     blocks_v = gl.cdiv(V, BV)
@@ -240,8 +242,8 @@ def _state_kernel(
     least_tiles = gl.allocate_shared_memory(gl.float32, [4, 1], row_layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, do, g have been loaded
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # and read by both warpgroups
-    both = gl.allocate_shared_memory(gl.int64, [1], bars)  # both know the least decay of their keys
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # both warpgroups have read them
+    both = gl.allocate_shared_memory(gl.int64, [1], bars)  # both warpgroups have written their least gate sum
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)

@@ -1,29 +1,30 @@
 """States of all segments from zero, or their gradients, on Hopper: specialised warps, the states in registers.
 
-With b_t = g_1 + .. + g_t the sums of the log gates of a segment of tokens 1 to L, its decay, its state from zero and,
-of the recurrence backwards (see `Recurrence`), its gradient from zero are
+A segment has the tokens 1 to L, and b_t = g_1 + .. + g_t. Its decay, its state from zero and, for the recurrence
+backwards (see `Recurrence`), its gradient from zero are
 
     D = exp(b_L)        S = sum over t of (k_t exp(b_L - b_t))^T v_t
                         S = scale * sum over t of (q_t exp(b_t))^T do_t
 
-A segment is gone through against the recurrence, so that the gates that decay a token are known when it is met, and S
-is a plain sum. With R the sum of the gates of the chunks so far, 0 at first, and b_t now within a chunk of C rows,
+The kernel processes the chunks of a segment against the recurrence. All gates that decay a token are then known when
+the kernel reaches the token, and S is a plain sum. Let R be the sum of the gates of all chunks so far, 0 at first, and
+let b_t now be the sum within a chunk of C tokens:
 
     left = k_t exp(R + b_C - b_t)    from the last chunk to the first
     left = q_t exp(R + b_t)          backwards, from the first to the last
     S += left^T right                R += b_C
 
-No exponent is above 0 and no state is decayed, so there is one path for gates of any strength.
+No exponent is above 0 and no state is decayed, so one path handles gates of any strength.
 
-B batch   T time   H heads, as many of queries   I segments   K, V key and value width of a head   C rows of a chunk
-BV columns of right that a block holds; the keys of a head in parts of PART, of which a block holds PARTS
+B batch   T tokens   I segments   H heads, of keys and of queries   K, V key and value width   C tokens of a chunk
+BV columns of `right` of a block   PART keys of a warpgroup, BK of the plan   PARTS warpgroups of a block
 
-One block per segment, head, PARTS parts of the keys and BV columns of right; two kinds of warps talk over barriers in
-shared memory:
+The grid has one block per segment, head, PARTS * PART keys and BV columns of `right`. Two kinds of warps communicate
+over barriers in shared memory:
 
     load    one warp: copies left, right, g of the next chunks by TMA
-    state   a warpgroup for each part of the keys: decays its left where it lies and adds left^T right to its rows of S;
-            the product runs while the next chunk's left is decayed. The warpgroups need nothing of each other.
+    state   PARTS warpgroups: each decays its part of `left` in shared memory and adds left^T right to its rows of S.
+            The product runs while the next chunk's `left` is decayed. The warpgroups are independent of each other.
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -63,7 +64,8 @@ from gla_triton_kernels.runtime.tma import shared_tiles
 def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
     """Returns the launch that fills S [I, H, K, V] and D [I, H, K]; D is None without gates.
 
-    Those of empty segments are left as they are and, where x.after is None, those of the last segment of a sequence.
+    The rows of empty segments are not written. If x.after is None, the rows of the last segment of each sequence are
+    not written either.
     """
     kernel, packed, skip_last = plan.parameters, segments.order is not None, x.after is None
     B, T = x.left.shape[:2]
@@ -101,7 +103,11 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
 
 @gluon.jit
 def chunks_of(length, C: gl.constexpr):
-    """Chunks of a segment: at least one, which it has; the loop over them then leaves S where wgmma puts it."""
+    """Returns the number of chunks of a segment, at least one.
+
+    Segments are not empty here, but the compiler needs the bound: the loop over chunks then leaves S in the registers
+    where wgmma writes it.
+    """
     return gl.maximum(gl.cdiv(length, C), 1)
 
 
@@ -109,7 +115,7 @@ def chunks_of(length, C: gl.constexpr):
 def _load_warp(
     descriptors, tiles, barriers, chunks, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Keeps STAGES chunks of left, right and g on their way, against the recurrence."""
+    """Prefetches STAGES chunks of left, right and g, in the order against the recurrence."""
     left_desc, right_desc, g_desc = descriptors
     left_tiles, right_tiles, g_tiles = tiles
     full, empty = barriers
@@ -156,7 +162,7 @@ def _state_warps(
     PART: gl.constexpr = left_tiles.type.shape[4]
     BV: gl.constexpr = right_tiles.type.shape[4]
     state_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
-    # A thread holds whole runs of rows of two columns, so that sums over rows stay within a few threads.
+    # A thread holds runs of 16 rows of two columns, so that few threads take part in a sum over rows.
     layout: gl.constexpr = gl.BlockedLayout([16, 2], [4, 8], [1, 4], [1, 0])
     R = gl.zeros([PART], gl.float32, gl.SliceLayout(0, layout))  # in units of log 2
     S = warpgroup_mma_init(gl.zeros([PART, BV], gl.float32, state_layout))
@@ -197,14 +203,14 @@ def _state_warps(
         gl.store(D_ptr + state + key, gl.exp2(R), (key < K) & (column == 0))
 
 
-# V is not there: where it is a multiple of 16, two elements of a state are written at once.
+# V is specialised: if it is a multiple of 16, two elements of a state are written at once.
 @gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "H", "K"])
 def _build_states_kernel(
     left_desc,  # [B, H, T, K], tiles [C, PART]
     right_desc,  # [B, H, T, V], tiles [C, BV]
     g_desc,  # [B, H, T, K], tiles [C, PART], or None
     S_ptr,  # [I, H, K, V]
-    D_ptr,  # [I, H, K], or None as g
+    D_ptr,  # [I, H, K]; None if g is None
     order,  # [I, 5] or None
     counts,  # [2] or None
     scale,
@@ -224,11 +230,11 @@ def _build_states_kernel(
     BV: gl.constexpr = right_desc.block_type.shape[3]
     PACKED: gl.constexpr = order is not None
     if PACKED:
-        # For the order, which dependents read without waiting: none may start before it is there.
+        # Dependents read the order without waiting for it: none may start before the order has been written.
         wait_for_predecessor()
     let_dependents_start()
     columns = gl.cdiv(V, BV)
-    blocks = columns * gl.cdiv(K, PARTS * PART)  # of a head
+    blocks = columns * gl.cdiv(K, PARTS * PART)  # blocks of a head
     column = gl.program_id(0) % columns * BV
     key = gl.program_id(0) // columns % gl.cdiv(K, PARTS * PART) * (PARTS * PART)
     h = gl.program_id(0) // blocks % H
@@ -239,7 +245,7 @@ def _build_states_kernel(
                 return
         b = gl.to_tensor(0)
         i, start, length, _, last = segment_at(order, i)
-        if SKIP_LAST and BACKWARDS:  # of a segment that another one follows that other one is asked for
+        if SKIP_LAST and BACKWARDS:  # build the segment after the followed one
             i, start = i + 1, start + length
             length = gl.minimum(segment, last - start)
         if length == 0:
@@ -273,7 +279,7 @@ def _build_states_kernel(
     sizes = (H, K, V)
     descriptors = (left_desc, right_desc, g_desc)
     chunks = (b, h, key, column, start, chunks_of(length, C))
-    # Registers of a thread: what the load warp leaves is shared out evenly.
+    # Registers of a thread: the warpgroups share evenly the registers that the load warp does not need.
     if PARTS == 1:
         gl.warp_specialize(
             [
