@@ -1,8 +1,8 @@
 """Holds the Triton kernels of the backends `gla_triton_fused` and `gla_parallel_scan`; it is no backend itself.
 
-Each op has a package. Its `plan.py` decides which kernel a call takes, and its `cost.py` predicts the time; neither
-imports Triton. The other files hold the kernels, one for each architecture where kernels differ. They are attributes of
-the op's package and are imported when they are first used.
+Each op has a package. Its plans decide which kernel a call takes, and its `cost.py` predicts the time; neither imports
+Triton. The other files hold the kernels, in `chunk_gla` in a folder for each generation of GPU. They are imported when a
+call is prepared.
 """
 
 from __future__ import annotations
