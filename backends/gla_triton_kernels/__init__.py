@@ -1,7 +1,7 @@
 """Holds the Triton kernels of the backends `gla_triton_fused` and `gla_parallel_scan`; it is no backend itself.
 
 Each op has a package. Its plans decide which kernel a call takes, and its `cost.py` predicts the time; neither imports
-Triton. The other files hold the kernels, in `chunk_gla` in a folder for each generation of GPU. They are imported when a
+Triton. The other files hold the kernels; in `chunk_gla` each generation of GPU has a folder. They are imported when a
 call is prepared.
 """
 

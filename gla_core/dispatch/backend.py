@@ -222,6 +222,11 @@ def arguments_of(op: Op) -> tuple[str, ...]:
     return op.takes if isinstance(op, Prepared) else tuple(inspect.signature(op).parameters)
 
 
+def by_keyword(function: Callable[..., Any]) -> bool:
+    """Returns whether a function takes an argument by keyword only."""
+    return any(p.kind is p.KEYWORD_ONLY for p in inspect.signature(function).parameters.values())
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of states, and of sums: float32, or float64 with float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32

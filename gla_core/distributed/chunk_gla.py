@@ -108,7 +108,8 @@ def chunk_gla(
     q, k, v, g = autocast.tokens(q, k, v, g)
     refuse_tangents(q, k, v, g, initial_state)
     # Check here what a backend would otherwise refuse only once the other ranks wait.
-    call = FORWARD.describe(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, None, None)
+    given = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
+    call = FORWARD.describe(*FORWARD.complete(given, {}))
     B, T = q.shape[:2]
     shard = shard or make_shard(T, cu_seqlens, group, layout)
     if shard.tokens != T:

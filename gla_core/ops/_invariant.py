@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import Backend, new_checkpoints, new_state, number_of_sequences, wide
+from gla_core.dispatch.backend import (
+    Backend,
+    OpCall,
+    arguments_of,
+    new_checkpoints,
+    new_state,
+    number_of_sequences,
+    wide,
+)
 
 Compute = Callable[..., Any]
 """Takes the name of an abstract op and its arguments in order, returns the results of the backend."""
@@ -42,12 +50,12 @@ class Segment(NamedTuple):
             x[self.b : self.b + 1, self.start : self.end] = found
 
 
-def function_of(op: str, backend: Backend, tokens: int) -> Callable[..., Any]:
-    """Returns a function that computes an op by calls of a backend for segments of `tokens` tokens.
+def function_of(op: str, backend: Backend, call: OpCall) -> Callable[..., Any]:
+    """Returns a function that computes a call by calls of a backend, one for each segment of a sequence.
 
     Raises:
-        NotImplementedError: batch invariance is not defined for the op, or the backend lacks the forward that the
-            backward by segments needs.
+        NotImplementedError: batch invariance is not defined for the op, or for an argument that the call gives, or the
+            backend lacks the forward that the backward by segments needs.
     """
     if op not in _BY_SEGMENT:
         raise NotImplementedError(
@@ -60,6 +68,10 @@ def function_of(op: str, backend: Backend, tokens: int) -> Callable[..., Any]:
             f"the backend {backend.name!r} does not implement; request a backend that implements both"
         )
 
+    lacking = sorted(call.given.difference(arguments_of(_BY_SEGMENT[op])))
+    if lacking:
+        raise NotImplementedError(f"{op} takes no {' or '.join(lacking)} under batch_invariant; call it without")
+
     def compute(each: str, *args: Any) -> Any:
         from gla_core.ops import ABSTRACT_OPS
         from gla_core.ops._run import run
@@ -67,7 +79,7 @@ def function_of(op: str, backend: Backend, tokens: int) -> Callable[..., Any]:
         spec = ABSTRACT_OPS[each]
         return run(spec, spec.complete(args, {}), backend=f"{backend.name};batch_invariant=0")
 
-    return functools.partial(_BY_SEGMENT[op], compute, tokens)
+    return functools.partial(_BY_SEGMENT[op], compute, call.batch_invariant)
 
 
 def _segments(

@@ -21,9 +21,11 @@ from gla_core.dispatch.backend import (
     ALIGNMENT,
     OP_PARAMETERS,
     Backend,
+    Op,
     OpCall,
     Prepared,
     arguments_of,
+    by_keyword,
     contiguous_layout,
     new_state,
     swapped,
@@ -149,18 +151,17 @@ def _function_of(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset
     Args:
         native: device types on which the backend honours `batch_invariant` itself.
     """
+    op: Op = backend.ops[spec.name]
     if call.batch_invariant is not None:
-        by_segments = _invariant.function_of(spec.name, backend, call.batch_invariant)
-        if call.device.type not in native:
-            return by_segments
-    op = backend.ops[spec.name]
+        by_segments = _invariant.function_of(spec.name, backend, call)
+        op = op if call.device.type in native else by_segments
     function, takes = op.prepare(call) if isinstance(op, Prepared) else op, arguments_of(op)
     if takes == spec.contract:
         return function
-    picked = [(name, spec.contract.index(name)) for name in takes]
-    if isinstance(op, Prepared):
-        return lambda *args: function(*(args[i] for _, i in picked))
-    return lambda *args: function(**{name: args[i] for name, i in picked})
+    picked = [spec.contract.index(name) for name in takes]
+    if isinstance(op, Prepared) or not by_keyword(op):
+        return lambda *args: function(*(args[i] for i in picked))
+    return lambda *args: function(**{spec.contract[i]: args[i] for i in picked})
 
 
 def _is_passed_over(error: Exception, backend: Backend, call: OpCall, request: Request, stacklevel: int = 4) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 
 import pytest
@@ -338,6 +339,21 @@ def test_an_op_takes_a_subset_of_the_arguments_by_name_in_any_order(op):
         with pytest.raises(gla.NoBackendError, match="mine: takes no causal; call it without"):
             gla.softmax_attention(q, q, q, causal=True, backend="mine")
         assert gla.explain("softmax_attention", q, q, q, causal=True).winner != "mine"
+
+
+def test_a_wrapper_takes_what_it_wraps_by_position():
+    @functools.wraps(in_some_order)
+    def wrapped(*args):
+        return in_some_order(*args)
+
+    q = torch.randn(1, 3, 2, 4)
+    with gla.register(Backend("mine", "1.0", {"softmax_attention": wrapped})):
+        found = gla.softmax_attention(q, 2 * q, 3 * q, 0.3, backend="mine")[0]
+    assert torch.equal(found, gla.softmax_attention(q, 2 * q, 3 * q, 0.3, backend="reference")[0])
+
+
+def in_some_order(scale, v, k, q):
+    return gla.softmax_attention(q, k, v, scale, backend="reference")
 
 
 def test_a_call_is_prepared_once_for_its_signature():
