@@ -427,7 +427,7 @@ def _selection(found: dict[str, Any], path: Path) -> str:
 def _shapes(found: dict[str, Any], path: Path) -> str:
     """Returns the section of a file of shapes.py: times divided by the times that they are compared with."""
     lines = [
-        f"## Shapes that nobody tuned for, {found['device']}\n",
+        f"## Shapes that the kernels were not tuned for, {found['device']}\n",
         f"{_measured(found)}. Calls of chunk_gla_fwd by the backend that `auto` picks. 'Odd widths' divides the time "
         "by "
         "that of the memory floor. 'One giant' divides it by the time of the longest sequence alone plus the time of "

@@ -106,7 +106,7 @@ def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
         gpu = gpu_of_call(call)
         seen = seen_by_kernels(call, gpu)
         chosen = plan(seen, gpu, KERNELS)[0][1]
-        cut = "" if chosen.leaving is None else f" in segments of {chosen.leaving.length}"
+        cut = "" if chosen.leaving is None else f" in segments of {chosen.leaving.length} tokens"
         return [f"kernel {chosen.gradients.name}{cut}", *refusals(KERNELS, chosen.gradients, seen, gpu)]
 
     return lines

@@ -141,10 +141,10 @@ def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
         gpu = gpu_of_call(call)
         seen = seen_by_kernels(call, gpu)
         chosen = plan(seen, gpu, KERNELS)[0][1]
-        states = (
-            chosen.segments and f" after {chosen.segments.states.name}, in segments of {chosen.segments.length} tokens"
-        )
-        return [f"kernel {chosen.outputs.name}{states or ''}", *refusals(KERNELS, chosen.outputs, seen, gpu)]
+        found = f"kernel {chosen.outputs.name}"
+        if chosen.segments is not None:
+            found += f" after {chosen.segments.states.name}, in segments of {chosen.segments.length} tokens"
+        return [found, *refusals(KERNELS, chosen.outputs, seen, gpu)]
 
     return lines
 
