@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,29 +17,76 @@ from _pytest.runner import runtestprotocol
 import gla_core as gla
 from gla_core import conformance
 from gla_core.conformance.run import run
-from gla_core.dispatch.backend import Backend, Capabilities
+from gla_core.dispatch.backend import Backend, Capabilities, arguments_of
 from gla_core.dispatch.registry import get
 
 REFERENCE = get("reference").ops
-FWD, BWD, SUMMARY, STEP, SOFTMAX, ATTENTION = (
-    REFERENCE[op]
-    for op in (
-        "chunk_gla_fwd",
-        "chunk_gla_bwd",
-        "chunk_gla_summary",
-        "recurrent_gla_step",
-        "online_softmax",
-        "softmax_attention",
-    )
-)
+LATE = 1000
+"""Number of tokens, columns or keys before some bugs show."""
 
 
-def wrong_scale(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    return FWD(q, k, v, g, 1.01 * scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+class Bug(NamedTuple):
+    """A bug in an op of the reference.
+
+    Attributes:
+        function: the op with the bug.
+        case: the beginning of the name of the case that must name the bug.
+        over: the quantities that this case reports over its budget; None where the test does not look at them.
+        claims: further capabilities of the backend.
+    """
+
+    name: str
+    op: str
+    function: Callable[..., Any]
+    case: str
+    over: set[str] | None
+    claims: Mapping[str, Any]
 
 
-def default_scale_always(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    return FWD(q, k, v, g, q.shape[-1] ** -0.5, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+BUGS: list[Bug] = []
+
+
+def bug(op, case, over=None, **claims):
+    """Makes a bug of a function that maps the op's arguments, by name, to its results; a decorator."""
+
+    def plant(wrong):
+        @functools.wraps(REFERENCE[op])
+        def function(*args):
+            x = SimpleNamespace(**dict(zip(arguments_of(REFERENCE[op]), args, strict=True)))
+            results = wrong(x)
+            return tuple(vars(results).values()) if isinstance(results, SimpleNamespace) else results
+
+        BUGS.append(Bug(wrong.__name__, op, function, case, over, claims))
+        return wrong
+
+    return plant
+
+
+def right(op, *results):
+    """Returns a function that computes an op by the reference, for arguments x with changes: its results, by name."""
+
+    def compute(x, **changes):
+        found = REFERENCE[op](**{**vars(x), **changes})
+        return SimpleNamespace(**dict(zip(results, found, strict=True)))
+
+    return compute
+
+
+forward = right("chunk_gla_fwd", "o", "state", "checkpoints")
+backward = right("chunk_gla_bwd", "dq", "dk", "dv", "dg", "dinitial_state")
+summary = right("chunk_gla_summary", "decay", "state")
+step = right("recurrent_gla_step", "o", "state")
+attention = right("softmax_attention", "o", "lse")
+
+
+@bug("chunk_gla_fwd", "test_values[short-float32]")
+def wrong_scale(x):
+    return forward(x, scale=1.01 * x.scale)
+
+
+@bug("chunk_gla_fwd", "test_scale[short-float32-1.0]")
+def default_scale_always(x):
+    return forward(x, scale=x.q.shape[-1] ** -0.5)
 
 
 def pair(q, k, v, scale):
@@ -48,306 +96,323 @@ def pair(q, k, v, scale):
     return scale * (q * k).sum(-1, keepdim=True) * v
 
 
-def current_token_excluded(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    return o - pair(q, k, v, scale), state, checkpoints
+@bug("chunk_gla_fwd", "test_values[short-float32]")
+def current_token_excluded(x):
+    y = forward(x)
+    y.o = y.o - pair(x.q, x.k, x.v, x.scale)
+    return y
 
 
-def next_token_included(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    o[:, :-1] += pair(q[:, :-1], k[:, 1:], v[:, 1:], scale)
-    return o, state, checkpoints
+@bug("chunk_gla_fwd", "test_values[short-float32]")
+def next_token_included(x):
+    y = forward(x)
+    y.o[:, :-1] += pair(x.q[:, :-1], x.k[:, 1:], x.v[:, 1:], x.scale)
+    return y
 
 
-def gate_one_step_late(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    late = None if g is None else torch.cat([torch.zeros_like(g[:, :1]), g[:, :-1]], 1)[:, : g.shape[1]]
-    return FWD(q, k, v, late, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+@bug("chunk_gla_fwd", "test_values[short-float32]")
+def gate_one_step_late(x):
+    late = None if x.g is None else torch.cat([torch.zeros_like(x.g[:, :1]), x.g[:, :-1]], 1)[:, : x.g.shape[1]]
+    return forward(x, g=late)
 
 
-def last_partial_chunk_dropped(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    T = q.shape[1] // 64 * 64
-    if cu_seqlens is not None or not T:
-        return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    part = (None if x is None else x[:, :T] for x in (q, k, v, g))
-    o, state, checkpoints = FWD(*part, scale, initial_state, output_final_state, None, None)
-    return torch.cat([o, o.new_zeros(o.shape[0], q.shape[1] - T, *o.shape[2:])], 1), state, checkpoints
+@bug("chunk_gla_fwd", "test_values[one_more_than_a_chunk-float32]")
+def last_partial_chunk_dropped(x):
+    T = x.q.shape[1] // 64 * 64
+    if x.cu_seqlens is not None or not T:
+        return forward(x)
+    kept = {name: y[:, :T] for name in ("q", "k", "v", "g") if (y := getattr(x, name)) is not None}
+    y = forward(x, **kept, checkpoint_every=None)
+    y.o = torch.cat([y.o, y.o.new_zeros(y.o.shape[0], x.q.shape[1] - T, *y.o.shape[2:])], 1)
+    return y
 
 
-def state_not_reset(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    if cu_seqlens is None:
-        return FWD(q, k, v, g, scale, initial_state, output_final_state, None, None)
-    first = None if initial_state is None else initial_state[:1]
-    o, state, checkpoints = FWD(q, k, v, g, scale, first, output_final_state, None, None)
-    return o, None if state is None else state.repeat(len(cu_seqlens) - 1, 1, 1, 1), checkpoints
+@bug("chunk_gla_fwd", "test_packed_equals_separate[packed-float32]")
+def state_not_reset(x):
+    if x.cu_seqlens is None:
+        return forward(x, checkpoint_every=None)
+    first = None if x.initial_state is None else x.initial_state[:1]
+    y = forward(x, initial_state=first, cu_seqlens=None, checkpoint_every=None)
+    y.state = None if y.state is None else y.state.repeat(len(x.cu_seqlens) - 1, 1, 1, 1)
+    return y
 
 
-def state_of_the_sequence_before(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    if cu_seqlens is not None and state is not None and initial_state is not None:
-        last = cu_seqlens[:-1] == q.shape[1]  # sequences that begin where all tokens end
-        state = torch.where(last[:, None, None, None], initial_state.roll(1, 0), state)
-    return o, state, checkpoints
+@bug("chunk_gla_fwd", "test_values[packed-float32]", over={"state"})
+def state_of_the_sequence_before(x):
+    y = forward(x)
+    if x.cu_seqlens is not None and y.state is not None and x.initial_state is not None:
+        last = x.cu_seqlens[:-1] == x.q.shape[1]  # sequences that begin where all tokens end
+        y.state = torch.where(last[:, None, None, None], x.initial_state.roll(1, 0), y.state)
+    return y
 
 
-def row_not_written(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    out = torch.empty(o.shape, dtype=o.dtype)
-    out[:, :-1] = o[:, :-1]
-    return out, state, checkpoints
+@bug("chunk_gla_fwd", "test_no_uninitialised_output[short-float32]")
+def row_not_written(x):
+    y = forward(x)
+    out = torch.empty(y.o.shape, dtype=y.o.dtype)
+    out[:, :-1] = y.o[:, :-1]
+    y.o = out
+    return y
 
 
 runs = itertools.count()
 
 
-def last_bit_changes(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    return o * (1 + (next(runs) % 2) * 2**-22), state, checkpoints
+@bug("chunk_gla_fwd", "test_same_bits[short-float32]")
+def last_bit_changes(x):
+    y = forward(x)
+    y.o *= 1 + (next(runs) % 2) * 2**-22
+    return y
 
 
-def wrong_head_grouping(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    H, Hq = k.shape[2], q.shape[2]
+@bug("chunk_gla_fwd", "test_same_bits_in_any_company[packed-float32]", batch_invariant=frozenset({"cpu"}))
+def other_bits_in_company(x):
+    in_company = x.cu_seqlens is not None and len(x.cu_seqlens) > 2
+    return forward(x, scale=x.scale * (1 + 1e-6 * in_company))
+
+
+@bug("chunk_gla_fwd", "test_values[grouped-float32]")
+def wrong_head_grouping(x):
+    H, Hq = x.k.shape[2], x.q.shape[2]
     order = torch.arange(Hq).view(Hq // H, H).T.flatten()  # query head h reads key head h % H
-    o, state, checkpoints = FWD(
-        q[:, :, order], k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every
-    )
-    out = torch.empty_like(o)
-    out[:, :, order] = o
-    return out, state, checkpoints
+    y = forward(x, q=x.q[:, :, order])
+    out = torch.empty_like(y.o)
+    out[:, :, order] = y.o
+    y.o = out
+    return y
 
 
-def state_in_bfloat16(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    return o, None if state is None else state.bfloat16().float(), checkpoints
+@bug("chunk_gla_fwd", "test_values[short-float32]", over={"state"})
+def state_in_bfloat16(x):
+    y = forward(x)
+    y.state = None if y.state is None else y.state.bfloat16().float()
+    return y
 
 
-def initial_state_ignored(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    return FWD(q, k, v, g, scale, None, output_final_state, cu_seqlens, checkpoint_every)
+@bug("chunk_gla_fwd", "test_state_hand_off[last_chunk_partial-float32-64]")
+def initial_state_ignored(x):
+    return forward(x, initial_state=None)
 
 
-def computed_in_half(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    g = None if g is None else g.half()
-    o, state, checkpoints = FWD(
-        q.half(), k.half(), v.half(), g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every
-    )
-    return o.float(), state, checkpoints
+@bug("chunk_gla_fwd", "test_values[short-float32]")
+def computed_in_half(x):
+    g = None if x.g is None else x.g.half()
+    y = forward(x, q=x.q.half(), k=x.k.half(), v=x.v.half(), g=g)
+    y.o = y.o.float()
+    return y
 
 
-def gate_clamped(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    g = None if g is None else g.clamp(min=-16)
-    return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+@bug("chunk_gla_fwd", "test_nothing_crosses_a_gate_of_minus_infinity[one_chunk-float32-41]")
+def gate_clamped(x):
+    return forward(x, g=None if x.g is None else x.g.clamp(min=-16))
 
 
-def input_scaled_in_place(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    result = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    q.mul_(scale)
-    return result
+@bug("chunk_gla_fwd", "test_inputs_unchanged[short-float32]")
+def input_scaled_in_place(x):
+    y = forward(x)
+    x.q.mul_(x.scale)
+    return y
 
 
-def strides_ignored(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    dense = torch.empty(q.shape).stride()
-    return FWD(
-        q.as_strided(q.shape, dense), k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every
-    )
+def as_if_dense(x):
+    """Returns the elements at the addresses that a contiguous tensor of x's shape would have."""
+    return x.as_strided(x.shape, torch.empty(x.shape).stride())
 
 
-def swapped_state_read_as_any(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    state = initial_state.as_strided(initial_state.shape, torch.empty(initial_state.shape).stride())
-    return FWD(q, k, v, g, scale, state, output_final_state, cu_seqlens, checkpoint_every)
+@bug("chunk_gla_fwd", "test_strided_views[short-float32-with_room]")
+def strides_ignored(x):
+    return forward(x, q=as_if_dense(x.q))
 
 
-def output_not_contiguous(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    return o.transpose(1, 2).contiguous().transpose(1, 2), state, checkpoints
+@bug("chunk_gla_fwd", "test_strided_views[short-float32-values_first]", swapped_states=True)
+def swapped_state_read_as_any(x):
+    return forward(x, initial_state=as_if_dense(x.initial_state))
 
 
-LATE = 1000
-"""Number of tokens, columns or keys before the bug shows."""
+@bug("chunk_gla_fwd", "test_values[short-float32]")
+def output_not_contiguous(x):
+    y = forward(x)
+    y.o = y.o.transpose(1, 2).contiguous().transpose(1, 2)
+    return y
 
 
-def output_wrong_from_late(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    o[:, LATE:] *= 1.1
-    return o, state, checkpoints
+@bug("chunk_gla_fwd", "test_long_sequence[narrow_mild-")
+def output_wrong_from_late(x):
+    y = forward(x)
+    y.o[:, LATE:] *= 1.1
+    return y
 
 
-def state_not_decayed_from_late(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
+@bug("chunk_gla_fwd", "test_long_sequence[narrow_strong-")
+def state_not_decayed_from_late(x):
+    g = None if x.g is None else x.g.clone()
     if g is not None:
-        g = g.clone()
         g[:, LATE:] = 0
-    return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+    return forward(x, g=g)
 
 
-def output_is_a_view(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    return torch.cat([o, o])[: len(o)], state, checkpoints
+@bug("chunk_gla_fwd", "test_values[short-float32]")
+def output_is_a_view(x):
+    y = forward(x)
+    y.o = torch.cat([y.o, y.o])[: len(y.o)]
+    return y
 
 
-def results_share_memory(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    memory = torch.cat([o.flatten(), state.flatten()]).untyped_storage()
-    return o.new_empty(0).set_(memory, 0, o.shape), o.new_empty(0).set_(memory, o.numel(), state.shape), checkpoints
+@bug("chunk_gla_fwd", "test_values[short-float32]")
+def results_share_memory(x):
+    y = forward(x)
+    memory = torch.cat([y.o.flatten(), y.state.flatten()]).untyped_storage()
+    o, state = y.o, y.state
+    y.o, y.state = o.new_empty(0).set_(memory, 0, o.shape), o.new_empty(0).set_(memory, o.numel(), state.shape)
+    return y
 
 
-def initial_state_returned_without_tokens(
-    q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every
-):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    return o, initial_state if q.shape[1] == 0 and output_final_state else state, checkpoints
+@bug("chunk_gla_fwd", "test_values[no_token-float32]")
+def initial_state_returned_without_tokens(x):
+    y = forward(x)
+    if x.q.shape[1] == 0 and x.output_final_state:
+        y.state = x.initial_state
+    return y
 
 
-def no_state_returned(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)[0], None, None
+@bug("chunk_gla_fwd", "test_values[short-float32]")
+def no_state_returned(x):
+    return forward(x).o, None, None
 
 
-def output_in_another_dtype(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    return o.double(), state, checkpoints
+@bug("chunk_gla_fwd", "test_values[short-float32]")
+def output_in_another_dtype(x):
+    y = forward(x)
+    y.o = y.o.double()
+    return y
 
 
-def products_in_half_precision(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    with torch.autocast("cpu", torch.bfloat16, enabled=q.dtype == torch.bfloat16):
-        return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+@bug("chunk_gla_fwd", "test_autocast_of_chunk_gla[ungated-bfloat16]")
+def products_in_half_precision(x):
+    with torch.autocast("cpu", torch.bfloat16, enabled=x.q.dtype == torch.bfloat16):
+        return forward(x)
 
 
-def padding_not_written(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    if cu_seqlens is not None:
-        o[:, cu_seqlens[-1] :] = v[:, cu_seqlens[-1] :]
-    return o, state, checkpoints
+@bug("chunk_gla_fwd", "test_padding[padded-float32]", over={"o of the padding"})
+def padding_not_written(x):
+    y = forward(x)
+    if x.cu_seqlens is not None:
+        y.o[:, x.cu_seqlens[-1] :] = x.v[:, x.cu_seqlens[-1] :]
+    return y
 
 
-def checkpoints_of_the_next_interval(
-    q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every
-):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    return o, state, None if checkpoints is None else checkpoints.roll(-1, 1)
+@bug("chunk_gla_fwd", "test_checkpoints[last_chunk_partial-")
+def checkpoints_of_the_next_interval(x):
+    y = forward(x)
+    y.checkpoints = None if y.checkpoints is None else y.checkpoints.roll(-1, 1)
+    return y
 
 
-def checkpoints_of_packed_sequences_in_a_row(
-    q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every
-):
-    o, state, checkpoints = FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
-    if checkpoints is not None and cu_seqlens is not None:  # one after the other, without unused rows between them
+@bug("chunk_gla_fwd", "test_checkpoints[packed-")
+def checkpoints_of_packed_sequences_in_a_row(x):
+    y = forward(x)
+    if y.checkpoints is not None and x.cu_seqlens is not None:  # no unused rows between two sequences
         used = [
-            i + int(a) // checkpoint_every + j
-            for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens))
-            for j in range(-(-int(b - a) // checkpoint_every))
+            i + int(a) // x.checkpoint_every + j
+            for i, (a, b) in enumerate(itertools.pairwise(x.cu_seqlens))
+            for j in range(-(-int(b - a) // x.checkpoint_every))
         ]
-        checkpoints = torch.cat([checkpoints[:, used], torch.zeros_like(checkpoints)], 1)[:, : checkpoints.shape[1]]
-    return o, state, checkpoints.contiguous() if checkpoints is not None else None
+        rows = torch.cat([y.checkpoints[:, used], torch.zeros_like(y.checkpoints)], 1)
+        y.checkpoints = rows[:, : y.checkpoints.shape[1]].contiguous()
+    return y
 
 
-GRADIENTS = ("dq", "dk", "dv", "dg", "dinitial_state")
-
-
-def right(x, **changes):
-    """Returns the reference's gradients, by name, for the arguments x with changes."""
-    return SimpleNamespace(**dict(zip(GRADIENTS, BWD(**{**vars(x), **changes}), strict=True)))
-
-
-def backward(bug):
-    """Makes a chunk_gla_bwd from a function that maps the arguments to the gradients, by name."""
-
-    @functools.wraps(BWD)
-    def bwd(*args):
-        x = SimpleNamespace(**dict(zip(inspect.signature(BWD).parameters, args, strict=True)))
-        return tuple(vars(bug(x)).values())
-
-    bwd.__name__ = bug.__name__
-    return bwd
-
-
-@backward
+@bug("chunk_gla_bwd", "test_gradients_of_long_sequence[narrow_mild-")
 def gradients_wrong_from_late(x):
-    d = right(x)
+    d = backward(x)
     d.dk[:, LATE:] *= 1.1
     return d
 
 
-@backward
+@bug("chunk_gla_bwd", "test_gradients_of_padding[padded-float32]")
 def gradient_of_padding_not_written(x):
-    d = right(x)
+    d = backward(x)
     if x.cu_seqlens is not None:
         d.dq[:, x.cu_seqlens[-1] :] = 1
     return d
 
 
-@backward
+@bug("chunk_gla_bwd", "test_gradient_layout[no_token-")
 def gradient_is_the_gradient_of_the_state(x):
-    d = right(x)
+    d = backward(x)
     if x.q.shape[1] == 0:
         d.dinitial_state = x.dstate
     return d
 
 
-@backward
+@bug("chunk_gla_bwd", "test_gradients_from_checkpoints[last_chunk_partial-")
 def checkpoints_taken_for_twice_as_many_tokens(x):
     if x.checkpoints is None or x.cu_seqlens is not None:
-        return right(x)
-    return right(x, checkpoints=x.checkpoints.repeat_interleave(2, 1)[:, : x.checkpoints.shape[1]])
+        return backward(x)
+    return backward(x, checkpoints=x.checkpoints.repeat_interleave(2, 1)[:, : x.checkpoints.shape[1]])
 
 
-@backward
+@bug("chunk_gla_bwd", "test_gradients[short-float32]")
 def gradient_of_state_ignored(x):
-    return right(x, dstate=None)
+    return backward(x, dstate=None)
 
 
-@backward
+@bug("chunk_gla_bwd", "test_gradient_hand_off[last_chunk_partial-float32-64]")
 def gradient_of_state_left_out_of_the_initial_state(x):
-    d = right(x)
-    d.dinitial_state = right(x, dstate=None).dinitial_state
+    d = backward(x)
+    d.dinitial_state = backward(x, dstate=None).dinitial_state
     return d
 
 
-@backward
+@bug("chunk_gla_bwd", "test_gradients[one_more_than_a_chunk-float32]")
 def rows_of_a_partial_chunk_dropped(x):
     T = x.q.shape[1] // 64 * 64
     if x.cu_seqlens is not None or not T:
-        return right(x)
+        return backward(x)
     kept = {name: y[:, :T] for name in ("q", "k", "v", "g", "do") if (y := getattr(x, name)) is not None}
-    found = vars(right(x, **kept))
+    found = vars(backward(x, **kept))
     zeros = {f"d{name}": torch.zeros_like(getattr(x, name)[:, T:]) for name in kept if name != "do"}
     return SimpleNamespace(**found | {name: torch.cat([found[name], rest], 1) for name, rest in zeros.items()})
 
 
-@backward
+@bug("chunk_gla_bwd", "test_gradients[grouped-float32]", over={"dk"})
 def dk_of_a_head_by_one_of_its_query_heads(x):
-    d, groups = right(x), x.q.shape[2] // x.k.shape[2]
-    d.dk[:, :, 0] = right(x, q=x.q[:, :, ::groups], do=x.do[:, :, ::groups]).dk[:, :, 0]
+    d, groups = backward(x), x.q.shape[2] // x.k.shape[2]
+    d.dk[:, :, 0] = backward(x, q=x.q[:, :, ::groups], do=x.do[:, :, ::groups]).dk[:, :, 0]
     return d
 
 
-@backward
+@bug("chunk_gla_bwd", "test_gradients[short-float32]", over={"dg"})
 def gradient_of_g_missing(x):
-    d = right(x)
+    d = backward(x)
     d.dg = None if x.g is None else torch.zeros_like(d.dg)
     return d
 
 
-@backward
+@bug("chunk_gla_bwd", "test_gradients[short-float32]", over={"dg"})
 def gradient_of_g_without_the_state(x):
-    d = right(x)
+    d = backward(x)
     if x.g is not None and x.cu_seqlens is None:
         d.dg -= through_the_end(x)
     return d
 
 
-@backward
+@bug("chunk_gla_bwd", "test_gradient_of_strong_gates_before_open_ones[last_chunk_partial-")
 def gradient_of_g_from_the_end(x):
     """Computes dg by one suffix sum over all tokens, of gradients that were rounded first."""
-    d = right(x)
+    d = backward(x)
     if x.g is not None and x.cu_seqlens is None:
         d.dg = (suffix_sums(given_and_taken(x, d)) + through_the_end(x)).to(x.g.dtype)
     return d
 
 
-@backward
+@bug("chunk_gla_bwd", "test_gradients_of_every_gate[short-float32-strong]", over={"dg"})
 def gradient_of_g_with_the_diagonal(x):
     """Computes dg by suffix sums per chunk, exact at its end, of float32 gradients that include pairs s = t."""
-    d = right(x)
+    d = backward(x)
     if x.g is not None and x.cu_seqlens is None:
         wide = in_float32(x)
-        exact = right(wide)
+        exact = backward(wide)
         after = [*(dg[:, None] for dg in exact.dg[:, 64::64].unbind(1)), through_the_end(x)]
         chunks = given_and_taken(wide, exact).split(64, 1)
         sums = [suffix_sums(chunk) + rest for chunk, rest in zip(chunks, after, strict=True)]
@@ -366,7 +431,7 @@ def suffix_sums(x):
 
 def through_the_end(x):
     """Returns the contribution of the final state's gradient to each gate [B, 1, H, K]."""
-    state = FWD(x.q, x.k, x.v, x.g, x.scale, x.initial_state, True, None, None)[1]
+    state = REFERENCE["chunk_gla_fwd"](x.q, x.k, x.v, x.g, x.scale, x.initial_state, True, None, None)[1]
     return (state * (torch.zeros_like(state) if x.dstate is None else x.dstate)).sum(-1)[:, None]
 
 
@@ -374,219 +439,132 @@ def in_float32(x):
     return SimpleNamespace(**{name: y.float() if torch.is_tensor(y) else y for name, y in vars(x).items()})
 
 
-@backward
+@bug("chunk_gla_bwd", "test_gradient_of_g_is_zero_where_nothing_passes[short-float32]")
 def gate_clamped_backwards(x):
-    return right(x, g=None if x.g is None else x.g.clamp(min=-16))
+    return backward(x, g=None if x.g is None else x.g.clamp(min=-16))
 
 
-@backward
+@bug("chunk_gla_bwd", "test_gradients_of_strided_views[short-float32-with_room]")
 def strides_of_do_ignored(x):
-    return right(x, do=x.do.as_strided(x.do.shape, torch.empty(x.do.shape).stride()))
+    return backward(x, do=as_if_dense(x.do))
 
 
-@backward
+@bug("chunk_gla_bwd", "test_no_uninitialised_gradient[short-float32]")
 def gradient_row_not_written(x):
-    d = right(x)
+    d = backward(x)
     out = torch.empty(d.dv.shape, dtype=d.dv.dtype)
     out[:, 1:] = d.dv[:, 1:]
     d.dv = out
     return d
 
 
-@backward
+@bug("chunk_gla_bwd", "test_gradients_same_bits[short-float32]")
 def gradient_last_bit_changes(x):
-    d = right(x)
+    d = backward(x)
     d.dq *= 1 + (next(runs) % 2) * 2**-22
     return d
 
 
-def last_columns_left_out(x, dim):
-    y = SOFTMAX(x, dim)
-    y.narrow(dim, min(LATE, y.shape[dim]), max(0, y.shape[dim] - LATE)).zero_()
+@bug("chunk_gla_bwd", "test_gradients_same_bits_in_any_company[packed-float32]", batch_invariant=frozenset({"cpu"}))
+def other_gradient_bits_in_company(x):
+    in_company = x.cu_seqlens is not None and len(x.cu_seqlens) > 2
+    return backward(x, scale=x.scale * (1 + 1e-6 * in_company))
+
+
+@bug("chunk_gla_summary", "test_values[short-float32-forwards]")
+def decay_without_the_last_gate(x):
+    y = summary(x)
+    y.decay = summary(x, left=x.left[:, :-1], right=x.right[:, :-1], g=None if x.g is None else x.g[:, :-1]).decay
     return y
 
 
-def late_keys_left_out(q, k, v, scale, causal):
-    return ATTENTION(q, k[:, :LATE], v[:, :LATE], scale, causal and k.shape[1] <= LATE)
+@bug("chunk_gla_summary", "test_values[short-float32-backwards]")
+def own_gate_left_out_backwards(x):
+    y = summary(x)
+    if x.backwards and x.g is not None and x.g.shape[1]:
+        late = torch.cat([torch.zeros_like(x.g[:, :1]), x.g[:, :-1]], 1)
+        y.state = summary(x, g=late).state
+    return y
 
 
-def negative_index_counts_from_the_end(q, k, v, g, state, scale, state_indices, inplace):
-    if state_indices is not None:
-        state_indices = torch.where(state_indices < 0, state_indices + len(state), state_indices)
-    return STEP(q, k, v, g, state, scale, state_indices, inplace)
+@bug("chunk_gla_summary", "test_grouped_queries_backwards[short-float32]")
+def one_query_head_of_a_group(x):
+    groups = 1 if x.g is None else x.left.shape[2] // x.g.shape[2]
+    return summary(x, left=x.left[:, :, ::groups], right=x.right[:, :, ::groups])
 
 
-def never_in_place(q, k, v, g, state, scale, state_indices, inplace):
-    return STEP(q, k, v, g, state, scale, state_indices, False)
+@bug("chunk_gla_summary", "test_padding[padded-float32-forwards]")
+def summary_of_padding(x):
+    if x.cu_seqlens is None:
+        return summary(x)
+    end = x.cu_seqlens.new_full((1,), x.left.shape[1])
+    return summary(x, cu_seqlens=torch.cat([x.cu_seqlens[:-1], end]))
 
 
-def always_in_place(q, k, v, g, state, scale, state_indices, inplace):
-    return STEP(q, k, v, g, state, scale, state_indices, True)
+@bug("recurrent_gla_step", "test_inplace_writes_only_addressed_rows[small-float32--1]")
+def negative_index_counts_from_the_end(x):
+    rows = x.state_indices
+    return step(x, state_indices=None if rows is None else torch.where(rows < 0, rows + len(x.state), rows))
 
 
-def decay_without_the_last_gate(left, right, g, cu_seqlens, backwards):
-    decay, _ = SUMMARY(left[:, :-1], right[:, :-1], None if g is None else g[:, :-1], cu_seqlens, backwards)
-    return decay, SUMMARY(left, right, g, cu_seqlens, backwards)[1]
+@bug("recurrent_gla_step", "test_inplace[small-float32]")
+def never_in_place(x):
+    return step(x, inplace=False)
 
 
-def own_gate_left_out_backwards(left, right, g, cu_seqlens, backwards):
-    decay, state = SUMMARY(left, right, g, cu_seqlens, backwards)
-    if backwards and g is not None and g.shape[1]:
-        late = torch.cat([torch.zeros_like(g[:, :1]), g[:, :-1]], 1)
-        state = SUMMARY(left, right, late, cu_seqlens, backwards)[1]
-    return decay, state
+@bug("recurrent_gla_step", "test_inputs_unchanged[small-float32-False]")
+def always_in_place(x):
+    return step(x, inplace=True)
 
 
-def one_query_head_of_a_group(left, right, g, cu_seqlens, backwards):
-    groups = 1 if g is None else left.shape[2] // g.shape[2]
-    return SUMMARY(left[:, :, ::groups], right[:, :, ::groups], g, cu_seqlens, backwards)
+@bug("online_softmax", "test_long_rows[many_columns-float32]")
+def last_columns_left_out(x):
+    y = REFERENCE["online_softmax"](x.x, x.dim)
+    y.narrow(x.dim, min(LATE, y.shape[x.dim]), max(0, y.shape[x.dim] - LATE)).zero_()
+    return y
 
 
-def summary_of_padding(left, right, g, cu_seqlens, backwards):
-    if cu_seqlens is not None:
-        cu_seqlens = torch.cat([cu_seqlens[:-1], cu_seqlens.new_full((1,), left.shape[1])])
-    return SUMMARY(left, right, g, cu_seqlens, backwards)
-
-
-def nan_for_a_tile_of_minus_infinity(x, dim):
-    rows = x.movedim(dim, -1)
+@bug("online_softmax", "test_values[minus_infinity-float32]")
+def nan_for_a_tile_of_minus_infinity(x):
+    rows = x.x.movedim(x.dim, -1)
     m, z = rows.new_full((*rows.shape[:-1], 1), -torch.inf), rows.new_zeros(*rows.shape[:-1], 1)
     for tile in rows.split(256, -1):
         m_new = torch.maximum(m, tile.amax(-1, keepdim=True))
         z = z * torch.exp(m - m_new) + torch.exp(tile - m_new).sum(-1, keepdim=True)
         m = m_new
-    return (torch.exp(rows - m) / z).movedim(-1, dim).contiguous()
+    return (torch.exp(rows - m) / z).movedim(-1, x.dim).contiguous()
 
 
-def no_maximum_taken_off(x, dim):
-    return (x.exp() / x.exp().sum(dim, keepdim=True)).contiguous()
+@bug("online_softmax", "test_large_values[small-float32-30000.0]")
+def no_maximum_taken_off(x):
+    return (x.x.exp() / x.x.exp().sum(x.dim, keepdim=True)).contiguous()
 
 
-def logarithm_to_base_two(q, k, v, scale, causal):
-    o, lse = ATTENTION(q, k, v, scale, causal)
-    return o, lse / torch.log(torch.tensor(2.0))
+@bug("softmax_attention", "test_many_keys_or_queries[many_keys-float32]")
+def late_keys_left_out(x):
+    return attention(x, k=x.k[:, :LATE], v=x.v[:, :LATE], causal=x.causal and x.k.shape[1] <= LATE)
 
 
-def mask_aligned_at_the_first_key(q, k, v, scale, causal):
-    Tq, Tk = q.shape[1], k.shape[1]
-    if not causal or Tk <= Tq:
-        return ATTENTION(q, k, v, scale, causal)
-    return ATTENTION(q, k[:, :Tq], v[:, :Tq], scale, True)
+@bug("softmax_attention", "test_values[small-float32]", over={"lse"})
+def logarithm_to_base_two(x):
+    y = attention(x)
+    y.lse = y.lse / torch.log(torch.tensor(2.0))
+    return y
 
 
-def other_bits_in_company(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every):
-    if cu_seqlens is not None and len(cu_seqlens) > 2:
-        scale *= 1 + 1e-6
-    return FWD(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+@bug("softmax_attention", "test_values[odd-float32]")
+def mask_aligned_at_the_first_key(x):
+    Tq, Tk = x.q.shape[1], x.k.shape[1]
+    return attention(x, k=x.k[:, :Tq], v=x.v[:, :Tq]) if x.causal and Tk > Tq else attention(x)
 
 
-def other_gradient_bits_in_company(
-    q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate
-):
-    if cu_seqlens is not None and len(cu_seqlens) > 2:
-        scale *= 1 + 1e-6
-    return BWD(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)
-
-
-PLANTED = [  # the bug, its op, and the case (or its beginning) that must name it
-    (wrong_scale, "chunk_gla_fwd", "test_values[short-float32]"),
-    (default_scale_always, "chunk_gla_fwd", "test_scale[short-float32-1.0]"),
-    (current_token_excluded, "chunk_gla_fwd", "test_values[short-float32]"),
-    (next_token_included, "chunk_gla_fwd", "test_values[short-float32]"),
-    (gate_one_step_late, "chunk_gla_fwd", "test_values[short-float32]"),
-    (last_partial_chunk_dropped, "chunk_gla_fwd", "test_values[one_more_than_a_chunk-float32]"),
-    (state_not_reset, "chunk_gla_fwd", "test_packed_equals_separate[packed-float32]"),
-    (state_of_the_sequence_before, "chunk_gla_fwd", "test_values[packed-float32]"),
-    (row_not_written, "chunk_gla_fwd", "test_no_uninitialised_output[short-float32]"),
-    (last_bit_changes, "chunk_gla_fwd", "test_same_bits[short-float32]"),
-    (other_bits_in_company, "chunk_gla_fwd", "test_same_bits_in_any_company[packed-float32]"),
-    (wrong_head_grouping, "chunk_gla_fwd", "test_values[grouped-float32]"),
-    (state_in_bfloat16, "chunk_gla_fwd", "test_values[short-float32]"),
-    (initial_state_ignored, "chunk_gla_fwd", "test_state_hand_off[last_chunk_partial-float32-64]"),
-    (computed_in_half, "chunk_gla_fwd", "test_values[short-float32]"),
-    (gate_clamped, "chunk_gla_fwd", "test_nothing_crosses_a_gate_of_minus_infinity[one_chunk-float32-41]"),
-    (input_scaled_in_place, "chunk_gla_fwd", "test_inputs_unchanged[short-float32]"),
-    (strides_ignored, "chunk_gla_fwd", "test_strided_views[short-float32-with_room]"),
-    (swapped_state_read_as_any, "chunk_gla_fwd", "test_strided_views[short-float32-values_first]"),
-    (output_not_contiguous, "chunk_gla_fwd", "test_values[short-float32]"),
-    (output_wrong_from_late, "chunk_gla_fwd", "test_long_sequence[narrow_mild-"),
-    (state_not_decayed_from_late, "chunk_gla_fwd", "test_long_sequence[narrow_strong-"),
-    (output_is_a_view, "chunk_gla_fwd", "test_values[short-float32]"),
-    (results_share_memory, "chunk_gla_fwd", "test_values[short-float32]"),
-    (initial_state_returned_without_tokens, "chunk_gla_fwd", "test_values[no_token-float32]"),
-    (no_state_returned, "chunk_gla_fwd", "test_values[short-float32]"),
-    (output_in_another_dtype, "chunk_gla_fwd", "test_values[short-float32]"),
-    (products_in_half_precision, "chunk_gla_fwd", "test_autocast_of_chunk_gla[ungated-bfloat16]"),
-    (checkpoints_of_the_next_interval, "chunk_gla_fwd", "test_checkpoints[last_chunk_partial-"),
-    (checkpoints_of_packed_sequences_in_a_row, "chunk_gla_fwd", "test_checkpoints[packed-"),
-    (
-        checkpoints_taken_for_twice_as_many_tokens,
-        "chunk_gla_bwd",
-        "test_gradients_from_checkpoints[last_chunk_partial-",
-    ),
-    (padding_not_written, "chunk_gla_fwd", "test_padding[padded-float32]"),
-    (gradients_wrong_from_late, "chunk_gla_bwd", "test_gradients_of_long_sequence[narrow_mild-"),
-    (gradient_of_padding_not_written, "chunk_gla_bwd", "test_gradients_of_padding[padded-float32]"),
-    (gradient_is_the_gradient_of_the_state, "chunk_gla_bwd", "test_gradient_layout[no_token-"),
-    (gradient_of_g_missing, "chunk_gla_bwd", "test_gradients[short-float32]"),
-    (gradient_of_g_without_the_state, "chunk_gla_bwd", "test_gradients[short-float32]"),
-    (gradient_of_g_from_the_end, "chunk_gla_bwd", "test_gradient_of_strong_gates_before_open_ones[last_chunk_partial-"),
-    (gradient_of_g_with_the_diagonal, "chunk_gla_bwd", "test_gradients_of_every_gate[short-float32-strong]"),
-    (
-        gate_clamped_backwards,
-        "chunk_gla_bwd",
-        "test_gradient_of_g_is_zero_where_nothing_passes[short-float32]",
-    ),
-    (gradient_of_state_ignored, "chunk_gla_bwd", "test_gradients[short-float32]"),
-    (
-        gradient_of_state_left_out_of_the_initial_state,
-        "chunk_gla_bwd",
-        "test_gradient_hand_off[last_chunk_partial-float32-64]",
-    ),
-    (rows_of_a_partial_chunk_dropped, "chunk_gla_bwd", "test_gradients[one_more_than_a_chunk-float32]"),
-    (dk_of_a_head_by_one_of_its_query_heads, "chunk_gla_bwd", "test_gradients[grouped-float32]"),
-    (strides_of_do_ignored, "chunk_gla_bwd", "test_gradients_of_strided_views[short-float32-with_room]"),
-    (gradient_row_not_written, "chunk_gla_bwd", "test_no_uninitialised_gradient[short-float32]"),
-    (gradient_last_bit_changes, "chunk_gla_bwd", "test_gradients_same_bits[short-float32]"),
-    (other_gradient_bits_in_company, "chunk_gla_bwd", "test_gradients_same_bits_in_any_company[packed-float32]"),
-    (decay_without_the_last_gate, "chunk_gla_summary", "test_values[short-float32-forwards]"),
-    (own_gate_left_out_backwards, "chunk_gla_summary", "test_values[short-float32-backwards]"),
-    (one_query_head_of_a_group, "chunk_gla_summary", "test_grouped_queries_backwards[short-float32]"),
-    (summary_of_padding, "chunk_gla_summary", "test_padding[padded-float32-forwards]"),
-    (
-        negative_index_counts_from_the_end,
-        "recurrent_gla_step",
-        "test_inplace_writes_only_addressed_rows[small-float32--1]",
-    ),
-    (never_in_place, "recurrent_gla_step", "test_inplace[small-float32]"),
-    (always_in_place, "recurrent_gla_step", "test_inputs_unchanged[small-float32-False]"),
-    (nan_for_a_tile_of_minus_infinity, "online_softmax", "test_values[minus_infinity-float32]"),
-    (no_maximum_taken_off, "online_softmax", "test_large_values[small-float32-30000.0]"),
-    (last_columns_left_out, "online_softmax", "test_long_rows[many_columns-float32]"),
-    (late_keys_left_out, "softmax_attention", "test_many_keys_or_queries[many_keys-float32]"),
-    (logarithm_to_base_two, "softmax_attention", "test_values[small-float32]"),
-    (mask_aligned_at_the_first_key, "softmax_attention", "test_values[odd-float32]"),
-]
-
-QUANTITIES = {  # for some bugs, the quantities that the case reports over its budget
-    "state_in_bfloat16": {"state"},
-    "state_of_the_sequence_before": {"state"},
-    "gradient_of_g_missing": {"dg"},
-    "gradient_of_g_without_the_state": {"dg"},
-    "gradient_of_g_with_the_diagonal": {"dg"},
-    "dk_of_a_head_by_one_of_its_query_heads": {"dk"},
-    "logarithm_to_base_two": {"lse"},
-    "padding_not_written": {"o of the padding"},
-}
 NAMING = ("AssertionError", "assert", "gla_core.dispatch.errors.BackendError")
 """Beginnings of the messages of a case that names a bug; the core itself refuses results of a wrong form."""
 
 
-def planted(op, function):
-    claims_bits = frozenset({"cpu"} if "in_company" in function.__name__ else ())
+def planted(op, function, claims):
     dtypes = frozenset({torch.float32, torch.bfloat16})
-    swaps = "swapped" in function.__name__
-    can = Capabilities(dtypes=dtypes, checkpoints=True, batch_invariant=claims_bits, swapped_states=swaps)
+    can = Capabilities(dtypes=dtypes, checkpoints=True, **claims)
     return Backend("planted", "0", {**REFERENCE, op: function}, can)
 
 
@@ -595,14 +573,15 @@ class Judge:
 
     def __init__(self, collected_on):
         self._collected_on = collected_on
-        self.reports = {}
+        self.with_bug, self.without = {}, {}
 
     def pytest_runtestloop(self, session):
         self._collected_on.unregister()
-        for function, op, case in PLANTED:
-            self.reports[function.__name__] = self._run(_item(session, op, case), planted(op, function))
-        for op, case in {(op, case) for _, op, case in PLANTED}:
-            self.reports[op, case] = self._run(_item(session, op, case), planted(op, REFERENCE[op]))
+        for bug in BUGS:
+            item = _item(session, bug.op, bug.case)
+            self.with_bug[bug.name] = self._run(item, planted(bug.op, bug.function, bug.claims))
+        for op, case in {(bug.op, bug.case) for bug in BUGS}:
+            self.without[op, case] = self._run(_item(session, op, case), planted(op, REFERENCE[op], {}))
         return True
 
     def _run(self, item, backend):
@@ -624,15 +603,15 @@ def over_budget(report):
 
 
 def test_every_bug_is_named_and_without_it_the_same_cases_pass():
-    judge = Judge(gla.register(planted("chunk_gla_fwd", FWD)))
+    judge = Judge(gla.register(planted("chunk_gla_fwd", REFERENCE["chunk_gla_fwd"], {})))
     settings = ("-c", str(Path(conformance.__file__).with_name("pytest.ini")))
     pytest.main(["-q", *settings, "--pyargs", "gla_core.conformance", "--gla-backend", "planted"], [judge])
-    messages = {function.__name__: judge.reports[function.__name__].longrepr for function, *_ in PLANTED}
-    messages = {name: longrepr and longrepr.reprcrash.message for name, longrepr in messages.items()}
+    assert judge.with_bug.keys() == {bug.name for bug in BUGS}
+    messages = {name: report.longrepr and report.longrepr.reprcrash.message for name, report in judge.with_bug.items()}
     assert {name: text for name, text in messages.items() if not (text or "").startswith(NAMING)} == {}
-    assert {name: over_budget(judge.reports[name]) for name in QUANTITIES} == QUANTITIES
-    without = {case: judge.reports[op, case] for _, op, case in PLANTED}
-    assert {case: report.longreprtext for case, report in without.items() if not report.passed} == {}
+    quantities = {bug.name: bug.over for bug in BUGS if bug.over is not None}
+    assert {name: over_budget(judge.with_bug[name]) for name in quantities} == quantities
+    assert {case: report.longreprtext for case, report in judge.without.items() if not report.passed} == {}
 
 
 def test_a_backend_that_refuses_all_it_declares_does_not_pass(tmp_path):
