@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
@@ -25,6 +26,14 @@ from gla_core.workloads.named import Workload, select
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SMALL = frozenset({"ci", "odd", "packed", "extreme"})
 AT_SIZE = frozenset({"train", "prefill", "decode", "long"})
+
+Dtypes = Literal["every", "one", "in_turn", "half", "no_float64"]
+"""The declared dtypes in which a test runs a workload.
+
+one: a single one, for properties that do not depend on it. in_turn: one per workload, every dtype in turn; a CUDA
+device is fast and uses all of them. half: only bfloat16, or float16 if bfloat16 is not declared. no_float64: every
+dtype but float64.
+"""
 
 EVERY_OP = tuple(ABSTRACT_OPS)
 FORWARDS = tuple(spec.name for spec in PUBLIC_OPS.values())
@@ -90,60 +99,56 @@ def cases(
     *names: str,
     also: str | None = None,
     tag: str | None = None,
-    one_dtype: bool = False,
-    in_turn: bool = False,
-    half: bool = False,
-    no_float64: bool = False,
-    gradients: bool = False,
-    deterministic: bool = False,
+    dtypes: Dtypes = "every",
+    requires: str | None = None,
     at_size: bool = False,
     cuda: bool = False,
-    graphs: bool = False,
-    checkpoints: bool = False,
     forms: bool = False,
 ) -> list[Case]:
     """Returns the cases of an op that the backend's capabilities allow.
 
     Args:
-        names: only these workloads. tag: only workloads with this tag.
+        names: only these workloads.
+        tag: only workloads with this tag.
         also: another op that the backend must implement.
-        one_dtype: use one dtype, for properties that do not depend on it.
-        in_turn: use one dtype per workload, every dtype in turn. A CUDA device is fast and uses all of them.
-        half: only bfloat16, or float16 if bfloat16 is not declared. no_float64: every dtype but float64.
-        gradients: no case if the backend has no gradients.
-        deterministic: no case if the backend does not claim to be deterministic.
+        dtypes: the dtypes of each workload, see `Dtypes`.
+        requires: no case if the backend does not claim this capability, such as deterministic. With cuda_graphs only
+            workloads with something to compute: a graph of nothing cannot be captured.
         at_size: only the large workloads, each in its own dtype, and only on a CUDA device.
-        cuda: only on a CUDA device. graphs: only on a CUDA device, if the backend claims that CUDA graphs capture it,
-            and only workloads with something to compute.
-        checkpoints: no case if the backend returns no checkpoints.
+        cuda: only on a CUDA device.
         forms: the fewest cases in which each optional argument is given once and left out once.
     """
     can = backend.can(op)
     is_backward = any(spec.backward == op for spec in ABSTRACT_OPS.values())
     if op not in backend.ops or (also is not None and also not in backend.ops):
         return []
-    if (deterministic and not can.deterministic) or ((gradients or is_backward) and not can.gradients):
+    if (is_backward and not can.gradients) or (requires is not None and not getattr(can, requires)):
         return []
-    if checkpoints and not can.checkpoints:
-        return []
-    if (graphs and not can.cuda_graphs) or (device != "cuda" and (cuda or graphs or at_size)):
+    if (cuda or at_size) and device != "cuda":
         return []
     if at_size:
         found = [Case(op, w, w.sizes["dtype"], device) for w in _at_size(op)]
     else:
         workloads = [fitted(w, can) for w in _small(op, names, tag)]
-        dtypes = [d for d in dtypes_of(can) if not (no_float64 and d == torch.float64)]
-        if half:
-            dtypes = [d for d in (torch.bfloat16, torch.float16) if d in dtypes]
-        if one_dtype or half:
-            dtypes = dtypes[:1]
-        one_each = zip(workloads, itertools.cycle(dtypes), strict=False)
-        pairs = one_each if in_turn and device != "cuda" else itertools.product(workloads, dtypes)
-        found = [Case(op, w, d, device) for w, d in pairs]
+        found = [Case(op, w, d, device) for w, d in _with_dtypes(workloads, dtypes_of(can), dtypes, device)]
     found = [case for case in found if excluded(backend, case) is None]
-    if graphs or forms:
+    if forms or requires == "cuda_graphs":
         found = [case for case in found if not is_empty(case.describe())]
     return _of_each_form(found) if forms else found
+
+
+def _with_dtypes(
+    workloads: list[Workload], declared: list[torch.dtype], which: Dtypes, device: str
+) -> Iterable[tuple[Workload, torch.dtype]]:
+    """Returns the pairs of a workload and a dtype that `which` selects."""
+    if which == "in_turn" and device != "cuda":
+        return zip(workloads, itertools.cycle(declared), strict=False)
+    chosen = {
+        "one": declared[:1],
+        "half": [d for d in (torch.bfloat16, torch.float16) if d in declared][:1],
+        "no_float64": [d for d in declared if d != torch.float64],
+    }
+    return itertools.product(workloads, chosen.get(which, declared))
 
 
 def _of_each_form(found: Iterable[Case]) -> list[Case]:

@@ -45,7 +45,7 @@ def dtypes(out):
     return {name: x.dtype for name, x in out.items()}
 
 
-@over(FORWARDS, half=True, forms=True)
+@over(FORWARDS, dtypes="half", forms=True)
 @pytest.mark.parametrize("is_cast", [False, True], ids=["float32", "cast"])
 def test_autocast(backend, case, is_cast, measure):
     """Float32 inputs, and inputs that are cast already, give the same results."""
@@ -58,7 +58,7 @@ def test_autocast(backend, case, is_cast, measure):
     measure(out, expected, same(backend.can(case.op), FORWARD[dtype]))
 
 
-@over(WRITING, half=True, forms=True)
+@over(WRITING, dtypes="half", forms=True)
 def test_autocast_inplace(backend, case, measure):
     x, y = (given(case, dtype=torch.float32) | {"inplace": True} for _ in range(2))
     with torch.autocast(case.device, case.dtype):
@@ -69,7 +69,7 @@ def test_autocast_inplace(backend, case, measure):
     measure(out, expected, same(backend.can(case.op), FORWARD[case.dtype]))
 
 
-@over(DIFFERENTIATED, half=True, forms=True, gradients=True)
+@over(DIFFERENTIATED, dtypes="half", forms=True, requires="gradients")
 def test_autocast_of_gradients(backend, case, measure):
     """Gradients have the dtype of their inputs, float32."""
     x, dtype, request = given(case, dtype=torch.float32), autocast_dtype(case), training_request(backend, case.op)
@@ -91,7 +91,7 @@ def by_hand(x, dtype):
     return dataclasses.replace(x, q=x.q.to(dtype), k=x.k.to(dtype), v=x.v.to(dtype))
 
 
-@over("chunk_gla_fwd", "short", "ungated", "packed", half=True)
+@over("chunk_gla_fwd", "short", "ungated", "packed", dtypes="half")
 def test_autocast_of_chunk_gla(backend, case, measure):
     x = chunk(case, dtype=torch.float32)
     expected = oracle_forward(by_hand(x, case.dtype))
@@ -102,7 +102,7 @@ def test_autocast_of_chunk_gla(backend, case, measure):
         measure(out, {"state": expected["state"]}, FORWARD[torch.float32])
 
 
-@over("chunk_gla_bwd", "short", "ungated", "packed", half=True)
+@over("chunk_gla_bwd", "short", "ungated", "packed", dtypes="half")
 def test_autocast_of_gradients_of_chunk_gla(backend, case, measure):
     x = chunk(case, dtype=torch.float32)
     with torch.autocast(case.device, case.dtype):
@@ -110,7 +110,7 @@ def test_autocast_of_gradients_of_chunk_gla(backend, case, measure):
     measure(out, oracle_gradients(by_hand(x, case.dtype)), GRADIENT[case.dtype])
 
 
-@over("chunk_gla_summary", "short", "ungated", "packed", half=True)
+@over("chunk_gla_summary", "short", "ungated", "packed", dtypes="half")
 def test_autocast_of_chunk_gla_summary(backend, case, measure):
     x = summary(case, dtype=torch.float32)
     expected = expected_summary(cast(case.op, x, case.dtype))
@@ -119,7 +119,7 @@ def test_autocast_of_chunk_gla_summary(backend, case, measure):
     measure(out, {"state": expected["state"]}, FORWARD[case.dtype])
 
 
-@over("recurrent_gla_step", "small", "ungated", "pool", half=True)
+@over("recurrent_gla_step", "small", "ungated", "pool", dtypes="half")
 @pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
 def test_autocast_of_recurrent_gla_step(backend, case, inplace, measure):
     x = step(case, dtype=torch.float32)
@@ -131,7 +131,7 @@ def test_autocast_of_recurrent_gla_step(backend, case, inplace, measure):
     measure(out, {"state": expected["state"]}, FORWARD[torch.float32])
 
 
-@over("softmax_attention", "small", "not_causal", half=True)
+@over("softmax_attention", "small", "not_causal", dtypes="half")
 def test_autocast_of_softmax_attention(backend, case, measure):
     *qkv, causal = attention(case, dtype=torch.float32)
     with torch.autocast(case.device, case.dtype):

@@ -58,7 +58,7 @@ def test_values(backend, case, measure, layout):
     layout(out, like, case.device, present(x))
 
 
-@over(FWD, "short", "no_token", one_dtype=True, gradients=True)
+@over(FWD, "short", "no_token", dtypes="one", requires="gradients")
 def test_results_can_be_changed_in_place(backend, case):
     """In-place changes work with autograd, too."""
     x = chunk(case)
@@ -73,7 +73,7 @@ def test_values_at_size(backend, case, measure):
     measure(forward(x, backend.name), reference_forward(x), FORWARD[case.dtype])
 
 
-@over(FWD, "short", "strong", "packed", in_turn=True)
+@over(FWD, "short", "strong", "packed", dtypes="in_turn")
 @pytest.mark.parametrize("scale", [1.0, -0.3, 0.0])
 def test_scale(backend, case, scale, measure):
     x = chunk(case)
@@ -94,7 +94,7 @@ def test_state_only_if_asked(backend, case, measure):
     measure({"o": o}, {"o": expected_forward(case)["o"]}, FORWARD[case.dtype])
 
 
-@over(FWD, "last_chunk_partial", "grouped", "minus_infinity", in_turn=True)
+@over(FWD, "last_chunk_partial", "grouped", "minus_infinity", dtypes="in_turn")
 @pytest.mark.parametrize("cut", [1, 63, 64, 77])
 def test_state_hand_off(backend, case, cut, measure):
     """One call equals two calls that are joined by the state."""
@@ -105,7 +105,7 @@ def test_state_hand_off(backend, case, cut, measure):
     measure(joined, expected_forward(case), FORWARD[case.dtype])
 
 
-@over(FWD, "short", "one_more_than_a_chunk", "grouped", "minus_infinity", also="recurrent_gla_step", in_turn=True)
+@over(FWD, "short", "one_more_than_a_chunk", "grouped", "minus_infinity", also="recurrent_gla_step", dtypes="in_turn")
 def test_chunk_equals_steps(backend, case, measure):
     x = chunk(case, initial_state=True)
     state, o = x.initial_state, []
@@ -133,14 +133,14 @@ def test_packed_equals_separate(backend, case, measure):
     measure(*packed_and_separate(chunk(case), backend), 2 * FORWARD[case.dtype])
 
 
-@over(FWD, tag="packed", deterministic=True)
+@over(FWD, tag="packed", requires="deterministic")
 def test_same_bits_in_any_company(backend, case, measure):
     """Under `batch_invariant`, a packed sequence gives the same bits as the sequence alone."""
     with gla.batch_invariant(64):
         measure(*packed_and_separate(chunk(case), backend), 0)
 
 
-@over(FWD, tag="packed", one_dtype=True)
+@over(FWD, tag="packed", dtypes="one")
 def test_packed_offsets_may_be_int32(backend, case, measure):
     x = chunk(case)
     out = forward(dataclasses.replace(x, cu_seqlens=x.cu_seqlens.int()), backend.name)
@@ -177,13 +177,13 @@ def strided(x, states):
     return dataclasses.replace(x, **views)
 
 
-@over(FWD, in_turn=True)
+@over(FWD, dtypes="in_turn")
 @LAYOUTS_OF_STATES
 def test_strided_views(backend, case, states, measure):
     measure(forward(strided(chunk(case), states), backend.name), expected_forward(case), FORWARD[case.dtype])
 
 
-@over(FWD, in_turn=True)
+@over(FWD, dtypes="in_turn")
 def test_no_uninitialised_output(backend, case, measure):
     x = chunk(case)
     with poisoned(backend.can(case.op), case.device):
@@ -191,7 +191,7 @@ def test_no_uninitialised_output(backend, case, measure):
     measure(out, expected_forward(case), FORWARD[case.dtype])
 
 
-@over(FWD, deterministic=True, in_turn=True)
+@over(FWD, dtypes="in_turn", requires="deterministic")
 def test_same_bits(backend, case, measure):
     x = chunk(case)
     first, *again = three_runs(lambda: forward(x, backend.name), case.device)
@@ -199,7 +199,7 @@ def test_same_bits(backend, case, measure):
         measure(out, first, 0)
 
 
-@over(FWD, in_turn=True)
+@over(FWD, dtypes="in_turn")
 def test_inputs_unchanged(backend, case, measure):
     x, before = chunk(case), chunk(case)
     forward(x, backend.name)
@@ -210,7 +210,7 @@ def present(x):
     return {f.name: y for f in dataclasses.fields(x) if (y := getattr(x, f.name)) is not None}
 
 
-@over(FWD, "one_chunk", "last_chunk_partial", "odd_widths", "grouped", in_turn=True)
+@over(FWD, "one_chunk", "last_chunk_partial", "odd_widths", "grouped", dtypes="in_turn")
 @pytest.mark.parametrize("cut", [1, 41, 63])
 def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
     """After alpha = 0 nothing depends on earlier tokens, not even the last bit."""
@@ -228,7 +228,7 @@ def test_nothing_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
 # ---- checkpoints
 
 
-@over(FWD, checkpoints=True, in_turn=True)
+@over(FWD, dtypes="in_turn", requires="checkpoints")
 @pytest.mark.parametrize("every", [64, 128])
 def test_checkpoints(backend, case, every, measure, layout):
     """Checkpoints are the states before every 64th or 128th token of a sequence; unused rows are 0."""
@@ -242,7 +242,7 @@ def test_checkpoints(backend, case, every, measure, layout):
     layout(out, {"checkpoints": (expected.shape, checkpoint_dtype(case.dtype))}, case.device, present(x))
 
 
-@over(BWD, in_turn=True)
+@over(BWD, dtypes="in_turn")
 @pytest.mark.parametrize("every", [64, 128])
 def test_gradients_from_checkpoints(backend, case, every, measure):
     """A backward accepts checkpoints of any origin; here the oracle makes them."""
@@ -270,7 +270,7 @@ def test_gradients_at_size(backend, case, measure):
     measure(backward(x, backend, *loss, given, CHECKPOINT_EVERY), expected, GRADIENT[case.dtype])
 
 
-@over(BWD, "last_chunk_partial", "grouped", "minus_infinity", "packed", in_turn=True)
+@over(BWD, "last_chunk_partial", "grouped", "minus_infinity", "packed", dtypes="in_turn")
 @pytest.mark.parametrize("cut", [1, 63, 64, 77])
 def test_gradient_hand_off(backend, case, cut, measure):
     """One call equals two calls that are joined by the state and, backwards, by its gradient."""
@@ -285,7 +285,7 @@ def test_gradient_hand_off(backend, case, cut, measure):
     measure(joined, expected_gradients(case), GRADIENT[case.dtype])
 
 
-@over(BWD, "grouped", "packed", "minus_infinity", one_dtype=True)
+@over(BWD, "grouped", "packed", "minus_infinity", dtypes="one")
 @pytest.mark.parametrize("name", CHUNK_LEAVES)
 def test_gradient_of_one_input(backend, case, name, measure):
     x = chunk(case)
@@ -295,7 +295,7 @@ def test_gradient_of_one_input(backend, case, name, measure):
     measure(gradients(x, training_request(backend), (name,)), {f"d{name}": expected[f"d{name}"]}, GRADIENT[case.dtype])
 
 
-@over(BWD, in_turn=True)
+@over(BWD, dtypes="in_turn")
 def test_gradient_layout(backend, case, layout):
     x = chunk(case)
     do, dstate = loss_gradients(x)
@@ -303,7 +303,7 @@ def test_gradient_layout(backend, case, layout):
     layout(backward(x, backend, do, dstate), like, case.device, {**present(x), "do": do, "dstate": dstate})
 
 
-@over(BWD, "short", "packed", "extreme", in_turn=True)
+@over(BWD, "short", "packed", "extreme", dtypes="in_turn")
 def test_gradients_without_final_state(backend, case, measure):
     """A missing gradient of the final state means a gradient of zeros."""
     x = chunk(case)
@@ -335,7 +335,7 @@ def test_gradients_of_float32_gates(backend, case, measure):
     measure(out, expected, GRADIENT[case.dtype])
 
 
-@over(BWD, in_turn=True)
+@over(BWD, dtypes="in_turn")
 @LAYOUTS_OF_STATES
 def test_gradients_of_strided_views(backend, case, states, measure):
     """Inputs and incoming gradients may be strided views."""
@@ -345,7 +345,7 @@ def test_gradients_of_strided_views(backend, case, states, measure):
     measure(out, expected_gradients(case), GRADIENT[case.dtype])
 
 
-@over(BWD, "short", "grouped", "packed", in_turn=True)
+@over(BWD, "short", "grouped", "packed", dtypes="in_turn")
 @pytest.mark.parametrize("dimensions", [(0,), (1,), (0, 1, 2, 3)], ids=["first", "second", "all"])
 def test_gradients_of_repeated_values(backend, case, dimensions, measure):
     """Gates and incoming gradients may have strides of 0; the gradient of a sum has stride 0 in all dimensions."""
@@ -356,7 +356,7 @@ def test_gradients_of_repeated_values(backend, case, dimensions, measure):
     measure(out, oracle_gradients(x, (do, dstate)), GRADIENT[case.dtype])
 
 
-@over(BWD, in_turn=True)
+@over(BWD, dtypes="in_turn")
 def test_no_uninitialised_gradient(backend, case, measure):
     x = chunk(case)
     with poisoned(backend.can(case.op), case.device):
@@ -364,7 +364,7 @@ def test_no_uninitialised_gradient(backend, case, measure):
     measure(out, expected_gradients(case), GRADIENT[case.dtype])
 
 
-@over(BWD, deterministic=True, in_turn=True)
+@over(BWD, dtypes="in_turn", requires="deterministic")
 def test_gradients_same_bits(backend, case, measure):
     x = chunk(case)
     first, *again = three_runs(lambda: backward(x, backend, *loss_gradients(x)), case.device)
@@ -372,7 +372,7 @@ def test_gradients_same_bits(backend, case, measure):
         measure(out, first, 0)
 
 
-@over(BWD, tag="packed", also=FWD, deterministic=True)
+@over(BWD, tag="packed", also=FWD, requires="deterministic")
 def test_gradients_same_bits_in_any_company(backend, case, measure):
     """Under `batch_invariant`, a packed sequence has gradients with the same bits as the sequence alone."""
     x = chunk(case)
@@ -389,7 +389,7 @@ def test_gradients_same_bits_in_any_company(backend, case, measure):
             measure(own, expected, 0)
 
 
-@over(BWD, in_turn=True)
+@over(BWD, dtypes="in_turn")
 def test_inputs_unchanged_by_backward(backend, case, measure):
     x, before = chunk(case), chunk(case)
     fill_freed_memory(float("nan"), case.device)
@@ -397,7 +397,7 @@ def test_inputs_unchanged_by_backward(backend, case, measure):
     measure(present(x), present(before), 0)
 
 
-@over(BWD, "one_chunk", "last_chunk_partial", "grouped", in_turn=True)
+@over(BWD, "one_chunk", "last_chunk_partial", "grouped", dtypes="in_turn")
 @pytest.mark.parametrize("cut", [1, 41, 63])
 def test_no_gradient_crosses_a_gate_of_minus_infinity(backend, case, cut, measure):
     x = chunk(case, initial_state=True)
@@ -419,7 +419,7 @@ def first_tokens(x):
     return [start for start, end in itertools.pairwise(x.cu_seqlens.tolist()) if start < end]
 
 
-@over(BWD, "short", "last_chunk_partial", "grouped", "packed", "padded", in_turn=True)
+@over(BWD, "short", "last_chunk_partial", "grouped", "packed", "padded", dtypes="in_turn")
 def test_gradient_of_g_is_zero_where_nothing_passes(backend, case, measure):
     """The gradient of g is exactly 0 at a gate of -inf, and at the first token of a sequence that starts from zero."""
     x = chunk(case, gates="-inf", initial_state=False)
@@ -439,7 +439,7 @@ GATES = {
 }
 
 
-@over(BWD, "short", "last_chunk_partial", "grouped", "packed", in_turn=True)
+@over(BWD, "short", "last_chunk_partial", "grouped", "packed", dtypes="in_turn")
 @pytest.mark.parametrize("gates", GATES)
 def test_gradients_of_every_gate(backend, case, gates, measure):
     """Gates of one strength everywhere, and of mixed strengths.

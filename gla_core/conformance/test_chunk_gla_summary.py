@@ -76,7 +76,7 @@ def test_grouped_queries_backwards(backend, case, measure):
 
 
 @both_directions
-@over(SUMMARY, "last_chunk_partial", "minus_infinity", "ungated", in_turn=True)
+@over(SUMMARY, "last_chunk_partial", "minus_infinity", "ungated", dtypes="in_turn")
 @pytest.mark.parametrize("cut", [1, 64, 77])
 def test_two_parts_equal_the_whole(backend, case, backwards, cut, measure):
     x = summary(case, backwards)
@@ -105,7 +105,7 @@ def test_padding(backend, case, backwards, measure):
 
 
 @both_directions
-@over(SUMMARY, "short", "packed", in_turn=True)
+@over(SUMMARY, "short", "packed", dtypes="in_turn")
 def test_strided_views(backend, case, backwards, measure):
     x = summary(case, backwards)
     strided = {name: heads_first(y) if name in ("left", "right", "g") else y for name, y in x.items()}
@@ -113,7 +113,7 @@ def test_strided_views(backend, case, backwards, measure):
 
 
 @both_directions
-@over(SUMMARY, in_turn=True)
+@over(SUMMARY, dtypes="in_turn")
 def test_no_uninitialised_output(backend, case, backwards, measure):
     x = summary(case, backwards)
     with poisoned(backend.can(case.op), case.device):
@@ -122,7 +122,7 @@ def test_no_uninitialised_output(backend, case, backwards, measure):
 
 
 @both_directions
-@over(SUMMARY, deterministic=True, in_turn=True)
+@over(SUMMARY, dtypes="in_turn", requires="deterministic")
 def test_same_bits(backend, case, backwards, measure):
     x = summary(case, backwards)
     first, *again = three_runs(lambda: run_summary(x, backend.name), case.device)
@@ -131,14 +131,14 @@ def test_same_bits(backend, case, backwards, measure):
 
 
 @both_directions
-@over(SUMMARY, in_turn=True)
+@over(SUMMARY, dtypes="in_turn")
 def test_inputs_unchanged(backend, case, backwards, measure):
     x, before = summary(case, backwards), summary(case, backwards)
     run_summary(x, backend.name)
     measure(tensors(x), tensors(before), 0)
 
 
-@over(SUMMARY, gradients=True)
+@over(SUMMARY, requires="gradients")
 def test_gradients(backend, case, measure):
     """Gradients of both results are right; at a gate of -inf the gradient through the decay is exactly 0."""
     x = summary(case)

@@ -67,11 +67,11 @@ def test_no_wait_inplace(backend, case):
     without_waiting(lambda: function(*args))
 
 
-@over(EVERY_OP, graphs=True)
+@over(EVERY_OP, cuda=True, requires="cuda_graphs")
 def test_graph(backend, case, measure):
     check_replay(*torch_op(case, backend.name), 2 * GRADIENT[case.dtype], measure)
 
 
-@over(WRITING, graphs=True)
+@over(WRITING, cuda=True, requires="cuda_graphs")
 def test_graph_inplace(backend, case, measure):
     check_replay(*torch_op(case, backend.name, inplace=True), 2 * GRADIENT[case.dtype], measure)

@@ -28,6 +28,7 @@ from gla_core.conformance.cases import over
 from gla_core.conformance.tolerances import FORWARD, GRADIENT
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = "half" if INTERPRETED else "one"
 """Interpreted Triton kernels take milliseconds per token, least in half precision."""
 
 
@@ -48,13 +49,13 @@ def with_ends(out):
     return out | ends | {f"last of {name}": x[:, -50:] for name, x in along.items()}
 
 
-@over("chunk_gla_fwd", tag="narrow", one_dtype=True, half=INTERPRETED)
+@over("chunk_gla_fwd", tag="narrow", dtypes=DTYPES)
 def test_long_sequence(backend, case, measure):
     x = long_inputs(case)
     measure(with_ends(forward(x, backend.name)), with_ends(oracle_forward(x)), FORWARD[case.dtype])
 
 
-@over("chunk_gla_fwd", "narrow_mild", tag="narrow", one_dtype=True, half=INTERPRETED)
+@over("chunk_gla_fwd", "narrow_mild", tag="narrow", dtypes=DTYPES)
 def test_long_sequence_in_two_calls(backend, case, measure):
     x = long_inputs(case)
     cut = x.q.shape[1] - 700
@@ -64,14 +65,14 @@ def test_long_sequence_in_two_calls(backend, case, measure):
     measure(with_ends(joined), with_ends(forward(x, backend.name)), 2 * FORWARD[case.dtype])
 
 
-@over("chunk_gla_bwd", tag="narrow", one_dtype=True, half=INTERPRETED)
+@over("chunk_gla_bwd", tag="narrow", dtypes=DTYPES)
 def test_gradients_of_long_sequence(backend, case, measure):
     x = long_inputs(case)
     out = backward(x, backend, *loss_gradients(x))
     measure(with_ends(out), with_ends(oracle_gradients(x)), GRADIENT[case.dtype])
 
 
-@over("chunk_gla_summary", tag="narrow", one_dtype=True, half=INTERPRETED)
+@over("chunk_gla_summary", tag="narrow", dtypes=DTYPES)
 def test_summary_of_long_sequence(backend, case, measure):
     """Without gates every token counts; with gates only the last tokens, or backwards the first ones, would."""
     changes = {"T": long_inputs(case).q.shape[1], "gates": "none"}
@@ -79,14 +80,14 @@ def test_summary_of_long_sequence(backend, case, measure):
         measure(run_summary(x, backend.name), {"state": expected_summary(x)["state"]}, FORWARD[case.dtype])
 
 
-@over("online_softmax", tag="narrow", one_dtype=True)
+@over("online_softmax", tag="narrow", dtypes="one")
 def test_long_rows(backend, case, measure):
     x, dim = softmax(case)
     y = gla.online_softmax(x, dim, backend=backend.name)
     measure(with_ends({"y": y}), with_ends({"y": oracle.softmax(x, dim)}), FORWARD[case.dtype])
 
 
-@over("softmax_attention", tag="narrow", one_dtype=True)
+@over("softmax_attention", tag="narrow", dtypes="one")
 def test_many_keys_or_queries(backend, case, measure):
     q, k, v, causal = attention(case)
     out, expected = run_attention(q, k, v, causal, backend.name), expected_attention(q, k, v, causal)

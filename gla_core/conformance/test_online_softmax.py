@@ -31,7 +31,7 @@ def test_values(backend, case, measure, layout):
     layout(out, {"y": (x.shape, x.dtype)}, case.device, {"x": x})
 
 
-@over(SOFTMAX, "small", "other_dimension", "nothing", one_dtype=True, gradients=True)
+@over(SOFTMAX, "small", "other_dimension", "nothing", dtypes="one", requires="gradients")
 def test_results_can_be_changed_in_place(backend, case):
     """In-place changes work with autograd, too."""
     x, dim = softmax(case)
@@ -72,21 +72,21 @@ def test_large_values(backend, case, shift, measure):
     measure(run(x, dim, backend), expected(x, dim), FORWARD[case.dtype])
 
 
-@over(SOFTMAX, "other_dimension", in_turn=True)
+@over(SOFTMAX, "other_dimension", dtypes="in_turn")
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
 def test_every_dimension(backend, case, dim, measure):
     x, _ = softmax(case)
     measure(run(x, dim, backend), expected(x, dim), FORWARD[case.dtype])
 
 
-@over(SOFTMAX, "small", "odd_columns", "other_dimension", in_turn=True)
+@over(SOFTMAX, "small", "odd_columns", "other_dimension", dtypes="in_turn")
 def test_strided_views(backend, case, measure):
     x, dim = softmax(case)
     view = torch.nn.functional.pad(x, (3, 2))[..., 3:-2]
     measure(run(view, dim, backend), expected(x, dim), FORWARD[case.dtype])
 
 
-@over(SOFTMAX, gradients=True)
+@over(SOFTMAX, requires="gradients")
 def test_gradients(backend, case, measure):
     x, dim = softmax(case)
     if bool(x.isneginf().any()):
@@ -98,7 +98,7 @@ def test_gradients(backend, case, measure):
     measure({"dx": dx}, {"dx": ref}, GRADIENT[case.dtype])
 
 
-@over(SOFTMAX, in_turn=True)
+@over(SOFTMAX, dtypes="in_turn")
 def test_no_uninitialised_output(backend, case, measure):
     x, dim = softmax(case)
     with poisoned(backend.can(case.op), case.device):
@@ -106,7 +106,7 @@ def test_no_uninitialised_output(backend, case, measure):
     measure(out, expected(x, dim), FORWARD[case.dtype])
 
 
-@over(SOFTMAX, deterministic=True, in_turn=True)
+@over(SOFTMAX, dtypes="in_turn", requires="deterministic")
 def test_same_bits(backend, case, measure):
     x, dim = softmax(case)
     first, *again = three_runs(lambda: run(x, dim, backend), case.device)
@@ -114,7 +114,7 @@ def test_same_bits(backend, case, measure):
         measure(out, first, 0)
 
 
-@over(SOFTMAX, in_turn=True)
+@over(SOFTMAX, dtypes="in_turn")
 def test_inputs_unchanged(backend, case, measure):
     x, dim = softmax(case)
     run(x, dim, backend)

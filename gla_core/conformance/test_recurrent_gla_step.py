@@ -53,7 +53,7 @@ def guarded_pool(case):
     return x, memory
 
 
-@over(STEP, in_turn=True)
+@over(STEP, dtypes="in_turn")
 @pytest.mark.parametrize("skipped", [-1, -2, 6, 8])
 def test_inplace_writes_only_addressed_rows(backend, case, skipped, measure):
     """Row 5 is not addressed. An index outside the pool skips its row: the row writes nothing, and its o is 0."""
@@ -69,7 +69,7 @@ def test_inplace_writes_only_addressed_rows(backend, case, skipped, measure):
     measure({"o of a skipped row": out["o"][1:2]}, {"o of a skipped row": torch.zeros_like(out["o"][1:2])}, 0)
 
 
-@over(STEP, in_turn=True)
+@over(STEP, dtypes="in_turn")
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 def test_a_pool_not_inplace(backend, case, index_dtype, measure):
     x, memory = guarded_pool(case)
@@ -80,7 +80,7 @@ def test_a_pool_not_inplace(backend, case, index_dtype, measure):
     measure({"pool": memory}, {"pool": before}, 0)
 
 
-@over(STEP, no_float64=True)
+@over(STEP, dtypes="no_float64")
 def test_bfloat16_state(backend, case, measure):
     x = step(case)
     x["state"] = x["state"].bfloat16()
@@ -92,7 +92,7 @@ def test_bfloat16_state(backend, case, measure):
         measure({"state": out["state"]}, {"state": expected["state"]}, FORWARD[torch.bfloat16])
 
 
-@over(STEP, "small", "odd_widths", "pool", in_turn=True)
+@over(STEP, "small", "odd_widths", "pool", dtypes="in_turn")
 @pytest.mark.parametrize("scale", [1.0, -0.3, 0.0])
 def test_scale(backend, case, scale, measure):
     x = step(case)
@@ -115,7 +115,7 @@ def test_steps_in_a_row(backend, case, measure):
     measure({"o": torch.stack(outs, 1), "state": x.initial_state}, {"o": o, "state": state}, FORWARD[case.dtype])
 
 
-@over(STEP, in_turn=True)
+@over(STEP, dtypes="in_turn")
 def test_strided_views(backend, case, measure):
     """Tokens may be slices of [B, 3, H, ...], and states transposed from [H, P, K, V], in place or not."""
     x = step(case)
@@ -126,7 +126,7 @@ def test_strided_views(backend, case, measure):
         measure(out, expected_step(x), FORWARD[case.dtype])
 
 
-@over(STEP, in_turn=True)
+@over(STEP, dtypes="in_turn")
 @pytest.mark.parametrize("inplace", [False, True])
 def test_states_with_values_first(backend, case, inplace, measure):
     x = step(case)
@@ -139,7 +139,7 @@ def test_states_with_values_first(backend, case, inplace, measure):
     measure({"o": o, "state": new.mT}, expected, FORWARD[case.dtype])
 
 
-@over(STEP, in_turn=True)
+@over(STEP, dtypes="in_turn")
 def test_no_uninitialised_output(backend, case, measure):
     x = step(case)
     with poisoned(backend.can(case.op), case.device):
@@ -147,7 +147,7 @@ def test_no_uninitialised_output(backend, case, measure):
     measure(out, expected_step(x), FORWARD[case.dtype])
 
 
-@over(STEP, deterministic=True, in_turn=True)
+@over(STEP, dtypes="in_turn", requires="deterministic")
 def test_same_bits(backend, case, measure):
     x = step(case)
     first, *again = three_runs(lambda: run_step(x, backend.name), case.device)
@@ -155,7 +155,7 @@ def test_same_bits(backend, case, measure):
         measure(out, first, 0)
 
 
-@over(STEP, in_turn=True)
+@over(STEP, dtypes="in_turn")
 @pytest.mark.parametrize("inplace", [False, True])
 def test_inputs_unchanged(backend, case, inplace, measure):
     x, before = step(case), step(case)

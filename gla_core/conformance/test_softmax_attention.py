@@ -32,7 +32,7 @@ def test_values(backend, case, measure, layout):
     layout(out, like, case.device, {"q": q, "k": k, "v": v})
 
 
-@over(ATTENTION, "small", "grouped", one_dtype=True, gradients=True)
+@over(ATTENTION, "small", "grouped", dtypes="one", requires="gradients")
 def test_results_can_be_changed_in_place(backend, case):
     """In-place changes work with autograd, too."""
     q, k, v, causal = attention(case)
@@ -56,7 +56,7 @@ def test_values_at_size(backend, case, measure):
     measure(out, ref, FORWARD[case.dtype])
 
 
-@over(ATTENTION, "small", "odd", in_turn=True)
+@over(ATTENTION, "small", "odd", dtypes="in_turn")
 @pytest.mark.parametrize("scale", [1.0, -0.3, 0.0])
 def test_scale(backend, case, scale, measure):
     q, k, v, causal = attention(case)
@@ -83,7 +83,7 @@ def test_large_scores(backend, case, measure):
     measure(run_attention(q, k, v, causal, backend.name), expected_attention(q, k, v, causal), FORWARD[case.dtype])
 
 
-@over(ATTENTION, "not_causal", "one_query", in_turn=True)
+@over(ATTENTION, "not_causal", "one_query", dtypes="in_turn")
 @pytest.mark.parametrize("cut", [1, 40])
 def test_merged_parts_equal_the_whole(backend, case, cut, measure):
     q, k, v, _ = attention(case)
@@ -92,14 +92,14 @@ def test_merged_parts_equal_the_whole(backend, case, cut, measure):
     measure({"o": o, "lse": lse}, expected_attention(q, k, v, False), 2 * FORWARD[case.dtype])
 
 
-@over(ATTENTION, in_turn=True)
+@over(ATTENTION, dtypes="in_turn")
 def test_strided_views(backend, case, measure):
     q, k, v, causal = attention(case)
     out = run_attention(*map(heads_first, (q, k, v)), causal, backend.name)
     measure(out, expected_attention(q, k, v, causal), FORWARD[case.dtype])
 
 
-@over(ATTENTION, gradients=True)
+@over(ATTENTION, requires="gradients")
 def test_gradients(backend, case, measure):
     q, k, v, causal = attention(case)
     generator = torch.Generator(case.device).manual_seed(1)
@@ -113,7 +113,7 @@ def test_gradients(backend, case, measure):
     measure(dict(zip(names, found, strict=True)), dict(zip(names, ref, strict=True)), GRADIENT[case.dtype])
 
 
-@over(ATTENTION, in_turn=True)
+@over(ATTENTION, dtypes="in_turn")
 def test_no_uninitialised_output(backend, case, measure):
     q, k, v, causal = attention(case)
     with poisoned(backend.can(case.op), case.device):
@@ -121,7 +121,7 @@ def test_no_uninitialised_output(backend, case, measure):
     measure(out, expected_attention(q, k, v, causal), FORWARD[case.dtype])
 
 
-@over(ATTENTION, deterministic=True, in_turn=True)
+@over(ATTENTION, dtypes="in_turn", requires="deterministic")
 def test_same_bits(backend, case, measure):
     q, k, v, causal = attention(case)
     first, *again = three_runs(lambda: run_attention(q, k, v, causal, backend.name), case.device)
@@ -129,7 +129,7 @@ def test_same_bits(backend, case, measure):
         measure(out, first, 0)
 
 
-@over(ATTENTION, in_turn=True)
+@over(ATTENTION, dtypes="in_turn")
 def test_inputs_unchanged(backend, case, measure):
     x, before = attention(case)[:3], attention(case)[:3]
     run_attention(*x, attention(case)[3], backend.name)

@@ -10,14 +10,14 @@ from gla_core.conformance.cases import DIFFERENTIATED, EVERY_OP, FORWARDS, WRITI
 from gla_core.conformance.tolerances import FORWARD, GRADIENT
 
 
-@over(EVERY_OP, forms=True, one_dtype=True)
+@over(EVERY_OP, forms=True, dtypes="one")
 def test_opcheck(backend, case):
     function, args = torch_op(case, backend.name)
     function(*args)  # a refusal is raised here, unchanged
     torch.library.opcheck(function, args)
 
 
-@over(WRITING, forms=True, one_dtype=True)
+@over(WRITING, forms=True, dtypes="one")
 def test_opcheck_inplace(backend, case):
     function, args = torch_op(case, backend.name, inplace=True)
     function(*copied(args))
@@ -43,19 +43,19 @@ def compiled(function, dynamic):
     return torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
 
 
-@over(FORWARDS, forms=True, one_dtype=True)
+@over(FORWARDS, forms=True, dtypes="one")
 def test_compiled(backend, case, measure):
     eager = amid_others(case.op, backend.name)
     measure(compiled(eager, True)(given(case)), eager(given(case)), 2 * FORWARD[case.dtype])
 
 
-@over(WRITING, forms=True, one_dtype=True)
+@over(WRITING, forms=True, dtypes="one")
 def test_compiled_inplace(backend, case, measure):
     eager = amid_others(case.op, backend.name, inplace=True)
     measure(compiled(eager, True)(given(case)), eager(given(case)), 2 * FORWARD[case.dtype])
 
 
-@over(DIFFERENTIATED, forms=True, one_dtype=True, gradients=True)
+@over(DIFFERENTIATED, forms=True, dtypes="one", requires="gradients")
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_with_backward(backend, case, dynamic, measure):
     eager = amid_others(case.op, training_request(backend, case.op))

@@ -238,7 +238,7 @@ def test_what_the_capabilities_exclude_is_refused_and_the_rest_computed(limits, 
     assert out not in computed
     assert out is None or out in {row["workload"] for row in refused}
     assert bool(cases(backend, "cpu", "chunk_gla_bwd")) == limits.get("gradients", True)
-    assert bool(cases(backend, "cpu", "chunk_gla_fwd", deterministic=True)) == limits.get("deterministic", True)
+    assert bool(cases(backend, "cpu", "chunk_gla_fwd", requires="deterministic")) == limits.get("deterministic", True)
 
 
 class Collected:
