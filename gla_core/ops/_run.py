@@ -153,7 +153,7 @@ def _function_of(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset
     """
     op: Op = backend.ops[spec.name]
     if call.batch_invariant is not None:
-        by_segments = _invariant.function_of(spec.name, backend, call)
+        by_segments = _invariant.function_of(spec.name, backend, call)  # raises if the op cannot be batch-invariant
         op = op if call.device.type in native else by_segments
     function, takes = op.prepare(call) if isinstance(op, Prepared) else op, arguments_of(op)
     if takes == spec.contract:

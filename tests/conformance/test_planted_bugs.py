@@ -165,10 +165,14 @@ def last_bit_changes(x):
     return y
 
 
+def scale_in_company(x):
+    """Returns the scale, slightly larger if there are several packed sequences."""
+    return x.scale * (1 + 1e-6 * (x.cu_seqlens is not None and len(x.cu_seqlens) > 2))
+
+
 @bug("chunk_gla_fwd", "test_same_bits_in_any_company[packed-float32]", batch_invariant=frozenset({"cpu"}))
 def other_bits_in_company(x):
-    in_company = x.cu_seqlens is not None and len(x.cu_seqlens) > 2
-    return forward(x, scale=x.scale * (1 + 1e-6 * in_company))
+    return forward(x, scale=scale_in_company(x))
 
 
 @bug("chunk_gla_fwd", "test_values[grouped-float32]")
@@ -467,8 +471,7 @@ def gradient_last_bit_changes(x):
 
 @bug("chunk_gla_bwd", "test_gradients_same_bits_in_any_company[packed-float32]", batch_invariant=frozenset({"cpu"}))
 def other_gradient_bits_in_company(x):
-    in_company = x.cu_seqlens is not None and len(x.cu_seqlens) > 2
-    return backward(x, scale=x.scale * (1 + 1e-6 * in_company))
+    return backward(x, scale=scale_in_company(x))
 
 
 @bug("chunk_gla_summary", "test_values[short-float32-forwards]")

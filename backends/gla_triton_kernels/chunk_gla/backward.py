@@ -123,8 +123,8 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
     """
     from gla_triton_kernels.chunk_gla.shared.padding import clear_padding
     from gla_triton_kernels.chunk_gla.shared.widths import widened
-    from gla_triton_kernels.chunk_gla.tensors import BackwardTensors, by_rows
-    from gla_triton_kernels.runtime.prepared import Launches, addressable_copy, rehearsed
+    from gla_triton_kernels.chunk_gla.tensors import BackwardTensors, plans_with_rows, with_copies
+    from gla_triton_kernels.runtime.prepared import Launches, rehearsed
 
     gpu = gpu_of_call(call)
     call = _without_unusable_checkpoints(call)
@@ -135,7 +135,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
 
     def describe(x: BackwardTensors, scale: float) -> list[Launch]:
         wide, before, after = widened(x, seen.dims["K"], seen.dims["V"])
-        computed = [each for plan, rows in by_rows(plans, wide) for each in launches(plan, rows, scale)]
+        computed = [each for plan, rows in plans_with_rows(plans, wide) for each in launches(plan, rows, scale)]
         cleared = []
         if x.cu_seqlens is not None:
             cleared = clear_padding([y for y in (x.dq, x.dk, x.dv, x.dg) if y is not None], x.cu_seqlens)
@@ -165,13 +165,9 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
             if dinitial is not None:
                 dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
             return dq, dk, dv, dg, dinitial
-        if copied:
-            names = ("q", "k", "v", "g", "do")
-            q, k, v, g, do = (
-                addressable_copy(x, name, copied) for name, x in zip(names, (q, k, v, g, do), strict=True)
-            )
         results = (dq, dk, dv, dg, dinitial)
-        launched.start(BackwardTensors(q, k, v, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results), scale)
+        x = BackwardTensors(q, k, v, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results)
+        launched.start(with_copies(x, copied), scale)
         return results
 
     return rehearsed(run, call)

@@ -159,8 +159,8 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
         LaunchError: a kernel does not compile for this device, or does not fit it.
     """
     from gla_triton_kernels.chunk_gla.shared.widths import widened
-    from gla_triton_kernels.chunk_gla.tensors import Tensors, by_rows
-    from gla_triton_kernels.runtime.prepared import Launches, addressable_copy, rehearsed
+    from gla_triton_kernels.chunk_gla.tensors import Tensors, plans_with_rows, with_copies
+    from gla_triton_kernels.runtime.prepared import Launches, rehearsed
 
     gpu = gpu_of_call(call)
     seen, copied = seen_by_kernels(call, gpu), copied_for_invariance(call)
@@ -170,7 +170,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
 
     def describe(x: Tensors, scale: float) -> list[Launch]:
         wide, before, after = widened(x, seen.dims["K"], seen.dims["V"])
-        computed = [each for plan, rows in by_rows(plans, wide) for each in launches(plan, rows, scale, every)]
+        computed = [each for plan, rows in plans_with_rows(plans, wide) for each in launches(plan, rows, scale, every)]
         return [*before, *computed, *after]
 
     launched = Launches(call.device, describe)
@@ -191,9 +191,8 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
         checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
         if empty:
             return o.zero_(), final_state, checkpoints  # any token there is belongs to no sequence
-        if copied:
-            q, k, v, g = (addressable_copy(x, name, copied) for name, x in zip("qkvg", (q, k, v, g), strict=True))
-        launched.start(Tensors(q, k, v, g, initial_state, cu_seqlens, o, final_state, checkpoints), scale)
+        x = Tensors(q, k, v, g, initial_state, cu_seqlens, o, final_state, checkpoints)
+        launched.start(with_copies(x, copied), scale)
         return o, final_state, checkpoints
 
     return rehearsed(run, call)

@@ -23,6 +23,8 @@ from gla_triton_kernels.runtime.architecture import Gpu
 if TYPE_CHECKING:
     from gla_triton_kernels.runtime.launch import Launch
 
+    LaunchFunction = Callable[..., list[Launch]]
+
 
 # ---- plans
 
@@ -155,7 +157,7 @@ class Kernel:
     """
 
     name: str
-    load: Callable[[], Callable[..., list[Launch]]]
+    load: Callable[[], LaunchFunction]
     refusal: Callable[[OpCall, Gpu], Reason | None]
 
 
@@ -220,6 +222,11 @@ class GradientKernel(Kernel):
     partials: Callable[[OpCall, GradientParameters], tuple[int, int]]
     seconds: Callable[[OpCall, GradientParameters, Cut, float, Constants], float]
     layouts: int = 1
+
+
+def partials_of_blocks(call: OpCall, x: GradientParameters) -> tuple[int, int]:
+    """Returns the number of blocks of values and of blocks of keys: each block writes partial gradients of its own."""
+    return -(-call.dims["V"] // x.BV), -(-call.dims["K"] // x.BK)
 
 
 AnyKernel = TypeVar("AnyKernel", bound=Kernel)

@@ -58,11 +58,6 @@ def copied_for_invariance(call: OpCall) -> frozenset[str]:
     return frozenset(name for name, layout in found.items() if not addressable(layout))
 
 
-def tokens_addressable(call: OpCall) -> bool:
-    """Returns whether TMA can address all tensors with a token axis; see `not_addressable`."""
-    return not_addressable(call) is None
-
-
 def not_addressable(call: OpCall) -> str | None:
     """Returns the name of a tensor with a token axis that TMA cannot address; None if it can address all of them.
 

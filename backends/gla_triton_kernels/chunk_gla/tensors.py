@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
@@ -63,7 +64,7 @@ AnyPlan = TypeVar("AnyPlan")  # ForwardPlan or BackwardPlan
 AnyTensors = TypeVar("AnyTensors", Tensors, BackwardTensors)
 
 
-def by_rows(plans: Sequence[tuple[OpCall, AnyPlan]], x: AnyTensors) -> list[tuple[AnyPlan, AnyTensors]]:
+def plans_with_rows(plans: Sequence[tuple[OpCall, AnyPlan]], x: AnyTensors) -> list[tuple[AnyPlan, AnyTensors]]:
     """Returns each plan with its rows of all tensors of a batch; the plans take consecutive rows in order."""
     if len(plans) == 1:
         return [(plans[0][1], x)]
@@ -73,3 +74,10 @@ def by_rows(plans: Sequence[tuple[OpCall, AnyPlan]], x: AnyTensors) -> list[tupl
 
 def _rows(x: AnyTensors, start: int, end: int) -> AnyTensors:
     return x._replace(**{name: part(y, start, end) for name, y in x._asdict().items() if y is not None})
+
+
+def with_copies(x: AnyTensors, names: frozenset[str]) -> AnyTensors:
+    """Returns x with contiguous copies of the tensors of these names."""
+    if not names:
+        return x
+    return x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format) for name in names})

@@ -64,8 +64,3 @@ def _without_values(name: str, call: OpCall) -> Any:
     if layout is not None:
         return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")
     return 1.0 if name == "scale" else call.scalars.get(name)
-
-
-def addressable_copy(x: Any, name: str, copied: frozenset[str]) -> Any:
-    """Returns a contiguous copy of argument x if its name is in `copied`; otherwise x."""
-    return x.clone(memory_format=torch.contiguous_format) if name in copied else x

@@ -6,7 +6,6 @@ line says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,16 +18,15 @@ from gla_triton_kernels.chunk_gla.kernel import (
     OutputKernel,
     Parameters,
     StateKernel,
+    partials_of_blocks,
 )
 from gla_triton_kernels.chunk_gla.price import BlockTime, Cut, kernel_seconds
-from gla_triton_kernels.chunk_gla.seen import tokens_addressable
+from gla_triton_kernels.chunk_gla.seen import not_addressable
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 if TYPE_CHECKING:
-    from gla_triton_kernels.runtime.launch import Launch
-
-    Launches = Callable[..., list[Launch]]
+    from gla_triton_kernels.chunk_gla.kernel import LaunchFunction
 
 TMA_ELEMENTS = 2**22
 """From this number of elements of v on, faster loads outweigh the time that the host takes for tensor maps."""
@@ -47,7 +45,7 @@ def _never(call: OpCall, gpu: Gpu) -> None:
 # ---- states
 
 
-def _load_states() -> Launches:
+def _load_states() -> LaunchFunction:
     from gla_triton_kernels.chunk_gla.general.states import launch_states
 
     return launch_states
@@ -85,7 +83,7 @@ STATES = StateKernel(
 # ---- outputs
 
 
-def _load_forward() -> Launches:
+def _load_forward() -> LaunchFunction:
     from gla_triton_kernels.chunk_gla.general.forward import launch_outputs
 
     return launch_outputs
@@ -123,7 +121,7 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
         stages=stages,
         operand=torch.bfloat16 if in_bfloat16 else torch.float32,
         tokenwise=call.dtype == torch.float32 and call.float32_matmul_precision == "highest",
-        tma=tma and tokens_addressable(call),
+        tma=tma and not_addressable(call) is None,
         triangle=in_bfloat16 and BK <= 256,
         keys_first=in_bfloat16 and BK == 256 and V > 64,
     )
@@ -163,7 +161,7 @@ FORWARD = OutputKernel(
 # ---- gradients
 
 
-def _load_backward() -> Launches:
+def _load_backward() -> LaunchFunction:
     from gla_triton_kernels.chunk_gla.general.backward import launch_gradients
 
     return launch_gradients
@@ -202,6 +200,6 @@ BACKWARD = GradientKernel(
     heads_apart=False,
     adds_pairs=False,
     cut_times=BACKWARD_CUT,
-    partials=lambda call, x: (-(-call.dims["V"] // x.BV), -(-call.dims["K"] // x.BK)),
+    partials=partials_of_blocks,
     seconds=_backward_seconds,
 )

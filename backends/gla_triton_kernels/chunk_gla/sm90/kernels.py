@@ -7,7 +7,6 @@ parameters were measured on an H200 with its 132 multiprocessors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +20,7 @@ from gla_triton_kernels.chunk_gla.kernel import (
     OutputKernel,
     Parameters,
     StateKernel,
+    partials_of_blocks,
 )
 from gla_triton_kernels.chunk_gla.price import (
     BlockTime,
@@ -35,9 +35,7 @@ from gla_triton_kernels.chunk_gla.seen import not_addressable
 from gla_triton_kernels.runtime.architecture import Gpu
 
 if TYPE_CHECKING:
-    from gla_triton_kernels.runtime.launch import Launch
-
-    Launches = Callable[..., list[Launch]]
+    from gla_triton_kernels.chunk_gla.kernel import LaunchFunction
 
 TILES = 200 * 2**10
 """The most bytes of a multiprocessor's shared memory that tiles fill."""
@@ -59,7 +57,7 @@ def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 # ---- states
 
 
-def _load_states() -> Launches:
+def _load_states() -> LaunchFunction:
     from gla_triton_kernels.chunk_gla.sm90.states import launch_states
 
     return launch_states
@@ -96,13 +94,13 @@ STATES = StateKernel(
 # ---- outputs
 
 
-def _load_forward() -> Launches:
+def _load_forward() -> LaunchFunction:
     from gla_triton_kernels.chunk_gla.sm90.forward import launch_outputs
 
     return launch_outputs
 
 
-def _load_forward_wide() -> Launches:
+def _load_forward_wide() -> LaunchFunction:
     from gla_triton_kernels.chunk_gla.sm90.forward_wide import launch_outputs
 
     return launch_outputs
@@ -194,13 +192,13 @@ FORWARD_WIDE = OutputKernel(
 # ---- gradients
 
 
-def _load_backward() -> Launches:
+def _load_backward() -> LaunchFunction:
     from gla_triton_kernels.chunk_gla.sm90.backward import launch_gradients
 
     return launch_gradients
 
 
-def _load_backward_wide() -> Launches:
+def _load_backward_wide() -> LaunchFunction:
     from gla_triton_kernels.chunk_gla.sm90.backward_wide import launch_gradients
 
     return launch_gradients
@@ -266,7 +264,7 @@ BACKWARD = GradientKernel(
     heads_apart=True,
     adds_pairs=True,
     cut_times=BACKWARD_CUT,
-    partials=lambda call, x: (-(-call.dims["V"] // x.BV), -(-call.dims["K"] // x.BK)),
+    partials=partials_of_blocks,
     seconds=_backward_seconds,
 )
 BACKWARD_WIDE = GradientKernel(
