@@ -39,7 +39,7 @@ from gla_core.dispatch.backend import (
 )
 from gla_parallel_scan import pytorch
 from gla_triton_kernels.chunk_gla import backward, chunk_gla_bwd, chunk_gla_fwd, chunk_gla_summary, forward, summary
-from gla_triton_kernels.chunk_gla import cost as chunk_gla_cost
+from gla_triton_kernels.chunk_gla.cost import backward_prices, forward_prices, predictor, summary_prices
 from gla_triton_kernels.online_softmax import SPLITS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
 from gla_triton_kernels.recurrent_gla_step import STEP
@@ -120,19 +120,18 @@ def _supports(call: OpCall) -> Reason | None:
     return kernels.refusal(call)
 
 
+_SECONDS = {
+    "chunk_gla_fwd": predictor(forward.plan_cut, forward_prices),
+    "chunk_gla_bwd": predictor(backward.plan_cut, backward_prices),
+    "chunk_gla_summary": predictor(summary.plan_cut, summary_prices),
+    "recurrent_gla_step": recurrent_gla_step_cost.seconds,
+    "online_softmax": online_softmax_cost.splits,
+    "softmax_attention": softmax_attention_cost.splits,
+}
+
+
 def predicted_seconds(call: OpCall, c: Constants) -> float | None:
     """Returns the predicted seconds of a call, by the constants of its op and device; None for interpreted kernels."""
     if call.device.type != "cuda":
         return None if interpreted() else pytorch.cost.predicted_seconds(call, c)
-    match call.op:
-        case "chunk_gla_fwd":
-            return chunk_gla_cost.forward_seconds(forward.plan_cut, call, c)
-        case "chunk_gla_bwd":
-            return chunk_gla_cost.backward_seconds(backward.plan_cut, call, c)
-        case "chunk_gla_summary":
-            return chunk_gla_cost.summary_seconds(summary.plan_cut, call, c)
-        case "recurrent_gla_step":
-            return recurrent_gla_step_cost.seconds(call, c)
-        case "online_softmax":
-            return online_softmax_cost.splits(call, c)
-    return softmax_attention_cost.splits(call, c)
+    return _SECONDS[call.op](call, c)

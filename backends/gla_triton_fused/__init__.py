@@ -12,7 +12,7 @@ from __future__ import annotations
 import gla_triton_kernels as kernels
 from gla_core.dispatch.backend import Backend, Capabilities, Constants, CostModel, OpCall, hookimpl, shipped_constants
 from gla_triton_kernels.chunk_gla import backward, chunk_gla_bwd, chunk_gla_fwd, chunk_gla_summary, forward, summary
-from gla_triton_kernels.chunk_gla import cost as chunk_gla_cost
+from gla_triton_kernels.chunk_gla.cost import backward_prices, forward_prices, predictor, summary_prices
 from gla_triton_kernels.online_softmax import ONE_PASS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
 from gla_triton_kernels.recurrent_gla_step import STEP
@@ -54,19 +54,16 @@ def gla_register_backends() -> list[Backend]:
     ]
 
 
+_SECONDS = {
+    "chunk_gla_fwd": predictor(forward.plan_whole, forward_prices),
+    "chunk_gla_bwd": predictor(backward.plan_whole, backward_prices),
+    "chunk_gla_summary": predictor(summary.plan_whole, summary_prices),
+    "recurrent_gla_step": recurrent_gla_step_cost.seconds,
+    "online_softmax": online_softmax_cost.one_pass,
+    "softmax_attention": softmax_attention_cost.one_pass,
+}
+
+
 def predicted_seconds(call: OpCall, c: Constants) -> float | None:
     """Returns the predicted seconds of a call, by the constants of its op and device; None on a CPU."""
-    if call.device.type != "cuda":
-        return None
-    match call.op:
-        case "chunk_gla_fwd":
-            return chunk_gla_cost.forward_seconds(forward.plan_whole, call, c)
-        case "chunk_gla_bwd":
-            return chunk_gla_cost.backward_seconds(backward.plan_whole, call, c)
-        case "chunk_gla_summary":
-            return chunk_gla_cost.summary_seconds(summary.plan_whole, call, c)
-        case "recurrent_gla_step":
-            return recurrent_gla_step_cost.seconds(call, c)
-        case "online_softmax":
-            return online_softmax_cost.one_pass(call, c)
-    return softmax_attention_cost.one_pass(call, c)
+    return _SECONDS[call.op](call, c) if call.device.type == "cuda" else None

@@ -5,10 +5,9 @@ kernel is faster than memory:
 
     seconds = launch + max(waves * (start + steps * step), bytes / bandwidth)
 
-While the device works, the host prepares the next call, which starts a short gap later. In a CUDA graph, the host
-prepares nothing:
+While the device works, the host prepares the next call. In a CUDA graph, the host prepares nothing:
 
-    seconds of a call = max(device + gap, host + device / 100)        in a CUDA graph: device
+    seconds of a call = max(device, host + device / 100)        in a CUDA graph: device
 
 The hundredth of the device time ranks calls that wait for the host: the call with less device time is preferred.
 
@@ -21,9 +20,9 @@ from gla_core.dispatch.backend import Constants, OpCall
 from gla_triton_kernels.runtime.architecture import Gpu, architecture_of
 
 
-def in_all(call: OpCall, device: float, host: float, gap: float = 0.0) -> float:
-    """Returns the seconds of a call from its seconds on device and host, and the gap on the device before the next."""
-    return device if call.capturing else max(device + gap, host + device / 100)
+def in_all(call: OpCall, device: float, host: float) -> float:
+    """Returns the seconds of a call from its seconds on the device and on the host."""
+    return device if call.capturing else max(device, host + device / 100)
 
 
 def gpu_of_constants(c: Constants) -> Gpu:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import gla_core as gla
 from gla_core.conformance.calls import heads_first
 from gla_core.dispatch.backend import OpCall, contiguous_layout
 from gla_core.workloads.inputs import gla_inputs
-from gla_triton_kernels.chunk_gla import cost, forward
+from gla_triton_kernels.chunk_gla import cost, cutting, forward
 from gla_triton_kernels.chunk_gla.general import kernels as general
 from gla_triton_kernels.chunk_gla.kernel import first_able
 from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
@@ -254,14 +255,58 @@ def test_sequences_that_stay_whole_take_one_pass(changes):
     assert cut(call_of(**changes)) == one_pass(**changes)
 
 
-def test_packed_sequences_of_about_the_mean_stay_whole_where_they_half_fill_the_device():
-    def length(N, H):
-        return cut(call_of(B=1, T=65536, N=N, H=H, packed=True)).segments.length
+def length_of(N, H, T=65536, longest=None):
+    """Returns the tokens of a segment of N packed sequences of T tokens; T if they stay whole."""
+    call = dataclasses.replace(call_of(B=1, T=T, N=N, H=H, packed=True), longest=longest)
+    plan = cut(call)
+    return T if plan.segments is None else plan.segments.length
 
-    for N, H in ((8, 32), (4, 32), (16, 8), (9, 8)):  # equal ones are not cut, twice as long ones are
-        assert 1.5 * 65536 / N <= length(N, H) < 2 * 65536 / N
-    assert length(8, 8) == 64 * 63  # 64 blocks for 132 multiprocessors: the share of one
-    assert length(32, 16) == 64 * 125  # by their share longer than that anyway
+
+def test_packed_sequences_of_about_the_mean_stay_whole_where_they_fill_the_device():
+    for N, H in ((8, 32), (4, 32), (16, 8)):  # equal ones are not cut, twice as long ones are
+        assert 1.5 * 65536 / N <= length_of(N, H) < 2 * 65536 / N
+    assert length_of(8, 8) == 64 * 63  # 64 blocks for 132 multiprocessors: the share of one
+    assert length_of(32, 16) == 64 * 125  # by their share longer than that anyway
+
+
+def test_packed_sequences_of_known_lengths_are_cut_only_if_one_is_long():
+    assert length_of(16, 8, longest=4096) == 65536
+    assert length_of(16, 8, longest=32768) < 32768
+    assert length_of(2000, 8, longest=100) == 65536
+    assert length_of(2000, 8) == 64 * 63  # one of them may have nearly all tokens
+
+
+def pieces(N, T, H):
+    """Returns the number of segments of each sequence of a batch."""
+    plan = cut(call_of(B=N, T=T, H=H))
+    return 1 if plan.segments is None else -(-T // plan.segments.length)
+
+
+def test_few_heads_fill_the_device_in_one_wave():
+    assert pieces(1, 65536, 8) == 16
+    assert pieces(1, 8192, 16) == 8
+    assert 64 <= pieces(1, 65536, 1) <= 132
+
+
+def test_many_heads_stay_whole():
+    assert pieces(8, 4096, 16) == 1
+    assert pieces(1, 65536, 100) == 1
+
+
+def test_heads_that_keep_the_memory_busy_stay_whole():
+    assert pieces(4, 4096, 16) == 1  # 64 blocks for 132 multiprocessors; segments would read k, v and g twice
+
+
+def test_short_sequences_stay_whole():
+    assert pieces(1, 64, 1) == 1
+    assert pieces(2, 128, 4) == 1
+
+
+def test_a_segment_is_whole_chunks_or_all():
+    tokens = [0, 1, 63, 64, 65, 2048, 8192, 65536]
+    for N, T, H, packed in itertools.product([0, 1, 2, 64], tokens, [0, 1, 8, 33, 512], [False, True]):
+        plan = cut(call_of(B=1 if packed else N, N=N, T=T, H=H, packed=packed))
+        assert plan.segments is None or (plan.segments.length % 64 == 0 and plan.segments.length < T)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -321,7 +366,7 @@ def test_launcher_and_cost_model_have_the_same_plan(plan, gpu, sizes, launcher_p
     capability = {Architecture.SM90: 9.0, Architecture.SM80: 8.0}[gpu.architecture]
     facts = {"multiprocessors": float(gpu.multiprocessors), "compute_capability": capability}
     with pytest.raises(Planned) as priced:
-        cost.forward_seconds(asks_for, described, facts)
+        cost.predictor(asks_for, cost.forward_prices)(described, {**cutting.H200, **facts})
     assert gpu_of_constants(facts) == priced.value.args[1] == launched[1] == gpu
     assert plans_of(plan(*priced.value.args)) == plans_of(plan(*launched))
 

@@ -12,9 +12,9 @@ from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import OpCall, contiguous_layout
 from gla_core.workloads.inputs import gla_inputs
+from gla_triton_kernels.chunk_gla import summary
 from gla_triton_kernels.chunk_gla.general import kernels as general
 from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
-from gla_triton_kernels.chunk_gla.summary import plan_cut, plan_whole
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 
 H200 = Gpu(Architecture.SM90, 132)
@@ -70,19 +70,29 @@ def call(T, H, B=1, K=128, N=None, dtype=torch.bfloat16):
     return OpCall(op="chunk_gla_summary", device=torch.device("cuda"), dtype=dtype, dims=dims, **gate)
 
 
+def plan_cut(call):
+    ((_, plan),) = summary.plan_cut(call, H200)
+    return plan
+
+
+def plan_whole(call):
+    ((_, plan),) = summary.plan_whole(call, H200)
+    return plan
+
+
 def test_few_heads_are_cut_and_many_stay_whole():
     few, many = call(65536, 8), call(4096, 32, B=8)
-    assert plan_cut(few, H200).length == 65536 // 16
-    assert plan_cut(many, H200) == plan_whole(many, H200)
-    assert plan_whole(few, H200).length == 65536
+    assert plan_cut(few).length == 65536 // 16
+    assert plan_cut(many) == plan_whole(many)
+    assert plan_whole(few).length == 65536
 
 
 def test_the_kernel_follows_the_forward():
     left = contiguous_layout((1, 65536, 8, 128), torch.bfloat16)._replace(aligned=False)
     unaligned = replace(call(65536, 8, N=4), layouts={"left": left})
-    assert plan_cut(call(65536, 8, N=4), H200).states is sm90.STATES
+    assert plan_cut(call(65536, 8, N=4)).states is sm90.STATES
     for plan in (plan_cut, plan_whole):
-        assert plan(call(65536, 8), H200).states is sm90.STATES
-        assert plan(call(65536, 8, K=264), H200).states is general.STATES
-        assert plan(call(65536, 8, dtype=torch.float16), H200).states is general.STATES
-        assert plan(unaligned, H200).states is general.STATES
+        assert plan(call(65536, 8)).states is sm90.STATES
+        assert plan(call(65536, 8, K=264)).states is general.STATES
+        assert plan(call(65536, 8, dtype=torch.float16)).states is general.STATES
+        assert plan(unaligned).states is general.STATES

@@ -99,7 +99,7 @@ CALLS = {
     "backward of many rows": (SM90, backward, "triton_fused", {"B": 2**15, "T": 64}),
     "summary": (SM90, summary, "triton_fused", {}),
     "general forward": (SM80, forward, "triton_fused", {"new": heads_first}),
-    "general forward, in segments": (SM80, forward, "parallel_scan", PACKED),
+    "general forward, in segments": (SM80, forward, "parallel_scan", PACKED | {"H": 16}),
     "general backward": (SM80, backward, "triton_fused", {"K": 256, "dtype": torch.float32}),
     "general backward, in segments": (SM80, backward, "parallel_scan", PACKED | {"G": 2}),
     "step": (SM90, step, "triton_fused", {}),

@@ -165,7 +165,7 @@ def drawn_call(draw, op):
 def kernels_of(call, gpu):
     """Returns the names of all kernels by which either backend computes a call."""
     if call.op == "chunk_gla_summary":
-        return {plan(call, gpu).states.name for plan in (summary.plan_whole, summary.plan_cut)}
+        return {found.states.name for plan in (summary.plan_whole, summary.plan_cut) for _, found in plan(call, gpu)}
     module, names = (forward, set()) if call.op == "chunk_gla_fwd" else (backward, set())
     for way in (module.plan_whole, module.plan_cut):
         for _, plan in way(seen_by_kernels(call, gpu), gpu):

@@ -11,9 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gla_core.conformance.tolerances import FORWARD, relative_error
-from gla_core.dispatch.backend import CHUNK
 from gla_core.workloads.inputs import gla_inputs
-from gla_triton_kernels.chunk_gla.cutting import FORWARD_CUT, segment_length
 from gla_triton_kernels.chunk_gla.general import kernels as general
 from gla_triton_kernels.chunk_gla.kernel import Parameters, SegmentPlan
 
@@ -127,47 +125,6 @@ def test_equal_sequences_are_cut_on_the_host():
 
     segments = cut(3, 130, 64, 64, None)
     assert (segments.per_sequence, segments.count, segments.order, segments.cu_seqlens) == (3, 9, None, None)
-
-
-# ---- lengths
-
-
-def test_a_segment_is_whole_chunks_or_all():
-    tokens = [1, 63, 64, 65, 2048, 8192, 65536]
-    for sequences, T, blocks, packed in itertools.product([1, 2, 8, 64], tokens, [1, 8, 33, 512], [False, True]):
-        length = segment_length(sequences, T, blocks, 132, packed, FORWARD_CUT)
-        assert length % CHUNK == 0 or length >= T, (sequences, T, blocks, packed)
-
-
-def pieces(sequences, T, blocks):
-    return -(-T // segment_length(sequences, T, blocks, 132, False, FORWARD_CUT))
-
-
-def test_few_heads_fill_the_device_in_one_wave():
-    assert pieces(1, 65536, 8) == 16
-    assert pieces(1, 8192, 16) == 8
-    assert pieces(1, 65536, 1) == 128
-
-
-def test_many_heads_stay_whole():
-    assert pieces(8, 4096, 16) == 1
-    assert pieces(1, 65536, 100) == 1
-
-
-def test_short_sequences_stay_whole():
-    assert pieces(1, 64, 1) == 1
-    assert pieces(2, 128, 4) == 1
-
-
-def test_packed_sequences_that_are_longer_than_a_fair_share_are_cut():
-    assert segment_length(64, 65536, 8, 132, True, FORWARD_CUT) == 4032  # 65536 * 8 / 132 in whole chunks
-    assert segment_length(2000, 65536, 8, 132, True, FORWARD_CUT) == 4032  # however many they are
-
-
-def test_nothing_to_cut():
-    for sequences, T in ((0, 0), (0, 5), (3, 0)):
-        assert segment_length(sequences, T, 8, 132, False, FORWARD_CUT) >= T
-        assert segment_length(sequences, T, 8, 132, True, FORWARD_CUT) >= T
 
 
 # ---- states before segments, forwards and backwards in time

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK, OpCall, checkpoint_dtype
-from gla_triton_kernels.chunk_gla.cutting import by_rows, segment_length, worth_cutting
+from gla_triton_kernels.chunk_gla.cost import backward_prices
+from gla_triton_kernels.chunk_gla.cutting import (
+    by_rows,
+    constants_of_plans,
+    segment_length,
+    uncut_length,
+)
 from gla_triton_kernels.chunk_gla.forward import states_of_segments
 from gla_triton_kernels.chunk_gla.general import kernels as general
 from gla_triton_kernels.chunk_gla.kernel import (
@@ -42,7 +48,8 @@ KERNELS: Sequence[GradientKernel] = (sm90.BACKWARD_WIDE, sm90.BACKWARD, general.
 
 Plans = list[tuple[OpCall, BackwardPlan]]
 """The plans of the rows of a batch, in order, each with the call of its rows."""
-Plan = Callable[[OpCall, Gpu, Sequence[GradientKernel]], Plans]
+Plan = Callable[..., Plans]
+"""Takes a call, a GPU and the kernels to choose from, `KERNELS` by default."""
 
 
 # ---- plans
@@ -54,16 +61,14 @@ def plan_whole(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNE
 
 
 def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS) -> Plans:
-    """Plans a call whose sequences are cut into segments, unless they fill the device."""
+    """Plans a call whose sequences are cut into segments, unless this takes longer on the device."""
     kernel = first_able(kernels, call, gpu)
-    blocks, at_once = blocks_of(call, gpu, kernel, kernel.parameters(call, gpu))
     return by_rows(
         call,
-        blocks,
-        at_once,
-        kernel.cut_times,
+        *blocks_of(call, gpu, kernel, kernel.parameters(call, gpu)),
         lambda rows: _whole(rows, gpu, kernels),
         lambda rows: _segments(rows, gpu, kernels),
+        lambda rows, plan: sum(backward_prices(rows, plan, constants_of_plans(gpu))),
     )
 
 
@@ -80,18 +85,21 @@ def _whole(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> Backwar
 
 
 def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> BackwardPlan:
-    whole, T, N, tokens = _whole(call, gpu, kernels), call.dims["T"], call.dims["N"], call.batch_invariant
+    whole, T, tokens = _whole(call, gpu, kernels), call.dims["T"], call.batch_invariant
     if tokens is not None:  # a scan always computes the gradient of an initial state; see forward.py
         stays_whole = tokens >= T and call.state_dtype is None
         return whole if stays_whole else replace(whole, leaving=states_of_segments(call, gpu, tokens, tokens))
-    times = whole.gradients.cut_times
-    blocks, at_once = blocks_of(call, gpu, whole.gradients, whole.parameters)
-    length = segment_length(N, T, blocks, at_once, call.variable_length, times)
-    if gpu.architecture is Architecture.INTERPRETED:
-        length = min(length, CHUNK)
-    if length >= T:
-        return whole
-    return replace(whole, leaving=states_of_segments(call, gpu, length, worth_cutting(length, times)))
+
+    def plan(length: int) -> BackwardPlan:
+        if length >= T:
+            return whole
+        return replace(whole, leaving=states_of_segments(call, gpu, length, uncut_length(length)))
+
+    def price(case: OpCall, length: int) -> float:
+        return sum(backward_prices(case, plan(length), constants_of_plans(gpu)))
+
+    length = segment_length(call, *blocks_of(call, gpu, whole.gradients, whole.parameters), price)
+    return plan(min(length, CHUNK) if gpu.architecture is Architecture.INTERPRETED else length)
 
 
 def _entering(call: OpCall, gpu: Gpu) -> SegmentPlan | None:
@@ -105,7 +113,7 @@ def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
     def lines(call: OpCall) -> list[str]:
         gpu = gpu_of_call(call)
         seen = seen_by_kernels(call, gpu)
-        chosen = plan(seen, gpu, KERNELS)[0][1]
+        chosen = plan(seen, gpu)[0][1]
         cut = "" if chosen.leaving is None else f" in segments of {chosen.leaving.length} tokens"
         return [f"kernel {chosen.gradients.name}{cut}", *refusals(KERNELS, chosen.gradients, seen, gpu)]
 

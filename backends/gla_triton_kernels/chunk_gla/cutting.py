@@ -1,7 +1,8 @@
-"""Decides how sequences are cut into segments: the length of segments, and whether a cut pays.
+"""Decides how sequences are cut into segments: the cut of the lowest price, where a price is the predicted seconds on
+the device.
 
-Plans and prices share this model. Times are in units of the time that a block of a kernel needs for 64 tokens;
-`CutTimes` holds the cost of a cut in these units.
+cost.py holds the prices. Plans and cost models share them, so that `auto` prefers segments if, and only if, a plan cuts
+sequences and the host has time to launch more kernels.
 
 B batch   T tokens   N sequences
 """
@@ -13,21 +14,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from gla_core.dispatch.backend import CHUNK, OpCall, checkpoint_rows
-from gla_triton_kernels.chunk_gla.kernel import CutTimes
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall, checkpoint_rows
+from gla_triton_kernels.runtime.architecture import Gpu
 
-FORWARD_CUT = CutTimes(0.5, 1.5, 4.0)
-BACKWARD_CUT = CutTimes(0.1, 0.2, 0.4)
-"""The gradients of 64 tokens take several times as long as their outputs."""
-SUMMARY_CUT = CutTimes(building=0.0, spilling=1.5, launching=4.0)
-"""The unit is the time for the state of 64 tokens, which is half of the time for their outputs. A cut adds no second
-pass, and one launch instead of two. The numbers are derived from `FORWARD_CUT`; they were not measured for this op."""
+H200: Constants = {"launch": 1.5e-6, "bandwidth": 3.8e12, "step": 1.0}
+"""The constants with which plans price their cuts, on every GPU. A plan must not depend on a calibration, since another
+cut gives other bits."""
 MOST_WAVES = 3
-"""Sequences are cut into at most this number of waves of blocks."""
+"""The sequences of a batch are cut into at most this number of waves of blocks."""
+SCANNED = 4
+"""About the square root of the time for a chunk over the time to scan a segment. With this number times the square root
+of its chunks, a sequence has as many segments as the sum of both times allows."""
 INTERPRETED_SEGMENT = 32
 """Tokens of a segment if kernels are interpreted; the number is small so that short sequences are cut as well."""
 
 AnyPlan = TypeVar("AnyPlan")  # ForwardPlan or BackwardPlan
+Price = Callable[[OpCall, int], float]
+"""Takes a call and the tokens of a segment, and returns seconds; sequences stay whole if the tokens are T or more."""
+
+
+def constants_of_plans(gpu: Gpu) -> Constants:
+    """Returns the constants with which plans for a GPU price their cuts."""
+    return {**H200, "multiprocessors": float(gpu.multiprocessors)}
 
 
 def most_segments(N: int, T: int, length: int, packed: bool) -> int:
@@ -38,44 +46,57 @@ def most_segments(N: int, T: int, length: int, packed: bool) -> int:
     return (1 if packed else N) * checkpoint_rows(T, N, length, packed)
 
 
-def worth_cutting(length: int, times: CutTimes) -> int:
-    """Returns the length of the longest packed sequence that stays whole.
+def uncut_length(length: int) -> int:
+    """Returns the length of the longest packed sequence that stays whole among segments of `length` tokens.
 
     A cut pays once the outputs of the tokens beyond one segment take longer than building the state of one segment.
     """
-    return length + int(times.building * length)
+    return length * 5 // 4
 
 
-def segment_length(sequences: int, T: int, blocks: int, at_once: int, packed: bool, times: CutTimes) -> int:
+def segment_length(call: OpCall, blocks: int, at_once: int, price: Price) -> int:
     """Returns the tokens of a segment; T or more if sequences stay whole.
 
-    Sequences that fill the device stay whole. Other sequences are cut so that the blocks of their segments fill the
-    device. A packed sequence is cut if it exceeds two numbers of tokens: the share of one block in all tokens, and the
-    tokens that a block computes in twice the time of the launches.
+    The lengths of packed sequences may not be known. Then the price is weighed against the price for one sequence that
+    has all tokens, as `auto` weighs them.
 
     Args:
-        sequences: number of sequences.
-        T: tokens of one sequence; of all sequences if they are packed.
         blocks: number of blocks that compute one sequence.
         at_once: number of blocks that the device runs at once.
     """
-    if packed:
-        units = -(-T * blocks // (at_once * CHUNK))
-        if 2 * sequences * blocks >= at_once:  # sequences of about mean length fill half of the device and stay whole
-            units = max(units, -(-3 * T // (2 * sequences * CHUNK)))
-        return CHUNK * max(units, math.ceil(2 * times.launching))
+    T = call.dims["T"]
+    unknown = call.variable_length and call.longest is None
+    cases = (call, call, replace(call, longest=T)) if unknown else (call,)
+    return min((T, *_lengths(call, blocks, at_once)), key=lambda length: math.prod(price(x, length) for x in cases))
+
+
+def _lengths(call: OpCall, blocks: int, at_once: int) -> list[int]:
+    """Returns the lengths of segments that are priced.
+
+    The blocks of the segments of a batch fill the device once, or a few times, or there are fewer segments since they
+    are scanned one after the other. For packed sequences, a block has its share of all tokens, or a segment holds most
+    sequences of about mean length.
+    """
+    T, N = call.dims["T"], call.dims["N"]
     chunks = -(-T // CHUNK)
-    best, _ = _best_cut(chunks, sequences * blocks, at_once, times)
-    return CHUNK * max(1, -(-chunks // best))
+    if chunks < 2 or N * blocks == 0:
+        return []
+    if call.variable_length:
+        units = {-(-chunks * blocks // at_once), -(-3 * chunks // (2 * N))}
+    else:
+        once = at_once // (N * blocks)
+        numbers = (min(once, int(SCANNED * chunks**0.5)), *(n * once for n in range(1, MOST_WAVES + 1)))
+        units = {-(-chunks // min(chunks, number)) for number in numbers if number > 1}
+    return [CHUNK * unit for unit in units]
 
 
 def by_rows(
     call: OpCall,
     blocks: int,
     at_once: int,
-    times: CutTimes,
     whole: Callable[[OpCall], AnyPlan],
     cut: Callable[[OpCall], AnyPlan],
+    price: Callable[[OpCall, AnyPlan], float],
 ) -> list[tuple[OpCall, AnyPlan]]:
     """Returns the plans of the rows of a batch, each with the call of these rows.
 
@@ -85,41 +106,21 @@ def by_rows(
     Args:
         blocks, at_once: as in `segment_length`.
         whole, cut: plan calls whose sequences stay whole, and calls whose sequences may be cut.
+        price: takes a call and its plan, returns seconds.
     """
-    rows = _rows_in_one_pass(call, blocks, at_once, times)
+    together = [(call, cut(call))]
+    rows = _rows_in_one_pass(call, blocks, at_once)
     if rows == 0:
-        return [(call, cut(call))]
+        return together
     first, others = (replace(call, dims={**call.dims, "B": n, "N": n}) for n in (rows, call.dims["B"] - rows))
-    return [(first, whole(first)), (others, cut(others))]
+    apart = [(first, whole(first)), (others, cut(others))]
+    if apart[1][1] == whole(others):
+        return together
+    return min(together, apart, key=lambda plans: sum(price(*each) for each in plans))
 
 
-def _rows_in_one_pass(call: OpCall, blocks: int, at_once: int, times: CutTimes) -> int:
-    """Returns the number of rows that stay whole while the others are cut; 0 if all rows are treated alike."""
-    B, T = call.dims["B"], call.dims["T"]
+def _rows_in_one_pass(call: OpCall, blocks: int, at_once: int) -> int:
+    """Returns the number of rows that fill the device, if others are left over that do not; otherwise 0."""
+    B = call.dims["B"]
     rows = B * blocks // at_once * at_once // max(1, blocks)  # they fill the device, or fill it several times
-    if call.variable_length or call.batch_invariant is not None or not 0 < rows < B:
-        return 0
-    chunks = -(-T // CHUNK)
-    _, together = _best_cut(chunks, B * blocks, at_once, times)
-    _, others = _best_cut(chunks, (B - rows) * blocks, at_once, times)
-    whole = -(-rows * blocks // at_once) * chunks
-    return rows if whole + others + times.launching / 2 < together else 0
-
-
-def _best_cut(chunks: int, blocks: int, at_once: int, times: CutTimes) -> tuple[int, float]:
-    """Returns the best number of segments of a sequence of `chunks` chunks, and the predicted time.
-
-    Args:
-        blocks: number of blocks that compute all sequences.
-    """
-    cuts = {min(chunks, waves * at_once // max(1, blocks)) for waves in range(1, MOST_WAVES + 1)}
-    time, best = min((_time_of_cut(n, chunks, blocks, at_once, times), n) for n in {1, *cuts} - {0})
-    return best, time
-
-
-def _time_of_cut(segments: int, chunks: int, blocks: int, at_once: int, times: CutTimes) -> float:
-    """Returns the predicted time with this number of segments of each sequence."""
-    waves, length = -(-blocks * segments // at_once), -(-chunks // segments)
-    if segments == 1:
-        return waves * length
-    return waves * ((1 + times.building) * length + times.spilling) + times.launching
+    return rows if not call.variable_length and call.batch_invariant is None and 0 < rows < B else 0

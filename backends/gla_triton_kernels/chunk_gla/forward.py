@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall, new_checkpoints
+from gla_triton_kernels.chunk_gla.cost import forward_prices
 from gla_triton_kernels.chunk_gla.cutting import (
-    FORWARD_CUT,
     INTERPRETED_SEGMENT,
     by_rows,
+    constants_of_plans,
     most_segments,
     segment_length,
-    worth_cutting,
+    uncut_length,
 )
 from gla_triton_kernels.chunk_gla.general import kernels as general
 from gla_triton_kernels.chunk_gla.kernel import ForwardPlan, OutputKernel, Parameters, SegmentPlan, first_able, refusals
@@ -51,7 +52,8 @@ by a few per cent at most.
 
 Plans = list[tuple[OpCall, ForwardPlan]]
 """The plans of the rows of a batch, in order, each with the call of its rows."""
-Plan = Callable[[OpCall, Gpu, Sequence[OutputKernel]], Plans]
+Plan = Callable[..., Plans]
+"""Takes a call, a GPU and the kernels to choose from, `KERNELS` by default."""
 
 
 # ---- plans
@@ -63,15 +65,13 @@ def plan_whole(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel] = KERNELS
 
 
 def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel] = KERNELS) -> Plans:
-    """Plans a call whose sequences are cut into segments, unless they fill the device."""
-    blocks, at_once = first_able(kernels, call, gpu).blocks(call, gpu)
+    """Plans a call whose sequences are cut into segments, unless this takes longer on the device."""
     return by_rows(
         call,
-        blocks,
-        at_once,
-        FORWARD_CUT,
+        *first_able(kernels, call, gpu).blocks(call, gpu),
         lambda rows: _whole(rows, gpu, kernels),
         lambda rows: _segments(rows, gpu, kernels),
+        lambda rows, plan: sum(forward_prices(rows, plan, constants_of_plans(gpu))),
     )
 
 
@@ -89,20 +89,31 @@ def _are_short(call: OpCall) -> bool:
 
 
 def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel]) -> ForwardPlan:
-    T, N = call.dims["T"], call.dims["N"]
-    if call.batch_invariant is not None and T > 0:
+    if call.batch_invariant is not None and call.dims["T"] > 0:
         return _invariant(call, gpu, kernels, call.batch_invariant)
     kernel = first_able(kernels, call, gpu)
     if call.variable_length and _are_short(call):  # most segments are short sequences
         kernel = kernels[-1]
-    length = segment_length(N, T, *kernel.blocks(call, gpu), call.variable_length, FORWARD_CUT)
-    if gpu.architecture is Architecture.INTERPRETED:
-        length = min(length, INTERPRETED_SEGMENT)
+
+    def plan(length: int) -> ForwardPlan:
+        return _in_segments(call, gpu, kernels, kernel, length)
+
+    def price(case: OpCall, length: int) -> float:
+        return sum(forward_prices(case, plan(length), constants_of_plans(gpu)))
+
+    length = segment_length(call, *kernel.blocks(call, gpu), price)
+    return plan(min(length, INTERPRETED_SEGMENT) if gpu.architecture is Architecture.INTERPRETED else length)
+
+
+def _in_segments(
+    call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel], kernel: OutputKernel, length: int
+) -> ForwardPlan:
+    """Plans segments of `length` tokens; sequences stay whole if this is T or more."""
+    T, N = call.dims["T"], call.dims["N"]
     if length >= T:
         return _whole(call, gpu, kernels)
     parameters = kernel.parameters(call, gpu, most_segments(N, T, length, call.variable_length))
-    before = segments_before(call, gpu, kernel, parameters, length, worth_cutting(length, FORWARD_CUT))
-    return ForwardPlan(kernel, parameters, before)
+    return ForwardPlan(kernel, parameters, segments_before(call, gpu, kernel, parameters, length, uncut_length(length)))
 
 
 def _invariant(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel], tokens: int) -> ForwardPlan:
@@ -140,7 +151,7 @@ def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
     def lines(call: OpCall) -> list[str]:
         gpu = gpu_of_call(call)
         seen = seen_by_kernels(call, gpu)
-        chosen = plan(seen, gpu, KERNELS)[0][1]
+        chosen = plan(seen, gpu)[0][1]
         found = f"kernel {chosen.outputs.name}"
         if chosen.segments is not None:
             found += f" after {chosen.segments.states.name}, in segments of {chosen.segments.length} tokens"

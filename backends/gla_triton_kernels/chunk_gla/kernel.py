@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -128,20 +128,6 @@ class BackwardPlan:
     leaving: SegmentPlan | None = None
 
 
-class CutTimes(NamedTuple):
-    """The cost of cutting sequences into segments, in units of the time that a block needs for 64 tokens.
-
-    Attributes:
-        building: time to build the state of 64 tokens.
-        spilling: time of a block to write, scan and read a state.
-        launching: time of two more launches.
-    """
-
-    building: float
-    spilling: float
-    launching: float
-
-
 # ---- kernels
 
 
@@ -170,13 +156,13 @@ class StateKernel(Kernel):
             Returns the launch parameters.
         block_keys: takes the parameters, returns the keys of a block.
         at_once: takes a call and the parameters, returns the number of blocks that a multiprocessor runs at once.
-        time: takes the parameters and constants; None if the price is a share of the price of another kernel.
+        time: takes a call and the parameters, returns the time of a block.
     """
 
     parameters: Callable[[OpCall, Gpu, int, Parameters], Parameters]
     block_keys: Callable[[Parameters], int]
     at_once: Callable[[OpCall, Parameters], int]
-    time: Callable[[Parameters, Constants], BlockTime] | None = None
+    time: Callable[[OpCall, Parameters], BlockTime]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -187,17 +173,15 @@ class OutputKernel(Kernel):
         states: the kernel that builds the states which this kernel reads.
         parameters: takes a call, a GPU, and the number of sequences or segments; returns the launch parameters.
         blocks: takes a call and a GPU, returns the number of blocks of a sequence, and of blocks that run at once.
-        time: takes a call, the parameters and constants; returns the time of a block.
+        time: takes a call and the parameters, returns the time of a block.
         before: takes a call and constants, returns the seconds of each launch that precedes the outputs.
-        host: name of the constant for further seconds of the host; None if there are none.
     """
 
     states: StateKernel
     parameters: Callable[[OpCall, Gpu, int], Parameters]
     blocks: Callable[[OpCall, Gpu], tuple[int, int]]
-    time: Callable[[OpCall, Parameters, Constants], BlockTime]
+    time: Callable[[OpCall, Parameters], BlockTime]
     before: Callable[[OpCall, Constants], list[float]] = lambda call, c: []
-    host: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -208,19 +192,18 @@ class GradientKernel(Kernel):
         parameters: takes a call and a GPU; returns the launch parameters.
         heads_apart: whether each query head of a group is computed by itself, and partial gradients are then summed.
         adds_pairs: whether a further launch adds the pairs of tokens of chunks that are not mild.
-        cut_times: the cost of cutting sequences.
         partials: takes a call and the parameters. Returns the number of partial results of dq, dk and dg of a head,
             and the number of partial results of dv.
-        seconds: takes a call, the parameters, the segments, the bytes that are moved, and constants; returns seconds.
+        seconds: takes a call, the parameters, the segments, the bytes that are moved, and constants; returns the
+            seconds of each launch.
         layouts: number of launches that lay out packed sequences for the kernel.
     """
 
     parameters: Callable[[OpCall, Gpu], GradientParameters]
     heads_apart: bool
     adds_pairs: bool
-    cut_times: CutTimes
     partials: Callable[[OpCall, GradientParameters], tuple[int, int]]
-    seconds: Callable[[OpCall, GradientParameters, Cut, float, Constants], float]
+    seconds: Callable[[OpCall, GradientParameters, Cut, float, Constants], list[float]]
     layouts: int = 1
 
 

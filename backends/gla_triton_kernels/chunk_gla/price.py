@@ -1,6 +1,12 @@
 """Predicts the seconds of a kernel that goes through segments or whole sequences; ../cost.py has the formula of a call.
 
-cost.py names the constants of each op.
+Constants of a device, in seconds unless their line says otherwise:
+
+    launch       between the starts of two kernels
+    bandwidth    bytes per second
+    step         time of a block, as a multiple of its time on an H200
+
+The times of blocks are in the values of kernels: seconds on an H200.
 
 B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
 """
@@ -13,9 +19,14 @@ from typing import NamedTuple
 from gla_core.dispatch.backend import Constants, OpCall, checkpoint_dtype
 from gla_triton_kernels import MAX_WIDTH
 
+SCAN_STEP = 8e-8
+"""Seconds of shared/scan.py for each segment of a sequence, on an H200."""
+RAGGED = 5e-6
+"""Seconds of a block for the incomplete chunk of a packed sequence, on an H200."""
+
 
 class BlockTime(NamedTuple):
-    """The work and the time of a block of a kernel.
+    """The work and the time of a block of a kernel, on an H200.
 
     Attributes:
         tokens: tokens of a step.
@@ -72,14 +83,13 @@ def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c
     blocks = segments.number * H * math.ceil(K / block.keys) * math.ceil(V / block.columns)
     if call.variable_length:  # unequal blocks, the longest first: all multiprocessors are busy until short blocks run
         mean, most = (
-            block.start + c["ragged"] + tokens / block.tokens * block.step
-            for tokens in (segments.mean, segments.longest)
+            block.start + RAGGED + tokens / block.tokens * block.step for tokens in (segments.mean, segments.longest)
         )
         seconds = max(most, (blocks / c["multiprocessors"] + 0.5) * mean / block.shared)
     else:
         waves = max(1.0, math.ceil(blocks / c["multiprocessors"]) / block.shared)
         seconds = waves * (block.start + math.ceil(segments.mean / block.tokens) * block.step)
-    return c["launch"] + max(seconds, size / c["bandwidth"])
+    return c["launch"] + max(seconds * c["step"], size / c["bandwidth"])
 
 
 def states_seconds(
@@ -95,20 +105,14 @@ def states_seconds(
             sequences that are cut.
     """
     B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
-    number = cut(call, length, uncut).number
-    built = number if ends else number - N  # without `ends`, followed segments
-    if call.variable_length:
-        number = built
-    read = token_bytes(call, heads) * min(1, built * length / max(B * T, 1))
-    build = kernel_seconds(call, block, Cut(built, length, length), read, c) if built else c["launch"]
-    in_a_row = longest(call) / length if call.variable_length else number / max(N, 1)
-    scan = c["launch"] + in_a_row * c["scan_step"] + moved * number * H * K * V / c["bandwidth"]
+    pieces = cut(call, length, uncut)
+    built = pieces if ends else Cut(pieces.number - N, length, length)  # without `ends`, followed segments
+    scanned = built.number if call.variable_length else pieces.number
+    read = token_bytes(call, heads) * min(1, built.number * built.mean / max(B * T, 1))
+    build = kernel_seconds(call, block, built, read, c) if built.number else c["launch"]
+    in_a_row = longest(call) / length if call.variable_length else pieces.number / max(N, 1)
+    scan = c["launch"] + in_a_row * SCAN_STEP * c["step"] + moved * scanned * H * K * V / c["bandwidth"]
     return [build, scan]
-
-
-def host_seconds(launches: int, c: Constants) -> float:
-    """Returns the host seconds of a call. Repeated launches take at most as long as two of them."""
-    return c["host"] + c["host_launch"] * min(launches, 2)
 
 
 def moved_bytes(call: OpCall) -> float:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall
-from gla_triton_kernels.chunk_gla.cutting import INTERPRETED_SEGMENT, SUMMARY_CUT, segment_length
+from gla_triton_kernels.chunk_gla.cost import summary_prices
+from gla_triton_kernels.chunk_gla.cutting import INTERPRETED_SEGMENT, constants_of_plans, segment_length
 from gla_triton_kernels.chunk_gla.forward import states_of_segments
 from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu, gpu_of_call
@@ -25,25 +26,38 @@ if TYPE_CHECKING:
     from gla_triton_kernels.chunk_gla.shared.segments import Recurrence
     from gla_triton_kernels.runtime.launch import Launch
 
-Plan = Callable[[OpCall, Gpu], SegmentPlan]
+Plans = list[tuple[OpCall, SegmentPlan]]
+"""The plan of a call, with the call; all rows have the same plan."""
+Plan = Callable[[OpCall, Gpu], Plans]
 
 
-def plan_whole(call: OpCall, gpu: Gpu) -> SegmentPlan:
+def plan_whole(call: OpCall, gpu: Gpu) -> Plans:
     """Plans a call whose sequences stay whole: each is a segment."""
-    T = call.dims["T"]
-    return replace(states_of_segments(call, gpu, T, T), overlap=False)
+    return [(call, _in_segments(call, gpu, call.dims["T"]))]
 
 
-def plan_cut(call: OpCall, gpu: Gpu) -> SegmentPlan:
-    """Plans a call whose sequences are cut into segments, unless they fill the device."""
-    T, H, K, V, N = (call.dims[name] for name in ("T", "H", "K", "V", "N"))
-    whole = states_of_segments(call, gpu, T, T)
+def plan_cut(call: OpCall, gpu: Gpu) -> Plans:
+    """Plans a call whose sequences are cut into segments, unless this takes longer on the device."""
+    H, K, V = (call.dims[name] for name in ("H", "K", "V"))
+    whole = _in_segments(call, gpu, call.dims["T"])
     blocks = H * -(-K // whole.states.block_keys(whole.parameters)) * -(-V // whole.parameters.BV)
     at_once = whole.states.at_once(call, whole.parameters) * gpu.multiprocessors
-    length = segment_length(N, T, blocks, at_once, call.variable_length, SUMMARY_CUT)
+
+    def price(case: OpCall, length: int) -> float:
+        return sum(summary_prices(case, _in_segments(call, gpu, length), constants_of_plans(gpu)))
+
+    length = segment_length(call, blocks, at_once, price)
     if gpu.architecture is Architecture.INTERPRETED:
         length = min(length, INTERPRETED_SEGMENT)
-    return plan_whole(call, gpu) if length >= T else states_of_segments(call, gpu, length, length)
+    return [(call, _in_segments(call, gpu, length))]
+
+
+def _in_segments(call: OpCall, gpu: Gpu, length: int) -> SegmentPlan:
+    """Plans segments of `length` tokens; sequences stay whole if this is T or more."""
+    T = call.dims["T"]
+    if length >= T:
+        return replace(states_of_segments(call, gpu, T, T), overlap=False)
+    return states_of_segments(call, gpu, length, length)
 
 
 def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -57,11 +71,11 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
 
     T, H, K, V, N = (call.dims[name] for name in ("T", "H", "K", "V", "N"))
     empty, backwards = N == 0 or T == 0, call.scalars["backwards"]
-    planned = None if empty else plan(call, gpu_of_call(call))
+    plans = [] if empty else plan(call, gpu_of_call(call))
 
     def describe(x: tuple, scale: float) -> list[Launch]:
         left, right, g, cu_seqlens, decay, state = x
-        assert planned is not None
+        ((_, planned),) = plans
         return launches(planned, Recurrence(left, right, g, None, state, backwards=backwards), decay, cu_seqlens)
 
     launched = Launches(call.device, describe)

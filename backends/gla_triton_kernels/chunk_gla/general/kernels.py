@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from gla_core.dispatch.backend import CHUNK, Constants, OpCall
-from gla_triton_kernels.chunk_gla.cutting import BACKWARD_CUT
 from gla_triton_kernels.chunk_gla.kernel import (
     GradientKernel,
     GradientParameters,
@@ -36,6 +35,25 @@ MANY_BLOCKS = 512
 """From this number of blocks of 64 values on, blocks of 128 still fill a device, and read q, k and g half as often."""
 LEAST_BLOCK = 64
 """The fewest keys and values of a block of gradients: Triton 3.6 miscompiles narrower ones on Hopper."""
+
+START = 0.5e-6
+"""Seconds before the first step of a block. This and the times below were fitted to times on an H200."""
+TILE_STEP, QUERY_STEP = 6.9e-6, 2.2e-6
+"""Seconds for the outputs of 64 tokens with bfloat16 products and K = 128, and for each further query head."""
+WIDE_STEP, TF32_STEP, TOKEN_STEP = 5.7e-6, 4.4e-6, 1.4e-6
+"""Seconds for outputs of 16 tokens with K = 256, of 16 tokens with TF32 products, and of one token without tensor
+cores, the latter two with K = 128."""
+STATE_STEP, TF32_STATES, TOKEN_STATES = 1.7e-6, 2.0, 6.0
+"""Seconds of states.py for 64 tokens with bfloat16 products; multiples of it with TF32 products, and token by token."""
+GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 46e-6, 6.8e-6, 6.4e-6
+"""Seconds of a block of gradients with bfloat16 products: before its first step, for 64 tokens, and for their products
+with 64 keys and 64 values."""
+SPLIT_PRODUCTS = {"bf16": 1.0, "bf16x3": 4.4, "bf16x6": 15.0}
+"""Time of gradients by the precision of their products, as a multiple of the time in bfloat16."""
+SHARED = 1.1
+"""Number of blocks of outputs with bfloat16 products that share a multiprocessor at no cost to each other."""
+QUERY_SHARE = 0.45
+"""Time of the gradients of a further query head, as a share of the time of the first."""
 
 
 def _never(call: OpCall, gpu: Gpu) -> None:
@@ -70,6 +88,11 @@ def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Paramet
     )
 
 
+def _states_time(call: OpCall, x: Parameters) -> BlockTime:
+    slower = TOKEN_STATES if x.tokenwise else 1 if x.operand == call.dtype else TF32_STATES
+    return BlockTime(64, x.BV, START, STATE_STEP * slower, keys=x.BK)
+
+
 STATES = StateKernel(
     name="general.states",
     load=_load_states,
@@ -77,6 +100,7 @@ STATES = StateKernel(
     parameters=_states,
     block_keys=lambda parameters: parameters.BK,
     at_once=lambda call, parameters: 2,
+    time=_states_time,
 )
 
 
@@ -132,19 +156,18 @@ def _forward_blocks(call: OpCall, gpu: Gpu) -> tuple[int, int]:
     return H * -(-V // 64), (4 if Hq > H and K <= 128 < 2 * V else 2) * gpu.multiprocessors
 
 
-def _forward_time(call: OpCall, parameters: Parameters, c: Constants) -> BlockTime:
-    width = parameters.BK / 128
+def _forward_time(call: OpCall, x: Parameters) -> BlockTime:
+    width = x.BK / 128
     # The price counts blocks of values as for K up to 256. For larger K, blocks are narrower and their steps shorter in
     # proportion.
-    if parameters.tokenwise:
-        return BlockTime(1, 32, c["start"], c["token_step"] * width, 4)
-    if parameters.operand == torch.float32:
-        return BlockTime(16, 32, c["start"], c["tf32_step"] * width, 2)
-    if parameters.BK > 128:
-        step = c["wide_packed_step" if call.variable_length else "wide_step"]
-        return BlockTime(16, 128, c["start"], step * width / 2)
-    step = c["tile_step"] + c["query_step"] * (call.dims["Hq"] / max(call.dims["H"], 1) - 1)
-    return BlockTime(64, parameters.BV, c["start"], step * width, c["shared"])
+    if x.tokenwise:
+        return BlockTime(1, 32, START, TOKEN_STEP * width, 4)
+    if x.operand == torch.float32:
+        return BlockTime(16, 32, START, TF32_STEP * width, 2)
+    if x.BK > 128:
+        return BlockTime(16, 128, START, WIDE_STEP * width / 2)
+    step = TILE_STEP + QUERY_STEP * (call.dims["Hq"] / max(call.dims["H"], 1) - 1)
+    return BlockTime(64, x.BV, START, step * width, SHARED)
 
 
 FORWARD = OutputKernel(
@@ -179,17 +202,11 @@ def _backward(call: OpCall, gpu: Gpu) -> GradientParameters:
     return GradientParameters(BK=BK, BV=BV, warps=warps, precision=precision)
 
 
-def slower(parameters: GradientParameters, c: Constants) -> float:
-    """Returns the time of the matrix products, as a multiple of their time in bfloat16."""
-    return 1 if parameters.precision == "bf16" else c[parameters.precision]
-
-
-def _backward_seconds(call: OpCall, parameters: GradientParameters, through: Cut, size: float, c: Constants) -> float:
-    tiles, further = parameters.BK * parameters.BV / 64**2, call.dims["Hq"] / max(call.dims["H"], 1) - 1
-    step = (c["step"] + c["tile"] * tiles) * slower(parameters, c) * (1 + c["query"] * further)
-    shared = c["shared"] if tiles <= 1 else 1
-    block = BlockTime(CHUNK, parameters.BV, c["start"], step, shared, keys=parameters.BK)
-    return kernel_seconds(call, block, through, size, c)
+def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
+    tiles, further = x.BK * x.BV / 64**2, call.dims["Hq"] / max(call.dims["H"], 1) - 1
+    step = (GRADIENT_STEP + GRADIENT_TILE * tiles) * SPLIT_PRODUCTS[x.precision] * (1 + QUERY_SHARE * further)
+    block = BlockTime(CHUNK, x.BV, GRADIENT_START, step, keys=x.BK)
+    return [kernel_seconds(call, block, through, size, c)]
 
 
 BACKWARD = GradientKernel(
@@ -199,7 +216,6 @@ BACKWARD = GradientKernel(
     parameters=_backward,
     heads_apart=False,
     adds_pairs=False,
-    cut_times=BACKWARD_CUT,
     partials=partials_of_blocks,
     seconds=_backward_seconds,
 )

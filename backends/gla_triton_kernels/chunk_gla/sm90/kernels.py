@@ -13,7 +13,7 @@ import torch
 
 from gla_core.dispatch.backend import CHUNK, Constants, OpCall, Reason
 from gla_triton_kernels import MAX_WIDTH
-from gla_triton_kernels.chunk_gla.cutting import BACKWARD_CUT, FORWARD_CUT, most_segments
+from gla_triton_kernels.chunk_gla.cutting import most_segments
 from gla_triton_kernels.chunk_gla.kernel import (
     GradientKernel,
     GradientParameters,
@@ -41,6 +41,23 @@ TILES = 200 * 2**10
 """The most bytes of a multiprocessor's shared memory that tiles fill."""
 STATE_KEYS = 128
 """The most keys of a state that a block of states.py builds."""
+
+START = 2.5e-6
+"""Seconds before the first step of a block. This and the times below were fitted to times on an H200."""
+FORWARD_STEP, FORWARD_TILE, NARROW = 0.64e-6, 1.05e-6, 0.71
+"""Seconds of forward.py for 64 tokens, and for each tile of 64 keys and 128 values; time of a block with 64 values, as
+a share of the time with 128."""
+WIDE_STEP, GATE_RATE = 3e-6, 2.8e11
+"""Seconds of the second kernel of forward_wide.py for 64 tokens, and elements of k per second of its first kernel."""
+STATE_STEP, STATE_TILE = 0.12e-6, 0.65e-6
+"""Seconds of states.py for 64 tokens, and for each 64 keys of a block."""
+GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 10e-6, 5.7e-6, 1.26e-6
+"""Seconds of backward.py: before the first step of a block, for 64 tokens, and for each tile of 64 keys and values."""
+GRADIENTS_SHARED = 1.2
+"""Number of blocks of one such tile that share a multiprocessor at no cost to each other."""
+WIDE_GRADIENT_STATES, WIDE_KEYS, WIDE_TILE = 1.95e-6, 6.7e-6, 0.83e-6
+"""Seconds of the first kernel of backward_wide.py for 64 tokens; seconds of its second kernel for a chunk of a head and
+each 64 keys, and for each tile of 64 keys and values."""
 
 
 def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
@@ -80,6 +97,11 @@ def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Paramet
     return Parameters(C=C, BK=BK, BV=BV, stages=min(4, TILES // (shared * size)), tma=True)
 
 
+def _states_time(call: OpCall, x: Parameters) -> BlockTime:
+    keys, shared = (1, 2) if call.dims["K"] <= x.BK else (2, 1)
+    return BlockTime(x.C, x.BV, START, STATE_STEP + STATE_TILE * keys, shared, keys=STATE_KEYS)
+
+
 STATES = StateKernel(
     name="sm90.states",
     load=_load_states,
@@ -87,7 +109,7 @@ STATES = StateKernel(
     parameters=_states,
     block_keys=lambda parameters: STATE_KEYS,
     at_once=lambda call, parameters: 2 if call.dims["K"] <= parameters.BK else 1,
-    time=lambda x, c: BlockTime(x.C, x.BV, c["hopper_start"], c["build_step"], keys=STATE_KEYS),
+    time=_states_time,
 )
 
 
@@ -156,14 +178,14 @@ def _blocks(call: OpCall, gpu: Gpu) -> tuple[int, int]:
     return call.dims["H"] * -(-call.dims["V"] // 128), gpu.multiprocessors
 
 
-def _forward_time(call: OpCall, x: Parameters, c: Constants) -> BlockTime:
-    step = c["hopper_step"] + c["hopper_tile"] * (x.BK // 64)
-    return BlockTime(x.C, x.BV, c["hopper_start"], step * (c["hopper_narrow"] if x.BV == 64 else 1))
+def _forward_time(call: OpCall, x: Parameters) -> BlockTime:
+    step = FORWARD_STEP + FORWARD_TILE * (x.BK // 64)
+    return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == 64 else 1))
 
 
 def _gates_seconds(call: OpCall, c: Constants) -> list[float]:
     B, T, H, K = (call.dims[name] for name in ("B", "T", "H", "K"))
-    return [c["launch"] + B * T * H * K / c["gate_rate"]]
+    return [c["launch"] + B * T * H * K / GATE_RATE * c["step"]]
 
 
 FORWARD = OutputKernel(
@@ -174,7 +196,6 @@ FORWARD = OutputKernel(
     parameters=_forward,
     blocks=_blocks,
     time=_forward_time,
-    host="host_hopper",
 )
 FORWARD_WIDE = OutputKernel(
     name="sm90.forward_wide",
@@ -183,9 +204,8 @@ FORWARD_WIDE = OutputKernel(
     states=STATES,
     parameters=_forward_wide,
     blocks=_blocks,
-    time=lambda call, x, c: BlockTime(x.C, x.BV, c["hopper_start"], c["state_step"]),
+    time=lambda call, x: BlockTime(x.C, x.BV, START, WIDE_STEP),
     before=_gates_seconds,
-    host="host_hopper",
 )
 
 
@@ -233,14 +253,14 @@ def _gradient_parameters(call: OpCall, gpu: Gpu) -> GradientParameters:
     return GradientParameters(BK=BK, BV=BV, warps=4)
 
 
-def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> float:
+def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
     tiles = x.BK * x.BV / 64**2
-    step = c["hopper_step"] + c["hopper_tile"] * tiles
-    shared = c["hopper_shared"] if tiles <= 1 else 1
-    return kernel_seconds(call, BlockTime(CHUNK, x.BV, c["hopper_start"], step, shared, keys=x.BK), through, size, c)
+    step = GRADIENT_STEP + GRADIENT_TILE * tiles
+    block = BlockTime(CHUNK, x.BV, GRADIENT_START, step, GRADIENTS_SHARED if tiles <= 1 else 1, keys=x.BK)
+    return [kernel_seconds(call, block, through, size, c)]
 
 
-def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> float:
+def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
     """Returns the seconds of two kernels; one writes P and the other reads it.
 
     P has the size of one checkpoint per chunk, for each query head.
@@ -248,12 +268,12 @@ def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, si
     K, V = call.dims["K"], call.dims["V"]
     heads = call.dims["Hq"] // max(call.dims["H"], 1)
     P = heads * checkpoint_bytes(call, CHUNK)
-    block = BlockTime(CHUNK, x.BV, c["hopper_start"], c["wide_state_step"], keys=x.BK)
+    block = BlockTime(CHUNK, x.BV, START, WIDE_GRADIENT_STATES, keys=x.BK)
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
-    step = math.ceil(K / 64) * (c["wide_keys"] + c["wide_tile"] * math.ceil(V / 64))
+    step = math.ceil(K / 64) * (WIDE_KEYS + WIDE_TILE * math.ceil(V / 64))
     chunks = cut(call, CHUNK, CHUNK)
     chunks = chunks._replace(number=chunks.number * heads)
-    return states + kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), chunks, size + P, c)
+    return [states, kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), chunks, size + P, c)]
 
 
 BACKWARD = GradientKernel(
@@ -263,7 +283,6 @@ BACKWARD = GradientKernel(
     parameters=_gradient_parameters,
     heads_apart=True,
     adds_pairs=True,
-    cut_times=BACKWARD_CUT,
     partials=partials_of_blocks,
     seconds=_backward_seconds,
 )
@@ -274,7 +293,6 @@ BACKWARD_WIDE = GradientKernel(
     parameters=_gradient_parameters,
     heads_apart=True,
     adds_pairs=True,
-    cut_times=FORWARD_CUT,  # only state_gradients.py processes sequences in order, as fast as a forward
     partials=lambda call, x: (1, 1),  # a block has all keys and values
     seconds=_backward_wide_seconds,
     layouts=2,
