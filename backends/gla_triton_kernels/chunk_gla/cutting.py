@@ -25,6 +25,9 @@ MOST_WAVES = 3
 SCANNED = 4
 """About the square root of the time for a chunk over the time to scan a segment. With this number times the square root
 of its chunks, a sequence has as many segments as the sum of both times allows."""
+LEAST_UNKNOWN = 4
+"""The least chunks of a segment of packed sequences of unknown lengths: shorter segments would cut most sequences of
+many calls, at a loss."""
 INTERPRETED_SEGMENT = 32
 """Tokens of a segment if kernels are interpreted; the number is small so that short sequences are cut as well."""
 
@@ -82,7 +85,8 @@ def _lengths(call: OpCall, blocks: int, at_once: int) -> list[int]:
     if chunks < 2 or N * blocks == 0:
         return []
     if call.variable_length:
-        units = {-(-chunks * blocks // at_once), -(-3 * chunks // (2 * N))}
+        least = LEAST_UNKNOWN if call.longest is None else 1
+        units = {max(least, -(-chunks * blocks // at_once)), max(least, -(-3 * chunks // (2 * N)))}
     else:
         once = at_once // (N * blocks)
         numbers = (min(once, int(SCANNED * chunks**0.5)), *(n * once for n in range(1, MOST_WAVES + 1)))
