@@ -27,7 +27,7 @@ def measured(name, kind):
     """The ops of a backend that have constants for a device; others borrow those of an H200."""
     by_triton_alone = {"chunk_gla_bwd", "chunk_gla_summary"} if (name, kind) == ("parallel_scan", "cpu") else set()
     if kind == "NVIDIA H100 80GB HBM3":
-        return {"chunk_gla_fwd", "chunk_gla_bwd"} if name != "reference" else set()
+        return {"chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary"} if name != "reference" else set()
     return set() if (name, kind) == ("triton_fused", "cpu") else set(OP_PARAMETERS) - by_triton_alone
 
 
@@ -170,6 +170,8 @@ def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturin
         "softmax_attention": ("B", "Tq", "Tk"),
     }.get(op, ("B", "T", "H"))
     nearly = 0.9 if op == "chunk_gla_bwd" else 1  # whole, two chunks may take a little longer than twelve that are cut
+    # Plans cut sequences if this spares time on the device. A cut has up to three more launches.
+    launches = 0 if capturing else 3 * shipped_constants(f"gla_{name}")[kind][op].get("host_launch", 0.0)
     for dim in growing:
         for size in (1, 3, 20, 100, 700, 5000):
             for other in SIZES[op]:
@@ -178,7 +180,8 @@ def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturin
                     call_of(op, kind, capturing=capturing, **fixed, **{dim: n, **({"Hq": n} if dim == "H" else {})})
                     for n in (size, 8 * size)
                 )
-                assert predicted(name, kind, large) >= nearly * predicted(name, kind, small), (dim, size, fixed)
+                least = nearly * predicted(name, kind, small) - launches
+                assert predicted(name, kind, large) >= least, (dim, size, fixed)
 
 
 @pytest.mark.parametrize("op", ["chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary"])

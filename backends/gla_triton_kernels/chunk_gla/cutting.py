@@ -20,6 +20,8 @@ from gla_triton_kernels.runtime.architecture import Gpu
 H200: Constants = {"launch": 1.5e-6, "bandwidth": 3.8e12, "step": 1.0}
 """The constants with which plans price their cuts, on every GPU. A plan must not depend on a calibration, since another
 cut gives other bits."""
+WORTH_CUTTING = 0.9
+"""Sequences are cut if their price falls at least by this factor, since the host has to launch more kernels."""
 MOST_WAVES = 3
 """The sequences of a batch are cut into at most this number of waves of blocks."""
 SCANNED = 4
@@ -70,7 +72,12 @@ def segment_length(call: OpCall, blocks: int, at_once: int, price: Price) -> int
     T = call.dims["T"]
     unknown = call.variable_length and call.longest is None
     cases = (call, call, replace(call, longest=T)) if unknown else (call,)
-    return min((T, *_lengths(call, blocks, at_once)), key=lambda length: math.prod(price(x, length) for x in cases))
+
+    def weighed(length: int) -> float:
+        return math.prod(price(case, length) for case in cases)
+
+    best = min(_lengths(call, blocks, at_once), key=weighed, default=T)
+    return best if weighed(best) < WORTH_CUTTING ** len(cases) * weighed(T) else T
 
 
 def _lengths(call: OpCall, blocks: int, at_once: int) -> list[int]:
