@@ -47,14 +47,13 @@ def test_it_carries_the_core_the_backends_and_the_type_marker(wheel, own_backend
         "gla_core",
         *(f"gla_{name}" for name in own_backends),
         "gla_triton_kernels",
-        "gla_command",
-        "pytest_gla_core",
+        "gla_tools",
         f"gla_core-{'0.1.0'}.dist-info",
     }
     assert "gla_core/py.typed" in names
     template = ROOT / "plugins" / "gla_plugin_template"
     copied = {path.relative_to(template).as_posix() for path in template.rglob("*.*") if path.suffix != ".pyc"}
-    folder = "gla_command/template/"
+    folder = "gla_tools/template/"
     assert {name.removeprefix(folder) for name in names if name.startswith(folder)} == copied
 
 

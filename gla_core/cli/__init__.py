@@ -1,1 +1,1 @@
-"""The subcommands of `gla`; their arguments and help texts are in the package `gla_command`."""
+"""The subcommands of `gla`; their arguments and help texts are in `gla_tools.command`."""

@@ -49,7 +49,16 @@ def run(
     arguments = [text for option, value in asked.items() if value for text in (option, value)]
     # The kit's own settings, so that settings of the current folder have no effect.
     settings = str(Path(__file__).with_name("pytest.ini"))
-    how = ["-v" if verbose else "-q", "--tb=no", "-rN", "--disable-warnings", "-p", "pytest_gla_core", "-c", settings]
+    how = [
+        "-v" if verbose else "-q",
+        "--tb=no",
+        "-rN",
+        "--disable-warnings",
+        "-p",
+        "gla_tools.pytest_plugin",
+        "-c",
+        settings,
+    ]
     tests = "gla_core.conformance" + (f".{module}" if module else "")
     code = pytest.main([*how, "--pyargs", tests, *arguments, *options])
     known = {pytest.ExitCode.OK: PASSED, pytest.ExitCode.TESTS_FAILED: FAILED, pytest.ExitCode.INTERRUPTED: INTERRUPTED}

@@ -12,12 +12,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import gla_core as gla
-from gla_command import app
 from gla_core.bench import measure, results, suite
 from gla_core.bench import run as bench_run
 from gla_core.bench.suite import Row
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend
+from gla_tools.command import app
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import gla_core as gla
-from gla_command import app
+from gla_tools.command import app
 
 ENTRY_POINTS = "gla_core.backends"
 

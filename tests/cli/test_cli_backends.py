@@ -12,11 +12,11 @@ import warnings
 import pytest
 import torch
 
-import gla_command
 import gla_core as gla
-from gla_command import main
 from gla_core.bench import measure
 from gla_core.dispatch.backend import Backend, Capabilities
+from gla_tools import command
+from gla_tools.command import main
 
 
 def test_the_table_shows_each_backend(run, own_backends):
@@ -121,7 +121,7 @@ def python(code: str) -> subprocess.CompletedProcess:
 
 def test_help_and_version_import_no_torch():
     done = python(
-        "import sys; from gla_command import app\n"
+        "import sys; from gla_tools.command import app\n"
         f"for arguments in (['--version'], ['--help'], *([name, '--help'] for name in {COMMANDS})):\n"
         "    app(arguments, prog_name='gla', standalone_mode=False)\n"
         "print(sorted({'torch', 'gla_core'} & set(sys.modules)))"
@@ -134,7 +134,7 @@ def test_help_and_version_import_no_torch():
 def test_without_its_packages_it_says_how_to_install_them(package, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as end:
-        runpy.run_path(gla_command.__file__)
+        runpy.run_path(command.__file__)
     said = capsys.readouterr().err
     assert end.value.code == 2
     assert said.startswith(f"gla needs the package {package!r}: pip install '.[cli]' in a clone of gla-core, or pip in")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gla_command import plugin_template
+from gla_tools import plugin_template
 
 TEMPLATE = Path(__file__).parents[2] / "plugins" / "gla_plugin_template"
 NAME = "my_softmax_2"

@@ -312,7 +312,7 @@ def test_the_command(tmp_path, monkeypatch):
     """Exit codes 0, 1 and 2 of `gla conformance`."""
     from typer.testing import CliRunner
 
-    from gla_command import app
+    from gla_tools.command import app
 
     monkeypatch.chdir(tmp_path)
     wrong = Backend("wrong", "0", {"online_softmax": lambda x, dim: 2 * x})

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from gla_command import app
+from gla_tools.command import app
 from gla_transformers.text import Options, run_generate
 
 PROMPT = "Once upon"

@@ -1,8 +1,7 @@
 """The command `gla`: its subcommands with their arguments and help texts.
 
-The code of the subcommands is in `gla_core`, or in the plugin that a subcommand names. The command has a package of its
-own because `import gla_core` imports torch, and `gla --help` should not wait for that. Each subcommand imports the
-modules that it needs when it runs.
+The code of the subcommands is in `gla_core`, or in the plugin that a subcommand names. Each subcommand imports the
+modules that it needs when it runs, so that `gla --help` does not wait for torch.
 
 Exit codes: 0 success; 1 failure (no backend can run the call, a plugin is broken, the demo fell short, an op could not
 be calibrated, the output could not be written); 2 wrong usage (an unknown name, a value out of range, a missing
@@ -438,7 +437,7 @@ def new_backend(
     Exits with 2 if the folder exists or the name is not usable.
     """
     with _in_a_line("new-backend"):
-        from gla_command.plugin_template import create, next_steps
+        from gla_tools.plugin_template import create, next_steps
 
         create(name, Path())
         typer.echo(next_steps(name))

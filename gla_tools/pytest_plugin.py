@@ -1,8 +1,8 @@
 """A pytest plugin with the options and the report of the conformance kit.
 
-They have a package of their own because pytest loads plugins at the start of every run, and this one must then import
-neither torch nor gla_core. The kit itself is `gla_core.conformance`. The report is registered here because with
-pytest-xdist (`-n`) only the workers load the kit, and only the controller receives every outcome.
+pytest loads plugins at the start of every run, so this module imports neither torch nor gla_core before a run asks for
+the kit, which is `gla_core.conformance`. The report is registered here because with pytest-xdist (`-n`) only the
+workers load the kit, and only the controller receives every outcome.
 """
 
 from __future__ import annotations
