@@ -16,6 +16,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from gla_core.dispatch.backend import ceil_div
+
 
 def chunk(B: int, T: int, C: int, cu_seqlens: Tensor | None) -> Dense | Packed:
     """Returns the layout for B rows of T tokens; packed if `cu_seqlens` is given."""
@@ -27,7 +29,7 @@ class Dense:
 
     def __init__(self, B: int, T: int, C: int) -> None:
         self.N, self.T, self.C = B, T, C
-        self.n = -(-T // C)
+        self.n = ceil_div(T, C)
 
     def split(self, x: Tensor) -> Tensor:
         """Cuts [B, T, H, ...] to [B, H, n, C, ...]; positions past the end hold 0."""

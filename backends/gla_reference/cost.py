@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import OpCall, ceil_div
 
 CHUNK, TILE, KEY_BLOCK = 64, 1024, 256
 """Sizes as in chunk_gla.py, online_softmax.py and softmax_attention.py."""
@@ -56,7 +56,7 @@ def _chunk_gla(call: OpCall) -> Count:
     """
     B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
     C = min(CHUNK, 1 << max(T - 1, 0).bit_length())
-    chunks = T // C + N if call.variable_length else -(-T // C)
+    chunks = T // C + N if call.variable_length else ceil_div(T, C)
     G = Hq / H if H else 0
     halvings = math.log2(C)
     per_token = (1 + G) * (K * (4 + halvings) + 2 * V + K * V / 10) + 2 * G * C + 2 * K * V / C
@@ -72,7 +72,7 @@ def _chunk_gla_summary(call: OpCall) -> Count:
     """Counts, per token, the halvings and the product of a forward, without scores and outputs."""
     B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
     C = min(CHUNK, 1 << max(T - 1, 0).bit_length())
-    chunks = T // C + N if call.variable_length else -(-T // C)
+    chunks = T // C + N if call.variable_length else ceil_div(T, C)
     G, halvings = Hq / H if H else 0, math.log2(C)
     per_token = K * (4 + halvings) + G * (3 * K + 2 * V + K * V / 10) + 2 * K * V / C
     held = (2 + 2 * G) * K + G * V + 3 * K * V / C

@@ -249,9 +249,14 @@ def new_state(state: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(state, memory_format=torch.contiguous_format)
 
 
+def ceil_div(a: int, b: int) -> int:
+    """Returns a / b, rounded up; b is positive."""
+    return -(-a // b)
+
+
 def checkpoint_rows(T: int, N: int, every: int, packed: bool) -> int:
     """Returns n, the rows of checkpoints every `every` of T tokens: of one row of a batch, or of N packed sequences."""
-    return N + T // every if packed else -(-T // every)
+    return N + T // every if packed else ceil_div(T, every)
 
 
 def checkpoint_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gla_core.dispatch.backend import ceil_div
+
 
 def blocks(B: int, H: int, numbers: int, most: int) -> Iterator[tuple[slice, slice]]:
     """Yields ranges of a batch and of its heads: the fewest blocks of about `most` numbers each, of about equal size.
@@ -27,4 +29,4 @@ def block(B: int, H: int, numbers: int, most: int) -> tuple[int, int]:
 
 def _even(n: int, parts: float) -> int:
     """Returns the size of a slice when n is cut into about `parts` slices."""
-    return max(1, -(-n // max(1, min(n, round(parts)))))
+    return max(1, ceil_div(n, max(1, min(n, round(parts)))))

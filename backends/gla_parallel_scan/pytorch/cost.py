@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from gla_core.dispatch.backend import Constants, OpCall
+from gla_core.dispatch.backend import Constants, OpCall, ceil_div
 from gla_parallel_scan.pytorch import online_softmax
 from gla_parallel_scan.pytorch.blocks import block
 from gla_parallel_scan.pytorch.chunk_gla import BLOCK, SEGMENT
@@ -33,7 +33,7 @@ def _chunk_gla(call: OpCall) -> tuple[float, float]:
     """
     B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
     C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())
-    n = T // C + N if call.variable_length else -(-T // C)
+    n = T // C + N if call.variable_length else ceil_div(T, C)
     rows, heads = block(B, H, T * max(K, V), BLOCK)
     blocks = math.ceil(B / rows) * math.ceil(H / heads)
     halvings, scanning = math.log2(C), 2 * math.log2(max(n, 1))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.backend import ceil_div, wide
 
 SPLIT = 4096
 """Largest number of elements of a split."""
@@ -37,8 +37,8 @@ def online_softmax(x: Tensor, dim: int) -> Tensor:
 def _softmax(x: Tensor) -> Tensor:
     """Computes the softmax of rows x [R, columns] in any number of splits, in the dtype of the computation."""
     R, columns = x.shape
-    p = -(-columns // SPLIT)
-    c = -(-columns // p)
+    p = ceil_div(columns, SPLIT)
+    c = ceil_div(columns, p)
     x = x.to(wide(x.dtype))
     if p * c > columns:
         x = torch.nn.functional.pad(x, (0, p * c - columns), value=-torch.inf)

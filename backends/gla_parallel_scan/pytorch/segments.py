@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gla_core.dispatch.backend import ceil_div
 from gla_parallel_scan.pytorch.scan import scan_states
 
 Index = Tensor | slice
@@ -111,7 +112,7 @@ class Segments:
 
 def dense(T: int, C: int) -> Segments:
     """Returns the cut of rows of T tokens, one sequence per row."""
-    n = -(-T // C)
+    n = ceil_div(T, C)
     initial, final, entering, own = slice(0, 1), slice(n, None), slice(0, n), slice(1, None)
     return Segments(C, n, slice(0, T), None, n + 1, initial, final, entering, own, opens=None)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import CHUNK, OpCall, checkpoint_dtype
+from gla_core.dispatch.backend import CHUNK, OpCall, ceil_div, checkpoint_dtype
 from gla_triton_kernels.chunk_gla.cost import backward_prices
 from gla_triton_kernels.chunk_gla.cutting import (
     by_rows,
@@ -75,7 +75,7 @@ def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS
 def blocks_of(call: OpCall, gpu: Gpu, kernel: GradientKernel, x: GradientParameters) -> tuple[int, int]:
     """Returns the number of blocks that compute one sequence, and of blocks that the device runs at once."""
     heads = call.dims["Hq" if kernel.heads_apart else "H"]
-    blocks = heads * -(-call.dims["K"] // x.BK) * -(-call.dims["V"] // x.BV)
+    blocks = heads * ceil_div(call.dims["K"], x.BK) * ceil_div(call.dims["V"], x.BV)
     return blocks, gpu.multiprocessors * (2 if x.BK == x.BV == 64 else 1)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from gla_core.dispatch.backend import CHUNK, Constants, OpCall, checkpoint_rows
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall, ceil_div, checkpoint_rows
 from gla_triton_kernels.runtime.architecture import Gpu
 
 H200: Constants = {"launch": 1.5e-6, "bandwidth": 3.8e12, "step": 1.0}
@@ -88,16 +88,16 @@ def _lengths(call: OpCall, blocks: int, at_once: int) -> list[int]:
     sequences of about mean length.
     """
     T, N = call.dims["T"], call.dims["N"]
-    chunks = -(-T // CHUNK)
+    chunks = ceil_div(T, CHUNK)
     if chunks < 2 or N * blocks == 0:
         return []
     if call.variable_length:
         least = LEAST_UNKNOWN if call.longest is None else 1
-        units = {max(least, -(-chunks * blocks // at_once)), max(least, -(-3 * chunks // (2 * N)))}
+        units = {max(least, ceil_div(chunks * blocks, at_once)), max(least, ceil_div(3 * chunks, 2 * N))}
     else:
         once = at_once // (N * blocks)
         numbers = (min(once, int(SCANNED * chunks**0.5)), *(n * once for n in range(1, MOST_WAVES + 1)))
-        units = {-(-chunks // min(chunks, number)) for number in numbers if number > 1}
+        units = {ceil_div(chunks, min(chunks, number)) for number in numbers if number > 1}
     return [CHUNK * unit for unit in units]
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from gla_core.dispatch.backend import Constants, OpCall, Reason
+from gla_core.dispatch.backend import Constants, OpCall, Reason, ceil_div
 from gla_triton_kernels.chunk_gla.price import BlockTime, Cut
 from gla_triton_kernels.runtime.architecture import Gpu
 
@@ -209,7 +209,7 @@ class GradientKernel(Kernel):
 
 def partials_of_blocks(call: OpCall, x: GradientParameters) -> tuple[int, int]:
     """Returns the number of blocks of values and of blocks of keys: each block writes partial gradients of its own."""
-    return -(-call.dims["V"] // x.BV), -(-call.dims["K"] // x.BK)
+    return ceil_div(call.dims["V"], x.BV), ceil_div(call.dims["K"], x.BK)
 
 
 AnyKernel = TypeVar("AnyKernel", bound=Kernel)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from gla_core.dispatch.backend import OpCall, contiguous_layout
+from gla_core.dispatch.backend import OpCall, ceil_div, contiguous_layout
 from gla_triton_kernels.runtime.architecture import Gpu
 from gla_triton_kernels.runtime.tma import addressable
 
@@ -26,7 +26,7 @@ WIDTH_UNIT = 8
 def seen_width(width: int, dtype: torch.dtype, gpu: Gpu) -> int:
     """Returns the key or value width that kernels see."""
     specialised = gpu.architecture.has_wgmma and dtype == torch.bfloat16
-    return -(-width // WIDTH_UNIT) * WIDTH_UNIT if specialised else width
+    return ceil_div(width, WIDTH_UNIT) * WIDTH_UNIT if specialised else width
 
 
 def seen_shape(name: str, shape: tuple[int, ...], K: int, V: int) -> tuple[int, ...]:

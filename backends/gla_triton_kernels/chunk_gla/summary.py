@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import OpCall, ceil_div
 from gla_triton_kernels.chunk_gla.cost import summary_prices
 from gla_triton_kernels.chunk_gla.cutting import INTERPRETED_SEGMENT, constants_of_plans, segment_length
 from gla_triton_kernels.chunk_gla.forward import states_of_segments
@@ -40,7 +40,7 @@ def plan_cut(call: OpCall, gpu: Gpu) -> Plans:
     """Plans a call whose sequences are cut into segments, unless this takes longer on the device."""
     H, K, V = (call.dims[name] for name in ("H", "K", "V"))
     whole = _in_segments(call, gpu, call.dims["T"])
-    blocks = H * -(-K // whole.states.block_keys(whole.parameters)) * -(-V // whole.parameters.BV)
+    blocks = H * ceil_div(K, whole.states.block_keys(whole.parameters)) * ceil_div(V, whole.parameters.BV)
     at_once = whole.states.at_once(call, whole.parameters) * gpu.multiprocessors
 
     def price(case: OpCall, length: int) -> float:

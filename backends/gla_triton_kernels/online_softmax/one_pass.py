@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.online_softmax.plan import Kernel, plan_one_pass
 from gla_triton_kernels.online_softmax.rows import rows_of
 from gla_triton_kernels.online_softmax.sweep import maximum_and_sum, rows_of_tile
@@ -40,7 +41,7 @@ def launch_softmax(x: Tensor, y: Tensor, dim: int) -> list[Launch]:
             {**tensors, "N": N, "BN": BN, "G": 16 // itemsize},
         ),
     }[kernel]
-    grid = (-(-R // BR) * D1 * D0, 1, 1)
+    grid = (ceil_div(R, BR) * D1 * D0, 1, 1)
     return [Launch(function, grid, arguments, {"num_warps": warps, "maxnreg": registers})]
 
 

@@ -12,6 +12,7 @@ import enum
 import math
 from typing import NamedTuple
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.online_softmax.rows import Rows
 from gla_triton_kernels.runtime.architecture import Gpu
 from gla_triton_kernels.runtime.sizes import power_of_two
@@ -100,13 +101,13 @@ class Splits(NamedTuple):
 def plan_splits(rows: Rows, gpu: Gpu) -> Splits:
     """Returns a plan in which several blocks compute each row at once, enough of them to fill the device."""
     BR, BN, warps = _tile_of_splits(rows, 4096)
-    blocks = rows.D0 * rows.D1 * -(-rows.R // BR)
+    blocks = rows.D0 * rows.D1 * ceil_div(rows.R, BR)
     columns = max(blocks * rows.N // (PROGRAMS * gpu.multiprocessors), 4 * math.isqrt(rows.N))
-    tiles = -(-columns // BN)
-    sums = Sweep(BR, BN, warps, tiles, -(-rows.N // (tiles * BN)))
+    tiles = ceil_div(columns, BN)
+    sums = Sweep(BR, BN, warps, tiles, ceil_div(rows.N, tiles * BN))
     BR, BN, warps = _tile_of_splits(rows, 8192)
-    tiles = -(-4 * sums.programs // BN)  # a program reads all sums of its rows: few bytes beside its writes
-    return Splits(sums, Sweep(BR, BN, warps, tiles, -(-rows.N // (tiles * BN))))
+    tiles = ceil_div(4 * sums.programs, BN)  # a program reads all sums of its rows: few bytes beside its writes
+    return Splits(sums, Sweep(BR, BN, warps, tiles, ceil_div(rows.N, tiles * BN)))
 
 
 def _tile_of_splits(rows: Rows, most: int) -> tuple[int, int, int]:

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.online_softmax.plan import plan_splits
 from gla_triton_kernels.online_softmax.rows import rows_of
 from gla_triton_kernels.online_softmax.sweep import LOWEST, maximum_and_sum, merge, rows_of_tile
@@ -41,7 +42,7 @@ def launch_softmax(x: Tensor, y: Tensor, dim: int, gpu: Gpu) -> list[Launch]:
     P, overlaps = sums.programs, gpu.architecture.overlaps_kernels
     m, z = (torch.empty(D0 * D1 * R, P, dtype=torch.float32, device=x.device) for _ in range(2))
 
-    grid = (D0 * D1 * -(-R // sums.BR) * P, 1, 1)
+    grid = (D0 * D1 * ceil_div(R, sums.BR) * P, 1, 1)
     arguments = {
         "x_ptr": x,
         "m_ptr": m,
@@ -59,7 +60,7 @@ def launch_softmax(x: Tensor, y: Tensor, dim: int, gpu: Gpu) -> list[Launch]:
     }
     summed = Launch(_sum_splits, grid, arguments, {"num_warps": sums.warps})
 
-    grid = (D0 * D1 * -(-R // writes.BR) * writes.programs, 1, 1)
+    grid = (D0 * D1 * ceil_div(R, writes.BR) * writes.programs, 1, 1)
     arguments = {
         "x_ptr": x,
         "y_ptr": y,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gla_core.dispatch.backend import OpCall, new_state
+from gla_core.dispatch.backend import OpCall, ceil_div, new_state
 from gla_triton_kernels.recurrent_gla_step.plan import Plan, plan
 from gla_triton_kernels.runtime.architecture import gpu_of_call
 from gla_triton_kernels.runtime.launch import Launch
@@ -92,7 +92,7 @@ def launch_step(plan: Plan, tensors: Tensors, scale: float) -> list[Launch]:
         "OVERLAPS": plan.overlaps,
     }
     options = {"num_warps": plan.warps, "launch_pdl": plan.overlaps}
-    return [Launch(_recurrent_gla_step, (B * H * -(-V // plan.BV), 1, 1), arguments, options)]
+    return [Launch(_recurrent_gla_step, (B * H * ceil_div(V, plan.BV), 1, 1), arguments, options)]
 
 
 def _token_strides(name: str, x: Tensor) -> dict[str, int]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.runtime.architecture import interpreted
 from gla_triton_kernels.runtime.graph import Graph
 from gla_triton_kernels.runtime.launch import Launch, current_device
@@ -257,7 +258,7 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
         return None
     if why_not_replayed():
         return None
-    *begins, size = itertools.accumulate((-(-x.nbytes // _LINE) * _LINE for x in scratch), initial=0)
+    *begins, size = itertools.accumulate((ceil_div(x.nbytes, _LINE) * _LINE for x in scratch), initial=0)
     memory = {"size": (size,), "dtype": torch.uint8, "device": given[0].device} if scratch else None
     places.update({id(x): len(tensors) + 1 + i for i, x in enumerate([*scratch, *parts.values()])})
     into = [(len(tensors), begin) for begin in begins]

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.runtime.launch import Launch, strides_of
 from gla_triton_kernels.runtime.tf32 import nearest_tf32
 from gla_triton_kernels.runtime.tma import tiles
@@ -72,7 +73,7 @@ def launch_attention(
         "TMA": plan.tma,
         "PRECISION": "ieee" if plan.exact else "tf32",
     }
-    grid = (plan.splits(Tk) * B * H * -(-Tq * (Hq // H) // BR), 1, 1)
+    grid = (plan.splits(Tk) * B * H * ceil_div(Tq * (Hq // H), BR), 1, 1)
     options = {"num_warps": plan.warps, "num_stages": plan.stages}
     return [Launch(_attention, grid, arguments, options)]
 

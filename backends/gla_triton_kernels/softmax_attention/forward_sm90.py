@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 from gla_triton_kernels.softmax_attention.plan import Plan
@@ -59,7 +60,7 @@ def launch_attention(
         "CAUSAL": causal,
         "STAGES": plan.stages,
     }
-    grid = (-(-Tq // (2 * BR)) * B * Hq, 1, 1)
+    grid = (ceil_div(Tq, 2 * BR) * B * Hq, 1, 1)
     return [Launch(_attention, grid, arguments, {"num_warps": plan.warps, "maxnreg": plan.registers})]
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
 
@@ -33,7 +34,7 @@ def launch_merge(split_o: Tensor, split_lse: Tensor, o: Tensor, lse: Tensor) -> 
         "BP": BP,
         "BV": BV,
     }
-    return [Launch(_merge, (lse.numel(), -(-V // BV), 1), arguments, {"num_warps": 4})]
+    return [Launch(_merge, (lse.numel(), ceil_div(V, BV), 1), arguments, {"num_warps": 4})]
 
 
 @triton.jit(do_not_specialize=["P"])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gla_core.dispatch.backend import OpCall, Reason
+from gla_core.dispatch.backend import OpCall, Reason, ceil_div
 from gla_triton_kernels.runtime.architecture import Gpu, gpu_of_call
 from gla_triton_kernels.runtime.sizes import power_of_two
 from gla_triton_kernels.runtime.tma import addressable
@@ -69,7 +69,7 @@ class Plan:
 
     def splits(self, Tk: int) -> int:
         """Returns the number of splits of Tk keys."""
-        return 1 if self.split is None else -(-Tk // self.split)
+        return 1 if self.split is None else ceil_div(Tk, self.split)
 
 
 def is_causal(call: OpCall) -> bool:
@@ -192,10 +192,10 @@ def plan_splits(call: OpCall, gpu: Gpu) -> Plan:
     plan, programs = _general(call, gpu), PROGRAMS
     if plan.BR <= FEW_ROWS and call.dtype != torch.float32:
         plan, programs = replace(plan, stages=3), PROGRAMS_OF_FEW_ROWS
-    tiles = -(-Tq * (Hq // max(H, 1)) // plan.BR) * B * H
+    tiles = ceil_div(Tq * (Hq // max(H, 1)), plan.BR) * B * H
     seen = max(1, Tk - min(Tq, Tk) // 2 if is_causal(call) else Tk)  # keys that a row sees on average
     keys = tiles * seen / (programs * gpu.multiprocessors)
-    split = max(FEWEST_BLOCKS, -(-int(keys) // plan.BT)) * plan.BT
+    split = max(FEWEST_BLOCKS, ceil_div(int(keys), plan.BT)) * plan.BT
     if split < Tk:
         return replace(plan, split=split)
     whole = plan_one_pass(call, gpu)

@@ -56,7 +56,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.backend import CHUNK, ceil_div
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared import partials
 from gla_triton_kernels.chunk_gla.shared.common import in_state, load_tile, segment_at, store_tile
@@ -87,7 +87,7 @@ def launch_gradients(
     """
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
-    blocks_k, blocks_v = -(-K // kernel.BK), -(-V // kernel.BV)
+    blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
     dq, dk, dg = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk, x.dg))
     dv = partials.parts_of(x.dv, blocks_k)
     precision = "ieee" if interpreted() else kernel.precision  # the interpreter does not split operands

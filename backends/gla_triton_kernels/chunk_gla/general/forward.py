@@ -47,6 +47,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import ForwardPlan
 from gla_triton_kernels.chunk_gla.shared.common import (
     OPERANDS,
@@ -117,7 +118,7 @@ def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: flo
         "KEYS_FIRST": kernel.keys_first,
         "STAGES": kernel.stages,
     }
-    grid = (-(-V // kernel.BV) * segments.count * H, 1, 1)
+    grid = (ceil_div(V, kernel.BV) * segments.count * H, 1, 1)
     return [Launch(_chunk_gla_fwd_kernel, grid, arguments, {"num_warps": kernel.warps})]
 
 

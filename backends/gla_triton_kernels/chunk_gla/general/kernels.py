@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gla_core.dispatch.backend import CHUNK, Constants, OpCall
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall, ceil_div
 from gla_triton_kernels.chunk_gla.kernel import (
     GradientKernel,
     GradientParameters,
@@ -115,7 +115,7 @@ def _load_forward() -> LaunchFunction:
 
 def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
-    BK, blocks, length = power_of_two(K, 16), sequences * H * -(-V // 64), B * T // max(sequences, 1)
+    BK, blocks, length = power_of_two(K, 16), sequences * H * ceil_div(V, 64), B * T // max(sequences, 1)
     if call.batch_invariant is not None:  # the plan depends on this length alone, not on the batch
         blocks, length = FEW_BLOCKS + 1, call.batch_invariant
     # The rounding errors of bfloat16 do not average out over few terms.
@@ -153,7 +153,7 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
 
 def _forward_blocks(call: OpCall, gpu: Gpu) -> tuple[int, int]:
     H, Hq, K, V = (call.dims[name] for name in ("H", "Hq", "K", "V"))
-    return H * -(-V // 64), (4 if Hq > H and K <= 128 < 2 * V else 2) * gpu.multiprocessors
+    return H * ceil_div(V, 64), (4 if Hq > H and K <= 128 < 2 * V else 2) * gpu.multiprocessors
 
 
 def _forward_time(call: OpCall, x: Parameters) -> BlockTime:

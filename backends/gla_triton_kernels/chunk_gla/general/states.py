@@ -32,6 +32,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
 from gla_triton_kernels.chunk_gla.shared.common import OPERANDS, load_row, load_tile, operand, segment_at
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E
@@ -85,7 +86,7 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
         "STAGES": kernel.stages,
         "OVERLAPS": plan.overlap,
     }
-    grid = (-(-K // kernel.BK) * -(-V // kernel.BV) * places * H, 1, 1)
+    grid = (ceil_div(K, kernel.BK) * ceil_div(V, kernel.BV) * places * H, 1, 1)
     options = {"num_warps": kernel.warps}
     if plan.overlap and segments.order is not None:
         options["launch_pdl"] = True

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.runtime.launch import Launch
 
 ROWS = 64
@@ -38,7 +39,7 @@ def clear_padding(tensors: Sequence[Tensor], cu_seqlens: Tensor) -> list[Launch]
         **{f"D{i}": width for i, width in enumerate(widths)},
         "BD": BLOCK,
     }
-    return [Launch(_clear_padding_kernel, (-(-T // ROWS), 1, 1), arguments, {"num_warps": 4})]
+    return [Launch(_clear_padding_kernel, (ceil_div(T, ROWS), 1, 1), arguments, {"num_warps": 4})]
 
 
 @triton.jit(do_not_specialize=["T", "N", "D0", "D1", "D2", "D3"])

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
 
@@ -78,7 +79,7 @@ def launch_sum(parts: Tensor, out: Tensor, outer: int) -> list[Launch]:
         "P": parts.numel() // out.numel(),
         "BD": BD,
     }
-    return [Launch(_sum_kernel, (-(-out.numel() // BD), 1, 1), arguments, {"num_warps": 4})]
+    return [Launch(_sum_kernel, (ceil_div(out.numel(), BD), 1, 1), arguments, {"num_warps": 4})]
 
 
 @triton.jit

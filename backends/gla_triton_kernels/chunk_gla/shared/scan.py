@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
 from gla_triton_kernels.chunk_gla.shared.common import in_state, segment_at
 from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, Segments, cut_of, state_strides
@@ -59,7 +60,7 @@ def launch_scan(
     N = x.left.shape[0] if segments.cu_seqlens is None else len(segments.cu_seqlens) - 1
     BV = min(128, power_of_two(V))
     BK = min(256 // BV, power_of_two(K))
-    blocks = -(-K // BK) * -(-V // BV) * H  # blocks of the states of a sequence
+    blocks = ceil_div(K, BK) * ceil_div(V, BV) * H  # blocks of the states of a sequence
     only_cut = skip_first and x.after is None and segments.order is not None
     programs = min(PROGRAMS, segments.most * blocks) if only_cut else N * blocks
     if programs == 0:

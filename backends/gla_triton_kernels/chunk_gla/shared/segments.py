@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gla_core.dispatch.backend import swapped
+from gla_core.dispatch.backend import ceil_div, swapped
 from gla_triton_kernels.chunk_gla.cutting import most_segments
 from gla_triton_kernels.chunk_gla.shared.padding import BLOCK, ROWS, clear_rows
 from gla_triton_kernels.runtime.launch import Launch
@@ -185,7 +185,7 @@ ONE_WARP = {"num_warps": 1}
 
 def _programs(places: int, o: Tensor | None) -> int:
     """Returns the number of programs that fill `places` places of an order and clear the padding of o."""
-    return max(-(-places // BI), 0 if o is None else -(-o.shape[1] // ROWS))
+    return max(ceil_div(places, BI), 0 if o is None else ceil_div(o.shape[1], ROWS))
 
 
 def _width(o: Tensor | None) -> int:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.chunk_gla.seen import seen_shape
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.sizes import power_of_two
@@ -61,7 +62,7 @@ def launch_copy(source: Tensor, to: Tensor) -> list[Launch]:
         A1, A2, A2_SOURCE, strides = *to.shape[-3:-1], source.shape[-2], source.stride()[-4:]
     BD = power_of_two(A3, 16)
     R = max(1, 4096 // BD)
-    blocks = -(-A1 // R)
+    blocks = ceil_div(A1, R)
     arguments = {
         "source_ptr": source,
         "to_ptr": to,

@@ -41,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import ForwardPlan
 from gla_triton_kernels.chunk_gla.shared.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
@@ -94,7 +95,7 @@ def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: flo
         "STAGES": kernel.stages,
         "GROUPS": kernel.BV // W,
     }
-    grid = (-(-V // kernel.BV) * segments.count * H, 1, 1)
+    grid = (ceil_div(V, kernel.BV) * segments.count * H, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
     if segments.order is not None if plan.segments is None else plan.segments.overlap:
         options["launch_pdl"] = True

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import ForwardPlan
 from gla_triton_kernels.chunk_gla.shared.limits import MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, cut, lengths_of, state_strides
@@ -102,7 +103,7 @@ def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: flo
         "K": K,
         "V": V,
     }
-    grid = (-(-V // BV) * segments.count * H, 1, 1)
+    grid = (ceil_div(V, BV) * segments.count * H, 1, 1)
     state = Launch(_state_kernel, grid, arguments, {"num_warps": plan.parameters.warps, "maxnreg": 168})
     return [*chunks.launches, gates, state]
 

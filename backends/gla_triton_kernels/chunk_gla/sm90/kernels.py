@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gla_core.dispatch.backend import CHUNK, Constants, OpCall, Reason
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall, Reason, ceil_div
 from gla_triton_kernels import MAX_WIDTH
 from gla_triton_kernels.chunk_gla.cutting import most_segments
 from gla_triton_kernels.chunk_gla.kernel import (
@@ -91,7 +91,7 @@ def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Paramet
     BK, C = 64, 64
     keys, shared = (BK, 2) if K <= BK else (2 * BK, 1)
     built = T // length if call.variable_length else most_segments(N, T, length, False)  # at most, if packed
-    fit = K <= BK and built * H * -(-V // 64) <= shared * gpu.multiprocessors
+    fit = K <= BK and built * H * ceil_div(V, 64) <= shared * gpu.multiprocessors
     BV = 64 if V <= 64 or fit else 128
     size = C * ((keys + BV) * call.dtype.itemsize + keys * gate_itemsize(call))  # bytes of the tiles of a chunk
     return Parameters(C=C, BK=BK, BV=BV, stages=min(4, TILES // (shared * size)), tma=True)
@@ -159,7 +159,7 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     at once. The bits of the results are the same.
     """
     H, V = call.dims["H"], call.dims["V"]
-    fit = sequences * H * -(-V // 64) <= gpu.multiprocessors
+    fit = sequences * H * ceil_div(V, 64) <= gpu.multiprocessors
     return _output_parameters(call, 64 if V <= 64 or fit else 128)
 
 
@@ -175,7 +175,7 @@ def _output_parameters(call: OpCall, BV: int) -> Parameters:
 
 
 def _blocks(call: OpCall, gpu: Gpu) -> tuple[int, int]:
-    return call.dims["H"] * -(-call.dims["V"] // 128), gpu.multiprocessors
+    return call.dims["H"] * ceil_div(call.dims["V"], 128), gpu.multiprocessors
 
 
 def _forward_time(call: OpCall, x: Parameters) -> BlockTime:

@@ -48,7 +48,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.backend import CHUNK, ceil_div
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
 from gla_triton_kernels.chunk_gla.sm90.common import levels_that_count, opaque_zero, plus
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
@@ -80,7 +80,7 @@ def new_marks(x: BackwardTensors, entering: Tensor, keys: int) -> Tensor | None:
         return None
     Hq, (H, K, V) = x.q.shape[2], entering.shape[-3:]
     rows = entering.numel() // (H * K * V)
-    return torch.empty(rows, Hq, -(-K // keys), dtype=torch.int32, device=x.q.device)
+    return torch.empty(rows, Hq, ceil_div(K, keys), dtype=torch.int32, device=x.q.device)
 
 
 def launch_pairs(x: BackwardTensors, marks: Tensor | None, scale: float, keys: int) -> list[Launch]:
@@ -132,7 +132,7 @@ def launch_pairs(x: BackwardTensors, marks: Tensor | None, scale: float, keys: i
         "MARKS": MARKS,
         "FAR_ROWS": CHUNK * max(*strides_t, Hq * K, Hq * V) >= 2**31,
     }
-    grid = (max(min(count, PROGRAMS), -(-count // MARKS)), 1, 1)
+    grid = (max(min(count, PROGRAMS), ceil_div(count, MARKS)), 1, 1)
     return [Launch(_pairs_kernel, grid, arguments, {"num_warps": 8, "maxnreg": 128})]
 
 

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.backend import CHUNK, ceil_div
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
@@ -80,7 +80,7 @@ def launch_state_gradients(
         "G": Hq // H,
         "LAST_LEAVE_NONE": x.last_leave_none,
     }
-    blocks = -(-K // kernel.BK) * -(-V // kernel.BV) * segments.count * Hq
+    blocks = ceil_div(K, kernel.BK) * ceil_div(V, kernel.BV) * segments.count * Hq
     return [Launch(_state_kernel, (blocks, 1, 1), arguments, {"num_warps": kernel.warps, "maxnreg": 128})]
 
 

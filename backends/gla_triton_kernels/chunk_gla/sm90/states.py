@@ -46,6 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, Segments, lengths_of
@@ -73,8 +74,8 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
     asked = segments.count
     if skip_last:
         asked = segments.most if packed else segments.count - B
-    parts = min(2, -(-K // kernel.BK))
-    blocks = asked * H * -(-K // (parts * kernel.BK)) * -(-V // kernel.BV)
+    parts = min(2, ceil_div(K, kernel.BK))
+    blocks = asked * H * ceil_div(K, parts * kernel.BK) * ceil_div(V, kernel.BV)
     if blocks == 0:
         return []
     arguments = {
