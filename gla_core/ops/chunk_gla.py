@@ -163,8 +163,9 @@ def chunk_gla(
             of them, is 0. Without it N = B.
         backend: a request such as "reference"; see `use_backend`.
         checkpoint_every: also return the state before every L-th token of a sequence; L is a multiple of 64.
-        max_seqlen: tokens of the longest packed sequence, or a bound, where they are known: a hint by which `auto`
-            chooses. Without it the lengths are unknown, because they are on the device.
+        max_seqlen: tokens of the longest packed sequence, or an upper bound. It is a hint by which `auto` chooses a
+            backend, and a backend chooses its kernels; results differ by rounding alone. Without it the lengths are
+            unknown, because they are on the device.
         state_v_first: states are [N, H, V, K], given and returned, checkpoints too. None is copied: those returned are
             views of memory in which K comes first.
 

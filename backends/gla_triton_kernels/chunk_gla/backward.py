@@ -175,7 +175,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
             return dq, dk, dv, dg, dinitial
         results = (dq, dk, dv, dg, dinitial)
         x = BackwardTensors(q, k, v, g, initial_state, cu_seqlens, checkpoints, do, dstate, *results)
-        launched.start(with_copies(x, copied), scale)
+        launched.start(with_copies(x, copied) if copied else x, scale)
         return results
 
     return rehearsed(run, call)

@@ -1,8 +1,7 @@
-"""Decides how sequences are cut into segments: the cut of the lowest price, where a price is the predicted seconds on
-the device.
+"""Decides how sequences are cut into segments: a few lengths are priced, and the one with the lowest price is taken.
 
-cost.py holds the prices. Plans and cost models share them, so that `auto` prefers segments if, and only if, a plan cuts
-sequences and the host has time to launch more kernels.
+A price is the predicted seconds of a plan on the device. cost.py holds the prices, and cost models add the host's time
+to them, so whether a cut pays is computed in one place.
 
 B batch   T tokens   N sequences
 """
@@ -18,18 +17,18 @@ from gla_core.dispatch.backend import CHUNK, Constants, OpCall, ceil_div, checkp
 from gla_triton_kernels.runtime.architecture import Gpu
 
 H200: Constants = {"launch": 1.5e-6, "bandwidth": 3.8e12, "step": 1.0}
-"""The constants with which plans price their cuts, on every GPU. A plan must not depend on a calibration, since another
-cut gives other bits."""
+"""The constants with which plans price cuts on every GPU. A plan does not depend on a calibration, because another cut
+gives other bits."""
 WORTH_CUTTING = 0.9
-"""Sequences are cut if their price falls at least by this factor, since the host has to launch more kernels."""
+"""Sequences are cut if the price falls to this factor or less, since the host has to launch more kernels."""
 MOST_WAVES = 3
 """The sequences of a batch are cut into at most this number of waves of blocks."""
 SCANNED = 4
-"""About the square root of the time for a chunk over the time to scan a segment. With this number times the square root
-of its chunks, a sequence has as many segments as the sum of both times allows."""
+"""About the square root of the time of a chunk divided by the time to scan a segment. A sequence with this number of
+segments, times the square root of its chunks, takes the least time, since segments are scanned one after the other."""
 LEAST_UNKNOWN = 4
-"""The least chunks of a segment of packed sequences of unknown lengths: shorter segments would cut most sequences of
-many calls, at a loss."""
+"""Chunks of the shortest segment of packed sequences whose lengths are not known. Shorter segments would cut most
+sequences of many calls, at a loss."""
 INTERPRETED_SEGMENT = 32
 """Tokens of a segment if kernels are interpreted; the number is small so that short sequences are cut as well."""
 
@@ -62,8 +61,8 @@ def uncut_length(length: int) -> int:
 def segment_length(call: OpCall, blocks: int, at_once: int, price: Price) -> int:
     """Returns the tokens of a segment; T or more if sequences stay whole.
 
-    The lengths of packed sequences may not be known. Then the price is weighed against the price for one sequence that
-    has all tokens, as `auto` weighs them.
+    If the lengths of packed sequences are not known, the price for lengths near the mean is multiplied by the price for
+    one sequence that has all tokens. The former counts twice, as when `auto` picks a backend.
 
     Args:
         blocks: number of blocks that compute one sequence.
@@ -83,8 +82,8 @@ def segment_length(call: OpCall, blocks: int, at_once: int, price: Price) -> int
 def _lengths(call: OpCall, blocks: int, at_once: int) -> list[int]:
     """Returns the lengths of segments that are priced.
 
-    The blocks of the segments of a batch fill the device once, or a few times, or there are fewer segments since they
-    are scanned one after the other. For packed sequences, a block has its share of all tokens, or a segment holds most
+    In a batch, the blocks of all segments fill the device once or a few times, or there are fewer segments, which takes
+    less time to scan. Of packed sequences, a segment has the share of a block in all tokens, or it is as long as most
     sequences of about mean length.
     """
     T, N = call.dims["T"], call.dims["N"]

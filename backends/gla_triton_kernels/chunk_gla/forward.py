@@ -203,7 +203,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
         if empty:
             return o.zero_(), final_state, checkpoints  # any token there is belongs to no sequence
         x = Tensors(q, k, v, g, initial_state, cu_seqlens, o, final_state, checkpoints)
-        launched.start(with_copies(x, copied), scale)
+        launched.start(with_copies(x, copied) if copied else x, scale)
         return o, final_state, checkpoints
 
     return rehearsed(run, call)

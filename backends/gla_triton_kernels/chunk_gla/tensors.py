@@ -78,6 +78,4 @@ def _rows(x: AnyTensors, start: int, end: int) -> AnyTensors:
 
 def with_copies(x: AnyTensors, names: frozenset[str]) -> AnyTensors:
     """Returns x with contiguous copies of the tensors of these names."""
-    if not names:
-        return x
     return x._replace(**{name: getattr(x, name).clone(memory_format=torch.contiguous_format) for name in names})
