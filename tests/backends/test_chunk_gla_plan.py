@@ -302,6 +302,16 @@ def test_short_sequences_stay_whole():
     assert pieces(2, 128, 4) == 1
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_cut_does_not_depend_on_what_else_is_returned(packed):
+    """So o has the same bits with and without a final state."""
+    for T, H, N in itertools.product((100, 300, 2000, 65536), (1, 4, 11), (1, 13)):
+        call = call_of(B=1 if packed else N, T=T, H=H, N=N, packed=packed)
+        scalars = {"output_final_state": True, "checkpoint_every": 64}
+        more = dataclasses.replace(call, scalars=scalars, checkpoints=True, state_dtype=float32)
+        assert plans_of(forward.plan_cut(call, H200)) == plans_of(forward.plan_cut(more, H200))
+
+
 def test_a_segment_is_whole_chunks_or_all():
     tokens = [0, 1, 63, 64, 65, 2048, 8192, 65536]
     for N, T, H, packed in itertools.product([0, 1, 2, 64], tokens, [0, 1, 8, 33, 512], [False, True]):

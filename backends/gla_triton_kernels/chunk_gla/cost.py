@@ -18,6 +18,7 @@ from typing import TypeVar
 from gla_core.dispatch.backend import CHUNK, Constants, OpCall, checkpoint_dtype
 from gla_triton_kernels.chunk_gla.kernel import BackwardPlan, ForwardPlan, SegmentPlan
 from gla_triton_kernels.chunk_gla.price import (
+    BlockTime,
     checkpoint_bytes,
     cut,
     gate_itemsize,
@@ -85,9 +86,13 @@ def forward_prices(call: OpCall, plan: ForwardPlan, c: Constants) -> Prices:
 
 def _states(call: OpCall, plan: SegmentPlan, heads: int, moved: int, ends: bool, c: Constants) -> Prices:
     """Returns the seconds of the kernels that compute the states of segments; arguments are as in `states_seconds`."""
+    return states_seconds(call, plan.length, plan.uncut, heads, _states_block(call, plan, heads), moved, ends, c)
+
+
+def _states_block(call: OpCall, plan: SegmentPlan, heads: int) -> BlockTime:
+    """Returns the time of a block of states that sum the products of `heads` heads in all."""
     block = plan.states.time(call, plan.parameters)
-    block = block._replace(step=block.step * heads / max(call.dims["H"], 1))
-    return states_seconds(call, plan.length, plan.uncut, heads, block, moved, ends, c)
+    return block._replace(step=block.step * heads / max(call.dims["H"], 1))
 
 
 def backward_prices(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
@@ -133,7 +138,5 @@ def summary_prices(call: OpCall, plan: SegmentPlan, c: Constants) -> Prices:
     heads, state = call.dims["Hq"], 4 * call.dims["H"] * call.dims["K"] * call.dims["V"]  # bytes of a state
     if plan.length < call.dims["T"]:
         return [*_layouts(call, 1, c), *_states(call, plan, heads, 4 + 4, True, c)]
-    block = plan.states.time(call, plan.parameters)
-    block = block._replace(step=block.step * heads / max(call.dims["H"], 1))
     size = token_bytes(call, heads) + call.dims["N"] * state
-    return [*_layouts(call, 1, c), kernel_seconds(call, block, whole(call), size, c)]
+    return [*_layouts(call, 1, c), kernel_seconds(call, _states_block(call, plan, heads), whole(call), size, c)]

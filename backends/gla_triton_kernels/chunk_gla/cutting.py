@@ -68,7 +68,7 @@ def segment_length(call: OpCall, blocks: int, at_once: int, price: Price) -> int
         blocks: number of blocks that compute one sequence.
         at_once: number of blocks that the device runs at once.
     """
-    T = call.dims["T"]
+    T, call = call.dims["T"], _without_states(call)
     unknown = call.variable_length and call.longest is None
     cases = (call, call, replace(call, longest=T)) if unknown else (call,)
 
@@ -77,6 +77,14 @@ def segment_length(call: OpCall, blocks: int, at_once: int, price: Price) -> int
 
     best = min(_lengths(call, blocks, at_once), key=weighed, default=T)
     return best if weighed(best) < WORTH_CUTTING ** len(cases) * weighed(T) else T
+
+
+def _without_states(call: OpCall) -> OpCall:
+    """Returns the call without states and checkpoints. The cut of a call does not depend on them, and so the bits of o
+    are the same whether a caller asks for them or not.
+    """
+    scalars = {**call.scalars, "output_final_state": False}
+    return replace(call, state_dtype=None, checkpoints=False, scalars=scalars)
 
 
 def _lengths(call: OpCall, blocks: int, at_once: int) -> list[int]:
@@ -126,7 +134,7 @@ def by_rows(
     apart = [(first, whole(first)), (others, cut(others))]
     if apart[1][1] == whole(others):
         return together
-    return min(together, apart, key=lambda plans: sum(price(*each) for each in plans))
+    return min(together, apart, key=lambda plans: sum(price(_without_states(rows), plan) for rows, plan in plans))
 
 
 def _rows_in_one_pass(call: OpCall, blocks: int, at_once: int) -> int:
