@@ -1,17 +1,18 @@
 """The selection of a backend for a call: refusals, ranking, and their explanation.
 
 An explicit request never falls back. `auto` ranks the backends that can run a call by predicted seconds
-(calibration.py). Backends without a prediction come last: first those written for named devices, then those that run
-anywhere, each by name. The lengths of packed sequences are on the device, and no call waits for them. Unless
-`max_seqlen` bounds the longest, two times are predicted: for the expected lengths, and for one sequence that holds all
-tokens. A backend then ranks by its regret, the time relative to the best backend: the product of the two ratios, with
-the expected one squared. Under `batch_invariant` no time counts, because it depends on the batch: backends that support
-the setting come first.
+(calibration.py). Backends without a prediction come last. Of equals, the backend that is written for the fewest
+devices comes first, then the first by name. The lengths of packed sequences are on the device, and no call waits for
+them. Unless `max_seqlen` bounds the longest, two times are predicted: for the expected lengths, and for one sequence
+that holds all tokens. A backend then ranks by its regret, the time relative to the best backend: the product of the two
+ratios, with the expected one squared. Under `batch_invariant` no time counts, because it depends on the batch: backends
+that support the setting come first.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -195,8 +196,8 @@ def _ranked(found: list[tuple[Backend, Candidate]], call: OpCall) -> list[tuple[
         regret = _times(c.seconds, seconds) ** 2 * _times(c.worst, worst)
         can = backend.can(call.op)
         by_parts = call.batch_invariant is not None and call.device.type not in can.batch_invariant
-        unnamed = can.devices is None
-        return (c.refusal is not None, by_parts, c.seconds is None, regret, c.seconds or 0.0, unnamed, backend.name)
+        devices = math.inf if can.devices is None else len(can.devices)  # of equals, the most specialised comes first
+        return (c.refusal is not None, by_parts, c.seconds is None, regret, c.seconds or 0.0, devices, backend.name)
 
     return sorted(found, key=rank)
 
@@ -247,10 +248,14 @@ def _why(able: list[Candidate], choice: Choice, call: OpCall) -> str:
     if call.batch_invariant is not None:
         return f"{winner}: under batch_invariant backends that support it come first, and no time counts"
     if able[0].seconds is not None:
+        equal = [c.name for c in able[1:] if (c.seconds, c.worst) == (able[0].seconds, able[0].worst)]
+        if equal:
+            same = f"{' and '.join(equal)} predict{'s' if len(equal) == 1 else ''} the same time"
+            return f"{winner}: {same}; one written for the fewest devices comes first, then by name"
         if able[0].worst is not None:
             return f"{winner}: the least regret over the possible lengths; max_seqlen would bound them"
         return f"{winner}: the least predicted time"
-    return f"{winner}: no backend predicts its time; one written for named devices comes first, then by name"
+    return f"{winner}: no backend predicts its time; one written for the fewest devices comes first, then by name"
 
 
 def _time(seconds: float) -> str:

@@ -59,7 +59,7 @@ def test_explain_auto_without_predictions(spy, x):
     explanation = gla.explain("online_softmax", x)
     assert explanation.winner == "mine"
     assert explanation.why == (
-        "mine: no backend predicts its time; one written for named devices comes first, then by name"
+        "mine: no backend predicts its time; one written for the fewest devices comes first, then by name"
     )
 
 

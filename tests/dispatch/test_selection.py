@@ -46,24 +46,28 @@ def test_those_that_predict_come_before_those_that_do_not(spy, x):
     assert [c.name for c in gla.explain("online_softmax", x).candidates] == ["z", "a", "b", "c", "d", "reference"]
 
 
-def test_without_predictions_those_for_named_devices_come_first_then_by_name(spy, x):
-    spy("z_named", devices=frozenset({"cpu", "cuda"}))
+def test_without_predictions_those_for_the_fewest_devices_come_first_then_by_name(spy, x):
+    spy("z_named", devices=frozenset({"cpu"}))
+    spy("a_named", devices=frozenset({"cpu", "cuda"}))
     spy("y_named", devices=frozenset({"cpu"}))
     spy("z_any")
     spy("a_any")
     assert [c.name for c in gla.explain("online_softmax", x).candidates] == [
         "y_named",
         "z_named",
+        "a_named",
         "a_any",
         "reference",
         "z_any",
     ]
 
 
-def test_equal_predictions_go_by_named_devices_then_name(spy, x):
+def test_equal_predictions_go_by_devices_then_name(spy, x):
     for name, devices in (("a", None), ("c", frozenset({"cpu"})), ("b", frozenset({"cpu"}))):
         spy(name, cost=lambda call: 1.0, devices=devices)
-    assert [c.name for c in gla.explain("online_softmax", x).candidates][:3] == ["b", "c", "a"]
+    found = gla.explain("online_softmax", x)
+    assert [c.name for c in found.candidates][:3] == ["b", "c", "a"]
+    assert found.why.startswith("b: c and a predict the same time; one written for the fewest devices comes first")
 
 
 def test_the_order_of_registration_does_not_matter(spy, x):
