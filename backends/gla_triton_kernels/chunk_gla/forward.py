@@ -180,7 +180,8 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
     plans = [] if empty else plan(seen, gpu, kernels)
 
     def describe(x: Tensors, scale: float) -> list[Launch]:
-        wide, before, after = widened(x, seen.dims["K"], seen.dims["V"])
+        same_widths = (seen.dims["K"], seen.dims["V"]) == (K, V)
+        wide, before, after = (x, [], []) if same_widths else widened(x, seen.dims["K"], seen.dims["V"])
         computed = [each for plan, rows in plans_with_rows(plans, wide) for each in launches(plan, rows, scale, every)]
         return [*before, *computed, *after]
 

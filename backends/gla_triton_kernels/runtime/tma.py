@@ -20,18 +20,14 @@ UNIT = ALIGNMENT
 
 
 @functools.lru_cache(maxsize=4096)
-def rows_aligned(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Returns whether TMA can address a tensor [B, T, H, width] whose address is a multiple of 16 bytes.
+def addressable(layout: Layout) -> bool:
+    """Returns whether TMA can address a tensor [B, T, H, width] of this layout.
 
     The tensor must have elements, and all its rows must begin at multiples of `UNIT` bytes.
     """
-    free = [stride for stride, length in zip(strides[:3], shape[:3], strict=True) if length > 1]
-    return 0 not in shape and all(stride > 0 and stride * itemsize % UNIT == 0 for stride in free)
-
-
-def addressable(layout: Layout) -> bool:
-    """Returns whether TMA can address a tensor [B, T, H, width] of this layout."""
-    return layout.aligned and rows_aligned(layout.shape, layout.strides, layout.dtype.itemsize)
+    free = [stride for stride, length in zip(layout.strides[:3], layout.shape[:3], strict=True) if length > 1]
+    whole_units = all(stride > 0 and stride * layout.dtype.itemsize % UNIT == 0 for stride in free)
+    return layout.aligned and 0 not in layout.shape and whole_units
 
 
 def tiles(x: Tensor, rows: int, columns: int) -> Any:
