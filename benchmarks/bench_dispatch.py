@@ -1,4 +1,4 @@
-"""Costs of a call besides its work: dispatch, host time per call, import, and the first call of a process."""
+"""Measures costs of a call besides its work: dispatch, host time per call, import, first call of a process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CALLS = {
 
 @pytest.mark.parametrize("op", CALLS)
 def bench_dispatch(benchmark, op):
-    """The public call divided by the backend's function: eager, without gradients, with a backend that does nothing."""
+    """Times the public call, and its overhead over the function of a backend that does nothing: eager, no gradients."""
     public, direct, shape = CALLS[op]
     x = torch.randn(shape)
     functions = {f.__name__: f for f in (recurrent_gla_step, chunk_gla_fwd)}
@@ -61,7 +61,7 @@ def bench_dispatch(benchmark, op):
 
 
 def bench_import(benchmark):
-    """Seconds that `import gla_core` adds to `import torch`, each in a fresh process."""
+    """Measures the seconds that `import gla_core` adds to `import torch`, each in a fresh process."""
     code = "import torch, time; t = time.perf_counter(); import gla_core; print(time.perf_counter() - t)"
 
     def added():
@@ -75,7 +75,7 @@ def bench_import(benchmark):
 
 @pytest.mark.parametrize("small", HOST_AND_FIRST_CALL, ids=str)
 def bench_host_time_and_first_call(benchmark, small):
-    """Seconds of the host per eager call, and of the first call in a fresh process with an empty Triton cache."""
+    """Measures host time per eager call, and the first call in a fresh process with an empty Triton cache."""
     row = benchmark.pedantic(suite.measure_case, (small, DEVICE), rounds=1)
     benchmark.extra_info["backend"] = row.backend
     benchmark.extra_info["seconds"] = row.seconds

@@ -1,4 +1,4 @@
-"""Peak memory of the reference's chunk_gla on a CPU, forward and backward, as T grows."""
+"""Measures peak memory of the reference's chunk_gla on a CPU, forward and backward, as T grows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(now("VmHWM") - before)
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
 def bench_peak_memory(benchmark, backward):
-    """Bytes beyond the inputs, for T from 1k to 64k; `growth` is the ratio per doubling of T, 2 for linear growth."""
+    """Measures bytes beyond the inputs, for T from 1k to 64k; `growth` is the ratio per doubling of T, 2 if linear."""
 
     def peak(T):
         command = [sys.executable, "-c", PEAK, str(T), str(backward)]

@@ -1,4 +1,4 @@
-"""Every op on every backend, over the shared workloads: tagged ci on a CPU, and as in models on a CUDA device.
+"""Times every op on every backend: over workloads tagged ci on a CPU, over workloads of models on a CUDA device.
 
 On a CUDA device, read `device_seconds` in `extra_info`, which device events measure; pytest-benchmark's own times
 include the wait for the device. `-k chunk_gla` selects an op, `-k parallel_scan` a backend.

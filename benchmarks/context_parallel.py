@@ -1,4 +1,4 @@
-"""Speedup of one sequence over several ranks: times of gla_core.distributed.chunk_gla beside one rank alone.
+"""Measures the speedup of one sequence over several ranks: gla_core.distributed.chunk_gla beside one rank alone.
 
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --out benchmarks/results
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --device cpu --tokens 1024 --heads 2 --width 16
@@ -8,8 +8,8 @@ compute their shards of it. A time is the median over consecutive calls, on the 
 replays of a CUDA graph; with `--eager` they are eager calls, and include the host's time. The efficiency is the time of
 one rank divided by the time of R ranks and by R. The gathers' share is the time of a pass's gathers alone, divided by
 the time of the pass. A length that does not fit into the memory of one rank has no efficiency; it only shows that R
-ranks can compute it. On GPUs the run ends with the longest sequence that trains on one rank and on all, for the first
-number of heads.
+ranks can compute it. On GPUs the run ends with a search for the longest sequences that train on one rank and on all
+ranks, with the first number of heads.
 
 A rank that ran out of memory during a pass would leave the other ranks waiting. So each rank first makes the pass in a
 group of its own, with as many tokens, and the ranks continue together only if it fits on all of them.
@@ -55,11 +55,11 @@ DIRECTIONS = ("forward", "forward+backward")
 PREDICTED = (4, 8, 64, 1024)
 WARM_UP, CALLS = 3, 9
 AT_ONCE = 5
-"""Calls that are timed together, so that the host's wait for the device does not count."""
+"""The number of calls that are timed together, so that the host's wait for the device does not count."""
 MEMORY = 0.95
-"""Fraction of a GPU's memory that tensors may take; NCCL and kernels need the rest."""
+"""The fraction of a GPU's memory that tensors may take; NCCL and kernels need the rest."""
 PROBE, STEP = 2**19, 2**17
-"""Tokens of the first estimate of the longest sequence, and the step in which it is searched."""
+"""The tokens of a first call, from which the longest sequence is estimated, and the step of the search."""
 Row = dict[str, Any]
 
 
@@ -102,7 +102,7 @@ def _join(kind: str) -> torch.device:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         torch.cuda.set_per_process_memory_fraction(MEMORY, device)
-    # Rank 0 computes alone, and compiles at first, while the others wait.
+    # The other ranks wait while rank 0 compiles and computes alone.
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=200))
     return device
 
@@ -172,7 +172,7 @@ def seconds_of(
 
 @contextlib.contextmanager
 def _replayed(call: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-    """Yields the call as a CUDA graph; it must be freed before its process group ends, because it holds collectives."""
+    """Yields the call as a CUDA graph. A graph with collectives must be freed before its process group ends."""
     graph = torch.cuda.CUDAGraph()
     try:
         # NCCL's watchdog thread may query the device while this thread captures.
@@ -230,7 +230,7 @@ def _all(fine: bool, device: torch.device) -> bool:
 
 @functools.cache
 def _itself() -> dist.ProcessGroup:
-    """Returns a group of this rank alone; all ranks have to make their first call at the same place."""
+    """Returns a group of this rank alone; all ranks must make their first call at the same place."""
     group, _ = dist.new_subgroups(1)
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -250,7 +250,7 @@ def own(
 
 
 def gathers(H: int, K: int, direction: str, device: torch.device) -> Callable[[], Any]:
-    """Returns the gathers of a pass without the rest of it."""
+    """Returns a call that makes only the gathers of a pass."""
     cut = shard(0)
     decay, state = (torch.randn(1, H, *sizes, device=device) for sizes in ((K,), (K, K)))
     number = 2 if direction == "forward+backward" else 1
@@ -278,7 +278,7 @@ def _pass_of(
 
 
 def predicted(row: Row) -> dict[str, float] | None:
-    """Returns the efficiency of other numbers of ranks by the model above; None if the row has no efficiency."""
+    """Returns the efficiency of other numbers of ranks by the module's model; None if the row has no efficiency."""
     if row["efficiency"] is None or row["gather"] is None or row["ranks"] < 2:
         return None
     shard_alone = max(row["all_ranks"] - row["gather"], 0.0)
@@ -303,7 +303,7 @@ def in_words(row: Row) -> str:
 
 
 def draw(found: Row, target: Path) -> Path:
-    """Draws efficiency against length, a line per heads and direction. Raises ValueError without matplotlib."""
+    """Draws efficiency against length, a line for each direction and heads. Raises ValueError without matplotlib."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 4))
     lines: dict[str, list[Row]] = {}

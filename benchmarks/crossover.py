@@ -1,4 +1,4 @@
-"""Time of each backend against the length of the sequence, one fused kernel beside parallel segments, as SVG.
+"""Draws the time of backends against the length of the sequence: one fused kernel beside parallel segments, as SVG.
 
 python3 benchmarks/crossover.py benchmarks/results/selection-h200.json
 
@@ -98,7 +98,7 @@ def _legend(plt: Any, shade: Mapping[str, str]) -> list[Any]:
 
 
 def _line(axes: Any, rows: Sequence[Row], name: str, colour: str) -> None:
-    """Draws the times of a backend; the points that it was picked for are filled."""
+    """Draws the times of a backend; the points at which it was picked are filled."""
     of_name = [row for row in rows if name in row["measured"]]
     timed = [(row["dims"]["T"], 1e3 * row["measured"][name], row["pick"] == name) for row in of_name]
     axes.plot([T for T, *_ in timed], [ms for _, ms, _ in timed], color=colour)

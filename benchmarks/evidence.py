@@ -1,4 +1,4 @@
-"""Measures, on this device, the files of benchmarks/results.
+"""Makes the files of benchmarks/results by measurements on this device.
 
     python3 benchmarks/evidence.py times [--name baseline] [--backends reference,gla_fla] [--workloads NAME,..] ...
     python3 benchmarks/evidence.py selection [--passes 3]
@@ -10,12 +10,13 @@
 
 times       FLA, PyTorch and the backends over the workloads of models: see times.py
 selection   whether the backend that `auto` picks is the fastest: see selection.py
-shapes      odd widths beside the memory floor, a giant among packed sequences beside it alone: see shapes.py
+shapes      odd widths beside the memory floor, a giant among packed sequences beside the giant alone, and
+            `batch_invariant` beside calls without it: see shapes.py
 readme      every row of the README's table and of the pictures, including whole models: see readme.py
 
-Each writes its file after every row. `times`, `selection` and `readme` resume where an earlier run like this one ended.
-`gla conformance NAME --report` writes the reports of the conformance kit; readme_tables.py makes pages and pictures
-from all these files.
+Each writes its file after every measurement. `times`, `selection` and `readme` resume an earlier run that had
+the same conditions. `gla conformance NAME --report` writes the reports of the conformance kit; readme_tables.py makes
+pages and pictures from all these files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures of whole models against the length of a sequence: speed and memory of training, from a file of readme.py."""
+"""Draws whole models against the length of a sequence: speed and memory of training, from a file of readme.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WAYS = {
     "accelerated": ("the same after accelerate()", "tab:blue"),
     "compiled": ("gla_transformers, compiled", "tab:orange"),
 }
-"""The ways of models.py that are drawn, each with its words and its colour."""
+"""The ways of models.py that are drawn, each with its label and its colour."""
 Row = dict[str, Any]
 
 

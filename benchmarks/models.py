@@ -1,10 +1,11 @@
-"""Training and generation of whole models: FLA's GLA model, the same after `accelerate()`, and gla_transformers'.
+"""Measures training and generation of FLA's GLA model, of the same after `accelerate()`, and of gla_transformers'.
 
-readme.py runs these measurements. It needs flash-linear-attention 0.6.0, transformers and gla_transformers. The model
+readme.py runs these measurements. They need flash-linear-attention 0.6.0, transformers and gla_transformers. The model
 is FLA's with 374M parameters: hidden size 1024, 24 layers, 4 heads, 32,000 words, in bfloat16, with random weights.
 
-    train      A step of 8 sequences of 2048 tokens: forward, backward and fused AdamW. Wall time of consecutive steps,
-               each measured to its end; time of all kernels, and of the GLA kernels; peak memory.
+    train      A step of 8 sequences of 2048 tokens: forward, backward and fused AdamW. A row has the wall time
+               of consecutive steps, each measured to its end, the time of all kernels and of the GLA kernels, and the
+               peak memory.
     length     The same for one sequence, with several lengths.
     generate   Greedy decoding by `generate` after a prompt of 512 tokens.
     graph      The same in a CUDA graph of several steps. FLA returns new states, so the last step of the graph copies
@@ -42,12 +43,12 @@ WARM_UP, STEPS, PROFILED = 3, 10, 3
 OF_GLA = re.compile(
     r"(?!triton_)\w*(chunk_|gla|_state_kernel|_gate_kernel|_gradient_kernel|_build_states|_scan|_pairs)"
 )
-"""Names of FLA's and our kernels that compute gated linear attention; torch.compile's kernels have a prefix."""
+"""The names of FLA's and our kernels for gated linear attention. Kernels of torch.compile begin with `triton_`."""
 Row = dict[str, Any]
 
 
 class Task(NamedTuple):
-    """A measurement to make: `what` and `way` as above; `size` is tokens for "length", and sequences otherwise."""
+    """A measurement: `what` and `way` as at the top; `size` is the number of tokens for "length", else of sequences."""
 
     what: str
     way: str
@@ -55,7 +56,7 @@ class Task(NamedTuple):
 
 
 def tasks(device: torch.device) -> list[Task]:
-    """Returns the measurements to make, the README's rows first; few on a CPU."""
+    """Returns the measurements to make, the README's rows first. There are few on a CPU."""
     if device.type == "cpu":
         ways = [("train", "accelerated"), ("train", "ours"), ("generate", "ours"), ("graph", "fla"), ("graph", "ours")]
         return [*(Task(what, way, 2) for what, way in ways), Task("length", "ours", 70)]
@@ -81,13 +82,13 @@ def measure(task: Task, device: torch.device) -> Row:
 
 
 def sizes(device: torch.device) -> dict[str, int]:
-    """Returns the sizes of the model: small on a CPU."""
+    """Returns the sizes of the model, which is small on a CPU."""
     return SIZES if device.type == "cuda" else SMALL
 
 
 @contextlib.contextmanager
 def model_of(way: str, device: torch.device, **changed: int) -> Iterator[Any]:
-    """Makes the model of a way with random weights, in bfloat16 on a GPU; `changed` replaces usual sizes."""
+    """Makes the model of a way with random weights, in bfloat16 on a GPU; `changed` replaces the usual sizes."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with contextlib.ExitStack() as stack:
@@ -102,7 +103,7 @@ def model_of(way: str, device: torch.device, **changed: int) -> Iterator[Any]:
             model = models.GLAForCausalLM(config)
         yield model.to(device, dtype)
     if way in ("compiled", "blocks"):
-        torch._dynamo.reset()  # compiles each length by itself, not as one of several
+        torch._dynamo.reset()  # each length is compiled without regard to earlier lengths
 
 
 def tokens_of(B: int, T: int, device: torch.device) -> Tensor:
@@ -187,7 +188,7 @@ def _generate(way: str, model: Any, words: Tensor) -> Row:
 
 
 def _in_graph(way: str, model: Any, words: Tensor) -> Row:
-    """Measures decoding in a CUDA graph; on a CPU the steps are called."""
+    """Measures decoding in a CUDA graph; on a CPU the steps run eagerly."""
     model.eval()
     with torch.no_grad():
         decoding = Decoding(way, model, words)
@@ -238,7 +239,7 @@ class Decoding:
         return found.logits.argmax(-1)
 
     def _settle(self) -> None:
-        """Copies the states that FLA's layers returned to the place of its first states; ours are written in place."""
+        """Copies the states that FLA's layers returned to the place of their first states; ours write in place."""
         for i, home in enumerate(self.homes):
             state = self.cache.layers[i].state
             if home is None:

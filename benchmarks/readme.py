@@ -1,12 +1,12 @@
-"""Every row of the README's table and every point of the pictures, in one run; `evidence.py readme` runs it.
+"""Measures every row of the README's table and every point of the pictures in one run, for `evidence.py readme`.
 
 Writes readme-<device>.json after every workload and every row of a model, the README's rows first. A second
 run with the same folder goes on where the first one ended: steady rows without an error are kept if device, versions
 and commit are the same, so that a file never holds rows of two commits.
 
 Another process measures everything, one thing at a time. It is replaced after an error or a time-out. FLA tunes anew
-for each workload and for its model: earlier choices are forgotten, and none is kept on disk. `prepare` fills the caches
-of compiled kernels beforehand, in many processes.
+for each workload and for its model: earlier choices are forgotten, and no choice is kept on disk. `prepare` fills the
+caches of compiled kernels beforehand, in many processes.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ ON_A_CPU = (
     ("online_softmax", ("small",), ("forward",), "torch"),
 )
 STEADY = 0.1
-"""Spread above which a call is measured again: the distance between its quartiles, as a share of its median."""
+"""The spread above which a call is measured again: the distance between its quartiles, as a share of its median."""
 LONGEST = 240.0
-"""Longest time in seconds of a workload or a row of a model, including tuning."""
+"""The longest time in seconds of a workload or a row of a model, including tuning."""
 SHORT = 256
-"""Number of tokens when FLA's kernels are compiled but not launched; no kernel is compiled for its T."""
+"""The number of tokens when FLA's kernels are compiled but not launched. Compiled kernels do not depend on T."""
 SAME = ("device", "driver", "torch", "triton", "fla", "transformers", "gla_core", "commit")
 
 Calls = Sequence[tuple[str, Sequence[str], Sequence[str], str]]
@@ -65,7 +65,7 @@ Job = list[Case] | Task
 
 
 def jobs(device: torch.device) -> list[Job]:
-    """Returns the measurements to make, the README's rows first: cases of a workload together, and rows of models."""
+    """Returns the measurements to make, the README's rows first: lists of cases of a workload, and rows of models."""
     if device.type == "cpu":
         return [*_workloads(ON_A_CPU, ("reference", "parallel_scan")), *models.tasks(device)]
     return [*_workloads(CALLS, OURS), *models.tasks(device), *_workloads(MORE_CALLS, OURS)]
@@ -96,7 +96,7 @@ class Record:
         self.of_models = [row for row in self.of_models if "error" not in row]
 
     def missing(self, job: Job) -> Job | None:
-        """Returns the part of a job that is not in the file yet, None if all of it is there."""
+        """Returns the part of a job that is not in the file yet; None if nothing is missing."""
         if isinstance(job, Task):
             return None if any(_task(row) == job for row in self.of_models) else job
         there = {(row.op, row.workload, row.backend, row.direction) for row in self.calls}
@@ -112,7 +112,7 @@ class Record:
 
 
 def about_run(device: torch.device, bandwidth: float, commit: str | None) -> dict[str, Any]:
-    """Returns the facts about a run that begins now, as the file has them."""
+    """Returns the facts about a run that begins now, as the file holds them."""
     found = dataclasses.asdict(results.describe_run(device, bandwidth, commit))
     del found["rows"]
     transformers = importlib.metadata.version("transformers") if importlib.util.find_spec("transformers") else None
@@ -179,7 +179,7 @@ def run(
     say: Callable[[str], None],
     apart: Apart,
 ) -> Path:
-    """Measures the rows that an earlier run like this one left out, and begins none after `minutes`.
+    """Measures the rows that an earlier run like this one left out; begins no measurement after `minutes`.
 
     Args:
         out: folder of the file. cache: folder of compiled kernels, as `prepare` left it.
@@ -217,7 +217,7 @@ def run(
 
 
 def use_cache(cache: Path) -> None:
-    """Makes this process and its children keep compiled kernels in a folder, and none of FLA's tuning."""
+    """Makes this process and its children keep compiled kernels in a folder, but not FLA's tuning."""
     os.environ["TRITON_CACHE_DIR"] = str(cache.absolute() / "triton")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache.absolute() / "inductor")
     os.environ["FLA_CACHE_RESULTS"] = "0"

@@ -1,4 +1,4 @@
-"""The README's table and docs/results.md, generated from the files under benchmarks/results, and their pictures.
+"""Generates the README's table, docs/results.md and their pictures from the files under benchmarks/results.
 
 python3 benchmarks/readme_tables.py          prints the generated part of docs/results.md
 python3 benchmarks/readme_tables.py --write  writes it between the markers of both pages, and draws (needs matplotlib)
@@ -134,13 +134,13 @@ def pictures_of(folder: Path) -> Path:
 
 
 def between_markers(page: str) -> str | None:
-    """Returns the text between the markers, None if there are none."""
+    """Returns the text between the markers; None if the page has no markers."""
     found = MARKED.search(page)
     return found and found[1]
 
 
 def insert(page: str, generated: str) -> str:
-    """Returns the page with `generated` between its markers. Raises ValueError if there are none."""
+    """Returns the page with `generated` between its markers. Raises ValueError if it has no markers."""
     if between_markers(page) is None:
         raise ValueError(f"the page has no markers; put {BEGIN} and {END} on lines of their own")
     return MARKED.sub(lambda _: f"{BEGIN}\n{generated}{END}", page)

@@ -1,13 +1,14 @@
-"""Selection: whether the backend that `auto` picks is the fastest. Times every backend on every call of a grid.
+"""Checks whether the backend that `auto` picks is the fastest: times every backend on every call of a grid.
 
 `evidence.py selection` runs it.
 
 The shapes of the grid are drawn at random from a fixed seed, with B*H from 1 to 512 and T from 1 to 131,072 (smaller on
 a CPU); `gla calibrate` uses none of them. Backends that predict no time are left out, since `auto` ranks them last. For
-packed sequences in the grid `auto` knows a bound of their lengths. The file has more parts: on a GPU the backward of
-some of these shapes, with checkpoints as in training; packed sequences with several distributions of lengths that
-`auto` does not know; other ops; and the lengths of the crossover that benchmarks/crossover.py draws. A second run keeps
-the rows of the first, unless the device, a version, the commit or a constant has changed.
+packed sequences in the grid `auto` knows a bound of their lengths. The file has more parts. Two are measured on a GPU
+only: the backward of some of these shapes, with checkpoints as in training, and packed sequences with several
+distributions of lengths, which `auto` does not know. The others are other ops, and the lengths of the crossover that
+benchmarks/crossover.py draws. A second run keeps the rows of the first, unless the device, a version, the commit or a
+constant has changed.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.inputs import random_arguments
 
 CLOSE = 1.05
-"""Ratio to the fastest time up to which a pick counts as right."""
+"""The ratio to the fastest time up to which a pick counts as right."""
 CLOSE_UNKNOWN = 1.15
 """The same ratio if the lengths of packed sequences are not known."""
 HOPELESS = 20
-"""Predicted ratio to the best time above which a backend is left out, if its time is also above `LONG`."""
+"""The predicted ratio to the best time above which a backend is left out, if its predicted time is above `LONG`."""
 LONG = 10e-3
 ROUNDS = 3
-"""Number of rounds in which the backends take turns, so that a drifting clock affects all of them."""
+"""The number of rounds in which the backends take turns, so that a drifting clock affects all of them."""
 WIDTHS = (*[(128, 128)] * 4, *[(64, 64)] * 2, (64, 128), (128, 64), (96, 192), (128, 256), (256, 128), (256, 256))
 GRID = 72
 BACKWARDS = 36
@@ -60,7 +61,7 @@ Shape = tuple[int, int, int, int, int, int | None]
 
 
 def calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
-    """Yields every call with its part, such as 'grid' or 'packed, equal'; small calls come in a CUDA graph as well."""
+    """Yields every call with its part, such as 'grid' or 'packed, equal'. Small calls come again, in a CUDA graph."""
     cuda = device.type == "cuda"
     for B, H, T, K, V, N in shapes(cuda):
         call = chunk_call(device, B, H, T, K, V, N)
@@ -81,8 +82,8 @@ def calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
 
 
 def shapes(cuda: bool) -> list[Shape]:
-    """Returns B, H, T, K, V of the grid, and the number of packed sequences, None if they are not packed."""
-    most_heads, most_tokens, most = (512, 2**17, 2**22) if cuda else (64, 2**12, 2**14)  # together: heads x tokens
+    """Returns the shapes of the grid: B, H, T, K, V, and the number of packed sequences, None for other calls."""
+    most_heads, most_tokens, most = (512, 2**17, 2**22) if cuda else (64, 2**12, 2**14)  # most: heads x tokens
     random = Random(5)
 
     def between(low: float, high: float) -> int:
@@ -105,7 +106,7 @@ def shapes(cuda: bool) -> list[Shape]:
 
 
 def chunk_call(device: torch.device, B: int, H: int, T: int, K: int, V: int, N: int | None = None) -> OpCall:
-    """Returns chunk_gla_fwd as in models: bfloat16 with float32 gates, on a CPU float32; N sequences are packed."""
+    """Returns a chunk_gla_fwd: bfloat16 with float32 gates as in models, float32 on a CPU; packed if N is given."""
     return OpCall(
         op="chunk_gla_fwd",
         device=device,
@@ -118,7 +119,7 @@ def chunk_call(device: torch.device, B: int, H: int, T: int, K: int, V: int, N: 
 
 
 def backward_of(call: OpCall) -> OpCall:
-    """Returns the chunk_gla_bwd of a call, as in training."""
+    """Returns the backward of a call, with checkpoints as in training."""
     return dataclasses.replace(call, op="chunk_gla_bwd", scalars={"checkpoint_every": CHUNK})
 
 
@@ -262,8 +263,8 @@ def time_backends(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Returns the seconds of each backend that ran, in its fastest round, and the reasons why others did not run.
 
-    A round gives a median. The backends take turns, and each round begins with another one, because a call after a slow
-    backend takes longer on the host. Disturbances of a machine only add time.
+    A round gives a median. The backends take turns, and each round begins with a different backend, because a call
+    after a slow backend takes longer on the host. Disturbances of a machine only add time.
     """
     timer = measure.time_graph if call.capturing else measure.time_calls
     rounds = 1 if call.capturing else ROUNDS
@@ -310,7 +311,7 @@ def compile_share(device: torch.device, share: tuple[int, int], say: Callable[[s
 
 
 def _kernels(name: str, call: OpCall) -> tuple:
-    """Returns a key of the kernels of a call, so that one process, or two, compile each kernel."""
+    """Returns a key of a call's kernels. One process runs all calls with a key, so one or two compile each kernel."""
     dims = call.dims
     sizes = [dims.get(dim) for dim in ("K", "V", "columns")]
     few = [min(dims.get(dim, 0), 300).bit_length() for dim in ("Tq", "rows")]
@@ -324,7 +325,7 @@ def _kernels(name: str, call: OpCall) -> tuple:
 def constants_in_use(
     device: torch.device, assumed: KnownDevice | None = None
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns the constants of every cost model: backend to op to constant to value."""
+    """Returns the constants of every cost model: value by backend, op and constant."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     call = functools.partial(OpCall, device=device, dtype=torch.float32, dims={}, assumed=assumed)
     for backend in registry.installed().values():
@@ -344,7 +345,7 @@ def run(
     passes: int = 1,
     again: int = 0,
 ) -> Path:
-    """Measures the calls that are not in the file yet, then all calls again. Begins no measurement after `minutes`.
+    """Measures calls that are not in the file yet, then all calls in further passes; begins none after `minutes`.
 
     Args:
         passes: number of passes over all calls.
@@ -377,7 +378,7 @@ def run(
 
 
 def pick_again(path: Path) -> Path:
-    """Makes the picks of a file again from its times, after a change of cost models or constants.
+    """Makes new picks for the times of a file, after a change of cost models or constants.
 
     Raises:
         KeyError: the file was measured on a GPU that is not one of `KNOWN_DEVICES`.

@@ -1,14 +1,14 @@
-"""Shapes that tuning did not use: odd widths, a giant among packed sequences, and the cost of `batch_invariant`.
+"""Measures shapes that tuning did not use: odd widths, a giant among packed sequences, the cost of `batch_invariant`.
 
-`evidence.py shapes` runs it, on a GPU. The first two parts are chunk_gla_fwd by the backend that `auto` picks:
+`evidence.py shapes` runs it, on a GPU. The first two parts time chunk_gla_fwd by the backend that `auto` picks:
 
     odd widths    40 dense calls, drawn at random once. Keys are 40 to 120 wide and values 80 to 200, no powers of two;
                   three in four widths are multiples of 8. Heads times batch is a third of the multiprocessors, or just
-                  above their number. Each call moves 100 MB or more. The time is divided by that of the floor.
-    one giant     the packed calls of selection.py of that kind. The time is divided by that of the giant alone plus
-                  that of the other sequences.
+                  above their number. Each call moves 100 MB or more. The time is divided by the floor's.
+    one giant     the packed calls of selection.py with one giant. The time is divided by the time of the giant alone
+                  plus the time of the other sequences.
     invariant     the workloads of models, forward and with the backward, under `batch_invariant` with segments of 4096
-                  and of 512 tokens, in CUDA graphs. The time is divided by that of the faster backend without it.
+                  and of 512 tokens, in CUDA graphs. The time is divided by the time of the fastest backend without it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from gla_core.workloads.named import Workload, select
 ODD = 40
 BYTES = (100e6, 1e9)
 MULTIPROCESSORS = 132
-"""Number of multiprocessors of an H200 or H100; the shapes are the same on every GPU."""
+"""The number of multiprocessors of an H200 or H100; the shapes are the same on every GPU."""
 SEGMENTS = (4096, 512)
-"""Tokens of segments under `batch_invariant`: the default, and a number that costs less for few sequences."""
+"""The tokens of a segment under `batch_invariant`: the default, and a number that costs less for few sequences."""
 
 Row = dict[str, Any]
 
@@ -145,7 +145,7 @@ def _invariant_row(tokens: int, workload: Workload, direction: str, device: torc
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:
-    """Returns, for each part, the number of calls, and the median and the worst ratio to the time compared with."""
+    """Returns, for each part, the number of calls, and the median and largest of the ratios `over`."""
     found = {}
     for part in dict.fromkeys(row["part"] for row in rows):
         over = [row["over"] for row in rows if row["part"] == part]

@@ -1,4 +1,4 @@
-"""Times of FLA, PyTorch and the backends over the workloads of models; `evidence.py times` runs it.
+"""Measures times of FLA, PyTorch and the backends over the workloads of models; `evidence.py times` runs it.
 
 Writes <name>-<device>.json after every row, the most important rows first. A second run with the same folder goes on
 where the first one ended: rows without an error are kept if device and versions are the same.
@@ -6,7 +6,7 @@ where the first one ended: rows without an error are kept if device and versions
 The first measurement is FLA's first call, in an empty Triton cache that the rest of the run then shares. FLA's tuning
 keys contain neither B nor T, so its choice for one workload would be used for all. Therefore each workload of FLA is
 tuned and timed in a process of its own that stores no result (FLA_CACHE_RESULTS=0), alone on the device.
-`python -m gla_fla.tune` compiles beforehand, in parallel. Run as a program, this file is that process.
+`python -m gla_fla.tune` compiles beforehand, in parallel. This file, run as a program, is such a process.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from gla_core.bench.suite import Case, Row, implementing, measure_case
 from gla_core.workloads.named import WORKLOADS, Workload, select
 
 BY_NAME = {(w.op, w.name): w for w in WORKLOADS}
-HEADS_16 = ("train_b8_t4096_h16", "prefill_b1_t8192_h16")  # compared most, at the sizes that FLA tunes once for
+HEADS_16 = ("train_b8_t4096_h16", "prefill_b1_t8192_h16")  # compared most; FLA's tuning keys are the same for both
 HEADS_8 = ("long_b1_t65536_h8", "prefill_b2_t2048_h8")
-SHORT = (  # calls whose time the host may decide
+SHORT = (  # calls whose time may depend on the host
     "train_b16_t1024_h8",
     "train_b4_t2048_h16_k64_v64",
     "prefill_b2_t2048_h8",
@@ -39,7 +39,7 @@ SHORT = (  # calls whose time the host may decide
 )
 BOTH = ("forward", "forward+backward")
 TUNED = ("fla", "gla_fla")  # autotuned by FLA
-SECONDS = {"reference": 0.2}  # seconds of timed calls; otherwise the argument, by default 1
+SECONDS = {"reference": 0.2}  # seconds of timed calls; other backends take the argument, by default 1
 
 
 def plan(backends: list[str], device: torch.device) -> list[Case]:
@@ -108,7 +108,7 @@ def _earlier(path: Path, run: results.Results) -> tuple[Row, ...]:
 def first_call_rows(
     workload: Workload, backend: str, device: torch.device, cache: Path | None, timeout: float
 ) -> list[Row]:
-    """Returns both first calls, from one process; its compiled kernels stay in `cache`."""
+    """Returns rows of the first forward and backward, from one process; its compiled kernels stay in `cache`."""
     row = Row(workload=workload.name, op=workload.op, backend=backend, direction="first_call", calls=1)
     try:
         seconds = first_call(workload, backend, device, cache, timeout)
@@ -167,7 +167,7 @@ def run(
 
 
 def in_processes(todo: Sequence[Case]) -> list[list[Case]]:
-    """Returns the cases in order; the cases of one workload that FLA tunes for are grouped."""
+    """Returns the cases in order. The cases of a workload that FLA tunes form a group; other cases are alone."""
     groups: dict[object, list[Case]] = {}
     for case in todo:
         apart = case.backend in TUNED and not case.direction.startswith("first_")

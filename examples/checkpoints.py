@@ -1,4 +1,4 @@
-"""Checkpoints of a training run, one folder each; if the processes are killed, the last complete one remains.
+"""The checkpoints of a training run, one folder each; if the processes are killed, the last complete one remains.
 
     OUT/step-200/               files of torch.distributed.checkpoint; each process writes its shard of the state
     OUT/step-200/run.json       the settings of the run, its reports so far, and the sizes of the other files
@@ -160,7 +160,7 @@ def _damaged(checkpoint: Path, what: str) -> ValueError:
 
 
 def restore(checkpoint: Path, training: Training) -> None:
-    """Loads a checkpoint into the training, whatever the number of processes that wrote it.
+    """Loads a checkpoint into the training, which any number of processes may have written.
 
     Raises ValueError if the checkpoint is damaged.
     """

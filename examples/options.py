@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Sizes of a model, and of a training step that suits it."""
+    """The sizes of a model, and of a training step that suits it."""
 
     width: int
     layers: int
@@ -46,7 +46,7 @@ PRESETS = {
 
 @dataclass(frozen=True, slots=True)
 class Options(Preset):
-    """Values of the command line; options that are not given have the preset's values."""
+    """The values of the command line; options that are not given have the preset's values."""
 
     preset: str
     data: Path | None

@@ -1,4 +1,4 @@
-"""The processes that torchrun starts to train together: each has a shard of the model, of a batch and of a mean.
+"""The processes that torchrun starts to train together: their shards of the model, shares of a batch, and means.
 
 They form groups of one process, or of --context-parallel processes. Each group reads its own windows, and process r of
 a group of n reads the r-th of n equal slices of each window. Weights are sharded over all processes, because all of
@@ -40,7 +40,7 @@ class Processes:
         return self.number if self.context is None else self.number // self.context.size()
 
     def share(self, windows: Tensor) -> Tensor:
-        """Returns this group's windows out of all windows [B, T + 1], and of each this process's slice [.., t + 1].
+        """Returns this process's slice [.., t + 1] of each window of its group, out of all windows [B, T + 1].
 
         B is a multiple of the number of groups, and T of the number of processes in a group. The first byte of a slice
         is only read, and the last one only predicted.

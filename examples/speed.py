@@ -1,4 +1,4 @@
-"""Speed of training, and the share of time that GLA ops take, from PyTorch's profiler."""
+"""Measures the speed of training, and, by PyTorch's profiler, the share of time that GLA ops take."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch.profiler import ProfilerActivity, profile
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise the profiler reports on stderr when it begins and ends
 
 WARM_UP = 2
-"""Number of first steps, which are slow."""
+"""The number of first steps, which are slow."""
 PROFILED = 3
-"""Number of steps after these that run under the profiler, which costs time."""
+"""The number of steps after these that run under the profiler, which costs time."""
 OP = "chunk_gla"
-"""Substring of the names of the op and its gradient: as autograd functions, as torch ops and in compiled graphs."""
+"""The substring in all names of the op and its gradient: as autograd functions, as torch ops and in compiled graphs."""
 
 
 @dataclass(slots=True)
 class Speed:
-    """Cost of the steps so far: seconds of each step without the profiler, and GLA's share of each step under it."""
+    """The cost of the steps so far: seconds of each without the profiler, and GLA's share of each under it."""
 
     device: torch.device
     seconds: list[float] = field(default_factory=list)

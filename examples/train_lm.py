@@ -152,7 +152,7 @@ def take_steps(
 
 
 def step(options: Options, corpus: Corpus, training: Training, before: int, group: Processes) -> float:
-    """Takes the step after `before` steps; returns the loss of the whole batch before it, in nats per byte."""
+    """Takes the step after `before` steps; returns the whole batch's loss before the update, in nats per byte."""
     for settings in training.optimizer.param_groups:
         settings["lr"] = learning_rate(options.learning_rate, before / options.steps)
     windows = sample(corpus.train, options.batch, options.window, training.generator)

@@ -53,6 +53,6 @@ __all__ = [
 
 
 def reload_environment() -> None:
-    """Reads the GLA_* environment variables again, and plugins and calibrated constants at their next use."""
+    """Makes the next use read the GLA_* environment variables, the plugins and the calibrated constants again."""
     _environment.cache_clear()
     _rediscover()

@@ -1,4 +1,4 @@
-"""`gla.explain`: which backend would run a call and why; on request, the measured times of all."""
+"""`gla.explain`: shows which backend would run a call and why, and on request the measured times of all."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def explain(
     Args:
         op: a public name, such as "chunk_gla", which stands for its forward; or the name of an abstract op, such as
             "chunk_gla_bwd".
-        *args: arguments of the abstract op, as a backend receives them; those with a default may be left out, and so
-            may the gradients of chunk_gla_bwd.
-        **kwargs: the same by name, the op's or the public function's.
+        *args: arguments of the abstract op, as a backend receives them. Arguments with a default may be left out, and
+            so may the gradients of chunk_gla_bwd.
+        **kwargs: the same arguments by name, as in the abstract op or in the public function.
         backend: a request, as in a call.
         measure: also run every backend that can run the call, on copies of the arguments, for a few tenths of a second
             each, and show the measured times beside the predicted ones.

@@ -1,4 +1,4 @@
-"""Files of results: checks before the work that a file can be written, and writes it in one step."""
+"""Writes files of results in one step, and checks before the work that they can be written."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def print_text(console: Console, text: str, style: str = "", hang: int = 2) -> N
     """Prints lines, wrapped between words on a terminal. If output is piped, each stays one line.
 
     Args:
-        style: of rich, such as `GOOD`.
-        hang: spaces before the second and later lines of what was one line, on top of its own indentation.
+        style: a style of rich, such as `GOOD`.
+        hang: number of spaces to indent the continuation of a wrapped line, in addition to the line's indentation.
     """
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()) + hang)
@@ -89,7 +89,7 @@ def progress(console: Console, items: Sequence[_Item], title: Callable[[_Item], 
 
 
 class _TimeLeft(TimeRemainingColumn):
-    """Shows the time left, and nothing as long as it is not known."""
+    """Shows the time left, or nothing until it is known."""
 
     def render(self, task: Task) -> Text:
         return Text("") if task.time_remaining is None else super().render(task)
@@ -104,7 +104,7 @@ def print_table(
     numbers: Collection[str] = (),
     styles: Sequence[str] = (),
 ) -> None:
-    """Prints rows of the same keys as a table that fits the console, with fewer columns if necessary.
+    """Prints rows, which all have the same keys, as a table that fits the console, with fewer columns if necessary.
 
     A column without values is left out. The values of a list stand side by side, and continue in the next line if
     there is no room.

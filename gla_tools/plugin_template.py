@@ -1,4 +1,4 @@
-"""`gla new-backend`: copies the template of a plugin and renames it. Imports no torch."""
+"""`gla new-backend`: copies the template of a plugin and renames it. This module does not import torch."""
 
 from __future__ import annotations
 

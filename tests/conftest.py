@@ -3,8 +3,7 @@
 Tests marked `kernels` launch Triton kernels: compiled on a GPU, interpreted elsewhere. Triton decides whether to
 interpret when the kernels are imported, and it changes the picks of `auto`. So interpreted tests need a run of their
 own, with TRITON_INTERPRET=1, and all other tests see what users see. Tests marked `gpu` need a CUDA device. Tests
-marked `thorough` vary what another test checks already, and take seconds: `pytest --thorough` and `make conformance`
-run them.
+marked `thorough` are variations of other tests, and take seconds: `pytest --thorough` and `make conformance` run them.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def runs_here(item):
 
 def pytest_collection_modifyitems(config, items):
     left_out = [item for item in items if not runs_here(item)]
-    # Slow tests come first, so that a process that is done early takes quick tests of another.
+    # Slow tests come first. Then a process that ends early can take quick tests from another process.
     items[:] = sorted(filter(runs_here, items), key=lambda item: item.get_closest_marker("slow") is None)
     config.hook.pytest_deselected(items=left_out)
 
@@ -94,7 +93,7 @@ def own_backends():
 
 @pytest.fixture
 def only_reference(fresh_registry, monkeypatch, own_backends):
-    """Leaves the reference as the only one of our own backends, so that a test can name all that may run."""
+    """Leaves the reference as our only backend, so that a test knows all backends that may run."""
     monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(name for name in own_backends if name != "reference"))
     gla.reload_environment()
 
@@ -137,7 +136,7 @@ PLANNING = ("cutting", "forward", "backward", "summary", "general.kernels", "sm9
 
 @pytest.fixture
 def change_plans(monkeypatch):
-    """Sets a name in all modules that plan chunk_gla and have it; calls that were prepared before are forgotten."""
+    """Returns a function that sets a name in all planning modules that have it, and forgets prepared calls."""
     pytest.importorskip("triton")
     modules = [importlib.import_module(f"gla_triton_kernels.chunk_gla.{name}") for name in PLANNING]
 
@@ -154,7 +153,7 @@ def change_plans(monkeypatch):
 
 @pytest.fixture
 def short_segments(change_plans):
-    """Has parallel_scan cut sequences of a hundred tokens too, on a GPU."""
+    """Makes parallel_scan cut sequences into segments of at most 128 tokens, also on a GPU."""
     from gla_triton_kernels.chunk_gla.cutting import segment_length
 
     change_plans("segment_length", lambda *sizes: min(128, segment_length(*sizes)))

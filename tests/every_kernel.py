@@ -37,7 +37,7 @@ WIDTHS = ((16, 16), (64, 64), (128, 128), (256, 128), (512, 64))
 
 
 def general_chunks() -> None:
-    """The kernels for every GPU, with each row of their table."""
+    """Runs the kernels for every GPU, with each row of their table."""
     with general_kernels():
         chunks()
     general.TMA_ELEMENTS = 0
@@ -46,14 +46,14 @@ def general_chunks() -> None:
 
 
 def hopper_chunks() -> None:
-    """The kernels for compute capability 9.0."""
+    """Runs the kernels for compute capability 9.0."""
     with hopper_kernels():
         chunks()
 
 
 @contextmanager
 def general_kernels() -> Iterator[None]:
-    """Has the kernels for every GPU compute chunk_gla, and those alone, in the place of the backend in force."""
+    """Makes only the kernels for every GPU compute chunk_gla, in place of the backend in force."""
     backend = registry.get(current_request().choice("chunk_gla_fwd").names[0])
     plan = {"triton_fused": "plan_whole", "parallel_scan": "plan_cut"}[backend.name]
     ops = {
@@ -67,7 +67,7 @@ def general_kernels() -> Iterator[None]:
 
 
 def by_general_kernels(plan: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a plan that is made as for a GPU without the instructions of the kernels for SM90, for states as well."""
+    """Wraps a planning function to plan as for a GPU without the instructions of SM90's kernels, for states as well."""
 
     def planned(call: OpCall, gpu: Gpu, *kernels: Any) -> Any:
         return plan(call, Gpu(Architecture.SM100, gpu.multiprocessors), *kernels)
@@ -77,7 +77,7 @@ def by_general_kernels(plan: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def hopper_kernels() -> Iterator[None]:
-    """Has the kernels for compute capability 9.0 compute chunk_gla, short sequences too."""
+    """Makes the kernels for compute capability 9.0 compute chunk_gla, also for short sequences."""
     forward.SM90_TOKENS = 0
     registry.changed()  # calls that were prepared with other plans are forgotten
     yield
@@ -152,7 +152,7 @@ def steps() -> None:
 
 
 def softmaxes() -> None:
-    """Runs softmaxes of rows on chip and in two sweeps, along either dimension; few and many, aligned and not."""
+    """Runs softmaxes on chip and in two sweeps, along either dimension, of few and many rows, aligned or not."""
     for columns, dim, dtype in itertools.product((7, 1000, 16384, 20000, 20001, 40001), (0, 1), dtypes()):
         x = torch.randn(5, columns, device="cuda").to(dtype)
         gla.online_softmax(x if dim else x.reshape(columns, 5), dim)
@@ -161,7 +161,7 @@ def softmaxes() -> None:
 
 
 def attentions() -> None:
-    """Runs the kernel for Hopper and the general kernel, by TMA and by pointers."""
+    """Runs softmax attention by the kernel for Hopper and by the general kernel, with TMA and with pointers."""
     for width, tokens, dtype, causal in itertools.product((16, 64, 128, 256), (3, 130), dtypes(), (True, False)):
         q = torch.randn(1, tokens, 2, width, device="cuda").to(dtype)
         k = torch.randn(1, tokens, 1, width + 1, device="cuda").to(dtype)[..., :-1]
@@ -178,7 +178,7 @@ if __name__ == "__main__":
     if names and "/" in names[-1]:
         SHARE[:] = map(int, names.pop().split("/"))
     for module in (forward, gradients, summary):
-        module.segment_length = lambda *sizes: 64  # or so few tokens would stay one segment
+        module.segment_length = lambda *sizes: 64  # else so few tokens would be one segment
     with gla.use_backend(backend):
         for precision in ("highest", "high"):
             torch.set_float32_matmul_precision(precision)

@@ -27,7 +27,7 @@ _ON_INTEGERS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 class _Kept:
-    """A stand-in for replacements that stay."""
+    """Stands for a set of replacements, but never restores the originals."""
 
     def restore(self) -> None:
         pass

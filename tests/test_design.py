@@ -60,7 +60,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def private_imports(folder: str) -> list[str]:
-    """Returns what files below a folder import of private modules of a package that they do not belong to."""
+    """Returns the imports of private modules, in files below a folder that are outside the modules' package."""
     found = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         own = ".".join(path.relative_to(ROOT).parent.parts)

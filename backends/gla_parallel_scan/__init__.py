@@ -1,4 +1,4 @@
-"""Sequences in segments, all at once: states are built side by side, spilled, scanned, and outputs made from them.
+"""Computes all segments of sequences at once: builds their states, scans the states, and computes outputs from them.
 
 With g_t the log gates of a segment of tokens 1 to L,
 
@@ -8,10 +8,10 @@ With g_t the log gates of a segment of tokens 1 to L,
     (3)  the outputs of every segment, from the state S_i that enters it
 
 (1) builds the state of every segment from zero and its decay, in memory, (2) scans them in place, and (3) is one pass
-over every segment. Sequences that fill the device stay whole and take (3) alone. If a batch fills it and a few rows are
-left over, those rows are cut.
+over every segment. Sequences that fill the device stay whole, and only (3) is computed. If some rows of a batch fill
+the device and a few are left over, only those few are cut.
 
-The Triton kernels are in gla_triton_kernels, a folder for each op. `pytorch` has the same algorithm for a CPU. Triton
+The Triton kernels are in gla_triton_kernels, in one folder per op. `pytorch` has the same algorithm for a CPU. Triton
 is imported when an op is first called with tensors on a GPU.
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
@@ -83,7 +83,7 @@ def gla_register_backends() -> list[Backend]:
                 ),
             },
             capabilities=capabilities,
-            # On a CPU a summary has no second pass that a scan would spare, and the reference computes it.
+            # On a CPU a summary has no second pass that a scan would save, so the reference computes it.
             op_capabilities={"chunk_gla_bwd": by_triton_alone, "chunk_gla_summary": by_triton_alone},
             supports=_supports,
             cost=CostModel(predicted_seconds, shipped_constants("gla_parallel_scan"), kernels=kernels.COMMON),
@@ -131,7 +131,7 @@ _SECONDS = {
 
 
 def predicted_seconds(call: OpCall, c: Constants) -> float | None:
-    """Returns the predicted seconds of a call, by the constants of its op and device; None for interpreted kernels."""
+    """Returns the predicted seconds of a call from the constants of its op and device; None for interpreted kernels."""
     if call.device.type != "cuda":
         return None if interpreted() else pytorch.cost.predicted_seconds(call, c)
     return _SECONDS[call.op](call, c)

@@ -5,7 +5,7 @@ Both layouts turn [B, T, H, ...] into [R, H, n, C, ...], where each of the R row
     Dense   R = B, one sequence per row, padded at its end to a multiple of C
     Packed  R = 1, the chunks of all sequences in order; each sequence begins a new chunk
 
-The host reads no values of tensors here, so a packed batch makes it wait for no device.
+The host reads no values of tensors here, so a packed batch does not make it wait for a device.
 
 B batch   T tokens   H key/value heads   N sequences   C chunk length   K, V key and value width
 """
@@ -63,7 +63,7 @@ class Dense:
         return entering[:, :, :: L // self.C].transpose(1, 2)
 
     def resume(self, checkpoints: Tensor, L: int, decay: Tensor, update: Tensor) -> Tensor:
-        """Returns the states that enter all chunks [R, H, n, K, V], as `scan`, from checkpoints every L tokens."""
+        """Returns the states that enter all chunks [R, H, n, K, V], computed from checkpoints every L tokens."""
         entering, every = torch.empty_like(update), L // self.C
         entering[:, :, ::every] = checkpoints.transpose(1, 2)
         for i in range(1, every):
@@ -74,7 +74,10 @@ class Dense:
 
 
 class Packed:
-    """The layout with all sequences in one row, in at most T // C + N chunks; unused chunks belong to sequence N."""
+    """The layout with all sequences in one row of T // C + N chunks, the most that they use.
+
+    Unused chunks belong to sequence N.
+    """
 
     def __init__(self, T: int, C: int, cu_seqlens: Tensor) -> None:
         self.T, self.C, self.N = T, C, len(cu_seqlens) - 1
@@ -84,13 +87,13 @@ class Packed:
         ends = chunks.cumsum(0)  # [N]
         number = torch.arange(self.n, device=starts.device)  # [n]
         self.sequence = torch.searchsorted(ends, number, right=True)  # [n], N for an unused chunk
-        first = torch.cat([ends - chunks, ends[-1:]])[self.sequence] if self.N else number  # [n], of its sequence
+        first = torch.cat([ends - chunks, ends[-1:]])[self.sequence] if self.N else number  # [n], first of its sequence
         self.starts, self.position = starts, number - first  # [N+1], [n]: number of the chunk in its sequence
         last = torch.cat([ends - 1, ends[-1:]])[self.sequence] if self.N else number
         self.is_first, self.is_last = number == first, number == last
         tokens = torch.arange(C, device=starts.device)  # [C]
         self.row = (starts[self.sequence] + (number - first) * C)[:, None] + tokens  # [n, C], row in the packed tensor
-        end = torch.cat([starts[1:], starts[:1]])[self.sequence]  # [n]; 0 for an unused chunk
+        end = torch.cat([starts[1:], starts[:1]])[self.sequence]  # [n]; cu_seqlens[0] for an unused chunk
         self.inside = self.row < end[:, None]  # [n, C]
 
     def split(self, x: Tensor) -> Tensor:
@@ -100,7 +103,7 @@ class Packed:
         return rearrange(x, "b n c h ... -> b h n c ...")
 
     def join(self, x: Tensor, out: Tensor) -> None:
-        """Computes `Dense.join`; rows of no sequence become 0."""
+        """Computes `Dense.join`; tokens that belong to no sequence become 0."""
         x = rearrange(x, "b h n c ... -> b (n c) h ...")
         joined = x.new_zeros(1, self.T + 1, *x.shape[2:])  # positions past an end all go to row T
         joined[:, torch.where(self.inside, self.row, self.T).flatten()] = x
@@ -124,7 +127,7 @@ class Packed:
         """Computes `Dense.checkpoints` in N + T // L rows, see gla_core/ops/chunk_gla.py; unused rows are 0."""
         rows = self._checkpoint_rows(L)
         found = entering.new_zeros(1, self.N + self.T // L + 1, *entering.shape[1:2], *entering.shape[3:])
-        found[:, rows] = entering.transpose(1, 2)  # states that are no checkpoints go to the last row
+        found[:, rows] = entering.transpose(1, 2)  # states that are not checkpoints go to the last row
         return found[:, :-1]
 
     def resume(self, checkpoints: Tensor, L: int, decay: Tensor, update: Tensor) -> Tensor:

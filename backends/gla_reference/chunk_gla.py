@@ -6,9 +6,9 @@ Per head, with b_t the sum of log gates g from the chunk's start through t, and 
     o    = (scale * q * exp b) S + A v
     S'   = diag(exp b_C) S + (k * exp(b_C - b))^T v
 
-exp(b_t - b_s) is the product of the gates alpha = exp g after s through t. As a quotient of exponentials it would
-overflow, and it would be 0/0 after a gate of 0. So no division is used: the chunk is halved repeatedly, and for s in
-the left half and t in the right half of the same block
+exp(b_t - b_s) is the product of the gates alpha = exp g after s through t. A quotient of exponentials would overflow,
+and would be 0/0 after a gate of 0. So no division is used. Instead, the chunk is halved repeatedly, and for s in the
+left half and t in the right half of the same block
 
     product of gates after s through t  =  (after s to the end of the left half) * (start of the right half through t)
 
@@ -16,8 +16,9 @@ Both factors lie in [0, 1], so any gate down to exp(-inf) = 0 is exact, and each
 Every pair s < t occurs at exactly one of the log2(C) levels; s = t has no gate. For the whole chunk the same products
 are exp(b_C - b_s) and exp b_t, which the state needs.
 
-The gradient of g_j sums over all pairs s < j <= t. A pair contributes its share of q_t * dq_t, or of k_s * dk_s, summed
-from the far side of its block. No large sums are subtracted, so the gradient is exactly 0 where alpha_j is 0.
+The gradient of g_j sums over all pairs s < j <= t. A pair contributes its share of q_t * dq_t, or of k_s * dk_s. These
+shares are summed from the outer end of the block to token j. No large sums are subtracted, so the gradient is exactly 0
+if alpha_j is 0.
 
 B batch   T tokens   H key/value heads   G query heads per key/value head   N sequences   K, V key and value width
 R rows, n chunks per row, C tokens per chunk (_chunks.py)   L length of a half block   m blocks of 2L
@@ -129,7 +130,8 @@ def chunk_gla_bwd(
 def _split(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, cu_seqlens: Tensor | None) -> tuple:
     """Cuts copies of the arguments into chunks, in the dtype of the computation.
 
-    Returns the layout, scale * q [R, H, n, C, G, K], k and alpha [R, H, n, C, K], v [R, H, n, C, V].
+    Returns:
+        The layout, scale * q [R, H, n, C, G, K], k and alpha [R, H, n, C, K], v [R, H, n, C, V].
     """
     dtype = wide(q.dtype)
     T = q.shape[1]
@@ -152,9 +154,12 @@ def _halves(alpha: Tensor) -> list[int]:
 def _double(q: Tensor, k: Tensor, block_decay: Tensor, L: int) -> Tensor:
     """Joins neighbouring blocks of L tokens in place, by the associative rule of the gates.
 
-    Rows of q [.., C, (G,) K], decayed from the start of their block, are also decayed by the block to their left. Rows
-    of k [.., C, K], decayed to the end of their block, are also decayed by the block to their right. block_decay
-    [.., C/L, K] holds the products of the blocks; returns the products of the joined blocks [.., C/2L, K].
+    The rows of q [.., C, (G,) K] come decayed from the start of their block; right blocks are also decayed by the block
+    to their left. The rows of k [.., C, K] come decayed to the end of their block; left blocks are also decayed by the
+    block to their right. block_decay [.., C/L, K] holds the product of the gates of each block.
+
+    Returns:
+        The products of the joined blocks [.., C/2L, K].
     """
     left_decay, right_decay = _left(block_decay, 1), _right(block_decay, 1)  # [R, H, n, m, 1, K]
     q_right, k_left = _right(q, L), _left(k, L)
@@ -171,16 +176,15 @@ def _diagonal_scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(A: Tensor, L: int) -> Tensor:
-    """Returns the view [R, H, n, m, L*G, L] of A [R, H, n, C, G, C]: right half of each block times its left half."""
+    """Returns the view [R, H, n, m, L*G, L] of A [R, H, n, C, G, C]: queries of right halves, keys of left halves."""
     blocks = A.unflatten(-1, (-1, 2, L)).select(-2, 0).unflatten(3, (-1, 2, L)).select(4, 1)  # [.., m, L, G, m, L]
     return blocks.diagonal(dim1=3, dim2=6).movedim(-1, 3).flatten(4, 5)
 
 
 def _add_query_gradient(dq: Tensor, dg: Tensor, d: Tensor, q: Tensor, decay: Tensor) -> None:
-    """Adds the contribution of d [.., L*G, K], the gradient of the decayed rows q, to dq [.., L, G, K] and dg [.., L,
-    K].
+    """Adds the contribution of d, the gradient of the decayed rows q, to dq [.., L, G, K] and dg [.., L, K].
 
-    A gate at or before t decays row t, so dg sums from each gate to the end of the block.
+    d is [.., L*G, K]. A gate at or before t decays row t, so dg sums from each gate to the end of the block.
     """
     d, q = d.view_as(dq), q.view_as(dq)
     dq += d * decay[..., None, :]
@@ -232,7 +236,7 @@ def _fresh(states: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _state(initial: Tensor | None, q: Tensor, k: Tensor, v: Tensor, N: int) -> Tensor:
-    """Returns the initial state; zeros [N, H, K, V] by default."""
+    """Returns the initial state, or zeros [N, H, K, V] if it is None."""
     if initial is not None:
         return initial
     dtype = wide(q.dtype)

@@ -1,4 +1,6 @@
-"""Decay and state from zero of sequences in chunks, forwards and backwards in time; it computes no outputs or scores.
+"""Computes the decay and the state from zero of sequences in chunks, forwards or backwards in time.
+
+No outputs or scores are computed.
 
 With products of gates within a chunk of C tokens, all in [0, 1], as in chunk_gla.py:
 

@@ -21,15 +21,15 @@ import torch
 from gla_core.dispatch.backend import OpCall, ceil_div
 
 CHUNK, TILE, KEY_BLOCK = 64, 1024, 256
-"""Sizes as in chunk_gla.py, online_softmax.py and softmax_attention.py."""
+"""The sizes CHUNK of chunk_gla.py, TILE of online_softmax.py and KEY_BLOCK of softmax_attention.py."""
 KEPT = 2**25
-"""Temporary bytes that add no time: caches hold them, and glibc keeps them when they are freed."""
+"""The most temporary bytes that add no time: caches hold them, and glibc keeps them when they are freed."""
 HALVING = 8
-"""Iterations of the loop over chunks that issue as many operations as one halving of the chunks."""
+"""The number of iterations of the loop over chunks that issue as many operations as one halving of the chunks."""
 
 
 class Count(NamedTuple):
-    """Numbers of steps, of elements, and of elements held at once, of a call."""
+    """The counts of a call: steps, elements, and elements that are held at once."""
 
     steps: float
     elements: float

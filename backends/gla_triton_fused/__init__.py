@@ -1,10 +1,10 @@
 """Triton kernels that make one pass over their inputs and keep the state on chip.
 
 Sequences stay whole: a block of values of a head goes through its sequence in chunks, and carries the state S [K, V] in
-registers. q, k, v and g are read once and o is written once, which is the least that memory has to move. The work of a
-sequence is one chunk after the other, so it takes many heads and sequences to fill a device.
+registers. q, k, v and g are read once and o is written once, which is the least that memory has to move. The chunks of
+a sequence are computed one after another, and filling a device requires many heads and sequences.
 
-The kernels are in gla_triton_kernels, a folder for each op. Triton is imported when an op is first called.
+The kernels are in gla_triton_kernels, in one folder per op. Triton is imported when an op is first called.
 """
 
 from __future__ import annotations
@@ -65,5 +65,5 @@ _SECONDS = {
 
 
 def predicted_seconds(call: OpCall, c: Constants) -> float | None:
-    """Returns the predicted seconds of a call, by the constants of its op and device; None on a CPU."""
+    """Returns the predicted seconds of a call from the constants of its op and device; None on a CPU."""
     return _SECONDS[call.op](call, c) if call.device.type == "cuda" else None

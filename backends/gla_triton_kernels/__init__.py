@@ -1,8 +1,8 @@
 """Holds the Triton kernels of the backends `gla_triton_fused` and `gla_parallel_scan`; it is no backend itself.
 
 Each op has a package. Its plans decide which kernel a call takes, and its `cost.py` predicts the time; neither imports
-Triton. The other files hold the kernels; in `chunk_gla` each generation of GPU has a folder. They are imported when a
-call is prepared.
+Triton. The other files hold the kernels, which are imported when a call is prepared. In `chunk_gla`, each generation of
+GPU has a folder.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Time and memory floor of every op on every backend, over the workloads that the conformance kit checks."""
+"""Measures every op on every backend against its memory floor, over the workloads that the conformance kit checks."""

@@ -1,8 +1,8 @@
-"""Baselines that backends are compared with: functions that take the arguments of the public ops.
+"""The baselines that backends are compared with: functions that take the arguments of the public ops.
 
 loop    the recurrence, one token at a time, in the dtype of the inputs
 torch   PyTorch's own softmax and scaled_dot_product_attention
-fla     flash-linear-attention's own public functions, where it is installed
+fla     flash-linear-attention's own public functions, if it is installed
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def fla_chunk_gla(
 def fla_recurrent_gla_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, state_indices: Tensor | None, inplace: bool
 ) -> tuple[Tensor, ...]:
-    """Calls fla.ops.gla.fused_recurrent_gla on one token. It returns a new state and cannot write the given one."""
+    """Calls fla.ops.gla.fused_recurrent_gla on one token. FLA returns a new state and cannot write the given one."""
     _fla_can(q, k, g)
     if state_indices is not None:
         raise ValueError("fla has no pool of states; state_indices is given")

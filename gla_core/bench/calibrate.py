@@ -1,4 +1,4 @@
-"""The command `gla calibrate`: measure what cost models predict, and fit their constants to it.
+"""The command `gla calibrate`: measures the times that cost models predict, and fits their constants to these times.
 
 From a script: `plan` returns the measurements to make, `measure_task` makes one of them, `fit_samples` fits the
 constants of each op, and `gla_core.dispatch.calibration.store` or `write_constants` keeps them.
@@ -29,7 +29,7 @@ from gla_core.files import check_writable, write_json
 from gla_core.terminal import DOUBTFUL, print_table, print_text, progress
 from gla_core.workloads.calibration import shapes
 
-_MOST_BUDGETS = 10  # largest predicted time of a call, in budgets
+_MOST_BUDGETS = 10  # largest predicted time of a call that is measured, in budgets
 _PASSES = 2  # number of passes over all tasks, far apart in time
 
 
@@ -57,11 +57,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Constants fitted to the samples of one op of a backend.
+    """The constants fitted to the samples of one op of a backend.
 
     Attributes:
         samples: number of samples.
-        median, worst: of the factor, at least 1, between predicted and measured times.
+        median, worst: the median and the largest factor between predicted and measured times; a factor is at least 1.
         before: the median factor with the constants from which the fit began.
         worst_call: the call with the worst factor.
     """
@@ -140,10 +140,10 @@ def _predicted_by_start(task: Task) -> float | None:
 
 
 def fit_samples(samples: Iterable[Sample], device: torch.device) -> list[Fit]:
-    """Fits the constants of every op of every backend in the samples that were measured.
+    """Fits the constants of every op of every backend to the samples that have a time.
 
-    Backends that run the same kernels (`CostModel.kernels`) are fitted together. An op whose formula predicts none of
-    its samples has no fit.
+    Backends that run the same kernels (`CostModel.kernels`) are fitted together. An op has no fit if its
+    formula predicts a time for none of the samples.
     """
     groups: dict[tuple[str, str], list[Timed]] = {}
     for sample in samples:
@@ -156,7 +156,7 @@ def fit_samples(samples: Iterable[Sample], device: torch.device) -> list[Fit]:
 
 
 def _fits(samples: list[Timed], device: torch.device) -> Iterator[Fit]:
-    """Yields the fit of an op for each backend that computed it; constants of the same name have one value."""
+    """Yields a fit of one op for each backend that computed it. The backends share one value of each constant."""
     op, facts = samples[0][0][1].op, calibration.device_facts(device)
     backends = {backend.name: backend for (backend, _), _ in samples}.values()
     starts = {backend.name: calibration.start_constants(backend, op, device) or {} for backend in backends}
@@ -188,10 +188,10 @@ def _factor(constants: Constants, sample: Timed) -> float:
 
 
 def write_constants(fits: Sequence[Fit], device: torch.device, target: Path) -> list[Path]:
-    """Writes constants as backends ship them, together with the constants of other ops and kinds of device.
+    """Writes constants in the format in which backends ship them, with the constants of other ops and kinds of device.
 
     Args:
-        target: a file that ends in .json, for the fits of one backend; otherwise a folder for one file each.
+        target: a file that ends in .json, for the fits of one backend; otherwise a folder, for one file per backend.
     """
     written = []
     for name in dict.fromkeys(found.backend for found in fits):
@@ -226,7 +226,7 @@ def _call_to_json(call: OpCall) -> dict[str, Any]:
     fields = {f.name: getattr(call, f.name) for f in dataclasses.fields(call)}
     dtypes = {name: fields[name] and str(fields[name]).removeprefix("torch.") for name in _DTYPES}
     given = sorted(call.given)
-    del fields["layouts"]  # empty: calls of calibration are known by their sizes
+    del fields["layouts"]  # empty: calls of calibration are described by their sizes
     return {**fields, **dtypes, "device": str(call.device), "dims": dict(call.dims), "given": given}
 
 
@@ -241,7 +241,7 @@ def _call_from_json(fields: dict[str, Any]) -> OpCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of the command line; `seconds` per measurement, `json` as in `write_constants`."""
+    """The options of the command line: `seconds` is for each measurement, `json` is the target of `write_constants`."""
 
     device: torch.device
     backends: Sequence[str] = ()
@@ -255,7 +255,7 @@ def run_calibrate(options: Options, console: Console) -> bool:
     """Measures, fits, prints and stores; returns whether every op that was measured has constants now.
 
     Raises:
-        ValueError, LookupError: a name that does not exist, nothing to measure. Raised before anything is measured.
+        ValueError, LookupError: a name does not exist, or there is nothing to measure. Raised before any measurement.
         OSError: a file cannot be written. KeyboardInterrupt: nothing is stored.
     """
     tasks = plan(options.device, options.backends, options.ops)
@@ -325,7 +325,7 @@ def _in_progress(number: int, task: Task) -> str:
 
 
 def describe(call: OpCall) -> str:
-    """Returns a call in a few words."""
+    """Returns a short description of a call."""
     dims = " ".join(f"{name}={size}" for name, size in call.dims.items() if name not in ("Hq", "P", "N"))
     packed = f" in {call.dims['N']} sequences" if call.variable_length else ""
     return f"{dims}{packed}{' in a graph' if call.capturing else ''}"

@@ -1,6 +1,6 @@
-"""Calls of abstract ops by one backend: tensors for them, and their times.
+"""Makes tensors for calls of abstract ops by one backend, and measures the times of the calls.
 
-An `OpCall` has the sizes and everything else that matters; with `capturing` the call runs in a CUDA graph.
+An `OpCall` describes a call. If its `capturing` is set, the call runs in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gla_core.ops.calls import run
 from gla_core.workloads.inputs import random_arguments
 
 Arguments = tuple[Any, ...]
-"""All arguments of an op in order: those that a backend receives, and hints."""
+"""All arguments of an op in order: the arguments that a backend receives, and hints."""
 
 
 def complete(call: OpCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-    """Returns all arguments of `call` in order, and fills in those that were left out."""
+    """Returns all arguments of `call` in order. A required tensor that was left out gets random values."""
     spec = ABSTRACT_OPS[call.op]
     given = [
         torch.randn(spec.shape(argument, call), dtype=call.dtype, device=call.device)
@@ -52,14 +52,14 @@ def time_arguments(backend: str, call: OpCall, arguments: Arguments, budget: flo
         budget: seconds of timed calls.
 
     Raises:
-        NoBackendError, UnknownBackendError: the backend cannot run it; and whatever the backend raises.
+        NoBackendError, UnknownBackendError: the backend cannot run the call. Exceptions of the backend pass through.
     """
     calls = calls_for(backend, call, arguments)
     return (measure.time_graph if call.capturing else measure.time_calls)(calls, call.device, budget)
 
 
 def calls_for(backend: str, call: OpCall, arguments: Arguments) -> list[measure.Call]:
-    """Returns the call on several copies of its arguments, so that none is still in the device's cache."""
+    """Returns the call on several copies of its arguments, so that no call finds them in the device's cache."""
     size = sum(x.numel() * x.element_size() for x in arguments if isinstance(x, Tensor))
     sets = (tuple(map(_copy, arguments)) for _ in range(measure.rotations(size, call.device)))
     return [functools.partial(_run, call.op, backend, each) for each in sets]

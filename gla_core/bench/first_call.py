@@ -1,4 +1,4 @@
-"""Seconds of the first call in a fresh process: the wait before the first result."""
+"""Measures the seconds of the first call in a fresh process: the wait before the first result."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ def first_call(
 ) -> dict[str, float]:
     """Measures the first call in a fresh process, and the first backward after it if there is one.
 
-    The tensors exist and the device is awake when the clock starts; what the implementation imports, compiles and tunes
-    is in the time.
+    The clock starts when the tensors exist and the device is awake. The time includes everything that the
+    implementation imports, compiles and tunes.
 
     Args:
         backend: a backend's name or a baseline's.
-        cache: an empty folder for what Triton compiles, which then holds it; a temporary one by default.
+        cache: an empty folder in which Triton keeps the kernels that it compiles; a temporary folder by default.
         timeout: seconds after which to give up.
 
     Returns:
-        first_call and, where the backend has a backward, first_backward.
+        The seconds of first_call and, if the backend has a backward, of first_backward.
 
     Raises:
-        RuntimeError: the call failed; holds the last line of its error. subprocess.TimeoutExpired: it took too long.
+        RuntimeError: the call failed; the message is the last line of its error.
+        subprocess.TimeoutExpired: the call took too long.
     """
     with tempfile.TemporaryDirectory() as temporary:
         process = subprocess.run(

@@ -16,9 +16,9 @@ from gla_core.workloads.named import Workload, select
 
 
 def first_calls(workload: Workload, backend: str, device: torch.device, backward: bool = True) -> dict[str, float]:
-    """Measures a call, as first_call, and its backward, if asked for and there is one, as first_backward.
+    """Measures a call (first_call) and, if `backward` is set and the backend has one, its backward (first_backward).
 
-    What this process has imported, compiled and tuned before is not in them.
+    The times do not include what this process has imported, compiled and tuned before.
     """
     differentiable = backward and suite.has_backward(workload.op, backend)
     arguments = suite.make_arguments(workload, device, gradients=differentiable)

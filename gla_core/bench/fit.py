@@ -1,9 +1,10 @@
-"""Constants of a formula from measured times, by the logs of predicted / measured.
+"""Fits the constants of a formula to measured times, by the logs of predicted / measured.
 
-It minimises least squares, except that a log beyond `FAR` counts in proportion (Huber, "Robust estimation of a
-location parameter", 1964), so that a few calls that a formula does not describe spoil no others. The search is that of
-Levenberg and Marquardt ("An algorithm for least-squares estimation of nonlinear parameters", 1963) over the logs of the
-constants, which stay positive. A formula with max() has several local minima, so the search begins at several places.
+The loss is the sum of the squared logs, but a log beyond `FAR` counts linearly (Huber, "Robust estimation of a location
+parameter", 1964). A few calls that the formula does not describe then do not spoil the fit of the others. The search is
+the method of Levenberg and Marquardt ("An algorithm for least-squares estimation of nonlinear parameters", 1963) over
+the logs of the constants, so the constants stay positive. A formula with max() has several local minima, so the search
+begins at several places.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Errors = Callable[[Tensor], Tensor]
 FAR = 0.1
 _REGULARISATION = 1e-3  # weight of the squared distance from the start, for constants that no sample depends on
 _DIFFERENCE = 1e-5  # step of finite differences
-_MOST_STEPS = 60  # of one search
+_MOST_STEPS = 60  # maximum number of steps of one search
 _TOLERANCE = 1e-6  # relative decrease of the loss below which a search has converged
 _DAMPING = (1e-6, 1e6)  # minimum and maximum
 _RESTARTS = (-2.0, -1.0, -0.4, 0.4, 1.0, 2.0)  # changes of one constant after which to search again
@@ -38,7 +39,7 @@ _SEARCHED = 3
 def fit(
     formula: Formula[Work], start: Constants, samples: Sequence[tuple[Work, float]], fixed: Constants | None = None
 ) -> dict[str, float]:
-    """Returns the constants with which the formula predicts the samples best; one without influence keeps its value.
+    """Returns the constants with which the formula predicts the samples best. Constants without influence are kept.
 
     Args:
         start: a guess of every constant to fit, positive.
@@ -61,7 +62,7 @@ def fit(
 
 
 def error(formula: Formula[Work], constants: Constants, sample: tuple[Work, float]) -> float:
-    """Returns log(predicted / measured), infinite if the formula predicts no time."""
+    """Returns log(predicted / measured); it is infinite if the formula predicts no time."""
     work, seconds = sample
     predicted = seconds_or_none(formula, work, constants)
     return math.log(predicted / seconds) if predicted else math.inf
@@ -95,7 +96,7 @@ def _local_minimum(errors: Errors, x: Tensor) -> Tensor:
         gradient = (slopes.T @ (weights * e[:, None]))[:, 0] + _REGULARISATION * x
         before = loss
         while damping < _DAMPING[1]:
-            # No step is longer than to twice or half: far away, the slopes are others.
+            # A step changes a constant by at most about a factor of two, because the slopes hold only nearby.
             step = torch.linalg.solve(curvature + damping * curvature.diagonal().diag(), -gradient).clamp(-0.7, 0.7)
             e_there = errors(x + step)
             loss_there = _loss(e_there, x + step)

@@ -5,8 +5,8 @@
 
 A forward with its backward is the sum of both. For chunk_gla in bfloat16 with float32 gates and K = V = 128, per token
 and head: q k v g in and o out are 1536 bytes; q k v g do in and dq dk dv dg out are 2816 more, 4352 together.
-Data that an implementation keeps between the two do not count, nor do offsets and indices. Softmax attention is bound
-by arithmetic and not by this floor, except with few queries.
+Offsets, indices, and data that an implementation keeps between the two do not count. Softmax attention is bound by
+arithmetic and not by this floor, except with few queries.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def floor_bytes(op: str, sizes: Mapping[str, Any], backward: bool = False) -> in
 
     Args:
         op: a public op, as in `gla_core.ops.PUBLIC_OPS`.
-        sizes: as in `Workload.sizes`. A chunk_gla with an initial state also returns the final one.
-        backward: count the forward and its backward. recurrent_gla_step has none.
+        sizes: as in `Workload.sizes`. A chunk_gla with an initial state also returns the final state.
+        backward: count the forward and its backward. recurrent_gla_step has no backward.
 
     Raises:
-        ValueError: an op that does not exist, or backward of one that has none.
+        ValueError: the op does not exist, or `backward` is set and the op has no backward.
 
     Example:
         >>> floor_bytes("online_softmax", {"shape": (8, 1024), "dtype": torch.bfloat16})
@@ -40,7 +40,7 @@ def floor_bytes(op: str, sizes: Mapping[str, Any], backward: bool = False) -> in
     spec = PUBLIC_OPS[op]
     if backward and not spec.differentiable:
         raise ValueError(f"{op} has no backward; leave out backward=True")
-    if sizes.get("rows") is not None:  # of a pool, the states of the rows that are served
+    if sizes.get("rows") is not None:  # of a pool, only the states of served rows count
         sizes = {**sizes, "B": sum(row >= 0 for row in sizes["rows"])}
     inputs, outputs = spec.floor_bytes(describe(spec.name, sizes, torch.device("cpu")))
     # backward: inputs again, gradients of the outputs, and gradients that are as large as the inputs

@@ -1,4 +1,4 @@
-"""Time of a callable: device events on a CUDA device, the wall clock elsewhere; the median of calls after a warm-up.
+"""Measures the median time of calls after a warm-up: by events on a CUDA device, by the wall clock elsewhere.
 
 A measurement takes a list of callables that do the same on different tensors, and calls them in a cycle. `rotations`
 says how many are needed so that no call finds its inputs in the device's cache.
@@ -20,7 +20,7 @@ clock = time.perf_counter
 
 Call = Callable[[], object]
 
-FEWEST, MOST = 3, 2000  # timed calls
+FEWEST, MOST = 3, 2000  # minimum and maximum number of timed calls
 _BURST = 20  # calls enqueued at a time for host time, few enough for the device's queue of launches
 _MOST_ROTATIONS = 128
 _BUSY = 0.5  # load average per core above which a machine counts as busy
@@ -28,7 +28,7 @@ _BUSY = 0.5  # load average per core above which a machine counts as busy
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Median seconds of one call, how many calls were timed, and how far their times are apart.
+    """The median seconds of one call, the number of timed calls, and the spread of their times.
 
     Attributes:
         spread: distance between the first and the third quartile, as a share of the median; None for a single time.
@@ -42,11 +42,11 @@ class Timing:
 def time_calls(calls: Sequence[Call], device: torch.device, budget: float = 0.5) -> Timing:
     """Measures the seconds of one call.
 
-    On a CUDA device this is the time between two events around it in the stream, so a call that takes the host longer
-    than the device is timed by the host.
+    On a CUDA device this is the time between two events around it in the stream, so the time is the
+    host's if a call takes the host longer than the device.
 
     Args:
-        calls: made one after another; see the module.
+        calls: callables that are called in a cycle; see the module's docstring.
         budget: seconds to spend after the first call, which may compile.
     """
     cycle = itertools.cycle(calls)
@@ -110,7 +110,7 @@ def copy_bandwidth(device: torch.device, size: int | None = None, budget: float 
 
 
 def rotations(size: int, device: torch.device) -> int:
-    """Returns how many sets of tensors of `size` bytes fill twice the device's cache, at most 128; 1 on a CPU."""
+    """Returns the number of sets of `size` bytes that fill twice the device's cache, at most 128; 1 on a CPU."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size

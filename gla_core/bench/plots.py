@@ -1,4 +1,4 @@
-"""Pictures of results, as SVG: the speed of each backend relative to a baseline. Needs matplotlib."""
+"""Draws results as SVG: the speed of each backend relative to a baseline. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ COLOURS = ("tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:red", "tab:
 """The colours of backends, in the order in which they are installed."""
 FULL_NAMES = {"fla": "flash-linear-attention", "torch": "PyTorch", "loop": "a loop over tokens"}
 BAR, GAP = 0.22, 0.7
-"""Height of a bar in inches, and the gap between two workloads in bars."""
+"""The height of a bar in inches, and the gap between two workloads in bars."""
 WIDEST = 12
-"""Relative speed above which an axis is logarithmic."""
+"""The relative speed above which an axis is logarithmic."""
 EQUAL = 0.03
-"""Difference of times below which two backends share a bar, if it is so for every workload of an op."""
+"""The relative difference of times below which two backends share a bar. It must hold for every workload of an op."""
 
 
 def pyplot() -> Any:
@@ -101,7 +101,7 @@ def speeds(rows: Sequence[Row]) -> list[tuple[Row, float]]:
 
 
 def equal_backends(rows: Sequence[Row]) -> dict[str, str]:
-    """Returns, by name, the backends whose times equal an earlier backend's in every row of an op, with that one."""
+    """Maps each backend whose times equal an earlier backend's in every row of an op to that earlier backend."""
     seconds = {(row.workload, row.direction, row.backend): row.seconds or 0.0 for row in rows}
     calls = {(row.workload, row.direction) for row in rows}
     names = [name for name in in_order([row.backend for row in rows]) if name not in BASELINES]
@@ -176,7 +176,7 @@ def _number(number: int) -> str:
 
 
 def _draw(plt: Any, rows: Sequence[Row], results: Results) -> Any:
-    """Returns a figure of one op: a panel for each direction, the same workloads and the same bars in each."""
+    """Returns a figure of one op, with a panel for each direction. All panels have the same workloads and bars."""
     op, equal = rows[0].op, equal_backends(rows)
     shown = [row for row in rows if row.backend not in equal]
     bars = in_order([row.backend for row in shown])
@@ -228,7 +228,7 @@ def _groups(rows: Sequence[Row], bars: Sequence[str]) -> list[list[Row]]:
 
 
 def _bars(axes: Any, place: float, group: dict[str, Row], colour: dict[str, str], logarithmic: bool) -> None:
-    """Draws a bar for each backend, one below the other, each with its time and speed; "no time" where one has none."""
+    """Draws a bar for each backend, one below the other, each with its time and speed, or "no time" if it has none."""
     behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     present = [group[name] for name in colour if name in group]
     speed_of = {row.backend: speed for row, speed in speeds(present)} if present else {}
@@ -264,6 +264,6 @@ def _describe(axes: Any, direction: str, label: str) -> None:
 
 
 def _listed(op: str, names: Sequence[str]) -> list[str]:
-    """Returns the workloads as they are listed in `gla_core.workloads.named`, others after them."""
+    """Returns the workloads in the order of `gla_core.workloads.named`, followed by all others."""
     listed = [w.name for w in WORKLOADS if w.op == op]
     return sorted(dict.fromkeys(names), key=lambda name: listed.index(name) if name in listed else len(listed))

@@ -1,4 +1,4 @@
-"""Results as a file: rows, and the device, versions and commit that they were measured with."""
+"""The files of results: rows, and the device, versions and commit with which they were measured."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Results:
 
     Attributes:
         device: the device's name. driver: the NVIDIA driver's version, None without one.
-        python, torch, triton, fla, gla_core: versions, None where not installed.
-        commit: commit of the source tree, None outside of one; it ends in "+" if the tree has changes.
+        python, torch, triton, fla, gla_core: versions; None if not installed.
+        commit: commit of the source tree; None outside of a git repository. It ends in "+" if the tree has changes.
         date: date of the run, ISO 8601 in UTC.
         copy_bandwidth: bytes per second, read and written together, measured in the same run.
         rows: see `gla_core.bench.suite.Row`.
@@ -69,18 +69,18 @@ def describe_run(device: torch.device, copy_bandwidth: float | None, commit: str
 
 
 def conditions(device: torch.device, commit: str | None = None) -> dict[str, Any]:
-    """Returns the device, versions, commit and date, for files that hold other rows than `Results`."""
+    """Returns the device, versions, commit and date, for files whose rows are not `Row`s."""
     described = dataclasses.asdict(describe_run(device, None, commit))
     return {name: value for name, value in described.items() if name not in ("rows", "fla", "copy_bandwidth")}
 
 
 def file_name(kind: str, device: torch.device) -> str:
-    """Returns the name of such a file: its kind and the GPU, or cpu."""
+    """Returns the name of a file of results: its kind, and the name of the GPU or cpu."""
     return f"{kind}-{short_name(torch.cuda.get_device_name(device)) if device.type == 'cuda' else 'cpu'}.json"
 
 
 def short_name(device: str) -> str:
-    """Returns the name of a device for the name of a file: h200 for NVIDIA H200."""
+    """Returns the name of a device as it appears in file names: h200 for NVIDIA H200."""
     return device.lower().removeprefix("nvidia ").replace(" ", "-")
 
 
@@ -90,7 +90,7 @@ def write(path: Path, results: Results) -> None:
 
 
 def read(path: Path) -> Results:
-    """Reads a file of `write`. Raises ValueError for any other."""
+    """Reads a file that `write` wrote. Raises ValueError for any other file."""
     try:
         fields = json.loads(path.read_text())
         return Results(**{**fields, "rows": tuple(Row(**row) for row in fields["rows"])})
@@ -99,7 +99,7 @@ def read(path: Path) -> Results:
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Returns header and cells, with a column for each baseline of a row's ratios, for spreads and for errors."""
+    """Returns the header and cells of a table. Spreads, errors and each baseline have a column if any row has them."""
     compared = [name for name in BASELINES if any(name in row.ratio_to for row in rows)]
     errors, spreads = any(row.error for row in rows), any(row.spread is not None for row in rows)
     header = ["workload", "direction", "backend", "time", *(["spread"] if spreads else []), "GB/s", "of floor"]
@@ -135,7 +135,7 @@ def _concerned(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Returns the table in Markdown, without a line end at its end."""
+    """Returns the table in Markdown, without a newline at its end."""
     header, body = table(rows)
     lines = [header, ["---"] * 3 + ["---:"] * (len(header) - 3), *body]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

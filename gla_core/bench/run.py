@@ -1,4 +1,4 @@
-"""The command `gla bench`: choose cases, measure them under a progress bar, print tables and what was refused."""
+"""The command `gla bench`: chooses cases, measures them under a progress bar, and prints tables and failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gla_core.workloads import named as workloads
 from gla_core.workloads.named import TAGS, Workload
 
 UNSTEADY = 0.25
-"""Spread above which a time counts as unsteady."""
+"""The spread above which a time counts as unsteady."""
 COLUMNS = {
     "time": "the median of the timed calls",
     "spread": "the distance between their quartiles, as a share of the median",
@@ -37,10 +37,10 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of the command line.
+    """The options of the command line.
 
     Attributes:
-        backends: requests; every backend that implements the op if empty.
+        backends: requests; if empty, every backend that implements the op.
         tags: tags that a workload must have. names: names of workloads, alone or as op/name. If both are empty, a CPU
             runs small workloads and a CUDA device the workloads of models.
         seconds: seconds of timed calls per case; by default 0.1 on a CPU and 0.5 on a CUDA device.
@@ -62,8 +62,8 @@ def run_bench(options: Options, console: Console) -> bool:
     """Measures, prints tables and writes the files that were asked for; returns whether any backend could be timed.
 
     Raises:
-        ValueError, LookupError: an op, tag, workload, direction or backend that does not exist; nothing to measure;
-            a file that cannot be written; plots without matplotlib. Raised before anything is measured.
+        ValueError, LookupError: an op, tag, workload, direction or backend does not exist; there is nothing to measure;
+            a file cannot be written; plots need matplotlib. Raised before anything is measured.
     """
     chosen = choose(options)
     if options.json is not None:
@@ -92,7 +92,7 @@ def run_bench(options: Options, console: Console) -> bool:
 
 
 def choose(options: Options) -> list[Case]:
-    """Returns the cases that the options ask for. Raises as `run_bench` does."""
+    """Returns the cases that the options ask for. Raises the same errors as `run_bench`."""
     _known("tag", options.tags, TAGS)
     _known("direction", options.directions, DIRECTIONS)
     if options.op is not None and options.op not in PUBLIC_OPS:
@@ -139,7 +139,7 @@ def by_op(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def print_rows(rows: Sequence[Row], console: Console, device: torch.device) -> None:
-    """Prints a table for each op and direction; below them what the columns mean, and what could not be measured."""
+    """Prints a table for each op and direction, then the meaning of the columns, and what could not be measured."""
     timed = [row for row in rows if row.error is None]
     shown: dict[str, None] = {}
     for op, of_op in by_op(timed):
@@ -166,10 +166,10 @@ def print_rows(rows: Sequence[Row], console: Console, device: torch.device) -> N
 
 
 def _lines(rows: Sequence[Row], device: torch.device, repeat: bool) -> list[dict[str, str]]:
-    """Returns the rows of one table by column. A CPU's caches make GB/s and the floor meaningless there.
+    """Returns each row of one table as cells by column. On a CPU, caches make GB/s and the floor meaningless.
 
     Args:
-        repeat: name the workload in every row, and not only in the first of several.
+        repeat: whether every row names its workload; otherwise only the first row of a workload does.
     """
     header, body = results.table(rows)
     left_out = {"direction"} | ({"GB/s", "of floor"} if device.type == "cpu" else set())

@@ -1,14 +1,14 @@
-"""Cases to time (a workload, an implementation, a direction), and the row that each of them gives.
+"""Measures cases: a workload, an implementation and a direction. Each case gives a row. The directions are:
 
-forward            of ops that have gradients, without them
+forward            for ops that have gradients, without computing them
 forward+backward   with the gradients of every input, through autograd
-step               of ops that have none, writing in place
+step               for ops that have no gradients, writing in place
 forward_graph, step_graph, forward+backward_graph
-                   the same in a CUDA graph that is replayed: what the device takes, without the host
-host               seconds of the host per eager call (forward or step), the device not waited for
-first_call         the first forward or step of a fresh process with an empty Triton cache; imports, compilation and
-                   tuning included
-first_backward     the first backward after that
+                   the same in a CUDA graph that is replayed: the time of the device, without the host
+host               seconds of the host per eager call (forward or step), without waiting for the device
+first_call         the first forward or step of a fresh process with an empty Triton cache, including imports,
+                   compilation and tuning
+first_backward     the first backward after the first call
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ class Row:
 
     Attributes:
         workload, op, direction: what was measured.
-        backend: the backend that really ran, or the baseline; the request if no backend could. If another backend ran
-            the backward than the forward, both, as in "parallel_scan+reference".
-        seconds: median of `calls` calls; None where there is an error.
-        spread: distance between the quartiles of these calls over their median; None where there is one time or none.
-        gigabytes_per_second: bytes of the memory floor over seconds.
-        floor_fraction: seconds of the memory floor, at the copy bandwidth of the same run, over seconds.
-        ratio_to: for each baseline of the same workload and direction, its seconds over these: above 1 is faster.
-        error: one line, None if all went well.
+        backend: the baseline, or the backend that ran; the request if no backend could run. If different backends ran
+            forward and backward, both names, as in "parallel_scan+reference".
+        seconds: median of `calls` calls; None if there is an error.
+        spread: distance between the quartiles of these calls, divided by their median; None with fewer than two times.
+        gigabytes_per_second: gigabytes of the memory floor divided by `seconds`.
+        floor_fraction: seconds of the memory floor, at the copy bandwidth of the same run, divided by `seconds`.
+        ratio_to: for each baseline of the same workload and direction, its seconds divided by `seconds`. Above 1, this
+            row is faster.
+        error: one line; None if there was no error.
     """
 
     workload: str
@@ -86,7 +87,7 @@ class Row:
 
 
 def default_workloads(op: str | None, device: torch.device) -> list[Workload]:
-    """Returns the workloads tagged ci on a CPU, and the workloads of models on a CUDA device, without empty ones."""
+    """Returns the workloads tagged ci on a CPU, and the workloads of models on a CUDA device; none is empty."""
     found = select(op, ["ci"]) if device.type == "cpu" else select(op)
     return [w for w in found if not is_empty(w) and (device.type == "cpu" or w.tags.intersection(CUDA_TAGS) - {"ci"})]
 
@@ -124,7 +125,7 @@ def implementing(op: str) -> list[str]:
 
 
 def has_backward(op: str, backend: str) -> bool:
-    """Returns whether a baseline or backend differentiates a public op; if no op does it, the core does so itself."""
+    """Returns whether a baseline or backend differentiates an op. If no backward op exists, the core does it itself."""
     spec = PUBLIC_OPS[op]
     if spec.backward is None or backend in BASELINES:
         return spec.differentiable
@@ -150,7 +151,7 @@ def measure_case(case: Case, device: torch.device, bandwidth: float | None = Non
     row = Row(workload=case.workload.name, op=case.workload.op, backend=case.backend, direction=case.direction)
     try:
         row = dataclasses.replace(row, backend=resolve(case, device))
-        # A graph is captured from what ran before it; everything else is timed as the user asked for it.
+        # A graph names its backend, so that its eager warm-up runs the same one; other cases are timed as requested.
         captured = case.direction.endswith("_graph") and "+" not in row.backend
         timed = dataclasses.replace(case, backend=row.backend) if captured else case
         timing = _time(timed, device, budget)
@@ -199,7 +200,7 @@ def _refusals(error: gla.NoBackendError) -> str:
 
 
 def resolve(case: Case, device: torch.device) -> str:
-    """Returns the name of what runs a case: a baseline, or the backends that its request selects, joined by "+".
+    """Returns the name of the baseline of a case, or of the backends that its request selects, joined by "+".
 
     Raises:
         NoBackendError, UnknownBackendError: no backend can run it; the message has the reasons.
@@ -224,7 +225,7 @@ def _winner(op: str, arguments: dict[str, Any], request: str) -> str:
 
 
 def make_arguments(workload: Workload, device: torch.device, gradients: bool = False, seed: int = 0) -> dict[str, Any]:
-    """Returns the arguments of the public op by name, without `backend`. If asked, floats require gradients."""
+    """Returns the arguments of the public op by name, without `backend`; with `gradients`, floats require them."""
     arguments = arguments_of(workload, device=device, seed=seed)
     if "inplace" in PUBLIC_OPS[workload.op].parameters:
         arguments["inplace"] = True
@@ -238,7 +239,7 @@ def make_call(workload: Workload, backend: str, direction: str, device: torch.de
 
     Args:
         backend: a resolved name.
-        direction: forward, step or forward+backward; the latter returns the gradients.
+        direction: forward, step or forward+backward; the last returns the gradients.
     """
     backward = direction == "forward+backward"
     arguments = make_arguments(workload, device, backward, seed)

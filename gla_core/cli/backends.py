@@ -24,7 +24,7 @@ def backends(as_json: bool) -> bool:
 
 
 def backend_row(info: gla.BackendInfo) -> dict[str, Any]:
-    """Returns a backend as a row of the table, by the names of its columns."""
+    """Returns the row of a backend in the table: column name to value."""
     can = info.capabilities
     return {
         "name": info.name,

@@ -47,10 +47,11 @@ def describe_call(
     """Returns the call that the numbers of a command line describe; chunk_gla stands for chunk_gla_fwd.
 
     Args:
-        assume: a CUDA device that the call is described for, here or not: its name or a part of it, such as H200.
+        assume: name of the CUDA device for which to describe the call, or a part of the name, such as H200. The device
+            need not be on this machine.
 
     Raises:
-        ValueError, UnknownOpError: numbers or names that describe no call.
+        ValueError, UnknownOpError: the numbers or names describe no call.
     """
     op, decided = abstract_ops(op)[0], RUNS[op][1]
     precision = dtype_of(dtype)
@@ -75,7 +76,7 @@ def describe_call(
 
 
 def _assumed(name: str) -> KnownDevice:
-    """Returns the known device whose name contains all of these words; upper and lower case are the same."""
+    """Returns the known device whose name contains all of these words, in upper or lower case."""
     words = set(name.lower().split())
     found = [device for known, device in KNOWN_DEVICES.items() if words <= set(known.lower().split())]
     if not words or len(found) != 1:
@@ -117,7 +118,10 @@ def _with_heads(sizes: dict[str, int], query_heads: int | None) -> dict[str, int
 
 
 def device_of(name: str) -> torch.device:
-    """Returns the device that a command line names, which need not be here. Raises ValueError for an unknown name."""
+    """Returns the device that a command line names.
+
+    On a machine without CUDA devices, it may name one. Raises ValueError for an unknown name or index.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if re.fullmatch("cpu|cuda(:[0-9]{1,2})?", name) is None:

@@ -65,7 +65,7 @@ def _print(report: dict[str, Any]) -> None:
 def examine() -> dict[str, Any]:
     """Returns the state of this installation, as JSON values.
 
-    'problems' lists what is wrong, a sentence each, and 'limits' which backends cannot run on this machine.
+    'problems' has a sentence for each fault, and 'limits' a sentence for each backend that cannot run on this machine.
     """
     settings: Environment | None = None
     found: list[gla.BackendInfo] = []
@@ -206,7 +206,11 @@ def _effects(settings: Environment) -> dict[str, str]:
 
 
 def request_in_force() -> list[dict[str, str]]:
-    """Returns the request in force for each op, and where it comes from. Raises if it cannot be read or met."""
+    """Returns the request in force for each op, and where it comes from.
+
+    Raises:
+        ValueError, LookupError: the request cannot be read, or names an op or a backend that does not exist.
+    """
     request = current_request()
     choices = check(request.spec, "GLA_BACKEND")
     rows = [{"op": op, "request": str(choice), "source": choice.source} for op, choice in choices.items()]

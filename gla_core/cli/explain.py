@@ -24,7 +24,8 @@ def explain(call: OpCall, backend: str | None, measure: bool, as_json: bool) -> 
     """Prints which backend would run a call; returns whether any can.
 
     Raises:
-        ValueError, LookupError: a request that cannot be read or met; a call that cannot be measured here.
+        ValueError, LookupError: the request cannot be read, or names an op or a backend that does not exist; or the
+            call cannot be measured here.
     """
     explanation = explain_call(call, current_request(backend))
     if measure:

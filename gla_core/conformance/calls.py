@@ -31,7 +31,7 @@ from gla_core.workloads.inputs import (
 
 Named = dict[str, Tensor]
 Loss = tuple[Tensor, Tensor]
-"""The gradients do and dstate with which a backward begins."""
+"""The gradients do and dstate of the results, from which a backward starts."""
 
 CHECKPOINT_EVERY = 64
 CHUNK_LEAVES = ("q", "k", "v", "g", "initial_state")
@@ -45,13 +45,17 @@ def chunk(case: Case, **changes: object) -> GlaInputs:
 
 
 def tokens(x: GlaInputs, start: int | None, stop: int | None, initial_state: Tensor | None = None) -> GlaInputs:
-    """Returns the inputs of the tokens `start` to `stop`, with a state of their own."""
+    """Returns the inputs of the tokens `start` to `stop`, with the given initial state and without cu_seqlens."""
     parts = {name: None if (y := getattr(x, name)) is None else y[:, start:stop] for name in "qkvg"}
     return dataclasses.replace(x, **parts, initial_state=initial_state, cu_seqlens=None)
 
 
 def in_two(x: GlaInputs, cut: int) -> tuple[tuple[Tensor, GlaInputs], tuple[Tensor, GlaInputs]]:
-    """Cuts every sequence after `cut` tokens; returns row numbers and inputs of the first slices, and of the rest."""
+    """Cuts every sequence after `cut` tokens.
+
+    Returns:
+        The row numbers and the inputs of the tokens before the cuts, and the same for the tokens after them.
+    """
     spans = [(0, x.q.shape[1])] if x.cu_seqlens is None else list(itertools.pairwise(x.cu_seqlens.tolist()))
     cuts = [min(start + cut, end) for start, end in spans]
     early = [(start, middle) for (start, _), middle in zip(spans, cuts, strict=True)]
@@ -76,14 +80,14 @@ def forward(x: GlaInputs, request: str, scale: float | None = None) -> Named:
 
 
 def training_request(backend: Backend, op: str = "chunk_gla_fwd") -> str:
-    """Returns a request for the backend: for an op and its backward if it implements them, else the reference."""
+    """Returns a request: the backend for an op and its backward if it implements them, the reference for all else."""
     spec = _public(op)
     own = [f"{name}={backend.name}" for name in (spec.name, spec.backward) if name in backend.ops]
     return ";".join([*own, "*=reference"])
 
 
 def gradients(x: GlaInputs, request: str, wanted: tuple[str, ...] = CHUNK_LEAVES, loss: Loss | None = None) -> Named:
-    """Returns the gradients, by autograd, of the given inputs in `wanted`; `loss` defaults to `loss_gradients`."""
+    """Computes gradients by autograd for inputs in `wanted` that are not None; `loss` defaults to `loss_gradients`."""
     leaves = {name: getattr(x, name) for name in wanted if getattr(x, name) is not None}
     leaves = {name: y.detach().requires_grad_() for name, y in leaves.items()}
     y = dataclasses.replace(x, **leaves)
@@ -119,7 +123,7 @@ def backward(
     checkpoints: Tensor | None = None,
     every: int | None = None,
 ) -> Named:
-    """Returns the results of the op chunk_gla_bwd, without autograd, for the inputs that are given."""
+    """Calls the op chunk_gla_bwd without autograd; returns the gradients of the inputs that are not None."""
     args = (x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens, checkpoints, every, do, dstate)
     found = zip(CHUNK_LEAVES, torch.ops.gla.chunk_gla_bwd.default(*args, backend=backend.name), strict=True)
     return {f"d{name}": d for name, d in found if getattr(x, name) is not None}
@@ -156,13 +160,14 @@ def oracle_gradients(x: GlaInputs, loss: Loss | None = None) -> Named:
     leaves = {name: y.detach().double().requires_grad_() for name, y in leaves.items()}
     y = dataclasses.replace(x, **leaves)
     outs = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
-    outs = tuple(out + 0 * sum(leaf.sum() for leaf in leaves.values()) for out in outs)  # T = 0 uses no input
+    # with T = 0 the results use no input, and autograd would raise an error
+    outs = tuple(out + 0 * sum(leaf.sum() for leaf in leaves.values()) for out in outs)
     seeds = tuple(d.double() for d in loss or loss_gradients(x))
     found = torch.autograd.grad(outs, list(leaves.values()), seeds)
     return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
 
 
-# ---- large chunk_gla: the reference in float64 is the judge, one row of the batch at a time so that it fits into
+# ---- large chunk_gla: the reference in float64 gives the expected results, one row of the batch at a time to save
 # memory
 
 
@@ -179,7 +184,7 @@ def reference_gradients(x: GlaInputs) -> Named:
 
 
 def _rows(x: GlaInputs) -> list[slice]:
-    """Returns the rows of the batch, each with its own state. Packed sequences are one row with all their states."""
+    """Returns a slice for each row of the batch and its state. Packed sequences are one row with all their states."""
     B = len(x.q)
     return [slice(None)] if B == 1 else [slice(b, b + 1) for b in range(B)]
 
@@ -197,7 +202,7 @@ def _joined(rows: list[Named]) -> Named:
 
 
 def summary(case: Case, backwards: bool = False, **changes: object) -> dict[str, Any]:
-    """Returns the arguments of the op chunk_gla_summary: left and right are k and v, or backwards q and do."""
+    """Returns the arguments of the op chunk_gla_summary: left and right are k and v, or q and do if `backwards`."""
     x = chunk(case, **changes)
     left, right = (x.q, loss_gradients(x)[0]) if backwards else (x.k, x.v)
     return {"left": left, "right": right, "g": x.g, "cu_seqlens": x.cu_seqlens, "backwards": backwards}
@@ -277,7 +282,7 @@ def torch_op(case: Case, request: str, inplace: bool = False) -> tuple[Any, tupl
 
 
 def given(case: Case, **changes: object) -> dict[str, Any]:
-    """Returns the arguments of the public function by name; they ask for the final state if the function has one."""
+    """Returns the arguments of the public function by name, with `output_final_state=True` if it has that."""
     found = arguments(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
     return found | ({"output_final_state": True} if "output_final_state" in _public(case.op).parameters else {})
 
@@ -301,13 +306,13 @@ def with_gradients(op: str, given: dict[str, Any], run: Callable[[dict[str, Any]
 
 
 def differentiable(op: str, given: dict[str, Any]) -> list[str]:
-    """Returns the names of the arguments that are given and that the public function takes a gradient of."""
+    """Returns the names of the differentiable arguments of the public function that are not None."""
     names = [a.public or a.name for a in _public(op).arguments if a.differentiable]
     return [name for name in names if given.get(name) is not None]
 
 
 def autocast_dtype(case: Case) -> torch.dtype:
-    """Returns the dtype in which an op computes under autocast to the dtype of a case."""
+    """Returns the dtype in which the op of a case computes under autocast with the dtype of the case."""
     return torch.float32 if _public(case.op).autocast_in_float32 else case.dtype
 
 
@@ -318,7 +323,7 @@ def cast(op: str, given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _public(op: str) -> OpSpec:
-    """Returns the op that an op's public function runs."""
+    """Returns the op that the public function of `op` runs."""
     return PUBLIC_OPS[ABSTRACT_OPS[op].public]
 
 
@@ -350,13 +355,13 @@ def repeated(x: Tensor, *dimensions: int) -> Tensor:
 
 @contextmanager
 def poisoned(can: Capabilities, device: str) -> Iterator[None]:
-    """Fills memory that is not written with NaN.
+    """Fills uninitialised memory with NaN, so that a result that is not fully written shows it.
 
-    For a deterministic backend PyTorch fills every new tensor. For others NaN is only in freed memory that is used
-    again.
+    For a deterministic backend, PyTorch fills every new tensor. For other backends, only freed memory that is used
+    again holds NaN.
     """
     fill_freed_memory(float("nan"), device)
-    if not can.deterministic:  # use_deterministic_algorithms would refuse it
+    if not can.deterministic:  # refused under use_deterministic_algorithms
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -372,7 +377,7 @@ def poisoned(can: Capabilities, device: str) -> Iterator[None]:
 
 
 def fill_freed_memory(value: float, device: str) -> None:
-    """Leaves `value` behind in freed memory of many sizes."""
+    """Fills memory blocks of many sizes with `value`, and frees them."""
     held = [torch.full((1 << size,), value, device=device) for size in range(4, 19) for _ in range(2)]
     del held
 

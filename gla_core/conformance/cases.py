@@ -1,7 +1,6 @@
 """The cases of a backend: its ops, its dtypes, and the workloads that its capabilities allow.
 
-A workload that they do not allow becomes a refusal: the call is still made, and the backend has to refuse it with a
-reason.
+A workload that they exclude becomes a refusal: the call is still made, and has to be refused with a reason.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ AT_SIZE = frozenset({"train", "prefill", "decode", "long"})
 Dtypes = Literal["every", "one", "in_turn", "half", "no_float64"]
 """The declared dtypes in which a test runs a workload.
 
-one: a single one, for properties that do not depend on it. in_turn: one per workload, every dtype in turn; a CUDA
-device is fast and uses all of them. half: only bfloat16, or float16 if bfloat16 is not declared. no_float64: every
-dtype but float64.
+every: all of them. one: a single dtype, for properties that do not depend on it. in_turn: one dtype per workload,
+every dtype in turn; a CUDA device is fast and uses all of them. half: only bfloat16, or float16 if bfloat16 is not
+declared. no_float64: every dtype but float64.
 """
 
 EVERY_OP = tuple(ABSTRACT_OPS)
@@ -43,7 +42,7 @@ WRITING = tuple(name for name, spec in ABSTRACT_OPS.items() if any(result.writte
 
 
 def differentiated(op: str) -> str:
-    """Returns the op whose cases judge the gradients of a public function: its backward, or without one the forward."""
+    """Returns the op whose cases judge the gradients of `op`: its backward if it has the same public op, else `op`."""
     backward = ABSTRACT_OPS[op].backward
     is_its_own = backward is not None and ABSTRACT_OPS[backward].public == ABSTRACT_OPS[op].public
     return backward if backward is not None and is_its_own else op
@@ -53,7 +52,7 @@ DIFFERENTIATED = tuple(differentiated(op) for op in FORWARDS if ABSTRACT_OPS[op]
 
 
 def over(ops: str | tuple[str, ...], *names: str, **conditions: object) -> pytest.MarkDecorator:
-    """Marks a test with an op, or several ops, and with the arguments of `cases` that select the cases it runs on."""
+    """Marks a test with one or several ops, and with the arguments of `cases` that select its cases."""
     return pytest.mark.over(ops, *names, **conditions)
 
 
@@ -77,7 +76,7 @@ class Case:
         return [f"in {short(self.dtype)}", *facts(self.describe(), self.workload.sizes)]
 
     def describe(self) -> OpCall:
-        """Returns the case as the `OpCall` that the core would describe."""
+        """Returns the `OpCall` by which the core would describe the case."""
         place = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
         asked = {"needs_grad": self.needs_grad, "deterministic": self.deterministic, "checkpoints": self.checkpoints}
         return describe(self.op, {**self.workload.sizes, "dtype": self.dtype}, place, **asked)
@@ -88,7 +87,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def dtypes_of(can: Capabilities) -> list[torch.dtype]:
-    """Returns the declared dtypes, with float32 first: the most exact one that every device has."""
+    """Returns the declared dtypes. float32 comes first: it is the most exact dtype that every device has."""
     return sorted(can.dtypes, key=lambda d: (d != torch.float32, DTYPES.index(d)))
 
 
@@ -108,15 +107,15 @@ def cases(
     """Returns the cases of an op that the backend's capabilities allow.
 
     Args:
-        names: only these workloads.
-        tag: only workloads with this tag.
+        names: names of workloads; without names, every workload.
+        tag: a tag that the workloads must have; None selects the small workloads.
         also: another op that the backend must implement.
         dtypes: the dtypes of each workload, see `Dtypes`.
-        requires: no case if the backend does not claim this capability, such as deterministic. With cuda_graphs only
-            workloads with something to compute: a graph of nothing cannot be captured.
-        at_size: only the large workloads, each in its own dtype, and only on a CUDA device.
-        cuda: only on a CUDA device.
-        forms: the fewest cases in which each optional argument is given once and left out once.
+        requires: a capability, such as deterministic; a backend that does not declare it has no case. cuda_graphs
+            excludes workloads with nothing to compute, because an empty graph cannot be captured.
+        at_size: whether to return only the large workloads, each in its own dtype, and only on a CUDA device.
+        cuda: whether there are cases only on a CUDA device.
+        forms: whether to keep only a few cases, which together give each optional argument and leave it out.
     """
     can = backend.can(op)
     is_backward = any(spec.backward == op for spec in ABSTRACT_OPS.values())
@@ -152,7 +151,7 @@ def _with_dtypes(
 
 
 def _of_each_form(found: Iterable[Case]) -> list[Case]:
-    """Returns the cases that give or leave out an argument for the first time."""
+    """Returns the cases with a form, see `facts.forms`, that no earlier case has."""
     seen: set[str] = set()
     kept = []
     for case in found:
@@ -164,7 +163,7 @@ def _of_each_form(found: Iterable[Case]) -> list[Case]:
 
 
 def refusals(backend: Backend, device: str) -> list[Case]:
-    """Returns cases that the capabilities exclude: one for each way in which they can exclude a call."""
+    """Returns the calls that the capabilities exclude, among calls that differ in workload, dtype, device or a flag."""
     return [case for op in ABSTRACT_OPS for case in _tried(backend, device, op) if excluded(backend, case)]
 
 
@@ -174,7 +173,10 @@ def excluded(backend: Backend, case: Case) -> str | None:
 
 
 def fitted(workload: Workload, can: Capabilities) -> Workload:
-    """Returns the workload, or a copy with widths that the backend supports: the next smaller ones if there are any."""
+    """Returns the workload, or a copy with declared widths.
+
+    A width that is not declared becomes the next smaller one, or the smallest if none is smaller.
+    """
     sizes = workload.sizes
     if "K" not in sizes:
         return workload

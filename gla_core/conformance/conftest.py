@@ -23,7 +23,10 @@ Measure = Callable[..., None]
 KEPT = 2**30
 """Bytes of a device's memory that PyTorch may keep for later cases; other processes of a run may need the rest."""
 EXAMINED = 2**20
-"""Largest number of elements of a wrong result that is examined element by element; start with smaller cases."""
+"""Largest number of elements of a wrong result that is examined element by element.
+
+For larger results, start with smaller cases.
+"""
 
 _backend = pytest.StashKey[Backend]()
 _device = pytest.StashKey[str]()
@@ -90,7 +93,7 @@ def device(pytestconfig: pytest.Config) -> str:
 
 @pytest.fixture
 def measure(record_property: Callable[[str, object], None], request: pytest.FixtureRequest) -> Measure:
-    """Returns a function that compares tensors with expected ones, records each error, and fails over budget."""
+    """Returns a function that compares tensors with expected ones, records each error, and fails above the budget."""
     case = request.node.callspec.params.get("case")
 
     def measure(out: dict[str, Tensor], expected: dict[str, Tensor], budget: float) -> None:

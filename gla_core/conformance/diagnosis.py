@@ -36,7 +36,7 @@ def diagnosis(rows: Sequence[Row], command: str) -> list[str]:
 
     Args:
         rows: all cases of a run.
-        command: what runs the kit on this backend, such as "gla conformance mine".
+        command: the command that runs the kit on this backend, such as "gla conformance mine".
     """
     failed = [row for row in rows if row["outcome"] == "failed"]
     if not failed:
@@ -59,9 +59,10 @@ def diagnosis(rows: Sequence[Row], command: str) -> list[str]:
 
 
 def experiment(rows: Iterable[Row], culprits: Iterable[Row]) -> tuple[list[Row], list[Row]]:
-    """Returns the failed and the passed cases of the most telling property: one that has both, on the most workloads.
+    """Returns the failed and the passed cases of the most telling property.
 
-    Cases with nothing to compute do not count as passed.
+    This is the property with the most workloads, among those with a passed case if there are any. Cases with nothing
+    to compute do not count as passed.
     """
     failed, passed = defaultdict(list), defaultdict(list)
     for row in culprits:
@@ -72,7 +73,7 @@ def experiment(rows: Iterable[Row], culprits: Iterable[Row]) -> tuple[list[Row],
 
     def tells(name: str) -> tuple:
         workloads = {(row["workload"], row["dtype"]) for row in failed[name] + passed[name]}
-        return bool(passed[name]), len(workloads), -len(name)  # among equals, prefer "values", the plainest property
+        return bool(passed[name]), len(workloads), -len(name)  # among equals the shortest name: prefers "values"
 
     name = max(failed, key=tells)
     return failed[name], passed[name]
@@ -93,7 +94,7 @@ def _place(op: str | None) -> int:
 
 
 def _cause(op: str, worst: str, culprits: Sequence[Row], failed: Sequence[Row]) -> str:
-    """Returns the fault of the first op to mend, unless its values are wrong and no other op fails."""
+    """Returns the fault to mend first, or an empty text if wrong values of this op are the only failures."""
     quantities = ", ".join(dict.fromkeys(wrong["quantity"] for row in culprits for wrong in row["wrong"]))
     (reason, _), *_ = Counter(complaint(row).removeprefix(f"{op}: ") for row in culprits).most_common(1)
     text = {
@@ -110,7 +111,7 @@ def _cause(op: str, worst: str, culprits: Sequence[Row], failed: Sequence[Row]) 
 
 
 def _in_common(rows: Sequence[Row], failed: Sequence[Row], passed: Sequence[Row]) -> str:
-    """Returns the facts that tell failed cases of a property from passed ones, and whether other properties fail."""
+    """Names facts that distinguish failed cases of a property from passed ones, and says if other properties fail."""
     name = property_of(failed[0])
     broken = dict.fromkeys(property_of(row) for row in rows if row["outcome"] == "failed")
     whole = {property_of(row) for row in rows} - set(broken)

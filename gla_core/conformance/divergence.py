@@ -15,7 +15,10 @@ from gla_core.conformance.tolerances import number
 from gla_core.ops import ABSTRACT_OPS
 
 CLEARLY = 10
-"""Number of budgets by which an element counts as wrong; rounding puts single elements above the budget of a norm."""
+"""An element counts as wrong if its error exceeds this number of budgets.
+
+A budget is for the norm of a result. Rounding alone puts single elements above it.
+"""
 CONSTANT = 0.01
 """Largest spread of ratios that count as one constant ratio."""
 WORDS = {"B": "batch row", "N": "sequence", "P": "state", "T": "token", "Tq": "query", "Tk": "key", "H": "head"}
@@ -23,13 +26,14 @@ WORDS |= {"Hq": "head", "K": "column of K", "V": "column of V", "n": "checkpoint
 
 
 def divergence(quantity: str, out: Tensor, ref: Tensor, budget: float, case: Case | None) -> dict[str, Any]:
-    """Returns the facts about a result that is over its budget, as JSON values.
+    """Describes a result that is over its budget, as JSON values.
 
     Returns:
-        quantity: its name. finite: whether all numbers are finite that should be.
+        quantity: the name of the result. finite: whether it is finite wherever the expected result is.
         at, found, expected: the first wrong place and the numbers there.
-        ratio: found / expected if it is constant, else None. hint: the step of the op that would give that ratio.
-        everywhere: whether all numbers are wrong.
+        ratio: found / expected if it is constant and not 1, else None.
+        hint: a question about the step of the op that would give this ratio, or None.
+        everywhere: whether more than 90% of the numbers are wrong, not counting those expected to be 0 or not finite.
     """
     out, ref = out.detach().double(), ref.detach().double()
     wrong = _wrong(out, ref, budget)
@@ -60,7 +64,7 @@ def _wrong(out: Tensor, ref: Tensor, budget: float) -> Tensor:
 
 
 def _ratio(out: Tensor, ref: Tensor) -> float | None:
-    """Returns the ratio of `out` to `ref`, if it is the same for all of the larger numbers."""
+    """Returns the ratio of `out` to `ref` if it is the same for all of the larger numbers and not 1, else None."""
     large = ref.isfinite() & (ref.abs() > 0.1 * ref[ref.isfinite()].abs().mean())
     if large.sum() < 2 or not out[large].isfinite().all():
         return None
@@ -71,7 +75,7 @@ def _ratio(out: Tensor, ref: Tensor) -> float | None:
 
 
 def _hint(ratio: float | None, case: Case | None) -> str | None:
-    """Returns a question that names the step of the op that would give this ratio."""
+    """Returns a question about the step of the op that would give this ratio, or None."""
     if ratio is None:
         return None
     dims = case.describe().dims if case is not None else {}
@@ -85,7 +89,10 @@ def _hint(ratio: float | None, case: Case | None) -> str | None:
 
 
 def _place(quantity: str, index: tuple[int, ...], shape: tuple[int, ...], case: Case | None) -> str:
-    """Returns an index in words, such as "sequence 3, token 0, head 1"; the column is left out."""
+    """Returns an index in words, such as "sequence 3, token 0, head 1".
+
+    Columns are left out unless the index has fewer than three numbers.
+    """
     names = _dimensions(quantity, case)
     if case is None or len(names) != len(index):
         return f"index {list(index)}" if index else "the only number"
@@ -101,7 +108,7 @@ def _place(quantity: str, index: tuple[int, ...], shape: tuple[int, ...], case: 
 
 
 def _in_its_sequence(row: int, lengths: tuple[int, ...]) -> dict[str, int]:
-    """Returns the sequence, and the token in it, to which a row of packed sequences belongs."""
+    """Returns the sequence to which a row of packed sequences belongs, and the index of the token in it."""
     for i, (start, end) in enumerate(itertools.pairwise(itertools.accumulate(lengths, initial=0))):
         if start <= row < end:
             return {"sequence": i, "token": row - start}

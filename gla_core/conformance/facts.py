@@ -1,6 +1,6 @@
 """Facts of a call in a few words each, such as "with cu_seqlens" or "with K > 1".
 
-They give the calls that cover all forms of an op's arguments, and the diagnosis of a failed run.
+They serve to choose calls that cover all forms of an op's arguments, and to diagnose a failed run.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from gla_core.ops.spec import GATE, INDICES, OFFSETS, STATE, Argument
 
 ALONG_TIME = {"T": "tokens", "Tq": "queries", "Tk": "keys"}
 ALIGNED = 16
-"""Widths that are a multiple of it suit every kernel."""
+"""Multiples of this width suit every kernel."""
 
 
 def forms(call: OpCall, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the optional arguments that the call of a workload gives, and whether its queries are grouped."""
+    """Yields which optional arguments a workload's call gives or leaves out, and whether its queries are grouped."""
     for argument in ABSTRACT_OPS[call.op].arguments:
         given = _given(argument, call, sizes)
         if given is not None:
@@ -54,7 +54,7 @@ def is_empty(call: OpCall) -> bool:
 
 
 def _given(argument: Argument, call: OpCall, sizes: Mapping[str, Any]) -> str | None:
-    """Returns the argument as the call gives it, "" if it is left out, None if no workload decides that."""
+    """Returns the argument in words if the call gives it, "" if it leaves it out, None if workloads do not decide."""
     given = {
         GATE: call.gate_dtype is not None,
         STATE: call.state_dtype is not None,

@@ -20,10 +20,10 @@ def chunk_gla(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the GLA recurrence over tokens.
+    """Runs the GLA recurrence over tokens, in float64.
 
     Args:
-        As in `gla_core.chunk_gla`, of any dtype and device; computed in float64.
+        Arguments of `gla_core.chunk_gla`, with any dtype and on any device.
 
     Returns:
         o [B, T, Hq, V] and the final state [N, H, K, V], both float64. o is 0 in rows that belong to no sequence.
@@ -51,7 +51,7 @@ def chunk_gla_checkpoints(
     cu_seqlens: Tensor | None,
     every: int,
 ) -> Tensor:
-    """Returns the states before every `every`-th token of a sequence [B, n, H, K, V], in float64; unused rows are 0."""
+    """Returns the states [B, n, H, K, V] before every `every`-th token of a sequence, in float64; unused rows are 0."""
     T = q.shape[1]
     if cu_seqlens is None:
         ends = range(0, T, every)
@@ -104,11 +104,11 @@ def chunk_gla_summary(
 def recurrent_gla_step(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, state: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes one token in the given dtype; returns o [B, Hq, V] and the new state.
+    """Computes one token in the dtype of the arguments; returns o [B, Hq, V] and the new state.
 
     Args:
         q: [B, Hq, K]. k: [B, H, K]. v: [B, H, V]. state: [B, H, K, V].
-        alpha: the forget gate, not its log [B, H, K].
+        alpha: [B, H, K], the forget gate exp(g), not its logarithm g.
     """
     state = _next_state(k, v, alpha, state)
     return _read(q, state, scale), state
@@ -153,7 +153,7 @@ def _packed_chunk_gla(
     initial_state: Tensor | None,
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Computes each sequence on its own; rows before the first and after the last belong to no sequence."""
+    """Computes each sequence on its own. o is 0 in the rows before the first sequence and after the last."""
     o, states = [_zero_rows(q, v, int(cu_seqlens[0]))], [_zero_state(q, k, v)[:0]]
     for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         gate = None if g is None else g[:, a:b]

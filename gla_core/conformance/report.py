@@ -43,7 +43,8 @@ class Report:
     """A pytest plugin that collects the outcome of every case, prints a table, and writes JSON if asked.
 
     Args:
-        path: file to write: a summary, or, if it ends in .jsonl, a line for every case.
+        path: file to write. It gets a line for every case if its name ends in .jsonl, else a summary. None means no
+            file.
         commit: source revision to note in the summary.
 
     Raises:
@@ -147,7 +148,7 @@ def _plain(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, bool]]]:
 
 
 def _not_declared_in_short(backend: Backend) -> Iterator[str]:
-    """Yields the limits of the capabilities: a line for the ops, one for common limits, one for each op."""
+    """Yields the limits of the capabilities: a line for undeclared ops, one for common limits, one for each op."""
     ops = [op for op in OP_PARAMETERS if op not in backend.ops]
     if ops:
         yield f"not declared: {', '.join(ops)} (calls of them are refused)"

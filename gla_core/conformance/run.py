@@ -1,4 +1,4 @@
-"""`gla conformance`: run the kit on a backend."""
+"""Runs the kit on a backend, for the command `gla conformance`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def run(
     """Runs the kit on a backend; prints pytest's output, the failures (a line each), a table and the verdict.
 
     Args:
-        name: name of a backend. device: cpu or cuda; by default cpu, unless the backend does not run there.
+        name: name of a backend. device: cpu or cuda. None means cpu, or cuda if the backend does not run on cpu.
         report: path of the JSON report. commit: source revision to note in it.
-        select: an expression over names of tests, workloads and dtypes, as pytest's -k.
+        select: an expression over names of tests, workloads and dtypes, like pytest's -k.
         module: a module of the kit, such as "test_chunk_gla". verbose: whether to print a line per case.
         options: further options for pytest, such as ("-n", "6").
 

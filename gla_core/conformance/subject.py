@@ -35,7 +35,7 @@ def sources(backend: Backend) -> list[str]:
 
 
 def _file(function: Callable) -> str:
-    function = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial, its function
+    function = inspect.unwrap(getattr(function, "func", function))  # the function of a functools.partial
     try:
         return inspect.getfile(function)
     except TypeError:  # compiled code, or a callable object

@@ -25,7 +25,7 @@ def counts(rows: list[Row]) -> dict[str, int]:
 
 
 def properties(rows: list[Row]) -> list[dict[str, Any]]:
-    """Returns, per op and property, the cases, failures and open cases, and the largest error beside its budget."""
+    """Returns, per op and property, the cases, failures, open cases, and the worst error relative to its budget."""
     return [
         {
             "op": group[0]["op"],
@@ -92,7 +92,7 @@ def ratio_text(error: dict[str, Any]) -> str:
 
 
 def finite(error: dict[str, Any]) -> dict[str, Any]:
-    """Returns the error as a JSON value: null if it is infinite or NaN."""
+    """Returns the error as JSON values: its number is None if it is infinite or NaN."""
     value = error["error"]
     return {**error, "error": value if value is not None and math.isfinite(value) else None}
 

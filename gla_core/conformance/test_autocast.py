@@ -37,7 +37,7 @@ from gla_core.conformance.tolerances import FORWARD, GRADIENT
 
 
 def same(can, budget):
-    """Returns the allowed difference of two runs on equal inputs."""
+    """Returns the budget for the difference between two runs on equal inputs."""
     return 0 if can.deterministic else 2 * budget
 
 
@@ -84,7 +84,7 @@ def test_autocast_of_gradients(backend, case, measure):
     measure(out, expected, same(backend.can(case.op), GRADIENT[dtype]))
 
 
-# ---- values under autocast beside the oracle
+# ---- values under autocast, compared with the oracle
 
 
 def by_hand(x, dtype):

@@ -68,7 +68,7 @@ def test_results_can_be_changed_in_place(backend, case):
 
 @over(FWD, at_size=True)
 def test_values_at_size(backend, case, measure):
-    """The judge is the reference in float64, one row of the batch at a time."""
+    """The reference in float64 gives the expected values, one row of the batch at a time."""
     x = chunk(case)
     measure(forward(x, backend.name), reference_forward(x), FORWARD[case.dtype])
 
@@ -119,7 +119,7 @@ def test_chunk_equals_steps(backend, case, measure):
 
 
 def packed_and_separate(x, backend):
-    """Returns the results of packed sequences, and the joined results of each sequence alone; without padding rows."""
+    """Returns the results of packed sequences without padding rows, and the joined results of each sequence alone."""
     spans = list(itertools.pairwise(x.cu_seqlens.tolist()))
     initial = [None if x.initial_state is None else x.initial_state[i : i + 1] for i in range(len(spans))]
     parts = [forward(tokens(x, *span, state), backend.name) for span, state in zip(spans, initial, strict=True)]
@@ -148,7 +148,7 @@ def test_packed_offsets_may_be_int32(backend, case, measure):
 
 
 def with_nan_in_padding(x, *more):
-    """Fills the rows that belong to no sequence with NaN, in place; returns the number of the first one."""
+    """Fills the rows that belong to no sequence with NaN, in place; returns the index of the first one."""
     end = int(x.cu_seqlens[-1])
     for y in (x.q, x.k, x.v, x.g, *more):
         y[:, end:] = torch.nan
@@ -262,7 +262,10 @@ def test_gradients(backend, case, measure):
 
 @over(BWD, at_size=True)
 def test_gradients_at_size(backend, case, measure):
-    """The judge is the reference in float64, one row of the batch at a time; without checkpoints and with its own."""
+    """The reference in float64 gives the expected gradients, one row of the batch at a time.
+
+    The backward runs without checkpoints, and then with the checkpoints of the reference.
+    """
     x = chunk(case)
     loss, expected = loss_gradients(x), reference_gradients(x)
     measure(backward(x, backend, *loss), expected, GRADIENT[case.dtype])
@@ -442,7 +445,7 @@ GATES = {
 @over(BWD, "short", "last_chunk_partial", "grouped", "packed", dtypes="in_turn")
 @pytest.mark.parametrize("gates", GATES)
 def test_gradients_of_every_gate(backend, case, gates, measure):
-    """Gates of one strength everywhere, and of mixed strengths.
+    """Checks gates of one strength everywhere, and gates of mixed strengths.
 
     If all gates are strong, dg is small beside q * dq and k * dk, which consist mostly of a token's own key and value.
     """

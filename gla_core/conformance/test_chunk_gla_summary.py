@@ -31,7 +31,7 @@ def check(out, expected, measure, budget):
     """Compares decays and states.
 
     Decays are factors of states, so their absolute error counts. No matrix product computes them, so their budget is
-    at most that of float32.
+    at most the budget of float32.
     """
     decays = ({"decay": 1 + x["decay"].double()} for x in (out, expected))
     measure(*decays, min(budget, FORWARD[torch.float32]))
@@ -51,7 +51,7 @@ def test_values(backend, case, backwards, measure, layout):
 @both_directions
 @over(SUMMARY, at_size=True)
 def test_values_at_size(backend, case, backwards, measure):
-    """The judge is the reference in float64, one row of the batch at a time."""
+    """The reference in float64 gives the expected values, one row of the batch at a time."""
     x = summary(case, backwards)
     parts = []
     for b in range(len(x["left"])):

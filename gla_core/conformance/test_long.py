@@ -1,4 +1,4 @@
-"""Errors that show only far along: thousands of tokens, keys, queries or columns, narrow enough for a CPU."""
+"""Errors that show only after thousands of tokens, keys, queries or columns, in calls narrow enough for a CPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gla_core.conformance.tolerances import FORWARD, GRADIENT
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = "half" if INTERPRETED else "one"
-"""Interpreted Triton kernels take milliseconds per token, least in half precision."""
+"""Interpreted Triton kernels take milliseconds per token, and the fewest in half precision."""
 
 
 def long_inputs(case):
@@ -40,7 +40,7 @@ def long_inputs(case):
 
 
 def with_ends(out):
-    """Returns the results and, as results of their own, both ends: a norm over all tokens hides errors in a few.
+    """Returns the results, and both ends as further results: a norm over all tokens hides errors in a few.
 
     A forward goes wrong at the last tokens, and a backward also at the first ones.
     """
@@ -74,7 +74,7 @@ def test_gradients_of_long_sequence(backend, case, measure):
 
 @over("chunk_gla_summary", tag="narrow", dtypes=DTYPES)
 def test_summary_of_long_sequence(backend, case, measure):
-    """Without gates every token counts; with gates only the last tokens, or backwards the first ones, would."""
+    """Without gates every token counts. With gates only the last tokens would count, or backwards the first ones."""
     changes = {"T": long_inputs(case).q.shape[1], "gates": "none"}
     for x in (summary(case, **changes), summary(case, backwards=True, **changes)):
         measure(run_summary(x, backend.name), {"state": expected_summary(x)["state"]}, FORWARD[case.dtype])

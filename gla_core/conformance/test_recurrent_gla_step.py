@@ -56,7 +56,10 @@ def guarded_pool(case):
 @over(STEP, dtypes="in_turn")
 @pytest.mark.parametrize("skipped", [-1, -2, 6, 8])
 def test_inplace_writes_only_addressed_rows(backend, case, skipped, measure):
-    """Row 5 is not addressed. An index outside the pool skips its row: the row writes nothing, and its o is 0."""
+    """States that no index addresses do not change.
+
+    An index outside the pool skips its row: the row writes nothing, and its o is 0.
+    """
     x, memory = guarded_pool(case)
     if len(x["q"]) > 1:
         x["state_indices"][1] = skipped

@@ -42,7 +42,7 @@ def test_results_can_be_changed_in_place(backend, case):
 
 @over(ATTENTION, at_size=True)
 def test_values_at_size(backend, case, measure):
-    """The judge computes one row of the batch and one query head at a time, so that the scores fit into memory."""
+    """The oracle computes one row of the batch and one query head at a time, so that the scores fit into memory."""
     q, k, v, causal = attention(case)
     groups = q.shape[2] // k.shape[2]
     out = run_attention(q, k, v, causal, backend.name)
@@ -66,7 +66,7 @@ def test_scale(backend, case, scale, measure):
 
 @over(ATTENTION, "small", "grouped")
 def test_a_query_without_keys(backend, case, measure):
-    """With more queries than keys the first queries see no key: their o is NaN and their lse -inf."""
+    """With more queries than keys the first queries see no key: their o is NaN and their lse is -inf."""
     q, k, v, _ = attention(case)
     k, v = k[:, :-7], v[:, :-7]
     out = run_attention(q, k, v, True, backend.name)
@@ -77,7 +77,7 @@ def test_a_query_without_keys(backend, case, measure):
 
 @over(ATTENTION, "small", "not_causal")
 def test_large_scores(backend, case, measure):
-    """Scores of several hundred, whose exponentials overflow unless the maximum is subtracted."""
+    """Checks scores of several hundred, whose exponentials overflow unless the maximum is subtracted."""
     q, k, v, causal = attention(case)
     q = 100 * q
     measure(run_attention(q, k, v, causal, backend.name), expected_attention(q, k, v, causal), FORWARD[case.dtype])

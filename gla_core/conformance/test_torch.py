@@ -29,7 +29,10 @@ def copied(args):
 
 
 def amid_others(op, request, **options):
-    """Returns the public function, in a graph with another operation, as a function of its arguments by name."""
+    """Returns a function of the arguments by name that multiplies the first by 1.0 and calls the public function.
+
+    A graph of it also holds an operation that is not the op.
+    """
 
     def function(arguments):
         first = next(iter(arguments))

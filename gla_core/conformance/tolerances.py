@@ -1,4 +1,4 @@
-"""Error budgets: norm of out - ref over norm of ref, where ref is the float64 recurrence on the same inputs."""
+"""Error budgets. An error is the norm of out - ref over the norm of ref, the float64 result for the same inputs."""
 
 from __future__ import annotations
 

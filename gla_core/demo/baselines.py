@@ -1,4 +1,4 @@
-"""Baselines that the model should beat: two models that count bytes. With n the counts in the training text of N bytes,
+"""Two baselines that count bytes, which the model should beat. With n the counts in a training text of N bytes,
 
     unigram   p(b)     = (n(b) + 1) / (N + 256)
     bigram    p(b | a) = (n(a, b) + p(b)) / (n(a) + 1)
@@ -21,7 +21,7 @@ def unigram(text: Tensor) -> Tensor:
 
 
 def bigram(text: Tensor) -> Tensor:
-    """Returns the probabilities [256, 256] (float64) of a byte after another: row a holds p(. | a)."""
+    """Returns the probabilities [256, 256] (float64) of a byte given the byte before it: row a holds p(. | a)."""
     pairs = text[:-1].long() * BYTES + text[1:].long()
     counts = torch.bincount(pairs, minlength=BYTES * BYTES).double().view(BYTES, BYTES)
     return (counts + unigram(text)) / (counts.sum(1, keepdim=True) + 1)

@@ -76,7 +76,7 @@ def text_files(root: Path) -> list[Path]:
 
 def _is_text(path: Path) -> bool:
     with path.open("rb") as file:
-        return b"\0" not in file.read(8000)  # the rule of git
+        return b"\0" not in file.read(8000)  # git's rule for binary files
 
 
 def source_files(root: Path) -> list[Path]:

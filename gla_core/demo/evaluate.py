@@ -1,4 +1,4 @@
-"""Evaluation on held-out text, in both forms of the model, and generation."""
+"""Evaluates the model on held-out text in both of its forms, and generates text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A language model over bytes, built from gated linear attention: a GLA model with nothing that it could do without.
+"""A language model over bytes, built from gated linear attention and as little else as possible.
 
     x = embedding[bytes]
     x = x + gated_linear_attention(norm(x))        per block: mix along time
@@ -24,7 +24,7 @@ from gla_core.nn import GatedLinearAttention, GLAState
 BYTES = 256
 
 States = list[GLAState]
-"""One state for each block."""
+"""A state for each block."""
 
 
 class LanguageModel(nn.Module):
@@ -33,7 +33,7 @@ class LanguageModel(nn.Module):
     Args:
         width: D, a multiple of 2 * heads.
         blocks: number of blocks.
-        heads: number of heads of each gated linear attention; all keys together are D/2 wide, all values D.
+        heads: number of heads of each gated linear attention; all their keys together are D/2 wide, all values D.
         mlp_width: width of the inner layer of each MLP, 2 D by default.
 
     Example:
@@ -80,7 +80,7 @@ class LanguageModel(nn.Module):
 
 
 class Block(nn.Module):
-    """Gated linear attention followed by a gated MLP; each reads a normed copy of x, and its result is added to x."""
+    """Gated linear attention followed by a gated MLP; each reads a normed copy of x and adds its result to x."""
 
     def __init__(self, width: int, heads: int, mlp_width: int) -> None:
         super().__init__()

@@ -22,12 +22,12 @@ from gla_core.terminal import print_explanation
 
 EVALUATED = 2**17  # number of bytes of held-out text
 COMPARED = 512  # number of bytes that both forms evaluate
-TOLERANCE = 1e-3  # for a logit; float32 rounding gives about 2e-5
+TOLERANCE = 1e-3  # largest difference of logits; float32 rounding gives about 2e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of the command line; without steps or seconds the training takes the time in `SETTINGS`."""
+    """The options of the command line. Without steps and seconds, the training takes the time in `SETTINGS`."""
 
     device: torch.device
     steps: int | None = None

@@ -1,4 +1,4 @@
-"""Training: random windows of text, AdamW, and a learning rate that follows the budget of seconds or steps."""
+"""Trains a model: random windows of text, AdamW, and a learning rate that follows the budget of seconds or steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gla_core.demo.model import LanguageModel
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes of the model and of a training step, and the length of the training."""
+    """The sizes of the model and of a training step, and the length of the training."""
 
     width: int
     blocks: int
@@ -27,7 +27,7 @@ class Settings:
     seconds: float
 
 
-# Found by trial: the settings that learn most in the time, on two CPU cores and on one data-centre GPU.
+# Found by trial: these settings learn most in their time, on two CPU cores and on one data-centre GPU.
 SETTINGS = {
     "cpu": Settings(width=128, blocks=2, heads=4, window=256, batch=8, learning_rate=3e-3, seconds=100),
     "cuda": Settings(width=512, blocks=4, heads=8, window=512, batch=32, learning_rate=1e-3, seconds=40),
@@ -35,7 +35,7 @@ SETTINGS = {
 
 
 GRADIENT_NORM = 1.0
-"""Maximum norm of all gradients together; larger gradients are scaled down to it."""
+"""The maximum norm of all gradients together; larger gradients are scaled down to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def new_optimizer(model: LanguageModel) -> torch.optim.Optimizer:
 
 
 def learning_rate(peak: float, used: float) -> float:
-    """Returns the learning rate, which rises to `peak` in the first 5 % of the budget then falls to 0 on a cosine."""
+    """Returns the learning rate, which rises to `peak` in the first 5 % of the budget, then falls to 0 on a cosine."""
     warmup = 0.05
     if used < warmup:
         return peak * max(used / warmup, 0.02)

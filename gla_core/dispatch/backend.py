@@ -1,16 +1,18 @@
 """The contract between the core and a backend. A backend imports this module and nothing else of the core.
 
-A backend is a value: a name, a version, a mapping from abstract op names to functions, and data that says where these
-functions work. A function names the arguments that it takes, as a hook of pluggy does: any of those that
-`OP_PARAMETERS` lists for its op, in any order. It has to take the required ones (`OP_REQUIRED`). A call that gives
-another argument a value other than its default is refused for this backend, so an op can gain an argument without a
-change of any backend. In place of a function an op may be a `Prepared`, which plans a call once for its signature.
+A backend is a value: a name, a version, a mapping from abstract op names to functions, and data that says which calls
+these functions can run. Like a pluggy hook, a function declares only the arguments that it takes: any of the arguments
+that `OP_PARAMETERS` lists for its op, in any order. It must take the required ones (`OP_REQUIRED`). The core refuses a
+call for a backend if an argument that the function does not take has a value other than its default. An op can
+therefore gain an argument without a change of any backend. An op may also be a `Prepared` instead of a function. It
+plans a call once for its signature.
 
-What arguments and results mean is documented in `gla_core/ops/<op>.py`. When a function is called, all arguments have
-been checked. The last dimension of every tensor is contiguous; of a state it may be the one before it, where
-`Capabilities.swapped_states` says so. `scale` is always a float, and autocast is off. Every tensor that is returned
-must be contiguous and in memory of its own: no input, and no view of another tensor. The core checks the results once
-for each signature.
+`gla_core/ops/<op>.py` documents the arguments and results. The core checks all arguments before it calls a function.
+The last dimension of every tensor is contiguous. In a state, the last but one may be contiguous instead if
+`Capabilities.swapped_states` is True. `scale` is always a float, and autocast is off. Every returned tensor must be
+contiguous and own its memory: it must not be an input or a view of another tensor. `recurrent_gla_step` has two
+exceptions: a state written in place is returned itself, and a new state may have swapped dimensions (`new_state`). The
+core checks the results once for each signature.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ _required: dict[str, frozenset[str]] = {}
 OP_PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(_parameters)
 """The parameters of each abstract op, in order; gla_core/ops declares them when it is imported."""
 OP_REQUIRED: Mapping[str, frozenset[str]] = MappingProxyType(_required)
-"""The parameters of each abstract op that every backend takes: those without a default, scale and dim."""
+"""The parameters of each abstract op that every backend takes: all without a default, and also scale and dim."""
 
 CHUNK = 64
-"""Tokens: sequences are cut into segments, and checkpoints are taken, at multiples of this number."""
+"""A number of tokens. Sequences are cut into segments, and checkpoints are taken, at multiples of it."""
 
 
 def declare_op(name: str, parameters: tuple[str, ...], required: frozenset[str]) -> None:
@@ -51,10 +53,10 @@ Reason = str
 
 
 class LaunchError(RuntimeError):
-    """Raised by a backend whose kernel cannot be launched here (too little shared memory, no compiler).
+    """A backend cannot launch its kernel here (too little shared memory, no compiler).
 
-    Under an `auto` request the core then takes the next backend and remembers the failure. Raise it before anything
-    has been written.
+    Under an `auto` request the core then takes the next backend and remembers the failure. A backend must raise this
+    error before it has written anything.
     """
 
 
@@ -63,22 +65,22 @@ class Capabilities:
     """The calls that a backend can run, as data. The core derives refusals from it.
 
     Attributes:
-        devices: torch device types, such as `{"cuda"}`; None for any.
-        dtypes: dtypes of q (or x) that are computed.
-        min_compute_capability: the least CUDA compute capability, such as (8, 0); not looked at on other devices.
-        key_widths, value_widths: widths K and V of a head that are computed, such as `range(16, 257, 16)`.
-        variable_length: packed sequences (`cu_seqlens`).
-        grouped_queries: more query heads than key/value heads.
-        gradients: the forward may be used where a gradient is needed, by this backend's backward or another's.
-        checkpoints: `chunk_gla_fwd` returns checkpoints where `checkpoint_every` is given.
-        swapped_states: states are taken as they are that lie in memory with their last two dimensions swapped, keys
-            contiguous in place of values. The new state of `recurrent_gla_step` is then to lie so as well: see
-            `new_state`; what other ops return is contiguous.
-        deterministic: the same inputs give the same bits. A backend that says False is refused under
+        devices: the torch device types, such as `{"cuda"}`; None means any.
+        dtypes: the dtypes of q (or x) that the backend computes.
+        min_compute_capability: the least CUDA compute capability, such as (8, 0); ignored on other devices.
+        key_widths, value_widths: the head widths K and V that the backend computes, such as `range(16, 257, 16)`.
+        variable_length: whether it takes packed sequences (`cu_seqlens`).
+        grouped_queries: whether there may be more query heads than key/value heads.
+        gradients: whether the forward may run if a gradient is needed. This backend or another computes the backward.
+        checkpoints: whether `chunk_gla_fwd` returns checkpoints if `checkpoint_every` is given.
+        swapped_states: whether it takes states whose last two dimensions are swapped in memory: keys are contiguous
+            instead of values. The new state of `recurrent_gla_step` must then be swapped as well (see `new_state`).
+            All other results are contiguous.
+        deterministic: whether the same inputs give the same bits. A backend with False is refused under
             `torch.use_deterministic_algorithms(True)`.
-        cuda_graphs: may be captured into a CUDA graph.
+        cuda_graphs: whether a call may be captured into a CUDA graph.
         batch_invariant: device types on which chunk_gla_fwd, chunk_gla_bwd and recurrent_gla_step, each a `Prepared`,
-            honour `OpCall.batch_invariant`. On other devices the core calls them for a segment of a sequence at a time.
+            honour `OpCall.batch_invariant`. On other devices the core calls them for one segment at a time.
     """
 
     devices: frozenset[str] | None = None
@@ -98,7 +100,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class KnownDevice:
-    """A CUDA device for which a call can be explained without the device."""
+    """A CUDA device for which a call can be explained on a machine that does not have it."""
 
     name: str
     multiprocessors: int
@@ -106,14 +108,14 @@ class KnownDevice:
 
 
 ALIGNMENT = 16
-"""Bytes: kernels load wide words, and TMA addresses tensors, at multiples of this number."""
+"""A number of bytes. Kernels load wide words, and TMA addresses tensors, at multiples of it."""
 
 
 class Layout(NamedTuple):
     """The layout of a tensor in memory.
 
     Attributes:
-        strides: in elements.
+        strides: the strides, in elements.
         aligned: whether its address is a multiple of `ALIGNMENT` bytes.
     """
 
@@ -141,27 +143,28 @@ class OpCall:
     """Describes a call before it runs: enough to refuse it, to plan it, or to predict its time. It holds no tensor.
 
     Attributes:
-        op: abstract op name.
+        op: name of the abstract op.
         device: device of every tensor of the call.
         dtype: dtype of q (or x).
         dims: sizes by name, as gla_core/ops/<op>.py lists them: B, T, H, Hq, K, V, N for `chunk_gla_fwd` and
             `chunk_gla_bwd`, rows and columns for `online_softmax`.
-        gate_dtype, state_dtype: dtype of g and of the state given, None where there is none.
+        gate_dtype, state_dtype: dtype of g and of the given state; None if there is none.
         variable_length: whether `cu_seqlens` is given.
-        longest: tokens of the longest packed sequence at most, as far as is said or supposed; None where nothing is.
+        longest: an upper bound on the length of the longest packed sequence. The user gives it, or a prediction
+            supposes it. None if there is no bound.
         indexed: whether `state_indices` are given.
         scalars: arguments that are neither tensors nor the scale, by name, such as causal or output_final_state.
         checkpoints: whether checkpoints are to be returned.
         needs_grad: whether a gradient will be asked for.
         deterministic: whether the user has asked PyTorch for deterministic algorithms.
         capturing: whether a CUDA graph is being captured.
-        float32_matmul_precision: what `torch.get_float32_matmul_precision()` says; 'highest' means no TF32.
-        assumed: the device that `device` is taken to be, whatever is here; None in every call that is to run.
-        batch_invariant: if not None, the bits of a sequence may depend on nothing but the sequence, and a sequence may
-            be cut into calls at multiples of this number of tokens without a change of its bits. The number of
-            sequences in a batch, and their lengths, then decide nothing. See `gla_core.batch_invariant`.
-        given: names of the arguments that a backend need not take and whose values are not their defaults.
-        layouts: the layout of every tensor that is given, by argument name; empty if a call is known by its sizes.
+        float32_matmul_precision: the value of `torch.get_float32_matmul_precision()`; 'highest' means no TF32.
+        assumed: the GPU for which the call is explained; it need not be here. None in every call that is to run.
+        batch_invariant: if not None, the bits of a sequence may depend only on the sequence, and a sequence may be cut
+            into calls at multiples of this number of tokens without a change of its bits. The number of sequences in a
+            batch and their lengths must then have no influence. See `gla_core.batch_invariant`.
+        given: names of the arguments that a backend need not take and whose values differ from their defaults.
+        layouts: the layout of every tensor that is given, by argument name; empty if only the sizes are known.
     """
 
     op: str
@@ -190,11 +193,12 @@ class Prepared:
     """An op that plans a call once for its signature.
 
     Attributes:
-        prepare: takes an `OpCall`, returns the function that computes calls of this signature, whatever their values.
-            It raises `LaunchError` if a kernel cannot be launched. The returned function takes the arguments `takes`,
-            in this order.
+        prepare: takes an `OpCall`, returns the function that computes calls of this signature, whatever values their
+            tensors hold. It raises `LaunchError` if a kernel cannot be launched. The returned function takes the
+            arguments `takes`, in this order.
         takes: names of the arguments that the returned function takes.
-        kernels: optionally, lines for `explain`: the kernels that a call takes, and why it takes no others.
+        kernels: takes an `OpCall`, returns lines for `explain`: the kernels that run the call, and why no others do.
+            None if there are no such lines.
 
     Example:
         >>> def prepare(call):
@@ -214,7 +218,7 @@ Op = Callable[..., Any] | Prepared
 
 @functools.lru_cache(maxsize=256)
 def arguments_of(op: Op) -> tuple[str, ...]:
-    """Returns the names of the arguments that an implementation takes, in its order.
+    """Returns the names of the arguments that an implementation takes, in order.
 
     Raises:
         TypeError, ValueError: the signature of a function cannot be read.
@@ -223,17 +227,17 @@ def arguments_of(op: Op) -> tuple[str, ...]:
 
 
 def by_keyword(function: Callable[..., Any]) -> bool:
-    """Returns whether a function takes an argument by keyword only."""
+    """Returns whether a function has a keyword-only argument."""
     return any(p.kind is p.KEYWORD_ONLY for p in inspect.signature(function).parameters.values())
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of states, and of sums: float32, or float64 with float64 inputs."""
+    """Returns the dtype of states and sums for inputs of this dtype: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def number_of_sequences(B: int, cu_seqlens: torch.Tensor | None) -> int:
-    """Returns N: the rows of a batch, or the packed sequences that `cu_seqlens` [N+1] delimits."""
+    """Returns N: the number of rows of a batch, or of the packed sequences that `cu_seqlens` [N+1] delimits."""
     return B if cu_seqlens is None else len(cu_seqlens) - 1
 
 
@@ -243,7 +247,7 @@ def swapped(x: torch.Tensor) -> bool:
 
 
 def new_state(state: torch.Tensor) -> torch.Tensor:
-    """Returns memory for the state after a step [P, H, K, V]: dense, with K and V swapped if the state's are."""
+    """Returns dense memory for the state [P, H, K, V] after a step, with K and V swapped if they are in `state`."""
     if swapped(state):
         return torch.empty_like(state.mT, memory_format=torch.contiguous_format).mT
     return torch.empty_like(state, memory_format=torch.contiguous_format)
@@ -255,7 +259,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def checkpoint_rows(T: int, N: int, every: int, packed: bool) -> int:
-    """Returns n, the rows of checkpoints every `every` of T tokens: of one row of a batch, or of N packed sequences."""
+    """Returns n, the number of checkpoint rows, one per `every` of T tokens: in a batch row, or N packed sequences."""
     return N + T // every if packed else ceil_div(T, every)
 
 
@@ -265,8 +269,8 @@ def checkpoint_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def new_checkpoints(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, every: int) -> torch.Tensor:
-    """Returns memory for the checkpoints [B, n, H, K, V] of chunk_gla_fwd; zeros for packed sequences, which leave some
-    rows unwritten.
+    """Returns memory for the checkpoints [B, n, H, K, V] of chunk_gla_fwd. For packed sequences it is filled with
+    zeros, because they leave some rows unwritten.
     """
     B, T, H, K = k.shape
     N, allocate = number_of_sequences(B, cu_seqlens), v.new_empty if cu_seqlens is None else v.new_zeros
@@ -280,7 +284,7 @@ def supports_everything(call: OpCall) -> Reason | None:
 
 
 Constants = Mapping[str, float]
-"""Constants of a cost model by name; all positive and finite."""
+"""The constants of a cost model by name; all positive and finite."""
 
 DEVICE_FACTS = ("multiprocessors", "compute_capability")
 """Facts about the device that the core adds to the constants, and that are never fitted; see `CostModel`."""
@@ -288,21 +292,24 @@ DEVICE_FACTS = ("multiprocessors", "compute_capability")
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Predicted seconds: a formula over a few constants, which are measured once per kind of device.
+    """A formula that predicts the seconds of a call from a few constants, measured once per kind of device.
 
     The formula is plain arithmetic: bytes over bandwidth, serial steps times step time, waves over multiprocessors,
-    launches. It receives the call and the constants of the call's op on its device: those that `gla calibrate` has
-    measured on this machine, else those shipped for that kind of device, else, on a CUDA device that nobody has
-    measured, those shipped for an NVIDIA H200. Beside them stand `multiprocessors` (1 on a CPU) and
-    `compute_capability` (9.0 for (9, 0), 0.0 on a CPU). In a CUDA graph (`call.capturing`) the host's time does not
-    count. A formula that raises, or returns None or no time, makes no prediction.
+    launches. It receives the call and the constants of the call's op on its device. These are the constants that
+    `gla calibrate` has measured on this machine. If there are none, they are the constants shipped for that kind of
+    device. On a CUDA device that nobody has measured, they are the constants shipped for an NVIDIA H200. The core adds
+    `multiprocessors` (1 on a CPU) and `compute_capability` (9.0 for (9, 0), 0.0 on a CPU) to them. In a CUDA graph
+    (`call.capturing`) the host's time does not count. There is no prediction if a formula raises, or returns None or a
+    number that is negative or not finite.
 
     Attributes:
         formula: takes an `OpCall` and the constants, returns seconds.
-        constants: shipped constants: kind of device ("cpu", or what `torch.cuda.get_device_name()` says) to op to name
-            to value. An op has the same names on every kind; `gla calibrate` starts from these values.
-        kernels: op to a name that backends have in common which run the same kernels for it. `gla calibrate` fits their
-            constants together, those of a name that both have as one: what they compute alike then costs the same.
+        constants: the shipped constants, a nested mapping: kind of device ("cpu", or the result of
+            `torch.cuda.get_device_name()`) to op to name to value. An op has the same names on every kind;
+            `gla calibrate` starts from these values.
+        kernels: maps an op to a name. Backends that run the same kernels for the op have the same name here.
+            `gla calibrate` fits their constants together, and a constant that both have gets one value: work that they
+            share then costs the same.
 
     Example:
         >>> def seconds(call, c):
@@ -316,7 +323,7 @@ class CostModel:
 
 
 def shipped_constants(package: str) -> Mapping[str, Mapping[str, Constants]]:
-    """Returns the content of the file constants.json of a backend's package, for its `CostModel`."""
+    """Returns the content of the file constants.json in a backend's package, for its `CostModel`."""
     return json.loads((importlib.resources.files(package) / "constants.json").read_text())
 
 
@@ -326,11 +333,11 @@ def is_constant(value: object) -> bool:
 
 
 def seconds_or_none(formula: Callable[..., float | None], *args: object) -> float | None:
-    """Returns the seconds that a formula predicts, or None if it raises or its answer is no time."""
+    """Returns the seconds that a formula predicts, or None if it raises or returns no valid time."""
     try:
         predicted = formula(*args)
         seconds = math.nan if predicted is None else float(predicted)
-    except (Exception, SystemExit):  # no prediction is always legal
+    except (Exception, SystemExit):  # a formula may make no prediction
         return None
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
@@ -340,15 +347,16 @@ class Backend:
     """A set of implementations of abstract ops.
 
     Attributes:
-        name: what users write in `backend=`; letters, digits and underscores.
+        name: the name that users write in `backend=`; letters, digits and underscores.
         version: version of the implementation, shown to users.
-        ops: abstract op name to a function or a `Prepared`; any subset of `OP_PARAMETERS`.
-        capabilities: where the functions work.
-        supports: called with an `OpCall` that the capabilities allow; a `Reason` refuses it, None accepts it.
-        cost: optionally predicts the time of an `OpCall` in seconds, by which `auto` ranks: a `CostModel`, whose
-            constants can be calibrated, or a function that takes the call.
-        op_capabilities: the capabilities of ops that differ from the others, by abstract op name.
-        notes: optionally what `gla doctor` says of this backend here, such as what slows it down; may take its time.
+        ops: maps the name of an abstract op to a function or a `Prepared`, for any subset of `OP_PARAMETERS`.
+        capabilities: the calls that the functions can run.
+        supports: takes an `OpCall` that the capabilities allow; returns a `Reason` to refuse it, None to accept it.
+        cost: predicts the seconds of an `OpCall`, by which `auto` ranks: a `CostModel`, whose constants can be
+            calibrated, or a function that takes the call. None means no prediction.
+        op_capabilities: the capabilities of ops for which `capabilities` does not hold, by abstract op name.
+        notes: returns sentences that `gla doctor` prints about this backend on this machine, such as what slows it
+            down; it may be slow. None means no notes.
 
     Example:
         >>> backend = Backend("mine", "1.0", {"online_softmax": my_softmax}, Capabilities(devices=frozenset({"cpu"})))
@@ -383,10 +391,10 @@ class Backend:
         return f"its supports() returned {reason!r}; expected a reason or None"
 
     def predicted_seconds(self, call: OpCall, constants: Constants = MappingProxyType({})) -> float | None:
-        """Returns the backend's own prediction, or None if it has none, or one that is no time.
+        """Returns the seconds that the backend predicts, or None if it predicts no valid time.
 
         Args:
-            constants: of a `CostModel`; `gla_core.dispatch.calibration.predict` finds the right ones.
+            constants: the constants for a `CostModel`; `gla_core.dispatch.calibration.predict` finds the right ones.
         """
         if self.cost is None:
             return None
@@ -428,7 +436,7 @@ def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:
 
 
 def _argument_refusal(op: Op, call: OpCall) -> Reason | None:
-    """Returns why an implementation cannot be given the arguments of a call."""
+    """Returns why an implementation cannot take the arguments of a call, or None if it can."""
     lacking = [name for name in OP_PARAMETERS[call.op] if name in call.given.difference(arguments_of(op))]
     return f"takes no {_any_of(lacking)}; call it without" if lacking else None
 

@@ -1,10 +1,10 @@
-"""Predicted times, and the constants behind them: shipped with a backend, or measured here by `gla calibrate`.
+"""Predicted times, and their constants: shipped with a backend, or measured on this machine by `gla calibrate`.
 
 The measurements are in one JSON file, calibration.json in the folder that GLA_CACHE_DIR names:
 
     {"NVIDIA H200, torch 2.11.0, triton 3.6.0, gla_core 0.1.0": {"mine 0.1.0": {"chunk_gla_fwd": {"launch": 2e-5}}}}
 
-An entry that does not fit (another version, other names of constants, a file that cannot be read) is ignored.
+Entries of another version or with other names of constants are ignored, and so is a file that cannot be read.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ STAND_IN = "NVIDIA H200"
 """The device whose constants are used on a CUDA device that has not been measured."""
 
 KNOWN_DEVICES = {name: KnownDevice(name, 132, (9, 0)) for name in (STAND_IN, "NVIDIA H100 80GB HBM3")}
-"""The devices, by name, for which a call can be explained without the device: `OpCall.assumed`."""
+"""The devices, by name, for which a call can be explained on any machine: see `OpCall.assumed`."""
 
-_lock = threading.Lock()  # of writing
+_lock = threading.Lock()  # guards writing the file
 registry.survive_fork(_lock)
 _read_once: dict[str, dict] = {}
 
 
 def _forget() -> None:
-    # A new dict: the content that another thread is reading right now is then stored into the old one.
+    # A new dict: another thread that is reading the file right now stores its content into the old one.
     global _read_once
     _read_once = {}
 
@@ -47,7 +47,7 @@ registry.on_change.append(_forget)
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted seconds, and where the constants come from; None without a prediction, and without constants."""
+    """The predicted seconds, and where their constants come from. Each is None if there is none."""
 
     seconds: float | None
     source: str | None = None
@@ -88,7 +88,7 @@ def calibrated(backend: Backend, op: str, device: torch.device) -> Constants | N
 
 
 def start_constants(backend: Backend, op: str, device: torch.device) -> Constants | None:
-    """Returns the constants from which calibration starts, shipped for this kind of device or for another, or None."""
+    """Returns the shipped constants from which calibration starts: for this kind of device, else another; or None."""
     assert isinstance(backend.cost, CostModel)
     shipped = backend.cost.constants
     for kind in (device_kind(device), STAND_IN, *shipped):
@@ -98,7 +98,7 @@ def start_constants(backend: Backend, op: str, device: torch.device) -> Constant
 
 
 def device_kind(device: torch.device) -> str:
-    """Returns the kind of a device, whose constants it shares: the name of a CUDA device, the type of another."""
+    """Returns the kind of a device, which decides its constants: the name of a CUDA device, the type of another."""
     return _device(device)[0]
 
 
@@ -125,7 +125,7 @@ def _described(device: KnownDevice) -> tuple[str, Constants]:
 
 
 def path() -> Path:
-    """Returns the file of the measurements on this machine."""
+    """Returns the path of the file with the measurements on this machine."""
     return environment().cache_dir / "calibration.json"
 
 
@@ -133,7 +133,7 @@ def store(fitted: Mapping[str, Mapping[str, Constants]], device: torch.device) -
     """Stores measured constants, for this process and later ones, and returns the file that holds them.
 
     Args:
-        fitted: name of a backend to op to constants. The constants of other ops stay in the file.
+        fitted: maps the name of a backend to op to constants. The constants of other ops stay in the file.
 
     Raises:
         OSError: the file cannot be written.
@@ -159,7 +159,7 @@ def _file() -> dict:
 
 def _read(file: Path) -> dict:
     try:
-        content = json.loads(file.read_text()) if file.is_file() else {}  # to open a FIFO waits for its writer
+        content = json.loads(file.read_text()) if file.is_file() else {}  # opening a FIFO would wait for its writer
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

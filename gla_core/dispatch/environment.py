@@ -1,12 +1,12 @@
 """The environment variables, read at first use and again on `reload_environment()`.
 
 GLA_BACKEND         a request (see request.py), weaker than `use_backend` and `backend=`
-GLA_BATCH_INVARIANT tokens of a segment, as of `batch_invariant`; 0 or nothing leaves it off
+GLA_BATCH_INVARIANT tokens of a segment, as in `batch_invariant`; off if it is 0 or unset
 GLA_BLOCK_PLUGINS   comma-separated entry-point names of plugins that are not to be imported
-GLA_CACHE_DIR       where `gla calibrate` keeps what it measured; $XDG_CACHE_HOME/gla_core or ~/.cache/gla_core if none
+GLA_CACHE_DIR       folder for measurements of `gla calibrate`, by default $XDG_CACHE_HOME/gla_core or ~/.cache/gla_core
 GLA_CHECK           1 adds checks that read tensor values (and so wait for the device), and compare ranks
-GLA_CHECKPOINTS     0 has a backward on a GPU compute states that the forward would otherwise keep for it
-GLA_GRAPHS          0 keeps repeated calls on a GPU from becoming CUDA graphs; the Triton backends read it
+GLA_CHECKPOINTS     0 makes the backward on a GPU compute states that the forward would otherwise keep for it
+GLA_GRAPHS          0 prevents repeated calls on a GPU from becoming CUDA graphs; the Triton backends read it
 GLA_KEEP_MEMORY     1 makes the C library keep freed memory on a CPU, for the whole process: see ops/_memory.py
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class BackendError(RuntimeError):
-    """A backend that does not honour the contract: its signature, its name, its ops."""
+    """A backend does not honour the contract, for example in a signature, its name, its ops or its results."""
 
 
 class UnknownBackendError(LookupError):
@@ -23,6 +23,6 @@ class NoBackendError(RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """'; did you mean 'x'?' for the known name that is spelled most like `name`, or '' where none is."""
+    """Returns "; did you mean 'x'?" with the known name that is spelled most like `name`, or '' if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -18,9 +18,9 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 
 @hookspec
 def gla_register_backends() -> list[Backend]:
-    """Return the backends that this package offers.
+    """Returns the backends that this package offers.
 
-    Called when a backend is first needed, perhaps by several threads at once, and again after
+    The core calls the hook when a backend is first needed, perhaps in several threads at once, and again after
     `gla.reload_environment()`. It must not import triton or touch a device: import kernels inside the op functions. An
     exception quarantines the package and leaves all others working.
     """

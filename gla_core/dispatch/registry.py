@@ -1,7 +1,7 @@
 """The installed backends: discovered once from entry points, or registered at run time.
 
-Discovery loads each plugin on its own. One that fails to import, breaks the contract or reuses a name is quarantined
-with its traceback, and everything else goes on working. Afterwards the registry is a plain dict.
+Discovery loads each plugin separately. A plugin that fails to import, breaks the contract or reuses a name is
+quarantined with its traceback, and everything else goes on working. Afterwards the registry is a plain dict.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gla_core.dispatch.errors import BackendError, UnknownBackendError, UnknownO
 OWN_DISTRIBUTION = "gla-core"
 
 on_change: list[Callable[[], None]] = []
-"""Functions that are called whenever the set of backends changes, to drop what was derived from it."""
+"""The functions to call whenever the set of backends changes, so that they drop results derived from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class BackendInfo:
 
     Attributes:
         name: the backend's name, or the entry-point name of a plugin in quarantine.
-        version, ops, capabilities: the backend's; None and empty for a plugin in quarantine.
-        plugin: entry-point name it came by, or 'register()'.
-        error: traceback, None if the plugin works.
+        version, ops, capabilities: as in `Backend`. For a plugin in quarantine, ops is empty and the others are None.
+        plugin: name of the entry point that offered the backend, or 'register()'.
+        error: the traceback; None if the plugin works.
     """
 
     name: str
@@ -79,7 +79,7 @@ def survive_fork(lock: threading.Lock | threading.RLock) -> None:
         os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
-_lock = threading.RLock()  # of replacing these values; never held while a plugin's code runs
+_lock = threading.RLock()  # guards replacing these values; never held while a plugin's code runs
 _discovered: _Found | None = None  # from entry points; None until the first use
 _reloads = 0
 _registered: dict[str, Backend] = {}  # at run time
@@ -155,8 +155,8 @@ def register(backend: Backend) -> Registration:
         A handle whose `unregister()` removes it; also a context manager.
 
     Raises:
-        BackendError: an argument that the op does not have, a name in use, a value that is no Backend.
-        UnknownOpError: an op that does not exist.
+        BackendError: the value is not a Backend or breaks the contract, or its name is in use.
+        UnknownOpError: the backend has an op that does not exist.
 
     Example:
         >>> with gla.register(Backend("mine", "1.0", {"online_softmax": mine})):
@@ -165,7 +165,7 @@ def register(backend: Backend) -> Registration:
     global _registered
     check_backend(backend, taken=installed())
     with _lock:
-        _check_free(backend.name, _registered)  # another thread may have been as quick
+        _check_free(backend.name, _registered)  # another thread may have taken the name meanwhile
         _registered = {**_registered, backend.name: backend}
     changed()
     return Registration(backend)
@@ -174,7 +174,7 @@ def register(backend: Backend) -> Registration:
 def rediscover() -> None:
     """Forgets the result of the discovery, so that the next use discovers again; run-time registrations stay."""
     global _discovered, _reloads
-    if getattr(_in_progress, "found", None) is None:  # a plugin that calls this is being looked at already
+    if getattr(_in_progress, "found", None) is None:  # not if a plugin calls this during its own discovery
         with _lock:
             _discovered = None
             _reloads += 1
@@ -312,7 +312,9 @@ def changed() -> None:
 
 
 def _discover() -> _Found:
-    """Returns the result of the discovery. Threads that start it at once each discover; the first result is kept."""
+    """Returns the result of the discovery. If threads start it at the same time, each discovers, and the first result
+    is kept.
+    """
     global _discovered
     found = _discovered or getattr(_in_progress, "found", None)
     if found is not None:
@@ -326,7 +328,7 @@ def _discover() -> _Found:
 
 
 def _load_all() -> _Found:
-    found = _in_progress.found = _Found()  # at once: a plugin may ask for the backends while it is imported
+    found = _in_progress.found = _Found()  # set now: a plugin may ask for the backends while it is imported
     try:
         blocked = environment().blocked_plugins
         entry_points = sorted(importlib.metadata.entry_points(group=hookspecs.ENTRY_POINTS), key=_own_first)
@@ -368,7 +370,7 @@ def _load(entry_point: importlib.metadata.EntryPoint, found: _Found) -> None:
 
 
 def _is_being_imported(module: str) -> bool:
-    """Returns whether a module, or a package that contains it, is still being imported, by the calling thread."""
+    """Returns whether the calling thread is still importing a module, or a package that contains it."""
     parts = module.split(".")
     names = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
     specs = [getattr(sys.modules.get(name), "__spec__", None) for name in names]

@@ -1,12 +1,12 @@
 """Requests: which backends a user allows. One grammar serves `backend=`, `use_backend` and GLA_BACKEND:
 
 triton_fused                                    this backend, or an error that holds its refusal
-triton_fused,parallel_scan                      the first that can run, or an error with every refusal
+triton_fused,parallel_scan                      the first that can run the call, or an error with every refusal
 auto                                            the ranked choice
-chunk_gla_fwd=parallel_scan;*=auto              per op; ops that are not named fall to the next weaker request
+chunk_gla_fwd=parallel_scan;*=auto              per op; a weaker request decides for ops that are not named
 batch_invariant=4096                            a setting, which `batch_invariant` explains; 0 turns it off
 
-The call's `backend=` is the strongest, then the innermost `use_backend`, then GLA_BACKEND.
+The call's `backend=` is the strongest request, then the innermost `use_backend`, then GLA_BACKEND.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Request:
     """A choice for every op, and the setting `batch_invariant`.
 
     Attributes:
-        choices: by op; `ANY_OP` stands for all others.
+        choices: the choice for each op; `ANY_OP` stands for all ops without a choice of their own.
         spec: the text of the request in the grammar, each clause with its source after an @. The text travels from a
             forward to its backward, so that both run under the same request.
-        batch_invariant: as in `OpCall`.
+        batch_invariant: the value of `OpCall.batch_invariant`.
     """
 
     choices: dict[str, Choice]
@@ -170,7 +170,10 @@ def _parse_tokens(tokens: str, source: str, text: str = "") -> Setting:
 
 
 class _Block:
-    """A request in force from entering to leaving, once. A generator's is left wherever the generator is closed."""
+    """A request in force from one entry to its exit.
+
+    A block in a generator exits wherever the generator is closed, perhaps in another context.
+    """
 
     def __init__(self, request: str, frame: int = 0) -> None:
         self.request, self.frame, self.ended = request, frame, False
@@ -197,7 +200,7 @@ class _Block:
 
 
 _traced: tuple[str, ...] = ()
-"""The blocks around what torch.compile is tracing, innermost first; code that runs finds it empty."""
+"""The requests of the blocks around the code that torch.compile is tracing, innermost first; otherwise empty."""
 
 
 def request_in_graph(argument: str | None) -> str:
@@ -244,10 +247,10 @@ class use_backend:
         if not torch.compiler.is_compiling():
             check(request, "use_backend")
         self._request = request
-        self._entered: list[_Block] = []  # by nested blocks, threads and tasks at once
+        self._entered: list[_Block] = []  # of nested blocks, threads and tasks, which may share this object
 
     def __enter__(self) -> None:
-        # The frame of the `with` tells the entries of one object apart, wherever that frame goes on.
+        # The frame of the `with` tells the entries of one object apart, wherever that frame continues.
         frame = 0 if torch.compiler.is_compiling() else id(sys._getframe(1))
         block = _Block(self._request, frame)
         self._entered.append(block)
@@ -298,8 +301,8 @@ def batch_invariant(tokens: int = 4096) -> use_backend:
     part of it: pack sequences of unequal length, or give a layer an attention mask, which packs them. Other ops raise
     NotImplementedError. PyTorch's own matrix products are not covered.
 
-    On a GPU, kernels run as for segments of `tokens` tokens, whatever the batch. On a CPU, and with backends that do
-    not support the setting, each segment is a call of its own, one after the other, and the host reads cu_seqlens.
+    On a GPU, kernels are planned for segments of `tokens` tokens, whatever the batch. On a CPU, and with backends that
+    do not support the setting, each segment is a call of its own, one after the other, and the host reads cu_seqlens.
 
     GLA_BATCH_INVARIANT=4096 does the same for a whole process, and is weaker than a block. Like a request of
     `use_backend`, the setting of a forward also holds for its backward.

@@ -1,12 +1,12 @@
 """The selection of a backend for a call: refusals, ranking, and their explanation.
 
 An explicit request never falls back. `auto` ranks the backends that can run a call by predicted seconds
-(calibration.py). Backends without a prediction come last. Of equals, the backend that is written for the fewest
+(calibration.py). Backends without a prediction come last. Among equals, the backend written for the fewest types of
 devices comes first, then the first by name. The lengths of packed sequences are on the device, and no call waits for
 them. Unless `max_seqlen` bounds the longest, two times are predicted: for the expected lengths, and for one sequence
-that holds all tokens. A backend then ranks by its regret, the time relative to the best backend: the product of the two
-ratios, with the expected one squared. Under `batch_invariant` no time counts, because it depends on the batch: backends
-that support the setting come first.
+that holds all tokens. The backends are then ranked by regret. Each of the two times is divided by the least such time
+of all backends. The regret is the product of the two ratios, with the ratio for the expected lengths squared. Under
+`batch_invariant` no time counts, because it depends on the batch: backends that support the setting come first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gla_core.dispatch.request import Choice, Request
 _cannot_launch: dict[Hashable, Reason] = {}
 registry.on_change.append(_cannot_launch.clear)
 
-_GROWING_DIMS = frozenset({"B", "T", "N", "P", "Tq", "Tk", "rows"})  # a launch does not fail for these
+_GROWING_DIMS = frozenset({"B", "T", "N", "P", "Tq", "Tk", "rows"})  # whether a launch fails does not depend on these
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Candidate:
     """The standing of one backend for a call.
 
     Attributes:
-        seconds: predicted; None without a cost model.
+        seconds: the predicted seconds; None without a prediction.
         constants: where the constants of the cost model come from.
-        worst: seconds predicted for one packed sequence that holds all tokens; None unless that is possible.
-        refusal: why the backend cannot run the call, None if it can.
-        measured: seconds, if they were measured. failure: why they could not be measured.
+        worst: the predicted seconds if one packed sequence holds all tokens; None if that cannot be.
+        refusal: why the backend cannot run the call; None if it can.
+        measured: the measured seconds, if any. failure: why the time could not be measured.
         kernels: lines about the kernels that compute the call, if the backend names them.
     """
 
@@ -70,10 +70,10 @@ class Explanation:
 
     Attributes:
         call: the call, without tensors.
-        request: the request for this op, such as 'auto' or 'a,b'; source: where it came from.
-        candidates: every backend looked at, best first.
+        request: the request for this op, such as 'auto' or 'a,b'. source: where it came from.
+        candidates: every backend that was considered, best first.
         winner: name of the backend that would run; None if none can.
-        why: one sentence.
+        why: one sentence; without a winner, every refusal follows.
     """
 
     call: OpCall
@@ -129,7 +129,7 @@ def select(call: OpCall, request: Request) -> Backend:
 
 
 def makes_checkpoints(op: str, request: Request) -> bool:
-    """Returns whether all backends that a request names return checkpoints; if it names none, whether any does."""
+    """Returns whether all backends that a request names return checkpoints; if it names none, whether one does."""
     choice = request.choice(op)
     named = [registry.get(name, f"{choice.source}: ") for name in choice.names]
     able = (backend.can(op).checkpoints for backend in named or registry.installed().values())
@@ -159,17 +159,17 @@ def _kernels(backend: Backend, call: OpCall, candidate: Candidate) -> tuple[str,
 
 
 def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Backend, Candidate]]:
-    """Returns every candidate: backends that can run the call first, in the order of the choice or by rank.
+    """Returns the candidates in the order of the choice or by rank. Backends that can run the call come first.
 
     Args:
-        predicted: whether to predict their times, without which there is no rank.
+        predicted: whether to predict their times, which the rank requires.
     """
     asked = [registry.get(name, f"{choice.source}: ") for name in choice.names] or registry.installed().values()
     worst_case = _worst_case(call) if predicted else None
     found = []
     for backend in asked:
         refusal, prediction, worst = backend.refusal(call), Prediction(None), None
-        if refusal is None and not choice.names:  # an explicit request is tried again, and shows its own error
+        if refusal is None and not choice.names:  # a named backend is tried again, and shows its own error
             refusal = _cannot_launch.get(_launch_class(backend, call))
         if refusal is None and predicted and call.batch_invariant is None:
             prediction = predict(backend, call)
@@ -180,7 +180,7 @@ def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Bac
 
 
 def _worst_case(call: OpCall) -> OpCall | None:
-    """Returns the call with one packed sequence that holds all tokens; None if it is not packed, or bounded."""
+    """Returns the call with one packed sequence of all tokens; None if it is not packed, or the longest is bounded."""
     if not call.variable_length or call.longest is not None:
         return None
     return dataclasses.replace(call, longest=call.dims["T"])
@@ -251,11 +251,13 @@ def _why(able: list[Candidate], choice: Choice, call: OpCall) -> str:
         equal = [c.name for c in able[1:] if (c.seconds, c.worst) == (able[0].seconds, able[0].worst)]
         if equal:
             same = f"{' and '.join(equal)} predict{'s' if len(equal) == 1 else ''} the same time"
-            return f"{winner}: {same}; one written for the fewest devices comes first, then by name"
+            return f"{winner}: {same}; one written for the fewest types of device comes first, then by name"
         if able[0].worst is not None:
             return f"{winner}: the least regret over the possible lengths; max_seqlen would bound them"
         return f"{winner}: the least predicted time"
-    return f"{winner}: no backend predicts its time; one written for the fewest devices comes first, then by name"
+    return (
+        f"{winner}: no backend predicts its time; one written for the fewest types of device comes first, then by name"
+    )
 
 
 def _time(seconds: float) -> str:

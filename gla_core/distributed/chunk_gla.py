@@ -8,8 +8,8 @@ The data that a rank sends do not depend on the data that it receives, so all ra
 
 A piece of a long sequence is cut into segments, enough of them to fill the device. Each segment then has a summary, and
 a scan over the segments gives the summary of the piece. chunk_gla_fwd receives the state that enters each segment, so
-it builds no states of its own. Without segments it would cut the piece itself and build the same states a second time,
-which takes a third of its time.
+it builds no states of its own. Without segments it would cut the piece itself and build the same states a second time.
+That takes a third of the time of chunk_gla_fwd.
 
 Sources: Chou et al., "ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention" (arXiv 2507.01004),
 which pipelines the exchange; Sun et al., "LASP-2: Rethinking Sequence Parallelism for Linear Attention and Its Hybrid"
@@ -67,22 +67,23 @@ def chunk_gla(
     every rank then receives the complete gradient of initial_state.
 
     Args:
-        q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16, of this rank's T tokens: B sequences that are
-            all cut at the same places, or one row (B = 1) of packed sequences with cu_seqlens. T may be 0, and may
-            differ between ranks.
+        q: queries [B, T, Hq, K] of this rank's T tokens, float64, float32, float16 or bfloat16. All B sequences are cut
+            at the same places. With cu_seqlens, B = 1 and the row holds packed sequences. T may be 0, and may differ
+            between ranks.
         k: keys [B, T, H, K], dtype as q.
         v: values [B, T, H, V], dtype as q.
         g: natural logarithm of the forget gate [B, T, H, K], dtype as q or float32, in [-inf, 0]. None means no decay.
         scale: factor of the output; K^-1/2 by default.
-        initial_state: [N, H, K, V] float32 (float64 with float64), of all sequences.
-        output_final_state: whether to return the states after the last tokens too. If packed sequences have an
-            initial_state or output_final_state, a rank sends the states of all N sequences, otherwise one state.
+        initial_state: [N, H, K, V] float32 (float64 with float64 inputs), of all sequences. None means zeros.
+        output_final_state: whether to return the states after the last tokens too. With packed sequences, a
+            rank sends the states of all N sequences per piece if initial_state or output_final_state is given, and
+            otherwise one state per piece.
         cu_seqlens: [N+1] offsets of packed sequences in the row of all ranks' tokens; see `shard`.
         group: the ranks in the order of their shards; all ranks by default.
         layout: "contiguous" or "zigzag"; see `shard`.
         backend: a request such as "reference"; see `use_backend`.
         shard: the value that `shard` returned, in place of cu_seqlens, group and layout. By default the call makes one.
-        state_v_first: whether states are [N, H, V, K], given and returned. None is copied: returned states are views.
+        state_v_first: whether given and returned states are [N, H, V, K]. No copy is made: returned states are views.
 
     Returns:
         o [B, T, Hq, V] with v's dtype, and the final states [N, H, K, V] (None unless output_final_state), on every
@@ -107,7 +108,7 @@ def chunk_gla(
         initial_state = checks.transposed(initial_state)
     q, k, v, g = autocast.tokens(q, k, v, g)
     refuse_tangents(q, k, v, g, initial_state)
-    # Check here what a backend would otherwise refuse only once the other ranks wait.
+    # Check before anything is sent: a backend would refuse the call only while the other ranks already wait.
     given = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
     call = FORWARD.describe(*FORWARD.complete(given, {}))
     B, T = q.shape[:2]
@@ -177,7 +178,7 @@ class _Own:
     def summary(self, left: Tensor, right: Tensor, g: Tensor | None, backwards: bool, backend: str) -> Summary:
         """Returns the summaries of this rank's segments, or of its parts of packed sequences.
 
-        If `cut` is given, it returns one summary per piece: of the piece's tail, or backwards of its head.
+        If `cut` is given, it returns one summary per piece: the summary of its tail, or backwards of its head.
 
         Args:
             left, right: k and v, or backwards q and do.
@@ -195,7 +196,8 @@ class _Own:
         Backwards, these are the gradients of the states that leave the segments or parts, and of the initial states.
 
         Args:
-            summary: the result of the method `summary`. start: [N, H, K, V] before the first piece; None means 0.
+            summary: the result of the method `summary`.
+            start: [N, H, K, V] before the first piece; None means 0.
             to_end: whether the last state is needed; without it the second result is undefined.
 
         Returns:
@@ -232,7 +234,7 @@ class _Own:
 class _chunk_gla_over_ranks(torch.autograd.Function):
     """One autograd function for summary, exchange and op, so that the gathered tensors need no gradient.
 
-    Profilers show its name, which contains the op's name as the names of the other ops' functions do.
+    Profilers show its name. Like the names of the other ops' autograd functions, it contains the op's name.
     """
 
     @staticmethod

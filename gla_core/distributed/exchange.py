@@ -8,9 +8,9 @@ recurrence
 goes over the pieces in order, or backwards from the last one. It begins with the initial states, or backwards with the
 gradients of the final states. The value of `running` before a piece is the state that enters that piece.
 
-M is the number of sequences whose states are exchanged. It is the number of all sequences, even of those that lie
-within one rank, if there are no packed sequences, or if initial or final states are asked for. Otherwise M is 1: at
-most one packed sequence is cut at each place between two pieces.
+M is the number of sequences whose states are exchanged. Without packed sequences, or if initial states are given or
+final states are asked for, it is the number of all sequences, including sequences that lie within one rank. Otherwise M
+is 1: at most one packed sequence is cut at each bound between two pieces.
 
 **Up to `MOST_GATHERED` ranks use a gather, more ranks use a scan.** With b = 4 M H K (V + 1) bytes per piece, and f
 seconds to fold one summary into `running`:
@@ -29,7 +29,7 @@ K = V = 128 in layout "contiguous":
 
 A scan takes more rounds than a gather but sends little in each, so it is faster for many ranks, and its memory does not
 grow with R. A chain adds a latency for every rank. Final states and gradients of initial states are needed on all
-ranks: for these the gather is used whatever R is.
+ranks: for these the gather is used for every R.
 
 R ranks   P pieces of a rank   N sequences   H heads   K, V key and value width
 """
@@ -137,7 +137,8 @@ def fold(
     """Runs the recurrence; returns its value before each of `places` [M, H, K, V], and after the last piece.
 
     Args:
-        summaries: all pieces' summaries with their places, in the order of the recurrence. start: [M, H, K, V].
+        summaries: all pieces' summaries with their places, in the order of the recurrence.
+        start: [M, H, K, V], the value before the first of these pieces.
         passed: [P * R], whether the sequence that enters a piece also leaves it; if not, the state that leaves belongs
             to another sequence. None if it always does.
         to_end: whether the second result is needed. If not, the recurrence stops at the last of `places`.
@@ -163,10 +164,11 @@ def scan(
     backwards: bool,
     by_row: bool,
 ) -> dict[int, Tensor]:
-    """Returns the recurrence's value before each of this rank's places [M, H, K, V], by messages between two ranks.
+    """Returns the recurrence's value before each of this rank's places [M, H, K, V], by point-to-point messages.
 
     Args:
-        decay, state, by_row: as in `gather`. start, passed: as in `fold`.
+        decay, state, by_row: as in `gather`.
+        start, passed: as in `fold`.
         backwards: whether the order begins with the last place.
     """
     last = _last(shard)

@@ -34,8 +34,8 @@ def histories(inputs: Sequence[Tensor], room: int, shard: Shard) -> list[Tensor]
         room: number of rows, at least 1.
 
     Returns:
-        For each input [B P, room, ..], the P pieces of a row of the batch side by side; with packed sequences
-        [parts, room, ..] in the order of `shard.packed.parts`.
+        One tensor per input: [B P, room, ..], with the P pieces of a row of the batch side by side. With packed
+        sequences, [parts, room, ..] in the order of `shard.packed.parts`.
     """
     pieces, T = len(shard.places), shard.tokens // len(shard.places)
     own = torch.cat([_last(x.unflatten(1, (pieces, T)), room) for x in inputs], dim=-1)  # [B, P, room, D]

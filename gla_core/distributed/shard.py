@@ -6,9 +6,9 @@ this order is its place. Rank r of R holds
     contiguous   piece r
     zigzag       pieces r and 2R-1-r, one after the other: the work of causal softmax attention is then even
 
-With packed sequences, the rows that a piece shares with sequence n, the rows cu_seqlens[n] to cu_seqlens[n+1], are a
-part of that sequence. A piece has N parts, most of them empty. At each bound between two pieces at most one sequence is
-cut, so exactly one state is passed on there, and the shapes do not depend on the lengths. At a bound x, the sequence
+With packed sequences, sequence n is the rows cu_seqlens[n] to cu_seqlens[n+1]. The rows that it shares with a piece are
+a part. A piece has N parts, most of them empty. At each bound between two pieces at most one sequence is cut, so
+exactly one state is passed on there, and the shapes do not depend on the lengths. At a bound x, the sequence
 that is cut is
 
     the last n with cu_seqlens[n] < x, if x < cu_seqlens[n+1]
@@ -51,11 +51,11 @@ class Packed:
         parts: [P * N + 1], offsets of the parts, piece by piece.
         tails: [2 * P + 1], offsets of two stretches per piece: the rows before its tail, and its tail.
         heads: [2 * P + 1], offsets of two stretches per piece: its head, and the rows behind its head.
-        entered, left: [P], index of the part that the state before a piece enters, and of the part that the state
-            behind the piece leaves.
+        entered: [P], index of the part that the state before a piece enters.
+        left: [P], index of the part that the state behind a piece leaves.
         before: [P], number of rows in front of a piece that belong to the sequence that continues in it.
-        passed: [P * R], whether one sequence covers the whole piece and continues on both sides, for all pieces of all
-            ranks in order.
+        passed: [P * R], whether one sequence covers the whole piece and continues on both sides, for the pieces of all
+            ranks in the order of their places.
     """
 
     cu_seqlens: Tensor
@@ -107,7 +107,7 @@ def shard(
         tokens: number T of this rank's tokens; 0 is legal. In layout "zigzag" each of the two pieces has half of them.
         cu_seqlens: [N+1] int32 or int64, N at least 1: offsets of packed sequences in the row of all ranks' tokens, the
             same on all ranks. Rows behind the last offset belong to no sequence; there are none in layout "zigzag".
-        group: the ranks in the order of their shards; all ranks by default. A DeviceMesh has one dimension.
+        group: the ranks in the order of their shards; all ranks by default. A DeviceMesh must have one dimension.
         layout: "contiguous": rank r holds piece r of R; "zigzag": rank r holds pieces r and 2R-1-r of 2R.
         lengths: number of tokens of every rank, if the host knows them. Without it, packed sequences cost one small
             gather. Without packed sequences it is not used.
@@ -116,8 +116,8 @@ def shard(
         The value for `chunk_gla(..., shard=...)`.
 
     Raises:
-        ValueError, TypeError: an argument does not fit. With GLA_CHECK=1 also if offsets, layouts or lengths differ
-            between ranks, on every rank.
+        ValueError, TypeError: an argument does not fit. With GLA_CHECK=1, every rank also raises ValueError if offsets,
+            layouts or lengths differ between ranks.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; expected one of {', '.join(LAYOUTS)}")
@@ -222,7 +222,7 @@ def _packed(cu_seqlens: Tensor, bounds: Tensor, places: tuple[int, ...]) -> Pack
     before = (end - start).cumsum(0) - (end - start)  # rows of this rank in front of each of its pieces
 
     def in_row(begins: Tensor, closing: Tensor) -> Tensor:
-        """Converts rows of the whole row, at which stretches begin [P, ..], to offsets in this rank's row."""
+        """Converts begins of stretches [P, ..] in the row of all tokens to offsets in this rank's row."""
         begins, closing = (before + x.clamp(start, end) - start for x in (begins, closing))
         return torch.cat([begins.flatten(), closing[-1]])
 

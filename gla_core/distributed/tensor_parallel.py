@@ -2,9 +2,10 @@
 
     x, whole on every rank -> this rank's heads: projections, convolutions, gates, op and norm -> its summand of y
 
-The forward sums the outputs of all ranks, and the backward sums their gradients of x. HGRN2's norm over all heads also
-sums its squares over the ranks, one number per token. Parameters are DTensors, as optimizers and checkpoints need. A
-module computes with its rank's shards of them as plain tensors, so layers need no code for tensor parallelism.
+The forward sums the outputs of all ranks, and the backward sums their gradients of x. The norm of HGRN2 covers all
+heads, so it also sums the squares over the ranks, one number per token. Parameters are DTensors, as optimizers and
+checkpoints need. A module computes with its rank's shards of them as plain tensors, so layers need no code for tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
 
     Raises:
         TypeError: `layer` is neither of the two layers.
-        ValueError: by `parallelize_module`, if num_kv_heads, or num_heads of `HGRN2`, is not a multiple of the number
-            of ranks.
+        ValueError: raised by `parallelize_module` if num_kv_heads, or num_heads of `HGRN2`, is not a multiple of the
+            number of ranks.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2,))

@@ -1,4 +1,4 @@
-"""Layers over the ops, for training and decoding."""
+"""Layers built on the ops, for training and decoding."""
 
 from gla_core.nn.gated_linear_attention import GatedLinearAttention
 from gla_core.nn.hgrn2 import HGRN2

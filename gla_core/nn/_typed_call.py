@@ -1,4 +1,4 @@
-"""A decorator for `__call__`: it gets the types of `forward`, which nn.Module leaves open."""
+"""A decorator that gives `__call__` the types of `forward`; nn.Module leaves them open."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def activation(argument: str, name: str | Activation) -> Activation:
     """Returns the activation with this name; a function is returned as it is.
 
     Args:
-        argument: name of the argument that `name` was given as, for the message.
+        argument: name of the caller's argument, for the error message.
         name: one of `ACTIVATIONS`, or a function.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Layers on sequences whose tokens are spread over ranks: the op and the convolutions exchange states and rows.
+"""Layers on sequences whose tokens are spread over ranks: the op exchanges states, the convolutions exchange rows.
 
 Layers import this module only if they need it, because it imports torch.distributed.
 """
@@ -31,7 +31,7 @@ def read_shard(
     cu_seqlens: Tensor | None,
     shard: Shard | None,
 ) -> Tensor:
-    """Computes a layer's y for this rank's tokens x [B, T, hidden_size]; arguments as in `read_sequences`."""
+    """Computes a layer's y for this rank's tokens x [B, T, hidden_size]. Arguments are as in `read_sequences`."""
     dims: dict[str, Any] = {"hidden_size": layer.hidden_size}
     if shard is None:
         checks.tensor("x", x, "B T hidden_size", dims)
@@ -52,9 +52,9 @@ def read_shard(
     return output(o, x)
 
 
-@outside_graphs  # compiled code would keep the value of GLA_CHECK from when it was compiled
+@outside_graphs  # compiled code would keep the value that GLA_CHECK had at compile time
 def _check_agreement(layer: RecurrentLayer, x: Tensor, shard: Shard) -> None:
-    """Checks, for GLA_CHECK=1, that all ranks have the same settings of the layer and the same shapes of x."""
+    """Checks, if GLA_CHECK=1, that all ranks have the same batch size and dtype of x and the same conv_size."""
     if environment().check_values:
         agreed = {"B": x.shape[0], "dtype": x.dtype, "conv_size": layer.conv_size if layer.convolutions else None}
         refuse_ranks_that_differ(agreed, shard.group, "a layer and its x have to be alike on every rank, except for T")

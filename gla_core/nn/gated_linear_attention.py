@@ -44,7 +44,7 @@ class GatedLinearAttention(nn.Module):
         expand_k: width of all keys together, as a multiple of hidden_size.
         expand_v: width of all values together, as a multiple of hidden_size.
         num_heads: number of query heads.
-        num_kv_heads: number of key/value heads, a divisor of num_heads, which is the default. Query head i reads
+        num_kv_heads: number of key/value heads, a divisor of num_heads; num_heads by default. Query head i reads
             key/value head i // (num_heads // num_kv_heads).
         feature_map: phi, by name (see `activations`) or as a function of the queries or keys [..., K] of heads.
         use_short_conv: whether to send q, k and v through a causal convolution over the last conv_size tokens, and
@@ -64,7 +64,7 @@ class GatedLinearAttention(nn.Module):
         fuse_norm: selects the name of the norm's weight, as in flash-linear-attention: `g_norm_swish_gate` if fuse_norm
             is True, use_output_gate is True and gate_fn is "swish"; otherwise `g_norm`. A checkpoint may use either
             name.
-        mode: "chunk", "fused_chunk" or "fused_recurrent", for configurations that have it; all modes compute the same.
+        mode: "chunk", "fused_chunk" or "fused_recurrent", for configurations that set it; all modes compute the same.
         layer_idx: index of the layer in its model; the layer stores it and does not use it.
         context_parallel: ranks that share the tokens of each sequence, as a process group or a one-dimensional
             DeviceMesh. `forward` then reads this rank's tokens. All ranks have to run the forward and the backward.
@@ -209,7 +209,7 @@ class GatedLinearAttention(nn.Module):
         *,
         shard: Shard | None = None,
     ) -> tuple[Tensor, GLAState | None]:
-        """Reads whole sequences, for training and prefill. Differentiable, also through the states.
+        """Reads whole sequences, for training and prefill. The call is differentiable, also through the states.
 
         Args:
             x: [B, T, hidden_size], dtype as the parameters (any dtype under torch.autocast).
@@ -219,16 +219,16 @@ class GatedLinearAttention(nn.Module):
                 cu_seqlens[i+1]. Sequences may be empty. Rows outside all sequences are padding: their y is 0. Without
                 cu_seqlens N = B.
             max_seqlen: number of tokens of the longest packed sequence, if known; see `chunk_gla`.
-            attention_mask: [B, T], or more columns, of which the last T are used: 0 where x is padding. Padding may be
-                in front of the tokens of a sequence, behind or between them. Its y is 0, and it does not change the
-                state.
+            attention_mask: [B, T], 0 where x is padding. If it has more columns, the last T are used. Padding may be in
+                front of the tokens of a sequence, behind them or between them. The y of padding is 0, and padding does
+                not change the state.
             shard: the value that `gla_core.distributed.shard` returned for this batch, in place of cu_seqlens. All
                 layers of a model share it, and T is the number of this rank's tokens. With context_parallel and without
                 a shard, every layer makes a contiguous one, and cu_seqlens are offsets in the row of all ranks' tokens.
-                Over ranks, state, output_final_state and attention_mask are not allowed, and max_seqlen is not used.
+                With either, state, output_final_state and attention_mask are not allowed, and max_seqlen is not used.
 
         Returns:
-            y [B, T, hidden_size] with x's dtype (under torch.autocast its dtype), and the state (None unless
+            y [B, T, hidden_size] with x's dtype (under torch.autocast, autocast's dtype), and the state (None unless
             output_final_state).
 
         Raises:
@@ -256,8 +256,8 @@ class GatedLinearAttention(nn.Module):
             state: states of the B sequences, from `forward`, `step` or `initial_state`; with `state_indices` a pool of
                 states.
             inplace: whether to write the new states into `state` instead of returning new tensors.
-            state_indices: [B] int32 or int64, the row of the pool that each row of the batch reads and writes. No two
-                may be equal. A row with a negative index is skipped: its y is 0.
+            state_indices: [B] int32 or int64, the row of the pool that each row of the batch reads and writes. No
+                two rows may have the same state. A row with a negative index is skipped: its y is 0.
 
         Returns:
             y [B, hidden_size] as in `forward`, and the new state. With `inplace` this is `state` itself; otherwise
@@ -297,7 +297,7 @@ class GatedLinearAttention(nn.Module):
         return q, k, v.unflatten(-1, (self.num_kv_heads, self.head_v_dim)), g
 
     def _log_gate(self, x: Tensor) -> Tensor:
-        """Returns the log gate in float32 (float64 with float64), because half precision rounds values near 0 to 0."""
+        """Returns the log gate in float32 or float64, because half precision rounds values near 0 to 0."""
         logits = self.gk_proj(x)
         logits = logits.to(wide(logits.dtype))
         g = F.logsigmoid(logits) / self.gate_logit_normalizer

@@ -39,8 +39,8 @@ class HGRN2(nn.Module):
 
     Args:
         hidden_size: width of the input and the output, and of the values of all heads together.
-        num_heads: by default hidden_size / expand_ratio.
-        expand_ratio: key width of a head; by default 128, or hidden_size / num_heads where that is given.
+        num_heads: number of heads; hidden_size / expand_ratio by default.
+        expand_ratio: key width of a head; 128 by default, or hidden_size / num_heads if num_heads is given.
         use_short_conv: whether to send q, f and v through a causal convolution over the last conv_size tokens.
         conv_size: number of tokens that an output of the convolution depends on.
         conv_bias: whether the convolutions have a bias.
@@ -152,7 +152,9 @@ class HGRN2(nn.Module):
         *,
         shard: Shard | None = None,
     ) -> tuple[Tensor, GLAState | None]:
-        """Reads whole sequences, for training and prefill. Differentiable, also through the states and the lower bound.
+        """Reads whole sequences, for training and prefill.
+
+        The call is differentiable, also through the states and the lower bound.
 
         Args:
             lower_bound: c, [num_heads * expand_ratio] or a single number, from 0 to below 1; 0 by default.
@@ -177,7 +179,7 @@ class HGRN2(nn.Module):
         state_indices: Tensor | None = None,
         lower_bound: Tensor | None = None,
     ) -> tuple[Tensor, GLAState]:
-        """Reads one token of each sequence, as `GatedLinearAttention.step`, with the lower_bound of `forward`."""
+        """Reads one token of each sequence, as `GatedLinearAttention.step` does; lower_bound is as in `forward`."""
         op_inputs = functools.partial(self.op_inputs, lower_bound=lower_bound)
         return recurrence.read_tokens(self, op_inputs, self._output, x, state, inplace, state_indices)
 
@@ -210,7 +212,7 @@ class HGRN2(nn.Module):
 
 
 def _log_gate(f: Tensor, lower_bound: Tensor | None) -> Tensor:
-    """Returns the log gate in float32 (float64 with float64), because half precision rounds values near 0 to 0."""
+    """Returns the log gate in float32 or float64, because half precision rounds values near 0 to 0."""
     g = F.logsigmoid(f.to(wide(f.dtype)))
     if lower_bound is None:
         return g

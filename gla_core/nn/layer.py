@@ -1,4 +1,4 @@
-"""The types by which recurrent layers and the code that they share know each other."""
+"""Types of the interface between recurrent layers and the code that they share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Histories = tuple[Tensor, Tensor, Tensor]
 """The last inputs of a layer's three convolutions, each [N, conv_size - 1, width]."""
 Convolve = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Sends three projections [B, T, width] of x through the convolutions of a layer, or leaves them alone."""
+"""Sends three projections [B, T, width] of x through a layer's convolutions; returns them unchanged if it has none."""
 OpInputs = Callable[[Tensor, Convolve], tuple[Tensor, Tensor, Tensor, Tensor]]
 """Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
 Output = Callable[[Tensor, Tensor], Tensor]
@@ -24,10 +24,11 @@ Output = Callable[[Tensor, Tensor], Tensor]
 
 
 class RecurrentLayer(Protocol):
-    """The attributes that a layer needs for the functions of recurrence.py.
+    """The attributes of a layer that the functions of recurrence.py use.
 
     Attributes:
-        state_shape: H, K and V. convolutions: the convolutions of its three projections; empty if it has none.
+        state_shape: H, K and V.
+        convolutions: the convolutions of its three projections; empty if it has none.
     """
 
     hidden_size: int

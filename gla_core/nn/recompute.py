@@ -16,13 +16,13 @@ from gla_core.ops.calls import transformed
 
 
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-    """Returns `function(*tensors)`; for its gradients autograd keeps nothing but the tensors.
+    """Returns `function(*tensors)`; autograd keeps only the tensors for the backward.
 
-    In a compiled graph, where the compiler decides what to keep, and under torch.func it is a plain call.
+    In a compiled graph and under torch.func it is a plain call. In a graph, the compiler decides what to keep.
 
     Args:
-        function: depends on no other tensor that needs a gradient; autocast must not change its result.
-        tensors: its arguments.
+        function: a function that depends on no other tensor that needs a gradient. Autocast must not change its result.
+        tensors: the arguments of `function`.
     """
     if is_compiling() or transformed() or not torch.is_grad_enabled():
         return function(*tensors)

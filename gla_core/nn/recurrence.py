@@ -1,8 +1,8 @@
 """Code that all recurrent layers share: how they read sequences and single tokens, and the state that they carry.
 
 A layer computes q, k, v and g from x. If it has short convolutions, three of its projections go through them. The layer
-receives a function that applies the convolutions, because the module here knows their history, which is in the state,
-and the offsets of the sequences.
+receives a function that applies the convolutions, because this module, and not the layer, knows their history (a part
+of the state) and the offsets of the sequences.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GLAState(NamedTuple):
     """The state of N sequences that a layer carries from call to call.
 
     Attributes:
-        recurrent: [N, H, K, V] float32 (float64 with float64), the state of each key/value head.
+        recurrent: [N, H, K, V] float32 (float64 with float64 inputs), the state of each key/value head.
         conv: the last conv_size - 1 inputs of the three convolutions, each [N, conv_size - 1, width]; None for a layer
             without convolutions.
     """
@@ -44,7 +44,7 @@ class GLAState(NamedTuple):
     conv: Histories | None = None
 
 
-torch.serialization.add_safe_globals([GLAState])  # torch.load then reads it with weights_only=True, its default
+torch.serialization.add_safe_globals([GLAState])  # lets torch.load read it with weights_only=True, the default
 
 
 def read_sequences(
@@ -62,7 +62,8 @@ def read_sequences(
     """Computes a layer's `forward`.
 
     Args:
-        op_inputs: computes the op's inputs from x. output: computes y from the op's o and x.
+        op_inputs: computes the op's inputs from x.
+        output: computes y from the op's o and x.
 
     The other arguments and the results are as in `GatedLinearAttention.forward`.
     """
@@ -205,7 +206,7 @@ def _check_mask(mask: Tensor, cu_seqlens: Tensor | None, dims: dict[str, Any]) -
 
 
 def _check_state(layer: RecurrentLayer, state: GLAState, N: int | None) -> None:
-    """Checks a state of N sequences; None accepts any number of sequences."""
+    """Checks a state of N sequences; N = None accepts any number of sequences."""
     if not isinstance(state, GLAState):
         raise TypeError(f"state is {type(state).__name__}; expected a GLAState, as this layer returns")
     dims = dict(zip("HKV", layer.state_shape, strict=True)) | ({} if N is None else {"N": N})
@@ -257,11 +258,11 @@ def _written(rows: Tensor, new: Tensor, indices: Tensor | None) -> Tensor:
     return rows.index_copy_(0, places.long(), torch.where(skipped[:, None, None], instead, new))
 
 
-# ---- of constructors
+# ---- checks of constructors' arguments
 
 
 def check_computation(mode: str, backend: str | None) -> None:
-    """Raises ValueError for an unknown mode, and the errors of a request for a backend that cannot be used."""
+    """Raises ValueError for an unknown mode, and the errors of `request.check` for an invalid backend."""
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}{nearest(mode, MODES)} (there are {', '.join(MODES)})")
     if backend is not None:

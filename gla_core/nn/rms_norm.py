@@ -1,4 +1,4 @@
-"""RMS norm of each head with an optional gate: y = weight * x / sqrt(mean(x^2) + eps) * f(gate).
+"""RMS norm over the last dimension, with an optional gate: y = weight * x / sqrt(mean(x^2) + eps) * f(gate).
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
 """
@@ -30,8 +30,8 @@ class RMSNormGated(nn.Module):
         device, dtype: device and dtype of the weight, as in torch's own modules.
 
     Attributes:
-        mean_over_ranks: a differentiable function that averages over ranks, for a last dimension of which each rank
-            holds an equal slice. It maps the mean of this rank's slice to the mean of all. None without such ranks.
+        mean_over_ranks: a differentiable function that averages over ranks, if each rank holds an equal slice of the
+            last dimension. It maps the mean of this rank's slice to the mean of all slices. None if one rank holds all.
 
     Example:
         >>> norm = RMSNormGated(64)
@@ -63,10 +63,10 @@ class RMSNormGated(nn.Module):
             nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Norms x [..., width], with gate [..., width]; computes in float32 (float64 with float64), returns x.dtype."""
+        """Normalizes x [..., width], with gate [..., width], in float32 or float64. The result has x's dtype."""
         if gate is None and self.mean_over_ranks is None and (self.weight is None or self.weight.dtype == x.dtype):
             return F.rms_norm(x, (self.width,), self.weight, self.eps)  # in float32 within one kernel
-        if self.mean_over_ranks is None and self.gate_fn in ACTIVATIONS.values():  # no function with parameters
+        if self.mean_over_ranks is None and self.gate_fn in ACTIVATIONS.values():  # gate_fn has no parameters
             return recomputed(self._computed, x, self.weight, gate)
         return self._computed(x, self.weight, gate)
 

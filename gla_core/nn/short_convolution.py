@@ -7,7 +7,7 @@ for its history is inserted in front of every sequence,
     with room   .. .. .. .. a0 a1 a2 .. .. b0 .. .. c0 c1    T + (N + 1) (W - 1) rows
 
 so that one convolution over the row reads the right inputs everywhere. The first room is for rows in front of the first
-sequence, which belong to no sequence, as do rows behind the last one. The positions are computed on the device.
+sequence. These rows belong to no sequence, like the rows behind the last one. The positions are computed on the device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Packing(NamedTuple):
 def packing(cu_seqlens: Tensor, T: int, W: int) -> Packing:
     """Returns the `Packing` of T tokens with offsets cu_seqlens [N+1], for a convolution of width W.
 
-    Wrong offsets never lead outside the rows; the op that follows reports them.
+    Wrong offsets never give a position outside the rows; the op that follows reports them.
     """
     offsets = cu_seqlens.long().clamp(0, T)
     N, room = offsets.shape[0] - 1, W - 1
@@ -112,12 +112,12 @@ class ShortConvolution(nn.Module):
             x: [B, T, D].
             history: [N, W - 1, D], the inputs before x; N = B unless x is packed. Zeros by default.
             packing: the positions of the rows of a packed x (B = 1); see `packing`.
-            lengths: [B], number of tokens of each row of x, which are its first rows; T by default. The new history
-                ends with these tokens.
+            lengths: [B], number of tokens of each sequence; T by default. The tokens come first, then padding. The new
+                history ends with the last token.
 
         Returns:
-            y [B, T, D], computed in float32 (float64 with float64), and the new history [N, W - 1, D]; both with x's
-            dtype.
+            y [B, T, D], computed in float32 (float64 with float64 inputs), and the new history [N, W - 1, D]. Both have
+            x's dtype.
         """
         N = x.shape[0] if packing is None else packing.histories.shape[0]
         room = self.kernel_size - 1

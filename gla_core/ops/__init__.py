@@ -41,4 +41,4 @@ RUNS: dict[str, tuple[OpSpec, dict[str, Any]]] = {
     **{name: (spec, {}) for ops in (PUBLIC_OPS, ABSTRACT_OPS) for name, spec in ops.items()},
     "chunk_gla_gradient_summary": (SUMMARY, {"backwards": True}),
 }
-"""Maps a public or abstract name to the abstract op that it stands for, and to the arguments that it decides."""
+"""Maps a public or abstract name to its abstract op, and to the arguments that the name fixes."""

@@ -22,11 +22,11 @@ def gradient(
 ) -> tuple[Callable[..., None], Callable[..., tuple]]:
     """Returns the `setup_context` and the `backward` of the forward's torch op, as `torch_op` takes them.
 
-    A result that the backward takes no gradient of is marked as not differentiable. Gradients are not materialized: the
-    backward receives None for an optional `d<result>` that is missing, and zeros for a required one.
+    A result whose gradient the backward does not take is marked as not differentiable. Gradients are not materialized:
+    the backward receives None for an optional `d<result>` that is missing, and zeros for a required one.
 
     Args:
-        run_backward: calls the backward's torch op: takes its arguments in order, and the request.
+        run_backward: calls the backward's torch op; takes the arguments of the op in order, and the request.
     """
     results = [result.name for result in forward.results]
     without_gradient = [i for i, name in enumerate(results) if f"d{name}" not in backward.parameters]
@@ -47,7 +47,7 @@ def gradient(
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         found = list(output) if isinstance(output, tuple) else [output]
         ctx.mark_non_differentiable(*[found[i] for i in without_gradient if found[i] is not None])
-        ctx.set_materialize_grads(False)  # zeros of checkpoints would be as large as they are
+        ctx.set_materialize_grads(False)  # zeros for checkpoints would be as large as the checkpoints
         named = dict(zip(parameters, inputs, strict=False))
         for i, is_asked_for in optional:
             if not is_asked_for(named):
@@ -65,7 +65,7 @@ def gradient(
         for i in required:
             if args[i] is None:
                 args[i] = _zeros(backward, args, i)
-        gradients: list[Tensor | None] = [None] * (number + 2)  # none of needs_grad and the request
+        gradients: list[Tensor | None] = [None] * (number + 2)  # none for needs_grad and the request
         for (place, like), d in zip(places, run_backward(*args, ctx.backend), strict=True):
             gradients[place] = None if args[like] is None else d
         return tuple(gradients)

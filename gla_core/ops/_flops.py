@@ -1,7 +1,8 @@
 """Registers the floating-point operations of the ops with `torch.utils.flop_counter`.
 
-The count is that of the mathematics and does not depend on the backend. As in PyTorch, a multiply-add counts two, and
-causal attention counts as if nothing were masked. Elementwise work is not counted. Each op's file holds its formula.
+The count follows from the mathematics and does not depend on the backend. As in PyTorch, a multiply-add counts as two
+operations, and causal attention counts as if nothing were masked. Elementwise work is not counted. Each op's file holds
+its formula.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _waiting: dict[Any, Callable[..., int]] = {}  # until the counter is imported
 
 
 def count(op: Any, formula: Callable[..., int]) -> None:
-    """Registers the formula of a torch op, which takes the shapes of its tensors, with PyTorch's counter."""
+    """Registers the formula of a torch op with PyTorch's counter. The formula takes the shapes of the op's tensors."""
     counter = sys.modules.get(_COUNTER)
     if counter is not None:
         counter.register_flop_formula(op)(formula)
@@ -29,7 +30,7 @@ def count(op: Any, formula: Callable[..., int]) -> None:
 
 
 class _WhenImported:
-    """Registers the formulas once PyTorch's counter is imported, which is not done here because it imports triton."""
+    """Registers the formulas once PyTorch's counter is imported. It is not imported here, because it imports triton."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != _COUNTER:

@@ -1,7 +1,7 @@
-"""Batch invariance by calls: one segment of a sequence at a time.
+"""Makes a call batch-invariant by calling a backend for one segment of a sequence at a time.
 
-A backend that does not honour `OpCall.batch_invariant` is called for each segment of `tokens` tokens by itself. Such a
-call always has the same bits, and a segment depends on the segments before it through the state that enters it alone.
+A backend that does not honour `OpCall.batch_invariant` is called separately for each segment of `tokens` tokens. Such a
+call always returns the same bits. A segment depends on the segments before it only through the state that enters it.
 See `gla_core.batch_invariant`.
 
 B batch   T tokens   H key/value heads   N sequences   K, V key and value width   n rows of checkpoints
@@ -28,11 +28,11 @@ from gla_core.dispatch.backend import (
 )
 
 Compute = Callable[..., Any]
-"""Takes the name of an abstract op and its arguments in order, returns the results of the backend."""
+"""Takes the name of an abstract op and its arguments in order, and returns the results of the backend."""
 
 
 class Segment(NamedTuple):
-    """Rows start to end of batch b, a segment of sequence n. Row `row` has the first of its checkpoints."""
+    """A segment of sequence n: tokens start to end of row b of the batch. Row `row` holds its first checkpoint."""
 
     n: int
     b: int
@@ -51,11 +51,11 @@ class Segment(NamedTuple):
 
 
 def function_of(op: str, backend: Backend, call: OpCall) -> Callable[..., Any]:
-    """Returns a function that computes a call by calls of a backend, one for each segment of a sequence.
+    """Returns a function that computes a call by calling a backend once for each segment of a sequence.
 
     Raises:
-        NotImplementedError: batch invariance is not defined for the op, or for an argument that the call gives, or the
-            backend lacks the forward that the backward by segments needs.
+        NotImplementedError: batch invariance is not defined for the op or for an argument of the call, or the backend
+            lacks the forward that the backward by segments needs.
     """
     if op not in _BY_SEGMENT:
         raise NotImplementedError(
@@ -85,7 +85,7 @@ def function_of(op: str, backend: Backend, call: OpCall) -> Callable[..., Any]:
 def _segments(
     tokens: int, q: Tensor, cu_seqlens: Tensor | None, checkpoint_every: int | None = None
 ) -> Iterator[Segment]:
-    """Yields the segments in order, sequence by sequence. The host reads cu_seqlens for it."""
+    """Yields the segments in order, sequence by sequence. The host reads cu_seqlens."""
     every = checkpoint_every or tokens
     if tokens % every != 0:
         raise ValueError(f"checkpoint_every is {every}; expected a divisor of the {tokens} tokens of batch_invariant")
@@ -100,7 +100,10 @@ def _segments(
 
 
 def _states(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, given: Tensor | None) -> Tensor:
-    """Returns the states that enter sequences, or the gradients of final states [N, H, K, V], in new memory."""
+    """Returns a copy of the given states [N, H, K, V], or zeros if None is given.
+
+    They are the states that enter the sequences, or the gradients of the final states.
+    """
     if given is not None:
         return given.clone(memory_format=torch.contiguous_format)
     N = number_of_sequences(len(k), cu_seqlens)
@@ -115,7 +118,10 @@ def _forwards(
     states: Tensor,
     checkpoint_every: int | None,
 ) -> Iterator[tuple[Segment, Tensor, Tensor, Any]]:
-    """Yields each segment, the state that enters it, its o and its checkpoints. `states` become the final states."""
+    """Yields each segment, the state that enters it, its o and its checkpoints.
+
+    At the end `states` holds the final states.
+    """
     for part in parts:
         state = states[part.n : part.n + 1]
         entering = state.clone()
@@ -165,7 +171,7 @@ def _backward(
     do: Tensor,
     dstate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Computes chunk_gla_bwd, segment by segment, from the entering states, which the forward computes again."""
+    """Computes chunk_gla_bwd, segment by segment. The forward computes the entering states again."""
     states = _states(k, v, cu_seqlens, initial_state)
     computed = _forwards(compute, _segments(tokens, q, cu_seqlens), (q, k, v, g), scale, states, None)
     entered = [(part, state) for part, state, *_ in computed]

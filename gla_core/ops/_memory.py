@@ -1,9 +1,9 @@
 """Keeps memory that is freed on a CPU for the tensors of the next ops, if GLA_KEEP_MEMORY=1.
 
 By default glibc returns freed blocks of more than 128 KiB to the system. The next op then maps them again page by page,
-which takes 10 to 50 % of chunk_gla's time. The settings made here apply to the whole process, and so they are off by
-default. With them glibc keeps blocks of up to 32 MiB, 64 MiB in all. They are made once, when an op first runs on a
-CPU. The constants of the cost models that are shipped for a CPU were measured with these settings.
+which takes 10 to 50 % of chunk_gla's time. With the settings made here, glibc keeps blocks of up to 32 MiB, 64 MiB in
+all. The settings apply to the whole process, and so they are off by default. They are made once, when an op first runs
+on a CPU. The constants of the cost models that are shipped for a CPU were measured with these settings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gla_core.dispatch.environment import environment
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as in glibc's malloc.h
 LARGEST = 2**25
-"""Bytes of the largest block that is kept. glibc allows no larger value."""
+"""The bytes of the largest block that is kept. glibc allows no larger value."""
 
 
 @functools.cache

@@ -1,8 +1,9 @@
 """Runs ops on DTensors: each rank computes its own sequences, heads or rows of a softmax, without communication.
 
-Along each dimension of the mesh, all arguments are sharded like the first argument that is sharded there; the others
-are redistributed. Tensors sharded along tokens are refused, because a state passes from token to token, and a query
-reads the keys of other tokens. A tensor sharded along the dimension that a softmax sums is refused too.
+Along each dimension of the mesh, all arguments are sharded like the first argument that is sharded there; arguments
+with other placements are redistributed. Tensors sharded along tokens are refused, because a state passes from token to
+token, and a query reads the keys of other tokens. A tensor sharded along the dimension that a softmax sums is refused
+too.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ TOKENS = {
 """Maps the names of the dimensions that may not be spread to advice for the error message."""
 
 Along = Sequence[str | None]
-"""For each dimension of a mesh, the kind that it spreads: sequences (B), heads (H) or nothing."""
+"""The kind that each dimension of a mesh spreads: sequences (B), heads (H) or nothing (None)."""
 
 
 def taking_dtensors(spec: OpSpec, call: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
-    """Returns a function that calls an op with DTensors too, given one that calls it with plain tensors.
+    """Returns a function that calls an op with DTensors too.
 
     Args:
-        in_place: whether the op writes into an argument. It is then not redistributed, and the op returns only the
-            first result.
+        call: calls the op with plain tensors.
+        in_place: whether the op writes into an argument. Arguments are then not redistributed, and the op returns only
+            the first result.
     """
     results = spec.results[:1] if in_place else spec.results
     shapes = {argument.name: (argument.shape or "").split() for argument in spec.arguments}
@@ -59,9 +61,9 @@ def taking_dtensors(spec: OpSpec, call: Callable[..., Any], in_place: bool) -> C
 
 
 def taking_dtensors_of_rows(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls an op of x along dim with a DTensor too, given one that takes a plain tensor.
+    """Returns a function that calls an op of x along dim with a DTensor too; `call` takes only a plain tensor.
 
-    The DTensor may be sharded along any dimension but dim.
+    The DTensor may be sharded along any dimension except dim.
     """
 
     def call_any(x: Any, dim: Any, *rest: Any) -> Any:
@@ -101,7 +103,8 @@ def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str
     """Returns the kind that each dimension of the mesh spreads in a call.
 
     Raises:
-        ValueError, TypeError: tokens are spread, or sizes that do not divide, or not all tensors are DTensors.
+        ValueError, TypeError: a tensor is sharded along tokens, a size is not a multiple of the ranks that spread it,
+            or not all tensors are DTensors.
     """
     first = given[spec.parameters[0]]
     along: list[str | None] = [None] * first.device_mesh.ndim

@@ -13,7 +13,7 @@ from gla_core.ops.spec import Expected
 
 
 def check(source: str, found: Any, expected: Sequence[Expected | None], args: Sequence[Any]) -> None:
-    """Raises BackendError unless `found`, which `source` returned for `args`, is as expected."""
+    """Raises BackendError unless `found`, the results that `source` returned for `args`, are the expected ones."""
     if len(expected) == 1:
         found = (found,)
     if not isinstance(found, tuple | list) or len(found) != len(expected):

@@ -1,7 +1,7 @@
-"""The execution of every op: from its arguments to the function of a backend and its checked results.
+"""Executes every op: from its arguments to the function of a backend and its checked results.
 
-A call is checked, its backend selected and the call planned once per signature: shapes, strides, dtypes, devices,
-alignment, and request. Afterwards one dictionary look-up finds the function.
+Once per signature, a call is checked, its backend is selected, and the call is planned. The signature holds shapes,
+strides, dtypes, devices, alignment, and request. For later calls one dictionary look-up finds the function.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gla_core.ops import _invariant, _memory, _results, autocast
 from gla_core.ops.checks import as_backends_take
 from gla_core.ops.spec import STATES, OpSpec
 
-# Asked in every call, and so without PyTorch's wrappers.
+# Called for every op: PyTorch's wrappers would take longer.
 _deterministic = torch._C._get_deterministic_algorithms
 _precision = torch._C._get_float32_matmul_precision
 _capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
@@ -46,10 +46,10 @@ _MOST_PLANS = 8192  # a server that sees every sequence length must not grow wit
 
 
 class _Plan(NamedTuple):
-    """The execution of the calls of one signature.
+    """Holds how the calls of one signature are executed.
 
     Attributes:
-        function: takes all arguments of the contract, in order.
+        function: computes a call; takes all arguments of the contract, in order.
         copied: positions of the arguments that are copied first, because the backend does not take their strides.
     """
 
@@ -63,7 +63,7 @@ _plans: dict[Hashable, _Plan] = {}
 
 
 def _drop_plans() -> None:
-    # A new dict: a plan made for the old set of backends, just now in another thread, is then stored into the old one.
+    # A new dict: another thread that is planning for the old set of backends stores its plan in the old dict.
     global _plans
     _plans = {}
 
@@ -72,7 +72,7 @@ registry.on_change.append(_drop_plans)
 
 
 def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None = None) -> Any:
-    """Runs an op on all its arguments, in order, by the backend that the request in force selects."""
+    """Runs an op with the backend that the request in force selects. `args` are all its arguments, in order."""
     plans = _plans
     request = current_request(backend)
     capturing = getattr(args[0], "is_cuda", False) and _capturing()
@@ -90,7 +90,7 @@ def run(spec: OpSpec, args: tuple, needs_grad: bool = False, backend: str | None
     key = tuple(signature)
     try:
         known = plans.get(key)
-    except TypeError:  # an argument that cannot be hashed has a wrong type; the description says which
+    except TypeError:  # an argument that cannot be hashed has a wrong type; spec.describe says which
         known = None
     plan = known or _plan(spec, args, needs_grad, capturing, request)
     if plan is None:
@@ -118,8 +118,8 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     """Checks and describes a call, selects its backend, and has the backend prepare it.
 
     Returns:
-        None if the backend could not launch and is passed over: the next one is selected by another call of `run`,
-        which keeps its plan.
+        The plan; None if the backend could not launch and is passed over. Another call of `run` then selects the next
+        backend and keeps its plan.
     """
     tokens = request.batch_invariant
     call = spec.describe(*args, needs_grad=needs_grad, capturing=capturing, batch_invariant=tokens)
@@ -127,7 +127,7 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
         _memory.keep_freed()
     chosen = select(call, request)
     if needs_grad and spec.backward is not None:
-        select(backward_of(call, spec.backward), request)  # so that its absence is found before a launch
+        select(backward_of(call, spec.backward), request)  # a missing backward is found before a launch
     can = chosen.can(spec.name)
     copied = frozenset(
         i
@@ -146,7 +146,7 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
 
 
 def _function_of(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset[str]) -> Callable[..., Any]:
-    """Returns the function that computes a call, which takes all arguments of the contract in order.
+    """Returns the function that computes a call. It takes all arguments of the contract in order.
 
     Args:
         native: device types on which the backend honours `batch_invariant` itself.
@@ -165,10 +165,10 @@ def _function_of(spec: OpSpec, backend: Backend, call: OpCall, native: frozenset
 
 
 def _is_passed_over(error: Exception, backend: Backend, call: OpCall, request: Request, stacklevel: int = 4) -> bool:
-    """Returns whether `auto` goes on without a backend that could not launch; if so warns, and remembers it.
+    """Returns whether `auto` passes over a backend that could not launch; if so, warns and remembers the failure.
 
     Args:
-        stacklevel: of the line that calls the op, for the warning.
+        stacklevel: the stack level of the line that calls the op, for the warning.
     """
     if request.choice(call.op).names or not is_launch_failure(error):
         return False
@@ -181,7 +181,10 @@ def _is_passed_over(error: Exception, backend: Backend, call: OpCall, request: R
 
 
 def _laid_out(spec: OpSpec, given: tuple, args: tuple, found: Any) -> Any:
-    """Returns the results for copies of arguments, with states laid out as the given states, or written into them."""
+    """Returns results that were computed from copies of arguments.
+
+    A state that was written into a copy is written into the given state. A new state gets the layout of the given one.
+    """
     if not any(result.state for result in spec.results):
         return found
     results = list(found)
@@ -204,7 +207,7 @@ def backward_of(call: OpCall, op: str) -> OpCall:
 
 # ---- for the public functions
 
-# Asked in every call: names of this module cost half of what attributes of torch's do.
+# Looked up in every call: names of this module take half the time of attributes of torch.
 transformed = torch._C._are_functorch_transforms_active  # by torch.func
 _modes = torch._C._len_torch_dispatch_stack
 _autocast_in_force = autocast.in_force
@@ -221,7 +224,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def bypasses_torch(x: Any) -> bool:
-    """Returns whether the public function may call the backend itself.
+    """Returns whether the public function may call the backend directly, without PyTorch's dispatcher.
 
     It may if x is a plain tensor, and no compiler, mode, transform or autocast has to see the op.
     """
@@ -235,8 +238,8 @@ def bypasses_torch(x: Any) -> bool:
 def request_text(backend: str | None) -> str:
     """Returns the `backend` argument of a torch op.
 
-    Eagerly it is the whole request in force, so that the backward runs under the request of its forward. A compiled
-    graph contains only the request of the call and of the blocks that are compiled with it.
+    In eager mode it is the whole request in force, so that the backward runs under the request of its forward. A
+    compiled graph contains only the request of the call and of the blocks that are compiled with it.
     """
     if is_compiling():
         return request_in_graph(backend)

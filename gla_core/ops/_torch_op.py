@@ -1,8 +1,8 @@
 """Defines the torch.library op of an abstract op, with its schema, implementation, fake, gradient and torch.func rules.
 
 PyTorch calls an op through its dispatcher when it compiles, counts or traces. torch.func takes gradients from an
-`autograd.Function` only, which is also the fastest way to run eagerly. An op with a gradient is therefore both, made of
-the same functions.
+`autograd.Function` only, which is also the fastest way to run eagerly. An op with a gradient is therefore both a
+dispatcher op and an `autograd.Function`, made of the same functions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Results = TypeVar("_Results", bound=tuple)
 
 
 def exportable(results: type[_Results]) -> type[_Results]:
-    """Registers a NamedTuple of results, so that `torch.export.save` takes a program that returns one; a decorator."""
+    """Registers a NamedTuple of results as a decorator: `torch.export.save` then takes programs that return one."""
     _register_namedtuple(results, serialized_type_name=f"gla_core.{results.__name__}")
     return results
 
@@ -43,14 +43,14 @@ def torch_op_of(
 ) -> TorchOp:
     """Defines `gla::<name of the op>`, which runs the op under a request, and returns the function that calls it.
 
-    The function takes the op's arguments, needs_grad if the op has a gradient, and the request as a string. A result
-    that is None may be an empty tensor. The other arguments are those of `torch_op`.
+    The function takes the op's arguments, needs_grad if the op has a gradient, and the request as a string. It may
+    return an empty tensor in place of None. For the other arguments see `torch_op`.
     """
     return torch_op(spec.schema(), runner(spec), faker(spec), setup_context, backward, vmap, spec.flops, spec)
 
 
 def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
-    """Returns the function that runs an op as a torch op; `last` are the last arguments, if the torch op omits them."""
+    """Returns the function that runs an op as a torch op. `last` are the last arguments if the torch op omits them."""
     arguments = _arguments(spec, last)
 
     def run(*args: Any) -> Any:
@@ -62,7 +62,7 @@ def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
 
 
 def faker(spec: OpSpec, *last: Any) -> Callable[..., Any]:
-    """Returns the function that replaces an op for tensors without values; `last` is as for `runner`."""
+    """Returns the function that replaces an op for tensors without values. `last` is the same as in `runner`."""
     arguments = _arguments(spec, last)
 
     def fake(x: Tensor, *args: Any) -> Any:
@@ -108,15 +108,15 @@ def torch_op(
     """Defines `gla::<name>` and returns the function that calls it.
 
     Args:
-        schema: as torch.library reads it; begins with the name.
+        schema: the schema for torch.library; it begins with the name.
         run: takes real tensors, the first argument among them, and returns a tensor, or a tuple of tensors and None.
         fake: takes and returns tensors without values.
-        setup_context, backward: as for `torch.library.register_autograd`; `backward` alone if it only raises. They get
-            None eagerly for a result of `run` that is None, and an empty tensor otherwise.
-        vmap: as for `torch.library.register_vmap`; by default the new dimension joins the batch, which is the first
+        setup_context, backward: as in `torch.library.register_autograd`; `backward` alone if it only raises. If a
+            result of `run` is None, they get None in eager mode and an empty tensor otherwise.
+        vmap: as in `torch.library.register_vmap`; by default the new dimension joins the batch, which is the first
             dimension of every tensor.
-        flops: takes the shapes of the tensors, returns the number of floating-point operations.
-        spec: describes the op, whose first arguments these are; with it the function takes DTensors.
+        flops: takes the shapes of the tensors and returns the number of floating-point operations.
+        spec: the description of the op whose first arguments the torch op takes. With it the function takes DTensors.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -142,7 +142,7 @@ def torch_op(
 
 
 def _as_torch_op(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `run`: an empty tensor replaces a result that is None, and autocast is off inside it."""
+    """Wraps `run`: an empty tensor replaces a result that is None, and autocast is off inside `run`."""
 
     def run_as_torch_op(x: Tensor, *args: Any) -> Any:
         if not autocast.in_force():
@@ -156,10 +156,10 @@ def _as_torch_op(run: Callable[..., Any]) -> Callable[..., Any]:
 def _differentiable(
     name: str, run: Callable, op: TorchOp, setup_context: Callable, backward: Callable, vmap: Callable
 ) -> TorchOp:
-    """Returns a function that calls the op, eagerly and under torch.func as an `autograd.Function`.
+    """Returns a function that calls the op, in eager mode and under torch.func as an `autograd.Function`.
 
-    Eagerly that takes half the time of PyTorch's dispatcher. PyTorch inspects the signature of a Function with
-    setup_context in every call, so the eager one has none.
+    In eager mode this takes half the time of PyTorch's dispatcher. PyTorch inspects the signature of a Function with
+    setup_context in every call, so the Function of eager mode has no setup_context.
     """
 
     def forward(*args: Any) -> Any:
@@ -214,7 +214,7 @@ def _refuse_jvp(*_: Any) -> NoReturn:
 
 
 def refuse_in_place(*_: Any) -> NoReturn:
-    """Raises NotImplementedError for an op that writes into its arguments; also serves as its `vmap`."""
+    """Raises NotImplementedError for an op that writes into its arguments; also serves as the `vmap` of such an op."""
     raise NotImplementedError("torch.func transforms no step in place; call it with inplace=False")
 
 
@@ -230,6 +230,6 @@ def _join_batch(call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[
             x = (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
         joined.append(x)
     results = _without_none(joined[0], call(*joined))
-    # What stands for no result is empty, and of one dimension.
+    # An empty tensor of one dimension stands for a result that is None.
     parts = [x if x.ndim == 1 else x.unflatten(0, (size, x.shape[0] // size)) for x in results]
     return tuple(parts), tuple(None if x.ndim == 1 else 0 for x in results)

@@ -1,4 +1,4 @@
-"""Casts the arguments of the ops under autocast, which changes nothing inside a backend.
+"""Casts the arguments of the ops under autocast. Inside a backend autocast changes nothing.
 
 Ops that multiply matrices take q, k and v in autocast's dtype, as PyTorch's own attention does; softmax takes float32.
 Gates keep float32, because they are near 0, and states are always float32. float64 is left unchanged, as in PyTorch.
@@ -24,7 +24,7 @@ def off(device_type: str) -> AbstractContextManager:
 
 
 def tokens(q: Any, k: Any, v: Any, g: Any) -> tuple[Any, Any, Any, Any]:
-    """Casts q, k, v and g as an op that multiplies matrices takes them under the autocast in force."""
+    """Casts q, k, v and g for an op that multiplies matrices, if autocast is on for their device."""
     dtype = _dtype(q.device.type) if isinstance(q, Tensor) else None
     if dtype is None:
         return q, k, v, g
@@ -34,7 +34,7 @@ def tokens(q: Any, k: Any, v: Any, g: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def wide(x: Any) -> Any:
-    """Casts x as a softmax takes it under the autocast in force."""
+    """Casts x for a softmax, if autocast is on for its device."""
     return _cast(x, torch.float32) if isinstance(x, Tensor) and _dtype(x.device.type) is not None else x
 
 

@@ -1,4 +1,4 @@
-"""Checks shapes and dtypes without reading values, and under GLA_CHECK=1 values too.
+"""Checks shapes and dtypes without reading values, and checks values too under GLA_CHECK=1.
 
 Every error message names the argument, its value, and the expected value.
 """
@@ -19,7 +19,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def tensor(name: str, x: Any, shape: str, sizes: dict[str, Any]) -> None:
-    """Checks that x is a tensor of the named dimensions, and binds those that `sizes` does not hold yet.
+    """Checks that x is a tensor with the named dimensions, and binds the names that `sizes` does not hold yet.
 
     Example:
         >>> sizes = {}
@@ -47,7 +47,7 @@ def dtype(name: str, x: Tensor, allowed: Iterable[torch.dtype], why: str = "") -
 
 
 def as_backends_take(x: Tensor, swapped_states: bool) -> bool:
-    """Returns whether a backend receives x itself and not a copy: if its last dimension is contiguous.
+    """Returns whether a backend receives x itself and not a copy, because its last dimension is contiguous.
 
     Args:
         swapped_states: whether x is a state, and the backend takes states with their last two dimensions swapped.
@@ -58,13 +58,13 @@ def as_backends_take(x: Tensor, swapped_states: bool) -> bool:
 def transposed(states: Any) -> Any:
     """Returns a view [N, H, K, V] of states [N, H, V, K], or the reverse.
 
-    Anything but such a tensor is returned as it is: None, and what the checks of the op refuse.
+    Anything else is returned unchanged: None, and values that the checks of the op refuse.
     """
     return states.mT if isinstance(states, Tensor) and states.ndim > 1 else states
 
 
 def packed(sizes: dict[str, Any], of: str) -> None:
-    """Checks that N+1 offsets of sequences agree with the tensor `of` that holds the sequences, and binds N."""
+    """Binds N, given N+1 offsets. Raises ValueError if there are no offsets, or the tensor named `of` has B != 1."""
     if sizes["N+1"] < 1:
         raise ValueError("cu_seqlens is empty; expected N+1 offsets, the first of them 0")
     if sizes["B"] != 1:
@@ -73,22 +73,22 @@ def packed(sizes: dict[str, Any], of: str) -> None:
 
 
 def no_nan(**tensors: Tensor | None) -> None:
-    """Raises ValueError for a tensor that holds NaN. Reads values: for GLA_CHECK=1."""
+    """Raises ValueError for a tensor that holds NaN. It reads values, and so it is only for GLA_CHECK=1."""
     for name, x in tensors.items():
         if x is not None and bool(x.isnan().any()):
             raise ValueError(f"{name} holds NaN in {int(x.isnan().sum())} of {x.numel()} places")
 
 
 def gate_values(g: Tensor | None) -> None:
-    """Raises ValueError for gates above 0. Reads values: for GLA_CHECK=1."""
+    """Raises ValueError for gates above 0. It reads values, and so it is only for GLA_CHECK=1."""
     if g is not None and bool((g > 0).any()):
         raise ValueError(f"g has values up to {float(g.max())}; expected the log of a forget gate, at most 0")
 
 
 def offset_values(cu_seqlens: Tensor | None, T: int, max_seqlen: int | None) -> None:
-    """Raises ValueError for offsets that do not ascend from 0 to at most T. Reads values: for GLA_CHECK=1.
+    """Raises ValueError for offsets that do not rise from 0 to at most T, and for a sequence above max_seqlen.
 
-    Rows of T behind the last offset belong to no sequence.
+    It reads values, and so it is only for GLA_CHECK=1. Rows after the last offset belong to no sequence.
     """
     if cu_seqlens is None:
         return

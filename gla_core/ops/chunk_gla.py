@@ -20,8 +20,8 @@ A backend's functions receive and return
     chunk_gla_bwd(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)
         -> (dq, dk, dv, dg or None, dinitial_state or None)
 
-with state the final state and dstate its gradient, or None; each gradient has its input's shape and dtype. Rows outside
-cu_seqlens[0] to cu_seqlens[N] belong to no sequence: whatever they hold, their o and their gradients are 0.
+Here state is the final state, and dstate is its gradient or None. Each gradient has the shape and dtype of its input.
+Rows outside cu_seqlens[0] to cu_seqlens[N] belong to no sequence: whatever they hold, their o and gradients are 0.
 
 **Checkpoints** [B, n, H, K, V] are the states before the tokens 0, L, 2 L, .. of a sequence, with L = checkpoint_every,
 a multiple of 64. The first is the initial state of the sequence, or 0 without one.
@@ -29,13 +29,13 @@ a multiple of 64. The first is the initial state of the sequence, or 0 without o
     n = ceil(T / L)       checkpoint j of sequence b is [b, j]
     n = N + T // L        with cu_seqlens c: checkpoint j of sequence i is [0, i + c_i // L + j]
 
-so that no two sequences share a row, and the rows of a sequence follow from its own offset. Unused rows are 0. They are
-bfloat16 with bfloat16 inputs, else as the final state. The backend that makes them and the one that uses them may
-differ; a backward that is given None, or cannot use them, computes the states that it needs.
+No two sequences share a row, and the rows of a sequence depend only on its index and offset. Unused rows are 0.
+Checkpoints are bfloat16 with bfloat16 inputs; otherwise they have the dtype of the final state. One backend may make
+them and another use them. A backward that gets None, or cannot use them, computes the states that it needs.
 
-On a GPU a forward with a backward keeps checkpoints every 64 tokens, if the backends of the request can. A backward
-without them computes them again: that takes longer, and the same memory during the backward. GLA_CHECKPOINTS=0 turns
-that off.
+On a GPU a forward whose inputs require a gradient keeps checkpoints every 64 tokens, if the backends of the request can
+make them. A backward without checkpoints computes them again: this takes longer, and the same memory during the
+backward. GLA_CHECKPOINTS=0 turns the checkpoints off.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class ChunkGla(NamedTuple):
     """Holds the results of `chunk_gla`.
 
     Attributes:
-        o: outputs [B, T, Hq, V], as v.
-        state: the final state [N, H, K, V]; None unless asked for. For a type checker it is a tensor or anything, so
-            that a caller that asks for it needs no assertion.
+        o: outputs [B, T, Hq, V], dtype of v.
+        state: the final state [N, H, K, V]; None unless asked for. Its type is `Tensor | Any`, so that a caller that
+            asks for it needs no assertion for a type checker.
     """
 
     o: Tensor
@@ -86,7 +86,7 @@ class ChunkGla(NamedTuple):
 
 @exportable
 class ChunkGlaWithCheckpoints(NamedTuple):
-    """Holds the results of `chunk_gla` with checkpoint_every: o and state as in `ChunkGla`, and checkpoints."""
+    """Holds the results of `chunk_gla` with checkpoint_every: o and state as in `ChunkGla`, and the checkpoints."""
 
     o: Tensor
     state: Tensor | Any
@@ -146,38 +146,40 @@ def chunk_gla(
 ) -> ChunkGla | ChunkGlaWithCheckpoints:
     """Computes gated linear attention, differentiable in q, k, v, g and initial_state.
 
-    Under autocast q, k and v are cast to its dtype, which is then o's; g keeps float32.
+    Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; g keeps float32.
 
     Args:
         q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
-        k: keys [B, T, H, K], as q.
-        v: values [B, T, H, V], as q.
-        g: natural logarithm of the forget gate [B, T, H, K], as q or float32, in [-inf, 0]. None means no decay. For
-            one gate a head [B, T, H] pass g.unsqueeze(-1).expand(-1, -1, -1, K). Values are read, and those above 0
-            refused, only with GLA_CHECK=1 in the environment.
-        scale: factor of the output; K^-1/2 by default.
-        initial_state: [N, H, K, V] float32 (float64 with float64), the state before the first token.
-        output_final_state: also return the state after the last token.
-        cu_seqlens: [N+1] int32 or int64 on q's device, B = 1: sequence i is rows cu_seqlens[i] to cu_seqlens[i+1].
-            Empty sequences are legal. Rows behind the last offset belong to no sequence: their o, and every gradient
-            of them, is 0. Without it N = B.
+        k: keys [B, T, H, K], dtype of q.
+        v: values [B, T, H, V], dtype of q.
+        g: natural logarithm of the forget gate [B, T, H, K], dtype of q or float32, in [-inf, 0]. None means no decay.
+            For one gate a head [B, T, H] pass g.unsqueeze(-1).expand(-1, -1, -1, K). Only with GLA_CHECK=1 in the
+            environment are the values read; values above 0 then raise ValueError.
+        scale: factor of the output; None means K^-1/2.
+        initial_state: the state before the first token [N, H, K, V], float32 (float64 with float64 inputs). None means
+            0.
+        output_final_state: whether to return the state after the last token.
+        cu_seqlens: offsets of packed sequences [N+1], int32 or int64 on q's device; B is 1. Sequence i is rows
+            cu_seqlens[i] to cu_seqlens[i+1]. Empty sequences are legal. Rows after the last offset belong to no
+            sequence: their o and their gradients are 0. None means one sequence per row of the batch, N = B.
         backend: a request such as "reference"; see `use_backend`.
-        checkpoint_every: also return the state before every L-th token of a sequence; L is a multiple of 64.
-        max_seqlen: tokens of the longest packed sequence, or an upper bound. It is a hint by which `auto` chooses a
-            backend, and a backend chooses its kernels; results differ by rounding alone. Without it the lengths are
-            unknown, because they are on the device.
-        state_v_first: states are [N, H, V, K], given and returned, checkpoints too. None is copied: those returned are
-            views of memory in which K comes first.
+        checkpoint_every: L, a multiple of 64: also return the state before every L-th token of a sequence.
+        max_seqlen: the number of tokens of the longest packed sequence, or an upper bound. It is a hint: `auto`
+            chooses a backend by it, and a backend chooses its kernels. Results differ only by rounding. Without it the
+            lengths are unknown, because they are on the device.
+        state_v_first: whether initial_state, the final state and the checkpoints have V before K: [N, H, V, K]. The
+            returned ones are views of memory in which K comes first. This adds no copy if the backend takes states
+            with their last two dimensions swapped.
 
     Returns:
-        `o` [B, T, Hq, V] as v, and `state`, the final state [N, H, K, V] as initial_state (None unless asked for).
-        With checkpoint_every = L also `checkpoints` [B, n, H, K, V], bfloat16 with bfloat16 inputs, else as the final
-        state: [b, j] is the state that enters token j L of sequence b, n = ceil(T / L). With cu_seqlens
-        [0, i + cu_seqlens[i] // L + j] is that of sequence i, n = N + T // L; all other rows are 0. They carry no
-        gradient.
+        `o` [B, T, Hq, V] with the dtype of v, and `state`, the final state [N, H, K, V] with the dtype of initial_state
+        (None unless asked for). With checkpoint_every = L also `checkpoints` [B, n, H, K, V], bfloat16 with bfloat16
+        inputs, else with the dtype of the final state. Row [b, j] is the state that enters token j L of sequence b;
+        n = ceil(T / L). With cu_seqlens, row [0, i + cu_seqlens[i] // L + j] is the state that enters token j L of
+        sequence i; n = N + T // L, and all other rows are 0. Checkpoints carry no gradient.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype or device.
+        ValueError, TypeError: an argument has a wrong shape, dtype or device.
         NoBackendError, UnknownBackendError: no backend can serve the request.
         NotImplementedError: an input carries a tangent of forward-mode AD.
 
@@ -215,7 +217,7 @@ def interval_for_backward(backend: str | None) -> int | None:
     return None
 
 
-# As torch.compiler.assume_constant_result does, which imports the compiler: a graph takes its answer, not its code.
+# torch.compiler.assume_constant_result sets this too, but imports the compiler. A graph then contains the result.
 interval_for_backward._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

@@ -6,14 +6,14 @@ Per head, with alpha_t = exp(g_t), for the tokens 1 to T of a part:
     S = sum over t of (k_t * alpha_{t+1} * .. * alpha_T)^T v_t        forwards: `chunk_gla_summary`
     S = sum over t of (q_t * alpha_1 * .. * alpha_t)^T do_t           backwards: `chunk_gla_gradient_summary`
 
-Forwards, S is the state after the part if the state before it is 0. For a state S_0 before it, the state after it is
-diag(D) S_0 + S. Backwards, the gradient of S_0 is diag(D) dS_T + scale * S, with dS_T the gradient of the state after
-the part. Both rules are associative: the summaries of all parts give the state that enters each of them.
+Forwards, S is the state after the part if the state before it is 0. If the state before it is S_0, the state after it
+is diag(D) S_0 + S. Backwards, the gradient of S_0 is diag(D) dS_T + scale * S, with dS_T the gradient of the state
+after the part. Both rules are associative: the summaries of all parts give the state that enters each of them.
 `gla_core.distributed` is built on this.
 
 Both directions are one op, because a backend computes both with the same kernel. The backward of `chunk_gla` would
-compute the second one too, at several times the cost. The op takes no scale: its caller multiplies one state in place
-of every token.
+compute the second one too, at several times the cost. The op takes no scale: its caller multiplies the state by it,
+instead of every token.
 
 Source: Chou et al., "ZeCO: Zero Communication Overhead Sequence Parallelism for Linear Attention" (arXiv 2507.01004).
 
@@ -21,9 +21,9 @@ A backend's function receives and returns
 
     chunk_gla_summary(left, right, g, cu_seqlens, backwards) -> (decay, state)
 
-with left = k [B, T, H, K] and right = v [B, T, H, V], or backwards left = q [B, T, Hq, K] and right = do [B, T, Hq, V].
-Backwards the products of the Hq/H heads that share a head of g are summed, because they share a state. Rows outside
-cu_seqlens[0] to cu_seqlens[N] belong to no sequence; an empty sequence has decay 1 and state 0.
+Forwards, left = k [B, T, H, K] and right = v [B, T, H, V]. Backwards, left = q [B, T, Hq, K] and right = do
+[B, T, Hq, V]; the products of the Hq/H heads that share a head of g are summed, because they share a state. Rows
+outside cu_seqlens[0] to cu_seqlens[N] belong to no sequence; an empty sequence has decay 1 and state 0.
 """
 
 from __future__ import annotations
@@ -55,23 +55,25 @@ def chunk_gla_summary(
 ) -> tuple[Tensor, Tensor]:
     """Computes the decay and the state from zero of each sequence, differentiable in k, v and g.
 
-    The state after a sequence is decay[..., None] * (state before it) + state. Under autocast k and v are cast to its
-    dtype; g keeps float32.
+    The state after a sequence is decay[..., None] * (state before it) + state. Under autocast k and v are
+    cast to the dtype of autocast, and g keeps float32.
 
     Args:
         k: keys [B, T, H, K], float64, float32, float16 or bfloat16.
-        v: values [B, T, H, V], as k.
-        g: natural logarithm of the forget gate [B, T, H, K], as k or float32, in [-inf, 0]. None means no decay.
-        cu_seqlens: [N+1] int32 or int64 on k's device, B = 1: sequence i is rows cu_seqlens[i] to cu_seqlens[i+1].
-            Empty sequences are legal. Rows behind the last offset belong to no sequence. Without it N = B.
+        v: values [B, T, H, V], dtype of k.
+        g: natural logarithm of the forget gate [B, T, H, K], dtype of k or float32, in [-inf, 0]. None means no decay.
+        cu_seqlens: offsets of packed sequences [N+1], int32 or int64 on k's device; B is 1. Sequence i is rows
+            cu_seqlens[i] to cu_seqlens[i+1]. Empty sequences are legal. Rows after the last offset belong to no
+            sequence. None means one sequence per row of the batch, N = B.
         backend: a request such as "reference"; see `use_backend`.
-        state_v_first: the state is returned as a view [N, H, V, K].
+        state_v_first: whether to return the state as a view [N, H, V, K].
 
     Returns:
-        decay [N, H, K] and state [N, H, K, V], float32 (float64 with float64). An empty sequence has 1 and 0.
+        decay [N, H, K] and state [N, H, K, V], float32 (float64 with float64 inputs). An empty sequence has decay 1
+        and state 0.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype or device.
+        ValueError, TypeError: an argument has a wrong shape, dtype or device.
         NoBackendError, UnknownBackendError: no backend can serve the request.
         NotImplementedError: an input carries a tangent of forward-mode AD.
 
@@ -92,26 +94,26 @@ def chunk_gla_gradient_summary(
     *,
     state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the decay of each sequence, and the gradient that its outputs give the state before it.
+    """Computes the decay of each sequence, and the gradient that the state before it gets from its outputs.
 
     The gradient of the state before a sequence is decay[..., None] * (gradient of the state after it) + scale *
-    dstate, with the scale of `chunk_gla`. Not differentiable. Under autocast q and do are cast to its dtype; g keeps
-    float32.
+    dstate, with the scale of `chunk_gla`. The function is not differentiable. Under autocast q and do are cast to the
+    dtype of autocast, and g keeps float32.
 
     Args:
         q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16.
-        do: gradients of the outputs [B, T, Hq, V], as q.
-        g: natural logarithm of the forget gate [B, T, H, K], as q or float32, in [-inf, 0]. None means no decay.
-        cu_seqlens: [N+1] int32 or int64 on q's device, B = 1, as in `chunk_gla_summary`.
+        do: gradients of the outputs [B, T, Hq, V], dtype of q.
+        g: natural logarithm of the forget gate [B, T, H, K], dtype of q or float32, in [-inf, 0]. None means no decay.
+        cu_seqlens: offsets of packed sequences [N+1], int32 or int64 on q's device, as in `chunk_gla_summary`.
         backend: a request such as "reference"; see `use_backend`.
-        state_v_first: dstate is returned as a view [N, H, V, K].
+        state_v_first: whether to return dstate as a view [N, H, V, K].
 
     Returns:
-        decay [N, H, K] and dstate [N, H, K, V], float32 (float64 with float64). dstate is summed over the Hq/H query
-        heads of each head of g; without g, H = Hq. An empty sequence has 1 and 0.
+        decay [N, H, K] and dstate [N, H, K, V], float32 (float64 with float64 inputs). dstate is summed over the Hq/H
+        query heads of each head of g; without g, H = Hq. An empty sequence has decay 1 and dstate 0.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype or device.
+        ValueError, TypeError: an argument has a wrong shape, dtype or device.
         NoBackendError, UnknownBackendError: no backend can serve the request.
         NotImplementedError: an input requires a gradient, or carries a tangent of forward-mode AD.
 
@@ -135,7 +137,7 @@ def _summary(
     backend: str | None,
     state_v_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the op. An error message gives left and right their `names` in the public function."""
+    """Runs the op. Error messages call left and right by their `names` in the public function."""
     needs_grad = needs_gradient(left, right, g)
     try:
         if not needs_grad and bypasses_torch(left):
@@ -151,7 +153,7 @@ def _summary(
 
 
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    """Binds the number of sequences, and the number of heads of states: that of g, or without g that of left."""
+    """Binds the number N of sequences, and the number H of heads of states: the heads of g, or of left without g."""
     sizes["N"] = sizes["B"]
     sizes.setdefault("H", sizes["Hq"])
     if sizes["Hq"] != sizes["H"] and not given["backwards"]:
@@ -167,7 +169,7 @@ def _check_values(left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Ten
 
 
 def _flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
-    """Counts left^T right, which a token adds to the state of each of its heads."""
+    """Counts left^T right, which each token adds to the state of each of its heads."""
     B, T, Hq, K = left
     return 2 * B * T * Hq * K * right[3]
 
@@ -199,7 +201,10 @@ def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _backward(ctx: Any, ddecay: Tensor | None, dstate: Tensor | None) -> tuple:
-    """Runs the backward of chunk_gla with q = 0 and do = 0; the decay adds the same to every gate of a sequence."""
+    """Computes the gradient by chunk_gla_bwd with q = 0 and do = 0.
+
+    The gradient of the decay is then added to every gate of the sequence.
+    """
     if ctx.backwards:
         raise NotImplementedError(_NO_GRADIENT)
     k, v, g, cu_seqlens, decay = ctx.saved_tensors
@@ -216,7 +221,7 @@ def _backward(ctx: Any, ddecay: Tensor | None, dstate: Tensor | None) -> tuple:
 
 
 def _of_tokens(x: Tensor, T: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Returns [B, T, ...]: for each token the row of x [N, ...] of its sequence; 0 if it belongs to none."""
+    """Returns a tensor [B, T, ...] with the row of x [N, ...] of each token's sequence; 0 for tokens of no sequence."""
     if cu_seqlens is None:
         return x[:, None].expand(-1, T, *x.shape[1:])
     sequence = torch.searchsorted(cu_seqlens, torch.arange(T, device=x.device, dtype=cu_seqlens.dtype), right=True)

@@ -2,7 +2,7 @@
 
     S_t = S_{t-1} + phi(k_t)^T v_t        z_t = z_{t-1} + phi(k_t)        o_t = phi(q_t) S_t / (phi(q_t) z_t)
 
-z is computed as one more column of S, with a value that is always 1.
+z is computed as one more column of S: each v_t gets one more entry, which is always 1.
 
 Source: Katharopoulos et al., "Transformers are RNNs" (arXiv 2006.16236).
 """
@@ -29,9 +29,9 @@ class LinearAttention(NamedTuple):
     """Holds the results of `linear_attention`.
 
     Attributes:
-        o: outputs [B, T, Hq, V], as v.
-        state: the final state, shaped as initial_state; None unless asked for. For a type checker it is a tensor or
-            anything, as in `ChunkGla`.
+        o: outputs [B, T, Hq, V], dtype of v.
+        state: the final state, shaped like initial_state; None unless asked for. Its type is `Tensor | Any`, as in
+            `ChunkGla`.
     """
 
     o: Tensor
@@ -57,23 +57,26 @@ def linear_attention(
 
     Args:
         q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16.
-        k: keys [B, T, H, K], as q.
-        v: values [B, T, H, V], as q.
-        feature_map: phi, applied to q and k; may change their width. None leaves them alone.
-        normalize: divide by phi(q_t) z_t. Where that is 0 the result is not finite; phi > 0 keeps it from 0.
-        scale: factor of the output; without effect when normalised.
-        initial_state: [N, H, K, V], or [N, H, K, V + 1] when normalised: the last column is z.
-        output_final_state: also return the state after the last token.
-        cu_seqlens: [N+1] offsets of packed sequences, B = 1, as in `chunk_gla`.
+        k: keys [B, T, H, K], dtype of q.
+        v: values [B, T, H, V], dtype of q.
+        feature_map: phi, applied to q and k; it may change their width. None leaves them unchanged.
+        normalize: whether to divide by phi(q_t) z_t. If this is 0, the result is not finite; phi > 0 avoids that.
+        scale: factor of the output; it has no effect if normalize is True.
+        initial_state: the state before the first token [N, H, K, V]; with normalize [N, H, K, V + 1], where the last
+            column is z. None means 0.
+        output_final_state: whether to return the state after the last token.
+        cu_seqlens: offsets of packed sequences [N+1], as in `chunk_gla`; B is 1.
         backend: a request such as "reference"; see `use_backend`.
         max_seqlen: a bound on the lengths of packed sequences, as in `chunk_gla`.
-        state_v_first: states are [N, H, V, K], or [N, H, V + 1, K] when normalised, given and returned. None is copied.
+        state_v_first: whether initial_state and the final state are [N, H, V, K], with normalize [N, H, V + 1, K], as
+            in `chunk_gla`.
 
     Returns:
-        `o` [B, T, Hq, V] as v, and `state`, the final state, shaped as initial_state (None unless asked for).
+        `o` [B, T, Hq, V] with the dtype of v, and `state`, the final state, shaped like initial_state (None unless
+        asked for).
 
     Raises:
-        ValueError, TypeError, NoBackendError, UnknownBackendError, NotImplementedError: as `chunk_gla`.
+        ValueError, TypeError, NoBackendError, UnknownBackendError, NotImplementedError: as in `chunk_gla`.
 
     Example:
         >>> o, _ = gla.linear_attention(q, k, v)
@@ -88,7 +91,7 @@ def linear_attention(
     v = torch.cat([v, v.new_ones(()).expand(*v.shape[:-1], 1)], dim=-1)
     o, state = chunk_gla(q, k, v, None, 1.0, *last, **options)
     z = o[..., -1:]
-    if cu_seqlens is not None:  # rows of no sequence stay 0
+    if cu_seqlens is not None:  # rows that belong to no sequence stay 0
         tokens = torch.arange(q.shape[1], device=q.device)
         own = (cu_seqlens[0] <= tokens) & (tokens < cu_seqlens[-1])  # [T]
         z = torch.where(own[:, None, None], z, 1)

@@ -9,7 +9,7 @@ and backwards dx = y * (dy - sum(y * dy)).
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
 
 A backend's function receives and returns online_softmax(x, dim) -> y, with dim from 0 to x.ndim - 1. A row that is
-all -inf gives NaN, as torch.softmax does; a tile that is all -inf makes no NaN of a row that has finite entries.
+all -inf gives NaN, as torch.softmax does. A tile that is all -inf does not turn a row with finite entries into NaN.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
     Under autocast it computes and returns float32, as PyTorch's softmax does on a GPU.
 
     Args:
-        x: any shape of at least one dimension; float64, float32, float16 or bfloat16.
+        x: a tensor of at least one dimension; float64, float32, float16 or bfloat16.
         dim: the dimension that sums to one.
         backend: a request such as "reference"; see `use_backend`.
 
     Returns:
-        y, shape and dtype of x. A slice that is all -inf gives NaN, as in `torch.softmax`.
+        y, with the shape and dtype of x. A slice that is all -inf gives NaN, as in `torch.softmax`.
 
     Raises:
-        ValueError, TypeError: x of a wrong rank or dtype, dim out of range.
+        ValueError, TypeError: x has a wrong rank or dtype, or dim is out of range.
         NoBackendError, UnknownBackendError: no backend can serve the request.
         NotImplementedError: x carries a tangent of forward-mode AD.
 
@@ -59,7 +59,7 @@ def online_softmax(x: Tensor, dim: int = -1, backend: str | None = None) -> Tens
 
 
 def _from_the_front(x: Any, dim: Any) -> Any:
-    """Returns dim counted from 0 if it is a dimension of x; returns anything else as it is, for the checks."""
+    """Returns dim counted from 0 if it is a dimension of x; returns anything else unchanged, for the checks."""
     if not isinstance(dim, int) and not isinstance(dim, Tensor) and hasattr(dim, "__index__"):
         dim = operator.index(dim)  # of numpy, for example
     if isinstance(dim, int) and dim < 0 and isinstance(x, Tensor) and -x.ndim <= dim:
@@ -106,7 +106,7 @@ def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple:
-    # From x again, not from a saved y: y is rounded to x's dtype, which costs the small entries of dx their digits.
+    # y is computed again: a saved y would be rounded to x's dtype, and small entries of dx would lose their digits.
     (x,) = ctx.saved_tensors
     y = torch.softmax(x, ctx.dim, dtype=wide(x.dtype))
     dx = y * (dy - (y * dy).sum(ctx.dim, keepdim=True))

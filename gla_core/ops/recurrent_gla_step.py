@@ -12,7 +12,7 @@ A backend's function receives and returns
 
 Row b reads and writes state[state_indices[b]], or state[b] without indices. A row whose index is outside 0 to P-1 is
 skipped: its o is 0 and no state is written. With `inplace` the given state is written and returned. Without it, the
-given state is left unchanged and a new tensor of the same shape is returned, in which rows without an index are copied.
+given state is left unchanged and a new tensor of the same shape is returned; states that no index names are copied.
 """
 
 from __future__ import annotations
@@ -61,29 +61,32 @@ def recurrent_gla_step(
 ) -> tuple[Tensor, Tensor]:
     """Advances a state by one token per row. Not differentiable: train with `chunk_gla`.
 
-    Under autocast q, k and v are cast to its dtype, which is then o's; g keeps float32, and the state its dtype.
+    Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; g keeps float32, and the state
+    keeps its dtype.
 
     Args:
         q: queries [B, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
-        k: keys [B, H, K], as q.
-        v: values [B, H, V], as q.
-        g: natural logarithm of the forget gate [B, H, K], as q or float32, in [-inf, 0]. None means no decay. For one
-            gate a head [B, H] pass g.unsqueeze(-1).expand(-1, -1, K). Values are read, and those above 0 refused, only
-            with GLA_CHECK=1 in the environment.
-        state: [P, H, K, V] float32 or bfloat16 (float64 with float64). P = B, or a pool with state_indices.
-        scale: factor of the output; K^-1/2 by default.
-        state_indices: [B] int32 or int64, the row of the pool that each row of the batch reads and writes, no two
-            alike. A row with a negative index is skipped: its o is 0.
-        inplace: write the new state into `state` instead of returning a new tensor.
+        k: keys [B, H, K], dtype of q.
+        v: values [B, H, V], dtype of q.
+        g: natural logarithm of the forget gate [B, H, K], dtype of q or float32, in [-inf, 0]. None means no decay.
+            For one gate a head [B, H] pass g.unsqueeze(-1).expand(-1, -1, K). Only with GLA_CHECK=1 in the environment
+            are the values read; values above 0 then raise ValueError.
+        state: the state before the token [P, H, K, V], float32 or bfloat16 (float64 with float64 inputs). P is B
+            without state_indices; with them, state is a pool of P states.
+        scale: factor of the output; None means K^-1/2.
+        state_indices: for each row of the batch, the index of the state in the pool that it reads and writes [B], int32
+            or int64. No two rows may have the same state. A row with a negative index is skipped: its o is 0.
+        inplace: whether to write the new state into `state` instead of returning a new tensor.
         backend: a request such as "reference"; see `use_backend`.
-        state_v_first: states are [P, H, V, K], given and returned.
+        state_v_first: whether the given and the returned state are [P, H, V, K].
 
     Returns:
-        o [B, Hq, V] as v, and the new state, shaped as `state` (the same tensor if `inplace`).
+        o [B, Hq, V] with the dtype of v, and the new state with the shape and dtype of `state` (the same tensor if
+        `inplace`).
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype or device; with inplace, a state of which neither the
-            last dimension is contiguous nor the one before it.
+        ValueError, TypeError: an argument has a wrong shape, dtype or device; with inplace, neither of the last two
+            dimensions of the state is contiguous.
         RuntimeError: an input requires a gradient.
         NoBackendError, UnknownBackendError: no backend can serve the request.
         NotImplementedError: an input carries a tangent of forward-mode AD.
@@ -176,7 +179,7 @@ def _no_backward(*_: Any) -> NoReturn:
 
 
 def _tell_autograd(state: Tensor) -> None:
-    """Marks a state as written, which autograd does not see by itself: a backward that saved it then raises."""
+    """Tells autograd, which cannot see it, that a state was written: a backward that saved the state then raises."""
     if not state.is_inference():
         torch.autograd.graph.increment_version(state)
 

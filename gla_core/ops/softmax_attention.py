@@ -13,7 +13,7 @@ and backwards, with p = exp(s - lse) and delta = rowsum(do * o) - dlse,
 Source: Dao et al., "FlashAttention" (arXiv 2205.14135), on the online softmax of arXiv 1805.02867.
 
 A backend's function receives and returns softmax_attention(q, k, v, scale, causal) -> (o, lse). A query with no key,
-or with scores that are all -inf, has lse = -inf and o = NaN, as torch.softmax has.
+or with scores that are all -inf, has lse = -inf and o = NaN, like torch.softmax.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ def softmax_attention(
 ) -> tuple[Tensor, Tensor]:
     """Computes softmax attention, differentiable in q, k and v through both results.
 
-    Under autocast q, k and v are cast to its dtype, which is then o's.
+    Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype.
 
     Args:
         q: queries [B, Tq, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
-        k: keys [B, Tk, H, K], as q.
-        v: values [B, Tk, H, V], as q.
-        scale: factor of the scores; K^-1/2 by default.
-        causal: query i sees keys 0 to i + Tk - Tq, so that the last query sees every key.
+        k: keys [B, Tk, H, K], dtype of q.
+        v: values [B, Tk, H, V], dtype of q.
+        scale: factor of the scores; None means K^-1/2.
+        causal: whether query i sees only keys 0 to i + Tk - Tq. The last query then sees every key.
         backend: a request such as "reference"; see `use_backend`.
 
     Returns:
-        o [B, Tq, Hq, V] as v, and lse [B, Tq, Hq], the natural log-sum-exp of the scores, float32 (float64 with
-        float64). A query that sees no key has o = NaN and lse = -inf.
+        o [B, Tq, Hq, V] with the dtype of v, and lse [B, Tq, Hq], the natural log-sum-exp of the scores, float32
+        (float64 with float64 inputs). A query that sees no key has o = NaN and lse = -inf.
 
     Raises:
-        ValueError, TypeError: an argument of a wrong shape, dtype or device.
+        ValueError, TypeError: an argument has a wrong shape, dtype or device.
         NoBackendError, UnknownBackendError: no backend can serve the request.
         NotImplementedError: an input carries a tangent of forward-mode AD.
 
@@ -78,15 +78,15 @@ def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
 
     Args:
         o1: output [..., V] of `softmax_attention` for the first set of keys.
-        lse1: its log-sum-exp [...]; a part with lse = -inf adds nothing, whatever its o.
-        o2: output for the second set of keys and the same queries, shaped as o1.
-        lse2: its log-sum-exp, shaped as lse1.
+        lse1: log-sum-exp [...] for the first set of keys. A set with lse = -inf adds nothing, whatever its o.
+        o2: output for the second set of keys and the same queries, same shape as o1.
+        lse2: log-sum-exp for the second set of keys, same shape as lse1.
 
     Returns:
-        o [..., V] as o1, and lse [...] as lse1.
+        o [..., V] with the dtype of o1, and lse [...], both for the union of the two sets.
 
     Raises:
-        ValueError: shapes that do not agree.
+        ValueError: the shapes do not agree.
 
     Example:
         >>> o, lse = gla.merge_attention(*gla.softmax_attention(q, k1, v1), *gla.softmax_attention(q, k2, v2))
@@ -102,7 +102,7 @@ def merge_attention(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple
 
 
 def _share(o: Tensor, lse: Tensor, total: Tensor) -> Tensor:
-    # An empty part has o = NaN: it must be dropped before it is weighted, and its -inf kept from the subtraction.
+    # An empty set of keys has o = NaN and lse = -inf: drop o before it is weighted, and do not subtract -inf.
     empty = lse.isneginf()
     weight = torch.exp(torch.where(empty, 0, lse) - torch.where(total.isneginf(), 0, total))
     return torch.where(empty[..., None], 0, o) * torch.where(empty, 0, weight)[..., None]

@@ -24,22 +24,27 @@ from gla_core.ops import checks
 from gla_core.ops.checks import FLOATS, INTEGERS
 
 WIDTHS = ("H", "Hq", "K", "V")
-"""Names of the sizes that are at least 1; all others may be 0."""
+"""The names of the sizes that have to be at least 1; all others may be 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """Gives the dtype of a tensor, from that of the op's first argument.
+    """Holds the rule for the dtype of a tensor, which depends on the dtype of the op's first argument.
 
     Attributes:
-        allowed: the dtypes that an argument may have; a result has the first. reason: ends the error message.
+        allowed: takes the dtype of the first argument and returns the dtypes that an argument may have. A result has
+            the first of them.
+        reason: the end of the error message.
     """
 
     allowed: Callable[[torch.dtype], tuple[torch.dtype, ...]]
     reason: str = ""
 
     def in_call(self, call: OpCall) -> torch.dtype | None:
-        """Returns the dtype of such a tensor in a call; None for one that is absent, and for offsets and indices."""
+        """Returns the dtype of a tensor with this rule in a call.
+
+        None means that the call has no such tensor. It is also returned for offsets, indices and checkpoints.
+        """
         if self is GATE:
             return call.gate_dtype
         if self in STATES:
@@ -69,16 +74,18 @@ class Argument:
     """Describes an argument of an op.
 
     Attributes:
-        type: as a torch schema has it, such as "Tensor?" or "bool".
-        shape: of a tensor, its dimensions by name, such as "B T H K"; None for any.
-        dtype: of a tensor, the rule that it follows.
-        default: stands for it where it is left out; of a tensor, None says that a call can be described without it.
+        type: the type in a torch schema, such as "Tensor?" or "bool".
+        shape: for a tensor, the names of its dimensions, such as "B T H K"; None means any shape.
+        dtype: for a tensor, the rule for its dtype; None for a scalar.
+        default: the value if the argument is left out. For a tensor, None means that a call can be described without
+            it.
         differentiable: whether autograd takes its gradient.
-        in_call: of a scalar, whether `OpCall.scalars` holds it.
-        hint: of a scalar, whether it only affects which backend runs a call; backends do not receive it.
-        without_last: what a tensor without the last dimension would hold, such as "one gate a head", if users have
-            such tensors: the refusal of one says how to expand it.
-        public: its name in the public function, if that is another one.
+        in_call: for a scalar, whether `OpCall.scalars` holds it.
+        hint: for a scalar, whether it only affects how a call runs: which backend, and which plan. Backends do not
+            receive it as an argument.
+        without_last: what a tensor without the last dimension would hold, such as "one gate a head". It is given if
+            users have such tensors: the error then says how to expand one.
+        public: the name in the public function, if it differs.
     """
 
     name: str
@@ -98,11 +105,12 @@ class Result:
     """Describes a result of an op.
 
     Attributes:
-        shape, dtype: as of an `Argument`.
-        like: name of the argument that it has the shape and dtype of, and is None with.
-        when: takes the arguments by name, says whether the result is asked for; None where it always is.
-        written: takes the arguments by name, says whether the result is the argument `like` itself, written.
-        state: whether it lies in memory as the argument `like` does, keys or values contiguous.
+        shape, dtype: as in `Argument`.
+        like: the name of an argument. The result has its shape and dtype, and is None if the argument is None.
+        when: takes the arguments by name and returns whether the result is asked for; None means that it always is.
+        written: takes the arguments by name and returns whether the result is the argument `like` itself, written in
+            place; None means that it never is.
+        state: whether the result has the memory layout of the argument `like`: keys or values contiguous.
     """
 
     name: str
@@ -118,8 +126,8 @@ class Expected(NamedTuple):
     """Describes a result that a backend has to return.
 
     Attributes:
-        written: the argument that it must be, if it must be one. swapped: whether it lies with its last two dimensions
-            swapped.
+        written: the argument that the backend has to write and return; None if it has to return a new tensor.
+        swapped: whether the last two dimensions are swapped in memory.
     """
 
     name: str
@@ -141,19 +149,23 @@ class OpSpec:
     """Describes an abstract op.
 
     Attributes:
-        name: of the abstract op. public: of the public function that runs it.
-        arguments: in the order of the contract; the first is a tensor, on whose device and dtype all others depend.
-            Hints come last.
-        results: in order.
-        sizes: the names in `OpCall.dims`, each with the one that it equals unless more is said, such as Hq with H.
-        bind: binds sizes that no shape names, and raises ValueError or TypeError for values that do not fit together;
-            takes the arguments by name and the sizes so far. Arguments that hold states are checked after it.
-        prepare: takes the arguments in order, returns them as backends receive them; a scale is filled in without it.
-        check_values: takes the arguments in order under GLA_CHECK=1; raises ValueError for values no op is defined on.
-        flops: takes the shapes of the tensors, returns the floating-point operations of the mathematics.
-        backward: the abstract op that a gradient will need.
-        autocast_in_float32: whether it computes in float32 under autocast, as a softmax does, and not in the dtype of
-            the autocast.
+        name: the name of the abstract op.
+        public: the name of the public function that runs it.
+        arguments: the arguments in the order of the contract. The first is a tensor; the devices and dtypes of all
+            others depend on it. Hints come last.
+        results: the results in order.
+        sizes: maps each name in `OpCall.dims` to the name of the size that it equals by default: Hq equals H.
+        bind: takes the arguments by name and the sizes so far. It binds sizes that no shape names, and raises
+            ValueError or TypeError for values that do not fit together. Arguments that hold states are checked after
+            it.
+        prepare: takes the arguments in order and returns them as backends receive them. The default of a scale is
+            filled in elsewhere.
+        check_values: takes the arguments in order under GLA_CHECK=1; raises ValueError for values for which the op is
+            not defined.
+        flops: takes the shapes of the tensors and returns the number of floating-point operations of the mathematics.
+        backward: the abstract op that a gradient needs, if any.
+        autocast_in_float32: whether the op computes in float32 under autocast, as a softmax does, instead of in the
+            dtype of autocast.
     """
 
     name: str
@@ -180,7 +192,10 @@ class OpSpec:
 
     @functools.cached_property
     def required(self) -> frozenset[str]:
-        """Names of the arguments that every backend takes: those that every call gives, scale and dim included."""
+        """Returns the names of the arguments that every backend takes: all but flags and those that may be None.
+
+        The scale is among them, because backends always receive a number.
+        """
         may_lack = (a for a in self.arguments if a.type == "bool" or a.type.endswith("?"))
         return frozenset(self.parameters).difference(a.name for a in may_lack if a.name != "scale")
 
@@ -191,7 +206,7 @@ class OpSpec:
 
     @functools.cached_property
     def names(self) -> dict[str, str]:
-        """Maps the name of each argument, and its name in the public function, to the name."""
+        """Maps the name of each argument to itself, and its name in the public function to its name here."""
         return {name: a.name for a in self.arguments for name in (a.name, a.public) if name}
 
     @functools.cached_property
@@ -210,7 +225,7 @@ class OpSpec:
 
     @functools.cached_property
     def _states_last(self) -> tuple[Argument, ...]:
-        """Returns the arguments in the order of their checks: states last, as their number depends on the others."""
+        """Returns the arguments in the order of their checks. States are last: their number depends on the others."""
         return tuple(sorted(self.arguments, key=lambda argument: argument.dtype in (*STATES, CHECKPOINTS)))
 
     @property
@@ -219,15 +234,19 @@ class OpSpec:
         return tuple(dict.fromkeys(self.sizes.values()))
 
     def dims(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Returns all sizes of a call, in order, from some of them."""
+        """Returns all sizes of a call, in order, given some of them."""
         return {name: sizes[name] if name in sizes else sizes[other] for name, other in self.sizes.items()}
 
     def has(self, dtype: DType) -> Argument | None:
-        """Returns the first argument that follows a rule; None if there is none."""
+        """Returns the first argument whose dtype follows this rule; None if there is none."""
         return next((argument for argument in self.arguments if argument.dtype is dtype), None)
 
     def complete(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        """Returns all arguments, in order, with defaults for those left out. Raises TypeError as a call does."""
+        """Returns all arguments, in order, with defaults for those left out.
+
+        Raises:
+            TypeError: an argument is missing, unknown, given twice, or one too many.
+        """
         names = self.parameters
         kwargs = {self.names.get(name, name): x for name, x in kwargs.items()}
         given = dict(zip(names, args, strict=False))
@@ -253,14 +272,15 @@ class OpSpec:
     def describe(
         self, *args: Any, needs_grad: bool = False, capturing: bool = False, batch_invariant: int | None = None
     ) -> OpCall:
-        """Checks all arguments, in order, without reading values, and describes the call, PyTorch's settings included.
+        """Checks all arguments, in order, without reading values, and describes the call.
+
+        The description includes PyTorch's settings.
 
         Args:
             needs_grad, capturing, batch_invariant: as in `OpCall`.
 
         Raises:
-            ValueError, TypeError: an argument of a wrong type, shape, dtype or device; one that cannot be written in
-                place.
+            ValueError, TypeError: an argument has a wrong type, shape, dtype or device, or cannot be written in place.
         """
         given = dict(zip(self.parameters, args, strict=True))
         sizes = self._check(given)
@@ -287,13 +307,13 @@ class OpSpec:
         )
 
     def expected(self, *args: Any) -> tuple[Expected | None, ...]:
-        """Returns the results that a backend has to return for these arguments; None for one that was not asked for."""
+        """Returns the results that a backend has to return for these arguments; None for each not asked for."""
         given = dict(zip(self.parameters, args, strict=True))
         sizes = self._check(given)
         return tuple(_expected(result, given, sizes, args[0].dtype) for result in self.results)
 
     def _check(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Checks every argument against its description; returns the sizes that the shapes bind."""
+        """Checks every argument against its description, and returns all sizes of the call."""
         sizes: dict[str, Any] = {}
         first, bound = self.parameters[0], False
         for argument in self._states_last:
@@ -312,7 +332,7 @@ class OpSpec:
         return sizes
 
     def _bind(self, given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-        """Checks sizes against each other, and binds those that no shape names."""
+        """Checks the sizes against each other, and binds the sizes that no shape names."""
         for name in WIDTHS:
             if sizes.get(name, 1) < 1:
                 raise ValueError(f"{name} is {sizes[name]}; expected at least 1")
@@ -326,10 +346,10 @@ class OpSpec:
     # ---- what follows from the description alone
 
     def call(self, sizes: Mapping[str, int], device: torch.device, dtype: torch.dtype, **facts: Any) -> OpCall:
-        """Returns a call of these sizes; required gates and states have the dtype of states.
+        """Returns a call of these sizes. Gates, and states that the op requires, have the dtype of states by default.
 
         Args:
-            facts: other fields of `OpCall`, by name; `scalars` may omit those that are the defaults.
+            facts: other fields of `OpCall`, by name; `scalars` may omit scalars that have their default.
         """
         scalars = {**self.scalars, **facts.pop("scalars", {})}
         facts = {
@@ -341,7 +361,10 @@ class OpSpec:
         return dataclasses.replace(call, given=frozenset(a.name for a in self._optional if _is_given(a, call)))
 
     def schema(self, arguments: int | None = None) -> str:
-        """Returns the schema of the torch op: the first `arguments`, needs_grad if differentiable, and the request."""
+        """Returns the schema of the torch op.
+
+        It takes the first `arguments` arguments, or all if None; needs_grad if differentiable; and the request.
+        """
         parts = [f"{a.type} {a.name}{'=None' if a.hint else ''}" for a in self.arguments[:arguments]]
         parts += ["bool needs_grad=False"] if self.differentiable else []
         results = ", ".join(["Tensor"] * len(self.results))
@@ -349,9 +372,9 @@ class OpSpec:
         return f"{self.name}({', '.join(parts)}, str backend='') -> {results}"
 
     def floor_bytes(self, call: OpCall) -> tuple[int, int]:
-        """Returns the bytes of the inputs and of the outputs of a call, without offsets and indices.
+        """Returns the bytes of the inputs and of the outputs of a call, without offsets, indices and checkpoints.
 
-        A call that is given a state counts as returning one. Of a pool, the states of the batch count.
+        A call that is given a state counts as returning one. For a pool, only B states count.
         """
         inputs = sum(_bytes(a.shape, a.dtype, call) for a in self.arguments if a.dtype is not None)
         likes = {a.name: a for a in self.arguments}
@@ -359,7 +382,7 @@ class OpSpec:
         return inputs, sum(_bytes(x.shape, x.dtype, call) for x in outputs if x.dtype is not None)
 
     def shape(self, argument: Argument, call: OpCall) -> tuple[int, ...]:
-        """Returns the shape of an argument in a call; if it may have any shape, the sizes of the call."""
+        """Returns the shape of an argument in a call. If it may have any shape, this is the sizes of the call."""
         names = self.sizes if argument.shape is None else argument.shape.split()
         return tuple(_size(name, call.dims) for name in names)
 
@@ -393,14 +416,14 @@ def layout_of(x: Tensor) -> Layout:
 
 
 def plain_number(x: Any) -> Any:
-    """Converts a number of any library, such as numpy's, to a float; anything else is returned as it is."""
+    """Converts a number of any library, such as NumPy, to a float; returns anything else unchanged."""
     if type(x) is float or x is None or isinstance(x, bool) or not isinstance(x, numbers.Real):
         return x
     return float(x)
 
 
 def scale_or_default(q: Any, scale: Any) -> float:
-    """Returns the scale as a float; K^-1/2 if none is given."""
+    """Returns the scale as a float; K^-1/2 if it is None."""
     if scale is not None:
         return plain_number(scale)
     try:
@@ -410,7 +433,7 @@ def scale_or_default(q: Any, scale: Any) -> float:
 
 
 def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str, first_value: Tensor) -> None:
-    """Checks shape, dtype and device of a tensor, given the op's first one, and binds the sizes in its shape."""
+    """Checks the shape of a tensor and binds the sizes in it; checks dtype and device against the first argument."""
     name = argument.name
     assert argument.dtype is not None
     if argument.shape is not None:
@@ -427,7 +450,7 @@ def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str,
 
 
 def _expansion(argument: Argument, x: Tensor, sizes: Mapping[str, Any]) -> str:
-    """Returns the end of the error for a tensor without the last dimension, or with 1 there: how to expand it."""
+    """Returns the end of the error for a tensor whose last dimension is missing or 1: it says how to expand it."""
     assert argument.shape is not None
     *outer, last = argument.shape.split()
     found, rest = tuple(x.shape[: len(outer)]), tuple(x.shape[len(outer) :])
@@ -439,7 +462,7 @@ def _expansion(argument: Argument, x: Tensor, sizes: Mapping[str, Any]) -> str:
 
 
 def _check_written(result: Result, given: Mapping[str, Any]) -> None:
-    """Raises ValueError for a tensor that is written, if neither of its last two dimensions is contiguous."""
+    """Raises ValueError if a tensor is written in place and neither of its last two dimensions is contiguous."""
     name = result.like
     if name is None or result.written is None or not result.written(given):
         return
@@ -487,7 +510,7 @@ def _size(name: str, dims: Mapping[str, int]) -> int:
 
 
 def _bytes(shape: str | None, dtype: DType, call: OpCall) -> int:
-    """Returns the bytes of a tensor of a call, 0 if the call has no such tensor."""
+    """Returns the bytes of a tensor of a call; 0 if the call has no such tensor."""
     kind, sizes = dtype.in_call(call), {**call.dims, "P": call.dims.get("B", 0)}
     names = list(call.dims) if shape is None else shape.split()
     return 0 if kind is None else math.prod(sizes[name] for name in names) * kind.itemsize

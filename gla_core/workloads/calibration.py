@@ -1,6 +1,6 @@
-"""The calls that `gla calibrate` measures: for each op and type of device, from those that only launch to large ones.
+"""The calls that `gla calibrate` measures for each op and type of device, from little more than a launch to large ones.
 
-Sizes are powers of two. The grid that judges selection (benchmarks/selection.py) has none of these.
+Sizes are powers of two. The grid that judges selection (benchmarks/selection.py) has none of these calls.
 """
 
 from __future__ import annotations
@@ -177,13 +177,13 @@ _OTHERS: dict[str, tuple[tuple[Sizes, torch.dtype, int], ...]] = {
         ((1, 1, 16384, 8, 128, 128), torch.float32, 1),
     ),
 }
-_MOST_CAPTURED = 2**16  # number of tokens and heads (or rows); above it, a graph takes as long as the eager call
+_MOST_CAPTURED = 2**16  # in the unit of `_rows`; above it, a graph takes as long as the eager call
 
 
 def shapes(op: str, device: torch.device) -> list[OpCall]:
     """Returns the calls that are measured for an op.
 
-    On a CUDA device most of them are bfloat16, eager and in CUDA graphs; elsewhere all are float32.
+    On a CUDA device most of them are bfloat16, and small ones are in CUDA graphs too; elsewhere all are float32.
     """
     if device.type != "cuda":
         return [_call(op, device, sizes, torch.float32) for sizes in _SIZES[op]["cpu"]]
@@ -212,7 +212,7 @@ def _call(op: str, device: torch.device, sizes: Sizes, dtype: torch.dtype, group
 
 
 def _rows(call: OpCall) -> int:
-    """Returns a measure of the work of a call: tokens times heads, or for a softmax its numbers divided by 128."""
+    """Returns a measure of the work of a call: tokens times heads, or for a softmax its elements divided by 128."""
     dims = call.dims
     if "rows" in dims:
         return dims["rows"] * dims["columns"] // 128

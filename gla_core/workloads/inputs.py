@@ -4,15 +4,15 @@ A workload's sizes hold the dimensions of its op (B, T, H, K ..). They may also 
 
     G               number of query heads per key/value head
     dtype           dtype of q (or x), by default float32
-    gate_dtype      dtype of g, by default that of q
+    gate_dtype      dtype of g, by default the dtype of q
     lengths         lengths of sequences that are packed along T; B and T then follow from them
     padding         number of rows after the last of these sequences
     gates           strength of the gates, one of `GATES`
     rows            rows of the pool that a decoding step reads and writes
     pool            number of states in the pool
-    shape, dim      of x, in online_softmax
-    masked          whether tiles, and most of a row, of x are -inf
-    initial_state   whether there is one
+    shape, dim      shape of x and dimension of the softmax, in online_softmax
+    masked          whether whole tiles of x, and most of a row, are -inf
+    initial_state   whether there is an initial state
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def gla_inputs(
     """Returns random arguments of `chunk_gla`; equal parameters give equal arguments.
 
     Args:
-        G: number of query heads per key/value head. gate_dtype: dtype of g, by default as q.
+        G: number of query heads per key/value head. gate_dtype: dtype of g, by default the dtype of q.
         lengths: lengths of packed sequences; B and T then follow from them. padding: number of rows after the last one.
-        initial_state: whether there is one.
+        initial_state: whether there is an initial state.
     """
     generator = torch.Generator(device).manual_seed(seed)
     B, T, N = (B, T, B) if lengths is None else (1, sum(lengths) + padding, len(lengths))
@@ -201,7 +201,7 @@ def describe(op: str, sizes: Mapping[str, Any], device: torch.device, **facts: A
 
 
 def _dims(sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Returns a workload's sizes by the names of `OpCall.dims`."""
+    """Returns the sizes of a workload under their names in `OpCall.dims`."""
     if "shape" in sizes:
         others = list(sizes["shape"])
         columns = others.pop(sizes.get("dim", -1))

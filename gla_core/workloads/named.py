@@ -6,7 +6,7 @@ A workload is an op, the sizes of its arguments, and tags that say its purpose:
     train     as in training a model                       packed    sequences of several lengths in one row
     prefill   as in absorbing prompts                      extreme   gates that break factored forms
     decode    one token at a time                          long      sequences or rows longer than a tile by far
-    narrow    thousands of tokens, keys or columns, and small otherwise: for errors that show only far along
+    narrow    thousands of tokens, keys or columns, and small otherwise: for errors that appear only after many of them
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _workload(op: str, name: str, tags: str, **sizes: object) -> Workload:
 
 
 def _cut(tokens: int, sequences: int) -> tuple[int, ...]:
-    """Returns the lengths of sequences from cutting a row of tokens at random places."""
+    """Cuts a row of tokens into sequences at random places, and returns their lengths."""
     cuts = [0, *sorted(random.Random(0).sample(range(1, tokens), sequences - 1)), tokens]
     return tuple(end - start for start, end in itertools.pairwise(cuts))
 

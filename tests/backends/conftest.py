@@ -20,7 +20,7 @@ def needs_sm90():
 
 @pytest.fixture
 def poisoned():
-    """New tensors are filled with NaN, so that what is not written shows."""
+    """Makes PyTorch fill new tensors with NaN, so that elements which a kernel does not write are noticed."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,4 +1,4 @@
-"""A device that only notes what it is told, and launches on it: what is recorded and replayed, without a GPU."""
+"""A fake device that notes its launches: tests record and replay calls on it, without a GPU."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Kernel:
         self.fn = type("fake", (), {})
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., SimpleNamespace]:
-        """Launches in Triton's own way, by which a tensor is handed over as its address."""
+        """Launches as Triton does: a tensor is passed as its address."""
         kernel = self.kernel
 
         def launch(*arguments: Any) -> SimpleNamespace:
@@ -102,7 +102,7 @@ class Kernel:
 
 
 def launch(grid: tuple[int, int, int], arguments: Mapping[str, Any], kernel: SimpleNamespace) -> Any:
-    """Returns a launch of a compiled kernel with these arguments, as if it had been made."""
+    """Returns a `Launch` of a kernel with these arguments, as it is after compilation."""
     from gla_triton_kernels.runtime.launch import Launch
 
     return Launch(Kernel(list(arguments), kernel), grid, dict(arguments), compiled=kernel)
@@ -116,10 +116,10 @@ def tensor(T: int = 16) -> Tensor:
 
 
 def record(gpu: Device, x: Tensor, y: Tensor) -> tuple[Any, list[Any]]:
-    """Records a call of one kernel that has been launched.
+    """Launches a call of one kernel, and records it.
 
     Returns:
-        The recorded call, and what the device was told of the launch.
+        The recorded call, and the arguments of the launch that the device noted.
     """
     from gla_triton_kernels.runtime import replay
     from gla_triton_kernels.runtime.launch import start
@@ -132,7 +132,7 @@ def record(gpu: Device, x: Tensor, y: Tensor) -> tuple[Any, list[Any]]:
 
 
 def two_launches(gpu: Device, x: Tensor, y: Tensor, scratch: Tensor, scale: float = 0.5) -> list[Any]:
-    """Returns the launches of a call of two kernels, which hand something over in `scratch`."""
+    """Returns the launches of a call of two kernels. The first one passes a result to the second one in `scratch`."""
     kernels = [compiled(gpu, "*fp32", "*fp32") for _ in range(2)]
     first = launch((5, 1, 1), {"x_ptr": x, "scratch_ptr": scratch, "T": 1, "N": 2}, kernels[0])
     second = launch((6, 1, 1), {"scratch_ptr": scratch, "y_ptr": y, "scale": scale, "T": 3}, kernels[1])

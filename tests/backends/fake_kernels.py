@@ -1,4 +1,4 @@
-"""Kernels that note what is asked of them, in the place of functions of triton.jit: no device, and no compiler."""
+"""Fake kernels in the place of functions of triton.jit. They note their calls, and need no device and no compiler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Compiled:
-    """Stands for what Triton has compiled; `run` loads it, and raises where it does not fit."""
+    """Stands for a compiled kernel. `run` loads it, and raises `error` if there is one."""
 
     def __init__(self, name: str, told: list[Any], error: BaseException | None = None) -> None:
         self.name, self.told, self.error = name, told, error
@@ -20,7 +20,7 @@ class Compiled:
 
 
 class Kernel:
-    """Stands for a function of triton.jit, and notes what is asked of it."""
+    """Stands for a function of triton.jit, and notes its calls."""
 
     def __init__(
         self,

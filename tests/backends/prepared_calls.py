@@ -1,4 +1,4 @@
-"""Calls of prepared ops of our own backends, past gla_core's selection and what it remembers."""
+"""Calls of prepared ops of our own backends, without gla_core's selection and its cache of plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Prepare = Callable[[OpCall], Callable[..., Any]]
 
 
 def described(op: str, *arguments: Any) -> OpCall:
-    """Returns the description of a call of an abstract op, whose arguments are all those of its contract, in order."""
+    """Returns the description of a call of an abstract op. It takes all arguments of the op's contract, in order."""
     spec = ABSTRACT_OPS[op]
     hints = [None for argument in spec.arguments if argument.hint]
     return spec.describe(*arguments, *hints)
@@ -25,7 +25,7 @@ def call_prepared(op: str, prepare: Prepare, *arguments: Any) -> Any:
 
 
 def preparing(backend: str, op: str) -> Prepare:
-    """Returns the function by which one of our own backends prepares an op."""
+    """Returns the function with which one of our own backends prepares an op."""
     (found,) = importlib.import_module(f"gla_{backend}").gla_register_backends()
     prepared = found.ops[op]
     assert isinstance(prepared, Prepared)

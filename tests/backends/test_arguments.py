@@ -14,7 +14,7 @@ interpreted = os.environ.get("TRITON_INTERPRET") == "1"
 
 @pytest.fixture(params=["shared.partials._sum_kernel", "sm90.state_gradients._state_kernel"])
 def kernel(request):
-    """A kernel of Triton, and one of Gluon, which is not interpreted."""
+    """A kernel in Triton, and one in Gluon, which has no interpreter."""
     module, name = request.param.rsplit(".", 1)
     if interpreted and module.startswith("sm90"):
         pytest.skip("Gluon has no interpreter")

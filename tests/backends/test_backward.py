@@ -1,6 +1,7 @@
 """The general kernel of chunk_gla_bwd against the reference in float64: any width, length, gate, layout and packing.
 
-It is given the states that enter chunks, and of segments the gradients of the states that leave them.
+The kernel receives the states that enter chunks. For segments, it also receives the gradients of the states that leave
+them.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ pytestmark = pytest.mark.kernels
 
 @dataclasses.dataclass(frozen=True)
 class Case(GlaInputs):
-    """Inputs of the forward, and the gradients of its results."""
+    """Holds inputs of the forward, and the gradients of its results."""
 
     do: torch.Tensor
     dstate: torch.Tensor | None
 
 
 def case(device, *, dstate=True, offset=0, **sizes):
-    """A random case; the first of packed sequences begins at row `offset`."""
+    """Returns a random case; the first packed sequence begins at row `offset`."""
     x = gla_inputs(device=device, **{"B": 1, "H": 1, "gate_dtype": torch.float32, **sizes})
     given = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
     (N, T, Hq, K), (H, V) = x.q.shape, x.v.shape[2:]
@@ -57,25 +58,29 @@ def wide(x):
 
 
 def states(x):
-    """The states that enter chunks, in float64."""
+    """Returns the states that enter chunks, in float64."""
     x = wide(x)
     return chunk_gla_fwd(x.q, x.k, x.v, x.g, SCALE, x.initial_state, False, x.cu_seqlens, CHUNK)[2]
 
 
 def expected(x, entering):
-    """The gradients in float64."""
+    """Returns the reference's gradients in float64."""
     x = wide(x)
     given = (x.initial_state, x.cu_seqlens, entering.double(), CHUNK, x.do, x.dstate)
     return chunk_gla_bwd(x.q, x.k, x.v, x.g, SCALE, *given)
 
 
 def gradients(x, entering, *, precision=None, BK=16, BV=16, warps=4, segments=None, leaving=None):
-    """The kernel's, where results were NaN before, and rows of inputs that belong to no sequence; of those, 0."""
+    """Returns the gradients that the kernel computes.
+
+    Before the launch, the results and the inputs' rows of no sequence are filled with NaN. In the gradients that are
+    returned, rows of no sequence are set to 0.
+    """
     from gla_triton_kernels.chunk_gla.shared.segments import whole
     from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
     from gla_triton_kernels.runtime.launch import start
 
-    if not INTERPRETED:  # as plans have it there
+    if not INTERPRETED:  # as plans choose them for compiled kernels
         BK, BV = max(BK, general.LEAST_BLOCK), max(BV, general.LEAST_BLOCK)
         warps = 8 if x.q.dtype == torch.bfloat16 else 4
     parameters = GradientParameters(BK=BK, BV=BV, warps=warps, precision=precision or PRECISIONS[x.q.dtype])
@@ -102,13 +107,13 @@ def fill_padding(y, offsets, value):
 
 
 def check(x, *, budget=None, entering_dtype=torch.float32, **options):
-    """Compare with the reference, and return the gradients."""
+    """Compares with the reference, and returns the gradients."""
     entering = states(x).to(entering_dtype)
     ref = expected(x, entering)
     found = gradients(x, entering, **options)
     for y, expected_y in zip(found[:4] if "segments" in options else found, ref, strict=False):
         if y is not None:
-            seen = expected_y.abs() >= torch.finfo(torch.float32).tiny  # what is less is out of float32's range
+            seen = expected_y.abs() >= torch.finfo(torch.float32).tiny  # else out of float32's normal range
             assert relative_error(torch.where(seen, y, 0), expected_y * seen) <= (
                 budget or max(GRADIENT[x.q.dtype], GRADIENT[y.dtype])
             )
@@ -123,7 +128,7 @@ def test_gates(device, gates, dtype):
 
 @pytest.mark.parametrize("gates", GATES)
 def test_tf32(device, gates):
-    """Float32 in two bfloat16 parts, as where TF32 is allowed."""
+    """Float32 values are split into two bfloat16 parts, as when TF32 is allowed."""
     check(case(device, T=150, gates=gates, initial_state=True), precision="bf16x3", budget=1e-3)
 
 
@@ -140,7 +145,7 @@ def test_lengths(device, T, initial_state, dstate):
     [(7, 5, 16, 16), (37, 19, 32, 32), (19, 37, 16, 16)] if INTERPRETED else [(37, 19, 64, 64), (100, 200, 64, 64)],
 )
 def test_widths(device, K, V, BK, BV, gates, dtype):
-    """Blocks that are wider than a head, and several blocks a head."""
+    """Blocks are wider than a head, or a head has several blocks."""
     check(case(device, T=70, K=K, V=V, gates=gates, dtype=dtype, initial_state=True), BK=BK, BV=BV)
 
 
@@ -174,7 +179,7 @@ def test_every_gate_forgets(device, gate):
     dg = check(x)[3]
     if gate > -87:
         assert dg.any()
-    elif gate == -torch.inf:  # between them exp(gate) is below float32's normal numbers, and may be 0 on a GPU
+    elif gate == -torch.inf:  # for gates in between, exp(gate) is a subnormal float32, which may be 0 on a GPU
         assert not dg.any()
 
 
@@ -192,7 +197,7 @@ def test_either_side_of_the_largest_decay_of_a_mild_chunk(device, decay, dtype):
 @pytest.mark.parametrize("precision", ["bf16x3", "bf16x6"])
 @pytest.mark.parametrize("sizes", [{"T": 140}, {"lengths": (140, 0, 3)}])
 def test_gates_whose_gradient_is_exactly_0(device, sizes, precision):
-    """Gates that forget everything, and gates of a first token that no state precedes."""
+    """These are gates that forget everything, and gates of a first token without an initial state."""
     x = case(device, **sizes)
     x.g[:, 70, :, ::3] = -torch.inf
     x.g[:, 71, :, 1::3] = -300.0
@@ -222,17 +227,20 @@ def test_segments(device, sizes, length, uncut, gates, dstate, initial_state):
     start(segments.launches)
     leaving = torch.cat([leaving_gradient(wide(x), segments, i) for i in range(segments.count)]).float()
     dinitial = check(x, segments=segments, leaving=leaving)[4]
-    assert dinitial is None or dinitial.isnan().all()  # a scan writes it
+    assert dinitial is None or dinitial.isnan().all()  # the scan writes it, not this kernel
 
 
 def leaving_gradient(x, segments, i):
-    """The gradient of the state that leaves segment i [1, H, K, V]: that of the initial state of what follows it."""
+    """Returns the gradient [1, H, K, V] of the state that leaves segment i.
+
+    It is computed as the gradient of the initial state of all later tokens of the sequence.
+    """
     if x.cu_seqlens is None:
         n, m = divmod(i, segments.per_sequence)
         row, begin, end = n, (m + 1) * segments.length, x.q.shape[1]
     else:
         (start, begin, _, end), row = next(rows for j, *rows in segments.order.tolist() if j == i), 0
-        n = min(i - start // segments.length, len(x.cu_seqlens) - 2)  # any, where the segment is empty
+        n = min(i - start // segments.length, len(x.cu_seqlens) - 2)  # an empty segment may take any sequence
     rest = change(x, lambda y: y[row : row + 1, begin:end], "q", "k", "v", "g", "do")
     dstate = None if x.dstate is None else x.dstate[n : n + 1]
     zero = x.q.new_zeros(1, x.v.shape[2], x.q.shape[3], x.v.shape[3])
@@ -240,7 +248,7 @@ def leaving_gradient(x, segments, i):
 
 
 def test_strides(device):
-    """Heads first, a slice of something wider, gates and gradients that repeat, states with room between their rows."""
+    """Tensors are heads-first, a slice of a wider tensor, expanded, or have gaps between their rows."""
     x = case(device, B=2, T=70, H=2, G=2, initial_state=True)
     x = dataclasses.replace(x, g=x.g[:1, :1].expand_as(x.g), do=x.do[:1, :1, :1].expand_as(x.do))
     ref = check(x)

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90")]
 
 
 def case(dstate=True, **sizes):
-    """Inputs, and the gradients of o and of the final state."""
+    """Returns inputs, and the gradients of o and of the final state."""
     sizes = {"B": 2, "T": 300, "H": 3, "K": 128, "V": 128, "gate_dtype": torch.float32, "initial_state": True, **sizes}
     x = gla_inputs(**sizes, dtype=BFLOAT16, device="cuda")
     N = len(x.q) if x.cu_seqlens is None else len(x.cu_seqlens) - 1
@@ -34,7 +34,7 @@ def case(dstate=True, **sizes):
 
 
 def expected(x, do, dstate):
-    """The checkpoints in bfloat16, and the gradients in float64."""
+    """Returns the checkpoints in bfloat16, and the gradients in float64."""
     q, k, v, g, initial, do, dstate = (
         None if y is None else y.double() for y in (x.q, x.k, x.v, x.g, x.initial_state, do, dstate)
     )
@@ -44,13 +44,13 @@ def expected(x, do, dstate):
 
 
 def computed(x, do, dstate, checkpoints):
-    """Returns the gradients by the kernel, where results were NaN before; rows of no sequence are left so."""
+    """Returns the kernel's gradients. Results are filled with NaN first, and rows of no sequence stay NaN."""
     from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
     from gla_triton_kernels.runtime.launch import start
 
     given = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, x.cu_seqlens, checkpoints, CHUNK, do, dstate)
     call = described("chunk_gla_bwd", *given)
-    # A call that both of them refuse fails.
+    # If both kernels refuse the call, this fails.
     ((_, plan),) = backward.plan_whole(call, gpu_of(call.device), (sm90.BACKWARD_WIDE, sm90.BACKWARD))
     assert plan.entering is None
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)

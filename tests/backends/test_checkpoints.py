@@ -1,4 +1,4 @@
-"""Checkpoints that the kernels of chunk_gla_fwd make, against those of the reference in float64."""
+"""Checkpoints that the kernels of chunk_gla_fwd make, against the reference's checkpoints in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-DTYPE = DTYPES[-1]  # an interpreter takes its time for float32, token by token
+DTYPE = DTYPES[-1]  # the interpreter is slow for float32, which is computed token by token
 LENGTHS = (70, 0, 65, 1, 0, 200, 3)
 
 pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned")]
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.kernels, pytest.mark.usefixtures("poisoned")]
 
 @pytest.fixture
 def cut(change_plans):
-    """Sets the length of segments; by default as they are planned."""
+    """Returns a function that sets the length of segments. Until it is called, plans choose the length."""
     change_plans("INTERPRETED_SEGMENT", 1024)
     return lambda length: change_plans("segment_length", lambda *_: length)
 
@@ -40,12 +40,12 @@ def forward(backend):
 
 
 def forward_by(plan, *kernels):
-    """Returns a chunk_gla_fwd of a plan, which chooses one of these kernels."""
+    """Returns chunk_gla_fwd by this plan, which chooses one of these kernels."""
     return functools.partial(call_prepared, "chunk_gla_fwd", lambda call: launcher.prepare(call, plan, kernels))
 
 
 def check(forward, every, initial_state=True, first=0, **sizes):
-    """Compare with the reference."""
+    """Compares with the reference."""
     x = gla_inputs(**{"B": 1, "H": 1, "K": 19, "V": 37, "dtype": DTYPE, **sizes}, initial_state=initial_state)
     offsets = None if x.cu_seqlens is None else x.cu_seqlens + first
     o, _, found = forward(x.q, x.k, x.v, x.g, 0.3, x.initial_state, False, offsets, every)
@@ -124,7 +124,7 @@ def test_general_kernel_by_tma(change_plans, plan, K, V):
 
 @pytest.mark.gpu
 def test_a_call_that_is_replayed(backend):
-    """Its checkpoints are new ones, and others with another interval."""
+    """Each call computes new checkpoints, also after calls with another interval."""
     prepare, runs = preparing(backend, "chunk_gla_fwd"), {}
 
     def forward(*arguments):

@@ -1,6 +1,6 @@
 """The general kernels of chunk_gla_fwd against the float64 oracle: any width, length, gate, layout and packing.
 
-In one pass, and with sequences cut into many segments.
+They run in one pass, and on sequences that are cut into many segments.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-CHUNK = 16 if INTERPRETED else 64  # tokens of the longest, and of a segment
-DTYPE = torch.float16 if INTERPRETED else torch.float32  # an interpreter takes its time for float32, token by token
+CHUNK = 16 if INTERPRETED else 64  # tokens of the longest chunk, and of a segment
+DTYPE = torch.float16 if INTERPRETED else torch.float32  # the interpreter is slow for float32, token by token
 WIDTHS = [(1, 1, 1), (19, 37, 2), (256, 40, 1)]
 WIDTHS += [(512, 20, 1), (20, 140, 1)] if INTERPRETED else [(16, 200, 1), (100, 64, 1), (128, 128, 3), (512, 512, 1)]
 LENGTHS = [1, 15, 16, 17, 32] if INTERPRETED else [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128]
-LENGTHS += [17 * CHUNK + 7]  # more segments than their scan loads at a time
+LENGTHS += [17 * CHUNK + 7]  # more segments than the scan loads at a time
 
 pytestmark = pytest.mark.kernels
 
 
 @pytest.fixture
 def forward(backend, change_plans):
-    """Returns the backend's chunk_gla_fwd by general kernels, with TMA wherever it can be had."""
+    """Returns the backend's chunk_gla_fwd by general kernels, with TMA wherever it is possible."""
     change_plans("TMA_ELEMENTS", 0)
     change_plans("segment_length", lambda *_: CHUNK)
     plan = {"triton_fused": launcher.plan_whole, "parallel_scan": launcher.plan_cut}[backend]
@@ -57,7 +57,7 @@ def oracle_forward(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0
 
 
 def check(forward, q, k, v, *rest, scale=0.3):
-    """Compare with the oracle."""
+    """Compares with the oracle."""
     o, state = forward(q, k, v, *rest, scale=scale)
     ref_o, ref_state = oracle_forward(q, k, v, *rest, scale=scale)
     assert relative_error(o, ref_o) <= FORWARD[q.dtype]
@@ -68,7 +68,7 @@ def check(forward, q, k, v, *rest, scale=0.3):
 
 
 def inputs(device, **sizes):
-    """One sequence where it is interpreted, unless more are asked for."""
+    """Returns inputs; by default one sequence if kernels are interpreted, else two."""
     x = gla_inputs(device=device, **{"B": 1 if INTERPRETED else 2, **sizes})
     return [x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens]
 
@@ -91,7 +91,7 @@ def test_widths(forward, device, K, V, G, dtype):
 @pytest.mark.parametrize("gates", ["mild"] if INTERPRETED else GATES)
 @pytest.mark.parametrize(("K", "V", "G"), [(19, 37, 2)] if INTERPRETED else [(32, 32, 1), (19, 37, 2), (256, 128, 1)])
 def test_tf32(forward, device, K, V, G, gates, tf32_allowed):
-    """Float32 in chunks, its operands rounded to TF32."""
+    """Float32 is computed in chunks, with operands rounded to TF32."""
     x = inputs(device, T=3 * CHUNK + 3, K=K, V=V, G=G, gates=gates, initial_state=True)
     for found, expected in zip(forward(*x), oracle_forward(*x), strict=True):
         assert relative_error(found, expected) <= 1e-3
@@ -139,7 +139,7 @@ def test_nothing_to_do(forward, device, B, T):
 @pytest.mark.parametrize("decay", [1.0, 59.0, 61.0, 300.0, 700.0])
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else DTYPES, ids=str)  # float32 goes token by token
 def test_either_side_of_the_largest_decay_of_a_mild_chunk(forward, device, decay, dtype):
-    """In some channels of a chunk of any length from 16 to 64."""
+    """Some channels of chunks of 16, 32 and 64 tokens have this decay."""
     q, k, v, g, state, _ = inputs(device, T=2 * CHUNK, K=32, dtype=dtype, gate_dtype=torch.float32, initial_state=True)
     for C, channel in ((16, 3), (32, 7), (64, 20)):
         g[..., channel] = -decay / C
@@ -176,7 +176,7 @@ def test_large_float16_values(forward, device):
 
 
 def test_no_neighbour_in_a_pack_is_heard(forward, device):
-    """Not even one that is infinite or not a number."""
+    """Infinities and NaN of a packed sequence do not reach the others."""
     q, k, v, g, state, offsets = inputs(device, lengths=(20, 13, 70), dtype=DTYPE, initial_state=True)
     ref = forward(q, k, v, g, state, offsets)
     for x in (q, k, v, g):
@@ -189,12 +189,12 @@ def test_no_neighbour_in_a_pack_is_heard(forward, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strides(forward, device, dtype):
-    """Heads first, a slice of something wider, a batch that repeats, a state with room between its rows."""
+    """Tensors are heads-first, a slice of a wider tensor, an expanded batch, or a state with gaps between its rows."""
     T = 3 * CHUNK + 2 if not INTERPRETED else CHUNK + 1 if dtype == DTYPE else 9
     q, k, v, g, state, _ = inputs(device, B=2, T=T, H=2, G=2, K=32, V=32, dtype=dtype, initial_state=True)
     ref = forward(q, k, v, g, state)
     wide = torch.nn.functional.pad(state, (0, 0, 1, 2))[:, :, 1:-2]
-    for padding in (8, 3):  # rows on multiples of 16 bytes, and not
+    for padding in (8, 3):  # rows at multiples of 16 bytes, and at other addresses
         sliced = torch.nn.functional.pad(k, (padding, padding))[..., padding:-padding]
         for a, b in zip(forward(heads_first(q), sliced, heads_first(v), g, wide), ref, strict=True):
             assert torch.equal(a, b)
@@ -238,13 +238,13 @@ def test_anything(forward, device, K, V, G, lengths, packed, gates, dtype, float
 @pytest.mark.gpu
 @pytest.mark.parametrize("K", [64, 65])
 def test_more_than_2_to_the_31_elements(forward, K):
-    """Heads that lie 2^31 elements apart, in tiles and through pointers; 13 GiB."""
+    """Heads lie 2^31 elements apart. Kernels read them in tiles and through pointers. The test needs 13 GiB."""
     x = gla_inputs(B=1, T=140, H=2, K=K, V=K, dtype=torch.bfloat16, gate_dtype=torch.float32, device="cuda")
     check(forward, *(far_apart(y) for y in (x.q, x.k, x.v)), x.g)
 
 
 def far_apart(x):
-    """The values of x [1, T, 2, K]."""
+    """Returns the values of x [1, T, 2, K] in a tensor whose two heads are 2^31 elements apart."""
     far = x.new_zeros(2**31 + x.numel()).as_strided(x.shape, (0, x.shape[3], 2**31, 1))
     return far.copy_(x)
 

@@ -46,11 +46,11 @@ def one_pass(gpu=H200, **changes):
 
 
 def cut(call, gpu=H200):
-    """Plans segments, of rows that are all treated alike."""
+    """Plans segments; all rows of the batch are treated alike."""
     return forward._segments(call, gpu, forward.KERNELS)
 
 
-# ---- the kernel
+# ---- the kernel of a call
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_other_gpus_take_the_general_kernels(gpu, K):
         ({"B": 2, "V": 200}, 64),
         ({"B": 3, "V": 200}, 128),
         ({"V": 64}, 64),
-        ({"B": 1, "H": 1, "K": 256}, 128),  # of heads this wide blocks are not narrower
+        ({"B": 1, "H": 1, "K": 256}, 128),  # heads of this width have no narrower blocks
         ({"B": 1, "N": 4, "packed": True}, 64),
         ({"B": 1, "N": 5, "packed": True}, 128),
     ],
@@ -125,7 +125,7 @@ def test_blocks_are_narrow_on_hopper_where_all_run_at_once(changes, BV):
     [
         ({"T": 57565, "H": 8, "V": 256, "N": 3, "packed": True}, 64),  # 8 segments at most, 256 blocks of 64 values
         ({"T": 8192, "H": 2, "V": 256}, 64),
-        ({"T": 8192, "H": 2, "V": 256, "K": 128}, 128),  # a block to a multiprocessor, whichever its values
+        ({"T": 8192, "H": 2, "V": 256, "K": 128}, 128),  # each multiprocessor holds one block, whatever its width
         ({"T": 8192, "H": 2, "V": 64}, 64),
     ],
     ids=str,
@@ -143,7 +143,7 @@ def test_many_segments_have_their_states_built_by_wide_blocks(tokens, BV):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_without_tokens_an_invariant_call_is_not_cut(packed):
-    """No tensor map can be made of no rows."""
+    """A tensor map needs at least one row."""
     scalars = {"output_final_state": True}
     call = dataclasses.replace(call_of(B=1, T=0, packed=packed), batch_invariant=512, scalars=scalars)
     plan = cut(call)
@@ -263,17 +263,17 @@ def length_of(N, H, T=65536, longest=None):
 
 
 def test_packed_sequences_of_about_the_mean_stay_whole_where_they_fill_the_device():
-    for N, H in ((8, 32), (4, 32), (16, 8)):  # equal ones are not cut, twice as long ones are
+    for N, H in ((8, 32), (4, 32), (16, 8)):  # equal sequences are not cut, sequences of twice the mean are
         assert 1.5 * 65536 / N <= length_of(N, H) < 2 * 65536 / N
-    assert length_of(8, 8) == 64 * 63  # 64 blocks for 132 multiprocessors: the share of one
-    assert length_of(32, 16) == 64 * 125  # by their share longer than that anyway
+    assert length_of(8, 8) == 64 * 63  # 64 blocks for 132 multiprocessors: T * 8 / 132 tokens, in whole chunks
+    assert length_of(32, 16) == 64 * 125  # T * 16 / 132 tokens are more than 1.5 times the mean
 
 
 def test_packed_sequences_of_known_lengths_are_cut_only_if_one_is_long():
     assert length_of(16, 8, longest=4096) == 65536
     assert length_of(16, 8, longest=32768) < 32768
     assert length_of(2000, 8, longest=100) == 65536
-    assert length_of(2000, 8) == 64 * 63  # one of them may have nearly all tokens
+    assert length_of(2000, 8) == 64 * 63  # one sequence may have nearly all tokens
 
 
 def pieces(N, T, H):
@@ -304,7 +304,7 @@ def test_short_sequences_stay_whole():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_cut_does_not_depend_on_what_else_is_returned(packed):
-    """So o has the same bits with and without a final state."""
+    """Then o has the same bits with and without a final state."""
     for T, H, N in itertools.product((100, 300, 2000, 65536), (1, 4, 11), (1, 13)):
         call = call_of(B=1 if packed else N, T=T, H=H, N=N, packed=packed)
         scalars = {"output_final_state": True, "checkpoint_every": 64}
@@ -327,21 +327,21 @@ def test_interpreted_sequences_are_cut(packed):
     assert cut(call_of(B=1, T=32, packed=packed), gpu).segments is None
 
 
-# ---- who reads plans
+# ---- the launcher's plans
 
 
 class Planned(Exception):
-    """Holds the arguments that a plan was asked for with."""
+    """Holds the arguments of a request for a plan."""
 
 
 def asks_for(*arguments):
-    """Stands in for a plan, and raises what it was asked for."""
+    """Stands in for a function that plans, and raises its arguments."""
     raise Planned(*arguments)
 
 
 @pytest.fixture
 def launcher_plans_with(monkeypatch):
-    """Returns the call, the GPU and the kernels with which the launcher asks for a plan, from a call's tensors."""
+    """Returns a function from a call's tensors to the call, GPU and kernels with which the launcher asks for a plan."""
     pytest.importorskip("triton")
 
     def found(gpu, q, k, v, g, initial_state=None, cu_seqlens=None):
@@ -397,7 +397,7 @@ def test_the_launcher_knows_what_tma_can_address(launcher_plans_with):
     assert aligned(q, k, v, g)
     assert aligned(q, k, v, None)
     assert aligned(*(heads_first(y) for y in (q, k, v, g)))
-    assert aligned(q, k, v[..., :60].contiguous(), g)  # with zeros behind them: see widths.py
+    assert aligned(q, k, v[..., :60].contiguous(), g)  # a copy with zeros behind its columns is aligned: see widths.py
     assert not aligned(q[..., 1:-7], k[..., 1:-7], v, g[..., 1:-7])
     assert not aligned(q, k, v, g[:, :, :1].expand_as(g))
     assert not aligned(q, k, v, g, gpu=Gpu(Architecture.SM80, 108))
@@ -407,7 +407,7 @@ def test_the_launcher_knows_what_tma_can_address(launcher_plans_with):
 
 
 def rows_of(**changes):
-    """Returns the number of rows of each plan of a batch, and whether it cuts them."""
+    """Returns, for each plan of a batch, B, N, and whether the plan cuts sequences."""
     return [
         (call.dims["B"], call.dims["N"], plan.segments is not None)
         for call, plan in forward.plan_cut(call_of(**changes), H200)
@@ -424,9 +424,9 @@ def test_rows_that_do_not_fit_beside_the_others_are_cut():
     "changes",
     [
         {},  # 128 blocks
-        {"B": 2},  # which do not fill the device
+        {"B": 2},  # they do not fill the device
         {"B": 1, "H": 143},
-        {"B": 13, "H": 11, "T": 256},  # launches take longer
+        {"B": 13, "H": 11, "T": 256},  # further launches would take longer
         {"B": 15, "H": 16},  # 240 blocks, nearly two waves
         {"B": 1, "N": 13, "H": 11, "packed": True},
         {"B": 0},

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90", "poisoned")
 
 @pytest.fixture(autouse=True)
 def any_length(change_plans):
-    """Has the kernels for SM90 compute short sequences too."""
+    """Makes the kernels for SM90 compute short sequences too."""
     change_plans("SM90_TOKENS", 0)
     change_plans("SM90_WIDE_TOKENS", 0)
 
@@ -30,7 +30,7 @@ def inputs(**sizes):
 
 
 def prepared(given, plan=launcher.plan_whole):
-    """Prepares a call by the kernels for SM90; one that both of them refuse fails."""
+    """Prepares a call by the kernels for SM90; fails if both of them refuse it."""
     return launcher.prepare(described("chunk_gla_fwd", *given), plan, (sm90.FORWARD, sm90.FORWARD_WIDE))
 
 
@@ -40,7 +40,7 @@ def forward(q, k, v, g, scale, initial_state, cu_seqlens):
 
 
 def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, plan=launcher.plan_whole):
-    """Compare with the oracle, twice with the same bits, and return what was found."""
+    """Compares with the oracle, checks that a second run gives the same bits, and returns o and the final state."""
     given = (q, k, v, g, scale, initial_state, True, cu_seqlens, None)
     run = prepared(given, plan)
     (o, state, _), again = run(*given), run(*given)
@@ -133,7 +133,7 @@ def test_either_side_of_the_largest_decay_of_a_mild_chunk(decay):
 @pytest.mark.parametrize("K", [128, 256])
 @pytest.mark.parametrize("weak", [None, 1, 6, 32])
 def test_halves_between_which_every_gate_forgets(weak, K):
-    """They are passed over, but for those that one gate of one channel lets pass."""
+    """Such halves of chunks are skipped, unless one gate of one channel does not forget."""
     q, k, v, g, *rest = inputs(T=128, K=K, V=128, gates="extreme")
     g[:] = -100
     if weak is not None:

@@ -44,7 +44,7 @@ def test_both_layouts(backend, device, sizes, gates, backwards):
 @pytest.mark.kernels
 @pytest.mark.parametrize("gates", ["none", "mild"])
 def test_grouped_queries_token_by_token(backend, device, gates):
-    G = 3 if gates == "mild" else 1  # without gates every head has a state
+    G = 3 if gates == "mild" else 1  # without gates, each query head would have its own state
     check(backend, True, B=1, T=40, G=G, K=9, V=20, gates=gates, dtype=torch.float32, device=device)
 
 

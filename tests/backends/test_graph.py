@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("lengths", [None, (300, 5, 719)])
 def test_a_graph_gives_what_launches_give(lengths, monkeypatch):
-    """On whichever stream, forward and backward, and where it is captured itself."""
+    """The results are equal on any stream, forward and backward, and if the calls are captured into another graph."""
     sizes = {"B": 2, "T": 1024} if lengths is None else {"lengths": lengths}
     x = gla_inputs(**sizes, H=2, K=128, V=128, dtype=torch.bfloat16, device="cuda")
     leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)]
@@ -49,7 +49,7 @@ def test_a_graph_gives_what_launches_give(lengths, monkeypatch):
 
 
 def test_graphs_are_dropped_and_made_anew(monkeypatch):
-    """However many are made, with garbage to be collected and other captures in between."""
+    """Many graphs are made, with garbage collection and other captures in between."""
     made = itertools.count()
     monkeypatch.setattr(replay, "Graph", lambda launch: (next(made), Graph(launch))[1])
     monkeypatch.setattr(replay, "_MOST_GRAPHS", 5)
@@ -75,13 +75,13 @@ def test_graphs_are_dropped_and_made_anew(monkeypatch):
 
 
 def test_graphs_are_made_and_dropped_beside_a_capture():
-    """By the thread that captures and by others, in the mode that forbids most."""
+    """The capturing thread and another one make and drop graphs, in the strictest capture mode."""
 
     def make_and_drop():
         Graph(lambda stream: None)
 
     x, outer, other = torch.zeros(1, device="cuda"), torch.cuda.CUDAGraph(), ThreadPoolExecutor(1)
-    other.submit(torch.zeros, 1, device="cuda").result()  # graphs are made by threads that have used the device
+    other.submit(torch.zeros, 1, device="cuda").result()  # only threads that have used the device make graphs
     with torch.cuda.graph(outer, capture_error_mode="global"):
         x += 1
         make_and_drop()

@@ -1,4 +1,4 @@
-"""Kernels of launches are compiled at once, before the first launch; what cannot be launched is named."""
+"""The kernels of a call are compiled in parallel before its first launch; errors name the kernel that failed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def prepared(monkeypatch):
-    """Returns a list of what has been asked of Triton before it compiles; there may be no device here."""
+    """Returns a list of the requests to Triton before it compiles. They are faked, because there may be no device."""
     from gla_triton_kernels.runtime import launch
 
     asked = []
@@ -54,7 +54,7 @@ def test_what_takes_long_once_is_begun_first(prepared):
 
 
 def test_all_are_compiled_before_the_first_is_launched():
-    """First side by side; once all are compiled, each is loaded on the device."""
+    """All kernels are compiled in parallel. Once all are compiled, each is loaded on the device."""
     from gla_triton_kernels.runtime.launch import compile_launches, start
 
     told = []
@@ -97,7 +97,7 @@ def test_a_kernel_that_does_not_fit_is_named(act):
 @pytest.mark.parametrize("error", [KeyError("maxnreg"), RuntimeError("PassManager::run failed"), AssertionError()])
 @pytest.mark.parametrize("beside", [[], ["a"]])
 def test_whatever_the_compiler_raises_is_a_failed_launch(error, beside, act):
-    """Alone, and where others are compiled beside it, by threads whose errors are left to what asks after them."""
+    """The kernel is compiled alone, or in a thread beside others; the thread's error is raised later, in the caller."""
     import triton.runtime._async_compile as mode
 
     class Uncompiled(Kernel):
@@ -134,14 +134,14 @@ def test_without_a_driver_there_is_no_launch(monkeypatch):
     ids=lambda error: type(error).__name__,
 )
 def test_errors_of_the_device_are_no_failed_launch(error, act):
-    """They may be those of a kernel that ran before, whose results would be taken for right."""
+    """They may be errors of an earlier kernel. If they were caught, its wrong results would be used."""
     with pytest.raises(type(error)) as raised:
         act(launches(Kernel("a", [], error)))
     assert raised.value is error
 
 
 def test_triton_compiles_side_by_side_and_keeps_errors_for_later():
-    """Two kernels that each wait until the other is being compiled; one that cannot be compiled holds up none."""
+    """Two kernels each wait until the other is being compiled. A kernel that cannot be compiled delays no other one."""
     import triton.runtime._async_compile as mode
 
     from gla_triton_kernels.runtime.launch import compile_launches

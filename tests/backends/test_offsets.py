@@ -1,9 +1,9 @@
-"""No kernel computes an offset in too few bits: the integers of every kernel are bounded from its IR.
+"""No kernel computes an offset in too few bits: the test derives bounds of all integers of a kernel from its IR.
 
-Kernels are compiled up to Triton's first IR, for devices that need not be there and for tensors without memory. Every
-integer in it has a least and a greatest value: the launch gives the arguments, the grid gives the programs, and
-arithmetic gives the rest. A value that 32 bits may not hold is an offset that goes wrong in a large tensor. Values that
-a loop carries from one iteration to the next have no bounds here; they are counters.
+Kernels are compiled up to Triton's first IR, for devices that need not exist and for tensors without memory. Every
+integer in the IR has a least and a greatest value: the launch gives the arguments, the grid gives the program ids, and
+arithmetic gives the rest. If 32 bits may not hold a value, an offset may be wrong in a large tensor. Values that a loop
+carries from one iteration to the next have no bounds here; they are counters.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Absent:
         return self.target
 
     def get_current_device(self):
-        return 1000 + self.target.arch  # what Triton keeps for a device it finds by this number
+        return 1000 + self.target.arch  # Triton's caches are per device number
 
     def get_current_stream(self, _device):
         return 0
@@ -137,7 +137,7 @@ class Absent:
 
 @pytest.fixture
 def launches_of(monkeypatch):
-    """Returns the launches that one of `CALLS` compiles for its device when it is prepared."""
+    """Returns a function from the name of one of `CALLS` to the launches that preparing the call compiles."""
     from triton.runtime.driver import driver
 
     from gla_triton_kernels.runtime import prepared
@@ -164,7 +164,7 @@ def modules():
 
 
 def kernels():
-    """Returns the names of all kernels: functions for Triton that a plain function of their module refers to."""
+    """Returns the names of all kernels: Triton functions that a plain function of the same module refers to."""
     from triton.runtime.jit import JITFunction
 
     found = set()
@@ -180,12 +180,12 @@ def name_of(kernel):
 
 
 class Compiled(Exception):
-    """Carries the IR of a kernel, and the types of its arguments by name, out of Triton's compiler."""
+    """Leaves Triton's compiler with the IR of a kernel and the types of its arguments by name."""
 
 
 @pytest.fixture
 def ir_of(monkeypatch, tmp_path):
-    """Returns the IR of a launch's kernel, and the types of the kernel's arguments by name."""
+    """Returns a function from a launch to the IR of its kernel and the types of the kernel's arguments by name."""
     import triton
     from triton._C.libtriton import ir, passes
     from triton.compiler.compiler import ASTSource
@@ -200,7 +200,7 @@ def ir_of(monkeypatch, tmp_path):
     for source in (ASTSource, GluonASTSource):
         monkeypatch.setattr(source, "make_ir", leave_early(source.make_ir))
     monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # the folder is made, though nothing is kept in it
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # Triton makes the folder, but stores nothing in it
 
     def compiled(launch):
         with pytest.raises(Compiled) as found:
@@ -219,10 +219,10 @@ def ir_of(monkeypatch, tmp_path):
 
 
 class Bounds:
-    """Finds the least and the greatest value of each integer of a kernel; None where they are not known.
+    """Finds the least and the greatest value of each integer of a kernel. None means that they are not known.
 
     Attributes:
-        overflows: the lines of the IR whose value 32 bits may not hold, with its bounds.
+        overflows: lines of the IR whose values may need more than 32 bits, each with the bounds of its value.
     """
 
     def __init__(self, text, arguments, grid):
@@ -295,7 +295,7 @@ class Bounds:
         self.values[name] = found
 
     def evaluated(self, operation, text, kind, given):
-        """Returns the bounds of a result."""
+        """Returns the bounds of an operation's result, or None."""
         if operation == "arith.constant":
             number = re.search(r"(?:dense<)?(-?\d+)>?$", text)
             return (int(number[1]),) * 2 if number and "f" not in kind.split(",")[0] else None
@@ -331,7 +331,7 @@ def joined(*all_bounds):
 
 
 def corners(function):
-    """Returns the bounds of a function that is greatest and least at ends of its arguments' bounds."""
+    """Returns the bounds of a function that takes its extreme values at the bounds of its two arguments."""
 
     def bounds(a, b):
         found = [function(x, y) for x, y in itertools.product(a, b)]
@@ -370,9 +370,9 @@ SAME |= {"arith.extsi", "arith.trunci", "ttg.convert_layout"}
 
 
 def given(launch, signature, in_memory):
-    """Returns the bounds of the arguments of the IR's function; those of a pointer are of the integers in memory.
+    """Returns the bounds of the arguments of the IR's function. For a pointer, they bound the integers in memory.
 
-    Constants are not among them, and a descriptor is taken apart.
+    Constants are left out. A descriptor becomes its pointer, its shape and its strides.
     """
     found = []
     for x, (name, kind) in zip(launch.arguments.values(), signature.items(), strict=True):
@@ -392,7 +392,7 @@ def test_every_kernel_is_among_those_of_the_calls(launches_of):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_launches_name_the_parameters_of_their_kernels(name, launches_of):
-    """Tensors come first, then what differs from call to call: so a recorded launch is put together."""
+    """Tensors come first, then floats, then values that do not change. A recorded launch relies on this order."""
     from gla_triton_kernels.runtime import replay
 
     for launch in launches_of(name):

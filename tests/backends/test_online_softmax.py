@@ -38,7 +38,7 @@ def online_softmax(prepare):
 
 @pytest.fixture(params=[torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16]), ids=str)
 def dtype(request):
-    """Returns no bfloat16 where kernels are interpreted: the interpreter cuts it off where it should round."""
+    """Returns a dtype, but not bfloat16 if kernels are interpreted: the interpreter truncates where it should round."""
     return request.param
 
 
@@ -63,7 +63,7 @@ def test_columns_at_the_edges_of_tiles_and_splits(online_softmax, device, dtype,
 @pytest.mark.parametrize("columns", [ODD + 1, 4 * 4096 + 7] + ([] if INTERPRETED else [4 * 4096 - 7, 2 * MOST + 1]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_that_begin_anywhere(online_softmax, device, columns, dtype):
-    """Ends of every length on both sides of the aligned tiles; and rows with a gap between them."""
+    """Rows begin and end at any distance from the aligned tiles. In the last case there are gaps between rows."""
     x = random(9, columns, device=device, dtype=dtype)
     check(online_softmax, x, 1)
     check(online_softmax, x.view(3, 3, columns), 2)
@@ -94,7 +94,7 @@ def test_the_same_bits_every_run(prepare, columns):
 
 
 def test_tiles_that_are_all_minus_infinity(online_softmax, device):
-    """They add nothing to a row that has finite entries elsewhere."""
+    """Such tiles add nothing to a row that has finite entries elsewhere."""
     x = torch.full((3, 100_000), -torch.inf, device=device)
     x[0, 99_999], x[1, 0], x[1, 50_000] = 2.0, -3.0, -3.0
     y = online_softmax(x, 1)
@@ -104,7 +104,7 @@ def test_tiles_that_are_all_minus_infinity(online_softmax, device):
 
 
 def test_a_row_that_rises(online_softmax, device):
-    """Every tile has a greater maximum than those before it; the first ones' exponentials vanish."""
+    """Each tile has a greater maximum than the tiles before it, and the exponentials of the first tiles vanish."""
     check(online_softmax, torch.linspace(-300, 300, 100_000, device=device)[None], 1)
 
 
@@ -151,7 +151,7 @@ def test_long_rows_at_any_address(online_softmax, device, rows, columns, start, 
 
 
 def test_the_second_call_gives_what_the_first_gave(prepare, device):
-    """It is launched from what was recorded of the first; a tensor that had to be copied is copied again."""
+    """The second call replays the launches of the first. A tensor that had to be copied is copied again."""
     four = random(4, 4, 4, 4, 6, device=device)[::2, ::2, ::2, ::2].permute(3, 2, 1, 0, 4)
     for x, dim in ((random(3, 20_000 if INTERPRETED else 70_000, device=device), 1), (four, 4)):
         online_softmax = prepare(described("online_softmax", x, dim))

@@ -1,4 +1,4 @@
-"""The terms that pairs of tokens of marked chunks add to gradients, against the reference on each chunk by itself."""
+"""The kernel that adds the terms of token pairs of marked chunks to gradients, against the reference on each chunk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90")]
 
 
 def case(*, offset=0, **sizes):
-    """Inputs q, k, v, g and do, gradients to add to, and cu_seqlens, which begin at row `offset`."""
+    """Returns inputs q, k, v, g and do, gradients to add to, and cu_seqlens, which begin at row `offset`."""
     x = gla_inputs(**{"B": 1, "H": 1, "gates": "-inf", "gate_dtype": torch.float32, "device": "cuda", **sizes})
     q, k, v, do = (y.bfloat16() for y in (x.q, x.k, x.v, torch.randn_like(x.v)))
     given = [torch.randn_like(y) for y in (q, k, v, x.g)]
@@ -30,7 +30,7 @@ def case(*, offset=0, **sizes):
 
 
 def chunks(inputs, cu_seqlens):
-    """The row of each chunk, its place in a batch, and its tokens."""
+    """Yields for each chunk its row in the marks, its index in the batch, and its tokens."""
     B, T = inputs[0].shape[:2]
     offsets = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
     for b in range(B):
@@ -41,7 +41,10 @@ def chunks(inputs, cu_seqlens):
 
 
 def marks_of(inputs, cu_seqlens, which=lambda i, h, block: (i + h + block) % 2 == 0):
-    """Marks of chunks i and key blocks that `which` picks; rows without a chunk are marked, to no effect."""
+    """Returns marks of the chunks, heads and key blocks that `which` picks.
+
+    Rows without a chunk are marked too, which must have no effect.
+    """
     (B, T, H, K), device = inputs[0].shape, inputs[0].device
     rows = B * -(-T // CHUNK) if cu_seqlens is None else len(cu_seqlens) - 1 + T // CHUNK
     marks = torch.full((rows, H, -(-K // KEYS)), 7, dtype=torch.int32, device=device)
@@ -52,7 +55,7 @@ def marks_of(inputs, cu_seqlens, which=lambda i, h, block: (i + h + block) % 2 =
 
 
 def marked(inputs, cu_seqlens, marks):
-    """Yields the slices of each marked chunk in dq, dk, dv and dg, which are the slices in q, k, v and g, and in do."""
+    """Yields the slices of each marked chunk in q, k, v, g and do; the first four also apply to dq, dk, dv and dg."""
     for row, b, tokens in chunks(inputs, cu_seqlens):
         for h, block in marks[row].nonzero().tolist():
             head, keys = (slice(b, b + 1), tokens, slice(h, h + 1)), slice(block * KEYS, (block + 1) * KEYS)
@@ -60,7 +63,7 @@ def marked(inputs, cu_seqlens, marks):
 
 
 def expected(inputs, given, cu_seqlens, marks):
-    """The gradients in float64."""
+    """Returns the gradients in float64."""
     results = [y.double() for y in given]
     for places in marked(inputs, cu_seqlens, marks):
         q, k, v, g, do = (y[place].double() for y, place in zip(inputs, places, strict=True))
@@ -72,7 +75,7 @@ def expected(inputs, given, cu_seqlens, marks):
 
 
 def completed(inputs, given, cu_seqlens, marks):
-    """The kernel's, from gradients that stay as they are."""
+    """Returns the kernel's gradients. The kernel adds to copies of the given ones."""
     from gla_triton_kernels.chunk_gla.sm90 import pairs
     from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
     from gla_triton_kernels.runtime.launch import start
@@ -85,7 +88,7 @@ def completed(inputs, given, cu_seqlens, marks):
 
 
 def check(inputs, given, cu_seqlens, marks=None):
-    """Compare with the reference, and return the gradients."""
+    """Compares with the reference, checks that nothing else changed, and returns the gradients."""
     marks = marks_of(inputs, cu_seqlens) if marks is None else marks
     results, reference = completed(inputs, given, cu_seqlens, marks), expected(inputs, given, cu_seqlens, marks)
     for found, ref in zip(results, reference, strict=True):
@@ -105,7 +108,7 @@ def test_gates(gates):
 
 @pytest.mark.parametrize("gate", [-2.0, -8.0, -50.0, -85.0, -90.0])
 def test_small_gradients_of_gates(gate):
-    """Pairs that lie on one side of a gate cancel, and pairs of a token with itself never come in."""
+    """Terms of pairs on one side of a gate cancel, and pairs of a token with itself are never added."""
     inputs, given, _ = case(T=64)
     inputs[3][:] = gate
     given[3][:] = 0
@@ -115,7 +118,7 @@ def test_small_gradients_of_gates(gate):
 @pytest.mark.parametrize("gate", [-95.0, -100.0, -torch.inf])
 @pytest.mark.parametrize("weak", [None, 1, 6, 32])
 def test_halves_between_which_every_gate_forgets(gate, weak):
-    """They are passed over, but for those that one gate of one channel lets pass."""
+    """Such halves of chunks are skipped, unless one gate of one channel does not forget."""
     inputs, given, _ = case(T=128)
     inputs[3][:] = gate
     if weak is not None:
@@ -124,7 +127,7 @@ def test_halves_between_which_every_gate_forgets(gate, weak):
 
 
 def test_nothing_is_added_to_the_gate_of_a_first_token():
-    """No token of its chunk comes before it: where the sequence begins without a state, its dg stays exactly 0."""
+    """No token of the chunk comes before its first. If a sequence has no initial state, this dg stays exactly 0."""
     inputs, given, _ = case(T=128, H=2, gates="strong")
     given[3][:, ::CHUNK] = 0
     dg = check(inputs, given, None, marks_of(inputs, None, lambda *_: True))[3]
@@ -133,7 +136,7 @@ def test_nothing_is_added_to_the_gate_of_a_first_token():
 
 @pytest.mark.parametrize("magnitude", [1e-9, 1e9])
 def test_magnitudes(magnitude):
-    """The factors of products are float16, in units."""
+    """The factors of products are float16, scaled by units."""
     inputs, given, _ = case(T=128, gates="strong")
     for y in inputs[:2]:
         y *= magnitude
@@ -148,7 +151,7 @@ def test_channels_and_rows_of_small_magnitude():
     dq, dk, _, dg = completed(inputs, [torch.zeros_like(y) for y in given], None, marks)
     reference = expected(inputs, [torch.zeros_like(y) for y in given], None, marks)
     for y, ref in zip((dq, dk, dg), (reference[0], reference[1], reference[3]), strict=True):
-        assert max(relative_error(y[..., i], ref[..., i]) for i in (3, 5)) <= 1.5 * ROUNDED  # of few numbers
+        assert max(relative_error(y[..., i], ref[..., i]) for i in (3, 5)) <= 1.5 * ROUNDED  # a norm of few numbers
         assert relative_error(y[:, ::7], ref[:, ::7]) <= 1.5 * ROUNDED
 
 
@@ -203,7 +206,7 @@ def test_gates_in_bfloat16():
 
 
 def test_strides():
-    """Heads first, a slice of something wider, gates that repeat."""
+    """Tensors are heads-first, a slice of a wider tensor, or expanded gates."""
     inputs, given, _ = case(B=2, T=70, H=2)
     inputs[3] = inputs[3][:1, :1].expand_as(inputs[3])
     results = check(inputs, given, None)

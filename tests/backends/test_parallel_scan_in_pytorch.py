@@ -23,7 +23,7 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Heads and sequences come one at a time, keys and columns a few at a time."""
+    """Makes blocks small: one head and sequence at a time, and a few keys or columns at a time."""
     monkeypatch.setattr("gla_parallel_scan.pytorch.chunk_gla.BLOCK", 1)
     monkeypatch.setattr("gla_parallel_scan.pytorch.online_softmax.SPLIT", 7)
     monkeypatch.setattr("gla_parallel_scan.pytorch.online_softmax.BLOCK", 64)
@@ -47,7 +47,7 @@ def test_scan(n):
 @settings(max_examples=30, deadline=None)
 @given(opens=st.lists(st.booleans(), min_size=1, max_size=70), seed=st.integers(0, 1000))
 def test_scan_of_several_sequences(opens, seed):
-    """Nothing crosses the start of a sequence, not even what is not a number."""
+    """Nothing crosses the start of a sequence, not even NaN."""
     generator = torch.Generator().manual_seed(seed)
     decay = torch.rand(len(opens), 2, generator=generator, dtype=torch.float64)
     state = torch.randn(len(opens), 2, 3, generator=generator, dtype=torch.float64)
@@ -115,7 +115,7 @@ def test_nothing_to_do(B, T, gates):
 
 
 def test_no_neighbour_in_a_pack_is_heard():
-    """Not even one that is infinite or not a number."""
+    """Infinities and NaN of a packed sequence do not reach the others."""
     q, k, v, g, state, offsets = arguments(lengths=(20, 130, 40), initial_state=True)
     ref = forward(q, k, v, g, state, offsets)
     for x in (q, k, v, g):
@@ -135,7 +135,7 @@ def test_infinite_gates_and_mild_ones_side_by_side():
 
 
 def test_inputs_and_strides():
-    """Heads first, a slice of something wider, a batch that repeats; and nothing that is read is written."""
+    """Tensors are heads-first, a slice of a wider tensor, or an expanded batch. No input is written."""
     x = arguments(T=70, G=2, K=32, V=32, initial_state=True)[:5]
     before = [y.clone() for y in x]
     ref = check(*x)
@@ -149,7 +149,7 @@ def test_inputs_and_strides():
 
 
 def test_blocks(monkeypatch):
-    """However many heads and sequences are worked on at once, the result is the same."""
+    """The result does not depend on the number of heads and sequences that are computed at once."""
     x = arguments(B=3, T=70, H=3, G=2, initial_state=True)
     ref = forward(*x)
     for most in (1, 70 * 16, 2 * 70 * 16, 4 * 70 * 16):
@@ -159,7 +159,7 @@ def test_blocks(monkeypatch):
 
 
 def test_positions_of_packed_tokens():
-    """Each token has a position of its own, and each sequence starts a segment."""
+    """Each token has its own position, and each sequence starts a new segment."""
     lengths = torch.tensor([5, 0, 64, 65, 1])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
     cut = packed(64, offsets)
@@ -223,7 +223,7 @@ def test_anything(K, V, G, lengths, is_packed, gates, dtype, initial_state, seed
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
 def test_steps_in_a_pool(inplace, gates):
-    """Rows that are skipped give 0 and write nothing; rows that nobody addresses stay, NaN included."""
+    """Rows that are skipped give 0 and write nothing. Rows of the pool that no index selects stay, including NaN."""
     q, k, v, g, _, _ = arguments(B=4, T=1, H=2, G=2, gates=gates)
     q, k, v, g = (None if x is None else x[:, 0] for x in (q, k, v, g))
     pool = torch.randn(6, 2, 16, 16)

@@ -44,7 +44,7 @@ def whole(call, gpu=H200):
     [
         ({"dtype": torch.float16}, H200),
         ({"aligned": False}, H200),
-        ({"K": 37}, H200),  # rows of 16 bytes in q, with gaps between them, are none in dq
+        ({"K": 37}, H200),  # rows of q may be padded to multiples of 16 bytes, rows of dq are not
         ({"V": 100}, H200),
         ({}, A100),
     ],
@@ -59,7 +59,7 @@ def test_the_general_kernel_takes_what_the_one_for_sm90_does_not(changes, gpu):
 
 @pytest.mark.parametrize("width", ["K", "V"])
 def test_rows_of_16_bytes_with_gaps_between_them_are_none_in_a_gradient(width):
-    """Such inputs could be moved by TMA, and the gradients of them could not."""
+    """TMA could move such inputs, but not their gradients, which are contiguous."""
     found = call(**{width: 37})
     layouts = {}
     for name in ("q", "k", "g", "v", "do"):
@@ -78,7 +78,7 @@ def test_rows_of_16_bytes_with_gaps_between_them_are_none_in_a_gradient(width):
         (128, 256, sm90.BACKWARD_WIDE),
         (256, 64, sm90.BACKWARD_WIDE),
         (256, 512, sm90.BACKWARD_WIDE),
-        (512, 512, sm90.BACKWARD),  # which adds up what its blocks give
+        (512, 512, sm90.BACKWARD),  # this kernel sums the partial results of its blocks
     ],
     ids=lambda x: getattr(x, "name", None),
 )

@@ -69,7 +69,7 @@ def test_splits_of_few_rows_fill_the_device():
 
 
 def attention_call(unaligned="", **changes):
-    """Returns a call; those of q, k and v that `unaligned` names are at odd addresses."""
+    """Returns a call. The tensors among q, k and v that `unaligned` names are at odd addresses."""
     scalars = {"causal": changes.pop("causal", True)}
     dtype = changes.pop("dtype", torch.bfloat16)
     dims = {"B": 1, "Tq": 1024, "Tk": 1024, "H": 8, "Hq": 8, "K": 128, "V": 128} | changes
@@ -99,7 +99,7 @@ def test_specialised_warps_where_an_sm90_computes_many_queries_of_16_bits():
 
 
 def test_tma_takes_what_it_can_address():
-    found = attention.plan_one_pass(attention_call(unaligned="q"), H200)  # which needs pointers
+    found = attention.plan_one_pass(attention_call(unaligned="q"), H200)  # q is then read through pointers
     assert (found.kernel, found.tma) == (attention.GENERAL, True)
     assert not attention.plan_one_pass(attention_call(unaligned="v"), H200).tma
     assert not attention.plan_one_pass(attention_call(), Gpu(Architecture.SM80, 108)).tma

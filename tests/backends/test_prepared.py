@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 @pytest.fixture
 def absent_gpu(monkeypatch):
-    """Returns a function that takes a call for one on an H200, which is not here."""
+    """Returns a function that turns a call into a call on an H200, which need not exist here."""
     from gla_triton_kernels.runtime import launch, prepared
 
     monkeypatch.setattr(launch, "_prepare_compiler", lambda: None)
@@ -37,7 +37,7 @@ def absent_gpu(monkeypatch):
 
 
 def fake(monkeypatch, module, name, told, error=None):
-    """Puts a kernel that notes what is asked of it in the place of a kernel of a module."""
+    """Replaces a kernel of a module by one that notes its calls."""
     kernel = Kernel(name.strip("_"), told, error, getattr(module, name).arg_names)
     monkeypatch.setattr(module, name, kernel)
 
@@ -63,7 +63,7 @@ def test_a_second_kernel_that_does_not_fit_is_found_before_the_first_is_launched
 @pytest.mark.parametrize("op", sorted(ABSTRACT_OPS))
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_all_kernels_of_a_call_are_compiled_when_it_is_prepared(op, backend, absent_gpu, monkeypatch):
-    """Its launches are described for tensors without values."""
+    """For this, the launches of the call are described with tensors without values."""
     from gla_triton_kernels.runtime import launch, prepared
 
     made = []
@@ -93,11 +93,11 @@ def arguments_of(op, device, seed=0):
     return [y.to(device) if isinstance(y, Tensor) else y for y in found]
 
 
-# ---- what a rehearsal is given
+# ---- the arguments of a rehearsal
 
 
 def strided_step(inplace):
-    """Describes a step whose tensors lie in memory in various ways, some of which are absent."""
+    """Describes a step whose tensors have various strides. One tensor, the gate, is None."""
     q, k, v = torch.empty(3, 4, 16)[:, ::2], torch.empty(2, 3, 16).transpose(0, 1), torch.empty(3, 2, 9)[..., 1:]
     state, indices = torch.empty(5, 2, 8, 16, dtype=torch.bfloat16).mT, torch.empty(3, dtype=torch.int32)
     arguments = (q, k, v, None, state, 0.3, indices, inplace)
@@ -161,7 +161,7 @@ def test_nothing_is_rehearsed_for_the_interpreter(monkeypatch):
     rehearsed(run, dataclasses.replace(strided_step(False)[0], device=torch.device("cuda", 0)))
 
 
-# ---- launches, on a device that only notes what it is told
+# ---- launches, on a fake device that only notes them
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ class Described:
         return fake_driver.two_launches(self.gpu, x, y, scratch, scale)
 
     def told(self, x, y, scale):
-        """Starts the launches of a call, and returns what the device was told of its tensors and floats."""
+        """Starts the launches of a call, and returns the addresses and the float that the device received."""
         self.gpu.launched.clear()
         self.launches.start((x, y), scale)
         (*_, first, _, _, _), (*_, second, found, _) = self.gpu.launched
@@ -220,7 +220,7 @@ def test_launches_that_cannot_be_recorded_are_described_by_every_call(gpu, monke
 
 
 def test_launches_that_are_not_replayed_are_recorded_anew(gpu):
-    """Here on another device; what has been recorded for it is then replayed."""
+    """The third call is on another device, and is recorded anew. The fourth call replays that record."""
     described, x, y = Described(gpu), fake_driver.tensor(), fake_driver.tensor()
     for gpu.index in (0, 0, 1, 1):
         assert described.told(x, y, 0.5) == (x.data_ptr(), y.data_ptr(), 0.5)
@@ -246,7 +246,7 @@ def test_tensors_without_values_are_compiled_for_and_nothing_is_launched(gpu, mo
 
 @pytest.fixture
 def register():
-    """Returns a function that registers an op as a backend of the name "counted"."""
+    """Returns a function that registers a backend with one op under the name "counted"."""
     made = []
 
     def registered(op: str, prepared: Prepared) -> None:
@@ -263,7 +263,7 @@ def unaligned(x):
 
 
 def check(op, found, arguments):
-    """Checks what an op has computed against the oracle."""
+    """Checks the results of an op against the oracle."""
     results = [found] if isinstance(found, Tensor) else found
     if op == "recurrent_gla_step":
         q, k, v, g, state, scale, *_ = arguments

@@ -1,7 +1,7 @@
 """Random calls of every op against the float64 oracle: shapes, dtypes, gates, packing and layout drawn from a seed.
 
-For both Triton backends, and gradients for every backend of ours that has them: a thousand each on a GPU, a few on a
-CPU, where the kernels are interpreted.
+Calls run on both Triton backends, and gradients on each of our backends that has them. There are a thousand cases each
+on a GPU, and a few on a CPU, where the kernels are interpreted.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_random_gradients(device, batch, backend):
 
 
 def misses(seed, device):
-    """Returns the description and the error of the case drawn from `seed` if it fails, else nothing."""
+    """Yields a description of each wrong result of the case drawn from `seed`, with its error."""
     draw = random.Random(seed)
     op = draw.choice(OPS)
     dtype = draw.choice(DTYPES)
@@ -84,7 +84,7 @@ def misses(seed, device):
 
 
 def missed_gradients(seed, device, backend):
-    """Returns the description, name and error of wrong gradients of the case drawn from `seed`, else nothing."""
+    """Yields a description of each wrong gradient of the case drawn from `seed`, with its name and error."""
     draw = random.Random(seed)
     dtype = draw.choice(DTYPES)
     x, sizes = sequences(draw, dtype, device, seed)
@@ -101,7 +101,7 @@ def missed_gradients(seed, device, backend):
 
 
 def sequences(draw, dtype, device, seed):
-    """Inputs of chunk_gla, and the sizes that were drawn for them."""
+    """Returns inputs of chunk_gla, and the sizes that were drawn for them."""
     K, V = draw.choice(WIDTHS if device == "cuda" else WIDTHS[:2])
     sizes = {"K": K, "V": V, "H": draw.randint(1, 3), "G": draw.choice([1, 1, 1, 3]), "gates": draw.choice(GATES)}
     if draw.random() < 0.4:
@@ -116,7 +116,7 @@ def sequences(draw, dtype, device, seed):
 
 
 def drawn_layout(draw, x):
-    """The values of x, or some of them repeated, in a layout that is drawn."""
+    """Returns the values of x, or some of them repeated, with random strides."""
     layouts = [heads_first, with_room, lambda y: repeated(y, 0, 1) if y.numel() else y]
     return draw.choice(layouts)(x) if draw.random() < 0.5 else x
 

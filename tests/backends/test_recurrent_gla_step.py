@@ -40,7 +40,7 @@ def prepared_step(q, k, v, g, state, inplace=False):
 
 
 def remembered_step(*arguments, scale=0.3, inplace=False):
-    """Computes a step through gla_core, which remembers what it has prepared."""
+    """Computes a step through gla_core, which keeps prepared calls."""
     return gla.recurrent_gla_step(*arguments, scale, inplace=inplace, backend="triton_fused")
 
 
@@ -51,7 +51,7 @@ def inputs(**sizes):
 
 
 def expected(q, k, v, g, state, scale=0.3, rows=None):
-    """Returns the oracle's o and states; `rows` as state_indices, in a list."""
+    """Returns the oracle's o and states. `rows` is state_indices as a list."""
     rows = list(range(len(q))) if rows is None else rows
     alpha = torch.ones_like(k).double() if g is None else g.double().exp()
     new, o = state.double().clone(), torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64, device=q.device)
@@ -118,7 +118,7 @@ def test_widths(K, V, G, device):
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_tiles(B, K, G, state_dtype, gate_dtype):
-    """The tiles for few states and for many, of each width."""
+    """Tests the tiles for few states and for many, of each width."""
     sizes = {"B": B, "H": 4, "G": G, "K": K, "V": K, "gates": "-inf", "device": "cuda"}
     *token, state = inputs(**sizes, dtype=torch.bfloat16, gate_dtype=gate_dtype)
     state = state.to(state_dtype)
@@ -191,7 +191,7 @@ def test_expanded_inputs(device):
 
 
 def test_calls_that_differ_in_one_thing_only(device):
-    """Nothing that is remembered of a call may serve another with the same shapes."""
+    """A call must not reuse what is kept of another call only because the shapes are the same."""
     *token, state = inputs(B=2, H=2, K=32, V=8 if INTERPRETED else 32, device=device)
     layouts = [
         lambda x: x,
@@ -212,7 +212,7 @@ def test_calls_that_differ_in_one_thing_only(device):
 
 @pytest.mark.gpu
 def test_waits_for_the_kernels_before_and_is_waited_for():
-    """A step may be launched while its predecessor ends, in a graph too; it must not read or write too early."""
+    """A step may start while the kernel before it ends, also in a graph. It must not read or write too early."""
     *token, state = inputs(B=8, H=16, K=128, V=128, dtype=torch.bfloat16, gate_dtype=torch.float32, device="cuda")
     q, k, v, g = token
     work, total = torch.zeros_like(state), torch.zeros_like(v)
@@ -261,7 +261,7 @@ def test_waits_for_the_kernels_before_and_is_waited_for():
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ["PHKV", "HPKV", "KPHV"])
 def test_a_pool_of_more_than_2_to_31_elements(order):
-    """It has 2^32, so that every stride but the last exceeds 2^31 when multiplied by the indices that go with it."""
+    """The pool has 2^32 elements, so that every stride but the last exceeds 2^31 when multiplied by its index."""
     *token, _ = inputs(B=2, H=4, K=128, V=128, dtype=torch.bfloat16, device="cuda")
     sizes, rows = {"P": 2**16 + 1, "H": 4, "K": 128, "V": 128}, [2**16, 1]
     memory = torch.zeros([sizes[name] for name in order], dtype=torch.bfloat16, device="cuda")

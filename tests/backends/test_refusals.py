@@ -1,4 +1,4 @@
-"""Why kernels of chunk_gla refuse calls, which explain shows: without Triton or a GPU."""
+"""The reasons for which kernels of chunk_gla refuse calls, as `explain` shows them: without Triton or a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def call_for(kernel, *, dtype=bfloat16, gate_dtype=float32, layouts=None, **changes):
-    """Returns a call that a kernel computes on an H200, with changes; rows of heads begin at multiples of 16 bytes."""
+    """Returns a call that a kernel computes on an H200, with changes. Rows of heads begin at multiples of 16 bytes."""
     dims = {"B": 2, "T": 300, "H": 4, "K": 256 if kernel in WIDE else 128, "V": 128, **changes}
     dims = {"Hq": dims["H"], "N": dims["B"], **dims}
     B, T, H, Hq, K, V = (dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
@@ -131,7 +131,7 @@ def test_general_kernels_refuse_nothing(kernel, gpu):
 
 
 def drawn_call(draw, op):
-    """Draws a call of any size, some of whose tensors lie where TMA cannot address them."""
+    """Draws a call of any size. Sometimes TMA cannot address one of its tensors."""
     dims = {"B": draw.choice([1, 2, 8, 150]), "T": draw.choice([0, 5, 96, 300, 4096, 65536]), "H": draw.choice([1, 8])}
     dims |= {name: draw.choice([8, 20, 64, 128, 136, 256, 264, 512]) for name in ("K", "V")}
     packed = draw.random() < 0.3
@@ -163,7 +163,7 @@ def drawn_call(draw, op):
 
 
 def kernels_of(call, gpu):
-    """Returns the names of all kernels by which either backend computes a call."""
+    """Returns the names of all kernels with which the two Triton backends compute a call."""
     if call.op == "chunk_gla_summary":
         return {found.states.name for plan in (summary.plan_whole, summary.plan_cut) for _, found in plan(call, gpu)}
     module, names = (forward, set()) if call.op == "chunk_gla_fwd" else (backward, set())

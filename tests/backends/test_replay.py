@@ -1,4 +1,4 @@
-"""Calls that are replayed: the same results from the second one on, and profilers still hear of them."""
+"""Calls that are replayed: from the second call on, results are the same, and profilers still see every launch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def again(recorded, x, y):
     return replay(recorded, (x, None, y), (0.5,))
 
 
-# ---- what is recorded, with a device that only notes what it is told
+# ---- records, on a fake device that only notes launches
 
 
 def test_a_kernel_is_told_what_triton_would_tell_it(gpu):
@@ -65,7 +65,7 @@ def test_a_map_is_encoded_once_for_an_address(gpu):
 
 
 def test_maps_of_other_shapes_at_the_same_address_are_others(gpu):
-    """Memory has been freed and handed out anew, say."""
+    """Memory may be freed and allocated again for a tensor of another shape."""
     x, y = tensor(), tensor()
     shorter = x.view(-1)[: 2 * 4 * 3 * 8].view(2, 4, 3, 8)
     assert shorter.data_ptr() == x.data_ptr()
@@ -180,7 +180,7 @@ def test_a_call_of_several_launches(gpu):
 
 
 def test_launches_are_told_of_the_addresses_and_floats_of_their_call(gpu, monkeypatch):
-    """Nothing that is kept of calls before counts; each allocates scratch, here in either of two places in turn."""
+    """A replay uses nothing of earlier calls. Each call allocates scratch, here at one of two addresses in turn."""
     from gla_triton_kernels.runtime.replay import replay
 
     x, y, z = (tensor() for _ in range(3))
@@ -196,7 +196,7 @@ def test_launches_are_told_of_the_addresses_and_floats_of_their_call(gpu, monkey
 
 
 def replay_two(recorded, x, y, scratch, monkeypatch):
-    """Replays a call of two launches, of which the memory for scratch is always there."""
+    """Replays a call of two launches. The memory for scratch is always the given tensor."""
     from gla_triton_kernels.runtime.replay import replay
 
     monkeypatch.setattr(torch, "empty", lambda **_: scratch)
@@ -258,7 +258,7 @@ def test_graphs_are_bounded(gpu, monkeypatch):
         replay_two(recorded, x, y, other, monkeypatch)
         assert len(replay._graphed) == sum(kept.graph is not None for kept in replay._prepared.values()) <= 3
     assert len(gpu.graphs) == len(others) == 5
-    for replays in range(1, 65):  # of launches whose graph was dropped
+    for replays in range(1, 65):  # these launches' graph was dropped
         replay_two(recorded, x, y, others[0], monkeypatch)
         assert len(gpu.graphs) == 5 + (replays == 64)
 
@@ -285,7 +285,7 @@ def test_launches_of_a_graph_that_the_driver_refuses_go_on_one_by_one(gpu, monke
 
 
 def test_a_graph_that_is_made_while_others_are_dropped_is_not_lost(gpu, monkeypatch):
-    """A thread makes a graph while another one, which makes one too many, is about to forget those that it dropped."""
+    """One thread makes one graph too many and drops old ones. Before it clears its list, another makes a graph."""
     from gla_triton_kernels.runtime import replay
 
     def made(prepared):
@@ -296,7 +296,7 @@ def test_a_graph_that_is_made_while_others_are_dropped_is_not_lost(gpu, monkeypa
         def clear(self):
             monkeypatch.setattr(replay, "_MOST_GRAPHS", 9)
             beside.start()
-            beside.join(0.2)  # it may have to wait for this very thread
+            beside.join(0.2)  # the other thread may wait for this one
             super().clear()
 
     monkeypatch.setattr(replay, "_MOST_GRAPHS", 1)
@@ -311,7 +311,7 @@ def test_a_graph_that_is_made_while_others_are_dropped_is_not_lost(gpu, monkeypa
 
 
 def test_nothing_is_replayed_on_an_amd_gpu(gpu, monkeypatch):
-    """Its launchers are others: they are not even looked at."""
+    """An AMD GPU has other launchers, and the code does not even look at them."""
     from gla_triton_kernels.runtime import replay
 
     monkeypatch.setattr(torch.version, "hip", "6.4.0")
@@ -388,7 +388,7 @@ def test_what_is_kept_of_launches_is_bounded(gpu, monkeypatch):
 
 @pytest.mark.parametrize("launcher", ["TRITON_3_6", "TRITON_3_7"])
 def test_either_form_of_launchers(gpu, monkeypatch, launcher):
-    """A function in C takes what the kernel takes one by one in Triton 3.6, and as a tuple in 3.7."""
+    """Triton's launcher in C takes the kernel's arguments one by one in version 3.6, and as a tuple in 3.7."""
     from gla_triton_kernels.runtime import replay
 
     monkeypatch.setattr(replay, "_launcher", lambda: getattr(replay, launcher))
@@ -430,7 +430,7 @@ def test_parts_of_tensors_are_where_they_were(gpu):
 
 
 def test_calls_that_cannot_be_told_apart_are_not_recorded(gpu):
-    """It must be plain which of its tensors a launch has taken, and that others may be allocated anew."""
+    """It must be clear which of the call's tensors a launch takes, and that other tensors may be allocated again."""
     from gla_triton_kernels.runtime.replay import replay
 
     x, y = tensor(), tensor()
@@ -441,7 +441,7 @@ def test_calls_that_cannot_be_told_apart_are_not_recorded(gpu):
 
 @pytest.mark.parametrize("last", ["a tensor", "a descriptor", "a float"])
 def test_kernels_that_end_with_tensors_or_floats_are_not_recorded(gpu, last):
-    """These differ from call to call, and would be taken for the same."""
+    """Their values differ from call to call, but the record would treat them as fixed."""
     from gla_triton_kernels.runtime import replay
     from gla_triton_kernels.runtime.tma import tiles
 
@@ -520,7 +520,7 @@ def chunk_inputs(T, seed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_tensor_maps_follow_their_tensors(backend, monkeypatch):
-    """Freed memory is handed out again to tensors of other shapes; replayed launches give what new ones do."""
+    """Freed memory is reused by tensors of other shapes. Replayed launches give the same results as new launches."""
     from gla_triton_kernels.runtime import prepared, replay
 
     calls = [(T, seed) for T in (1024, 640, 1024, 512) for seed in range(3)]
@@ -552,7 +552,7 @@ def test_a_captured_launch_keeps_its_maps():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found, _ = gla.chunk_gla(*x, backend="triton_fused")
-    for i in range(50):  # and others take their places outside of the graph
+    for i in range(50):  # calls outside of the graph replace the kept maps
         gla.chunk_gla(*chunk_inputs(1024, i), backend="triton_fused")
     found.zero_()
     graph.replay()

@@ -1,4 +1,4 @@
-"""Segments: where sequences are cut, boundaries of packed ones on the device, and the states before each segment."""
+"""Segments: the cuts of sequences, boundaries of packed sequences on the device, and the states before each segment."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def check(device):
 
 
 def expected(offsets, length, uncut):
-    """Segment m of sequence n, by its number n + c_n // length + m, which checkpoints share: its rows and sequence."""
+    """Returns the rows of each segment and of its sequence, by the number of the segment.
+
+    Segment m of sequence n has the number n + c_n // length + m. Checkpoints have the same numbers.
+    """
     found = {}
     for n, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         for m, (t, behind) in enumerate(rows_of(start, end, length, uncut)):
@@ -61,7 +64,7 @@ def expected(offsets, length, uncut):
 
 
 def rows_of(start, end, length, uncut):
-    """The rows of a sequence's segments."""
+    """Returns the rows of a sequence's segments."""
     step = length if end - start > uncut else max(end - start, 1)
     return [(t, min(t + step, end)) for t in range(start, end, step)]
 
@@ -102,7 +105,7 @@ def test_any_boundaries(check, lengths, length, around, more):
     dtype=st.sampled_from([torch.int32, torch.int64]),
 )
 def test_the_longest_first(device, lengths, length, more, dtype):
-    """The order has every segment once, of whole and of cut sequences; segments that another one follows come first."""
+    """The order has every segment of whole and of cut sequences once. Followed segments come first."""
     from gla_triton_kernels.chunk_gla.shared import segments
     from gla_triton_kernels.runtime.launch import start
 
@@ -134,9 +137,9 @@ both_directions = pytest.mark.parametrize("backwards", [False, True], ids=["forw
 
 
 def recurrence(backwards, *, G=1, around=0, carried=True, **sizes):
-    """A random recurrence, and offsets; packed sequences have rows of NaN around them.
+    """Returns a random recurrence, and offsets. Packed sequences have rows of NaN around them.
 
-    Where something is carried into sequences and out of them, the states it starts from are strided.
+    If `carried`, there are initial and final states, and the initial ones are strided.
     """
     from gla_triton_kernels.chunk_gla.shared.segments import Recurrence
 
@@ -157,7 +160,7 @@ def recurrence(backwards, *, G=1, around=0, carried=True, **sizes):
 
 
 def planned(x, length, uncut):
-    """The general kernel with several blocks to a state and chunks of 16 tokens, or token by token."""
+    """Returns a plan of the general kernel: several blocks per state, and chunks of 16 tokens or token by token."""
     operand = torch.bfloat16 if x.left.dtype == torch.bfloat16 else torch.float32
     tokenwise = x.left.dtype == torch.float32
     parameters = Parameters(C=16, BK=16, BV=16, operand=operand, tokenwise=tokenwise)
@@ -165,7 +168,7 @@ def planned(x, length, uncut):
 
 
 def own_states(x, length, uncut, offsets):
-    """The segments, and their states from zero and decays; what was not written is NaN."""
+    """Returns the segments, their states from zero, and their decays. Elements that were not written are NaN."""
     from gla_triton_kernels.chunk_gla.shared import segments
     from gla_triton_kernels.runtime.launch import start
 
@@ -178,7 +181,7 @@ def own_states(x, length, uncut, offsets):
 
 
 def segments_of(x, length, uncut, offsets):
-    """For each sequence its segments in the order of x, as (place, batch, rows)."""
+    """Yields for each sequence its segments in the direction of x, as (number, batch, rows)."""
     B, T = x.left.shape[:2]
     sequences = [(b, 0, T, b * -(-T // length)) for b in range(B)]
     if offsets is not None:
@@ -191,7 +194,7 @@ def segments_of(x, length, uncut, offsets):
 
 
 def through(x, b, rows, state):
-    """The state [H, K, V] behind these rows, token by token in float64."""
+    """Returns the state [H, K, V] behind these rows, computed token by token in float64."""
     for t in reversed(rows) if x.backwards else rows:
         left, right = (y[b, t].double().unflatten(0, (H, -1)) for y in (x.left, x.right))
         product = torch.einsum("hgk,hgv->hkv", left, right)
@@ -201,11 +204,11 @@ def through(x, b, rows, state):
 
 
 def check_states(backwards, length=32, more=0, skip_first=False, **sizes):
-    """Compare the state before each segment, and the one after the last, with the recurrence in float64.
+    """Compares the state before each segment, and the state after the last one, with the recurrence in float64.
 
     Args:
-        more: than a segment's tokens, up to which packed sequences are not cut.
-        skip_first: leave out the state before a sequence.
+        more: packed sequences of up to length + more tokens are not cut.
+        skip_first: whether the state before each sequence is left out.
     """
     from gla_triton_kernels.chunk_gla.shared import scan
     from gla_triton_kernels.runtime.launch import start

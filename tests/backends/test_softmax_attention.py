@@ -36,7 +36,8 @@ pytestmark = pytest.mark.kernels
 def prepare(request):
     """Returns the function by which a backend prepares a call.
 
-    For parallel_scan it may be one that takes the keys in a number of splits, if there are as many blocks of them.
+    For parallel_scan, the function may divide the keys into a given number of splits, if there are enough blocks of
+    keys.
     """
     backend, splits = request.param
     if splits is None:
@@ -65,7 +66,7 @@ as_called = pytest.mark.parametrize(
 
 @pytest.fixture(params=[torch.float32] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def dtype(request):
-    """Returns float32 alone where kernels are interpreted; blocks are tried in float16 too."""
+    """Returns a dtype; only float32 if kernels are interpreted. Tests of blocks use float16 too."""
     return request.param
 
 
@@ -150,7 +151,7 @@ def test_queries_without_keys(softmax_attention, device, dtype, Tk):
 
 @pytest.mark.parametrize("shape", [{"B": 0}, {"Tq": 0}, {"H": 0}])
 def test_nothing_to_compute(prepare, device, shape):
-    """There may even be no heads; gla_core refuses that, so the call is described without its checks."""
+    """A call may even have no heads. gla_core refuses that, so the call is described without its checks."""
     q, k, v = inputs(device, **shape)
     (B, Tq, Hq, K), (_, Tk, H, V) = q.shape, v.shape
     sizes = {"B": B, "Tq": Tq, "Tk": Tk, "H": H, "Hq": Hq, "K": K, "V": V}
@@ -168,7 +169,7 @@ def test_any_scale(softmax_attention, device, dtype, scale):
 @pytest.mark.parametrize("scales", [(0.7, -0.7, 0.7), (-0.7, 0.7, -0.7)], ids=str)
 @pytest.mark.parametrize("view", ["slice", "expanded", "heads_first", "odd"])
 def test_scales_of_either_sign_of_a_call_that_is_prepared_once(prepare, device, dtype, view, scales):
-    """Queries are negated where they lie: launches that were recorded of the others find them there."""
+    """For a negative scale, queries are negated with the same strides, so that recorded launches find them."""
     Tq, Tk, width = (9, 70, 24) if INTERPRETED else (130, 300, 128)
     q, k, v = inputs(device, dtype, B=2, Tq=Tq, Tk=Tk, H=2, K=width, V=width)
     q = {
@@ -195,7 +196,7 @@ def test_negated_queries_have_the_strides_that_launches_were_described_for(prepa
     q, k, v = inputs(device, Tq=9, Tk=20, H=2)
     q = torch.nn.functional.pad(q, (4, 8))[..., 4:-8]
     run = prepare(described("softmax_attention", q, k, v, 1.0, True))
-    taken.clear()  # of a rehearsal
+    taken.clear()  # the rehearsal's launches
     for scale in (0.5, -0.5):
         run(q, k, v, scale, True)
     assert taken == [(q.stride(), 0.5)] * 2
@@ -203,7 +204,7 @@ def test_negated_queries_have_the_strides_that_launches_were_described_for(prepa
 
 @pytest.mark.parametrize("where", ["first", "middle", "last", "everywhere"])
 def test_scores_that_are_minus_infinity(softmax_attention, device, where):
-    """The same as in torch: keys of -inf are not seen by positive queries; a query that sees nothing else is NaN."""
+    """Positive queries do not see keys of -inf, and a query that sees no other key gives NaN, as in PyTorch."""
     q, k, v = inputs(device, Tq=17 if INTERPRETED else 70, Tk=400)
     unseen = {"first": slice(300), "middle": slice(3, 150), "last": slice(150, None), "everywhere": slice(None)}[where]
     q, k[:, unseen, :, 0] = q.abs(), -torch.inf

@@ -1,4 +1,4 @@
-"""Hopper's kernel for the states of segments against float64, and the op with it; on compute capability 9.0 alone."""
+"""Hopper's kernel for the states of segments, and the op with it, against float64; only on compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def inputs(**sizes):
 
 
 def cut(B, T, length, cu_seqlens=None):
-    """Segments, and where each is: (batch, first row, end)."""
+    """Returns the segments, and the rows of each one: (batch, first row, end)."""
     from gla_triton_kernels.chunk_gla.shared import segments as triton_segments
     from gla_triton_kernels.runtime.launch import start
 
@@ -39,7 +39,7 @@ def cut(B, T, length, cu_seqlens=None):
 
 
 def state_from_zero(left, right, g, backwards=False):
-    """State, or its gradient, [H, K, V] and decay [H, K] of one segment, in float64."""
+    """Returns the state, or its gradient, [H, K, V] and the decay [H, K] of one segment, in float64."""
     left, right = left.double(), right.double()
     g = torch.zeros_like(left) if g is None else g.double()
     if backwards:
@@ -67,7 +67,7 @@ def build(left, right, g, segments, backwards=False, skip_last=False, multiproce
     outputs = sm90.FORWARD.parameters(call, gpu, segments.count)
     plan = forward.segments_before(call, gpu, sm90.FORWARD, outputs, segments.length, segments.uncut)
     assert (plan.states, plan.overlap) == (sm90.STATES, True)
-    after = None if skip_last else S  # whether there is one is all that matters here
+    after = None if skip_last else S  # only whether it is None matters here
     x = Recurrence(left, right, g, None, after, scale=0.3, backwards=backwards)
     start(plan.states.load()(plan, x, segments, S, D))
     return S, D
@@ -108,7 +108,7 @@ def test_widths(K, V, gates):
 
 
 def test_blocks_of_fewer_columns_give_the_same_bits():
-    """On a device of one multiprocessor not all narrow blocks run at once."""
+    """On a device with one multiprocessor, not all narrow blocks run at once, so blocks are wide."""
     _, k, v, g, *_ = inputs(T=500, K=64, V=256)
     segments, _ = cut(2, 500, 192)
     narrow, wide = (build(k, v, g, segments, multiprocessors=number) for number in (132, 1))
@@ -142,7 +142,7 @@ def test_the_last_segment_is_left_out(backwards, last):
 
 @pytest.mark.parametrize(("backwards", "last"), [(False, (3, 5)), (True, (1, 4))], ids=["forwards", "backwards"])
 def test_the_last_segment_of_a_packed_sequence_is_left_out(backwards, last):
-    """Two segments stand in rows 4 and 5, which end with whole chunks, and three from row 1 on."""
+    """The segments of one sequence have numbers 1 to 3. The other sequence has 4 and 5, and ends with a whole chunk."""
     _, k, v, g, _, offsets = inputs(lengths=(0, 150, 128), K=64, V=64)
     segments, places = cut(1, 278, 64, offsets)
     left_out = torch.tensor([i in last or t == end for i, (_, t, end) in enumerate(places)])
@@ -159,7 +159,7 @@ def check_left_out(k, v, g, segments, backwards, left_out):
 @pytest.mark.parametrize("gates", ["none", "mild", "extreme", "-inf"])
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 700}, {"lengths": (0, 300, 1, 0, 130, 500)}], ids=str)
 def test_outputs_of_segments(sizes, gates, final, change_plans):
-    """The three kernels one after the other, also where each starts before the one before it is done."""
+    """Three kernels run one after the other. Each may start before the kernel before it has ended."""
     change_plans("segment_length", lambda *_: 128)
     q, k, v, g, state, offsets = inputs(K=128, V=128, gates=gates, initial_state=True, **sizes)
     ref_o, ref_state = oracle.chunk_gla(q, k, v, g, 0.3, state, offsets)

@@ -1,4 +1,4 @@
-"""Training with the Triton backends: which forward and which backward are chosen, and what the two give together."""
+"""Training with the Triton backends: the choice of the forward and the backward, and the results of both together."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_auto_takes_a_triton_backend_on_a_gpu(op):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_more_than_2_to_the_31_elements(backend):
-    """The first and the last heads of a call of 2^31 elements are as those of a call of their own; 90 GB."""
+    """The first and the last heads of a call of 2^31 elements equal a call with these heads alone. It needs 90 GB."""
     if torch.cuda.mem_get_info()[0] < 90e9:
         pytest.skip("needs 90 GB of free memory")
     shape, device = (2, 65_600, 130, 128), "cuda"
@@ -63,7 +63,7 @@ def test_more_than_2_to_the_31_elements(backend):
 
 
 def pair(backend, do, *inputs):
-    """o, dq, dk, dv and dg of a call with gates in float32."""
+    """Returns o, dq, dk, dv and dg of a call with gates in float32."""
     leaves = [y.detach().requires_grad_() for y in inputs]
     o, _ = gla.chunk_gla(*leaves, backend=backend)
     return [o, *torch.autograd.grad(o, leaves, do)]

@@ -1,4 +1,4 @@
-"""Heads of widths that TMA does not move: tensors with zeros behind them, and results that are copied back."""
+"""Heads of widths that TMA cannot move: tensors are padded with zeros, and results are copied back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def widened():
 
 
 def forward(device, K=20, V=9):
-    """A call with all tensors; q is a part of another tensor, and results are NaN but for checkpoints."""
+    """Returns a call with all tensors. q is a slice of another tensor; checkpoints are 0, and other results are NaN."""
     from gla_triton_kernels.chunk_gla.tensors import Tensors
 
     def random(*shape, dtype=torch.bfloat16):
@@ -34,7 +34,7 @@ def forward(device, K=20, V=9):
 
 
 def padded(x, *widths):
-    """X with zeros behind its last dimensions, up to these widths."""
+    """Returns x, padded with zeros at the end of its last dimensions to these widths."""
     y = x.new_zeros(*x.shape[: -len(widths)], *widths)
     y[tuple(slice(size) for size in x.shape)] = x
     return y

@@ -59,7 +59,7 @@ def test_an_op_without_baselines(tmp_path):
     result = run(*wanted, "--no-baselines", "--json", path)
     assert result.exit_code == 0, result.output
     rows = results.read(path).rows
-    assert {row.workload for row in rows} == {"odd_widths"}  # without the workload that has no row
+    assert {row.workload for row in rows} == {"odd_widths"}  # a workload without rows is left out
     assert {row.backend for row in rows} == {"reference"}
     assert "× loop" not in result.output
 
@@ -167,7 +167,7 @@ def test_the_columns_are_explained():
     explained = [line for line in result.output.splitlines() if ": " in line]
     assert "× loop: how many times as fast as the recurrence in PyTorch, one token at a time" in explained
     assert {line.split(":")[0] for line in explained} >= {"time", "spread", "× loop"}
-    assert "GB/s:" not in result.output  # which mean nothing on a CPU
+    assert "GB/s:" not in result.output  # GB/s means nothing on a CPU
     assert "of floor" not in result.output
 
 

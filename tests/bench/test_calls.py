@@ -36,7 +36,7 @@ def op_calls(draw):
         facts["gate_dtype"] = draw(st.sampled_from([None, dtype, torch.float32]))
     if "backwards" in spec.parameters:
         scalars["backwards"] = draw(st.booleans())
-        if not scalars["backwards"] or facts["gate_dtype"] is None:  # only backwards, heads are shared, by the gates
+        if not scalars["backwards"] or facts["gate_dtype"] is None:  # heads share gates only backwards
             sizes["Hq"] = sizes["H"]
     if "state_indices" in spec.parameters and draw(st.booleans()):
         facts["indexed"], sizes["P"] = True, draw(size)
@@ -52,7 +52,7 @@ def op_calls(draw):
 
 
 def described(call, arguments):
-    """Returns the call of these arguments as if it were known by its sizes: without layouts, and with dim = -1."""
+    """Returns the call of these arguments as a description by sizes gives it: without layouts, and with dim = -1."""
     found = ABSTRACT_OPS[call.op].describe(*arguments)
     scalars = {name: -1 if name == "dim" else value for name, value in found.scalars.items()}
     return dataclasses.replace(found, layouts={}, scalars=scalars)

@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """A clock, and calls that take time on it."""
+    """A fake clock, which only calls made by it move."""
 
     def __init__(self):
         self.now = 0.0

@@ -30,7 +30,7 @@ def test_the_pages_hold_what_the_results_say(tables):
 def test_every_row_of_the_readme_comes_from_one_run_at_one_commit(tables):
     path = tables.measured_in(tables.FOLDER)
     assert path.exists(), "measure it: benchmarks/evidence.py readme"
-    assert re.fullmatch("[0-9a-f]{7,40}", json.loads(path.read_text())["commit"])  # and no "+" of changes
+    assert re.fullmatch("[0-9a-f]{7,40}", json.loads(path.read_text())["commit"])  # no "+": nothing uncommitted
     table, _, told = tables.headline(tables.FOLDER).partition("\n\n")
     shown = table.splitlines()[2:]
     assert len(shown) >= len(tables.HEADLINE) - 1, "rows are missing: run benchmarks/evidence.py readme again"

@@ -28,14 +28,14 @@ def selection(script):
 
 @pytest.fixture(autouse=True)
 def alone(only_reference, monkeypatch, tmp_path):
-    """Leaves the reference as the only backend besides those that a test registers, without calibration."""
+    """Leaves the reference as the only backend besides the backends that a test registers. Nothing is calibrated."""
     monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "cache"))
     gla.reload_environment()
 
 
 @pytest.fixture
 def backend():
-    """A function: `backend(name, takes, says)` registers a backend; its softmax takes `takes` s, predicted `says`."""
+    """A function: `backend(name, takes, says)` registers a backend; its softmax takes `takes` s, predicted: `says`."""
     handles = []
 
     def make(name, takes, says=None):
@@ -143,7 +143,7 @@ def test_of_several_passes_the_quickest_time_counts(selection, tmp_path, monkeyp
     (row,) = json.loads(path.read_text())["rows"]
     assert row["measured"] == {"mine": 1e-3, "theirs": 1e-3}
     assert row["ratio"] == 1.0
-    path = selection.run(tmp_path, CPU, 0.003, 1.0, None, lambda line: None, passes=2)  # the file has one pass
+    path = selection.run(tmp_path, CPU, 0.003, 1.0, None, lambda line: None, passes=2)  # the file has one pass already
     (row,) = json.loads(path.read_text())["rows"]
     assert row["measured"] == {"mine": 1e-3, "theirs": 1e-3}
     assert next(times, None) is None
@@ -155,7 +155,7 @@ def test_picks_that_were_slow_are_measured_again(selection, tmp_path, monkeypatc
     times = iter([{"mine": 2e-3, "theirs": 1e-3}, {"mine": 1e-3}, {"mine": 1e-3, "theirs": 1e-3}])
     monkeypatch.setattr(selection, "time_backends", lambda *_: (next(times), {}))
     monkeypatch.setattr(selection, "explain", lambda call: Explained())
-    path = selection.run(tmp_path, CPU, 0.003, 1.0, None, lambda line: None, again=2)  # the second finds no call
+    path = selection.run(tmp_path, CPU, 0.003, 1.0, None, lambda line: None, again=2)  # the second finds none
     assert [row["ratio"] for row in json.loads(path.read_text())["rows"]] == [1.0, 1.0]
     assert next(times, None) is None
 

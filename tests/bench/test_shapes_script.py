@@ -1,4 +1,4 @@
-"""The script that measures shapes which tuning did not use, on small shapes."""
+"""The script that measures shapes that were not used for tuning, on small shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`evidence.py times` on tiny cases: which of them it measures."""
+"""`evidence.py times` on tiny cases: the cases that it measures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def times(script, monkeypatch):
 
 @pytest.fixture
 def tiny(times, monkeypatch):
-    """A plan of three cases, the second of which fails; measured cases are recorded."""
+    """Makes a plan of three cases, of which the second fails, and records the cases that are measured."""
     steps = {w.name: w for w in select("recurrent_gla_step", ["ci"])}
     plan = [Case(steps["small"], "reference", "step"), Case(steps["pool"], "fla", "step")]
     plan += [Case(steps["grouped"], "reference", "step")]

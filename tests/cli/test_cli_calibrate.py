@@ -24,9 +24,9 @@ def predicted(call, c):
 
 @pytest.fixture(autouse=True)
 def none_of_ours(isolated, monkeypatch, own_backends):
-    """Leaves only made-up backends, whose calls take the time that they state on a fake clock."""
+    """Leaves only made-up backends. Their calls take a stated time on a fake clock."""
     monkeypatch.setenv("GLA_BLOCK_PLUGINS", ",".join(own_backends))
-    monkeypatch.setattr(gc, "collect", lambda: 0)  # called after each failure; it would take most of the time
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # it runs after each failure, and would take most of the time
     gla.reload_environment()
 
 

@@ -83,7 +83,7 @@ def limits(run):
 
 @pytest.fixture
 def of_a_gpu(fresh_registry, monkeypatch):
-    """Registers a backend for CUDA devices of compute capability 8.0, and one that runs one of its ops anywhere."""
+    """Registers a backend for CUDA devices of compute capability 8.0, and another with an op that runs anywhere."""
     some = Backend("anywhere", "1.0", SOFTMAX, ON_CUDA, op_capabilities={"online_softmax": Capabilities()})
     with gla.register(Backend("of_a_gpu", "1.0", SOFTMAX, ON_CUDA)), gla.register(some):
         yield

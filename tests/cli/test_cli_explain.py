@@ -64,7 +64,7 @@ def test_numbers_describe_the_same_call_as_tensors(op):
 
 
 def without_layouts(call):
-    """Returns the call as if it were known by its sizes."""
+    """Returns the call without layouts, as a description by sizes gives it."""
     return dataclasses.replace(call, layouts={})
 
 
@@ -152,7 +152,7 @@ def test_a_device_that_is_not_here_is_assumed(run, without_cuda, own_backends):
     assert (explanation["device"], explanation["assumed"]) == ("cuda:0", "NVIDIA H200")
     candidates = {candidate["name"]: candidate for candidate in explanation["candidates"]}
     assert candidates["reference"]["constants"] == "shipped for NVIDIA H200"
-    assert candidates["reference"]["seconds"] == pytest.approx(7.7e-3, rel=0.1)  # measured on one: 7.72 ms
+    assert candidates["reference"]["seconds"] == pytest.approx(7.7e-3, rel=0.1)  # measured on an H200: 7.72 ms
     assert not any((candidates[name]["refusal"] or "").startswith(NO_CUDA) for name in own_backends)
 
 

@@ -119,7 +119,7 @@ def test_key_value_heads_are_handed_over_once(fla):
         assert layer.repeat(x, "b t d -> b t d g", g=2)[0] == "repeat"
         assert fla["fla.layers.gsa"].repeat(x, heads, g=2, d=4)[0] == "repeat"
         assert "repeat: left out for key/value heads in fla.layers.gla" in str(found)
-    for some in ({"chunk_gla"}, {"chunk_gla", "fused_recurrent_gla"}):  # the other functions could not take fewer heads
+    for some in ({"chunk_gla"}, {"chunk_gla", "fused_recurrent_gla"}):  # functions that are not replaced need all heads
         with accelerate(*some):
             assert layer.repeat(x, heads, g=2, d=4)[0] == "repeat"
             with accelerate():

@@ -12,7 +12,7 @@ SMALL = {"hidden_size": 16, "num_heads": 4, "use_short_conv": True, "conv_size":
 
 
 def layer_there(options, tokens):
-    """Returns the cache of flash-linear-attention's layer by its documentation, token by token in float64."""
+    """Returns our layer, its input, and the cache that flash-linear-attention documents, computed in float64."""
     torch.manual_seed(0)
     layer = GatedLinearAttention(**SMALL, **options).double()
     x = torch.randn(2, tokens + 1, 16, dtype=torch.float64)

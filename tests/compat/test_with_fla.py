@@ -1,6 +1,6 @@
 """Layers and models of flash-linear-attention 0.6.0 itself, accelerated: `make test-fla`, on a CPU too.
 
-On a CPU its norm, which exists only in Triton, is replaced for the test; everything else is its own code.
+On a CPU, FLA's norm is replaced for the test, because it exists only in Triton. All other code is FLA's own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def accelerated():
 
 @pytest.fixture(params=[{}, {"num_kv_heads": 2}, {"mode": "fused_chunk"}, {"feature_map": "relu"}], ids=str)
 def pair(request):
-    """Returns its layer, and ours with the same weights."""
+    """Returns FLA's layer, and ours with the same weights."""
     torch.manual_seed(0)
     theirs = layers.GatedLinearAttention(**SMALL, layer_idx=0, **request.param)
     theirs.g_norm_swish_gate = Norm(theirs.g_norm_swish_gate)

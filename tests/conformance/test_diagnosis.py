@@ -184,7 +184,7 @@ def test_three_failures_a_property_are_listed_and_all_on_request():
     assert len(list(_failures(rows, verbose=True))) == 5
 
 
-# ---- where a result goes wrong
+# ---- the places where a result is wrong
 
 
 def outputs(B: int, T: int, H: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ class Bug(NamedTuple):
     Attributes:
         function: the op with the bug.
         case: the beginning of the name of the case that must name the bug.
-        over: the quantities that this case reports over its budget; None where the test does not look at them.
+        over: the quantities that this case reports over its budget. None means that the test does not check them.
         claims: further capabilities of the backend.
     """
 
@@ -47,7 +47,7 @@ BUGS: list[Bug] = []
 
 
 def bug(op, case, over=None, **claims):
-    """Makes a bug of a function that maps the op's arguments, by name, to its results; a decorator."""
+    """Returns a decorator that plants a bug: the function maps a namespace of the op's arguments to its results."""
 
     def plant(wrong):
         @functools.wraps(REFERENCE[op])
@@ -63,7 +63,7 @@ def bug(op, case, over=None, **claims):
 
 
 def right(op, *results):
-    """Returns a function that computes an op by the reference, for arguments x with changes: its results, by name."""
+    """Returns a function that computes an op by the reference for arguments x with changes, and names the results."""
 
     def compute(x, **changes):
         found = REFERENCE[op](**{**vars(x), **changes})
@@ -403,7 +403,7 @@ def gradient_of_g_without_the_state(x):
 
 @bug("chunk_gla_bwd", "test_gradient_of_strong_gates_before_open_ones[last_chunk_partial-")
 def gradient_of_g_from_the_end(x):
-    """Computes dg by one suffix sum over all tokens, of gradients that were rounded first."""
+    """Computes dg by one suffix sum over all tokens. It sums gradients that were rounded before."""
     d = backward(x)
     if x.g is not None and x.cu_seqlens is None:
         d.dg = (suffix_sums(given_and_taken(x, d)) + through_the_end(x)).to(x.g.dtype)
@@ -412,7 +412,7 @@ def gradient_of_g_from_the_end(x):
 
 @bug("chunk_gla_bwd", "test_gradients_of_every_gate[short-float32-strong]", over={"dg"})
 def gradient_of_g_with_the_diagonal(x):
-    """Computes dg by suffix sums per chunk, exact at its end, of float32 gradients that include pairs s = t."""
+    """Computes dg by suffix sums per chunk of float32 gradients that include pairs s = t. Chunk ends are exact."""
     d = backward(x)
     if x.g is not None and x.cu_seqlens is None:
         wide = in_float32(x)

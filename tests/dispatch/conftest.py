@@ -24,7 +24,7 @@ from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities, Laun
 
 @pytest.fixture(autouse=True)
 def isolated(fresh_registry: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every test here. Nothing is calibrated, our own backends predict no time, and no kernel is interpreted."""
+    """Isolates every test here: nothing is calibrated, our own backends predict no time, no kernel is interpreted."""
     monkeypatch.setenv("GLA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for module in (gla_parallel_scan, gla_reference, gla_triton_fused):
@@ -37,7 +37,7 @@ def isolated(fresh_registry: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 class Spy:
     """A backend that records the ops it runs and leaves the arithmetic to the reference.
 
-    Setting `error` makes its functions raise; `result` turns what the reference returned into something else.
+    If `error` is set, its functions raise it. `result` is a function that may change the reference's results.
     """
 
     backend: Backend
@@ -112,7 +112,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 def plugin_source() -> Callable[..., str]:
     """`plugin_source(backends)` is the text of a plugin whose hook evaluates `backends`, a Python expression.
 
-    The module offers `softmax`, a right implementation of online_softmax that counts its calls in `softmax_calls`, and
+    The module has `softmax`, a correct implementation of online_softmax that counts its calls in `softmax_calls`. It
     counts the calls of its hook in `hook_calls`.
     """
 
@@ -140,7 +140,7 @@ def gla_register_backends():
 
 @pytest.fixture
 def in_time() -> Callable[[Callable], object]:
-    """`in_time(work)` is what `work` returns in a thread of its own; it fails, and does not hang, on a deadlock."""
+    """`in_time(work)` runs `work` in another thread and returns its result. After a deadlock it fails within 10 s."""
 
     def run(work: Callable) -> object:
         returned: list[object] = []
@@ -194,14 +194,14 @@ def ran(spies: dict[str, Spy], x: Tensor) -> Callable[..., str]:
 
 @pytest.fixture
 def flaky(spy: Callable[..., Spy]) -> tuple[Spy, Spy]:
-    """A backend that auto prefers and that cannot be launched, and the one that comes next."""
+    """A backend that auto prefers but that cannot launch, and the backend that auto tries next."""
     cannot = LaunchError("needs 300 KB of shared memory")
     return spy("flaky", cost=lambda call: 1.0, error=cannot), spy("sound", cost=lambda call: 2.0)
 
 
 @pytest.fixture
 def info() -> Callable[[str], gla.BackendInfo | None]:
-    """`info(name)` is what `gla.backends()` says of the backend called so, None if it is not there."""
+    """`info(name)` is the entry of `gla.backends()` with this name, or None if there is none."""
 
     def find(name: str) -> gla.BackendInfo | None:
         found = [b for b in gla.backends() if b.name == name]

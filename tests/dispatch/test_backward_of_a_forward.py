@@ -1,4 +1,4 @@
-"""The backward of a forward: under whose request it runs, and who runs it."""
+"""The backward of a forward: the request that it runs under, and the backend that runs it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_strict_backend_without_backward_is_refused_before_the_forward(spy, qk
         gla.chunk_gla(*qkvg(grad=True), backend="forward_only")
     assert "forward_only: does not implement chunk_gla_bwd; it implements chunk_gla_fwd" in str(error.value)
     assert forward_only.calls == []
-    gla.chunk_gla(*qkvg(), backend="forward_only")  # without a gradient it serves
+    gla.chunk_gla(*qkvg(), backend="forward_only")  # it can run calls that need no gradient
     with torch.no_grad():
         gla.chunk_gla(*qkvg(grad=True), backend="forward_only")
     assert len(forward_only.calls) == 2

@@ -1,4 +1,4 @@
-"""Predicted times: which constants a cost model receives, and the file of those that were measured here."""
+"""Predicted times: the constants that a cost model receives, and the file of constants that were measured here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHIPPED = {"launch": 1e-3, "rate": 1e6}
 
 
 def model(formula=launch_and_rate, **constants):
-    """A cost model with these constants of online_softmax by kind of device."""
+    """Returns a cost model of online_softmax with these constants for each kind of device."""
     by_kind = {kind.replace("_", " "): {"online_softmax": value} for kind, value in constants.items()}
     return CostModel(formula, by_kind or {"cpu": {"online_softmax": SHIPPED}})
 
@@ -60,7 +60,7 @@ def mine():
 
 @pytest.fixture
 def another_gpu(monkeypatch):
-    """cuda:0 is a device that nobody has measured."""
+    """Makes cuda:0 a kind of device without shipped constants."""
     real, facts = calibration._device, {"multiprocessors": 108.0, "compute_capability": 8.0}
     monkeypatch.setattr(
         calibration, "_device", lambda device: ("NVIDIA A100", facts) if device == CUDA else real(device)
@@ -150,7 +150,7 @@ def explained():
     return gla.explain("online_softmax", torch.zeros(2, 3))
 
 
-# what was measured
+# measured constants
 
 
 def test_measured_constants_come_before_shipped_ones(mine):
@@ -281,7 +281,7 @@ json_values = st.recursive(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=json_values, depth=st.integers(0, 4))
 def test_no_content_is_an_error(mine, value, depth):
-    """Anything at any depth of a file that is otherwise right."""
+    """The file may hold any value at any depth. The rest of the file is correct."""
     for key in ("rate", "online_softmax", "mine 1.0", calibration._conditions("cpu"))[4 - depth :]:
         value = {key: value}
     write_json(calibration.path(), value)

@@ -24,7 +24,7 @@ BACKENDS = ("reference", "triton_fused", "parallel_scan")
 
 
 def measured(name, kind):
-    """The ops of a backend that have constants for a device; others borrow those of an H200."""
+    """Returns the ops of a backend that have constants for a device. Other ops use the constants of an H200."""
     by_triton_alone = {"chunk_gla_bwd", "chunk_gla_summary"} if (name, kind) == ("parallel_scan", "cpu") else set()
     if kind == "NVIDIA H100 80GB HBM3":
         return {"chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary"} if name != "reference" else set()
@@ -36,18 +36,18 @@ OPS = [(name, kind, op) for name in BACKENDS for kind in FACTS for op in sorted(
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """Kernels are not interpreted: parallel_scan predicts nothing for a CPU where they are."""
+    """Turns interpretation off: with interpreted kernels, parallel_scan predicts nothing for a CPU."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 def predicted(name, kind, call, changed=()):
-    """Seconds that a backend's formula predicts with its shipped constants."""
+    """Returns the seconds that a backend's formula predicts with its shipped constants."""
     formula = importlib.import_module(f"gla_{name}").predicted_seconds
     return formula(call, {**shipped_constants(f"gla_{name}")[kind][call.op], **FACTS[kind], **dict(changed)})
 
 
 def call_of(op, kind, **changes):
-    """A call of an op with the sizes of a model, unless changed; N follows B where it is not given."""
+    """Returns a call of an op with the sizes of a model, unless changed. N is B if it is not given."""
     device = torch.device("cpu" if kind == "cpu" else "cuda")
     sizes = {
         "chunk_gla_fwd": {"B": 1, "T": 1000, "H": 4, "Hq": 4, "K": 128, "V": 128},
@@ -75,7 +75,7 @@ def test_every_op_has_constants_for_its_devices(name, kind, op):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_backend_carries_its_model(name):
-    # In a new module, since the tests of this folder take the reference's away.
+    # The module is loaded again, because the tests of this folder remove the cost models of our backends.
     module = importlib.import_module(f"gla_{name}")
     spec = importlib.util.spec_from_file_location(f"fresh_{name}", module.__file__)
     fresh = importlib.util.module_from_spec(spec)
@@ -90,7 +90,7 @@ def test_the_backend_carries_its_model(name):
 
 @pytest.mark.parametrize(("name", "kind", "op"), OPS)
 def test_each_constant_counts_for_some_call(name, kind, op):
-    """And none is missing: the formula raises KeyError for a name that is not there."""
+    """No constant is missing either: the formula raises KeyError for a name that is not there."""
     calls = [
         call_of(op, kind, capturing=capturing, **{**sizes, **tensors})
         for capturing in (False, True)
@@ -163,14 +163,14 @@ def test_every_legal_call_has_a_finite_time(data, which):
 @pytest.mark.parametrize("capturing", [False, True])
 @pytest.mark.parametrize(("name", "kind", "op"), OPS)
 def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturing):
-    # Twice as much may be: a shape from which on another kernel runs is then between the two.
+    # Only twice as much work may be predicted to be faster, if another kernel computes the larger call.
     growing = {
         "recurrent_gla_step": ("B", "H", "V"),
         "online_softmax": ("rows", "columns"),
         "softmax_attention": ("B", "Tq", "Tk"),
     }.get(op, ("B", "T", "H"))
-    nearly = 0.9 if op == "chunk_gla_bwd" else 1  # whole, two chunks may take a little longer than twelve that are cut
-    # Plans cut sequences if this spares time on the device. A cut has up to three more launches.
+    nearly = 0.9 if op == "chunk_gla_bwd" else 1  # two chunks uncut may take a little longer than twelve chunks cut
+    # Plans cut sequences if this saves time on the device. A cut has up to three more launches.
     launches = 0 if capturing else 3 * shipped_constants(f"gla_{name}")[kind][op].get("host_launch", 0.0)
     for dim in growing:
         for size in (1, 3, 20, 100, 700, 5000):
@@ -206,7 +206,7 @@ def test_checkpoints_cost_the_forward_their_bytes_and_spare_the_backward_a_pass(
     more = seconds("chunk_gla_fwd", scalars=every, checkpoints=True) - seconds("chunk_gla_fwd")
     assert more == pytest.approx(bytes_of_checkpoints / 1e10)
     less = seconds("chunk_gla_bwd") - seconds("chunk_gla_bwd", scalars=every)
-    assert less > 3 * more  # states are built in float32, scanned, and written like checkpoints
+    assert less > 3 * more  # a backward without them builds states in float32, scans and writes them
 
 
 @pytest.mark.parametrize("op", ["chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary"])
@@ -223,7 +223,7 @@ def test_few_heads_and_many_tokens_are_for_the_scan(op):
 
 @pytest.mark.parametrize("columns", [1024, 4096, 16384, 50257, 65536, 2**24])
 def test_long_rows_go_to_whom_an_h200_found_faster(columns):
-    """By the times in benchmarks/results/triton-h200.json: two sweeps read from the cache, and few rows are split."""
+    """Compares with benchmarks/results/triton-h200.json: two sweeps read from the cache, and few rows are split."""
     rows = 4 if columns == 2**24 else 8192
     call = call_of("online_softmax", "NVIDIA H200", rows=rows, columns=columns)
     fused, scan = (predicted(name, "NVIDIA H200", call) for name in ("triton_fused", "parallel_scan"))

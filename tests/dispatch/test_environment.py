@@ -1,4 +1,4 @@
-"""The environment variables: when they are read, and what is wrong with them."""
+"""The environment variables: the time when they are read, and errors in their values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def warnings_of(action):
 
 @pytest.fixture(autouse=True)
 def no_cache_dir(isolated, monkeypatch):
-    """The folder for what was calibrated is the default."""
+    """Makes the folder of calibrations the default one."""
     monkeypatch.delenv("GLA_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     gla.reload_environment()

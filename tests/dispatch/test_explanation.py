@@ -15,7 +15,7 @@ from gla_core.dispatch.selection import Candidate
 pytestmark = pytest.mark.usefixtures("only_reference")
 
 
-# who would run it
+# the backend that would run a call
 
 
 def summary(explanation):
@@ -59,7 +59,7 @@ def test_explain_auto_without_predictions(spy, x):
     explanation = gla.explain("online_softmax", x)
     assert explanation.winner == "mine"
     assert explanation.why == (
-        "mine: no backend predicts its time; one written for the fewest devices comes first, then by name"
+        "mine: no backend predicts its time; one written for the fewest types of device comes first, then by name"
     )
 
 
@@ -226,7 +226,7 @@ def test_explain_agrees_that_none_can_run_where_the_backward_is_missing(spy, qkv
 def sleeper(spy, monkeypatch):
     """`sleeper(name, takes, cost)` registers a backend that takes `takes` seconds and predicts `cost`.
 
-    The clock is one that only it moves, and by a microsecond whoever reads it.
+    The clock is fake: only these backends move it, and each reading of it takes a microsecond.
     """
     slept, ticks = [0.0], itertools.count()
     monkeypatch.setattr(measure, "clock", lambda: slept[0] + 1e-6 * next(ticks))

@@ -169,7 +169,7 @@ class Preparing:
 
 @pytest.fixture
 def preparing():
-    """Returns a function that registers a backend which raises an error, and which auto prefers, and a sound one."""
+    """Returns a function that registers two backends: auto prefers one that raises an error; the other one is sound."""
     made = []
 
     def registered(error, when="prepared"):
@@ -246,12 +246,12 @@ def test_when_none_can_prepare_the_error_holds_every_failure(preparing, x, monke
     assert (one.prepared, two.prepared) == (1, 1)
 
 
-# ---- GPUs that are none for the kernels
+# ---- GPUs that the kernels do not support
 
 
 @pytest.fixture
 def amd_gpu(monkeypatch):
-    """Makes PyTorch one for AMD GPUs, of which it sees an MI300X."""
+    """Makes PyTorch look like a build for AMD GPUs that sees an MI300X."""
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.version, "hip", "6.4.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""Plugins that are broken stand in quarantine, and those that are blocked are not imported; all else works."""
+"""Broken plugins are put in quarantine, and blocked plugins are not imported; everything else works."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ IN_HOOK = {"hook that raises", "sys.exit in the hook", "returns None"}
 
 @pytest.fixture(params=BROKEN)
 def broken(request, install, plugin_source):
-    """A broken plugin called `broken`, and what its traceback must say."""
+    """Installs a broken plugin named `broken`, and returns text that its traceback must contain."""
     text, message = BROKEN[request.param]
     in_hook = request.param in IN_HOOK or text.startswith(("[", "(", "Backend"))
     install("broken", plugin_source(text) if in_hook else text)

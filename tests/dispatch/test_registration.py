@@ -97,7 +97,7 @@ def test_a_plan_is_dropped_when_its_backend_is_unregistered(spy, x):
 
 def test_a_plan_made_while_the_backends_change_is_not_kept(spy, x):
     def supports(call):
-        gone.handle.unregister()  # as another thread might, between the choice and its being remembered
+        gone.handle.unregister()  # another thread might do this after the choice and before it is stored
 
     gone = spy("gone", supports=supports, cost=lambda call: 1.0)
     gla.online_softmax(x)

@@ -1,4 +1,4 @@
-"""Requests: the grammar, and who outweighs whom."""
+"""Requests: the grammar, and the precedence of their sources."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def variable(monkeypatch, request):
 
 
 def ask(monkeypatch, source, request, call):
-    """Make `call` under `request`, which comes from `source`."""
+    """Makes `call` under `request`, which comes from `source`."""
     if source == "argument":
         return call(backend=request)
     if source == "variable":
@@ -42,7 +42,7 @@ def ask(monkeypatch, source, request, call):
 
 @pytest.mark.parametrize("stronger", SOURCES)
 def test_each_source_outweighs_auto(monkeypatch, ran, stronger, x):
-    # auto takes "a": it predicts no time, as all do, and comes first by name
+    # auto takes "a": no backend here predicts a time, and "a" is first by name
     assert ran() == "a"
     assert ran(lambda: ask(monkeypatch, stronger, "d", lambda **kw: gla.online_softmax(x, **kw))) == "d"
 
@@ -56,7 +56,7 @@ def test_of_two_sources_the_stronger_decides(monkeypatch, ran, stronger, weaker,
     def call():
         return gla.online_softmax(x, backend=requests.get("argument"))
 
-    for source in ("inner", "outer"):  # each wraps what is there already, so the outer comes last
+    for source in ("inner", "outer"):  # each wraps the call so far, so the outer block comes last
         if source in requests:
             call = gla.use_backend(requests[source])(call)
     assert ran(call) == "d"
@@ -112,7 +112,7 @@ def test_a_strict_request_does_not_fall_back_when_the_backend_fails(monkeypatch,
     faulty, other = spy("faulty", error=fault), spy("other")
     with pytest.raises(type(fault), match=str(fault)):
         ask(monkeypatch, source, "faulty", lambda **kw: gla.online_softmax(x, **kw))
-    with pytest.raises(type(fault), match=str(fault)):  # and is not remembered either
+    with pytest.raises(type(fault), match=str(fault)):  # the failure is not remembered either
         ask(monkeypatch, source, "faulty", lambda **kw: gla.online_softmax(x, **kw))
     assert (len(faulty.calls), len(other.calls)) == (2, 0)
 

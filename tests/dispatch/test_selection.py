@@ -67,7 +67,7 @@ def test_equal_predictions_go_by_devices_then_name(spy, x):
         spy(name, cost=lambda call: 1.0, devices=devices)
     found = gla.explain("online_softmax", x)
     assert [c.name for c in found.candidates][:3] == ["b", "c", "a"]
-    assert found.why.startswith("b: c and a predict the same time; one written for the fewest devices comes first")
+    assert found.why.startswith("b: c and a predict the same time; one written for the fewest types of device comes")
 
 
 def test_the_order_of_registration_does_not_matter(spy, x):
@@ -87,7 +87,7 @@ def packed(T=1000, N=10, **given):
 
 
 def seconds_of(uneven, even):
-    """Seconds where one sequence has all 1000 tokens, and where each of ten has no more than 150."""
+    """Returns a cost: `uneven` s if one sequence has all 1000 tokens, `even` s if none of ten has more than 150."""
     return lambda call: even + (uneven - even) * max(0, (call.longest or 150) - 150) / 850
 
 
@@ -120,9 +120,9 @@ def test_a_bound_of_the_lengths_ends_the_doubt(spy):
     assert packed(max_seqlen=1000).winner == "cut"
     found = packed(max_seqlen=150).candidates[0]
     assert (found.seconds, found.worst) == (1.0, None)
-    assert packed(N=1).winner == "cut"  # as what is expected of one sequence is what it has
+    assert packed(N=1).winner == "cut"  # for one sequence, the expected length is the real one
     q = torch.zeros(1, 1000, 1, 4)
-    assert gla.explain("chunk_gla_fwd", q, q, q, max_seqlen=3).call.longest is None  # of no use where all are alike
+    assert gla.explain("chunk_gla_fwd", q, q, q, max_seqlen=3).call.longest is None  # useless for equal lengths
 
 
 def test_forward_and_backward_are_given_the_bound(spy):
@@ -138,7 +138,7 @@ def test_forward_and_backward_are_given_the_bound(spy):
     assert set(bounds) == {("chunk_gla_fwd", 20), ("chunk_gla_bwd", 20)}
 
 
-# auto: nobody
+# auto: no backend can run the call
 
 
 def test_auto_that_none_can_serve_is_an_error_with_every_refusal(spy, x, monkeypatch, own_backends):
@@ -170,12 +170,12 @@ def test_one_faulty_backend_does_not_take_the_others_down(spy, x):
 
 
 def test_a_backend_with_unreadable_widths_does_not_take_the_others_down(spy, qkvg):
-    with contextlib.suppress(gla.BackendError):  # to refuse it at registration is just as well
+    with contextlib.suppress(gla.BackendError):  # registration may refuse it, too
         spy("odd", key_widths=frozenset({64, 128}))
     assert gla.chunk_gla(*qkvg())[0].shape == (1, 5, 2, 3)
 
 
-# what a call needs decides who may run it
+# the needs of a call restrict the backends that may run it
 
 
 def test_a_call_that_needs_a_gradient_passes_over_a_backend_without(spy, x):

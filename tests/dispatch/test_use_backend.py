@@ -96,7 +96,7 @@ def test_a_decorated_coroutine_function_runs_under_the_request_across_its_awaits
 
 
 def test_a_generator_is_not_decorated_in_silence(spies):
-    """Its steps run where its consumer stands: the decorator could only seem to work."""
+    """A generator's steps run in the context of its consumer, so the decorator would have no effect on them."""
 
     def steps():
         yield
@@ -115,13 +115,13 @@ def tokens(block):
 
 
 def asked():
-    """The request in force for online_softmax."""
+    """Returns the request in force for online_softmax."""
     return str(current_request().choice("online_softmax"))
 
 
 @pytest.fixture(params=["one object", "an object each"])
 def b(request, spies):
-    """Makes what a block under "b" is entered by."""
+    """Returns a function that makes context managers for blocks under "b"."""
     shared = gla.use_backend("b")
     return (lambda: shared) if request.param == "one object" else lambda: gla.use_backend("b")
 
@@ -129,7 +129,7 @@ def b(request, spies):
 def test_a_generator_that_ends_inside_other_blocks_ends_only_its_own(b):
     steps = tokens(b())
     next(steps)
-    assert asked() == "b"  # a block around a yield holds for the consumer too, until the generator goes on
+    assert asked() == "b"  # a block around a yield applies to the consumer too, until the generator continues
     with b(), gla.use_backend("c"), b():
         assert next(steps, "ended") == "ended"
         assert asked() == "b"

@@ -127,7 +127,7 @@ def check_random_batches(ranks: Ranks) -> None:
 
 
 def check_random_batches_by_a_scan(ranks: Ranks) -> None:
-    """The scan of many ranks is used; in half of the batches the gradient of an initial state uses the gather."""
+    """The scan over many ranks is used. In half of the batches, the gradient of an initial state uses the gather."""
     with mock.patch.object(exchange, "MOST_GATHERED", 0):
         for seed in range(DRAWN):
             batch = drawn(ranks, 200 * ranks.number + seed)
@@ -135,7 +135,7 @@ def check_random_batches_by_a_scan(ranks: Ranks) -> None:
 
 
 def check_pieces_in_segments(ranks: Ranks) -> None:
-    """Pieces are cut into segments, as on a GPU, where the segments fill the device."""
+    """Pieces are cut into segments, as on a GPU, where this fills the device."""
 
     def segments(heads: int, tokens: int, device: torch.device) -> int:
         return next((n for n in (5, 4, 3, 2) if tokens % n == 0), 1)
@@ -300,7 +300,7 @@ def refused(error: type[Exception], message: str, *args: object, **kwargs: objec
 
 
 def check_bad_arguments(ranks: Ranks) -> None:
-    """Every rank refuses them by itself, before anything is sent."""
+    """Every rank refuses bad arguments by itself, before anything is sent."""
     x = gla_inputs(lengths=(4, 6), H=2, K=4, V=3)
     q, k, v, g = x.q, x.k, x.v, x.g
     cut = distributed.shard(10, x.cu_seqlens, lengths=(10,) * ranks.number)
@@ -314,7 +314,7 @@ def check_bad_arguments(ranks: Ranks) -> None:
 
 
 def check_compiled(ranks: Ranks) -> None:
-    """A compiled function may call it: it runs eagerly between two graphs."""
+    """A compiled function may call the op, which runs eagerly between two graphs."""
     if ranks.number > 1:  # compiling takes seconds
         return
     x = gla_inputs(lengths=(4, 6), dtype=torch.float64)

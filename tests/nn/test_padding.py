@@ -29,7 +29,7 @@ def row_of(state: GLAState, i: int) -> GLAState:
 
 
 def tokens_alone(layer: torch.nn.Module, x: Tensor, state: GLAState) -> tuple[Tensor, list[GLAState]]:
-    """Returns the layer's output for each row's tokens alone, in their columns, and the states after them."""
+    """Runs the layer on each row's tokens alone; returns y at the tokens' columns, and the states after them."""
     y, states = torch.zeros_like(x), []
     for i in range(B):
         kept = MASK[i].bool()

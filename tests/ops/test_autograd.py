@@ -1,4 +1,4 @@
-"""The gradient that follows from the descriptions of an op and of its backward."""
+"""The gradient that gla_core derives from the descriptions of an op and of its backward."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_gradients_are_the_same(sizes, every):
 
 
 def test_no_gradient_of_them_is_made():
-    """The gradient would be zeros of the same size."""
+    """A gradient of the checkpoints would be zeros of their size."""
     x = gla_inputs(B=1, T=128, H=1, K=5, V=7)
     x.q.requires_grad_()
     o, _, checkpoints = gla.chunk_gla(x.q, x.k, x.v, x.g, checkpoint_every=64)

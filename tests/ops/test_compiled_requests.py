@@ -17,7 +17,7 @@ OPS = ("online_softmax", "chunk_gla_fwd", "chunk_gla_bwd")
 
 @pytest.fixture
 def ran(only_reference):
-    """Backends a, b, c and d; the list holds those that have run since, such as 'a.online_softmax'."""
+    """Registers backends a, b, c and d, and returns a list of their runs from then on, such as 'a.online_softmax'."""
     calls = []
 
     def recording(name, op):

@@ -12,7 +12,7 @@ B, T, H, G, K, V = 2, 10, 2, 3, 8, 16
 
 
 def counted(function):
-    from torch.utils.flop_counter import FlopCounterMode  # after gla_core, which brings the formulas
+    from torch.utils.flop_counter import FlopCounterMode  # imported after gla_core, which registers the formulas
 
     with FlopCounterMode(display=False) as counter:
         function()

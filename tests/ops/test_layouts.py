@@ -133,7 +133,7 @@ def test_a_backend_receives_such_states_as_it_can_take_them(swaps, inplace):
 
 
 def test_states_that_are_swapped_and_those_that_only_seem_so():
-    """Both have the same stride of values. After a step in place on the first, the second is still refused."""
+    """Both states have the same stride of values. After a step in place on the first, the second is still refused."""
     *token, state = step_inputs()
     gla.recurrent_gla_step(*token, state.mT.contiguous(), inplace=True, state_v_first=True)
     apart = torch.zeros(2, 2, 6, 5 * 6)[..., ::6]

@@ -14,7 +14,7 @@ from gla_core.ops import _memory
 
 @pytest.fixture
 def told(fresh_registry, monkeypatch):
-    """The arguments of mallopt from now on, as a user asks for it; ops run as if for the first time."""
+    """Sets GLA_KEEP_MEMORY=1 as in a new process, and returns a list of the arguments of later calls of mallopt."""
     calls = []
     library = SimpleNamespace(mallopt=lambda *setting: calls.append(setting))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)

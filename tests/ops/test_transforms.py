@@ -1,4 +1,4 @@
-"""torch.func's transforms and forward-mode AD work, or one sentence says which of them does not."""
+"""torch.func's transforms and forward-mode AD work, or an error of one sentence names the one that does not."""
 
 from __future__ import annotations
 

@@ -8,11 +8,11 @@ from gla_core.dispatch.backend import ceil_div
 
 
 def blocks(B: int, H: int, numbers: int, most: int) -> Iterator[tuple[slice, slice]]:
-    """Yields ranges of a batch and of its heads: the fewest blocks of about `most` numbers each, of about equal size.
+    """Yields the ranges of a batch and of its heads that form blocks of about `most` elements, of about equal size.
 
     Args:
         B: size of the batch. H: number of heads. numbers: number of elements of one head of one sequence.
-        most: number of elements of a block, at most, about.
+        most: approximate upper limit on the number of elements of a block.
     """
     rows, heads = block(B, H, numbers, most)
     for b in range(0, B, rows):

@@ -32,7 +32,7 @@ from gla_parallel_scan.pytorch.segments import Segments, dense, packed
 
 SEGMENT = 64
 BLOCK = 2**18
-"""Largest number of elements of a tensor that is computed at once: a block of heads and sequences stays in cache."""
+"""The most elements of a tensor that is computed at once: a block of heads and sequences stays in cache."""
 
 
 def chunk_gla_fwd(
@@ -103,7 +103,7 @@ def _scores(q: Tensor, k: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     q.view(S, C, G, K).mul_(alpha[:, :, None])
     products = alpha  # [S, C/L, K], products of the gates of L tokens
     for L in (1 << level for level in range(C.bit_length() - 1)):
-        m = C // (2 * L)  # blocks of 2L, rows of q in the right half and rows of k in the left one
+        m = C // (2 * L)  # number of blocks of 2L
         q_right = q.view(S * m, 2, L * G, K)[:, 1]  # [S*m, L*G, K]
         k_left = k.view(S * m, 2, L, K)[:, 0]  # [S*m, L, K]
         blocks = A.view(S, m, 2, L * G, m, 2, L)[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3)  # [S, L*G, L, m]

@@ -2,8 +2,8 @@
 
     seconds = call + step * steps + elements / rate
 
-steps is the number of steps of loops and scans, elements the number of elements that are read or written. Constants:
-call and step, the seconds of the operations that start a call and a step; rate, elements per second.
+Here steps is the number of steps of loops and scans, and elements is the number of elements that are read or written.
+Constants: call and step, the seconds of the operations that start a call and a step; rate, elements per second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def predicted_seconds(call: OpCall, c: Constants) -> float:
 def _chunk_gla(call: OpCall) -> tuple[float, float]:
     """Counts halving segments log2 C times, and scanning them in 2 log2 n steps, in blocks that stay in the cache.
 
-    Each segment has a state, and each sequence has the state that enters it.
+    There is one state per segment, and one more per sequence: the state that enters it.
     """
     B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
     C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())

@@ -17,9 +17,9 @@ from torch import Tensor
 from gla_core.dispatch.backend import ceil_div, wide
 
 SPLIT = 4096
-"""Largest number of elements of a split."""
+"""The largest number of elements of a split."""
 BLOCK = 2**17
-"""Largest number of elements of the rows that are computed at once, so that they stay in the cache."""
+"""The largest number of elements of the rows that are computed at once, so that they stay in the cache."""
 
 
 def online_softmax(x: Tensor, dim: int) -> Tensor:

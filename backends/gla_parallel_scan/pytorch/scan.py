@@ -1,13 +1,13 @@
-"""The state of gated linear attention after each of many segments of a sequence, in a logarithmic number of steps.
+"""Computes the state after each of n segments of gated linear attention, in a logarithmic number of steps.
 
-A segment is (D, S): the product D of its gates and the state S that it builds from zero. Two consecutive segments join
-to
+A segment is a pair (D, S): the product D of its gates, and the state S that it builds from zero. Two consecutive
+segments join to
 
     (D2, S2) after (D1, S1)  =  (D1 * D2, diag(D2) S1 + S2)
 
-which is associative, so neighbours can be joined in any order. On the way up, the segment at the end of every block of
-2d joins the block of d to its left. On the way down, the segments between join the block to their left, which by then
-is complete. These are 2 n joins in 2 log2 n steps, and each step is one operation on all its joins.
+This rule is associative, so neighbours can be joined in any order. On the way up, the last segment of every block of 2d
+joins the block of d to its left. On the way down, the segments in between join the block to their left, which is
+complete by then. These are 2 n joins in 2 log2 n steps, and each step is one operation on all its joins.
 
 n segments   K, V key and value width
 
@@ -25,8 +25,8 @@ def scan_states(decay: Tensor, state: Tensor, opens: Tensor | None = None) -> No
 
     Args:
         decay: D [n, ..., K], overwritten. state: S [n, ..., K, V], replaced in place.
-        opens: [n], whether a segment begins a sequence and so depends on no earlier one, even if that has infinities or
-            NaN.
+        opens: [n], whether a segment begins a sequence; None if only the first one does. Such a segment does not depend
+            on earlier segments, even if they contain infinities or NaN.
     """
     n, opens = len(state), None if opens is None else opens.clone()
     distances = [1 << level for level in range((n - 1).bit_length())]  # 1, 2, 4 .. below n
@@ -42,7 +42,7 @@ def scan_states(decay: Tensor, state: Tensor, opens: Tensor | None = None) -> No
 
 
 def _join(before: Tensor, decay: Tensor, state: Tensor, opens: Tensor | None) -> None:
-    """Adds to states [.., K, V] the states before them, decayed by [.., K]."""
+    """Adds `before` [.., K, V], decayed by `decay` [.., K], to `state` [.., K, V], except where `opens` is set."""
     if opens is None:
         state.addcmul_(decay[..., None], before)
     else:

@@ -29,6 +29,8 @@ class Segments:
     """A cut of rows of tokens into n segments of C tokens.
 
     Attributes:
+        C: number of tokens of a segment.
+        n: number of segments of a row.
         tokens: range of the tokens that belong to a sequence.
         position: position of each of these tokens among the n * C of a row; None if token t has position t.
         slots: number of slots.

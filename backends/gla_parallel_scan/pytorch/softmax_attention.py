@@ -23,9 +23,9 @@ from gla_parallel_scan.pytorch.online_softmax import finite
 
 QUERIES = 256
 SPLIT = 1024
-"""Largest number of keys of a split."""
+"""The largest number of keys of a split."""
 BLOCK = 2**19
-"""Largest number of scores, or of elements of a split of the keys, that are computed at once: they stay in cache."""
+"""The largest number of scores, or of elements of a split of the keys, that are computed at once, to stay in cache."""
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, last: int) -> tuple[Tensor, Tensor]
 
     Args:
         q: [b, C, h, G, K], scaled. k: [b, j, h, K], the keys that any query sees. v: [b, j, h, V].
-        last: the last key that the first query sees; each query sees one more than the query before it.
+        last: the last key that the first query sees; each query sees one key more than the query before it.
 
     Returns:
         o [b, C, h, G, V] and lse [b, C, h, G].

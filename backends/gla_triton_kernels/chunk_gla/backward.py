@@ -2,7 +2,7 @@
 
 The first launches compute the states that enter chunks, unless checkpoints hold them. If sequences are cut, the next
 launches compute the gradients of the states that leave segments. Then a kernel computes dq, dk, dv and dg. If that
-kernel computes each query head by itself, it leaves partial results of the gradients that a group shares, and a last
+kernel computes each query head separately, it leaves partial results of the gradients that a group shares, and a last
 launch sums them.
 
 B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
@@ -170,7 +170,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
         if empty:
             for y in (dq, dk, dv, dg):
                 if y is not None:
-                    y.zero_()  # any token there is belongs to no sequence
+                    y.zero_()  # tokens, if there are any, belong to no sequence
             if dinitial is not None:
                 dinitial.zero_() if dstate is None else dinitial.copy_(dstate)
             return dq, dk, dv, dg, dinitial
@@ -183,7 +183,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
 
 
 def _without_unusable_checkpoints(call: OpCall) -> OpCall:
-    """Returns the call; without its checkpoints if kernels cannot read them in their layout."""
+    """Returns the call, but without checkpoints if kernels cannot read them in their layout."""
     layout = call.layouts.get("checkpoints")
     usable = layout is not None and layout.aligned and layout.is_contiguous
     if usable or not call.layouts:
@@ -207,13 +207,13 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launc
     if plan.entering is not None:
         states = Recurrence(x.k, x.v, x.g, x.initial_state, None)
         entering, _, found = launch_entering(plan.entering, states, H, x.cu_seqlens, checkpoint_dtype(x.q.dtype))
-    own = x  # the kernel for gradients fills the results that stay in it
+    own = x  # the kernel for gradients fills the results in `own`
     if plan.leaving is None:
         leaving, segments = x.dstate, whole(len(x.q), x.q.shape[1], x.cu_seqlens)
         found += segments.launches
     else:
         states = Recurrence(x.q, x.do, x.g, x.dstate, x.dinitial_state, scale, backwards=True)
-        # A call may have many more packed sequences than cut ones, so gradients of 0 are not written for them.
+        # Gradients of 0 for last segments are not written: a call may have many packed sequences, and few that are cut.
         leaving, segments, before = launch_entering(plan.leaving, states, H, x.cu_seqlens, skip_first=x.last_leave_none)
         found += before
         own = x._replace(dinitial_state=None)  # the scan fills it

@@ -78,7 +78,7 @@ def forward_prices(call: OpCall, plan: ForwardPlan, c: Constants) -> Prices:
     if segments is None:
         outputs = kernel_seconds(call, block, whole(call), moved_bytes(call), c)
         return [*_layouts(call, 1 + len(before), c), *before, outputs]
-    # Each element of a state is written, read and written by the scan, and read, in float32: 16 bytes.
+    # Each float32 element of a state is written, read and written by the scan, and read for outputs: 16 bytes in all.
     states = _states(call, segments, call.dims["H"], 16, bool(call.scalars.get("output_final_state")), c)
     outputs = kernel_seconds(call, block, cut(call, segments.length, segments.uncut), moved_bytes(call), c)
     return [*_layouts(call, 1 + len(before), c), *states, *before, outputs]
@@ -90,7 +90,7 @@ def _states(call: OpCall, plan: SegmentPlan, heads: int, moved: int, ends: bool,
 
 
 def _states_block(call: OpCall, plan: SegmentPlan, heads: int) -> BlockTime:
-    """Returns the time of a block of states that sum the products of `heads` heads in all."""
+    """Returns the time of a block of states. The states of all H heads sum the products of `heads` heads in all."""
     block = plan.states.time(call, plan.parameters)
     return block._replace(step=block.step * heads / max(call.dims["H"], 1))
 
@@ -99,7 +99,7 @@ def backward_prices(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
     """Returns the device seconds of the kernels of chunk_gla_bwd."""
     found = _layouts(call, plan.gradients.layouts + (plan.entering is not None), c)
     ends = call.state_dtype is not None
-    if plan.entering is not None:  # each element is written and scanned in float32
+    if plan.entering is not None:  # written and read in float32, then written in the checkpoints' dtype
         itemsize = checkpoint_dtype(call.dtype).itemsize
         found += _states(call, plan.entering, call.dims["H"], 4 + 4 + itemsize, ends, c)
     if plan.leaving is not None:

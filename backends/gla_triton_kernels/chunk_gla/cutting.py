@@ -1,7 +1,7 @@
 """Decides how sequences are cut into segments: a few lengths are priced, and the one with the lowest price is taken.
 
-A price is the predicted seconds of a plan on the device. cost.py holds the prices, and cost models add the host's time
-to them, so whether a cut pays is computed in one place.
+A price is the predicted seconds of a plan on the device. cost.py computes the prices, and cost models add the host's
+time to them. So there is one place that computes whether a cut pays.
 
 B batch   T tokens   N sequences
 """
@@ -17,24 +17,25 @@ from gla_core.dispatch.backend import CHUNK, Constants, OpCall, ceil_div, checkp
 from gla_triton_kernels.runtime.architecture import Gpu
 
 H200: Constants = {"launch": 1.5e-6, "bandwidth": 3.8e12, "step": 1.0}
-"""The constants with which plans price cuts on every GPU. A plan does not depend on a calibration, because another cut
-gives other bits."""
+"""The constants with which plans price cuts on every GPU. A calibration does not change them: it would change the cut,
+and with it the bits of the results."""
 WORTH_CUTTING = 0.9
-"""Sequences are cut if the price falls to this factor or less, since the host has to launch more kernels."""
+"""Sequences are cut if the price with a cut is below this share of the price without one. The limit is below 1 because
+the host has to launch more kernels."""
 MOST_WAVES = 3
 """The sequences of a batch are cut into at most this number of waves of blocks."""
 SCANNED = 4
-"""About the square root of the time of a chunk divided by the time to scan a segment. A sequence with this number of
-segments, times the square root of its chunks, takes the least time, since segments are scanned one after the other."""
+"""About the square root of (time of a chunk / time to scan a segment). A sequence takes the least time if its number of
+segments is SCANNED times the square root of its number of chunks, since a scan takes one segment after the other."""
 LEAST_UNKNOWN = 4
-"""Chunks of the shortest segment of packed sequences whose lengths are not known. Shorter segments would cut most
-sequences of many calls, at a loss."""
+"""The number of chunks of the shortest segment of packed sequences whose lengths are not known. Shorter segments would
+cut most sequences of many calls, at a loss."""
 INTERPRETED_SEGMENT = 32
 """Tokens of a segment if kernels are interpreted; the number is small so that short sequences are cut as well."""
 
 AnyPlan = TypeVar("AnyPlan")  # ForwardPlan or BackwardPlan
 Price = Callable[[OpCall, int], float]
-"""Takes a call and the tokens of a segment, and returns seconds; sequences stay whole if the tokens are T or more."""
+"""Takes a call and the tokens of a segment, and returns seconds. With T tokens or more, sequences stay whole."""
 
 
 def constants_of_plans(gpu: Gpu) -> Constants:
@@ -53,7 +54,7 @@ def most_segments(N: int, T: int, length: int, packed: bool) -> int:
 def uncut_length(length: int) -> int:
     """Returns the length of the longest packed sequence that stays whole among segments of `length` tokens.
 
-    A cut pays once the outputs of the tokens beyond one segment take longer than building the state of one segment.
+    A cut pays if the outputs of the tokens after the first segment take longer than building the state of one segment.
     """
     return length * 5 // 4
 
@@ -80,8 +81,9 @@ def segment_length(call: OpCall, blocks: int, at_once: int, price: Price) -> int
 
 
 def _without_states(call: OpCall) -> OpCall:
-    """Returns the call without states and checkpoints. The cut of a call does not depend on them, and so the bits of o
-    are the same whether a caller asks for them or not.
+    """Returns the call without states and checkpoints.
+
+    The cut of a call does not depend on them. So the bits of o are the same whether a caller asks for them or not.
     """
     scalars = {**call.scalars, "output_final_state": False}
     return replace(call, state_dtype=None, checkpoints=False, scalars=scalars)
@@ -90,9 +92,10 @@ def _without_states(call: OpCall) -> OpCall:
 def _lengths(call: OpCall, blocks: int, at_once: int) -> list[int]:
     """Returns the lengths of segments that are priced.
 
-    In a batch, the blocks of all segments fill the device once or a few times, or there are fewer segments, which takes
-    less time to scan. Of packed sequences, a segment has the share of a block in all tokens, or it is as long as most
-    sequences of about mean length.
+    For a batch, the blocks of all segments fill the device once or a few times. One more length may give fewer
+    segments, which take less time to scan. For packed sequences, there are two lengths. With the first, the blocks of
+    all tokens fill the device once. The second is 1.5 times the mean: most sequences of about mean length are not
+    longer.
     """
     T, N = call.dims["T"], call.dims["N"]
     chunks = ceil_div(T, CHUNK)
@@ -119,12 +122,12 @@ def by_rows(
     """Returns the plans of the rows of a batch, each with the call of these rows.
 
     A few blocks that do not fit beside the others would take as long as all others together. So if some rows fill the
-    device and a cut suits the remaining rows better, only the remaining rows are cut.
+    device, a plan that cuts only the remaining rows is priced as well, and taken if its price is lower.
 
     Args:
         blocks, at_once: as in `segment_length`.
-        whole, cut: plan calls whose sequences stay whole, and calls whose sequences may be cut.
-        price: takes a call and its plan, returns seconds.
+        whole, cut: functions that plan a call. With `whole`, sequences stay whole; with `cut`, they may be cut.
+        price: a function that takes a call and its plan, and returns seconds.
     """
     together = [(call, cut(call))]
     rows = _rows_in_one_pass(call, blocks, at_once)
@@ -138,7 +141,7 @@ def by_rows(
 
 
 def _rows_in_one_pass(call: OpCall, blocks: int, at_once: int) -> int:
-    """Returns the number of rows that fill the device, if others are left over that do not; otherwise 0."""
+    """Returns the number of rows that fill the device; 0 if no rows remain, or if the call must not be divided."""
     B = call.dims["B"]
     rows = B * blocks // at_once * at_once // max(1, blocks)  # they fill the device, or fill it several times
     return rows if not call.variable_length and call.batch_invariant is None and 0 < rows < B else 0

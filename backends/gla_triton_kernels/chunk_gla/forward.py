@@ -38,16 +38,16 @@ KERNELS: Sequence[OutputKernel] = (sm90.FORWARD, sm90.FORWARD_WIDE, general.FORW
 """The kernels that compute outputs, best first."""
 
 SM90_TOKENS = 96
-"""The kernels for SM90 are faster from this number of tokens on, of a sequence or of all packed sequences together. Up
-to K = 64, the limit is twice this number. With few packed tokens, bfloat16 would also exceed the error that the
-conformance kit allows."""
+"""The number of tokens from which the kernels for SM90 are faster: tokens of one sequence, or of all packed sequences
+together. Up to K = 64, the limit is twice this number. With few packed tokens, bfloat16 would also exceed the error
+that the conformance kit allows."""
 SM90_WIDE_TOKENS = 32
 """The same limit for the mean length of packed sequences if K is above 128. Up to K = 128, there is no such limit, and
 short sequences take the same kernel as the long sequences of their call.
 
 The general kernel would take several times as long for a long sequence among short ones. For short sequences it is
-seldom faster: by up to 1.6 times at K = V = 64, with at least 1,000 blocks of 48 tokens; elsewhere
-by a few per cent at most.
+seldom faster: by up to 1.6 times at K = V = 64 with at least 1,000 blocks of 48 tokens, and elsewhere by a few per cent
+at most.
 """
 
 Plans = list[tuple[OpCall, ForwardPlan]]
@@ -117,10 +117,10 @@ def _in_segments(
 
 
 def _invariant(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel], tokens: int) -> ForwardPlan:
-    """Plans arithmetic that does not depend on the batch: segments of `tokens` tokens; a call may end at a multiple.
+    """Plans a call whose results do not depend on the batch: it has segments of `tokens` tokens.
 
-    A scan always computes the final state. If the sequence were not divided into calls, the same scan would compute the
-    state that enters its next segment.
+    A sequence may be divided into calls at multiples of `tokens`, so a scan always computes the final state. In a call
+    with the undivided sequence, the same scan computes this state as the one that enters the next segment.
     """
     kernel, T, N = first_able(kernels, call, gpu), call.dims["T"], call.dims["N"]
     whole = tokens >= T and not call.scalars["output_final_state"]
@@ -202,7 +202,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
         final_state = v.new_empty(N, H, K, V, dtype=torch.float32) if output_final_state else None
         checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
         if empty:
-            return o.zero_(), final_state, checkpoints  # any token there is belongs to no sequence
+            return o.zero_(), final_state, checkpoints  # tokens, if there are any, belong to no sequence
         x = Tensors(q, k, v, g, initial_state, cu_seqlens, o, final_state, checkpoints)
         launched.start(with_copies(x, copied) if copied else x, scale)
         return o, final_state, checkpoints

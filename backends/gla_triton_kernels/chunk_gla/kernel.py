@@ -61,8 +61,8 @@ class Parameters:
 class GradientParameters:
     """Launch parameters of a kernel that computes gradients.
 
-    A block [BK, BV] of the states of a head is gated linear attention of its own: dq, dk and dg are sums over blocks of
-    values, and dv is a sum over blocks of keys.
+    Each block [BK, BV] of the states of a head can be computed as a separate gated linear attention. dq, dk and dg are
+    then sums over blocks of values, and dv is a sum over blocks of keys.
 
     Attributes:
         BK, BV: keys and values of a block. In the kernel for wide heads, this is a block that computes gradients of
@@ -170,7 +170,7 @@ class OutputKernel(Kernel):
     """A kernel that computes the outputs of sequences or segments.
 
     Attributes:
-        states: the kernel that builds the states which this kernel reads.
+        states: the kernel that builds the states that this kernel reads.
         parameters: takes a call, a GPU, and the number of sequences or segments; returns the launch parameters.
         blocks: takes a call and a GPU, returns the number of blocks of a sequence, and of blocks that run at once.
         time: takes a call and the parameters, returns the time of a block.
@@ -190,7 +190,8 @@ class GradientKernel(Kernel):
 
     Attributes:
         parameters: takes a call and a GPU; returns the launch parameters.
-        heads_apart: whether each query head of a group is computed by itself, and partial gradients are then summed.
+        heads_apart: whether each query head of a group is computed separately. A further launch then sums the partial
+            gradients of the group.
         adds_pairs: whether a further launch adds the pairs of tokens of chunks that are not mild.
         partials: takes a call and the parameters. Returns the number of partial results of dq, dk and dg of a head,
             and the number of partial results of dv.
@@ -208,7 +209,7 @@ class GradientKernel(Kernel):
 
 
 def partials_of_blocks(call: OpCall, x: GradientParameters) -> tuple[int, int]:
-    """Returns the number of blocks of values and of blocks of keys: each block writes partial gradients of its own."""
+    """Returns the number of blocks of values, and of blocks of keys. Each block writes its own partial gradients."""
     return ceil_div(call.dims["V"], x.BV), ceil_div(call.dims["K"], x.BK)
 
 
@@ -216,7 +217,7 @@ AnyKernel = TypeVar("AnyKernel", bound=Kernel)
 
 
 def first_able(kernels: Sequence[AnyKernel], call: OpCall, gpu: Gpu) -> AnyKernel:
-    """Returns the first kernel that does not refuse a call. The last one refuses none."""
+    """Returns the first kernel that does not refuse a call. The last kernel refuses no call."""
     return next(kernel for kernel in kernels if kernel.refusal(call, gpu) is None)
 
 

@@ -66,7 +66,7 @@ def cut(call: OpCall, length: int, uncut: int) -> Cut:
         return Cut(N * math.ceil(T / length), length, length)
     if longest(call) <= uncut:
         return whole(call)
-    # The last segment of a packed sequence is short, and half as long as the others where sequences are long.
+    # The last segment of a packed sequence is shorter than the others: about half as long if sequences are long.
     number = max(N, T / length + N / 2)
     return Cut(number, T / number, min(length, longest(call)))
 
@@ -81,7 +81,7 @@ def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c
     """Returns the device seconds of a kernel that goes through segments and moves `size` bytes."""
     H, K, V = (call.dims[name] for name in ("H", "K", "V"))
     blocks = segments.number * H * math.ceil(K / block.keys) * math.ceil(V / block.columns)
-    if call.variable_length:  # unequal blocks, the longest first: all multiprocessors are busy until short blocks run
+    if call.variable_length:  # the longest blocks start first: all multiprocessors are busy until short blocks run
         mean, most = (
             block.start + RAGGED + tokens / block.tokens * block.step for tokens in (segments.mean, segments.longest)
         )
@@ -99,14 +99,14 @@ def states_seconds(
 
     Args:
         length, uncut: as in `cut`.
-        heads: number of heads of the tokens that are read.
-        moved: bytes that an element of a state moves to and from memory in all.
-        ends: whether the states that leave sequences are needed. Then all sequences are scanned; otherwise only the
-            sequences that are cut.
+        heads: number of heads of the keys and values that are read.
+        moved: bytes that are moved to and from memory for each element of a state, in all.
+        ends: whether the states that leave sequences are needed. If so, all sequences are scanned; otherwise only the
+            sequences that are cut are scanned.
     """
     B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
     pieces = cut(call, length, uncut)
-    built = pieces if ends else Cut(pieces.number - N, length, length)  # without `ends`, followed segments
+    built = pieces if ends else Cut(pieces.number - N, length, length)  # without `ends`, only followed segments
     scanned = built.number if call.variable_length else pieces.number
     read = token_bytes(call, heads) * min(1, built.number * built.mean / max(B * T, 1))
     build = kernel_seconds(call, block, built, read, c) if built.number else c["launch"]

@@ -1,7 +1,7 @@
 """Computes the call that kernels see: the widths of heads and the layouts of tensors. Imports no Triton.
 
-TMA moves rows of whole 16 bytes. If the kernels of a GPU need TMA and it cannot move the rows of a head,
-shared/widths.py copies tensors to wider heads with zeros behind the keys and values.
+TMA moves rows of a multiple of 16 bytes. If the kernels of a GPU need TMA and it cannot move the rows of a head,
+shared/widths.py copies tensors to wider heads, with zeros after the keys and values.
 
 B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
 """
@@ -20,7 +20,7 @@ OF_KEYS = frozenset({"q", "k", "g", "dq", "dk", "dg", "left"})
 OF_VALUES = frozenset({"v", "o", "do", "dv", "right"})
 OF_BOTH = frozenset({"initial_state", "final_state", "checkpoints", "dstate", "dinitial_state"})
 WIDTH_UNIT = 8
-"""Kernels for SM90 see widths that are multiples of this number, so that rows of bfloat16 have whole 16 bytes."""
+"""Kernels for SM90 see widths that are multiples of this number, so rows of bfloat16 have a multiple of 16 bytes."""
 
 
 def seen_width(width: int, dtype: torch.dtype, gpu: Gpu) -> int:
@@ -30,7 +30,7 @@ def seen_width(width: int, dtype: torch.dtype, gpu: Gpu) -> int:
 
 
 def seen_shape(name: str, shape: tuple[int, ...], K: int, V: int) -> tuple[int, ...]:
-    """Returns the shape of a tensor of this name with key width K and value width V, if it has keys or values."""
+    """Returns `shape` with the key width K and the value width V in the axes where the tensor `name` has them."""
     if name in OF_BOTH:
         return (*shape[:-2], K, V)
     width = K if name in OF_KEYS else V if name in OF_VALUES else shape[-1]
@@ -61,7 +61,8 @@ def copied_for_invariance(call: OpCall) -> frozenset[str]:
 def not_addressable(call: OpCall) -> str | None:
     """Returns the name of a tensor with a token axis that TMA cannot address; None if it can address all of them.
 
-    The tensors are q, k, v, g, and o or do. A tensor whose layout is not known counts as contiguous.
+    The tensors are q, k, v, g, and o or do; in chunk_gla_summary they are left, right and g. A tensor whose layout is
+    not known counts as contiguous.
     """
     B, T, H, Hq, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
     shapes = {"q": (B, T, Hq, K), "k": (B, T, H, K), "v": (B, T, H, V), "o": (B, T, Hq, V)}

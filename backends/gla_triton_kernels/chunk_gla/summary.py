@@ -83,7 +83,7 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
     def run(
         left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
     ) -> tuple[Tensor, Tensor]:
-        # No kernel writes the decay without gates, and the kernel for SM90 writes nothing for an empty sequence.
+        # Without gates, no kernel writes the decay. The kernel for SM90 writes nothing for an empty sequence.
         decay = left.new_ones(N, H, K, dtype=torch.float32)
         allocate = right.new_empty if cu_seqlens is None and not empty else right.new_zeros
         state = allocate(N, H, K, V, dtype=torch.float32)

@@ -56,7 +56,7 @@ class BackwardTensors(NamedTuple):
 
     @property
     def last_leave_none(self) -> bool:
-        """Returns whether no gradient of a state leaves the last segments of packed sequences."""
+        """Returns whether the last segments of packed sequences have no gradient of their leaving state."""
         return self.cu_seqlens is not None and self.dstate is None
 
 
@@ -65,7 +65,7 @@ AnyTensors = TypeVar("AnyTensors", Tensors, BackwardTensors)
 
 
 def plans_with_rows(plans: Sequence[tuple[OpCall, AnyPlan]], x: AnyTensors) -> list[tuple[AnyPlan, AnyTensors]]:
-    """Returns each plan with its rows of all tensors of a batch; the plans take consecutive rows in order."""
+    """Returns each plan with its rows of the tensors x. The plans take consecutive rows of the batch, in order."""
     if len(plans) == 1:
         return [(plans[0][1], x)]
     ends = itertools.accumulate((call.dims["B"] for call, _ in plans), initial=0)

@@ -1,4 +1,4 @@
-"""Predicted seconds of a softmax; ../cost.py explains how the time of a call is counted. Constants:
+"""Predicts the seconds of a softmax; ../cost.py explains how the time of a call is counted. Constants:
 
 launch, host      seconds between the starts of two kernels, and seconds of the host for a call
 bandwidth         bytes a second
@@ -15,7 +15,7 @@ from gla_triton_kernels.online_softmax.rows import rows_of_call
 MOST_IN_CACHE = 2**17
 """The most bytes of a row that is still in the L2 cache at its second read, while blocks fill an H200."""
 UNALIGNED = 3
-"""Time of rows that are loaded column by column, relative to aligned rows; measured on an H200 with 50257 columns."""
+"""The time of rows loaded column by column, relative to aligned rows; measured on an H200 with 50257 columns."""
 
 
 def one_pass(call: OpCall, c: Constants) -> float:

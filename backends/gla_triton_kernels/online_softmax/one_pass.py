@@ -23,7 +23,7 @@ from gla_triton_kernels.online_softmax.sweep import maximum_and_sum, rows_of_til
 from gla_triton_kernels.runtime.launch import Launch
 
 EDGE = tl.constexpr(2048)
-"""Columns of a tile at the end of a row whose other tiles are aligned."""
+"""The number of columns of a tile at the end of a row whose other tiles are aligned."""
 
 
 def launch_softmax(x: Tensor, y: Tensor, dim: int) -> list[Launch]:

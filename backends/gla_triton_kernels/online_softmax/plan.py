@@ -44,7 +44,7 @@ class OnePass(NamedTuple):
 
 
 def plan_one_pass(rows: Rows) -> OnePass:
-    """Returns a plan in which one block computes each row: it holds the row on chip if it fits, else reads it twice."""
+    """Returns a plan in which one block computes each row, held on chip if it fits, and otherwise read twice."""
     R, N, contiguous, vector = rows.R, rows.N, rows.contiguous, rows.vector
     BN = power_of_two(N)
     long = N > 2 * MOST_ON_CHIP
@@ -70,7 +70,7 @@ def plan_one_pass(rows: Rows) -> OnePass:
 # ---- rows in splits
 
 PROGRAMS = 16
-"""Programs of the first kernel per multiprocessor: two waves of eight programs."""
+"""The number of programs of the first kernel per multiprocessor: two waves of eight programs."""
 
 
 class Sweep(NamedTuple):
@@ -106,7 +106,7 @@ def plan_splits(rows: Rows, gpu: Gpu) -> Splits:
     tiles = ceil_div(columns, BN)
     sums = Sweep(BR, BN, warps, tiles, ceil_div(rows.N, tiles * BN))
     BR, BN, warps = _tile_of_splits(rows, 8192)
-    tiles = ceil_div(4 * sums.programs, BN)  # a program reads all sums of its rows: few bytes beside its writes
+    tiles = ceil_div(4 * sums.programs, BN)  # a program reads all sums of its rows: few bytes compared with its writes
     return Splits(sums, Sweep(BR, BN, warps, tiles, ceil_div(rows.N, tiles * BN)))
 
 

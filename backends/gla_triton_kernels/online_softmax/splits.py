@@ -1,11 +1,11 @@
 """Softmax along one dimension with the rows in splits: one kernel sums, a second kernel writes.
 
 The first kernel computes all splits at once, and writes a maximum m and a sum z of exponentials for each split of a row
-to memory. Each program of the second kernel merges m and z of its rows, which is associative, and writes some tiles:
+to memory. Each program of the second kernel merges m and z of its rows by an associative rule, and writes some tiles:
 
     M = max_p m_p        Z = sum_p exp(m_p - M) z_p        y = exp(x - M) / Z
 
-The second kernel processes x from the end, which is still in the cache after the first kernel. It is launched early, so
+The second kernel processes x from its end, which is still in the cache after the first kernel. It is launched early, so
 that each program has loaded a tile when the sums have been written. Splits consist of whole tiles, and the kernels
 compute offsets from tiles: the compiler can then prove that columns are aligned, and loads 16 bytes at a time.
 

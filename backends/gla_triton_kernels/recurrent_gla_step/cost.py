@@ -1,4 +1,4 @@
-"""Predicted seconds of a step. gla_triton_kernels/cost.py explains the constants launch, host and bandwidth."""
+"""Predicts the seconds of a step. gla_triton_kernels/cost.py explains the constants launch, host and bandwidth."""
 
 from __future__ import annotations
 

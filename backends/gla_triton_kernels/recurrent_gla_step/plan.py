@@ -9,7 +9,7 @@ from gla_triton_kernels.runtime.architecture import Gpu
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 FULL = 3
-"""The fewest programs per multiprocessor with which blocks are wide."""
+"""The fewest programs per multiprocessor for which blocks are wide."""
 
 
 class Plan(NamedTuple):

@@ -83,7 +83,7 @@ def tf32_allowed() -> bool:
 
 
 def gpu_of_call(call: OpCall) -> Gpu:
-    """Returns the GPU of a call; if the call assumes another GPU, that GPU."""
+    """Returns the GPU that a call assumes, or the GPU of its device if it assumes none."""
     if call.assumed is None:
         return gpu_of(call.device)
     return Gpu(architecture_of(*call.assumed.compute_capability), call.assumed.multiprocessors)

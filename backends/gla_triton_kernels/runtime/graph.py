@@ -1,7 +1,7 @@
 """Makes CUDA graphs of launches with functions of the CUDA driver.
 
 `torch.cuda.CUDAGraph` does not fit: it serves captures that allocate memory. For each graph it makes the allocator set
-memory aside, during the capture even for all threads, and it captures on a stream that other code uses as well.
+memory aside, and during the capture it does so for all threads. It captures on a stream that other code uses as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ctypes import byref, c_int, c_void_p
 from typing import Any
 
 _INVALID_CONTEXT = 201
-"""The CUresult of a thread that has not used CUDA yet."""
+"""The CUresult that a thread gets if it has not used CUDA yet."""
 _NON_BLOCKING = 1
 """A flag of CUstream_flags: the stream does not wait for the default stream."""
 _RELAXED = 2

@@ -97,7 +97,7 @@ def compile_launches(launches: Sequence[Launch]) -> None:
 
 @contextlib.contextmanager
 def _failing(name: str) -> Iterator[None]:
-    """Raises an error that Triton reports before a kernel runs as a LaunchError that names the kernel."""
+    """Turns an error that Triton reports before a kernel runs into a LaunchError that names the kernel."""
     try:
         yield
     except Exception as error:
@@ -122,7 +122,7 @@ def _prepare_compiler() -> None:
 def _compile_side_by_side(launches: Sequence[Launch]) -> None:
     """Makes Triton compile kernels side by side, each in a thread.
 
-    Errors are ignored here, and `compile_launches` raises them: after an error in this mode, Triton 3.7 stays in it.
+    Errors are ignored here, because Triton 3.7 stays in this mode after an error. `compile_launches` raises them.
     """
     with ThreadPoolExecutor(len(launches)) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         for x in launches:

@@ -19,7 +19,7 @@ class Launches:
     """The launches of the calls of one signature.
 
     Args:
-        device: of the calls.
+        device: the device of the calls.
         describe: takes the tensors and the floats of a call, and returns its launches.
     """
 
@@ -44,7 +44,7 @@ class Launches:
 
 
 def rehearsed(run: FunctionType, call: OpCall) -> Callable[..., Any]:
-    """Calls `run` on tensors without values, which compiles its kernels, and returns it.
+    """Calls `run` on tensors without values, which compiles its kernels, and returns `run`.
 
     Args:
         run: a plain function that takes arguments of the op by name, and makes its launches through `Launches.start`.

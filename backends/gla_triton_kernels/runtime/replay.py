@@ -32,24 +32,24 @@ from gla_triton_kernels.runtime.graph import Graph
 from gla_triton_kernels.runtime.launch import Launch, current_device
 
 ALIGNMENT = 16
-"""Bytes. Triton compiles one kernel for addresses that are multiples of this number, and another for all others. Only
-launches of the former are replayed."""
+"""The alignment of addresses in bytes. Triton compiles one kernel for addresses that are multiples of it, and another
+for all others. Only launches of the former are replayed."""
 _LINE = 128
-"""Bytes of a cache line; scratch tensors begin at multiples of this number."""
+"""The number of bytes of a cache line; scratch tensors begin at multiples of this number."""
 _MOST_MAPS = 1024
 _MOST_PREPARED = 4096
-"""Calls whose launches are cached by their addresses: about 2 KiB each."""
+"""The most calls whose launches are cached by their addresses: about 2 KiB each."""
 _MOST_GRAPHS = 256
-"""Graphs that are kept: each takes about 120 KiB of the memory of the device."""
+"""The most graphs that are kept: each takes about 120 KiB of the memory of the device."""
 _REPLAYS_BEFORE, _REPLAYS_AGAIN = 4, 64
-"""Number of replays at the same addresses before launches become a graph, and before they become one again after their
-graph was dropped.
+"""The number of replays at the same addresses before launches become a graph, and before they become one again after
+their graph was dropped.
 
 Making a graph takes the time that 4 to 10 of its starts save. If more graphs are in demand than are kept, the second
 number makes new graphs so rare that they take little of the time of a call.
 """
 _NONE = -1
-"""The place of an argument None: it points at the last address, a 0 behind the addresses of all tensors."""
+"""The place of an argument that is None: the index of the last address, a 0 after the addresses of all tensors."""
 
 
 class _TensorMap:
@@ -223,7 +223,7 @@ class RecordedCall:
 
 
 _prepared: dict[Hashable, _Prepared] = {}
-"""Launches that were made, by the recorded call, its floats, and the addresses of its tensors and scratch memory.
+"""Maps a recorded call, its floats, and the addresses of its tensors and scratch memory to launches that were made.
 
 All recorded calls share this cache, so that its size does not depend on their number.
 """
@@ -297,7 +297,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _is_fixed(x: Any) -> bool:
-    """Returns whether an argument is the same for all calls that have the same key."""
+    """Returns whether an argument is the same for all calls of one signature."""
     return not isinstance(x, float) and not _is_tensor(x)
 
 
@@ -315,7 +315,7 @@ def part(x: Tensor, start: int, end: int) -> Tensor:
 
 
 def _whole_of(x: Any) -> Any:
-    """Returns the tensor of which x is a `part`; x itself if it is no part."""
+    """Returns the tensor that x is a `part` of, or x itself if it is not a part."""
     return getattr(x, _WHOLE, x)
 
 

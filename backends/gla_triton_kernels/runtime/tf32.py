@@ -1,4 +1,4 @@
-"""Rounds operands of matrix products to TF32: Ampere and Hopper multiply float32 in TF32 where a user allows it."""
+"""Rounds operands of matrix products to TF32: Ampere and Hopper multiply float32 in TF32 if a user allows it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import ALIGNMENT, Layout
 
 UNIT = ALIGNMENT
-"""Addresses and strides must be multiples of this number of bytes."""
+"""The number of bytes that addresses and strides must be multiples of."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from gla_triton_kernels.softmax_attention.plan import Plan, explained
 
 
 def softmax_attention(plan: Callable[[OpCall, Gpu], Plan]) -> Prepared:
-    """Returns softmax_attention as computed by `plan`, a function of plan.py."""
+    """Returns softmax_attention for the plans that `plan`, a function of plan.py, makes."""
 
     def prepare(call: OpCall) -> Callable[..., tuple]:
         from gla_triton_kernels.softmax_attention import launches

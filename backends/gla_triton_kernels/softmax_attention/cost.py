@@ -1,12 +1,12 @@
-"""Predicted seconds of softmax attention; ../cost.py explains how the time of a call is counted. Constants:
+"""Predicts the seconds of softmax attention; ../cost.py explains how the time of a call is counted. Constants:
 
 launch, host   seconds between the starts of two kernels, and seconds of the host for a call
 bandwidth      bytes a second
 rate           multiplications of 16-bit numbers a second
 float32        time of a float32 multiplication, relative to a 16-bit one
 step           seconds of a block for 64 keys
-start          seconds of the device's multiprocessors between two blocks of 128 queries
-merge          elements of outputs a second that are merged from splits
+start          seconds of a multiprocessor between two blocks of 128 queries
+merge          elements of outputs that are merged from splits in a second
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from gla_triton_kernels.cost import gpu_of_constants, in_all
 from gla_triton_kernels.softmax_attention.plan import is_causal, plan_splits
 
 QUERIES, KEYS = 128, 64
-"""Queries and keys of the block for which `start` and `step` are measured; the tiles of a kernel may differ."""
+"""The queries and keys of the block for which `start` and `step` are measured; the tiles of a kernel may differ."""
 
 
 def one_pass(call: OpCall, c: Constants) -> float:
     """Returns the seconds of a call in which one program attends to all keys.
 
-    It is the longest of three times: the last block of queries attends to all keys; arithmetic; loads of k and v.
+    It is the longest of three times: of the last block of queries, which attends to all keys; of arithmetic; and of
+    loads of k and v.
     """
     B, Tq, Tk, H, Hq = (call.dims[name] for name in ("B", "Tq", "Tk", "H", "Hq"))
     blocks = B * H * math.ceil(Tq * (Hq / max(H, 1)) / QUERIES)

@@ -238,7 +238,7 @@ def _attention(
     h = gl.program_id(0) // tiles_per_head % Hq
     if CAUSAL:
         blocks = gl.cdiv(gl.minimum(first + 2 * BR + Tk - Tq, Tk), BT)
-        full_blocks = gl.maximum(first + 1 + Tk - Tq, 0) // BT  # every row sees all keys of these
+        full_blocks = gl.maximum(first + 1 + Tk - Tq, 0) // BT  # every row sees all keys of these blocks
     else:
         blocks = gl.cdiv(Tk, BT)
         full_blocks = Tk // BT

@@ -39,7 +39,7 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _negated(q: Tensor) -> Tensor:
-    """Returns -q with the strides of q; the launches are recorded for these, and -q of a slice has other strides."""
+    """Returns -q with the strides of q, for which the launches are recorded; plain -q of a slice has other strides."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(q.shape, q.stride(), strict=True))
     return q.as_strided((reach,), (1,)).neg().as_strided(q.shape, q.stride(), 0)
 

@@ -56,8 +56,8 @@ def _merge(
         lses = tl.load(split_lse_ptr + (first + p) * rows + row, mask=first + p < P, other=-float("inf"))  # [BP]
         m = tl.maximum(m, lses)
     m = tl.max(m, 0)
-    # If the row sees no key of any split, this computes exp(-inf - 0) = 0, and then o = 0 / 0 = NaN; exp(-inf + inf)
-    # would be NaN.
+    # If the row sees no key of any split, this computes exp(-inf - 0) = 0, and then o = 0 / 0 = NaN and lse = -inf.
+    # With exp(-inf + inf), lse would be NaN.
     base = tl.where(m == -float("inf"), 0.0, m)
     z = tl.zeros((BP,), tl.float32)
     o = tl.zeros((BP, BV), tl.float32)

@@ -73,7 +73,7 @@ class Plan:
 
 
 def is_causal(call: OpCall) -> bool:
-    """Returns whether attention is causal; without an argument `causal` it is, if there is more than one query."""
+    """Returns whether attention is causal: the argument `causal`, or if there is none, whether Tq is more than one."""
     return call.scalars.get("causal", call.dims["Tq"] > 1)
 
 
@@ -173,11 +173,11 @@ def _general(call: OpCall, gpu: Gpu) -> Plan:
 # ---- keys in splits
 
 PROGRAMS = 4
-"""Programs per multiprocessor: two waves of two programs."""
+"""The number of programs per multiprocessor: two waves of two programs."""
 FEW_ROWS = 16
 """The most rows of a program that is limited by loads of keys: it prefetches one more block, and one wave is best."""
 PROGRAMS_OF_FEW_ROWS = 3
-"""Programs per multiprocessor with up to `FEW_ROWS` rows: this number runs on a multiprocessor at once."""
+"""The number of programs per multiprocessor with up to `FEW_ROWS` rows: a multiprocessor runs these at once."""
 FEWEST_BLOCKS = 4
 """The fewest blocks of keys of a split: the program then writes fewer bytes of o than it reads of keys."""
 

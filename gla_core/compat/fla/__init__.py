@@ -1,4 +1,4 @@
-"""Helpers for flash-linear-attention 0.6.0: its functions for GLA computed here, for its models; and its states.
+"""Helpers for flash-linear-attention 0.6.0: its GLA functions, computed here, and conversion of its states.
 
 Importing this package does not import flash-linear-attention; `accelerate` does.
 """

@@ -1,12 +1,12 @@
 """Makes flash-linear-attention's models compute gated linear attention here, with one line before or after they are
-made.
+created.
 
-The functions are replaced in the modules that define them, so that modules that are imported later find the
-replacements, and in every module that has imported them already. A call that this package does not compute goes to the
-original function. Replacements hold for all threads, until the last `Acceleration` that asked for them is undone.
+The functions are replaced in the modules that define them, so modules that are imported later find the replacements.
+They are also replaced in every module that has imported them already. A call that this package does not compute goes to
+the original function. Replacements hold for all threads, until the last `Acceleration` that asked for them is undone.
 
 If all functions are replaced at once, flash-linear-attention's GLA layer passes each key/value head once instead of
-once per query head: the `repeat` that it calls is replaced in the layer's module. States in its caches keep all heads.
+once per query head: the `repeat` that it calls is replaced in the layer's module. Cached states keep all query heads.
 
 Its layers pass the offsets of packed sequences to every function except `fused_chunk_gla`; padded sequences are packed
 too. Layers in mode "fused_chunk" therefore run in mode "chunk", which computes the same.
@@ -30,12 +30,12 @@ from gla_core.dispatch.errors import nearest
 
 FUNCTIONS: Mapping[str, Callable] = {
     "chunk_gla": ops.chunk_gla,
-    # Its layers keep states [N, H, V, K] between calls but do not tell this function, which fails in 0.6.0.
+    # Its layers keep states [N, H, V, K] but do not pass state_v_first here; the original always raises in 0.6.0.
     "fused_chunk_gla": functools.partial(ops.chunk_gla, state_v_first=True),
     "fused_recurrent_gla": ops.fused_recurrent_gla,
 }
 TABLES = ("ACT2FN",)
-"""Names of dictionaries of functions."""
+"""Names of the dictionaries in which modules hold functions."""
 _HOME, _LAYER = "fla.ops.gla", "fla.layers.gla"
 _LAYERS_WITH_MODES = {_LAYER: "GatedLinearAttention", "fla.layers.hgrn2": "HGRN2Attention"}
 _lock = threading.RLock()
@@ -49,16 +49,17 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
 
     Args:
         functions: names among `FUNCTIONS`; all by default. Functions that are replaced already stay replaced. With
-            "fused_chunk_gla", its layers in mode "fused_chunk" run in mode "chunk".
-        cpu: whether to replace, for tensors on a CPU, the other functions that its GLA and HGRN2 models have only in
-            Triton; PyTorch computes them, see on_cpu.py.
+            "fused_chunk_gla", flash-linear-attention's layers in mode "fused_chunk" run in mode "chunk".
+        cpu: whether to compute in PyTorch, for tensors on a CPU, the other functions that flash-linear-attention's GLA
+            and HGRN2 models have only in Triton; see on_cpu.py.
 
     Returns:
         The replacements that were made. Print it to see them, and call `undo` to remove them; as a context manager it
         removes them at its end.
 
     Raises:
-        ImportError: flash-linear-attention is not installed. ValueError: a name is not among `FUNCTIONS`.
+        ImportError: flash-linear-attention is not installed.
+        ValueError: a name is not among `FUNCTIONS`.
 
     Example:
         >>> print(accelerate())
@@ -86,8 +87,8 @@ class Acceleration:
     """A set of replaced functions of flash-linear-attention.
 
     Attributes:
-        replaced: for each name the modules in which this call found and replaced it, without modules of an earlier
-            `Acceleration`; empty after `undo`.
+        replaced: for each name, the modules in which this call found and replaced it. Replacements that an earlier
+            `Acceleration` made are left out. Empty after `undo`.
     """
 
     def __init__(self, wanted: list[_Replacement | _ModeOfLayers]) -> None:
@@ -142,7 +143,7 @@ class _Replacement:
         self.name, self.function, self.original, self.serves, self.within = name, function, original, serves, within
         self.holders, self.in_force = 0, False
         self._names = _parameters(function)
-        # Without __dict__: the original's may forbid torch.compile to trace into it.
+        # Do not copy __dict__: the original's may forbid torch.compile to trace into the function.
         functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,12 +210,12 @@ def _mode_of_layers(home: str, name: str) -> _ModeOfLayers:
 def _parameters(function: Callable) -> list[str]:
     try:
         return list(inspect.signature(function).parameters)
-    except ValueError:  # an activation of PyTorch's in C has no signature
+    except ValueError:  # PyTorch's activations written in C have no signature
         return ["x"]
 
 
 def _for_query_heads(function: Callable) -> Callable:
-    """Returns a function whose states have query heads, even if k and v have fewer heads than q."""
+    """Wraps a function so that its states have one head per query head, even if k and v have fewer heads than q."""
 
     @functools.wraps(function, updated=())
     def call(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -230,7 +231,7 @@ def _for_query_heads(function: Callable) -> Callable:
 
 
 def _heads(tensor: Tensor, pattern: str, **sizes: int) -> Tensor:
-    """Splits a tensor [..., h * d] into heads [..., h, d], each once."""
+    """Splits a tensor [..., h * d] into heads [..., h, d], without repeating them."""
     return tensor.unflatten(-1, (-1, sizes["d"]))
 
 

@@ -30,7 +30,7 @@ def rms_norm(
     prenorm: bool = False,
     residual_in_fp32: bool = False,
 ) -> Any:
-    """Norms x + residual over the last dimension; with prenorm it also returns that sum."""
+    """Normalizes x + residual over the last dimension; with prenorm it also returns that sum."""
     total = x.to(wide(x.dtype)) if residual is None else x.to(wide(x.dtype)) + residual
     y = _normed(total, weight, eps)
     y = (y if bias is None else y + bias).to(x.dtype)
@@ -151,7 +151,7 @@ def cross_entropy_loss(
 
 
 class FusedCrossEntropyLoss(nn.Module):
-    """`cross_entropy_loss` of rows, summed or averaged over those that are not ignored."""
+    """Computes `cross_entropy_loss` of each row, or its sum or mean over the rows that are not ignored."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ def fused_linear_cross_entropy_loss(
     *_: Any,
     **__: Any,
 ) -> Tensor:
-    """Computes the loss of a linear map of x [T, D]. Raises NotImplementedError for l2warp."""
+    """Computes the cross-entropy of a linear map of x [T, D]. Raises NotImplementedError for l2warp."""
     if use_l2warp:
         raise NotImplementedError("no l2warp on a CPU with fuse_linear_cross_entropy; turn one of the two off")
     logits = _scaled(F.linear(x, weight, bias), logit_scale, logit_softcapping)
@@ -224,7 +224,7 @@ REPLACED: Mapping[str, Mapping[str, Callable]] = {
     },
     "fla.modules.fused_linear_cross_entropy.ops": {"fused_linear_cross_entropy_loss": fused_linear_cross_entropy_loss},
 }
-"""Replacements by the module that defines the original, and by name."""
+"""Replacements, by the module that defines the original and then by name."""
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

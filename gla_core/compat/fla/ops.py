@@ -30,7 +30,7 @@ def chunk_gla(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes gated linear attention over sequences, as `fla.ops.gla.chunk_gla`.
+    """Computes gated linear attention over sequences, as `fla.ops.gla.chunk_gla` does.
 
     Args:
         q: queries [B, T, Hq, K].
@@ -77,7 +77,7 @@ def fused_chunk_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes `chunk_gla` on whole batches; flash-linear-attention's own version goes no further than 64 tokens."""
+    """Computes `chunk_gla` without packed sequences. The original function raises NotImplementedError."""
     return chunk_gla(q, k, v, g, scale, initial_state, output_final_state)
 
 
@@ -95,13 +95,13 @@ def fused_recurrent_gla(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes `chunk_gla` with gates gk, as `fla.ops.gla.fused_recurrent_gla`.
+    """Computes `chunk_gla` with gates gk, as `fla.ops.gla.fused_recurrent_gla` does.
 
-    One token without gradients is computed as a decoding step.
+    A call with one token and no gradients is computed as a decoding step.
 
     Raises:
         NotImplementedError: gv or reverse is given; no op here computes these.
-        TypeError: an unknown argument. Other errors are as in `gla_core.chunk_gla`.
+        TypeError: an argument is unknown. Other errors are as in `gla_core.chunk_gla`.
     """
     if "transpose_state_layout" in kwargs:
         if state_v_first:

@@ -29,7 +29,7 @@ def state_from_fla(entry: Mapping[str, Any], groups: int = 1) -> GLAState:
         groups: number of query heads per key/value head: num_heads / num_kv_heads.
 
     Returns:
-        A `GLAState` of new, contiguous tensors; the recurrent state is float32 (float64 with float64).
+        A `GLAState` of new, contiguous tensors; the recurrent state is float32 (float64 with float64 inputs).
 
     Raises:
         ValueError, TypeError: `entry` has another form, or its number of heads is not a multiple of `groups`.
@@ -57,10 +57,11 @@ def state_to_fla(state: GLAState, groups: int = 1) -> dict[str, Any]:
     """Returns the entry of flash-linear-attention's cache for a layer, from the state of the same layer here.
 
     Args:
-        state: from `forward` or `step`. groups: as in `state_from_fla`.
+        state: the state that `forward` or `step` returned.
+        groups: as in `state_from_fla`.
 
     Returns:
-        "recurrent_state" and "conv_state", new and contiguous, as keyword arguments of its `Cache.update`.
+        "recurrent_state" and "conv_state", new and contiguous, as arguments of flash-linear-attention's `Cache.update`.
 
     Example:
         >>> past_key_values.update(layer_idx=0, offset=100, **state_to_fla(state))

@@ -16,8 +16,8 @@ def gla_register_backends() -> list[Backend]:
             name="gla_plugin_template",
             version="0.1.0",
             ops={"online_softmax": online_softmax},
-            # The limits of the backend, as data. A call beyond them is refused, with a reason that is derived from
-            # them.
+            # The calls that the backend can run, as data. gla-core refuses all other calls, with a reason that it
+            # derives from this data.
             capabilities=Capabilities(
                 dtypes=frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16}), cuda_graphs=True
             ),

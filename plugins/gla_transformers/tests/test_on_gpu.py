@@ -7,7 +7,7 @@ import torch
 
 from gla_transformers import GLACache
 
-# The marker alone skips nothing, and the plugin is also tested without the repository's conftest.py.
+# Without the repository's conftest.py, as the plugin is also tested, the marker skips nothing.
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.05}
 NEW = 9

@@ -79,7 +79,7 @@ def test_tied_embeddings_and_another_vocabulary(ours, tokens):
     assert (model.config.vocab_size, model(tokens, labels=tokens).loss.isfinite()) == (70, True)
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")  # transformers 5.0 does not have its new name
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")  # transformers 5.0 lacks the name that replaces it
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(model, tokens, reentrant):
     expected = loss_and_gradients(model, tokens, labels=tokens)

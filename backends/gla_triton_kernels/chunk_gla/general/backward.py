@@ -3,7 +3,7 @@
 One program computes a block [BK, BV] of the states of one key/value head of one segment. It goes through the segment in
 chunks of C tokens, the last chunk first, and carries the gradient dS [K, V] of the state that leaves a chunk, in
 float32. The state S that enters each chunk is given. Let b_t be the sum of log gates g from the start of the chunk
-through t, r a frame (both per channel of K), and dA = tril(do v^T). Then
+through t, r an offset that is chosen below (both per channel of K), and dA = tril(do v^T). Then
 
     qg = scale * q exp(b - r)              kg = k exp(b_C - r - b)
     dq = scale * exp(b - r) ((do S^T) exp(r)) + terms of pairs of tokens
@@ -22,8 +22,8 @@ is one m of 1, 2, 4 .. C/2 such that s and t lie in the two halves of one block 
     b_t - b_s  =  sum of the gates from the start of the right half through t
                   + sum of the gates after s to the end of the left half
 
-One product of a mask with g gives both sums. The pairs of all blocks of 2m tokens are one masked product, exact for any
-gate down to -inf. Pairs s = t have no gate and are multiplied element by element.
+One product of a mask with g gives both sums. One masked product computes the pairs of all blocks of 2m tokens; it is
+exact for any gate down to -inf. Pairs s = t have no gate and are multiplied element by element.
 
 Gate u decays every contribution of a token before u to a token from u on. With x_t = qg_t * dqg_t and
 y_s = kg_s * dkg_s,
@@ -36,11 +36,12 @@ In a mild chunk, pairs on one side of u cancel, because x and y are computed fro
 other chunk, pairs are only added. If exp(g_u) is 0 in float32, dg_u is exactly 0, because all of its terms are. At the
 first token of a sequence without an initial state, dg_u is set to 0.
 
-A block of keys and values is gated linear attention of its own. Blocks of values add up to dq, dk and dg; blocks of
-keys add up to dv. If there is more than one such block, each writes a partial result (partials.py).
+Each block of keys and values is computed as a separate gated linear attention. dq, dk and dg are sums over blocks of
+values, and dv is a sum over blocks of keys. If there are several such blocks, each writes a partial result
+(partials.py).
 
-Triton is wrong on Hopper in two cases. So no matrix product stands in a branch at run time, and none has a transposed
-product as its left operand: dA^T is a product of its own.
+On Hopper, Triton miscompiles matrix products in a branch at run time, and products whose left operand is a transposed
+product. So no matrix product stands in a branch, and a separate product computes dA^T.
 
 B batch   T tokens   N sequences   H key/value heads   Hq query heads   G query heads per key/value head
 K, V key and value width   C tokens of a chunk   n chunks, numbered like checkpoints   BK, BV keys and values of a block

@@ -26,8 +26,8 @@ All matrix products stand in the loop over chunks, and none stands in a branch: 
 overwrites v with the v of the next chunk. The state is updated as S^T += v^T kg. The product kg^T v is wrong on Hopper
 in blocks of fewer than 64 values (Triton 3.6); it is used for K = 256 only, where it is faster.
 
-The mask selects and does not multiply, so that it removes even an infinite score. float16 reaches 65504 only, so its
-operands are float32 and are multiplied as TF32, which has the precision of float16.
+The mask selects and does not multiply, so that it removes even an infinite score. The largest float16 is 65504, so
+float16 inputs become float32 operands. These are multiplied as TF32, which has the precision of float16.
 
 A checkpoint is the state that enters a chunk whose first token comes a multiple of `every` tokens after the start of
 its sequence. If packed sequences have segments of L tokens, segment i begins at row c_n + m L, where
@@ -66,7 +66,7 @@ from gla_triton_kernels.runtime.tma import tiles
 
 
 def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
-    """Returns the launch that fills o and, where they are needed, final_state and checkpoints.
+    """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
     Args:
         segments: the segments; a sequence that stays whole is one segment.

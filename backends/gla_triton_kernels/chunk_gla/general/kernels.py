@@ -41,10 +41,11 @@ START = 0.5e-6
 TILE_STEP, QUERY_STEP = 6.9e-6, 2.2e-6
 """Seconds for the outputs of 64 tokens with bfloat16 products and K = 128, and for each further query head."""
 WIDE_STEP, TF32_STEP, TOKEN_STEP = 5.7e-6, 4.4e-6, 1.4e-6
-"""Seconds for outputs of 16 tokens with K = 256, of 16 tokens with TF32 products, and of one token without tensor
-cores, the latter two with K = 128."""
+"""Seconds for the outputs of 16 tokens with K = 256; of 16 tokens with TF32 products and K = 128; and of one token
+without tensor cores and K = 128."""
 STATE_STEP, TF32_STATES, TOKEN_STATES = 1.7e-6, 2.0, 6.0
-"""Seconds of states.py for 64 tokens with bfloat16 products; multiples of it with TF32 products, and token by token."""
+"""Seconds of states.py for 64 tokens with bfloat16 products, and the factors on this time with TF32 products and token
+by token."""
 GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 46e-6, 6.8e-6, 6.4e-6
 """Seconds of a block of gradients with bfloat16 products: before its first step, for 64 tokens, and for their products
 with 64 keys and 64 values."""

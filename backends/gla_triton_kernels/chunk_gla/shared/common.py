@@ -26,9 +26,10 @@ def in_state(key, value, stride_k, stride_v):
 
 @triton.jit
 def segment_at(order_ptr, place):
-    """Returns the segment in a place of the order.
+    """Returns the segment at a place of the order.
 
-    These are five numbers: the number of the segment, its first row and end, and the first row and end of its sequence.
+    The result is five numbers: the number of the segment, its first row and end, and the first row and end of its
+    sequence.
 
     Args:
         order_ptr: [I, 5], `order` of `Segments`.
@@ -48,7 +49,7 @@ def operand(x, dtype: tl.constexpr):
 def load_tile(
     tiles, ptr, stride_t, stride_h, b, t, head, column, end, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr
 ):
-    """Loads rows t to t + C and columns from `column` on of one head, [C, BD]; 0 from row `end` and column D on."""
+    """Loads C rows from t on and BD columns from `column` on of one head, [C, BD]; 0 from row `end` and column D on."""
     if tiles is not None:
         return tiles.load([b, head, t, column]).reshape(C, BD)
     else:  # noqa: RET505 -- one branch is compiled

@@ -28,8 +28,8 @@ def launch_entering(
     """Returns entering states, or gradients of leaving states, [I, H, K, V], with the segments and the launches.
 
     Args:
-        dtype: of the returned states.
-        skip_first: do not write the state that enters the first segment of a sequence; it is x.before, or 0.
+        dtype: the dtype of the returned states.
+        skip_first: if True, the state that enters the first segment of a sequence is not written; it is x.before, or 0.
         o: as in `cut`.
     """
     B, T, _, K = x.left.shape

@@ -20,8 +20,8 @@ MILD_DECAY = tl.constexpr(60.0)
 # inputs from 1e-9 to 1e9 stay in range. Scores above the diagonal may overflow; they are dropped before they are used.
 MILD_DECAY_SM90 = tl.constexpr(80.0)
 
-# The exp of a gate below this limit is 0 in float32, so sums of gates replace it by the limit. The sums stay finite,
-# and over a chunk of 64 tokens they are exact to 5e-4, which is an eighth of the rounding of bfloat16.
+# The exp of a gate below this limit is 0 in float32, so sums of gates replace such a gate by the limit. The sums stay
+# finite, and over a chunk of 64 tokens they are exact to 5e-4, which is an eighth of the rounding of bfloat16.
 LEAST_GATE = tl.constexpr(-120.0)
 
 # The base-2 logarithm of the least normal number of float32. A product that gates decay below it counts as forgotten.

@@ -1,7 +1,7 @@
 """Clears padding: writes 0 to the rows of packed tensors that belong to no sequence.
 
-These are the rows before the first offset and the rows from the last offset on. The offsets are known on the device
-alone, so every program looks for its share of these rows; most programs find none.
+These are the rows before the first offset and the rows from the last offset on. The offsets are known only on the
+device, so every program looks for its share of these rows; most programs find none.
 
 B batch   T tokens   N sequences   D numbers of a row of each tensor   BD numbers written at once
 """
@@ -18,9 +18,9 @@ from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.runtime.launch import Launch
 
 ROWS = 64
-"""The launch has one program for this number of rows."""
+"""The launch has one program for each block of this number of rows."""
 BLOCK = 1024
-"""Numbers that a program writes at once."""
+"""The number of elements that a program writes at once."""
 MOST = 4
 """The most tensors that one launch clears: a call has at most this number of gradients with rows."""
 

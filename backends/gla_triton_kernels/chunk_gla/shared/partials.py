@@ -29,7 +29,7 @@ def parts_of(y: Tensor | None, blocks: int) -> Tensor | None:
 
 
 def launch_partial_sums(written: Iterable[Tensor | None], results: Iterable[Tensor | None]) -> list[Launch]:
-    """Returns the launches that sum the memory of `parts_of` to `results`; memory that is the result needs no sum."""
+    """Returns the launches that sum partial results, in memory from `parts_of`, to `results` in other memory."""
     return [
         launch
         for parts, y in zip(written, results, strict=True)
@@ -52,7 +52,7 @@ def _with_heads(y: Tensor | None, dim: int, heads: int) -> Tensor | None:
 
 
 def launch_sums_over_groups(each: BackwardTensors, x: BackwardTensors) -> list[Launch]:
-    """Returns the launches that sum the gradients of `for_query_heads`, `each`, over groups to the gradients in x."""
+    """Returns the launches that sum the gradients in `each`, from `for_query_heads`, over groups to the ones in x."""
     written = ((each.dk, x.dk, 3), (each.dv, x.dv, 3), (each.dg, x.dg, 3), (each.dinitial_state, x.dinitial_state, 2))
     return [
         launch
@@ -65,7 +65,7 @@ def launch_sums_over_groups(each: BackwardTensors, x: BackwardTensors) -> list[L
 def launch_sum(parts: Tensor, out: Tensor, outer: int) -> list[Launch]:
     """Returns the launch that sums parts [O, P, D] to out [O, D].
 
-    Both are contiguous, and may have any shape of as many elements.
+    Both are contiguous, and may have any other shape with the same number of elements.
 
     Args:
         outer: O.

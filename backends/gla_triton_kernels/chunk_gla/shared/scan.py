@@ -9,8 +9,8 @@ so that S_i becomes the state that enters segment i. A scan of gradients goes ba
 first, and starts from the gradient of the final state. It turns the gradients of segments from zero into the gradients
 of the states that leave the segments.
 
-If no result is needed for every packed sequence, only the sequences that are cut are scanned. Their number is known on
-the device alone, so a program takes one block of a state after another.
+If the packed sequences that stay whole need no result, only the sequences that are cut are scanned. The number of cut
+sequences is known only on the device, so a program takes one block of a state after another.
 
 B batch   T tokens   N sequences   I segments   H key/value heads   K, V key and value width
 BK, BV keys and values of a block of a state   GROUP segments read at once
@@ -53,7 +53,7 @@ def launch_scan(
     Args:
         D: decays of the segments, [I, H, K]; None if there are no gates.
         out: receives the entering states, in any dtype; it may be S. None if only x.after is needed.
-        skip_first: do not write the state that enters the first segment of a sequence; it is x.before, or 0.
+        skip_first: if True, the state that enters the first segment of a sequence is not written; it is x.before, or 0.
         decay: receives the decay of each sequence, [N, H, K]: the product of D over its segments. It requires D.
     """
     _, H, K, V = S.shape
@@ -125,7 +125,7 @@ def _scan_kernel(
 ):
     """Scans blocks [BK, BV] of the states of one head of one sequence; the states of GROUP segments are read at once.
 
-    With an order, the first segments of the cut sequences lead it, and only these sequences are scanned.
+    If there is an order, it begins with the first segments of the cut sequences, and only these sequences are scanned.
     """
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     blocks_k: tl.constexpr = (K + BK - 1) // BK

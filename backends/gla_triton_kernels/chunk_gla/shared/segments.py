@@ -1,9 +1,9 @@
 """Cuts sequences into segments that are computed side by side, and sorts packed segments by length.
 
 Every segment has `length` tokens, except for the last segment of a sequence, which may be shorter. The host can cut a
-batch of B sequences of T tokens. Of packed sequences, the host knows only their number N and the number of all tokens
-T, so a kernel computes their segments on the device. Packed sequences of at most `uncut` tokens are not cut. Sequence n
-has the rows c_n to c_{n+1}, and its segment m has the number
+batch of B sequences of T tokens. For packed sequences, the host knows only the number N of sequences and the total
+number T of tokens, so a kernel computes their segments on the device. Packed sequences of at most `uncut` tokens are
+not cut. Sequence n has the rows c_n to c_{n+1}, and its segment m has the number
 
     i = n + c_n // length + m
 
@@ -114,7 +114,7 @@ def lengths_of(T: int, segments: Segments) -> dict[str, int]:
 
 
 def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
-    """Takes each sequence as one segment, of a length beyond T; the arguments are the same as in `cut`."""
+    """Returns each sequence as one segment, with a `length` above T; the arguments are the same as in `cut`."""
     if cu_seqlens is None:
         return Segments(T + 1, T, B, 1)
     N = len(cu_seqlens) - 1
@@ -189,7 +189,7 @@ def _programs(places: int, o: Tensor | None) -> int:
 
 
 def _width(o: Tensor | None) -> int:
-    """Returns the numbers of a token of o [1, T, ...]; 0 without o."""
+    """Returns the number of elements of a token of o [1, T, ...]; 0 without o."""
     return 0 if o is None else o[0, 0].numel()
 
 
@@ -225,7 +225,7 @@ def _order_kernel(
 
 @triton.jit
 def _rows(cu_seqlens_ptr, n, N):
-    """Returns first row and end of sequences n, int32; 1 and 0, a length of -1, if there is no sequence n."""
+    """Returns the first row and the end of sequences n, int32; without sequence n, they are 1 and 0: a length of -1."""
     start = tl.load(cu_seqlens_ptr + n, mask=n < N, other=1)
     end = tl.load(cu_seqlens_ptr + n + 1, mask=n < N, other=0)
     return start.to(tl.int32), end.to(tl.int32)
@@ -309,7 +309,7 @@ def _longest_first(cu_seqlens_ptr, counts_ptr, i, N, length, uncut, BN: tl.const
     if tl.program_id(0) == 0:
         tl.store(counts_ptr, all_followed)
         tl.store(counts_ptr + 1, all_cut)
-    before = zero  # last segments of sequences that come before segment i
+    before = zero  # number of last segments of sequences that come before segment i
     for n0 in range(0, N, BN):
         _, _, first, followed_n, rest = cut_of(cu_seqlens_ptr, n0 + tl.arange(0, BN), N, length, uncut)  # [BN]
         as_long = (rest[None, :] == last_tokens[:, None]) & ((first + followed_n)[None, :] < i[:, None])

@@ -1,7 +1,7 @@
 """Pads heads to a width that TMA can move: copies inputs to wider heads with zeros, and copies results back.
 
-TMA moves rows of whole 16 bytes. The zeros do not change the results: keys and queries of 0 add nothing to any product,
-values of 0 give outputs of 0, and gates of 0 decay nothing.
+TMA moves rows of a multiple of 16 bytes. The zeros do not change the results: keys and queries of 0 add nothing to any
+product, values of 0 give outputs of 0, and gates of 0 decay nothing.
 
 K, V key and value width   A0, A1, A2, A3 dimensions of a tensor   R rows of A3 numbers of a program
 BD numbers of a row of a block, at least A3
@@ -49,7 +49,7 @@ def widened(x: AnyTensors, K: int, V: int) -> tuple[AnyTensors, list[Launch], li
 
 
 def launch_copy(source: Tensor, to: Tensor) -> list[Launch]:
-    """Returns the launch that copies the indices that two tensors have in common, and writes 0 to the rest of `to`.
+    """Returns the launch that copies the elements whose indices both tensors have, and writes 0 to the rest of `to`.
 
     Args:
         source: [.., A2_SOURCE, A3_SOURCE], contiguous if there are more than 4 dimensions.

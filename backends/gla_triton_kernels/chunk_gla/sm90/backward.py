@@ -1,4 +1,6 @@
-"""Gradients of chunked gated linear attention for Hopper: one pass backwards, specialised warps, dS in registers.
+"""Computes gradients of chunked gated linear attention on Hopper in one pass backwards.
+
+The kernel has specialised warps, and holds dS in registers.
 
 For a chunk of C tokens, let S be the entering state, dS the gradient of the leaving state, b_t = g_1 + .. + g_t within
 the chunk, r = b_C / 2, and
@@ -11,7 +13,7 @@ the chunk, r = b_C / 2, and
     dg_u = sum over V of S * dS' - sum over t < u of (q * dq - k * dk)_t
 
 dS' is the gradient of S. The last sum, over t < u, uses the rounded operands of the products. A pair of tokens on the
-same side of gate u, or a pair of a token with itself, then adds the same products to q * dq and to k * dk.
+same side of gate u, or a pair of a token with itself, then adds the same products to q * dq and to k * dk. They cancel.
 
 In a chunk that is not mild (some channel decays by more than MILD_DECAY_SM90) A and dA count as 0, and
 
@@ -30,7 +32,7 @@ kinds of warps communicate over barriers in shared memory:
     gate       a warpgroup: sums g and replaces q, k by qg, kg in shared memory, while the gradient warps process
                earlier chunks
     gradient   PARTS warpgroups: each holds its rows of dS, and computes its columns of dq, dk and dg. dv is a sum over
-               all keys: each computes its share of the values, once all have written P
+               all keys: each warpgroup computes its share of the values, once all of them have written P
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -223,8 +225,8 @@ def _gate_warps(
 ):
     """Replaces q, k by qg, kg, chunk after chunk; marks chunks that are not mild; writes dg of the previous chunk.
 
-    The loops over parts are loops at run time, although gates are then read twice: the code is smaller, and it is
-    fetched anew for each chunk.
+    The loops over parts are loops at run time, although gates are then read twice. They keep the code small, which is
+    fetched again for each chunk.
     """
     q_tiles, k_tiles, x_tiles, r_tiles, mild_flags = tiles
     g_full, qk_full, qk_empty, gated, w_full = barriers

@@ -1,4 +1,4 @@
-"""Gradients of chunked gated linear attention for Hopper and wide heads: gradients of states first, then all chunks.
+"""Computes gradients of chunked gated linear attention on Hopper for wide heads: states first, then all chunks.
 
 backward.py gives the mathematics. If a head needed several blocks of states, each block would repeat the work on q, k
 and g, and dq, dk, dg and dv would be sums over blocks. Instead, the gradients of states are written to memory once:
@@ -137,7 +137,7 @@ def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr):
 
 @gluon.jit
 def _load_warp(descriptors, tiles, barriers, place, tiles_v, PARTS: gl.constexpr, G: gl.constexpr):
-    """Loads q, k and g, then prefetches tiles of v and do, and of S and P in turns; at last, loads g once more."""
+    """Loads q, k and g, then prefetches tiles of v and do, and of S and P in turns; finally loads g once more."""
     q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc = descriptors
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles = tiles
     qk_full, full, empty, v_full, v_empty = barriers

@@ -256,7 +256,10 @@ def write_rows(ptr, x, column, width, where, rows):
 
 @gluon.jit
 def write(desc, ptr, tile, x, column, width, where, rows, PACKED: gl.constexpr):
-    """Writes x [C, K] to a tensor, through a tile in shared memory unless the rows after x belong to another sequence.
+    """Writes the first `rows` rows of x [C, K] to a tensor.
+
+    TMA writes them from a tile in shared memory. Partial results are written from registers. So is the incomplete chunk
+    of a packed sequence, because the rows after it belong to another sequence.
 
     Args:
         desc: descriptor of the tensor, or None if x is one of several partial results.

@@ -36,8 +36,8 @@ def segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE: gl.con
 
     Args:
         n, T, segment, segments, order: see `tokens_of`.
-        LAST_LEAVE_NONE: the last segment of each sequence has no gradient of its leaving state; for packed sequences
-            only.
+        LAST_LEAVE_NONE: whether the last segment of each sequence has no gradient of its leaving state. True is
+            allowed for packed sequences only.
     """
     n, b, start, length, sequence, _, end = tokens_of(n, T, segment, segments, order)
     row = (b * gl.cdiv(T, C) if order is None else sequence) + start // C

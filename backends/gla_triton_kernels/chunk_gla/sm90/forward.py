@@ -1,4 +1,6 @@
-"""Chunked gated linear attention for Hopper: one pass, specialised warps, the state in registers.
+"""Computes chunked gated linear attention on Hopper in one pass.
+
+The kernel has specialised warps, and holds the state in registers.
 
 With S the state that enters a chunk, S' the state that leaves it, and qg, kg, A, r and b_C as in common.py,
 
@@ -18,7 +20,8 @@ shared memory:
     gate    a warpgroup: sums g and replaces q, k by qg, kg in shared memory, while the state warps process earlier
             chunks
     state   one or two warpgroups, each with W columns of S, v and o. S never leaves their registers, and each computes
-            A. Checkpoints are written through the tile that holds S as an operand: TMA needs no registers for addresses
+            A. Checkpoints are written through the tile that holds S as an operand, since TMA needs no registers for
+            addresses.
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), for
 the chunked form.
@@ -68,7 +71,8 @@ def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: flo
     """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
     See `launch_outputs` of general/forward.py for the arguments. If the kernels of segments overlap
-    (`plan.segments.overlap`), the kernel before this one writes only the entering states.
+    (`plan.segments.overlap`), the kernel before this one may write only the entering states: this kernel loads q, k, v,
+    g and the order without waiting for it.
     """
     T, H, K = x.k.shape[1:]
     V = x.v.shape[3]

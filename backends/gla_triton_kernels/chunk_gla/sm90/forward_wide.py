@@ -1,4 +1,4 @@
-"""Chunked gated linear attention for Hopper and heads with K from 129 to 256: first the gates, then the state.
+"""Computes chunked gated linear attention on Hopper for heads with K from 129 to 256: first the gates, then the state.
 
 forward.py gives the mathematics. With K this large, a few columns of a state fill the registers, and therefore
 several blocks share a head. If each block computed the gates, they would take most of the time. So gates have a kernel
@@ -9,8 +9,8 @@ of their own:
                      S each
 
 K is divided into slices of 128 keys; each slice of a chunk is mild or not, independently of the other. Calls without
-gates are refused. In memory every chunk has C rows of its own, also the last chunk of a sequence. Chunks are numbered
-like segments of C tokens (segments.py).
+gates are refused. In qg, kg and A, every chunk has its own C rows, even the last chunk of a sequence. Chunks are
+numbered like segments of C tokens (segments.py).
 
 B batch   T tokens   N sequences   I segments, by default the N sequences   M chunks   H heads
 K, V key and value width   C tokens of a chunk   BK keys of a slice   W columns of v of a warpgroup; a block has two

@@ -54,7 +54,7 @@ STATE_STEP, STATE_TILE = 0.12e-6, 0.65e-6
 GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 10e-6, 5.7e-6, 1.26e-6
 """Seconds of backward.py: before the first step of a block, for 64 tokens, and for each tile of 64 keys and values."""
 GRADIENTS_SHARED = 1.2
-"""Number of blocks of one such tile that share a multiprocessor at no cost to each other."""
+"""Number of blocks of backward.py that share a multiprocessor at no cost to each other, if a block has one tile."""
 WIDE_GRADIENT_STATES, WIDE_KEYS, WIDE_TILE = 1.95e-6, 6.7e-6, 0.83e-6
 """Seconds of the first kernel of backward_wide.py for 64 tokens; seconds of its second kernel for a chunk of a head and
 each 64 keys, and for each tile of 64 keys and values."""
@@ -84,13 +84,13 @@ def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Paramet
     """Returns the launch parameters of states.py.
 
     A warpgroup has 64 keys. A block has two warpgroups, or one if K is at most 64. Two blocks of one warpgroup share a
-    multiprocessor. If all of these can run at once with 64 columns of v each, they do, and take a tenth to a fifth less
-    time.
+    multiprocessor. If all blocks of one warpgroup can run at once with 64 columns of v each, they have 64 columns: this
+    takes a tenth to a fifth less time.
     """
     T, N, H, K, V = (call.dims[name] for name in ("T", "N", "H", "K", "V"))
     BK, C = 64, 64
     keys, shared = (BK, 2) if K <= BK else (2 * BK, 1)
-    built = T // length if call.variable_length else most_segments(N, T, length, False)  # at most, if packed
+    built = T // length if call.variable_length else most_segments(N, T, length, False)  # an upper bound if packed
     fit = K <= BK and built * H * ceil_div(V, 64) <= shared * gpu.multiprocessors
     BV = 64 if V <= 64 or fit else 128
     size = C * ((keys + BV) * call.dtype.itemsize + keys * gate_itemsize(call))  # bytes of the tiles of a chunk
@@ -134,7 +134,7 @@ def _output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
         return reason
     if Hq != H:
         return f"computes as many query heads as key/value heads; q has {Hq} and k has {H}"
-    return None if V % 8 == 0 else f"computes V that are multiples of 8; V is {V}"  # rows of o of 16 bytes
+    return None if V % 8 == 0 else f"computes V that are multiples of 8; V is {V}"  # rows of o: multiples of 16 bytes
 
 
 def _forward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
@@ -228,7 +228,7 @@ def _backward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     if (reason := _refusal(call, gpu)) is not None:
         return reason
     K, V = call.dims["K"], call.dims["V"]
-    if K % 8 or V % 8:  # rows of gradients of 16 bytes
+    if K % 8 or V % 8:  # rows of gradients are multiples of 16 bytes
         return f"computes K and V that are multiples of 8; K is {K} and V is {V}"
     return None
 

@@ -18,8 +18,8 @@ dA is masked to pairs of the two halves. The product e dz is added to dq in righ
 product z z^T, with the same mask and with f in right halves, replaces the sum over K in dv.
 
 No exponent is above 0, so any gate down to -inf is exact. Next to the middle of a block e is 1, so no gate makes all of
-z small. Therefore z and dA can be float16, in units that keep numbers of 2^-28 of the largest. Gate u decays each pair
-that has one token before u and one token at or after u:
+z small. Therefore z and dA can be float16, in units that keep numbers down to 2^-28 times the largest. Gate u decays
+each pair that has one token before u and one token at or after u:
 
     dg_u += sum over t >= u of w_t        w = z * dz in right halves, -z * dz in left ones
 
@@ -57,7 +57,7 @@ from gla_triton_kernels.runtime.launch import Launch, strides_of
 MARKS = 64
 """The most pairs (chunk, head) that a program checks at once. Starting a program takes longer than checking them."""
 PROGRAMS = 1024
-"""Up to this number of pairs (chunk, head), each has a program of its own: several for every multiprocessor."""
+"""Up to this number of pairs (chunk, head), each has its own program: several for every multiprocessor."""
 
 C = gl.constexpr(CHUNK)
 D = gl.constexpr(64)
@@ -90,8 +90,8 @@ def launch_pairs(x: BackwardTensors, marks: Tensor | None, scale: float, keys: i
         x: tensors in bfloat16, except for gates. The gradients are contiguous, have Hq heads, and lack the terms of
             pairs in marked chunks.
         marks: [rows, Hq, ceil(K / keys)] int32, contiguous; not 0 where a chunk is marked. Rows are numbered like
-            checkpoints every `CHUNK` tokens; rows without a chunk are not read. None without gates: then the launch
-            would have nothing to add.
+            checkpoints every `CHUNK` tokens; rows without a chunk are not read. None without gates: there is then no
+            launch, because it would have nothing to add.
         scale: factor of the scores.
         keys: number of keys of a block that has a mark, 64 or 128.
     """
@@ -220,7 +220,7 @@ def _pairs_kernel(
         a_tile.store(gl.zeros([C, C], gl.float32, LAYOUT))
         for k0 in range(0, K, D):
             inside = rows
-            if blocks_k > 1:  # nothing is read or written of a block of keys without a mark
+            if blocks_k > 1:  # a block of keys without a mark is neither read nor written
                 mark = gl.load(marks_ptr + ih.to(gl.int64) * blocks_k + k0 // KEYS)
                 inside = gl.where(mark == 0, 0, rows)
             if k0 + D >= K:

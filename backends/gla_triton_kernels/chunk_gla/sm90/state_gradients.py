@@ -1,4 +1,4 @@
-"""Gradients of the states that leave chunks, for Hopper: backwards through segments, dS in registers.
+"""Computes the gradients of the states that leave chunks, on Hopper: backwards through segments, with dS in registers.
 
     dS' = exp(b_C) dS + (scale q exp(b))^T do        P = exp(b_C - r) dS, or dS where the chunk is not mild
 

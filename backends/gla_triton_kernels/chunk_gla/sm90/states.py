@@ -1,4 +1,6 @@
-"""States of all segments from zero, or their gradients, on Hopper: specialised warps, the states in registers.
+"""Computes the states of all segments from zero, or their gradients, on Hopper.
+
+The kernel has specialised warps, and holds the states in registers.
 
 A segment has the tokens 1 to L, and b_t = g_1 + .. + g_t. Its decay, its state from zero and, for the recurrence
 backwards (see `Recurrence`), its gradient from zero are
@@ -6,9 +8,9 @@ backwards (see `Recurrence`), its gradient from zero are
     D = exp(b_L)        S = sum over t of (k_t exp(b_L - b_t))^T v_t
                         S = scale * sum over t of (q_t exp(b_t))^T do_t
 
-The kernel processes the chunks of a segment against the recurrence. All gates that decay a token are then known when
-the kernel reaches the token, and S is a plain sum. Let R be the sum of the gates of all chunks so far, 0 at first, and
-let b_t now be the sum within a chunk of C tokens:
+The kernel processes the chunks of a segment in the order opposite to the recurrence. All gates that decay a token are
+then known when the kernel reaches the token, and S is a plain sum. Let R be the sum of the gates of all chunks so far,
+0 at first, and let b_t now be the sum within a chunk of C tokens:
 
     left = k_t exp(R + b_C - b_t)    from the last chunk to the first
     left = q_t exp(R + b_t)          backwards, from the first to the last
@@ -116,7 +118,7 @@ def chunks_of(length, C: gl.constexpr):
 def _load_warp(
     descriptors, tiles, barriers, chunks, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Prefetches STAGES chunks of left, right and g, in the order against the recurrence."""
+    """Prefetches STAGES chunks of left, right and g, in the order opposite to the recurrence."""
     left_desc, right_desc, g_desc = descriptors
     left_tiles, right_tiles, g_tiles = tiles
     full, empty = barriers

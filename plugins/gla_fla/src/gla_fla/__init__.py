@@ -11,7 +11,7 @@ from gla_core.dispatch.backend import Backend, Capabilities, OpCall, Reason, hoo
 
 __version__ = "0.1.0"
 
-_LEAST_V_BACKWARD = 9  # FLA's dA kernel multiplies over min(64, next power of 2 of V), and tl.dot needs 16
+_LEAST_V_BACKWARD = 9  # FLA's dA kernel sums over min(64, next power of 2 of V) columns, and tl.dot needs at least 16
 
 
 @hookimpl

@@ -1,8 +1,8 @@
 """GLA over whole sequences by FLA's chunk kernels.
 
-The forward is FLA's public function. FLA's autograd function saves for its backward, besides the inputs, the scores A
-inside the chunks and, for float32 gates, their cumulative sum; it computes the states again. The contract saves only
-the inputs, so the backward here first computes the cumulative sum and A, and then calls FLA's backward.
+The forward is FLA's public function. For its backward, FLA's autograd function saves the inputs, the scores A inside
+the chunks and, for float32 gates, their cumulative sum; it computes the states again. A backend's chunk_gla_bwd does
+not receive A or the cumulative sum. So the backward here computes them first, and then calls FLA's backward.
 
 Sizes: B batch, T time, H heads, K key width, V value width, N sequences, C chunk length.
 """
@@ -91,13 +91,17 @@ def _backward(
     do: Tensor,
     dstate: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Calls FLA's backward on contiguous tensors; returns float32 dq, dk, dg, dv as v, and dinitial_state or None."""
+    """Calls FLA's backward on contiguous tensors.
+
+    Returns:
+        dq, dk, dv, dg, and dinitial_state or None. dv has the dtype of v; dq, dk and dg are float32.
+    """
     fla = native.fla("ops.gla.chunk")
     C = min(64, max(16, 1 << (q.shape[1] - 1).bit_length()))  # as in FLA's forward
     packed = {"cu_seqlens": cu_seqlens, "chunk_size": C}
     # The same call as in FLA's forward: FLA finds the result in its cache and need not wait for the device.
     indices = None if cu_seqlens is None else fla.prepare_chunk_indices(cu_seqlens, C, cu_seqlens_cpu=None)
-    g_cumsum = fla.chunk_local_cumsum(g, scale=fla.RCP_LN2, **packed)  # [B, T, H, K] float32, in powers of 2
+    g_cumsum = fla.chunk_local_cumsum(g, scale=fla.RCP_LN2, **packed)  # [B, T, H, K] float32, base-2 logarithms
     A = fla.chunk_gla_fwd_intra_gk(q=q, k=k, g=g_cumsum, scale=scale, chunk_indices=indices, **packed)  # [B, T, H, C]
     return fla.chunk_gla_bwd(
         q=q,
@@ -132,7 +136,10 @@ def _clear_padding(cu_seqlens: Tensor | None, *results: Tensor | None) -> None:
 
 
 def _copy_or_zeros(state: Tensor | None, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Returns the final state of a call without tokens; FLA is not called, as its tuning would time empty launches."""
+    """Returns a copy of `state`, or zeros [N, H, K, V] if it is None, as the result of a call without tokens.
+
+    FLA is not called for it, because FLA's tuning would time empty launches.
+    """
     if state is not None:
         return state.clone(memory_format=torch.contiguous_format)
     N = k.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 from gla_core.dispatch.backend import LaunchError
 
 UNTUNED = "FLA_UNTUNED"
-"""Environment variable: 1 takes the first configuration of every kernel without tuning; for checks, not for timing."""
+"""Environment variable. 1 makes each kernel run in its first configuration, untuned: for checks, not for timing."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @functools.cache
 def _take_first_configurations() -> None:
-    # FLA tunes for every width and dtype, for minutes each; a check of values uses dozens of them.
+    # FLA tunes for minutes for each width and dtype, and a check of values uses dozens of these.
     Autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
     make = Autotuner.__init__
 
@@ -44,7 +44,7 @@ def fla(module: str) -> ModuleType:
 
 
 def raising_launch_errors(function: _F) -> _F:
-    """Has a function raise what Triton's compiler raises as `LaunchError`, so that `auto` takes another backend."""
+    """Wraps a function to raise errors of Triton's compiler as `LaunchError`, so that `auto` takes another backend."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

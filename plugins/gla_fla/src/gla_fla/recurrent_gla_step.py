@@ -1,4 +1,4 @@
-"""One token by FLA's fused recurrent kernel, as a sequence of length 1."""
+"""A decoding step by FLA's fused recurrent kernel: each row is a sequence of one token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def recurrent_gla_step(
     state_indices: Tensor | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the op; see gla_core/ops/recurrent_gla_step.py. FLA returns a new state; `inplace` copies it."""
+    """Computes the op; see gla_core/ops/recurrent_gla_step.py. With `inplace`, FLA's new state is copied to `state`."""
     if not q.numel():
         return v.new_empty(v.shape), state if inplace else state.clone(memory_format=torch.contiguous_format)
     with torch.no_grad():

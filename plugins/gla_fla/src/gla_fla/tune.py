@@ -1,9 +1,9 @@
 """Tunes FLA for named workloads: first compiles in parallel, then tunes undisturbed.
 
-FLA's first call of a kind tries about a hundred kernels one after another, and compiles each of them: minutes on one
-core. Here many processes compile a share each into Triton's cache on disk, without launching anything. Then one fresh
-process makes the calls; its autotuner only measures, alone on the device. Triton stores the choices beside the kernels
-(FLA_CACHE_RESULTS=1, FLA's default), so later processes neither compile nor tune.
+FLA's first call with a new tuning key tries about a hundred kernels one after another and compiles each of them. On one
+core this takes minutes. Here many processes each compile a share into Triton's cache on disk, without launching
+anything. Then one fresh process makes the calls; its autotuner only measures, alone on the device. Triton stores the
+choices beside the kernels (FLA_CACHE_RESULTS=1, FLA's default), so later processes neither compile nor tune.
 
 FLA's tuning keys contain widths, chunk length and dtypes, and in most kernels neither B nor T. Among workloads that
 differ only in B and T, the first one that is tuned decides for all. To tune one by itself, set TRITON_CACHE_DIR to a
@@ -35,7 +35,7 @@ from gla_fla import native
 CUDA = torch.device("cuda")
 TUNABLE = {w.name: w for w in WORKLOADS if w.op in ("chunk_gla", "recurrent_gla_step") and "ci" not in w.tags}
 
-_SHORT = 256  # number of tokens in processes that only compile; no kernel of FLA is compiled for its T
+_SHORT = 256  # number of tokens in processes that only compile; FLA's compiled kernels do not depend on T
 _COMPILING = 0.75  # fraction of the time limit after which compilers are stopped
 
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_all(commands: Sequence[Sequence[str]], seconds: float) -> None:
-    """Runs commands in parallel for at most `seconds`; a command that fails is reported; the others go on."""
+    """Runs commands in parallel for at most `seconds`. Reports each command that fails, and lets the others go on."""
     end = time.monotonic() + seconds
     running = [subprocess.Popen(command, env=_environment()) for command in commands]
     try:

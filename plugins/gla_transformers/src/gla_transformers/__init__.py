@@ -1,7 +1,7 @@
 """The GLA language model for transformers, computed by gla_core; interchangeable with flash-linear-attention's (FLA).
 
-Importing it registers `model_type` "gla" with AutoConfig, AutoModel and AutoModelForCausalLM. FLA does so too, and the
-package that is imported last is used. Call `register()` after both imports to use this one.
+Importing this package registers `model_type` "gla" with AutoConfig, AutoModel and AutoModelForCausalLM. FLA does so
+too, and the package that is imported last is used. Call `register()` after both imports to use this one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The cache of a model: a state for each layer, in storage whose address does not change.
 
 transformers' DynamicCache counts tokens by the keys of softmax attention, and refuses a model without such layers. This
-cache counts them itself, on the device, so that a decoding step computes nothing on the host.
+cache counts tokens itself, on the device, so that a decoding step computes nothing on the host.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GLACache(Cache):
         self.length: Tensor | None = None
 
     def advance(self, tokens: int, device: torch.device) -> None:
-        """Adds `tokens` to the number of tokens of every row, on this device."""
+        """Adds `tokens` to the number of tokens that each row has read; the number is kept on `device`."""
         if self.length is None:
             self.length = torch.zeros((), dtype=torch.int64, device=device)
             if self.compileable:
@@ -63,11 +63,11 @@ class GLACache(Cache):
 
 
 class Keys(NamedTuple):
-    """Keys and values of S tokens, or padding, of each row.
+    """Keys and values of S columns of each row; a column is a token or padding.
 
     Attributes:
         keys, values: [B, H, S, D].
-        positions: [B, S] int64, number of tokens of the row before each token; -1 for padding.
+        positions: [B, S] int64, the number of tokens of the row before each token; -1 for padding.
     """
 
     keys: Tensor
@@ -100,7 +100,7 @@ class LayerState:
             there.copy_(tensor.detach())
 
     def reset(self) -> None:
-        """Sets the state to that before the first token."""
+        """Sets the state to 0, its value before the first token."""
         for tensor in _tensors(self.state):
             tensor.zero_()
 
@@ -120,7 +120,7 @@ class LayerState:
             self._adopt(_each(self.state, lambda tensor: tensor[indices]))
 
     def crop(self, *_: Any) -> None:
-        """Raises NotImplementedError: a state cannot be turned back to that before a token."""
+        """Raises NotImplementedError: the state before a token cannot be computed from the state after it."""
         raise NotImplementedError("tokens cannot be taken back from the state of gated linear attention")
 
     def get_max_length(self) -> int:
@@ -140,8 +140,8 @@ class KeyMemory(LayerState):
     """The memory of a layer of softmax attention, in storage that grows up to its window.
 
     Attributes:
-        state: the `Keys` of the last window - 1 tokens of each row, behind padding if there are fewer, or of all tokens
-            without a window. None before the first token.
+        state: the `Keys` of the last window - 1 tokens of each row, with padding in front if a row has fewer tokens;
+            without a window, the `Keys` of all tokens. None before the first token.
         padded: whether `state` may contain padding.
     """
 
@@ -150,7 +150,10 @@ class KeyMemory(LayerState):
         self.window, self.padded = window, False
 
     def read_on(self, k: Tensor, v: Tensor, positions: Tensor, padded: bool) -> Keys:
-        """Adds keys and values [B, H, T, D] at positions [B, T], some of which may be padding, and returns all."""
+        """Adds keys and values [B, H, T, D] at positions [B, T], and returns them behind the earlier ones.
+
+        `padded` says whether some of the added columns may be padding.
+        """
         seen = Keys(k, v, positions)
         if self.state is not None:
             old = self.state
@@ -170,10 +173,10 @@ class KeyMemory(LayerState):
         self.state, self.padded, self.is_initialized = None, False, False
 
     def _last(self, seen: Keys, padded: bool) -> Keys:
-        """Returns the keys that later tokens can see, and at least one token, which holds the number of tokens."""
+        """Returns the keys that later tokens can see, but at least one column: its position counts the tokens."""
         assert self.window is not None
         surplus = max(seen.positions.shape[1] - max(self.window - 1, 1), 0)
-        if not padded:  # the keys seen so far have padding in front
+        if not padded:  # only earlier columns may be padding, and they are in front
             return Keys(seen.keys[:, :, surplus:], seen.values[:, :, surplus:], seen.positions[:, surplus:])
         order = (seen.positions >= 0).to(torch.uint8).argsort(dim=1, stable=True)[:, surplus:]
         rows = torch.arange(len(order), device=order.device)[:, None]
@@ -191,7 +194,8 @@ def read(
 ) -> Tensor:
     """Returns a layer's output y for x [B, T, hidden_size], after the tokens in its memory, and adds x to the memory.
 
-    One token without gradients is a step in place. Other arguments are as in `GatedLinearAttention.forward`.
+    Without gradients, one token is computed by a step in place. The other arguments are as in
+    `GatedLinearAttention.forward`.
     """
     if memory is None:
         return layer(x, None, False, cu_seqlens, max_seqlen, attention_mask)[0]

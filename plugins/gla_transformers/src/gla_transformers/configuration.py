@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 AttentionSpec = dict[str, Any]
-"""The `layers` with softmax attention, `num_heads`, `num_kv_heads`, `qkv_bias`, `window_size` and `rope_theta`."""
+"""The indices `layers` of softmax layers, `num_heads`, `num_kv_heads`, `qkv_bias`, `window_size` and `rope_theta`."""
 
 
 class GLAConfig(PreTrainedConfig):
@@ -27,7 +27,8 @@ class GLAConfig(PreTrainedConfig):
         fuse_norm: selects the name of the norm's weight as FLA does, see `gla_core.nn.GatedLinearAttention`.
         fuse_linear_cross_entropy: whether to compute the loss in slices of the logits; calls with labels then return
             no logits.
-        use_l2warp: whether to add 0.5e-4 times the mean square of the largest logits to the loss, in its gradient only.
+        use_l2warp: whether to add the gradient of 0.5e-4 times the mean square of the largest logits to the loss's
+            gradient; the value of the loss does not change.
         fuse_swiglu, fuse_cross_entropy: select kernels of FLA; all values compute the same here.
         use_gk, use_gv: stored for FLA, which reads neither.
         attnres_block_size: None; FLA's attention residuals are not supported.

@@ -15,9 +15,10 @@ PARTS = 8
 
 
 def l2warp(logits: Tensor, rows: int) -> Tensor:
-    """Returns 0, with the gradient of 0.5e-4 times the mean over `rows` of the squared largest of logits [..., D].
+    """Returns a term of value 0 whose gradient keeps logits [..., D] from growing.
 
-    It keeps logits from growing. Source: the RWKV language model.
+    The gradient is computed from 0.5e-4 / rows times the sum over all tokens of the square of the largest logit.
+    Source: the RWKV language model.
     """
     penalty = 0.5e-4 / rows * logits.max(-1).values.float().square().sum()
     return penalty - penalty.detach()
@@ -37,8 +38,8 @@ def loss_in_parts(
     Args:
         head: maps [n, hidden_size] to logits [n, D].
         x: [B, T, hidden_size].
-        labels: [B, T], the tokens themselves, or with `shifted` the token after each; `ignored` for tokens without
-            loss.
+        labels: [B, T], the tokens themselves, or if `shifted` the token after each one; `ignored` for tokens without
+            a loss.
         num_items_in_batch: number of labels to divide by; by default the number in this batch.
     """
     targets = labels if shifted else F.pad(labels[:, 1:], (0, 1), value=ignored)

@@ -136,25 +136,29 @@ class GLAModel(GLAPreTrainedModel):
         """Reads tokens, from the beginning or after the tokens of a cache.
 
         Args:
-            input_ids: [B, T] int. inputs_embeds: [B, T, hidden_size], in place of input_ids.
-            attention_mask: [B, T], or with columns for the tokens of the cache too; 0 for padding at any place.
+            input_ids: [B, T] int.
+            inputs_embeds: [B, T, hidden_size], in place of input_ids.
+            attention_mask: [B, T], or with more columns in front for the tokens of the cache. 0 marks padding, which
+                may be anywhere.
             past_key_values: the cache of earlier calls; this call updates it.
             use_cache: whether to return a cache, a new one if none is given. The default is the configuration's value,
-                and False in training. Packed sequences in a model with layers of softmax attention have no cache,
-                because it cannot keep their keys apart. In training with gradient checkpointing there is no cache
+                but False in training. Packed sequences in a model with layers of softmax attention have no cache,
+                because a cache cannot keep their keys apart. In training with gradient checkpointing there is no cache
                 either.
             output_attentions: False; there are no attention weights.
             output_hidden_states: whether to return the input of every layer, and the normed output of the last one.
             cu_seqlens: [N+1] int32 or int64, B = 1: sequence i is columns cu_seqlens[i] to cu_seqlens[i+1].
             max_seqlen: number of tokens of the longest packed sequence, if known.
-            kwargs: return_dict=False for a tuple; the arguments for packed sequences of transformers' collators.
+            kwargs: return_dict=False to return a tuple; arguments by which transformers' collators describe packed
+                sequences.
 
         Returns:
             last_hidden_state [B, T, hidden_size], past_key_values and hidden_states; None if not asked for.
 
         Raises:
             ValueError: both or neither of input_ids and inputs_embeds are given; output_attentions is set; a cache is
-                given in training with gradient checkpointing, or use_cache is set where there can be none.
+                given in training with gradient checkpointing; a cache or use_cache is given with packed sequences in
+                a model with layers of softmax attention.
             TypeError: the cache is of another class. Other errors are as in `GatedLinearAttention.forward`.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -210,7 +214,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         config: sizes and options.
 
     Raises:
-        As `GLAModel`.
+        The errors of `GLAModel`.
 
     Example:
         >>> model = GLAForCausalLM.from_pretrained("a/folder", dtype=torch.bfloat16)
@@ -240,14 +244,14 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Reads tokens as `GLAModel.forward`, and predicts the token after each.
+        """Reads tokens as `GLAModel.forward` does, and predicts the token after each one.
 
         Args:
-            labels: [B, T] int, the tokens themselves, which are shifted here; -100 for tokens without a loss.
-            logits_to_keep: number of last tokens that get logits, 0 for all, or the columns of the tokens that get
-                them.
-            kwargs: arguments of `GLAModel.forward`, and of transformers' loss: num_items_in_batch, the number of labels
-                to divide by; shift_labels [B, T], labels that are shifted already.
+            labels: [B, T] int, the tokens themselves, because this call shifts them; -100 for tokens without a loss.
+            logits_to_keep: the number of last tokens that get logits, 0 for all; or the columns of the tokens that get
+                logits.
+            kwargs: arguments of `GLAModel.forward` and of transformers' loss: num_items_in_batch is the number of
+                labels to divide by; shift_labels [B, T] are labels that are shifted already.
 
         Returns:
             loss (a scalar, float32), logits [B, T, vocab_size], past_key_values and hidden_states; None if not asked

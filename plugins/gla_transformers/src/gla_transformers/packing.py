@@ -13,8 +13,9 @@ def offsets(said: Mapping[str, Any], alone: bool) -> tuple[Tensor | None, int | 
     """Returns cu_seqlens [N+1] and max_seqlen of packed sequences; None if the arguments describe none.
 
     Args:
-        said: arguments of a model's call. `DataCollatorWithFlattening` gives cu_seq_lens_q and max_length_q if asked
-            for, otherwise position_ids [1, T] that restart at 0 with each sequence; reading those waits for the device.
+        said: arguments of a model's call. `DataCollatorWithFlattening` gives cu_seq_lens_q and max_length_q on request,
+            otherwise position_ids [1, T] that restart at 0 with each sequence. Reading position_ids waits for the
+            device.
         alone: whether position_ids may describe packed sequences, because there is neither a mask nor an earlier state.
     """
     if said.get("cu_seq_lens_q") is not None:

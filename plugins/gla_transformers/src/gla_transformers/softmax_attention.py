@@ -22,7 +22,7 @@ class SoftmaxAttention(nn.Module):
         num_kv_heads: number of key/value heads, a divisor of num_heads.
         qkv_bias: whether the projections of queries, keys and values have a bias.
         window_size: number of tokens that a token sees, including itself; None for all tokens before it.
-        rope_theta: base of the wavelengths of positions.
+        rope_theta: base of the frequencies by which positions rotate queries and keys.
 
     Raises:
         ValueError: sizes do not fit together.
@@ -61,8 +61,8 @@ class SoftmaxAttention(nn.Module):
         Args:
             x: [B, T, hidden_size].
             memory: earlier keys and values; the call adds the keys and values of x.
-            attention_mask: [B, T], or more columns, of which the last T are used: 0 where x is padding. Padding may be
-                in front of the tokens of a sequence, behind or between them. No token sees it, it takes no position,
+            attention_mask: [B, T or more], of which the last T columns are used; 0 where x is padding. Padding may be
+                before, behind or between the tokens of a sequence. No token sees padding. Padding takes no position,
                 and its y is 0.
             cu_seqlens: [N+1] offsets of packed sequences, B = 1, without memory and mask.
 
@@ -113,7 +113,7 @@ class SoftmaxAttention(nn.Module):
 
 
 def positions(attention_mask: Tensor | None, T: int, before: Keys | None, device: torch.device) -> Tensor:
-    """Returns the positions of T tokens after those before: [B, T], or [1, T] if all rows are equal; -1 for padding."""
+    """Returns the positions of T tokens that follow `before`: [B, T], or [1, T] for equal rows; -1 for padding."""
     first = 0 if before is None else before.positions.amax(1, keepdim=True) + 1
     if attention_mask is None:
         return first + torch.arange(T, device=device)[None]

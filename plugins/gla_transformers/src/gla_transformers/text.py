@@ -18,7 +18,10 @@ from gla_transformers.modeling import GLAForCausalLM
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of the command line; temperature 0 always takes the likeliest token, dtype None that of the weights."""
+    """Options of the command line.
+
+    A temperature of 0 means that the likeliest token is always taken. dtype None means the dtype of the weights.
+    """
 
     folder: Path
     prompt: str
@@ -74,7 +77,7 @@ def _model(options: Options) -> Any:
     if kind != GLAConfig.model_type:
         raise ValueError(f"{folder} has a model of type {kind!r}; expected {GLAConfig.model_type!r}")
     how: dict[str, Any] = {"dtype": options.dtype or "auto", "local_files_only": True}
-    how |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # refused below, by name
+    how |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # mismatches are refused below, by name
     model, report = _read(folder, "model", lambda: GLAForCausalLM.from_pretrained(folder, **how))
     if report["missing_keys"]:
         raise ValueError(f"{folder} lacks the weights {', '.join(sorted(report['missing_keys']))}")
@@ -89,7 +92,7 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _read(folder: Path, what: str, read: Callable[[], Any]) -> Any:
-    """Returns the result of `read`. Raises ValueError with one line for any exception of it."""
+    """Returns the result of `read`. Turns any exception that it raises into a ValueError of one line."""
     try:
         return read()
     except Exception as error:  # exceptions of many classes, most of them with several lines
