@@ -129,7 +129,7 @@ def conditions(op: str, workloads: Sequence[str]) -> str:
         parts.append(_dtype(dtype) + (f" with {_dtype(gates)} gates" if gates not in (None, dtype) else ""))
     usual = [s["K"] == s["V"] == 128 for s in sizes if "K" in s]
     if any(usual):
-        parts.append("K = V = 128" if all(usual) else "K = V = 128 where nothing else is said")
+        parts.append("K = V = 128" if all(usual) else "K = V = 128 unless a label says otherwise")
     return ", ".join(parts)
 
 

@@ -159,10 +159,10 @@ def test_a_backend_without_a_time_says_so(synthetic, tmp_path):
         (
             "chunk_gla",
             ["train_b8_t4096_h16", "train_b32_t2048_h4_k256_v512"],
-            "bfloat16 with float32 gates, K = V = 128 where nothing else is said",
+            "bfloat16 with float32 gates, K = V = 128 unless a label says otherwise",
         ),
         ("online_softmax", ["rows_8192_columns_1024"], "bfloat16"),
-        ("chunk_gla", ["one_token", "train_b8_t4096_h16"], "K = V = 128 where nothing else is said"),
+        ("chunk_gla", ["one_token", "train_b8_t4096_h16"], "K = V = 128 unless a label says otherwise"),
         ("chunk_gla", ["of somebody else"], ""),
     ],
 )
