@@ -221,6 +221,17 @@ def test_few_heads_and_many_tokens_are_for_the_scan(op):
     assert fused <= 1.05 * scan
 
 
+def test_a_summary_of_odd_widths_is_priced_without_copies():
+    """Its kernels read tensors as they are; a forward of these widths copies them to wider heads for Hopper."""
+    odd, padded = (call_of("chunk_gla_summary", "NVIDIA H200", K=K, **GATED) for K in (77, 80))
+    by_copies = {"bandwidth": 1e6}
+    seconds, least = (predicted("triton_fused", "NVIDIA H200", call, by_copies) for call in (odd, padded))
+    assert seconds < 1.1 * least
+    odd, padded = (call_of("chunk_gla_fwd", "NVIDIA H200", K=K, **GATED) for K in (77, 80))
+    seconds, least = (predicted("triton_fused", "NVIDIA H200", call, by_copies) for call in (odd, padded))
+    assert seconds > 1.5 * least
+
+
 @pytest.mark.parametrize("columns", [1024, 4096, 16384, 50257, 65536, 2**24])
 def test_long_rows_go_to_whom_an_h200_found_faster(columns):
     """Compares with benchmarks/results/triton-h200.json: two sweeps read from the cache, and few rows are split."""

@@ -16,8 +16,8 @@ from gla_core.dispatch.backend import OpCall, ceil_div, contiguous_layout
 from gla_triton_kernels.runtime.architecture import Gpu
 from gla_triton_kernels.runtime.tma import addressable
 
-OF_KEYS = frozenset({"q", "k", "g", "dq", "dk", "dg", "left"})
-OF_VALUES = frozenset({"v", "o", "do", "dv", "right"})
+OF_KEYS = frozenset({"q", "k", "g", "dq", "dk", "dg"})
+OF_VALUES = frozenset({"v", "o", "do", "dv"})
 OF_BOTH = frozenset({"initial_state", "final_state", "checkpoints", "dstate", "dinitial_state"})
 WIDTH_UNIT = 8
 """Kernels for SM90 see widths that are multiples of this number, so rows of bfloat16 have a multiple of 16 bytes."""
@@ -39,6 +39,8 @@ def seen_shape(name: str, shape: tuple[int, ...], K: int, V: int) -> tuple[int, 
 
 def seen_by_kernels(call: OpCall, gpu: Gpu) -> OpCall:
     """Returns the call with the widths and the layouts that kernels see."""
+    if call.op == "chunk_gla_summary":  # its kernels read tensors as they are
+        return call
     K, V = (seen_width(call.dims[name], call.dtype, gpu) for name in ("K", "V"))
     if (call.dims["K"], call.dims["V"]) == (K, V) and call.batch_invariant is None:
         return call
