@@ -23,7 +23,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -229,6 +229,13 @@ def arguments_of(op: Op) -> tuple[str, ...]:
 def by_keyword(function: Callable[..., Any]) -> bool:
     """Returns whether a function has a keyword-only argument."""
     return any(p.kind is p.KEYWORD_ONLY for p in inspect.signature(function).parameters.values())
+
+
+def worst_case(call: OpCall) -> OpCall | None:
+    """Returns the call with one packed sequence of all tokens; None if it is not packed, or the longest is bounded."""
+    if not call.variable_length or call.longest is not None:
+        return None
+    return replace(call, longest=call.dims["T"])
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import Backend, LaunchError, OpCall, Prepared, Reason
+from gla_core.dispatch.backend import Backend, LaunchError, OpCall, Prepared, Reason, worst_case
 from gla_core.dispatch.calibration import Prediction, predict
 from gla_core.dispatch.errors import NoBackendError
 from gla_core.dispatch.request import Choice, Request
@@ -165,7 +165,7 @@ def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Bac
         predicted: whether to predict their times, which the rank requires.
     """
     asked = [registry.get(name, f"{choice.source}: ") for name in choice.names] or registry.installed().values()
-    worst_case = _worst_case(call) if predicted else None
+    at_worst = worst_case(call) if predicted else None
     found = []
     for backend in asked:
         refusal, prediction, worst = backend.refusal(call), Prediction(None), None
@@ -173,17 +173,10 @@ def _candidates(call: OpCall, choice: Choice, predicted: bool) -> list[tuple[Bac
             refusal = _cannot_launch.get(_launch_class(backend, call))
         if refusal is None and predicted and call.batch_invariant is None:
             prediction = predict(backend, call)
-            worst = None if worst_case is None else predict(backend, worst_case).seconds
+            worst = None if at_worst is None else predict(backend, at_worst).seconds
         found.append((backend, Candidate(backend.name, prediction.seconds, refusal, prediction.source, worst)))
     found.sort(key=lambda pair: pair[1].refusal is not None)
     return found if choice.names else _ranked(found, call)
-
-
-def _worst_case(call: OpCall) -> OpCall | None:
-    """Returns the call with one packed sequence of all tokens; None if it is not packed, or the longest is bounded."""
-    if not call.variable_length or call.longest is not None:
-        return None
-    return dataclasses.replace(call, longest=call.dims["T"])
 
 
 def _ranked(found: list[tuple[Backend, Candidate]], call: OpCall) -> list[tuple[Backend, Candidate]]:

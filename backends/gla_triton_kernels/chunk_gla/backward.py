@@ -19,12 +19,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK, OpCall, ceil_div, checkpoint_dtype
 from gla_triton_kernels.chunk_gla.cost import backward_prices
-from gla_triton_kernels.chunk_gla.cutting import (
-    by_rows,
-    constants_of_plans,
-    segment_length,
-    uncut_length,
-)
+from gla_triton_kernels.chunk_gla.cutting import by_rows, segment_length, uncut_length
 from gla_triton_kernels.chunk_gla.forward import states_of_segments
 from gla_triton_kernels.chunk_gla.general import kernels as general
 from gla_triton_kernels.chunk_gla.kernel import (
@@ -48,8 +43,8 @@ KERNELS: Sequence[GradientKernel] = (sm90.BACKWARD_WIDE, sm90.BACKWARD, general.
 
 Plans = list[tuple[OpCall, BackwardPlan]]
 """The plans of the rows of a batch, in order, each with the call of its rows."""
-Plan = Callable[..., Plans]
-"""Takes a call, a GPU and the kernels to choose from, `KERNELS` by default."""
+Plan = Callable[[OpCall, Gpu, Sequence[GradientKernel]], Plans]
+"""Takes a call, a GPU and the kernels to choose from."""
 
 
 # ---- plans
@@ -65,10 +60,11 @@ def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS
     kernel = first_able(kernels, call, gpu)
     return by_rows(
         call,
+        gpu,
         *blocks_of(call, gpu, kernel, kernel.parameters(call, gpu)),
         lambda rows: _whole(rows, gpu, kernels),
         lambda rows: _segments(rows, gpu, kernels),
-        lambda rows, plan: sum(backward_prices(rows, plan, constants_of_plans(gpu))),
+        backward_prices,
     )
 
 
@@ -95,10 +91,8 @@ def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> Back
             return whole
         return replace(whole, leaving=states_of_segments(call, gpu, length, uncut_length(length)))
 
-    def price(case: OpCall, length: int) -> float:
-        return sum(backward_prices(case, plan(length), constants_of_plans(gpu)))
-
-    length = segment_length(call, *blocks_of(call, gpu, whole.gradients, whole.parameters), price)
+    blocks = blocks_of(call, gpu, whole.gradients, whole.parameters)
+    length = segment_length(call, gpu, *blocks, plan, backward_prices)
     return plan(min(length, CHUNK) if gpu.architecture is Architecture.INTERPRETED else length)
 
 
@@ -113,7 +107,7 @@ def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
     def lines(call: OpCall) -> list[str]:
         gpu = gpu_of_call(call)
         seen = seen_by_kernels(call, gpu)
-        chosen = plan(seen, gpu)[0][1]
+        chosen = plan(seen, gpu, KERNELS)[0][1]
         cut = "" if chosen.leaving is None else f" in segments of {chosen.leaving.length} tokens"
         return [f"kernel {chosen.gradients.name}{cut}", *refusals(KERNELS, chosen.gradients, seen, gpu)]
 

@@ -30,20 +30,24 @@ from gla_triton_kernels.chunk_gla.price import (
 )
 from gla_triton_kernels.chunk_gla.seen import seen_by_kernels
 from gla_triton_kernels.cost import gpu_of_constants, in_all
+from gla_triton_kernels.runtime.architecture import Gpu
 
-AnyPlan = TypeVar("AnyPlan")
+AnyPlan = TypeVar("AnyPlan")  # ForwardPlan, BackwardPlan or SegmentPlan
 Prices = list[float]
 """The device seconds of each kernel of a plan."""
+PriceFunction = Callable[[OpCall, AnyPlan, Constants], Prices]
+"""Takes a call, its plan, and the constants of a device."""
 
 
 def predictor(
-    plan: Callable[..., list[tuple[OpCall, AnyPlan]]], prices: Callable[[OpCall, AnyPlan, Constants], Prices]
+    plan: Callable[[OpCall, Gpu], list[tuple[OpCall, AnyPlan]]],
+    prices: PriceFunction[AnyPlan],
 ) -> Callable[[OpCall, Constants], float]:
     """Returns the function that predicts the seconds of a call under the plans of a backend.
 
     Args:
         plan: takes a call with the widths that kernels see, and a GPU; returns the plans of the rows of a batch.
-        prices: takes the call of these rows, its plan, and the constants of a device.
+        prices: prices a plan with the call of its rows.
     """
 
     def seconds(call: OpCall, c: Constants) -> float:
@@ -65,8 +69,8 @@ def _copies(call: OpCall, seen: OpCall, c: Constants) -> Prices:
     return twice * [c["launch"] + 2 * B * T * of_token / c["bandwidth"] for of_token in copied]  # read and written
 
 
-def _layouts(call: OpCall, number: int, c: Constants) -> Prices:
-    """Returns the seconds of the launches that lay out packed sequences; a batch needs none."""
+def _for_packed(call: OpCall, number: int, c: Constants) -> Prices:
+    """Returns the seconds of short launches that only packed sequences need, such as the layout of their segments."""
     return [c["launch"]] * number if call.variable_length else []
 
 
@@ -77,11 +81,11 @@ def forward_prices(call: OpCall, plan: ForwardPlan, c: Constants) -> Prices:
     before = kernel.before(call, c)
     if segments is None:
         outputs = kernel_seconds(call, block, whole(call), moved_bytes(call), c)
-        return [*_layouts(call, 1 + len(before), c), *before, outputs]
+        return [*_for_packed(call, 1 + len(before), c), *before, outputs]
     # Each float32 element of a state is written, read and written by the scan, and read for outputs: 16 bytes in all.
     states = _states(call, segments, call.dims["H"], 16, bool(call.scalars.get("output_final_state")), c)
     outputs = kernel_seconds(call, block, cut(call, segments.length, segments.uncut), moved_bytes(call), c)
-    return [*_layouts(call, 1 + len(before), c), *states, *before, outputs]
+    return [*_for_packed(call, 1 + len(before), c), *states, *before, outputs]
 
 
 def _states(call: OpCall, plan: SegmentPlan, heads: int, moved: int, ends: bool, c: Constants) -> Prices:
@@ -97,7 +101,7 @@ def _states_block(call: OpCall, plan: SegmentPlan, heads: int) -> BlockTime:
 
 def backward_prices(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
     """Returns the device seconds of the kernels of chunk_gla_bwd."""
-    found = _layouts(call, plan.gradients.layouts + (plan.entering is not None), c)
+    found = _for_packed(call, plan.gradients.layouts + (plan.entering is not None), c)
     ends = call.state_dtype is not None
     if plan.entering is not None:  # written and read in float32, then written in the checkpoints' dtype
         itemsize = checkpoint_dtype(call.dtype).itemsize
@@ -129,14 +133,13 @@ def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
     ]
     # Nearly all chunks are mild and leave no pairs to add.
     pairs = [c["launch"]] if kernel.adds_pairs and gate else []
-    padding = [c["launch"]] if call.variable_length else []
-    return [*gradients, *summed, *pairs, *padding]
+    return [*gradients, *summed, *pairs, *_for_packed(call, 1, c)]  # clears padding
 
 
 def summary_prices(call: OpCall, plan: SegmentPlan, c: Constants) -> Prices:
     """Returns the device seconds of the kernels of chunk_gla_summary."""
     heads, state = call.dims["Hq"], 4 * call.dims["H"] * call.dims["K"] * call.dims["V"]  # bytes of a state
     if plan.length < call.dims["T"]:
-        return [*_layouts(call, 1, c), *_states(call, plan, heads, 4 + 4, True, c)]
+        return [*_for_packed(call, 1, c), *_states(call, plan, heads, 4 + 4, True, c)]
     size = token_bytes(call, heads) + call.dims["N"] * state
-    return [*_layouts(call, 1, c), kernel_seconds(call, _states_block(call, plan, heads), whole(call), size, c)]
+    return [*_for_packed(call, 1, c), kernel_seconds(call, _states_block(call, plan, heads), whole(call), size, c)]

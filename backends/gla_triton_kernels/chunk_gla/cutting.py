@@ -8,12 +8,11 @@ B batch   T tokens   N sequences
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
-from gla_core.dispatch.backend import CHUNK, Constants, OpCall, ceil_div, checkpoint_rows
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall, ceil_div, checkpoint_rows, worst_case
+from gla_triton_kernels.chunk_gla.cost import AnyPlan, PriceFunction
 from gla_triton_kernels.runtime.architecture import Gpu
 
 H200: Constants = {"launch": 1.5e-6, "bandwidth": 3.8e12, "step": 1.0}
@@ -33,15 +32,6 @@ cut most sequences of many calls, at a loss."""
 INTERPRETED_SEGMENT = 32
 """Tokens of a segment if kernels are interpreted; the number is small so that short sequences are cut as well."""
 
-AnyPlan = TypeVar("AnyPlan")  # ForwardPlan or BackwardPlan
-Price = Callable[[OpCall, int], float]
-"""Takes a call and the tokens of a segment, and returns seconds. With T tokens or more, sequences stay whole."""
-
-
-def constants_of_plans(gpu: Gpu) -> Constants:
-    """Returns the constants with which plans for a GPU price their cuts."""
-    return {**H200, "multiprocessors": float(gpu.multiprocessors)}
-
 
 def most_segments(N: int, T: int, length: int, packed: bool) -> int:
     """Returns the number of segments of `length` tokens of N sequences of T tokens.
@@ -59,7 +49,14 @@ def uncut_length(length: int) -> int:
     return length * 5 // 4
 
 
-def segment_length(call: OpCall, blocks: int, at_once: int, price: Price) -> int:
+def segment_length(
+    call: OpCall,
+    gpu: Gpu,
+    blocks: int,
+    at_once: int,
+    plan: Callable[[int], AnyPlan],
+    prices: PriceFunction[AnyPlan],
+) -> int:
     """Returns the tokens of a segment; T or more if sequences stay whole.
 
     If the lengths of packed sequences are not known, the price for lengths near the mean is multiplied by the price for
@@ -68,16 +65,27 @@ def segment_length(call: OpCall, blocks: int, at_once: int, price: Price) -> int
     Args:
         blocks: number of blocks that compute one sequence.
         at_once: number of blocks that the device runs at once.
+        plan: takes the tokens of a segment, and returns the plan. With T tokens or more, sequences stay whole.
     """
     T, call = call.dims["T"], _without_states(call)
-    unknown = call.variable_length and call.longest is None
-    cases = (call, call, replace(call, longest=T)) if unknown else (call,)
+    lengths, at_worst = _lengths(call, blocks, at_once), worst_case(call)
+    if not lengths:
+        return T
 
     def weighed(length: int) -> float:
-        return math.prod(price(case, length) for case in cases)
+        planned = plan(length)
+        expected = _price(call, planned, gpu, prices)
+        return expected if at_worst is None else expected * expected * _price(at_worst, planned, gpu, prices)
 
-    best = min(_lengths(call, blocks, at_once), key=weighed, default=T)
-    return best if weighed(best) < WORTH_CUTTING ** len(cases) * weighed(T) else T
+    found = {length: weighed(length) for length in (T, *lengths)}
+    best = min(lengths, key=found.__getitem__)
+    limit = WORTH_CUTTING if at_worst is None else WORTH_CUTTING**3
+    return best if found[best] < limit * found[T] else T
+
+
+def _price(call: OpCall, plan: AnyPlan, gpu: Gpu, prices: PriceFunction[AnyPlan]) -> float:
+    """Returns the price of a plan on a GPU, with the constants of an H200."""
+    return sum(prices(call, plan, {**H200, "multiprocessors": float(gpu.multiprocessors)}))
 
 
 def _without_states(call: OpCall) -> OpCall:
@@ -113,11 +121,12 @@ def _lengths(call: OpCall, blocks: int, at_once: int) -> list[int]:
 
 def by_rows(
     call: OpCall,
+    gpu: Gpu,
     blocks: int,
     at_once: int,
     whole: Callable[[OpCall], AnyPlan],
     cut: Callable[[OpCall], AnyPlan],
-    price: Callable[[OpCall, AnyPlan], float],
+    prices: PriceFunction[AnyPlan],
 ) -> list[tuple[OpCall, AnyPlan]]:
     """Returns the plans of the rows of a batch, each with the call of these rows.
 
@@ -127,7 +136,6 @@ def by_rows(
     Args:
         blocks, at_once: as in `segment_length`.
         whole, cut: functions that plan a call. With `whole`, sequences stay whole; with `cut`, they may be cut.
-        price: a function that takes a call and its plan, and returns seconds.
     """
     together = [(call, cut(call))]
     rows = _rows_in_one_pass(call, blocks, at_once)
@@ -137,7 +145,17 @@ def by_rows(
     apart = [(first, whole(first)), (others, cut(others))]
     if apart[1][1] == whole(others):
         return together
-    return min(together, apart, key=lambda plans: sum(price(_without_states(rows), plan) for rows, plan in plans))
+    return apart if _are_cheaper(apart, together, gpu, prices) else together
+
+
+def _are_cheaper(
+    plans: list[tuple[OpCall, AnyPlan]], others: list[tuple[OpCall, AnyPlan]], gpu: Gpu, prices: PriceFunction[AnyPlan]
+) -> bool:
+    """Returns whether the price of some plans is below the price of others."""
+    price, limit = (
+        sum(_price(_without_states(rows), plan, gpu, prices) for rows, plan in each) for each in (plans, others)
+    )
+    return price < limit
 
 
 def _rows_in_one_pass(call: OpCall, blocks: int, at_once: int) -> int:

@@ -19,7 +19,6 @@ from gla_triton_kernels.chunk_gla.cost import forward_prices
 from gla_triton_kernels.chunk_gla.cutting import (
     INTERPRETED_SEGMENT,
     by_rows,
-    constants_of_plans,
     most_segments,
     segment_length,
     uncut_length,
@@ -52,8 +51,8 @@ at most.
 
 Plans = list[tuple[OpCall, ForwardPlan]]
 """The plans of the rows of a batch, in order, each with the call of its rows."""
-Plan = Callable[..., Plans]
-"""Takes a call, a GPU and the kernels to choose from, `KERNELS` by default."""
+Plan = Callable[[OpCall, Gpu, Sequence[OutputKernel]], Plans]
+"""Takes a call, a GPU and the kernels to choose from."""
 
 
 # ---- plans
@@ -68,10 +67,11 @@ def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel] = KERNELS) 
     """Plans a call whose sequences are cut into segments, unless this takes longer on the device."""
     return by_rows(
         call,
+        gpu,
         *first_able(kernels, call, gpu).blocks(call, gpu),
         lambda rows: _whole(rows, gpu, kernels),
         lambda rows: _segments(rows, gpu, kernels),
-        lambda rows, plan: sum(forward_prices(rows, plan, constants_of_plans(gpu))),
+        forward_prices,
     )
 
 
@@ -98,10 +98,7 @@ def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[OutputKernel]) -> Forwar
     def plan(length: int) -> ForwardPlan:
         return _in_segments(call, gpu, kernels, kernel, length)
 
-    def price(case: OpCall, length: int) -> float:
-        return sum(forward_prices(case, plan(length), constants_of_plans(gpu)))
-
-    length = segment_length(call, *kernel.blocks(call, gpu), price)
+    length = segment_length(call, gpu, *kernel.blocks(call, gpu), plan, forward_prices)
     return plan(min(length, INTERPRETED_SEGMENT) if gpu.architecture is Architecture.INTERPRETED else length)
 
 
@@ -151,7 +148,7 @@ def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
     def lines(call: OpCall) -> list[str]:
         gpu = gpu_of_call(call)
         seen = seen_by_kernels(call, gpu)
-        chosen = plan(seen, gpu)[0][1]
+        chosen = plan(seen, gpu, KERNELS)[0][1]
         found = f"kernel {chosen.outputs.name}"
         if chosen.segments is not None:
             found += f" after {chosen.segments.states.name}, in segments of {chosen.segments.length} tokens"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from gla_core.dispatch.backend import Constants, OpCall, checkpoint_dtype
+from gla_core.dispatch.backend import Constants, OpCall, ceil_div, checkpoint_dtype
 from gla_triton_kernels import MAX_WIDTH
 
 SCAN_STEP = 8e-8
@@ -63,7 +63,7 @@ def cut(call: OpCall, length: int, uncut: int) -> Cut:
     """Returns the segments of `length` tokens of a call; packed sequences of up to `uncut` tokens stay whole."""
     T, N = max(call.dims["T"], 1), call.dims["N"]
     if not call.variable_length:
-        return Cut(N * math.ceil(T / length), length, length)
+        return Cut(N * ceil_div(T, length), length, length)
     if longest(call) <= uncut:
         return whole(call)
     # The last segment of a packed sequence is shorter than the others: about half as long if sequences are long.
@@ -80,7 +80,7 @@ def longest(call: OpCall) -> float:
 def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c: Constants) -> float:
     """Returns the device seconds of a kernel that goes through segments and moves `size` bytes."""
     H, K, V = (call.dims[name] for name in ("H", "K", "V"))
-    blocks = segments.number * H * math.ceil(K / block.keys) * math.ceil(V / block.columns)
+    blocks = segments.number * H * ceil_div(K, block.keys) * ceil_div(V, block.columns)
     if call.variable_length:  # the longest blocks start first: all multiprocessors are busy until short blocks run
         mean, most = (
             block.start + RAGGED + tokens / block.tokens * block.step for tokens in (segments.mean, segments.longest)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall, ceil_div
 from gla_triton_kernels.chunk_gla.cost import summary_prices
-from gla_triton_kernels.chunk_gla.cutting import INTERPRETED_SEGMENT, constants_of_plans, segment_length
+from gla_triton_kernels.chunk_gla.cutting import INTERPRETED_SEGMENT, segment_length
 from gla_triton_kernels.chunk_gla.forward import states_of_segments
 from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu, gpu_of_call
@@ -43,13 +43,11 @@ def plan_cut(call: OpCall, gpu: Gpu) -> Plans:
     blocks = H * ceil_div(K, whole.states.block_keys(whole.parameters)) * ceil_div(V, whole.parameters.BV)
     at_once = whole.states.at_once(call, whole.parameters) * gpu.multiprocessors
 
-    def price(case: OpCall, length: int) -> float:
-        return sum(summary_prices(case, _in_segments(call, gpu, length), constants_of_plans(gpu)))
+    def plan(length: int) -> SegmentPlan:
+        return _in_segments(call, gpu, length)
 
-    length = segment_length(call, blocks, at_once, price)
-    if gpu.architecture is Architecture.INTERPRETED:
-        length = min(length, INTERPRETED_SEGMENT)
-    return [(call, _in_segments(call, gpu, length))]
+    length = segment_length(call, gpu, blocks, at_once, plan, summary_prices)
+    return [(call, plan(min(length, INTERPRETED_SEGMENT) if gpu.architecture is Architecture.INTERPRETED else length))]
 
 
 def _in_segments(call: OpCall, gpu: Gpu, length: int) -> SegmentPlan:

@@ -6,7 +6,6 @@ parameters were measured on an H200 with its 132 multiprocessors.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -270,7 +269,7 @@ def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, si
     P = heads * checkpoint_bytes(call, CHUNK)
     block = BlockTime(CHUNK, x.BV, START, WIDE_GRADIENT_STATES, keys=x.BK)
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
-    step = math.ceil(K / 64) * (WIDE_KEYS + WIDE_TILE * math.ceil(V / 64))
+    step = ceil_div(K, 64) * (WIDE_KEYS + WIDE_TILE * ceil_div(V, 64))
     chunks = cut(call, CHUNK, CHUNK)
     chunks = chunks._replace(number=chunks.number * heads)
     return [states, kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), chunks, size + P, c)]
