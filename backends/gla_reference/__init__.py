@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gla_core.dispatch.backend import Backend, Capabilities, CostModel, hookimpl, shipped_constants
+from gla_core.dispatch.backend import GATES, Backend, Capabilities, CostModel, hookimpl, shipped_constants
 from gla_reference.cost import predicted_seconds
 
 
@@ -24,6 +24,8 @@ def gla_register_backends() -> list[Backend]:
             ops={op.__name__: op for op in ops},
             capabilities=Capabilities(
                 dtypes=frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16}),
+                grouped_values=True,
+                gates=frozenset(GATES),
                 checkpoints=True,
                 swapped_states=True,
                 cuda_graphs=True,

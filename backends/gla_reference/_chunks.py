@@ -7,7 +7,7 @@ Both layouts turn [B, T, H, ...] into [R, H, n, C, ...], where each of the R row
 
 The host reads no values of tensors here, so a packed batch does not make it wait for a device.
 
-B batch   T tokens   H key/value heads   N sequences   C chunk length   K, V key and value width
+B batch   T tokens   H value heads   N sequences   C chunk length   K, V key and value width
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Dense:
         """Carries a state [N, H, K, V] through the chunks: state <- decay[n] * state + update[n].
 
         Args:
-            decay: [R, H, n, K]. update: [R, H, n, K, V]. reverse: whether to go from the last chunk to the first.
+            decay: [R, H, n, K], or [R, H, n, 1]. update: [R, H, n, K, V]. reverse: whether to go from the last chunk to the first.
 
         Returns:
             The state that enters each chunk [R, H, n, K, V], and the state that leaves each sequence [N, H, K, V].

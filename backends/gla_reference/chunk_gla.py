@@ -20,8 +20,12 @@ The gradient of g_j sums over all pairs s < j <= t. A pair contributes its share
 shares are summed from the outer end of the block to token j. No large sums are subtracted, so the gradient is exactly 0
 if alpha_j is 0.
 
-B batch   T tokens   H key/value heads   G query heads per key/value head   N sequences   K, V key and value width
+B batch   T tokens   H value heads, and heads of states and gates   G query heads per value head   N sequences
+K, V key and value width   D keys of a gate: K, or 1 if the keys of a token share a gate
 R rows, n chunks per row, C tokens per chunk (_chunks.py)   L length of a half block   m blocks of 2L
+
+If k has fewer heads than v, each head of k and q is copied for the value heads that read it, and their gradients are
+summed at the end.
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -57,13 +61,13 @@ def chunk_gla_fwd(
     for L in _halves(alpha):
         _scores(A, L).copy_(_rows(_right(q_in, L)) @ _left(k_out, L).mT)
         block_decay = _double(q_in, k_out, block_decay, L)
-    decay = block_decay.squeeze(-2)  # [R, H, n, K]
+    decay = block_decay.squeeze(-2)  # [R, H, n, D]
 
-    start = _state(initial_state, q, k, v, chunks.N)  # [N, H, K, V]
+    start = _state(initial_state, k, v, chunks.N)  # [N, H, K, V]
     entering, final = chunks.scan(start, decay, k_out.mT @ vc)  # [R, H, n, K, V]
     o = (_rows(A) @ vc).add_(_rows(q_in) @ entering)  # [R, H, n, C*G, V]
     o = o.unflatten(-2, (-1, qc.shape[-2]))  # [R, H, n, C, G, V]
-    o = _join(chunks, o, q.shape[:3], v.dtype)
+    o = _join(chunks, o, v.dtype)
     checkpoints = None
     if checkpoint_every is not None:
         dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else entering.dtype
@@ -86,14 +90,14 @@ def chunk_gla_bwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Computes the op; see gla_core/ops/chunk_gla.py."""
     chunks, qc, kc, vc, alpha = _split(q, k, v, g, scale, cu_seqlens)
-    doc = chunks.split(_group(do, k)).to(alpha.dtype)  # [R, H, n, C, G, V]
+    doc = chunks.split(_group(do, v)).to(alpha.dtype)  # [R, H, n, C, G, V]
 
     A = _diagonal_scores(qc, kc)  # [R, H, n, C, G, C]
     dA = (_rows(doc) @ vc.mT).view_as(A)
     dA_tt = dA.diagonal(dim1=3, dim2=5).movedim(-1, 3)[..., None]  # [R, H, n, C, G, 1]
     dq = dA_tt * kc[..., None, :]  # [R, H, n, C, G, K]
     dk = (dA_tt * qc).sum(-2)  # [R, H, n, C, K]
-    dg = torch.zeros_like(alpha)  # [R, H, n, C, K]
+    dg = torch.zeros_like(alpha)  # [R, H, n, C, D]
     q_in, k_out, block_decay = qc.mul_(alpha[..., None, :]), kc, alpha
     upto, after = alpha.clone(), torch.ones_like(alpha)  # products of gates: through t, and after s
     for L in _halves(alpha):
@@ -104,9 +108,9 @@ def chunk_gla_bwd(
         _add_key_gradient(_left(dk, L), _left(dg, L), dscores.mT @ q_right, k_left, _left(after, L))
         _double(upto, after, block_decay, L)
         block_decay = _double(q_in, k_out, block_decay, L)
-    decay = block_decay.squeeze(-2)  # [R, H, n, K]
+    decay = block_decay.squeeze(-2)  # [R, H, n, D]
 
-    start = _state(initial_state, q, k, v, chunks.N)  # [N, H, K, V]
+    start = _state(initial_state, k, v, chunks.N)  # [N, H, K, V]
     update = k_out.mT @ vc  # [R, H, n, K, V]
     if checkpoints is None or checkpoint_every is None:
         entering, _ = chunks.scan(start, decay, update)  # [R, H, n, K, V]
@@ -117,12 +121,12 @@ def chunk_gla_bwd(
     dv = _rows(A).mT @ _rows(doc) + k_out @ leaving  # [R, H, n, C, V]
     _add_query_gradient(dq, dg, _rows(doc) @ entering.mT, q_in, upto)
     _add_key_gradient(dk, dg, vc @ leaving.mT, k_out, after)
-    dg += (decay * (entering * leaving).sum(-1))[..., None, :]  # from the entering state to the leaving state
+    dg += _of_gates(decay * (entering * leaving).sum(-1), dg)[..., None, :]  # from the entering to the leaving state
     return (
-        _join(chunks, scale * dq, q.shape[:3], q.dtype),
-        _join(chunks, dk, k.shape[:3], k.dtype),
-        _join(chunks, dv, v.shape[:3], v.dtype),
-        None if g is None else _join(chunks, dg, g.shape[:3], g.dtype),
+        _sum_of_values(_join(chunks, scale * dq), q).to(q.dtype),
+        _sum_of_values(_join(chunks, dk), k).to(k.dtype),
+        _join(chunks, dv, v.dtype),
+        None if g is None else _sum_of_tokens(_join(chunks, dg), g).to(g.dtype),
         None if initial_state is None else _fresh(dinitial),
     )
 
@@ -131,7 +135,7 @@ def _split(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, cu_s
     """Cuts copies of the arguments into chunks, in the dtype of the computation.
 
     Returns:
-        The layout, scale * q [R, H, n, C, G, K], k and alpha [R, H, n, C, K], v [R, H, n, C, V].
+        The layout, scale * q [R, H, n, C, G, K], k [R, H, n, C, K], v [R, H, n, C, V], alpha [R, H, n, C, D].
     """
     dtype = wide(q.dtype)
     T = q.shape[1]
@@ -141,9 +145,20 @@ def _split(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, cu_s
     def cut(x: Tensor) -> Tensor:
         return chunks.split(x).to(dtype, memory_format=torch.contiguous_format, copy=True)
 
-    kc = cut(k)
-    alpha = torch.ones_like(kc) if g is None else cut(g).exp_()  # 1 past the end of a sequence, where g is 0
-    return chunks, cut(_group(q, k)).mul_(scale), kc, cut(v), alpha
+    q, k = (_for_values(x, k, v) for x in (q, k))
+    gates = q.new_zeros(()).expand(*v.shape[:3], 1) if g is None else for_tokens(g, v)
+    alpha = cut(gates).exp_()  # 1 past the end of a sequence, where g is 0
+    return chunks, cut(_group(q, v)).mul_(scale), cut(k), cut(v), alpha
+
+
+def for_tokens(g: Tensor, v: Tensor) -> Tensor:
+    """Returns a gate of any form as a view [B, T, H, D] for values [B, T, H, V]."""
+    return g if g.ndim == 4 else g[..., None].expand(*v.shape[:3], 1)
+
+
+def _for_values(x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Copies each head of q or k for the value heads that read it; returns x itself if k has as many heads as v."""
+    return x.repeat_interleave(v.shape[2] // k.shape[2], dim=2) if k.shape[2] < v.shape[2] else x
 
 
 def _halves(alpha: Tensor) -> list[int]:
@@ -156,10 +171,10 @@ def _double(q: Tensor, k: Tensor, block_decay: Tensor, L: int) -> Tensor:
 
     The rows of q [.., C, (G,) K] come decayed from the start of their block; right blocks are also decayed by the block
     to their left. The rows of k [.., C, K] come decayed to the end of their block; left blocks are also decayed by the
-    block to their right. block_decay [.., C/L, K] holds the product of the gates of each block.
+    block to their right. block_decay [.., C/L, D] holds the product of the gates of each block.
 
     Returns:
-        The products of the joined blocks [.., C/2L, K].
+        The products of the joined blocks [.., C/2L, D].
     """
     left_decay, right_decay = _left(block_decay, 1), _right(block_decay, 1)  # [R, H, n, m, 1, K]
     q_right, k_left = _right(q, L), _left(k, L)
@@ -188,7 +203,7 @@ def _add_query_gradient(dq: Tensor, dg: Tensor, d: Tensor, q: Tensor, decay: Ten
     """
     d, q = d.view_as(dq), q.view_as(dq)
     dq += d * decay[..., None, :]
-    dg += (d * q).sum(-2).flip(-2).cumsum(-2).flip(-2)
+    dg += _of_gates((d * q).sum(-2), dg).flip(-2).cumsum(-2).flip(-2)
 
 
 def _add_key_gradient(dk: Tensor, dg: Tensor, d: Tensor, k: Tensor, decay: Tensor) -> None:
@@ -197,7 +212,12 @@ def _add_key_gradient(dk: Tensor, dg: Tensor, d: Tensor, k: Tensor, decay: Tenso
     A gate after s decays row s, so dg sums from the start of the block to the token before each gate.
     """
     dk += d * decay
-    dg[..., 1:, :] += (d * k)[..., :-1, :].cumsum(-2)
+    dg[..., 1:, :] += _of_gates(d * k, dg)[..., :-1, :].cumsum(-2)
+
+
+def _of_gates(x: Tensor, dg: Tensor) -> Tensor:
+    """Returns x [.., K] summed over the keys that share a gate: [.., D]."""
+    return x.sum(-1, keepdim=True) if dg.shape[-1] == 1 else x
 
 
 def _left(x: Tensor, L: int) -> Tensor:
@@ -214,20 +234,28 @@ def _rows(x: Tensor) -> Tensor:
     return x.flatten(-3, -2)
 
 
-def _group(q: Tensor, k: Tensor) -> Tensor:
-    """Returns q [B, T, Hq, K] as [B, T, H, G, K]."""
-    return rearrange(q, "b t (h g) d -> b t h g d", h=k.shape[2])
+def _group(q: Tensor, v: Tensor) -> Tensor:
+    """Returns q or do [B, T, H G, ..] as [B, T, H, G, ..]."""
+    return rearrange(q, "b t (h g) d -> b t h g d", h=v.shape[2])
 
 
-def _join(chunks: Dense | Packed, x: Tensor, tokens: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Returns a new tensor [*tokens, D] in `dtype` with the tokens of x [R, H, n, C, (G,) D].
-
-    Args:
-        tokens: B, T, and H or Hq.
-    """
-    out = torch.empty(*tokens, x.shape[-1], dtype=dtype, device=x.device)
-    chunks.join(x, out.unflatten(2, (x.shape[1], -1)) if x.ndim == 6 else out)
+def _join(chunks: Dense | Packed, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns a new tensor [B, T, H (G), ..] with the tokens of x [R, H, n, C, (G,) ..], by default in its dtype."""
+    R, H = x.shape[:2]
+    heads = H * (x.shape[4] if x.ndim == 6 else 1)
+    out = torch.empty(R, chunks.T, heads, x.shape[-1], dtype=dtype or x.dtype, device=x.device)
+    chunks.join(x, out.unflatten(2, (H, -1)) if x.ndim == 6 else out)
     return out
+
+
+def _sum_of_values(dx: Tensor, x: Tensor) -> Tensor:
+    """Sums the gradient of q or k over the value heads that read each head of x."""
+    return dx if dx.shape[2] == x.shape[2] else dx.unflatten(2, (x.shape[2], -1)).sum(3)
+
+
+def _sum_of_tokens(dg: Tensor, g: Tensor) -> Tensor:
+    """Returns the gradient of g in its shape, from the gradient of each token's gates [B, T, H, D]."""
+    return dg if g.ndim == 4 else dg.sum(-1) if g.ndim == 3 else dg.sum((0, 1, 3))
 
 
 def _fresh(states: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -235,9 +263,8 @@ def _fresh(states: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return states.to(dtype or states.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
-def _state(initial: Tensor | None, q: Tensor, k: Tensor, v: Tensor, N: int) -> Tensor:
+def _state(initial: Tensor | None, k: Tensor, v: Tensor, N: int) -> Tensor:
     """Returns the initial state, or zeros [N, H, K, V] if it is None."""
     if initial is not None:
         return initial
-    dtype = wide(q.dtype)
-    return k.new_zeros(N, k.shape[2], k.shape[3], v.shape[3], dtype=dtype)
+    return k.new_zeros(N, v.shape[2], k.shape[3], v.shape[3], dtype=wide(k.dtype))

@@ -54,10 +54,10 @@ def _chunk_gla(call: OpCall) -> Count:
 
     Ten multiplications of a matrix product count as one element.
     """
-    B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
+    B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "Hv", "Hq", "K", "V", "N"))
     C = min(CHUNK, 1 << max(T - 1, 0).bit_length())
     chunks = T // C + N if call.variable_length else ceil_div(T, C)
-    G = Hq / H if H else 0
+    G = max(Hq / H, 1) if H else 0
     halvings = math.log2(C)
     per_token = (1 + G) * (K * (4 + halvings) + 2 * V + K * V / 10) + 2 * G * C + 2 * K * V / C
     if T % C:
@@ -70,10 +70,10 @@ def _chunk_gla(call: OpCall) -> Count:
 
 def _chunk_gla_summary(call: OpCall) -> Count:
     """Counts, per token, the halvings and the product of a forward, without scores and outputs."""
-    B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
+    B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "Hv", "Hq", "K", "V", "N"))
     C = min(CHUNK, 1 << max(T - 1, 0).bit_length())
     chunks = T // C + N if call.variable_length else ceil_div(T, C)
-    G, halvings = Hq / H if H else 0, math.log2(C)
+    G, halvings = max(Hq / H, 1) if H else 0, math.log2(C)
     per_token = K * (4 + halvings) + G * (3 * K + 2 * V + K * V / 10) + 2 * K * V / C
     held = (2 + 2 * G) * K + G * V + 3 * K * V / C
     packed = call.variable_length
@@ -83,7 +83,7 @@ def _chunk_gla_summary(call: OpCall) -> Count:
 
 def _recurrent_gla_step(call: OpCall) -> Count:
     """Counts reading, decaying, multiplying and writing states; a pool's states are also gathered and scattered."""
-    B, H, K, V, P = (call.dims[name] for name in ("B", "H", "K", "V", "P"))
+    B, H, K, V, P = (call.dims[name] for name in ("B", "Hv", "K", "V", "P"))
     return Count(1, B * H * K * V * 2 + P * H * K * V) if call.indexed else Count(0, B * H * K * V)
 
 

@@ -2,7 +2,7 @@
 
     S' = diag(alpha) S + k^T v        o = scale * q S'
 
-B batch   P states in the pool   H key/value heads   G query heads per key/value head   K, V key and value width
+B batch   P states in the pool   H value heads   G query heads per value head   K, V key and value width
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -37,12 +37,21 @@ def recurrent_gla_step(
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Computes one step of the states [B, H, K, V] of a batch."""
     dtype = wide(q.dtype)
-    queries = rearrange(q.to(dtype), "b (h g) k -> b h g k", h=k.shape[1])  # [B, H, G, K]
+    H = v.shape[1]
+    if k.shape[1] < H:  # several value heads read one head of k and q
+        q, k = (x.repeat_interleave(H // k.shape[1], dim=1) for x in (q, k))
+    queries = rearrange(q.to(dtype), "b (h g) k -> b h g k", h=H)  # [B, H, G, K]
     update = k.to(dtype)[..., :, None] * v.to(dtype)[..., None, :]  # [B, H, K, V]
-    kept = state.to(dtype) if g is None else g.to(dtype).exp()[..., None] * state.to(dtype)
+    kept = state.to(dtype) if g is None else _alpha(g, dtype) * state.to(dtype)
     new = kept + update
     o = scale * einsum(queries, new, "b h g k, b h k v -> b h g v")
     return o.flatten(1, 2).to(v.dtype, copy=True), new_state(state).copy_(new)
+
+
+def _alpha(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns exp(g), shaped to multiply states [B, H, K, V]; g is [H], [B, H] or [B, H, K]."""
+    alpha = g.to(dtype).exp()
+    return alpha[..., None] if g.ndim == 3 else alpha[..., None, None]
 
 
 def _step_in_pool(
@@ -50,7 +59,7 @@ def _step_in_pool(
 ) -> tuple[Tensor, Tensor]:
     """Computes one step of the rows pool[indices] in place; rows with an index outside the pool are skipped."""
     if not len(indices) or not len(pool):
-        return v.new_zeros(*q.shape[:2], v.shape[2]), pool
+        return v.new_zeros(len(q), max(q.shape[1], v.shape[1]), v.shape[2]), pool
     used = (indices >= 0) & (indices < len(pool))  # [B]
     indices = torch.where(used, indices, 0)
     state = pool[indices]  # [B, H, K, V]

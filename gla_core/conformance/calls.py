@@ -46,7 +46,7 @@ def chunk(case: Case, **changes: object) -> GlaInputs:
 
 def tokens(x: GlaInputs, start: int | None, stop: int | None, initial_state: Tensor | None = None) -> GlaInputs:
     """Returns the inputs of the tokens `start` to `stop`, with the given initial state and without cu_seqlens."""
-    parts = {name: None if (y := getattr(x, name)) is None else y[:, start:stop] for name in "qkvg"}
+    parts = {name: oracle.tokens_of(getattr(x, name), start, stop) for name in "qkvg"}
     return dataclasses.replace(x, **parts, initial_state=initial_state, cu_seqlens=None)
 
 
@@ -65,7 +65,7 @@ def in_two(x: GlaInputs, cut: int) -> tuple[tuple[Tensor, GlaInputs], tuple[Tens
 
 def _gathered(x: GlaInputs, spans: list[tuple[int, int]]) -> tuple[Tensor, GlaInputs]:
     rows = torch.cat([torch.arange(*span, device=x.q.device) for span in spans])
-    parts = {name: None if (y := getattr(x, name)) is None else y[:, rows] for name in "qkvg"}
+    parts = {name: y if (y := getattr(x, name)) is None or y.ndim == 1 else y[:, rows] for name in "qkvg"}
     if x.cu_seqlens is not None:
         lengths = [end - start for start, end in spans]
         parts["cu_seqlens"] = torch.tensor([0, *lengths], device=x.q.device).cumsum(0)
@@ -134,8 +134,13 @@ def loss_gradients(x: GlaInputs) -> Loss:
     generator = torch.Generator(x.q.device).manual_seed(1)
     N = x.q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     state_dtype = torch.float64 if x.q.dtype == torch.float64 else torch.float32
-    do = normal((*x.q.shape[:3], x.v.shape[-1]), x.q.dtype, generator)
-    return do, normal((N, *x.k.shape[2:], x.v.shape[-1]), state_dtype, generator)
+    do = normal(output_shape(x.q, x.v), x.q.dtype, generator)
+    return do, normal((N, x.v.shape[2], x.k.shape[3], x.v.shape[3]), state_dtype, generator)
+
+
+def output_shape(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Returns the shape of o, [B, T, Ho, V]; [B, Ho, V] for one token."""
+    return (*q.shape[:-2], max(q.shape[-2], v.shape[-2]), v.shape[-1])
 
 
 @functools.lru_cache(maxsize=256)
@@ -232,12 +237,11 @@ def expected_step(x: dict, scale: float | None = None) -> Named:
     q, k, v, g, state, indices = (x[name] for name in ("q", "k", "v", "g", "state", "state_indices"))
     rows = torch.arange(len(q), device=q.device) if indices is None else indices.long()
     used = (rows >= 0) & (rows < len(state))
-    alpha = torch.ones_like(k).double() if g is None else g.double().exp()
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
     before, new = state.double()[rows[used]], state.double().clone()
-    q1, k1, v1, alpha1 = (y.double()[used] for y in (q, k, v, alpha))
-    o = torch.zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64, device=q.device)
-    o[used], new[rows[used]] = oracle.recurrent_gla_step(q1, k1, v1, alpha1, before, factor)
+    q1, k1, v1, g1 = (y if y is None or y.ndim == 1 else y[used][:, None] for y in (q, k, v, g))
+    o = torch.zeros(output_shape(q, v), dtype=torch.float64, device=q.device)
+    o1, new[rows[used]] = oracle.chunk_gla(q1, k1, v1, g1, scale, before)
+    o[used] = o1[:, 0]
     return {"o": o, "state": new}
 
 
@@ -331,8 +335,8 @@ def _public(op: str) -> OpSpec:
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """Returns the values of x [B, T, H, ...] with the memory layout [B, H, T, ...]."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+    """Returns the values of x [B, T, H, ...] with the memory layout [B, H, T, ...]; a constant gate [H] as it is."""
+    return x if x.ndim == 1 else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def with_room(x: Tensor) -> Tensor:

@@ -26,12 +26,12 @@ def chunk_gla(
         Arguments of `gla_core.chunk_gla`, with any dtype and on any device.
 
     Returns:
-        o [B, T, Hq, V] and the final state [N, H, K, V], both float64. o is 0 in rows that belong to no sequence.
+        o [B, T, Ho, V] and the final state [N, Hv, K, V], both float64. o is 0 in rows that belong to no sequence.
     """
     if cu_seqlens is not None:
         return _packed_chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
-    q, k, v = q.double(), k.double(), v.double()
-    alpha = torch.ones_like(k) if g is None else g.double().exp()
+    q, k, v = _of_value_heads(q, v), _of_value_heads(k, v), v.double()
+    alpha = _alpha(g, v)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     state = _zero_state(q, k, v) if initial_state is None else initial_state.double()
     states = []
@@ -55,12 +55,12 @@ def chunk_gla_checkpoints(
     T = q.shape[1]
     if cu_seqlens is None:
         ends = range(0, T, every)
-        states = [chunk_gla(q[:, :t], k[:, :t], v[:, :t], _upto(g, t), None, initial_state)[1] for t in ends]
+        states = [chunk_gla(q[:, :t], k[:, :t], v[:, :t], tokens_of(g, 0, t), None, initial_state)[1] for t in ends]
         return torch.stack(states, dim=1) if states else _zero_state(q, k, v)[:, None][:, :0]
     N = len(cu_seqlens) - 1
     found = _zero_state(q, k, v)[:, None].repeat(1, N + T // every, 1, 1, 1)
     for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-        gate = None if g is None else g[:, a:b]
+        gate = tokens_of(g, a, b)
         before = None if initial_state is None else initial_state[i : i + 1]
         own = chunk_gla_checkpoints(q[:, a:b], k[:, a:b], v[:, a:b], gate, before, None, every)
         first = i + a // every
@@ -68,8 +68,22 @@ def chunk_gla_checkpoints(
     return found
 
 
-def _upto(g: Tensor | None, t: int) -> Tensor | None:
-    return None if g is None else g[:, :t]
+def tokens_of(g: Tensor | None, start: int | None, end: int | None) -> Tensor | None:
+    """Returns the gate of the tokens `start` to `end`; a constant gate [Hv] is that of all tokens."""
+    return g if g is None or g.ndim == 1 else g[:, start:end]
+
+
+def _alpha(g: Tensor | None, v: Tensor) -> Tensor:
+    """Returns the forget gate of each token and value head [B, T, Hv, 1], or of each key of them [B, T, Hv, K]."""
+    if g is None:
+        return torch.ones_like(v[..., :1], dtype=torch.float64)
+    g = g.double() if g.ndim == 4 else g.double()[..., None]
+    return g.expand(*v.shape[:3], g.shape[-1]).exp()
+
+
+def _of_value_heads(x: Tensor, v: Tensor) -> Tensor:
+    """Returns q or k with each head repeated for the value heads that read it, in float64."""
+    return x.double().repeat_interleave(max(v.shape[-2] // x.shape[-2], 1), dim=-2)
 
 
 def chunk_gla_summary(
@@ -79,18 +93,19 @@ def chunk_gla_summary(
     cu_seqlens: Tensor | None = None,
     backwards: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the decay [N, H, K] and the state from zero [N, H, K, V] of each sequence, in float64."""
+    """Returns the decay [N, Hv, K] and the state from zero [N, Hv, K, V] of each sequence, in float64."""
     if cu_seqlens is not None:
         parts = [
-            chunk_gla_summary(left[:, a:b], right[:, a:b], None if g is None else g[:, a:b], None, backwards)
+            chunk_gla_summary(left[:, a:b], right[:, a:b], tokens_of(g, a, b), None, backwards)
             for a, b in itertools.pairwise(cu_seqlens.tolist())
         ]
-        none = [x[:0] for x in chunk_gla_summary(left[:, :0], right[:, :0], None if g is None else g[:, :0])]
+        none = [x[:0] for x in chunk_gla_summary(left[:, :0], right[:, :0], tokens_of(g, 0, 0))]
         decays, states = zip(none, *parts, strict=True)
         return torch.cat(decays), torch.cat(states)
-    H = left.shape[2] if g is None else g.shape[2]
+    H = right.shape[2] if g is None else g.shape[-1] if g.ndim < 4 else g.shape[2]
+    left = _of_value_heads(left, right[:, :, :H])
     left, right = (x.double().unflatten(2, (H, -1)) for x in (left, right))  # [B, T, H, heads of a group, K or V]
-    alpha = torch.ones_like(left[..., 0, :]) if g is None else g.double().exp()
+    alpha = _alpha(g, right[:, :, :, 0])
     decay = left.new_ones(len(left), H, left.shape[-1])
     state = left.new_zeros(*decay.shape, right.shape[-1])
     tokens = range(left.shape[1])
@@ -104,11 +119,11 @@ def chunk_gla_summary(
 def recurrent_gla_step(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, state: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes one token in the dtype of the arguments; returns o [B, Hq, V] and the new state.
+    """Computes one token in the dtype of the arguments; returns o [B, Ho, V] and the new state.
 
     Args:
-        q: [B, Hq, K]. k: [B, H, K]. v: [B, H, V]. state: [B, H, K, V].
-        alpha: [B, H, K], the forget gate exp(g), not its logarithm g.
+        q: [B, Ho, K]. k: [B, Hv, K]. v: [B, Hv, V]. state: [B, Hv, K, V].
+        alpha: [B, Hv, K] or [B, Hv, 1], the forget gate exp(g), not its logarithm g.
     """
     state = _next_state(k, v, alpha, state)
     return _read(q, state, scale), state
@@ -156,7 +171,7 @@ def _packed_chunk_gla(
     """Computes each sequence on its own. o is 0 in the rows before the first sequence and after the last."""
     o, states = [_zero_rows(q, v, int(cu_seqlens[0]))], [_zero_state(q, k, v)[:0]]
     for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-        gate = None if g is None else g[:, a:b]
+        gate = tokens_of(g, a, b)
         before = None if initial_state is None else initial_state[i : i + 1]
         o_i, state = chunk_gla(q[:, a:b], k[:, a:b], v[:, a:b], gate, scale, before)
         o.append(o_i)
@@ -166,8 +181,10 @@ def _packed_chunk_gla(
 
 
 def _zero_rows(q: Tensor, v: Tensor, rows: int) -> Tensor:
-    return torch.zeros(q.shape[0], rows, q.shape[2], v.shape[-1], dtype=torch.float64, device=q.device)
+    heads = max(q.shape[2], v.shape[2])
+    return torch.zeros(q.shape[0], rows, heads, v.shape[-1], dtype=torch.float64, device=q.device)
 
 
 def _zero_state(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.zeros(q.shape[0], *k.shape[2:], v.shape[-1], dtype=torch.float64, device=q.device)
+    shape = q.shape[0], v.shape[2], k.shape[3], v.shape[3]
+    return torch.zeros(shape, dtype=torch.float64, device=q.device)

@@ -76,7 +76,7 @@ def test_grouped_queries_backwards(backend, case, measure):
 
 
 @both_directions
-@over(SUMMARY, "last_chunk_partial", "minus_infinity", "ungated", dtypes="in_turn")
+@over(SUMMARY, "last_chunk_partial", "minus_infinity", "ungated", "per_head", dtypes="in_turn")
 @pytest.mark.parametrize("cut", [1, 64, 77])
 def test_two_parts_equal_the_whole(backend, case, backwards, cut, measure):
     x = summary(case, backwards)

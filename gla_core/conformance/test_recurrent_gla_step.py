@@ -7,10 +7,10 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance import oracle
-from gla_core.conformance.calls import expected_step, poisoned, run_step, step, three_runs
+from gla_core.conformance.calls import expected_step, output_shape, poisoned, run_step, step, three_runs
 from gla_core.conformance.cases import over
 from gla_core.conformance.tolerances import FORWARD
-from gla_core.workloads.inputs import gla_inputs
+from gla_core.workloads.inputs import gla_inputs, token_of
 
 STEP = "recurrent_gla_step"
 
@@ -19,7 +19,7 @@ STEP = "recurrent_gla_step"
 def test_values(backend, case, measure, layout):
     x = step(case)
     out = run_step(x, backend.name)
-    like = {"o": ((*x["q"].shape[:2], x["v"].shape[-1]), case.dtype), "state": (x["state"].shape, x["state"].dtype)}
+    like = {"o": (output_shape(x["q"], x["v"]), case.dtype), "state": (x["state"].shape, x["state"].dtype)}
     measure(out, expected_step(x), FORWARD[case.dtype])
     layout(out, like, case.device, {name: y for name, y in x.items() if y is not None})
 
@@ -111,7 +111,7 @@ def test_steps_in_a_row(backend, case, measure):
     o, state = oracle.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state)
     outs = []
     for t in range(20):
-        token = {name: None if (y := getattr(x, name)) is None else y[:, t] for name in "qkvg"}
+        token = {name: token_of(getattr(x, name), t) for name in "qkvg"}
         outs.append(
             run_step({**token, "state": x.initial_state, "state_indices": None}, backend.name, inplace=True)["o"]
         )
@@ -122,7 +122,8 @@ def test_steps_in_a_row(backend, case, measure):
 def test_strided_views(backend, case, measure):
     """Tokens may be slices of [B, 3, H, ...], and states transposed from [H, P, K, V], in place or not."""
     x = step(case)
-    views = {name: None if (y := x[name]) is None else torch.stack([y, y, y], 1)[:, 1] for name in "qkvg"}
+    views = {name: None if (y := x[name]) is None else torch.stack([y, y, y], y.ndim > 1) for name in "qkvg"}
+    views = {name: None if y is None else y.select(y.ndim > 2, 1) for name, y in views.items()}
     for inplace in (False, True):
         views["state"] = x["state"].transpose(0, 1).contiguous().transpose(0, 1)
         out = run_step({**views, "state_indices": x["state_indices"]}, backend.name, inplace=inplace)

@@ -43,6 +43,16 @@ CHUNK = 64
 """A number of tokens. Sequences are cut into segments, and checkpoints are taken, at multiples of it."""
 
 
+GATES: Mapping[str, str] = MappingProxyType(
+    {
+        "constant": "for each head [Hv]",
+        "head": "for each token and head [B, T, Hv]",
+        "key": "for each key [B, T, Hv, K]",
+    }
+)
+"""The forms of a gate g, in words. A decoding step has no T, and its gates per head are [B, Hv]."""
+
+
 def declare_op(name: str, parameters: tuple[str, ...], required: frozenset[str]) -> None:
     """Makes an abstract op known to backends and requests."""
     _parameters[name], _required[name] = parameters, required
@@ -71,6 +81,8 @@ class Capabilities:
         key_widths, value_widths: the head widths K and V that the backend computes, such as `range(16, 257, 16)`.
         variable_length: whether it takes packed sequences (`cu_seqlens`).
         grouped_queries: whether there may be more query heads than key/value heads.
+        grouped_values: whether there may be more value heads than key heads.
+        gates: the forms of gates that it takes, from `GATES`; a call without a gate is always legal.
         gradients: whether the forward may run if a gradient is needed. This backend or another computes the backward.
         checkpoints: whether `chunk_gla_fwd` returns checkpoints if `checkpoint_every` is given.
         swapped_states: whether it takes states whose last two dimensions are swapped in memory: keys are contiguous
@@ -90,6 +102,8 @@ class Capabilities:
     value_widths: range = range(1, 2**31)
     variable_length: bool = True
     grouped_queries: bool = True
+    grouped_values: bool = False
+    gates: frozenset[str] = frozenset({"key"})
     gradients: bool = True
     checkpoints: bool = False
     swapped_states: bool = False
@@ -146,9 +160,10 @@ class OpCall:
         op: name of the abstract op.
         device: device of every tensor of the call.
         dtype: dtype of q (or x).
-        dims: sizes by name, as gla_core/ops/<op>.py lists them: B, T, H, Hq, K, V, N for `chunk_gla_fwd` and
+        dims: sizes by name, as gla_core/ops/<op>.py lists them: B, T, H, Hq, Hv, K, V, N for `chunk_gla_fwd` and
             `chunk_gla_bwd`, rows and columns for `online_softmax`.
         gate_dtype, state_dtype: dtype of g and of the given state; None if there is none.
+        gate_form: the form of g, from `GATES`; None if there is no g.
         variable_length: whether `cu_seqlens` is given.
         longest: an upper bound on the length of the longest packed sequence. The user gives it, or a prediction
             supposes it. None if there is no bound.
@@ -172,6 +187,7 @@ class OpCall:
     dtype: torch.dtype
     dims: Mapping[str, int]
     gate_dtype: torch.dtype | None = None
+    gate_form: str | None = None
     state_dtype: torch.dtype | None = None
     variable_length: bool = False
     longest: int | None = None
@@ -276,13 +292,13 @@ def checkpoint_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def new_checkpoints(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, every: int) -> torch.Tensor:
-    """Returns memory for the checkpoints [B, n, H, K, V] of chunk_gla_fwd. For packed sequences it is filled with
+    """Returns memory for the checkpoints [B, n, Hv, K, V] of chunk_gla_fwd. For packed sequences it is filled with
     zeros, because they leave some rows unwritten.
     """
-    B, T, H, K = k.shape
+    B, T, Hv, V = v.shape
     N, allocate = number_of_sequences(B, cu_seqlens), v.new_empty if cu_seqlens is None else v.new_zeros
     n = checkpoint_rows(T, N, every, packed=cu_seqlens is not None)
-    return allocate(B, n, H, K, v.shape[3], dtype=checkpoint_dtype(k.dtype))
+    return allocate(B, n, Hv, k.shape[3], V, dtype=checkpoint_dtype(k.dtype))
 
 
 def supports_everything(call: OpCall) -> Reason | None:
@@ -431,6 +447,11 @@ def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:
         return "has no packed sequences; call it per sequence, without cu_seqlens"
     if call.dims.get("Hq", 0) != call.dims.get("H", 0) and not can.grouped_queries:
         return f"has no grouped queries; q has {call.dims['Hq']} heads and k has {call.dims['H']}"
+    if call.dims.get("Hv", 0) > call.dims.get("H", 0) and not can.grouped_values:
+        return f"has no groups of value heads; v has {call.dims['Hv']} heads and k has {call.dims['H']}"
+    if call.gate_form is not None and call.gate_form not in can.gates:
+        taken = _any_of([words for form, words in GATES.items() if form in can.gates])
+        return f"takes a gate {taken}; g has one {GATES[call.gate_form]}: expand it, or request another backend"
     if call.needs_grad and not can.gradients:
         return "has no gradients; call it under torch.no_grad()"
     if call.checkpoints and not can.checkpoints:

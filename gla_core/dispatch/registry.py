@@ -22,6 +22,7 @@ import torch
 from gla_core.dispatch import hookspecs
 from gla_core.dispatch.backend import (
     DEVICE_FACTS,
+    GATES,
     OP_PARAMETERS,
     OP_REQUIRED,
     Backend,
@@ -239,6 +240,7 @@ _CAPABILITIES: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "min_compute_capability": (_is_compute_capability, "two integers such as (8, 0)"),
     "key_widths": (_is_widths, "a range, not empty"),
     "value_widths": (_is_widths, "a range, not empty"),
+    "gates": (lambda x: isinstance(x, frozenset) and x <= set(GATES), f"a set of {', '.join(map(repr, GATES))}"),
     "batch_invariant": (_is_set_of_devices, "a set of device types such as 'cuda'"),
 }
 _FLAG = (lambda x: isinstance(x, bool), "True or False")

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gla_core.ops.spec import OpSpec
+from gla_core.ops.spec import OpSpec, size_of
 
 
 def gradient(
@@ -78,8 +78,8 @@ def _zeros(op: OpSpec, args: Sequence[Any], i: int) -> Tensor:
     sizes: dict[str, int] = {}
     for argument, x in zip(op.arguments, args, strict=True):
         if argument.shape is not None and x is not None:
-            sizes |= zip(argument.shape.split(), x.shape, strict=True)
+            sizes |= zip(argument.dims(x), x.shape, strict=True)
     shape, dtype = op.arguments[i].shape, op.arguments[i].dtype
     assert shape is not None
     assert dtype is not None
-    return args[0].new_zeros([sizes[name] for name in shape.split()], dtype=dtype.allowed(args[0].dtype)[0])
+    return args[0].new_zeros([size_of(name, sizes) for name in shape.split()], dtype=dtype.allowed(args[0].dtype)[0])

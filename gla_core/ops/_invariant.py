@@ -4,7 +4,7 @@ A backend that does not honour `OpCall.batch_invariant` is called separately for
 call always returns the same bits. A segment depends on the segments before it only through the state that enters it.
 See `gla_core.batch_invariant`.
 
-B batch   T tokens   H key/value heads   N sequences   K, V key and value width   n rows of checkpoints
+B batch   T tokens   H key heads   Hv value heads   N sequences   K, V key and value width   n rows of checkpoints
 """
 
 from __future__ import annotations
@@ -41,12 +41,17 @@ class Segment(NamedTuple):
     row: int
 
     def of(self, *tensors: Tensor | None) -> list[Tensor | None]:
-        """Returns these tokens of tensors [B, T, ...]."""
-        return [None if x is None else x[self.b : self.b + 1, self.start : self.end].contiguous() for x in tensors]
+        """Returns these tokens of tensors [B, T, ...]; a constant gate [Hv] has none, and is returned itself."""
+        rows = slice(self.b, self.b + 1), slice(self.start, self.end)
+        return [x if x is None or x.ndim == 1 else x[rows].contiguous() for x in tensors]
 
     def write(self, x: Tensor | None, found: Tensor | None) -> None:
-        """Writes `found` to these tokens of x [B, T, ...]."""
-        if x is not None and found is not None:
+        """Writes `found` to these tokens of x [B, T, ...]; adds it to the gradient x of a constant gate [Hv]."""
+        if x is None or found is None:
+            return
+        if x.ndim == 1:
+            x += found
+        else:
             x[self.b : self.b + 1, self.start : self.end] = found
 
 
@@ -100,14 +105,14 @@ def _segments(
 
 
 def _states(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, given: Tensor | None) -> Tensor:
-    """Returns a copy of the given states [N, H, K, V], or zeros if None is given.
+    """Returns a copy of the given states [N, Hv, K, V], or zeros if None is given.
 
     They are the states that enter the sequences, or the gradients of the final states.
     """
     if given is not None:
         return given.clone(memory_format=torch.contiguous_format)
     N = number_of_sequences(len(k), cu_seqlens)
-    return k.new_zeros(N, *k.shape[2:], v.shape[3], dtype=wide(k.dtype))
+    return k.new_zeros(N, v.shape[2], k.shape[3], v.shape[3], dtype=wide(k.dtype))
 
 
 def _forwards(
@@ -145,7 +150,7 @@ def _forward(
     checkpoint_every: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Computes chunk_gla_fwd, segment by segment."""
-    o = v.new_zeros(*q.shape[:3], v.shape[3])
+    o = v.new_zeros(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
     states = _states(k, v, cu_seqlens, initial_state)
     checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
     parts = _segments(tokens, q, cu_seqlens, checkpoint_every)
@@ -175,9 +180,7 @@ def _backward(
     states = _states(k, v, cu_seqlens, initial_state)
     computed = _forwards(compute, _segments(tokens, q, cu_seqlens), (q, k, v, g), scale, states, None)
     entered = [(part, state) for part, state, *_ in computed]
-    gradients = [
-        None if x is None else torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g)
-    ]
+    gradients = [_zeros_like(x) for x in (q, k, v, g)]
     dstates = _states(k, v, cu_seqlens, dstate)
     for part, state in reversed(entered):
         leaving = dstates[part.n : part.n + 1]
@@ -190,7 +193,16 @@ def _backward(
     assert dq is not None
     assert dk is not None
     assert dv is not None
+    dg = None if g is None or dg is None else dg.to(g.dtype)
     return dq, dk, dv, dg, None if initial_state is None else dstates
+
+
+def _zeros_like(x: Tensor | None) -> Tensor | None:
+    """Returns zeros for the gradient of x, in a wide dtype if it is a sum over segments: the one of a constant gate."""
+    if x is None:
+        return None
+    dtype = wide(x.dtype) if x.ndim == 1 else x.dtype
+    return torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _step(
@@ -206,13 +218,13 @@ def _step(
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
     """Computes recurrent_gla_step, row by row."""
-    o = v.new_zeros(*q.shape[:2], v.shape[2])
+    o = v.new_zeros(len(q), max(q.shape[1], v.shape[1]), v.shape[2])
     new = state if inplace else new_state(state).copy_(state)
     for b in range(len(q)):
         row = slice(b, b + 1)
         own = new[row] if state_indices is None else new
         indices = None if state_indices is None else state_indices[row]
-        inputs = [None if x is None else x[row].contiguous() for x in (q, k, v, g)]
+        inputs = [x if x is None or x.ndim == 1 else x[row].contiguous() for x in (q, k, v, g)]
         o[row], _ = compute("recurrent_gla_step", *inputs, own, scale, indices, True)
     return o, new
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gla_core.ops.spec import INDICES, OFFSETS, OpSpec
 
-SPREAD = {"B": "B", "N": "B", "P": "B", "H": "H", "Hq": "H"}
+SPREAD = {"B": "B", "N": "B", "P": "B", "H": "H", "Hq": "H", "Hv": "H", "Ho": "H"}
 """Maps the names of the dimensions that may be spread over ranks to sequences (B) or heads (H)."""
 
 TOKENS = {
@@ -39,7 +39,6 @@ def taking_dtensors(spec: OpSpec, call: Callable[..., Any], in_place: bool) -> C
             the first result.
     """
     results = spec.results[:1] if in_place else spec.results
-    shapes = {argument.name: (argument.shape or "").split() for argument in spec.arguments}
 
     def call_any(*args: Any) -> Any:
         if type(args[0]) is Tensor or not is_dtensor(args[0]):
@@ -47,14 +46,17 @@ def taking_dtensors(spec: OpSpec, call: Callable[..., Any], in_place: bool) -> C
         from torch.distributed.tensor.experimental import local_map
 
         given = dict(zip(spec.parameters, args, strict=False))
+        shapes = {a.name: a.dims(x) for a in spec.arguments if isinstance(x := given.get(a.name), Tensor)}
         along, outputs = _along(spec, shapes, given), []
         inputs = [_placements(shapes[name], along) if is_dtensor(x) else None for name, x in given.items()]
         for result in results:
-            shape = shapes[result.like] if result.like else result.shape.split()
             absent = given[result.like] is None if result.like else result.when and not result.when(given)
-            outputs.append(None if absent else _placements(shape, along))
+            shape = shapes.get(result.like, []) if result.like else result.shape.split()
+            outputs.append(None if absent else _placements(shape, along, sums=result.name == f"d{result.like}"))
+        gradients = [_placements(shapes[name], along, sums=True) if is_dtensor(x) else None for name, x in given.items()]
         rest = [None] * (len(args) - len(inputs))
         where: dict[str, Any] = {"device_mesh": args[0].device_mesh, "redistribute_inputs": not in_place}
+        where["in_grad_placements"] = (*gradients, *rest)
         return local_map(call, tuple(outputs), (*inputs, *rest), **where)(*args)
 
     return call_any
@@ -91,12 +93,18 @@ def is_dtensor(x: Any) -> bool:
     return isinstance(x, Tensor) and hasattr(x, "device_mesh")
 
 
-def _placements(shape: Sequence[str], along: Along) -> tuple[Any, ...]:
-    """Returns the placements on a mesh of a tensor whose dimensions have these names."""
-    from torch.distributed.tensor import Replicate, Shard
+def _placements(shape: Sequence[str], along: Along, sums: bool = False) -> tuple[Any, ...]:
+    """Returns the placements on a mesh of a tensor whose dimensions have these names.
 
-    kinds = [SPREAD.get(name) for name in shape]
-    return tuple(Shard(kinds.index(kind)) if kind and kind in kinds else Replicate() for kind in along)
+    Args:
+        sums: whether the tensor is the gradient of an argument. If it lacks a dimension that is spread, as the gradient
+            of a constant gate lacks the batch, each rank has its own share of the sum.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    kinds, whole = [SPREAD.get(name) for name in shape], Replicate()
+    missing = Partial() if sums else whole
+    return tuple(Shard(kinds.index(k)) if k in kinds else missing if k else whole for k in along)
 
 
 def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str, Any]) -> Along:

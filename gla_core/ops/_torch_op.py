@@ -7,6 +7,7 @@ dispatcher op and an `autograd.Function`, made of the same functions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -127,7 +128,8 @@ def torch_op(
         _flops.count(getattr(torch.ops.gla, name), flops)
 
     def batched(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
-        return (vmap or _join_batch)(call, info.batch_size, in_dims, args)
+        rule = vmap or functools.partial(_join_batch, spec)
+        return rule(call, info.batch_size, in_dims, args)
 
     torch.library.register_vmap(f"gla::{name}", batched, lib=_library)
     if backward is not None:
@@ -218,18 +220,38 @@ def refuse_in_place(*_: Any) -> NoReturn:
     raise NotImplementedError("torch.func transforms no step in place; call it with inplace=False")
 
 
-def _join_batch(call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
+def _join_batch(spec: OpSpec | None, call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
+    """Computes the rule of torch.vmap: the new dimension, of `size`, joins the batch."""
+    constant = _constant_gate(spec, in_dims, args)
     joined = []
-    for x, dim in zip(args, in_dims, strict=True):
+    for i, (x, dim) in enumerate(zip(args, in_dims, strict=True)):
         if isinstance(x, Tensor) and not x.is_floating_point():
             raise NotImplementedError(
                 "torch.vmap goes over neither packed sequences (cu_seqlens) nor a pool of states (state_indices); "
                 "give them a batch dimension, or call the op once for each"
             )
         if isinstance(x, Tensor):
-            x = (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+            x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            if i == constant:  # it has no batch, and becomes a gate of each token and head
+                tokens = joined[0].shape[: joined[0].ndim - 2]
+                x = x.view(size, *[1] * len(tokens), -1).expand(size, tokens[0] // size, *tokens[1:], -1)
+            x = x.flatten(0, 1)
         joined.append(x)
     results = _without_none(joined[0], call(*joined))
     # An empty tensor of one dimension stands for a result that is None.
     parts = [x if x.ndim == 1 else x.unflatten(0, (size, x.shape[0] // size)) for x in results]
+    if spec is not None and constant is not None:
+        gate = spec.parameters[constant]
+        parts = [
+            x.flatten(1, -2).sum(1) if result.like == gate and x.ndim > 1 else x
+            for result, x in zip(spec.results, parts, strict=False)
+        ]
     return tuple(parts), tuple(None if x.ndim == 1 else 0 for x in results)
+
+
+def _constant_gate(spec: OpSpec | None, in_dims: tuple, args: tuple) -> int | None:
+    """Returns the position of the gate if it is constant, so that it has no batch."""
+    for i, argument in enumerate(spec.arguments if spec is not None else ()):
+        if argument.forms is not None and isinstance(args[i], Tensor):
+            return i if args[i].ndim - (in_dims[i] is not None) == 1 else None
+    return None

@@ -39,6 +39,15 @@ def tensor(name: str, x: Any, shape: str, sizes: dict[str, Any]) -> None:
     sizes.update(zip(names, found, strict=True))
 
 
+def tensor_of_any(name: str, x: Any, shapes: tuple[str, ...], sizes: dict[str, Any]) -> None:
+    """Checks x as `tensor` does, against the one of several shapes that has its number of dimensions."""
+    fitting = [shape for shape in shapes if not isinstance(x, Tensor) or len(shape.split()) == x.ndim]
+    if fitting:
+        return tensor(name, x, fitting[-1], sizes)
+    expected = " or ".join(f"[{', '.join(shape.split())}]" for shape in shapes)
+    raise ValueError(f"{name} has shape {list(x.shape)}; expected {expected}")
+
+
 def dtype(name: str, x: Tensor, allowed: Iterable[torch.dtype], why: str = "") -> None:
     """Raises TypeError unless x has one of the allowed dtypes; `why` ends the message."""
     if x.dtype not in allowed:

@@ -1,6 +1,6 @@
 """Computes gated linear attention over sequences: the abstract ops chunk_gla_fwd and chunk_gla_bwd, and `chunk_gla`.
 
-Per head, with alpha_t = exp(g_t):
+Per value head, with alpha_t = exp(g_t), a number for each key or one number:
 
     S_t = diag(alpha_t) S_{t-1} + k_t^T v_t        S in R^{K x V}
     o_t = scale * q_t S_t
@@ -9,7 +9,10 @@ and, with dS_t the gradient that reaches the state after step t,
 
     dS_{t-1} = diag(alpha_t) dS_t                   dS_t also receives scale * q_t^T do_t before that
     dq_t = scale * S_t do_t        dk_t = dS_t v_t        dv_t = k_t dS_t
-    dg_t = alpha_t * sum_V (S_{t-1} * dS_t)
+    dg_t = alpha_t * sum_V (S_{t-1} * dS_t)         summed over the keys, or over keys and tokens, that share a gate
+
+Query head i reads key/value head i // (Hq/H), or value head i reads query and key head i // (Hv/H): one of Hq and Hv
+may be a multiple of H, and Ho, the heads of o, is the larger one.
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 
@@ -23,7 +26,7 @@ A backend's functions receive and return
 Here state is the final state, and dstate is its gradient or None. Each gradient has the shape and dtype of its input.
 Rows outside cu_seqlens[0] to cu_seqlens[N] belong to no sequence: whatever they hold, their o and gradients are 0.
 
-**Checkpoints** [B, n, H, K, V] are the states before the tokens 0, L, 2 L, .. of a sequence, with L = checkpoint_every,
+**Checkpoints** [B, n, Hv, K, V] are the states before the tokens 0, L, 2 L, .. of a sequence, with L = checkpoint_every,
 a multiple of 64. The first is the initial state of the sequence, or 0 without one.
 
     n = ceil(T / L)       checkpoint j of sequence b is [b, j]
@@ -75,8 +78,8 @@ class ChunkGla(NamedTuple):
     """Holds the results of `chunk_gla`.
 
     Attributes:
-        o: outputs [B, T, Hq, V], dtype of v.
-        state: the final state [N, H, K, V]; None unless asked for. Its type is `Tensor | Any`, so that a caller that
+        o: outputs [B, T, Ho, V], dtype of v.
+        state: the final state [N, Hv, K, V]; None unless asked for. Its type is `Tensor | Any`, so that a caller that
             asks for it needs no assertion for a type checker.
     """
 
@@ -151,12 +154,14 @@ def chunk_gla(
     Args:
         q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
         k: keys [B, T, H, K], dtype of q.
-        v: values [B, T, H, V], dtype of q.
-        g: natural logarithm of the forget gate [B, T, H, K], dtype of q or float32, in [-inf, 0]. None means no decay.
-            For one gate a head [B, T, H] pass g.unsqueeze(-1).expand(-1, -1, -1, K). Only with GLA_CHECK=1 in the
-            environment are the values read; values above 0 then raise ValueError.
+        v: values [B, T, Hv, V], dtype of q. Value head i reads query and key head i // (Hv/H). Hv is H, or a multiple
+            of H if Hq is H.
+        g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]. Its shape is its form: [B, T, Hv,
+            K] for each key, [B, T, Hv] for each token and head, or [Hv] for each head, the same for all tokens. None
+            means no decay. Only with GLA_CHECK=1 in the environment are the values read; values above 0 then raise
+            ValueError.
         scale: factor of the output; None means K^-1/2.
-        initial_state: the state before the first token [N, H, K, V], float32 (float64 with float64 inputs). None means
+        initial_state: the state before the first token [N, Hv, K, V], float32 (float64 with float64 inputs). None means
             0.
         output_final_state: whether to return the state after the last token.
         cu_seqlens: offsets of packed sequences [N+1], int32 or int64 on q's device; B is 1. Sequence i is rows
@@ -167,13 +172,14 @@ def chunk_gla(
         max_seqlen: the number of tokens of the longest packed sequence, or an upper bound. It is a hint: `auto`
             chooses a backend by it, and a backend chooses its kernels. Results differ only by rounding. Without it the
             lengths are unknown, because they are on the device.
-        state_v_first: whether initial_state, the final state and the checkpoints have V before K: [N, H, V, K]. The
+        state_v_first: whether initial_state, the final state and the checkpoints have V before K: [N, Hv, V, K]. The
             returned ones are views of memory in which K comes first. This adds no copy if the backend takes states
             with their last two dimensions swapped.
 
     Returns:
-        `o` [B, T, Hq, V] with the dtype of v, and `state`, the final state [N, H, K, V] with the dtype of initial_state
-        (None unless asked for). With checkpoint_every = L also `checkpoints` [B, n, H, K, V], bfloat16 with bfloat16
+        `o` [B, T, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv, and `state`, the final state
+        [N, Hv, K, V] with the dtype of initial_state (None unless asked for). With checkpoint_every = L also
+        `checkpoints` [B, n, Hv, K, V], bfloat16 with bfloat16
         inputs, else with the dtype of the final state. Row [b, j] is the state that enters token j L of sequence b;
         n = ceil(T / L). With cu_seqlens, row [0, i + cu_seqlens[i] // L + j] is the state that enters token j L of
         sequence i; n = N + T // L, and all other rows are 0. Checkpoints carry no gradient.
@@ -221,14 +227,16 @@ def interval_for_backward(backend: str | None) -> int | None:
 interval_for_backward._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-_SIZES = {"B": "B", "T": "T", "H": "H", "Hq": "H", "K": "K", "V": "V", "N": "B"}
+_SIZES = {"B": "B", "T": "T", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "N": "B"}
+GATE_SHAPES = {"constant": "Hv", "head": "B T Hv", "key": "B T Hv K"}
+"""The shape of each form of a gate."""
 _SEQUENCES = (
     Argument("q", "Tensor", "B T Hq K", INPUT, differentiable=True),
     Argument("k", "Tensor", "B T H K", AS_INPUT, differentiable=True),
-    Argument("v", "Tensor", "B T H V", AS_INPUT, differentiable=True),
-    Argument("g", "Tensor?", "B T H K", GATE, None, differentiable=True, without_last="one gate a head"),
+    Argument("v", "Tensor", "B T Hv V", AS_INPUT, differentiable=True),
+    Argument("g", "Tensor?", "B T Hv K", GATE, None, differentiable=True, forms=GATE_SHAPES),
     Argument("scale", "float?", default=None, in_call=False),
-    Argument("initial_state", "Tensor?", "N H K V", STATE, None, differentiable=True),
+    Argument("initial_state", "Tensor?", "N Hv K V", STATE, None, differentiable=True),
 )
 _OFFSETS = Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None)
 _INTERVAL = Argument("checkpoint_every", "int?", default=None)
@@ -260,15 +268,15 @@ def _check_values(*args: Any) -> None:
 
 
 def _forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    """Counts k^T v for each key/value head, and the product of q and the state for each query head."""
+    """Counts k^T v for each value head, and the product of q and the state for each head of o."""
     B, T, Hq, K = q
-    return 2 * B * T * (Hq + k[2]) * K * v[3]
+    return 2 * B * T * (max(Hq, v[2]) + v[2]) * K * v[3]
 
 
 def _backward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    """Counts dq and q^T do for each query head, and dk, dv and the states once more for each key/value head."""
+    """Counts dq and q^T do for each head of o, and dk, dv and the states once more for each value head."""
     B, T, Hq, K = q
-    return 2 * B * T * (2 * Hq + 3 * k[2]) * K * v[3]
+    return 2 * B * T * (2 * max(Hq, v[2]) + 3 * v[2]) * K * v[3]
 
 
 FORWARD = OpSpec(
@@ -276,9 +284,9 @@ FORWARD = OpSpec(
     public="chunk_gla",
     arguments=(*_SEQUENCES, Argument("output_final_state", "bool", default=False), _OFFSETS, _INTERVAL, _LONGEST),
     results=(
-        Result("o", "B T Hq V"),
-        Result("state", "N H K V", STATE, when=lambda given: given["output_final_state"]),
-        Result("checkpoints", "B n H K V", CHECKPOINTS, when=lambda given: given["checkpoint_every"] is not None),
+        Result("o", "B T Ho V"),
+        Result("state", "N Hv K V", STATE, when=lambda given: given["output_final_state"]),
+        Result("checkpoints", "B n Hv K V", CHECKPOINTS, when=lambda given: given["checkpoint_every"] is not None),
     ),
     sizes=_SIZES,
     bind=_bind,
@@ -292,10 +300,10 @@ BACKWARD = OpSpec(
     arguments=(
         *(dataclasses.replace(argument, differentiable=False) for argument in _SEQUENCES),
         _OFFSETS,
-        Argument("checkpoints", "Tensor?", "B n H K V", CHECKPOINTS, None),
+        Argument("checkpoints", "Tensor?", "B n Hv K V", CHECKPOINTS, None),
         _INTERVAL,
-        Argument("do", "Tensor", "B T Hq V", AS_INPUT, None),
-        Argument("dstate", "Tensor?", "N H K V", STATE_GRADIENT, None),
+        Argument("do", "Tensor", "B T Ho V", AS_INPUT, None),
+        Argument("dstate", "Tensor?", "N Hv K V", STATE_GRADIENT, None),
         _LONGEST,
     ),
     results=tuple(Result(f"d{name}", like=name) for name in ("q", "k", "v", "g", "initial_state")),

@@ -1,6 +1,6 @@
 """Summarises parts of a sequence by a decay and a state: the abstract op chunk_gla_summary, and two public functions.
 
-Per head, with alpha_t = exp(g_t), for the tokens 1 to T of a part:
+Per value head, with alpha_t = exp(g_t), for the tokens 1 to T of a part:
 
     D = alpha_1 * .. * alpha_T
     S = sum over t of (k_t * alpha_{t+1} * .. * alpha_T)^T v_t        forwards: `chunk_gla_summary`
@@ -21,9 +21,9 @@ A backend's function receives and returns
 
     chunk_gla_summary(left, right, g, cu_seqlens, backwards) -> (decay, state)
 
-Forwards, left = k [B, T, H, K] and right = v [B, T, H, V]. Backwards, left = q [B, T, Hq, K] and right = do
-[B, T, Hq, V]; the products of the Hq/H heads that share a head of g are summed, because they share a state. Rows
-outside cu_seqlens[0] to cu_seqlens[N] belong to no sequence; an empty sequence has decay 1 and state 0.
+Forwards, left = k [B, T, H, K] and right = v [B, T, Hv, V]. Backwards, left = q [B, T, Hq, K] and right = do
+[B, T, Ho, V], with the heads of `chunk_gla`; the products of the Hq/H query heads that share a state are summed. decay
+is [N, Hv, K] for every form of gate. Rows outside cu_seqlens[0] to cu_seqlens[N] belong to no sequence; an empty sequence has decay 1 and state 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch import Tensor
 from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run
 from gla_core.ops._torch_op import refuse_tangents, torch_op_of
-from gla_core.ops.chunk_gla import torch_bwd
+from gla_core.ops.chunk_gla import GATE_SHAPES, torch_bwd
 from gla_core.ops.spec import AS_INPUT, GATE, INPUT, OFFSETS, WIDE, Argument, OpSpec, Result
 
 _NO_GRADIENT = "chunk_gla_gradient_summary has no gradient; call it under torch.no_grad()"
@@ -60,16 +60,17 @@ def chunk_gla_summary(
 
     Args:
         k: keys [B, T, H, K], float64, float32, float16 or bfloat16.
-        v: values [B, T, H, V], dtype of k.
-        g: natural logarithm of the forget gate [B, T, H, K], dtype of k or float32, in [-inf, 0]. None means no decay.
+        v: values [B, T, Hv, V], dtype of k. Value head i reads key head i // (Hv/H).
+        g: natural logarithm of the forget gate [B, T, Hv, K], [B, T, Hv] or [Hv], dtype of k or float32, in [-inf, 0].
+            None means no decay.
         cu_seqlens: offsets of packed sequences [N+1], int32 or int64 on k's device; B is 1. Sequence i is rows
             cu_seqlens[i] to cu_seqlens[i+1]. Empty sequences are legal. Rows after the last offset belong to no
             sequence. None means one sequence per row of the batch, N = B.
         backend: a request such as "reference"; see `use_backend`.
-        state_v_first: whether to return the state as a view [N, H, V, K].
+        state_v_first: whether to return the state as a view [N, Hv, V, K].
 
     Returns:
-        decay [N, H, K] and state [N, H, K, V], float32 (float64 with float64 inputs). An empty sequence has decay 1
+        decay [N, Hv, K] and state [N, Hv, K, V], float32 (float64 with float64 inputs). An empty sequence has decay 1
         and state 0.
 
     Raises:
@@ -102,15 +103,16 @@ def chunk_gla_gradient_summary(
 
     Args:
         q: queries [B, T, Hq, K], float64, float32, float16 or bfloat16.
-        do: gradients of the outputs [B, T, Hq, V], dtype of q.
-        g: natural logarithm of the forget gate [B, T, H, K], dtype of q or float32, in [-inf, 0]. None means no decay.
+        do: gradients of the outputs [B, T, Ho, V], dtype of q. Ho is the larger of Hq and Hv.
+        g: natural logarithm of the forget gate [B, T, Hv, K], [B, T, Hv] or [Hv], dtype of q or float32, in [-inf, 0].
+            None means no decay.
         cu_seqlens: offsets of packed sequences [N+1], int32 or int64 on q's device, as in `chunk_gla_summary`.
         backend: a request such as "reference"; see `use_backend`.
-        state_v_first: whether to return dstate as a view [N, H, V, K].
+        state_v_first: whether to return dstate as a view [N, Hv, V, K].
 
     Returns:
-        decay [N, H, K] and dstate [N, H, K, V], float32 (float64 with float64 inputs). dstate is summed over the Hq/H
-        query heads of each head of g; without g, H = Hq. An empty sequence has decay 1 and dstate 0.
+        decay [N, Hv, K] and dstate [N, Hv, K, V], float32 (float64 with float64 inputs). dstate is summed over the
+        Hq/Hv query heads of each head of g; without g, Hv = Ho. An empty sequence has decay 1 and dstate 0.
 
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype or device.
@@ -153,11 +155,19 @@ def _summary(
 
 
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
-    """Binds the number N of sequences, and the number H of heads of states: the heads of g, or of left without g."""
+    """Binds the number N of sequences, and the numbers of heads.
+
+    States have Hv heads: the heads of g, or of right without g. Hq and Hv are then checked as in `chunk_gla`.
+    """
     sizes["N"] = sizes["B"]
-    sizes.setdefault("H", sizes["Hq"])
-    if sizes["Hq"] != sizes["H"] and not given["backwards"]:
-        raise ValueError(f"left has {sizes['Hq']} heads; expected {sizes['H']}, as g")
+    left, right, states = sizes["Hq"], sizes["Ho"], sizes.setdefault("Hv", sizes["Ho"])
+    sizes["H"] = min(left, states)
+    if left > states and not given["backwards"]:
+        raise ValueError(f"left has {left} heads; expected {states}, as g, or a divisor of it")
+    if left % sizes["H"] != 0 or states % sizes["H"] != 0:
+        raise ValueError(f"left has {left} heads and g {states}; expected a multiple of one another")
+    if right != max(left, states):
+        raise ValueError(f"right has {right} heads; expected {max(left, states)}, with {left} of left and {states} of g")
     if given["cu_seqlens"] is not None:
         checks.packed(sizes, of="left")
 
@@ -170,8 +180,8 @@ def _check_values(left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Ten
 
 def _flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
     """Counts left^T right, which each token adds to the state of each of its heads."""
-    B, T, Hq, K = left
-    return 2 * B * T * Hq * K * right[3]
+    B, T, _, K = left
+    return 2 * B * T * right[2] * K * right[3]
 
 
 SUMMARY = OpSpec(
@@ -179,13 +189,13 @@ SUMMARY = OpSpec(
     public="chunk_gla_summary",
     arguments=(
         Argument("left", "Tensor", "B T Hq K", INPUT, differentiable=True, public="k"),
-        Argument("right", "Tensor", "B T Hq V", AS_INPUT, differentiable=True, public="v"),
-        Argument("g", "Tensor?", "B T H K", GATE, None, differentiable=True, without_last="one gate a head"),
+        Argument("right", "Tensor", "B T Ho V", AS_INPUT, differentiable=True, public="v"),
+        Argument("g", "Tensor?", "B T Hv K", GATE, None, differentiable=True, forms=GATE_SHAPES),
         Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None),
         Argument("backwards", "bool", default=False),
     ),
-    results=(Result("decay", "N H K", WIDE), Result("state", "N H K V", WIDE)),
-    sizes={"B": "B", "T": "T", "H": "H", "Hq": "H", "K": "K", "V": "V", "N": "B"},
+    results=(Result("decay", "N Hv K", WIDE), Result("state", "N Hv K V", WIDE)),
+    sizes={"B": "B", "T": "T", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "N": "B"},
     bind=_bind,
     check_values=_check_values,
     flops=_flops,
@@ -215,9 +225,20 @@ def _backward(ctx: Any, ddecay: Tensor | None, dstate: Tensor | None) -> tuple:
     if g is None:
         return dk, dv, None, None, None, None, None
     if ddecay is not None:
-        own = _of_tokens(ddecay * decay, g.shape[1], cu_seqlens)  # D is a product of the gates: dD / dg_t = D
+        own = _gate_gradient(ddecay * decay, g, k.shape[1], cu_seqlens)
         dg = own.to(g.dtype) if dg is None else (own + dg).to(g.dtype)
     return dk, dv, dg, None, None, None, None
+
+
+def _gate_gradient(x: Tensor, g: Tensor, T: int, cu_seqlens: Tensor | None) -> Tensor:
+    """Returns the gradient of g, in its shape, from x = dD * D [N, Hv, K]: D is a product of the gates.
+
+    Every gate of a sequence has the gradient x, summed over the keys and tokens that share the gate.
+    """
+    if g.ndim == 4:
+        return _of_tokens(x, T, cu_seqlens)
+    tokens = _of_tokens(x.sum(-1), T, cu_seqlens)  # [B, T, Hv]
+    return tokens if g.ndim == 3 else tokens.sum((0, 1))
 
 
 def _of_tokens(x: Tensor, T: int, cu_seqlens: Tensor | None) -> Tensor:

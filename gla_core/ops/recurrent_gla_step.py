@@ -1,6 +1,6 @@
 """Computes one token of gated linear attention, for decoding: the abstract op recurrent_gla_step.
 
-Per row and head, with alpha = exp(g):
+Per row and value head, with alpha = exp(g), a number for each key or one number:
 
     S' = diag(alpha) S + k^T v        o = scale * q S'
 
@@ -67,21 +67,22 @@ def recurrent_gla_step(
     Args:
         q: queries [B, Hq, K], float64, float32, float16 or bfloat16. Query head i reads key/value head i // (Hq/H).
         k: keys [B, H, K], dtype of q.
-        v: values [B, H, V], dtype of q.
-        g: natural logarithm of the forget gate [B, H, K], dtype of q or float32, in [-inf, 0]. None means no decay.
-            For one gate a head [B, H] pass g.unsqueeze(-1).expand(-1, -1, K). Only with GLA_CHECK=1 in the environment
+        v: values [B, Hv, V], dtype of q. Value head i reads query and key head i // (Hv/H). Hv is H, or a multiple of H
+            if Hq is H.
+        g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]: [B, Hv, K] for each key, [B, Hv]
+            for each head of a row, or [Hv] for each head. None means no decay. Only with GLA_CHECK=1 in the environment
             are the values read; values above 0 then raise ValueError.
-        state: the state before the token [P, H, K, V], float32 or bfloat16 (float64 with float64 inputs). P is B
+        state: the state before the token [P, Hv, K, V], float32 or bfloat16 (float64 with float64 inputs). P is B
             without state_indices; with them, state is a pool of P states.
         scale: factor of the output; None means K^-1/2.
         state_indices: for each row of the batch, the index of the state in the pool that it reads and writes [B], int32
             or int64. No two rows may have the same state. A row with a negative index is skipped: its o is 0.
         inplace: whether to write the new state into `state` instead of returning a new tensor.
         backend: a request such as "reference"; see `use_backend`.
-        state_v_first: whether the given and the returned state are [P, H, V, K].
+        state_v_first: whether the given and the returned state are [P, Hv, V, K].
 
     Returns:
-        o [B, Hq, V] with the dtype of v, and the new state with the shape and dtype of `state` (the same tensor if
+        o [B, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv, and the new state with the shape and dtype of `state` (the same tensor if
         `inplace`).
 
     Raises:
@@ -142,9 +143,9 @@ def _check_values(
 
 
 def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    """Counts k^T v for each key/value head, and the product of q and the state for each query head."""
+    """Counts k^T v for each value head, and the product of q and the state for each head of o."""
     B, Hq, K = q
-    return 2 * B * (Hq + k[1]) * K * v[2]
+    return 2 * B * (max(Hq, v[1]) + v[1]) * K * v[2]
 
 
 STEP = OpSpec(
@@ -153,18 +154,18 @@ STEP = OpSpec(
     arguments=(
         Argument("q", "Tensor", "B Hq K", INPUT),
         Argument("k", "Tensor", "B H K", AS_INPUT),
-        Argument("v", "Tensor", "B H V", AS_INPUT),
-        Argument("g", "Tensor?", "B H K", GATE, None, without_last="one gate a head"),
-        Argument("state", "Tensor", "P H K V", POOL),
+        Argument("v", "Tensor", "B Hv V", AS_INPUT),
+        Argument("g", "Tensor?", "B Hv K", GATE, None, forms={"constant": "Hv", "head": "B Hv", "key": "B Hv K"}),
+        Argument("state", "Tensor", "P Hv K V", POOL),
         Argument("scale", "float?", default=None, in_call=False),
         Argument("state_indices", "Tensor?", "B", INDICES, None),
         Argument("inplace", "bool", default=False),
     ),
     results=(
-        Result("o", "B Hq V"),
+        Result("o", "B Ho V"),
         Result("state", like="state", written=lambda given: given["inplace"], state=True),
     ),
-    sizes={"B": "B", "H": "H", "Hq": "H", "K": "K", "V": "V", "P": "B"},
+    sizes={"B": "B", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "P": "B"},
     bind=_bind,
     check_values=_check_values,
     flops=_flops,

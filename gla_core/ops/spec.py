@@ -23,7 +23,7 @@ from gla_core.dispatch.backend import ALIGNMENT, Layout, OpCall, checkpoint_dtyp
 from gla_core.ops import checks
 from gla_core.ops.checks import FLOATS, INTEGERS
 
-WIDTHS = ("H", "Hq", "K", "V")
+WIDTHS = ("H", "Hq", "Hv", "K", "V")
 """The names of the sizes that have to be at least 1; all others may be 0."""
 
 
@@ -83,8 +83,8 @@ class Argument:
         in_call: for a scalar, whether `OpCall.scalars` holds it.
         hint: for a scalar, whether it only affects how a call runs: which backend, and which plan. Backends do not
             receive it as an argument.
-        without_last: what a tensor without the last dimension would hold, such as "one gate a head". It is given if
-            users have such tensors: the error then says how to expand one.
+        forms: for a gate, the shape of each of its forms; `shape` is then the shape of the largest form. They differ in
+            their numbers of dimensions.
         public: the name in the public function, if it differs.
     """
 
@@ -96,8 +96,19 @@ class Argument:
     differentiable: bool = False
     in_call: bool = True
     hint: bool = False
-    without_last: str = ""
+    forms: Mapping[str, str] | None = None
     public: str = ""
+
+    def dims(self, x: Tensor) -> list[str]:
+        """Returns the names of the dimensions of a tensor; empty if the argument may have any shape."""
+        shapes = (self.shape,) if self.forms is None else self.forms.values()
+        names = [shape.split() for shape in shapes if shape is not None]
+        return next((each for each in names if len(each) == x.ndim), names[-1] if names else [])
+
+    def form(self, x: Tensor) -> str | None:
+        """Returns the form of a gate; None for any other tensor."""
+        named = self.dims(x)
+        return next((form for form, shape in (self.forms or {}).items() if shape.split() == named), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +302,7 @@ class OpSpec:
             dtype=args[0].dtype,
             dims={name: sizes[name] for name in self.sizes},
             gate_dtype=dtypes.get(GATE),
+            gate_form=next((a.form(given[a.name]) for a in self.arguments if a.dtype is GATE and GATE in dtypes), None),
             state_dtype=dtypes.get(STATE) or dtypes.get(POOL),
             variable_length=OFFSETS in dtypes,
             longest=given.get("max_seqlen") if OFFSETS in dtypes else None,
@@ -336,12 +348,29 @@ class OpSpec:
         for name in WIDTHS:
             if sizes.get(name, 1) < 1:
                 raise ValueError(f"{name} is {sizes[name]}; expected at least 1")
-        if sizes.get("Hq", 0) % sizes.get("H", 1) != 0:
-            owner = next(a.name for a in self.arguments if a.shape is not None and "H" in a.shape.split())
-            raise ValueError(
-                f"{self.parameters[0]} has {sizes['Hq']} heads; expected a multiple of {owner}'s {sizes['H']}"
-            )
+        if "H" in sizes:
+            self._check_heads(sizes)
         self.bind(given, sizes)
+        if "Ho" in sizes and sizes["Ho"] != size_of("Ho", sizes):
+            raise ValueError(f"{self._owner('Ho')} has {sizes['Ho']} heads; expected {size_of('Ho', sizes)}, as o")
+
+    def _check_heads(self, sizes: Mapping[str, Any]) -> None:
+        """Raises ValueError unless query heads, or value heads, come in groups, one group for each head of k."""
+        for name in ("Hq", "Hv"):
+            if sizes.get(name, 0) % sizes["H"] != 0:
+                owners = self._owner(name), self._owner("H")
+                raise ValueError(
+                    f"{owners[0]} has {sizes[name]} heads; expected a multiple of {owners[1]}'s {sizes['H']}"
+                )
+        if sizes.get("Hq", 0) > sizes["H"] < sizes.get("Hv", 0):
+            raise ValueError(
+                f"q has {sizes['Hq']} heads, v has {sizes['Hv']} and k has {sizes['H']}; expected groups of queries or "
+                "of values, not both: repeat the heads of k and q for the heads of v"
+            )
+
+    def _owner(self, name: str) -> str:
+        """Returns the first argument with a dimension of this name."""
+        return next(a.name for a in self.arguments if a.shape is not None and name in a.shape.split())
 
     # ---- what follows from the description alone
 
@@ -357,6 +386,7 @@ class OpSpec:
             "state_dtype": wide(dtype) if self.has(POOL) else None,
             **facts,
         }
+        facts.setdefault("gate_form", "key" if facts["gate_dtype"] is not None else None)
         call = OpCall(op=self.name, device=device, dtype=dtype, dims=self.dims(sizes), scalars=scalars, **facts)
         return dataclasses.replace(call, given=frozenset(a.name for a in self._optional if _is_given(a, call)))
 
@@ -376,15 +406,24 @@ class OpSpec:
 
         A call that is given a state counts as returning one. For a pool, only B states count.
         """
-        inputs = sum(_bytes(a.shape, a.dtype, call) for a in self.arguments if a.dtype is not None)
         likes = {a.name: a for a in self.arguments}
+        inputs = sum(self._bytes(a, call) for a in self.arguments)
         outputs = (likes[result.like] if result.like else result for result in self.results)
-        return inputs, sum(_bytes(x.shape, x.dtype, call) for x in outputs if x.dtype is not None)
+        return inputs, sum(self._bytes(x, call) for x in outputs)
 
-    def shape(self, argument: Argument, call: OpCall) -> tuple[int, ...]:
-        """Returns the shape of an argument in a call. If it may have any shape, this is the sizes of the call."""
-        names = self.sizes if argument.shape is None else argument.shape.split()
-        return tuple(_size(name, call.dims) for name in names)
+    def _bytes(self, x: Argument | Result, call: OpCall) -> int:
+        """Returns the bytes of a tensor of a call; 0 if the call has no such tensor."""
+        kind = None if x.dtype is None else x.dtype.in_call(call)
+        sizes = {**call.dims, "P": call.dims.get("B", 0)}
+        return 0 if kind is None else math.prod(self._shape(x, call.gate_form, sizes)) * kind.itemsize
+
+    def shape(self, x: Argument | Result, call: OpCall) -> tuple[int, ...]:
+        """Returns the shape of an argument or result in a call. If it may have any shape, it has all sizes of the call."""
+        return self._shape(x, call.gate_form, call.dims)
+
+    def _shape(self, x: Argument | Result, gate_form: str | None, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        shape = x.forms[gate_form] if isinstance(x, Argument) and x.forms and gate_form else x.shape
+        return tuple(size_of(name, sizes) for name in (self.sizes if shape is None else shape.split()))
 
 
 def _is_given(argument: Argument, call: OpCall) -> bool:
@@ -436,29 +475,16 @@ def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str,
     """Checks the shape of a tensor and binds the sizes in it; checks dtype and device against the first argument."""
     name = argument.name
     assert argument.dtype is not None
-    if argument.shape is not None:
-        try:
-            checks.tensor(name, x, argument.shape, sizes)
-        except ValueError as error:
-            raise ValueError(f"{error}{_expansion(argument, x, sizes)}") from None
+    if argument.forms is not None:
+        checks.tensor_of_any(name, x, tuple(argument.forms.values()), sizes)
+    elif argument.shape is not None:
+        checks.tensor(name, x, argument.shape, sizes)
     elif not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__name__}; expected a tensor")
     reason = argument.dtype.reason.format(first=first, dtype=first_value.dtype)
     checks.dtype(name, x, argument.dtype.allowed(first_value.dtype), reason)
     if x.device != first_value.device:
         raise ValueError(f"{name} is on {x.device} and {first} is on {first_value.device}; move them to one device")
-
-
-def _expansion(argument: Argument, x: Tensor, sizes: Mapping[str, Any]) -> str:
-    """Returns the end of the error for a tensor whose last dimension is missing or 1: it says how to expand it."""
-    assert argument.shape is not None
-    *outer, last = argument.shape.split()
-    found, rest = tuple(x.shape[: len(outer)]), tuple(x.shape[len(outer) :])
-    fits = len(found) == len(outer) and all(size == sizes.get(n, size) for n, size in zip(outer, found, strict=True))
-    if not argument.without_last or last not in sizes or not fits or rest not in ((), (1,)):
-        return ""
-    column = argument.name if rest else f"{argument.name}.unsqueeze(-1)"
-    return f"; for {argument.without_last} pass {column}.expand({'-1, ' * len(outer)}{sizes[last]})"
 
 
 def _check_written(result: Result, given: Mapping[str, Any]) -> None:
@@ -502,15 +528,11 @@ def _expected(
         return None if x is None else Expected(result.name, tuple(x.shape), x.dtype, written, lies_swapped)
     if result.when is not None and not result.when(given):
         return None
-    return Expected(result.name, tuple(sizes[n] for n in result.shape.split()), result.dtype.allowed(first)[0])
+    return Expected(result.name, tuple(size_of(n, sizes) for n in result.shape.split()), result.dtype.allowed(first)[0])
 
 
-def _size(name: str, dims: Mapping[str, int]) -> int:
-    return dims[name.removesuffix("+1")] + name.endswith("+1")
-
-
-def _bytes(shape: str | None, dtype: DType, call: OpCall) -> int:
-    """Returns the bytes of a tensor of a call; 0 if the call has no such tensor."""
-    kind, sizes = dtype.in_call(call), {**call.dims, "P": call.dims.get("B", 0)}
-    names = list(call.dims) if shape is None else shape.split()
-    return 0 if kind is None else math.prod(sizes[name] for name in names) * kind.itemsize
+def size_of(name: str, sizes: Mapping[str, int]) -> int:
+    """Returns the size of this name; Ho, the heads of outputs, and N+1 follow from other sizes."""
+    if name == "Ho":
+        return max(sizes["Hq"], sizes["Hv"])
+    return sizes[name.removesuffix("+1")] + name.endswith("+1")

@@ -3,6 +3,8 @@
 A workload's sizes hold the dimensions of its op (B, T, H, K ..). They may also hold:
 
     G               number of query heads per key/value head
+    R               number of value heads per key head
+    gate_form       form of the gates, one of `gla_core.dispatch.backend.GATES`, by default "key"
     dtype           dtype of q (or x), by default float32
     gate_dtype      dtype of g, by default the dtype of q
     lengths         lengths of sequences that are packed along T; B and T then follow from them
@@ -45,11 +47,11 @@ class GlaInputs:
     cu_seqlens: Tensor | None
 
 
-def gate(shape: tuple[int, ...], kind: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor | None:
+def random_gate(shape: tuple[int, ...], kind: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor | None:
     """Returns log forget gates on the generator's device.
 
     Args:
-        shape: [B, T, H, K].
+        shape: the shape of the gates in any form.
         kind: 'none' (None), 'mild' (logsigmoid / 16, as in the layer), 'strong' (logsigmoid), 'extreme' (0 to -100),
             or '-inf' (2 % of the gates are -inf, the rest from mild to extreme).
     """
@@ -80,11 +82,13 @@ def gla_inputs(
     T: int = 100,
     H: int = 2,
     G: int = 1,
+    R: int = 1,
     K: int = 16,
     V: int = 16,
     dtype: torch.dtype = torch.float32,
     gate_dtype: torch.dtype | None = None,
     gates: str = "mild",
+    gate_form: str = "key",
     lengths: tuple[int, ...] | None = None,
     padding: int = 0,
     initial_state: bool = False,
@@ -94,17 +98,25 @@ def gla_inputs(
     """Returns random arguments of `chunk_gla`; equal parameters give equal arguments.
 
     Args:
-        G: number of query heads per key/value head. gate_dtype: dtype of g, by default the dtype of q.
+        G: number of query heads per key/value head. R: number of value heads per key head.
+        gate_dtype: dtype of g, by default the dtype of q. gates, gate_form: strength and form of the gates.
         lengths: lengths of packed sequences; B and T then follow from them. padding: number of rows after the last one.
         initial_state: whether there is an initial state.
     """
     generator = torch.Generator(device).manual_seed(seed)
     B, T, N = (B, T, B) if lengths is None else (1, sum(lengths) + padding, len(lengths))
-    q, k, v = (normal(shape, dtype, generator) for shape in ((B, T, H * G, K), (B, T, H, K), (B, T, H, V)))
-    g = gate((B, T, H, K), gates, gate_dtype or dtype, generator)
-    state = normal((N, H, K, V), wide(dtype), generator) if initial_state else None
+    Hv = H * R
+    q, k, v = (normal(shape, dtype, generator) for shape in ((B, T, H * G, K), (B, T, H, K), (B, T, Hv, V)))
+    shape = {"constant": (Hv,), "head": (B, T, Hv), "key": (B, T, Hv, K)}[gate_form]
+    g = random_gate(shape, gates, gate_dtype or dtype, generator)
+    state = normal((N, Hv, K, V), wide(dtype), generator) if initial_state else None
     offsets = None if lengths is None else torch.tensor([0, *lengths], device=device).cumsum(0)
     return GlaInputs(q, k, v, g, state, offsets)
+
+
+def token_of(x: Tensor | None, t: int) -> Tensor | None:
+    """Returns token t of x [B, T, ..], an argument of `chunk_gla`; None and a constant gate [Hv] have no tokens."""
+    return x if x is None or x.ndim == 1 else x[:, t]
 
 
 # ---- arguments of workloads
@@ -120,7 +132,7 @@ def step_inputs(workload: Workload, **changes: object) -> dict[str, Tensor | Non
     sizes = {**workload.sizes, **changes}
     rows, pool = sizes.pop("rows", None), sizes.pop("pool", None)
     x = gla_inputs(**{**sizes, "T": 1, "initial_state": True})
-    token = {name: None if y is None else y[:, 0] for name, y in (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g))}
+    token = {name: token_of(getattr(x, name), 0) for name in "qkvg"}
     state = x.initial_state
     assert state is not None
     if pool is not None:
@@ -191,6 +203,7 @@ def describe(op: str, sizes: Mapping[str, Any], device: torch.device, **facts: A
     gated = spec.has(GATE) is not None and sizes.get("gates") != "none"
     given = {
         "gate_dtype": (sizes.get("gate_dtype") or dtype) if gated else None,
+        "gate_form": sizes.get("gate_form", "key") if gated else None,
         "variable_length": sizes.get("lengths") is not None,
         "indexed": sizes.get("rows") is not None,
         "scalars": {name: sizes[name] for name in spec.parameters if name in sizes and name != "initial_state"},
@@ -206,7 +219,9 @@ def _dims(sizes: Mapping[str, Any]) -> dict[str, int]:
         others = list(sizes["shape"])
         columns = others.pop(sizes.get("dim", -1))
         return {"rows": math.prod(others), "columns": columns}
-    dims = {**sizes, "Hq": sizes["H"] * sizes.get("G", 1), "P": sizes.get("pool", sizes.get("B", 1))}
+    H = sizes["H"]
+    heads = {"Hq": H * sizes.get("G", 1), "Hv": H * sizes.get("R", 1)}
+    dims = {**sizes, **heads, "P": sizes.get("pool", sizes.get("B", 1))}
     lengths = sizes.get("lengths")
     if lengths is not None:
         dims |= {"B": 1, "T": sum(lengths) + sizes.get("padding", 0), "N": len(lengths)}
@@ -243,16 +258,16 @@ def _random(argument: Argument, spec: OpSpec, call: OpCall, generator: torch.Gen
     if dtype is None:
         return None
     shape = spec.shape(argument, call)
-    return gate(shape, "mild", dtype, generator) if rule is GATE else normal(shape, dtype, generator)
+    return random_gate(shape, "mild", dtype, generator) if rule is GATE else normal(shape, dtype, generator)
 
 
 def _checkpoints(call: OpCall, generator: torch.Generator) -> Tensor | None:
     every = call.scalars["checkpoint_every"]
     if every is None:
         return None
-    B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
+    B, T, Hv, K, V, N = (call.dims[name] for name in ("B", "T", "Hv", "K", "V", "N"))
     n = checkpoint_rows(T, N, every, call.variable_length)
-    return normal((B, n, H, K, V), CHECKPOINTS.allowed(call.dtype)[0], generator)
+    return normal((B, n, Hv, K, V), CHECKPOINTS.allowed(call.dtype)[0], generator)
 
 
 def _offsets(T: int, N: int, generator: torch.Generator) -> Tensor:

@@ -76,10 +76,34 @@ CHUNK_GLA = (
         "chunk_gla", "padded", "packed odd", lengths=(20, 0, 66), padding=40, H=2, K=16, V=16, initial_state=True
     ),
     _workload("chunk_gla", "packed_grouped", "ci packed", lengths=(40, 64, 90), H=2, G=2, K=16, V=32, gates="-inf"),
+    _workload("chunk_gla", "per_head", "ci", B=2, T=150, H=2, K=32, V=32, gate_form="head", initial_state=True),
+    _workload("chunk_gla", "per_head_closed", "ci extreme", B=1, T=150, H=2, K=32, V=32, gate_form="head", gates="-inf"),
+    _workload(
+        "chunk_gla", "per_head_grouped", "ci odd packed", lengths=(0, 65, 1, 130), H=1, R=3, K=19, V=37,
+        gate_form="head", gates="extreme", initial_state=True,
+    ),
+    _workload(
+        "chunk_gla", "constant", "ci", B=2, T=100, H=2, G=2, K=16, V=32, gate_form="constant", gates="strong",
+        initial_state=True,
+    ),
+    _workload("chunk_gla", "constant_packed", "packed", lengths=(40, 64, 90), H=1, R=2, K=16, V=32, gate_form="constant"),
+    _workload("chunk_gla", "grouped_values", "ci", B=2, T=100, H=2, R=3, K=16, V=32, initial_state=True),
     _workload("chunk_gla", "narrow_mild", "narrow", B=1, T=2600, H=1, K=8, V=8, initial_state=True),
     _workload("chunk_gla", "narrow_strong", "narrow", B=1, T=2600, H=1, K=8, V=8, gates="strong", initial_state=True),
+    _workload("chunk_gla", "narrow_per_head", "narrow", B=1, T=2600, H=1, K=8, V=8, gate_form="head", initial_state=True),
     _workload("chunk_gla", "model_512", "train", B=1, T=512, H=4, K=128, V=128, **IN_BFLOAT16),
     _workload("chunk_gla", "train_b8_t4096_h16", "train", B=8, T=4096, H=16, K=128, V=128, **IN_BFLOAT16),
+    _workload(
+        "chunk_gla", "train_b8_t4096_h16_per_head", "train", B=8, T=4096, H=16, K=128, V=128, gate_form="head",
+        **IN_BFLOAT16,
+    ),
+    _workload(
+        "chunk_gla", "train_b8_t4096_h16_constant", "train", B=8, T=4096, H=16, K=128, V=128, gate_form="constant",
+        **IN_BFLOAT16,
+    ),
+    _workload(
+        "chunk_gla", "granite_4_small", "train", B=4, T=8192, H=1, R=128, K=128, V=64, gate_form="head", **IN_BFLOAT16
+    ),
     _workload("chunk_gla", "train_b16_t4096_h16", "train", B=16, T=4096, H=16, K=128, V=128, **IN_BFLOAT16),
     _workload("chunk_gla", "train_b32_t2048_h4_k256_v512", "train", B=32, T=2048, H=4, K=256, V=512, **IN_BFLOAT16),
     _workload("chunk_gla", "train_b16_t1024_h8", "train", B=16, T=1024, H=8, K=128, V=128, **IN_BFLOAT16),
@@ -98,10 +122,17 @@ RECURRENT_GLA_STEP = (
     _workload("recurrent_gla_step", "grouped", "ci", B=2, H=2, G=4, K=32, V=16, gates="-inf"),
     _workload("recurrent_gla_step", "ungated", "ci", B=2, H=2, K=16, V=32, gates="none"),
     _workload("recurrent_gla_step", "pool", "ci packed", B=4, H=2, K=16, V=16, rows=(5, -1, 0, 2), pool=6),
+    _workload("recurrent_gla_step", "per_head", "ci", B=3, H=2, R=3, K=16, V=16, gate_form="head", gates="-inf"),
+    _workload(
+        "recurrent_gla_step", "constant", "ci", B=2, H=2, G=2, K=19, V=16, gate_form="constant", rows=(3, 0), pool=4
+    ),
     _workload("recurrent_gla_step", "nobody", "ci odd", B=0, H=2, K=16, V=16),
     *(
         _workload("recurrent_gla_step", f"decode_b{B}", "decode", B=B, H=16, K=128, V=128, **IN_BFLOAT16)
         for B in (1, 8, 64, 256, 1024)
+    ),
+    _workload(
+        "recurrent_gla_step", "decode_b64_per_head", "decode", B=64, H=16, K=128, V=128, gate_form="head", **IN_BFLOAT16
     ),
 )
 ONLINE_SOFTMAX = (
