@@ -107,15 +107,13 @@ def shapes(cuda: bool) -> list[Shape]:
 
 def chunk_call(device: torch.device, B: int, H: int, T: int, K: int, V: int, N: int | None = None) -> OpCall:
     """Returns a chunk_gla_fwd: bfloat16 with float32 gates as in models, float32 on a CPU; packed if N is given."""
-    return OpCall(
-        op="chunk_gla_fwd",
-        device=device,
-        dtype=_dtype(device),
-        dims={"B": B, "T": T, "H": H, "Hq": H, "K": K, "V": V, "N": N or B},
-        gate_dtype=torch.float32,
-        variable_length=N is not None,
-        longest=None if N is None else min(T, -(-2 * T // N)),
-    )
+    longest = None if N is None else min(T, -(-2 * T // N))
+    sizes = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N or B}
+    return _call("chunk_gla_fwd", device, sizes, variable_length=N is not None, longest=longest)
+
+
+def _call(op: str, device: torch.device, sizes: dict[str, int], **facts: Any) -> OpCall:
+    return ABSTRACT_OPS[op].call(sizes, device, _dtype(device), **facts)
 
 
 def backward_of(call: OpCall) -> OpCall:
@@ -157,14 +155,12 @@ def lengths(kind: str, T: int, N: int) -> list[int]:
 def other_calls(device: torch.device) -> Iterator[OpCall]:
     """Yields calls of the other ops."""
     cuda = device.type == "cuda"
-    call = functools.partial(OpCall, device=device, dtype=_dtype(device))
-    states: Any = {"gate_dtype": torch.float32, "state_dtype": torch.float32}
     for B in (1, 3, 24, 100, 500) if cuda else (1, 3, 24):
-        yield call(op="recurrent_gla_step", dims={"B": B, "H": 12, "Hq": 12, "K": 128, "V": 128, "P": B}, **states)
+        yield _call("recurrent_gla_step", device, {"B": B, "H": 12, "K": 128, "V": 128})
     many = ((1, 1000), (3, 100_000), (1, 5_000_000), (6, 10_000_000), (64, 200_000), (300, 30_000), (5000, 3000))
     few = ((1, 1000), (3, 100_000), (64, 3000), (700, 100))
     for rows, columns in many if cuda else few:
-        yield call(op="online_softmax", dims={"rows": rows, "columns": columns})
+        yield _call("online_softmax", device, {"rows": rows, "columns": columns})
     decode = (
         (1, 1, 5000, 8, 1),
         (2, 1, 50_000, 16, 1),
@@ -175,8 +171,8 @@ def other_calls(device: torch.device) -> Iterator[OpCall]:
     prefill = ((1, 3000, 3000, 16, 1), (8, 700, 700, 8, 1), (1, 16, 30_000, 8, 2), (2, 300, 6000, 8, 1))
     small = ((1, 1, 3000, 4, 1), (2, 300, 300, 4, 1), (1, 20, 700, 2, 2))
     for B, Tq, Tk, H, G in (*decode, *prefill) if cuda else small:
-        dims = {"B": B, "Tq": Tq, "Tk": Tk, "H": H, "Hq": H * G, "K": 128, "V": 128}
-        yield call(op="softmax_attention", dims=dims)
+        sizes = {"B": B, "Tq": Tq, "Tk": Tk, "H": H, "Hq": H * G, "K": 128, "V": 128}
+        yield _call("softmax_attention", device, sizes)
 
 
 def _dtype(device: torch.device) -> torch.dtype:
@@ -413,8 +409,9 @@ def write(path: Path, head: Row, rows: Sequence[Row], summed: dict[str, Row] | N
 
 
 def key(row: Row) -> str:
-    """Returns a key that identifies a row."""
-    return json.dumps([row["part"], row["op"], row["dims"], row.get("packed"), row.get("graph")], sort_keys=True)
+    """Returns a key that identifies a row; sizes that an older file lacks have their defaults."""
+    dims = ABSTRACT_OPS[row["op"]].dims(row["dims"])
+    return json.dumps([row["part"], row["op"], dims, row.get("packed"), row.get("graph")], sort_keys=True)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:
@@ -442,7 +439,7 @@ def is_close(row: Row) -> bool:
 
 def describe(row: Row) -> str:
     """Returns a row in one line."""
-    dims = " ".join(f"{name}{size}" for name, size in row["dims"].items() if name != "Hq")
+    dims = " ".join(f"{name}{size}" for name, size in row["dims"].items() if name not in ("Hq", "Hv"))
     flags = " ".join(flag for flag in ("packed", "graph") if row.get(flag))
     line = f"{row.get('part', '')}: {row['op']} {dims} {flags}"
     if "measured" not in row:

@@ -148,6 +148,7 @@ def backends(as_json: Json = False) -> None:
     "  gla explain chunk_gla --shape 8,4096,16,128,128\n"
     "  gla explain chunk_gla --shape 8,4096,16,128,128 --assume H200\n"
     "  gla explain chunk_gla_bwd --shape 1,8192,4,64,64 --query-heads 16 --varlen 12\n"
+    "  gla explain chunk_gla --shape 1,8192,1,128,64 --value-heads 128 --gate head\n"
     "  gla explain recurrent_gla_step --shape 64,16,128,128 --backend reference\n"
     "  gla explain online_softmax --shape 1024,50257 --measure",
 )
@@ -156,6 +157,12 @@ def explain(
     shape: Annotated[str, typer.Option(help="Sizes of the call, separated by commas.")],
     query_heads: Annotated[
         int | None, typer.Option(help="Number of query heads, a multiple of H (default: H).")
+    ] = None,
+    value_heads: Annotated[
+        int | None, typer.Option(help="Number of value heads, a multiple of H (default: H).")
+    ] = None,
+    gate: Annotated[
+        str | None, typer.Option(help="Form of the gates: key (the default), head, constant or none.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float64, float32, float16 or bfloat16.")] = "bfloat16",
     device: Device = "auto",
@@ -186,7 +193,7 @@ def explain(
         from gla_core.cli.calls import describe_call
         from gla_core.cli.explain import explain
 
-        call = describe_call(op, shape, query_heads, dtype, device, varlen, max_seqlen, assume)
+        call = describe_call(op, shape, query_heads, dtype, device, varlen, max_seqlen, assume, value_heads, gate)
         good = explain(call, backend, measure, as_json)
     raise typer.Exit(int(not good))
 

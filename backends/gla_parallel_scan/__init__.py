@@ -27,6 +27,7 @@ import torch
 
 import gla_triton_kernels as kernels
 from gla_core.dispatch.backend import (
+    GATES,
     Backend,
     Capabilities,
     Constants,
@@ -56,6 +57,8 @@ def gla_register_backends() -> list[Backend]:
         devices=frozenset({"cpu", "cuda"}),
         dtypes=kernels.dtypes() | (set() if interpreted() else {torch.float64}),
         min_compute_capability=(8, 0),
+        grouped_values=True,
+        gates=frozenset(GATES),
         checkpoints=True,
         swapped_states=True,
         cuda_graphs=not interpreted(),

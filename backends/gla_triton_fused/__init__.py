@@ -10,7 +10,16 @@ The kernels are in gla_triton_kernels, in one folder per op. Triton is imported 
 from __future__ import annotations
 
 import gla_triton_kernels as kernels
-from gla_core.dispatch.backend import Backend, Capabilities, Constants, CostModel, OpCall, hookimpl, shipped_constants
+from gla_core.dispatch.backend import (
+    GATES,
+    Backend,
+    Capabilities,
+    Constants,
+    CostModel,
+    OpCall,
+    hookimpl,
+    shipped_constants,
+)
 from gla_triton_kernels.chunk_gla import backward, chunk_gla_bwd, chunk_gla_fwd, chunk_gla_summary, forward, summary
 from gla_triton_kernels.chunk_gla.cost import backward_prices, forward_prices, predictor, summary_prices
 from gla_triton_kernels.online_softmax import ONE_PASS
@@ -43,6 +52,8 @@ def gla_register_backends() -> list[Backend]:
                 min_compute_capability=(8, 0),
                 key_widths=range(1, kernels.MAX_WIDTH + 1),
                 value_widths=range(1, kernels.MAX_WIDTH + 1),
+                grouped_values=True,
+                gates=frozenset(GATES),
                 checkpoints=True,
                 swapped_states=True,
                 cuda_graphs=not interpreted(),

@@ -29,7 +29,8 @@ def loop_chunk_gla(
     """Computes `gla_core.chunk_gla` as a loop over tokens, packed sequences one after the other."""
     T = q.shape[1]
     ends = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
-    alpha, scale = torch.ones_like(k) if g is None else g.exp(), q.shape[-1] ** -0.5
+    q, k = _of_value_heads(q, v), _of_value_heads(k, v)
+    alpha, scale = _alpha(g, v), q.shape[-1] ** -0.5
     outputs, states = [], []
     for i, (start, end) in enumerate(itertools.pairwise(ends)):
         state = _entering(initial_state, i, packed=cu_seqlens is not None)
@@ -47,10 +48,23 @@ def _entering(initial_state: Tensor | None, sequence: int, packed: bool) -> Tens
     return initial_state[sequence : sequence + 1] if packed and initial_state is not None else initial_state
 
 
+def _of_value_heads(x: Tensor, v: Tensor) -> Tensor:
+    """Returns q or k [..., heads, K] with each head repeated for the value heads that read it."""
+    repeats = v.shape[-2] // x.shape[-2]
+    return x.repeat_interleave(repeats, dim=-2) if repeats > 1 else x
+
+
+def _alpha(g: Tensor | None, v: Tensor) -> Tensor:
+    """Returns the gates for values v [..., Hv, V] as [..., Hv, K], or as [..., Hv, 1] if the keys share a gate."""
+    if g is None:
+        return torch.ones_like(v[..., :1])
+    return g.exp() if g.ndim == v.ndim else g.exp().expand(v.shape[:-1])[..., None]
+
+
 def _step(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns o [B, Hq, V] and the new state for one token of q [B, Hq, K], k and alpha [B, H, K], v [B, H, V]."""
-    state = alpha[..., :, None] * state + k[..., :, None] * v[..., None, :]  # [B, H, K, V]
-    queries = q.unflatten(1, (k.shape[1], -1))  # [B, H, Hq/H, K]
+    """Returns o [B, Ho, V] and the new state for one token of q [B, Ho, K], k [B, Hv, K], v [B, Hv, V] and alpha."""
+    state = alpha[..., :, None] * state + k[..., :, None] * v[..., None, :]  # [B, Hv, K, V]
+    queries = q.unflatten(1, (k.shape[1], -1))  # [B, Hv, Ho/Hv, K]
     return scale * (queries @ state).flatten(1, 2), state
 
 
@@ -58,7 +72,8 @@ def loop_recurrent_gla_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, state_indices: Tensor | None, inplace: bool
 ) -> tuple[Tensor, ...]:
     """Computes one step of the loop and writes `state`. Leaves out rows with a negative index."""
-    alpha, scale = torch.ones_like(k) if g is None else g.exp(), q.shape[-1] ** -0.5
+    q, k = _of_value_heads(q, v), _of_value_heads(k, v)
+    alpha, scale = _alpha(g, v), q.shape[-1] ** -0.5
     if state_indices is None:
         o, new = _step(q, k, v, alpha, state, scale)
         return o, state.copy_(new)
@@ -102,7 +117,7 @@ def fla_chunk_gla(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Calls fla.ops.gla.chunk_gla, which has its own backward."""
-    _fla_can(q, k, g)
+    _fla_can(q, k, v, g)
     o, state = _fla().chunk_gla(
         q=q,
         k=k,
@@ -119,7 +134,7 @@ def fla_recurrent_gla_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, state_indices: Tensor | None, inplace: bool
 ) -> tuple[Tensor, ...]:
     """Calls fla.ops.gla.fused_recurrent_gla on one token. FLA returns a new state and cannot write the given one."""
-    _fla_can(q, k, g)
+    _fla_can(q, k, v, g)
     if state_indices is not None:
         raise ValueError("fla has no pool of states; state_indices is given")
     token = {name: x[:, None] for name, x in (("q", q), ("k", k), ("v", v), ("gk", g)) if x is not None}
@@ -131,11 +146,15 @@ def _fla() -> Any:
     return importlib.import_module("fla.ops.gla")  # it is optional, and slow to import
 
 
-def _fla_can(q: Tensor, k: Tensor, g: Tensor | None) -> None:
+def _fla_can(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> None:
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"fla has no grouped queries; q has {q.shape[-2]} heads and k has {k.shape[-2]}")
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(f"fla has no grouped values; v has {v.shape[-2]} heads and k has {k.shape[-2]}")
     if g is None:
         raise ValueError("fla's GLA needs a gate; g is None")
+    if g.shape != k.shape:
+        raise ValueError(f"fla's GLA needs a gate for each key; g has shape {list(g.shape)}")
 
 
 BASELINES: Mapping[str, Mapping[str, Callable[..., tuple[Tensor, ...]]]] = {

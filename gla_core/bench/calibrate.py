@@ -326,6 +326,6 @@ def _in_progress(number: int, task: Task) -> str:
 
 def describe(call: OpCall) -> str:
     """Returns a short description of a call."""
-    dims = " ".join(f"{name}={size}" for name, size in call.dims.items() if name not in ("Hq", "P", "N"))
+    dims = " ".join(f"{name}={size}" for name, size in call.dims.items() if name not in ("Hq", "Hv", "P", "N"))
     packed = f" in {call.dims['N']} sequences" if call.variable_length else ""
     return f"{dims}{packed}{' in a graph' if call.capturing else ''}"

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import gla_core as gla
+from gla_core.dispatch.backend import GATES
+from gla_core.ops import ABSTRACT_OPS
 from gla_core.ops.checks import FLOATS
+from gla_core.ops.spec import GATE
 from gla_core.terminal import BAD, new_console, print_json, print_table, print_text
 
 
@@ -17,7 +20,7 @@ def backends(as_json: bool) -> bool:
         print_json(rows)
     else:
         console = new_console()
-        print_table(console, [row for row in rows if row not in broken], spare=("plugin", "version"))
+        print_table(console, [_shown(row) for row in rows if row not in broken], spare=("plugin", "version"))
         for row in broken:
             print_text(console, f"plugin {row['name']!r} failed to load: {row['load error']}", BAD)
     return not broken
@@ -32,9 +35,20 @@ def backend_row(info: gla.BackendInfo) -> dict[str, Any]:
         "ops": list(info.ops),
         "devices": [] if can is None else sorted(can.devices) if can.devices is not None else ["any"],
         "dtypes": [] if can is None else [str(dtype).removeprefix("torch.") for dtype in FLOATS if dtype in can.dtypes],
+        "gates": [] if can is None or not _gated(info) else [form for form in GATES if form in can.gates],
         "plugin": info.plugin,
         "load error": None if info.error is None else last_line(info.error),
     }
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the columns of the table: all but the forms of gates, for which a narrow terminal has no room."""
+    return {name: value for name, value in row.items() if name != "gates"}
+
+
+def _gated(info: gla.BackendInfo) -> bool:
+    """Returns whether an op of the backend takes gates."""
+    return any(ABSTRACT_OPS[op].has(GATE) is not None for op in info.ops)
 
 
 def last_line(traceback: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 
@@ -11,11 +12,14 @@ from gla_core.dispatch.backend import KnownDevice, OpCall
 from gla_core.dispatch.calibration import KNOWN_DEVICES
 from gla_core.dispatch.errors import nearest
 from gla_core.ops import ABSTRACT_OPS, RUNS
-from gla_core.ops.spec import OFFSETS, WIDTHS
+from gla_core.ops.spec import GATE, OFFSETS, WIDTHS
 
 SHAPES = {op: spec.command_line_sizes for op, spec in ABSTRACT_OPS.items()}
 """The sizes that describe a call of each abstract op."""
 DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+GATE_FORMS = ("key", "head", "constant", "none")
+"""The forms of gates that a command line names; none means no gate."""
+_HEADS = {"Hq": "--query-heads", "Hv": "--value-heads"}
 
 
 def public_op(op: str) -> str:
@@ -43,12 +47,15 @@ def describe_call(
     varlen: int | None = None,
     max_seqlen: int | None = None,
     assume: str | None = None,
+    value_heads: int | None = None,
+    gate: str | None = None,
 ) -> OpCall:
     """Returns the call that the numbers of a command line describe; chunk_gla stands for chunk_gla_fwd.
 
     Args:
         assume: name of the CUDA device for which to describe the call, or a part of the name, such as H200. The device
             need not be on this machine.
+        gate: a form of gates, one of `GATE_FORMS`; None means key.
 
     Raises:
         ValueError, UnknownOpError: the numbers or names describe no call.
@@ -56,8 +63,7 @@ def describe_call(
     op, decided = abstract_ops(op)[0], RUNS[op][1]
     precision = dtype_of(dtype)
     sizes = _sizes(op, shape)
-    if query_heads is not None and "H" not in sizes:
-        raise ValueError(f"--query-heads does not go with {op}, which has no heads")
+    heads = _heads(op, sizes, {"Hq": query_heads, "Hv": value_heads})
     if varlen is not None and ABSTRACT_OPS[op].has(OFFSETS) is None:
         raise ValueError(f"--varlen does not go with {op}; only chunk_gla_fwd and chunk_gla_bwd take packed sequences")
     if varlen is not None and (varlen < 0 or sizes["B"] != 1):
@@ -65,13 +71,14 @@ def describe_call(
     if max_seqlen is not None and (varlen is None or max_seqlen < 0):
         raise ValueError(f"--max-seqlen {max_seqlen} bounds packed sequences: expected --varlen, and a length")
     return ABSTRACT_OPS[op].call(
-        _with_heads(sizes, query_heads) | ({} if varlen is None else {"N": varlen}),
+        sizes | heads | ({} if varlen is None else {"N": varlen}),
         device_of(device) if assume is None else _assumed_place(device),
         precision,
         assumed=None if assume is None else _assumed(assume),
         variable_length=varlen is not None,
         longest=max_seqlen,
         scalars=decided,
+        **_gate(op, gate),
     )
 
 
@@ -110,11 +117,32 @@ def _sizes(op: str, shape: str) -> dict[str, int]:
     return sizes
 
 
-def _with_heads(sizes: dict[str, int], query_heads: int | None) -> dict[str, int]:
-    """Returns the sizes, with the number of query heads if it is given."""
-    if query_heads is not None and (query_heads < 1 or query_heads % sizes["H"] != 0):
-        raise ValueError(f"--query-heads is {query_heads}; expected a multiple of H = {sizes['H']}")
-    return sizes if query_heads is None else {**sizes, "Hq": query_heads}
+def _heads(op: str, sizes: dict[str, int], heads: dict[str, int | None]) -> dict[str, int]:
+    """Returns the numbers of query heads and of value heads that are given, by the names Hq and Hv."""
+    given = {name: number for name, number in heads.items() if number is not None}
+    for name, number in given.items():
+        option = _HEADS[name]
+        if name not in ABSTRACT_OPS[op].sizes:
+            lacks = "which has no heads" if "H" not in sizes else "whose values have the heads of its keys"
+            raise ValueError(f"{option} does not go with {op}, {lacks}")
+        if number < 1 or number % sizes["H"] != 0:
+            raise ValueError(f"{option} is {number}; expected a multiple of H = {sizes['H']}")
+    if len(given) == len(heads) and min(given.values()) > sizes["H"]:
+        raise ValueError(f"{' and '.join(_HEADS.values())} are both above H = {sizes['H']}; expected one of them")
+    return given
+
+
+def _gate(op: str, gate: str | None) -> dict[str, Any]:
+    """Returns the fields of the call that the form of its gates decides."""
+    if gate is None:
+        return {}
+    if ABSTRACT_OPS[op].has(GATE) is None:
+        raise ValueError(f"--gate does not go with {op}, which has no gates")
+    if gate not in GATE_FORMS:
+        raise ValueError(
+            f"unknown form of gates {gate!r}{nearest(gate, GATE_FORMS)} (there are {', '.join(GATE_FORMS)})"
+        )
+    return {"gate_dtype": None} if gate == "none" else {"gate_form": gate}
 
 
 def device_of(name: str) -> torch.device:

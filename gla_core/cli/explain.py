@@ -71,6 +71,7 @@ def _fields(explanation: gla.Explanation) -> dict[str, Any]:
         "dtype": str(call.dtype).removeprefix("torch."),
         "device": str(call.device),
         "assumed": call.assumed and call.assumed.name,
+        "gate_form": call.gate_form,
         "variable_length": call.variable_length,
         "longest": call.longest,
         "request": explanation.request,

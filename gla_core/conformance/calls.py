@@ -185,7 +185,11 @@ def reference_gradients(x: GlaInputs) -> Named:
     """Returns the reference's gradients for the loss of `loss_gradients`."""
     reference = registry.get("reference")
     do, dstate = (d.double() for d in loss_gradients(x))
-    return _joined([backward(_wide_row(x, row), reference, do[row], dstate[row]) for row in _rows(x)])
+    rows = [backward(_wide_row(x, row), reference, do[row], dstate[row]) for row in _rows(x)]
+    found = _joined(rows)
+    if x.g is not None and x.g.ndim == 1:  # all rows share a constant gate, and its gradient is a sum
+        found["dg"] = torch.stack([row["dg"] for row in rows]).sum(0)
+    return found
 
 
 def _rows(x: GlaInputs) -> list[slice]:
@@ -195,8 +199,8 @@ def _rows(x: GlaInputs) -> list[slice]:
 
 
 def _wide_row(x: GlaInputs, row: slice) -> GlaInputs:
-    parts = {name: None if (y := getattr(x, name)) is None else y[row].double() for name in CHUNK_LEAVES}
-    return dataclasses.replace(x, **parts)
+    given = {name: y for name in CHUNK_LEAVES if (y := getattr(x, name)) is not None}
+    return dataclasses.replace(x, **{name: (y if y.ndim == 1 else y[row]).double() for name, y in given.items()})
 
 
 def _joined(rows: list[Named]) -> Named:
@@ -238,7 +242,8 @@ def expected_step(x: dict, scale: float | None = None) -> Named:
     rows = torch.arange(len(q), device=q.device) if indices is None else indices.long()
     used = (rows >= 0) & (rows < len(state))
     before, new = state.double()[rows[used]], state.double().clone()
-    q1, k1, v1, g1 = (y if y is None or y.ndim == 1 else y[used][:, None] for y in (q, k, v, g))
+    q1, k1, v1 = (y[used][:, None] for y in (q, k, v))
+    g1 = g if g is None or g.ndim == 1 else g[used][:, None]
     o = torch.zeros(output_shape(q, v), dtype=torch.float64, device=q.device)
     o1, new[rows[used]] = oracle.chunk_gla(q1, k1, v1, g1, scale, before)
     o[used] = o1[:, 0]

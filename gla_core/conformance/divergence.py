@@ -22,7 +22,7 @@ A budget is for the norm of a result. Rounding alone puts single elements above 
 CONSTANT = 0.01
 """Largest spread of ratios that count as one constant ratio."""
 WORDS = {"B": "batch row", "N": "sequence", "P": "state", "T": "token", "Tq": "query", "Tk": "key", "H": "head"}
-WORDS |= {"Hq": "head", "K": "column of K", "V": "column of V", "n": "checkpoint"}
+WORDS |= {"Hq": "head", "Hv": "head", "Ho": "head", "K": "column of K", "V": "column of V", "n": "checkpoint"}
 
 
 def divergence(quantity: str, out: Tensor, ref: Tensor, budget: float, case: Case | None) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def _hint(ratio: float | None, case: Case | None) -> str | None:
     known = {-1.0: "is a sign wrong?", math.log2(math.e): "is the base 2 or e?", math.log(2): "is the base 2 or e?"}
     if "K" in dims:
         known |= {dims["K"] ** 0.5: "is scale applied?", dims["K"] ** -0.5: "is scale applied twice?"}
-    if dims.get("Hq", 0) > dims.get("H", 0):
-        groups = dims["Hq"] / dims["H"]
+    groups = max(dims.get("Hq", 0), dims.get("Hv", 0)) / max(dims.get("H", 1), 1)
+    if groups > 1:
         known |= {groups: "are the heads of a group summed?", 1 / groups: "are the heads of a group summed?"}
     return next((hint for value, hint in known.items() if math.isclose(ratio, value, rel_tol=CONSTANT)), None)
 
@@ -120,7 +120,8 @@ def _dimensions(quantity: str, case: Case | None) -> list[str]:
     spec = ABSTRACT_OPS[case.op] if case is not None else None
     if case is None or spec is None:
         return []
-    shapes: Mapping[str, str] = {a.name: a.shape or "" for a in spec.arguments}
+    form = case.describe().gate_form
+    shapes: Mapping[str, str] = {a.name: (a.forms[form] if a.forms and form else a.shape) or "" for a in spec.arguments}
     shapes = shapes | {f"d{name}": shape for name, shape in shapes.items()}
     shapes = shapes | {r.name: r.shape or shapes.get(r.like or "", "") for r in spec.results}
     return shapes.get(quantity, "").split()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gla_core.dispatch.backend import CHUNK, OpCall
+from gla_core.dispatch.backend import CHUNK, GATE_NAMES, OpCall
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.ops.spec import GATE, INDICES, OFFSETS, STATE, Argument
 
@@ -18,13 +18,20 @@ ALIGNED = 16
 
 
 def forms(call: OpCall, sizes: Mapping[str, Any]) -> Iterator[str]:
-    """Yields which optional arguments a workload's call gives or leaves out, and whether its queries are grouped."""
+    """Yields the form of a workload's call.
+
+    It is which optional arguments the call gives or leaves out, the form of its gates, and whether its query heads or
+    its value heads are grouped.
+    """
     for argument in ABSTRACT_OPS[call.op].arguments:
         given = _given(argument, call, sizes)
         if given is not None:
             yield f"with {given}" if given else f"without {argument.name}"
-    if "Hq" in call.dims:
-        yield "with grouped queries" if call.dims["Hq"] > call.dims["H"] else "without grouped queries"
+    if call.gate_form is not None:
+        yield f"with {GATE_NAMES[call.gate_form]}"
+    for name, grouped in (("Hq", "grouped queries"), ("Hv", "groups of value heads")):
+        if name in call.dims:
+            yield f"with {grouped}" if call.dims[name] > call.dims["H"] else f"without {grouped}"
 
 
 def facts(call: OpCall, sizes: Mapping[str, Any]) -> Iterator[str]:

@@ -55,7 +55,8 @@ def test_values_at_size(backend, case, backwards, measure):
     x = summary(case, backwards)
     parts = []
     for b in range(len(x["left"])):
-        row = {name: x[name][b : b + 1].double() for name in ("left", "right", "g") if x[name] is not None}
+        given = {name: y for name in ("left", "right", "g") if (y := x[name]) is not None}
+        row = {name: (y if y.ndim == 1 else y[b : b + 1]).double() for name, y in given.items()}
         parts.append(run_summary({**x, **row}, "reference"))
     expected = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     check(run_summary(x, backend.name), expected, measure, FORWARD[case.dtype])
@@ -93,12 +94,13 @@ def test_two_parts_equal_the_whole(backend, case, backwards, cut, measure):
 
 
 @both_directions
-@over(SUMMARY, "padded")
+@over(SUMMARY, "padded", "per_head_padded", "constant_packed")
 def test_padding(backend, case, backwards, measure):
     """Rows after the last sequence may hold anything and have no effect."""
     x = summary(case, backwards)
     for name in ("left", "right", "g"):
-        x[name][:, int(x["cu_seqlens"][-1]) :] = torch.nan
+        if x[name].ndim > 1:  # a constant gate has no rows
+            x[name][:, int(x["cu_seqlens"][-1]) :] = torch.nan
     with poisoned(backend.can(case.op), case.device):
         out = run_summary(x, backend.name)
     check(out, expected_summary(x), measure, FORWARD[case.dtype])

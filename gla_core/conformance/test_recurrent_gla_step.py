@@ -118,12 +118,17 @@ def test_steps_in_a_row(backend, case, measure):
     measure({"o": torch.stack(outs, 1), "state": x.initial_state}, {"o": o, "state": state}, FORWARD[case.dtype])
 
 
+def _second_of_three(y):
+    """Returns the values of y [B, ...] as a slice of [B, 3, ...]; those of a constant gate [Hv] as one of [3, Hv]."""
+    dimension = min(y.ndim - 1, 1)
+    return torch.stack([y, y, y], dimension).select(dimension, 1)
+
+
 @over(STEP, dtypes="in_turn")
 def test_strided_views(backend, case, measure):
     """Tokens may be slices of [B, 3, H, ...], and states transposed from [H, P, K, V], in place or not."""
     x = step(case)
-    views = {name: None if (y := x[name]) is None else torch.stack([y, y, y], y.ndim > 1) for name in "qkvg"}
-    views = {name: None if y is None else y.select(y.ndim > 2, 1) for name, y in views.items()}
+    views = {name: None if x[name] is None else _second_of_three(x[name]) for name in "qkvg"}
     for inplace in (False, True):
         views["state"] = x["state"].transpose(0, 1).contiguous().transpose(0, 1)
         out = run_step({**views, "state_indices": x["state_indices"]}, backend.name, inplace=inplace)

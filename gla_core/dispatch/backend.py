@@ -51,6 +51,10 @@ GATES: Mapping[str, str] = MappingProxyType(
     }
 )
 """The forms of a gate g, in words. A decoding step has no T, and its gates per head are [B, Hv]."""
+GATE_NAMES: Mapping[str, str] = MappingProxyType(
+    {"constant": "constant gates", "head": "gates per head", "key": "gates per key"}
+)
+"""The names of these forms."""
 
 
 def declare_op(name: str, parameters: tuple[str, ...], required: frozenset[str]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import Backend, LaunchError, OpCall, Prepared, Reason, worst_case
+from gla_core.dispatch.backend import GATE_NAMES, Backend, LaunchError, OpCall, Prepared, Reason, worst_case
 from gla_core.dispatch.calibration import Prediction, predict
 from gla_core.dispatch.errors import NoBackendError
 from gla_core.dispatch.request import Choice, Request
@@ -95,8 +95,9 @@ class Explanation:
         assumed = self.call.assumed
         place = self.call.device if assumed is None else f"{assumed.name} (assumed)"
         packed = ", packed" if self.call.variable_length else ""
+        gates = "" if self.call.gate_form in (None, "key") else f", {GATE_NAMES[self.call.gate_form]}"
         lines = [
-            f"{self.call.op}  {dims}  {dtype} on {place}{packed}",
+            f"{self.call.op}  {dims}  {dtype} on {place}{packed}{gates}",
             f"request: {self.request} ({self.source})",
         ]
         for candidate in self.candidates:
@@ -214,7 +215,7 @@ def is_launch_failure(error: Exception) -> bool:
 
 def _launch_class(backend: Backend, call: OpCall) -> Hashable:
     fixed = tuple((name, size) for name, size in call.dims.items() if name not in _GROWING_DIMS)
-    return (backend.name, call.op, call.device, call.dtype, call.variable_length, fixed)
+    return (backend.name, call.op, call.device, call.dtype, call.gate_form, call.variable_length, fixed)
 
 
 def _nobody(call: OpCall, request: Request, candidates: Iterable[Candidate]) -> str:

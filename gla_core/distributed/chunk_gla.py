@@ -66,15 +66,20 @@ def chunk_gla(
     sequences. The same holds for their gradients: every rank has to pass the complete gradient of the final states, and
     every rank then receives the complete gradient of initial_state.
 
+    A constant gate [Hv] is the same on every rank, too, but each rank receives only its own tokens' share of the
+    gradient. The gradient is the sum over the ranks, as for every parameter of which each rank has a copy.
+
     Args:
         q: queries [B, T, Hq, K] of this rank's T tokens, float64, float32, float16 or bfloat16. All B sequences are cut
             at the same places. With cu_seqlens, B = 1 and the row holds packed sequences. T may be 0, and may differ
             between ranks.
         k: keys [B, T, H, K], dtype as q.
-        v: values [B, T, H, V], dtype as q.
-        g: natural logarithm of the forget gate [B, T, H, K], dtype as q or float32, in [-inf, 0]. None means no decay.
+        v: values [B, T, Hv, V], dtype as q. Hq and Hv are H, or one of them is a multiple of H.
+        g: natural logarithm of the forget gate, dtype as q or float32, in [-inf, 0]: [B, T, Hv, K] for each key,
+            [B, T, Hv] for each token and head, or [Hv] for each head. None means no decay. Every rank passes the same
+            form.
         scale: factor of the output; K^-1/2 by default.
-        initial_state: [N, H, K, V] float32 (float64 with float64 inputs), of all sequences. None means zeros.
+        initial_state: [N, Hv, K, V] float32 (float64 with float64 inputs), of all sequences. None means zeros.
         output_final_state: whether to return the states after the last tokens too. With packed sequences, a
             rank sends the states of all N sequences per piece if initial_state or output_final_state is given, and
             otherwise one state per piece.
@@ -83,11 +88,11 @@ def chunk_gla(
         layout: "contiguous" or "zigzag"; see `shard`.
         backend: a request such as "reference"; see `use_backend`.
         shard: the value that `shard` returned, in place of cu_seqlens, group and layout. By default the call makes one.
-        state_v_first: whether given and returned states are [N, H, V, K]. No copy is made: returned states are views.
+        state_v_first: whether given and returned states are [N, Hv, V, K]. No copy is made: returned states are views.
 
     Returns:
-        o [B, T, Hq, V] with v's dtype, and the final states [N, H, K, V] (None unless output_final_state), on every
-        rank, as the fields `o` and `state`.
+        o [B, T, Ho, V] with v's dtype, where Ho is the larger of Hq and Hv, and the final states [N, Hv, K, V] (None
+        unless output_final_state), on every rank, as the fields `o` and `state`.
 
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype or device. The error comes before anything is sent;
@@ -117,7 +122,7 @@ def chunk_gla(
         raise ValueError(f"q has {T} tokens; expected {shard.tokens}, which its shard was made for")
     if environment().check_values:
         agreed = {name: size for name, size in call.dims.items() if name != "T"}
-        agreed |= {"dtype": q.dtype, "g": g is not None, "initial_state": initial_state is not None}
+        agreed |= {"dtype": q.dtype, "form of g": call.gate_form, "initial_state": initial_state is not None}
         agreed |= {"output_final_state": output_final_state, "layout": shard.layout}
         refuse_ranks_that_differ(
             agreed, shard.group, "everything but the number of tokens has to be the same on every rank"
@@ -125,9 +130,9 @@ def chunk_gla(
     rows, segments = (q, k, v, g), 1
     if shard.packed is None:  # each piece, or each segment of a piece, becomes a row of its own
         pieces = len(shard.places)
-        segments = segments_of_a_piece(B * pieces * k.shape[2], T // pieces, q.device)
+        segments = segments_of_a_piece(B * pieces * v.shape[2], T // pieces, q.device)
         each = (B * pieces * segments, T // (pieces * segments))
-        rows = tuple(None if x is None else x.reshape(*each, *x.shape[2:]) for x in rows)
+        rows = tuple(x if x is None or x.ndim == 1 else x.reshape(*each, *x.shape[2:]) for x in rows)
     every_state = initial_state is not None or output_final_state
     own = _Own(shard, segments, None if every_state else shard.packed)
     needs_grad = needs_gradient(q, k, v, g, initial_state)
@@ -146,7 +151,7 @@ def segments_of_a_piece(heads: int, tokens: int, device: torch.device) -> int:
     """Returns the number of segments that a piece is cut into; each of them is a whole number of chunks.
 
     Args:
-        heads: number of key/value heads, summed over all pieces of this rank.
+        heads: number of value heads, summed over all pieces of this rank.
         tokens: number of tokens of the piece.
     """
     if device.type != "cuda" or heads == 0:
@@ -197,11 +202,11 @@ class _Own:
 
         Args:
             summary: the result of the method `summary`.
-            start: [N, H, K, V] before the first piece; None means 0.
+            start: [N, Hv, K, V] before the first piece; None means 0.
             to_end: whether the last state is needed; without it the second result is undefined.
 
         Returns:
-            [segments or parts, H, K, V] and [N, H, K, V].
+            [segments or parts, Hv, K, V] and [N, Hv, K, V].
         """
         places, cut, upto = self.shard.places, self.cut, None
         if self.segments > 1:
@@ -266,10 +271,10 @@ class _chunk_gla_over_ranks(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, g, entering, checkpoints = ctx.saved_tensors
         own, scale, backend = ctx.own, ctx.scale, ctx.backend
-        do = v.new_zeros(*q.shape[:-1], v.shape[-1]) if do is None else do
+        do = v.new_zeros(*v.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3]) if do is None else do
         decay, state = own.summary(q, do, g, True, backend)
-        if g is None:  # each query head has a summary of its own; the query heads of a group share one state
-            decay, state = (x.unflatten(1, (k.shape[2], -1)) for x in (decay, state))
+        if g is None:  # each head of o has a summary of its own; the query heads of a group share one state
+            decay, state = (x.unflatten(1, (v.shape[2], -1)) for x in (decay, state))
             decay, state = decay[:, :, 0], state.sum(2)
         needs_initial = ctx.needs_input_grad[5]
         leaving, dinitial = own.passed_on((decay, scale * state), dfinal, True, needs_initial)

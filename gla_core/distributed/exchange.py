@@ -31,7 +31,7 @@ A scan takes more rounds than a gather but sends little in each, so it is faster
 grow with R. A chain adds a latency for every rank. Final states and gradients of initial states are needed on all
 ranks: for these the gather is used for every R.
 
-R ranks   P pieces of a rank   N sequences   H heads   K, V key and value width
+R ranks   P pieces of a rank   N sequences   H value heads   K, V key and value width
 """
 
 from __future__ import annotations

@@ -53,7 +53,9 @@ def taking_dtensors(spec: OpSpec, call: Callable[..., Any], in_place: bool) -> C
             absent = given[result.like] is None if result.like else result.when and not result.when(given)
             shape = shapes.get(result.like, []) if result.like else result.shape.split()
             outputs.append(None if absent else _placements(shape, along, sums=result.name == f"d{result.like}"))
-        gradients = [_placements(shapes[name], along, sums=True) if is_dtensor(x) else None for name, x in given.items()]
+        gradients = [
+            _placements(shapes[name], along, sums=True) if is_dtensor(x) else None for name, x in given.items()
+        ]
         rest = [None] * (len(args) - len(inputs))
         where: dict[str, Any] = {"device_mesh": args[0].device_mesh, "redistribute_inputs": not in_place}
         where["in_grad_placements"] = (*gradients, *rest)
@@ -104,7 +106,7 @@ def _placements(shape: Sequence[str], along: Along, sums: bool = False) -> tuple
 
     kinds, whole = [SPREAD.get(name) for name in shape], Replicate()
     missing = Partial() if sums else whole
-    return tuple(Shard(kinds.index(k)) if k in kinds else missing if k else whole for k in along)
+    return tuple(whole if k is None else Shard(kinds.index(k)) if k in kinds else missing for k in along)
 
 
 def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str, Any]) -> Along:

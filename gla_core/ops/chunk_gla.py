@@ -26,8 +26,8 @@ A backend's functions receive and return
 Here state is the final state, and dstate is its gradient or None. Each gradient has the shape and dtype of its input.
 Rows outside cu_seqlens[0] to cu_seqlens[N] belong to no sequence: whatever they hold, their o and gradients are 0.
 
-**Checkpoints** [B, n, Hv, K, V] are the states before the tokens 0, L, 2 L, .. of a sequence, with L = checkpoint_every,
-a multiple of 64. The first is the initial state of the sequence, or 0 without one.
+**Checkpoints** [B, n, Hv, K, V] are the states before the tokens 0, L, 2 L, .. of a sequence. L = checkpoint_every is a
+multiple of 64. The first is the initial state of the sequence, or 0 without one.
 
     n = ceil(T / L)       checkpoint j of sequence b is [b, j]
     n = N + T // L        with cu_seqlens c: checkpoint j of sequence i is [0, i + c_i // L + j]
@@ -156,10 +156,10 @@ def chunk_gla(
         k: keys [B, T, H, K], dtype of q.
         v: values [B, T, Hv, V], dtype of q. Value head i reads query and key head i // (Hv/H). Hv is H, or a multiple
             of H if Hq is H.
-        g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]. Its shape is its form: [B, T, Hv,
-            K] for each key, [B, T, Hv] for each token and head, or [Hv] for each head, the same for all tokens. None
-            means no decay. Only with GLA_CHECK=1 in the environment are the values read; values above 0 then raise
-            ValueError.
+        g: natural logarithm of the forget gate, dtype of q or float32, in [-inf, 0]. Its shape is its form:
+            [B, T, Hv, K] for each key, [B, T, Hv] for each token and head, or [Hv] for each head, the same for all
+            tokens. None means no decay. Only with GLA_CHECK=1 in the environment are the values read; values above 0
+            then raise ValueError.
         scale: factor of the output; None means K^-1/2.
         initial_state: the state before the first token [N, Hv, K, V], float32 (float64 with float64 inputs). None means
             0.
@@ -179,10 +179,10 @@ def chunk_gla(
     Returns:
         `o` [B, T, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv, and `state`, the final state
         [N, Hv, K, V] with the dtype of initial_state (None unless asked for). With checkpoint_every = L also
-        `checkpoints` [B, n, Hv, K, V], bfloat16 with bfloat16
-        inputs, else with the dtype of the final state. Row [b, j] is the state that enters token j L of sequence b;
-        n = ceil(T / L). With cu_seqlens, row [0, i + cu_seqlens[i] // L + j] is the state that enters token j L of
-        sequence i; n = N + T // L, and all other rows are 0. Checkpoints carry no gradient.
+        `checkpoints` [B, n, Hv, K, V], bfloat16 with bfloat16 inputs, else with the dtype of the final state. Row
+        [b, j] is the state that enters token j L of sequence b; n = ceil(T / L). With cu_seqlens, row
+        [0, i + cu_seqlens[i] // L + j] is the state that enters token j L of sequence i; n = N + T // L, and all other
+        rows are 0. Checkpoints carry no gradient.
 
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype or device.

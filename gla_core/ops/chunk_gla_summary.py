@@ -23,7 +23,8 @@ A backend's function receives and returns
 
 Forwards, left = k [B, T, H, K] and right = v [B, T, Hv, V]. Backwards, left = q [B, T, Hq, K] and right = do
 [B, T, Ho, V], with the heads of `chunk_gla`; the products of the Hq/H query heads that share a state are summed. decay
-is [N, Hv, K] for every form of gate. Rows outside cu_seqlens[0] to cu_seqlens[N] belong to no sequence; an empty sequence has decay 1 and state 0.
+is [N, Hv, K] for every form of gate. Rows outside cu_seqlens[0] to cu_seqlens[N] belong to no sequence; an empty
+sequence has decay 1 and state 0.
 """
 
 from __future__ import annotations
@@ -161,13 +162,16 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     """
     sizes["N"] = sizes["B"]
     left, right, states = sizes["Hq"], sizes["Ho"], sizes.setdefault("Hv", sizes["Ho"])
+    owner = "right" if given["g"] is None else "g"
     sizes["H"] = min(left, states)
     if left > states and not given["backwards"]:
-        raise ValueError(f"left has {left} heads; expected {states}, as g, or a divisor of it")
+        raise ValueError(f"left has {left} heads; expected {states}, as {owner}, or a divisor of it")
     if left % sizes["H"] != 0 or states % sizes["H"] != 0:
-        raise ValueError(f"left has {left} heads and g {states}; expected a multiple of one another")
+        raise ValueError(f"left has {left} heads and {owner} has {states}; expected a multiple of one another")
     if right != max(left, states):
-        raise ValueError(f"right has {right} heads; expected {max(left, states)}, with {left} of left and {states} of g")
+        raise ValueError(
+            f"right has {right} heads; expected {max(left, states)}, with {left} of left and {states} of g"
+        )
     if given["cu_seqlens"] is not None:
         checks.packed(sizes, of="left")
 
@@ -180,7 +184,7 @@ def _check_values(left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Ten
 
 def _flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
     """Counts left^T right, which each token adds to the state of each of its heads."""
-    B, T, _, K = left
+    B, T, K = left[0], left[1], left[3]
     return 2 * B * T * right[2] * K * right[3]
 
 

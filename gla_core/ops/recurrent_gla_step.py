@@ -82,8 +82,8 @@ def recurrent_gla_step(
         state_v_first: whether the given and the returned state are [P, Hv, V, K].
 
     Returns:
-        o [B, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv, and the new state with the shape and dtype of `state` (the same tensor if
-        `inplace`).
+        o [B, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv, and the new state with the shape and
+        dtype of `state` (the same tensor if `inplace`).
 
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype or device; with inplace, neither of the last two

@@ -332,6 +332,8 @@ class OpSpec:
             if not bound and argument.dtype in (*STATES, CHECKPOINTS):
                 self._bind(given, sizes)
                 bound = True
+            if argument.forms is not None:
+                self._check_sizes(sizes)  # first, because a gate has the heads of v
             x = given[argument.name]
             if argument.dtype is None:
                 _check_scalar(argument, x)
@@ -345,17 +347,18 @@ class OpSpec:
 
     def _bind(self, given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
         """Checks the sizes against each other, and binds the sizes that no shape names."""
-        for name in WIDTHS:
-            if sizes.get(name, 1) < 1:
-                raise ValueError(f"{name} is {sizes[name]}; expected at least 1")
-        if "H" in sizes:
-            self._check_heads(sizes)
+        self._check_sizes(sizes)
         self.bind(given, sizes)
         if "Ho" in sizes and sizes["Ho"] != size_of("Ho", sizes):
             raise ValueError(f"{self._owner('Ho')} has {sizes['Ho']} heads; expected {size_of('Ho', sizes)}, as o")
 
-    def _check_heads(self, sizes: Mapping[str, Any]) -> None:
-        """Raises ValueError unless query heads, or value heads, come in groups, one group for each head of k."""
+    def _check_sizes(self, sizes: Mapping[str, Any]) -> None:
+        """Raises ValueError for a width of 0, and for query or value heads not in groups, one group per head of k."""
+        for name in WIDTHS:
+            if sizes.get(name, 1) < 1:
+                raise ValueError(f"{name} is {sizes[name]}; expected at least 1")
+        if "H" not in sizes:
+            return
         for name in ("Hq", "Hv"):
             if sizes.get(name, 0) % sizes["H"] != 0:
                 owners = self._owner(name), self._owner("H")
@@ -418,7 +421,7 @@ class OpSpec:
         return 0 if kind is None else math.prod(self._shape(x, call.gate_form, sizes)) * kind.itemsize
 
     def shape(self, x: Argument | Result, call: OpCall) -> tuple[int, ...]:
-        """Returns the shape of an argument or result in a call. If it may have any shape, it has all sizes of the call."""
+        """Returns the shape of an argument or result in a call; all sizes of the call if it may have any shape."""
         return self._shape(x, call.gate_form, call.dims)
 
     def _shape(self, x: Argument | Result, gate_form: str | None, sizes: Mapping[str, int]) -> tuple[int, ...]:

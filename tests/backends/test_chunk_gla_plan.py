@@ -26,10 +26,11 @@ bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def call_of(dtype=bfloat16, gate_dtype=float32, packed=False, precision="highest", aligned=True, **changes):
-    """A call of 8 sequences of 4096 tokens and 16 heads, unless changed; Hq follows H, and N follows B."""
+    """A call of 8 sequences of 4096 tokens and 16 heads, unless changed; Hq and Hv follow H, and N follows B."""
     dims = {"B": 8, "T": 4096, "H": 16, "K": 128, "V": 128, **changes}
-    dims = {**dims, "Hq": dims.get("Hq", dims["H"]), "N": dims.get("N", dims["B"])}
-    tensors = {"dtype": dtype, "gate_dtype": gate_dtype, "variable_length": packed}
+    dims = {"Hq": dims["H"], "Hv": dims["H"], "N": dims["B"], **dims}
+    form = None if gate_dtype is None else "key"
+    tensors = {"dtype": dtype, "gate_dtype": gate_dtype, "gate_form": form, "variable_length": packed}
     device = torch.device("cuda")
     if not aligned:
         shape = tuple(dims[name] for name in ("B", "T", "H", "K"))

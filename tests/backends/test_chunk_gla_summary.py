@@ -65,8 +65,13 @@ def test_the_kernel_for_hopper(backend, needs_sm90, packed, T, backwards):
 
 
 def call(T, H, B=1, K=128, N=None, dtype=torch.bfloat16):
-    dims = {"B": B, "T": T, "H": H, "Hq": H, "K": K, "V": 128, "N": N or B}
-    gate = {"gate_dtype": torch.float32, "scalars": {"backwards": False}, "variable_length": N is not None}
+    dims = {"B": B, "T": T, "H": H, "Hq": H, "Hv": H, "K": K, "V": 128, "N": N or B}
+    gate = {
+        "gate_dtype": torch.float32,
+        "gate_form": "key",
+        "scalars": {"backwards": False},
+        "variable_length": N is not None,
+    }
     return OpCall(op="chunk_gla_summary", device=torch.device("cuda"), dtype=dtype, dims=dims, **gate)
 
 

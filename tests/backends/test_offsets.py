@@ -43,11 +43,13 @@ def heads_first(*shape, dtype=torch.bfloat16):
     return empty(*(shape[i] for i in (0, 2, 1, 3)), dtype=dtype).transpose(1, 2)
 
 
-def gla_inputs(B=2, T=2**20, H=32, G=1, K=128, V=128, packed=False, new=empty, dtype=torch.bfloat16):
+def gla_inputs(B=2, T=2**20, H=32, G=1, R=1, K=128, V=128, packed=False, new=empty, dtype=torch.bfloat16, form="key"):
     """Makes q, k, v, g, an initial state and cu_seqlens of four sequences; H T K is 2^31 or more."""
-    state = empty(4 if packed else B, H, K, V, dtype=torch.float32)
-    q, k, v = new(B, T, G * H, K, dtype=dtype), new(B, T, H, K, dtype=dtype), new(B, T, H, V, dtype=dtype)
-    g, cu_seqlens = new(B, T, H, K, dtype=torch.float32), empty(5, dtype=torch.int64) if packed else None
+    Hv = R * H
+    state = empty(4 if packed else B, Hv, K, V, dtype=torch.float32)
+    q, k, v = new(B, T, G * H, K, dtype=dtype), new(B, T, H, K, dtype=dtype), new(B, T, Hv, V, dtype=dtype)
+    gates = {"constant": lambda: empty(Hv), "head": lambda: empty(B, T, Hv), "key": lambda: new(B, T, Hv, K)}
+    g, cu_seqlens = gates[form]().float(), empty(5, dtype=torch.int64) if packed else None
     return q, k, v, g, state, cu_seqlens
 
 
@@ -58,7 +60,8 @@ def forward(**sizes):
 
 def backward(**sizes):
     q, k, v, g, state, cu_seqlens = gla_inputs(**sizes)
-    do, checkpoints = empty(*q.shape[:3], v.shape[3], dtype=v.dtype), new_checkpoints(k, v, cu_seqlens, 64)
+    do = empty(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3], dtype=v.dtype)
+    checkpoints = new_checkpoints(k, v, cu_seqlens, 64)
     return "chunk_gla_bwd", q, k, v, g, 0.1, state, cu_seqlens, checkpoints, 64, do, state
 
 
@@ -67,9 +70,11 @@ def summary(**sizes):
     return "chunk_gla_summary", k, v, g, cu_seqlens, False
 
 
-def step(B=2**14, P=2**20, H=16, G=2, K=128, V=128):
-    q, k, v, g = empty(G * H, B, K).transpose(0, 1), empty(B, H, K), empty(B, H, V), empty(B, H, K)
-    state, indices = empty(P, H, K, V, dtype=torch.float32), empty(B, dtype=torch.int32)
+def step(B=2**14, P=2**20, H=16, G=2, R=1, K=128, V=128, form="key"):
+    Hv = R * H
+    q, k, v = empty(G * H, B, K).transpose(0, 1), empty(B, H, K), empty(B, Hv, V)
+    g = empty(*{"constant": (Hv,), "head": (B, Hv), "key": (B, Hv, K)}[form])
+    state, indices = empty(P, Hv, K, V, dtype=torch.float32), empty(B, dtype=torch.int32)
     return "recurrent_gla_step", q, k, v, g, state, 0.1, indices, True
 
 
@@ -84,6 +89,7 @@ def softmax(shape, dim=1):
 SM80, SM90 = 80, 90
 PACKED = {"B": 1, "T": 2**18, "H": 64, "packed": True}
 WIDE = {"K": 256, "V": 512}
+PER_HEAD = {"H": 16, "R": 2, "form": "head", "K": 256}
 ODD = {"K": 77, "V": 99, "new": heads_first}
 CALLS = {
     "forward": (SM90, forward, "triton_fused", {}),
@@ -102,7 +108,12 @@ CALLS = {
     "general forward, in segments": (SM80, forward, "parallel_scan", PACKED | {"H": 16}),
     "general backward": (SM80, backward, "triton_fused", {"K": 256, "dtype": torch.float32}),
     "general backward, in segments": (SM80, backward, "parallel_scan", PACKED | {"G": 2}),
+    "general forward, per head": (SM80, forward, "triton_fused", PER_HEAD),
+    "general forward, constant": (SM80, forward, "parallel_scan", PACKED | {"form": "constant"}),
+    "general backward, per head": (SM80, backward, "triton_fused", PER_HEAD),
+    "general backward, constant": (SM80, backward, "parallel_scan", PACKED | {"form": "constant", "G": 2}),
     "step": (SM90, step, "triton_fused", {}),
+    "step, per head": (SM90, step, "triton_fused", {"form": "head", "G": 1, "R": 2}),
     "attention": (SM90, attention, "triton_fused", {"B": 2, "Tq": 2**20, "Tk": 2**20}),
     "general attention": (SM80, attention, "triton_fused", {"B": 2, "Tq": 2**18, "Tk": 2**20, "G": 4}),
     "attention in splits": (SM90, attention, "parallel_scan", {"B": 1, "Tq": 1, "Tk": 2**24, "H": 2}),

@@ -15,7 +15,7 @@ from gla_parallel_scan.pytorch.chunk_gla import chunk_gla_fwd
 from gla_parallel_scan.pytorch.online_softmax import online_softmax
 from gla_parallel_scan.pytorch.recurrent_gla_step import recurrent_gla_step
 from gla_parallel_scan.pytorch.scan import scan_states
-from gla_parallel_scan.pytorch.segments import packed
+from gla_parallel_scan.pytorch.segments import Segments, packed
 from gla_parallel_scan.pytorch.softmax_attention import softmax_attention
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -87,6 +87,9 @@ def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3):
     return found
 
 
+FORMS = ("key", "head", "constant")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gates", GATES)
 def test_gates(gates, dtype):
@@ -148,10 +151,12 @@ def test_inputs_and_strides():
     check(*(y[:1].expand(3, *y.shape[1:]) for y in x))
 
 
-def test_blocks(monkeypatch):
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("heads", [{"H": 3, "G": 2}, {"H": 2, "R": 3}], ids=str)
+def test_blocks(heads, form, monkeypatch):
     """The result does not depend on the number of heads and sequences that are computed at once."""
-    x = arguments(B=3, T=70, H=3, G=2, initial_state=True)
-    ref = forward(*x)
+    x = arguments(B=3, T=70, **heads, gate_form=form, initial_state=True)
+    ref = check(*x)
     for most in (1, 70 * 16, 2 * 70 * 16, 4 * 70 * 16):
         monkeypatch.setattr("gla_parallel_scan.pytorch.chunk_gla.BLOCK", most)
         for a, b in zip(forward(*x), ref, strict=True):
@@ -200,11 +205,25 @@ def test_checkpoints(sizes, dtype, every, small_blocks):
     assert found.is_contiguous()
 
 
+def test_a_gate_of_a_head_is_not_expanded(monkeypatch):
+    """It has one column wherever it is held, and so have the decays of segments."""
+    widths = []
+    cut = Segments.cut
+    monkeypatch.setattr(Segments, "cut", lambda *given: widths.append(given[1].shape[-1]) or cut(*given))
+    scan = Segments.scan
+    monkeypatch.setattr(Segments, "scan", lambda *given: widths.append(given[1].shape[-1]) or scan(*given))
+    for form, D in (("constant", 1), ("head", 1), ("key", 5)):
+        widths.clear()
+        check(*arguments(T=70, K=5, V=7, gate_form=form))
+        assert widths == [5, 5, 7, D, D]  # q, k, v and g, and the decays
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     K=st.integers(1, 40),
     V=st.integers(1, 40),
-    G=st.integers(1, 3),
+    groups=st.sampled_from([{"G": 1}, {"G": 3}, {"R": 2}]),
+    form=st.sampled_from(FORMS),
     lengths=st.lists(st.integers(0, 150), min_size=1, max_size=4),
     is_packed=st.booleans(),
     gates=st.sampled_from(GATES),
@@ -212,9 +231,10 @@ def test_checkpoints(sizes, dtype, every, small_blocks):
     initial_state=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_anything(K, V, G, lengths, is_packed, gates, dtype, initial_state, seed):
+def test_anything(K, V, groups, form, lengths, is_packed, gates, dtype, initial_state, seed):
     sizes = {"lengths": tuple(lengths)} if is_packed else {"B": len(lengths), "T": lengths[0]}
-    check(*arguments(K=K, V=V, G=G, gates=gates, dtype=dtype, initial_state=initial_state, seed=seed, **sizes))
+    sizes |= {"K": K, "V": V, **groups, "gates": gates, "gate_form": form, "dtype": dtype}
+    check(*arguments(initial_state=initial_state, seed=seed, **sizes))
 
 
 # ---- recurrent_gla_step

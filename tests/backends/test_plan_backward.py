@@ -19,7 +19,7 @@ H200, A100 = Gpu(Architecture.SM90, 132), Gpu(Architecture.SM80, 108)
 
 def call(*, dtype=torch.bfloat16, every=CHUNK, precision="highest", aligned=True, **dims):
     dims = {"B": 1, "T": 4096, "H": 4, "K": 128, "V": 128, **dims}
-    dims = {"Hq": dims["H"], "N": dims["B"], **dims}
+    dims = {"Hq": dims["H"], "Hv": dims["H"], "N": dims["B"], **dims}
     do = contiguous_layout(tuple(dims[name] for name in ("B", "T", "Hq", "V")), dtype)
     return OpCall(
         op="chunk_gla_bwd",
@@ -27,6 +27,7 @@ def call(*, dtype=torch.bfloat16, every=CHUNK, precision="highest", aligned=True
         dtype=dtype,
         dims=dims,
         gate_dtype=torch.float32,
+        gate_form="key",
         scalars={"checkpoint_every": every},
         float32_matmul_precision=precision,
         layouts={} if aligned else {"do": do._replace(aligned=False)},

@@ -157,7 +157,7 @@ def test_causal_as_the_call_says_else_by_the_number_of_queries():
 
 
 def step_plan(B, gpu=H200, dtype=torch.float32, K=128, V=128):
-    dims = {"B": B, "H": 16, "Hq": 16, "K": K, "V": V, "P": B}
+    dims = {"B": B, "H": 16, "Hq": 16, "Hv": 16, "K": K, "V": V, "P": B}
     device, q = torch.device("cuda"), torch.bfloat16
     return step.plan(OpCall(op="recurrent_gla_step", device=device, dtype=q, dims=dims, state_dtype=dtype), gpu)
 

@@ -29,18 +29,19 @@ UNALIGNED = "needs tensors that TMA can address: addresses and strides are multi
 bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def call_for(kernel, *, dtype=bfloat16, gate_dtype=float32, layouts=None, **changes):
+def call_for(kernel, *, dtype=bfloat16, gate_dtype=float32, gate_form="key", layouts=None, **changes):
     """Returns a call that a kernel computes on an H200, with changes. Rows of heads begin at multiples of 16 bytes."""
     dims = {"B": 2, "T": 300, "H": 4, "K": 256 if kernel in WIDE else 128, "V": 128, **changes}
-    dims = {"Hq": dims["H"], "N": dims["B"], **dims}
-    B, T, H, Hq, K, V = (dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
-    shapes = {"q": (Hq, K), "k": (H, K), "v": (H, V), "g": (H, K), "o": (Hq, V), "do": (Hq, V)}
+    dims = {"Hq": dims["H"], "Hv": dims["H"], "N": dims["B"], **dims}
+    B, T, H, Hq, Hv, K, V = (dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
+    Ho = max(Hq, Hv)
+    shapes = {"q": (Hq, K), "k": (H, K), "v": (Hv, V), "g": (Hv, K), "o": (Ho, V), "do": (Ho, V)}
     found = {
         name: Layout((B, T, *shape), (T * shape[0] * 512, shape[0] * 512, 512, 1), float32 if name == "g" else dtype)
         for name, shape in shapes.items()
     }
     op = "chunk_gla_bwd" if kernel in backward.KERNELS else "chunk_gla_fwd"
-    facts = {"dims": dims, "gate_dtype": gate_dtype, "layouts": found | (layouts or {})}
+    facts = {"dims": dims, "gate_dtype": gate_dtype, "gate_form": gate_form, "layouts": found | (layouts or {})}
     return OpCall(op=op, device=torch.device("cuda"), dtype=dtype, **facts)
 
 
@@ -88,7 +89,18 @@ def test_a_tensor_that_tma_cannot_address_is_named(kernel, name, change):
 
 
 HEADS = "computes as many query heads as key/value heads; q has 8 and k has 4"
+KEY_GATES = "computes gates for each key [B, T, Hv, K]; g has one for each"
+VALUE_HEADS = "computes as many value heads as key heads; v has 8 and k has 4"
 OF_ONE = [
+    *(
+        (kernel, *refusal)
+        for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_WIDE)
+        for refusal in (
+            ({"gate_form": "head"}, f"{KEY_GATES} token and head [B, T, Hv]"),
+            ({"gate_form": "constant"}, f"{KEY_GATES} head [Hv]"),
+            ({"Hv": 8}, VALUE_HEADS),
+        )
+    ),
     *((kernel, {"Hq": 8}, HEADS) for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE)),
     *(
         (kernel, {"V": 60}, "computes V that are multiples of 8; V is 60")
@@ -137,7 +149,9 @@ def drawn_call(draw, op):
     packed = draw.random() < 0.3
     if packed:
         dims["B"] = 1
-    dims |= {"Hq": dims["H"] * draw.choice([1, 1, 4]), "N": draw.choice([1, 7, 64]) if packed else dims["B"]}
+    groups, of_values = draw.choice([1, 1, 4]), draw.random() < 0.5
+    dims |= {"Hq": dims["H"] * (1 if of_values else groups), "Hv": dims["H"] * (groups if of_values else 1)}
+    dims["N"] = draw.choice([1, 7, 64]) if packed else dims["B"]
     scalars = {
         "chunk_gla_fwd": {"output_final_state": draw.random() < 0.5, "checkpoint_every": None},
         "chunk_gla_bwd": {"checkpoint_every": draw.choice([None, CHUNK])},
@@ -154,6 +168,7 @@ def drawn_call(draw, op):
         dtype=draw.choice([bfloat16, bfloat16, bfloat16, float16, float32]),
         dims=dims,
         gate_dtype=draw.choice([None, bfloat16, float32]),
+        gate_form=draw.choice(["key", "key", "head", "constant"]),
         state_dtype=draw.choice([None, float32]),
         variable_length=packed,
         scalars=scalars,

@@ -60,8 +60,9 @@ def build(left, right, g, segments, backwards=False, skip_last=False, multiproce
         op="chunk_gla_fwd",
         device=left.device,
         dtype=left.dtype,
-        dims={"B": B, "T": T, "N": B, "H": H, "K": K, "V": V},
+        dims={"B": B, "T": T, "N": B, "H": H, "Hq": H, "Hv": H, "K": K, "V": V},
         gate_dtype=None if g is None else g.dtype,
+        gate_form=None if g is None else "key",
     )
     gpu = Gpu(Architecture.SM90, multiprocessors)
     outputs = sm90.FORWARD.parameters(call, gpu, segments.count)

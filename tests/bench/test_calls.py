@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import gla_core as gla
 from gla_core.bench import calls
-from gla_core.dispatch.backend import OP_PARAMETERS, OpCall
+from gla_core.dispatch.backend import GATES, OP_PARAMETERS
 from gla_core.ops import ABSTRACT_OPS
 from gla_core.workloads.calibration import shapes
 from gla_core.workloads.inputs import random_arguments
@@ -29,11 +29,14 @@ def op_calls(draw):
     facts, scalars = {}, {}
     if "Hq" in spec.sizes:
         sizes["Hq"] = sizes["H"] * draw(size)
+    if "Hv" in spec.sizes and draw(st.booleans()):
+        sizes |= {"Hq": sizes["H"], "Hv": sizes["H"] * draw(size)}
     if "Tq" in spec.sizes:
         sizes |= {"Tq": draw(size), "Tk": draw(size)}
         scalars["causal"] = draw(st.booleans())
     if "g" in spec.parameters:
         facts["gate_dtype"] = draw(st.sampled_from([None, dtype, torch.float32]))
+        facts["gate_form"] = draw(st.sampled_from(list(GATES))) if facts["gate_dtype"] is not None else None
     if "backwards" in spec.parameters:
         scalars["backwards"] = draw(st.booleans())
         if not scalars["backwards"] or facts["gate_dtype"] is None:  # heads share gates only backwards
@@ -111,13 +114,8 @@ def test_backward_shapes_reach_every_kernel():
 
 
 def test_packed_sequences_differ_in_length_and_cover_all_tokens():
-    call = OpCall(
-        op="chunk_gla_fwd",
-        device=CPU,
-        dtype=torch.float32,
-        dims={"B": 1, "T": 1000, "H": 1, "Hq": 1, "K": 1, "V": 1, "N": 10},
-        variable_length=True,
-    )
+    sizes = {"B": 1, "T": 1000, "H": 1, "K": 1, "V": 1, "N": 10}
+    call = ABSTRACT_OPS["chunk_gla_fwd"].call(sizes, CPU, torch.float32, variable_length=True)
     offsets = random_arguments(call)[7]
     lengths = offsets.diff().tolist()
     assert (offsets[0], offsets[-1], sum(lengths)) == (0, 1000, 1000)

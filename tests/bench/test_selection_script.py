@@ -192,6 +192,13 @@ def test_the_summary_counts_what_is_close(selection):
     assert found == {"grid": {"shapes": 3, "calls": 4, "within": 1.05, "close": 0.75, "worst": 1.2}}
 
 
+def test_a_row_of_a_file_without_value_heads_is_the_row_of_its_call(selection):
+    call = selection.chunk_call(CPU, 2, 3, 5, 4, 4)
+    row = {"part": "grid", **selection.as_json(call)}
+    older = {**row, "dims": {name: size for name, size in row["dims"].items() if name != "Hv"}}
+    assert (row["dims"]["Hv"], selection.key(older)) == (3, selection.key(row))
+
+
 # ---- the grid
 
 

@@ -216,6 +216,12 @@ def test_fla_says_what_it_cannot_do():
     grouped = suite.make_arguments(named("chunk_gla", "grouped"), CPU)
     with pytest.raises(ValueError, match="no grouped queries; q has 6 heads and k has 2"):
         baselines.fla_chunk_gla(**grouped)
+    values = suite.make_arguments(named("chunk_gla", "grouped_values"), CPU)
+    with pytest.raises(ValueError, match="no grouped values; v has 6 heads and k has 2"):
+        baselines.fla_chunk_gla(**values)
+    constant = suite.make_arguments(named("chunk_gla", "constant"), CPU)
+    with pytest.raises(ValueError, match=r"a gate for each key; g has shape \[2\]"):
+        baselines.fla_chunk_gla(**{**constant, "q": constant["k"]})
     ungated = suite.make_arguments(named("chunk_gla", "ungated"), CPU)
     with pytest.raises(ValueError, match="g is None"):
         baselines.fla_chunk_gla(**ungated)

@@ -44,10 +44,12 @@ def test_json_holds_every_field(run):
         "ops": ["online_softmax"],
         "devices": ["cpu", "cuda"],
         "dtypes": ["float32", "float16"],
+        "gates": [],
         "plugin": "register()",
         "load error": None,
     }
     assert rows["reference"]["devices"] == ["any"]
+    assert rows["reference"]["gates"] == ["constant", "head", "key"]
 
 
 def test_a_broken_plugin_is_shown_and_makes_the_exit_code_1(run, broken_plugin):

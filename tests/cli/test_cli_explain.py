@@ -11,7 +11,7 @@ import torch
 
 import gla_core as gla
 from gla_core.cli import explain
-from gla_core.cli.calls import DTYPES, SHAPES, describe_call
+from gla_core.cli.calls import DTYPES, GATE_FORMS, SHAPES, describe_call
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities
 
 NO_CUDA = "PyTorch sees no CUDA device here"
@@ -68,6 +68,33 @@ def without_layouts(call):
     return dataclasses.replace(call, layouts={})
 
 
+@pytest.mark.parametrize("form", GATE_FORMS)
+@pytest.mark.parametrize("op", ["chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary", "recurrent_gla_step"])
+def test_gates_of_every_form_and_value_heads_describe_the_same_call_as_tensors(op, form):
+    tokens = () if op == "recurrent_gla_step" else (64,)
+    gates = {"none": None, "constant": (8,), "head": (2, *tokens, 8), "key": (2, *tokens, 8, 16)}[form]
+    shapes = {"q": (2, *tokens, 4, 16), "k": (2, *tokens, 4, 16), "v": (2, *tokens, 8, 32), "g": gates}
+    shapes |= {"state": (2, 8, 16, 32)} if op == "recurrent_gla_step" else {}
+    if op == "chunk_gla_summary":
+        shapes.pop("q")
+    tensors = {name: None if shape is None else torch.empty(shape) for name, shape in shapes.items()}
+    shape = ",".join(map(str, (2, *tokens, 4, 16, 32)))
+    call = describe_call(op, shape, None, "float32", "cpu", value_heads=8, gate=form)
+    assert call == without_layouts(gla.explain(op, **tensors).call)
+
+
+def test_the_forms_are_options(run):
+    arguments = ("explain", "chunk_gla", "--shape", "1,64,2,16,32", "--device", "cpu", "--value-heads", "6")
+    result = run(*arguments, "--gate", "head")
+    assert result.exit_code == 0
+    first = "chunk_gla_fwd  B=1 T=64 H=2 Hq=2 Hv=6 K=16 V=32 N=1  bfloat16 on cpu, gates per head"
+    assert result.output.splitlines()[0] == first
+    for form in GATE_FORMS:
+        found = json.loads(run(*arguments, "--gate", form, "--json").stdout)
+        assert (found["gate_form"], found["dims"]["Hv"]) == (None if form == "none" else form, 6)
+    assert json.loads(run(*arguments, "--json").stdout)["gate_form"] == "key"
+
+
 def test_packed_sequences_describe_the_same_call_as_tensors():
     q, v = torch.empty(1, 64, 4, 16, dtype=torch.float64), torch.empty(1, 64, 4, 32, dtype=torch.float64)
     cu_seqlens = torch.tensor([0, 10, 30, 64])
@@ -97,6 +124,7 @@ def test_json(run):
         "dtype": "bfloat16",
         "device": "cpu",
         "assumed": None,
+        "gate_form": None,
         "variable_length": False,
         "longest": None,
         "request": "reference",
@@ -216,6 +244,15 @@ def test_a_typo_is_found_without_cuda_too(run, without_cuda):
         (["chunk_gla_fwd", "--shape", "1,2,3,0,5"], "K is 0; expected at least 1"),
         (["chunk_gla_fwd", "--shape", "1,2,3,4,5", "--query-heads", "4"], "is 4; expected a multiple of H = 3"),
         (["online_softmax", "--shape", "1,2", "--query-heads", "4"], "--query-heads does not go with online_softmax"),
+        (["chunk_gla_fwd", "--shape", "1,2,3,4,5", "--value-heads", "4"], "is 4; expected a multiple of H = 3"),
+        (["online_softmax", "--shape", "1,2", "--value-heads", "4"], "--value-heads does not go with online_softmax"),
+        (["softmax_attention", "--shape", "1,2,3,4,5", "--value-heads", "6"], "whose values have the heads of its"),
+        (
+            ["chunk_gla", "--shape", "1,2,3,4,5", "--query-heads", "6", "--value-heads", "6"],
+            "--query-heads and --value-heads are both above H = 3; expected one of them",
+        ),
+        (["chunk_gla", "--shape", "1,2,3,4,5", "--gate", "heads"], "form of gates 'heads'; did you mean 'head'?"),
+        (["softmax_attention", "--shape", "1,2,3,4,5", "--gate", "key"], "--gate does not go with softmax_attention"),
         (["chunk_gla_fwd", "--shape", "2,2,3,4,5", "--varlen", "4"], "expected B = 1 and not B = 2"),
         (["softmax_attention", "--shape", "1,2,3,4,5", "--varlen", "4"], "--varlen does not go with softmax_attention"),
         (["chunk_gla_fwd", "--shape", "1,2,3,4,5", "--max-seqlen", "4"], "expected --varlen, and a length"),

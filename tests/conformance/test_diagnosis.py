@@ -64,6 +64,9 @@ def test_nothing_is_said_where_nothing_failed():
     [
         (["short", "packed"], ["one_chunk", "width_one"], "with initial_state"),
         (["grouped", "packed_grouped"], ["short", "packed"], "with grouped queries"),
+        (["per_head", "per_head_closed"], ["short", "constant", "ungated"], "with gates per head"),
+        (["constant", "constant_packed"], ["short", "per_head", "packed"], "with constant gates"),
+        (["grouped_values", "per_head_grouped"], ["per_head", "grouped", "packed"], "with groups of value heads"),
         (["packed", "padded"], ["short", "ungated"], "with cu_seqlens"),
         (["short", "one_chunk"], ["ungated"], "with g"),
         (["minus_infinity"], ["extreme", "strong"], "with gates of -inf"),
@@ -210,6 +213,13 @@ def test_a_factor_of_all_numbers(factor, hint):
     assert found["at"] == "batch row 0, token 0, head 0"
 
 
+@pytest.mark.parametrize(("workload", "groups"), [("grouped", 3), ("grouped_values", 3), ("per_head_grouped", 3)])
+def test_a_factor_of_a_group_of_heads(workload, groups):
+    ref = outputs(1, 17, 1)
+    found = divergence("dk", ref / groups, ref, 1e-5, case(workload, "chunk_gla_bwd"))
+    assert (found["ratio"], found["hint"]) == (pytest.approx(1 / groups), "are the heads of a group summed?")
+
+
 def test_the_first_wrong_place_and_no_factor_where_there_is_none():
     ref = outputs(2, 17, 2)
     out = ref.clone()
@@ -249,6 +259,9 @@ def test_places_of_other_results():
     assert divergence("dq", out, ref, 0, case("short", "chunk_gla_bwd"))["at"] == "batch row 1, token 1, head 2"
     assert divergence("something", out, ref, 0, case("short"))["at"] == "index [1, 1, 2, 3]"
     assert divergence("state", out, ref, 0, None)["at"] == "index [1, 1, 2, 3]"
+    per_head, constant = case("per_head", "chunk_gla_bwd"), case("constant", "chunk_gla_bwd")
+    assert divergence("dg", out[1], ref[1], 0, per_head)["at"] == "batch row 1, token 2, head 3"
+    assert divergence("dg", out[1, 1, 2], ref[1, 1, 2], 0, constant)["at"] == "head 3"
     step = case("small", "recurrent_gla_step")
     assert divergence("state", out, ref, 0, step)["at"] == "state 1, head 1"
 

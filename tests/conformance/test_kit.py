@@ -219,12 +219,15 @@ def test_a_case_that_supports_refuses_is_open(tmp_path):
     [
         ({"variable_length": False}, "packed", "has no packed sequences"),
         ({"grouped_queries": False}, "grouped", "has no grouped queries; q has 6 heads and k has 2"),
+        ({}, "grouped_values", "has no groups of value heads; v has 6 heads and k has 2"),
+        ({}, "per_head", "takes a gate for each key [B, T, Hv, K]; g has one for each token and head [B, T, Hv]"),
+        ({}, "constant", "takes a gate for each key [B, T, Hv, K]; g has one for each head [Hv]: expand it, or"),
         ({"key_widths": range(16, 257, 16)}, "odd_widths", "computes K from 16 to 256 in steps of 16; K is 19"),
         ({"value_widths": range(32, 65, 32)}, "short", "computes V from 32 to 64 in steps of 32; V is 16"),
         ({"gradients": False}, None, "has no gradients"),
         ({"deterministic": False}, None, "is not deterministic"),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda value: next(iter(value), "default") if isinstance(value, dict) else "",
 )
 def test_what_the_capabilities_exclude_is_refused_and_the_rest_computed(limits, out, reason, tmp_path):
     ops = {op: get("reference").ops[op] for op in ("chunk_gla_fwd", "chunk_gla_bwd")}
@@ -297,7 +300,7 @@ def test_cases_and_refusals_do_not_meet():
     assert {case.dtype for case in refused} == {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
-@pytest.mark.parametrize("name", ["grouped", "packed", "padded", "ungated"])
+@pytest.mark.parametrize("name", ["grouped", "packed", "padded", "ungated", "per_head", "constant", "grouped_values"])
 def test_large_workloads_are_judged_by_what_the_oracle_says_of_small_ones(name):
     """Large workloads are judged by the reference in float64, which equals the oracle on small ones."""
     (workload,) = (w for w in select("chunk_gla") if w.name == name)

@@ -16,8 +16,9 @@ from _pytest.runner import runtestprotocol
 
 import gla_core as gla
 from gla_core import conformance
+from gla_core.conformance.diagnosis import diagnosis
 from gla_core.conformance.run import run
-from gla_core.dispatch.backend import Backend, Capabilities, arguments_of
+from gla_core.dispatch.backend import GATES, Backend, Capabilities, arguments_of
 from gla_core.dispatch.registry import get
 
 REFERENCE = get("reference").ops
@@ -184,6 +185,39 @@ def wrong_head_grouping(x):
     out[:, :, order] = y.o
     y.o = out
     return y
+
+
+def of_form(x):
+    """Returns the form of the gates of a call of chunk_gla or of its backward."""
+    return None if x.g is None else {1: "constant", 3: "head", 4: "key"}[x.g.ndim]
+
+
+@bug("chunk_gla_fwd", "test_values[per_head-float32]")
+def gate_of_the_head_before(x):
+    return forward(x, g=x.g.roll(1, -1) if of_form(x) == "head" else x.g)
+
+
+@bug("chunk_gla_fwd", "test_values[constant-float32]")
+def constant_gate_once_a_chunk(x):
+    """The gate of a chunk's first token counts; the gates of its other tokens count as 0."""
+    if of_form(x) != "constant":
+        return forward(x)
+    first = torch.arange(x.q.shape[1], device=x.g.device) % 64 == 0
+    return forward(x, g=torch.where(first[:, None], x.g, 0).expand(*x.v.shape[:3]))
+
+
+def key_heads(x, head_of):
+    """Returns q and k with the heads that the value heads read: `head_of` maps value heads, H and R to heads of k."""
+    H, Hv = x.k.shape[2], x.v.shape[2]
+    heads = head_of(torch.arange(Hv), H, Hv // H)
+    return {"q": x.q[:, :, heads], "k": x.k[:, :, heads]}
+
+
+@bug("chunk_gla_fwd", "test_values[grouped_values-float32]")
+def value_heads_read_key_heads_in_turn(x):
+    if x.v.shape[2] == x.k.shape[2]:
+        return forward(x)
+    return forward(x, **key_heads(x, lambda i, H, R: i % H))
 
 
 @bug("chunk_gla_fwd", "test_values[short-float32]", over={"state"})
@@ -386,6 +420,41 @@ def dk_of_a_head_by_one_of_its_query_heads(x):
     return d
 
 
+@bug("chunk_gla_bwd", "test_gradients[grouped_values-float32]", over={"dk"})
+def dk_of_a_head_by_one_of_its_value_heads(x):
+    d, R = backward(x), x.v.shape[2] // x.k.shape[2]
+    if R > 1:
+        separate = backward(x, **key_heads(x, lambda i, H, R: i // R)).dk
+        d.dk.copy_(separate[:, :, ::R])
+    return d
+
+
+@bug("chunk_gla_bwd", "test_gradients[per_head-float32]", over={"dg"})
+def gradient_of_a_gate_per_head_by_one_key(x):
+    d = backward(x)
+    if of_form(x) == "head":
+        per_key = x.g[..., None].expand(*x.g.shape, x.k.shape[3])
+        d.dg.copy_(backward(x, g=per_key).dg[..., 0])
+    return d
+
+
+@bug("chunk_gla_bwd", "test_gradients[constant-float32]", over={"dg"})
+def gradient_of_a_constant_gate_by_the_last_row_of_the_batch(x):
+    d = backward(x)
+    if of_form(x) == "constant":
+        d.dg = backward(x, g=x.g.expand(*x.v.shape[:3])).dg[-1].sum(0)
+    return d
+
+
+@bug("chunk_gla_bwd", "test_gradients_of_padding[constant_packed-float32]", over={"dg"})
+def gradient_of_a_constant_gate_with_the_padding(x):
+    d = backward(x)
+    if of_form(x) == "constant" and x.cu_seqlens is not None:
+        end = x.cu_seqlens.new_full((1,), x.q.shape[1])
+        d.dg = backward(x, cu_seqlens=torch.cat([x.cu_seqlens[:-1], end])).dg
+    return d
+
+
 @bug("chunk_gla_bwd", "test_gradients[short-float32]", over={"dg"})
 def gradient_of_g_missing(x):
     d = backward(x)
@@ -496,6 +565,17 @@ def one_query_head_of_a_group(x):
     return summary(x, left=x.left[:, :, ::groups], right=x.right[:, :, ::groups])
 
 
+@bug("chunk_gla_summary", "test_values[per_head-float32-forwards]")
+def gate_of_the_head_before_in_a_summary(x):
+    return summary(x, g=x.g.roll(1, -1) if x.g is not None and x.g.ndim == 3 else x.g)
+
+
+@bug("chunk_gla_summary", "test_values[grouped_values-float32-forwards]")
+def summary_of_key_heads_in_turn(x):
+    H, Hv = x.left.shape[2], x.right.shape[2]
+    return summary(x, left=x.left[:, :, torch.arange(Hv) % H]) if Hv > H else summary(x)
+
+
 @bug("chunk_gla_summary", "test_padding[padded-float32-forwards]")
 def summary_of_padding(x):
     if x.cu_seqlens is None:
@@ -508,6 +588,11 @@ def summary_of_padding(x):
 def negative_index_counts_from_the_end(x):
     rows = x.state_indices
     return step(x, state_indices=None if rows is None else torch.where(rows < 0, rows + len(x.state), rows))
+
+
+@bug("recurrent_gla_step", "test_values[per_head-float32]")
+def gate_of_the_row_before(x):
+    return step(x, g=x.g.roll(1, 0) if x.g is not None and x.g.ndim == 2 else x.g)
 
 
 @bug("recurrent_gla_step", "test_inplace[small-float32]")
@@ -561,13 +646,15 @@ def mask_aligned_at_the_first_key(x):
     return attention(x, k=x.k[:, :Tq], v=x.v[:, :Tq]) if x.causal and Tk > Tq else attention(x)
 
 
+FORMS = ("short", "last_chunk_partial", "grouped", "per_head", "per_head_grouped", "constant", "grouped_values")
+"""Workloads with each form of gates, and with and without groups of heads."""
 NAMING = ("AssertionError", "assert", "gla_core.dispatch.errors.BackendError")
 """Beginnings of the messages of a case that names a bug; the core itself refuses results of a wrong form."""
 
 
 def planted(op, function, claims):
     dtypes = frozenset({torch.float32, torch.bfloat16})
-    can = Capabilities(dtypes=dtypes, checkpoints=True, **claims)
+    can = Capabilities(dtypes=dtypes, checkpoints=True, gates=frozenset(GATES), grouped_values=True, **claims)
     return Backend("planted", "0", {**REFERENCE, op: function}, can)
 
 
@@ -615,6 +702,28 @@ def test_every_bug_is_named_and_without_it_the_same_cases_pass():
     quantities = {bug.name: bug.over for bug in BUGS if bug.over is not None}
     assert {name: over_budget(judge.with_bug[name]) for name in quantities} == quantities
     assert {case: report.longreprtext for case, report in judge.without.items() if not report.passed} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("gate_of_the_head_before", "with gates per head"),
+        ("constant_gate_once_a_chunk", "with constant gates"),
+        ("value_heads_read_key_heads_in_turn", "with groups of value heads"),
+        ("dk_of_a_head_by_one_of_its_value_heads", "with groups of value heads"),
+        ("gradient_of_a_gate_per_head_by_one_key", "with gates per head"),
+    ],
+)
+def test_the_diagnosis_names_the_form_that_is_wrong(name, form, tmp_path):
+    (bug,) = [bug for bug in BUGS if bug.name == name]
+    test = "test_values" if bug.op == "chunk_gla_fwd" else "test_gradients"
+    workloads = " or ".join(f"{workload}-float32" for workload in FORMS)
+    report = tmp_path / "cases.jsonl"
+    with gla.register(planted(bug.op, bug.function, bug.claims)):
+        run("planted", report=str(report), module="test_chunk_gla", select=f"{test} and ({workloads})")
+    lines = diagnosis([json.loads(line) for line in report.read_text().splitlines()], "gla conformance planted")
+    (common,) = [line for line in lines if line.startswith("in common")]
+    assert form in common
 
 
 def test_a_backend_that_refuses_all_it_declares_does_not_pass(tmp_path):

@@ -39,7 +39,7 @@ def test_it_shows_everything():
         *("2 files to learn from", "1 files held out", "step 3"),
         *("unigram", "bigram", "gated linear attention", "falls short of the bigram model"),
         *("def ", "The logits agree", "Which backend ran each op"),
-        *("chunk_gla_fwd  B=4 T=16 H=2 Hq=2 K=4 V=8 N=4", "chunk_gla_bwd  B=4", "recurrent_gla_step  B=1 H=2"),
+        *("chunk_gla_fwd  B=4 T=16 H=2 Hq=2 Hv=2 K=4 V=8 N=4", "chunk_gla_bwd  B=4", "recurrent_gla_step  B=1 H=2"),
         "reference",
     ):
         assert expected in out

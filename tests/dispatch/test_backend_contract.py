@@ -22,7 +22,7 @@ from gla_core.dispatch.backend import (
     shipped_constants,
 )
 
-DIMS = {"B": 2, "T": 64, "H": 2, "Hq": 2, "K": 32, "V": 48, "N": 2}
+DIMS = {"B": 2, "T": 64, "H": 2, "Hq": 2, "Hv": 2, "K": 32, "V": 48, "N": 2}
 CPU_CALL = OpCall(op="chunk_gla_fwd", device=torch.device("cpu"), dtype=torch.float32, dims=DIMS)
 CUDA_CALL = dataclasses.replace(CPU_CALL, device=torch.device("cuda", 0))
 
@@ -71,6 +71,23 @@ def gla_backend(supports=lambda call: None, cost=None, **capabilities):
             {"dims": {**DIMS, "Hq": 8}},
             "has no grouped queries; q has 8 heads and k has 2",
         ),
+        (
+            {},
+            {"dims": {**DIMS, "Hv": 8}},
+            "has no groups of value heads; v has 8 heads and k has 2",
+        ),
+        (
+            {},
+            {"gate_form": "head"},
+            "takes a gate for each key [B, T, Hv, K]; g has one for each token and head [B, T, Hv]: "
+            "expand it, or request another backend",
+        ),
+        (
+            {"gates": frozenset({"key", "head"})},
+            {"gate_form": "constant"},
+            "takes a gate for each token and head [B, T, Hv] or for each key [B, T, Hv, K]; "
+            "g has one for each head [Hv]: expand it, or request another backend",
+        ),
         ({"gradients": False}, {"needs_grad": True}, "has no gradients; call it under torch.no_grad()"),
         (
             {"deterministic": False},
@@ -96,6 +113,10 @@ def test_a_call_beyond_the_capabilities_is_refused_with_a_sentence(capabilities,
         ({"variable_length": True}, {"variable_length": True}),
         ({"grouped_queries": False}, {}),
         ({"grouped_queries": True}, {"dims": {**DIMS, "Hq": 8}}),
+        ({"grouped_values": True}, {"dims": {**DIMS, "Hv": 8}}),
+        ({}, {"gate_form": "key"}),
+        ({"gates": frozenset()}, {"gate_form": None}),
+        ({"gates": frozenset({"constant", "head"})}, {"gate_form": "head"}),
         ({"gradients": False}, {}),
         ({"gradients": True}, {"needs_grad": True}),
         ({"deterministic": False}, {}),

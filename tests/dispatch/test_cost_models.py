@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gla_core.bench import results
-from gla_core.dispatch.backend import OP_PARAMETERS, CostModel, OpCall, shipped_constants
+from gla_core.dispatch.backend import GATES, OP_PARAMETERS, CostModel, OpCall, shipped_constants
 
 FACTS = {
     "cpu": {"multiprocessors": 1.0, "compute_capability": 0.0},
@@ -50,8 +50,8 @@ def call_of(op, kind, **changes):
     """Returns a call of an op with the sizes of a model, unless changed. N is B if it is not given."""
     device = torch.device("cpu" if kind == "cpu" else "cuda")
     sizes = {
-        "chunk_gla_fwd": {"B": 1, "T": 1000, "H": 4, "Hq": 4, "K": 128, "V": 128},
-        "recurrent_gla_step": {"B": 1, "H": 4, "Hq": 4, "K": 128, "V": 128, "P": 1},
+        "chunk_gla_fwd": {"B": 1, "T": 1000, "H": 4, "Hq": 4, "Hv": 4, "K": 128, "V": 128},
+        "recurrent_gla_step": {"B": 1, "H": 4, "Hq": 4, "Hv": 4, "K": 128, "V": 128, "P": 1},
         "online_softmax": {"rows": 10, "columns": 1000},
         "softmax_attention": {"B": 1, "Tq": 100, "Tk": 1000, "H": 4, "Hq": 4, "K": 128, "V": 128},
     }
@@ -109,7 +109,7 @@ def test_each_constant_counts_for_some_call(name, kind, op):
 
 SIZES = {
     "chunk_gla_fwd": [
-        {"T": T, "H": H, "Hq": H, "K": K, "V": V}
+        {"T": T, "H": H, "Hq": H, "Hv": H, "K": K, "V": V}
         for T in (1, 100, 10_000, 100_000)
         for H in (1, 64)
         for K, V in ((64, 64), (128, 128), (256, 128))
@@ -120,7 +120,7 @@ SIZES = {
 }
 SIZES["chunk_gla_summary"] = SIZES["chunk_gla_fwd"]
 SIZES["chunk_gla_bwd"] = [*SIZES["chunk_gla_fwd"], {"T": 1000, "H": 4, "Hq": 8, "K": 100, "V": 100}]
-GATED = {"gate_dtype": torch.float32}
+GATED = {"gate_dtype": torch.float32, "gate_form": "key"}
 TENSORS = {
     "chunk": [
         {**GATED},
@@ -128,6 +128,9 @@ TENSORS = {
         {**GATED, "dtype": torch.float32},
         {**GATED, "variable_length": True, "N": 7},
         {**GATED, "Hq": 256},
+        {**GATED, "Hv": 256},
+        {**GATED, "gate_form": "head"},
+        {**GATED, "gate_form": "constant"},
     ],
     "recurrent": [{"state_dtype": torch.float32}],
     "online_softmax": [{}],
@@ -146,16 +149,19 @@ heads, widths = st.integers(0, 64), st.integers(1, 512)
 def test_every_legal_call_has_a_finite_time(data, which):
     name, kind, op = which
     H = data.draw(heads)
-    limits = {"H": st.just(H), "Hq": st.just(H * data.draw(st.integers(1, 8))), "K": widths, "V": widths}
+    groups, of_values = data.draw(st.integers(1, 8)), data.draw(st.booleans())
+    grouped = {"Hq": 1 if of_values else groups, "Hv": groups if of_values else 1}
+    limits = {"H": st.just(H), "K": widths, "V": widths} | {dim: st.just(H * n) for dim, n in grouped.items()}
     dims = {dim: data.draw(limits.get(dim, sizes), label=dim) for dim in call_of(op, kind).dims}
     packed = op.startswith("chunk_gla") and data.draw(st.booleans())
     if op.startswith("chunk_gla"):
         dims |= {"B": 1} if packed else {"N": dims["B"]}
-    gate = data.draw(st.sampled_from((None, torch.float32)))
+    form = data.draw(st.sampled_from((None, *GATES)))
+    gate = None if form is None else torch.float32
     state = data.draw(st.sampled_from((None, torch.float32, torch.bfloat16)))
     dtype = data.draw(st.sampled_from((torch.float32, torch.float16, torch.bfloat16, torch.float64)))
     flags = {flag: data.draw(st.booleans()) for flag in ("capturing", "indexed")}
-    tensors = {"dtype": dtype, "gate_dtype": gate, "state_dtype": state, "variable_length": packed}
+    tensors = {"dtype": dtype, "gate_dtype": gate, "gate_form": form, "state_dtype": state, "variable_length": packed}
     seconds = predicted(name, kind, call_of(op, kind, **dims, **tensors, **flags))
     assert 0 <= seconds < math.inf
 
@@ -175,10 +181,12 @@ def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturin
     for dim in growing:
         for size in (1, 3, 20, 100, 700, 5000):
             for other in SIZES[op]:
-                fixed = {k: v for k, v in other.items() if k not in (dim, "Hq" if dim == "H" else dim)}
+                grown = [
+                    name for name in call_of(op, kind).dims if name == dim or (dim == "H" and name in ("Hq", "Hv"))
+                ]
+                fixed = {k: v for k, v in other.items() if k not in grown}
                 small, large = (
-                    call_of(op, kind, capturing=capturing, **fixed, **{dim: n, **({"Hq": n} if dim == "H" else {})})
-                    for n in (size, 8 * size)
+                    call_of(op, kind, capturing=capturing, **fixed, **dict.fromkeys(grown, n)) for n in (size, 8 * size)
                 )
                 least = nearly * predicted(name, kind, small) - launches
                 assert predicted(name, kind, large) >= least, (dim, size, fixed)
@@ -196,7 +204,7 @@ def test_a_graph_spares_the_host(name, op):
 @pytest.mark.parametrize("name", ["triton_fused", "parallel_scan"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_checkpoints_cost_the_forward_their_bytes_and_spare_the_backward_a_pass(name, packed):
-    tensors = {**GATED, "variable_length": packed, "N": 1, "T": 65536, "H": 128, "Hq": 128}
+    tensors = {**GATED, "variable_length": packed, "N": 1, "T": 65536, "H": 128, "Hq": 128, "Hv": 128}
     every = {"checkpoint_every": 64}
 
     def seconds(op, **facts):
@@ -215,9 +223,9 @@ def test_few_heads_and_many_tokens_are_for_the_scan(op):
         call = call_of(op, "NVIDIA H200", **GATED, **sizes)
         return predicted("triton_fused", "NVIDIA H200", call), predicted("parallel_scan", "NVIDIA H200", call)
 
-    fused, scan = both(B=1, T=65536, H=8, Hq=8)
+    fused, scan = both(B=1, T=65536, H=8, Hq=8, Hv=8)
     assert scan < fused / 3
-    fused, scan = both(B=8, T=4096, H=16, Hq=16)
+    fused, scan = both(B=8, T=4096, H=16, Hq=16, Hv=16)
     assert fused <= 1.05 * scan
 
 

@@ -102,8 +102,16 @@ def test_explain_when_none_can_run_says_what_the_call_would(spy, x):
 
 def test_explain_says_that_sequences_are_packed(qkvg):
     explanation = gla.explain("chunk_gla_fwd", *qkvg(T=6), cu_seqlens=torch.tensor([0, 2, 6]))
-    assert str(explanation).splitlines()[0] == "chunk_gla_fwd  B=1 T=6 H=2 Hq=2 K=4 V=3 N=2  float32 on cpu, packed"
+    first = str(explanation).splitlines()[0]
+    assert first == "chunk_gla_fwd  B=1 T=6 H=2 Hq=2 Hv=2 K=4 V=3 N=2  float32 on cpu, packed"
     assert explanation.call.variable_length
+
+
+@pytest.mark.parametrize(("shape", "says"), [((2,), ", constant gates"), ((1, 6, 2), ", gates per head"), (None, "")])
+def test_explain_says_the_form_of_the_gates(qkvg, shape, says):
+    g = None if shape is None else -torch.ones(shape)
+    first = str(gla.explain("chunk_gla_fwd", *qkvg(T=6)[:3], g)).splitlines()[0]
+    assert first.endswith(f"float32 on cpu{says}")
 
 
 def test_explain_runs_nothing_and_warns_of_nothing(flaky, x, qkvg):

@@ -70,7 +70,7 @@ def test_a_wrong_result_is_not_papered_over(flaky, x):
 
 
 @pytest.mark.filterwarnings("ignore:.*could not launch")
-def test_a_launch_failure_is_remembered_by_width_and_dtype_not_by_length(flaky, qkvg):
+def test_a_launch_failure_is_remembered_by_width_dtype_and_form_not_by_length(flaky, qkvg):
     cannot, sound = flaky
     for _ in range(2):
         gla.chunk_gla(*qkvg(K=4))
@@ -82,10 +82,12 @@ def test_a_launch_failure_is_remembered_by_width_and_dtype_not_by_length(flaky, 
     assert (len(cannot.calls), len(sound.calls)) == (2, 3)
     gla.chunk_gla(*(t.half() for t in qkvg(K=4)))  # and another dtype
     assert (len(cannot.calls), len(sound.calls)) == (3, 3)
-    gla.online_softmax(torch.zeros(2, 3))  # and another op
+    gla.chunk_gla(*qkvg(K=4)[:3])  # and another form of gates, here none
     assert (len(cannot.calls), len(sound.calls)) == (4, 3)
+    gla.online_softmax(torch.zeros(2, 3))  # and another op
+    assert (len(cannot.calls), len(sound.calls)) == (5, 3)
     gla.chunk_gla(*qkvg(K=4))
-    assert (len(cannot.calls), len(sound.calls)) == (4, 4)
+    assert (len(cannot.calls), len(sound.calls)) == (5, 4)
 
 
 @pytest.mark.filterwarnings("ignore:.*could not launch")
@@ -264,7 +266,7 @@ def amd_gpu(monkeypatch):
 def test_on_an_amd_gpu_auto_takes_the_reference_with_one_warning(amd_gpu, monkeypatch):
     monkeypatch.delenv("GLA_BLOCK_PLUGINS")
     gla.reload_environment()
-    sizes = dict.fromkeys(("B", "T", "Tq", "Tk", "N", "P", "H", "Hq", "K", "V", "rows", "columns"), 8)
+    sizes = dict.fromkeys(("B", "T", "Tq", "Tk", "N", "P", "H", "Hq", "Hv", "K", "V", "rows", "columns"), 8)
     calls = [OpCall(op=op, device=torch.device("cuda", 0), dtype=torch.bfloat16, dims=sizes) for op in OP_PARAMETERS]
     chosen = []
     caught = warnings_of(lambda: chosen.extend(select(call, current_request("auto")).name for call in calls * 2))

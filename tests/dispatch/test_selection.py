@@ -219,8 +219,8 @@ def test_what_the_backend_is_asked_describes_the_call(spy, qkvg):
     (call,) = asked
     assert call.op == "chunk_gla_fwd"
     assert (call.device, call.dtype) == (torch.device("cpu"), torch.float16)
-    assert dict(call.dims) == {"B": 2, "T": 7, "H": 2, "Hq": 4, "K": 4, "V": 3, "N": 2}
-    assert (call.gate_dtype, call.state_dtype) == (torch.float32, torch.float32)
+    assert dict(call.dims) == {"B": 2, "T": 7, "H": 2, "Hq": 4, "Hv": 2, "K": 4, "V": 3, "N": 2}
+    assert (call.gate_dtype, call.gate_form, call.state_dtype) == (torch.float32, "key", torch.float32)
     assert (call.variable_length, call.needs_grad, call.deterministic, call.capturing) == (False,) * 4
 
 

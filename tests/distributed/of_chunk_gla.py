@@ -25,12 +25,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gla_core as gla
 from gla_core import distributed
+from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.dispatch.backend import wide
 from gla_core.distributed import exchange
 from gla_core.workloads.inputs import GlaInputs, gla_inputs, normal
 
 GATES = ("none", "mild", "strong", "-inf")
+FORMS = ("key", "head", "constant")
+HEADS = ({"G": 1}, {"G": 3}, {"R": 2})
 DRAWN = 8
 """Number of random batches for each group of ranks."""
 
@@ -45,8 +48,8 @@ class Batch:
     final_state: bool = True
 
     def of_rank(self, y: Tensor, rank: int) -> Tensor:
-        """Returns the rows of y [B, T, ...] that a rank holds."""
-        return rows_of_rank(y, rank, self.lengths, self.layout)
+        """Returns the rows of y [B, T, ...] that a rank holds; a constant gate [Hv] has no rows, and is whole."""
+        return y if y.ndim == 1 else rows_of_rank(y, rank, self.lengths, self.layout)
 
 
 LEAVES = ("q", "k", "v", "g", "initial_state")
@@ -72,11 +75,22 @@ def in_float64(x: GlaInputs) -> GlaInputs:
     return dataclasses.replace(x, **{name: y.double() for name, y in leaves(x).items()})
 
 
-def compare(ranks: Ranks, batch: Batch, tolerance: float, exact: bool = False, **options: object) -> None:
-    """Compares this rank's values and gradients with one process that has all tokens, in the same dtype or float64."""
+def compare(
+    ranks: Ranks,
+    batch: Batch,
+    tolerance: float,
+    exact: bool = False,
+    alone: Callable[..., tuple[Tensor, Tensor | None]] = gla.chunk_gla,
+    **options: object,
+) -> None:
+    """Compares this rank's values and gradients with one process that has all tokens, in the same dtype or float64.
+
+    Args:
+        alone: the function that this process calls.
+    """
     generator = torch.Generator(ranks.device).manual_seed(0)
     x = with_leaves(in_float64(batch.x) if exact else batch.x)
-    o, state = gla.chunk_gla(x.q, x.k, x.v, x.g, 0.3, x.initial_state, batch.final_state, x.cu_seqlens)
+    o, state = alone(x.q, x.k, x.v, x.g, 0.3, x.initial_state, batch.final_state, x.cu_seqlens)
     do = normal(o.shape, batch.x.v.dtype, generator)
     dstate = None if state is None else normal(state.shape, wide(do.dtype), generator)
     whole = results(x, o, state, do.to(o.dtype), None if state is None else dstate.to(state.dtype))
@@ -89,6 +103,8 @@ def compare(ranks: Ranks, batch: Batch, tolerance: float, exact: bool = False, *
     given = (y.q, y.k, y.v, y.g, 0.3, y.initial_state, batch.final_state)
     o, state = distributed.chunk_gla(*given, **where, **options)
     found = results(y, o, state, batch.of_rank(do, ranks.rank), dstate)
+    if y.g is not None and y.g.ndim == 1:  # each rank has its share
+        dist.all_reduce(found["dg"])
     assert found.keys() == expected.keys()
     for name, ref in expected.items():
         assert found[name].shape == ref.shape, name
@@ -108,7 +124,8 @@ def drawn(ranks: Ranks, seed: int) -> Batch:
     layout, is_packed = ("contiguous", "zigzag")[draw(0, 1)], draw(0, 1)
     lengths = tuple(min(draw(0, 3), 1) * 2 * draw(1, 40) for _ in range(ranks.number))
     T = sum(lengths)
-    sizes = {"G": draw(1, 3), "gates": GATES[draw(0, 3)], "initial_state": bool(draw(0, 1)), "K": 5, "V": 7}
+    sizes = {"gates": GATES[draw(0, 3)], "initial_state": bool(draw(0, 1)), "K": 5, "V": 7}
+    sizes |= {"gate_form": FORMS[seed % 3], **HEADS[seed // 3 % 3]}
     if is_packed:
         offsets = [0, *sorted(draw(0, T) for _ in range(draw(0, 5))), T]
         packed = [end - start for start, end in itertools.pairwise(offsets)]
@@ -143,6 +160,22 @@ def check_pieces_in_segments(ranks: Ranks) -> None:
     with mock.patch.object(sys.modules["gla_core.distributed.chunk_gla"], "segments_of_a_piece", segments):
         for seed in range(DRAWN):
             compare(ranks, drawn(ranks, 300 * ranks.number + seed), 1e-12)
+
+
+def check_the_recurrence(ranks: Ranks) -> None:
+    """Every form of gate, and groups of queries and of values, agree with the recurrence, token by token."""
+
+    def recurrence(*given: Any) -> tuple[Tensor, Tensor | None]:
+        *tokens, final_state, cu_seqlens = given
+        o, state = oracle.chunk_gla(*tokens, cu_seqlens)
+        return o, state if final_state else None
+
+    T, own = 4 * ranks.number, (4,) * ranks.number
+    for (i, form), (j, heads) in itertools.product(enumerate(FORMS), enumerate(HEADS)):
+        packed = {"lengths": (3, T - 3)} if (i + j) % 2 else {"T": T}
+        x = gla_inputs(**packed, **heads, K=3, V=2, gate_form=form, dtype=torch.float64, initial_state=i == j)
+        batch = Batch(x, own, ("contiguous", "zigzag")[j % 2], final_state=i == j)
+        compare(ranks, batch, 1e-12, alone=recurrence)
 
 
 def check_a_sequence_over_all_ranks(ranks: Ranks) -> None:
@@ -372,6 +405,8 @@ def check_ranks_that_differ(ranks: Ranks) -> None:
         x.v,
         gates,
     )
+    gates = x.g[:, :6] if ranks.rank == 0 else x.g[:, :6, :, 0]
+    refused(ValueError, "form of g is head on rank 1 of the group and key on rank 0", *tokens[:3], gates)
     agreeing = gla_inputs(lengths=(4, 8), dtype=torch.float64, device=ranks.device)
     for layout, final_state in itertools.product(("contiguous", "zigzag"), (False, True)):
         compare(ranks, Batch(agreeing, (6, 6), layout, final_state), 1e-12)

@@ -12,7 +12,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 
 def inputs(device, T=70, **changes):
-    x = gla_inputs(T=T, G=2, K=16, V=16, initial_state=True, device=device, **changes)
+    x = gla_inputs(**{"T": T, "G": 2, "K": 16, "V": 16, "initial_state": True, "device": device, **changes})
     return {name: getattr(x, name) for name in ("q", "k", "v", "g")}, x.initial_state
 
 
@@ -54,6 +54,21 @@ def test_q_k_and_v_are_cast_and_nothing_else(op, dtype, T, device):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
     assert found[0].dtype == dtype
+
+
+@pytest.mark.parametrize("form", ["constant", "head"])
+def test_a_gate_of_any_form_is_not_cast(form, device):
+    x, state = inputs(device, G=1, R=2, gate_form=form)
+    leaves = {name: y.clone().requires_grad_() for name, y in x.items()}
+    cast = {name: y.clone().requires_grad_() for name, y in to(torch.bfloat16, x).items()}
+    expected = chunk(cast, state)
+    with torch.autocast(device, torch.bfloat16):
+        found = chunk(leaves, state)
+    assert torch.equal(found.o, expected.o)
+    assert torch.equal(found.state, expected.state)
+    dg, wanted = (torch.autograd.grad(y.o.float().sum(), z["g"])[0] for y, z in ((found, leaves), (expected, cast)))
+    assert (dg.dtype, dg.shape) == (torch.float32, x["g"].shape)
+    assert torch.equal(dg, wanted)
 
 
 @pytest.mark.parametrize("backend", ["reference", "parallel_scan,reference"])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import gla_core as gla
-from gla_core.conformance import oracle
-from gla_core.conformance.tolerances import relative_error
+from gla_core.dispatch.backend import Backend, Capabilities
+from gla_core.dispatch.registry import get
 from gla_core.workloads.inputs import gla_inputs
 
 
@@ -42,14 +42,21 @@ BAD_CHUNK = [
     ({"q": np.ones((2, 6, 4, 4))}, TypeError, "q is ndarray; expected a tensor"),
     ({"k": ones(2, 5, 2, 4)}, ValueError, "k has shape [2, 5, 2, 4]; expected [B, T, H, K] with B=2, T=6, K=4"),
     ({"k": None}, TypeError, "k is NoneType; expected a tensor [B, T, H, K]"),
-    ({"v": ones(2, 6, 3, 3)}, ValueError, "v has shape [2, 6, 3, 3]; expected [B, T, H, V] with B=2, T=6, H=2"),
-    ({"g": ones(2, 6, 2)}, ValueError, "g has shape [2, 6, 2]; expected [B, T, H, K]"),
+    ({"v": ones(2, 5, 2, 3)}, ValueError, "v has shape [2, 5, 2, 3]; expected [B, T, Hv, V] with B=2, T=6"),
+    ({"v": ones(2, 6, 3, 3)}, ValueError, "v has 3 heads; expected a multiple of k's 2"),
+    ({"v": ones(2, 6, 1, 3), "g": None}, ValueError, "v has 1 heads; expected a multiple of k's 2"),
+    (
+        {"v": ones(2, 6, 6, 3)},
+        ValueError,
+        "q has 4 heads, v has 6 and k has 2; expected groups of queries or of values, not both: repeat the heads of k",
+    ),
+    ({"g": [-1.0]}, TypeError, "g is list; expected a tensor [B, T, Hv, K]"),
     (
         {"k": ones(2, 6, 3, 4), "v": ones(2, 6, 3, 3), "g": None},
         ValueError,
         "q has 4 heads; expected a multiple of k's 3",
     ),
-    ({"k": ones(2, 6, 0, 4), "v": ones(2, 6, 0, 3), "g": None}, ValueError, "H is 0; expected at least 1"),
+    ({"k": ones(2, 6, 0, 4), "v": ones(2, 6, 0, 3)}, ValueError, "H is 0; expected at least 1"),
     ({"q": ones(2, 6, 4, 0), "k": ones(2, 6, 2, 0), "g": None}, ValueError, "K is 0; expected at least 1"),
     ({"v": ones(2, 6, 2, 0)}, ValueError, "V is 0; expected at least 1"),
     ({"q": ones(2, 6, 4, 4).int()}, TypeError, "q is int32; expected float64 or float32 or float16 or bfloat16"),
@@ -63,7 +70,7 @@ BAD_CHUNK = [
     (
         {"initial_state": ones(1, 2, 4, 3)},
         ValueError,
-        "initial_state has shape [1, 2, 4, 3]; expected [N, H, K, V] with N=2",
+        "initial_state has shape [1, 2, 4, 3]; expected [N, Hv, K, V] with N=2",
     ),
     (
         {"initial_state": ones(2, 2, 4, 3).half()},
@@ -83,17 +90,27 @@ BAD_PACKED = [
     (
         {"initial_state": ones(1, 2, 4, 3)},
         ValueError,
-        "initial_state has shape [1, 2, 4, 3]; expected [N, H, K, V] with N=2",
+        "initial_state has shape [1, 2, 4, 3]; expected [N, Hv, K, V] with N=2",
     ),
 ]
 BAD_STEP = [
     ({"q": ones(2, 1, 4, 4)}, ValueError, "q has shape [2, 1, 4, 4]; expected [B, Hq, K]"),
     ({"k": ones(3, 2, 4)}, ValueError, "k has shape [3, 2, 4]; expected [B, H, K] with B=2, K=4"),
     ({"v": ones(2, 2, 3).half()}, TypeError, "v is float16; expected float32, as q"),
-    ({"g": ones(2, 2, 5)}, ValueError, "g has shape [2, 2, 5]; expected [B, H, K] with B=2, H=2, K=4"),
-    ({"state": ones(3, 2, 4, 3)}, ValueError, "state has shape [3, 2, 4, 3]; expected [P, H, K, V] with P=2"),
+    ({"v": ones(2, 3, 3)}, ValueError, "v has 3 heads; expected a multiple of k's 2"),
+    (
+        {"v": ones(2, 4, 3)},
+        ValueError,
+        "q has 4 heads, v has 4 and k has 2; expected groups of queries or of values, not both",
+    ),
+    ({"state": ones(3, 2, 4, 3)}, ValueError, "state has shape [3, 2, 4, 3]; expected [P, Hv, K, V] with P=2"),
+    (
+        {"q": ones(2, 2, 4), "v": ones(2, 6, 3), "g": None},
+        ValueError,
+        "state has shape [2, 2, 4, 3]; expected [P, Hv, K, V] with P=2, Hv=6",
+    ),
     ({"state": ones(2, 2, 4, 3).half()}, TypeError, "state is float16; expected float32 or bfloat16"),
-    ({"state": None}, TypeError, "state is NoneType; expected a tensor [P, H, K, V]"),
+    ({"state": None}, TypeError, "state is NoneType; expected a tensor [P, Hv, K, V]"),
     (
         {"state_indices": torch.zeros(3, dtype=torch.int64)},
         ValueError,
@@ -148,51 +165,98 @@ def test_refused_with_a_message(function, arguments, error, message):
         function(**arguments)
 
 
-def step_by_the_oracle(q, k, v, g, state):
-    return oracle.recurrent_gla_step(q, k, v, g.exp(), state, q.shape[-1] ** -0.5)
-
-
 def summary_arguments(**changes):
     return {name: x for name, x in chunk_arguments(**changes).items() if name != "q"}
 
 
-@pytest.mark.parametrize("last", [(), (1,)], ids=["without the last dimension", "of one"])
+ANY_FORM = "[Hv] or [B, T, Hv] or [B, T, Hv, K]"
+CONSTANT, PER_HEAD, PER_KEY = (
+    "[Hv] with Hv=2",
+    "[B, T, Hv] with B=2, T=6, Hv=2",
+    "[B, T, Hv, K] with B=2, T=6, Hv=2, K=4",
+)
+BAD_GATES = [
+    ((3,), CONSTANT),
+    ((1,), CONSTANT),
+    ((2, 5, 2), PER_HEAD),
+    ((2, 6, 4), PER_HEAD),
+    ((1, 6, 2), PER_HEAD),
+    ((2, 6, 2, 1), PER_KEY),
+    ((2, 6, 4, 4), PER_KEY),
+    ((), ANY_FORM),
+    ((2, 6), ANY_FORM),
+    ((2, 6, 2, 4, 1), ANY_FORM),
+]
+
+
+@pytest.mark.parametrize(("shape", "expected"), BAD_GATES)
+def test_a_gate_of_no_form_is_refused(shape, expected):
+    with pytest.raises(ValueError, match=re.escape(f"g has shape {list(shape)}; expected {expected}")):
+        gla.chunk_gla(**chunk_arguments(g=-ones(shape)))
+
+
 @pytest.mark.parametrize(
-    ("function", "meaning", "arguments"),
+    ("shape", "expected"),
     [
-        (gla.chunk_gla, oracle.chunk_gla, chunk_arguments),
-        (gla.recurrent_gla_step, step_by_the_oracle, step_arguments),
-        (gla.chunk_gla_summary, oracle.chunk_gla_summary, summary_arguments),
+        ((4,), "[Hv] with Hv=2"),
+        ((2, 1), "[B, Hv] with B=2, Hv=2"),
+        ((3, 2), "[B, Hv] with B=2, Hv=2"),
+        ((2, 2, 5), "[B, Hv, K] with B=2, Hv=2, K=4"),
+        ((2, 2, 1), "[B, Hv, K] with B=2, Hv=2, K=4"),
+        ((2, 1, 2, 4), "[Hv] or [B, Hv] or [B, Hv, K]"),
     ],
 )
-def test_the_refusal_of_one_gate_a_head_says_how_to_expand_it(function, meaning, arguments, last):
-    tokens = arguments()
-    g = torch.nn.functional.logsigmoid(torch.randn(*tokens["g"].shape[:-1], *last))
-    message = r"^g has shape \[2, .*; for one gate a head pass g\..*expand\(-1, .*4\)$"
-    with pytest.raises(ValueError, match=message) as refusal:
-        function(**{**tokens, "g": g})
-    expanded = eval(str(refusal.value).split(" pass ")[1], {"g": g})
-    assert torch.equal(expanded, g.view(*tokens["g"].shape[:-1], 1).expand_as(tokens["g"]))
-    inputs = {**tokens, "g": expanded}
-    found, expected = function(**inputs), meaning(*inputs.values())
-    for out, ref in zip(found, expected, strict=True):
-        assert out is None or relative_error(out, ref) < 1e-5
+def test_a_gate_of_no_form_is_refused_by_a_step(shape, expected):
+    with pytest.raises(ValueError, match=re.escape(f"g has shape {list(shape)}; expected {expected}")):
+        gla.recurrent_gla_step(**step_arguments(g=-ones(shape)))
 
 
-def test_the_gradient_of_one_gate_a_head_is_a_sum():
-    tokens = chunk_arguments()
-    g = torch.nn.functional.logsigmoid(torch.randn(2, 6, 2)).requires_grad_()
-    dg, ref = (
-        torch.autograd.grad(call(**{**tokens, "g": g.unsqueeze(-1).expand(-1, -1, -1, 4)})[0].sum(), g)[0]
-        for call in (gla.chunk_gla, oracle.chunk_gla)
-    )
-    assert relative_error(dg, ref) < 1e-5
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v": ones(2, 6, 3, 3), "g": None}, "k has 2 heads and v has 3; expected a multiple of one another"),
+        ({"v": ones(2, 6, 1, 3), "g": None}, "k has 2 heads; expected 1, as v, or a divisor of it"),
+        ({"k": ones(2, 6, 4, 4)}, "k has 4 heads; expected 2, as g, or a divisor of it"),
+        ({"v": ones(2, 6, 4, 3)}, "v has 4 heads; expected 2, with 2 of k and 2 of g"),
+        ({"g": -ones(3)}, "k has 2 heads and g has 3; expected a multiple of one another"),
+        ({"g": -ones(2, 6, 4)}, "v has 2 heads; expected 4, with 2 of k and 4 of g"),
+        ({"g": -ones(2, 5, 2)}, "g has shape [2, 5, 2]; expected [B, T, Hv] with B=2, T=6"),
+        ({"g": -ones(2, 6, 2, 1)}, "g has shape [2, 6, 2, 1]; expected [B, T, Hv, K] with B=2, T=6, K=4"),
+        ({"g": -ones(2, 6)}, f"g has shape [2, 6]; expected {ANY_FORM}"),
+    ],
+)
+def test_heads_of_a_summary_that_do_not_fit(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gla.chunk_gla_summary(**summary_arguments(**changes))
 
 
-@pytest.mark.parametrize("shape", [(2, 6, 4), (2, 5, 2), (2, 6), (2, 6, 2, 4, 1), (2, 6, 2, 2)])
-def test_other_gates_are_not_told_to_expand(shape):
-    with pytest.raises(ValueError, match=r"^g has shape .*; expected \[B, T, H, K\] with B=2, T=6, H=2, K=4$"):
-        gla.chunk_gla(**chunk_arguments(g=-ones(shape)))
+@pytest.fixture
+def of_keys_alone():
+    """Registers a backend that takes gates per key only, and no groups of value heads."""
+    ops = get("reference").ops
+    with gla.register(Backend("of_keys_alone", "0", dict(ops), Capabilities())):
+        yield "of_keys_alone"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"g": -ones(2, 6, 2)},
+            "takes a gate for each key [B, T, Hv, K]; g has one for each token and head [B, T, Hv]: expand it, or",
+        ),
+        ({"g": -ones(2)}, "takes a gate for each key [B, T, Hv, K]; g has one for each head [Hv]: expand it, or"),
+        (
+            {"q": ones(2, 6, 2, 4), "v": ones(2, 6, 6, 3), "g": None},
+            "has no groups of value heads; v has 6 heads and k has 2",
+        ),
+    ],
+)
+def test_a_backend_without_the_form_refuses_it(of_keys_alone, changes, message):
+    arguments = chunk_arguments(**changes)
+    with pytest.raises(gla.NoBackendError, match=re.escape(f"{of_keys_alone}: {message}")):
+        gla.chunk_gla(**arguments, backend=of_keys_alone)
+    gla.chunk_gla(**arguments, backend=f"{of_keys_alone},reference")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gla_core as gla
+from gla_core.conformance import oracle
 from gla_core.conformance.calls import gradients, oracle_gradients
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.dispatch.backend import Backend
@@ -79,6 +80,29 @@ def test_gradients_are_right(device, backend):
         found = gradients(x, backend)
     for name, gradient in found.items():
         assert relative_error(gradient, expected[name]) <= GRADIENT[x.q.dtype], name
+
+
+@pytest.mark.parametrize("form", ["constant", "head"])
+def test_every_form_of_gate(form, device, backend):
+    """With groups of values. The gradient of a constant gate is the sum of the sequences' shares."""
+    x, _, _ = inputs(device, R=2, gate_form=form, gates="mild")
+    do, dstate = torch.randn_like(x.v), torch.randn_like(x.initial_state)
+    given = (x.q, x.k, x.v, x.g, do, x.initial_state, dstate, x.cu_seqlens)
+    with gla.batch_invariant(TOKENS):
+        whole, shares = run(*given, backend), []
+        for n, (first, last) in enumerate(itertools.pairwise(x.cu_seqlens.tolist())):
+            q, k, v, g, seed = (oracle.tokens_of(y, first, last).contiguous() for y in (x.q, x.k, x.v, x.g, do))
+            alone = run(q, k, v, g, seed, x.initial_state[n : n + 1], dstate[n : n + 1], backend=backend)
+            own = [
+                y[n : n + 1] if y.shape == x.initial_state.shape else oracle.tokens_of(y, first, last) for y in whole
+            ]
+            shares.append(alone[5])
+            for found, expected in zip(own, alone, strict=True):
+                assert found.ndim == 1 or torch.equal(found, expected)
+    dg = sum(shares) if form == "constant" else torch.cat(shares, 1)
+    torch.testing.assert_close(whole[5], dg, rtol=1e-5, atol=1e-5)
+    for found, expected in zip(whole, run(*given, "reference"), strict=True):
+        assert relative_error(found, expected) <= 2 * GRADIENT[x.q.dtype]
 
 
 def test_rows_of_a_batch(device, backend):

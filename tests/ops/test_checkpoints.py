@@ -150,7 +150,7 @@ def test_checkpoints_need_their_interval():
     checkpoints = torch.zeros(1, 2, 2, 4, 4)
     with pytest.raises(ValueError, match="checkpoint_every is None; expected the number of tokens between"):
         gla.explain("chunk_gla_bwd", x.q, x.k, x.v, x.g, checkpoints=checkpoints)
-    with pytest.raises(ValueError, match=r"checkpoints has shape \[1, 2, 2, 4, 4\]; expected \[B, n, H, K, V\] .* n=1"):
+    with pytest.raises(ValueError, match=r"checkpoints has shape \[1, 2, 2, 4, 4\]; expected \[B, n, Hv, K, V\] .*n=1"):
         gla.explain("chunk_gla_bwd", x.q, x.k, x.v, x.g, checkpoints=checkpoints, checkpoint_every=128)
 
 

@@ -89,13 +89,13 @@ def test_what_it_refuses():
     x = inputs(G=2)
     with pytest.raises(ValueError, match="k has 4 heads; expected 2, as g"):
         gla.chunk_gla_summary(x.q, x.v.repeat_interleave(2, 2), x.g)
-    with pytest.raises(ValueError, match="q has 4 heads; expected a multiple of g's 3"):
+    with pytest.raises(ValueError, match="q has 4 heads and g has 3; expected a multiple of one another"):
         gla.chunk_gla_gradient_summary(x.q, x.v.repeat_interleave(2, 2), x.g.repeat(1, 1, 2, 1)[:, :, :3])
-    with pytest.raises(ValueError, match=r"do has shape \[2, 39, 2, 5\]; expected \[B, T, Hq, V\] with B=2, T=40"):
+    with pytest.raises(ValueError, match=r"do has shape \[2, 39, 2, 5\]; expected \[B, T, Ho, V\] with B=2, T=40"):
         gla.chunk_gla_gradient_summary(x.k, x.v[:, 1:], x.g)
     with pytest.raises(TypeError, match="do is float32; expected float64, as q"):
         gla.chunk_gla_gradient_summary(x.k, x.v.float(), x.g)
-    with pytest.raises(ValueError, match=r"v has shape \[2, 39, 2, 5\]; expected \[B, T, Hq, V\] with B=2, T=40"):
+    with pytest.raises(ValueError, match=r"v has shape \[2, 39, 2, 5\]; expected \[B, T, Ho, V\] with B=2, T=40"):
         gla.chunk_gla_summary(x.k, x.v[:, 1:], x.g)
     with pytest.raises(ValueError, match="cu_seqlens goes with B = 1; k has B = 2"):
         gla.chunk_gla_summary(x.k, x.v, x.g, torch.tensor([0, 40]))

@@ -10,11 +10,11 @@ import gla_core as gla
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend
 from gla_core.dispatch.registry import get
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.workloads.inputs import gla_inputs
+from gla_core.workloads.inputs import gla_inputs, token_of
 
 
 def token(x):
-    return (y[:, 0] for y in (x.q, x.k, x.v, x.g))
+    return (token_of(y, 0) for y in (x.q, x.k, x.v, x.g))
 
 
 def opcheck_cases():
@@ -50,7 +50,22 @@ def opcheck_cases():
     )
 
 
-@pytest.mark.parametrize(("op", "args"), [pytest.param(op, args, id=name) for name, op, args in opcheck_cases()])
+def opcheck_cases_of_gates():
+    ops = torch.ops.gla
+    for form in ("constant", "head"):
+        x = gla_inputs(T=9, R=2, K=4, V=3, gate_form=form, initial_state=True)
+        grad = [y.clone().requires_grad_() for y in (x.q, x.k, x.v, x.g, x.initial_state)]
+        yield f"fwd, {form}", ops.chunk_gla_fwd, (*grad[:4], None, grad[4], True, None, None)
+        states = (x.initial_state, None, None, None, torch.randn_like(x.v), torch.randn_like(x.initial_state))
+        yield f"bwd, {form}", ops.chunk_gla_bwd, (x.q, x.k, x.v, x.g, None, *states)
+        yield f"summary, {form}", ops.chunk_gla_summary, (*grad[1:4], None, False)
+        yield f"step, {form}", ops.recurrent_gla_step, (*token(x), x.initial_state, None, None)
+
+
+OPCHECK_CASES = [*opcheck_cases(), *opcheck_cases_of_gates()]
+
+
+@pytest.mark.parametrize(("op", "args"), [pytest.param(op, args, id=name) for name, op, args in OPCHECK_CASES])
 def test_opcheck(op, args):
     torch.library.opcheck(op.default, args)
 
@@ -80,6 +95,9 @@ def attention(q, k, v):
 def compile_cases():
     x = gla_inputs(T=70, G=2, initial_state=True, dtype=torch.float64)
     yield "chunk_gla", chunk, (x.q, x.k, x.v, x.g, x.initial_state)
+    for form in ("constant", "head"):
+        y = gla_inputs(T=70, R=2, initial_state=True, dtype=torch.float64, gate_form=form)
+        yield f"chunk_gla {form}", chunk, (y.q, y.k, y.v, y.g, y.initial_state)
     yield "linear_attention", lambda q, k, v: gla.linear_attention(q, k, v)[0], (x.q, x.k, x.v)
     yield "softmax_attention", attention, (x.q, x.k, x.v)
     yield "online_softmax", lambda y: gla.online_softmax(y, 1), (x.q,)

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
 import gla_core as gla
-from gla_core.workloads.inputs import gla_inputs
+from gla_core.workloads.inputs import gla_inputs, token_of
 
 BACKENDS = ["auto", "reference", "parallel_scan,reference"]
 
@@ -49,6 +49,35 @@ def test_vmap_goes_over_any_of_the_inputs(x, backend):
         for a, b in zip(vmap(op, in_dims)(*arguments), expected, strict=True):
             torch.testing.assert_close(a, b)
     torch.testing.assert_close(vmap(lambda q: op(q, x.g)[0])(q), torch.stack([op(a, x.g)[0] for a in q]))
+
+
+@pytest.mark.parametrize("form", ["constant", "head"])
+def test_vmap_of_every_form_of_gate(form):
+    """Each sample has a gate, or all share one. A constant gate has no batch that vmap could extend."""
+    x = gla_inputs(T=7, R=2, K=3, V=4, dtype=torch.float64, gate_form=form, initial_state=True)
+
+    def op(q, g):
+        o, state = gla.chunk_gla(q, x.k, x.v, g, output_final_state=True)
+        step = gla.recurrent_gla_step(q[:, 0], x.k[:, 0], x.v[:, 0], token_of(g, 0).detach(), x.initial_state)
+        return o, state, *gla.chunk_gla_summary(x.k, x.v, g), *step
+
+    def of_sequences(q, g):
+        return gla.chunk_gla(q, x.k, x.v, g)[0].pow(3).sum()
+
+    q, g = several(x.q), several(x.g)
+    gradient = grad(of_sequences, (0, 1))
+    for function in (op, gradient):
+        for in_dims, arguments in (((0, 0), (q, g)), ((0, 1), (q, g.movedim(0, 1))), ((None, 0), (x.q, g))):
+            each = zip(q if in_dims[0] == 0 else [x.q] * 3, g, strict=True)
+            expected = [torch.stack(part) for part in zip(*(function(a, b) for a, b in each), strict=True)]
+            for found, wanted in zip(vmap(function, in_dims)(*arguments), expected, strict=True):
+                torch.testing.assert_close(found, wanted)
+        for found, wanted in zip(
+            vmap(function, (0, None))(q, x.g), zip(*(function(a, x.g) for a in q), strict=True), strict=True
+        ):
+            torch.testing.assert_close(found, torch.stack(wanted))
+    shared = grad(lambda g: vmap(of_sequences, (0, None))(q, g).sum())(x.g)
+    torch.testing.assert_close(shared, sum(gradient(a, x.g)[1] for a in q))
 
 
 @pytest.mark.parametrize(

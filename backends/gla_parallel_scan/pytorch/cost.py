@@ -31,13 +31,13 @@ def _chunk_gla(call: OpCall) -> tuple[float, float]:
 
     There is one state per segment, and one more per sequence: the state that enters it.
     """
-    B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
+    B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "Hv", "Hq", "K", "V", "N"))
     C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())
     n = T // C + N if call.variable_length else ceil_div(T, C)
     rows, heads = block(B, H, T * max(K, V), BLOCK)
     blocks = math.ceil(B / rows) * math.ceil(H / heads)
     halvings, scanning = math.log2(C), 2 * math.log2(max(n, 1))
-    G = Hq / H if H else 0
+    G = max(Hq / H, 1) if H else 0
     # Ten multiplications of a matrix product count as one element.
     per_token = (1 + G) * (K * (4 + halvings) + 2 * V + K * V / 10) + 2 * G * C
     if T % C:
@@ -48,7 +48,7 @@ def _chunk_gla(call: OpCall) -> tuple[float, float]:
 
 
 def _recurrent_gla_step(call: OpCall) -> tuple[float, float]:
-    B, H, K, V, P = (call.dims[name] for name in ("B", "H", "K", "V", "P"))
+    B, H, K, V, P = (call.dims[name] for name in ("B", "Hv", "K", "V", "P"))
     return (1, B * H * K * V * 2 + P * H * K * V) if call.indexed else (0, B * H * K * V)
 
 

@@ -2,7 +2,7 @@
 
     S' = diag(alpha) S + k^T v        o = scale * q S'
 
-B batch   P states in the pool   H key/value heads   G query heads per key/value head   K, V key and value width
+B batch   P states in the pool   H key heads   G query heads, or R value heads, per key head   K, V key and value width
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -31,21 +31,24 @@ def recurrent_gla_step(
         return _step(q, k, v, g, pool, scale), pool
     used = torch.nonzero((state_indices >= 0) & (state_indices < len(pool)))[:, 0]  # rows that are not skipped
     rows = state_indices[used].long()
-    states = pool[rows]  # [rows used, H, K, V]
-    o = v.new_zeros(*q.shape[:2], v.shape[2])  # [B, Hq, V]
-    o[used] = _step(q[used], k[used], v[used], None if g is None else g[used], states, scale)
+    states = pool[rows]  # [rows used, H*R, K, V]
+    o = v.new_zeros(len(q), max(q.shape[1], v.shape[1]), v.shape[2])  # [B, H*G*R, V]
+    gates = g if g is None or g.ndim == 1 else g[used]  # a constant gate [H*R] has no rows
+    o[used] = _step(q[used], k[used], v[used], gates, states, scale)
     pool[rows] = states
     return o, pool
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scale: float) -> Tensor:
-    """Returns the output [B, Hq, V], and updates the states [B, H, K, V] in place."""
-    dtype = wide(q.dtype)
+    """Returns the output [B, H*G*R, V], and updates the states [B, H*R, K, V] in place."""
+    dtype, H = wide(q.dtype), k.shape[1]
     new = state.to(dtype)  # the states themselves if they have this dtype
     if g is not None:
-        new.mul_(g.to(dtype).exp()[..., None])
-    new.addcmul_(k.to(dtype)[..., None], v.to(dtype)[..., None, :])
+        alpha = g.to(dtype).exp()[..., None]
+        new.mul_(alpha if g.ndim == 3 else alpha[..., None])
+    by_key_head = new.unflatten(1, (H, -1))  # [B, H, R, K, V]
+    by_key_head.addcmul_(k.to(dtype)[:, :, None, :, None], v.to(dtype).unflatten(1, (H, -1))[..., None, :])
     if new is not state:
         state.copy_(new)
-    queries = q.to(dtype).unflatten(1, (k.shape[1], -1))  # [B, H, G, K]
-    return (scale * (queries @ new)).flatten(1, 2).to(v.dtype, copy=True)
+    queries = q.to(dtype).unflatten(1, (H, 1, -1))  # [B, H, 1, G, K]
+    return (scale * (queries @ by_key_head)).flatten(1, 3).to(v.dtype, copy=True)

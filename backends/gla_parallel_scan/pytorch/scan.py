@@ -9,7 +9,7 @@ This rule is associative, so neighbours can be joined in any order. On the way u
 joins the block of d to its left. On the way down, the segments in between join the block to their left, which is
 complete by then. These are 2 n joins in 2 log2 n steps, and each step is one operation on all its joins.
 
-n segments   K, V key and value width
+n segments   K, V key and value width   D keys of a decay: K, or 1 if all keys share it
 
 Source: Brent and Kung, "A Regular Layout for Parallel Adders" (IEEE Transactions on Computers, 1982).
 """
@@ -24,7 +24,7 @@ def scan_states(decay: Tensor, state: Tensor, opens: Tensor | None = None) -> No
     """Replaces the state of each segment by the state of all segments up to and including it, in place.
 
     Args:
-        decay: D [n, ..., K], overwritten. state: S [n, ..., K, V], replaced in place.
+        decay: products of gates [n, ..., D], overwritten. state: states [n, ..., K, V], replaced in place.
         opens: [n], whether a segment begins a sequence; None if only the first one does. Such a segment does not depend
             on earlier segments, even if they contain infinities or NaN.
     """
@@ -42,7 +42,7 @@ def scan_states(decay: Tensor, state: Tensor, opens: Tensor | None = None) -> No
 
 
 def _join(before: Tensor, decay: Tensor, state: Tensor, opens: Tensor | None) -> None:
-    """Adds `before` [.., K, V], decayed by `decay` [.., K], to `state` [.., K, V], except where `opens` is set."""
+    """Adds `before` [.., K, V], decayed by `decay` [.., D], to `state` [.., K, V], except where `opens` is set."""
     if opens is None:
         state.addcmul_(decay[..., None], before)
     else:

@@ -8,7 +8,7 @@ Tokens [B, T, H, ...] become [n, R, H, C, ...], with n segments in each of R row
     The scan runs over slots. A sequence has one slot for its initial state, followed by one slot for each of its
     segments. After the scan, the slot before a segment's own slot holds the state that enters it.
 
-B batch   T tokens   H key/value heads   N sequences   K, V key and value width
+B batch   T tokens   H value heads   N sequences   K, V key and value width   D keys of a decay: K, or 1
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class Segments:
         """Joins the segments: computes the states that enter them from the states that each builds from zero.
 
         Args:
-            decay: [n, R, H, K]. update: [n, R, H, K, V]. initial_state: [N, H, K, V].
+            decay: [n, R, H, D]. update: [n, R, H, K, V]. initial_state: [N, H, K, V].
 
         Returns:
             The states that enter the segments [n, R, H, K, V], and those that leave the sequences [N, H, K, V].
         """
-        decays = decay.new_ones(self.slots, *decay.shape[1:])  # [slots, R, H, K]
+        decays = decay.new_ones(self.slots, *decay.shape[1:])  # [slots, R, H, D]
         states = update.new_empty(self.slots, *update.shape[1:])  # [slots, R, H, K, V]
         decays[self.own], states[self.own] = decay, update
         states[self.initial] = 0 if initial_state is None else initial_state.unflatten(0, (-1, decay.shape[1]))

@@ -2,10 +2,10 @@
 
 The first launches compute the states that enter chunks, unless checkpoints hold them. If sequences are cut, the next
 launches compute the gradients of the states that leave segments. Then a kernel computes dq, dk, dv and dg. If that
-kernel computes each query head separately, it leaves partial results of the gradients that a group shares, and a last
-launch sums them.
+kernel computes each query head separately, or value heads share a head of q and k, it leaves partial results of the
+gradients that a group shares, and a last launch sums them.
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   K, V key and value width
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
     from gla_triton_kernels.runtime.launch import Launch
 
-KERNELS: Sequence[GradientKernel] = (sm90.BACKWARD_WIDE, sm90.BACKWARD, general.BACKWARD)
+KERNELS: Sequence[GradientKernel] = (sm90.BACKWARD_HEAD, sm90.BACKWARD_WIDE, sm90.BACKWARD, general.BACKWARD)
 """The kernels that compute gradients, best first."""
 
 Plans = list[tuple[OpCall, BackwardPlan]]
@@ -57,6 +57,8 @@ def plan_whole(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNE
 
 def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS) -> Plans:
     """Plans a call whose sequences are cut into segments, unless this takes longer on the device."""
+    if call.gate_form == "constant":  # all rows add to the gradient of such a gate, so one plan computes them
+        return [(call, _segments(call, gpu, kernels))]
     kernel = first_able(kernels, call, gpu)
     return by_rows(
         call,
@@ -70,7 +72,7 @@ def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS
 
 def blocks_of(call: OpCall, gpu: Gpu, kernel: GradientKernel, x: GradientParameters) -> tuple[int, int]:
     """Returns the number of blocks that compute one sequence, and of blocks that the device runs at once."""
-    heads = call.dims["Hq" if kernel.heads_apart else "H"]
+    heads = max(call.dims["Hq"], call.dims["Hv"]) if kernel.heads_apart else call.dims["Hv"]
     blocks = heads * ceil_div(call.dims["K"], x.BK) * ceil_div(call.dims["V"], x.BV)
     return blocks, gpu.multiprocessors * (2 if x.BK == x.BV == 64 else 1)
 
@@ -131,7 +133,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
     gpu = gpu_of_call(call)
     call = _without_unusable_checkpoints(call)
     seen, copied = seen_by_kernels(call, gpu), copied_for_invariance(call)
-    T, H, K, V, N = (call.dims[name] for name in ("T", "H", "K", "V", "N"))
+    T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
     empty = N == 0 or T == 0
     plans = [] if empty else plan(seen, gpu, kernels)
 
@@ -141,7 +143,8 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
         computed = [each for plan, rows in plans_with_rows(plans, wide) for each in launches(plan, rows, scale)]
         cleared = []
         if x.cu_seqlens is not None:
-            cleared = clear_padding([y for y in (x.dq, x.dk, x.dv, x.dg) if y is not None], x.cu_seqlens)
+            of_tokens = [y for y in (x.dq, x.dk, x.dv, x.dg) if y is not None and y.ndim > 1]
+            cleared = clear_padding(of_tokens, x.cu_seqlens)
         return [*before, *computed, *after, *cleared]
 
     launched = Launches(call.device, describe)
@@ -160,7 +163,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
         dstate: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         dq, dk, dv, dg = _like(q), _like(k), _like(v), None if g is None else _like(g)
-        dinitial = None if initial_state is None else v.new_empty(N, H, K, V, dtype=torch.float32)
+        dinitial = None if initial_state is None else v.new_empty(N, Hv, K, V, dtype=torch.float32)
         if empty:
             for y in (dq, dk, dv, dg):
                 if y is not None:
@@ -193,14 +196,14 @@ def _like(x: Tensor) -> Tensor:
 def launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
     """Returns the launches that fill the gradients in x."""
     from gla_triton_kernels.chunk_gla.shared.entering import launch_entering
-    from gla_triton_kernels.chunk_gla.shared.partials import for_query_heads, launch_sums_over_groups
+    from gla_triton_kernels.chunk_gla.shared.partials import for_query_heads, for_value_heads, launch_sums_over_groups
     from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, whole
 
-    H = x.k.shape[2]
+    Hv = x.v.shape[2]
     entering, found = x.checkpoints, []
     if plan.entering is not None:
         states = Recurrence(x.k, x.v, x.g, x.initial_state, None)
-        entering, _, found = launch_entering(plan.entering, states, H, x.cu_seqlens, checkpoint_dtype(x.q.dtype))
+        entering, _, found = launch_entering(plan.entering, states, Hv, x.cu_seqlens, checkpoint_dtype(x.q.dtype))
     own = x  # the kernel for gradients fills the results in `own`
     if plan.leaving is None:
         leaving, segments = x.dstate, whole(len(x.q), x.q.shape[1], x.cu_seqlens)
@@ -208,9 +211,11 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launc
     else:
         states = Recurrence(x.q, x.do, x.g, x.dstate, x.dinitial_state, scale, backwards=True)
         # Gradients of 0 for last segments are not written: a call may have many packed sequences, and few that are cut.
-        leaving, segments, before = launch_entering(plan.leaving, states, H, x.cu_seqlens, skip_first=x.last_leave_none)
+        leaving, segments, before = launch_entering(
+            plan.leaving, states, Hv, x.cu_seqlens, skip_first=x.last_leave_none
+        )
         found += before
         own = x._replace(dinitial_state=None)  # the scan fills it
-    each = for_query_heads(own) if plan.gradients.heads_apart else own
+    each = for_value_heads(for_query_heads(own) if plan.gradients.heads_apart else own)
     found += plan.gradients.load()(plan.parameters, each, entering, leaving, segments, scale)
     return found + launch_sums_over_groups(each, x)

@@ -7,7 +7,8 @@ op has two more constants, in seconds:
 
     host, host_launch   host time of a call, and additional host time of each launch
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   Ho heads of o, the more of Hq and Hv
+K, V key and value width
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from gla_core.dispatch.backend import CHUNK, Constants, OpCall, checkpoint_dtype
 from gla_triton_kernels.chunk_gla.kernel import BackwardPlan, ForwardPlan, SegmentPlan
 from gla_triton_kernels.chunk_gla.price import (
     BlockTime,
+    Heads,
     checkpoint_bytes,
     cut,
+    gate_elements,
     gate_itemsize,
     kernel_seconds,
     moved_bytes,
@@ -61,10 +64,10 @@ def predictor(
 
 def _copies(call: OpCall, seen: OpCall, c: Constants) -> Prices:
     """Returns the seconds of the launches that copy tensors to and from the widths that kernels see."""
-    B, T, H, Hq, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
-    size, gate = call.dtype.itemsize, gate_itemsize(call)
-    copied = [heads * K * each for heads, each in ((Hq, size), (H, size), (H, gate)) if seen.dims["K"] != K and each]
-    copied += [heads * V * size for heads in (H, Hq) if seen.dims["V"] != V]
+    B, T, H, Hq, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
+    size, gate = call.dtype.itemsize, gate_itemsize(call) if call.gate_form in (None, "key") else 0
+    copied = [heads * K * each for heads, each in ((Hq, size), (H, size), (Hv, gate)) if seen.dims["K"] != K and each]
+    copied += [heads * V * size for heads in (Hv, max(Hq, Hv)) if seen.dims["V"] != V]
     twice = 2 if call.op == "chunk_gla_bwd" else 1  # tensors, and gradients
     return twice * [c["launch"] + 2 * B * T * of_token / c["bandwidth"] for of_token in copied]  # read and written
 
@@ -83,20 +86,30 @@ def forward_prices(call: OpCall, plan: ForwardPlan, c: Constants) -> Prices:
         outputs = kernel_seconds(call, block, whole(call), moved_bytes(call), c)
         return [*_for_packed(call, 1 + len(before), c), *before, outputs]
     # Each float32 element of a state is written, read and written by the scan, and read for outputs: 16 bytes in all.
-    states = _states(call, segments, call.dims["H"], 16, bool(call.scalars.get("output_final_state")), c)
+    states = _states(call, segments, _of_states(call), 16, bool(call.scalars.get("output_final_state")), c)
     outputs = kernel_seconds(call, block, cut(call, segments.length, segments.uncut), moved_bytes(call), c)
     return [*_for_packed(call, 1 + len(before), c), *states, *before, outputs]
 
 
-def _states(call: OpCall, plan: SegmentPlan, heads: int, moved: int, ends: bool, c: Constants) -> Prices:
+def _of_states(call: OpCall) -> Heads:
+    """Returns the heads of k and v."""
+    return Heads(call.dims["H"], call.dims["Hv"])
+
+
+def _of_gradients(call: OpCall) -> Heads:
+    """Returns the heads of q and do."""
+    return Heads(call.dims["Hq"], max(call.dims["Hq"], call.dims["Hv"]))
+
+
+def _states(call: OpCall, plan: SegmentPlan, heads: Heads, moved: int, ends: bool, c: Constants) -> Prices:
     """Returns the seconds of the kernels that compute the states of segments; arguments are as in `states_seconds`."""
     return states_seconds(call, plan.length, plan.uncut, heads, _states_block(call, plan, heads), moved, ends, c)
 
 
-def _states_block(call: OpCall, plan: SegmentPlan, heads: int) -> BlockTime:
-    """Returns the time of a block of states. The states of all H heads sum the products of `heads` heads in all."""
+def _states_block(call: OpCall, plan: SegmentPlan, heads: Heads) -> BlockTime:
+    """Returns the time of a block of states. The states of all Hv heads sum a product for each head of values."""
     block = plan.states.time(call, plan.parameters)
-    return block._replace(step=block.step * heads / max(call.dims["H"], 1))
+    return block._replace(step=block.step * heads.values / max(call.dims["Hv"], 1))
 
 
 def backward_prices(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
@@ -105,23 +118,24 @@ def backward_prices(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
     ends = call.state_dtype is not None
     if plan.entering is not None:  # written and read in float32, then written in the checkpoints' dtype
         itemsize = checkpoint_dtype(call.dtype).itemsize
-        found += _states(call, plan.entering, call.dims["H"], 4 + 4 + itemsize, ends, c)
+        found += _states(call, plan.entering, _of_states(call), 4 + 4 + itemsize, ends, c)
     if plan.leaving is not None:
-        found += _states(call, plan.leaving, call.dims["Hq"], 4 + 4 + 4, ends, c)
+        found += _states(call, plan.leaving, _of_gradients(call), 4 + 4 + 4, ends, c)
     return [*found, *_gradients(call, plan, c)]
 
 
 def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
     """Returns the seconds of the kernels that compute gradients, sum partial results, add pairs and clear padding."""
-    B, T, H, Hq, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
-    kernel, heads = plan.gradients, Hq // max(H, 1) if plan.gradients.heads_apart else 1
+    B, T, H, Hq, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
+    kernel, heads = plan.gradients, Hq // max(Hv, 1) if plan.gradients.heads_apart and Hq > Hv else 1
     of_keys, of_values = kernel.partials(call, plan.parameters)
-    size, gate = call.dtype.itemsize, gate_itemsize(call)
+    size, gate, group = call.dtype.itemsize, gate_itemsize(call), Hv // max(H, 1)
+    of_gates = of_keys * heads * (1 if call.gate_form in (None, "key") else of_values)
     found = [  # for dq, dk, dv, dg: number of elements, bytes of an element, number of partial results
-        (B * T * Hq * K, size, of_keys),
-        (B * T * H * K, size, of_keys * heads),
-        (B * T * H * V, size, of_values * heads),
-        *([(B * T * H * K, gate, of_keys * heads)] if gate else []),
+        (B * T * Hq * K, size, of_keys * group),
+        (B * T * H * K, size, of_keys * heads * group),
+        (B * T * Hv * V, size, of_values * heads),
+        *([(gate_elements(call), gate, of_gates)] if gate else []),
     ]
     written = sum(number * (4 * parts if parts > 1 else itemsize) for number, itemsize, parts in found)
     moved = moved_bytes(call) + checkpoint_bytes(call, CHUNK) + written
@@ -133,12 +147,14 @@ def _gradients(call: OpCall, plan: BackwardPlan, c: Constants) -> Prices:
     ]
     # Nearly all chunks are mild and leave no pairs to add.
     pairs = [c["launch"]] if kernel.adds_pairs and gate else []
-    return [*gradients, *summed, *pairs, *_for_packed(call, 1, c)]  # clears padding
+    constant = [c["launch"]] if call.gate_form == "constant" else []  # sums few numbers, of all segments
+    return [*gradients, *summed, *constant, *pairs, *_for_packed(call, 1, c)]  # clears padding
 
 
 def summary_prices(call: OpCall, plan: SegmentPlan, c: Constants) -> Prices:
     """Returns the device seconds of the kernels of chunk_gla_summary."""
-    heads, state = call.dims["Hq"], 4 * call.dims["H"] * call.dims["K"] * call.dims["V"]  # bytes of a state
+    state = 4 * call.dims["Hv"] * call.dims["K"] * call.dims["V"]  # bytes of a state
+    heads = _of_gradients(call) if call.scalars.get("backwards") else Heads(call.dims["Hq"], call.dims["Hv"])
     if plan.length < call.dims["T"]:
         return [*_for_packed(call, 1, c), *_states(call, plan, heads, 4 + 4, True, c)]
     size = token_bytes(call, heads) + call.dims["N"] * state

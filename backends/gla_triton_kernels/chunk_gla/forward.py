@@ -3,7 +3,7 @@
 If sequences are cut into segments, the first launches build the states that enter segments. Then a kernel computes the
 outputs. Planning imports no Triton; the functions that describe launches import it when they are first called.
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   K, V key and value width
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gla_triton_kernels.chunk_gla.tensors import Tensors
     from gla_triton_kernels.runtime.launch import Launch
 
-KERNELS: Sequence[OutputKernel] = (sm90.FORWARD, sm90.FORWARD_WIDE, general.FORWARD)
+KERNELS: Sequence[OutputKernel] = (sm90.FORWARD_HEAD, sm90.FORWARD, sm90.FORWARD_WIDE, general.FORWARD)
 """The kernels that compute outputs, best first."""
 
 SM90_TOKENS = 96
@@ -172,7 +172,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
 
     gpu = gpu_of_call(call)
     seen, copied = seen_by_kernels(call, gpu), copied_for_invariance(call)
-    B, T, H, Hq, K, V, N = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V", "N"))
+    B, T, Hq, Hv, K, V, N = (call.dims[name] for name in ("B", "T", "Hq", "Hv", "K", "V", "N"))
     every, empty = call.scalars["checkpoint_every"], N == 0 or (T == 0 and not call.scalars["output_final_state"])
     plans = [] if empty else plan(seen, gpu, kernels)
 
@@ -195,8 +195,8 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
         cu_seqlens: Tensor | None,
         checkpoint_every: int | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        o = v.new_empty(B, T, Hq, V)
-        final_state = v.new_empty(N, H, K, V, dtype=torch.float32) if output_final_state else None
+        o = v.new_empty(B, T, max(Hq, Hv), V)
+        final_state = v.new_empty(N, Hv, K, V, dtype=torch.float32) if output_final_state else None
         checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
         if empty:
             return o.zero_(), final_state, checkpoints  # tokens, if there are any, belong to no sequence
@@ -220,7 +220,7 @@ def launches(plan: ForwardPlan, x: Tensors, scale: float, every: int | None) -> 
     else:
         states = Recurrence(x.k, x.v, x.g, x.initial_state, x.final_state)
         entering, segments, before = launch_entering(
-            plan.segments, states, x.k.shape[2], x.cu_seqlens, skip_first=True, o=o
+            plan.segments, states, x.v.shape[2], x.cu_seqlens, skip_first=True, o=o
         )
         each = x._replace(entering=entering, final_state=None)
     return before + plan.outputs.load()(plan, each, segments, scale, every)

@@ -4,7 +4,7 @@ A kernel is a value: a name, a refusal, launch parameters, prices, and a functio
 function describes the launches. `general/kernels.py` and `sm90/kernels.py` hold the values. forward.py and backward.py
 hold a tuple of kernels for each role, best first. A call takes the first kernel that does not refuse it.
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   K, V key and value width
 C tokens of a chunk   BK, BV keys and values of a block
 """
 

@@ -8,7 +8,8 @@ Constants of a device, in seconds unless their line says otherwise:
 
 The times of blocks are in the values of kernels: seconds on an H200.
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   Ho heads of o, the more of Hq and Hv
+K, V key and value width
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ class BlockTime(NamedTuple):
     keys: int = MAX_WIDTH
 
 
+class Heads(NamedTuple):
+    """Numbers of heads of tensors with the width of keys, and of tensors with the width of values."""
+
+    keys: int
+    values: int
+
+
 class Cut(NamedTuple):
     """The segments of a call: their number, the mean of their tokens, and the tokens of the longest segment."""
 
@@ -79,8 +87,8 @@ def longest(call: OpCall) -> float:
 
 def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c: Constants) -> float:
     """Returns the device seconds of a kernel that goes through segments and moves `size` bytes."""
-    H, K, V = (call.dims[name] for name in ("H", "K", "V"))
-    blocks = segments.number * H * ceil_div(K, block.keys) * ceil_div(V, block.columns)
+    Hv, K, V = (call.dims[name] for name in ("Hv", "K", "V"))
+    blocks = segments.number * Hv * ceil_div(K, block.keys) * ceil_div(V, block.columns)
     if call.variable_length:  # the longest blocks start first: all multiprocessors are busy until short blocks run
         mean, most = (
             block.start + RAGGED + tokens / block.tokens * block.step for tokens in (segments.mean, segments.longest)
@@ -93,46 +101,59 @@ def kernel_seconds(call: OpCall, block: BlockTime, segments: Cut, size: float, c
 
 
 def states_seconds(
-    call: OpCall, length: int, uncut: int, heads: int, block: BlockTime, moved: int, ends: bool, c: Constants
+    call: OpCall, length: int, uncut: int, heads: Heads, block: BlockTime, moved: int, ends: bool, c: Constants
 ) -> list[float]:
     """Returns the device seconds of the launch that builds the states of segments, and of the launch that scans them.
 
     Args:
         length, uncut: as in `cut`.
-        heads: number of heads of the keys and values that are read.
+        heads: numbers of heads of the keys and of the values that are read.
         moved: bytes that are moved to and from memory for each element of a state, in all.
         ends: whether the states that leave sequences are needed. If so, all sequences are scanned; otherwise only the
             sequences that are cut are scanned.
     """
-    B, T, H, K, V, N = (call.dims[name] for name in ("B", "T", "H", "K", "V", "N"))
+    B, T, Hv, K, V, N = (call.dims[name] for name in ("B", "T", "Hv", "K", "V", "N"))
     pieces = cut(call, length, uncut)
     built = pieces if ends else Cut(pieces.number - N, length, length)  # without `ends`, only followed segments
     scanned = built.number if call.variable_length else pieces.number
     read = token_bytes(call, heads) * min(1, built.number * built.mean / max(B * T, 1))
     build = kernel_seconds(call, block, built, read, c) if built.number else c["launch"]
     in_a_row = longest(call) / length if call.variable_length else pieces.number / max(N, 1)
-    scan = c["launch"] + in_a_row * SCAN_STEP * c["step"] + moved * scanned * H * K * V / c["bandwidth"]
+    scan = c["launch"] + in_a_row * SCAN_STEP * c["step"] + moved * scanned * Hv * K * V / c["bandwidth"]
     return [build, scan]
 
 
 def moved_bytes(call: OpCall) -> float:
     """Returns the bytes of q, k, v, g, o or do, of initial and final states, and of returned checkpoints."""
-    H, Hq, K, V, N = (call.dims[name] for name in ("H", "Hq", "K", "V", "N"))
-    states = 2 * N * H * K * V * 4 if call.state_dtype else 0
+    H, Hq, Hv, K, V, N = (call.dims[name] for name in ("H", "Hq", "Hv", "K", "V", "N"))
+    states = 2 * N * Hv * K * V * 4 if call.state_dtype else 0
     checkpoints = checkpoint_bytes(call, call.scalars["checkpoint_every"]) if call.checkpoints else 0
-    return token_bytes(call, Hq + H) + states + checkpoints
+    return token_bytes(call, Heads(Hq + H, max(Hq, Hv) + Hv)) + states + checkpoints
 
 
-def token_bytes(call: OpCall, heads: int) -> int:
-    """Returns the bytes of the gates, and of the keys and the values of `heads` heads."""
-    B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
-    return B * T * (heads * (K + V) * call.dtype.itemsize + H * K * gate_itemsize(call))
+def token_bytes(call: OpCall, heads: Heads) -> int:
+    """Returns the bytes of the gates, and of keys and values with these numbers of heads."""
+    B, T, K, V = (call.dims[name] for name in ("B", "T", "K", "V"))
+    return B * T * (heads.keys * K + heads.values * V) * call.dtype.itemsize + gate_elements(call) * gate_itemsize(call)
 
 
 def checkpoint_bytes(call: OpCall, every: int) -> float:
     """Returns the bytes of checkpoints every `every` tokens."""
-    B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
-    return B * T / every * H * K * V * checkpoint_dtype(call.dtype).itemsize
+    B, T, Hv, K, V = (call.dims[name] for name in ("B", "T", "Hv", "K", "V"))
+    return B * T / every * Hv * K * V * checkpoint_dtype(call.dtype).itemsize
+
+
+def queries_of_state(call: OpCall) -> float:
+    """Returns the number of query heads that read a state: those of a group, or 1."""
+    return max(call.dims["Hq"] / max(call.dims["Hv"], 1), 1.0)
+
+
+def gate_elements(call: OpCall) -> int:
+    """Returns the number of gates, by their form; 0 without gates."""
+    B, T, Hv, K = (call.dims[name] for name in ("B", "T", "Hv", "K"))
+    if call.gate_dtype is None:
+        return 0
+    return {"constant": Hv, "head": B * T * Hv}.get(call.gate_form or "key", B * T * Hv * K)
 
 
 def gate_itemsize(call: OpCall) -> int:

@@ -3,7 +3,7 @@
 TMA moves rows of a multiple of 16 bytes. If the kernels of a GPU need TMA and it cannot move the rows of a head,
 shared/widths.py copies tensors to wider heads, with zeros after the keys and values.
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   K, V key and value width
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ from gla_triton_kernels.runtime.architecture import Gpu
 from gla_triton_kernels.runtime.tma import addressable
 
 OF_KEYS = frozenset({"q", "k", "g", "dq", "dk", "dg"})
+OF_GATES = frozenset({"g", "dg"})
 OF_VALUES = frozenset({"v", "o", "do", "dv"})
 OF_BOTH = frozenset({"initial_state", "final_state", "checkpoints", "dstate", "dinitial_state"})
 WIDTH_UNIT = 8
 """Kernels for SM90 see widths that are multiples of this number, so rows of bfloat16 have a multiple of 16 bytes."""
+
+
+def form_of(shape: tuple[int, ...]) -> str:
+    """Returns the form of gates of this shape: [B, T, Hv, K] for each key, [B, T, Hv] for each head, or [Hv]."""
+    return {4: "key", 3: "head", 1: "constant"}[len(shape)]
 
 
 def seen_width(width: int, dtype: torch.dtype, gpu: Gpu) -> int:
@@ -30,9 +36,14 @@ def seen_width(width: int, dtype: torch.dtype, gpu: Gpu) -> int:
 
 
 def seen_shape(name: str, shape: tuple[int, ...], K: int, V: int) -> tuple[int, ...]:
-    """Returns `shape` with the key width K and the value width V in the axes where the tensor `name` has them."""
+    """Returns `shape` with the key width K and the value width V in the axes where the tensor `name` has them.
+
+    A gate that the keys of a head share has no such axis.
+    """
     if name in OF_BOTH:
         return (*shape[:-2], K, V)
+    if name in OF_GATES and form_of(shape) != "key":
+        return shape
     width = K if name in OF_KEYS else V if name in OF_VALUES else shape[-1]
     return (*shape[:-1], width)
 
@@ -57,22 +68,22 @@ def copied_for_invariance(call: OpCall) -> frozenset[str]:
     if call.batch_invariant is None:
         return frozenset()
     found = {name: layout for name, layout in call.layouts.items() if name in OF_KEYS | OF_VALUES}
-    return frozenset(name for name, layout in found.items() if not addressable(layout))
+    return frozenset(name for name, layout in found.items() if len(layout.shape) == 4 and not addressable(layout))
 
 
 def not_addressable(call: OpCall) -> str | None:
     """Returns the name of a tensor with a token axis that TMA cannot address; None if it can address all of them.
 
-    The tensors are q, k, v, g, and o or do; in chunk_gla_summary they are left, right and g. A tensor whose layout is
-    not known counts as contiguous.
+    The tensors are q, k, v, g, and o or do; in chunk_gla_summary they are left, right and g. TMA moves gates only if
+    each key has its own. A tensor whose layout is not known counts as contiguous.
     """
-    B, T, H, Hq, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "K", "V"))
-    shapes = {"q": (B, T, Hq, K), "k": (B, T, H, K), "v": (B, T, H, V), "o": (B, T, Hq, V)}
+    B, T, H, Hq, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
+    shapes = {"q": (B, T, Hq, K), "k": (B, T, H, K), "v": (B, T, Hv, V), "o": (B, T, max(Hq, Hv), V)}
     if call.op == "chunk_gla_bwd":
         shapes["do"] = shapes.pop("o")
     if call.op == "chunk_gla_summary":
-        shapes = {"left": (B, T, Hq, K), "right": (B, T, Hq if call.scalars.get("backwards") else H, V)}
+        shapes = {"left": (B, T, Hq, K), "right": (B, T, max(Hq, Hv) if call.scalars.get("backwards") else Hv, V)}
     layouts = {name: call.layouts.get(name) or contiguous_layout(shape, call.dtype) for name, shape in shapes.items()}
-    if call.gate_dtype is not None:
-        layouts["g"] = call.layouts.get("g") or contiguous_layout((B, T, H, K), call.gate_dtype)
+    if call.gate_dtype is not None and call.gate_form in (None, "key"):
+        layouts["g"] = call.layouts.get("g") or contiguous_layout((B, T, Hv, K), call.gate_dtype)
     return next((name for name, layout in layouts.items() if not addressable(layout)), None)

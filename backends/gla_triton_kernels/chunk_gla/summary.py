@@ -3,7 +3,7 @@
 One kernel builds the decays and the states of segments from zero, and a scan joins them into the decay and the state of
 each sequence. If sequences stay whole, each is one segment, and no scan is needed.
 
-B batch   T tokens   N sequences   H key/value heads   Hq heads of left   K, V key and value width
+B batch   T tokens   N sequences   Hv heads of states and gates   K, V key and value width
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def plan_whole(call: OpCall, gpu: Gpu) -> Plans:
 
 def plan_cut(call: OpCall, gpu: Gpu) -> Plans:
     """Plans a call whose sequences are cut into segments, unless this takes longer on the device."""
-    H, K, V = (call.dims[name] for name in ("H", "K", "V"))
+    Hv, K, V = (call.dims[name] for name in ("Hv", "K", "V"))
     whole = _in_segments(call, gpu, call.dims["T"])
-    blocks = H * ceil_div(K, whole.states.block_keys(whole.parameters)) * ceil_div(V, whole.parameters.BV)
+    blocks = Hv * ceil_div(K, whole.states.block_keys(whole.parameters)) * ceil_div(V, whole.parameters.BV)
     at_once = whole.states.at_once(call, whole.parameters) * gpu.multiprocessors
 
     def plan(length: int) -> SegmentPlan:
@@ -67,7 +67,7 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
     from gla_triton_kernels.chunk_gla.shared.segments import Recurrence
     from gla_triton_kernels.runtime.prepared import Launches, rehearsed
 
-    T, H, K, V, N = (call.dims[name] for name in ("T", "H", "K", "V", "N"))
+    T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
     empty, backwards = N == 0 or T == 0, call.scalars["backwards"]
     plans = [] if empty else plan(call, gpu_of_call(call))
 
@@ -82,9 +82,9 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
         left: Tensor, right: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, backwards: bool
     ) -> tuple[Tensor, Tensor]:
         # Without gates, no kernel writes the decay. The kernel for SM90 writes nothing for an empty sequence.
-        decay = left.new_ones(N, H, K, dtype=torch.float32)
+        decay = left.new_ones(N, Hv, K, dtype=torch.float32)
         allocate = right.new_empty if cu_seqlens is None and not empty else right.new_zeros
-        state = allocate(N, H, K, V, dtype=torch.float32)
+        state = allocate(N, Hv, K, V, dtype=torch.float32)
         if not empty:
             launched.start((left, right, g, cu_seqlens, decay, state), 1.0)
         return decay, state
@@ -93,7 +93,7 @@ def prepare(call: OpCall, plan: Plan) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def launches(plan: SegmentPlan, x: Recurrence, decay: Tensor, cu_seqlens: Tensor | None) -> list[Launch]:
-    """Returns the launches that fill x.after [N, H, K, V] and, if there are gates, the decay [N, H, K]."""
+    """Returns the launches that fill x.after [N, Hv, K, V] and, if there are gates, the decay [N, Hv, K]."""
     from gla_triton_kernels.chunk_gla.shared.scan import launch_scan
     from gla_triton_kernels.chunk_gla.shared.segments import cut, whole
 

@@ -1,7 +1,7 @@
 """Names the tensors of a call of chunk_gla; gla_core/ops/chunk_gla.py says what each holds.
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
-n rows of checkpoints   I segments
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   Ho heads of o, the more of Hq and Hv
+K, V key and value width   n rows of checkpoints   I segments
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Tensors(NamedTuple):
 
     q: Tensor  # [B, T, Hq, K]
     k: Tensor  # [B, T, H, K]
-    v: Tensor  # [B, T, H, V]
-    g: Tensor | None  # [B, T, H, K]
-    initial_state: Tensor | None  # [N, H, K, V]
+    v: Tensor  # [B, T, Hv, V]
+    g: Tensor | None  # [B, T, Hv, K], [B, T, Hv] or [Hv]
+    initial_state: Tensor | None  # [N, Hv, K, V]
     cu_seqlens: Tensor | None  # [N+1]
-    o: Tensor  # [B, T, Hq, V]
-    final_state: Tensor | None  # [N, H, K, V]
-    checkpoints: Tensor | None = None  # [B, n, H, K, V]
-    entering: Tensor | None = None  # [I, H, K, V]
+    o: Tensor  # [B, T, Ho, V]
+    final_state: Tensor | None  # [N, Hv, K, V]
+    checkpoints: Tensor | None = None  # [B, n, Hv, K, V]
+    entering: Tensor | None = None  # [I, Hv, K, V]
 
 
 class BackwardTensors(NamedTuple):
@@ -41,18 +41,18 @@ class BackwardTensors(NamedTuple):
 
     q: Tensor  # [B, T, Hq, K]
     k: Tensor  # [B, T, H, K]
-    v: Tensor  # [B, T, H, V]
-    g: Tensor | None  # [B, T, H, K]
-    initial_state: Tensor | None  # [N, H, K, V]
+    v: Tensor  # [B, T, Hv, V]
+    g: Tensor | None  # [B, T, Hv, K], [B, T, Hv] or [Hv]
+    initial_state: Tensor | None  # [N, Hv, K, V]
     cu_seqlens: Tensor | None  # [N+1]
-    checkpoints: Tensor | None  # [B, n, H, K, V]
-    do: Tensor  # [B, T, Hq, V]
-    dstate: Tensor | None  # [N, H, K, V]
+    checkpoints: Tensor | None  # [B, n, Hv, K, V]
+    do: Tensor  # [B, T, Ho, V]
+    dstate: Tensor | None  # [N, Hv, K, V]
     dq: Tensor  # as q
     dk: Tensor  # as k
     dv: Tensor  # as v
     dg: Tensor | None  # as g
-    dinitial_state: Tensor | None  # [N, H, K, V]
+    dinitial_state: Tensor | None  # [N, Hv, K, V]
 
     @property
     def last_leave_none(self) -> bool:
@@ -73,7 +73,10 @@ def plans_with_rows(plans: Sequence[tuple[OpCall, AnyPlan]], x: AnyTensors) -> l
 
 
 def _rows(x: AnyTensors, start: int, end: int) -> AnyTensors:
-    return x._replace(**{name: part(y, start, end) for name, y in x._asdict().items() if y is not None})
+    given = {
+        name: y for name, y in x._asdict().items() if y is not None and y.ndim > 1
+    }  # all rows share constant gates
+    return x._replace(**{name: part(y, start, end) for name, y in given.items()})
 
 
 def with_copies(x: AnyTensors, names: frozenset[str]) -> AnyTensors:

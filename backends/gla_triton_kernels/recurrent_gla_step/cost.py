@@ -8,6 +8,6 @@ from gla_triton_kernels.cost import in_all
 
 def seconds(call: OpCall, c: Constants) -> float:
     """Returns the seconds of a step, which reads every state once and writes it once."""
-    B, H, K, V = (call.dims[name] for name in ("B", "H", "K", "V"))
-    states = B * H * K * V * (call.state_dtype.itemsize if call.state_dtype else 4)
+    B, Hv, K, V = (call.dims[name] for name in ("B", "Hv", "K", "V"))
+    states = B * Hv * K * V * (call.state_dtype.itemsize if call.state_dtype else 4)
     return in_all(call, c["launch"] + 2 * states / c["bandwidth"], c["host"])

@@ -35,12 +35,12 @@ def plan(call: OpCall, gpu: Gpu) -> Plan:
     multiprocessors. In calls that are batch invariant, blocks are always narrow, because the number of warps changes
     the order in which a program sums over keys.
     """
-    B, H, K, V = (call.dims[name] for name in ("B", "H", "K", "V"))
+    B, Hv, K, V = (call.dims[name] for name in ("B", "Hv", "K", "V"))
     itemsize = 4 if call.state_dtype is None else call.state_dtype.itemsize
     BK, columns = power_of_two(K), power_of_two(V)
     overlaps = gpu.architecture.overlaps_kernels
     wide = min(columns, (256 if BK <= 256 else 128) // itemsize)
-    if call.batch_invariant is None and B * H * (columns // wide) >= FULL * gpu.multiprocessors:
+    if call.batch_invariant is None and B * Hv * (columns // wide) >= FULL * gpu.multiprocessors:
         return Plan(BK, wide, 4 if BK <= 128 else 8, overlaps)
     narrow = min(columns, (128 if BK <= 64 else 64) // itemsize)
     return Plan(BK, narrow, 2 if BK <= 64 else 1 if BK <= 128 else 4, overlaps)

@@ -2,7 +2,8 @@
 
     S' = diag(exp g) S + k^T v        o = scale * q S'
 
-B batch   P states of the pool   H key/value heads   Hq query heads   G query heads of a group
+B batch   P states of the pool   H key heads   Hq query heads   Hv heads of values, states and gates
+Ho heads of o, the more of Hq and Hv   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
 K, V key and value width   BK number of keys K, rounded up to a power of two   BV values of a block
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
@@ -49,7 +50,7 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
         if state_indices is not None and not inplace:  # rows without an index are also copied
             state, inplace = new_state(state).copy_(state), True
         new = None if inplace else new_state(state)
-        o = v.new_empty(*q.shape[:2], v.shape[2])
+        o = v.new_empty(len(q), max(q.shape[1], v.shape[1]), v.shape[2])
         if o.numel():
             launched.start((q, k, v, g, state, state_indices, new, o), scale)
         return o, state if new is None else new
@@ -60,7 +61,7 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
 def launch_step(plan: Plan, tensors: Tensors, scale: float) -> list[Launch]:
     """Returns the launch of a step."""
     q, k, v, g, state, state_indices, new, o = tensors
-    (B, Hq, K), (P, H, _, V) = q.shape, state.shape
+    (B, Hq, K), (P, Hv, _, V) = q.shape, state.shape
     written = state if new is None else new
     arguments = {
         "q_ptr": q,
@@ -77,14 +78,16 @@ def launch_step(plan: Plan, tensors: Tensors, scale: float) -> list[Launch]:
         **_token_strides("k", k),
         **_token_strides("v", v),
         **_token_strides("g", q if g is None else g),
+        "OF_KEYS": g is not None and g.ndim == 3,
         "state_stride_p": state.stride(0),
         "state_stride_h": state.stride(1),
         "state_stride_k": state.stride(2),
         "state_stride_v": state.stride(3),
         "new_stride_k": written.stride(2),
         "new_stride_v": written.stride(3),
-        "H": H,
-        "G": Hq // H,
+        "Hv": Hv,
+        "G": max(Hq // Hv, 1),
+        "R": Hv // k.shape[1],
         "K": K,
         "V": V,
         "BK": plan.BK,
@@ -92,24 +95,28 @@ def launch_step(plan: Plan, tensors: Tensors, scale: float) -> list[Launch]:
         "OVERLAPS": plan.overlaps,
     }
     options = {"num_warps": plan.warps, "launch_pdl": plan.overlaps}
-    return [Launch(_recurrent_gla_step, (B * H * ceil_div(V, plan.BV), 1, 1), arguments, options)]
+    return [Launch(_recurrent_gla_step, (B * Hv * ceil_div(V, plan.BV), 1, 1), arguments, options)]
 
 
 def _token_strides(name: str, x: Tensor) -> dict[str, int]:
-    """Returns all strides of x [B, heads, width] except the last, as the kernel's arguments."""
-    return {f"{name}_stride_b": x.stride(0), f"{name}_stride_h": x.stride(1)}
+    """Returns the strides of x [B, heads, width] or [B, heads] over rows and heads, as the kernel's arguments.
+
+    For a gate [heads], the same for all rows, the stride over rows is 0.
+    """
+    b, h = (0, x.stride(0)) if x.ndim == 1 else x.stride()[:2]
+    return {f"{name}_stride_b": b, f"{name}_stride_h": h}
 
 
 @triton.jit(do_not_specialize=["scale", "P"])
 def _recurrent_gla_step(
-    q_ptr,  # [B, H * G, K]
+    q_ptr,  # [B, Hq, K]
     k_ptr,  # [B, H, K]
-    v_ptr,  # [B, H, V]
-    g_ptr,  # [B, H, K] or None
-    state_ptr,  # [P, H, K, V]
+    v_ptr,  # [B, Hv, V]
+    g_ptr,  # [B, Hv, K] if OF_KEYS, else [B, Hv] or [Hv], or None
+    state_ptr,  # [P, Hv, K, V]
     indices_ptr,  # [B] or None: row b has state b
-    new_ptr,  # [B, H, K, V], dense, or None to update state_ptr in place
-    o_ptr,  # [B, H * G, V], contiguous
+    new_ptr,  # [B, Hv, K, V], dense, or None to update state_ptr in place
+    o_ptr,  # [B, Ho, V], contiguous
     scale,
     P,
     q_stride_b,
@@ -120,14 +127,16 @@ def _recurrent_gla_step(
     v_stride_h,
     g_stride_b,
     g_stride_h,
+    OF_KEYS: tl.constexpr,
     state_stride_p,
     state_stride_h,
     state_stride_k: tl.constexpr,
     state_stride_v: tl.constexpr,
     new_stride_k: tl.constexpr,
     new_stride_v: tl.constexpr,
-    H: tl.constexpr,
+    Hv: tl.constexpr,
     G: tl.constexpr,
+    R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -136,12 +145,12 @@ def _recurrent_gla_step(
 ):
     """Computes BV columns of the state of one head and one row of the batch."""
     tile, head = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
-    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)  # strides times these may exceed 32 bits
+    b, h = (head // Hv).to(tl.int64), (head % Hv).to(tl.int64)  # strides times these may exceed 32 bits
     rows = tl.arange(0, BK)  # [BK]
     columns = tile * BV + tl.arange(0, BV)  # [BV]
     in_k, in_v = rows < K, columns < V
     in_state = in_k[:, None] & in_v[None, :]  # [BK, BV]
-    o_block = o_ptr + (b * H + h) * G * V + columns  # [BV], of the first query head
+    o_block = o_ptr + (b * Hv + h) * G * V + columns  # [BV], of the first query head
     if OVERLAPS:  # writes of earlier kernels are visible only after the wait: nothing is read before
         gdc_wait()
         gdc_launch_dependents()
@@ -156,15 +165,19 @@ def _recurrent_gla_step(
 
     state_block = state_ptr + p * state_stride_p + h * state_stride_h  # [BK, BV]
     state_block += rows[:, None].to(tl.int64) * state_stride_k + columns[None, :] * state_stride_v
-    q_block = q_ptr + b * q_stride_b + h * G * q_stride_h + rows  # [BK], of the first query head
+    q_block = q_ptr + b * q_stride_b + h * G // R * q_stride_h + rows  # [BK], of the first query head
     # All loads come before all conversions: a conversion waits for its operand, and would delay later loads.
     state = tl.load(state_block, mask=in_state, other=0.0)  # [BK, BV]
-    k = tl.load(k_ptr + b * k_stride_b + h * k_stride_h + rows, mask=in_k, other=0.0)  # [BK]
+    k = tl.load(k_ptr + b * k_stride_b + h // R * k_stride_h + rows, mask=in_k, other=0.0)  # [BK]
     v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + columns, mask=in_v, other=0.0)  # [BV]
     q = tl.load(q_block, mask=in_k, other=0.0)  # [BK]
     if g_ptr is not None:
-        g = tl.load(g_ptr + b * g_stride_b + h * g_stride_h + rows, mask=in_k, other=0.0)  # [BK]
-        state = tl.exp(g.to(tl.float32))[:, None] * state.to(tl.float32)
+        if OF_KEYS:
+            g = tl.load(g_ptr + b * g_stride_b + h * g_stride_h + rows, mask=in_k, other=0.0)  # [BK]
+            state = tl.exp(g.to(tl.float32))[:, None] * state.to(tl.float32)
+        else:
+            g = tl.load(g_ptr + b * g_stride_b + h * g_stride_h)
+            state = tl.exp(g.to(tl.float32)) * state.to(tl.float32)
     state = state.to(tl.float32) + k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
 
     for i in range(G):
@@ -175,5 +188,5 @@ def _recurrent_gla_step(
         q = following
 
     if new_ptr is not None:
-        state_block = new_ptr + (b * H + h) * K * V + rows[:, None] * new_stride_k + columns[None, :] * new_stride_v
+        state_block = new_ptr + (b * Hv + h) * K * V + rows[:, None] * new_stride_k + columns[None, :] * new_stride_v
     tl.store(state_block, state.to(state_ptr.dtype.element_ty), mask=in_state)

@@ -13,6 +13,7 @@ from gla_core.dispatch.backend import Capabilities
 CAPABILITIES = Capabilities(
     dtypes=frozenset({torch.float32, torch.bfloat16}),
     grouped_queries=False,  # q must have the same number of heads as k
+    gates=frozenset({"key"}),  # the default: g is [B, T, H, K], or None
 )
 
 

@@ -1,9 +1,11 @@
 """Computes gradients of gated linear attention, backwards through sequences or segments, with dS on chip.
 
-One program computes a block [BK, BV] of the states of one key/value head of one segment. It goes through the segment in
+One program computes a block [BK, BV] of the states of one value head of one segment. It goes through the segment in
 chunks of C tokens, the last chunk first, and carries the gradient dS [K, V] of the state that leaves a chunk, in
 float32. The state S that enters each chunk is given. Let b_t be the sum of log gates g from the start of the chunk
-through t, r an offset that is chosen below (both per channel of K), and dA = tril(do v^T). Then
+through t, r an offset that is chosen below (both per channel of K), and dA = tril(do v^T). If the keys of a head share
+their gates, b, r and all sums and exponentials of gates have one column, and dg is summed over the keys of a block
+before any sum over tokens. If all tokens share a gate, each block writes one number, its sum over tokens. Then
 
     qg = scale * q exp(b - r)              kg = k exp(b_C - r - b)
     dq = scale * exp(b - r) ((do S^T) exp(r)) + terms of pairs of tokens
@@ -38,12 +40,14 @@ first token of a sequence without an initial state, dg_u is set to 0.
 
 Each block of keys and values is computed as a separate gated linear attention. dq, dk and dg are sums over blocks of
 values, and dv is a sum over blocks of keys. If there are several such blocks, each writes a partial result
-(partials.py).
+(partials.py). A gate that keys share has a partial result for each block of keys as well. dq and dk are computed for
+each value head; if several of them share a head of q and k, another launch sums these gradients.
 
 On Hopper, Triton miscompiles matrix products in a branch at run time, and products whose left operand is a transposed
 product. So no matrix product stands in a branch, and a separate product computes dA^T.
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   G query heads per key/value head
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv heads of values, states and gates
+Ho heads of do, the more of Hq and Hv   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
 K, V key and value width   C tokens of a chunk   n chunks, numbered like checkpoints   BK, BV keys and values of a block
 I sequences or segments
 
@@ -53,6 +57,7 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 # pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -60,7 +65,15 @@ from torch import Tensor
 from gla_core.dispatch.backend import CHUNK, ceil_div
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared import partials
-from gla_triton_kernels.chunk_gla.shared.common import in_state, load_tile, segment_at, store_tile
+from gla_triton_kernels.chunk_gla.shared.common import (
+    gate_arguments,
+    in_state,
+    load_gates,
+    load_tile,
+    segment_at,
+    store_tile,
+    sums_of_gates,
+)
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E, MILD_DECAY
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
@@ -81,15 +94,17 @@ def launch_gradients(
     Rows that belong to no sequence are not written.
 
     Args:
-        x: tensors of the call; x.dinitial_state is None unless segments are whole sequences.
-        entering: the states that enter chunks, [B, n, H, K, V], contiguous.
-        leaving: the gradients of the states that leave segments, [I, H, K, V]; None stands for 0. If x.dstate is None,
+        x: tensors of the call; x.dinitial_state is None unless segments are whole sequences, and x.dq and x.dk have
+            the heads of the output.
+        entering: the states that enter chunks, [B, n, Hv, K, V], contiguous.
+        leaving: the gradients of the states that leave segments, [I, Hv, K, V]; None stands for 0. If x.dstate is None,
             the gradient for the last segment of a packed sequence counts as 0, and its memory is not read.
     """
     B, T, Hq, K = x.q.shape
-    H, V = x.v.shape[2:]
+    Hv, V = x.v.shape[2:]
     blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
-    dq, dk, dg = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk, x.dg))
+    dq, dk = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk))
+    dg, sum_gates = _gate_gradients(x.dg, segments.count, blocks_k, blocks_v)
     dv = partials.parts_of(x.dv, blocks_k)
     precision = "ieee" if interpreted() else kernel.precision  # the interpreter does not split operands
     arguments = {
@@ -109,12 +124,12 @@ def launch_gradients(
         "scale": scale,
         "B": B,
         **lengths_of(T, segments),
-        "H": H,
-        "G": Hq // H,
+        "Hv": Hv,
+        "G": max(Hq // Hv, 1),
         **strides_of("q", x.q),
         **strides_of("k", x.k),
         **strides_of("v", x.v),
-        **strides_of("g", x.g),
+        **gate_arguments(x.g),
         **strides_of("o", x.do),
         **state_strides("stride_s", leaving),
         "K": K,
@@ -123,38 +138,52 @@ def launch_gradients(
         "LEVELS": CHUNK.bit_length() - 1,
         "BK": kernel.BK,
         "BV": kernel.BV,
+        "R": Hv // x.k.shape[2],
         "FROM_ZERO": x.initial_state is None,
         "TO_ZERO": x.last_leave_none,
         "EXACT": kernel.precision == "bf16x6" and x.g is not None,
         "PRECISION": precision,
         "SUMS": "bf16x3" if precision == "bf16" else precision,
     }
-    grid = (blocks_v * blocks_k * segments.count * H, 1, 1)
+    grid = (blocks_v * blocks_k * segments.count * Hv, 1, 1)
     computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, {"num_warps": kernel.warps})
-    return [computed, *partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))]
+    return [computed, *partials.launch_partial_sums((dq, dk, dv), (x.dq, x.dk, x.dv)), *sum_gates]
 
 
-@triton.jit(do_not_specialize=["scale", "B", "T", "segment", "segments", "H", "G"])
+def _gate_gradients(
+    dg: Tensor | None, segments: int, blocks_k: int, blocks_v: int
+) -> tuple[Tensor | None, list[Launch]]:
+    """Returns memory that the kernel fills for the gradient of gates, and the launches that sum it to dg."""
+    if dg is None:
+        return None, []
+    if dg.ndim == 1:  # all tokens share a gate
+        parts = torch.empty(blocks_k * blocks_v * segments, len(dg), dtype=torch.float32, device=dg.device)
+        return parts, [partials.launch_sum_of_rows(parts, dg)]
+    parts = partials.parts_of(dg, blocks_v if dg.ndim == 4 else blocks_k * blocks_v)
+    return parts, partials.launch_partial_sums((parts,), (dg,))
+
+
+@triton.jit(do_not_specialize=["scale", "B", "T", "segment", "segments", "Hv", "G"])
 def _chunk_gla_bwd_kernel(
-    q_ptr,  # [B, T, H*G, K]
+    q_ptr,  # [B, T, Hq, K]
     k_ptr,  # [B, T, H, K]
-    v_ptr,  # [B, T, H, V]
-    g_ptr,  # [B, T, H, K] or None
-    do_ptr,  # [B, T, H*G, V]
+    v_ptr,  # [B, T, Hv, V]
+    g_ptr,  # [B, T, Hv, K], [B, T, Hv] or [Hv] by GATE, or None
+    do_ptr,  # [B, T, Ho, V]
     order_ptr,  # [I, 5] or None
-    entering_ptr,  # [B, n, H, K, V]
-    leaving_ptr,  # [I, H, K, V] or None
-    dq_ptr,  # [B, T, H*G, K], or [blocks_v, B, T, H*G, K]
-    dk_ptr,  # [B, T, H, K], or [blocks_v, B, T, H, K]
-    dg_ptr,  # [B, T, H, K], or [blocks_v, B, T, H, K], or None
-    dv_ptr,  # [B, T, H, V], or [blocks_k, B, T, H, V]
-    dinitial_ptr,  # [N, H, K, V] or None
+    entering_ptr,  # [B, n, Hv, K, V]
+    leaving_ptr,  # [I, Hv, K, V] or None
+    dq_ptr,  # [B, T, Ho, K], or [blocks_v, B, T, Ho, K]
+    dk_ptr,  # [B, T, Hv, K], or [blocks_v, B, T, Hv, K]
+    dg_ptr,  # by GATE [blocks_v, B, T, Hv, K], [blocks_k*blocks_v, B, T, Hv] or [I*blocks_k*blocks_v, Hv], or None
+    dv_ptr,  # [B, T, Hv, V], or [blocks_k, B, T, Hv, V]
+    dinitial_ptr,  # [N, Hv, K, V] or None
     scale,
     B,
     T,
     segment,
     segments,
-    H,
+    Hv,
     G,
     stride_qb,
     stride_qt,
@@ -168,6 +197,7 @@ def _chunk_gla_bwd_kernel(
     stride_gb,
     stride_gt,
     stride_gh,
+    GATE: tl.constexpr,
     stride_ob,
     stride_ot,
     stride_oh,
@@ -181,13 +211,14 @@ def _chunk_gla_bwd_kernel(
     LEVELS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    R: tl.constexpr,
     FROM_ZERO: tl.constexpr,
     TO_ZERO: tl.constexpr,
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
     SUMS: tl.constexpr,
 ):
-    """Computes the gradients of a block [BK, BV] of one key/value head of one sequence or segment, backwards."""
+    """Computes the gradients of a block [BK, BV] of one value head of one sequence or segment, backwards."""
     blocks_v: tl.constexpr = (V + BV - 1) // BV
     blocks_k: tl.constexpr = (K + BK - 1) // BK
     OPERAND: tl.constexpr = tl.bfloat16 if PRECISION == "bf16" else tl.float32  # pyright: ignore
@@ -195,7 +226,7 @@ def _chunk_gla_bwd_kernel(
     block_v, block_k = pid % blocks_v, pid // blocks_v % blocks_k
     v0, k0 = block_v * BV, block_k * BK
     ih = pid // (blocks_v * blocks_k)
-    i, h = ih // H, ih % H
+    i, h = ih // Hv, ih % Hv
     if order_ptr is None:
         b, start = i // segments, i % segments * segment
         end = tl.minimum(start + segment, T)
@@ -204,7 +235,7 @@ def _chunk_gla_bwd_kernel(
     else:
         b = 0
         i, start, end, opening, last = segment_at(order_ptr, i)
-        ih = i * H + h
+        ih = i * Hv + h
         row = i - start // segment + start // C
 
     b64 = tl.cast(b, tl.int64)
@@ -214,12 +245,18 @@ def _chunk_gla_bwd_kernel(
     do_ptr += b64 * stride_ob
     t_v = (block_v.to(tl.int64) * B + b64) * T  # row of the sequence's first token in results per block of values
     t_k = (block_k.to(tl.int64) * B + b64) * T  # the same in results per block of keys
-    dq_ptr += t_v * (H * G * K)
-    dk_ptr += t_v * (H * K)
-    dv_ptr += t_k * (H * V)
+    dq_ptr += t_v * (Hv * G * K)
+    dk_ptr += t_v * (Hv * K)
+    dv_ptr += t_k * (Hv * V)
     if g_ptr is not None:
         g_ptr += b64 * stride_gb
-        dg_ptr += t_v * (H * K)
+        if GATE == "key":
+            dg_ptr += t_v * (Hv * K)
+        elif GATE == "head":
+            dg_ptr += ((block_k * blocks_v + block_v).to(tl.int64) * B + b64) * T * Hv
+        else:
+            dg_ptr += ((i * blocks_k + block_k) * blocks_v + block_v).to(tl.int64) * Hv + h
+            dg_sums = tl.zeros([C, 1], tl.float32)  # of dg, over the chunks
 
     i_k = k0 + tl.arange(0, BK).to(tl.int64)[None, :]  # [1, BK]
     i_v = v0 + tl.arange(0, BV)[:, None]  # [BV, 1]
@@ -240,16 +277,16 @@ def _chunk_gla_bwd_kernel(
     for j in tl.range(0, chunks, num_stages=1):
         chunk = chunks - 1 - j
         t = start + chunk * C
-        k = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h, k0, end, K, C, BK).to(tl.float32)  # [C, BK]
+        k = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h // R, k0, end, K, C, BK).to(tl.float32)  # [C, BK]
         v = load_tile(None, v_ptr, stride_vt, stride_vh, b, t, h, v0, end, V, C, BV).to(OPERAND)  # [C, BV]
-        entering = entering_ptr + (tl.cast(row + chunk, tl.int64) * H + h) * (K * V)
+        entering = entering_ptr + (tl.cast(row + chunk, tl.int64) * Hv + h) * (K * V)
         S = tl.load(entering + i_k * V + i_v, mask=m_s, other=0.0)  # [BV, BK]
         if g_ptr is None:
             mild: tl.constexpr = True  # pyright: ignore
             q_decay, k_decay, r_decay, rest_decay = 1.0, 1.0, 1.0, 1.0  # the compiler drops these factors
         else:
-            g = load_tile(None, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, K, C, BK)  # [C, BK]
-            g = tl.maximum(g.to(tl.float32), LEAST_GATE) * LOG2E
+            g = load_gates(None, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, GATE, K, C, BK)
+            g = tl.maximum(g.to(tl.float32), LEAST_GATE) * LOG2E  # [C, BK] or [C, 1]
             if EXACT:
                 mild: tl.constexpr = False  # pyright: ignore
             else:
@@ -261,14 +298,15 @@ def _chunk_gla_bwd_kernel(
         dv = product(kg, tl.trans(P), None, PRECISION)  # [C, BV]
         if g_ptr is not None:
             crossing = r_decay * rest_decay * tl.sum(S * dS, 0)[None, :]  # [1, BK], from the first gate to the last
-            dg = crossing + product(after, kg * dk, None, SUMS)  # [C, BK]
+            dg = _for_gates(crossing, g) + _sums(after, _for_gates(kg * dk, g), SUMS)  # [C, BK] or [C, 1]
         dk *= k_decay
         dS *= rest_decay
         S = S.to(OPERAND)
 
         for i_g in tl.range(0, G, num_stages=1):
             i_q = h * G + i_g
-            q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, i_q, k0, end, K, C, BK).to(tl.float32)  # [C, BK]
+            q = load_tile(None, q_ptr, stride_qt, stride_qh, b, t, i_q // R, k0, end, K, C, BK)  # [C, BK]
+            q = q.to(tl.float32)
             do = load_tile(None, do_ptr, stride_ot, stride_oh, b, t, i_q, v0, end, V, C, BV).to(OPERAND)  # [C, BV]
             qg = (q * scale * q_decay).to(OPERAND)  # [C, BK]
             dA = product(do, tl.trans(v), None, PRECISION)  # [C, C]
@@ -285,7 +323,7 @@ def _chunk_gla_bwd_kernel(
                 dk += dk_near * k_decay
                 x = qg * dq - kg * dk_near  # [C, BK]
             if g_ptr is not None:
-                dg += tl.cumsum(x, 0, reverse=True)
+                dg += _running_sum(_for_gates(x, g), True)
                 levels = tl.where(mild, 0, LEVELS)
                 AT, dq, dk, dg = _add_pairs_of_halves(
                     AT, dq * q_decay, dk, dg, q * scale, k, g, dA, dAT, levels, C, PRECISION, SUMS
@@ -296,16 +334,23 @@ def _chunk_gla_bwd_kernel(
             dk += dA_tt * q
             dv = product(AT, do, dv, PRECISION) + A_tt * do
             dS = product(tl.trans(do), qg, dS, PRECISION)
-            store_tile(None, dq_ptr, H * G * K, K, b, t, i_q, k0, end, dq, K, C, BK)
+            store_tile(None, dq_ptr, Hv * G * K, K, b, t, i_q, k0, end, dq, K, C, BK)
 
         dS *= r_decay
-        store_tile(None, dk_ptr, H * K, K, b, t, h, k0, end, dk, K, C, BK)
-        store_tile(None, dv_ptr, H * V, V, b, t, h, v0, end, dv, V, C, BV)
+        store_tile(None, dk_ptr, Hv * K, K, b, t, h, k0, end, dk, K, C, BK)
+        store_tile(None, dv_ptr, Hv * V, V, b, t, h, v0, end, dv, V, C, BV)
         if g_ptr is not None:
             if FROM_ZERO:
                 dg = tl.where((t + i_c == opening)[:, None], 0.0, dg)
-            store_tile(None, dg_ptr, H * K, K, b, t, h, k0, end, dg, K, C, BK)
+            if GATE == "key":
+                store_tile(None, dg_ptr, Hv * K, K, b, t, h, k0, end, dg, K, C, BK)
+            elif GATE == "head":
+                store_tile(None, dg_ptr, Hv, 1, b, t, h, 0, end, dg, 1, C, 1)
+            else:
+                dg_sums += tl.where((t + i_c < end)[:, None], dg, 0.0)
 
+    if GATE == "constant":
+        tl.store(dg_ptr, tl.sum(dg_sums))
     if dinitial_ptr is not None:
         dinitial_ptr += ih.to(tl.int64) * (K * V)
         tl.store(dinitial_ptr + i_k * V + i_v, dS, mask=m_s)
@@ -321,16 +366,45 @@ def product(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _for_gates(x, g):
+    """Returns x [.., BK], a part of the gradient of gates; sums it over keys, [.., 1], if g is [C, 1]."""
+    if g.shape[1] == 1:
+        return tl.sum(x, 1)[:, None]
+    else:  # noqa: RET505 -- one branch is compiled
+        return x
+
+
+@triton.jit
+def _sums(chosen, x, SUMS: tl.constexpr):
+    """Returns, for each row of `chosen` [C, C], the sum of the rows of x, [C, BK] or [C, 1], that it selects."""
+    if x.shape[1] == 1:
+        return sums_of_gates(chosen, x)
+    else:  # noqa: RET505 -- one branch is compiled
+        return product(chosen, x, None, SUMS)
+
+
+@triton.jit
+def _running_sum(x, reverse: tl.constexpr):
+    """Returns for each row the sum of the rows of x, [C, BK] or [C, 1], up to it, or from it on if `reverse`."""
+    if x.shape[1] == 1:
+        row, column = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[0])[None, :]
+        return sums_of_gates(column >= row if reverse else column <= row, x)
+    else:  # noqa: RET505 -- one branch is compiled
+        return tl.cumsum(x, 0, reverse=reverse)
+
+
+@triton.jit
 def _decays(g, mild, before, EXACT: tl.constexpr, SUMS: tl.constexpr):
     """Computes the decays of a chunk with gates g [C, BK].
 
-    These are exp(b - r) and exp(b_C - r - b) [C, BK], and exp(r) and exp(b_C - r) [1, BK].
+    These are exp(b - r) and exp(b_C - r - b) [C, BK], and exp(r) and exp(b_C - r) [1, BK]. If g is [C, 1], they also
+    have one column.
     """
-    b = tl.cumsum(g, 0)  # [C, BK]
+    b = _running_sum(g, False)  # [C, BK]
     total = tl.sum(g, 0)[None, :]  # [1, BK]
     r = tl.where(mild, 0.5 * total, 0.0)  # [1, BK]
     # The difference of two large sums is precise enough, except with EXACT. `before` selects the gates after a token.
-    later = product(before, g, None, SUMS) if EXACT else total - r - b  # [C, BK]
+    later = _sums(before, g, SUMS) if EXACT else total - r - b  # [C, BK]
     return tl.exp2(b - r), tl.exp2(later), tl.exp2(r), tl.exp2(total - r)
 
 
@@ -340,7 +414,8 @@ def _add_pairs_of_halves(
 ):
     """Adds the pairs s < t in the two halves of blocks of 2, 4 .. 2^levels tokens to A^T [C, C] and dq, dk, dg [C, BK].
 
-    q is already scaled; dq is not. dA [C, C] and its transpose dAT may hold any finite numbers for s >= t.
+    q is already scaled; dq is not. dA [C, C] and its transpose dAT may hold any finite numbers for s >= t. If g is
+    [C, 1], so is dg.
     """
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     apart = row ^ column  # [C, C], m to 2m - 1 if row and column lie in different halves of a block of 2m
@@ -350,7 +425,7 @@ def _add_pairs_of_halves(
         pair = (apart >= m) & (apart < 2 * m)  # [C, C]
         decays = (apart < m) & tl.where(in_right, column <= row, column > row)  # [C, C], gate `column` decays `row`
         decayed = (apart < m) & tl.where(column_in_right, row <= column, row > column)  # [C, C], its transpose
-        decay = tl.exp2(product(decays, g, None, SUMS))  # [C, BK]
+        decay = tl.exp2(_sums(decays, g, SUMS))  # [C, BK] or [C, 1]
         qg = tl.where(in_right, q * decay, 0.0)  # [C, BK]
         kg = tl.where(in_right, 0.0, k * decay)  # [C, BK]
         AT += tl.where(pair, product(kg, tl.trans(qg), None, PRECISION), 0.0)
@@ -358,5 +433,5 @@ def _add_pairs_of_halves(
         dkg = product(tl.where(pair, dAT, 0.0), qg, None, PRECISION)  # [C, BK]
         dq += dqg * decay
         dk += dkg * decay
-        dg += product(decayed, qg * dqg + kg * dkg, None, SUMS)
+        dg += _sums(decayed, _for_gates(qg * dqg + kg * dkg, g), SUMS)
     return AT, dq, dk, dg

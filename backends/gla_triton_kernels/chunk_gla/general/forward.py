@@ -1,8 +1,8 @@
 """Computes gated linear attention in one pass over sequences, or over segments of them, with the state on chip.
 
-One program computes a block of BV values of one key/value head of one segment. It goes through the segment in chunks of
+One program computes a block of BV values of one value head of one segment. It goes through the segment in chunks of
 C tokens and carries the state S [K, BV] in float32. Let b_t be the sum of log gates g from the start of the chunk
-through t, and r = b_C / 2, both per channel of K. Then
+through t, and r = b_C / 2, both per channel of K, or both one number if the keys of a head share their gates. Then
 
     qg = q exp(b - r)              kg = k exp(r - b)
     o  = scale * (qg (exp(r) S) + tril(qg kg^T) v)
@@ -33,7 +33,8 @@ A checkpoint is the state that enters a chunk whose first token comes a multiple
 its sequence. If packed sequences have segments of L tokens, segment i begins at row c_n + m L, where
 i = n + c_n // L + m (segments.py). It therefore belongs to sequence n = i - (c_n + m L) // L.
 
-B batch   T tokens   N sequences or segments   H key/value heads   Hq query heads   G query heads per key/value head
+B batch   T tokens   N sequences or segments   H key heads   Hq query heads   Hv heads of values, states and gates
+Ho heads of o, the more of Hq and Hv   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
 K, V key and value width   C tokens of a chunk   BK K padded to a power of two   BV values of a block
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
@@ -51,12 +52,16 @@ from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import ForwardPlan
 from gla_triton_kernels.chunk_gla.shared.common import (
     OPERANDS,
+    gate_arguments,
     in_state,
+    load_gate,
+    load_gates,
     load_row,
     load_tile,
     operand,
     segment_at,
     store_tile,
+    sums_of_gates,
 )
 from gla_triton_kernels.chunk_gla.shared.limits import LOG2E, MILD_DECAY
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
@@ -73,8 +78,8 @@ def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: flo
         every: tokens between checkpoints.
     """
     T, Hq, K = x.q.shape[1:]
-    H, V = x.v.shape[2:]
-    kernel = plan.parameters
+    Hv, V = x.v.shape[2:]
+    kernel, gates = plan.parameters, gate_arguments(x.g)
 
     def tiles_of(y: Tensor | None, width: int) -> TensorDescriptor | None:
         return tiles(y, kernel.C, width) if kernel.tma and y is not None else None
@@ -94,46 +99,47 @@ def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: flo
         "q_tiles": tiles_of(x.q, kernel.BK),
         "k_tiles": tiles_of(x.k, kernel.BK),
         "v_tiles": tiles_of(x.v, kernel.BV),
-        "g_tiles": tiles_of(x.g, kernel.BK),
+        "g_tiles": tiles_of(x.g, kernel.BK) if gates["GATE"] == "key" else None,
         "o_tiles": tiles_of(x.o, kernel.BV),
         "scale": scale,
         **lengths_of(T, segments),
         "every": every or 0,
-        "H": H,
-        "G": Hq // H,
+        "Hv": Hv,
+        "G": max(Hq // Hv, 1),
         **strides_of("q", x.q),
         **strides_of("k", x.k),
         **strides_of("v", x.v),
-        **strides_of("g", x.g),
+        **gates,
         **state_strides("stride_s", x.initial_state),
         "K": K,
         "V": V,
         "C": kernel.C,
         "BK": kernel.BK,
         "BV": kernel.BV,
-        "GROUPED": Hq != H,
+        "R": Hv // x.k.shape[2],
+        "GROUPED": Hq > Hv,
         "OPERAND": OPERANDS[kernel.operand],
         "TOKENWISE": kernel.tokenwise,
         "TRIANGLE": kernel.triangle,
         "KEYS_FIRST": kernel.keys_first,
         "STAGES": kernel.stages,
     }
-    grid = (ceil_div(V, kernel.BV) * segments.count * H, 1, 1)
+    grid = (ceil_div(V, kernel.BV) * segments.count * Hv, 1, 1)
     return [Launch(_chunk_gla_fwd_kernel, grid, arguments, {"num_warps": kernel.warps})]
 
 
-@triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "H", "G"])
+@triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "Hv", "G"])
 def _chunk_gla_fwd_kernel(
-    q_ptr,  # [B, T, H*G, K]
+    q_ptr,  # [B, T, Hq, K]
     k_ptr,  # [B, T, H, K]
-    v_ptr,  # [B, T, H, V]
-    g_ptr,  # [B, T, H, K] or None
-    initial_ptr,  # [sequences, H, K, V] or None
+    v_ptr,  # [B, T, Hv, V]
+    g_ptr,  # [B, T, Hv, K], [B, T, Hv] or [Hv] by GATE, or None
+    initial_ptr,  # [sequences, Hv, K, V] or None
     cu_seqlens_ptr,  # [N+1] or None
-    o_ptr,  # [B, T, H*G, V]
-    final_ptr,  # [N, H, K, V] or None
-    checkpoints_ptr,  # [B, n, H, K, V] or None
-    entering_ptr,  # [N, H, K, V] of segments, or None
+    o_ptr,  # [B, T, Ho, V]
+    final_ptr,  # [N, Hv, K, V] or None
+    checkpoints_ptr,  # [B, n, Hv, K, V] or None
+    entering_ptr,  # [N, Hv, K, V] of segments, or None
     order_ptr,  # [N, 5], or None if cu_seqlens is None
     q_tiles,  # the same tensors as tiles [C, BK or BV], or None
     k_tiles,
@@ -145,7 +151,7 @@ def _chunk_gla_fwd_kernel(
     segment,
     segments,
     every,
-    H,
+    Hv,
     G,
     stride_qb,
     stride_qt,
@@ -159,6 +165,7 @@ def _chunk_gla_fwd_kernel(
     stride_gb,
     stride_gt,
     stride_gh,
+    GATE: tl.constexpr,
     stride_sn,
     stride_sh,
     stride_sk,
@@ -168,6 +175,7 @@ def _chunk_gla_fwd_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    R: tl.constexpr,
     GROUPED: tl.constexpr,
     OPERAND: tl.constexpr,
     TOKENWISE: tl.constexpr,
@@ -179,7 +187,7 @@ def _chunk_gla_fwd_kernel(
     pid = tl.program_id(0)  # neighbours share q, k and g, so blocks of values come first
     v0 = pid % blocks * BV
     nh = pid // blocks
-    n, h = nh // H, nh % H
+    n, h = nh // Hv, nh % Hv
     if cu_seqlens_ptr is None:
         b, start = n // segments, n % segments * segment
         sequence, origin = b, 0  # the sequence of the segment, and the first row of that sequence
@@ -188,12 +196,12 @@ def _chunk_gla_fwd_kernel(
         b = 0
         n, start, end, origin, _ = segment_at(order_ptr, n)
         sequence = n - start // segment
-        nh = n * H + h
+        nh = n * Hv + h
         if entering_ptr is not None and start == end:
             return
 
     b64 = tl.cast(b, tl.int64)
-    stride_ot = H * G * V
+    stride_ot = Hv * G * V
     q_ptr += b64 * stride_qb
     k_ptr += b64 * stride_kb
     v_ptr += b64 * stride_vb
@@ -219,17 +227,18 @@ def _chunk_gla_fwd_kernel(
 
     if checkpoints_ptr is not None:
         row = b * tl.cdiv(T, every) if cu_seqlens_ptr is None else sequence + origin // every
-        checkpoints_ptr += (tl.cast(row, tl.int64) * H + h) * K * V  # first checkpoint of the sequence
+        checkpoints_ptr += (tl.cast(row, tl.int64) * Hv + h) * K * V  # first checkpoint of the sequence
 
     i_c = tl.arange(0, C)  # [C]
     causal = i_c[:, None] >= i_c[None, :]  # [C, C]
-    ones = tl.expand_dims(tl.full([BK], 1.0, tl.float32), VALUES)  # [1, BK] or [BK, 1]
+    SHARED: tl.constexpr = GATE == "head" or GATE == "constant"  # the keys of a token share a gate
+    ones = tl.expand_dims(tl.full([1 if SHARED else BK], 1.0, tl.float32), VALUES)  # [1, BK] or [BK, 1], or [1, 1]
     waiting = ones  # the outer exp(r) of the previous chunk
     for t in tl.range(start, end, C, num_stages=STAGES):  # pyright: ignore
         if checkpoints_ptr is not None:
             passed = t - origin
             if passed % every == 0:
-                checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * H * K * V
+                checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * Hv * K * V
                 S *= waiting  # keeping S beside the scaled S would spill registers
                 waiting = ones
                 tl.store(checkpoint + s_k * V + s_v, S.to(checkpoints_ptr.dtype.element_ty), mask=m_s)
@@ -237,8 +246,8 @@ def _chunk_gla_fwd_kernel(
             mild: tl.constexpr = False  # pyright: ignore
         else:
             if not GROUPED:
-                q = load_tile(q_tiles, q_ptr, stride_qt, stride_qh, b, t, h, 0, end, K, C, BK)  # [C, BK]
-            k = load_tile(k_tiles, k_ptr, stride_kt, stride_kh, b, t, h, 0, end, K, C, BK)  # [C, BK]
+                q = load_tile(q_tiles, q_ptr, stride_qt, stride_qh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
+            k = load_tile(k_tiles, k_ptr, stride_kt, stride_kh, b, t, h // R, 0, end, K, C, BK)  # [C, BK]
             v = load_tile(v_tiles, v_ptr, stride_vt, stride_vh, b, t, h, v0, end, V, C, BV)  # [C, BV]
             v = operand(v, OPERAND)
             if g_ptr is None:
@@ -246,14 +255,14 @@ def _chunk_gla_fwd_kernel(
                 q_decay: tl.constexpr = None  # pyright: ignore
                 kg = operand(k, OPERAND)  # [C, BK]
             else:
-                g = load_tile(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, 0, end, K, C, BK)  # [C, BK]
-                g = g.to(tl.float32) * LOG2E
-                r = 0.5 * tl.sum(g, 0)  # [BK]
+                g = load_gates(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, 0, end, GATE, K, C, BK)
+                g = g.to(tl.float32) * LOG2E  # [C, BK] or [C, 1]
+                r = 0.5 * tl.sum(g, 0)  # [BK] or [1]
                 mild = tl.min(r, 0) > -0.5 * LOG2E * MILD_DECAY
-                x = _prefix_sum(g, r, causal, TRIANGLE)  # [C, BK]
-                q_decay = tl.exp2(x)  # [C, BK]
+                x = _prefix_sum(g, r, causal, TRIANGLE)  # [C, BK] or [C, 1]
+                q_decay = tl.exp2(x)  # [C, BK] or [C, 1]
                 kg = operand(tl.where(mild, k * tl.exp2(-x), 0.0), OPERAND)  # [C, BK]
-                exp_r = tl.expand_dims(tl.where(mild, tl.exp2(r), 1.0), VALUES)  # [1, BK] or [BK, 1]
+                exp_r = tl.expand_dims(tl.where(mild, tl.exp2(r), 1.0), VALUES)  # as ones
                 S *= exp_r * waiting
                 waiting = exp_r
             state = S if KEYS_FIRST else tl.trans(S)  # [BK, BV]
@@ -274,15 +283,15 @@ def _chunk_gla_fwd_kernel(
                 S = tl.dot(tl.trans(v), kg, S, input_precision="tf32")
         if not mild:
             for s in range(t, min(t + C, end)):
-                k_s = load_row(k_ptr, stride_kt, stride_kh, s, h, 0, K, BK)  # [BK]
+                k_s = load_row(k_ptr, stride_kt, stride_kh, s, h // R, 0, K, BK)  # [BK]
                 v_s = load_row(v_ptr, stride_vt, stride_vh, s, h, v0, V, BV)  # [BV]
                 if g_ptr is not None:
-                    g_s = load_row(g_ptr, stride_gt, stride_gh, s, h, 0, K, BK)  # [BK]
+                    g_s = load_gate(g_ptr, stride_gt, stride_gh, s, h, 0, GATE, K, BK)  # [BK] or [1]
                     S *= tl.expand_dims(tl.exp2(g_s * LOG2E), VALUES)
                 S += tl.expand_dims(k_s, VALUES) * tl.expand_dims(v_s, KEYS)
                 for i in range(G):
                     i_q = h * G + i
-                    q_s = load_row(q_ptr, stride_qt, stride_qh, s, i_q, 0, K, BK)  # [BK]
+                    q_s = load_row(q_ptr, stride_qt, stride_qh, s, i_q // R, 0, K, BK)  # [BK]
                     o_s = tl.sum(tl.expand_dims(q_s, VALUES) * S, KEYS) * scale  # [BV]
                     o_row = o_ptr + tl.cast(s, tl.int64) * stride_ot + i_q * V
                     tl.store(o_row + i_v, o_s.to(o_ptr.dtype.element_ty), mask=i_v < V)
@@ -296,7 +305,10 @@ def _chunk_gla_fwd_kernel(
 
 @triton.jit
 def _output(q, q_decay, kg, v, S, causal, scale):
-    """Returns outputs [C, BV] of queries q [C, BK], from keys kg [C, BK], values v [C, BV] and the state S [BK, BV]."""
+    """Returns outputs [C, BV] of queries q [C, BK], from keys kg [C, BK], values v [C, BV] and the state S [BK, BV].
+
+    q_decay is [C, BK] or [C, 1], or None without gates.
+    """
     qg = operand(q if q_decay is None else q * q_decay, kg.dtype)  # [C, BK]
     A = tl.dot(qg, tl.trans(kg), input_precision="tf32")  # [C, C]
     A = operand(tl.where(causal, A, 0.0), kg.dtype)
@@ -306,13 +318,16 @@ def _output(q, q_decay, kg, v, S, causal, scale):
 
 @triton.jit
 def _prefix_sum(g, r, causal, TRIANGLE: tl.constexpr):
-    """Returns the exponents b - r [C, K] from g [C, K]: b_t sums the rows of g through t, and r [K] is half of b_C.
+    """Returns the exponents b - r [C, BK] from g [C, BK]: b_t sums the rows of g through t, and r [BK] is half of b_C.
 
-    TRIANGLE computes them as a product that splits g into two bfloat16 parts, which keep 16 bits of it.
+    TRIANGLE computes them as a product that splits g into two bfloat16 parts, which keep 16 bits of it. If g is [C, 1],
+    so are the exponents.
     """
-    if not TRIANGLE:
+    if g.shape[1] == 1:
+        return sums_of_gates(causal, g) - r[None, :]
+    elif not TRIANGLE:  # noqa: RET505 -- one branch is compiled
         return tl.cumsum(g, 0) - r[None, :]
-    else:  # noqa: RET505 -- one branch is compiled
+    else:
         signed = tl.where(causal, 0.5, -0.5).to(tl.bfloat16)  # [C, C]
         high = g.to(tl.bfloat16)
         low = (g - high.to(tl.float32)).to(tl.bfloat16)

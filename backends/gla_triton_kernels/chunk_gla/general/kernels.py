@@ -19,7 +19,7 @@ from gla_triton_kernels.chunk_gla.kernel import (
     StateKernel,
     partials_of_blocks,
 )
-from gla_triton_kernels.chunk_gla.price import BlockTime, Cut, kernel_seconds
+from gla_triton_kernels.chunk_gla.price import BlockTime, Cut, kernel_seconds, queries_of_state
 from gla_triton_kernels.chunk_gla.seen import not_addressable
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 from gla_triton_kernels.runtime.sizes import power_of_two
@@ -115,8 +115,8 @@ def _load_forward() -> LaunchFunction:
 
 
 def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
-    B, T, H, K, V = (call.dims[name] for name in ("B", "T", "H", "K", "V"))
-    BK, blocks, length = power_of_two(K, 16), sequences * H * ceil_div(V, 64), B * T // max(sequences, 1)
+    B, T, Hv, K, V = (call.dims[name] for name in ("B", "T", "Hv", "K", "V"))
+    BK, blocks, length = power_of_two(K, 16), sequences * Hv * ceil_div(V, 64), B * T // max(sequences, 1)
     if call.batch_invariant is not None:  # the plan depends on this length alone, not on the batch
         blocks, length = FEW_BLOCKS + 1, call.batch_invariant
     # The rounding errors of bfloat16 do not average out over few terms.
@@ -137,7 +137,7 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     if gpu.architecture.has_little_shared_memory:
         C, stages = min(C, 32), 1
     # TMA does not stop at the end of a packed sequence.
-    tma = gpu.architecture.has_tma and not call.variable_length and B * T * H * V >= TMA_ELEMENTS
+    tma = gpu.architecture.has_tma and not call.variable_length and B * T * Hv * V >= TMA_ELEMENTS
     return Parameters(
         C=min(C, power_of_two(length, 16)),
         BK=BK,
@@ -153,8 +153,8 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
 
 
 def _forward_blocks(call: OpCall, gpu: Gpu) -> tuple[int, int]:
-    H, Hq, K, V = (call.dims[name] for name in ("H", "Hq", "K", "V"))
-    return H * ceil_div(V, 64), (4 if Hq > H and K <= 128 < 2 * V else 2) * gpu.multiprocessors
+    Hv, Hq, K, V = (call.dims[name] for name in ("Hv", "Hq", "K", "V"))
+    return Hv * ceil_div(V, 64), (4 if Hq > Hv and K <= 128 < 2 * V else 2) * gpu.multiprocessors
 
 
 def _forward_time(call: OpCall, x: Parameters) -> BlockTime:
@@ -167,7 +167,7 @@ def _forward_time(call: OpCall, x: Parameters) -> BlockTime:
         return BlockTime(16, 32, START, TF32_STEP * width, 2)
     if x.BK > 128:
         return BlockTime(16, 128, START, WIDE_STEP * width / 2)
-    step = TILE_STEP + QUERY_STEP * (call.dims["Hq"] / max(call.dims["H"], 1) - 1)
+    step = TILE_STEP + QUERY_STEP * (queries_of_state(call) - 1)
     return BlockTime(64, x.BV, START, step * width, SHARED)
 
 
@@ -204,7 +204,7 @@ def _backward(call: OpCall, gpu: Gpu) -> GradientParameters:
 
 
 def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
-    tiles, further = x.BK * x.BV / 64**2, call.dims["Hq"] / max(call.dims["H"], 1) - 1
+    tiles, further = x.BK * x.BV / 64**2, queries_of_state(call) - 1
     step = (GRADIENT_STEP + GRADIENT_TILE * tiles) * SPLIT_PRODUCTS[x.precision] * (1 + QUERY_SHARE * further)
     block = BlockTime(CHUNK, x.BV, GRADIENT_START, step, keys=x.BK)
     return [kernel_seconds(call, block, through, size, c)]

@@ -14,10 +14,13 @@ Then each chunk computes
 
     S += (left * exp(x + W))^T right        W += sum of the gates of the chunk
 
+If the keys of a head share their gates, x and W are one number for all keys.
+
 No exponent is above 0, so the result is exact for any gate. A gate below `LEAST_GATE`, whose exp is 0 in float32,
 counts as `LEAST_GATE`. float32 inputs are computed token by token, unless TF32 is allowed.
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   G query heads per key/value head, 1 forwards
+B batch   T tokens   N sequences   Hl heads of left   Hr heads of right   Hv heads of states and gates
+G = Hr / Hv heads of right of a state, 1 forwards   R = Hr / Hl heads of right of a head of left
 K, V key and value width   C tokens of a chunk   BK, BV keys and values of a block of a state   I segments
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635), sec. 4.
@@ -34,7 +37,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
-from gla_triton_kernels.chunk_gla.shared.common import OPERANDS, load_row, load_tile, operand, segment_at
+from gla_triton_kernels.chunk_gla.shared.common import (
+    OPERANDS,
+    gate_arguments,
+    load_gate,
+    load_gates,
+    load_row,
+    load_tile,
+    operand,
+    segment_at,
+    sums_of_gates,
+)
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, Segments, lengths_of
 from gla_triton_kernels.runtime.launch import Launch, strides_of
@@ -42,13 +55,14 @@ from gla_triton_kernels.runtime.tma import tiles
 
 
 def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
-    """Returns the launch that fills S [I, H, K, V] and D [I, H, K]; D is None if there are no gates.
+    """Returns the launch that fills S [I, Hv, K, V] and D [I, Hv, K]; D is None if there are no gates.
 
     For an empty segment, S is 0 and D is 1. If x.after is None, S and D are undefined for empty segments and for the
     last segment of a sequence.
     """
     kernel = plan.parameters
-    H, K, V = S.shape[1:]
+    Hv, K, V = S.shape[1:]
+    heads, gates = x.right.shape[2], gate_arguments(x.g)
     places = segments.most if x.after is None and segments.order is not None else segments.count
     if places == 0:
         return []
@@ -66,19 +80,20 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
         "D_ptr": D,
         "left_tiles": tiles_of(x.left, kernel.BK),
         "right_tiles": tiles_of(x.right, kernel.BV),
-        "g_tiles": tiles_of(x.g, kernel.BK),
+        "g_tiles": tiles_of(x.g, kernel.BK) if gates["GATE"] == "key" else None,
         "scale": x.scale,
         **lengths_of(x.left.shape[1], segments),
-        "H": H,
-        "G": x.left.shape[2] // H,
+        "Hv": Hv,
+        "G": heads // Hv,
         **strides_of("l", x.left),
         **strides_of("r", x.right),
-        **strides_of("g", x.g),
+        **gates,
         "K": K,
         "V": V,
         "C": kernel.C,
         "BK": kernel.BK,
         "BV": kernel.BV,
+        "R": heads // x.left.shape[2],
         "OPERAND": OPERANDS[kernel.operand],
         "TOKENWISE": kernel.tokenwise,
         "BACKWARDS": x.backwards,
@@ -86,22 +101,22 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
         "STAGES": kernel.stages,
         "OVERLAPS": plan.overlap,
     }
-    grid = (ceil_div(K, kernel.BK) * ceil_div(V, kernel.BV) * places * H, 1, 1)
+    grid = (ceil_div(K, kernel.BK) * ceil_div(V, kernel.BV) * places * Hv, 1, 1)
     options = {"num_warps": kernel.warps}
     if plan.overlap and segments.order is not None:
         options["launch_pdl"] = True
     return [Launch(_states_kernel, grid, arguments, options)]
 
 
-@triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "H"])
+@triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "Hv"])
 def _states_kernel(
-    left_ptr,  # [B, T, H*G, K]
-    right_ptr,  # [B, T, H*G, V]
-    g_ptr,  # [B, T, H, K] or None
+    left_ptr,  # [B, T, Hl, K]
+    right_ptr,  # [B, T, Hr, V]
+    g_ptr,  # [B, T, Hv, K], [B, T, Hv] or [Hv] by GATE, or None
     order_ptr,  # [I, 5] or None
     counts_ptr,  # [2] or None
-    S_ptr,  # [I, H, K, V]
-    D_ptr,  # [I, H, K] or None
+    S_ptr,  # [I, Hv, K, V]
+    D_ptr,  # [I, Hv, K] or None
     left_tiles,  # the same tensors as tiles [C, BK or BV], or None
     right_tiles,
     g_tiles,
@@ -109,7 +124,7 @@ def _states_kernel(
     T,
     segment,
     segments,
-    H,
+    Hv,
     G,
     stride_lb,
     stride_lt,
@@ -120,11 +135,13 @@ def _states_kernel(
     stride_gb,
     stride_gt,
     stride_gh,
+    GATE: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    R: tl.constexpr,
     OPERAND: tl.constexpr,
     TOKENWISE: tl.constexpr,
     BACKWARDS: tl.constexpr,
@@ -132,7 +149,7 @@ def _states_kernel(
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Computes a block [BK, BV] of the state of one key/value head of one segment."""
+    """Computes a block [BK, BV] of the state of one value head of one segment."""
     if OVERLAPS:
         if order_ptr is not None:
             gdc_wait()  # for the order: dependents read it without a wait, so none may start earlier
@@ -143,7 +160,7 @@ def _states_kernel(
     v0 = pid % blocks_v * BV
     k0 = pid // blocks_v % blocks_k * BK
     ih = pid // (blocks_v * blocks_k)
-    i, h = ih // H, ih % H
+    i, h = ih // Hv, ih % Hv
     if order_ptr is None:
         b, start = i // segments, i % segments * segment
         end = tl.minimum(start + segment, T)
@@ -157,7 +174,7 @@ def _states_kernel(
         i, start, end, _, last = segment_at(order_ptr, i)
         if SKIP_LAST and BACKWARDS:  # place of a followed segment: computes the segment that follows it
             i, start, end = i + 1, end, end + tl.minimum(segment, last - end)
-        ih = i * H + h
+        ih = i * Hv + h
 
     b64 = tl.cast(b, tl.int64)
     left_ptr += b64 * stride_lb
@@ -168,17 +185,19 @@ def _states_kernel(
     i_c = tl.arange(0, C)  # [C]
     # Entry [t, u] is whether gate u decays the product of token t.
     decaying = i_c[:, None] >= i_c[None, :] if BACKWARDS else i_c[:, None] < i_c[None, :]  # [C, C]
-    decaying = decaying.to(tl.float16)
+    SHARED: tl.constexpr = GATE == "head" or GATE == "constant"  # the keys of a token share a gate
+    if not SHARED:
+        decaying = decaying.to(tl.float16)
     S = tl.zeros([BV, BK], tl.float32)
-    W = tl.zeros([BK], tl.float32)
+    W = tl.zeros([1 if SHARED else BK], tl.float32)
     if TOKENWISE:
         for j in tl.range(0, (end - start) * G, num_stages=STAGES):
             s, head = j // G, h * G + j % G
             t = start + s if BACKWARDS else end - 1 - s
-            left = load_row(left_ptr, stride_lt, stride_lh, t, head, k0, K, BK)  # [BK]
+            left = load_row(left_ptr, stride_lt, stride_lh, t, head // R, k0, K, BK)  # [BK]
             right = load_row(right_ptr, stride_rt, stride_rh, t, head, v0, V, BV)  # [BV]
             if g_ptr is not None:
-                g = load_row(g_ptr, stride_gt, stride_gh, t, h, k0, K, BK)  # [BK]
+                g = load_gate(g_ptr, stride_gt, stride_gh, t, h, k0, GATE, K, BK)  # [BK] or [1]
                 g = tl.maximum(g, LEAST_GATE) * LOG2E
                 left *= tl.exp2(W + g if BACKWARDS else W)
                 W += tl.where(j % G == G - 1, g, 0.0)  # after all query heads of the group have used W
@@ -188,12 +207,12 @@ def _states_kernel(
         for j in tl.range(0, chunks * G, num_stages=STAGES):
             c, head = j // G, h * G + j % G
             t = start + (c if BACKWARDS else chunks - 1 - c) * C
-            left = load_tile(left_tiles, left_ptr, stride_lt, stride_lh, b, t, head, k0, end, K, C, BK)  # [C, BK]
+            left = load_tile(left_tiles, left_ptr, stride_lt, stride_lh, b, t, head // R, k0, end, K, C, BK)  # [C, BK]
             right = load_tile(right_tiles, right_ptr, stride_rt, stride_rh, b, t, head, v0, end, V, C, BV)  # [C, BV]
             right = operand(right, OPERAND)
             if g_ptr is not None:
-                g = load_tile(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, K, C, BK)  # [C, BK]
-                g = tl.maximum(g.to(tl.float32), LEAST_GATE) * LOG2E
+                g = load_gates(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, GATE, K, C, BK)
+                g = tl.maximum(g.to(tl.float32), LEAST_GATE) * LOG2E  # [C, BK] or [C, 1]
                 left = left * tl.exp2(_sum_of_rows(g, decaying) + W[None, :])
                 W += tl.where(j % G == G - 1, tl.sum(g, 0), 0.0)  # after all query heads of the group have used W
             S = tl.dot(tl.trans(right), operand(left, OPERAND), S, input_precision="tf32")
@@ -205,15 +224,19 @@ def _states_kernel(
     S_block = S_ptr + ih.to(tl.int64) * K * V + i_k[None, :] * V + i_v[:, None]  # [BV, BK]
     tl.store(S_block, S, mask=(i_k < K)[None, :] & (i_v < V)[:, None])
     if D_ptr is not None and v0 == 0:
-        tl.store(D_ptr + ih.to(tl.int64) * K + i_k, tl.exp2(W), mask=i_k < K)
+        tl.store(D_ptr + ih.to(tl.int64) * K + i_k, tl.broadcast_to(tl.exp2(W), [BK]), mask=i_k < K)
 
 
 @triton.jit
 def _sum_of_rows(g, chosen):
-    """Returns the product of `chosen` [C, C], which holds 0 and 1, with g [C, K]: sums of rows of g.
+    """Returns sums of rows of g [C, BK]: its product with `chosen` [C, C], which holds 0 and 1.
 
-    The product splits g into two float16 parts, which keep 22 bits of it, or everything down to 2^-25.
+    The product splits g into two float16 parts, which keep 22 bits of it, or everything down to 2^-25. If g is [C, 1],
+    so are the sums, and `chosen` holds booleans.
     """
-    high = g.to(tl.float16)
-    low = (g - high.to(tl.float32)).to(tl.float16)
-    return tl.dot(chosen, low, tl.dot(chosen, high))
+    if g.shape[1] == 1:
+        return sums_of_gates(chosen, g)
+    else:  # noqa: RET505 -- one branch is compiled
+        high = g.to(tl.float16)
+        low = (g - high.to(tl.float32)).to(tl.float16)
+        return tl.dot(chosen, low, tl.dot(chosen, high))

@@ -1,9 +1,11 @@
 """Loads, stores and rounding that the general kernels of chunk_gla share.
 
 A kernel receives a tensor [B, T, heads, D] as tiles, which TMA moves, or as a pointer to its row b of the batch with
-two strides.
+two strides. Gates come in three forms, and are never expanded in memory. If the keys of a head share a gate, all sums
+and exponentials of gates have one column, and meet keys and states by broadcasting.
 
-B batch   T tokens   I segments   C rows of a tile, tokens of a chunk   D width of a head   BD columns of a tile
+B batch   T tokens   Hv value heads   K key width   I segments   C rows of a tile, tokens of a chunk
+D width of a head   BD columns of a tile
 """
 
 from __future__ import annotations
@@ -11,11 +13,23 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from gla_triton_kernels.chunk_gla.seen import form_of
 from gla_triton_kernels.runtime.tf32 import nearest_tf32
 
 OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 """The operand type of a plan, as kernels take it."""
+
+
+def gate_arguments(g: Tensor | None) -> dict[str, int | str | None]:
+    """Returns the strides of gates and their form, as arguments of a kernel; a stride is 0 where the gates are equal.
+
+    Args:
+        g: [B, T, Hv, K], [B, T, Hv] or [Hv]; None if there are no gates.
+    """
+    b, t, h = (0, 0, 0) if g is None else (0, 0, g.stride(0)) if g.ndim == 1 else g.stride()[:3]
+    return {"stride_gb": b, "stride_gt": t, "stride_gh": h, "GATE": None if g is None else form_of(g.shape)}
 
 
 @triton.jit
@@ -68,6 +82,47 @@ def store_tile(
     else:
         offsets = _offsets(stride_t, stride_h, t, head, column, C, BD)  # [C, BD]
         tl.store(ptr + offsets, x, mask=_inside(t, column, end, D, C, BD))
+
+
+@triton.jit
+def load_gates(
+    tiles,
+    ptr,
+    stride_t,
+    stride_h,
+    b,
+    t,
+    head,
+    column,
+    end,
+    GATE: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Loads the gates of C rows from t on, 0 from row `end` on: [C, BD] as `load_tile`, or [C, 1] for a whole head."""
+    if GATE == "key":
+        return load_tile(tiles, ptr, stride_t, stride_h, b, t, head, column, end, D, C, BD)
+    elif GATE == "head":  # noqa: RET505 -- one branch is compiled
+        return load_tile(None, ptr, stride_t, stride_h, b, t, head, 0, end, 1, C, 1)
+    else:
+        g = tl.load(ptr + tl.cast(head, tl.int64) * stride_h)
+        return tl.where((t + tl.arange(0, C) < end)[:, None], g, 0.0)
+
+
+@triton.jit
+def load_gate(ptr, stride_t, stride_h, t, head, column, GATE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Loads the gates of row t in float32: [BD] as `load_row`, or [1] for a whole head."""
+    if GATE == "key":
+        return load_row(ptr, stride_t, stride_h, t, head, column, D, BD)
+    else:  # noqa: RET505 -- one branch is compiled; the stride of a constant gate is 0
+        return load_row(ptr, stride_t, stride_h, t, head, 0, 1, 1)
+
+
+@triton.jit
+def sums_of_gates(chosen, x):
+    """Returns, for each row of `chosen` [C, C], the sum of the elements of x [C, 1] that it selects: [C, 1]."""
+    return tl.sum(tl.where(chosen, tl.trans(x), 0.0), 1)[:, None]
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 One kernel builds the states of all segments from zero, side by side; a scan then turns them into entering states.
 
-B batch   T tokens   H key/value heads   K, V key and value width   I segments
+B batch   T tokens   Hv value heads   K, V key and value width   I segments
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from gla_triton_kernels.runtime.launch import Launch
 def launch_entering(
     plan: SegmentPlan,
     x: Recurrence,
-    H: int,
+    Hv: int,
     cu_seqlens: Tensor | None,
     dtype: torch.dtype = torch.float32,
     skip_first: bool = False,
     o: Tensor | None = None,
 ) -> tuple[Tensor, Segments, list[Launch]]:
-    """Returns entering states, or gradients of leaving states, [I, H, K, V], with the segments and the launches.
+    """Returns entering states, or gradients of leaving states, [I, Hv, K, V], with the segments and the launches.
 
     Args:
         dtype: the dtype of the returned states.
@@ -35,8 +35,8 @@ def launch_entering(
     B, T, _, K = x.left.shape
     V = x.right.shape[3]
     segments = cut(B, T, plan.length, plan.uncut, cu_seqlens, o)
-    S = torch.empty(segments.count, H, K, V, dtype=torch.float32, device=x.left.device)
-    D = None if x.g is None else torch.empty(segments.count, H, K, dtype=torch.float32, device=x.left.device)
+    S = torch.empty(segments.count, Hv, K, V, dtype=torch.float32, device=x.left.device)
+    D = None if x.g is None else torch.empty(segments.count, Hv, K, dtype=torch.float32, device=x.left.device)
     before = S if dtype == S.dtype else torch.empty_like(S, dtype=dtype)
     built = plan.states.load()(plan, x, segments, S, D)
     scanned = launch_scan(plan, x, segments, S, D, before, skip_first)

@@ -2,10 +2,12 @@
 
     out[o] = parts[o, 0] + parts[o, 1] + ..
 
-A partial result comes from one block of a head, or from one query head of a group.
+A partial result comes from one block of a head, from one query head or value head of a group, or, for a gate that all
+tokens of a head share, from one block of a segment.
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   K, V key and value width
 O outer indices   P partial results   D numbers of a partial result   BD numbers of a program
+BP partial results added at once
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ from torch import Tensor
 from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.sizes import power_of_two
+
+MOST_UNROLLED = tl.constexpr(16)
+"""The most partial results whose sum is written out; a loop adds more of them, which compiles faster."""
 
 
 def parts_of(y: Tensor | None, blocks: int) -> Tensor | None:
@@ -43,8 +49,17 @@ def for_query_heads(x: BackwardTensors) -> BackwardTensors:
     heads = x.q.shape[2]
     if heads == x.k.shape[2]:
         return x
-    dk, dv, dg = (_with_heads(y, 2, heads) for y in (x.dk, x.dv, x.dg))
+    dk, dv = (_with_heads(y, 2, heads) for y in (x.dk, x.dv))
+    dg = None if x.dg is None else _with_heads(x.dg, min(2, x.dg.ndim - 1), heads)  # constant gates are [Hv]
     return x._replace(dk=dk, dv=dv, dg=dg, dinitial_state=_with_heads(x.dinitial_state, 1, heads))
+
+
+def for_value_heads(x: BackwardTensors) -> BackwardTensors:
+    """Returns x with new gradients of q and k, of Hv heads each; x itself if k has as many heads as v."""
+    heads = x.v.shape[2]
+    if heads == x.k.shape[2]:
+        return x
+    return x._replace(dq=_with_heads(x.dq, 2, heads), dk=_with_heads(x.dk, 2, heads))
 
 
 def _with_heads(y: Tensor | None, dim: int, heads: int) -> Tensor | None:
@@ -52,14 +67,35 @@ def _with_heads(y: Tensor | None, dim: int, heads: int) -> Tensor | None:
 
 
 def launch_sums_over_groups(each: BackwardTensors, x: BackwardTensors) -> list[Launch]:
-    """Returns the launches that sum the gradients in `each`, from `for_query_heads`, over groups to the ones in x."""
-    written = ((each.dk, x.dk, 3), (each.dv, x.dv, 3), (each.dg, x.dg, 3), (each.dinitial_state, x.dinitial_state, 2))
+    """Returns the launches that sum the gradients in `each` over groups to the ones in x.
+
+    Args:
+        each: from `for_query_heads` or `for_value_heads`.
+    """
+    written = (
+        *((each.dq, x.dq, 3), (each.dk, x.dk, 3), (each.dv, x.dv, 3), (each.dg, x.dg, 3)),
+        (each.dinitial_state, x.dinitial_state, 2),
+    )
     return [
         launch
         for parts, y, dims in written
         if parts is not None and y is not None and parts is not y
         for launch in launch_sum(parts, y, math.prod(y.shape[:dims]))
     ]
+
+
+def launch_sum_of_rows(parts: Tensor, out: Tensor) -> Launch:
+    """Returns the launch that sums any number of partial results, parts [P, D] to out [D], both contiguous."""
+    BD = min(32, power_of_two(out.numel()))
+    arguments = {
+        "parts_ptr": parts,
+        "out_ptr": out,
+        "P": parts.numel() // out.numel(),
+        "D": out.numel(),
+        "BP": 1024 // BD,
+        "BD": BD,
+    }
+    return Launch(_sum_of_rows_kernel, (ceil_div(out.numel(), BD), 1, 1), arguments, {"num_warps": 4})
 
 
 def launch_sum(parts: Tensor, out: Tensor, outer: int) -> list[Launch]:
@@ -94,6 +130,28 @@ def _sum_kernel(
     i = tl.program_id(0).to(tl.int64) * BD + tl.arange(0, BD)  # [BD]
     first = i // D * (P * D) + i % D  # [BD]
     total = tl.zeros([BD], tl.float32)
-    for p in tl.static_range(P):
-        total += tl.load(parts_ptr + first + tl.cast(D, tl.int64) * p, mask=i < numbers, other=0.0)
+    if P <= MOST_UNROLLED:
+        for p in tl.static_range(P):
+            total += tl.load(parts_ptr + first + tl.cast(D, tl.int64) * p, mask=i < numbers, other=0.0)
+    else:
+        for p in range(P):
+            total += tl.load(parts_ptr + first + tl.cast(D, tl.int64) * p, mask=i < numbers, other=0.0)
     tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < numbers)
+
+
+@triton.jit(do_not_specialize=["P", "D"])
+def _sum_of_rows_kernel(
+    parts_ptr,  # [P, D]
+    out_ptr,  # [D]
+    P,
+    D,
+    BP: tl.constexpr,
+    BD: tl.constexpr,
+):
+    i = tl.program_id(0) * BD + tl.arange(0, BD)  # [BD]
+    total = tl.zeros([BP, BD], tl.float32)
+    for first in range(0, P, BP):
+        p = first + tl.arange(0, BP)  # [BP]
+        parts = parts_ptr + p.to(tl.int64)[:, None] * D + i[None, :]  # [BP, BD]
+        total += tl.load(parts, mask=(p < P)[:, None] & (i < D)[None, :], other=0.0)
+    tl.store(out_ptr + i, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=i < D)

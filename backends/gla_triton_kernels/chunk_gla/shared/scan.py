@@ -12,7 +12,7 @@ of the states that leave the segments.
 If the packed sequences that stay whole need no result, only the sequences that are cut are scanned. The number of cut
 sequences is known only on the device, so a program takes one block of a state after another.
 
-B batch   T tokens   N sequences   I segments   H key/value heads   K, V key and value width
+B batch   T tokens   N sequences   I segments   Hv value heads   K, V key and value width
 BK, BV keys and values of a block of a state   GROUP segments read at once
 """
 
@@ -46,21 +46,21 @@ def launch_scan(
     skip_first: bool = False,
     decay: Tensor | None = None,
 ) -> list[Launch]:
-    """Returns the launch that turns states from zero S [I, H, K, V] into entering states, and fills x.after.
+    """Returns the launch that turns states from zero S [I, Hv, K, V] into entering states, and fills x.after.
 
     The states of empty segments are not written.
 
     Args:
-        D: decays of the segments, [I, H, K]; None if there are no gates.
+        D: decays of the segments, [I, Hv, K]; None if there are no gates.
         out: receives the entering states, in any dtype; it may be S. None if only x.after is needed.
         skip_first: if True, the state that enters the first segment of a sequence is not written; it is x.before, or 0.
-        decay: receives the decay of each sequence, [N, H, K]: the product of D over its segments. It requires D.
+        decay: receives the decay of each sequence, [N, Hv, K]: the product of D over its segments. It requires D.
     """
-    _, H, K, V = S.shape
+    _, Hv, K, V = S.shape
     N = x.left.shape[0] if segments.cu_seqlens is None else len(segments.cu_seqlens) - 1
     BV = min(128, power_of_two(V))
     BK = min(256 // BV, power_of_two(K))
-    blocks = ceil_div(K, BK) * ceil_div(V, BV) * H  # blocks of the states of a sequence
+    blocks = ceil_div(K, BK) * ceil_div(V, BV) * Hv  # blocks of the states of a sequence
     only_cut = skip_first and x.after is None and segments.order is not None
     programs = min(PROGRAMS, segments.most * blocks) if only_cut else N * blocks
     if programs == 0:
@@ -80,7 +80,7 @@ def launch_scan(
         "segments": segments.per_sequence,
         **state_strides("stride_", x.before),
         "N": N,
-        "H": H,
+        "Hv": Hv,
         "K": K,
         "V": V,
         "BK": BK,
@@ -94,17 +94,17 @@ def launch_scan(
     return [Launch(_scan_kernel, (programs, 1, 1), arguments, {"num_warps": 4, **options})]
 
 
-@triton.jit(do_not_specialize=["segment", "uncut", "segments", "N", "H"])
+@triton.jit(do_not_specialize=["segment", "uncut", "segments", "N", "Hv"])
 def _scan_kernel(
-    S_ptr,  # [I, H, K, V]
-    D_ptr,  # [I, H, K] or None
-    out_ptr,  # [I, H, K, V] or None
+    S_ptr,  # [I, Hv, K, V]
+    D_ptr,  # [I, Hv, K] or None
+    out_ptr,  # [I, Hv, K, V] or None
     cu_seqlens_ptr,  # [N+1] or None
     order_ptr,  # [I, 5], or None if all sequences are scanned
     counts_ptr,  # [2], or None if order is None
-    before_ptr,  # [N, H, K, V] or None
-    after_ptr,  # [N, H, K, V] or None
-    decay_ptr,  # [N, H, K] or None
+    before_ptr,  # [N, Hv, K, V] or None
+    after_ptr,  # [N, Hv, K, V] or None
+    decay_ptr,  # [N, Hv, K] or None
     segment,
     uncut,
     segments,
@@ -113,7 +113,7 @@ def _scan_kernel(
     stride_k,
     stride_v,
     N,
-    H,
+    Hv,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -133,9 +133,9 @@ def _scan_kernel(
         gdc_launch_dependents()
         gdc_wait()
     sequences = N if counts_ptr is None else tl.load(counts_ptr + 1)
-    for item in range(tl.program_id(0), sequences * H * (blocks_k * blocks_v), tl.num_programs(0)):
+    for item in range(tl.program_id(0), sequences * Hv * (blocks_k * blocks_v), tl.num_programs(0)):
         nh = item // (blocks_v * blocks_k)
-        n, h = nh // H, nh % H
+        n, h = nh // Hv, nh % Hv
         v0 = item % blocks_v * BV  # pyright: ignore
         i_v = v0 + tl.arange(0, BV)  # [BV]
         i_k = item // blocks_v % blocks_k * BK + tl.arange(0, BK)  # [BK]
@@ -147,7 +147,7 @@ def _scan_kernel(
         elif order_ptr is not None:
             first, start, _, _, end = segment_at(order_ptr, n)
             n = first - start // segment
-            nh, count = n * H + h, tl.cdiv(end - start, segment)
+            nh, count = n * Hv + h, tl.cdiv(end - start, segment)
         else:
             _, _, first, followed, rest = cut_of(cu_seqlens_ptr, n, N, segment, uncut)
             count = followed + (rest > 0).to(tl.int32)
@@ -164,13 +164,13 @@ def _scan_kernel(
         for m in range(0, count, GROUP):
             S, D = (), ()
             for j in tl.static_range(GROUP):  # pyright: ignore
-                ih = tl.cast(first + (m + j) * step, tl.int64) * H + h
+                ih = tl.cast(first + (m + j) * step, tl.int64) * Hv + h
                 there = m + j < built
                 S += (tl.load(S_ptr + ih * (K * V) + block, mask=inside & there, other=0.0),)  # [BK, BV]
                 if D_ptr is not None:
                     D += (tl.load(D_ptr + ih * K + i_k, mask=m_k & there, other=1.0),)  # [BK]
             for j in tl.static_range(GROUP):  # pyright: ignore
-                ih = tl.cast(first + (m + j) * step, tl.int64) * H + h
+                ih = tl.cast(first + (m + j) * step, tl.int64) * Hv + h
                 if out_ptr is not None:
                     before = running.to(out_ptr.dtype.element_ty)
                     asked = (m + j < count) & (m + j > 0) if SKIP_FIRST else m + j < count

@@ -16,7 +16,8 @@ segments of sequences lead. A kernel that computes only followed segments, or on
 the first places of the order; `counts` holds the number of these places. A place holds all facts of its segment, so
 that a block waits for memory once (common.py: `segment_at`).
 
-B batch   T tokens   N sequences   H key/value heads   Hq query heads   K, V key and value width   I segments
+B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   Ho heads of o, the more of Hq and Hv
+K, V key and value width   I segments
 BI segments of a program   BN sequences read at once   D numbers of a token of o   BD numbers written at once
 """
 
@@ -44,15 +45,16 @@ class Recurrence(NamedTuple):
         dS <-  diag(exp g_t) (dS + scale * q_t^T do_t)          for t from last to first
 
     The "first" and the "last" segment of a sequence are the first and the last that the recurrence reaches. With
-    grouped queries, the dS of a key/value head sums the products of all query heads of its group.
+    grouped queries, the dS of a value head sums the products of all query heads of its group. With groups of value
+    heads, all value heads of a group read one head of k and of q.
 
     Attributes:
         left: k [B, T, H, K], or q [B, T, Hq, K].
-        right: v [B, T, H, V], or do [B, T, Hq, V].
-        g: log gates [B, T, H, K]; None if there are no gates.
-        before: the initial state, or the gradient of the final state, [N, H, K, V], with contiguous values or keys;
+        right: v [B, T, Hv, V], or do [B, T, Ho, V].
+        g: log gates [B, T, Hv, K], [B, T, Hv] or [Hv]; None if there are no gates.
+        before: the initial state, or the gradient of the final state, [N, Hv, K, V], with contiguous values or keys;
             None stands for 0.
-        after: receives the final state, or the gradient of the initial state, [N, H, K, V], contiguous; None if it is
+        after: receives the final state, or the gradient of the initial state, [N, Hv, K, V], contiguous; None if it is
             not needed.
         scale: the factor of the products of a backward recurrence; a forward recurrence has none.
         backwards: whether the recurrence goes from the last token to the first.
@@ -98,7 +100,7 @@ class Segments:
 
 
 def state_strides(prefix: str, x: Tensor | None) -> dict[str, int | None]:
-    """Returns the strides of states x [N, H, K, V] as arguments of a kernel, whose names begin with `prefix`.
+    """Returns the strides of states x [N, Hv, K, V] as arguments of a kernel, whose names begin with `prefix`.
 
     The stride of values is None; if keys are contiguous, the stride of keys is None instead. If x is None, the strides
     are 0 or None.

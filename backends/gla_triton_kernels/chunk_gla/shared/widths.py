@@ -1,7 +1,8 @@
 """Pads heads to a width that TMA can move: copies inputs to wider heads with zeros, and copies results back.
 
 TMA moves rows of a multiple of 16 bytes. The zeros do not change the results: keys and queries of 0 add nothing to any
-product, values of 0 give outputs of 0, and gates of 0 decay nothing.
+product, values of 0 give outputs of 0, and gates of 0 decay nothing. A gate that the keys of a head share has no width,
+and needs no copy.
 
 K, V key and value width   A0, A1, A2, A3 dimensions of a tensor   R rows of A3 numbers of a program
 BD numbers of a row of a block, at least A3

@@ -230,6 +230,20 @@ def in_state(key, value, stride_k, stride_v):
 
 
 @gluon.jit
+def gates_of(gates, t, rows, token):
+    """Returns the log gates [C] of a head for a chunk that begins at token t, at least LEAST_GATE.
+
+    Args:
+        gates: pointer to the gate of the head at token 0, and the stride of tokens.
+        rows: the gates from this row on are 0.
+        token: 0, 1 .. C - 1, in the layout of the result.
+    """
+    g_ptr, g_t = gates
+    g = gl.load(g_ptr + (t + token).to(gl.int64) * g_t, token < rows, 0.0).to(gl.float32)
+    return gl.maximum(g, LEAST_GATE)
+
+
+@gluon.jit
 def clear_rows(tile, rows, layout: gl.constexpr):
     """Clears all but the first `rows` rows of a tile: the other rows belong to the next sequence."""
     if rows < tile.shape[0]:

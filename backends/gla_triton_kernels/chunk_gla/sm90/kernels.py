@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gla_core.dispatch.backend import CHUNK, Constants, OpCall, Reason, ceil_div
+from gla_core.dispatch.backend import CHUNK, GATES, Constants, OpCall, Reason, ceil_div
 from gla_triton_kernels import MAX_WIDTH
 from gla_triton_kernels.chunk_gla.cutting import most_segments
 from gla_triton_kernels.chunk_gla.kernel import (
@@ -46,12 +46,16 @@ START = 2.5e-6
 FORWARD_STEP, FORWARD_TILE, NARROW = 0.64e-6, 1.05e-6, 0.71
 """Seconds of forward.py for 64 tokens, and for each tile of 64 keys and 128 values; time of a block with 64 values, as
 a share of the time with 128."""
+HEAD_STEP, HEAD_TILE = 0.5e-6, 0.75e-6
+"""The same for forward_head.py."""
 WIDE_STEP, GATE_RATE = 3e-6, 2.8e11
 """Seconds of the second kernel of forward_wide.py for 64 tokens, and elements of k per second of its first kernel."""
 STATE_STEP, STATE_TILE = 0.12e-6, 0.65e-6
 """Seconds of states.py for 64 tokens, and for each 64 keys of a block."""
 GRADIENT_START, GRADIENT_STEP, GRADIENT_TILE = 10e-6, 5.7e-6, 1.26e-6
 """Seconds of backward.py: before the first step of a block, for 64 tokens, and for each tile of 64 keys and values."""
+HEAD_GRADIENT_STEP, HEAD_GRADIENT_TILE = 2.6e-6, 0.85e-6
+"""Seconds of backward_head.py for 64 tokens, and for each tile of 64 keys and values."""
 GRADIENTS_SHARED = 1.2
 """Number of blocks of backward.py that share a multiprocessor at no cost to each other, if a block has one tile."""
 WIDE_GRADIENT_STATES, WIDE_KEYS, WIDE_TILE = 1.95e-6, 6.7e-6, 0.83e-6
@@ -70,6 +74,20 @@ def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     return None
 
 
+def _of_keys(call: OpCall) -> Reason | None:
+    """Returns the reason why the kernels for a gate of each key cannot compute a call, or None."""
+    if call.gate_form in ("constant", "head"):
+        return f"computes gates {GATES['key']}; g has one {GATES[call.gate_form]}"
+    if call.dims["Hv"] > call.dims["H"]:
+        return f"computes as many value heads as key heads; v has {call.dims['Hv']} and k has {call.dims['H']}"
+    return None
+
+
+def _of_heads(call: OpCall) -> Reason | None:
+    """Returns the reason why the kernels for a gate of each head, or none, cannot compute a call, or None."""
+    return f"computes no gates {GATES['key']}, which g has" if call.gate_form == "key" else None
+
+
 # ---- states
 
 
@@ -86,13 +104,13 @@ def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Paramet
     multiprocessor. If all blocks of one warpgroup can run at once with 64 columns of v each, they have 64 columns: this
     takes a tenth to a fifth less time.
     """
-    T, N, H, K, V = (call.dims[name] for name in ("T", "N", "H", "K", "V"))
-    BK, C = 64, 64
+    T, N, Hv, K, V = (call.dims[name] for name in ("T", "N", "Hv", "K", "V"))
+    BK, C, gate = 64, 64, 0 if call.gate_form in ("constant", "head") else gate_itemsize(call)
     keys, shared = (BK, 2) if K <= BK else (2 * BK, 1)
     built = T // length if call.variable_length else most_segments(N, T, length, False)  # an upper bound if packed
-    fit = K <= BK and built * H * ceil_div(V, 64) <= shared * gpu.multiprocessors
+    fit = K <= BK and built * Hv * ceil_div(V, 64) <= shared * gpu.multiprocessors
     BV = 64 if V <= 64 or fit else 128
-    size = C * ((keys + BV) * call.dtype.itemsize + keys * gate_itemsize(call))  # bytes of the tiles of a chunk
+    size = C * ((keys + BV) * call.dtype.itemsize + keys * gate)  # bytes of the tiles of a chunk
     return Parameters(C=C, BK=BK, BV=BV, stages=min(4, TILES // (shared * size)), tma=True)
 
 
@@ -121,6 +139,12 @@ def _load_forward() -> LaunchFunction:
     return launch_outputs
 
 
+def _load_forward_head() -> LaunchFunction:
+    from gla_triton_kernels.chunk_gla.sm90.forward_head import launch_outputs
+
+    return launch_outputs
+
+
 def _load_forward_wide() -> LaunchFunction:
     from gla_triton_kernels.chunk_gla.sm90.forward_wide import launch_outputs
 
@@ -137,14 +161,20 @@ def _output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _forward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _output_refusal(call, gpu)) is not None:
+    if (reason := _output_refusal(call, gpu) or _of_keys(call)) is not None:
+        return reason
+    return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
+
+
+def _forward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    if (reason := _output_refusal(call, gpu) or _of_heads(call)) is not None:
         return reason
     return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
 
 
 def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     K = call.dims["K"]
-    if (reason := _output_refusal(call, gpu)) is not None:
+    if (reason := _output_refusal(call, gpu) or _of_keys(call)) is not None:
         return reason
     if not (128 < K <= 256 and K % 8 == 0):
         return f"computes K from 136 to 256 in steps of 8; K is {K}"
@@ -157,9 +187,21 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
     A block with 64 columns of v takes a fifth less time than a block with 128. This pays if the device runs all blocks
     at once. The bits of the results are the same.
     """
-    H, V = call.dims["H"], call.dims["V"]
-    fit = sequences * H * ceil_div(V, 64) <= gpu.multiprocessors
+    Hv, V = call.dims["Hv"], call.dims["V"]
+    fit = sequences * Hv * ceil_div(V, 64) <= gpu.multiprocessors
     return _output_parameters(call, 64 if V <= 64 or fit else 128)
+
+
+def _forward_head(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
+    """Returns the launch parameters of forward_head.py: a block has two value heads if they share q and k."""
+    Hv, V = call.dims["Hv"], call.dims["V"]
+    fit = sequences * Hv * ceil_div(V, 64) <= gpu.multiprocessors
+    return _output_parameters(call, 64 if fit or (V <= 64 and not _in_pairs(call)) else 128)
+
+
+def _in_pairs(call: OpCall) -> bool:
+    """Returns whether blocks of forward_head.py can have two value heads."""
+    return call.dims["V"] <= 64 and call.dims["Hv"] // max(call.dims["H"], 1) % 2 == 0
 
 
 def _forward_wide(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
@@ -174,12 +216,18 @@ def _output_parameters(call: OpCall, BV: int) -> Parameters:
 
 
 def _blocks(call: OpCall, gpu: Gpu) -> tuple[int, int]:
-    return call.dims["H"] * ceil_div(call.dims["V"], 128), gpu.multiprocessors
+    return call.dims["Hv"] * ceil_div(call.dims["V"], 128), gpu.multiprocessors
 
 
 def _forward_time(call: OpCall, x: Parameters) -> BlockTime:
     step = FORWARD_STEP + FORWARD_TILE * (x.BK // 64)
     return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == 64 else 1))
+
+
+def _forward_head_time(call: OpCall, x: Parameters) -> BlockTime:
+    step = HEAD_STEP + HEAD_TILE * (x.BK // 64)
+    shared = 2 if x.BV == 128 and _in_pairs(call) else 1  # value heads of a block
+    return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == 64 else 1), shared)
 
 
 def _gates_seconds(call: OpCall, c: Constants) -> list[float]:
@@ -195,6 +243,15 @@ FORWARD = OutputKernel(
     parameters=_forward,
     blocks=_blocks,
     time=_forward_time,
+)
+FORWARD_HEAD = OutputKernel(
+    name="sm90.forward_head",
+    load=_load_forward_head,
+    refusal=_forward_head_refusal,
+    states=STATES,
+    parameters=_forward_head,
+    blocks=_blocks,
+    time=_forward_head_time,
 )
 FORWARD_WIDE = OutputKernel(
     name="sm90.forward_wide",
@@ -217,18 +274,36 @@ def _load_backward() -> LaunchFunction:
     return launch_gradients
 
 
+def _load_backward_head() -> LaunchFunction:
+    from gla_triton_kernels.chunk_gla.sm90.backward_head import launch_gradients
+
+    return launch_gradients
+
+
 def _load_backward_wide() -> LaunchFunction:
     from gla_triton_kernels.chunk_gla.sm90.backward_wide import launch_gradients
 
     return launch_gradients
 
 
-def _backward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+def _gradient_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     if (reason := _refusal(call, gpu)) is not None:
         return reason
     K, V = call.dims["K"], call.dims["V"]
     if K % 8 or V % 8:  # rows of gradients are multiples of 16 bytes
         return f"computes K and V that are multiples of 8; K is {K} and V is {V}"
+    return None
+
+
+def _backward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    return _gradient_refusal(call, gpu) or _of_keys(call)
+
+
+def _backward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    if (reason := _gradient_refusal(call, gpu) or _of_heads(call)) is not None:
+        return reason
+    if call.gate_form is None and _has_several_blocks(call) and _backward_wide_refusal(call, gpu) is None:
+        return "divides heads with K or V above 128 into blocks; without gates, sm90.backward_wide does not"
     return None
 
 
@@ -259,13 +334,19 @@ def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: f
     return [kernel_seconds(call, block, through, size, c)]
 
 
+def _backward_head_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
+    step = HEAD_GRADIENT_STEP + HEAD_GRADIENT_TILE * x.BK * x.BV / 64**2
+    block = BlockTime(CHUNK, x.BV, GRADIENT_START, step, keys=x.BK)
+    return [kernel_seconds(call, block, through, size, c)]
+
+
 def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
     """Returns the seconds of two kernels; one writes P and the other reads it.
 
     P has the size of one checkpoint per chunk, for each query head.
     """
     K, V = call.dims["K"], call.dims["V"]
-    heads = call.dims["Hq"] // max(call.dims["H"], 1)
+    heads = call.dims["Hq"] // max(call.dims["H"], 1)  # of a group: value heads have no groups here
     P = heads * checkpoint_bytes(call, CHUNK)
     block = BlockTime(CHUNK, x.BV, START, WIDE_GRADIENT_STATES, keys=x.BK)
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
@@ -284,6 +365,16 @@ BACKWARD = GradientKernel(
     adds_pairs=True,
     partials=partials_of_blocks,
     seconds=_backward_seconds,
+)
+BACKWARD_HEAD = GradientKernel(
+    name="sm90.backward_head",
+    load=_load_backward_head,
+    refusal=_backward_head_refusal,
+    parameters=_gradient_parameters,
+    heads_apart=True,
+    adds_pairs=False,
+    partials=partials_of_blocks,
+    seconds=_backward_head_seconds,
 )
 BACKWARD_WIDE = GradientKernel(
     name="sm90.backward_wide",

@@ -16,9 +16,11 @@ then known when the kernel reaches the token, and S is a plain sum. Let R be the
     left = q_t exp(R + b_t)          backwards, from the first to the last
     S += left^T right                R += b_C
 
-No exponent is above 0 and no state is decayed, so one path handles gates of any strength.
+No exponent is above 0 and no state is decayed, so one path handles gates of any strength. With one gate for each head
+instead of each key, b and R are numbers; R is then a sum of numbers of float64, rounded when it is used.
 
-B batch   T tokens   I segments   H heads, of keys and of queries   K, V key and value width   C tokens of a chunk
+B batch   T tokens   I segments   Hv heads of `right`, of gates and of S   R = Hv / heads of `left`
+K, V key and value width   C tokens of a chunk
 BV columns of `right` of a block   PART keys of a warpgroup, BK of the plan   PARTS warpgroups of a block
 
 The grid has one block per segment, head, PARTS * PART keys and BV columns of `right`. Two kinds of warps communicate
@@ -55,6 +57,7 @@ from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, Segments, l
 from gla_triton_kernels.chunk_gla.sm90.common import (
     as_float32,
     clear_rows,
+    gates_of,
     let_dependents_start,
     plus,
     segment_at,
@@ -65,32 +68,39 @@ from gla_triton_kernels.runtime.tma import shared_tiles
 
 
 def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tensor, D: Tensor | None) -> list[Launch]:
-    """Returns the launch that fills S [I, H, K, V] and D [I, H, K]; D is None without gates.
+    """Returns the launch that fills S [I, Hv, K, V] and D [I, Hv, K]; D is None without gates.
 
     The rows of empty segments are not written. If x.after is None, the rows of the last segment of each sequence are
     not written either.
     """
     kernel, packed, skip_last = plan.parameters, segments.order is not None, x.after is None
     B, T = x.left.shape[:2]
-    H, K, V = S.shape[1:]
+    Hv, K, V = S.shape[1:]
+    of_keys = x.g is not None and x.g.ndim == 4
+    g_b, g_t, g_h = (0, 0, 0) if x.g is None or of_keys else (0, 0, *x.g.stride())[-3:]
     asked = segments.count
     if skip_last:
         asked = segments.most if packed else segments.count - B
     parts = min(2, ceil_div(K, kernel.BK))
-    blocks = asked * H * ceil_div(K, parts * kernel.BK) * ceil_div(V, kernel.BV)
+    blocks = asked * Hv * ceil_div(K, parts * kernel.BK) * ceil_div(V, kernel.BV)
     if blocks == 0:
         return []
     arguments = {
         "left_desc": shared_tiles(x.left, kernel.C, kernel.BK),
         "right_desc": shared_tiles(x.right, kernel.C, kernel.BV),
-        "g_desc": None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK),
+        "g_desc": shared_tiles(x.g, kernel.C, kernel.BK) if of_keys else None,
+        "g_ptr": None if of_keys else x.g,
         "S_ptr": S,
         "D_ptr": D,
         "order": segments.order,
         "counts": segments.counts,
         "scale": x.scale,
+        "g_b": g_b,
+        "g_t": g_t,
+        "g_h": g_h,
         **lengths_of(T, segments),
-        "H": H,
+        "Hv": Hv,
+        "R": Hv // x.left.shape[2],
         "K": K,
         "V": V,
         "PARTS": parts,
@@ -122,7 +132,7 @@ def _load_warp(
     left_desc, right_desc, g_desc = descriptors
     left_tiles, right_tiles, g_tiles = tiles
     full, empty = barriers
-    b, h, key, column, start, n_chunks = chunks
+    b, left_head, h, key, column, start, n_chunks = chunks
     C: gl.constexpr = left_desc.block_type.shape[2]
     PART: gl.constexpr = left_desc.block_type.shape[3]
     GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
@@ -137,7 +147,9 @@ def _load_warp(
             place = PARTS * slot + part
             if g_desc is not None:
                 tma.async_copy_global_to_shared(g_desc, [b, h, t, key + part * PART], bar, g_tiles.index(place))
-            tma.async_copy_global_to_shared(left_desc, [b, h, t, key + part * PART], bar, left_tiles.index(place))
+            tma.async_copy_global_to_shared(
+                left_desc, [b, left_head, t, key + part * PART], bar, left_tiles.index(place)
+            )
         tma.async_copy_global_to_shared(right_desc, [b, h, t, column], bar, right_tiles.index(slot))
 
 
@@ -146,6 +158,7 @@ def _state_warps(
     tiles,
     barriers,
     states,
+    gates,
     place,
     sizes,
     part: gl.constexpr,
@@ -158,9 +171,10 @@ def _state_warps(
     left_tiles, right_tiles, g_tiles = tiles
     full, empty = barriers
     S_ptr, D_ptr, scale = states
-    segment, h, first_key, column, length = place
-    H, K, V = sizes
+    segment, h, first_key, column, start, length = place
+    Hv, K, V = sizes
     HAS_GATE: gl.constexpr = D_ptr is not None
+    OF_HEADS: gl.constexpr = gates is not None  # whether there is one gate for each head instead of each key
     C: gl.constexpr = left_tiles.type.shape[3]
     PART: gl.constexpr = left_tiles.type.shape[4]
     BV: gl.constexpr = right_tiles.type.shape[4]
@@ -170,13 +184,30 @@ def _state_warps(
     R = gl.zeros([PART], gl.float32, gl.SliceLayout(0, layout))  # in units of log 2
     S = warpgroup_mma_init(gl.zeros([PART, BV], gl.float32, state_layout))
     n_chunks = chunks_of(length, C)
+    if OF_HEADS:
+        line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # every warp holds all tokens
+        token = gl.arange(0, C, line)
+        sum_of_gates = gl.to_tensor(0.0).to(gl.float64)
+        before = 0 if BACKWARDS else (n_chunks - 1) * C
+        g_next = gates_of(gates, start + before, length - before, token)  # [C]
     for i in range(n_chunks):
         slot = i % STAGES
         rows = length - (i if BACKWARDS else n_chunks - 1 - i) * C
+        if OF_HEADS:
+            wide = g_next.to(gl.float64) * LOG2E  # [C]
+            after = (i + 1 if BACKWARDS else n_chunks - 2 - i) * C
+            g_next = gates_of(gates, start + after, gl.where(i + 1 < n_chunks, length - after, 0), token)
+            b = gl.associative_scan(wide, 0, plus)  # [C]
+            end = gl.sum(wide, 0)
+            x = (sum_of_gates + b if BACKWARDS else sum_of_gates + (end - b)).to(gl.float32)
+            sum_of_gates += end
+            factor = gl.convert_layout(gl.exp2(x), gl.SliceLayout(1, layout))[:, None]  # [C, 1]
         left_tile = left_tiles.index(PARTS * slot + part).reshape([C, PART])
         right_tile = right_tiles.index(slot).reshape([C, BV])
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
-        if HAS_GATE:
+        if OF_HEADS:
+            left_tile.store((as_float32(left_tile.load(layout)) * factor).to(left_tile.dtype))
+        elif HAS_GATE:
             g_tile = g_tiles.index(PARTS * slot + part).reshape([C, PART])
             if PACKED:
                 clear_rows(g_tile, rows, layout)
@@ -196,7 +227,9 @@ def _state_warps(
     S = warpgroup_mma_wait(0, [S])  # [PART, BV]
     if BACKWARDS:
         S = S * scale
-    state = (segment * H + h).to(gl.int64) * K
+    if OF_HEADS:
+        R += sum_of_gates.to(gl.float32)
+    state = (segment * Hv + h).to(gl.int64) * K
     first_key += part * PART
     key = first_key + gl.arange(0, PART, gl.SliceLayout(1, state_layout))[:, None]  # [PART, 1]
     value = column + gl.arange(0, BV, gl.SliceLayout(0, state_layout))[None, :]  # [1, BV]
@@ -207,20 +240,25 @@ def _state_warps(
 
 
 # V is specialised: if it is a multiple of 16, two elements of a state are written at once.
-@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "H", "K"])
+@gluon.jit(do_not_specialize=["scale", "g_b", "g_t", "g_h", "T", "segment", "segments", "Hv", "K"])
 def _build_states_kernel(
-    left_desc,  # [B, H, T, K], tiles [C, PART]
-    right_desc,  # [B, H, T, V], tiles [C, BV]
-    g_desc,  # [B, H, T, K], tiles [C, PART], or None
-    S_ptr,  # [I, H, K, V]
-    D_ptr,  # [I, H, K]; None if g is None
+    left_desc,  # [B, Hv / R, T, K], tiles [C, PART]
+    right_desc,  # [B, Hv, T, V], tiles [C, BV]
+    g_desc,  # [B, Hv, T, K], tiles [C, PART], or None
+    g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0, or None
+    S_ptr,  # [I, Hv, K, V]
+    D_ptr,  # [I, Hv, K]; None if there are no gates
     order,  # [I, 5] or None
     counts,  # [2] or None
     scale,
+    g_b,
+    g_t,
+    g_h,
     T,
     segment,
     segments,
-    H,
+    Hv,
+    R,
     K,
     V,
     PARTS: gl.constexpr,
@@ -240,8 +278,8 @@ def _build_states_kernel(
     blocks = columns * gl.cdiv(K, PARTS * PART)  # blocks of a head
     column = gl.program_id(0) % columns * BV
     key = gl.program_id(0) // columns % gl.cdiv(K, PARTS * PART) * (PARTS * PART)
-    h = gl.program_id(0) // blocks % H
-    i = gl.program_id(0) // blocks // H
+    h = gl.program_id(0) // blocks % Hv
+    i = gl.program_id(0) // blocks // Hv
     if PACKED:
         if SKIP_LAST:  # noqa: SIM102 -- known when this is compiled
             if i >= gl.load(counts):
@@ -278,15 +316,18 @@ def _build_states_kernel(
     tiles = (left_tiles, right_tiles, g_tiles)
     barriers = (full, empty)
     states = (S_ptr, D_ptr, scale)
-    place = (i, h, key, column, length)
-    sizes = (H, K, V)
+    gates: gl.constexpr = None
+    if g_ptr is not None:
+        gates = (g_ptr + b.to(gl.int64) * g_b + h.to(gl.int64) * g_h, g_t)
+    place = (i, h, key, column, start, length)
+    sizes = (Hv, K, V)
     descriptors = (left_desc, right_desc, g_desc)
-    chunks = (b, h, key, column, start, chunks_of(length, C))
+    chunks = (b, h // R, h, key, column, start, chunks_of(length, C))
     # Registers of a thread: the warpgroups share evenly the registers that the load warp does not need.
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_state_warps, (tiles, barriers, states, place, sizes, 0, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_state_warps, (tiles, barriers, states, gates, place, sizes, 0, PARTS, PACKED, BACKWARDS, STAGES)),
                 (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, BACKWARDS, STAGES)),
             ],
             [1],
@@ -295,8 +336,8 @@ def _build_states_kernel(
     else:
         gl.warp_specialize(
             [
-                (_state_warps, (tiles, barriers, states, place, sizes, 0, PARTS, PACKED, BACKWARDS, STAGES)),
-                (_state_warps, (tiles, barriers, states, place, sizes, 1, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_state_warps, (tiles, barriers, states, gates, place, sizes, 0, PARTS, PACKED, BACKWARDS, STAGES)),
+                (_state_warps, (tiles, barriers, states, gates, place, sizes, 1, PARTS, PACKED, BACKWARDS, STAGES)),
                 (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, BACKWARDS, STAGES)),
             ],
             [4, 1],

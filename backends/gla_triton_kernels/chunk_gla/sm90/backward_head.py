@@ -1,0 +1,569 @@
+"""Computes gradients of gated linear attention on Hopper, with one gate for each head or without gates.
+
+The kernel goes backwards in one pass. It has specialised warps, and holds dS in registers. For a chunk of C tokens, let
+S be the entering state, P the gradient of the leaving state, b_t the sum of the log gates of the chunk through t, and
+
+    A_ts  = scale * q_t k_s exp(b_t - b_s)       dA_ts = scale * do_t v_s exp(b_t - b_s)       for s <= t, else 0
+    dq^S_t = scale * exp(b_t) do_t S^T           dk^S_s = exp(b_C - b_s) v_s P^T
+
+    dq = dq^S + dA k             dk = dk^S + dA^T q
+    dv_s = exp(b_C - b_s) k_s P + (A^T do)_s
+    dS = exp(b_C) P + sum over t of (scale * exp(b_t) q_t)^T do_t
+
+dS is the gradient of S. A gate g_u is a factor of all that passes from tokens before u to tokens from u on:
+
+    dg_u = exp(b_C) sum(S * P) + sum over t >= u of q_t dq^S_t + sum over s < u of k_s dk^S_s
+           + sum over s < u <= t of A_ts (do_t v_s)
+
+No exponent is above 0, so one path handles gates of any strength; see forward_head.py for the sums of gates. In the
+last term, pairs of tokens on the same side of u are subtracted from a larger sum. They are the same float32 numbers, so
+the difference is exact to 2^-20 of that sum; where a gate is closed, dg is set to the 0 that it is.
+
+B batch   T tokens   N sequences   I segments   H key heads   Hq query heads   Hv value heads, of v, g and S
+Ho = max(Hq, Hv)   K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
+PARTS parts of 64 keys of a block   HALVES parts of 64 values of a block
+
+The grid has one block per segment (by default a whole sequence), head of o, 64 PARTS keys and 64 HALVES values. Four
+kinds of warps communicate over barriers in shared memory:
+
+    load       one warp: copies q, k, v, do and S of the next chunks by TMA
+    gate       one warp: sums the gates of the next chunks, and computes dg
+    score      a warpgroup: computes A^T, dA^T and scale * exp(b) do; then dv
+    gradient   PARTS warpgroups: each holds its rows of dS, and computes its columns of dq and dk
+
+Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635); Dao and
+Gu, "Transformers are SSMs" (arXiv 2405.21060), for one gate per head.
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from gla_core.dispatch.backend import CHUNK, ceil_div
+from gla_triton_kernels.chunk_gla.kernel import GradientParameters
+from gla_triton_kernels.chunk_gla.shared import partials
+from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E
+from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.chunk_gla.sm90.common import as_float32, clear_rows, gates_of, in_state, plus, write
+from gla_triton_kernels.chunk_gla.sm90.common_backward import LAYOUT, LEFT, WIDTH, C, D, product, segment_backwards
+from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
+
+SLOTS = gl.constexpr(2)
+LINE = gl.constexpr(gl.BlockedLayout([C.value // 32], [32], [1], [0]))  # of the tokens of a chunk, in one warp
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+ROOM = gl.constexpr(8)  # vectors of `dots` for a chunk
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # a thread holds 16 bytes of a row
+
+
+def launch_gradients(
+    kernel: GradientParameters,
+    x: BackwardTensors,
+    entering: Tensor,
+    leaving: Tensor | None,
+    segments: Segments,
+    scale: float,
+) -> list[Launch]:
+    """Returns the launches that fill the gradients in x; entering is bfloat16.
+
+    See `launch_gradients` of general/backward.py for the other arguments.
+    """
+    B, T, Hq, K = x.q.shape
+    H, (Hv, V), Ho = x.k.shape[2], x.v.shape[2:], x.do.shape[2]
+    blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
+    dq, dk = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk))
+    dv, blocks = partials.parts_of(x.dv, blocks_k), blocks_k * blocks_v
+    constant = x.g is not None and x.g.ndim == 1
+    dg = partials.parts_of(x.dg, blocks)
+    if x.g is not None and constant:  # a sum for each segment
+        dg = x.g.new_empty(segments.count * blocks, Ho, dtype=torch.float32)
+    g_b, g_t, g_h = (0, 0, 0) if x.g is None else (0, 0, *x.g.stride())[-3:]
+    arguments = {
+        "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
+        "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
+        "v_desc": shared_tiles(x.v, CHUNK, WIDTH),
+        "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
+        "s_desc": state_tiles(entering, WIDTH, WIDTH),
+        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH) if blocks_v == 1 else None,
+        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH) if blocks_v == 1 else None,
+        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH) if blocks_k == 1 else None,
+        "dq_ptr": dq,
+        "dk_ptr": dk,
+        "dv_ptr": dv,
+        "dg_ptr": dg,
+        "g_ptr": x.g,
+        "leaving": leaving,
+        "dinitial": x.dinitial_state,
+        "order": segments.order,
+        "scale": scale,
+        "g_b": g_b,
+        "g_t": g_t,
+        "g_h": g_h,
+        **state_strides("state_", leaving),
+        **lengths_of(T, segments),
+        "Ho": Ho,
+        "per_q": Ho // Hq,
+        "per_k": Ho // H,
+        "per_v": Ho // Hv,
+        "K": K,
+        "V": V,
+        "B": B,
+        "PARTS": kernel.BK // WIDTH,
+        "HALVES": kernel.BV // WIDTH,
+        "CONSTANT": constant,
+        "LAST_LEAVE_NONE": x.last_leave_none,
+    }
+    grid = (blocks * segments.count * Ho, 1, 1)
+    options = {"num_warps": kernel.warps, "maxnreg": 128}
+    computed = Launch(_chunk_gla_bwd_head_kernel, grid, arguments, options)
+    if constant:
+        return [
+            *(computed, partials.launch_sum_of_rows(dg, x.dg)),
+            *partials.launch_partial_sums((dq, dk, dv), (x.dq, x.dk, x.dv)),
+        ]
+    return [computed, *partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))]
+
+
+@gluon.jit
+def _load_warp(given, PARTS: gl.constexpr, HALVES: gl.constexpr):
+    """Prefetches the inputs of the next chunks, the last chunk first."""
+    descriptors, tiles, barriers, where = given
+    q_desc, k_desc, v_desc, do_desc, s_desc = descriptors
+    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles = tiles
+    full, empty, s_full, s_empty = barriers
+    b, h, heads, key, value, start, chunks, row = where
+    q_head, k_head, v_head = heads
+    TILE: gl.constexpr = q_desc.block_type.nbytes
+    for i in range(chunks):
+        c = chunks - 1 - i
+        t = start + c * C
+        slot = i % SLOTS
+        bar = full.index(slot)
+        mbarrier.wait(empty.index(slot), (i // SLOTS & 1) ^ 1)
+        mbarrier.expect(bar, 2 * (PARTS + HALVES) * TILE)
+        for j in gl.static_range(HALVES):
+            at = HALVES * slot + j
+            tma.async_copy_global_to_shared(v_desc, [b, v_head, t, value + j * D], bar, v_tiles.index(at))
+            tma.async_copy_global_to_shared(do_desc, [b, h, t, value + j * D], bar, do_tiles.index(at))
+        for p in gl.static_range(PARTS):
+            at = PARTS * slot + p
+            tma.async_copy_global_to_shared(q_desc, [b, q_head, t, key + p * D], bar, q_tiles.index(at))
+            tma.async_copy_global_to_shared(k_desc, [b, k_head, t, key + p * D], bar, k_tiles.index(at))
+        mbarrier.wait(s_empty, (i & 1) ^ 1)
+        mbarrier.expect(s_full, PARTS * HALVES * TILE)
+        for p in gl.static_range(PARTS):
+            for j in gl.static_range(HALVES):
+                place = [row + c, v_head, key + p * D, value + j * D]
+                tma.async_copy_global_to_shared(s_desc, place, s_full, s_tiles.index(HALVES * p + j))
+
+
+@gluon.jit
+def _gate_gradients(gates, dots, slot, t, rows, PARTS: gl.constexpr):
+    """Returns dg [C] of the chunk that begins at token t, from the sums of products that other warps left in `dots`."""
+    token = gl.arange(0, C, LINE)
+    of_pairs = (dots.index(ROOM * slot).load(LINE) - dots.index(ROOM * slot + 1).load(LINE)).to(gl.float64)
+    of_pairs = gl.associative_scan(of_pairs, 0, plus, reverse=True)  # [C], pairs of tokens on two sides of u
+    of_q = gl.zeros([C], gl.float32, LINE)
+    of_k = gl.zeros([C], gl.float32, LINE)
+    of_states = gl.zeros([C], gl.float32, LINE)
+    for p in gl.static_range(PARTS):
+        of_q += dots.index(ROOM * slot + 2 + 3 * p).load(LINE)
+        of_k += dots.index(ROOM * slot + 3 + 3 * p).load(LINE)
+        of_states += dots.index(ROOM * slot + 4 + 3 * p).load(LINE)
+    of_q = gl.where(token < rows, of_q, 0.0).to(gl.float64)
+    of_k = gl.where(token < rows, of_k, 0.0).to(gl.float64)
+    later = gl.associative_scan(of_q, 0, plus, reverse=True)  # [C], from tokens u on
+    earlier = gl.associative_scan(of_k, 0, plus) - of_k  # [C], from tokens before u
+    dg = gl.sum(of_states.to(gl.float64), 0) + later + earlier + gl.where(token > 0, of_pairs, 0.0)
+    g = gates_of(gates, t, rows, token)  # read again: Triton 3.6 mixes up gates that are kept through the loop
+    return gl.where((token < rows) & (g > LEAST_GATE), dg, 0.0)
+
+
+@gluon.jit
+def _gate_warp(gates, given, scale, PARTS: gl.constexpr, CONSTANT: gl.constexpr):
+    """Sums the gates of the next chunks, and writes dg of the chunk before.
+
+    The gradient of a constant gate is summed over the segment.
+    """
+    sums, decays, dots, empty, summed, dotted, dg_ptr, start, length, Ho = given
+    token = gl.arange(0, C, LINE)  # [C]
+    chunks = gl.cdiv(length, C)
+    of_segment = gl.zeros([C], gl.float64, LINE)
+    if gates is not None:
+        first = gl.maximum(chunks - 1, 0) * C
+        g_next = gates_of(gates, start + first, length - first, token)
+        for i in range(chunks + 1):
+            slot = i % SLOTS
+            if i < chunks:
+                c = chunks - 1 - i
+                wide = g_next.to(gl.float64) * LOG2E  # [C]
+                g_next = gates_of(gates, start + (c - 1) * C, gl.where(c > 0, C, 0), token)  # arrives in this chunk
+                total = gl.associative_scan(wide, 0, plus)  # [C], b
+                end = gl.sum(wide, 0)  # b_C
+                mbarrier.wait(empty.index(slot), (i // SLOTS & 1) ^ 1)
+                b = total.to(gl.float32)
+                sums.index(3 * slot).store(b)
+                sums.index(3 * slot + 1).store(gl.exp2(b) * scale)
+                sums.index(3 * slot + 2).store(gl.exp2((end - total).to(gl.float32)))
+                decays.index(slot).store(gl.full([1], gl.exp2(end.to(gl.float32)), gl.float32, ONE))
+                mbarrier.arrive(summed.index(slot), count=1)
+            if i > 0:
+                last = (i - 1) % SLOTS
+                first = (chunks - i) * C
+                rows = gl.minimum(length - first, C)
+                mbarrier.wait(dotted.index(last), (i - 1) // SLOTS & 1)
+                dg = _gate_gradients(gates, dots, last, start + first, rows, PARTS)
+                if CONSTANT:
+                    of_segment += dg
+                else:
+                    at = dg_ptr + (start + first + token).to(gl.int64) * Ho
+                    gl.store(at, dg.to(dg_ptr.dtype.element_ty), token < rows)
+        if CONSTANT:
+            gl.store(dg_ptr, gl.sum(of_segment, 0).to(gl.float32))
+
+
+@gluon.jit
+def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr):
+    """Computes what tokens of a chunk give to each other, and dv, chunk after chunk."""
+    tiles, barriers, outputs, place, sizes = given
+    q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, eo_tiles, da_tile, sums, dots = tiles
+    full, empty, summed, gated, ready, used, v_read, p_read, dotted = barriers
+    dv_desc, dv_ptr = outputs
+    b, h, value, start, length = place
+    T, Ho, V = sizes
+    s = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1]
+    t = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C]
+    none = gl.zeros([C, C], gl.float32, LAYOUT)
+    chunks = gl.cdiv(length, C)
+    for i in range(chunks):
+        c = chunks - 1 - i
+        slot = i % SLOTS
+        phase = i // SLOTS & 1
+        rows = gl.minimum(length - c * C, C)
+        mbarrier.wait(full.index(slot), phase)
+        if PACKED:
+            for p in gl.static_range(PARTS):
+                clear_rows(q_tiles.index(PARTS * slot + p).reshape([C, D]), rows, ROWS)
+                clear_rows(k_tiles.index(PARTS * slot + p).reshape([C, D]), rows, ROWS)
+            for j in gl.static_range(HALVES):
+                clear_rows(do_tiles.index(HALVES * slot + j).reshape([C, D]), rows, ROWS)
+            fence_async_shared()
+        aT = none
+        for p in gl.static_range(PARTS):
+            q_tile = q_tiles.index(PARTS * slot + p).reshape([C, D])
+            aT = product(k_tiles.index(PARTS * slot + p).reshape([C, D]), q_tile.permute([1, 0]), aT)
+        daT = none
+        for j in gl.static_range(HALVES):
+            do_tile = do_tiles.index(HALVES * slot + j).reshape([C, D])
+            daT = product(v_tiles.index(HALVES * slot + j).reshape([C, D]), do_tile.permute([1, 0]), daT)
+        tma.store_wait(0)  # dv of the previous chunk has left the tiles of v
+        mbarrier.arrive(empty.index((i + SLOTS - 1) % SLOTS), count=1, pred=i > 0)
+        mbarrier.wait(used, (i & 1) ^ 1)  # the tiles of the previous chunk have been read
+        if HAS_GATE:
+            mbarrier.wait(summed.index(slot), phase)
+            enter = sums.index(3 * slot + 1).load(gl.SliceLayout(1, ROWS))[:, None]  # [C, 1], scale * exp(b)
+        else:
+            enter = scale
+        for j in gl.static_range(HALVES):
+            do_tile = do_tiles.index(HALVES * slot + j).reshape([C, D])
+            eo_tiles.index(j).store((as_float32(do_tile.load(ROWS)) * enter).to(gl.bfloat16))
+        aT, daT = warpgroup_mma_wait(0, [aT, daT])
+        below = (t >= s) & (t < rows)
+        between = scale
+        if HAS_GATE:
+            b_s = sums.index(3 * slot).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1]
+            b_t = sums.index(3 * slot).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C]
+            between = gl.exp2(b_t - b_s) * scale  # [C, C], undefined for t < s
+        aT = gl.where(below, aT * between, 0.0)  # [C, C]
+        da_tile.store(gl.where(below, daT * between, 0.0).to(gl.bfloat16))
+        fence_async_shared()
+        mbarrier.arrive(gated.index(slot), count=1)
+        if HAS_GATE:
+            pairs = gl.where((t > s) & (t < rows), aT * daT, 0.0)  # [C, C]
+            dots.index(ROOM * slot).store(gl.sum(pairs, 0))
+            dots.index(ROOM * slot + 1).store(gl.sum(pairs, 1))
+            mbarrier.arrive(dotted.index(slot), count=1)
+        aT = gl.convert_layout(aT.to(gl.bfloat16), LEFT)
+
+        mbarrier.wait(ready, i & 1)
+        dv = ()
+        for j in gl.static_range(HALVES):
+            acc = none
+            for p in gl.static_range(PARTS):
+                k_tile = k_tiles.index(PARTS * slot + p).reshape([C, D])
+                acc = product(k_tile, p_tiles.index(HALVES * p + j).reshape([D, D]), acc)
+            dv += (acc,)
+        if HAS_GATE:
+            leave = sums.index(3 * slot + 2).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1], exp(b_C - b)
+            decayed = ()
+            for j in gl.static_range(HALVES):
+                decayed += (warpgroup_mma_wait(0, [dv[j]]) * leave,)
+            dv = decayed
+            mbarrier.arrive(p_read, count=1)
+        finished = ()
+        for j in gl.static_range(HALVES):
+            finished += (product(aT, do_tiles.index(HALVES * slot + j).reshape([C, D]), dv[j]),)
+        finished = warpgroup_mma_wait(0, finished)
+        if HALVES == 1:
+            finished = (finished,)  # a tuple of one element is returned as the element
+        if not HAS_GATE:
+            mbarrier.arrive(p_read, count=1)
+        mbarrier.wait(v_read, i & 1)
+        where = (b, h, start + c * C, T, Ho)
+        for j in gl.static_range(HALVES):
+            v_tile = v_tiles.index(HALVES * slot + j).reshape([C, D])
+            write(dv_desc, dv_ptr, v_tile, finished[j], value + j * D, V, where, rows, PACKED)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _gradient_warps(
+    given, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr
+):
+    """Carries D rows of dS backwards through the segment, and writes dq and dk."""
+    tiles, barriers, outputs, states, place, sizes, scale = given
+    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, eo_tiles, da_tile, sums, decays, dots = tiles
+    full, empty, s_full, s_empty, gated, ready, used, v_read, p_read, dotted = barriers
+    dq_desc, dk_desc, dq_ptr, dk_ptr = outputs
+    leaving, held, adds, state_n, state_h, state_k, state_v, dinitial = states
+    b, h, v_head, n, key, value, start, length = place
+    T, Ho, K, V = sizes
+    key += part * D
+    keys = key + gl.arange(0, D, gl.SliceLayout(1, LAYOUT))[:, None]  # [D, 1]
+    values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+    none = gl.zeros([C, D], gl.float32, LAYOUT)
+    dS = ()
+    for j in gl.static_range(HALVES):
+        if leaving is not None:
+            head = leaving + n.to(gl.int64) * state_n + v_head.to(gl.int64) * state_h
+            inside = (keys < held) & (values + j * D < V) & adds  # only one head of a group adds it
+            dS += (gl.load(head + in_state(keys, values + j * D, state_k, state_v), inside, 0.0),)
+        else:
+            dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
+    chunks = gl.cdiv(length, C)
+    for i in range(chunks):
+        c = chunks - 1 - i
+        slot = i % SLOTS
+        rows = gl.minimum(length - c * C, C)
+        q_tile = q_tiles.index(PARTS * slot + part).reshape([C, D])
+        k_tile = k_tiles.index(PARTS * slot + part).reshape([C, D])
+        for j in gl.static_range(HALVES):
+            p_tiles.index(HALVES * part + j).reshape([D, D]).store(dS[j].to(gl.bfloat16))
+        fence_async_shared()
+        mbarrier.arrive(ready, count=1)
+        tma.store_wait(0)  # dq and dk of the previous chunk have left the tiles
+        mbarrier.arrive(empty.index((i + SLOTS - 1) % SLOTS), count=1, pred=i > 0)
+        mbarrier.wait(full.index(slot), i // SLOTS & 1)
+        dk = none
+        for j in gl.static_range(HALVES):
+            p_tile = p_tiles.index(HALVES * part + j).reshape([D, D])
+            dk = product(v_tiles.index(HALVES * slot + j).reshape([C, D]), p_tile.permute([1, 0]), dk)
+        mbarrier.wait(s_full, i & 1)
+        dq = none
+        for j in gl.static_range(HALVES):
+            s_tile = s_tiles.index(HALVES * part + j).reshape([D, D])
+            dq = product(do_tiles.index(HALVES * slot + j).reshape([C, D]), s_tile.permute([1, 0]), dq)
+        if HAS_GATE:
+            through = gl.zeros([D], gl.float32, gl.SliceLayout(1, LAYOUT))
+            for j in gl.static_range(HALVES):
+                s_tile = s_tiles.index(HALVES * part + j).reshape([D, D])
+                through += gl.sum(dS[j] * as_float32(s_tile.load(LAYOUT)), 1)
+        mbarrier.wait(gated.index(slot), i // SLOTS & 1)
+        dk, dq = warpgroup_mma_wait(0, [dk, dq])
+        mbarrier.arrive(s_empty, count=1)
+        mbarrier.arrive(v_read, count=1)
+        if HAS_GATE:
+            dq *= sums.index(3 * slot + 1).load(gl.SliceLayout(1, LAYOUT))[:, None]
+            dk *= sums.index(3 * slot + 2).load(gl.SliceLayout(1, LAYOUT))[:, None]
+            decay = gl.max(decays.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0)
+            own = ROOM * slot + 2 + 3 * part
+            dots.index(own).store(gl.sum(as_float32(q_tile.load(LAYOUT)) * dq, 1))
+            dots.index(own + 1).store(gl.sum(as_float32(k_tile.load(LAYOUT)) * dk, 1))
+            dots.index(own + 2).store(through * decay)
+            mbarrier.arrive(dotted.index(slot), count=1)
+        else:
+            dq *= scale
+        decayed = ()
+        for j in gl.static_range(HALVES):
+            decayed += (dS[j] * decay if HAS_GATE else dS[j],)
+        dq = product(da_tile.permute([1, 0]), k_tile, dq)
+        dk = product(da_tile, q_tile, dk)
+        entering = ()
+        for j in gl.static_range(HALVES):
+            entering += (product(q_tile.permute([1, 0]), eo_tiles.index(j), decayed[j]),)
+        of_tokens = (dq, dk)
+        finished = warpgroup_mma_wait(0, entering + of_tokens)
+        mbarrier.arrive(used, count=1)
+        dS, dq, dk = finished[:HALVES], finished[HALVES], finished[HALVES + 1]
+        dq = dq.to(gl.bfloat16) if dq_desc is not None else dq
+        dk = dk.to(gl.bfloat16) if dk_desc is not None else dk
+        mbarrier.wait(p_read, i & 1)  # also: k has been read
+        where = (b, h, start + c * C, T, Ho)
+        write(dq_desc, dq_ptr, q_tile, dq, key, K, where, rows, PACKED)
+        write(dk_desc, dk_ptr, k_tile, dk, key, K, where, rows, PACKED)
+    if dinitial is not None:
+        for j in gl.static_range(HALVES):
+            to = dinitial + ((n * Ho + h).to(gl.int64) * K + keys) * V + values + j * D
+            gl.store(to, dS[j], (keys < K) & (values + j * D < V))
+    tma.store_wait(0)
+
+
+# V is specialised: if it is a multiple of 16, two elements of a state are moved at once.
+@gluon.jit(
+    do_not_specialize=["scale", "g_b", "g_t", "g_h", "T", "segment", "segments", "Ho", "per_q", "per_k", "K", "B"]
+)
+def _chunk_gla_bwd_head_kernel(
+    q_desc,  # [B, Hq, T, K], tiles [C, D]
+    k_desc,  # [B, H, T, K], tiles [C, D]
+    v_desc,  # [B, Hv, T, V], tiles [C, D]
+    do_desc,  # [B, Ho, T, V], tiles [C, D]
+    s_desc,  # states that enter chunks, [rows, Hv, K, V], tiles [D, D]
+    dq_desc,  # [B, Ho, T, K], tiles [C, D]; None where there are several blocks of values
+    dk_desc,  # like dq_desc
+    dv_desc,  # [B, Ho, T, V], tiles [C, D]; None where there are several blocks of keys
+    dq_ptr,  # [blocks of values, B, T, Ho, K]
+    dk_ptr,  # [blocks of values, B, T, Ho, K]
+    dv_ptr,  # [blocks of keys, B, T, Ho, V]
+    dg_ptr,  # [blocks of keys and values, B, T, Ho]; [I, blocks of keys and values, Ho] with CONSTANT; or None
+    g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0, or None
+    leaving,  # gradients of leaving states, [I, Hv, K, V] or None
+    dinitial,  # gradients of initial states, [N, Ho, K, V] or None
+    order,  # [I, 5] or None
+    scale,
+    g_b,
+    g_t,
+    g_h,
+    state_n,
+    state_h,
+    state_k,
+    state_v,
+    T,
+    segment,
+    segments,
+    Ho,
+    per_q,
+    per_k,
+    per_v,
+    K,
+    V,
+    B,
+    PARTS: gl.constexpr,
+    HALVES: gl.constexpr,
+    CONSTANT: gl.constexpr,
+    LAST_LEAVE_NONE: gl.constexpr,
+):
+    HAS_GATE: gl.constexpr = g_ptr is not None
+    PACKED: gl.constexpr = order is not None
+    blocks_v = gl.cdiv(V, HALVES * D)
+    blocks_k = gl.cdiv(K, PARTS * D)
+    pid = gl.program_id(0)  # neighbours share q and k, or v and do
+    block_v = pid % blocks_v
+    block_k = pid // blocks_v % blocks_k
+    h = pid // (blocks_v * blocks_k) % Ho
+    n = pid // (blocks_v * blocks_k * Ho)
+    n, b, start, length, row, held = segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE)
+    chunks = gl.cdiv(length, C)
+    key = block_k * (PARTS * D)
+    value = block_v * (HALVES * D)
+    whole = B.to(gl.int64) * T * Ho
+    dq_ptr += block_v * whole * K
+    dk_ptr += block_v * whole * K
+    dv_ptr += block_k * whole * V
+    v_head = h // per_v
+    gates: gl.constexpr = None
+    if CONSTANT:
+        dg_ptr += ((n * blocks_k + block_k) * blocks_v + block_v).to(gl.int64) * Ho + h
+    elif HAS_GATE:
+        dg_ptr += (block_k * blocks_v + block_v) * whole + b.to(gl.int64) * T * Ho + h
+    if HAS_GATE:
+        gates = (g_ptr + b.to(gl.int64) * g_b + v_head.to(gl.int64) * g_h, g_t)
+
+    dtype: gl.constexpr = gl.bfloat16
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, D], dtype)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tiles = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, 1, 1, C, D], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, 1, 1, C, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [SLOTS * HALVES, 1, 1, C, D], v_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [SLOTS * HALVES, 1, 1, C, D], do_desc.layout)
+    s_tiles = gl.allocate_shared_memory(dtype, [PARTS * HALVES, 1, 1, D, D], s_desc.layout)
+    p_tiles = gl.allocate_shared_memory(dtype, [PARTS * HALVES, 1, 1, D, D], s_desc.layout)
+    eo_tiles = gl.allocate_shared_memory(dtype, [HALVES, C, D], tile_layout)
+    da_tile = gl.allocate_shared_memory(dtype, [C, C], tile_layout)
+    sums = gl.allocate_shared_memory(gl.float32, [3 * SLOTS, C], row_layout)  # b, scale * exp(b), exp(b_C - b)
+    decays = gl.allocate_shared_memory(gl.float32, [SLOTS, 1], row_layout)  # exp(b_C)
+    dots = gl.allocate_shared_memory(gl.float32, [ROOM * SLOTS, C], row_layout)  # sums of products for dg
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # q, k, v, do have been loaded
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # dq, dk, dv have left the tiles of q, k, v
+    gated = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # dA, scale * exp(b) do and the decays are there
+    s_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # S has been loaded
+    s_empty = gl.allocate_shared_memory(gl.int64, [1], bars)  # S has been read
+    ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # all parts of P have been written
+    summed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # the sums of gates have been written
+    dotted = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # the sums of products for dg have been written
+    used = gl.allocate_shared_memory(gl.int64, [1], bars)  # dA and scale * exp(b) do have been read
+    v_read = gl.allocate_shared_memory(gl.int64, [1], bars)  # v has been read by the gradient warps
+    p_read = gl.allocate_shared_memory(gl.int64, [1], bars)  # P and k have been read by the score warps
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=PARTS + 1)
+        mbarrier.init(summed.index(i), count=1)
+        mbarrier.init(gated.index(i), count=1)
+        mbarrier.init(dotted.index(i), count=PARTS + 1)
+    mbarrier.init(s_full, count=1)
+    mbarrier.init(s_empty, count=PARTS)
+    mbarrier.init(ready, count=PARTS)
+    mbarrier.init(used, count=PARTS)
+    mbarrier.init(v_read, count=PARTS)
+    mbarrier.init(p_read, count=1)
+
+    load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles)
+    load_place = (b, h, (h // per_q, h // per_k, v_head), key, value, start, chunks, row)
+    load = ((q_desc, k_desc, v_desc, do_desc, s_desc), load_tiles, (full, empty, s_full, s_empty), load_place)
+    gate = (sums, decays, dots, empty, summed, dotted, dg_ptr, start, length, Ho)
+    score_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, eo_tiles, da_tile, sums, dots)
+    score_barriers = (full, empty, summed, gated, ready, used, v_read, p_read, dotted)
+    score = (score_tiles, score_barriers, (dv_desc, dv_ptr), (b, h, value, start, length), (T, Ho, V))
+    tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, eo_tiles, da_tile, sums, decays, dots)
+    barriers = (full, empty, s_full, s_empty, gated, ready, used, v_read, p_read, dotted)
+    outputs = (dq_desc, dk_desc, dq_ptr, dk_ptr)
+    states = (leaving, held, h % per_v == 0, state_n, state_h, state_k, state_v, dinitial)
+    place = (b, h, v_head, n, key, value, start, length)
+    own = (tiles, barriers, outputs, states, place, (T, Ho, K, V), scale)
+    # Registers of a thread: the score warps take the rest.
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (_score_warps, (score, scale, PARTS, HALVES, HAS_GATE, PACKED)),
+                (_gradient_warps, (own, 0, PARTS, HALVES, HAS_GATE, PACKED)),
+                (_load_warp, (load, PARTS, HALVES)),
+                (_gate_warp, (gates, gate, scale, PARTS, CONSTANT)),
+            ],
+            [4, 1, 1],
+            [184, 48, 48],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_score_warps, (score, scale, PARTS, HALVES, HAS_GATE, PACKED)),
+                (_gradient_warps, (own, 0, PARTS, HALVES, HAS_GATE, PACKED)),
+                (_gradient_warps, (own, 1, PARTS, HALVES, HAS_GATE, PACKED)),
+                (_load_warp, (load, PARTS, HALVES)),
+                (_gate_warp, (gates, gate, scale, PARTS, CONSTANT)),
+            ],
+            [4, 4, 1, 1],
+            [168, 168, 48, 48],
+        )
