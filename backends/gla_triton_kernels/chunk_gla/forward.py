@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gla_triton_kernels.chunk_gla.tensors import Tensors
     from gla_triton_kernels.runtime.launch import Launch
 
-KERNELS: Sequence[OutputKernel] = (sm90.FORWARD_HEAD, sm90.FORWARD, sm90.FORWARD_WIDE, general.FORWARD)
+KERNELS: Sequence[OutputKernel] = (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD, general.FORWARD)
 """The kernels that compute outputs, best first."""
 
 SM90_TOKENS = 96

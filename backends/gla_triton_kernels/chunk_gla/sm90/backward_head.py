@@ -372,6 +372,8 @@ def _gradient_warps(
             p_tile = p_tiles.index(HALVES * part + j).reshape([D, D])
             dk = product(v_tiles.index(HALVES * slot + j).reshape([C, D]), p_tile.permute([1, 0]), dk)
         mbarrier.wait(s_full, i & 1)
+        if PACKED:
+            mbarrier.wait(gated.index(slot), i // SLOTS & 1)  # rows of the next sequence have been cleared
         dq = none
         for j in gl.static_range(HALVES):
             s_tile = s_tiles.index(HALVES * part + j).reshape([D, D])

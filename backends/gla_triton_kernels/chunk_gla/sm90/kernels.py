@@ -85,7 +85,8 @@ def _of_keys(call: OpCall) -> Reason | None:
 
 def _of_heads(call: OpCall) -> Reason | None:
     """Returns the reason why the kernels for a gate of each head, or none, cannot compute a call, or None."""
-    return f"computes no gates {GATES['key']}, which g has" if call.gate_form == "key" else None
+    gates = call.gate_form or ("key" if call.gate_dtype is not None else None)
+    return f"computes one gate for each head, or none; g has one {GATES['key']}" if gates == "key" else None
 
 
 # ---- states
@@ -300,15 +301,11 @@ def _backward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _backward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _gradient_refusal(call, gpu) or _of_heads(call)) is not None:
-        return reason
-    if call.gate_form is None and _has_several_blocks(call) and _backward_wide_refusal(call, gpu) is None:
-        return "divides heads with K or V above 128 into blocks; without gates, sm90.backward_wide does not"
-    return None
+    return _gradient_refusal(call, gpu) or _of_heads(call)
 
 
 def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _backward_refusal(call, gpu)) is not None:
+    if (reason := _gradient_refusal(call, gpu) or _of_keys(call)) is not None:
         return reason
     K = call.dims["K"]
     if not _has_several_blocks(call) or K > 256:

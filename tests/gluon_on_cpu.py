@@ -1,0 +1,438 @@
+"""Runs Gluon kernels for Hopper on a CPU: a small emulator of what the kernels of this repository use.
+
+Each kind of warps is a thread, barriers in shared memory are real, and shared memory starts as NaN. Asynchronous
+operations are carried out as late as the hardware may: a matrix product or a copy to memory reads its tiles when it is
+waited for. A product also compares its tiles with what they held when it was issued, so both a read that comes too
+early and a write that comes too early fail. Layouts and registers have no meaning here, and sums are rounded as PyTorch
+rounds them.
+
+    kernels = load("forward_head")     # a copy of chunk_gla/sm90/forward_head.py, and of what it imports from there
+    run(kernels.launch_outputs(plan, x, segments, scale, every))
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+SM90 = "gla_triton_kernels.chunk_gla.sm90"
+PATIENCE = 20.0
+"""Seconds that a thread waits for a barrier before the emulator reports a deadlock."""
+
+
+# ---- the language
+
+
+class _Whole(int):
+    value = property(int)
+
+
+class _Layout:
+    """Stands for any layout: it keeps its arguments, and has no effect."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    value = property(lambda self: self)
+
+    @classmethod
+    def get_default_for(cls, *args: Any) -> _Layout:
+        return cls(*args)
+
+
+class Value(torch.Tensor):
+    """A tensor or a number in registers. Kernels ask for its layout, which has no effect here.
+
+    `x += y` makes a new value, as in Triton; other names of the old one keep it.
+    """
+
+    type = SimpleNamespace(layout=_Layout())  # pyright: ignore[reportAssignmentType,reportIncompatibleMethodOverride]
+
+    def __iadd__(self, other: Any) -> Any:
+        return self + other
+
+    def __isub__(self, other: Any) -> Any:
+        return self - other
+
+    def __imul__(self, other: Any) -> Any:
+        return self * other
+
+
+def _value(x: Any) -> Value:
+    return torch.as_tensor(x).as_subclass(Value)
+
+
+class _Barriers(_Layout):
+    """The layout of barriers."""
+
+
+class Pointer:
+    """A pointer to elements of a tensor: flat memory and offsets."""
+
+    def __init__(self, memory: torch.Tensor, offsets: Any = 0) -> None:
+        self.memory, self.offsets = memory, offsets
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.memory, self.offsets + more)
+
+    __radd__ = __add__
+
+
+def _pointer(x: torch.Tensor) -> Pointer:
+    memory = torch.as_strided(x, (_extent(x),), (1,), x.storage_offset())
+    return Pointer(memory)
+
+
+def _extent(x: torch.Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+
+
+def _load(at: Pointer, mask: Any = True, other: Any = 0.0) -> torch.Tensor:
+    offsets = torch.as_tensor(at.offsets)
+    mask, offsets = torch.broadcast_tensors(torch.as_tensor(mask), offsets)
+    found = torch.as_tensor(other, dtype=at.memory.dtype).expand(offsets.shape).clone()
+    assert bool((offsets[mask] >= 0).all())
+    found[mask] = at.memory[offsets[mask]]
+    return _value(found)
+
+
+def _store(at: Pointer, x: Any, mask: Any = True) -> None:
+    x = torch.as_tensor(x).to(at.memory.dtype)
+    mask, offsets, x = torch.broadcast_tensors(torch.as_tensor(mask), torch.as_tensor(at.offsets), x)
+    assert bool((offsets[mask] >= 0).all())
+    at.memory[offsets[mask]] = x[mask]
+
+
+def _scan(x: torch.Tensor, axis: int, _: Callable, reverse: bool = False) -> torch.Tensor:
+    return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
+
+
+class Tile:
+    """Shared memory, or a part of it."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.type = SimpleNamespace(shape=list(memory.shape))
+        self.shape, self.dtype = memory.shape, memory.dtype
+
+    def index(self, i: Any) -> Tile:
+        return Tile(self.memory[int(i)])
+
+    def reshape(self, shape: list[int]) -> Tile:
+        return Tile(self.memory.view(shape))
+
+    def permute(self, order: list[int]) -> Tile:
+        return Tile(self.memory.permute(order))
+
+    def load(self, _: Any = None) -> torch.Tensor:
+        return _value(self.memory.clone())
+
+    def store(self, x: Any) -> None:
+        self.memory.copy_(x)
+
+
+class Barrier:
+    """A barrier in shared memory. A phase ends when all arrivals and all expected bytes are there."""
+
+    def __init__(self) -> None:
+        self.phase, self.count, self.pending, self.bytes = 0, 0, 0, 0
+
+    def index(self, i: Any) -> Barrier:
+        assert int(i) == 0
+        return self
+
+    def settle(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+
+
+class _Array:
+    def __init__(self, items: list[Barrier]) -> None:
+        self.items = items
+
+    def index(self, i: Any) -> Barrier:
+        return self.items[int(i)]
+
+
+def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+    if isinstance(layout, _Barriers):
+        return Barrier() if len(shape) == 1 else _Array([Barrier() for _ in range(shape[0])])
+    return Tile(torch.full(shape, float("nan"), dtype=dtype))
+
+
+_changed = threading.Condition()
+_threads = threading.local()
+_program = threading.local()
+
+
+def _wait(bar: Barrier, phase: Any) -> None:
+    with _changed:
+        done = _changed.wait_for(lambda: (bar.phase & 1) != int(phase) or _failed, PATIENCE)
+        if not done or _failed:
+            raise TimeoutError("deadlock: a barrier is waited for and never completes")
+
+
+def _arrive(bar: Barrier, count: int = 1, pred: Any = True) -> None:
+    if bool(pred):
+        with _changed:
+            assert bar.pending >= count, "more arrivals than the barrier counts"
+            bar.pending -= count
+            bar.settle()
+            _changed.notify_all()
+
+
+def _expect(bar: Barrier, size: int) -> None:
+    with _changed:
+        bar.bytes += size
+        bar.pending -= 1
+        _changed.notify_all()
+
+
+def _init(bar: Barrier, count: int) -> None:
+    bar.count = bar.pending = count
+
+
+class Descriptor:
+    """A tensor that TMA moves in blocks; what lies outside of it reads as 0 and is not written."""
+
+    def __init__(self, host: Any) -> None:
+        self.x = torch.as_strided(host.base, host.shape, host.strides, host.base.storage_offset())
+        self.dtype, self.layout = host.base.dtype, host.layout
+        size = self.dtype.itemsize
+        for n in host.block_shape:
+            size *= n
+        self.block_type = SimpleNamespace(shape=list(host.block_shape), nbytes=size)
+
+    def places(self, at: list[Any]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Returns the part of the tensor that a block covers, and the part of the block that lies in the tensor."""
+        inside, of_block = [], []
+        for first, n, size in zip(at, self.block_type.shape, self.x.shape, strict=True):
+            first = int(first)
+            assert first >= 0
+            inside.append(slice(first, min(first + n, size)))
+            of_block.append(slice(0, max(min(n, size - first), 0)))
+        return tuple(inside), tuple(of_block)
+
+
+def _host_descriptor(base: torch.Tensor, shape: Any, strides: Any, block_shape: Any, layout: Any) -> Any:
+    return SimpleNamespace(base=base, shape=shape, strides=strides, block_shape=block_shape, layout=layout)
+
+
+def _to_shared(desc: Descriptor, at: list[Any], bar: Barrier, tile: Tile) -> None:
+    inside, of_block = desc.places(at)
+    tile.memory.zero_()
+    tile.memory.view(desc.block_type.shape)[of_block] = desc.x[inside]
+    with _changed:
+        bar.bytes -= desc.block_type.nbytes
+        bar.settle()
+        _changed.notify_all()
+
+
+def _to_global(desc: Descriptor, at: list[Any], tile: Tile) -> None:
+    inside, of_block = desc.places(at)
+
+    def copy() -> None:
+        desc.x[inside] = tile.memory.reshape(desc.block_type.shape)[of_block]
+
+    _threads.stores = [*getattr(_threads, "stores", []), copy]
+
+
+def _store_wait(pending: int) -> None:
+    stores = getattr(_threads, "stores", [])
+    due = stores[: len(stores) - pending] if pending else stores
+    for copy in due:
+        copy()
+    _threads.stores = stores[len(due) :]
+
+
+class Product:
+    """A matrix product that has been started."""
+
+    def __init__(self, a: Any, b: Any, acc: Any) -> None:
+        self.operands = [(x, _held(x).clone()) for x in (a, b)]
+        self.acc, self.result = acc, None
+
+    def finish(self) -> torch.Tensor:
+        if self.result is None:
+            for x, then in self.operands:
+                assert torch.equal(_held(x).nan_to_num(), then.nan_to_num()), "a tile changed while it was read"
+            a, b = (then.float() for _, then in self.operands)
+            acc = self.acc.finish() if isinstance(self.acc, Product) else self.acc
+            self.result = _value(a @ b if acc is None else acc + a @ b)
+        return self.result
+
+
+def _held(x: Any) -> torch.Tensor:
+    return x.memory if isinstance(x, Tile) else x
+
+
+def _multiply(a: Any, b: Any, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+    return Product(a, b, acc if use_acc else None)
+
+
+def _finish(_: int, products: Iterable[Any]) -> Any:
+    found = tuple(x.finish() if isinstance(x, Product) else x for x in products)
+    return found[0] if len(found) == 1 else found
+
+
+_failed: list[BaseException] = []
+
+
+def _specialize(partitions: list[tuple[Callable, tuple]], *_: Any) -> None:
+    def body(function: Callable, args: tuple) -> None:
+        try:
+            function(*args)
+            assert not getattr(_threads, "stores", []), "a copy to memory was not waited for"
+        except BaseException as error:
+            with _changed:
+                _failed.append(error)
+                _changed.notify_all()
+
+    threads = [threading.Thread(target=body, args=each) for each in partitions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if _failed:
+        raise next((e for e in _failed if not isinstance(e, TimeoutError)), _failed[0])
+
+
+def _jit(function: Any) -> Any:
+    function.arg_names = list(inspect.signature(function).parameters)
+    return function
+
+
+def _language() -> ModuleType:
+    gl: Any = ModuleType("triton.experimental.gluon.language")
+    gl.constexpr = lambda x: _Whole(x) if type(x) is int else x
+    for name in ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout"):
+        setattr(gl, name, _Layout)
+    gl.SwizzledSharedLayout = _Layout
+    for name in ("float32", "float64", "float16", "bfloat16", "int32", "int64"):
+        setattr(gl, name, getattr(torch, name))
+    gl.static_range, gl.cdiv = range, lambda a, b: -(-a // b)
+    gl.minimum = lambda a, b: torch.minimum(*torch.broadcast_tensors(_value(a), _value(b)))
+    gl.maximum = lambda a, b: torch.maximum(*torch.broadcast_tensors(_value(a), _value(b).to(_value(a).dtype)))
+    gl.where = lambda c, a, b: torch.where(_value(c), a, b)
+    gl.to_tensor = _value
+    gl.program_id = lambda _: _value(_program.id)
+    gl.arange = lambda a, b, _: _value(torch.arange(a, b))
+    gl.zeros = lambda shape, dtype, _: _value(torch.zeros(shape, dtype=dtype))
+    gl.full = lambda shape, x, dtype, _: _value(torch.full(shape, float(x), dtype=dtype))
+    gl.zeros_like, gl.exp2, gl.associative_scan = torch.zeros_like, torch.exp2, _scan
+    gl.sum = lambda x, axis: x.sum(axis)
+    gl.max, gl.min = (lambda x, axis: x.amax(axis)), (lambda x, axis: x.amin(axis))
+    gl.convert_layout = lambda x, layout, assert_trivial=False: x
+    gl.load, gl.store, gl.allocate_shared_memory, gl.warp_specialize = _load, _store, _allocate, _specialize
+    return gl
+
+
+def _hopper(gl: Any) -> ModuleType:
+    hopper: Any = ModuleType("triton.experimental.gluon.language.nvidia.hopper")
+    hopper.fence_async_shared = lambda: None
+    hopper.mbarrier = SimpleNamespace(
+        MBarrierLayout=_Barriers, init=_init, wait=_wait, arrive=_arrive, expect=_expect
+    )
+    hopper.tma = SimpleNamespace(
+        async_copy_global_to_shared=_to_shared, async_copy_shared_to_global=_to_global, store_wait=_store_wait
+    )
+    hopper.warpgroup_mma, hopper.warpgroup_mma_wait = _multiply, _finish
+    hopper.warpgroup_mma_init = lambda x: x
+    return hopper
+
+
+# ---- modules and launches
+
+
+@contextmanager
+def _replaced(modules: dict[str, Any]) -> Any:
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def load(*names: str) -> SimpleNamespace:
+    """Returns copies of modules of chunk_gla/sm90, by name, whose kernels run on the CPU.
+
+    Args:
+        names: the modules; each after the modules of the folder that it imports. common is loaded first.
+    """
+    gl = _language()
+    package: Any = ModuleType("triton.experimental.gluon")
+    package.jit = lambda function=None, **_: _jit if function is None else _jit(function)
+    package.language, package.constexpr_function = gl, lambda function: function
+    parent: Any = ModuleType("triton.experimental")
+    parent.gluon = package
+    fakes: dict[str, Any] = {"triton.experimental": parent, "triton.experimental.gluon": package}
+    fakes["triton.experimental.gluon.language"] = gl
+    fakes["triton.experimental.gluon.language.nvidia.hopper"] = _hopper(gl)
+    fakes["triton.experimental.gluon.nvidia.hopper"] = SimpleNamespace(TensorDescriptor=_host_descriptor)
+    found: dict[str, Any] = {}
+    with _replaced(fakes | {f"{SM90}.{name}": None for name in ("common", *names)}):
+        for name in ("common", *names):
+            spec = importlib.util.find_spec(SM90)
+            assert spec is not None
+            assert spec.submodule_search_locations is not None
+            path = f"{spec.submodule_search_locations[0]}/{name}.py"
+            own = importlib.util.spec_from_file_location(f"{SM90}.{name}", path)
+            assert own is not None
+            assert own.loader is not None
+            module = importlib.util.module_from_spec(own)
+            sys.modules[f"{SM90}.{name}"] = module
+            own.loader.exec_module(module)
+            _simplify(module)
+            found[name] = module
+    return SimpleNamespace(**found)
+
+
+def _simplify(module: Any) -> None:
+    """Replaces what has no meaning here: constants of Triton by numbers, and inline assembly."""
+    simple = {
+        "as_float32": lambda x: x.float(),
+        "opaque_zero": lambda: 0,
+        "wait_for_predecessor": lambda: None,
+        "let_dependents_start": lambda: None,
+    }
+    for name, x in list(vars(module).items()):
+        if type(x).__module__ == "triton.language.core" and type(x).__name__ == "constexpr":
+            setattr(module, name, x.value)
+        elif name in simple:
+            setattr(module, name, simple[name])
+
+
+def run(launches: Iterable[Any]) -> None:
+    """Makes launches: emulates kernels from `load`, and starts all others, which have to be interpreted."""
+    for launch in launches:
+        if hasattr(launch.kernel, "fn"):
+            launch.kernel[launch.grid](*launch.arguments.values(), **launch.options)
+            continue
+        for program in range(launch.grid[0]):
+            _program.id = program
+            _failed.clear()
+            _threads.stores = []
+            constants = {name for name, kind in launch.kernel.__annotations__.items() if "constexpr" in str(kind)}
+            launch.kernel(**{name: _argument(x, name in constants) for name, x in launch.arguments.items()})
+
+
+def _argument(x: Any, constant: bool) -> Any:
+    if isinstance(x, torch.Tensor):
+        return _pointer(x)
+    if hasattr(x, "block_shape"):
+        return Descriptor(x)
+    return _value(x) if type(x) is int and not constant else x
