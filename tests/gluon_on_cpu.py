@@ -339,9 +339,7 @@ def _language() -> ModuleType:
 def _hopper(gl: Any) -> ModuleType:
     hopper: Any = ModuleType("triton.experimental.gluon.language.nvidia.hopper")
     hopper.fence_async_shared = lambda: None
-    hopper.mbarrier = SimpleNamespace(
-        MBarrierLayout=_Barriers, init=_init, wait=_wait, arrive=_arrive, expect=_expect
-    )
+    hopper.mbarrier = SimpleNamespace(MBarrierLayout=_Barriers, init=_init, wait=_wait, arrive=_arrive, expect=_expect)
     hopper.tma = SimpleNamespace(
         async_copy_global_to_shared=_to_shared, async_copy_shared_to_global=_to_global, store_wait=_store_wait
     )

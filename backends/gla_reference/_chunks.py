@@ -46,7 +46,8 @@ class Dense:
         """Carries a state [N, H, K, V] through the chunks: state <- decay[n] * state + update[n].
 
         Args:
-            decay: [R, H, n, K], or [R, H, n, 1]. update: [R, H, n, K, V]. reverse: whether to go from the last chunk to the first.
+            decay: [R, H, n, K], or [R, H, n, 1]. update: [R, H, n, K, V].
+            reverse: whether to go from the last chunk to the first.
 
         Returns:
             The state that enters each chunk [R, H, n, K, V], and the state that leaves each sequence [N, H, K, V].

@@ -21,7 +21,9 @@ from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 
 H200, A100, B200 = Gpu(Architecture.SM90, 132), Gpu(Architecture.SM80, 108), Gpu(Architecture.SM100, 148)
-SM90_KERNELS = (sm90.STATES, sm90.FORWARD, sm90.FORWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_WIDE)
+OF_KEYS = (sm90.STATES, sm90.FORWARD, sm90.FORWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_WIDE)
+OF_HEADS = (sm90.FORWARD_HEAD, sm90.BACKWARD_HEAD)
+SM90_KERNELS = (*OF_KEYS, *OF_HEADS)
 GENERAL_KERNELS = (general.STATES, general.FORWARD, general.BACKWARD)
 WIDE = (sm90.FORWARD_WIDE, sm90.BACKWARD_WIDE)
 UNALIGNED = "needs tensors that TMA can address: addresses and strides are multiples of 16 bytes; {} is not one"
@@ -29,7 +31,7 @@ UNALIGNED = "needs tensors that TMA can address: addresses and strides are multi
 bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def call_for(kernel, *, dtype=bfloat16, gate_dtype=float32, gate_form="key", layouts=None, **changes):
+def call_for(kernel, *, dtype=bfloat16, gate_dtype=float32, gate_form=None, layouts=None, **changes):
     """Returns a call that a kernel computes on an H200, with changes. Rows of heads begin at multiples of 16 bytes."""
     dims = {"B": 2, "T": 300, "H": 4, "K": 256 if kernel in WIDE else 128, "V": 128, **changes}
     dims = {"Hq": dims["H"], "Hv": dims["H"], "N": dims["B"], **dims}
@@ -41,6 +43,7 @@ def call_for(kernel, *, dtype=bfloat16, gate_dtype=float32, gate_form="key", lay
         for name, shape in shapes.items()
     }
     op = "chunk_gla_bwd" if kernel in backward.KERNELS else "chunk_gla_fwd"
+    gate_form = gate_form or ("head" if kernel in OF_HEADS else "key")
     facts = {"dims": dims, "gate_dtype": gate_dtype, "gate_form": gate_form, "layouts": found | (layouts or {})}
     return OpCall(op=op, device=torch.device("cuda"), dtype=dtype, **facts)
 
@@ -84,6 +87,8 @@ def test_refusals_that_kernels_for_sm90_share(kernel, gpu, changes, reason):
 def test_a_tensor_that_tma_cannot_address_is_named(kernel, name, change):
     if name == "o" and kernel in backward.KERNELS:
         name = "do"
+    if name == "g" and kernel in OF_HEADS:
+        pytest.skip("TMA does not move its gates")
     layout = call_for(kernel).layouts[name]._replace(**change)
     assert kernel.refusal(call_for(kernel, layouts={name: layout}), H200) == UNALIGNED.format(name)
 
@@ -101,11 +106,17 @@ OF_ONE = [
             ({"Hv": 8}, VALUE_HEADS),
         )
     ),
-    *((kernel, {"Hq": 8}, HEADS) for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE)),
     *(
-        (kernel, {"V": 60}, "computes V that are multiples of 8; V is 60")
-        for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE)
+        (kernel, *refusal)
+        for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
+        for refusal in (({"Hq": 8}, HEADS), ({"V": 60}, "computes V that are multiples of 8; V is 60"))
     ),
+    *(
+        (kernel, {"gate_form": "key"}, "computes one gate for each head, or none; g has one for each key [B, T, Hv, K]")
+        for kernel in OF_HEADS
+    ),
+    (sm90.FORWARD_HEAD, {"K": 136}, "computes K up to 128; K is 136"),
+    (sm90.BACKWARD_HEAD, {"K": 37}, "computes K and V that are multiples of 8; K is 37 and V is 128"),
     (sm90.FORWARD, {"K": 136}, "computes K up to 128; K is 136"),
     (sm90.FORWARD_WIDE, {"K": 128}, "computes K from 136 to 256 in steps of 8; K is 128"),
     (sm90.FORWARD_WIDE, {"K": 132}, "computes K from 136 to 256 in steps of 8; K is 132"),
@@ -206,7 +217,7 @@ def test_no_kernel_for_sm90_is_chosen_on_another_gpu(op, architecture):
         "chunk_gla_bwd": {"backward", "states"},
         "chunk_gla_summary": {"states"},
     }[op]
-    for_sm90 = kernels | {f"{name}_wide" for name in kernels - {"states"}}
+    for_sm90 = kernels | {f"{name}_{more}" for name in kernels - {"states"} for more in ("wide", "head")}
     assert chosen == {f"general.{name}" for name in kernels}
     assert on_hopper == chosen | {f"sm90.{name}" for name in for_sm90}
 
@@ -233,6 +244,7 @@ def lines_of(explanation, backend):
                 "kernel general.forward",
                 "not sm90.forward: computes as many query heads as key/value heads; q has 32 and k has 16",
                 "not sm90.forward_wide: computes as many query heads as key/value heads; q has 32 and k has 16",
+                "not sm90.forward_head: computes as many query heads as key/value heads; q has 32 and k has 16",
             ],
         ),
         (
@@ -258,6 +270,7 @@ def lines_of(explanation, backend):
                 "kernel general.backward",
                 "not sm90.backward_wide: computes bfloat16; q is float16",
                 "not sm90.backward: computes bfloat16; q is float16",
+                "not sm90.backward_head: computes bfloat16; q is float16",
             ],
         ),
     ],
@@ -282,7 +295,7 @@ def test_explain_names_the_kernel_for_states_and_the_tokens_of_segments():
     found = lines_of(explain_call(call, current_request()), "parallel_scan")
     assert found[0].startswith("kernel general.forward after general.states, in segments of ")
     assert found[1:] == [
-        f"not {name}: computes bfloat16; q is float32" for name in ("sm90.forward", "sm90.forward_wide")
+        f"not sm90.{name}: computes bfloat16; q is float32" for name in ("forward", "forward_wide", "forward_head")
     ]
 
 
@@ -291,5 +304,7 @@ def test_explain_of_a_call_on_tensors_names_the_kernel(backend, device):
     x = gla_inputs(B=1, T=20, K=16, V=16, dtype=float16, device=device)
     found = lines_of(gla.explain("chunk_gla", x.q, x.k, x.v, x.g, backend=backend), backend)
     assert found[0] == "kernel general.forward"
-    assert [line.split(": ")[0] for line in found[1:]] == ["not sm90.forward", "not sm90.forward_wide"]
+    assert [line.split(": ")[0] for line in found[1:]] == [
+        f"not sm90.{name}" for name in ("forward", "forward_wide", "forward_head")
+    ]
     assert all("needs Hopper" in line or "computes bfloat16; q is float16" in line for line in found[1:])

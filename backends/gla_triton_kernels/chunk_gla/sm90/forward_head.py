@@ -110,8 +110,9 @@ def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: flo
 
 
 @gluon.jit
-def _load_warp(descriptors, tiles, barriers, place, HEADS: gl.constexpr, STAGES: gl.constexpr):
+def _load_warp(given, HEADS: gl.constexpr, STAGES: gl.constexpr):
     """Prefetches STAGES chunks of q, k and v."""
+    descriptors, tiles, barriers, place = given
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_tiles, v_tiles = tiles
     full, empty = barriers
@@ -133,10 +134,9 @@ def _load_warp(descriptors, tiles, barriers, place, HEADS: gl.constexpr, STAGES:
 
 
 @gluon.jit
-def _gate_warps(
-    gates, tiles, barriers, start, length, HEADS: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr
-):
+def _gate_warps(gates, given, HEADS: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
     """Sums the gates and computes u, chunk after chunk."""
+    tiles, barriers, start, length = given
     v_tiles, u_tiles, sums, decays = tiles
     full, gated = barriers
     C: gl.constexpr = v_tiles.type.shape[3]
@@ -187,13 +187,7 @@ def _gate_warps(
 
 @gluon.jit
 def _state_warps(
-    tiles,
-    barriers,
-    outputs,
-    states,
-    kept,
-    place,
-    sizes,
+    given,
     WARPGROUP: gl.constexpr,
     HEADS: gl.constexpr,
     HAS_GATE: gl.constexpr,
@@ -201,6 +195,7 @@ def _state_warps(
     STAGES: gl.constexpr,
 ):
     """Carries W columns of the state through the segment and writes the outputs."""
+    tiles, barriers, outputs, states, kept, place, sizes = given
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
@@ -365,26 +360,22 @@ def _chunk_gla_fwd_head_kernel(
         gates = ((g_ptr + b.to(gl.int64) * g_b + h.to(gl.int64) * g_h, g_t),)
         if HEADS == 2:
             gates += ((g_ptr + b.to(gl.int64) * g_b + (h + 1).to(gl.int64) * g_h, g_t),)
-    gate_tiles = (v_tiles, u_tiles, sums, decays)
     load_place = (b, h // R, h, column, start, gl.cdiv(length, C))
+    load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, empty), load_place)
+    gate = ((v_tiles, u_tiles, sums, decays), (full, gated), start, length)
     tiles = (q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles)
-    barriers = (full, gated, empty)
-    outputs = (o_desc, o_ptr, scale)
-    kept = (s_desc, checkpoint, left, every)
     states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
+    kept = (s_desc, checkpoint, left, every)
     place = (b, h, n, sequence, origin, column, start, length)
-    sizes = (T, Hv, K, V)
+    own = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, kept, place, (T, Hv, K, V))
     # Registers of a thread. The gate warps take the rest.
     STATE: gl.constexpr = 208
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, gate_tiles, (full, gated), start, length, HEADS, PACKED, STAGES)),
-                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HEADS, HAS_GATE, PACKED, STAGES)),
-                (
-                    _load_warp,
-                    ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, empty), load_place, HEADS, STAGES),
-                ),
+                (_gate_warps, (gates, gate, HEADS, PACKED, STAGES)),
+                (_state_warps, (own, 0, HEADS, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HEADS, STAGES)),
             ],
             [4, 1],
             [STATE, 24],
@@ -392,13 +383,10 @@ def _chunk_gla_fwd_head_kernel(
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, gate_tiles, (full, gated), start, length, HEADS, PACKED, STAGES)),
-                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HEADS, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 1, HEADS, HAS_GATE, PACKED, STAGES)),
-                (
-                    _load_warp,
-                    ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, empty), load_place, HEADS, STAGES),
-                ),
+                (_gate_warps, (gates, gate, HEADS, PACKED, STAGES)),
+                (_state_warps, (own, 0, HEADS, HAS_GATE, PACKED, STAGES)),
+                (_state_warps, (own, 1, HEADS, HAS_GATE, PACKED, STAGES)),
+                (_load_warp, (load, HEADS, STAGES)),
             ],
             [4, 4, 1],
             [STATE, STATE, 24],

@@ -1,0 +1,240 @@
+"""Mamba-2's scan and its decoding step, with mamba_ssm's arguments and results.
+
+Per head, with A < 0 a number, dt_t >= 0 a number, and x_t a row of headdim channels:
+
+    S_t = exp(dt_t A) S_{t-1} + dt_t x_t^T B_t        S in R^{headdim x dstate}
+    y_t = S_t C_t + D x_t                             out_t = y_t * silu(z_t)
+
+This is gated linear attention with q = C, k = B, v = dt x, g = dt A and scale 1. Head i reads B and C of group
+i // (nheads / ngroups). States have the channels first.
+
+Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
+Duality" (arXiv 2405.21060); the arguments are those of mamba_ssm 2.3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gla_core.dispatch.backend import wide
+from gla_core.ops import checks, chunk_gla, recurrent_gla_step
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+) -> Tensor | Any:
+    """Computes Mamba-2's scan, as `mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined` does.
+
+    It is differentiable in all tensors of floating-point numbers, also with return_varlen_states. The host never waits
+    for the device. dt, its softplus, the gates and the products with D and z are computed in float32 (float64 with
+    float64 inputs); each may have any dtype.
+
+    Args:
+        x: inputs [batch, seqlen, nheads, headdim], float64, float32, float16 or bfloat16.
+        dt: time steps [batch, seqlen, nheads], before dt_bias and softplus.
+        A: the rate of each head [nheads], at most 0: a head forgets the factor exp(dt A) per token.
+        B: [batch, seqlen, ngroups, dstate], where ngroups divides nheads. It is cast to the dtype of x.
+        C: [batch, seqlen, ngroups, dstate]. It is cast to the dtype of x.
+        chunk_size: it changes no result and is not used.
+        D: factor of x in the output, [nheads] or [nheads, headdim]. None means 0.
+        z: [batch, seqlen, nheads, headdim]; the output is multiplied by silu(z). None means no factor.
+        dt_bias: it is added to dt [nheads].
+        initial_states: the state before the first token [batch, nheads, headdim, dstate], of any dtype. None means 0.
+            With seq_idx it belongs to sequence 0: a row whose first index is not 0 does not read it.
+        seq_idx: the sequence of each token [batch, seqlen], integers. The state is set to 0 where the index differs
+            from the index before.
+        cu_seqlens: offsets of the sequences of seq_idx [N+1], int32 or int64; batch is 1, and the last offset is
+            seqlen. They are read only with return_varlen_states.
+        dt_softplus: whether to apply softplus to dt + dt_bias.
+        dt_limit: the smallest and the largest dt, at least 0. Values outside are clamped after softplus. So a negative
+            dt becomes 0.
+        return_final_states: whether to return the state after the last token of each row.
+        return_varlen_states: whether to return the state after the last token of each sequence.
+
+    Returns:
+        out [batch, seqlen, nheads, headdim] with the dtype of x, or a tuple of out and the states asked for: the final
+        states [batch, nheads, headdim, dstate], then the states of the sequences [N, nheads, headdim, dstate]. States
+        are float32 (float64 with float64 inputs).
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong shape, dtype or device; dt_limit is negative; cu_seqlens or
+            seqlen_idx is missing with return_varlen_states.
+        NoBackendError, NotImplementedError: as in `gla_core.chunk_gla`.
+
+    Example:
+        >>> x, dt, A = torch.randn(2, 100, 8, 64), torch.rand(2, 100, 8), -torch.rand(8)
+        >>> B, C = torch.randn(2, 100, 1, 128), torch.randn(2, 100, 1, 128)
+        >>> out, states = mamba_chunk_scan_combined(x, dt, A, B, C, 256, return_final_states=True)
+    """
+    _check_scan(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx)
+    if return_varlen_states and (seq_idx is None or cu_seqlens is None):
+        missing = "cu_seqlens" if cu_seqlens is None else "seq_idx"
+        raise ValueError(f"{missing} is None; return_varlen_states needs both seq_idx [1, seqlen] and cu_seqlens [N+1]")
+    dtype = wide(x.dtype)
+    dt = _time_steps(dt, dt_bias, dt_softplus, dt_limit, dtype)
+    g = dt * A.to(dtype)
+    if seq_idx is not None:
+        before = F.pad(seq_idx[:, :-1], (1, 0))  # a row continues sequence 0
+        g = g.masked_fill((seq_idx != before)[..., None], -torch.inf)
+    offsets = cu_seqlens if return_varlen_states else None
+    state = None if initial_states is None else initial_states.to(dtype)
+    if state is not None and offsets is not None:
+        state = F.pad(state, (0, 0) * 3 + (0, len(offsets) - 2))  # the other sequences begin with 0
+    v = (x * dt[..., None]).to(x.dtype)
+    wanted = return_final_states or return_varlen_states
+    q, k = C.to(x.dtype), B.to(x.dtype)
+    o, state = chunk_gla(q, k, v, g, 1.0, state, wanted, offsets, state_v_first=True)
+    out = _output(o, x, D if D is None or D.ndim == 2 else D[:, None], z)
+    if offsets is None:
+        return (out, state) if return_final_states else out
+    return (out, _last(state, offsets), state) if return_final_states else (out, state)
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+) -> Tensor:
+    """Advances a state by one token per row, in place, as mamba_ssm's `selective_state_update` does.
+
+    A step of Mamba-2 has one gate for each head. It is recognized by its strides: A of stride 0 along dim and dstate,
+    and dt and dt_bias of stride 0 along dim. mamba_ssm's Mamba-2 layer passes such tensors, made with `expand`. Every
+    other step, such as Mamba-1's, is computed with a gate for each channel and key, which is exact and reads more.
+
+    All tensors may lack the dimension nheads, which then is 1.
+
+    Args:
+        state: the states before the token, overwritten by those after it: [P, nheads, dim, dstate]. P is batch without
+            state_batch_indices. A dtype that `gla_core.recurrent_gla_step` does not take, such as float16, costs two
+            copies of all P states.
+        x: inputs [batch, nheads, dim], float64, float32, float16 or bfloat16.
+        dt: time steps [batch, nheads, dim], before dt_bias and softplus. They are not clamped.
+        A: rates [nheads, dim, dstate], at most 0.
+        B: [batch, ngroups, dstate], where ngroups divides nheads. It is cast to the dtype of x.
+        C: [batch, ngroups, dstate]. It is cast to the dtype of x.
+        D: factor of x in the output [nheads, dim]. None means 0.
+        z: [batch, nheads, dim]; the output is multiplied by silu(z). None means no factor.
+        dt_bias: it is added to dt [nheads, dim].
+        dt_softplus: whether to apply softplus to dt + dt_bias.
+        state_batch_indices: for each row, the index of its state [batch], int32 or int64, no state twice. A row with a
+            negative index reads and writes no state.
+
+    Returns:
+        out [batch, nheads, dim] with the dtype of x, without the dimension nheads if state lacks it.
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong shape, dtype or device, or the strides of state do not allow to
+            write it in place.
+        RuntimeError: x, dt, A, B, C, dt_bias or state requires a gradient; call it under torch.no_grad().
+        NoBackendError, NotImplementedError: as in `gla_core.recurrent_gla_step`.
+
+    Example:
+        >>> A, dt = -torch.rand(8, 1, 1).expand(8, 64, 128), torch.rand(2, 8, 1).expand(2, 8, 64)
+        >>> state, x, B, C = torch.zeros(2, 8, 64, 128), torch.randn(2, 8, 64), *torch.randn(2, 2, 1, 128)
+        >>> out = selective_state_update(state, x, dt, A, B, C)
+    """
+    states, A = _with_heads(state, 4), _with_heads(A, 3)
+    x, dt, B, C, z = (_with_heads(y, 3) for y in (x, dt, B, C, z))
+    D, dt_bias = _with_heads(D, 2), _with_heads(dt_bias, 2)
+    _check_step(states, x, dt, A, B, C, D, z, dt_bias)
+    dtype = wide(x.dtype)
+    if _shared(A, -1) and all(_shared(y, -2 if y is A else -1) for y in (A, dt, dt_bias) if y is not None):
+        dt = _time_steps(dt[..., 0], None if dt_bias is None else dt_bias[..., 0], dt_softplus, None, dtype)
+        v, g, pool = x * dt[..., None], dt * A[:, 0, 0].to(dtype), states
+    else:
+        dt = _time_steps(dt, dt_bias, dt_softplus, None, dtype)
+        v, g = (x * dt).flatten(1)[..., None], (dt[..., None] * A.to(dtype)).flatten(1, 2)
+        pool = _channels_as_heads(states)
+    token = (C.to(x.dtype), B.to(x.dtype), v.to(x.dtype), g)
+    taken = (torch.float64,) if dtype == torch.float64 else (torch.float32, torch.bfloat16)
+    written = pool if pool.dtype in taken else pool.to(dtype)
+    o, _ = recurrent_gla_step(*token, written, 1.0, state_batch_indices, inplace=True, state_v_first=True)
+    if written is not pool:
+        pool.copy_(written)
+    out = _output(o.view(x.shape), x, D, z)
+    return out if state.ndim > 3 else out.squeeze(1)
+
+
+def _time_steps(
+    dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None, dtype: torch.dtype
+) -> Tensor:
+    """Returns the time steps that multiply A and x, clamped to `limit`."""
+    dt = dt.to(dtype)
+    if bias is not None:
+        dt = dt + bias.to(dtype)
+    if softplus:
+        dt = F.softplus(dt)
+    if limit is None:
+        return dt
+    low, high = limit
+    if not 0 <= low <= high:
+        raise ValueError(f"dt_limit is {limit}; expected two numbers, the first at least 0 and at most the second")
+    return dt if softplus and limit == (0.0, float("inf")) else dt.clamp(low, high)
+
+
+def _output(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    """Returns (o + D x) silu(z) with the dtype of x."""
+    out = o.to(wide(x.dtype))
+    if D is not None:
+        out = out + x * D.to(out.dtype)
+    if z is not None:
+        out = out * F.silu(z.to(out.dtype))
+    return out.to(x.dtype)
+
+
+def _last(states: Tensor, offsets: Tensor) -> Tensor:
+    """Returns the state [1, ...] of the last sequence that has a token."""
+    i = (offsets[:-1] < offsets[-1]).sum() - 1
+    return states.index_select(0, i.clamp(min=0)[None])
+
+
+def _channels_as_heads(states: Tensor) -> Tensor:
+    """Returns a view [P, nheads * dim, 1, dstate] of states [P, nheads, dim, dstate]."""
+    P, nheads, dim, dstate = states.shape
+    if nheads > 1 and dim > 1 and states.stride(1) != dim * states.stride(2):
+        raise ValueError(
+            f"state has strides {states.stride()}; expected heads and channels that follow each other in memory, or A, "
+            "dt and dt_bias expanded along dim and dstate"
+        )
+    return states.view(P, nheads * dim, 1, dstate)
+
+
+def _with_heads(x: Any, ndim: int) -> Any:
+    """Returns x with a dimension nheads, or ngroups, of size 1 if it has one dimension less than ndim."""
+    return x.unsqueeze(1 - ndim if ndim != 3 else -2) if isinstance(x, Tensor) and x.ndim == ndim - 1 else x
+
+
+def _shared(x: Tensor, dim: int) -> bool:
+    """Returns whether x holds one element along a dimension, by its stride."""
+    return x.stride(dim) == 0 or x.shape[dim] == 1
+
+
+def _check_scan(*given: Tensor | None) -> None:
+    """Checks the shapes of the tensors of `mamba_chunk_scan_combined`."""

@@ -1,0 +1,219 @@
+"""Hopper's kernels for one gate per head or none, emulated on a CPU, against the oracle: see tests/gluon_on_cpu.py."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from gla_core.conformance import oracle
+from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
+from gla_core.workloads.inputs import gla_inputs
+
+pytest.importorskip("triton")
+from gla_triton_kernels.chunk_gla.kernel import ForwardPlan, GradientParameters, Parameters, SegmentPlan
+from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, cut, whole
+from gla_triton_kernels.chunk_gla.tensors import BackwardTensors, Tensors
+from tests import gluon_on_cpu
+
+BFLOAT16 = torch.bfloat16
+PACKED = {"lengths": (0, 65, 1, 0, 130, 3), "padding": 10, "initial_state": True}
+pytestmark = pytest.mark.kernels  # Triton's kernels that sort packed segments are interpreted
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return gluon_on_cpu.load("states", "forward", "forward_head", "common_backward", "pairs", "backward_head")
+
+
+def inputs(**sizes):
+    sizes = {"B": 1, "T": 130, "H": 1, "K": 64, "V": 64, "gate_form": "head", **sizes}
+    return gla_inputs(**{"dtype": BFLOAT16, "gate_dtype": torch.float32, **sizes})
+
+
+def unwritten(*shape, dtype=BFLOAT16):
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def states_of(x, dtype=torch.float32):
+    N = len(x.q) if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    return unwritten(N, x.v.shape[2], x.k.shape[3], x.v.shape[3], dtype=dtype)
+
+
+def expected_checkpoints(x, every=64):
+    return oracle.chunk_gla_checkpoints(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, every)
+
+
+def check_forward(kernels, BV=None, stages=2, **sizes):
+    x = inputs(**sizes)
+    B, T, Hv, V = x.v.shape
+    K, wanted = x.k.shape[3], expected_checkpoints(x)
+    o, final, checkpoints = unwritten(B, T, Hv, V), states_of(x), torch.zeros_like(wanted, dtype=BFLOAT16)
+    tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, final, checkpoints)
+    segments = whole(B, T, x.cu_seqlens, o)
+    parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=BV or (64 if V <= 64 else 128), stages=stages)
+    gluon_on_cpu.run(segments.launches)
+    plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
+    gluon_on_cpu.run(kernels.forward_head.launch_outputs(plan, tensors, segments, K**-0.5, 64))
+    expected = oracle.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens)
+    for found, truth in zip((o, final, checkpoints), (*expected, wanted), strict=True):
+        assert relative_error(found, truth) <= FORWARD[BFLOAT16]
+
+
+@pytest.mark.parametrize("gates", ["mild", "strong", "extreme", "-inf"])
+@pytest.mark.parametrize("form", ["head", "constant"])
+def test_outputs_of_every_gate(kernels, form, gates):
+    check_forward(kernels, gate_form=form, gates=gates, initial_state=True)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"gates": "none", "initial_state": True},
+        {"K": 128, "V": 128, "B": 2, "H": 2},
+        {"K": 40, "V": 200, "stages": 3},
+        {"V": 128, "BV": 64},
+        {"R": 3},
+        {"R": 4, "BV": 128, "K": 128, "V": 40, "gates": "-inf"},  # two value heads in a block
+        PACKED,
+        PACKED | {"R": 2, "BV": 128, "gates": "-inf"},
+        PACKED | {"gate_form": "constant", "K": 128, "V": 72, "padding": 0},
+    ],
+    ids=str,
+)
+def test_outputs(kernels, sizes):
+    check_forward(kernels, **sizes)
+
+
+def check_gradients(kernels, dstate=True, **sizes):
+    x = inputs(**sizes)
+    (B, T, Hq, K), (H, (Hv, V)) = x.q.shape, (x.k.shape[2], x.v.shape[2:])
+    Ho, blocks = max(Hq, Hv), [64 if width <= 64 else 128 for width in (K, V)]
+    do = torch.randn(B, T, Ho, V).to(BFLOAT16)
+    leaving = torch.randn_like(states_of(x)) if dstate else None
+    dg = None if x.g is None else unwritten(*(B, T, Ho)[2 if x.g.ndim == 1 else 0 :], dtype=torch.float32)
+    dinitial = None if x.initial_state is None else unwritten(len(x.initial_state), Ho, K, V, dtype=torch.float32)
+    results = unwritten(B, T, Ho, K), unwritten(B, T, Ho, K), unwritten(B, T, Ho, V), dg, dinitial
+    checkpoints = expected_checkpoints(x).to(BFLOAT16)
+    tensors = BackwardTensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, checkpoints, do, leaving, *results)
+    segments, parameters = whole(B, T, x.cu_seqlens), GradientParameters(BK=blocks[0], BV=blocks[1], warps=4)
+    gluon_on_cpu.run(segments.launches)
+    launch = kernels.backward_head.launch_gradients
+    gluon_on_cpu.run(launch(parameters, tensors, checkpoints, leaving, segments, K**-0.5))
+
+    names = [name for name in ("q", "k", "v", "g", "initial_state") if getattr(x, name) is not None]
+    leaves = {name: getattr(x, name).double().requires_grad_() for name in names}
+    if x.g is not None and x.g.ndim == 1:  # its gradient is a sum over tokens, and errors are relative to the terms
+        leaves["g"] = x.g.double().expand(x.v.shape[:3]).clone().requires_grad_()
+    y = [leaves.get(name) for name in ("q", "k", "v", "g", "initial_state")]
+    outs = oracle.chunk_gla(*y[:4], None, y[4], x.cu_seqlens)
+    seeds = do.double(), torch.zeros_like(outs[1]) if leaving is None else leaving.double()
+    expected = dict(zip(names, torch.autograd.grad(outs, list(leaves.values()), seeds), strict=True))
+    heads = {"q": (Hq, 2), "k": (H, 2), "v": (Hv, 2), "g": (Hv, -1), "initial_state": (Hv, 1)}
+    end = T if x.cu_seqlens is None else int(x.cu_seqlens[-1])
+    for name, d in zip(("q", "k", "v", "g", "initial_state"), results, strict=True):
+        if name == "g" and d is not None and d.ndim == 1:
+            error = (of_groups(d, *heads[name]) - expected[name].sum((0, 1))).norm() / expected[name].norm()
+            assert error <= GRADIENT[BFLOAT16]
+        elif d is not None:
+            found = of_groups(d, *heads[name])
+            of_tokens = d.shape[:2] == (B, T) and name != "initial_state"
+            rows = (slice(None), slice(end)) if of_tokens else ()
+            assert relative_error(found[rows], expected[name][rows]) <= GRADIENT[BFLOAT16], name
+
+
+def of_groups(d, heads, dim):
+    """Returns the sums of gradients over the heads of groups: a further kernel computes them."""
+    dim %= d.ndim
+    return d.double().unflatten(dim, (heads, -1)).sum(dim + 1)
+
+
+@pytest.mark.parametrize("gates", ["mild", "strong", "extreme", "-inf"])
+@pytest.mark.parametrize("form", ["head", "constant"])
+def test_gradients_of_every_gate(kernels, form, gates):
+    check_gradients(kernels, gate_form=form, gates=gates, initial_state=True, T=80)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"gates": "none", "initial_state": True},
+        {"T": 64, "dstate": False},
+        {"K": 128, "V": 128, "B": 2, "T": 100},
+        {"K": 128, "V": 40, "R": 3},
+        {"K": 24, "V": 128, "G": 2},
+        {"gate_form": "constant", "G": 2, "initial_state": True},
+        {"K": 136, "V": 136},  # several blocks of keys and of values
+        {"gate_form": "constant", "K": 136, "V": 136},
+        PACKED,
+        PACKED | {"R": 2, "gates": "-inf", "dstate": False},
+        PACKED | {"gate_form": "constant", "K": 128, "V": 128},
+    ],
+    ids=str,
+)
+def test_gradients(kernels, sizes):
+    check_gradients(kernels, **sizes)
+
+
+@pytest.mark.parametrize("strength", [-8.0, -0.01])
+def test_gradients_of_uniform_gates(kernels, monkeypatch, strength):
+    """If all gates are strong, dg is small beside the products of a token's own key and value."""
+    monkeypatch.setattr("gla_core.workloads.inputs.random_gate", lambda shape, *_: torch.full(shape, strength))
+    check_gradients(kernels, T=200)
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"T": 300, "gates": "-inf"},
+        {"T": 300, "gate_form": "constant", "R": 2, "K": 128, "V": 128},
+        {"T": 200, "gates": "none"},
+        {"lengths": (100, 0, 200, 1), "K": 72, "gates": "strong"},
+    ],
+    ids=str,
+)
+def test_states_of_segments(kernels, sizes, backwards):
+    x = inputs(**sizes)
+    B, T, Hv, V = x.v.shape
+    K, length = x.k.shape[3], 128
+    segments = cut(B, T, length, length, x.cu_seqlens)
+    gluon_on_cpu.run(segments.launches)
+    S = unwritten(segments.count, Hv, K, V, dtype=torch.float32)
+    D = None if x.g is None else unwritten(segments.count, Hv, K, dtype=torch.float32)
+    recurrence = Recurrence(x.q if backwards else x.k, x.v, x.g, None, S, 0.3, backwards)
+    parameters = Parameters(C=64, BK=64, BV=64 if V <= 64 else 128, stages=2)
+    plan = SegmentPlan(length, length, None, parameters, True)  # pyright: ignore[reportArgumentType]
+    gluon_on_cpu.run(kernels.states.launch_states(plan, recurrence, segments, S, D))
+    for i, rows in places(x, segments, length):
+        given = (recurrence.left[:, rows], x.v[:, rows], oracle.tokens_of(x.g, rows.start, rows.stop), None, backwards)
+        decay, state = oracle.chunk_gla_summary(*given)
+        assert relative_error(S[i], (0.3 if backwards else 1) * state[0]) <= FORWARD[BFLOAT16]
+        assert D is None or relative_error(D[i], decay[0]) <= 2e-5  # exp of a float32 sum
+
+
+def places(x, segments, length):
+    """Returns the number and the rows of each segment that is not empty."""
+    if segments.order is not None:
+        return [(i, slice(a, b)) for i, a, b, *_ in segments.order.tolist() if a < b]
+    starts = [*range(0, x.q.shape[1], length), x.q.shape[1]]
+    return [(i, slice(a, b)) for i, (a, b) in enumerate(itertools.pairwise(starts))]
+
+
+# ---- the emulator
+
+
+def test_a_write_before_the_last_read_is_found():
+    tile = gluon_on_cpu.Tile(torch.ones(2, 2))
+    product = gluon_on_cpu.Product(tile, tile, None)
+    tile.store(torch.zeros(2, 2))
+    with pytest.raises(AssertionError, match="a tile changed"):
+        product.finish()
+
+
+def test_a_barrier_that_never_completes_is_found(monkeypatch):
+    monkeypatch.setattr(gluon_on_cpu, "PATIENCE", 0.01)
+    bar = gluon_on_cpu.Barrier()
+    with pytest.raises(TimeoutError, match="deadlock"):
+        gluon_on_cpu._wait(bar, 0)
