@@ -14,6 +14,7 @@ Duality" (arXiv 2405.21060); the arguments are those of mamba_ssm 2.3.2.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,31 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import wide
 from gla_core.ops import checks, chunk_gla, recurrent_gla_step
+
+_SCAN = {
+    "x": "batch seqlen nheads headdim",
+    "dt": "batch seqlen nheads",
+    "A": "nheads",
+    "B": "batch seqlen ngroups dstate",
+    "C": "batch seqlen ngroups dstate",
+    "D": "nheads or nheads headdim",
+    "z": "batch seqlen nheads headdim",
+    "dt_bias": "nheads",
+    "initial_states": "batch nheads headdim dstate",
+    "seq_idx": "batch seqlen",
+}
+_STEP = {
+    "state": "P nheads dim dstate",
+    "x": "batch nheads dim",
+    "dt": "batch nheads dim",
+    "A": "nheads dim dstate",
+    "B": "batch ngroups dstate",
+    "C": "batch ngroups dstate",
+    "D": "nheads dim",
+    "z": "batch nheads dim",
+    "dt_bias": "nheads dim",
+}
+"""The shapes of the arguments of the two functions."""
 
 
 def mamba_chunk_scan_combined(
@@ -77,7 +103,7 @@ def mamba_chunk_scan_combined(
 
     Raises:
         ValueError, TypeError: an argument has a wrong shape, dtype or device; dt_limit is negative; cu_seqlens or
-            seqlen_idx is missing with return_varlen_states.
+            seq_idx is missing, or batch is not 1, with return_varlen_states.
         NoBackendError, NotImplementedError: as in `gla_core.chunk_gla`.
 
     Example:
@@ -85,12 +111,11 @@ def mamba_chunk_scan_combined(
         >>> B, C = torch.randn(2, 100, 1, 128), torch.randn(2, 100, 1, 128)
         >>> out, states = mamba_chunk_scan_combined(x, dt, A, B, C, 256, return_final_states=True)
     """
-    _check_scan(x, dt, A, B, C, D, z, dt_bias, initial_states, seq_idx)
-    if return_varlen_states and (seq_idx is None or cu_seqlens is None):
-        missing = "cu_seqlens" if cu_seqlens is None else "seq_idx"
-        raise ValueError(f"{missing} is None; return_varlen_states needs both seq_idx [1, seqlen] and cu_seqlens [N+1]")
+    tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+    _check(_SCAN, **tensors, initial_states=initial_states, seq_idx=seq_idx)
+    _check_options(x, seq_idx, cu_seqlens, dt_limit, return_varlen_states)
     dtype = wide(x.dtype)
-    dt = _time_steps(dt, dt_bias, dt_softplus, dt_limit, dtype)
+    dt = _time_steps(dt, dt_bias, dt_softplus, dtype).clamp(*dt_limit)
     g = dt * A.to(dtype)
     if seq_idx is not None:
         before = F.pad(seq_idx[:, :-1], (1, 0))  # a row continues sequence 0
@@ -160,16 +185,16 @@ def selective_state_update(
         >>> state, x, B, C = torch.zeros(2, 8, 64, 128), torch.randn(2, 8, 64), *torch.randn(2, 2, 1, 128)
         >>> out = selective_state_update(state, x, dt, A, B, C)
     """
-    states, A = _with_heads(state, 4), _with_heads(A, 3)
-    x, dt, B, C, z = (_with_heads(y, 3) for y in (x, dt, B, C, z))
-    D, dt_bias = _with_heads(D, 2), _with_heads(dt_bias, 2)
-    _check_step(states, x, dt, A, B, C, D, z, dt_bias)
+    states = _with_heads(state, 4, 1)
+    x, dt, B, C, z = (_with_heads(y, 3, 1) for y in (x, dt, B, C, z))
+    A, D, dt_bias = _with_heads(A, 3, 0), _with_heads(D, 2, 0), _with_heads(dt_bias, 2, 0)
+    _check(_STEP, state=states, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     dtype = wide(x.dtype)
-    if _shared(A, -1) and all(_shared(y, -2 if y is A else -1) for y in (A, dt, dt_bias) if y is not None):
-        dt = _time_steps(dt[..., 0], None if dt_bias is None else dt_bias[..., 0], dt_softplus, None, dtype)
+    if _shared(A, 1, 2) and _shared(dt, 2) and (dt_bias is None or _shared(dt_bias, 1)):
+        dt = _time_steps(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus, dtype)
         v, g, pool = x * dt[..., None], dt * A[:, 0, 0].to(dtype), states
     else:
-        dt = _time_steps(dt, dt_bias, dt_softplus, None, dtype)
+        dt = _time_steps(dt, dt_bias, dt_softplus, dtype)
         v, g = (x * dt).flatten(1)[..., None], (dt[..., None] * A.to(dtype)).flatten(1, 2)
         pool = _channels_as_heads(states)
     token = (C.to(x.dtype), B.to(x.dtype), v.to(x.dtype), g)
@@ -178,25 +203,14 @@ def selective_state_update(
     o, _ = recurrent_gla_step(*token, written, 1.0, state_batch_indices, inplace=True, state_v_first=True)
     if written is not pool:
         pool.copy_(written)
-    out = _output(o.view(x.shape), x, D, z)
+    out = _output(o.reshape(x.shape), x, D, z)
     return out if state.ndim > 3 else out.squeeze(1)
 
 
-def _time_steps(
-    dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None, dtype: torch.dtype
-) -> Tensor:
-    """Returns the time steps that multiply A and x, clamped to `limit`."""
-    dt = dt.to(dtype)
-    if bias is not None:
-        dt = dt + bias.to(dtype)
-    if softplus:
-        dt = F.softplus(dt)
-    if limit is None:
-        return dt
-    low, high = limit
-    if not 0 <= low <= high:
-        raise ValueError(f"dt_limit is {limit}; expected two numbers, the first at least 0 and at most the second")
-    return dt if softplus and limit == (0.0, float("inf")) else dt.clamp(low, high)
+def _time_steps(dt: Tensor, bias: Tensor | None, softplus: bool, dtype: torch.dtype) -> Tensor:
+    """Returns the time steps that multiply A and x."""
+    dt = dt.to(dtype) if bias is None else dt.to(dtype) + bias.to(dtype)
+    return F.softplus(dt) if softplus else dt
 
 
 def _output(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
@@ -226,15 +240,38 @@ def _channels_as_heads(states: Tensor) -> Tensor:
     return states.view(P, nheads * dim, 1, dstate)
 
 
-def _with_heads(x: Any, ndim: int) -> Any:
-    """Returns x with a dimension nheads, or ngroups, of size 1 if it has one dimension less than ndim."""
-    return x.unsqueeze(1 - ndim if ndim != 3 else -2) if isinstance(x, Tensor) and x.ndim == ndim - 1 else x
+def _with_heads(x: Any, ndim: int, position: int) -> Any:
+    """Returns x with a dimension of one head at a position, if it has one dimension less than ndim."""
+    return x.unsqueeze(position) if isinstance(x, Tensor) and x.ndim == ndim - 1 else x
 
 
-def _shared(x: Tensor, dim: int) -> bool:
-    """Returns whether x holds one element along a dimension, by its stride."""
-    return x.stride(dim) == 0 or x.shape[dim] == 1
+def _shared(x: Tensor, *dims: int) -> bool:
+    """Returns whether each of the dimensions repeats one element, by the strides."""
+    return all(x.stride(dim) == 0 or x.shape[dim] == 1 for dim in dims)
 
 
-def _check_scan(*given: Tensor | None) -> None:
-    """Checks the shapes of the tensors of `mamba_chunk_scan_combined`."""
+def _check(shapes: Mapping[str, str], **given: Tensor | None) -> None:
+    """Checks the shapes of the given arguments, the dtype of x and the number of groups."""
+    sizes: dict[str, Any] = {}
+    for name, tensor in given.items():
+        if tensor is not None:
+            checks.tensor_of_any(name, tensor, tuple(shapes[name].split(" or ")), sizes)
+            if name == "x":
+                checks.dtype(name, tensor, checks.FLOATS)
+    if sizes["ngroups"] < 1 or sizes["nheads"] % sizes["ngroups"] != 0:
+        raise ValueError(f"B has {sizes['ngroups']} groups; expected a divisor of nheads = {sizes['nheads']}")
+
+
+def _check_options(
+    x: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None, limit: tuple[float, float], varlen: bool
+) -> None:
+    """Checks dt_limit, and the arguments that return_varlen_states needs."""
+    if not 0 <= limit[0] <= limit[1]:
+        raise ValueError(f"dt_limit is {limit}; expected two numbers, the first at least 0 and at most the second")
+    if not varlen:
+        return
+    if seq_idx is None or cu_seqlens is None:
+        missing = "cu_seqlens" if cu_seqlens is None else "seq_idx"
+        raise ValueError(f"{missing} is None; return_varlen_states needs both seq_idx [1, seqlen] and cu_seqlens [N+1]")
+    if x.shape[0] != 1:
+        raise ValueError(f"x has batch = {x.shape[0]}; return_varlen_states takes sequences packed in one row")
