@@ -27,6 +27,7 @@ OF_GLA: Placements = {
     **dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), COLUMNS),  # each channel by itself
     "gk_proj.0": WHOLE,  # its output is small and shared by all heads
     "gk_proj.1": COLUMNS,
+    "gk_proj": COLUMNS,  # of SimpleGatedLinearAttention, one output for each head
     **dict.fromkeys(("g_norm", "g_norm_swish_gate"), WHOLE),  # each head by itself, with one weight for all heads
     "o_proj": ROWS,
 }
@@ -38,14 +39,14 @@ OF_HGRN2: Placements = {
 
 
 def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
-    """Returns a plan for `parallelize_module` that spreads the heads of a `GatedLinearAttention` or `HGRN2` over ranks.
+    """Returns a plan for `parallelize_module` that spreads the heads of a layer of `gla_core.nn` over ranks.
 
     Every rank then calls the layer with the same whole x and gets the whole y. The layer's `num_heads` and
     `num_kv_heads`, its states, and the `lower_bound` of `HGRN2` cover the rank's heads only. Everything else works as
     before, including `context_parallel` over other ranks.
 
     Raises:
-        TypeError: `layer` is neither of the two layers.
+        TypeError: `layer` is no such layer.
         ValueError: raised by `parallelize_module` if num_kv_heads, or num_heads of `HGRN2`, is not a multiple of the
             number of ranks.
 
@@ -57,7 +58,7 @@ def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
     for placements in (OF_GLA, OF_HGRN2):
         if modules and placements.keys() >= set(modules):
             return {"": _OwnHeads(), **{name: _Spread(placements[name]) for name in modules}}
-    raise TypeError(f"layer is {type(layer).__name__}; expected a GatedLinearAttention or HGRN2")
+    raise TypeError(f"layer is {type(layer).__name__}; expected a layer of gla_core.nn")
 
 
 class _OwnHeads(ParallelStyle):

@@ -3,5 +3,6 @@
 from gla_core.nn.gated_linear_attention import GatedLinearAttention
 from gla_core.nn.hgrn2 import HGRN2
 from gla_core.nn.recurrence import GLAState
+from gla_core.nn.simple_gated_linear_attention import SimpleGatedLinearAttention
 
-__all__ = ["HGRN2", "GLAState", "GatedLinearAttention"]
+__all__ = ["HGRN2", "GLAState", "GatedLinearAttention", "SimpleGatedLinearAttention"]

@@ -291,17 +291,17 @@ class GatedLinearAttention(nn.Module):
         """Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
         q, k, v = convolve(self.q_proj(x), self.k_proj(x), self.v_proj(x))
         q = q.unflatten(-1, (self.num_heads, self.head_k_dim))
-        k, g = (y.unflatten(-1, (self.num_kv_heads, self.head_k_dim)) for y in (k, self._log_gate(x)))
+        k = k.unflatten(-1, (self.num_kv_heads, self.head_k_dim))
         if self.feature_map is not None:
             q, k = self.feature_map(q), self.feature_map(k)
+        g = self.log_gates(self.gk_proj(x))
         return q, k, v.unflatten(-1, (self.num_kv_heads, self.head_v_dim)), g
 
-    def _log_gate(self, x: Tensor) -> Tensor:
-        """Returns the log gate in float32 or float64, because half precision rounds values near 0 to 0."""
-        logits = self.gk_proj(x)
-        logits = logits.to(wide(logits.dtype))
-        g = F.logsigmoid(logits) / self.gate_logit_normalizer
-        return g if self.clamp_min is None else g.clamp(min=self.clamp_min)
+    def log_gates(self, logits: Tensor) -> Tensor:
+        """Returns the log gates [B, T, H, K] in float32 or float64: half precision rounds values near 0 to 0."""
+        g = F.logsigmoid(logits.to(wide(logits.dtype))) / self.gate_logit_normalizer
+        g = g if self.clamp_min is None else g.clamp(min=self.clamp_min)
+        return g.unflatten(-1, (self.num_kv_heads, -1))
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         """Maps o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size]."""

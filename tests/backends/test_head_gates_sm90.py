@@ -158,7 +158,7 @@ def test_gradients(kernels, sizes):
 
 @pytest.mark.parametrize("strength", [-8.0, -0.01])
 def test_gradients_of_uniform_gates(kernels, monkeypatch, strength):
-    """If all gates are strong, dg is small beside the products of a token's own key and value."""
+    """Strong gates make dg small beside the products of a token's own key and value."""
     monkeypatch.setattr("gla_core.workloads.inputs.random_gate", lambda shape, *_: torch.full(shape, strength))
     check_gradients(kernels, T=200)
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from gla_core import distributed
 from gla_core.conformance.tolerances import relative_error
-from gla_core.nn import HGRN2, GatedLinearAttention
+from gla_core.nn import HGRN2, GatedLinearAttention, SimpleGatedLinearAttention
 
 
 def spread(alone: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -25,8 +25,8 @@ def spread(alone: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def new_layer(kind: type[nn.Module] = GatedLinearAttention, **options: object) -> nn.Module:
     """Returns a layer whose parameters are random and equal on all ranks."""
     torch.manual_seed(0)
-    own = {"gate_low_rank_dim": 3} if kind is GatedLinearAttention else {"expand_ratio": 3}
-    layer = kind(16, num_heads=4, dtype=torch.float64, **own, **options)
+    own = {GatedLinearAttention: {"gate_low_rank_dim": 3}, HGRN2: {"expand_ratio": 3}}
+    layer = kind(16, num_heads=4, dtype=torch.float64, **own.get(kind, {}), **options)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
     return layer
@@ -39,6 +39,7 @@ def check_heads_over_ranks(ranks: Ranks) -> None:
         {"use_output_gate": False, "elementwise_affine": False},
         {"kind": HGRN2, "use_short_conv": True, "conv_bias": True},
         {"kind": HGRN2, "elementwise_affine": False},
+        {"kind": SimpleGatedLinearAttention, "conv_bias": True},
     ):
         alone = new_layer(**options)
         layer = spread(alone, init_device_mesh("cpu", (ranks.number,)))
@@ -66,7 +67,7 @@ def check_heads_over_ranks(ranks: Ranks) -> None:
 def check_heads_and_tokens_over_ranks(ranks: Ranks) -> None:
     """Two ranks share the heads, and two share the tokens."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tokens", "heads"))
-    for kind in (GatedLinearAttention, HGRN2):
+    for kind in (GatedLinearAttention, HGRN2, SimpleGatedLinearAttention):
         alone = new_layer(kind, use_short_conv=True)
         layer = spread(alone, mesh["heads"])
         layer.context_parallel = mesh["tokens"]
@@ -87,7 +88,7 @@ def check_a_bound_of_own_heads(ranks: Ranks) -> None:
 
 
 def check_what_cannot_be_spread(ranks: Ranks) -> None:
-    with pytest.raises(TypeError, match="layer is Linear; expected a GatedLinearAttention or HGRN2"):
+    with pytest.raises(TypeError, match=r"layer is Linear; expected a layer of gla_core\.nn"):
         distributed.tensor_parallel_plan(nn.Linear(16, 16))
     for layer, named in (
         (GatedLinearAttention(16, num_heads=4, num_kv_heads=1), "num_kv_heads is 1"),
