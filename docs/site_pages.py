@@ -24,7 +24,14 @@ PAGES = {
     "plugins/gla_transformers/README.md": "plugins/gla_transformers.md",
 }
 """Files of the repository that are pages, and where."""
-API = ("gla_core", "gla_core.nn", "gla_core.distributed", "gla_core.compat.fla", "gla_core.dispatch.backend")
+API = (
+    "gla_core",
+    "gla_core.nn",
+    "gla_core.distributed",
+    "gla_core.compat.fla",
+    "gla_core.compat.mamba_ssm",
+    "gla_core.dispatch.backend",
+)
 """Modules that have a page made of their docstrings."""
 PICTURES = "benchmarks/results"
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import gla_core as gla
+from gla_core.conformance.calls import output_shape
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.request import current_request
@@ -98,6 +99,9 @@ def chunk_calls() -> Iterator[GlaInputs]:
         if K in (128, 256):
             yield gla_inputs(lengths=(70, 0, 3), **sizes)
             yield gla_inputs(B=1, T=10, G=2, **sizes)
+        if K <= 256 and gates != "none":
+            yield gla_inputs(B=1, T=70, H=1, R=2, gate_form="head", **sizes)
+            yield gla_inputs(lengths=(70, 0, 3), R=2, gate_form="constant", **sizes)
 
 
 def dtypes() -> tuple[torch.dtype, ...]:
@@ -134,7 +138,7 @@ def summaries() -> None:
     for kernels in (general_kernels, hopper_kernels):
         with kernels():
             for x in chunk_calls():
-                do = torch.randn(*x.q.shape[:3], x.v.shape[3], device="cuda").to(x.q.dtype)
+                do = torch.randn(output_shape(x.q, x.v), device="cuda").to(x.q.dtype)
                 for k, v, reverse in ((x.k, x.v, False), (x.q, do, True)):
                     function = gla.chunk_gla_gradient_summary if reverse else gla.chunk_gla_summary
                     function(k, v, x.g, x.cu_seqlens)
@@ -148,6 +152,7 @@ def steps() -> None:
         token = (x.q[:, 0], x.k[:, 0], x.v[:, 0], x.g[:, 0])
         state = x.initial_state.to(state_dtype)
         gla.recurrent_gla_step(*token, state)
+        gla.recurrent_gla_step(*token[:3], x.g[:, 0, :, 0], state)
         gla.recurrent_gla_step(*token, state, state_indices=rows, inplace=True)
 
 

@@ -116,13 +116,13 @@ def fla_chunk_gla(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Calls fla.ops.gla.chunk_gla, which has its own backward."""
-    _fla_can(q, k, v, g)
-    o, state = _fla().chunk_gla(
+    """Calls FLA's chunk_gla, or chunk_simple_gla if the gate is one per head; each has its own backward."""
+    function, gate = _fla("chunk", q, k, v, g)
+    o, state = function(
         q=q,
         k=k,
         v=v,
-        g=g,
+        **{gate: g},
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
@@ -133,28 +133,37 @@ def fla_chunk_gla(
 def fla_recurrent_gla_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, state_indices: Tensor | None, inplace: bool
 ) -> tuple[Tensor, ...]:
-    """Calls fla.ops.gla.fused_recurrent_gla on one token. FLA returns a new state and cannot write the given one."""
-    _fla_can(q, k, v, g)
+    """Calls FLA's fused_recurrent_gla or fused_recurrent_simple_gla on one token, which return a new state."""
     if state_indices is not None:
         raise ValueError("fla has no pool of states; state_indices is given")
-    token = {name: x[:, None] for name, x in (("q", q), ("k", k), ("v", v), ("gk", g)) if x is not None}
-    o, state = _fla().fused_recurrent_gla(**token, initial_state=state, output_final_state=True)
+    function, gate = _fla("fused_recurrent", q, k, v, g)
+    token = {
+        name: x if x is None or x.ndim == 1 else x[:, None]
+        for name, x in zip(("q", "k", "v", gate), (q, k, v, g), strict=True)
+    }
+    o, state = function(**token, initial_state=state, output_final_state=True)
     return o[:, 0], state
 
 
-def _fla() -> Any:
-    return importlib.import_module("fla.ops.gla")  # it is optional, and slow to import
+def _fla(kind: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> tuple[Callable[..., Any], str]:
+    """Returns FLA's function of a kind for the form of a gate, and the argument that takes the gate.
 
-
-def _fla_can(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None) -> None:
+    FLA is optional, and slow to import.
+    """
     if q.shape[-2] != k.shape[-2]:
         raise ValueError(f"fla has no grouped queries; q has {q.shape[-2]} heads and k has {k.shape[-2]}")
     if v.shape[-2] != k.shape[-2]:
         raise ValueError(f"fla has no grouped values; v has {v.shape[-2]} heads and k has {k.shape[-2]}")
     if g is None:
         raise ValueError("fla's GLA needs a gate; g is None")
-    if g.shape != k.shape:
-        raise ValueError(f"fla's GLA needs a gate for each key; g has shape {list(g.shape)}")
+    name, gate = "simple_gla", "g_gamma" if g.ndim == 1 else "g"
+    if g.shape == k.shape:
+        name, gate = "gla", "g" if kind == "chunk" else "gk"
+    return getattr(_fla_ops(name), f"{kind}_{name}"), gate
+
+
+def _fla_ops(name: str) -> Any:
+    return importlib.import_module(f"fla.ops.{name}")
 
 
 BASELINES: Mapping[str, Mapping[str, Callable[..., tuple[Tensor, ...]]]] = {

@@ -212,34 +212,47 @@ def test_torchs_attention_is_the_same_attention(workload):
     assert relative_error(o, oracle.softmax_attention(**arguments)[0]) < 1e-5
 
 
-def test_fla_says_what_it_cannot_do():
+def test_fla_says_what_it_cannot_do(monkeypatch):
     grouped = suite.make_arguments(named("chunk_gla", "grouped"), CPU)
     with pytest.raises(ValueError, match="no grouped queries; q has 6 heads and k has 2"):
         baselines.fla_chunk_gla(**grouped)
     values = suite.make_arguments(named("chunk_gla", "grouped_values"), CPU)
     with pytest.raises(ValueError, match="no grouped values; v has 6 heads and k has 2"):
         baselines.fla_chunk_gla(**values)
-    constant = suite.make_arguments(named("chunk_gla", "constant"), CPU)
-    with pytest.raises(ValueError, match=r"a gate for each key; g has shape \[2\]"):
-        baselines.fla_chunk_gla(**{**constant, "q": constant["k"]})
     ungated = suite.make_arguments(named("chunk_gla", "ungated"), CPU)
     with pytest.raises(ValueError, match="g is None"):
         baselines.fla_chunk_gla(**ungated)
+    monkeypatch.setattr(baselines, "_fla_ops", FakeFla)
     with pytest.raises(ValueError, match="no pool of states"):
         baselines.fla_recurrent_gla_step(**suite.make_arguments(STEP, CPU))
 
 
+class FakeFla:
+    """Stands for a module of fla.ops; its functions take the gate by the name that FLA's do."""
+
+    def __init__(self, name):
+        self.gates = {"gla": ("g", "gk"), "simple_gla": ("g", "g_gamma")}[name]
+
+    def chunk_gla(self, *, q, k, v, initial_state, output_final_state, cu_seqlens=None, **gate):
+        ((name, g),) = gate.items()
+        assert name in self.gates
+        assert (name == "g_gamma") == (g.ndim == 1)
+        return gla.chunk_gla(q, k, v, g, None, initial_state, output_final_state, cu_seqlens)
+
+    chunk_simple_gla = fused_recurrent_gla = fused_recurrent_simple_gla = chunk_gla
+
+
 def test_fla_is_called_by_its_public_names(monkeypatch):
-    class Fla:
-        @staticmethod
-        def chunk_gla(*, q, k, v, g, initial_state, output_final_state, cu_seqlens):
-            return gla.chunk_gla(q, k, v, g, None, initial_state, output_final_state, cu_seqlens)
-
-        @staticmethod
-        def fused_recurrent_gla(*, q, k, v, gk, initial_state, output_final_state):
-            return gla.chunk_gla(q, k, v, gk, None, initial_state, output_final_state)
-
-    monkeypatch.setattr(baselines, "_fla", lambda: Fla)
+    monkeypatch.setattr(baselines, "_fla_ops", FakeFla)
+    for workload in ("per_head", "constant"):
+        given = suite.make_arguments(named("chunk_gla", workload), CPU)
+        given["q"] = given["k"]  # without groups, which FLA has not
+        given["v"], state = given["v"][:, :, : given["k"].shape[2]], given["initial_state"]
+        torch.testing.assert_close(baselines.fla_chunk_gla(**given), gla.chunk_gla(**given))
+        token = {name: x if x is None or x.ndim == 1 else x[:, 0] for name, x in given.items() if name in "qkvg"}
+        expected = gla.recurrent_gla_step(**token, state=state)
+        found = baselines.fla_recurrent_gla_step(**token, state=state, state_indices=None, inplace=False)
+        torch.testing.assert_close(found, expected)
     arguments = suite.make_arguments(SHORT, CPU)
     torch.testing.assert_close(baselines.fla_chunk_gla(**arguments), gla.chunk_gla(**arguments))
     step = suite.make_arguments(named("recurrent_gla_step", "small"), CPU)
