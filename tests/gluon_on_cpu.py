@@ -12,8 +12,10 @@ rounds them.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -133,6 +135,10 @@ class Tile:
     def permute(self, order: list[int]) -> Tile:
         return Tile(self.memory.permute(order))
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], _: Any) -> Tile:
+        size = math.prod(shape) * dtype.itemsize
+        return Tile(self.memory.view(-1).view(torch.uint8)[:size].view(dtype).view(shape))
+
     def load(self, _: Any = None) -> torch.Tensor:
         return _value(self.memory.clone())
 
@@ -166,7 +172,7 @@ class _Array:
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
     if isinstance(layout, _Barriers):
         return Barrier() if len(shape) == 1 else _Array([Barrier() for _ in range(shape[0])])
-    return Tile(torch.full(shape, float("nan"), dtype=dtype))
+    return Tile(torch.full(shape, float("nan") if dtype.is_floating_point else 12345, dtype=dtype))
 
 
 _changed = threading.Condition()
@@ -324,12 +330,13 @@ def _language() -> ModuleType:
     gl.maximum = lambda a, b: torch.maximum(*torch.broadcast_tensors(_value(a), _value(b).to(_value(a).dtype)))
     gl.where = lambda c, a, b: torch.where(_value(c), a, b)
     gl.to_tensor = _value
-    gl.program_id = lambda _: _value(_program.id)
+    gl.program_id, gl.num_programs = (lambda _: _value(_program.id)), (lambda _: _value(_program.count))
     gl.arange = lambda a, b, _: _value(torch.arange(a, b))
     gl.zeros = lambda shape, dtype, _: _value(torch.zeros(shape, dtype=dtype))
     gl.full = lambda shape, x, dtype, _: _value(torch.full(shape, float(x), dtype=dtype))
     gl.zeros_like, gl.exp2, gl.associative_scan = torch.zeros_like, torch.exp2, _scan
     gl.sum = lambda x, axis: x.sum(axis)
+    gl.reduce = lambda x, axis, combine: functools.reduce(combine, x.unbind(axis))
     gl.max, gl.min = (lambda x, axis: x.amax(axis)), (lambda x, axis: x.amin(axis))
     gl.convert_layout = lambda x, layout, assert_trivial=False: x
     gl.load, gl.store, gl.allocate_shared_memory, gl.warp_specialize = _load, _store, _allocate, _specialize
@@ -399,9 +406,16 @@ def load(*names: str) -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
+def _exponents(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes `exponents_of_mild_chunk` of common.py, which depends on the layout of g [C, K]."""
+    b = g.cumsum(0)
+    return (b - 0.5 * b[-1]) * math.log2(math.e), b[-1]
+
+
 def _simplify(module: Any) -> None:
     """Replaces what has no meaning here: constants of Triton by numbers, and inline assembly."""
     simple = {
+        "exponents_of_mild_chunk": _exponents,
         "as_float32": lambda x: x.float(),
         "opaque_zero": lambda: 0,
         "wait_for_predecessor": lambda: None,
@@ -421,7 +435,7 @@ def run(launches: Iterable[Any]) -> None:
             launch.kernel[launch.grid](*launch.arguments.values(), **launch.options)
             continue
         for program in range(launch.grid[0]):
-            _program.id = program
+            _program.id, _program.count = program, launch.grid[0]
             _failed.clear()
             _threads.stores = []
             constants = {name for name, kind in launch.kernel.__annotations__.items() if "constexpr" in str(kind)}

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from gla_core.compat.fla import accelerate
-from gla_core.compat.fla.accelerate import FUNCTIONS
+from gla_core.compat.fla.accelerate import HOMES
+
+GLA = HOMES["fla.ops.gla"]
 
 
 def module(name, **members):
@@ -48,7 +50,8 @@ def fla(monkeypatch):
         function.__name__ = name
         return function
 
-    functions = {name: original(name) for name in FUNCTIONS}
+    functions = {name: original(name) for name in GLA}
+    others = {home: {name: original(name) for name in HOMES[home]} for home in HOMES if home != "fla.ops.gla"}
     layer = {name: functions[name] for name in ("chunk_gla", "fused_recurrent_gla")}
     repeat = original("repeat")
     modules = [
@@ -60,6 +63,9 @@ def fla(monkeypatch):
         module("fla.layers.hgrn2", **functions, HGRN2Attention=layer_class("fla.layers.hgrn2")),
         module("fla.layers.lightnet", **layer),
         module("flat.ops", **functions),
+        *(module(home, **members) for home, members in others.items()),
+        module("fla.layers.simple_gla", **others["fla.ops.simple_gla"]),
+        module("fla.ops.lightnet.chunk", chunk_lightnet=others["fla.ops.lightnet"]["chunk_lightnet"]),
     ]
     for each in modules:
         monkeypatch.setitem(sys.modules, each.__name__, each)
@@ -86,7 +92,10 @@ def test_all_are_replaced_wherever_they_are_and_put_back(fla):
     assert fla["fla.ops.gla"].fused_chunk_gla(q, k, v, g)[0].shape == v.shape
     most = ("fla.layers.gla", "fla.layers.hgrn2", "fla.ops", "fla.ops.gla")
     everywhere = ("fla.layers.gla", "fla.layers.hgrn2", "fla.layers.lightnet", "fla.ops", "fla.ops.gla")
-    assert found.replaced == {
+    others = {name: (home,) for home, members in HOMES.items() for name in members}
+    others |= dict.fromkeys(HOMES["fla.ops.simple_gla"], ("fla.layers.simple_gla", "fla.ops.simple_gla"))
+    assert found.replaced == others | {
+        "chunk_lightnet": ("fla.ops.lightnet", "fla.ops.lightnet.chunk"),
         "chunk_gla": everywhere,
         "fused_chunk_gla": most,
         "fused_recurrent_gla": everywhere,
@@ -128,7 +137,7 @@ def test_key_value_heads_are_handed_over_once(fla):
     assert layer.repeat(x, heads, g=2, d=4)[0] == "repeat"
 
 
-@pytest.mark.parametrize("name", list(FUNCTIONS))
+@pytest.mark.parametrize("name", list(GLA))
 @pytest.mark.parametrize("T", [1, 70])
 def test_states_are_those_of_query_heads(fla, name, T):
     q, k, v, g = (torch.randn(1, T, heads, d) for heads, d in ((4, 4), (2, 4), (2, 5), (2, 4)))
@@ -261,10 +270,39 @@ def test_after_an_error_all_is_as_before(fla):
 def test_what_is_not_computed_here_is_left_to_the_original(fla):
     with accelerate():
         recurrent = fla["fla.layers.gla"].fused_recurrent_gla
-        for args, kwargs in (((1, 2, 3), {"gv": 4}), ((1, 2, 3), {"reverse": True}), ((1, 2, 3, None, 5), {})):
+        for args, kwargs in (((1, 2, 3), {"gv": 4}), ((1, 2, 3, None, 5), {})):
             assert recurrent(*args, **kwargs) == ("fused_recurrent_gla", args, kwargs)
         q, k, v, g = tokens()
-        assert recurrent(q, k, v, g, None, reverse=False)[0].shape == v.shape
+        assert recurrent(q, k, v, g, None, reverse=True)[0].shape == v.shape
+        parallel = fla["fla.ops.retention"].parallel_retention
+        assert parallel(q, k, v, output_attentions=True)[0] == "parallel_retention"
+        assert parallel(q, k, v)[0].shape == v.shape
+
+
+@pytest.mark.parametrize("home", ["linear_attn", "lightnet", "gsa", "rwkv6"])
+def test_compositions_are_computed_here_on_a_cpu_only(fla, home):
+    q, k, v, g = tokens()
+    given = {"gsa": (q, k, v, g), "rwkv6": (q, k, v, g, torch.ones(2, 4))}.get(home, (q, k, v))
+    with accelerate():
+        for name in HOMES[f"fla.ops.{home}"]:
+            function = getattr(fla[f"fla.ops.{home}"], name)
+            assert function(*given)[0].shape == v.shape
+            assert function(*(x.to("meta") for x in given))[0] == name
+            if home == "linear_attn":
+                assert function(*(x.to("meta") for x in given), normalize=False)[0].shape == v.shape
+
+
+def test_a_gate_for_each_head(fla):
+    q, k, v, _ = tokens()
+    g = -torch.rand(1, 3, 2)
+    with accelerate("chunk_simple_gla", "chunk_retention") as found:
+        o, state = fla["fla.layers.simple_gla"].chunk_simple_gla(
+            q, k, v, g, output_final_state=True, state_v_first=True
+        )
+        assert (o.shape, state.shape) == (v.shape, (1, 2, 5, 4))
+        assert fla["fla.ops.retention"].chunk_retention(q, k, v)[0].shape == v.shape
+        assert fla["fla.ops.simple_gla"].parallel_simple_gla(1)[0] == "parallel_simple_gla"
+        assert set(found.replaced) == {"chunk_simple_gla", "chunk_retention"}
 
 
 def test_a_name_that_is_not_known(fla):

@@ -90,6 +90,13 @@ def test_gradients():
     close(found, torch.autograd.grad((expected_o, expected), leaves, (torch.ones_like(o), dfinal)))
 
 
+def test_from_the_last_token_to_the_first():
+    q, k, v, g, state = inputs(9)
+    found = fla.fused_recurrent_gla(q, k, v, g, None, 0.3, state, True, reverse=True)
+    o, final = oracle.chunk_gla(*(x.flip(1) for x in (q, k, v, g)), 0.3, state)
+    close(found, (o.flip(1), final))
+
+
 def test_what_is_deprecated_or_not_computed():
     q, k, v, g, state = inputs(9)
     with pytest.warns(DeprecationWarning, match="pass state_v_first"):
@@ -101,7 +108,5 @@ def test_what_is_deprecated_or_not_computed():
         fla.fused_recurrent_gla(q, k, v, g, state_v_first=True, transpose_state_layout=True)
     with pytest.raises(NotImplementedError, match="gates of values"):
         fla.fused_recurrent_gla(q, k, v, g, v)
-    with pytest.raises(NotImplementedError, match="reverse"):
-        fla.fused_recurrent_gla(q, k, v, g, reverse=True)
     with pytest.raises(TypeError, match="takes no argument 'gt'"):
         fla.fused_recurrent_gla(q, k, v, g, gt=1)

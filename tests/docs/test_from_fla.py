@@ -10,6 +10,7 @@ import pytest
 
 import gla_core as gla
 from gla_core.compat import fla
+from gla_core.compat.fla.accelerate import FUNCTIONS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-fla.md").read_text(encoding="utf-8")
 
@@ -34,6 +35,13 @@ def parameters(function):
 def test_every_argument_of_its_functions_is_there(function):
     theirs, _ = arguments(f"`{function.__name__}`")
     assert sorted(theirs) == sorted(parameters(function))
+
+
+def test_every_function_is_in_the_table():
+    section = PAGE.split("\n### What is covered\n")[1].split("\n#")[0]
+    named = {name for name in re.findall(r"`(\w+)`", section) if hasattr(fla, name)}
+    assert named - {"accelerate"} == {name for name in fla.__all__ if name in FUNCTIONS}
+    assert named >= FUNCTIONS.keys()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Hopper's kernels for one gate per head or none, emulated on a CPU, against the oracle: see tests/gluon_on_cpu.py."""
+"""Hopper's kernels of chunk_gla, emulated on a CPU, against the oracle: see tests/gluon_on_cpu.py.
+
+Left out are the kernels for wide heads and for pairs of tokens where gates are strong.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ pytestmark = pytest.mark.kernels  # Triton's kernels that sort packed segments a
 
 @pytest.fixture(scope="module")
 def kernels():
-    return gluon_on_cpu.load("states", "forward", "forward_head", "common_backward", "pairs", "backward_head")
+    return gluon_on_cpu.load(
+        *("states", "forward", "forward_head", "common_backward", "pairs", "backward", "backward_head")
+    )
 
 
 def inputs(**sizes):
@@ -55,14 +60,15 @@ def check_forward(kernels, BV=None, stages=2, **sizes):
     parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=BV or (64 if V <= 64 else 128), stages=stages)
     gluon_on_cpu.run(segments.launches)
     plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
-    gluon_on_cpu.run(kernels.forward_head.launch_outputs(plan, tensors, segments, K**-0.5, 64))
+    kernel = kernels.forward if x.g is not None and x.g.ndim == 4 else kernels.forward_head
+    gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, 64))
     expected = oracle.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens)
     for found, truth in zip((o, final, checkpoints), (*expected, wanted), strict=True):
         assert relative_error(found, truth) <= FORWARD[BFLOAT16]
 
 
 @pytest.mark.parametrize("gates", ["mild", "strong", "extreme", "-inf"])
-@pytest.mark.parametrize("form", ["head", "constant"])
+@pytest.mark.parametrize("form", ["head", "constant", "key"])
 def test_outputs_of_every_gate(kernels, form, gates):
     check_forward(kernels, gate_form=form, gates=gates, initial_state=True)
 
@@ -79,6 +85,8 @@ def test_outputs_of_every_gate(kernels, form, gates):
         PACKED,
         PACKED | {"R": 2, "BV": 128, "gates": "-inf"},
         PACKED | {"gate_form": "constant", "K": 128, "V": 72, "padding": 0},
+        PACKED | {"gate_form": "key", "K": 128, "V": 128, "gates": "-inf"},
+        {"gate_form": "key", "K": 40, "V": 200, "gate_dtype": BFLOAT16},
     ],
     ids=str,
 )
@@ -92,15 +100,18 @@ def check_gradients(kernels, dstate=True, **sizes):
     Ho, blocks = max(Hq, Hv), [64 if width <= 64 else 128 for width in (K, V)]
     do = torch.randn(B, T, Ho, V).to(BFLOAT16)
     leaving = torch.randn_like(states_of(x)) if dstate else None
-    dg = None if x.g is None else unwritten(*(B, T, Ho)[2 if x.g.ndim == 1 else 0 :], dtype=torch.float32)
+    of_gates = {"constant": (Ho,), "head": (B, T, Ho), "key": (B, T, Ho, K)}[sizes.get("gate_form", "head")]
+    dg = None if x.g is None else unwritten(*of_gates, dtype=torch.float32)
     dinitial = None if x.initial_state is None else unwritten(len(x.initial_state), Ho, K, V, dtype=torch.float32)
     results = unwritten(B, T, Ho, K), unwritten(B, T, Ho, K), unwritten(B, T, Ho, V), dg, dinitial
     checkpoints = expected_checkpoints(x).to(BFLOAT16)
     tensors = BackwardTensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, checkpoints, do, leaving, *results)
     segments, parameters = whole(B, T, x.cu_seqlens), GradientParameters(BK=blocks[0], BV=blocks[1], warps=4)
     gluon_on_cpu.run(segments.launches)
-    launch = kernels.backward_head.launch_gradients
-    gluon_on_cpu.run(launch(parameters, tensors, checkpoints, leaving, segments, K**-0.5))
+    of_keys = x.g is not None and x.g.ndim == 4
+    launch = (kernels.backward if of_keys else kernels.backward_head).launch_gradients
+    launches = launch(parameters, tensors, checkpoints, leaving, segments, K**-0.5)
+    gluon_on_cpu.run(launches[:1] if of_keys else launches)  # without pairs of tokens, which mild gates do not need
 
     names = [name for name in ("q", "k", "v", "g", "initial_state") if getattr(x, name) is not None]
     leaves = {name: getattr(x, name).double().requires_grad_() for name in names}
@@ -110,7 +121,13 @@ def check_gradients(kernels, dstate=True, **sizes):
     outs = oracle.chunk_gla(*y[:4], None, y[4], x.cu_seqlens)
     seeds = do.double(), torch.zeros_like(outs[1]) if leaving is None else leaving.double()
     expected = dict(zip(names, torch.autograd.grad(outs, list(leaves.values()), seeds), strict=True))
-    heads = {"q": (Hq, 2), "k": (H, 2), "v": (Hv, 2), "g": (Hv, -1), "initial_state": (Hv, 1)}
+    heads = {
+        "q": (Hq, 2),
+        "k": (H, 2),
+        "v": (Hv, 2),
+        "g": (Hv, min(2, x.g.ndim - 1) if x.g is not None else 0),
+        "initial_state": (Hv, 1),
+    }
     end = T if x.cu_seqlens is None else int(x.cu_seqlens[-1])
     for name, d in zip(("q", "k", "v", "g", "initial_state"), results, strict=True):
         if name == "g" and d is not None and d.ndim == 1:
@@ -149,6 +166,9 @@ def test_gradients_of_every_gate(kernels, form, gates):
         PACKED,
         PACKED | {"R": 2, "gates": "-inf", "dstate": False},
         PACKED | {"gate_form": "constant", "K": 128, "V": 128},
+        PACKED | {"gate_form": "key"},
+        {"gate_form": "key", "K": 128, "V": 128, "T": 100},
+        {"gate_form": "key", "G": 2, "initial_state": True},
     ],
     ids=str,
 )
@@ -171,6 +191,8 @@ def test_gradients_of_uniform_gates(kernels, monkeypatch, strength):
         {"T": 300, "gate_form": "constant", "R": 2, "K": 128, "V": 128},
         {"T": 200, "gates": "none"},
         {"lengths": (100, 0, 200, 1), "K": 72, "gates": "strong"},
+        {"T": 300, "gate_form": "key", "gates": "-inf", "K": 128, "V": 128},
+        {"lengths": (100, 0, 200, 1), "gate_form": "key", "K": 72},
     ],
     ids=str,
 )
