@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from gla_core.compat.fla import accelerate, on_cpu
-from gla_core.compat.fla.accelerate import FUNCTIONS
+from gla_core.compat.fla.accelerate import FUNCTIONS, HOMES
 
 WIDE = {"dtype": torch.float64}
 
@@ -126,7 +126,7 @@ def fla(monkeypatch):
         return lambda *args, **kwargs: name
 
     homes = {home: {name: original(name) for name in members} for home, members in on_cpu.REPLACED.items()}
-    homes["fla.ops.gla"] = {name: original(name) for name in FUNCTIONS}
+    homes |= {home: {name: original(name) for name in members} for home, members in HOMES.items()}
     homes["fla.layers.gla"] = {"repeat": original("repeat"), "GatedLinearAttention": type("Layer", (), {})}
     homes["fla.layers.hgrn2"] = {"HGRN2Attention": type("Layer", (), {})}
     activations = homes["fla.modules.activations.ops"]

@@ -1,9 +1,32 @@
-"""Helpers for flash-linear-attention 0.6.0: its GLA functions, computed here, and conversion of its states.
+"""Helpers for flash-linear-attention 0.6.0: its functions that are GLA, computed here, and conversion of its states.
 
 Importing this package does not import flash-linear-attention; `accelerate` does.
 """
 
 from gla_core.compat.fla.accelerate import Acceleration, accelerate
+from gla_core.compat.fla.composed import (
+    chunk_gsa,
+    chunk_lightnet,
+    chunk_rwkv6,
+    fused_recurrent_gsa,
+    fused_recurrent_lightnet,
+    fused_recurrent_rwkv6,
+)
+from gla_core.compat.fla.heads import (
+    chunk_lightning_attn,
+    chunk_linear_attn,
+    chunk_retention,
+    chunk_simple_gla,
+    fused_chunk_linear_attn,
+    fused_chunk_retention,
+    fused_chunk_simple_gla,
+    fused_recurrent_lightning_attn,
+    fused_recurrent_linear_attn,
+    fused_recurrent_retention,
+    fused_recurrent_simple_gla,
+    parallel_retention,
+    parallel_simple_gla,
+)
 from gla_core.compat.fla.ops import chunk_gla, fused_chunk_gla, fused_recurrent_gla
 from gla_core.compat.fla.states import state_from_fla, state_to_fla
 
@@ -11,8 +34,27 @@ __all__ = [
     "Acceleration",
     "accelerate",
     "chunk_gla",
+    "chunk_gsa",
+    "chunk_lightnet",
+    "chunk_lightning_attn",
+    "chunk_linear_attn",
+    "chunk_retention",
+    "chunk_rwkv6",
+    "chunk_simple_gla",
     "fused_chunk_gla",
+    "fused_chunk_linear_attn",
+    "fused_chunk_retention",
+    "fused_chunk_simple_gla",
     "fused_recurrent_gla",
+    "fused_recurrent_gsa",
+    "fused_recurrent_lightnet",
+    "fused_recurrent_lightning_attn",
+    "fused_recurrent_linear_attn",
+    "fused_recurrent_retention",
+    "fused_recurrent_rwkv6",
+    "fused_recurrent_simple_gla",
+    "parallel_retention",
+    "parallel_simple_gla",
     "state_from_fla",
     "state_to_fla",
 ]

@@ -1,6 +1,10 @@
 """Makes flash-linear-attention's models compute gated linear attention here, with one line before or after they are
 created.
 
+Besides those of `fla.ops.gla` these are the functions with one gate for each head or none. Functions that are composed
+of several calls are computed here on a CPU. On a GPU they are left to flash-linear-attention, whose kernels take less
+work; among these, LightNet and normalized linear attention call functions that are replaced.
+
 The functions are replaced in the modules that define them, so modules that are imported later find the replacements.
 They are also replaced in every module that has imported them already. A call that this package does not compute goes to
 the original function. Replacements hold for all threads, until the last `Acceleration` that asked for them is undone.
@@ -25,18 +29,52 @@ from typing import Any
 
 from torch import Tensor
 
-from gla_core.compat.fla import on_cpu, ops
+from gla_core.compat.fla import composed, heads, on_cpu, ops
 from gla_core.dispatch.errors import nearest
 
-FUNCTIONS: Mapping[str, Callable] = {
-    "chunk_gla": ops.chunk_gla,
-    # Its layers keep states [N, H, V, K] but do not pass state_v_first here; the original always raises in 0.6.0.
-    "fused_chunk_gla": functools.partial(ops.chunk_gla, state_v_first=True),
-    "fused_recurrent_gla": ops.fused_recurrent_gla,
+HOMES: Mapping[str, Mapping[str, Callable]] = {
+    "fla.ops.gla": {
+        "chunk_gla": ops.chunk_gla,
+        # Its layers keep states [N, H, V, K] but do not pass state_v_first here; the original always raises in 0.6.0.
+        "fused_chunk_gla": functools.partial(ops.chunk_gla, state_v_first=True),
+        "fused_recurrent_gla": ops.fused_recurrent_gla,
+    },
+    "fla.ops.simple_gla": {
+        "chunk_simple_gla": heads.chunk_simple_gla,
+        "fused_chunk_simple_gla": heads.fused_chunk_simple_gla,
+        "fused_recurrent_simple_gla": heads.fused_recurrent_simple_gla,
+        "parallel_simple_gla": heads.parallel_simple_gla,
+    },
+    "fla.ops.retention": {
+        "chunk_retention": heads.chunk_retention,
+        "fused_chunk_retention": heads.fused_chunk_retention,
+        "fused_recurrent_retention": heads.fused_recurrent_retention,
+        "parallel_retention": heads.parallel_retention,
+    },
+    "fla.ops.lightning_attn": {
+        "chunk_lightning_attn": heads.chunk_lightning_attn,
+        "fused_recurrent_lightning_attn": heads.fused_recurrent_lightning_attn,
+    },
+    "fla.ops.linear_attn": {
+        "chunk_linear_attn": heads.chunk_linear_attn,
+        "fused_chunk_linear_attn": heads.fused_chunk_linear_attn,
+        "fused_recurrent_linear_attn": heads.fused_recurrent_linear_attn,
+    },
+    "fla.ops.lightnet": {
+        "chunk_lightnet": composed.chunk_lightnet,
+        "fused_recurrent_lightnet": composed.fused_recurrent_lightnet,
+    },
+    "fla.ops.gsa": {"chunk_gsa": composed.chunk_gsa, "fused_recurrent_gsa": composed.fused_recurrent_gsa},
+    "fla.ops.rwkv6": {
+        "chunk_rwkv6": composed.chunk_rwkv6,
+        "fused_recurrent_rwkv6": composed.fused_recurrent_rwkv6,
+    },
 }
+"""Functions that are computed here, by the module that has the original and then by name."""
+FUNCTIONS: Mapping[str, Callable] = {name: function for home in HOMES.values() for name, function in home.items()}
 TABLES = ("ACT2FN",)
 """Names of the dictionaries in which modules hold functions."""
-_HOME, _LAYER = "fla.ops.gla", "fla.layers.gla"
+_GLA, _LAYER = "fla.ops.gla", "fla.layers.gla"
 _LAYERS_WITH_MODES = {_LAYER: "GatedLinearAttention", "fla.layers.hgrn2": "HGRN2Attention"}
 _lock = threading.RLock()
 """The lock that is held while functions are exchanged and their holders are counted."""
@@ -45,11 +83,11 @@ _made: dict[tuple[str, Callable], _Replacement] = {}
 
 
 def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
-    """Replaces functions of `fla.ops.gla` in all modules of flash-linear-attention, also in those imported later.
+    """Replaces functions of `fla.ops` in all modules of flash-linear-attention, also in those imported later.
 
     Args:
         functions: names among `FUNCTIONS`; all by default. Functions that are replaced already stay replaced. With
-            "fused_chunk_gla", flash-linear-attention's layers in mode "fused_chunk" run in mode "chunk".
+            "fused_chunk_gla", flash-linear-attention's GLA and HGRN2 layers in mode "fused_chunk" run in mode "chunk".
         cpu: whether to compute in PyTorch, for tensors on a CPU, the other functions that flash-linear-attention's GLA
             and HGRN2 models have only in Triton; see on_cpu.py.
 
@@ -69,14 +107,17 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
     for name in functions:
         if name not in FUNCTIONS:
             raise ValueError(f"unknown function {name!r}{nearest(name, FUNCTIONS)} (there are {', '.join(FUNCTIONS)})")
-    names = tuple(dict.fromkeys(functions)) or tuple(FUNCTIONS)
+    names = set(functions) or FUNCTIONS.keys()
     with _lock:
         wanted: list[_Replacement | _ModeOfLayers] = [
-            _replacement(_HOME, name, _for_query_heads(FUNCTIONS[name]), _is_computed_here) for name in names
+            _replacement(home, name, function, _SERVES.get(home, _is_computed_here))
+            for home, members in HOMES.items()
+            for name, function in members.items()
+            if name in names
         ]
         for home, members in on_cpu.REPLACED.items() if cpu else ():
             wanted += [_replacement(home, name, function, _is_on_cpu) for name, function in members.items()]
-        if set(names) == FUNCTIONS.keys():
+        if HOMES[_GLA].keys() <= names:
             wanted.append(_replacement(_LAYER, "repeat", _heads, _repeats_heads, within=_LAYER))
         if "fused_chunk_gla" in names:
             wanted += [_mode_of_layers(home, layer) for home, layer in _LAYERS_WITH_MODES.items()]
@@ -127,7 +168,7 @@ class Acceleration:
             f"{name}: {how.get(name, 'computed by gla_core')} in {', '.join(places)}"
             for name, places in self.replaced.items()
         ]
-        return "\n".join([*lines, "gates of values (gv) and reverse are left to flash-linear-attention"])
+        return "\n".join([*lines, "gates of values (gv) and output_attentions are left to flash-linear-attention"])
 
 
 class _Replacement:
@@ -197,7 +238,8 @@ def _replacement(
     if isinstance(found, _Replacement):
         return found
     if (name, found) not in _made:
-        _made[name, found] = _Replacement(name, function, found, serves, within)
+        call = _for_query_heads(function) if home == _GLA else function
+        _made[name, found] = _Replacement(name, call, found, serves, within)
     return _made[name, found]
 
 
@@ -240,11 +282,24 @@ def _repeats_heads(given: dict[str, Any]) -> bool:
 
 
 def _is_computed_here(given: dict[str, Any]) -> bool:
-    return given.get("gv") is None and not given.get("reverse")
+    return given.get("gv") is None and not given.get("output_attentions")
 
 
 def _is_on_cpu(given: dict[str, Any]) -> bool:
     return all(x.device.type == "cpu" for x in given.values() if isinstance(x, Tensor))
+
+
+def _is_one_call(given: dict[str, Any]) -> bool:
+    return given.get("normalize") is False or _is_on_cpu(given)
+
+
+_SERVES = {
+    "fla.ops.linear_attn": _is_one_call,
+    "fla.ops.lightnet": _is_on_cpu,
+    "fla.ops.gsa": _is_on_cpu,
+    "fla.ops.rwkv6": _is_on_cpu,
+}
+"""The calls that are computed here, for modules of which not all are."""
 
 
 def _exchange(name: str, old: Callable, new: Callable, within: str) -> tuple[str, ...]:

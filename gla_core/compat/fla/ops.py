@@ -8,6 +8,7 @@ Source: flash-linear-attention 0.6.0, fla/ops/gla.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -59,7 +60,7 @@ def chunk_gla(
         v,
         g,
         scale,
-        _wide(initial_state, q),
+        wide_state(initial_state, q),
         output_final_state,
         cu_seqlens,
         max_seqlen=longest,
@@ -97,49 +98,103 @@ def fused_recurrent_gla(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes `chunk_gla` with gates gk, as `fla.ops.gla.fused_recurrent_gla` does.
 
-    A call with one token and no gradients is computed as a decoding step.
+    A call with one token and no gradients is computed as a decoding step. With `reverse` the tokens of each sequence
+    are read from the last to the first, and the final state is the state after the first.
 
     Raises:
-        NotImplementedError: gv or reverse is given; no op here computes these.
+        NotImplementedError: gv is given; no op here computes it.
         TypeError: an argument is unknown. Other errors are as in `gla_core.chunk_gla`.
     """
-    if "transpose_state_layout" in kwargs:
+    state_v_first = layout("fused_recurrent_gla", state_v_first, kwargs)
+    if gv is not None:
+        raise NotImplementedError(
+            "gates of values (gv): not computed here; call flash-linear-attention's own fused_recurrent_gla"
+        )
+    return recurrent(q, k, v, gk, scale, initial_state, output_final_state, reverse, state_v_first, cu_seqlens)
+
+
+def layout(function: str, state_v_first: bool, rest: dict[str, Any]) -> bool:
+    """Returns whether states have V first, by that argument or its former name in `rest`; refuses all other names."""
+    former = "transpose_state_layout"
+    if former in rest:
         if state_v_first:
-            raise ValueError(
-                "both state_v_first and transpose_state_layout, its former name, are given; pass the first"
-            )
-        warnings.warn("transpose_state_layout is deprecated; pass state_v_first", DeprecationWarning, stacklevel=2)
-        state_v_first = kwargs.pop("transpose_state_layout")
-    if kwargs:
-        raise TypeError(f"fused_recurrent_gla takes no argument {', '.join(map(repr, kwargs))}")
-    if gv is not None or reverse:
-        what = "gates of values (gv)" if gv is not None else "reverse"
-        raise NotImplementedError(f"{what}: not computed here; call flash-linear-attention's own fused_recurrent_gla")
-    if q.shape[1] == 1 and cu_seqlens is None and not needs_gradient(q, k, v, gk, initial_state):
-        o, state = _step(q, k, v, gk, scale, initial_state, state_v_first)
+            raise ValueError(f"both state_v_first and {former}, its former name, are given; pass the first")
+        warnings.warn(f"{former} is deprecated; pass state_v_first", DeprecationWarning, stacklevel=3)
+        state_v_first = rest.pop(former)
+    no_more(function, rest)
+    return state_v_first
+
+
+def no_more(function: str, rest: dict[str, Any]) -> None:
+    """Refuses the keyword arguments of a function that it does not have; chunk_size is ignored."""
+    rest.pop("chunk_size", None)
+    if rest:
+        raise TypeError(f"{function} takes no argument {', '.join(map(repr, rest))}")
+
+
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    reverse: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes `chunk_gla` with gates of any form, and as a decoding step if there is one token and no gradient."""
+    if q.shape[1] == 1 and cu_seqlens is None and not needs_gradient(q, k, v, g, initial_state):
+        o, state = _step(q, k, v, g, scale, initial_state, state_v_first)
         return o, state if output_final_state else None
-    return chunk_gla(q, k, v, gk, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Any, offsets: Any) -> tuple[Tensor, Any]:
+        return chunk_gla(q, k, v, g, scale, state, output_final_state, state_v_first, offsets)
+
+    call = from_last_to_first(run) if reverse else run
+    return call(q, k, v, g, initial_state, cu_seqlens)
+
+
+def from_last_to_first(run: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """Wraps a function of tokens [B, T, ...], a state and offsets so that it reads the tokens in the opposite order.
+
+    Packed sequences change places too, so that their states are taken and returned in the opposite order.
+    """
+
+    def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Any, offsets: Any) -> tuple[Tensor, Any]:
+        tokens = [x.flip(1) for x in (q, k, v)]
+        gate = g if g is None or g.ndim == 1 else g.flip(1)
+        if offsets is None:
+            o, final = run(*tokens, gate, state, None)
+            return o.flip(1), final
+        state = None if state is None else state.flip(0)
+        o, final = run(*tokens, gate, state, q.shape[1] - offsets.flip(0))
+        return o.flip(1), None if final is None else final.flip(0)
+
+    return call
 
 
 def _step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    gk: Tensor | None,
+    g: Tensor | None,
     scale: float | None,
     initial_state: Tensor | None,
     state_v_first: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output [B, 1, Hq, V] of one token [B, 1, ...], and the state after it."""
-    B, _, H, K = k.shape
-    state = _wide(initial_state, q)
+    """Returns the output [B, 1, Ho, V] of one token [B, 1, ...], and the state after it."""
+    B, _, Hv, V = v.shape
+    state = wide_state(initial_state, q)
     if state is None:
-        sizes = (v.shape[3], K) if state_v_first else (K, v.shape[3])
-        state = q.new_zeros(B, H, *sizes, dtype=wide(q.dtype))
-    token = (q[:, 0], k[:, 0], v[:, 0], None if gk is None else gk[:, 0])
-    o, state = _recurrent_gla_step(*token, state, scale, state_v_first=state_v_first)
+        sizes = (V, k.shape[3]) if state_v_first else (k.shape[3], V)
+        state = q.new_zeros(B, Hv, *sizes, dtype=wide(q.dtype))
+    gate = g if g is None or g.ndim == 1 else g[:, 0]
+    o, state = _recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], gate, state, scale, state_v_first=state_v_first)
     return o[:, None], state
 
 
-def _wide(state: Tensor | None, q: Tensor) -> Tensor | None:
+def wide_state(state: Tensor | None, q: Tensor) -> Tensor | None:
+    """Casts a state to the dtype of states of q."""
     return None if state is None else state.to(wide(q.dtype))

@@ -72,7 +72,8 @@ def mamba_chunk_scan_combined(
 
     It is differentiable in all tensors of floating-point numbers, also with return_varlen_states. The host never waits
     for the device. dt, its softplus, the gates and the products with D and z are computed in float32 (float64 with
-    float64 inputs); each may have any dtype.
+    float64 inputs); each may have any dtype. Under autocast, x dt, B and C are cast as in `gla_core.chunk_gla`, and out
+    keeps the dtype of x.
 
     Args:
         x: inputs [batch, seqlen, nheads, headdim], float64, float32, float16 or bfloat16.
@@ -153,7 +154,7 @@ def selective_state_update(
     and dt and dt_bias of stride 0 along dim. mamba_ssm's Mamba-2 layer passes such tensors, made with `expand`. Every
     other step, such as Mamba-1's, is computed with a gate for each channel and key, which is exact and reads more.
 
-    All tensors may lack the dimension nheads, which then is 1.
+    With one head, all tensors may lack the dimension nheads or ngroups.
 
     Args:
         state: the states before the token, overwritten by those after it: [P, nheads, dim, dstate]. P is batch without
