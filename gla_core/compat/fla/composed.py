@@ -1,0 +1,306 @@
+"""Functions of `fla.ops` that are computed as calls of GLA, with the same arguments and results.
+
+    rwkv6      S_t = diag(exp(w_t)) S_{t-1} + k_t^T v_t     o_t = scale r_t (S_{t-1} + diag(u) k_t^T v_t)
+    lightnet   z_t = log(exp(z_{t-1}) + exp(k_t))           GLA with keys exp(k_t - z_t) and gates z_{t-1} - z_t
+    gsa        P_t = P_{t-1} diag(exp(g_t)) + k_t^T s_t     p_t = softmax(scale q_t P_t)
+               S_t = diag(exp(g_t)) S_{t-1} + s_t^T v_t     o_t = p_t S_t
+
+rwkv6 reads the state before the token: it is GLA of the keys, values and gates of the token before, and the bonus
+(r_t . u k_t) v_t. The first pass of gsa has gates on the side of the values: each of its M slots is a value head of
+width 1 that shares q and k with the others. This is exact, but takes M products of q and k.
+
+Dimensions, dtypes and errors are as in `ops.chunk_gla`; M is the number of slots. Gates are natural logarithms.
+Source: flash-linear-attention 0.6.0, fla/ops; Peng et al., "Eagle and Finch" (arXiv 2404.05892); Qin et al., "You Only
+Scan Once" (arXiv 2405.21022); Zhang et al., "Gated Slot Attention" (arXiv 2409.07146).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gla_core.compat.fla.ops import from_last_to_first, no_more, recurrent
+from gla_core.dispatch.backend import wide
+
+Pair = tuple[Tensor | None, Tensor | None]
+
+
+def chunk_rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes the attention of RWKV-6, as `fla.ops.rwkv6.chunk_rwkv6` does.
+
+    Args:
+        r: receptances, which are the queries [B, T, H, K].
+        k: keys [B, T, H, K].
+        v: values [B, T, H, V].
+        w: natural logarithm of the forget gate [B, T, H, K], at most 0.
+        u: the bonus of the current token [H, K].
+        scale: factor of the output; K^-1/2 by default.
+        initial_state: [N, H, K, V].
+        output_final_state: whether to return the final state too.
+        cu_seqlens: [N+1] offsets of packed sequences, B = 1.
+        cu_seqlens_cpu: the same offsets on the CPU; not used.
+        kwargs: chunk_size, which has no effect.
+
+    Returns:
+        o [B, T, H, V] and the final state [N, H, K, V] (None unless output_final_state).
+
+    Raises:
+        TypeError: an argument is unknown. Other errors are as in `gla_core.chunk_gla`.
+    """
+    no_more("chunk_rwkv6", kwargs)
+    return fused_recurrent_rwkv6(r, k, v, w, u, scale, initial_state, output_final_state, False, cu_seqlens)
+
+
+def fused_recurrent_rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes `chunk_rwkv6`; `reverse` is as in `ops.fused_recurrent_gla`."""
+
+    def run(r: Tensor, k: Tensor, v: Tensor, w: Tensor, state: Any, offsets: Any) -> tuple[Tensor, Any]:
+        rows = _Rows.of(r, offsets)
+        keys, values, gates = (rows.before(x, 0) for x in (k, v, w))
+        o, state = recurrent(r, keys, values, gates, scale, state, output_final_state, cu_seqlens=offsets)
+        o = (o + rows.own((factor * r.to(u.dtype) * u * k).sum(-1, keepdim=True) * v)).to(o.dtype)
+        return o, None if state is None else _after_last(state, k, v, w, rows)
+
+    factor, u = r.shape[3] ** -0.5 if scale is None else scale, u.to(wide(r.dtype))
+    call = from_last_to_first(run) if reverse else run
+    return call(r, k, v, w, initial_state, cu_seqlens)
+
+
+def chunk_lightnet(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Pair | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Pair]:
+    """Computes the attention of LightNet, as `fla.ops.lightnet.chunk_lightnet` does.
+
+    Args:
+        q: queries [B, T, H, K].
+        k: logits of the keys [B, T, H, K].
+        v: values [B, T, H, V].
+        scale: factor of the output; K^-1/2 by default.
+        initial_state: a pair, either of which may be None: the state [N, H, K, V], or [N, H, V, K] with state_v_first,
+            and the logarithm z of the sum of exp(k) [N, 1, H, K].
+        output_final_state: whether to return the final state too, in the layout of the initial one.
+        state_v_first: whether states are [N, H, V, K], both given and returned.
+        cu_seqlens: [N+1] offsets of packed sequences, B = 1.
+
+    Returns:
+        o [B, T, H, V] and a pair: the final state (None unless output_final_state), and the last z [N, 1, H, K],
+        float32 (float64 with float64 inputs), -inf for an empty sequence without an initial one.
+
+    Raises:
+        ValueError, TypeError, NoBackendError, UnknownBackendError, NotImplementedError: as in `gla_core.chunk_gla`.
+    """
+    state, z = (None, None) if initial_state is None else initial_state
+    keys, gate, z = _additive_gate(k, z, cu_seqlens)
+    rest = (scale, state, output_final_state, False, state_v_first, cu_seqlens)
+    o, state = recurrent(q, keys.to(k.dtype), v, gate, *rest)
+    return o, (state, z)
+
+
+def fused_recurrent_lightnet(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Pair | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Pair]:
+    """Computes `chunk_lightnet`."""
+    return chunk_lightnet(q, k, v, scale, initial_state, output_final_state, state_v_first, cu_seqlens)
+
+
+def chunk_gsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Pair | None = None,
+    output_final_state: bool = False,
+    checkpoint_level: int = 2,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Pair]:
+    """Computes gated slot attention, as `fla.ops.gsa.chunk_gsa` does.
+
+    Args:
+        q: queries [B, T, Hq, K]; query head i reads key/value head i // (Hq/H).
+        k: keys [B, T, H, K].
+        v: values [B, T, H, V].
+        s: writes into the slots [B, T, H, M].
+        g: natural logarithm of the forget gate of the slots [B, T, H, M], at most 0. None means that s are logits, and
+            s and g follow from them as the keys and gates of `chunk_lightnet`.
+        scale: factor of the logits of the softmax; K^-1/2 by default.
+        initial_state: a pair of states, [N, H, K, M] and [N, H, M, V].
+        output_final_state: whether to return the final states too.
+        checkpoint_level: it has no effect.
+        cu_seqlens: [N+1] offsets of packed sequences, B = 1.
+        cu_seqlens_cpu: the same offsets on the CPU; not used.
+        kwargs: chunk_size, which has no effect.
+
+    Returns:
+        o [B, T, Hq, V] and the pair of final states (each None unless output_final_state).
+
+    Raises:
+        TypeError: an argument is unknown. Other errors are as in `gla_core.chunk_gla`.
+    """
+    no_more("chunk_gsa", kwargs)
+    return fused_recurrent_gsa(q, k, v, s, g, scale, initial_state, output_final_state, False, cu_seqlens)
+
+
+def fused_recurrent_gsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Pair | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Pair]:
+    """Computes `chunk_gsa`; `reverse` is as in `ops.fused_recurrent_gla`, but gates that follow from s stay causal."""
+    if g is None:
+        s, g, _ = _additive_gate(s, None, cu_seqlens)
+        s = s.to(k.dtype)
+    first, second = (None, None) if initial_state is None else initial_state
+    rest = (output_final_state, reverse, False, cu_seqlens)
+    logits, first = _slots(q, k, s, g, scale, first, *rest)
+    p = logits.softmax(-1, dtype=wide(logits.dtype)).to(q.dtype)
+    o, second = recurrent(p, s, v, g, 1.0, second, *rest)
+    return o, (first, second)
+
+
+def _slots(
+    q: Tensor, k: Tensor, s: Tensor, g: Tensor, scale: float | None, state: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Returns scale q_t P_t [B, T, Hq, M] and the final P [N, H, K, M]."""
+    Hq, H, M = q.shape[2], k.shape[2], s.shape[3]
+    if Hq != H:
+        k, s, g = (x.repeat_interleave(Hq // H, 2) for x in (k, s, g))
+        state = None if state is None else state.repeat_interleave(Hq // H, 1)
+    columns = None if state is None else state.mT.flatten(1, 2)[..., None]  # [N, Hq * M, K, 1]
+    o, final = recurrent(q, k, s.flatten(2)[..., None], g.flatten(2), scale, columns, *rest)
+    if final is not None:
+        final = final[..., 0].unflatten(1, (Hq, M)).mT[:, :: Hq // H]
+    return o[..., 0].unflatten(2, (Hq, M)), final
+
+
+def _additive_gate(x: Tensor, z: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns exp(x_t - z_t), z_{t-1} - z_t (0 if exp(z_{t-1}) is 0), and the last z [N, 1, H, K].
+
+    They are a sigmoid and its logarithm, which loses no digits if x_t changes z little.
+    """
+    x, rows = x.to(wide(x.dtype)), _Rows.of(x, cu_seqlens)
+    N = x.shape[0] if rows.starts is None else len(rows.starts)
+    z = x.new_full((N, 1, *x.shape[2:]), -torch.inf) if z is None else z.to(x.dtype)
+    total = torch.logaddexp(rows.log_cumsum_exp(x), rows.spread(z))
+    before = rows.before(total, z)
+    gate = torch.where(before == -torch.inf, 0, F.logsigmoid(before - x))
+    return torch.sigmoid(x - before), gate, rows.last(total, z[:, 0])[:, None]
+
+
+def _after_last(state: Tensor, k: Tensor, v: Tensor, w: Tensor, rows: _Rows) -> Tensor:
+    """Returns the states [N, H, K, V] after the last token of each sequence, from those before it."""
+    k, v, w = (rows.last(x.to(state.dtype), 0) for x in (k, v, w))  # 0 leaves the state of an empty sequence
+    return w.exp()[..., None] * state + k[..., None] * v[..., None, :]
+
+
+class _Rows(NamedTuple):
+    """Positions of the tokens in their sequences, for tensors [B, T, H, D].
+
+    Attributes:
+        starts: the offset of the first token of each packed sequence [N]; None without packed sequences.
+        ends: the offset after its last token [N].
+        sequence: the sequence of each token [T]; rows after the last offset count as part of the last one.
+    """
+
+    starts: Tensor | None = None
+    ends: Tensor | None = None
+    sequence: Tensor | None = None
+
+    @staticmethod
+    def of(x: Tensor, cu_seqlens: Tensor | None) -> _Rows:
+        """Returns the positions of the tokens of x."""
+        if cu_seqlens is None:
+            return _Rows()
+        starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+        tokens = torch.arange(x.shape[1], device=x.device)
+        return _Rows(starts, ends, torch.searchsorted(ends, tokens, right=True).clamp(max=len(ends) - 1))
+
+    def before(self, x: Tensor, first: Tensor | float) -> Tensor:
+        """Returns the row before each row within its sequence; before the first it is `first`, [N, 1, H, D] or 0."""
+        shifted = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+        if self.starts is None or self.sequence is None:
+            is_first = torch.arange(x.shape[1], device=x.device) == 0
+        else:
+            is_first = torch.arange(x.shape[1], device=x.device) == self.starts[self.sequence]
+        return torch.where(is_first[:, None, None], self.spread(first), shifted)
+
+    def spread(self, x: Any) -> Any:
+        """Returns for each row the value [N, 1, H, D] of its sequence."""
+        return x if self.sequence is None or not isinstance(x, Tensor) else x[self.sequence, 0][None]
+
+    def last(self, x: Tensor, empty: Tensor | float) -> Tensor:
+        """Returns the last row of each sequence [N, H, D], or `empty` if it has no rows."""
+        if self.starts is None or self.ends is None:
+            return x[:, -1]
+        return torch.where((self.ends > self.starts)[:, None, None], x[0, (self.ends - 1).clamp(min=0)], empty)
+
+    def own(self, x: Tensor) -> Tensor:
+        """Returns x with zeros in the rows that belong to no sequence."""
+        if self.starts is None or self.ends is None:
+            return x
+        tokens = torch.arange(x.shape[1], device=x.device)
+        return torch.where(((self.starts[0] <= tokens) & (tokens < self.ends[-1]))[:, None, None], x, 0)
+
+    def log_cumsum_exp(self, x: Tensor) -> Tensor:
+        """Returns the logarithm of the sum of exp(x) over the rows up to each row of its sequence.
+
+        For packed sequences these are log2(T) steps, each of which doubles the number of rows in every sum.
+        """
+        if self.starts is None or self.sequence is None:
+            return torch.logcumsumexp(x, 1)
+        place, reach = torch.arange(x.shape[1], device=x.device) - self.starts[self.sequence], 1
+        while reach < x.shape[1]:
+            earlier = torch.cat([x[:, :reach], x[:, :-reach]], 1)
+            x = torch.where((place >= reach)[:, None, None], torch.logaddexp(x, earlier), x)
+            reach *= 2
+        return x
