@@ -254,7 +254,7 @@ def test_packed_sequences_that_are_a_little_longer_than_a_segment_stay_whole(dev
 
 @pytest.mark.kernels
 @both_directions
-@pytest.mark.parametrize("programs", [1, 5])
+@pytest.mark.parametrize("programs", [1, pytest.param(5, marks=pytest.mark.thorough)])
 def test_a_few_programs_scan_all_that_is_cut(device, programs, backwards, monkeypatch):
     from gla_triton_kernels.chunk_gla.shared import scan
 
