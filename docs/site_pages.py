@@ -30,6 +30,7 @@ API = (
     "gla_core.distributed",
     "gla_core.compat.fla",
     "gla_core.compat.mamba_ssm",
+    "gla_core.compat.transformers",
     "gla_core.dispatch.backend",
 )
 """Modules that have a page made of their docstrings."""

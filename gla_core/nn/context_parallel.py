@@ -16,6 +16,7 @@ from gla_core.distributed import shard as make_shard
 from gla_core.distributed.history import histories
 from gla_core.distributed.outside_graphs import outside_graphs
 from gla_core.distributed.shard import refuse_ranks_that_differ
+from gla_core.nn.padding import within
 from gla_core.nn.short_convolution import ShortConvolution, packing
 from gla_core.ops import checks
 
@@ -44,12 +45,15 @@ def read_shard(
         checks.packed(dims | {"N+1": len(shard.packed.cu_seqlens)}, of="x")
     _check_agreement(layer, x, shard)
 
-    def convolve(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _convolved(layer.convolutions, (a, b, c), layer.conv_size, shard) if layer.convolutions else (a, b, c)
+    def convolve(*projections: Tensor) -> tuple[Tensor, ...]:
+        if not layer.convolutions:
+            return projections
+        return _convolved(layer.convolutions, projections, layer.conv_size, shard)
 
-    q, k, v, g = op_inputs(x, convolve)
-    o, _ = chunk_gla(q, k, v, g, backend=layer.backend, shard=shard)
-    return output(o, x)
+    q, k, v, g, *others = op_inputs(x, convolve)
+    o, _ = chunk_gla(q, k, v, g, layer.scale, backend=layer.backend, shard=shard)
+    y = output(o, x, *others)
+    return within(y, shard.packed.parts) if shard.packed is not None and others else y
 
 
 @outside_graphs  # compiled code would keep the value that GLA_CHECK had at compile time
@@ -62,17 +66,16 @@ def _check_agreement(layer: RecurrentLayer, x: Tensor, shard: Shard) -> None:
 
 def _convolved(
     convolutions: Sequence[ShortConvolution], projections: Sequence[Tensor], W: int, shard: Shard
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Sends projections [B, T, width] through the convolutions, with the W - 1 rows before each piece as history."""
-    before = histories(projections, W - 1, shard) if W > 1 else (None, None, None)
+    before = histories(projections, W - 1, shard) if W > 1 else [None] * len(projections)
     places, rows = None, projections
     if shard.packed is not None:
         places = packing(shard.packed.parts, shard.tokens, W)
     elif len(shard.places) > 1:  # each piece becomes a row of the batch
         pieces = (len(shard.places), shard.tokens // len(shard.places))
         rows = [x.unflatten(1, pieces).flatten(0, 1) for x in projections]
-    a, b, c = (
+    return tuple(
         convolution(x, history, places)[0].view(like.shape)
         for convolution, x, history, like in zip(convolutions, rows, before, projections, strict=True)
     )
-    return a, b, c

@@ -64,7 +64,8 @@ class GatedLinearAttention(nn.Module):
         fuse_norm: selects the name of the norm's weight, as in flash-linear-attention: `g_norm_swish_gate` if fuse_norm
             is True, use_output_gate is True and gate_fn is "swish"; otherwise `g_norm`. A checkpoint may use either
             name.
-        mode: "chunk", "fused_chunk" or "fused_recurrent", for configurations that set it; all modes compute the same.
+        mode: "chunk", "fused_chunk", "fused_recurrent" or "parallel", for configurations that set it; all modes compute
+            the same.
         layer_idx: index of the layer in its model; the layer stores it and does not use it.
         context_parallel: ranks that share the tokens of each sequence, as a process group or a one-dimensional
             DeviceMesh. `forward` then reads this rank's tokens. All ranks have to run the forward and the backward.
@@ -78,6 +79,9 @@ class GatedLinearAttention(nn.Module):
         >>> y, state = layer(torch.randn(2, 100, 256), output_final_state=True)
         >>> y1, state = layer.step(torch.randn(2, 256), state)
     """
+
+    scale: float | None = None
+    rotary_base: float | None = None
 
     def __init__(
         self,
@@ -289,13 +293,16 @@ class GatedLinearAttention(nn.Module):
 
     def op_inputs(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
+        return *self.heads(x, convolve), self.log_gates(self.gk_proj(x))
+
+    def heads(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor]:
+        """Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K] and v [B, T, H, V]."""
         q, k, v = convolve(self.q_proj(x), self.k_proj(x), self.v_proj(x))
         q = q.unflatten(-1, (self.num_heads, self.head_k_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_k_dim))
         if self.feature_map is not None:
             q, k = self.feature_map(q), self.feature_map(k)
-        g = self.log_gates(self.gk_proj(x))
-        return q, k, v.unflatten(-1, (self.num_kv_heads, self.head_v_dim)), g
+        return q, k, v.unflatten(-1, (self.num_kv_heads, self.head_v_dim))
 
     def log_gates(self, logits: Tensor) -> Tensor:
         """Returns the log gates [B, T, H, K] in float32 or float64: half precision rounds values near 0 to 0."""

@@ -64,6 +64,9 @@ class HGRN2(nn.Module):
         >>> y1, state = layer.step(torch.randn(2, 256), state)
     """
 
+    scale: float | None = None
+    rotary_base: float | None = None
+
     def __init__(
         self,
         hidden_size: int = 1024,

@@ -13,27 +13,34 @@ if TYPE_CHECKING:
 
     from gla_core.nn.short_convolution import ShortConvolution
 
-Histories = tuple[Tensor, Tensor, Tensor]
-"""The last inputs of a layer's three convolutions, each [N, conv_size - 1, width]."""
-Convolve = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""Sends three projections [B, T, width] of x through a layer's convolutions; returns them unchanged if it has none."""
-OpInputs = Callable[[Tensor, Convolve], tuple[Tensor, Tensor, Tensor, Tensor]]
-"""Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
-Output = Callable[[Tensor, Tensor], Tensor]
-"""Maps the op's o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size]."""
+Histories = tuple[Tensor, ...]
+"""The last inputs of a layer's convolutions, each [N, conv_size - 1, width]."""
+Convolve = Callable[..., tuple[Tensor, ...]]
+"""Sends one projection [B, T, width] of x through each convolution; returns them unchanged if there is none."""
+OpInputs = Callable[[Tensor, Convolve], tuple[Tensor, ...]]
+"""Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, Hv, V] and g in one of its forms.
+
+Further tensors [B, T, ..] may follow g. They are arguments of `Output`.
+"""
+Output = Callable[..., Tensor]
+"""Maps the op's o [..., Ho, V], x [..., hidden_size] and the tensors that follow g to y [..., hidden_size]."""
 
 
 class RecurrentLayer(Protocol):
     """The attributes of a layer that the functions of recurrence.py use.
 
     Attributes:
-        state_shape: H, K and V.
-        convolutions: the convolutions of its three projections; empty if it has none.
+        state_shape: Hv, K and V.
+        convolutions: the convolutions of its projections; empty if it has none.
+        scale: factor of the op's output; None for K^-1/2.
+        rotary_base: base of the rotary embedding of q and k; None for none.
     """
 
     hidden_size: int
     conv_size: int
     backend: str | None
+    scale: float | None
+    rotary_base: float | None
     context_parallel: ProcessGroup | DeviceMesh | None
 
     @property

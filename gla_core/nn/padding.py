@@ -42,6 +42,12 @@ class Padding(NamedTuple):
         return torch.where(self.inside.view(*self.inside.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
+def within(y: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Returns y [1, T, D] with zeros in the rows outside the sequences with offsets cu_seqlens [N+1]."""
+    rows = torch.arange(y.shape[1], device=y.device)
+    return torch.where(((rows >= cu_seqlens[0]) & (rows < cu_seqlens[-1]))[:, None], y, 0)
+
+
 def padding(mask: Tensor, T: int) -> Padding:
     """Returns the `Padding` of a mask [B, T or more], nonzero at tokens; only the last T columns are used."""
     mask = mask[:, mask.shape[1] - T :].bool()

@@ -42,7 +42,9 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensors, create_graph = ctx.saved_tensors, torch.is_grad_enabled()  # checkpointing allows one read
         with torch.enable_grad():
-            y = ctx.function(*tensors)
-        needed = [x for x, needs in zip(tensors, ctx.needs_input_grad[1:], strict=True) if needs]
+            # With views in their place, no gradient passes through one tensor to another on which it depends.
+            views: list[Any] = [None if x is None else x.view_as(x) for x in tensors]
+            y = ctx.function(*views)
+        needed = [x for x, needs in zip(views, ctx.needs_input_grad[1:], strict=True) if needs]
         found = iter(torch.autograd.grad(y, needed, gradients, create_graph=create_graph))
         return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])

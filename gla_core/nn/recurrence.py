@@ -1,8 +1,9 @@
 """Code that all recurrent layers share: how they read sequences and single tokens, and the state that they carry.
 
-A layer computes q, k, v and g from x. If it has short convolutions, three of its projections go through them. The layer
+A layer computes q, k, v and g from x. If it has short convolutions, some of its projections go through them. The layer
 receives a function that applies the convolutions, because this module, and not the layer, knows their history (a part
-of the state) and the offsets of the sequences.
+of the state) and the offsets of the sequences. For the same reason this module applies the rotary embedding of q and k,
+if the layer has one: the number of tokens before a call is a part of the state.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from gla_core.dispatch import request
 from gla_core.dispatch.backend import wide
 from gla_core.dispatch.errors import nearest
 from gla_core.nn.layer import Histories, OpInputs, Output, RecurrentLayer
-from gla_core.nn.padding import padding
+from gla_core.nn.padding import padding, within
+from gla_core.nn.rotary import positions, rotated
 from gla_core.nn.short_convolution import Packing, packing
 from gla_core.ops import checks
 from gla_core.ops.chunk_gla import chunk_gla
@@ -27,7 +29,7 @@ from gla_core.ops.recurrent_gla_step import recurrent_gla_step
 if TYPE_CHECKING:
     from gla_core.distributed import Shard
 
-MODES = ("chunk", "fused_chunk", "fused_recurrent")
+MODES = ("chunk", "fused_chunk", "fused_recurrent", "parallel")
 """Modes of flash-linear-attention's configurations; all of them compute the same here."""
 
 
@@ -35,13 +37,15 @@ class GLAState(NamedTuple):
     """The state of N sequences that a layer carries from call to call.
 
     Attributes:
-        recurrent: [N, H, K, V] float32 (float64 with float64 inputs), the state of each key/value head.
-        conv: the last conv_size - 1 inputs of the three convolutions, each [N, conv_size - 1, width]; None for a layer
-            without convolutions.
+        recurrent: [N, H, K, V] float32 (float64 with float64 inputs), the state of each head.
+        conv: the last conv_size - 1 inputs of each convolution, [N, conv_size - 1, width]; None for a layer without
+            convolutions.
+        position: [N] int64, number of tokens before the next one; None for a layer without a rotary embedding.
     """
 
     recurrent: Tensor
     conv: Histories | None = None
+    position: Tensor | None = None
 
 
 torch.serialization.add_safe_globals([GLAState])  # lets torch.load read it with weights_only=True, the default
@@ -68,7 +72,9 @@ def read_sequences(
     The other arguments and the results are as in `GatedLinearAttention.forward`.
     """
     if shard is not None or layer.context_parallel is not None:
-        _refuse_over_ranks(state=state, output_final_state=output_final_state or None, attention_mask=attention_mask)
+        _refuse_over_ranks(
+            layer, state=state, output_final_state=output_final_state or None, attention_mask=attention_mask
+        )
         from gla_core.nn.context_parallel import read_shard
 
         return read_shard(layer, op_inputs, output, x, cu_seqlens, shard), None
@@ -88,8 +94,14 @@ def read_sequences(
         x = padded.front(x)
     places = None if cu_seqlens is None or not layer.convolutions else packing(cu_seqlens, dims["T"], layer.conv_size)
     convolve = _Convolved(layer, None if state is None else state.conv, places, padded and padded.lengths)
-    q, k, v, g = op_inputs(x, convolve)
+    q, k, v, g, *others = op_inputs(x, convolve)
+    position = None
+    if layer.rotary_base is not None:
+        begun = None if state is None else state.position
+        tokens, position = positions(x, begun, cu_seqlens, padded and padded.lengths)
+        q, k = rotated(q, k, tokens, layer.rotary_base)
     if padded is not None:  # padding behind the tokens must not change the state
+        g = g.expand(*v.shape[:3]) if g.ndim == 1 else g
         k, g = padded.zeroed(k), padded.zeroed(g)
     # FSDP2's mixed precision casts every input to half precision; this casts the state back.
     initial = None if state is None else state.recurrent.to(wide(state.recurrent.dtype))
@@ -98,15 +110,19 @@ def read_sequences(
         k,
         v,
         g,
+        layer.scale,
         initial_state=initial,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         backend=layer.backend,
         max_seqlen=max_seqlen,
     )
-    y = output(o, x)
-    y = y if padded is None else padded.back(y)
-    return y, None if recurrent is None else GLAState(recurrent, convolve.after)
+    y = output(o, x, *others)
+    if padded is not None:
+        y = padded.back(y)
+    elif cu_seqlens is not None and others:  # o is 0 outside the sequences, and the others are not
+        y = within(y, cu_seqlens)
+    return y, None if recurrent is None else GLAState(recurrent, convolve.after, position)
 
 
 def read_tokens(
@@ -133,13 +149,26 @@ def read_tokens(
         checks.tensor("state_indices", state_indices, "B", dims)
         checks.dtype("state_indices", state_indices, checks.INTEGERS)
     _check_state(layer, state, dims["B"] if state_indices is None else None)
-    convolve = _Convolved(layer, _rows(state.conv, state_indices))
-    q, k, v, g = (t[:, 0] for t in op_inputs(x[:, None], convolve))
+    convolve = _Convolved(layer, state.conv and tuple(_rows(pool, state_indices) for pool in state.conv))
+    q, k, v, g, *others = op_inputs(x[:, None], convolve)
+    before = None
+    if layer.rotary_base is not None and state.position is not None:
+        before = _rows(state.position, state_indices)
+        q, k = rotated(q, k, before[:, None], layer.rotary_base)
+    q, k, v, g, *others = (t if t.ndim == 1 else t[:, 0] for t in (q, k, v, g, *others))
     o, recurrent = recurrent_gla_step(
-        q, k, v, g, state.recurrent, state_indices=state_indices, inplace=inplace, backend=layer.backend
+        q, k, v, g, state.recurrent, layer.scale, state_indices=state_indices, inplace=inplace, backend=layer.backend
     )
-    conv = _with_rows(state.conv, convolve.after, state_indices, inplace)
-    return output(o, x), state if inplace else GLAState(recurrent, conv)
+    conv, position = state.conv, state.position
+    if conv is not None:
+        pairs = zip(conv, convolve.after or (), strict=True)
+        conv = tuple(_with_rows(pool, new, state_indices, inplace) for pool, new in pairs)
+    if position is not None and before is not None:
+        position = _with_rows(position, before + 1, state_indices, inplace)
+    y = output(o, x, *others)
+    if others and state_indices is not None:  # o is 0 in skipped rows, and the others are not
+        y = torch.where(_skipped(state_indices, len(state.recurrent))[:, None], 0, y)
+    return y, state if inplace else GLAState(recurrent, conv, position)
 
 
 def initial_state(layer: RecurrentLayer, batch_size: int, device: Device) -> GLAState:
@@ -147,11 +176,10 @@ def initial_state(layer: RecurrentLayer, batch_size: int, device: Device) -> GLA
     like = next((p for p in layer.parameters() if p.dtype in checks.FLOATS), torch.empty(0))
     device = like.device if device is None else device
     recurrent = torch.zeros(batch_size, *layer.state_shape, device=device, dtype=wide(like.dtype))
-    if not layer.convolutions:
-        return GLAState(recurrent)
-    widths = (convolution.width for convolution in layer.convolutions)
-    a, b, c = (torch.zeros(batch_size, layer.conv_size - 1, w, device=device, dtype=like.dtype) for w in widths)
-    return GLAState(recurrent, (a, b, c))
+    sizes = ((batch_size, layer.conv_size - 1, convolution.width) for convolution in layer.convolutions)
+    conv = tuple(torch.zeros(size, device=device, dtype=like.dtype) for size in sizes)
+    position = None if layer.rotary_base is None else torch.zeros(batch_size, device=device, dtype=torch.int64)
+    return GLAState(recurrent, conv or None, position)
 
 
 def reset_parameters(layer: nn.Module) -> None:
@@ -176,19 +204,24 @@ class _Convolved:
         self.convolutions, self.before = layer.convolutions, before
         self.places, self.lengths = places, lengths
 
-    def __call__(self, *projections: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        a, b, c = projections
-        if self.convolutions:
-            before = (None, None, None) if self.before is None else self.before
-            (a, to_a), (b, to_b), (c, to_c) = (
-                convolution(y, history, self.places, self.lengths)
-                for convolution, y, history in zip(self.convolutions, projections, before, strict=True)
-            )
-            self.after = (to_a, to_b, to_c)
-        return a, b, c
+    def __call__(self, *projections: Tensor) -> tuple[Tensor, ...]:
+        if not self.convolutions:
+            return projections
+        before = self.before or (None,) * len(projections)
+        found = [
+            convolution(y, history, self.places, self.lengths)
+            for convolution, y, history in zip(self.convolutions, projections, before, strict=True)
+        ]
+        self.after = tuple(after for _, after in found)
+        return tuple(y for y, _ in found)
 
 
-def _refuse_over_ranks(**given: object) -> None:
+def _refuse_over_ranks(layer: RecurrentLayer, **given: object) -> None:
+    if layer.rotary_base is not None:
+        raise ValueError(
+            "context_parallel or shard is given, and the layer has a rotary embedding; expected neither: a rank does "
+            "not know the positions of its tokens, so call the layer with whole sequences"
+        )
     for name, value in given.items():
         if value is not None:
             raise ValueError(
@@ -211,51 +244,54 @@ def _check_state(layer: RecurrentLayer, state: GLAState, N: int | None) -> None:
         raise TypeError(f"state is {type(state).__name__}; expected a GLAState, as this layer returns")
     dims = dict(zip("HKV", layer.state_shape, strict=True)) | ({} if N is None else {"N": N})
     checks.tensor("state.recurrent", state.recurrent, "N H K V", dims)
-    if (state.conv is not None) != (len(layer.convolutions) > 0):
-        has, expected = ("none", "some") if layer.convolutions else ("some", "none")
+    found, expected = len(state.conv or ()), len(layer.convolutions)
+    if found != expected:
         raise ValueError(
-            f"state.conv holds {has} of the convolutions' inputs; expected {expected}, as use_short_conv is "
-            f"{bool(layer.convolutions)}: pass a state of this layer"
+            f"state.conv has {found} tensors; expected {expected}, the inputs of each convolution of the layer: pass a "
+            "state of this layer"
         )
-    for name, convolution, inputs in zip("qkv", layer.convolutions, state.conv or (), strict=False):
+    for i, (convolution, inputs) in enumerate(zip(layer.convolutions, state.conv or (), strict=True)):
         sizes = {"N": dims["N"], "conv_size-1": layer.conv_size - 1, "width": convolution.width}
-        checks.tensor(f"state.conv of {name}", inputs, "N conv_size-1 width", sizes)
+        checks.tensor(f"state.conv[{i}]", inputs, "N conv_size-1 width", sizes)
+    if (state.position is None) != (layer.rotary_base is None):
+        found, expected = ("None", "integers [N]") if state.position is None else ("given", "None")
+        raise ValueError(f"state.position is {found}; expected {expected}: pass a state of this layer")
+    if state.position is not None:
+        checks.tensor("state.position", state.position, "N", {"N": dims["N"]})
+        checks.dtype("state.position", state.position, checks.INTEGERS)
 
 
 # ---- rows of a pool
 
 
-def _rows(pool: Histories | None, indices: Tensor | None) -> Histories | None:
+def _skipped(indices: Tensor, P: int) -> Tensor:
+    """Returns whether each of these indices [B] is outside a pool of P states."""
+    return (indices < 0) | (indices >= P)
+
+
+def _rows(pool: Tensor, indices: Tensor | None) -> Tensor:
     """Returns the rows of a pool at these indices; for an index outside the pool it returns any row."""
-    if pool is None or indices is None:
-        return pool
-    a, b, c = (rows.index_select(0, indices.clamp(0, len(rows) - 1)) for rows in pool)
-    return a, b, c
+    return pool if indices is None else pool.index_select(0, indices.clamp(0, len(pool) - 1))
 
 
-def _with_rows(
-    pool: Histories | None, new: Histories | None, indices: Tensor | None, inplace: bool
-) -> Histories | None:
-    """Returns the pool with new rows at these indices; indices outside the pool are skipped."""
-    if pool is None or new is None or (indices is None and not inplace):
-        return new
-    a, b, c = (_written(rows if inplace else rows.clone(), to, indices) for rows, to in zip(pool, new, strict=True))
-    return a, b, c
+def _with_rows(pool: Tensor, new: Tensor, indices: Tensor | None, inplace: bool) -> Tensor:
+    """Returns the pool [P, ...] with rows new [B, ...] at the indices [B]; indices outside the pool are skipped.
 
-
-def _written(rows: Tensor, new: Tensor, indices: Tensor | None) -> Tensor:
-    """Writes new [B, ...] into rows [P, ...] at the indices [B], or into all rows without indices."""
+    Without indices, new has all rows.
+    """
     if indices is None:
-        return rows.copy_(new)
+        return pool.copy_(new) if inplace else new
+    rows = pool if inplace else pool.clone()
     if not len(indices):
         return rows
     # A skipped row repeats the write of the first row that is not skipped. If all are skipped, it writes a row's old
     # value.
-    skipped, new = (indices < 0) | (indices >= len(rows)), new.to(rows.dtype)
+    skipped, new = _skipped(indices, len(rows)), new.to(rows.dtype)
     first = skipped.to(torch.uint8).argmin(0, keepdim=True)  # [1]; an index without dimensions would make the host wait
     places = torch.where(skipped, indices[first].clamp(0, len(rows) - 1), indices)
-    instead = torch.where(skipped[first], rows[places[first]], new[first])
-    return rows.index_copy_(0, places.long(), torch.where(skipped[:, None, None], instead, new))
+    ones = [1] * (new.ndim - 1)
+    instead = torch.where(skipped[first].view(1, *ones), rows[places[first]], new[first])
+    return rows.index_copy_(0, places.long(), torch.where(skipped.view(-1, *ones), instead, new))
 
 
 # ---- checks of constructors' arguments

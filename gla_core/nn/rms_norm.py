@@ -1,5 +1,7 @@
 """RMS norm over the last dimension, with an optional gate: y = weight * x / sqrt(mean(x^2) + eps) * f(gate).
 
+In Mamba-2, the gate multiplies x before the norm, and each group of channels has a mean of its own.
+
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
 """
 
@@ -27,6 +29,8 @@ class RMSNormGated(nn.Module):
         eps: number added to the mean square.
         elementwise_affine: whether there is a `weight` [width].
         gate_fn: f, by name or as a function; see `activations`.
+        groups: number of equal parts of the last dimension over which means are taken, a divisor of width.
+        norm_before_gate: whether f(gate) multiplies the normalized x, and not x before the norm.
         device, dtype: device and dtype of the weight, as in torch's own modules.
 
     Attributes:
@@ -48,9 +52,12 @@ class RMSNormGated(nn.Module):
         gate_fn: str | Activation = "swish",
         device: Device = None,
         dtype: torch.dtype | None = None,
+        *,
+        groups: int = 1,
+        norm_before_gate: bool = True,
     ) -> None:
         super().__init__()
-        self.width, self.eps = width, eps
+        self.width, self.eps, self.groups, self.norm_before_gate = width, eps, groups, norm_before_gate
         self.gate_fn = activation("gate_fn", gate_fn)
         self.mean_over_ranks: Callable[[Tensor], Tensor] | None = None
         weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if elementwise_affine else None
@@ -64,7 +71,8 @@ class RMSNormGated(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalizes x [..., width], with gate [..., width], in float32 or float64. The result has x's dtype."""
-        if gate is None and self.mean_over_ranks is None and (self.weight is None or self.weight.dtype == x.dtype):
+        plain = gate is None and self.mean_over_ranks is None and self.groups == 1
+        if plain and (self.weight is None or self.weight.dtype == x.dtype):
             return F.rms_norm(x, (self.width,), self.weight, self.eps)  # in float32 within one kernel
         if self.mean_over_ranks is None and self.gate_fn in ACTIVATIONS.values():  # gate_fn has no parameters
             return recomputed(self._computed, x, self.weight, gate)
@@ -72,16 +80,24 @@ class RMSNormGated(nn.Module):
 
     def _computed(self, x: Tensor, weight: Tensor | None, gate: Tensor | None) -> Tensor:
         dtype = wide(x.dtype)
-        weight = None if weight is None else weight.to(dtype)
-        if self.mean_over_ranks is None:
-            y = F.rms_norm(x.to(dtype), (self.width,), weight, self.eps)
-        else:
-            y = x.to(dtype)
-            y = y * torch.rsqrt(self.mean_over_ranks(y.square().mean(-1, keepdim=True)) + self.eps)
-            y = y if weight is None else y * weight
-        if gate is not None:
-            y = y * self.gate_fn(gate.to(dtype))
+        factor = None if gate is None else self.gate_fn(gate.to(dtype))
+        y = x.to(dtype)
+        if factor is not None and not self.norm_before_gate:
+            y = y * factor
+        y = self._normed(y, None if weight is None else weight.to(dtype))
+        if factor is not None and self.norm_before_gate:
+            y = y * factor
         return y.to(x.dtype)
+
+    def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        if self.mean_over_ranks is not None:
+            y = x * torch.rsqrt(self.mean_over_ranks(x.square().mean(-1, keepdim=True)) + self.eps)
+        elif self.groups == 1:
+            return F.rms_norm(x, (self.width,), weight, self.eps)
+        else:
+            width = self.width // self.groups
+            y = F.rms_norm(x.unflatten(-1, (self.groups, width)), (width,), None, self.eps).flatten(-2)
+        return y if weight is None else y * weight
 
     if TYPE_CHECKING:
 

@@ -23,6 +23,19 @@ def test_values_and_derivatives(inputs):
     assert torch.autograd.gradgradcheck(lambda *x: recomputed(gated, *x), inputs)
 
 
+def test_a_tensor_that_depends_on_another(inputs):
+    """Each tensor's gradient is that of the function, and does not pass through the other tensors."""
+    x, gate = inputs[0], inputs[2]
+
+    def derivative(function):
+        (first,) = torch.autograd.grad(function(gate.exp() * x, None, gate).sum(), gate, create_graph=True)
+        return first, torch.autograd.grad(first.sum(), gate)[0]
+
+    torch.testing.assert_close(derivative(lambda *y: recomputed(gated, *y)), derivative(gated))
+    (found,) = torch.autograd.grad(recomputed(gated, gate.exp(), None, gate).sum(), gate)
+    torch.testing.assert_close(found, torch.autograd.grad(gated(gate.exp(), None, gate).sum(), gate)[0])
+
+
 def test_what_needs_no_gradient_gets_none(inputs):
     x, y, gate = inputs[0], inputs[1].detach(), inputs[2]
     expected = torch.autograd.grad(gated(x * 2, y, gate).sum(), [x, gate])

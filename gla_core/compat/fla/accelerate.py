@@ -20,16 +20,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
-import sys
-import threading
 from collections.abc import Callable, Mapping
-from types import ModuleType, TracebackType
 from typing import Any
 
 from torch import Tensor
 
 from gla_core.compat.fla import composed, heads, on_cpu, ops
+from gla_core.compat.replace import COMPUTED, LOCK, Acceleration, Replacement, parameters, replacement
 from gla_core.dispatch.errors import nearest
 
 HOMES: Mapping[str, Mapping[str, Callable]] = {
@@ -72,14 +69,8 @@ HOMES: Mapping[str, Mapping[str, Callable]] = {
 }
 """Functions that are computed here, by the module that has the original and then by name."""
 FUNCTIONS: Mapping[str, Callable] = {name: function for home in HOMES.values() for name, function in home.items()}
-TABLES = ("ACT2FN",)
-"""Names of the dictionaries in which modules hold functions."""
 _GLA, _LAYER = "fla.ops.gla", "fla.layers.gla"
 _LAYERS_WITH_MODES = {_LAYER: "GatedLinearAttention", "fla.layers.hgrn2": "HGRN2Attention"}
-_lock = threading.RLock()
-"""The lock that is held while functions are exchanged and their holders are counted."""
-_made: dict[tuple[str, Callable], _Replacement] = {}
-"""The replacement of each original function."""
 
 
 def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
@@ -108,8 +99,8 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
         if name not in FUNCTIONS:
             raise ValueError(f"unknown function {name!r}{nearest(name, FUNCTIONS)} (there are {', '.join(FUNCTIONS)})")
     names = set(functions) or FUNCTIONS.keys()
-    with _lock:
-        wanted: list[_Replacement | _ModeOfLayers] = [
+    with LOCK:
+        wanted: list[Replacement | _ModeOfLayers] = [
             _replacement(home, name, function, _SERVES.get(home, _is_computed_here))
             for home, members in HOMES.items()
             for name, function in members.items()
@@ -118,94 +109,18 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
         for home, members in on_cpu.REPLACED.items() if cpu else ():
             wanted += [_replacement(home, name, function, _is_on_cpu) for name, function in members.items()]
         if HOMES[_GLA].keys() <= names:
-            wanted.append(_replacement(_LAYER, "repeat", _heads, _repeats_heads, within=_LAYER))
+            how = "left out for key/value heads"
+            wanted.append(_replacement(_LAYER, "repeat", _heads, _repeats_heads, within=_LAYER, how=how))
         if "fused_chunk_gla" in names:
             wanted += [_mode_of_layers(home, layer) for home, layer in _LAYERS_WITH_MODES.items()]
-        return Acceleration(wanted)
-
-
-class Acceleration:
-    """A set of replaced functions of flash-linear-attention.
-
-    Attributes:
-        replaced: for each name, the modules in which this call found and replaced it. Replacements that an earlier
-            `Acceleration` made are left out. Empty after `undo`.
-    """
-
-    def __init__(self, wanted: list[_Replacement | _ModeOfLayers]) -> None:
-        self.replaced: dict[str, tuple[str, ...]] = {}
-        self._held = wanted
-        for new in wanted:
-            if new.holders == 0:
-                self.replaced[new.name] = self.replaced.get(new.name, ()) + new.put()
-            new.holders += 1
-
-    def undo(self) -> None:
-        """Puts the originals back, also in modules imported since, unless another `Acceleration` is in force.
-
-        Accelerations can be undone in any order, from any thread, and more than once.
-        """
-        with _lock:
-            for new in self._held:
-                new.holders -= 1
-                if new.holders == 0:
-                    new.remove()
-            self._held, self.replaced = [], {}
-
-    def __enter__(self) -> Acceleration:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.undo()
-
-    def __str__(self) -> str:
-        if not self.replaced:
-            return "nothing of flash-linear-attention is replaced by this"
-        how = {"repeat": "left out for key/value heads", "mode": "'fused_chunk' runs as 'chunk'"}
-        lines = [
-            f"{name}: {how.get(name, 'computed by gla_core')} in {', '.join(places)}"
-            for name, places in self.replaced.items()
-        ]
-        return "\n".join([*lines, "gates of values (gv) and output_attentions are left to flash-linear-attention"])
-
-
-class _Replacement:
-    """A replacement for a function; it calls the original for calls that it does not serve.
-
-    It applies within one module, or within a package and all its modules. References to it that remain after it is
-    removed call the original.
-    """
-
-    def __init__(
-        self, name: str, function: Callable, original: Callable, serves: Callable[[dict[str, Any]], bool], within: str
-    ) -> None:
-        self.name, self.function, self.original, self.serves, self.within = name, function, original, serves, within
-        self.holders, self.in_force = 0, False
-        self._names = _parameters(function)
-        # Do not copy __dict__: the original's may forbid torch.compile to trace into the function.
-        functools.update_wrapper(self, original, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        return (self.function if self.in_force and self.serves(given) else self.original)(*args, **kwargs)
-
-    def put(self) -> tuple[str, ...]:
-        """Replaces the original; returns the names of the modules in which it was found."""
-        self.in_force = True
-        return _exchange(self.name, self.original, self, self.within)
-
-    def remove(self) -> None:
-        """Puts the original back."""
-        self.in_force = False
-        _exchange(self.name, self, self.original, self.within)
+        note = "gates of values (gv) and output_attentions are left to flash-linear-attention"
+        return Acceleration("flash-linear-attention", wanted, note)
 
 
 class _ModeOfLayers(property):
     """The attribute `mode` of a class of layers: "chunk" if the layer's mode is "fused_chunk", otherwise its mode."""
 
-    name = "mode"
+    name, how = "mode", "'fused_chunk' runs as 'chunk'"
 
     def __init__(self, layer: type) -> None:
         super().__init__(_mode, _set_mode)
@@ -231,29 +146,21 @@ def _set_mode(layer: Any, mode: str) -> None:
 
 
 def _replacement(
-    home: str, name: str, function: Callable, serves: Callable[[dict[str, Any]], bool], within: str = "fla"
-) -> _Replacement:
-    """Returns the replacement of a function: the current one, an earlier one that layers may hold, or a new one."""
-    found = getattr(importlib.import_module(home), name)
-    if isinstance(found, _Replacement):
-        return found
-    if (name, found) not in _made:
-        call = _for_query_heads(function) if home == _GLA else function
-        _made[name, found] = _Replacement(name, call, found, serves, within)
-    return _made[name, found]
+    home: str,
+    name: str,
+    function: Callable,
+    serves: Callable[[dict[str, Any]], bool],
+    within: str = "fla",
+    how: str = COMPUTED,
+) -> Replacement:
+    call = _for_query_heads(function) if home == _GLA else function
+    return replacement(importlib.import_module(home), name, call, serves, within, how)
 
 
 def _mode_of_layers(home: str, name: str) -> _ModeOfLayers:
     layer = getattr(importlib.import_module(home), name)
     found = vars(layer).get("mode")
     return found if isinstance(found, _ModeOfLayers) else _ModeOfLayers(layer)
-
-
-def _parameters(function: Callable) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except ValueError:  # PyTorch's activations written in C have no signature
-        return ["x"]
 
 
 def _for_query_heads(function: Callable) -> Callable:
@@ -268,7 +175,7 @@ def _for_query_heads(function: Callable) -> Callable:
         o, state = function(**given, initial_state=None if state is None else state[:, ::groups])
         return o, None if state is None else state.repeat_interleave(groups, 1)
 
-    names = _parameters(function)
+    names = parameters(function)
     return call
 
 
@@ -300,19 +207,3 @@ _SERVES = {
     "fla.ops.rwkv6": _is_on_cpu,
 }
 """The calls that are computed here, for modules of which not all are."""
-
-
-def _exchange(name: str, old: Callable, new: Callable, within: str) -> tuple[str, ...]:
-    """Replaces `old` by `new` in the modules of a package, by name or in a table; returns the names of the modules."""
-    places = []
-    for path, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType) or not f"{path}.".startswith(f"{within}."):
-            continue
-        if vars(module).get(name) is old:
-            setattr(module, name, new)
-            places.append(module.__name__)
-        for table in TABLES:
-            for key, value in vars(module).get(table, {}).items():
-                if value is old:
-                    vars(module)[table][key] = new
-    return tuple(sorted(places))

@@ -1,0 +1,177 @@
+"""Replaces functions in the modules of another library, and puts the originals back.
+
+A function is replaced by name in every module of the library that has it. A call that this package does not compute
+goes to the original. Replacements hold for all threads, until the last `Acceleration` that asked for them is undone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType, TracebackType
+from typing import Any, Protocol
+
+TABLES = ("ACT2FN",)
+"""Names of the dictionaries in which modules hold functions."""
+COMPUTED = "computed by gla_core"
+"""The words for a function that this package computes."""
+LOCK = threading.RLock()
+"""The lock that is held while functions are exchanged and their holders are counted."""
+_made: dict[tuple[str, Callable], Replacement] = {}
+"""The replacement of each original function."""
+
+
+class Exchange(Protocol):
+    """A change that can be made and taken back.
+
+    Attributes:
+        name: the name of the function or attribute that it changes.
+        how: a few words for the user: what takes the place of the original.
+        holders: the number of accelerations that hold it.
+    """
+
+    name: str
+    how: str
+    holders: int
+
+    def put(self) -> tuple[str, ...]:
+        """Makes the change; returns the names of the changed modules."""
+        ...
+
+    def remove(self) -> None:
+        """Takes the change back."""
+        ...
+
+
+class Acceleration:
+    """A set of replaced functions of another library.
+
+    Attributes:
+        replaced: for each name, the modules in which this call found and replaced it. Replacements that an earlier
+            `Acceleration` made are left out. Empty after `undo`.
+    """
+
+    def __init__(self, library: str, wanted: Sequence[Exchange], note: str) -> None:
+        self.replaced: dict[str, tuple[str, ...]] = {}
+        self._library, self._held, self._note = library, wanted, note
+        self._how = {new.name: new.how for new in wanted}
+        for new in wanted:
+            if new.holders == 0:
+                self.replaced[new.name] = self.replaced.get(new.name, ()) + new.put()
+            new.holders += 1
+
+    def undo(self) -> None:
+        """Puts the originals back, also in modules imported since, unless another `Acceleration` is in force.
+
+        Accelerations can be undone in any order, from any thread, and more than once.
+        """
+        with LOCK:
+            for new in self._held:
+                new.holders -= 1
+                if new.holders == 0:
+                    new.remove()
+            self._held, self.replaced = (), {}
+
+    def __enter__(self) -> Acceleration:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        if not self.replaced:
+            return f"nothing of {self._library} is replaced by this"
+        lines = [f"{name}: {self._how[name]} in {', '.join(places)}" for name, places in self.replaced.items()]
+        return "\n".join([*lines, self._note])
+
+
+class Replacement:
+    """A replacement for a function; it calls the original for calls that it does not serve.
+
+    It applies within one module, or within a package and all its modules. References to it that remain after it is
+    removed call the original.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable,
+        original: Callable,
+        serves: Callable[[dict[str, Any]], bool],
+        within: str,
+        how: str,
+    ) -> None:
+        self.name, self.function, self.original, self.serves, self.within = name, function, original, serves, within
+        self.how, self.holders, self.in_force = how, 0, False
+        self._names = parameters(function)
+        # Do not copy __dict__: the original's may forbid torch.compile to trace into the function.
+        functools.update_wrapper(self, original, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        return (self.function if self.in_force and self.serves(given) else self.original)(*args, **kwargs)
+
+    def put(self) -> tuple[str, ...]:
+        """Replaces the original; returns the names of the modules in which it was found."""
+        self.in_force = True
+        return _exchange(self.name, self.original, self, self.within)
+
+    def remove(self) -> None:
+        """Puts the original back."""
+        self.in_force = False
+        _exchange(self.name, self, self.original, self.within)
+
+
+def replacement(
+    module: ModuleType,
+    name: str,
+    function: Callable,
+    serves: Callable[[dict[str, Any]], bool],
+    within: str,
+    how: str,
+) -> Replacement:
+    """Returns the replacement of a module's function: the current one, an earlier one that layers hold, or a new one.
+
+    Args:
+        module: the module that defines the function.
+        name: the name of the function in the module.
+        function: the function that takes its place.
+        serves: returns whether a call is for `function`, given the arguments by name. Other calls go to the original.
+        within: the module, or the package with all its modules, in which it is replaced.
+        how: a few words for the user: what takes the place of the original.
+    """
+    found = getattr(module, name)
+    if isinstance(found, Replacement):
+        return found
+    if (name, found) not in _made:
+        _made[name, found] = Replacement(name, function, found, serves, within, how)
+    return _made[name, found]
+
+
+def parameters(function: Callable) -> list[str]:
+    """Returns the names of a function's parameters."""
+    try:
+        return list(inspect.signature(function).parameters)
+    except ValueError:  # PyTorch's activations written in C have no signature
+        return ["x"]
+
+
+def _exchange(name: str, old: Callable, new: Callable, within: str) -> tuple[str, ...]:
+    """Replaces `old` by `new` in the modules of a package, by name or in a table; returns the names of the modules."""
+    places = []
+    for path, module in list(sys.modules.items()):
+        if not isinstance(module, ModuleType) or not f"{path}.".startswith(f"{within}."):
+            continue
+        if vars(module).get(name) is old:
+            setattr(module, name, new)
+            places.append(module.__name__)
+        for table in TABLES:
+            for key, value in vars(module).get(table, {}).items():
+                if value is old:
+                    vars(module)[table][key] = new
+    return tuple(sorted(places))

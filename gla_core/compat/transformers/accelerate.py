@@ -1,0 +1,176 @@
+"""Makes transformers' Mamba-2 models compute here, with one line before or after they are created.
+
+Each model's module defines the functions that its Mamba-2 layers call, and a layer looks them up in its module whenever
+it is called. So replacing them in these modules changes all layers, and undoing it changes all of them back.
+
+In training, a layer first calls `mamba2_split_conv1d_scan_combined`, which may compute the whole layer in a kernel of
+mamba_ssm. Its replacement returns None. This is the result by which transformers itself says that there is no such
+kernel, and the layer calls its convolution, the scan, the norm and the projection one after another. Convolutions stay
+those of transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gla_core.compat.mamba_ssm import mamba_chunk_scan_combined, selective_state_update
+from gla_core.compat.replace import COMPUTED, LOCK, Acceleration, replacement
+from gla_core.dispatch.errors import nearest
+
+MODELS = ("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2")
+"""Models whose functions are replaced, by the names of their folders in `transformers.models`."""
+
+
+def accelerate(*models: str) -> Acceleration:
+    """Replaces the functions by which transformers' Mamba-2 layers compute, in models created before and after.
+
+    The models' modules are imported. Calls that are not computed here go to the original functions: decoding steps that
+    record gradients or have `seq_idx`, calls with `cu_seqlens` but without `seq_idx`, and a negative `time_step_limit`.
+
+    Args:
+        models: names among `MODELS`; by default all that the installed transformers has. Functions that are replaced
+            already stay replaced.
+
+    Returns:
+        The replacements that were made. Print it to see them, and call `undo` to remove them; as a context manager it
+        removes them at its end.
+
+    Raises:
+        ImportError: transformers cannot be imported, or does not have a model, or has it without these functions.
+        ValueError: a name is not among `MODELS`.
+
+    Example:
+        >>> print(accelerate())
+        >>> with accelerate("mamba2"):
+        ...     model.generate(tokens)
+    """
+    for name in models:
+        if name not in MODELS:
+            raise ValueError(f"unknown model {name!r}{nearest(name, MODELS)} (there are {', '.join(MODELS)})")
+    modules = _modules(models)
+    with LOCK:
+        wanted = [
+            replacement(module, name, new.function, new.serves, within=module.__name__, how=new.how)
+            for name, new in FUNCTIONS.items()
+            for module in modules
+        ]
+        return Acceleration("transformers", wanted, "convolutions are left to transformers")
+
+
+def _modules(models: tuple[str, ...]) -> list[ModuleType]:
+    """Returns the modules of the models, or of all models that exist."""
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError("accelerate() cannot import transformers; install it: pip install transformers") from error
+    found = {name: _module(name) for name in dict.fromkeys(models or MODELS)}
+    missing = [name for name, module in found.items() if module is None]
+    if missing if models else len(missing) == len(found):
+        version = getattr(transformers, "__version__", "of an unknown version")
+        raise ImportError(
+            f"transformers {version} has no {' or '.join(FUNCTIONS)} for {', '.join(missing)}; install transformers "
+            "5.16 or newer"
+        )
+    return [module for module in found.values() if module is not None]
+
+
+def _module(model: str) -> ModuleType | None:
+    """Returns the module of a model; None if it does not exist or does not have the functions."""
+    path = f"transformers.models.{model}.modeling_{model}"
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not path.startswith(error.name):  # it exists, and needs a package that is missing
+            raise
+        return None
+    return module if all(hasattr(module, name) for name in FUNCTIONS) else None
+
+
+def _chunk_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    z: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    **_: Any,
+) -> Any:
+    """Computes transformers' `mamba2_chunk_scan`. Like it, it ignores arguments meant for other functions."""
+    return mamba_chunk_scan_combined(
+        hidden_states,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size,
+        D,
+        z,
+        dt_bias,
+        initial_states,
+        seq_idx,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        return_final_states=return_final_states,
+    )
+
+
+def _step(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Computes transformers' `mamba2_selective_state_update`; `state` is overwritten."""
+    return selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+
+
+def _no_kernel(*_: Any, **__: Any) -> None:
+    """Returns None, for which a layer computes by its other functions."""
+
+
+def _is_computed_here(given: dict[str, Any]) -> bool:
+    offsets_alone = given.get("cu_seqlens") is not None and given.get("seq_idx") is None
+    return not offsets_alone and given.get("dt_limit", (0.0,))[0] >= 0
+
+
+def _is_step_without_gradients(given: dict[str, Any]) -> bool:
+    if given.get("cu_seqlens") is not None or given.get("seq_idx") is not None:
+        return False
+    return not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given.values()))
+
+
+class _New(NamedTuple):
+    """The function that takes the place of an original, the calls that it serves, and a few words for the user."""
+
+    function: Callable
+    serves: Callable[[dict[str, Any]], bool]
+    how: str
+
+
+FUNCTIONS: Mapping[str, _New] = {
+    "mamba2_chunk_scan": _New(_chunk_scan, _is_computed_here, COMPUTED),
+    "mamba2_selective_state_update": _New(_step, _is_step_without_gradients, COMPUTED),
+    "mamba2_split_conv1d_scan_combined": _New(_no_kernel, _is_computed_here, "left out for mamba2_chunk_scan"),
+}
+"""Replacements of the functions that each model's module defines."""

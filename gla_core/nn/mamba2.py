@@ -1,0 +1,247 @@
+"""The Mamba-2 layer: gated linear attention with a gate for each token and head, and heads in groups. For an input x:
+
+    z, u, B, C, dt = x W                                    u, B and C through one short convolution and silu
+    dt = softplus(dt + bias)                                a step for each token and head
+    o = chunk_gla(C, B, dt u, -dt exp(A_log))               per head; a group of heads shares B and C
+    y = rms_norm((o + D u) * silu(z)) W_o
+
+Source: Dao and Gu, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space
+Duality" (arXiv 2405.21060). The parameters have the names and shapes of mamba_ssm's layer, so weights move between the
+two.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.types import Device
+
+from gla_core.dispatch.backend import wide
+from gla_core.nn import recurrence
+from gla_core.nn._typed_call import as_typed
+from gla_core.nn.layer import Convolve
+from gla_core.nn.recurrence import GLAState, check_computation, check_positive
+from gla_core.nn.rms_norm import RMSNormGated
+from gla_core.nn.short_convolution import ShortConvolution
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from gla_core.distributed import Shard
+
+
+class Mamba2(nn.Module):
+    """Mamba-2 as a layer: [B, T, d_model] to [B, T, d_model].
+
+    A state has K = d_state and V = headdim: [N, nheads, d_state, headdim], where mamba_ssm has the last two swapped.
+
+    Args:
+        d_model: width of the input and the output.
+        d_state: number of channels of B and C in a group, the key width of a head.
+        d_conv: number of tokens that an output of the convolution depends on.
+        conv_init: the weights of the convolution begin uniformly in +-conv_init; in +-d_conv^-1/2 by default.
+        expand: number of channels of all heads together, d_inner, as a multiple of d_model.
+        headdim: number of channels of a head.
+        ngroups: number of groups of heads that share B and C, and of groups of channels that are normed together.
+        A_init_range: exp(A_log) begins uniformly between these two numbers.
+        D_has_hdim: whether D has a number for each channel, and not for each head.
+        rmsnorm: whether there is a norm.
+        norm_before_gate: whether silu(z) multiplies the normed output, and not the output before the norm.
+        dt_min, dt_max: softplus(dt_bias) begins between these two numbers, with a uniform logarithm.
+        dt_init_floor: the least initial value of softplus(dt_bias).
+        dt_limit: the smallest and the largest step; other values are clamped, in `step` as well.
+        bias: whether the two projections have a bias.
+        conv_bias: whether the convolution has a bias.
+        chunk_size, use_mem_eff_path: accepted for configurations that set them, and not used.
+        layer_idx: index of the layer in its model; the layer stores it and does not use it.
+        device: device of the parameters, as in torch's own modules.
+        dtype: dtype of the parameters.
+        norm_eps: number added to the mean square in the norm.
+        backend: a request for every op of the layer, such as "reference"; see `gla_core.use_backend`.
+        context_parallel: as in `GatedLinearAttention`.
+
+    Raises:
+        ValueError: sizes do not fit together, or a range is empty.
+        ValueError, UnknownOpError, UnknownBackendError: `backend` cannot be parsed, or names an unknown op or backend.
+
+    Example:
+        >>> layer = gla.nn.Mamba2(d_model=256, d_state=64)
+        >>> y, state = layer(torch.randn(2, 100, 256), output_final_state=True)
+        >>> y1, state = layer.step(torch.randn(2, 256), state)
+    """
+
+    scale: float | None = 1.0
+    rotary_base: float | None = None
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 128,
+        d_conv: int = 4,
+        conv_init: float | None = None,
+        expand: int = 2,
+        headdim: int = 64,
+        ngroups: int = 1,
+        A_init_range: tuple[float, float] = (1, 16),
+        D_has_hdim: bool = False,
+        rmsnorm: bool = True,
+        norm_before_gate: bool = False,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init_floor: float = 1e-4,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        bias: bool = False,
+        conv_bias: bool = True,
+        chunk_size: int = 256,
+        use_mem_eff_path: bool = True,
+        layer_idx: int | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        norm_eps: float = 1e-5,
+        backend: str | None = None,
+        context_parallel: ProcessGroup | DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        d_inner = expand * d_model
+        sizes = {"d_model": d_model, "d_state": d_state, "d_conv": d_conv, "expand": expand, "headdim": headdim}
+        check_positive(**sizes, ngroups=ngroups)
+        check_computation("chunk", backend)
+        if d_inner % headdim != 0:
+            raise ValueError(f"expand * d_model is {d_inner}; expected a multiple of headdim = {headdim}")
+        if d_inner // headdim % ngroups != 0:
+            raise ValueError(f"ngroups is {ngroups}; expected a divisor of the number of heads, {d_inner // headdim}")
+        if not 0 <= dt_limit[0] <= dt_limit[1]:
+            raise ValueError(f"dt_limit is {dt_limit}; expected two numbers, at least 0, in ascending order")
+        for name, ends in (("A_init_range", A_init_range), ("(dt_min, dt_max)", (dt_min, dt_max))):
+            if not 0 < ends[0] <= ends[1]:
+                raise ValueError(f"{name} is {ends}; expected two numbers above 0, in ascending order")
+        self.hidden_size = self.d_model = d_model
+        self.conv_size, self.conv_init = d_conv, conv_init
+        self.d_state, self.headdim, self.nheads, self.ngroups = d_state, headdim, d_inner // headdim, ngroups
+        self.A_init_range, self.dt_init = A_init_range, (dt_min, dt_max, dt_init_floor)
+        self.dt_limit, self.rmsnorm, self.layer_idx = dt_limit, rmsnorm, layer_idx
+        self.backend, self.context_parallel = backend, context_parallel
+
+        conv_dim = d_inner + 2 * ngroups * d_state
+        self.widths = (d_inner, conv_dim, self.nheads)
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.in_proj = nn.Linear(d_model, sum(self.widths), bias, **where)
+        self.conv1d = ShortConvolution(conv_dim, d_conv, conv_bias, **where)
+        if rmsnorm:
+            self.norm = RMSNormGated(d_inner, norm_eps, **where, groups=ngroups, norm_before_gate=norm_before_gate)
+        self.out_proj = nn.Linear(d_inner, d_model, bias, **where)
+        self.dt_bias = nn.Parameter(torch.empty(self.nheads, **where))
+        self.A_log = nn.Parameter(torch.empty(self.nheads, **where))
+        self.D = nn.Parameter(torch.empty(d_inner if D_has_hdim else self.nheads, **where))
+        self._reset_own_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets every parameter to its initial value, as the constructor does; for example after `to_empty`."""
+        recurrence.reset_parameters(self)
+        self._reset_own_parameters()
+
+    @torch.no_grad()
+    def _reset_own_parameters(self) -> None:
+        if self.conv_init is not None:
+            nn.init.uniform_(self.conv1d.weight, -self.conv_init, self.conv_init)
+        least, most, floor = self.dt_init
+        dt = torch.empty_like(self.dt_bias, dtype=torch.float32).uniform_(math.log(least), math.log(most)).exp_()
+        dt.clamp_(min=floor)
+        self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus gives dt
+        self.A_log.copy_(torch.empty_like(dt).uniform_(*self.A_init_range).log())
+        nn.init.ones_(self.D)
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: GLAState | None = None,
+        *,
+        output_final_state: Literal[True],
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
+        shard: Shard | None = None,
+    ) -> tuple[Tensor, GLAState]: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: GLAState | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        shard: Shard | None = None,
+    ) -> tuple[Tensor, GLAState | None]: ...
+
+    def forward(
+        self,
+        x: Tensor,
+        state: GLAState | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        shard: Shard | None = None,
+    ) -> tuple[Tensor, GLAState | None]:
+        """Reads whole sequences x [B, T, d_model], for training and prefill, as `GatedLinearAttention.forward` does."""
+        given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard)
+        return recurrence.read_sequences(self, self.op_inputs, self._output, *given)
+
+    if TYPE_CHECKING:
+
+        @as_typed(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    @torch.no_grad()
+    def step(
+        self, x: Tensor, state: GLAState, inplace: bool = False, state_indices: Tensor | None = None
+    ) -> tuple[Tensor, GLAState]:
+        """Reads one token x [B, d_model] of each sequence, as `GatedLinearAttention.step` does."""
+        return recurrence.read_tokens(self, self.op_inputs, self._output, x, state, inplace, state_indices)
+
+    def initial_state(self, batch_size: int, device: Device = None) -> GLAState:
+        """Returns the state before the first token of `batch_size` sequences: zeros on the layer's device."""
+        return recurrence.initial_state(self, batch_size, device)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Returns nheads, d_state and headdim, the sizes of the recurrent state of a sequence."""
+        return self.nheads, self.d_state, self.headdim
+
+    @property
+    def convolutions(self) -> tuple[ShortConvolution, ...]:
+        """Returns the one convolution, of u, B and C together."""
+        return (self.conv1d,)
+
+    def op_inputs(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, ...]:
+        """Maps x [B, T, d_model] to the inputs of the op and of `_output`.
+
+        Returns:
+            q, k [B, T, ngroups, d_state], v [B, T, nheads, headdim], g [B, T, nheads], u like v, and z [B, T, d_inner].
+        """
+        z, joined, dt = self.in_proj(x).split(self.widths, dim=-1)
+        (joined,) = convolve(joined)
+        u, k, q = joined.split((self.widths[0], *[self.ngroups * self.d_state] * 2), dim=-1)
+        u = u.unflatten(-1, (self.nheads, self.headdim))
+        q, k = (y.unflatten(-1, (self.ngroups, self.d_state)) for y in (q, k))
+        dtype = wide(dt.dtype)
+        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(*self.dt_limit)
+        v = (u * dt[..., None]).to(u.dtype)
+        return q, k, v, -dt * self.A_log.to(dtype).exp(), u, z
+
+    def _output(self, o: Tensor, _x: Tensor, u: Tensor, z: Tensor) -> Tensor:
+        """Maps o [..., nheads, headdim], u and z to y [..., d_model]."""
+        dtype = wide(o.dtype)
+        y = (o.to(dtype) + self.D.to(dtype).view(self.nheads, -1) * u).to(o.dtype).flatten(-2)
+        return self.out_proj(self.norm(y, z) if self.rmsnorm else (y * F.silu(z.to(dtype))).to(o.dtype))

@@ -1,0 +1,198 @@
+"""Replacing functions of transformers, in fake modules with its structure."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+from gla_core.compat.transformers import accelerate
+from gla_core.compat.transformers.accelerate import FUNCTIONS, MODELS
+
+PRESENT = ("bamba", "mamba2")
+PATHS = {model: f"transformers.models.{model}.modeling_{model}" for model in MODELS}
+SCAN, STEP, SPLIT = FUNCTIONS
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Fake modules of transformers with two of the models; their functions return their name and their arguments."""
+
+    def original(name):
+        return lambda *args, **kwargs: (name, args, kwargs)
+
+    library = types.ModuleType("transformers")
+    vars(library)["__version__"] = "5.0"
+    monkeypatch.setitem(sys.modules, "transformers", library)
+    found = {}
+    for model, path in PATHS.items():
+        module = types.ModuleType(path)
+        vars(module).update({name: original(name) for name in (*FUNCTIONS, "causal_conv1d_fn")})
+        monkeypatch.setitem(sys.modules, path, module if model in PRESENT else None)
+        found[model] = module
+    return found
+
+
+def originals(fakes):
+    return {model: dict(vars(module)) for model, module in fakes.items()}
+
+
+def tokens(batch=2, T=3, heads=4, groups=2, P=5, N=6):
+    """Returns the arguments of a scan."""
+    x, B, C = torch.randn(batch, T, heads, P), torch.randn(batch, T, groups, N), torch.randn(batch, T, groups, N)
+    return x, torch.rand(batch, T, heads), -torch.rand(heads), B, C, 4
+
+
+def one_token(requires_grad=False):
+    """Returns the arguments of a step, the state first."""
+    x, dt, A, B, C, _ = tokens(T=1)
+    state = torch.zeros(2, 4, 5, 6)
+    return (
+        state,
+        x[:, 0].requires_grad_(requires_grad),
+        dt.mT.expand(-1, -1, 5),
+        A[:, None, None].expand(4, 5, 6),
+        B[:, 0],
+        C[:, 0],
+    )
+
+
+def test_all_models_that_exist(fakes):
+    before = originals(fakes)
+    found = accelerate()
+    assert found.replaced == {name: tuple(PATHS[model] for model in PRESENT) for name in FUNCTIONS}
+    for model in PRESENT:
+        out, state = fakes[model].mamba2_chunk_scan(*tokens(), return_final_states=True)
+        assert (out.shape, state.shape) == ((2, 3, 4, 5), (2, 4, 5, 6))
+        assert fakes[model].mamba2_selective_state_update(*one_token()).shape == (2, 4, 5)
+        assert fakes[model].mamba2_split_conv1d_scan_combined(torch.zeros(2, 3, 8), dt_limit=(0.0, 1.0)) is None
+        assert fakes[model].causal_conv1d_fn(1)[0] == "causal_conv1d_fn"
+    assert str(found).splitlines() == [
+        f"mamba2_chunk_scan: computed by gla_core in {PATHS['bamba']}, {PATHS['mamba2']}",
+        f"mamba2_selective_state_update: computed by gla_core in {PATHS['bamba']}, {PATHS['mamba2']}",
+        f"mamba2_split_conv1d_scan_combined: left out for mamba2_chunk_scan in {PATHS['bamba']}, {PATHS['mamba2']}",
+        "convolutions are left to transformers",
+    ]
+    found.undo()
+    assert originals(fakes) == before
+    assert str(found) == "nothing of transformers is replaced by this"
+
+
+def test_several_in_force(fakes):
+    before = originals(fakes)
+    first = accelerate("mamba2")
+    assert vars(fakes["bamba"]) == before["bamba"]
+    second = accelerate()
+    assert second.replaced == dict.fromkeys(FUNCTIONS, (PATHS["bamba"],))
+    first.undo()
+    first.undo()
+    kept = fakes["mamba2"].mamba2_chunk_scan
+    assert kept(*tokens()).shape == (2, 3, 4, 5)
+    second.undo()
+    assert originals(fakes) == before
+    assert kept(1) == (SCAN, (1,), {})
+
+
+def test_after_an_error_all_is_as_before(fakes):
+    before = originals(fakes)
+    with pytest.raises(RuntimeError, match="mine"), accelerate():
+        raise RuntimeError("mine")
+    assert originals(fakes) == before
+
+
+@pytest.mark.parametrize("name", [SCAN, SPLIT])
+@pytest.mark.parametrize("options", [{"cu_seqlens": torch.tensor([0, 3])}, {"dt_limit": (-1.0, 1.0)}], ids=str)
+def test_scans_that_are_left_to_the_original(fakes, name, options):
+    with accelerate():
+        function, given = getattr(fakes["mamba2"], name), tokens(batch=1)
+        assert function(*given, **options) == (name, given, options)
+        both = function(*given, cu_seqlens=torch.tensor([0, 3]), seq_idx=torch.zeros(1, 3, dtype=torch.int32))
+        assert both is None if name == SPLIT else both.shape == (1, 3, 4, 5)
+
+
+def test_steps_that_are_left_to_the_original(fakes):
+    with accelerate():
+        step = fakes["mamba2"].mamba2_selective_state_update
+        assert step(*one_token(requires_grad=True))[0] == STEP
+        assert step(*one_token(), dt_bias=torch.zeros(4, 5, requires_grad=True))[0] == STEP
+        assert step(*one_token(), seq_idx=torch.zeros(2, 1))[0] == STEP
+        assert step(*one_token(), cu_seqlens=torch.tensor([0, 1]))[0] == STEP
+        with torch.no_grad():
+            assert step(*one_token(requires_grad=True)).shape == (2, 4, 5)
+
+
+def test_every_argument_has_an_effect(fakes):
+    """Arguments are passed by the names that transformers gives them; those of other functions are ignored."""
+    options = {
+        "D": torch.randn(4),
+        "dt_bias": torch.randn(4),
+        "initial_states": torch.randn(2, 4, 5, 6),
+        "dt_softplus": True,
+        "dt_limit": (0.2, 0.5),
+        "z": torch.randn(2, 3, 4, 5),
+        "seq_idx": torch.tensor([[0, 0, 1], [0, 1, 1]]),
+    }
+    given = tokens()
+    with accelerate():
+        scan = fakes["mamba2"].mamba2_chunk_scan
+        found = scan(*given, **options, return_final_states=False, position_ids=None)
+        for name in options:
+            assert not torch.allclose(scan(*given, **{k: v for k, v in options.items() if k != name}), found), name
+
+
+def test_every_argument_of_a_step_has_an_effect(fakes):
+    options = {
+        "D": torch.randn(4, 5),
+        "dt_bias": torch.randn(4, 1).expand(4, 5),
+        "dt_softplus": True,
+        "z": torch.randn(2, 4, 5),
+    }
+    state, *given = one_token()
+    with accelerate():
+        step = fakes["mamba2"].mamba2_selective_state_update
+        found = step(state, *given, **options, position_ids=None)
+        assert state.abs().sum() > 0
+        for name in options:
+            rest = {k: v for k, v in options.items() if k != name}
+            assert not torch.allclose(step(torch.zeros_like(state), *given, **rest), found), name
+
+
+def test_a_name_that_is_not_known(fakes):
+    with pytest.raises(
+        ValueError, match=r"unknown model 'mamba3'; did you mean 'mamba2'\? \(there are bamba, falcon_h1,"
+    ):
+        accelerate("mamba3")
+
+
+def test_models_that_the_installed_version_does_not_have(fakes):
+    before = originals(fakes)
+    with pytest.raises(
+        ImportError, match=r"transformers 5.0 has no mamba2_chunk_scan or .* for zamba2; install transformers 5"
+    ):
+        accelerate("mamba2", "zamba2")
+    assert originals(fakes) == before
+    for model in PRESENT:
+        del vars(fakes[model])[STEP]
+    with pytest.raises(
+        ImportError, match="for bamba, falcon_h1, granitemoehybrid, mamba2, nemotron_h, zamba2; install"
+    ):
+        accelerate()
+
+
+def test_a_model_that_needs_another_package(fakes, monkeypatch, tmp_path):
+    (tmp_path / "modeling_mamba2.py").write_text("import a_package_that_is_missing")
+    package = types.ModuleType("transformers.models.mamba2")
+    package.__path__ = [str(tmp_path)]
+    for path in ("transformers.models", package.__name__):
+        monkeypatch.setitem(sys.modules, path, package)
+    monkeypatch.delitem(sys.modules, PATHS["mamba2"])
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_missing"):
+        accelerate()
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="cannot import transformers; install it: pip install transformers"):
+        accelerate()

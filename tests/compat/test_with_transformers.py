@@ -1,0 +1,267 @@
+"""Mamba-2 models of transformers itself, accelerated: `make test-fla`, on a CPU too.
+
+A difference is divided by the largest element of the tensor. The tolerances are the changes of transformers' own
+results when the last bit of the parameters changes: over 30 seeds, at most 4e-6 for logits and 9e-5 for gradients. Over
+the same seeds, accelerated models differ by at most 1.5e-6 in logits and states, and by at most 1e-5 in gradients.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from gla_core.compat.mamba_ssm import ops
+from gla_core.compat.transformers import accelerate
+
+transformers = pytest.importorskip("transformers", reason="needs transformers: make test-fla")
+
+COMMON = {"vocab_size": 61, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16}
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+BARE = {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16, "chunk_size": 16, "num_hidden_layers": 2}
+CLOSE, CLOSE_GRADIENTS = 1e-5, 1e-4
+CONFIGS = {
+    "Mamba2": BARE,
+    "Mamba2, limits": BARE | {"time_step_limit": (0.02, 0.05)},
+    "Bamba": ATTENTION | MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "FalconH1": ATTENTION | MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 64},
+    "FalconH1, norm": ATTENTION | MAMBA | {"num_hidden_layers": 2, "mamba_d_ssm": 64, "mamba_rms_norm": True},
+    "GraniteMoeHybrid": ATTENTION
+    | MAMBA
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 4,
+        "shared_intermediate_size": 32,
+    },
+    "NemotronH": ATTENTION
+    | {
+        "head_dim": 8,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+        "layers_block_type": ["linear_attention", "full_attention", "linear_attention", "moe", "mlp"],
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+    "Zamba2": {
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 16,
+        "chunk_size": 16,
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+    },
+}
+"""Small models, each with several Mamba-2 layers of 8 heads in 2 groups."""
+
+
+def model_of(name, seed=0):
+    """Returns a model whose parameters are all random, so that each of them has an effect."""
+    torch.manual_seed(seed)
+    family = name.split(",")[0]  # by the names of classes: importing FLA makes AutoModel return its own mamba2
+    config = getattr(transformers, f"{family}Config")(**COMMON, **CONFIGS[name])
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def tokens_of(seed=0, length=40):
+    return torch.randint(3, 61, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def module_of(model):
+    return importlib.import_module(type(model).__module__)
+
+
+def layers_of(model):
+    """Returns the number of Mamba-2 layers."""
+    return sum(hasattr(module, "A_log") for module in model.modules())
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request):
+    return model_of(request.param)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The numbers of calls of our ops."""
+    found = {"chunk_gla": 0, "recurrent_gla_step": 0}
+
+    def counted(name, op):
+        def call(*args, **kwargs):
+            found[name] += 1
+            return op(*args, **kwargs)
+
+        return call
+
+    for name in found:
+        monkeypatch.setattr(ops, name, counted(name, getattr(ops, name)))
+    return found
+
+
+def assert_close(found, expected, tolerance=CLOSE):
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def trained(model, tokens):
+    """Returns the logits, the loss and the gradients of all parameters."""
+    model.train()
+    out = model(tokens, labels=tokens)
+    return (out.logits, out.loss), torch.autograd.grad(out.loss, list(model.parameters()))
+
+
+def cache_of(out):
+    """Returns the keyword by which a model takes its cache, and the cache."""
+    key = "cache" if "cache" in out else "past_key_values"
+    return {key: out[key]}
+
+
+def states_of(out):
+    """Returns the states of the Mamba-2 layers, and the inputs that their convolutions keep."""
+    (cache,) = cache_of(out).values()
+    layers = [layer for layer in cache.layers if getattr(layer, "recurrent_states", None)]
+    found = [state[0] for layer in layers for state in (layer.recurrent_states, layer.conv_states)]
+    return [state for state in found if state is not None]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_training(name, seed, calls):
+    model, tokens = model_of(name, seed), tokens_of(seed)
+    expected, expected_gradients = trained(model, tokens)
+    assert calls["chunk_gla"] == 0
+    with accelerate():
+        found, gradients = trained(model, tokens)
+    assert calls == {"chunk_gla": layers_of(model), "recurrent_gla_step": 0}
+    assert_close(found, expected)
+    assert_close(gradients, expected_gradients, CLOSE_GRADIENTS)
+
+
+def test_generating_from_a_padded_batch(model, calls):
+    tokens, mask = tokens_of(), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :9] = 0
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(tokens, attention_mask=mask, **options)
+    with accelerate():
+        found = model.generate(tokens, attention_mask=mask, **options)
+        n = layers_of(model)
+        assert calls == {"chunk_gla": n, "recurrent_gla_step": 7 * n}
+        with torch.no_grad():
+            assert_close(model(tokens, attention_mask=mask).logits[:1, 9:], model(tokens[:1, 9:]).logits)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert_close(found.logits, expected.logits)
+    assert_close(states_of(found), states_of(expected))
+    assert len(states_of(found)) == 2 * n
+
+
+@torch.no_grad()
+def test_a_prompt_in_two_parts(model, calls):
+    def logits():
+        out = model(tokens[:, :23], use_cache=True)
+        return model(tokens[:, 23:], use_cache=True, **cache_of(out)).logits
+
+    tokens = tokens_of()
+    expected = logits()
+    with accelerate():
+        assert_close([logits()], [expected])
+    assert calls["chunk_gla"] == 2 * layers_of(model)
+
+
+@torch.no_grad()
+def test_packed_sequences(model, calls, monkeypatch):
+    """Sequences stay separate; the convolution is replaced, because without causal_conv1d it refuses such calls."""
+    module, lengths = module_of(model), [7, 20, 13]
+    convolve = module.causal_conv1d_fn
+
+    def convolution(x, weight, bias=None, activation=None, seq_idx=None, **_):
+        parts = [x] if seq_idx is None else x.split(lengths, -1)
+        return torch.cat([convolve(part, weight, bias, activation) for part in parts], -1)
+
+    monkeypatch.setattr(module, "causal_conv1d_fn", convolution)
+    body, tokens = model.base_model, tokens_of()[:1]
+    expected = torch.cat([body(part, use_cache=False).last_hidden_state for part in tokens.split(lengths, 1)], 1)
+    seq_idx = torch.arange(3, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = {"seq_idx": seq_idx, "position_ids": positions, "use_cache": False}
+    if model.config.model_type == "granitemoehybrid":  # its attention does not find the sequences by the positions
+        mask = (seq_idx[:, :, None] == seq_idx[:, None]).tril()[:, None]
+        packed["attention_mask"] = {"full_attention": mask, "linear_attention": None}
+    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        body(tokens, **packed)
+    with accelerate():
+        found = body(tokens, **packed).last_hidden_state
+        model.train()
+        in_training = body(tokens, **packed).last_hidden_state
+    assert_close([found, in_training], [expected] * 2)
+    assert calls["chunk_gla"] == 2 * layers_of(model)
+
+
+@torch.no_grad()
+def test_models_created_before_and_inside_run_on_the_originals_afterwards(model, calls):
+    module, tokens = module_of(model), tokens_of()
+    before, expected = dict(vars(module)), model(tokens).logits
+    with accelerate() as found:
+        inside = type(model)(model.config).eval()
+        inside.load_state_dict(model.state_dict())
+        assert torch.equal(inside(tokens).logits, model(tokens).logits)
+        assert calls["chunk_gla"] == 2 * layers_of(model)
+        assert {module.__name__} <= {place for places in found.replaced.values() for place in places}
+    assert vars(module) == before
+    assert torch.equal(inside(tokens).logits, expected)
+    assert torch.equal(model(tokens).logits, expected)
+    assert calls["chunk_gla"] == 2 * layers_of(model)
+
+
+def test_a_step_that_records_gradients_runs_on_the_original(calls):
+    def logits():
+        with torch.no_grad():
+            out = model(tokens, use_cache=True)
+        return model(tokens[:, :1], use_cache=True, **cache_of(out)).logits
+
+    model, tokens = model_of("Mamba2"), tokens_of()
+    expected = logits()
+    with accelerate():
+        assert_close([logits()], [expected])
+    assert calls == {"chunk_gla": layers_of(model), "recurrent_gla_step": 0}
+
+
+@torch.no_grad()
+def test_compiled_without_a_break(calls):
+    torch._dynamo.reset()
+    layer = model_of("Mamba2").base_model.layers[0].mixer
+    x = torch.randn(2, 40, 32)
+    with accelerate():
+        found = torch.compile(layer, fullgraph=True, backend="eager")(x)
+        assert calls["chunk_gla"] > 0
+        torch.testing.assert_close(found, layer(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Mamba2", "FalconH1"])
+def test_bfloat16(name, calls):
+    """The error is that of transformers' own computation in bfloat16, up to the rounding of the scan's result."""
+    model, tokens = model_of(name), tokens_of()
+    exact = model(tokens).logits
+    model.to(torch.bfloat16)
+    own = model(tokens).logits
+    with accelerate():
+        found = model(tokens).logits
+        model.generate(tokens, max_new_tokens=4)
+    assert calls == {"chunk_gla": 2 * layers_of(model), "recurrent_gla_step": 3 * layers_of(model)}
+    assert (found - exact).norm() <= 1.5 * (own - exact).norm()
