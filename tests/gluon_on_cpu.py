@@ -334,7 +334,8 @@ def _language() -> ModuleType:
     gl.arange = lambda a, b, _: _value(torch.arange(a, b))
     gl.zeros = lambda shape, dtype, _: _value(torch.zeros(shape, dtype=dtype))
     gl.full = lambda shape, x, dtype, _: _value(torch.full(shape, float(x), dtype=dtype))
-    gl.zeros_like, gl.exp2, gl.associative_scan = torch.zeros_like, torch.exp2, _scan
+    gl.zeros_like, gl.associative_scan = torch.zeros_like, _scan
+    gl.abs, gl.exp2 = torch.abs, torch.exp2
     gl.sum = lambda x, axis: x.sum(axis)
     gl.reduce = lambda x, axis, combine: functools.reduce(combine, x.unbind(axis))
     gl.max, gl.min = (lambda x, axis: x.amax(axis)), (lambda x, axis: x.amin(axis))
@@ -417,6 +418,7 @@ def _simplify(module: Any) -> None:
     simple = {
         "exponents_of_mild_chunk": _exponents,
         "as_float32": lambda x: x.float(),
+        "_log2": torch.log2,
         "opaque_zero": lambda: 0,
         "wait_for_predecessor": lambda: None,
         "let_dependents_start": lambda: None,

@@ -36,7 +36,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gla_core.dispatch.backend import wide
+from gla_core.dispatch.backend import gradient_of_logits, log_gates, wide
 from gla_reference._chunks import Dense, Packed, chunk
 
 CHUNK = 64
@@ -52,9 +52,10 @@ def chunk_gla_fwd(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     checkpoint_every: int | None,
+    gate_normalizer: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Computes the op; see gla_core/ops/chunk_gla.py."""
-    chunks, qc, kc, vc, alpha = _split(q, k, v, g, scale, cu_seqlens)
+    chunks, qc, kc, vc, alpha = _split(q, k, v, g, scale, cu_seqlens, gate_normalizer)
 
     A = _diagonal_scores(qc, kc)  # [R, H, n, C, G, C]
     q_in, k_out, block_decay = qc.mul_(alpha[..., None, :]), kc, alpha
@@ -87,9 +88,10 @@ def chunk_gla_bwd(
     checkpoint_every: int | None,
     do: Tensor,
     dstate: Tensor | None,
+    gate_normalizer: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Computes the op; see gla_core/ops/chunk_gla.py."""
-    chunks, qc, kc, vc, alpha = _split(q, k, v, g, scale, cu_seqlens)
+    chunks, qc, kc, vc, alpha = _split(q, k, v, g, scale, cu_seqlens, gate_normalizer)
     doc = chunks.split(_group(do, v)).to(alpha.dtype)  # [R, H, n, C, G, V]
 
     A = _diagonal_scores(qc, kc)  # [R, H, n, C, G, C]
@@ -126,12 +128,20 @@ def chunk_gla_bwd(
         _sum_of_values(_join(chunks, scale * dq), q).to(q.dtype),
         _sum_of_values(_join(chunks, dk), k).to(k.dtype),
         _join(chunks, dv, v.dtype),
-        None if g is None else _sum_of_tokens(_join(chunks, dg), g).to(g.dtype),
+        None if g is None else gradient_of_logits(_sum_of_tokens(_join(chunks, dg), g), g, gate_normalizer).to(g.dtype),
         None if initial_state is None else _fresh(dinitial),
     )
 
 
-def _split(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, cu_seqlens: Tensor | None) -> tuple:
+def _split(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    gate_normalizer: int | None,
+) -> tuple:
     """Cuts copies of the arguments into chunks, in the dtype of the computation.
 
     Returns:
@@ -146,7 +156,9 @@ def _split(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, scale: float, cu_s
         return chunks.split(x).to(dtype, memory_format=torch.contiguous_format, copy=True)
 
     q, k = (_for_values(x, k, v) for x in (q, k))
-    gates = q.new_zeros(()).expand(*v.shape[:3], 1) if g is None else for_tokens(g, v)
+    gates = (
+        q.new_zeros(()).expand(*v.shape[:3], 1) if g is None else for_tokens(log_gates(g, gate_normalizer, dtype), v)
+    )
     alpha = cut(gates).exp_()  # 1 past the end of a sequence, where g is 0
     return chunks, cut(_group(q, v)).mul_(scale), cut(k), cut(v), alpha
 

@@ -13,7 +13,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from gla_core.dispatch.backend import new_state, wide
+from gla_core.dispatch.backend import log_gates, new_state, wide
 
 
 def recurrent_gla_step(
@@ -24,9 +24,11 @@ def recurrent_gla_step(
     state: Tensor,
     scale: float,
     state_indices: Tensor | None,
+    gate_normalizer: int | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
     """Computes the op; see gla_core/ops/recurrent_gla_step.py."""
+    g = None if g is None else log_gates(g, gate_normalizer, wide(q.dtype))
     if state_indices is None:
         o, new = _step(q, k, v, g, state, scale)
         return (o, state.copy_(new)) if inplace else (o, new)

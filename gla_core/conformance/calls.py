@@ -16,7 +16,7 @@ import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.cases import Case
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import Backend, Capabilities
+from gla_core.dispatch.backend import Backend, Capabilities, log_gates
 from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS, OpSpec
 from gla_core.ops.spec import AS_INPUT, INPUT
 from gla_core.workloads.inputs import (
@@ -72,9 +72,9 @@ def _gathered(x: GlaInputs, spans: list[tuple[int, int]]) -> tuple[Tensor, GlaIn
     return rows, dataclasses.replace(x, **parts)
 
 
-def forward(x: GlaInputs, request: str, scale: float | None = None) -> Named:
-    """Returns the output o and the final state."""
-    o, state = gla.chunk_gla(x.q, x.k, x.v, x.g, scale, x.initial_state, True, x.cu_seqlens, backend=request)
+def forward(x: GlaInputs, request: str, scale: float | None = None, **options: Any) -> Named:
+    """Returns the output o and the final state; `options` are further arguments of `chunk_gla`."""
+    o, state = gla.chunk_gla(x.q, x.k, x.v, x.g, scale, x.initial_state, True, x.cu_seqlens, request, **options)
     assert state is not None
     return {"o": o, "state": state}
 
@@ -86,12 +86,17 @@ def training_request(backend: Backend, op: str = "chunk_gla_fwd") -> str:
     return ";".join([*own, "*=reference"])
 
 
-def gradients(x: GlaInputs, request: str, wanted: tuple[str, ...] = CHUNK_LEAVES, loss: Loss | None = None) -> Named:
-    """Computes gradients by autograd for inputs in `wanted` that are not None; `loss` defaults to `loss_gradients`."""
+def gradients(
+    x: GlaInputs, request: str, wanted: tuple[str, ...] = CHUNK_LEAVES, loss: Loss | None = None, **options: Any
+) -> Named:
+    """Computes gradients by autograd for inputs in `wanted` that are not None; `loss` defaults to `loss_gradients`.
+
+    `options` are further arguments of `chunk_gla`.
+    """
     leaves = {name: getattr(x, name) for name in wanted if getattr(x, name) is not None}
     leaves = {name: y.detach().requires_grad_() for name, y in leaves.items()}
     y = dataclasses.replace(x, **leaves)
-    o, state = gla.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, True, y.cu_seqlens, backend=request)
+    o, state = gla.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, True, y.cu_seqlens, request, **options)
     assert state is not None
     found = torch.autograd.grad((o, state), list(leaves.values()), loss or loss_gradients(x))
     return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
@@ -160,16 +165,29 @@ def expected_gradients(case: Case) -> Named:
     return oracle_gradients(chunk(case))
 
 
-def oracle_gradients(x: GlaInputs, loss: Loss | None = None) -> Named:
+def oracle_gradients(x: GlaInputs, loss: Loss | None = None, gate_normalizer: int | None = None) -> Named:
+    """Returns the oracle's gradients for a loss; with gate_normalizer, x.g holds logits."""
     leaves = {name: getattr(x, name) for name in CHUNK_LEAVES if getattr(x, name) is not None}
     leaves = {name: y.detach().double().requires_grad_() for name, y in leaves.items()}
-    y = dataclasses.replace(x, **leaves)
+    y = with_log_gates(dataclasses.replace(x, **leaves), gate_normalizer)
     outs = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
     # with T = 0 the results use no input, and autograd would raise an error
     outs = tuple(out + 0 * sum(leaf.sum() for leaf in leaves.values()) for out in outs)
     seeds = tuple(d.double() for d in loss or loss_gradients(x))
     found = torch.autograd.grad(outs, list(leaves.values()), seeds)
     return {f"d{name}": d for name, d in zip(leaves, found, strict=True)}
+
+
+def with_logits(x: GlaInputs) -> GlaInputs:
+    """Returns the inputs with random logits in place of log gates."""
+    assert x.g is not None
+    generator = torch.Generator(x.g.device).manual_seed(3)
+    return dataclasses.replace(x, g=3 * normal(tuple(x.g.shape), x.g.dtype, generator))
+
+
+def with_log_gates(x: GlaInputs, gate_normalizer: int | None) -> GlaInputs:
+    """Returns the inputs with log gates, in float64, in place of logits."""
+    return x if x.g is None else dataclasses.replace(x, g=log_gates(x.g, gate_normalizer, torch.float64))
 
 
 # ---- large chunk_gla: the reference in float64 gives the expected results, one row of the batch at a time to save
@@ -231,8 +249,9 @@ def step(case: Case, **changes: object) -> dict[str, Tensor | None]:
     return step_inputs(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
 
 
-def run_step(x: dict, request: str, scale: float | None = None, inplace: bool = False) -> Named:
-    o, state = gla.recurrent_gla_step(**x, scale=scale, inplace=inplace, backend=request)
+def run_step(x: dict, request: str, scale: float | None = None, inplace: bool = False, **options: Any) -> Named:
+    """Returns the output o and the new state; `options` are further arguments of `recurrent_gla_step`."""
+    o, state = gla.recurrent_gla_step(**x, scale=scale, inplace=inplace, backend=request, **options)
     return {"o": o, "state": state}
 
 

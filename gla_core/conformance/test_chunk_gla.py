@@ -37,6 +37,8 @@ from gla_core.conformance.calls import (
     three_runs,
     tokens,
     training_request,
+    with_log_gates,
+    with_logits,
     with_room,
 )
 from gla_core.conformance.cases import over
@@ -87,6 +89,39 @@ def test_scale(backend, case, scale, measure):
 def test_float32_gates(backend, case, measure):
     x = chunk(case, gate_dtype=torch.float32)
     measure(forward(x, backend.name), oracle_forward(x), FORWARD[case.dtype])
+
+
+LOGITS = ("short", "last_chunk_partial", "grouped", "packed", "padded", "per_head", "constant")
+NORMALIZER = 4
+
+
+def from_logits(number=NORMALIZER):
+    return {"gate": "logsigmoid", "gate_normalizer": number}
+
+
+@over(FWD, *LOGITS)
+def test_gates_from_logits(backend, case, measure):
+    x = with_logits(chunk(case))
+    expected = oracle_forward(with_log_gates(x, NORMALIZER))
+    measure(forward(x, backend.name, **from_logits()), expected, FORWARD[case.dtype])
+
+
+EXTREME_LOGITS = (0.0, 1e-3, 10.0, 100.0, torch.inf, -1e-3, -10.0, -500.0, -torch.inf)
+
+
+@over(FWD, "last_chunk_partial", "per_head", dtypes="in_turn")
+def test_every_logit(backend, case, measure):
+    x = chunk(case)
+    x.g[:] = one_of(EXTREME_LOGITS, x.g)
+    expected = oracle_forward(with_log_gates(x, 1))
+    measure(forward(x, backend.name, **from_logits(1)), expected, FORWARD[case.dtype])
+
+
+def one_of(values, like):
+    """Returns a tensor like another one, whose elements are random elements of `values`."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    at = torch.randint(len(values), like.shape, generator=generator, device=like.device)
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[at]
 
 
 @over(FWD, "short", "last_chunk_partial", "packed")
@@ -351,6 +386,21 @@ def test_gradients_of_float32_gates(backend, case, measure):
     measure(out, expected, GRADIENT[case.dtype])
 
 
+@over(BWD, *LOGITS)
+def test_gradients_of_logits(backend, case, measure):
+    x = with_logits(chunk(case))
+    expected = oracle_gradients(x, None, NORMALIZER)
+    measure(gradients(x, training_request(backend), **from_logits()), expected, GRADIENT[case.dtype])
+
+
+@over(BWD, "last_chunk_partial", "per_head", dtypes="in_turn")
+def test_gradients_of_every_logit(backend, case, measure):
+    x = chunk(case)
+    x.g[:] = one_of([y for y in EXTREME_LOGITS if y > -torch.inf], x.g)  # autograd gives NaN at -inf
+    expected = oracle_gradients(x, None, 1)
+    measure(gradients(x, training_request(backend), **from_logits(1)), expected, GRADIENT[case.dtype])
+
+
 @over(BWD, dtypes="in_turn")
 @LAYOUTS_OF_STATES
 def test_gradients_of_strided_views(backend, case, states, measure):
@@ -465,9 +515,7 @@ def test_gradients_of_every_gate(backend, case, gates, measure):
     If all gates are strong, dg is small beside q * dq and k * dk, which consist mostly of a token's own key and value.
     """
     x = chunk(case)
-    values = torch.tensor(GATES[gates], dtype=x.g.dtype, device=x.g.device)
-    generator = torch.Generator(x.g.device).manual_seed(0)
-    x.g[:] = values[torch.randint(len(values), x.g.shape, generator=generator, device=x.g.device)]
+    x.g[:] = one_of(GATES[gates], x.g)
     measure(backward(x, backend, *loss_gradients(x)), oracle_gradients(x), GRADIENT[case.dtype])
 
 

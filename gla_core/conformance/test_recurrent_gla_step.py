@@ -10,7 +10,8 @@ from gla_core.conformance import oracle
 from gla_core.conformance.calls import expected_step, output_shape, poisoned, run_step, step, three_runs
 from gla_core.conformance.cases import over
 from gla_core.conformance.tolerances import FORWARD
-from gla_core.workloads.inputs import gla_inputs, token_of
+from gla_core.dispatch.backend import log_gates
+from gla_core.workloads.inputs import gla_inputs, normal, token_of
 
 STEP = "recurrent_gla_step"
 
@@ -22,6 +23,15 @@ def test_values(backend, case, measure, layout):
     like = {"o": (output_shape(x["q"], x["v"]), case.dtype), "state": (x["state"].shape, x["state"].dtype)}
     measure(out, expected_step(x), FORWARD[case.dtype])
     layout(out, like, case.device, {name: y for name, y in x.items() if y is not None})
+
+
+@over(STEP, "small", "grouped", "odd_widths", "per_head", "constant")
+def test_gates_from_logits(backend, case, measure):
+    x = step(case)
+    generator = torch.Generator(case.device).manual_seed(3)
+    x["g"] = 3 * normal(tuple(x["g"].shape), x["g"].dtype, generator)
+    expected = expected_step({**x, "g": log_gates(x["g"], 16, torch.float64)})
+    measure(run_step(x, backend.name, gate="logsigmoid"), expected, FORWARD[case.dtype])
 
 
 @over(STEP, at_size=True)

@@ -4,8 +4,9 @@ A backend is a value: a name, a version, a mapping from abstract op names to fun
 these functions can run. Like a pluggy hook, a function declares only the arguments that it takes: any of the arguments
 that `OP_PARAMETERS` lists for its op, in any order. It must take the required ones (`OP_REQUIRED`). The core refuses a
 call for a backend if an argument that the function does not take has a value other than its default. An op can
-therefore gain an argument without a change of any backend. An op may also be a `Prepared` instead of a function. It
-plans a call once for its signature.
+therefore gain an argument without a change of any backend. One argument is never refused: for a function that does not
+take `gate_normalizer`, the core computes log gates from logits. An op may also be a `Prepared` instead of a function.
+It plans a call once for its signature.
 
 `gla_core/ops/<op>.py` documents the arguments and results. The core checks all arguments before it calls a function.
 The last dimension of every tensor is contiguous. In a state, the last but one may be contiguous instead if
@@ -263,6 +264,17 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def log_gates(g: torch.Tensor, gate_normalizer: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Returns log gates in `dtype`: g itself, or log sigma(g) / gate_normalizer if g holds logits."""
+    g = g.to(dtype)
+    return g if gate_normalizer is None else torch.nn.functional.logsigmoid(g) / gate_normalizer
+
+
+def gradient_of_logits(dg: torch.Tensor, g: torch.Tensor, gate_normalizer: int | None) -> torch.Tensor:
+    """Returns the gradient of g from that of the log gates, dg; see `log_gates`."""
+    return dg if gate_normalizer is None else dg * torch.sigmoid(-g.to(dg.dtype)) / gate_normalizer
+
+
 def number_of_sequences(B: int, cu_seqlens: torch.Tensor | None) -> int:
     """Returns N: the number of rows of a batch, or of the packed sequences that `cu_seqlens` [N+1] delimits."""
     return B if cu_seqlens is None else len(cu_seqlens) - 1
@@ -469,7 +481,8 @@ def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:
 
 def _argument_refusal(op: Op, call: OpCall) -> Reason | None:
     """Returns why an implementation cannot take the arguments of a call, or None if it can."""
-    lacking = [name for name in OP_PARAMETERS[call.op] if name in call.given.difference(arguments_of(op))]
+    needed = call.given.difference(arguments_of(op)) - {"gate_normalizer"}  # the core computes log gates from logits
+    lacking = [name for name in OP_PARAMETERS[call.op] if name in needed]
     return f"takes no {_any_of(lacking)}; call it without" if lacking else None
 
 

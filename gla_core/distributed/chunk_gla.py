@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.backend import CHUNK, log_gates, wide
 from gla_core.dispatch.environment import environment
 from gla_core.distributed import exchange
 from gla_core.distributed.exchange import Summary
@@ -56,6 +56,8 @@ def chunk_gla(
     *,
     shard: Shard | None = None,
     state_v_first: bool = False,
+    gate: str | None = None,
+    gate_normalizer: int = 16,
 ) -> ChunkGla:
     """Computes gated linear attention over sequences whose tokens are spread over ranks; every rank calls it.
 
@@ -89,6 +91,8 @@ def chunk_gla(
         backend: a request such as "reference"; see `use_backend`.
         shard: the value that `shard` returned, in place of cu_seqlens, group and layout. By default the call makes one.
         state_v_first: whether given and returned states are [N, Hv, V, K]. No copy is made: returned states are views.
+        gate, gate_normalizer: whether g holds logits, as in `gla_core.chunk_gla`. Here a tensor of log gates is
+            computed from them, because both the summaries and the outputs read it.
 
     Returns:
         o [B, T, Ho, V] with v's dtype, where Ho is the larger of Hq and Hv, and the final states [N, Hv, K, V] (None
@@ -112,6 +116,8 @@ def chunk_gla(
     if state_v_first:
         initial_state = checks.transposed(initial_state)
     q, k, v, g = autocast.tokens(q, k, v, g)
+    if gate is not None:
+        g = log_gates(g, checks.normalizer(gate, gate_normalizer, g), wide(q.dtype))
     refuse_tangents(q, k, v, g, initial_state)
     # Check before anything is sent: a backend would refuse the call only while the other ranks already wait.
     given = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
@@ -259,7 +265,7 @@ class _chunk_gla_over_ranks(torch.autograd.Function):
         summary = own.summary(k, v, g, False, backend)
         entering, final = own.passed_on(summary, initial_state, False, output_final_state)
         every = interval_for_backward(backend) if needs_grad and q.is_cuda else None
-        args = (q, k, v, g, scale, entering, False, own.offsets, every, None)
+        args = (q, k, v, g, scale, entering, False, own.offsets, every, None, None)
         o, _, checkpoints = torch_fwd(*args, needs_grad, backend)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, g, entering, None if every is None else checkpoints)
@@ -279,6 +285,6 @@ class _chunk_gla_over_ranks(torch.autograd.Function):
         needs_initial = ctx.needs_input_grad[5]
         leaving, dinitial = own.passed_on((decay, scale * state), dfinal, True, needs_initial)
         args = (q, k, v, g, scale, entering, own.offsets, checkpoints, ctx.every, do, leaving)
-        dq, dk, dv, dg, _ = torch_bwd(*args, None, backend)
+        dq, dk, dv, dg, _ = torch_bwd(*args, None, None, backend)
         dg = None if g is None else dg
         return dq, dk, dv, dg, None, dinitial if needs_initial else None, None, None, None, None

@@ -122,6 +122,7 @@ def _forwards(
     scale: float,
     states: Tensor,
     checkpoint_every: int | None,
+    gate_normalizer: int | None,
 ) -> Iterator[tuple[Segment, Tensor, Tensor, Any]]:
     """Yields each segment, the state that enters it, its o and its checkpoints.
 
@@ -130,8 +131,8 @@ def _forwards(
     for part in parts:
         state = states[part.n : part.n + 1]
         entering = state.clone()
-        computed = compute("chunk_gla_fwd", *part.of(*inputs), scale, entering, True, None, checkpoint_every)
-        o, leaving, checkpoints = computed
+        given = (*part.of(*inputs), scale, entering, True, None, checkpoint_every, gate_normalizer)
+        o, leaving, checkpoints = compute("chunk_gla_fwd", *given)
         state.copy_(leaving)
         yield part, entering, o, checkpoints
 
@@ -148,13 +149,15 @@ def _forward(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     checkpoint_every: int | None,
+    gate_normalizer: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Computes chunk_gla_fwd, segment by segment."""
     o = v.new_zeros(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
     states = _states(k, v, cu_seqlens, initial_state)
     checkpoints = None if checkpoint_every is None else new_checkpoints(k, v, cu_seqlens, checkpoint_every)
     parts = _segments(tokens, q, cu_seqlens, checkpoint_every)
-    for part, _, found, kept in _forwards(compute, parts, (q, k, v, g), scale, states, checkpoint_every):
+    given = ((q, k, v, g), scale, states, checkpoint_every, gate_normalizer)
+    for part, _, found, kept in _forwards(compute, parts, *given):
         part.write(o, found)
         if checkpoints is not None:
             checkpoints[part.b, part.row : part.row + kept.shape[1]] = kept[0]
@@ -175,16 +178,18 @@ def _backward(
     checkpoint_every: int | None,
     do: Tensor,
     dstate: Tensor | None,
+    gate_normalizer: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Computes chunk_gla_bwd, segment by segment. The forward computes the entering states again."""
     states = _states(k, v, cu_seqlens, initial_state)
-    computed = _forwards(compute, _segments(tokens, q, cu_seqlens), (q, k, v, g), scale, states, None)
+    given = ((q, k, v, g), scale, states, None, gate_normalizer)
+    computed = _forwards(compute, _segments(tokens, q, cu_seqlens), *given)
     entered = [(part, state) for part, state, *_ in computed]
     gradients = [_zeros_like(x) for x in (q, k, v, g)]
     dstates = _states(k, v, cu_seqlens, dstate)
     for part, state in reversed(entered):
         leaving = dstates[part.n : part.n + 1]
-        inputs = (*part.of(q, k, v, g), scale, state, None, None, None, *part.of(do), leaving.clone())
+        inputs = (*part.of(q, k, v, g), scale, state, None, None, None, *part.of(do), leaving.clone(), gate_normalizer)
         *found, dentering = compute("chunk_gla_bwd", *inputs)
         for x, of_part in zip(gradients, found, strict=True):
             part.write(x, of_part)
@@ -215,6 +220,7 @@ def _step(
     state: Tensor,
     scale: float,
     state_indices: Tensor | None,
+    gate_normalizer: int | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
     """Computes recurrent_gla_step, row by row."""
@@ -225,7 +231,7 @@ def _step(
         own = new[row] if state_indices is None else new
         indices = None if state_indices is None else state_indices[row]
         inputs = [x if x is None or x.ndim == 1 else x[row].contiguous() for x in (q, k, v, g)]
-        o[row], _ = compute("recurrent_gla_step", *inputs, own, scale, indices, True)
+        o[row], _ = compute("recurrent_gla_step", *inputs, own, scale, indices, gate_normalizer, True)
     return o, new
 
 

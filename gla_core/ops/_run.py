@@ -33,7 +33,7 @@ from gla_core.dispatch.backend import (
 from gla_core.dispatch.environment import environment
 from gla_core.dispatch.request import Request, current_request, request_in_graph
 from gla_core.dispatch.selection import is_launch_failure, remember_launch_failure, select
-from gla_core.ops import _invariant, _memory, _results, autocast
+from gla_core.ops import _invariant, _logits, _memory, _results, autocast
 from gla_core.ops.checks import as_backends_take
 from gla_core.ops.spec import STATES, OpSpec
 
@@ -136,8 +136,11 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     )
     copies = {spec.parameters[i]: contiguous_layout(tuple(args[i].shape), args[i].dtype) for i in copied}
     taken = dataclasses.replace(call, layouts={**call.layouts, **copies}) if copied else call
+    of_logits = _logits.needs_log_gates(chosen.ops[spec.name], call)
     try:
+        taken = _logits.described(spec, taken) if of_logits else taken
         function = _function_of(spec, chosen, taken, can.batch_invariant)
+        function = _logits.with_log_gates(spec, function) if of_logits else function
     except Exception as error:
         if not _is_passed_over(error, chosen, call, request, stacklevel=5):
             raise

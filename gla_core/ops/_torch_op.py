@@ -22,7 +22,7 @@ from gla_core.ops import _flops, autocast
 from gla_core.ops._over_mesh import taking_dtensors, taking_dtensors_of_rows
 from gla_core.ops._run import bypasses_torch, transformed
 from gla_core.ops._run import run as run_op
-from gla_core.ops.spec import OpSpec
+from gla_core.ops.spec import OpSpec, trailing_optional
 
 _library = torch.library.Library("gla", "DEF")
 
@@ -77,8 +77,9 @@ def faker(spec: OpSpec, *last: Any) -> Callable[..., Any]:
 def _arguments(spec: OpSpec, last: tuple) -> Callable[[tuple], tuple[tuple, bool, str]]:
     """Returns a function that splits the arguments of a torch op into the op's, needs_grad, and the request."""
     taken, given = len(spec.contract) - len(last), len(spec.parameters) - len(last)
-    defaults = (None,) * (given - taken) + ((False, "") if spec.differentiable else ("",))
-    full, differentiable = taken + len(defaults), spec.differentiable
+    options = (False, "") if spec.differentiable else ("",)
+    defaults = (None,) * trailing_optional(spec.arguments[:given]) + options
+    full, differentiable = given + len(options), spec.differentiable
 
     def apart(args: tuple) -> tuple[tuple, bool, str]:
         if len(args) < full:  # PyTorch leaves out defaults

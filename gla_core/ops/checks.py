@@ -88,6 +88,19 @@ def no_nan(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name} holds NaN in {int(x.isnan().sum())} of {x.numel()} places")
 
 
+def normalizer(gate: str, number: int, g: Any) -> int:
+    """Returns the number by which log sigma of the logits g is divided. Raises ValueError for anything else."""
+    if gate != "logsigmoid":
+        raise ValueError(f"gate is {gate!r}; expected 'logsigmoid', or None if g holds log gates")
+    if g is None:
+        raise ValueError("gate is 'logsigmoid' and g is None; expected the logits of the gates as g")
+    if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number) or number < 1:
+        raise ValueError(
+            f"gate_normalizer is {number!r}; expected a whole number, at least 1: for another one compute log gates"
+        )
+    return int(number)
+
+
 def gate_values(g: Tensor | None) -> None:
     """Raises ValueError for gates above 0. It reads values, and so it is only for GLA_CHECK=1."""
     if g is not None and bool((g > 0).any()):

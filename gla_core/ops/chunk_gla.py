@@ -18,13 +18,16 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 
 A backend's functions receive and return
 
-    chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every)
+    chunk_gla_fwd(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every, gate_normalizer)
         -> (o, state or None, checkpoints or None)
-    chunk_gla_bwd(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate)
+    chunk_gla_bwd(q, k, v, g, scale, initial_state, cu_seqlens, checkpoints, checkpoint_every, do, dstate,
+                  gate_normalizer)
         -> (dq, dk, dv, dg or None, dinitial_state or None)
 
 Here state is the final state, and dstate is its gradient or None. Each gradient has the shape and dtype of its input.
 Rows outside cu_seqlens[0] to cu_seqlens[N] belong to no sequence: whatever they hold, their o and gradients are 0.
+If gate_normalizer is None, g holds log gates. Otherwise it holds logits x, the log gates are
+log sigma(x) / gate_normalizer, and dg is the gradient of the logits.
 
 **Checkpoints** [B, n, Hv, K, V] are the states before the tokens 0, L, 2 L, .. of a sequence. L = checkpoint_every is a
 multiple of 64. The first is the initial state of the sequence, or 0 without one.
@@ -111,6 +114,8 @@ def chunk_gla(
     checkpoint_every: None = None,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
+    gate: str | None = None,
+    gate_normalizer: int = 16,
 ) -> ChunkGla: ...
 
 
@@ -129,6 +134,8 @@ def chunk_gla(
     checkpoint_every: int,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
+    gate: str | None = None,
+    gate_normalizer: int = 16,
 ) -> ChunkGlaWithCheckpoints: ...
 
 
@@ -146,6 +153,8 @@ def chunk_gla(
     checkpoint_every: int | None = None,
     max_seqlen: int | None = None,
     state_v_first: bool = False,
+    gate: str | None = None,
+    gate_normalizer: int = 16,
 ) -> ChunkGla | ChunkGlaWithCheckpoints:
     """Computes gated linear attention, differentiable in q, k, v, g and initial_state.
 
@@ -175,6 +184,11 @@ def chunk_gla(
         state_v_first: whether initial_state, the final state and the checkpoints have V before K: [N, Hv, V, K]. The
             returned ones are views of memory in which K comes first. This adds no copy if the backend takes states
             with their last two dimensions swapped.
+        gate: None if g holds log gates. "logsigmoid" if g holds logits x, such as the output of a projection, of any
+            value: the log gates are then log sigma(x) / gate_normalizer, and the gradient of g is that of the logits.
+            No tensor of log gates is written.
+        gate_normalizer: the whole number by which log sigma is divided, at least 1; not used without `gate`. The
+            default is that of the paper.
 
     Returns:
         `o` [B, T, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv, and `state`, the final state
@@ -193,14 +207,16 @@ def chunk_gla(
         >>> q, k, v = (torch.randn(2, 100, 4, 32) for _ in range(3))
         >>> g = torch.nn.functional.logsigmoid(torch.randn(2, 100, 4, 32)) / 16
         >>> o, state = gla.chunk_gla(q, k, v, g, output_final_state=True)
+        >>> o, _ = gla.chunk_gla(q, k, v, torch.randn(2, 100, 4, 32), gate="logsigmoid")
         >>> o, _, checkpoints = gla.chunk_gla(q, k, v, g, checkpoint_every=64)  # [2, 2, 4, 32, 32]
     """
     if state_v_first:
         initial_state = checks.transposed(initial_state)
+    c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
     needs_grad = needs_gradient(q, k, v, g, initial_state)
     if not needs_grad and bypasses_torch(q):
         scale = scale_or_default(q, scale)
-        args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every, max_seqlen)
+        args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every, c, max_seqlen)
         o, state, checkpoints = run(FORWARD, args, False, backend)
     else:
         q, k, v, g = autocast.tokens(q, k, v, g)
@@ -208,7 +224,7 @@ def chunk_gla(
         every = checkpoint_every
         if every is None and needs_grad and q.is_cuda:
             every = interval_for_backward(backend)
-        args = (q, k, v, g, plain_number(scale), initial_state, output_final_state, cu_seqlens, every, max_seqlen)
+        args = (q, k, v, g, plain_number(scale), initial_state, output_final_state, cu_seqlens, every, c, max_seqlen)
         o, state, checkpoints = torch_fwd(*args, needs_grad, request_text(backend))
         state = state if output_final_state else None
     if state_v_first:
@@ -240,6 +256,7 @@ _SEQUENCES = (
 )
 _OFFSETS = Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None)
 _INTERVAL = Argument("checkpoint_every", "int?", default=None)
+NORMALIZER = Argument("gate_normalizer", "int?", default=None)
 _LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
 
 
@@ -263,7 +280,8 @@ def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
 def _check_values(*args: Any) -> None:
     given = dict(zip(FORWARD.parameters, args, strict=True))
     checks.no_nan(**{name: given[name] for name in ("q", "k", "v", "g", "initial_state")})
-    checks.gate_values(given["g"])
+    if given["gate_normalizer"] is None:
+        checks.gate_values(given["g"])
     checks.offset_values(given["cu_seqlens"], given["q"].shape[1], given["max_seqlen"])
 
 
@@ -282,7 +300,14 @@ def _backward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: An
 FORWARD = OpSpec(
     name="chunk_gla_fwd",
     public="chunk_gla",
-    arguments=(*_SEQUENCES, Argument("output_final_state", "bool", default=False), _OFFSETS, _INTERVAL, _LONGEST),
+    arguments=(
+        *_SEQUENCES,
+        Argument("output_final_state", "bool", default=False),
+        _OFFSETS,
+        _INTERVAL,
+        NORMALIZER,
+        _LONGEST,
+    ),
     results=(
         Result("o", "B T Ho V"),
         Result("state", "N Hv K V", STATE, when=lambda given: given["output_final_state"]),
@@ -304,6 +329,7 @@ BACKWARD = OpSpec(
         _INTERVAL,
         Argument("do", "Tensor", "B T Ho V", AS_INPUT, None),
         Argument("dstate", "Tensor?", "N Hv K V", STATE_GRADIENT, None),
+        NORMALIZER,
         _LONGEST,
     ),
     results=tuple(Result(f"d{name}", like=name) for name in ("q", "k", "v", "g", "initial_state")),

@@ -225,7 +225,7 @@ def _backward(ctx: Any, ddecay: Tensor | None, dstate: Tensor | None) -> tuple:
     dk = dv = dg = None
     if dstate is not None:
         silent = (torch.zeros_like(k), k, v, g, 1.0, None, cu_seqlens, None, None, torch.zeros_like(v))
-        _, dk, dv, dg, _ = torch_bwd(*silent, dstate, None, ctx.backend)
+        _, dk, dv, dg, _ = torch_bwd(*silent, dstate, None, None, ctx.backend)
     if g is None:
         return dk, dv, None, None, None, None, None
     if ddecay is not None:

@@ -8,11 +8,12 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 
 A backend's function receives and returns
 
-    recurrent_gla_step(q, k, v, g, state, scale, state_indices, inplace) -> (o, state)
+    recurrent_gla_step(q, k, v, g, state, scale, state_indices, gate_normalizer, inplace) -> (o, state)
 
 Row b reads and writes state[state_indices[b]], or state[b] without indices. A row whose index is outside 0 to P-1 is
-skipped: its o is 0 and no state is written. With `inplace` the given state is written and returned. Without it, the
-given state is left unchanged and a new tensor of the same shape is returned; states that no index names are copied.
+skipped: its o is 0 and no state is written. gate_normalizer is as in `chunk_gla`. With `inplace` the given state is
+written and returned. Without it, the given state is left unchanged and a new tensor of the same shape is returned;
+states that no index names are copied.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from gla_core.ops._torch_op import (
     runner,
     torch_op,
 )
+from gla_core.ops.chunk_gla import NORMALIZER
 from gla_core.ops.spec import (
     AS_INPUT,
     GATE,
@@ -58,6 +60,8 @@ def recurrent_gla_step(
     backend: str | None = None,
     *,
     state_v_first: bool = False,
+    gate: str | None = None,
+    gate_normalizer: int = 16,
 ) -> tuple[Tensor, Tensor]:
     """Advances a state by one token per row. Not differentiable: train with `chunk_gla`.
 
@@ -80,6 +84,7 @@ def recurrent_gla_step(
         inplace: whether to write the new state into `state` instead of returning a new tensor.
         backend: a request such as "reference"; see `use_backend`.
         state_v_first: whether the given and the returned state are [P, Hv, V, K].
+        gate, gate_normalizer: whether g holds logits, as in `chunk_gla`.
 
     Returns:
         o [B, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv, and the new state with the shape and
@@ -97,19 +102,21 @@ def recurrent_gla_step(
         >>> o, state = gla.recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state)
     """
     if state_v_first:
-        o, new = recurrent_gla_step(q, k, v, g, checks.transposed(state), scale, state_indices, inplace, backend)
+        given = (q, k, v, g, checks.transposed(state), scale, state_indices, inplace, backend)
+        o, new = recurrent_gla_step(*given, gate=gate, gate_normalizer=gate_normalizer)
         return o, state if inplace else new.mT
+    c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
     if needs_gradient(q, k, v, g, state):
         _no_backward()
     if bypasses_torch(q):
-        args = (q, k, v, g, state, scale_or_default(q, scale), state_indices, inplace)
+        args = (q, k, v, g, state, scale_or_default(q, scale), state_indices, c, inplace)
         found = run(STEP, args, backend=backend)
         if inplace:
             _tell_autograd(state)
         return found
     q, k, v, g = autocast.tokens(q, k, v, g)
     refuse_tangents(q, k, v, g, state)
-    args = (q, k, v, g, state, plain_number(scale), state_indices, request_text(backend))
+    args = (q, k, v, g, state, plain_number(scale), state_indices, c, request_text(backend))
     if inplace:
         if transformed():
             refuse_in_place()
@@ -130,10 +137,12 @@ def _check_values(
     state: Tensor,
     scale: float,
     state_indices: Tensor | None,
+    gate_normalizer: int | None,
     inplace: bool,
 ) -> None:
     checks.no_nan(q=q, k=k, v=v, g=g, state=state)
-    checks.gate_values(g)
+    if gate_normalizer is None:
+        checks.gate_values(g)
     if state_indices is not None:
         used = [i for i in state_indices.tolist() if i >= 0]
         if any(i >= state.shape[0] for i in used):
@@ -159,6 +168,7 @@ STEP = OpSpec(
         Argument("state", "Tensor", "P Hv K V", POOL),
         Argument("scale", "float?", default=None, in_call=False),
         Argument("state_indices", "Tensor?", "B", INDICES, None),
+        NORMALIZER,
         Argument("inplace", "bool", default=False),
     ),
     results=(

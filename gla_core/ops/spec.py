@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -396,9 +397,12 @@ class OpSpec:
     def schema(self, arguments: int | None = None) -> str:
         """Returns the schema of the torch op.
 
-        It takes the first `arguments` arguments, or all if None; needs_grad if differentiable; and the request.
+        It takes the first `arguments` arguments, or all if None; needs_grad if differentiable; and the request. The
+        last arguments that may be None can be left out.
         """
-        parts = [f"{a.type} {a.name}{'=None' if a.hint else ''}" for a in self.arguments[:arguments]]
+        given = self.arguments[:arguments]
+        required = len(given) - trailing_optional(given)
+        parts = [f"{a.type} {a.name}{'=None' if i >= required else ''}" for i, a in enumerate(given)]
         parts += ["bool needs_grad=False"] if self.differentiable else []
         results = ", ".join(["Tensor"] * len(self.results))
         results = results if len(self.results) == 1 else f"({results})"
@@ -455,6 +459,11 @@ def layout_of(x: Tensor) -> Layout:
     except RuntimeError:  # a tensor without values has no address
         aligned = True
     return Layout(tuple(x.shape), x.stride(), x.dtype, aligned)
+
+
+def trailing_optional(arguments: Sequence[Argument]) -> int:
+    """Returns the number of arguments at the end that may be None."""
+    return sum(1 for _ in itertools.takewhile(lambda a: a.type.endswith("?"), reversed(arguments)))
 
 
 def plain_number(x: Any) -> Any:

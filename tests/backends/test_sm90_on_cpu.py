@@ -5,6 +5,7 @@ Left out are the kernels for wide heads and for pairs of tokens where gates are 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
+from gla_core.dispatch.backend import log_gates
 from gla_core.workloads.inputs import gla_inputs
 
 pytest.importorskip("triton")
@@ -32,9 +34,18 @@ def kernels():
     )
 
 
-def inputs(**sizes):
+def inputs(normalizer=None, **sizes):
+    """Returns random inputs; with a normalizer g holds logits."""
     sizes = {"B": 1, "T": 130, "H": 1, "K": 64, "V": 64, "gate_form": "head", **sizes}
-    return gla_inputs(**{"dtype": BFLOAT16, "gate_dtype": torch.float32, **sizes})
+    x = gla_inputs(**{"dtype": BFLOAT16, "gate_dtype": torch.float32, **sizes})
+    if normalizer is None:
+        return x
+    return dataclasses.replace(x, g=(2 * torch.randn(x.g.shape) + 1).to(x.g.dtype))
+
+
+def with_log_gates(x, normalizer):
+    """Returns the inputs with log gates in place of logits, in float64."""
+    return x if x.g is None else dataclasses.replace(x, g=log_gates(x.g, normalizer, torch.float64))
 
 
 def unwritten(*shape, dtype=BFLOAT16):
@@ -50,10 +61,11 @@ def expected_checkpoints(x, every=64):
     return oracle.chunk_gla_checkpoints(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, every)
 
 
-def check_forward(kernels, BV=None, stages=2, **sizes):
-    x = inputs(**sizes)
+def check_forward(kernels, BV=None, stages=2, normalizer=None, **sizes):
+    x = inputs(normalizer, **sizes)
+    y = with_log_gates(x, normalizer)
     B, T, Hv, V = x.v.shape
-    K, wanted = x.k.shape[3], expected_checkpoints(x)
+    K, wanted = x.k.shape[3], expected_checkpoints(y)
     o, final, checkpoints = unwritten(B, T, Hv, V), states_of(x), torch.zeros_like(wanted, dtype=BFLOAT16)
     tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, final, checkpoints)
     segments = whole(B, T, x.cu_seqlens, o)
@@ -61,8 +73,8 @@ def check_forward(kernels, BV=None, stages=2, **sizes):
     gluon_on_cpu.run(segments.launches)
     plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
     kernel = kernels.forward if x.g is not None and x.g.ndim == 4 else kernels.forward_head
-    gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, 64))
-    expected = oracle.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens)
+    gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, 64, normalizer))
+    expected = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
     for found, truth in zip((o, final, checkpoints), (*expected, wanted), strict=True):
         assert relative_error(found, truth) <= FORWARD[BFLOAT16]
 
@@ -87,6 +99,11 @@ def test_outputs_of_every_gate(kernels, form, gates):
         PACKED | {"gate_form": "constant", "K": 128, "V": 72, "padding": 0},
         PACKED | {"gate_form": "key", "K": 128, "V": 128, "gates": "-inf"},
         {"gate_form": "key", "K": 40, "V": 200, "gate_dtype": BFLOAT16},
+        {"normalizer": 16, "gate_dtype": BFLOAT16, "initial_state": True},
+        {"normalizer": 1, "gate_form": "constant"},
+        {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 40, "V": 200},
+        PACKED | {"normalizer": 1, "gate_form": "key"},
+        PACKED | {"normalizer": 2, "R": 2, "BV": 128},
     ],
     ids=str,
 )
@@ -94,8 +111,8 @@ def test_outputs(kernels, sizes):
     check_forward(kernels, **sizes)
 
 
-def check_gradients(kernels, dstate=True, **sizes):
-    x = inputs(**sizes)
+def check_gradients(kernels, dstate=True, normalizer=None, **sizes):
+    x = inputs(normalizer, **sizes)
     (B, T, Hq, K), (H, (Hv, V)) = x.q.shape, (x.k.shape[2], x.v.shape[2:])
     Ho, blocks = max(Hq, Hv), [64 if width <= 64 else 128 for width in (K, V)]
     do = torch.randn(B, T, Ho, V).to(BFLOAT16)
@@ -104,13 +121,13 @@ def check_gradients(kernels, dstate=True, **sizes):
     dg = None if x.g is None else unwritten(*of_gates, dtype=torch.float32)
     dinitial = None if x.initial_state is None else unwritten(len(x.initial_state), Ho, K, V, dtype=torch.float32)
     results = unwritten(B, T, Ho, K), unwritten(B, T, Ho, K), unwritten(B, T, Ho, V), dg, dinitial
-    checkpoints = expected_checkpoints(x).to(BFLOAT16)
+    checkpoints = expected_checkpoints(with_log_gates(x, normalizer)).to(BFLOAT16)
     tensors = BackwardTensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, checkpoints, do, leaving, *results)
     segments, parameters = whole(B, T, x.cu_seqlens), GradientParameters(BK=blocks[0], BV=blocks[1], warps=4)
     gluon_on_cpu.run(segments.launches)
     of_keys = x.g is not None and x.g.ndim == 4
     launch = (kernels.backward if of_keys else kernels.backward_head).launch_gradients
-    launches = launch(parameters, tensors, checkpoints, leaving, segments, K**-0.5)
+    launches = launch(parameters, tensors, checkpoints, leaving, segments, K**-0.5, normalizer)
     gluon_on_cpu.run(launches[:1] if of_keys else launches)  # without pairs of tokens, which mild gates do not need
 
     names = [name for name in ("q", "k", "v", "g", "initial_state") if getattr(x, name) is not None]
@@ -118,7 +135,8 @@ def check_gradients(kernels, dstate=True, **sizes):
     if x.g is not None and x.g.ndim == 1:  # its gradient is a sum over tokens, and errors are relative to the terms
         leaves["g"] = x.g.double().expand(x.v.shape[:3]).clone().requires_grad_()
     y = [leaves.get(name) for name in ("q", "k", "v", "g", "initial_state")]
-    outs = oracle.chunk_gla(*y[:4], None, y[4], x.cu_seqlens)
+    g = None if y[3] is None else log_gates(y[3], normalizer, torch.float64)
+    outs = oracle.chunk_gla(*y[:3], g, None, y[4], x.cu_seqlens)
     seeds = do.double(), torch.zeros_like(outs[1]) if leaving is None else leaving.double()
     expected = dict(zip(names, torch.autograd.grad(outs, list(leaves.values()), seeds), strict=True))
     heads = {
@@ -169,6 +187,12 @@ def test_gradients_of_every_gate(kernels, form, gates):
         PACKED | {"gate_form": "key"},
         {"gate_form": "key", "K": 128, "V": 128, "T": 100},
         {"gate_form": "key", "G": 2, "initial_state": True},
+        {"normalizer": 16, "gate_dtype": BFLOAT16, "initial_state": True},
+        {"normalizer": 1, "gate_form": "constant"},
+        {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 40, "G": 2},
+        {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 72, "V": 128, "B": 2, "T": 70},
+        PACKED | {"normalizer": 8, "gate_form": "key"},
+        PACKED | {"normalizer": 2, "R": 2},
     ],
     ids=str,
 )
@@ -193,23 +217,27 @@ def test_gradients_of_uniform_gates(kernels, monkeypatch, strength):
         {"lengths": (100, 0, 200, 1), "K": 72, "gates": "strong"},
         {"T": 300, "gate_form": "key", "gates": "-inf", "K": 128, "V": 128},
         {"lengths": (100, 0, 200, 1), "gate_form": "key", "K": 72},
+        {"T": 300, "gate_form": "key", "normalizer": 1, "gate_dtype": BFLOAT16},
+        {"lengths": (100, 0, 200, 1), "gate_form": "key", "normalizer": 1},
+        {"lengths": (100, 0, 200, 1), "normalizer": 2},
     ],
     ids=str,
 )
 def test_states_of_segments(kernels, sizes, backwards):
-    x = inputs(**sizes)
+    x, normalizer = inputs(**sizes), sizes.get("normalizer")
+    g = None if x.g is None else log_gates(x.g, normalizer, torch.float64)
     B, T, Hv, V = x.v.shape
     K, length = x.k.shape[3], 128
     segments = cut(B, T, length, length, x.cu_seqlens)
     gluon_on_cpu.run(segments.launches)
     S = unwritten(segments.count, Hv, K, V, dtype=torch.float32)
     D = None if x.g is None else unwritten(segments.count, Hv, K, dtype=torch.float32)
-    recurrence = Recurrence(x.q if backwards else x.k, x.v, x.g, None, S, 0.3, backwards)
+    recurrence = Recurrence(x.q if backwards else x.k, x.v, x.g, None, S, 0.3, backwards, normalizer)
     parameters = Parameters(C=64, BK=64, BV=64 if V <= 64 else 128, stages=2)
     plan = SegmentPlan(length, length, None, parameters, True)  # pyright: ignore[reportArgumentType]
     gluon_on_cpu.run(kernels.states.launch_states(plan, recurrence, segments, S, D))
     for i, rows in places(x, segments, length):
-        given = (recurrence.left[:, rows], x.v[:, rows], oracle.tokens_of(x.g, rows.start, rows.stop), None, backwards)
+        given = (recurrence.left[:, rows], x.v[:, rows], oracle.tokens_of(g, rows.start, rows.stop), None, backwards)
         decay, state = oracle.chunk_gla_summary(*given)
         assert relative_error(S[i], (0.3 if backwards else 1) * state[0]) <= FORWARD[BFLOAT16]
         assert D is None or relative_error(D[i], decay[0]) <= 2e-5  # exp of a float32 sum

@@ -18,7 +18,7 @@ import gla_core as gla
 from gla_core import conformance
 from gla_core.conformance.diagnosis import diagnosis
 from gla_core.conformance.run import run
-from gla_core.dispatch.backend import GATES, Backend, Capabilities, arguments_of
+from gla_core.dispatch.backend import GATES, Backend, Capabilities, arguments_of, log_gates
 from gla_core.dispatch.registry import get
 
 REFERENCE = get("reference").ops
@@ -115,6 +115,19 @@ def next_token_included(x):
 def gate_one_step_late(x):
     late = None if x.g is None else torch.cat([torch.zeros_like(x.g[:, :1]), x.g[:, :-1]], 1)[:, : x.g.shape[1]]
     return forward(x, g=late)
+
+
+@bug("chunk_gla_fwd", "test_gates_from_logits[short-float32]")
+def logits_not_divided_by_the_normalizer(x):
+    return forward(x, gate_normalizer=None if x.gate_normalizer is None else 1)
+
+
+@bug("chunk_gla_fwd", "test_gates_from_logits[last_chunk_partial-float32]", over={"state"})
+def logits_of_0_past_the_end_decay_the_state(x):
+    y = forward(x)
+    if x.gate_normalizer is not None and y.state is not None:
+        y.state *= 0.5 ** (-x.q.shape[1] % 64 / x.gate_normalizer)
+    return y
 
 
 @bug("chunk_gla_fwd", "test_values[one_more_than_a_chunk-float32]")
@@ -455,6 +468,12 @@ def gradient_of_a_constant_gate_with_the_padding(x):
     return d
 
 
+@bug("chunk_gla_bwd", "test_gradients_of_logits[short-float32]", over={"dg"})
+def gradient_of_log_gates_for_logits(x):
+    g = None if x.g is None else log_gates(x.g, x.gate_normalizer, torch.float64).to(x.g.dtype)
+    return backward(x, g=g, gate_normalizer=None)
+
+
 @bug("chunk_gla_bwd", "test_gradients[short-float32]", over={"dg"})
 def gradient_of_g_missing(x):
     d = backward(x)
@@ -593,6 +612,11 @@ def negative_index_counts_from_the_end(x):
 @bug("recurrent_gla_step", "test_values[per_head-float32]")
 def gate_of_the_row_before(x):
     return step(x, g=x.g.roll(1, 0) if x.g is not None and x.g.ndim == 2 else x.g)
+
+
+@bug("recurrent_gla_step", "test_gates_from_logits[small-float32]")
+def logits_taken_for_log_gates(x):
+    return step(x, gate_normalizer=None)
 
 
 @bug("recurrent_gla_step", "test_inplace[small-float32]")

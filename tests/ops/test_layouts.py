@@ -10,7 +10,7 @@ import torch
 import gla_core as gla
 from gla_core.conformance.calls import last_two_swapped
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import Backend, Capabilities, LaunchError
+from gla_core.dispatch.backend import Backend, Capabilities, LaunchError, arguments_of
 
 
 def every_other(x):
@@ -115,7 +115,7 @@ def test_a_backend_receives_such_states_as_it_can_take_them(swaps, inplace):
 
     def step(q, k, v, g, state, scale, state_indices, inplace):
         received.append(state)
-        return reference(q, k, v, g, state, scale, state_indices, inplace)
+        return reference(q, k, v, g, state, scale, state_indices, None, inplace)
 
     *token, state = step_inputs()
     o, new = gla.recurrent_gla_step(*token, state, backend="reference")
@@ -192,19 +192,22 @@ def test_states_with_values_first_come_to_a_backend_that_takes_them_as_they_are(
     """The initial state and the gradient of the final state arrive without a copy."""
     received = []
 
-    def listening(op, place):
+    def listening(op, name):
         function = registry.get("reference").ops[op]
 
         @functools.wraps(function)
         def computed(*args):
-            received.append(args[place])
+            received.append(args[arguments_of(function).index(name)])
             return function(*args)
 
         return computed
 
     *tokens, state = chunk_inputs()
     given = state.mT.contiguous().requires_grad_()
-    ops = {"chunk_gla_fwd": listening("chunk_gla_fwd", 5), "chunk_gla_bwd": listening("chunk_gla_bwd", -1)}
+    ops = {
+        "chunk_gla_fwd": listening("chunk_gla_fwd", "initial_state"),
+        "chunk_gla_bwd": listening("chunk_gla_bwd", "dstate"),
+    }
     with gla.register(Backend("mine", "1", ops, Capabilities(swapped_states=swaps))):
         _, final = gla.chunk_gla(*tokens, None, given, True, backend="mine", state_v_first=True)
         dfinal = torch.randn_like(final, memory_format=torch.contiguous_format)

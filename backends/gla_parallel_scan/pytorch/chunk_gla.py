@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import new_checkpoints, wide
+from gla_core.dispatch.backend import log_gates, new_checkpoints, wide
 from gla_parallel_scan.pytorch.blocks import blocks
 from gla_parallel_scan.pytorch.segments import Segments, dense, packed
 
@@ -48,6 +48,7 @@ def chunk_gla_fwd(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     checkpoint_every: int | None,
+    gate_normalizer: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Computes the op; see gla_core/ops/chunk_gla.py."""
     B, T, H, V = v.shape
@@ -62,7 +63,7 @@ def chunk_gla_fwd(
     C = min(SEGMENT, 1 << max(T - 1, 0).bit_length())  # at most the power of two that holds T
     segments = dense(T, C) if cu_seqlens is None else packed(C, cu_seqlens)
     queries, outputs = q.unflatten(2, (k.shape[2], -1)), o.unflatten(2, (H, -1))  # [B, T, .., G, K], [B, T, H, G, V]
-    gates = None if g is None else for_tokens(g, v)
+    gates = None if g is None else for_tokens(log_gates(g, gate_normalizer, dtype), v)
     for rows, heads in blocks(B, H, T * max(K, V), BLOCK):
         tokens = (rows, slice(None), heads)
         states = (rows if cu_seqlens is None else slice(None), heads)

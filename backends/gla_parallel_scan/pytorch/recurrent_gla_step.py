@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import new_state, wide
+from gla_core.dispatch.backend import log_gates, new_state, wide
 
 
 def recurrent_gla_step(
@@ -23,9 +23,11 @@ def recurrent_gla_step(
     state: Tensor,
     scale: float,
     state_indices: Tensor | None,
+    gate_normalizer: int | None,
     inplace: bool,
 ) -> tuple[Tensor, Tensor]:
     """Computes the op; see gla_core/ops/recurrent_gla_step.py."""
+    g = None if g is None else log_gates(g, gate_normalizer, wide(q.dtype))
     pool = state if inplace else new_state(state).copy_(state)
     if state_indices is None:
         return _step(q, k, v, g, pool, scale), pool

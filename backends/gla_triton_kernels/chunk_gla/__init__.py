@@ -24,13 +24,13 @@ _TOKENS = ("q", "k", "v", "g", "scale", "initial_state")
 
 def chunk_gla_fwd(plan: forward.Plan) -> Prepared:
     """Returns the op chunk_gla_fwd, computed by a plan of forward.py."""
-    takes = (*_TOKENS, "output_final_state", "cu_seqlens", "checkpoint_every")
+    takes = (*_TOKENS, "output_final_state", "cu_seqlens", "checkpoint_every", "gate_normalizer")
     return Prepared(lambda call: forward.prepare(call, plan), takes, forward.explained(plan))
 
 
 def chunk_gla_bwd(plan: backward.Plan) -> Prepared:
     """Returns the op chunk_gla_bwd, computed by a plan of backward.py."""
-    takes = (*_TOKENS, "cu_seqlens", "checkpoints", "checkpoint_every", "do", "dstate")
+    takes = (*_TOKENS, "cu_seqlens", "checkpoints", "checkpoint_every", "do", "dstate", "gate_normalizer")
     return Prepared(lambda call: backward.prepare(call, plan), takes, backward.explained(plan))
 
 

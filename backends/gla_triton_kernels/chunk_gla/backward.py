@@ -134,13 +134,14 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
     call = _without_unusable_checkpoints(call)
     seen, copied = seen_by_kernels(call, gpu), copied_for_invariance(call)
     T, Hv, K, V, N = (call.dims[name] for name in ("T", "Hv", "K", "V", "N"))
-    empty = N == 0 or T == 0
+    empty, normalizer = N == 0 or T == 0, call.scalars["gate_normalizer"]
     plans = [] if empty else plan(seen, gpu, kernels)
 
     def describe(x: BackwardTensors, scale: float) -> list[Launch]:
         same_widths = (seen.dims["K"], seen.dims["V"]) == (K, V)
         wide, before, after = (x, [], []) if same_widths else widened(x, seen.dims["K"], seen.dims["V"])
-        computed = [each for plan, rows in plans_with_rows(plans, wide) for each in launches(plan, rows, scale)]
+        of_rows = plans_with_rows(plans, wide)
+        computed = [each for plan, rows in of_rows for each in launches(plan, rows, scale, normalizer)]
         cleared = []
         if x.cu_seqlens is not None:
             of_tokens = [y for y in (x.dq, x.dk, x.dv, x.dg) if y is not None and y.ndim > 1]
@@ -161,6 +162,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
         checkpoint_every: int | None,
         do: Tensor,
         dstate: Tensor | None,
+        gate_normalizer: int | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         dq, dk, dv, dg = _like(q), _like(k), _like(v), None if g is None else _like(g)
         dinitial = None if initial_state is None else v.new_empty(N, Hv, K, V, dtype=torch.float32)
@@ -193,8 +195,8 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)  # takes half of the time of torch.empty
 
 
-def launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launch]:
-    """Returns the launches that fill the gradients in x."""
+def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None = None) -> list[Launch]:
+    """Returns the launches that fill the gradients in x; for `normalizer` see `launches` of forward.py."""
     from gla_triton_kernels.chunk_gla.shared.entering import launch_entering
     from gla_triton_kernels.chunk_gla.shared.partials import for_query_heads, for_value_heads, launch_sums_over_groups
     from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, whole
@@ -202,14 +204,14 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launc
     Hv = x.v.shape[2]
     entering, found = x.checkpoints, []
     if plan.entering is not None:
-        states = Recurrence(x.k, x.v, x.g, x.initial_state, None)
+        states = Recurrence(x.k, x.v, x.g, x.initial_state, None, normalizer=normalizer)
         entering, _, found = launch_entering(plan.entering, states, Hv, x.cu_seqlens, checkpoint_dtype(x.q.dtype))
     own = x  # the kernel for gradients fills the results in `own`
     if plan.leaving is None:
         leaving, segments = x.dstate, whole(len(x.q), x.q.shape[1], x.cu_seqlens)
         found += segments.launches
     else:
-        states = Recurrence(x.q, x.do, x.g, x.dstate, x.dinitial_state, scale, backwards=True)
+        states = Recurrence(x.q, x.do, x.g, x.dstate, x.dinitial_state, scale, True, normalizer)
         # Gradients of 0 for last segments are not written: a call may have many packed sequences, and few that are cut.
         leaving, segments, before = launch_entering(
             plan.leaving, states, Hv, x.cu_seqlens, skip_first=x.last_leave_none
@@ -217,5 +219,5 @@ def launches(plan: BackwardPlan, x: BackwardTensors, scale: float) -> list[Launc
         found += before
         own = x._replace(dinitial_state=None)  # the scan fills it
     each = for_value_heads(for_query_heads(own) if plan.gradients.heads_apart else own)
-    found += plan.gradients.load()(plan.parameters, each, entering, leaving, segments, scale)
+    found += plan.gradients.load()(plan.parameters, each, entering, leaving, segments, scale, normalizer)
     return found + launch_sums_over_groups(each, x)

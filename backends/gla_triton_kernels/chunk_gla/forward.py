@@ -173,13 +173,15 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
     gpu = gpu_of_call(call)
     seen, copied = seen_by_kernels(call, gpu), copied_for_invariance(call)
     B, T, Hq, Hv, K, V, N = (call.dims[name] for name in ("B", "T", "Hq", "Hv", "K", "V", "N"))
-    every, empty = call.scalars["checkpoint_every"], N == 0 or (T == 0 and not call.scalars["output_final_state"])
+    every, normalizer = call.scalars["checkpoint_every"], call.scalars["gate_normalizer"]
+    empty = N == 0 or (T == 0 and not call.scalars["output_final_state"])
     plans = [] if empty else plan(seen, gpu, kernels)
 
     def describe(x: Tensors, scale: float) -> list[Launch]:
         same_widths = (seen.dims["K"], seen.dims["V"]) == (K, V)
         wide, before, after = (x, [], []) if same_widths else widened(x, seen.dims["K"], seen.dims["V"])
-        computed = [each for plan, rows in plans_with_rows(plans, wide) for each in launches(plan, rows, scale, every)]
+        of_rows = plans_with_rows(plans, wide)
+        computed = [each for plan, rows in of_rows for each in launches(plan, rows, scale, every, normalizer)]
         return [*before, *computed, *after]
 
     launched = Launches(call.device, describe)
@@ -194,6 +196,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
         output_final_state: bool,
         cu_seqlens: Tensor | None,
         checkpoint_every: int | None,
+        gate_normalizer: int | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         o = v.new_empty(B, T, max(Hq, Hv), V)
         final_state = v.new_empty(N, Hv, K, V, dtype=torch.float32) if output_final_state else None
@@ -207,8 +210,15 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
     return rehearsed(run, call)
 
 
-def launches(plan: ForwardPlan, x: Tensors, scale: float, every: int | None) -> list[Launch]:
-    """Returns the launches that fill the results in x, with `every` tokens between checkpoints."""
+def launches(
+    plan: ForwardPlan, x: Tensors, scale: float, every: int | None, normalizer: int | None = None
+) -> list[Launch]:
+    """Returns the launches that fill the results in x.
+
+    Args:
+        every: tokens between checkpoints.
+        normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
+    """
     from gla_triton_kernels.chunk_gla.shared.entering import launch_entering
     from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, whole
 
@@ -218,9 +228,9 @@ def launches(plan: ForwardPlan, x: Tensors, scale: float, every: int | None) -> 
         segments = whole(B, T, x.cu_seqlens, o)
         before, each = [*segments.launches], x
     else:
-        states = Recurrence(x.k, x.v, x.g, x.initial_state, x.final_state)
+        states = Recurrence(x.k, x.v, x.g, x.initial_state, x.final_state, normalizer=normalizer)
         entering, segments, before = launch_entering(
             plan.segments, states, x.v.shape[2], x.cu_seqlens, skip_first=True, o=o
         )
         each = x._replace(entering=entering, final_state=None)
-    return before + plan.outputs.load()(plan, each, segments, scale, every)
+    return before + plan.outputs.load()(plan, each, segments, scale, every, normalizer)

@@ -13,5 +13,5 @@ def _prepare(call: OpCall) -> Callable[..., tuple]:
     return prepare(call)
 
 
-STEP = Prepared(_prepare, ("q", "k", "v", "g", "state", "scale", "state_indices", "inplace"))
+STEP = Prepared(_prepare, ("q", "k", "v", "g", "state", "scale", "state_indices", "gate_normalizer", "inplace"))
 """recurrent_gla_step: one kernel reads every state once and writes it once."""

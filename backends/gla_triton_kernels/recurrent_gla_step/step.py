@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_core.dispatch.backend import OpCall, ceil_div, new_state
+from gla_triton_kernels.gates import log_gates
 from gla_triton_kernels.recurrent_gla_step.plan import Plan, plan
 from gla_triton_kernels.runtime.architecture import gpu_of_call
 from gla_triton_kernels.runtime.launch import Launch
@@ -34,8 +35,8 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
     Raises:
         LaunchError: the kernel does not compile for this device, or does not fit it.
     """
-    planned = plan(call, gpu_of_call(call))
-    launched = Launches(call.device, lambda tensors, scale: launch_step(planned, tensors, scale))
+    planned, normalizer = plan(call, gpu_of_call(call)), call.scalars["gate_normalizer"]
+    launched = Launches(call.device, lambda x, scale: launch_step(planned, x, scale, normalizer))
 
     def run(
         q: Tensor,
@@ -45,6 +46,7 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
         state: Tensor,
         scale: float,
         state_indices: Tensor | None,
+        gate_normalizer: int | None,
         inplace: bool,
     ) -> tuple[Tensor, Tensor]:
         if state_indices is not None and not inplace:  # rows without an index are also copied
@@ -58,8 +60,8 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
     return rehearsed(run, call)
 
 
-def launch_step(plan: Plan, tensors: Tensors, scale: float) -> list[Launch]:
-    """Returns the launch of a step."""
+def launch_step(plan: Plan, tensors: Tensors, scale: float, normalizer: int | None) -> list[Launch]:
+    """Returns the launch of a step; `normalizer` is None, or log sigma is divided by it."""
     q, k, v, g, state, state_indices, new, o = tensors
     (B, Hq, K), (P, Hv, _, V) = q.shape, state.shape
     written = state if new is None else new
@@ -79,6 +81,7 @@ def launch_step(plan: Plan, tensors: Tensors, scale: float) -> list[Launch]:
         **_token_strides("v", v),
         **_token_strides("g", q if g is None else g),
         "OF_KEYS": g is not None and g.ndim == 3,
+        "NORMALIZER": normalizer,
         "state_stride_p": state.stride(0),
         "state_stride_h": state.stride(1),
         "state_stride_k": state.stride(2),
@@ -128,6 +131,7 @@ def _recurrent_gla_step(
     g_stride_b,
     g_stride_h,
     OF_KEYS: tl.constexpr,
+    NORMALIZER: tl.constexpr,
     state_stride_p,
     state_stride_h,
     state_stride_k: tl.constexpr,
@@ -174,10 +178,10 @@ def _recurrent_gla_step(
     if g_ptr is not None:
         if OF_KEYS:
             g = tl.load(g_ptr + b * g_stride_b + h * g_stride_h + rows, mask=in_k, other=0.0)  # [BK]
-            state = tl.exp(g.to(tl.float32))[:, None] * state.to(tl.float32)
+            state = tl.exp(log_gates(g, NORMALIZER))[:, None] * state.to(tl.float32)
         else:
             g = tl.load(g_ptr + b * g_stride_b + h * g_stride_h)
-            state = tl.exp(g.to(tl.float32)) * state.to(tl.float32)
+            state = tl.exp(log_gates(g, NORMALIZER)) * state.to(tl.float32)
     state = state.to(tl.float32) + k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
 
     for i in range(G):

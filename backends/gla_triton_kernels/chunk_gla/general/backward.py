@@ -69,6 +69,7 @@ from gla_triton_kernels.chunk_gla.shared.common import (
     gate_arguments,
     in_state,
     load_gates,
+    load_given_gates,
     load_tile,
     segment_at,
     store_tile,
@@ -77,6 +78,7 @@ from gla_triton_kernels.chunk_gla.shared.common import (
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E, MILD_DECAY
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
+from gla_triton_kernels.gates import slope_of_gates
 from gla_triton_kernels.runtime.architecture import interpreted
 from gla_triton_kernels.runtime.launch import Launch, strides_of
 
@@ -88,6 +90,7 @@ def launch_gradients(
     leaving: Tensor | None,
     segments: Segments,
     scale: float,
+    normalizer: int | None,
 ) -> list[Launch]:
     """Returns the launches that fill the gradients.
 
@@ -99,6 +102,7 @@ def launch_gradients(
         entering: the states that enter chunks, [B, n, Hv, K, V], contiguous.
         leaving: the gradients of the states that leave segments, [I, Hv, K, V]; None stands for 0. If x.dstate is None,
             the gradient for the last segment of a packed sequence counts as 0, and its memory is not read.
+        normalizer: see `launch_outputs` of forward.py.
     """
     B, T, Hq, K = x.q.shape
     Hv, V = x.v.shape[2:]
@@ -129,7 +133,7 @@ def launch_gradients(
         **strides_of("q", x.q),
         **strides_of("k", x.k),
         **strides_of("v", x.v),
-        **gate_arguments(x.g),
+        **gate_arguments(x.g, normalizer),
         **strides_of("o", x.do),
         **state_strides("stride_s", leaving),
         "K": K,
@@ -198,6 +202,7 @@ def _chunk_gla_bwd_kernel(
     stride_gt,
     stride_gh,
     GATE: tl.constexpr,
+    NORMALIZER: tl.constexpr,
     stride_ob,
     stride_ot,
     stride_oh,
@@ -285,8 +290,8 @@ def _chunk_gla_bwd_kernel(
             mild: tl.constexpr = True  # pyright: ignore
             q_decay, k_decay, r_decay, rest_decay = 1.0, 1.0, 1.0, 1.0  # the compiler drops these factors
         else:
-            g = load_gates(None, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, GATE, K, C, BK)
-            g = tl.maximum(g.to(tl.float32), LEAST_GATE) * LOG2E  # [C, BK] or [C, 1]
+            g = load_gates(None, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, GATE, NORMALIZER, K, C, BK)
+            g = tl.maximum(g, LEAST_GATE) * LOG2E  # [C, BK] or [C, 1]
             if EXACT:
                 mild: tl.constexpr = False  # pyright: ignore
             else:
@@ -342,6 +347,9 @@ def _chunk_gla_bwd_kernel(
         if g_ptr is not None:
             if FROM_ZERO:
                 dg = tl.where((t + i_c == opening)[:, None], 0.0, dg)
+            if NORMALIZER is not None:
+                logits = load_given_gates(None, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, GATE, K, C, BK)
+                dg *= slope_of_gates(logits, NORMALIZER)
             if GATE == "key":
                 store_tile(None, dg_ptr, Hv * K, K, b, t, h, k0, end, dg, K, C, BK)
             elif GATE == "head":

@@ -70,16 +70,19 @@ from gla_triton_kernels.runtime.launch import Launch, strides_of
 from gla_triton_kernels.runtime.tma import tiles
 
 
-def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
+def launch_outputs(
+    plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None, normalizer: int | None
+) -> list[Launch]:
     """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
     Args:
         segments: the segments; a sequence that stays whole is one segment.
         every: tokens between checkpoints.
+        normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
     """
     T, Hq, K = x.q.shape[1:]
     Hv, V = x.v.shape[2:]
-    kernel, gates = plan.parameters, gate_arguments(x.g)
+    kernel, gates = plan.parameters, gate_arguments(x.g, normalizer)
 
     def tiles_of(y: Tensor | None, width: int) -> TensorDescriptor | None:
         return tiles(y, kernel.C, width) if kernel.tma and y is not None else None
@@ -166,6 +169,7 @@ def _chunk_gla_fwd_kernel(
     stride_gt,
     stride_gh,
     GATE: tl.constexpr,
+    NORMALIZER: tl.constexpr,
     stride_sn,
     stride_sh,
     stride_sk,
@@ -255,8 +259,8 @@ def _chunk_gla_fwd_kernel(
                 q_decay: tl.constexpr = None  # pyright: ignore
                 kg = operand(k, OPERAND)  # [C, BK]
             else:
-                g = load_gates(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, 0, end, GATE, K, C, BK)
-                g = g.to(tl.float32) * LOG2E  # [C, BK] or [C, 1]
+                g = load_gates(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, 0, end, GATE, NORMALIZER, K, C, BK)
+                g *= LOG2E  # [C, BK] or [C, 1]
                 r = 0.5 * tl.sum(g, 0)  # [BK] or [1]
                 mild = tl.min(r, 0) > -0.5 * LOG2E * MILD_DECAY
                 x = _prefix_sum(g, r, causal, TRIANGLE)  # [C, BK] or [C, 1]
@@ -286,7 +290,7 @@ def _chunk_gla_fwd_kernel(
                 k_s = load_row(k_ptr, stride_kt, stride_kh, s, h // R, 0, K, BK)  # [BK]
                 v_s = load_row(v_ptr, stride_vt, stride_vh, s, h, v0, V, BV)  # [BV]
                 if g_ptr is not None:
-                    g_s = load_gate(g_ptr, stride_gt, stride_gh, s, h, 0, GATE, K, BK)  # [BK] or [1]
+                    g_s = load_gate(g_ptr, stride_gt, stride_gh, s, h, 0, GATE, NORMALIZER, K, BK)  # [BK] or [1]
                     S *= tl.expand_dims(tl.exp2(g_s * LOG2E), VALUES)
                 S += tl.expand_dims(k_s, VALUES) * tl.expand_dims(v_s, KEYS)
                 for i in range(G):

@@ -62,7 +62,7 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
     """
     kernel = plan.parameters
     Hv, K, V = S.shape[1:]
-    heads, gates = x.right.shape[2], gate_arguments(x.g)
+    heads, gates = x.right.shape[2], gate_arguments(x.g, x.normalizer)
     places = segments.most if x.after is None and segments.order is not None else segments.count
     if places == 0:
         return []
@@ -136,6 +136,7 @@ def _states_kernel(
     stride_gt,
     stride_gh,
     GATE: tl.constexpr,
+    NORMALIZER: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -197,7 +198,7 @@ def _states_kernel(
             left = load_row(left_ptr, stride_lt, stride_lh, t, head // R, k0, K, BK)  # [BK]
             right = load_row(right_ptr, stride_rt, stride_rh, t, head, v0, V, BV)  # [BV]
             if g_ptr is not None:
-                g = load_gate(g_ptr, stride_gt, stride_gh, t, h, k0, GATE, K, BK)  # [BK] or [1]
+                g = load_gate(g_ptr, stride_gt, stride_gh, t, h, k0, GATE, NORMALIZER, K, BK)  # [BK] or [1]
                 g = tl.maximum(g, LEAST_GATE) * LOG2E
                 left *= tl.exp2(W + g if BACKWARDS else W)
                 W += tl.where(j % G == G - 1, g, 0.0)  # after all query heads of the group have used W
@@ -211,8 +212,8 @@ def _states_kernel(
             right = load_tile(right_tiles, right_ptr, stride_rt, stride_rh, b, t, head, v0, end, V, C, BV)  # [C, BV]
             right = operand(right, OPERAND)
             if g_ptr is not None:
-                g = load_gates(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, GATE, K, C, BK)
-                g = tl.maximum(g.to(tl.float32), LEAST_GATE) * LOG2E  # [C, BK] or [C, 1]
+                g = load_gates(g_tiles, g_ptr, stride_gt, stride_gh, b, t, h, k0, end, GATE, NORMALIZER, K, C, BK)
+                g = tl.maximum(g, LEAST_GATE) * LOG2E  # [C, BK] or [C, 1]
                 left = left * tl.exp2(_sum_of_rows(g, decaying) + W[None, :])
                 W += tl.where(j % G == G - 1, tl.sum(g, 0), 0.0)  # after all query heads of the group have used W
             S = tl.dot(tl.trans(right), operand(left, OPERAND), S, input_precision="tf32")

@@ -16,20 +16,23 @@ import triton.language as tl
 from torch import Tensor
 
 from gla_triton_kernels.chunk_gla.seen import form_of
+from gla_triton_kernels.gates import log_gates
 from gla_triton_kernels.runtime.tf32 import nearest_tf32
 
 OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 """The operand type of a plan, as kernels take it."""
 
 
-def gate_arguments(g: Tensor | None) -> dict[str, int | str | None]:
+def gate_arguments(g: Tensor | None, normalizer: int | None) -> dict[str, int | str | None]:
     """Returns the strides of gates and their form, as arguments of a kernel; a stride is 0 where the gates are equal.
 
     Args:
         g: [B, T, Hv, K], [B, T, Hv] or [Hv]; None if there are no gates.
+        normalizer: see `log_gates`.
     """
     b, t, h = (0, 0, 0) if g is None else (0, 0, g.stride(0)) if g.ndim == 1 else g.stride()[:3]
-    return {"stride_gb": b, "stride_gt": t, "stride_gh": h, "GATE": None if g is None else form_of(g.shape)}
+    form = None if g is None else form_of(g.shape)
+    return {"stride_gb": b, "stride_gt": t, "stride_gh": h, "GATE": form, "NORMALIZER": normalizer}
 
 
 @triton.jit
@@ -96,27 +99,62 @@ def load_gates(
     column,
     end,
     GATE: tl.constexpr,
+    NORMALIZER: tl.constexpr,
     D: tl.constexpr,
     C: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Loads the gates of C rows from t on, 0 from row `end` on: [C, BD] as `load_tile`, or [C, 1] for a whole head."""
+    """Loads the log gates of C rows from t on in float32, 0 from row `end` on: [C, BD], or [C, 1] for a whole head."""
+    x = load_given_gates(tiles, ptr, stride_t, stride_h, b, t, head, column, end, GATE, D, C, BD)
+    if GATE == "constant" or NORMALIZER is not None:
+        return tl.where((t + tl.arange(0, C) < end)[:, None], log_gates(x, NORMALIZER), 0.0)
+    else:  # noqa: RET505 -- one branch is compiled
+        return x.to(tl.float32)
+
+
+@triton.jit
+def load_given_gates(
+    tiles,
+    ptr,
+    stride_t,
+    stride_h,
+    b,
+    t,
+    head,
+    column,
+    end,
+    GATE: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Loads gates or logits as they are given, for C rows from t on: [C, BD], or [C, 1] for a whole head."""
     if GATE == "key":
         return load_tile(tiles, ptr, stride_t, stride_h, b, t, head, column, end, D, C, BD)
     elif GATE == "head":  # noqa: RET505 -- one branch is compiled
         return load_tile(None, ptr, stride_t, stride_h, b, t, head, 0, end, 1, C, 1)
     else:
-        g = tl.load(ptr + tl.cast(head, tl.int64) * stride_h)
-        return tl.where((t + tl.arange(0, C) < end)[:, None], g, 0.0)
+        return tl.zeros([C, 1], tl.float32) + tl.load(ptr + tl.cast(head, tl.int64) * stride_h)
 
 
 @triton.jit
-def load_gate(ptr, stride_t, stride_h, t, head, column, GATE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Loads the gates of row t in float32: [BD] as `load_row`, or [1] for a whole head."""
+def load_gate(
+    ptr,
+    stride_t,
+    stride_h,
+    t,
+    head,
+    column,
+    GATE: tl.constexpr,
+    NORMALIZER: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+):
+    """Loads the log gates of row t in float32: [BD] as `load_row`, or [1] for a whole head."""
     if GATE == "key":
-        return load_row(ptr, stride_t, stride_h, t, head, column, D, BD)
+        return log_gates(load_row(ptr, stride_t, stride_h, t, head, column, D, BD), NORMALIZER)
     else:  # noqa: RET505 -- one branch is compiled; the stride of a constant gate is 0
-        return load_row(ptr, stride_t, stride_h, t, head, 0, 1, 1)
+        return log_gates(load_row(ptr, stride_t, stride_h, t, head, 0, 1, 1), NORMALIZER)
 
 
 @triton.jit

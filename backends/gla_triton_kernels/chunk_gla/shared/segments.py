@@ -58,6 +58,7 @@ class Recurrence(NamedTuple):
             not needed.
         scale: the factor of the products of a backward recurrence; a forward recurrence has none.
         backwards: whether the recurrence goes from the last token to the first.
+        normalizer: the number by which log sigma is divided if g holds logits; None if it holds log gates.
     """
 
     left: Tensor
@@ -67,6 +68,7 @@ class Recurrence(NamedTuple):
     after: Tensor | None
     scale: float = 1.0
     backwards: bool = False
+    normalizer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,15 @@ from gla_triton_kernels.chunk_gla.shared import partials
 from gla_triton_kernels.chunk_gla.shared.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.chunk_gla.sm90 import pairs
-from gla_triton_kernels.chunk_gla.sm90.common import as_float32, clear_rows, in_state, opaque_zero, plus, write
+from gla_triton_kernels.chunk_gla.sm90.common import (
+    as_float32,
+    clear_rows,
+    in_state,
+    opaque_zero,
+    plus,
+    slope_of_gates,
+    write,
+)
 from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     LAYOUT,
     LEFT,
@@ -70,6 +78,7 @@ from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     exponents,
     gate_tile,
     gates,
+    logits_strides,
     product,
     segment_backwards,
 )
@@ -87,6 +96,7 @@ def launch_gradients(
     leaving: Tensor | None,
     segments: Segments,
     scale: float,
+    normalizer: int | None,
 ) -> list[Launch]:
     """Returns the launches that fill the gradients in x; entering is bfloat16.
 
@@ -112,6 +122,7 @@ def launch_gradients(
         "dk_ptr": dk,
         "dv_ptr": dv,
         "dg_ptr": dg,
+        "g_ptr": x.g if normalizer is not None else None,
         "marks": marks,
         "leaving": leaving,
         "dinitial": x.dinitial_state,
@@ -119,6 +130,7 @@ def launch_gradients(
         "scale": scale,
         **state_strides("state_", leaving),
         **lengths_of(T, segments),
+        **logits_strides(x.g, normalizer),
         "Hq": Hq,
         "K": K,
         "V": V,
@@ -126,6 +138,7 @@ def launch_gradients(
         "PARTS": kernel.BK // WIDTH,
         "HALVES": kernel.BV // WIDTH,
         "G": Hq // H,
+        "NORMALIZER": normalizer,
         "LAST_LEAVE_NONE": x.last_leave_none,
     }
     grid = (blocks_k * blocks_v * segments.count * Hq, 1, 1)
@@ -133,7 +146,7 @@ def launch_gradients(
     options = {"num_warps": kernel.warps, "maxnreg": 80 if kernel.BK == kernel.BV == 64 else 128}
     computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, options)
     summed = partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
-    return [computed, *summed, *pairs.launch_pairs(x, marks, scale, kernel.BK)]
+    return [computed, *summed, *pairs.launch_pairs(x, marks, scale, kernel.BK, normalizer)]
 
 
 @gluon.jit
@@ -203,8 +216,12 @@ def _decay(g, mild, i, tiles, scale):
 
 
 @gluon.jit
-def _write_dg(tiles, where, dg_ptr, key, K, slot, rows, PARTS: gl.constexpr):
-    """Writes dg of a chunk: the value at the chunk's start, minus the sum of w before each row."""
+def _write_dg(tiles, where, dg_ptr, logits, key, K, slot, rows, NORMALIZER: gl.constexpr, PARTS: gl.constexpr):
+    """Writes dg of a chunk: the value at the chunk's start, minus the sum of w before each row.
+
+    Args:
+        logits: if NORMALIZER is given, a pointer to the logits of the head at token 0, and the stride of tokens.
+    """
     _, _, x_tiles, r_tiles = tiles
     b, h, t, T, Hq = where
     row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
@@ -216,18 +233,21 @@ def _write_dg(tiles, where, dg_ptr, key, K, slot, rows, PARTS: gl.constexpr):
         anchor = r_tiles.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
         dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)
         inside = (row < rows) & (column < K - key - p * D)
+        if NORMALIZER is not None:
+            g_ptr, g_t = logits
+            x = gl.load(g_ptr + (t + row).to(gl.int64) * g_t + (key + p * D + column), inside, 0.0)
+            dg *= slope_of_gates(x, NORMALIZER)
         gl.store(first + p * D + offsets, dg.to(dg_ptr.dtype.element_ty), inside)
 
 
 @gluon.jit
-def _gate_warps(
-    g_desc, tiles, barriers, marks, marks_c, dg_ptr, place, sizes, scale, PARTS: gl.constexpr, PACKED: gl.constexpr
-):
+def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr):
     """Replaces q, k by qg, kg, chunk after chunk; marks chunks that are not mild; writes dg of the previous chunk.
 
     The loops over parts are loops at run time, although gates are then read twice. They keep the code small, which is
     fetched again for each chunk.
     """
+    g_desc, tiles, barriers, marks, marks_c, dg_ptr, logits, place, sizes, scale = given
     q_tiles, k_tiles, x_tiles, r_tiles, mild_flags = tiles
     g_full, qk_full, qk_empty, gated, w_full = barriers
     b, h, _, key, _, start, length = place
@@ -245,7 +265,7 @@ def _gate_warps(
                 mbarrier.wait(g_full.index(slot), phase)
                 least = gl.to_tensor(0.0)
                 for p in range(PARTS):
-                    g = gates(gate_tile(g_desc, x_tiles, first + p), rows, PACKED)  # [C, D]
+                    g = gates(gate_tile(g_desc, x_tiles, first + p), rows, NORMALIZER, PACKED)  # [C, D]
                     least = gl.minimum(least, gl.min(gl.sum(g, 0), 0))
                 mild = least > -MILD_DECAY_SM90 * LOG2E
                 mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
@@ -257,7 +277,8 @@ def _gate_warps(
                     clear_rows(k_tiles.index(first + p).reshape([C, D]), rows, RUNS)
             if g_desc is not None:
                 for p in range(PARTS):
-                    _decay(gates(gate_tile(g_desc, x_tiles, first + p), rows, PACKED), mild, first + p, parts, scale)
+                    g = gates(gate_tile(g_desc, x_tiles, first + p), rows, NORMALIZER, PACKED)  # [C, D]
+                    _decay(g, mild, first + p, parts, scale)
             else:
                 for p in gl.static_range(PARTS):
                     q_tile = q_tiles.index(first + p).reshape([C, D])
@@ -269,7 +290,8 @@ def _gate_warps(
             if g_desc is not None:
                 mbarrier.wait(w_full.index(before), (i - 1) // SLOTS & 1)
                 where = (b, h, start + (c + 1) * C, T, Hq)
-                _write_dg(parts, where, dg_ptr, key, K, before, gl.minimum(length - (c + 1) * C, C), PARTS)
+                rows = gl.minimum(length - (c + 1) * C, C)
+                _write_dg(parts, where, dg_ptr, logits, key, K, before, rows, NORMALIZER, PARTS)
             mbarrier.arrive(qk_empty.index(before), count=1)
 
 
@@ -478,7 +500,7 @@ def _gradient_warps(
 
 
 # V is specialised: if it is a multiple of 16, two elements of a state are moved at once.
-@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "Hq", "K", "B"])
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "g_b", "g_t", "g_h", "Hq", "K", "B"])
 def _chunk_gla_bwd_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
     k_desc,  # [B, H, T, K], tiles [C, D]
@@ -493,6 +515,7 @@ def _chunk_gla_bwd_kernel(
     dk_ptr,  # [blocks of values, B, T, Hq, K]
     dv_ptr,  # [blocks of keys, B, T, Hq, V]
     dg_ptr,  # [blocks of values, B, T, Hq, K] or None
+    g_ptr,  # [B, T, H, K] if NORMALIZER is given, else None
     marks,  # [rows, Hq, blocks of keys], 1 where a chunk is not mild; None if g is None
     leaving,  # gradients of leaving states, [I, H, K, V] or None
     dinitial,  # gradients of initial states, [N, Hq, K, V] or None
@@ -505,6 +528,9 @@ def _chunk_gla_bwd_kernel(
     T,
     segment,
     segments,
+    g_b,
+    g_t,
+    g_h,
     Hq,
     K,
     V,
@@ -512,6 +538,7 @@ def _chunk_gla_bwd_kernel(
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
     G: gl.constexpr,
+    NORMALIZER: gl.constexpr,
     LAST_LEAVE_NONE: gl.constexpr,
 ):
     HAS_GATE: gl.constexpr = g_desc is not None
@@ -534,6 +561,9 @@ def _chunk_gla_bwd_kernel(
     if HAS_GATE:
         dg_ptr += block_v * whole * K
         marks += (row * Hq + h).to(gl.int64) * blocks_k + block_k
+    logits: gl.constexpr = None
+    if NORMALIZER is not None:
+        logits = (g_ptr + b.to(gl.int64) * g_b + (h // G).to(gl.int64) * g_h, g_t)
 
     dtype: gl.constexpr = gl.bfloat16
     exponents: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, D], gl.float32)
@@ -578,21 +608,18 @@ def _chunk_gla_bwd_kernel(
     load_place = (b, h, key, value, start, chunks, row)
     gate_tiles = (q_tiles, k_tiles, x_tiles, r_tiles, mild_flags)
     gate_barriers = (g_full, qk_full, qk_empty, gated, w_full)
-    marks_c = Hq * blocks_k
     tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, mild_flags)
     barriers = (gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done)
     outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
     states = (leaving, held, state_n, state_h, state_k, state_v, dinitial)
     place = (b, h, n, key, value, start, length)
     sizes = (T, Hq, K, V)
+    gate = (g_desc, gate_tiles, gate_barriers, marks, Hq * blocks_k, dg_ptr, logits, place, sizes, scale)
     # Registers of a thread: the gradient warps need most.
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (
-                    _gate_warps,
-                    (g_desc, gate_tiles, gate_barriers, marks, marks_c, dg_ptr, place, sizes, scale, PARTS, PACKED),
-                ),
+                (_gate_warps, (gate, NORMALIZER, PARTS, PACKED)),
                 (
                     _gradient_warps,
                     (tiles, barriers, outputs, states, place, sizes, scale, 0, PARTS, HALVES, HAS_GATE, PACKED, G),
@@ -605,10 +632,7 @@ def _chunk_gla_bwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _gate_warps,
-                    (g_desc, gate_tiles, gate_barriers, marks, marks_c, dg_ptr, place, sizes, scale, PARTS, PACKED),
-                ),
+                (_gate_warps, (gate, NORMALIZER, PARTS, PACKED)),
                 (
                     _gradient_warps,
                     (tiles, barriers, outputs, states, place, sizes, scale, 0, PARTS, HALVES, HAS_GATE, PACKED, G),

@@ -56,7 +56,17 @@ from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared import partials
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
-from gla_triton_kernels.chunk_gla.sm90.common import as_float32, clear_rows, gates_of, in_state, plus, write
+from gla_triton_kernels.chunk_gla.sm90.common import (
+    as_float32,
+    clear_rows,
+    gates_of,
+    in_state,
+    log_gates,
+    logits_of,
+    plus,
+    slope_of_gates,
+    write,
+)
 from gla_triton_kernels.chunk_gla.sm90.common_backward import LAYOUT, LEFT, WIDTH, C, D, product, segment_backwards
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
@@ -76,6 +86,7 @@ def launch_gradients(
     leaving: Tensor | None,
     segments: Segments,
     scale: float,
+    normalizer: int | None,
 ) -> list[Launch]:
     """Returns the launches that fill the gradients in x; entering is bfloat16.
 
@@ -124,6 +135,7 @@ def launch_gradients(
         "PARTS": kernel.BK // WIDTH,
         "HALVES": kernel.BV // WIDTH,
         "CONSTANT": constant,
+        "NORMALIZER": normalizer,
         "LAST_LEAVE_NONE": x.last_leave_none,
     }
     grid = (blocks * segments.count * Ho, 1, 1)
@@ -171,7 +183,7 @@ def _load_warp(given, PARTS: gl.constexpr, HALVES: gl.constexpr):
 
 
 @gluon.jit
-def _gate_gradients(gates, dots, slot, t, rows, PARTS: gl.constexpr):
+def _gate_gradients(gates, dots, slot, t, rows, NORMALIZER: gl.constexpr, PARTS: gl.constexpr):
     """Returns dg [C] of the chunk that begins at token t, from the sums of products that other warps left in `dots`."""
     token = gl.arange(0, C, LINE)
     of_pairs = (dots.index(ROOM * slot).load(LINE) - dots.index(ROOM * slot + 1).load(LINE)).to(gl.float64)
@@ -188,12 +200,15 @@ def _gate_gradients(gates, dots, slot, t, rows, PARTS: gl.constexpr):
     later = gl.associative_scan(of_q, 0, plus, reverse=True)  # [C], from tokens u on
     earlier = gl.associative_scan(of_k, 0, plus) - of_k  # [C], from tokens before u
     dg = gl.sum(of_states.to(gl.float64), 0) + later + earlier + gl.where(token > 0, of_pairs, 0.0)
-    g = gates_of(gates, t, rows, token)  # read again: Triton 3.6 mixes up gates that are kept through the loop
+    x = logits_of(gates, t, rows, token)  # read again: Triton 3.6 mixes up gates that are kept through the loop
+    g = log_gates(x, NORMALIZER)
+    if NORMALIZER is not None:
+        dg *= slope_of_gates(x, NORMALIZER).to(gl.float64)
     return gl.where((token < rows) & (g > LEAST_GATE), dg, 0.0)
 
 
 @gluon.jit
-def _gate_warp(gates, given, scale, PARTS: gl.constexpr, CONSTANT: gl.constexpr):
+def _gate_warp(gates, given, scale, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, CONSTANT: gl.constexpr):
     """Sums the gates of the next chunks, and writes dg of the chunk before.
 
     The gradient of a constant gate is summed over the segment.
@@ -204,13 +219,14 @@ def _gate_warp(gates, given, scale, PARTS: gl.constexpr, CONSTANT: gl.constexpr)
     of_segment = gl.zeros([C], gl.float64, LINE)
     if gates is not None:
         first = gl.maximum(chunks - 1, 0) * C
-        g_next = gates_of(gates, start + first, length - first, token)
+        g_next = gates_of(gates, start + first, length - first, token, NORMALIZER)
         for i in range(chunks + 1):
             slot = i % SLOTS
             if i < chunks:
                 c = chunks - 1 - i
                 wide = g_next.to(gl.float64) * LOG2E  # [C]
-                g_next = gates_of(gates, start + (c - 1) * C, gl.where(c > 0, C, 0), token)  # arrives in this chunk
+                ahead = gl.where(c > 0, C, 0)
+                g_next = gates_of(gates, start + (c - 1) * C, ahead, token, NORMALIZER)  # arrives in this chunk
                 total = gl.associative_scan(wide, 0, plus)  # [C], b
                 end = gl.sum(wide, 0)  # b_C
                 mbarrier.wait(empty.index(slot), (i // SLOTS & 1) ^ 1)
@@ -225,7 +241,7 @@ def _gate_warp(gates, given, scale, PARTS: gl.constexpr, CONSTANT: gl.constexpr)
                 first = (chunks - i) * C
                 rows = gl.minimum(length - first, C)
                 mbarrier.wait(dotted.index(last), (i - 1) // SLOTS & 1)
-                dg = _gate_gradients(gates, dots, last, start + first, rows, PARTS)
+                dg = _gate_gradients(gates, dots, last, start + first, rows, NORMALIZER, PARTS)
                 if CONSTANT:
                     of_segment += dg
                 else:
@@ -465,6 +481,7 @@ def _chunk_gla_bwd_head_kernel(
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
     CONSTANT: gl.constexpr,
+    NORMALIZER: gl.constexpr,
     LAST_LEAVE_NONE: gl.constexpr,
 ):
     HAS_GATE: gl.constexpr = g_ptr is not None
@@ -552,7 +569,7 @@ def _chunk_gla_bwd_head_kernel(
                 (_score_warps, (score, scale, PARTS, HALVES, HAS_GATE, PACKED)),
                 (_gradient_warps, (own, 0, PARTS, HALVES, HAS_GATE, PACKED)),
                 (_load_warp, (load, PARTS, HALVES)),
-                (_gate_warp, (gates, gate, scale, PARTS, CONSTANT)),
+                (_gate_warp, (gates, gate, scale, NORMALIZER, PARTS, CONSTANT)),
             ],
             [4, 1, 1],
             [184, 48, 48],
@@ -564,7 +581,7 @@ def _chunk_gla_bwd_head_kernel(
                 (_gradient_warps, (own, 0, PARTS, HALVES, HAS_GATE, PACKED)),
                 (_gradient_warps, (own, 1, PARTS, HALVES, HAS_GATE, PACKED)),
                 (_load_warp, (load, PARTS, HALVES)),
-                (_gate_warp, (gates, gate, scale, PARTS, CONSTANT)),
+                (_gate_warp, (gates, gate, scale, NORMALIZER, PARTS, CONSTANT)),
             ],
             [4, 4, 1, 1],
             [168, 168, 48, 48],

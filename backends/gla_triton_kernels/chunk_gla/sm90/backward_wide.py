@@ -31,7 +31,7 @@ from gla_core.dispatch.backend import CHUNK
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, cut
 from gla_triton_kernels.chunk_gla.sm90 import pairs
-from gla_triton_kernels.chunk_gla.sm90.common import clear_rows, plus, segment_at, write, write_rows
+from gla_triton_kernels.chunk_gla.sm90.common import clear_rows, plus, segment_at, slope_of_gates, write, write_rows
 from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     LAYOUT,
     LEFT,
@@ -43,6 +43,7 @@ from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     exponents,
     gate_tile,
     gates,
+    logits_strides,
     product,
 )
 from gla_triton_kernels.chunk_gla.sm90.state_gradients import launch_state_gradients
@@ -62,6 +63,7 @@ def launch_gradients(
     leaving: Tensor | None,
     segments: Segments,
     scale: float,
+    normalizer: int | None,
 ) -> list[Launch]:
     """Returns the launches that fill the gradients in x; entering is bfloat16.
 
@@ -73,7 +75,7 @@ def launch_gradients(
     marks = pairs.new_marks(x, entering, keys)
     rows = entering.numel() // (H * K * V)
     P = torch.empty(rows, Hq, K, V, dtype=entering.dtype, device=x.q.device)
-    states = launch_state_gradients(kernel, x, P, marks, keys, leaving, segments, scale)
+    states = launch_state_gradients(kernel, x, P, marks, keys, leaving, segments, scale, normalizer)
     chunks = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
@@ -90,19 +92,22 @@ def launch_gradients(
         "dk_ptr": x.dk,
         "dv_ptr": x.dv,
         "dg_ptr": x.dg,
+        "g_ptr": x.g if normalizer is not None else None,
         "marks": marks,
         "order": chunks.order,
         "scale": scale,
         "T": T,
+        **logits_strides(x.g, normalizer),
         "Hq": Hq,
         "K": K,
         "V": V,
         "PARTS": keys // WIDTH,
         "G": Hq // H,
+        "NORMALIZER": normalizer,
     }
     options = {"num_warps": kernel.warps, "maxnreg": 168}
     gradients = Launch(_gradient_kernel, (rows * Hq, 1, 1), arguments, options)
-    return [*states, *chunks.launches, gradients, *pairs.launch_pairs(x, marks, scale, keys)]
+    return [*states, *chunks.launches, gradients, *pairs.launch_pairs(x, marks, scale, keys, normalizer)]
 
 
 def _keys(K: int) -> int:
@@ -178,13 +183,14 @@ def _tile(tiles, i):
 
 
 @gluon.jit
-def _decay(g_desc, tiles, own, mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
+def _decay(g_desc, tiles, own, mild, rows, scale, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr):
     """Replaces q and k of this warpgroup by qg and kg, and stores b_C / 2 [D] of each part."""
     q_tiles, k_tiles, x_tiles, r_tiles = tiles
     for p in range(PARTS):
         q_tile, k_tile = _tile(q_tiles, own + p), _tile(k_tiles, own + p)
         if g_desc is not None:
-            x, end = exponents(gates(gate_tile(g_desc, x_tiles, own + p), rows, PACKED), mild)  # [C, D], [D]
+            g = gates(gate_tile(g_desc, x_tiles, own + p), rows, NORMALIZER, PACKED)  # [C, D]
+            x, end = exponents(g, mild)  # [C, D], [D]
             r_tiles.index(own + p).store(0.5 * end)
             decay(q_tile, k_tile, x, end, mild, scale)
         else:
@@ -232,6 +238,7 @@ def _gradient_warps(
     sizes,
     scale,
     part: gl.constexpr,
+    NORMALIZER: gl.constexpr,
     PARTS: gl.constexpr,
     PACKED: gl.constexpr,
 ):
@@ -242,7 +249,7 @@ def _gradient_warps(
     """
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, da_tiles, dv_tile, r_tiles = tiles
     qk_full, full, empty, v_full, v_empty, gated, ready = barriers
-    dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, dg_ptr = outputs
+    dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, dg_ptr, logits = outputs
     b, h, t, rows = place
     T, Hq, K, V = sizes
     tiles_v = gl.cdiv(V, D)
@@ -257,7 +264,7 @@ def _gradient_warps(
     mbarrier.wait(qk_full, 0)
     if HAS_GATE:
         _wait(full, part)
-    _decay(g_desc, (q_tiles, k_tiles, x_tiles, r_tiles), own, mild, rows, scale, PARTS, PACKED)
+    _decay(g_desc, (q_tiles, k_tiles, x_tiles, r_tiles), own, mild, rows, scale, NORMALIZER, PARTS, PACKED)
     if HAS_GATE:
         _release(empty, 0)
         _release(empty, 1)
@@ -328,7 +335,8 @@ def _gradient_warps(
         if HAS_GATE:
             arrived = last % SLOTS * PARTS + p
             x_tile = _tile(x_tiles, arrived)
-            x, _ = exponents(gates(gate_tile(g_desc, x_tiles, arrived), rows, PACKED), mild)  # [C, D]
+            g = gates(gate_tile(g_desc, x_tiles, arrived), rows, NORMALIZER, PACKED)  # [C, D]
+            x, _ = exponents(g, mild)  # [C, D]
             x_tile.store(x)
             r = r_tiles.index(own + p).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
             dq *= gl.exp2(gl.where(mild, r, 0.0))
@@ -351,12 +359,18 @@ def _gradient_warps(
             anchor += gl.convert_layout(entered, gl.SliceLayout(0, RUNS))
             w = x_tile.load(RUNS)  # [C, D]
             dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)  # [C, D]
+            if NORMALIZER is not None:
+                g_ptr, g_t = logits
+                token = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
+                keys = key + gl.arange(0, D, gl.SliceLayout(0, RUNS))[None, :]  # [1, D]
+                at = g_ptr + (t + token).to(gl.int64) * g_t + keys
+                dg *= slope_of_gates(gl.load(at, (token < rows) & (keys < K), 0.0), NORMALIZER)
             write_rows(dg_ptr, dg, key, K, where, rows)
         dq0, dk0, crossing0 = dq1, dk1, crossing1
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "Hq", "K", "V"])
+@gluon.jit(do_not_specialize=["scale", "T", "g_b", "g_t", "g_h", "Hq", "K", "V"])
 def _gradient_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
     k_desc,  # [B, H, T, K], tiles [C, D]
@@ -372,15 +386,20 @@ def _gradient_kernel(
     dk_ptr,  # [B, T, Hq, K]
     dv_ptr,  # [B, T, Hq, V]
     dg_ptr,  # [B, T, Hq, K] or None
+    g_ptr,  # [B, T, H, K] if NORMALIZER is given, else None
     marks,  # [n, Hq, blocks of keys]; None if g is None
     order,  # [n, 5] or None
     scale,
     T,
+    g_b,
+    g_t,
+    g_h,
     Hq,
     K,
     V,
     PARTS: gl.constexpr,
     G: gl.constexpr,
+    NORMALIZER: gl.constexpr,
 ):
     """Computes one chunk of one head, with two warpgroups of PARTS parts of D keys each, and a load warp."""
     PACKED: gl.constexpr = order is not None
@@ -445,13 +464,22 @@ def _gradient_kernel(
         r_tiles,
     )
     barriers = (qk_full, full, empty, v_full, v_empty, gated, ready)
-    outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, dg_ptr)
+    logits: gl.constexpr = None
+    if NORMALIZER is not None:
+        logits = (g_ptr + b.to(gl.int64) * g_b + (h // G).to(gl.int64) * g_h, g_t)
+    outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, dg_ptr, logits)
     place = (b, h, t, rows)
     sizes = (T, Hq, K, V)
     gl.warp_specialize(
         [
-            (_gradient_warps, (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 0, PARTS, PACKED)),
-            (_gradient_warps, (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 1, PARTS, PACKED)),
+            (
+                _gradient_warps,
+                (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 0, NORMALIZER, PARTS, PACKED),
+            ),
+            (
+                _gradient_warps,
+                (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 1, NORMALIZER, PARTS, PACKED),
+            ),
             (_load_warp, (descriptors, load_tiles, load_barriers, (b, h, t, i), gl.cdiv(V, D), PARTS, G)),
         ],
         [4, 1],

@@ -230,17 +230,65 @@ def in_state(key, value, stride_k, stride_v):
 
 
 @gluon.jit
-def gates_of(gates, t, rows, token):
+def log_gates(x, NORMALIZER: gl.constexpr):
+    """Returns log gates in float32: x itself, or log sigma(x) / NORMALIZER if NORMALIZER is given and x holds logits.
+
+    log sigma(x) = min(x, 0) - log(1 + exp(-|x|)), with an error of at most 1e-7, which bfloat16 does not show.
+    """
+    x = x.to(gl.float32)
+    if NORMALIZER is None:
+        return x
+    else:  # noqa: RET505 -- one branch is compiled
+        log2 = _log2(1.0 + gl.exp2(gl.abs(x) * -LOG2E))
+        return gl.minimum(x, 0.0) * (1.0 / NORMALIZER) - log2 * (1.0 / (NORMALIZER * LOG2E))
+
+
+@gluon.jit
+def _log2(x):
+    """Computes log2 in one instruction; `gl.log2` takes twenty."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def slope_of_gates(x, NORMALIZER: gl.constexpr):
+    """Returns the derivative of log sigma(x) / NORMALIZER at the logits x, in float32."""
+    return (1.0 / NORMALIZER) / (1.0 + gl.exp2(x.to(gl.float32) * LOG2E))
+
+
+@gluon.jit
+def log_gates_of_tile(tile, rows, layout: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
+    """Returns the log gates of a tile [C, K] in a layout, in float32; the gates from row `rows` on are 0.
+
+    In a batch, memory after the last token counts as 0, so gates need no mask there, but logits do.
+    """
+    if NORMALIZER is None:
+        if PACKED:
+            clear_rows(tile, rows, layout)
+        return tile.load(layout).to(gl.float32)
+    else:  # noqa: RET505 -- one branch is compiled
+        row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))[:, None]  # [C, 1]
+        return gl.where(row < rows, log_gates(tile.load(layout), NORMALIZER), 0.0)
+
+
+@gluon.jit
+def gates_of(gates, t, rows, token, NORMALIZER: gl.constexpr):
     """Returns the log gates [C] of a head for a chunk that begins at token t, at least LEAST_GATE.
 
     Args:
         gates: pointer to the gate of the head at token 0, and the stride of tokens.
         rows: the gates from this row on are 0.
         token: 0, 1 .. C - 1, in the layout of the result.
+        NORMALIZER: see `log_gates`.
     """
-    g_ptr, g_t = gates
-    g = gl.load(g_ptr + (t + token).to(gl.int64) * g_t, token < rows, 0.0).to(gl.float32)
+    g = gl.where(token < rows, log_gates(logits_of(gates, t, rows, token), NORMALIZER), 0.0)
     return gl.maximum(g, LEAST_GATE)
+
+
+@gluon.jit
+def logits_of(gates, t, rows, token):
+    """Returns the gates or logits [C] of a head as they are given, 0 from row `rows` on; see `gates_of`."""
+    g_ptr, g_t = gates
+    return gl.load(g_ptr + (t + token).to(gl.int64) * g_t, token < rows, 0.0).to(gl.float32)
 
 
 @gluon.jit

@@ -9,13 +9,14 @@ B batch   T tokens   K key width   C tokens of a chunk   D = 64 columns of a til
 # pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from gla_core.dispatch.backend import CHUNK
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E
-from gla_triton_kernels.chunk_gla.sm90.common import as_float32, clear_rows, plus, tokens_of
+from gla_triton_kernels.chunk_gla.sm90.common import as_float32, log_gates_of_tile, plus, tokens_of
 
 WIDTH = 64
 C = gl.constexpr(CHUNK)
@@ -25,6 +26,12 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, LAYOUT.value, 2))
 # A warp holds all rows of 16 columns, so that sums over rows need no other warp. A thread holds runs of 4 rows, so that
 # bank conflicts in shared memory are rare.
 RUNS = gl.constexpr(gl.BlockedLayout([4, 2], [4, 8], [1, 4], [1, 0]))
+
+
+def logits_strides(g: Tensor | None, normalizer: int | None) -> dict[str, int]:
+    """Returns the strides of logits [B, T, H, K], as arguments of a kernel; 0 if g is None or holds log gates."""
+    b, t, h = (0, 0, 0) if g is None or normalizer is None else g.stride()[:3]
+    return {"g_b": b, "g_t": t, "g_h": h}
 
 
 @gluon.jit
@@ -58,12 +65,10 @@ def gate_tile(g_desc, x_tiles, i):
 
 
 @gluon.jit
-def gates(block, rows, PACKED: gl.constexpr):
+def gates(block, rows, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
     """Returns the gates [C, D] of a chunk of `rows` rows from a block [1, 1, C, D], in units of log 2."""
-    tile = block.reshape([C, D])
-    if PACKED:
-        clear_rows(tile, rows, RUNS)
-    return gl.maximum(tile.load(RUNS).to(gl.float32), LEAST_GATE) * LOG2E  # [C, D]
+    g = log_gates_of_tile(block.reshape([C, D]), rows, RUNS, NORMALIZER, PACKED)
+    return gl.maximum(g, LEAST_GATE) * LOG2E  # [C, D]
 
 
 @gluon.jit

@@ -56,6 +56,7 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     in_state,
     layout_of_columns,
     layout_of_runs,
+    log_gates_of_tile,
     next_checkpoint,
     opaque_zero,
     tokens_of,
@@ -67,7 +68,9 @@ from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
 
-def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
+def launch_outputs(
+    plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None, normalizer: int | None
+) -> list[Launch]:
     """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
     See `launch_outputs` of general/forward.py for the arguments. If the kernels of segments overlap
@@ -96,6 +99,7 @@ def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: flo
         "H": H,
         "K": K,
         "V": V,
+        "NORMALIZER": normalizer,
         "STAGES": kernel.stages,
         "GROUPS": kernel.BV // W,
     }
@@ -157,6 +161,7 @@ def _gate_warps(
     barriers,
     length,
     HAS_GATE: gl.constexpr,
+    NORMALIZER: gl.constexpr,
     PACKED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -176,9 +181,8 @@ def _gate_warps(
         if HAS_GATE:
             mbarrier.wait(g_full.index(slot), phase)
             g_tile = _gate_tile(scratch_tiles, slot, g_desc).reshape([C, K])
-            if PACKED:
-                clear_rows(g_tile, rows, runs)
-            x, end = exponents_of_mild_chunk(g_tile.load(runs).to(gl.float32))  # [C, K], [K]
+            g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, K]
+            x, end = exponents_of_mild_chunk(g)  # [C, K], [K]
             mild = gl.min(end, 0) > -MILD_DECAY_SM90
             mbarrier.wait(full.index(slot), phase)  # also: all warps have read what was written to this slot before
             mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, runs)))
@@ -189,8 +193,8 @@ def _gate_warps(
                 mbarrier.arrive(g_empty.index(slot), count=1)
                 decays.index(slot).store(decay_mild_chunk(q_tile, k_tile, x, end))
             else:
-                g = g_tile.load(columns).to(gl.float32)  # [C, K]
-                decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), g)  # [K], [C, C]
+                again = log_gates_of_tile(g_tile, rows, columns, NORMALIZER, False)  # [C, K]
+                decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), again)  # [K], [C, C]
                 decays.index(slot).store(decay)
                 a_tiles.index(slot).store(a.to(q_tile.dtype))
                 fence_async_shared()
@@ -330,6 +334,7 @@ def _chunk_gla_fwd_kernel(
     H,
     K,
     V,
+    NORMALIZER: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
@@ -397,7 +402,7 @@ def _chunk_gla_fwd_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, PACKED, STAGES)),
+                (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, NORMALIZER, PACKED, STAGES)),
                 (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES)),
                 (_load_warp, (descriptors, load_tiles, load_barriers, load_place, HAS_GATE, STAGES)),
             ],
@@ -407,7 +412,7 @@ def _chunk_gla_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, PACKED, STAGES)),
+                (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, NORMALIZER, PACKED, STAGES)),
                 (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES)),
                 (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 1, HAS_GATE, PACKED, STAGES)),
                 (_load_warp, (descriptors, load_tiles, load_barriers, load_place, HAS_GATE, STAGES)),

@@ -65,7 +65,9 @@ from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
 
-def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
+def launch_outputs(
+    plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None, normalizer: int | None
+) -> list[Launch]:
     """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
     See `launch_outputs` of general/forward.py for the arguments, and the one of forward.py for what may overlap.
@@ -98,6 +100,7 @@ def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: flo
         "R": Hv // H,
         "K": K,
         "V": V,
+        "NORMALIZER": normalizer,
         "STAGES": kernel.stages,
         "GROUPS": kernel.BV // W,
         "HEADS": heads,
@@ -134,7 +137,9 @@ def _load_warp(given, HEADS: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _gate_warps(gates, given, HEADS: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr):
+def _gate_warps(
+    gates, given, HEADS: gl.constexpr, NORMALIZER: gl.constexpr, PACKED: gl.constexpr, STAGES: gl.constexpr
+):
     """Sums the gates and computes u, chunk after chunk."""
     tiles, barriers, start, length = given
     v_tiles, u_tiles, sums, decays = tiles
@@ -149,7 +154,7 @@ def _gate_warps(gates, given, HEADS: gl.constexpr, PACKED: gl.constexpr, STAGES:
     if HAS_GATE:
         g_next = ()
         for j in gl.static_range(HEADS):
-            g_next += (gates_of(gates[j], start, length, token),)  # [C]
+            g_next += (gates_of(gates[j], start, length, token, NORMALIZER),)  # [C]
     for i in range(gl.cdiv(length, C)):
         slot = i % STAGES
         rows = length - i * C
@@ -158,7 +163,7 @@ def _gate_warps(gates, given, HEADS: gl.constexpr, PACKED: gl.constexpr, STAGES:
         if HAS_GATE:
             for j in gl.static_range(HEADS):
                 g = g_next[j].to(gl.float64) * LOG2E  # [C]
-                arriving += (gates_of(gates[j], start + (i + 1) * C, rows - C, token),)  # during this chunk
+                arriving += (gates_of(gates[j], start + (i + 1) * C, rows - C, token, NORMALIZER),)  # during this chunk
                 b = gl.associative_scan(g, 0, plus)  # [C]
                 sums_of_heads += ((b, gl.sum(g, 0)),)
             g_next = arriving
@@ -311,6 +316,7 @@ def _chunk_gla_fwd_head_kernel(
     R,
     K,
     V,
+    NORMALIZER: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
     HEADS: gl.constexpr,
@@ -373,7 +379,7 @@ def _chunk_gla_fwd_head_kernel(
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, gate, HEADS, PACKED, STAGES)),
+                (_gate_warps, (gates, gate, HEADS, NORMALIZER, PACKED, STAGES)),
                 (_state_warps, (own, 0, HEADS, HAS_GATE, PACKED, STAGES)),
                 (_load_warp, (load, HEADS, STAGES)),
             ],
@@ -383,7 +389,7 @@ def _chunk_gla_fwd_head_kernel(
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (gates, gate, HEADS, PACKED, STAGES)),
+                (_gate_warps, (gates, gate, HEADS, NORMALIZER, PACKED, STAGES)),
                 (_state_warps, (own, 0, HEADS, HAS_GATE, PACKED, STAGES)),
                 (_state_warps, (own, 1, HEADS, HAS_GATE, PACKED, STAGES)),
                 (_load_warp, (load, HEADS, STAGES)),

@@ -43,6 +43,7 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     in_state,
     layout_of_columns,
     layout_of_runs,
+    log_gates_of_tile,
     next_checkpoint,
     segment_at,
     tokens_of,
@@ -56,7 +57,9 @@ from gla_triton_kernels.runtime.tma import shared_tiles
 STAGES = gl.constexpr(4)  # slices of qg and kg that are prefetched: two chunks, like A and v
 
 
-def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None) -> list[Launch]:
+def launch_outputs(
+    plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None, normalizer: int | None
+) -> list[Launch]:
     """Returns the launches that fill o, and final_state and checkpoints if x has them.
 
     See `launch_outputs` of general/forward.py for the arguments.
@@ -79,6 +82,8 @@ def launch_outputs(plan: ForwardPlan, x: Tensors, segments: Segments, scale: flo
         "order": chunks.order,
         "decays": decays,
         "chunks": chunks.per_sequence,
+        "T": T,
+        "NORMALIZER": normalizer,
     }
     gates = Launch(_gate_kernel, (chunks.count, H, 1), arguments, {"num_warps": plan.parameters.warps})
     arguments = {
@@ -117,7 +122,7 @@ def _write_decays(ptr, before, after):
     gl.store(ptr + 2 * BK + key, after)
 
 
-@gluon.jit(do_not_specialize=["chunks"])
+@gluon.jit(do_not_specialize=["chunks", "T"])
 def _gate_kernel(
     q_desc,  # [B, H, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
@@ -128,6 +133,8 @@ def _gate_kernel(
     order,  # [M, 5] of packed sequences, or None
     decays,  # [H, M, 2, 2 * BK]
     chunks,  # number of chunks of a sequence, if order is None
+    T,
+    NORMALIZER: gl.constexpr,
 ):
     PACKED: gl.constexpr = order is not None
     C: gl.constexpr = q_desc.block_type.shape[2]
@@ -144,7 +151,8 @@ def _gate_kernel(
         if rows == 0:
             return
     else:
-        b, first, rows = i // chunks, i % chunks * C, C
+        b, first = i // chunks, i % chunks * C
+        rows = gl.minimum(T - first, C)
     q_box = gl.allocate_shared_memory(dtype, [1, 1, C, BK], q_desc.layout)
     k_box = gl.allocate_shared_memory(dtype, [1, 1, C, BK], k_desc.layout)
     scratch = gl.allocate_shared_memory(dtype, [1, 2, C, BK], q_desc.layout)
@@ -166,10 +174,10 @@ def _gate_kernel(
         tma.async_copy_global_to_shared(g_desc, [b, h, first, j * BK], full, g_box)
         mbarrier.wait(full, j)
         g_tile = g_box.reshape([C, BK])
+        g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, BK]
         if PACKED:
-            clear_rows(g_tile, rows, runs)
             clear_rows(k_tile, rows, runs)
-        x, end = exponents_of_mild_chunk(g_tile.load(runs).to(gl.float32))  # [C, BK], [BK]
+        x, end = exponents_of_mild_chunk(g)  # [C, BK], [BK]
         if gl.min(end, 0) > -MILD_DECAY_SM90:
             outer = decay_mild_chunk(q_tile, k_tile, x, end)  # [BK], exp(r)
             _write_decays(decays + j * BK, outer, outer)
@@ -178,7 +186,8 @@ def _gate_kernel(
             product = warpgroup_mma(q_tile, k_tile.permute([1, 0]), product, use_acc=False, is_async=True)
             A += gl.where(t >= s, warpgroup_mma_wait(0, [product]), 0.0)
         else:
-            decay, a = decay_any_chunk(q_tile, k_tile, scratch, g_tile.load(columns).to(gl.float32))  # [BK], exp(b_C)
+            again = log_gates_of_tile(g_tile, rows, columns, NORMALIZER, False)  # [C, BK]
+            decay, a = decay_any_chunk(q_tile, k_tile, scratch, again)  # [BK], exp(b_C)
             _write_decays(decays + j * BK, decay, gl.full_like(decay, 1.0))
             A += a
             fence_async_shared()

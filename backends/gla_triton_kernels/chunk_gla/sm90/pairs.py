@@ -50,7 +50,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gla_core.dispatch.backend import CHUNK, ceil_div
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
-from gla_triton_kernels.chunk_gla.sm90.common import levels_that_count, opaque_zero, plus
+from gla_triton_kernels.chunk_gla.sm90.common import levels_that_count, log_gates, opaque_zero, plus, slope_of_gates
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch, strides_of
 
@@ -83,7 +83,9 @@ def new_marks(x: BackwardTensors, entering: Tensor, keys: int) -> Tensor | None:
     return torch.empty(rows, Hq, ceil_div(K, keys), dtype=torch.int32, device=x.q.device)
 
 
-def launch_pairs(x: BackwardTensors, marks: Tensor | None, scale: float, keys: int) -> list[Launch]:
+def launch_pairs(
+    x: BackwardTensors, marks: Tensor | None, scale: float, keys: int, normalizer: int | None
+) -> list[Launch]:
     """Returns the launch that completes the gradients of marked chunks.
 
     Args:
@@ -94,6 +96,7 @@ def launch_pairs(x: BackwardTensors, marks: Tensor | None, scale: float, keys: i
             launch, because it would have nothing to add.
         scale: factor of the scores.
         keys: number of keys of a block that has a mark, 64 or 128.
+        normalizer: see `launch_outputs` of general/forward.py.
     """
     if marks is None or x.g is None:
         return []
@@ -129,6 +132,7 @@ def launch_pairs(x: BackwardTensors, marks: Tensor | None, scale: float, keys: i
         "V": V,
         "G": Hq // H,
         "KEYS": keys,
+        "NORMALIZER": normalizer,
         "MARKS": MARKS,
         "FAR_ROWS": CHUNK * max(*strides_t, Hq * K, Hq * V) >= 2**31,
     }
@@ -175,6 +179,7 @@ def _pairs_kernel(
     V: gl.constexpr,
     G: gl.constexpr,
     KEYS: gl.constexpr,
+    NORMALIZER: gl.constexpr,
     MARKS: gl.constexpr,
     FAR_ROWS: gl.constexpr,
 ):
@@ -227,7 +232,8 @@ def _pairs_kernel(
                 for p in range(0, V, D):
                     _prefetch(do, at, p, rows, V)
                     _prefetch(dv, at, p, rows, V)
-            _add_block_of_keys(a_tile, (q, k, g), (dq, dk, dg), at, k0, inside, K, da_tile, da_tt, da_unit)
+            scores = (a_tile, da_tile, da_tt, da_unit)
+            _add_block_of_keys(scores, (q, k, g), (dq, dk, dg), at, k0, inside, K, NORMALIZER)
         _add_dv(a_tile, dv, do, at, rows, V, scale)
 
 
@@ -326,6 +332,13 @@ def _load_rows(ptr, stride, row, rows, columns):
 
 
 @gluon.jit
+def _log_gates(x, inside, NORMALIZER: gl.constexpr):
+    """Returns the log gates of a tile [C, D]; logits beyond the tensor's edges, which are 0, give a gate of 0."""
+    g = log_gates(x, NORMALIZER)
+    return g if NORMALIZER is None else gl.where(inside, g, 0.0)
+
+
+@gluon.jit
 def _unit_of(most):
     """Returns the power of two `unit` with 2^14 <= most / unit < 2^15, and 1 / unit; `most` is the largest number."""
     unit = most.to(gl.int32, bitcast=True) & 0x7F800000  # the exponent's bits
@@ -373,8 +386,9 @@ def _pairs(m):
 
 
 @gluon.jit
-def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, da_tile, da_tt, da_unit):
+def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, NORMALIZER: gl.constexpr):
     """Adds the terms of D keys to dq, dk and dg and, summed over these keys, to A [C, C]."""
+    a_tile, da_tile, da_tt, da_unit = scores
     q, k, g = inputs
     dq, dk, dg = outputs
     q_at, inside = _tile(q, at, k0, rows, K, [C, D], ROWS)
@@ -398,7 +412,7 @@ def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, d
     b_tile = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
     q_tile.store((q_block * q_inverse).to(gl.float16))
     k_tile.store((k_block * k_inverse).to(gl.float16))
-    gates = gl.maximum(g_block.to(gl.float32), LEAST_GATE) * LOG2E  # [C, D]
+    gates = gl.maximum(_log_gates(g_block, inside_runs, NORMALIZER), LEAST_GATE) * LOG2E  # [C, D]
     b_tile.store(gl.associative_scan(gates, 0, plus))
     fence_async_shared()
     unit = q_unit * k_unit
@@ -428,7 +442,7 @@ def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, d
         right_bits = gl.where(right, -1, 0).to(gl.int16) + gl.zeros([C, D], gl.int16, LAYOUT)
         first = (row | m) & -m  # [C, 1], the first row of the right half
         nearest = gl.where(right, first, first - 1)  # [C, 1], the row nearest to the other half
-        f = _load_rows(g_at, stride_g, first, rows, columns).to(gl.float32)  # [C, D]
+        f = log_gates(_load_rows(g_at, stride_g, first, rows, columns), NORMALIZER)  # [C, D]
         f = gl.exp2(gl.maximum(f, LEAST_GATE) * LOG2E - LOG2_FAR)  # in units of `FAR`
         b = b_tile.load(LAYOUT)  # [C, D]
         e = gl.exp2(-gl.abs(b - gl.gather(b, nearest + gl.zeros([C, D], gl.int32, LAYOUT), 0)))
@@ -466,8 +480,10 @@ def _add_block_of_keys(a_tile, inputs, outputs, at, k0, rows, K: gl.constexpr, d
     w_runs = w_tile.load(RUNS)  # [C, D]
     # All w sum to 0, so the sum of w at or after a token is minus the sum before it. For the first token this is
     # exactly 0.
-    x = (w_runs - gl.associative_scan(w_runs, 0, plus)) * da_unit * q_unit * k_unit + dg_block.to(gl.float32)
-    x = gl.where(g_block.to(gl.float32) > LEAST_GATE, x, 0.0)
+    x = (w_runs - gl.associative_scan(w_runs, 0, plus)) * da_unit * q_unit * k_unit
+    if NORMALIZER is not None:
+        x *= slope_of_gates(g_block, NORMALIZER)
+    x = gl.where(log_gates(g_block, NORMALIZER) > LEAST_GATE, x + dg_block.to(gl.float32), 0.0)
     gl.store(dg_at, x.to(dg_at.dtype.element_ty), inside_runs)
     x = q_sums.load(ROWS) * (k_unit * da_unit) + dq_block.to(gl.float32)
     gl.store(dq_at, x.to(dq_at.dtype.element_ty), inside)

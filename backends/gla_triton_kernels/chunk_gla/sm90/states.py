@@ -59,6 +59,7 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     clear_rows,
     gates_of,
     let_dependents_start,
+    log_gates_of_tile,
     plus,
     segment_at,
     wait_for_predecessor,
@@ -103,6 +104,7 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
         "R": Hv // x.left.shape[2],
         "K": K,
         "V": V,
+        "NORMALIZER": x.normalizer,
         "PARTS": parts,
         "BACKWARDS": x.backwards,
         "SKIP_LAST": skip_last,
@@ -162,6 +164,7 @@ def _state_warps(
     place,
     sizes,
     part: gl.constexpr,
+    NORMALIZER: gl.constexpr,
     PARTS: gl.constexpr,
     PACKED: gl.constexpr,
     BACKWARDS: gl.constexpr,
@@ -189,14 +192,15 @@ def _state_warps(
         token = gl.arange(0, C, line)
         sum_of_gates = gl.to_tensor(0.0).to(gl.float64)
         before = 0 if BACKWARDS else (n_chunks - 1) * C
-        g_next = gates_of(gates, start + before, length - before, token)  # [C]
+        g_next = gates_of(gates, start + before, length - before, token, NORMALIZER)  # [C]
     for i in range(n_chunks):
         slot = i % STAGES
         rows = length - (i if BACKWARDS else n_chunks - 1 - i) * C
         if OF_HEADS:
             wide = g_next.to(gl.float64) * LOG2E  # [C]
             after = (i + 1 if BACKWARDS else n_chunks - 2 - i) * C
-            g_next = gates_of(gates, start + after, gl.where(i + 1 < n_chunks, length - after, 0), token)
+            ahead = gl.where(i + 1 < n_chunks, length - after, 0)
+            g_next = gates_of(gates, start + after, ahead, token, NORMALIZER)
             b = gl.associative_scan(wide, 0, plus)  # [C]
             end = gl.sum(wide, 0)
             x = (sum_of_gates + b if BACKWARDS else sum_of_gates + (end - b)).to(gl.float32)
@@ -209,9 +213,8 @@ def _state_warps(
             left_tile.store((as_float32(left_tile.load(layout)) * factor).to(left_tile.dtype))
         elif HAS_GATE:
             g_tile = g_tiles.index(PARTS * slot + part).reshape([C, PART])
-            if PACKED:
-                clear_rows(g_tile, rows, layout)
-            g = gl.maximum(g_tile.load(layout).to(gl.float32), LEAST_GATE) * LOG2E  # [C, PART]
+            g = log_gates_of_tile(g_tile, rows, layout, NORMALIZER, PACKED)
+            g = gl.maximum(g, LEAST_GATE) * LOG2E  # [C, PART]
             b = gl.associative_scan(g, 0, plus)  # [C, PART]
             R_end = R + gl.sum(g, 0)
             x = R[None, :] + b if BACKWARDS else R_end[None, :] - b  # [C, PART]
@@ -261,6 +264,7 @@ def _build_states_kernel(
     R,
     K,
     V,
+    NORMALIZER: gl.constexpr,
     PARTS: gl.constexpr,
     BACKWARDS: gl.constexpr,
     SKIP_LAST: gl.constexpr,
@@ -327,7 +331,10 @@ def _build_states_kernel(
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_state_warps, (tiles, barriers, states, gates, place, sizes, 0, PARTS, PACKED, BACKWARDS, STAGES)),
+                (
+                    _state_warps,
+                    (tiles, barriers, states, gates, place, sizes, 0, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES),
+                ),
                 (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, BACKWARDS, STAGES)),
             ],
             [1],
@@ -336,8 +343,14 @@ def _build_states_kernel(
     else:
         gl.warp_specialize(
             [
-                (_state_warps, (tiles, barriers, states, gates, place, sizes, 0, PARTS, PACKED, BACKWARDS, STAGES)),
-                (_state_warps, (tiles, barriers, states, gates, place, sizes, 1, PARTS, PACKED, BACKWARDS, STAGES)),
+                (
+                    _state_warps,
+                    (tiles, barriers, states, gates, place, sizes, 0, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES),
+                ),
+                (
+                    _state_warps,
+                    (tiles, barriers, states, gates, place, sizes, 1, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES),
+                ),
                 (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, BACKWARDS, STAGES)),
             ],
             [4, 1],
