@@ -91,8 +91,9 @@ def chunk_gla(
         backend: a request such as "reference"; see `use_backend`.
         shard: the value that `shard` returned, in place of cu_seqlens, group and layout. By default the call makes one.
         state_v_first: whether given and returned states are [N, Hv, V, K]. No copy is made: returned states are views.
-        gate, gate_normalizer: whether g holds logits, as in `gla_core.chunk_gla`. Here a tensor of log gates is
+        gate: None, or "logsigmoid" if g holds logits, as in `gla_core.chunk_gla`. Here a tensor of log gates is
             computed from them, because both the summaries and the outputs read it.
+        gate_normalizer: the whole number by which log sigma of the logits is divided.
 
     Returns:
         o [B, T, Ho, V] with v's dtype, where Ho is the larger of Hq and Hv, and the final states [N, Hv, K, V] (None
@@ -116,8 +117,9 @@ def chunk_gla(
     if state_v_first:
         initial_state = checks.transposed(initial_state)
     q, k, v, g = autocast.tokens(q, k, v, g)
-    if gate is not None:
-        g = log_gates(g, checks.normalizer(gate, gate_normalizer, g), wide(q.dtype))
+    number = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
+    if g is not None and number is not None:
+        g = log_gates(g, number, wide(q.dtype))
     refuse_tangents(q, k, v, g, initial_state)
     # Check before anything is sent: a backend would refuse the call only while the other ranks already wait.
     given = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)

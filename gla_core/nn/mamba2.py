@@ -52,12 +52,14 @@ class Mamba2(nn.Module):
         D_has_hdim: whether D has a number for each channel, and not for each head.
         rmsnorm: whether there is a norm.
         norm_before_gate: whether silu(z) multiplies the normed output, and not the output before the norm.
-        dt_min, dt_max: softplus(dt_bias) begins between these two numbers, with a uniform logarithm.
+        dt_min: softplus(dt_bias) begins between dt_min and dt_max, with a uniform logarithm.
+        dt_max: see dt_min.
         dt_init_floor: the least initial value of softplus(dt_bias).
         dt_limit: the smallest and the largest step; other values are clamped, in `step` as well.
         bias: whether the two projections have a bias.
         conv_bias: whether the convolution has a bias.
-        chunk_size, use_mem_eff_path: accepted for configurations that set them, and not used.
+        chunk_size: accepted for configurations that set it, and not used.
+        use_mem_eff_path: likewise.
         layer_idx: index of the layer in its model; the layer stores it and does not use it.
         device: device of the parameters, as in torch's own modules.
         dtype: dtype of the parameters.

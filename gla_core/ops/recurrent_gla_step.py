@@ -84,7 +84,8 @@ def recurrent_gla_step(
         inplace: whether to write the new state into `state` instead of returning a new tensor.
         backend: a request such as "reference"; see `use_backend`.
         state_v_first: whether the given and the returned state are [P, Hv, V, K].
-        gate, gate_normalizer: whether g holds logits, as in `chunk_gla`.
+        gate: None, or "logsigmoid" if g holds logits, as in `chunk_gla`.
+        gate_normalizer: the whole number by which log sigma of the logits is divided.
 
     Returns:
         o [B, Ho, V] with the dtype of v, where Ho is the larger of Hq and Hv, and the new state with the shape and
