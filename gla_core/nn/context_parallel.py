@@ -17,6 +17,7 @@ from gla_core.distributed.history import histories
 from gla_core.distributed.outside_graphs import outside_graphs
 from gla_core.distributed.shard import refuse_ranks_that_differ
 from gla_core.nn.padding import within
+from gla_core.nn.recurrence import gate_options
 from gla_core.nn.short_convolution import ShortConvolution, packing
 from gla_core.ops import checks
 
@@ -51,7 +52,7 @@ def read_shard(
         return _convolved(layer.convolutions, projections, layer.conv_size, shard)
 
     q, k, v, g, *others = op_inputs(x, convolve)
-    o, _ = chunk_gla(q, k, v, g, layer.scale, backend=layer.backend, shard=shard)
+    o, _ = chunk_gla(q, k, v, g, layer.scale, backend=layer.backend, shard=shard, **gate_options(layer))
     y = output(o, x, *others)
     return within(y, shard.packed.parts) if shard.packed is not None and others else y
 

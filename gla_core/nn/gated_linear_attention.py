@@ -134,6 +134,8 @@ class GatedLinearAttention(nn.Module):
         self.use_output_gate = use_output_gate
         self.feature_map = None if feature_map is None else activation("feature_map", feature_map)
         self.gate_logit_normalizer, self.clamp_min = gate_logit_normalizer, clamp_min
+        in_op = clamp_min is None and gate_logit_normalizer == int(gate_logit_normalizer)
+        self.gate_normalizer = int(gate_logit_normalizer) if in_op else None
         self.backend, self.mode, self.layer_idx = backend, mode, layer_idx
         self.context_parallel = context_parallel
 
@@ -293,7 +295,7 @@ class GatedLinearAttention(nn.Module):
 
     def op_inputs(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
-        return *self.heads(x, convolve), self.log_gates(self.gk_proj(x))
+        return *self.heads(x, convolve), self.gates(self.gk_proj(x))
 
     def heads(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor]:
         """Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K] and v [B, T, H, V]."""
@@ -304,11 +306,16 @@ class GatedLinearAttention(nn.Module):
             q, k = self.feature_map(q), self.feature_map(k)
         return q, k, v.unflatten(-1, (self.num_kv_heads, self.head_v_dim))
 
-    def log_gates(self, logits: Tensor) -> Tensor:
-        """Returns the log gates [B, T, H, K] in float32 or float64: half precision rounds values near 0 to 0."""
-        g = F.logsigmoid(logits.to(wide(logits.dtype))) / self.gate_logit_normalizer
-        g = g if self.clamp_min is None else g.clamp(min=self.clamp_min)
-        return g.unflatten(-1, (self.num_kv_heads, -1))
+    def gates(self, logits: Tensor) -> Tensor:
+        """Returns the logits as [B, T, H, K] if the op computes the gates from them, otherwise the log gates.
+
+        The op takes no lower bound of the gates, and divides by whole numbers only. The log gates are float32 or
+        float64, because half precision rounds values near 0 to 0.
+        """
+        if self.gate_normalizer is None:
+            logits = F.logsigmoid(logits.to(wide(logits.dtype))) / self.gate_logit_normalizer
+            logits = logits if self.clamp_min is None else logits.clamp(min=self.clamp_min)
+        return logits.unflatten(-1, (self.num_kv_heads, -1))
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         """Maps o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size]."""

@@ -66,6 +66,7 @@ class HGRN2(nn.Module):
 
     scale: float | None = None
     rotary_base: float | None = None
+    gate_normalizer: int | None = None
 
     def __init__(
         self,

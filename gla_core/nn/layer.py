@@ -34,6 +34,7 @@ class RecurrentLayer(Protocol):
         convolutions: the convolutions of its projections; empty if it has none.
         scale: factor of the op's output; None for K^-1/2.
         rotary_base: base of the rotary embedding of q and k; None for none.
+        gate_normalizer: None if g holds log gates; if g holds logits, the number by which log sigma is divided.
     """
 
     hidden_size: int
@@ -41,6 +42,7 @@ class RecurrentLayer(Protocol):
     backend: str | None
     scale: float | None
     rotary_base: float | None
+    gate_normalizer: int | None
     context_parallel: ProcessGroup | DeviceMesh | None
 
     @property

@@ -79,6 +79,7 @@ class Mamba2(nn.Module):
 
     scale: float | None = 1.0
     rotary_base: float | None = None
+    gate_normalizer: int | None = None
 
     def __init__(
         self,

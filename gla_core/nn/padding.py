@@ -39,7 +39,11 @@ class Padding(NamedTuple):
 
     def zeroed(self, x: Tensor) -> Tensor:
         """Returns x [B, T, ...] with zeros behind the tokens."""
-        return torch.where(self.inside.view(*self.inside.shape, *[1] * (x.ndim - 2)), x, 0)
+        return self.filled(x, 0)
+
+    def filled(self, x: Tensor, value: float) -> Tensor:
+        """Returns x [B, T, ...] with a value behind the tokens."""
+        return torch.where(self.inside.view(*self.inside.shape, *[1] * (x.ndim - 2)), x, value)
 
 
 def within(y: Tensor, cu_seqlens: Tensor) -> Tensor:

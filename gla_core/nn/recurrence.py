@@ -102,7 +102,7 @@ def read_sequences(
         q, k = rotated(q, k, tokens, layer.rotary_base)
     if padded is not None:  # padding behind the tokens must not change the state
         g = g.expand(*v.shape[:3]) if g.ndim == 1 else g
-        k, g = padded.zeroed(k), padded.zeroed(g)
+        k, g = padded.zeroed(k), padded.filled(g, 0 if layer.gate_normalizer is None else math.inf)
     # FSDP2's mixed precision casts every input to half precision; this casts the state back.
     initial = None if state is None else state.recurrent.to(wide(state.recurrent.dtype))
     o, recurrent = chunk_gla(
@@ -116,6 +116,7 @@ def read_sequences(
         cu_seqlens=cu_seqlens,
         backend=layer.backend,
         max_seqlen=max_seqlen,
+        **gate_options(layer),
     )
     y = output(o, x, *others)
     if padded is not None:
@@ -156,9 +157,8 @@ def read_tokens(
         before = _rows(state.position, state_indices)
         q, k = rotated(q, k, before[:, None], layer.rotary_base)
     q, k, v, g, *others = (t if t.ndim == 1 else t[:, 0] for t in (q, k, v, g, *others))
-    o, recurrent = recurrent_gla_step(
-        q, k, v, g, state.recurrent, layer.scale, state_indices=state_indices, inplace=inplace, backend=layer.backend
-    )
+    given = (q, k, v, g, state.recurrent, layer.scale, state_indices, inplace, layer.backend)
+    o, recurrent = recurrent_gla_step(*given, **gate_options(layer))
     conv, position = state.conv, state.position
     if conv is not None:
         pairs = zip(conv, convolve.after or (), strict=True)
@@ -169,6 +169,13 @@ def read_tokens(
     if others and state_indices is not None:  # o is 0 in skipped rows, and the others are not
         y = torch.where(_skipped(state_indices, len(state.recurrent))[:, None], 0, y)
     return y, state if inplace else GLAState(recurrent, conv, position)
+
+
+def gate_options(layer: RecurrentLayer) -> dict[str, Any]:
+    """Returns the arguments of the ops that say what the layer's g holds."""
+    if layer.gate_normalizer is None:
+        return {}
+    return {"gate": "logsigmoid", "gate_normalizer": layer.gate_normalizer}
 
 
 def initial_state(layer: RecurrentLayer, batch_size: int, device: Device) -> GLAState:

@@ -96,7 +96,7 @@ class Retention(GatedLinearAttention):
                 "embedding turns pairs of channels: change expand_k or num_heads"
             )
         del self.gk_proj  # the gates are constants
-        self._gates = num_heads
+        self._gates, self.gate_normalizer = num_heads, None
 
     @property
     def state_shape(self) -> tuple[int, int, int]:

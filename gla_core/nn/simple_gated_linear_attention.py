@@ -91,6 +91,6 @@ class SimpleGatedLinearAttention(GatedLinearAttention):
         )
         self.gk_proj = nn.Linear(hidden_size, num_heads, **where)
 
-    def log_gates(self, logits: Tensor) -> Tensor:
-        """Returns the log gates [B, T, H] in float32 or float64, from logits of the same shape."""
-        return super().log_gates(logits).squeeze(-1)
+    def gates(self, logits: Tensor) -> Tensor:
+        """Returns the logits [B, T, H], or log gates; see `GatedLinearAttention.gates`."""
+        return super().gates(logits).squeeze(-1)

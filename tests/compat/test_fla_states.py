@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gla_core.compat.fla import state_from_fla, state_to_fla
+from gla_core.dispatch.backend import log_gates
 from gla_core.nn import HGRN2, GatedLinearAttention
 
 SMALL = {"hidden_size": 16, "num_heads": 4, "use_short_conv": True, "conv_size": 3}
@@ -22,6 +23,7 @@ def layer_there(options, tokens):
         x[:, :tokens], lambda *ys: [c(y)[0] for c, y in zip(layer.convolutions, ys, strict=True)]
     )
     groups = 4 // layer.num_kv_heads
+    g = log_gates(g, layer.gate_normalizer, torch.float64)
     k, v, g = (y.repeat_interleave(groups, 2).detach() for y in (k, v, g))
     state = torch.zeros(2, 4, v.shape[3], k.shape[3], dtype=torch.float64)  # [N, Hq, V, K]
     for t in range(tokens):

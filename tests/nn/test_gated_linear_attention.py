@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gla_core.conformance import oracle
+from gla_core.dispatch.backend import log_gates
 from gla_core.nn import GatedLinearAttention
 
 
@@ -175,13 +176,17 @@ def test_bfloat16(name: str, options: dict, make_layer: Callable) -> None:
     assert (y - expected).norm() < 0.02 * expected.norm()
 
 
-def test_log_gate_is_float32_in_bfloat16(make_layer: Callable) -> None:
-    layer = make_layer("plain", torch.bfloat16)
+@pytest.mark.parametrize(("name", "normalizer"), [("plain", 16), ("other_gate", 0.5)])
+def test_log_gates_near_0_in_bfloat16(name: str, normalizer: float, make_layer: Callable) -> None:
+    """The op computes the gates of the first layer from logits; the second layer computes them itself."""
+    layer = make_layer(name, torch.bfloat16)
     with torch.no_grad():
         layer.gk_proj[1].weight.zero_()
         layer.gk_proj[1].bias.fill_(8.0)
     g = layer.op_inputs(torch.randn(1, 3, 16, dtype=torch.bfloat16), lambda *projections: projections)[3]
-    torch.testing.assert_close(g, torch.full((1, 3, 2, 4), -3.3540637289566e-4 / 16), rtol=1e-5, atol=0)
+    assert g.dtype == (torch.bfloat16 if name == "plain" else torch.float32)
+    g = log_gates(g, layer.gate_normalizer, torch.float32)
+    torch.testing.assert_close(g, torch.full_like(g, -3.3540637289566e-4 / normalizer), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", ["plain", "conv_bias"])
