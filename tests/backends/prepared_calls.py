@@ -13,15 +13,15 @@ Prepare = Callable[[OpCall], Callable[..., Any]]
 
 
 def described(op: str, *arguments: Any) -> OpCall:
-    """Returns the description of a call of an abstract op. It takes all arguments of the op's contract, in order."""
+    """Returns the description of a call of an abstract op. It takes the op's arguments in order; the last are optional."""
     spec = ABSTRACT_OPS[op]
-    hints = [None for argument in spec.arguments if argument.hint]
-    return spec.describe(*arguments, *hints)
+    return spec.describe(*spec.complete(arguments, {}))
 
 
 def call_prepared(op: str, prepare: Prepare, *arguments: Any) -> Any:
     """Prepares a call of an abstract op, and returns what it computes."""
-    return prepare(described(op, *arguments))(*arguments)
+    spec = ABSTRACT_OPS[op]
+    return prepare(described(op, *arguments))(*spec.complete(arguments, {})[: len(spec.contract)])
 
 
 def preparing(backend: str, op: str) -> Prepare:

@@ -75,7 +75,7 @@ def step(B=2**14, P=2**20, H=16, G=2, R=1, K=128, V=128, form="key"):
     q, k, v = empty(G * H, B, K).transpose(0, 1), empty(B, H, K), empty(B, Hv, V)
     g = empty(*{"constant": (Hv,), "head": (B, Hv), "key": (B, Hv, K)}[form])
     state, indices = empty(P, Hv, K, V, dtype=torch.float32), empty(B, dtype=torch.int32)
-    return "recurrent_gla_step", q, k, v, g, state, 0.1, indices, True
+    return "recurrent_gla_step", q, k, v, g, state, 0.1, indices, None, True
 
 
 def attention(B, Tq, Tk, H=32, G=1, K=128, new=heads_first):

@@ -249,7 +249,7 @@ def test_steps_in_a_pool(inplace, gates):
     pool = torch.randn(6, 2, 16, 16)
     pool[3] = torch.nan
     before, gate = pool.clone(), None if g is None else g.clone()
-    o, state = recurrent_gla_step(q, k, v, g, pool, 0.3, torch.tensor([5, -1, 0, 6]), inplace)
+    o, state = recurrent_gla_step(q, k, v, g, pool, 0.3, torch.tensor([5, -1, 0, 6]), None, inplace)
     assert (state is pool) == inplace
     assert torch.equal(before[[1, 2, 4]], state[[1, 2, 4]])
     assert inplace or torch.equal(before.nan_to_num(), pool.nan_to_num())
@@ -264,11 +264,11 @@ def test_steps_in_a_pool(inplace, gates):
 
 def test_nobody_steps():
     q, k, v, g, state, _ = arguments(B=0, T=1, initial_state=True)
-    o, new = recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, 0.3, None, False)
+    o, new = recurrent_gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, 0.3, None, None, False)
     assert (o.shape, new.shape) == (v[:, 0].shape, state.shape)
     none = torch.empty(0, 2, 16, 16)
     row = [x[:1, 0] for x in arguments(B=1, T=1)[:4]]
-    o, new = recurrent_gla_step(*row, none, 0.3, torch.tensor([0]), True)
+    o, new = recurrent_gla_step(*row, none, 0.3, torch.tensor([0]), None, True)
     assert new is none
     assert torch.equal(o, torch.zeros_like(o))
 

@@ -83,10 +83,10 @@ def arguments_of(op, device, seed=0):
     do = torch.randn(1, 70, 2, 64)
     token = [y[:, 0] for y in (x.q, x.k, x.v, x.g)]
     found = {
-        "chunk_gla_fwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, None, None),
-        "chunk_gla_bwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, None, None, None, do, None),
+        "chunk_gla_fwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, None, None, None),
+        "chunk_gla_bwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, None, None, None, do, None, None),
         "chunk_gla_summary": (x.k, x.v, x.g, None, False),
-        "recurrent_gla_step": (*token, x.initial_state, 0.3, None, False),
+        "recurrent_gla_step": (*token, x.initial_state, 0.3, None, None, False),
         "online_softmax": (torch.randn(3, 700), 1),
         "softmax_attention": (x.q, x.k, x.v, 0.3, True),
     }[op]
@@ -100,7 +100,7 @@ def strided_step(inplace):
     """Describes a step whose tensors have various strides. One tensor, the gate, is None."""
     q, k, v = torch.empty(3, 4, 16)[:, ::2], torch.empty(2, 3, 16).transpose(0, 1), torch.empty(3, 2, 9)[..., 1:]
     state, indices = torch.empty(5, 2, 8, 16, dtype=torch.bfloat16).mT, torch.empty(3, dtype=torch.int32)
-    arguments = (q, k, v, None, state, 0.3, indices, inplace)
+    arguments = (q, k, v, None, state, 0.3, indices, None, inplace)
     return described("recurrent_gla_step", *arguments), arguments
 
 
@@ -110,8 +110,8 @@ def test_a_rehearsal_is_given_what_a_call_is_given_but_values(inplace):
 
     given = []
 
-    def run(q, k, v, g, state, scale, state_indices, inplace):
-        given.append((q, k, v, g, state, scale, state_indices, inplace))
+    def run(q, k, v, g, state, scale, state_indices, gate_normalizer, inplace):
+        given.append((q, k, v, g, state, scale, state_indices, gate_normalizer, inplace))
 
     call, arguments = strided_step(inplace)
     assert rehearsed(run, dataclasses.replace(call, device=torch.device("cuda", 0))) is run
@@ -124,7 +124,7 @@ def test_a_rehearsal_is_given_what_a_call_is_given_but_values(inplace):
             assert x is expected or (expected, x) == (0.3, 1.0)
     assert found[5] == 1.0
     assert found[3] is None
-    assert found[7] is inplace
+    assert found[8] is inplace
 
 
 def test_scalars_of_a_rehearsal_are_those_of_the_call():
@@ -292,7 +292,8 @@ def test_calls_with_unaligned_tensors_are_prepared_apart(op, moved, backend, dev
         for odd in (None, *moved):
             arguments = arguments_of(op, device, seed)
             arguments = [unaligned(x) if name == odd else x for name, x in zip(contract, arguments, strict=True)]
-            check(op, getattr(gla, op)(*arguments, backend="counted"), arguments)
+            named = dict(zip(contract, arguments, strict=True))
+            check(op, getattr(gla, op)(**named, backend="counted"), arguments)
     assert alignments == [[], *([name] for name in moved)]
 
 

@@ -90,7 +90,7 @@ def launch_gradients(
     leaving: Tensor | None,
     segments: Segments,
     scale: float,
-    normalizer: int | None,
+    normalizer: int | None = None,
 ) -> list[Launch]:
     """Returns the launches that fill the gradients.
 

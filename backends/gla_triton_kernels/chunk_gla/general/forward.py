@@ -71,7 +71,7 @@ from gla_triton_kernels.runtime.tma import tiles
 
 
 def launch_outputs(
-    plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None, normalizer: int | None
+    plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None, normalizer: int | None = None
 ) -> list[Launch]:
     """Returns the launch that fills o, and final_state and checkpoints if x has them.
 

@@ -58,7 +58,7 @@ STAGES = gl.constexpr(4)  # slices of qg and kg that are prefetched: two chunks,
 
 
 def launch_outputs(
-    plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None, normalizer: int | None
+    plan: ForwardPlan, x: Tensors, segments: Segments, scale: float, every: int | None, normalizer: int | None = None
 ) -> list[Launch]:
     """Returns the launches that fill o, and final_state and checkpoints if x has them.
 

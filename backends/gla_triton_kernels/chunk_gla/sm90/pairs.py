@@ -84,7 +84,7 @@ def new_marks(x: BackwardTensors, entering: Tensor, keys: int) -> Tensor | None:
 
 
 def launch_pairs(
-    x: BackwardTensors, marks: Tensor | None, scale: float, keys: int, normalizer: int | None
+    x: BackwardTensors, marks: Tensor | None, scale: float, keys: int, normalizer: int | None = None
 ) -> list[Launch]:
     """Returns the launch that completes the gradients of marked chunks.
 

@@ -51,7 +51,7 @@ def launch_state_gradients(
     leaving: Tensor | None,
     segments: Segments,
     scale: float,
-    normalizer: int | None,
+    normalizer: int | None = None,
 ) -> list[Launch]:
     """Returns the launch that writes P and marks chunks that are not mild.
 
