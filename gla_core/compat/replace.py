@@ -113,8 +113,11 @@ class Replacement:
         functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        return (self.function if self.in_force and self.serves(given) else self.original)(*args, **kwargs)
+        return (self.function if self.in_force and self.accepts(*args, **kwargs) else self.original)(*args, **kwargs)
+
+    def accepts(self, *args: Any, **kwargs: Any) -> bool:
+        """Returns whether the replacement serves a call with these arguments, while it is in force."""
+        return self.serves({**dict(zip(self._names, args, strict=False)), **kwargs})
 
     def put(self) -> tuple[str, ...]:
         """Replaces the original; returns the names of the modules in which it was found."""

@@ -6,8 +6,9 @@ of several calls are computed here on a CPU. On a GPU they are left to flash-lin
 work; among these, LightNet and normalized linear attention call functions that are replaced.
 
 The functions are replaced in the modules that define them, so modules that are imported later find the replacements.
-They are also replaced in every module that has imported them already. A call that this package does not compute goes to
-the original function. Replacements hold for all threads, until the last `Acceleration` that asked for them is undone.
+They are also replaced in every module of flash-linear-attention that has imported them already. Some are registered as
+its backends too, which reaches other modules; see registry.py. A call that this package does not compute goes to the
+original function. Replacements hold for all threads, until the last `Acceleration` that asked for them is undone.
 
 If all functions are replaced at once, flash-linear-attention's GLA layer passes each key/value head once instead of
 once per query head: the `repeat` that it calls is replaced in the layer's module. Cached states keep all query heads.
@@ -25,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gla_core.compat.fla import composed, heads, on_cpu, ops
+from gla_core.compat.fla import composed, heads, on_cpu, ops, registry
 from gla_core.compat.replace import COMPUTED, LOCK, Acceleration, Replacement, parameters, replacement
 from gla_core.dispatch.errors import nearest
 
@@ -154,7 +155,9 @@ def _replacement(
     how: str = COMPUTED,
 ) -> Replacement:
     call = _for_query_heads(function) if home == _GLA else function
-    return replacement(importlib.import_module(home), name, call, serves, within, how)
+    new = replacement(importlib.import_module(home), name, call, serves, within, how)
+    registry.register(new)
+    return new
 
 
 def _mode_of_layers(home: str, name: str) -> _ModeOfLayers:

@@ -1,0 +1,104 @@
+"""Registration with flash-linear-attention 0.6.0's own backends: `make test-fla`, on a CPU too."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from gla_core.compat.fla import accelerate, heads
+from gla_core.compat.fla.accelerate import HOMES
+from gla_core.compat.fla.on_cpu import REPLACED
+
+backends = pytest.importorskip("fla.backends", reason="needs flash-linear-attention 0.6.0: make test-fla")
+GUIDE = Path(__file__).parents[2] / "docs" / "from-fla.md"
+SIMPLE = ("fused_chunk_simple_gla", "fused_recurrent_simple_gla", "parallel_simple_gla")
+
+
+def is_dispatched(function):
+    """Returns whether one of a function's wrappers holds a registry of backends."""
+    while function is not None:
+        cells = getattr(function, "__closure__", None) or ()
+        if any(isinstance(cell.cell_contents, backends.BackendRegistry) for cell in cells):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+@pytest.fixture(params=SIMPLE)
+def kept(request):
+    """A function of FLA that a module of the user's imported before, and which a backend of FLA computes."""
+    function = getattr(importlib.import_module("fla.ops.simple_gla"), request.param)
+    enabled = [True]
+
+    class Theirs(backends.BaseBackend):
+        backend_type, priority = "theirs", 0
+
+        def is_enabled(self):
+            return bool(enabled)
+
+    backends.register(function, backend=Theirs)(lambda *args, **kwargs: ("theirs", None))
+    yield function
+    enabled.clear()
+
+
+def tokens():
+    q, k, v = (torch.randn(1, 5, 2, d) for d in (4, 4, 3))
+    return q, k, v, -torch.rand(1, 5, 2)
+
+
+def test_the_guide_lists_the_functions_that_have_an_entry():
+    """A newer FLA may have more entries; list them in the guide."""
+    replaced = [(home, name) for homes in (HOMES, REPLACED) for home, members in homes.items() for name in members]
+    found = {name for home, name in replaced if is_dispatched(getattr(importlib.import_module(home), name))}
+    listed = re.search(r"`fla\.backends\.register`:\n\n((?:- .*\n)+)", GUIDE.read_text(encoding="utf-8"))
+    assert found == set(re.findall(r"`(\w+)`", listed[1]))
+
+
+def test_a_function_that_was_imported_before_is_computed_here(kept):
+    given = tokens()
+    assert kept(*given)[0] == "theirs"
+    with accelerate():
+        torch.testing.assert_close(kept(*given), getattr(heads, kept.__name__)(*given))
+    assert kept(*given)[0] == "theirs"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_it_is_computed_here_until_the_last_acceleration_is_undone(kept, order):
+    given, accelerations = tokens(), [accelerate(), accelerate(kept.__name__)]
+    for acceleration in accelerations[::order]:
+        assert isinstance(kept(*given)[0], torch.Tensor)
+        acceleration.undo()
+    assert kept(*given)[0] == "theirs"
+
+
+def test_functions_that_are_not_named_are_left_alone(kept):
+    with accelerate("chunk_simple_gla"):
+        assert kept(*tokens())[0] == "theirs"
+
+
+@pytest.mark.parametrize("kept", ["parallel_simple_gla"], indirect=True)
+def test_calls_that_are_not_computed_here_go_to_the_next_backend(kept):
+    with accelerate():
+        assert kept(*tokens(), output_attentions=True)[0] == "theirs"
+
+
+def test_functions_for_tensors_on_a_cpu():
+    from fla.modules.activations import swiglu_linear
+
+    x, y, weight = torch.randn(2, 4), torch.randn(2, 4), torch.randn(3, 4)
+    with accelerate(cpu=True):
+        torch.testing.assert_close(swiglu_linear(x, y, weight, None), (torch.nn.functional.silu(x) * y) @ weight.T)
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+def test_a_function_of_its_modules_is_compiled_without_a_break(name):
+    """A call through the dispatcher would break the graph, so the names in its modules are exchanged too."""
+    home, given = importlib.import_module("fla.ops.simple_gla"), tokens()
+    torch._dynamo.reset()
+    with accelerate():
+        compiled = torch.compile(lambda *args: getattr(home, name)(*args)[0], fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(*given), getattr(heads, name)(*given)[0])
