@@ -58,6 +58,9 @@ class Value(torch.Tensor):
 
     type = SimpleNamespace(layout=_Layout())  # pyright: ignore[reportAssignmentType,reportIncompatibleMethodOverride]
 
+    def to(self, *args: Any, bitcast: bool = False, **kwargs: Any) -> Any:
+        return self.view(args[0]) if bitcast else super().to(*args, **kwargs)
+
     def __iadd__(self, other: Any) -> Any:
         return self + other
 

@@ -13,7 +13,7 @@ Prepare = Callable[[OpCall], Callable[..., Any]]
 
 
 def described(op: str, *arguments: Any) -> OpCall:
-    """Returns the description of a call of an abstract op. It takes the op's arguments in order; the last are optional."""
+    """Returns the description of a call of an abstract op; it takes the first of the op's arguments, in order."""
     spec = ABSTRACT_OPS[op]
     return spec.describe(*spec.complete(arguments, {}))
 

@@ -75,7 +75,8 @@ def cut(call, gpu=H200):
         ({"K": 264}, general.FORWARD),
         ({"V": 60}, general.FORWARD),
         ({"Hq": 32}, general.FORWARD),
-        ({"dtype": float16}, general.FORWARD),
+        ({"dtype": float16}, sm90.FORWARD),
+        ({"dtype": float16, "K": 256}, general.FORWARD),
         ({"dtype": float32}, general.FORWARD),
         ({"aligned": False}, general.FORWARD),
         ({"T": 96}, sm90.FORWARD),
@@ -242,7 +243,7 @@ def test_segments_of_wide_heads_on_hopper():
 
 
 def test_segments_without_the_kernels_for_hopper():
-    for changes in ({"Hq": 32}, {"dtype": float16}, {"K": 264}):
+    for changes in ({"Hq": 32}, {"dtype": float16, "K": 256}, {"K": 264}):
         plan = cut(call_of(**{"B": 1, "T": 65536, "H": 8, **changes}))
         assert (plan.outputs, plan.segments.states) == (general.FORWARD, general.STATES)
         assert plan.segments.overlap

@@ -99,5 +99,6 @@ def test_the_kernel_follows_the_forward():
     for plan in (plan_cut, plan_whole):
         assert plan(call(65536, 8)).states is sm90.STATES
         assert plan(call(65536, 8, K=264)).states is general.STATES
-        assert plan(call(65536, 8, dtype=torch.float16)).states is general.STATES
+        assert plan(call(65536, 8, dtype=torch.float16)).states is sm90.STATES
+        assert plan(call(65536, 8, dtype=torch.float32)).states is general.STATES
         assert plan(unaligned).states is general.STATES

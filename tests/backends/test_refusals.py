@@ -60,8 +60,6 @@ def test_a_call_that_a_kernel_computes_is_not_refused(kernel):
 OF_ALL = [
     (A100, {}, "needs Hopper (compute capability 9.0); the GPU is of the kind A100"),
     (B200, {}, "needs Hopper (compute capability 9.0); the GPU is of the kind Blackwell"),
-    (H200, {"dtype": float16}, "computes bfloat16; q is float16"),
-    (H200, {"dtype": float32}, "computes bfloat16; q is float32"),
     (H200, {"T": 0}, UNALIGNED.format("q")),
 ]
 
@@ -70,6 +68,15 @@ OF_ALL = [
 @pytest.mark.parametrize(("gpu", "changes", "reason"), OF_ALL, ids=str)
 def test_refusals_that_kernels_for_sm90_share(kernel, gpu, changes, reason):
     assert kernel.refusal(call_for(kernel, **changes), gpu) == reason
+
+
+@pytest.mark.parametrize("kernel", SM90_KERNELS, ids=named)
+def test_dtypes_of_kernels_for_sm90(kernel):
+    in_half = kernel in (sm90.STATES, sm90.FORWARD, sm90.FORWARD_HEAD)
+    taken = "bfloat16 or float16" if in_half else "bfloat16"
+    assert kernel.refusal(call_for(kernel, dtype=float32), H200) == f"computes {taken}; q is float32"
+    refused = None if in_half else "computes bfloat16; q is float16"
+    assert kernel.refusal(call_for(kernel, dtype=float16), H200) == refused
 
 
 @pytest.mark.parametrize("kernel", SM90_KERNELS, ids=named)
@@ -295,16 +302,18 @@ def test_explain_names_the_kernel_for_states_and_the_tokens_of_segments():
     found = lines_of(explain_call(call, current_request()), "parallel_scan")
     assert found[0].startswith("kernel general.forward after general.states, in segments of ")
     assert found[1:] == [
-        f"not sm90.{name}: computes bfloat16; q is float32" for name in ("forward", "forward_wide", "forward_head")
+        "not sm90.forward: computes bfloat16 or float16; q is float32",
+        "not sm90.forward_wide: computes bfloat16; q is float32",
+        "not sm90.forward_head: computes bfloat16 or float16; q is float32",
     ]
 
 
 @pytest.mark.kernels
 def test_explain_of_a_call_on_tensors_names_the_kernel(backend, device):
-    x = gla_inputs(B=1, T=20, K=16, V=16, dtype=float16, device=device)
+    x = gla_inputs(B=1, T=20, K=16, V=16, dtype=float32, device=device)
     found = lines_of(gla.explain("chunk_gla", x.q, x.k, x.v, x.g, backend=backend), backend)
     assert found[0] == "kernel general.forward"
     assert [line.split(": ")[0] for line in found[1:]] == [
         f"not sm90.{name}" for name in ("forward", "forward_wide", "forward_head")
     ]
-    assert all("needs Hopper" in line or "computes bfloat16; q is float16" in line for line in found[1:])
+    assert all("needs Hopper" in line or "q is float32" in line for line in found[1:])

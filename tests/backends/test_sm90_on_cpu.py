@@ -13,7 +13,7 @@ import torch
 
 from gla_core.conformance import oracle
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
-from gla_core.dispatch.backend import log_gates
+from gla_core.dispatch.backend import checkpoint_dtype, log_gates
 from gla_core.workloads.inputs import gla_inputs
 
 pytest.importorskip("triton")
@@ -61,12 +61,16 @@ def expected_checkpoints(x, every=64):
     return oracle.chunk_gla_checkpoints(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, every)
 
 
-def check_forward(kernels, BV=None, stages=2, normalizer=None, **sizes):
+def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, **sizes):
+    """Checks outputs; `factors` multiplies q, k and v, which are then not negative, by three numbers."""
     x = inputs(normalizer, **sizes)
+    if factors is not None:
+        x = dataclasses.replace(x, **{n: getattr(x, n).abs() * f for n, f in zip("qkv", factors, strict=True)})
     y = with_log_gates(x, normalizer)
     B, T, Hv, V = x.v.shape
     K, wanted = x.k.shape[3], expected_checkpoints(y)
-    o, final, checkpoints = unwritten(B, T, Hv, V), states_of(x), torch.zeros_like(wanted, dtype=BFLOAT16)
+    dtype, kept = x.q.dtype, checkpoint_dtype(x.q.dtype)
+    o, final, checkpoints = unwritten(B, T, Hv, V, dtype=dtype), states_of(x), torch.zeros_like(wanted, dtype=kept)
     tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, final, checkpoints)
     segments = whole(B, T, x.cu_seqlens, o)
     parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=BV or (64 if V <= 64 else 128), stages=stages)
@@ -76,13 +80,14 @@ def check_forward(kernels, BV=None, stages=2, normalizer=None, **sizes):
     gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, 64, normalizer))
     expected = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
     for found, truth in zip((o, final, checkpoints), (*expected, wanted), strict=True):
-        assert relative_error(found, truth) <= FORWARD[BFLOAT16]
+        assert relative_error(found, truth) <= FORWARD[dtype]
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16], ids=str)
 @pytest.mark.parametrize("gates", ["mild", "strong", "extreme", "-inf"])
 @pytest.mark.parametrize("form", ["head", "constant", "key"])
-def test_outputs_of_every_gate(kernels, form, gates):
-    check_forward(kernels, gate_form=form, gates=gates, initial_state=True)
+def test_outputs_of_every_gate(kernels, form, gates, dtype):
+    check_forward(kernels, gate_form=form, gates=gates, initial_state=True, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +109,29 @@ def test_outputs_of_every_gate(kernels, form, gates):
         {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 40, "V": 200},
         PACKED | {"normalizer": 1, "gate_form": "key"},
         PACKED | {"normalizer": 2, "R": 2, "BV": 128},
+        PACKED | {"gate_form": "key", "K": 128, "V": 128, "dtype": torch.float16},
+        PACKED | {"R": 2, "BV": 128, "dtype": torch.float16},
+        {"gates": "none", "dtype": torch.float16, "gate_form": "key"},
     ],
     ids=str,
 )
 def test_outputs(kernels, sizes):
     check_forward(kernels, **sizes)
+
+
+@pytest.mark.parametrize("form", ["head", "key"])
+@pytest.mark.parametrize(
+    ("factors", "sizes"),
+    [
+        ((1e-3, 100, 100), {}),  # states above 65504
+        ((300, 300, 1e-3), {"gates": "strong"}),  # scores above 65504
+        ((300, 300, 1e-3), {"normalizer": 5}),  # and keys decayed from the middle of a chunk
+        ((1, 3e-3, 3e-4), {}),  # states below the normal numbers of float16
+    ],
+    ids=str,
+)
+def test_outputs_of_float16_in_range(kernels, form, factors, sizes):
+    check_forward(kernels, dtype=torch.float16, gate_form=form, factors=factors, T=300, **sizes)
 
 
 def check_gradients(kernels, dstate=True, normalizer=None, **sizes):

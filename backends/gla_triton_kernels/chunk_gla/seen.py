@@ -21,7 +21,7 @@ OF_GATES = frozenset({"g", "dg"})
 OF_VALUES = frozenset({"v", "o", "do", "dv"})
 OF_BOTH = frozenset({"initial_state", "final_state", "checkpoints", "dstate", "dinitial_state"})
 WIDTH_UNIT = 8
-"""Kernels for SM90 see widths that are multiples of this number, so rows of bfloat16 have a multiple of 16 bytes."""
+"""Kernels for SM90 see widths that are multiples of this number, so rows have a multiple of 16 bytes."""
 
 
 def form_of(shape: tuple[int, ...]) -> str:
@@ -31,7 +31,7 @@ def form_of(shape: tuple[int, ...]) -> str:
 
 def seen_width(width: int, dtype: torch.dtype, gpu: Gpu) -> int:
     """Returns the key or value width that kernels see."""
-    specialised = gpu.architecture.has_wgmma and dtype == torch.bfloat16
+    specialised = gpu.architecture.has_wgmma and dtype in (torch.bfloat16, torch.float16)
     return ceil_div(width, WIDTH_UNIT) * WIDTH_UNIT if specialised else width
 
 

@@ -1,6 +1,6 @@
 """Holds the limits on decay that keep exponentials in range; each kernel says what it does beyond them.
 
-`MILD_DECAY`, `MILD_DECAY_SM90` and `LEAST_GATE` are in nats.
+`MILD_DECAY`, `MILD_DECAY_SM90`, `MILD_DECAY_HALF` and `LEAST_GATE` are in nats.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ MILD_DECAY = tl.constexpr(60.0)
 # The kernels for SM90 take 80, so the largest factor of a mild chunk is exp(40) = 2e17. With it, sums of products of
 # inputs from 1e-9 to 1e9 stay in range. Scores above the diagonal may overflow; they are dropped before they are used.
 MILD_DECAY_SM90 = tl.constexpr(80.0)
+# With float16 inputs they take 12, so factors are within exp(6) = 403 of 1. A chunk with a larger |q| or |k| than the
+# second limit is not mild, because its product with the factor could exceed 65504, the largest number of float16.
+MILD_DECAY_HALF = tl.constexpr(12.0)
+MILD_INPUT_HALF = tl.constexpr(160.0)
 
 # The exp of a gate below this limit is 0 in float32, so sums of gates replace such a gate by the limit. The sums stay
 # finite, and over a chunk of 64 tokens they are exact to 5e-4, which is an eighth of the rounding of bfloat16.

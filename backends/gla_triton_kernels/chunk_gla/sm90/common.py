@@ -57,6 +57,64 @@ def as_float32(x):
 
 
 @gluon.jit
+def unit_of(most):
+    """Returns the power of two `unit` with 2^14 <= most / unit < 2^15, and 1 / unit; `most` is the largest number.
+
+    Numbers that are divided by it fit into float16.
+    """
+    unit = most.to(gl.int32, bitcast=True) & 0x7F800000  # the exponent's bits
+    unit = gl.maximum(unit - (14 << 23), 1 << 23)
+    return unit.to(gl.float32, bitcast=True), ((254 << 23) - unit).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def largest(x):
+    """Returns the largest absolute value of a matrix."""
+    return gl.max(gl.max(gl.abs(x), 1), 0)
+
+
+@gluon.jit
+def store_state(tile, S, factor):
+    """Stores factor * S as an operand, and returns its unit, by which products with it are multiplied.
+
+    A sum over many tokens may be too large or too small for float16, but not for bfloat16.
+
+    Args:
+        S: [K, V]. factor: [K, 1], numbers from exp(-12) to 1; None stands for 1.
+    """
+    if tile.dtype == gl.float16:
+        unit, inverse = unit_of(largest(S))
+        tile.store((S * (inverse if factor is None else factor * inverse)).to(tile.dtype))
+        return unit
+    else:  # noqa: RET505 -- one branch is compiled
+        tile.store((S if factor is None else S * factor).to(tile.dtype))
+        return 1.0
+
+
+@gluon.jit
+def scores_in_units(a, dtype: gl.constexpr):
+    """Returns scores in `dtype`, and their unit, by which they are multiplied: 1, or above it if float16 needs it."""
+    if dtype == gl.float16:
+        unit, _ = unit_of(largest(a))
+        unit = gl.maximum(unit, 1.0)
+        return (a * (1.0 / unit)).to(dtype), unit
+    else:  # noqa: RET505 -- one branch is compiled
+        return a.to(dtype), 1.0
+
+
+@gluon.jit
+def write_state(ptr, number, S, key, value, sizes):
+    """Writes S [BK, W] from registers to the state of this number in a tensor [.., K, V].
+
+    Args:
+        key, value: the keys [BK, 1] and the values [1, W] of S. sizes: K and V.
+    """
+    K, V = sizes
+    key += opaque_zero()  # the assembler of Triton 3.6 crashes if addresses are kept through the loop
+    gl.store(ptr + number.to(gl.int64) * K * V + key * V + value, S, (key < K) & (value < V))
+
+
+@gluon.jit
 def levels_that_count(g, least):
     """Returns the levels m of the halving, as bits, at which some gate of g [C, K] between two halves is above `least`.
 

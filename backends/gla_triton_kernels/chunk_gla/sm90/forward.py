@@ -32,6 +32,7 @@ the chunked form.
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -46,22 +47,26 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import ForwardPlan
-from gla_triton_kernels.chunk_gla.shared.limits import MILD_DECAY_SM90
+from gla_triton_kernels.chunk_gla.shared.limits import MILD_DECAY_HALF, MILD_DECAY_SM90, MILD_INPUT_HALF
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.chunk_gla.sm90.common import (
+    as_float32,
     clear_rows,
     decay_any_chunk,
     decay_mild_chunk,
     exponents_of_mild_chunk,
     in_state,
+    largest,
     layout_of_columns,
     layout_of_runs,
     log_gates_of_tile,
     next_checkpoint,
-    opaque_zero,
+    scores_in_units,
+    store_state,
     tokens_of,
     wait_for_predecessor,
     write,
+    write_state,
 )
 from gla_triton_kernels.chunk_gla.tensors import Tensors
 from gla_triton_kernels.runtime.launch import Launch
@@ -87,6 +92,7 @@ def launch_outputs(
         "g_desc": None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK),
         "o_desc": shared_tiles(x.o, kernel.C, W),
         "s_desc": checkpoint_tiles(x.checkpoints, kernel.BK, W),
+        "checkpoints": None if x.q.dtype == torch.bfloat16 else x.checkpoints,
         "o_ptr": x.o,
         "initial_state": x.initial_state,
         "entering": x.entering,
@@ -96,6 +102,7 @@ def launch_outputs(
         **state_strides("state_", x.initial_state),
         **lengths_of(T, segments),
         "every": every or 0,
+        "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
         "H": H,
         "K": K,
         "V": V,
@@ -111,8 +118,11 @@ def launch_outputs(
 
 
 def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescriptor | None:
-    """Returns checkpoints [B, n, H, K, V] as blocks [1, 1, 1, keys, values], with the layout that wgmma expects."""
-    if x is None:
+    """Returns checkpoints [B, n, H, K, V] as blocks [1, 1, 1, keys, values], with the layout that wgmma expects.
+
+    It returns None if there are none, or if they are float32: registers then write them.
+    """
+    if x is None or x.dtype != torch.bfloat16:
         return None
     block = [1, 1, 1, keys, values]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
@@ -166,12 +176,13 @@ def _gate_warps(
     STAGES: gl.constexpr,
 ):
     """Replaces q, k by qg, kg, chunk after chunk, and computes A of chunks that are not mild."""
-    q_tiles, k_tiles, scratch_tiles, a_tiles, decays, mild_flags = tiles
+    q_tiles, k_tiles, scratch_tiles, a_tiles, a_units, decays, mild_flags = tiles
     g_full, g_empty, full, gated = barriers
     C: gl.constexpr = q_tiles.type.shape[3]
     K: gl.constexpr = q_tiles.type.shape[4]
     runs: gl.constexpr = layout_of_runs(C, K)
     columns: gl.constexpr = layout_of_columns(C, K)
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
     for i in range(gl.cdiv(length, C)):
         slot = i % STAGES
         phase = (i // STAGES) & 1
@@ -183,8 +194,11 @@ def _gate_warps(
             g_tile = _gate_tile(scratch_tiles, slot, g_desc).reshape([C, K])
             g = log_gates_of_tile(g_tile, rows, runs, NORMALIZER, PACKED)  # [C, K]
             x, end = exponents_of_mild_chunk(g)  # [C, K], [K]
-            mild = gl.min(end, 0) > -MILD_DECAY_SM90
+            mild = gl.min(end, 0) > (-MILD_DECAY_HALF if HALF else -MILD_DECAY_SM90)
             mbarrier.wait(full.index(slot), phase)  # also: all warps have read what was written to this slot before
+            if HALF:
+                most = gl.maximum(largest(as_float32(q_tile.load(runs))), largest(as_float32(k_tile.load(runs))))
+                mild = mild & (most <= MILD_INPUT_HALF)
             mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, runs)))
             if PACKED:
                 clear_rows(k_tile, rows, runs)
@@ -196,7 +210,10 @@ def _gate_warps(
                 again = log_gates_of_tile(g_tile, rows, columns, NORMALIZER, False)  # [C, K]
                 decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), again)  # [K], [C, C]
                 decays.index(slot).store(decay)
-                a_tiles.index(slot).store(a.to(q_tile.dtype))
+                a, a_unit = scores_in_units(a, q_tile.dtype)
+                a_tiles.index(slot).store(a)
+                if HALF:
+                    a_units.index(slot).store(gl.full([1], a_unit, gl.float32, gl.SliceLayout(1, runs)))
                 fence_async_shared()
                 mbarrier.arrive(g_empty.index(slot), count=1)
         else:
@@ -222,17 +239,18 @@ def _state_warps(
     STAGES: gl.constexpr,
 ):
     """Carries W columns of the state through the segment and writes the outputs."""
-    q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles = tiles
+    q_tiles, k_tiles, v_tiles, a_tiles, a_units, decays, mild_flags, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
     initial_state, state_n, state_h, state_k, state_v, entering, final_state = states
-    s_desc, checkpoint, left, every = kept
+    s_desc, checkpoints, n_rows, checkpoint, left, every = kept
     b, h, n, sequence, origin, column, start, length = place
     T, H, K, V = sizes
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
     GROUPS: gl.constexpr = s_tiles.type.shape[0]
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -256,11 +274,15 @@ def _state_warps(
         S = gl.load(head + in_state(key, value, state_k, state_v), inside & is_first, S)
     waiting = gl.full([BK, 1], 1.0, gl.float32, layout)  # the outer exp(r) of the previous chunk
     for i in range(gl.cdiv(length, C)):
-        if s_desc is not None:
+        if s_desc is not None or checkpoints is not None:
             if left == 0:
-                s_tile.store((S * waiting).to(s_tile.dtype))
-                fence_async_shared()
-                tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
+                if s_desc is not None:
+                    s_tile.store((S * waiting).to(s_tile.dtype))
+                    fence_async_shared()
+                    tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
+                else:
+                    number = (b * n_rows + checkpoint) * H + h
+                    write_state(checkpoints, number, S * waiting, key, value, (K, V))
                 checkpoint += 1
                 left = every
             left -= C
@@ -282,41 +304,45 @@ def _state_warps(
             decay = decays.index(slot).load(gl.SliceLayout(1, layout))[:, None]  # [BK, 1], exp(r) or exp(b_C)
             mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
             r = gl.where(mild, decay, 1.0)  # [BK, 1], exp(r)
-            s_tile.store((S * (waiting * r)).to(s_tile.dtype))
+            s_unit = store_state(s_tile, S, waiting * r)
             S = S * (waiting * decay)
             waiting = r
         else:
-            s_tile.store(S.to(s_tile.dtype))
+            s_unit = store_state(s_tile, S, None)
         fence_async_shared()
-        a = gl.where(t >= s, warpgroup_mma_wait(0, [a]), 0.0).to(q_tile.dtype)  # [C, C]
+        a = gl.where(t >= s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
+        a, a_unit = scores_in_units(a, q_tile.dtype)
         if HAS_GATE:  # noqa: SIM102 -- known when this is compiled, and mild is not
             if not mild:
                 a = a_tiles.index(slot).load(scores)
+                if HALF:
+                    a_unit = gl.max(a_units.index(slot).load(gl.SliceLayout(1, layout)), 0)
         a = gl.convert_layout(a, operand)
         o = gl.zeros([C, W], gl.float32, layout)
         o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
+        if HALF:
+            o = warpgroup_mma_wait(0, [o]) * (s_unit / a_unit)
         o = warpgroup_mma(a, v_tile, o, is_async=True)
         S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S, is_async=True)
         o, S = warpgroup_mma_wait(0, [o, S])
         mbarrier.arrive(empty.index(slot), count=1)
         tma.store_wait(0)  # the copy has read o_tile
-        write(o_desc, o_ptr, o_tile, o * scale, first, V, (b, h, start + i * C, T, H), rows, PACKED)
+        write(o_desc, o_ptr, o_tile, o * (scale * a_unit), first, V, (b, h, start + i * C, T, H), rows, PACKED)
     if final_state is not None:
-        key += opaque_zero()  # the assembler of Triton 3.6 crashes if addresses are kept through the loop
-        head = final_state + (n * H + h).to(gl.int64) * K * V
-        gl.store(head + key * V + value, S * waiting, (key < K) & (value < V))
+        write_state(final_state, n * H + h, S * waiting, key, value, (K, V))
     tma.store_wait(0)
 
 
 # V and strides are specialised: if they are multiples of 16, two elements of a state are moved at once.
-@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "H", "K"])
+@gluon.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "rows", "H", "K"])
 def _chunk_gla_fwd_kernel(
     q_desc,  # [B, H, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
     v_desc,  # [B, H, T, V], tiles [C, W]
     g_desc,  # [B, H, T, K], tiles [C, BK], or None
     o_desc,  # [B, H, T, V], tiles [C, W]
-    s_desc,  # checkpoints [B, n, H, K, V], tiles [BK, W], or None
+    s_desc,  # checkpoints [B, n, H, K, V] in bfloat16, tiles [BK, W], or None
+    checkpoints,  # [B, n, H, K, V] in float32, or None
     o_ptr,  # [B, T, H, V]
     initial_state,  # [N, H, K, V] or None
     entering,  # [I, H, K, V] or None
@@ -331,6 +357,7 @@ def _chunk_gla_fwd_kernel(
     segment,
     segments,
     every,
+    rows,  # n
     H,
     K,
     V,
@@ -355,7 +382,7 @@ def _chunk_gla_fwd_kernel(
         if length == 0:
             return
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
-    if s_desc is not None:
+    if s_desc is not None or checkpoints is not None:
         checkpoint, left = next_checkpoint(start, sequence, origin, every, PACKED)
 
     scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
@@ -370,6 +397,7 @@ def _chunk_gla_fwd_kernel(
     o_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
     decays = gl.allocate_shared_memory(gl.float32, [STAGES, BK], row_layout)
     mild_flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row_layout)
+    a_units = gl.allocate_shared_memory(gl.float32, [STAGES, 1], row_layout) if dtype == gl.float16 else decays
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # g has been loaded
     g_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # g has been read
@@ -386,12 +414,12 @@ def _chunk_gla_fwd_kernel(
     load_tiles = (q_tiles, k_tiles, v_tiles, scratch_tiles)
     load_barriers = (g_full, g_empty, full, empty)
     load_place = (b, h, column, start, gl.cdiv(length, C))
-    gate_tiles = (q_tiles, k_tiles, scratch_tiles, a_tiles, decays, mild_flags)
+    gate_tiles = (q_tiles, k_tiles, scratch_tiles, a_tiles, a_units, decays, mild_flags)
     gate_barriers = (g_full, g_empty, full, gated)
-    tiles = (q_tiles, k_tiles, v_tiles, a_tiles, decays, mild_flags, s_tiles, o_tiles)
+    tiles = (q_tiles, k_tiles, v_tiles, a_tiles, a_units, decays, mild_flags, s_tiles, o_tiles)
     barriers = (full, gated, empty)
     outputs = (o_desc, o_ptr, scale)
-    kept = (s_desc, checkpoint, left, every)
+    kept = (s_desc, checkpoints, rows, checkpoint, left, every)
     states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
     place = (b, h, n, sequence, origin, column, start, length)
     sizes = (T, H, K, V)

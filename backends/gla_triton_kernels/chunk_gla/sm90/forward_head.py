@@ -34,6 +34,7 @@ the chunked form; Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060), for on
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -53,11 +54,13 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     gates_of,
     in_state,
     next_checkpoint,
-    opaque_zero,
     plus,
+    scores_in_units,
+    store_state,
     tokens_of,
     wait_for_predecessor,
     write,
+    write_state,
 )
 from gla_triton_kernels.chunk_gla.sm90.forward import checkpoint_tiles
 from gla_triton_kernels.chunk_gla.tensors import Tensors
@@ -83,6 +86,7 @@ def launch_outputs(
         "v_desc": shared_tiles(x.v, kernel.C, W),
         "o_desc": shared_tiles(x.o, kernel.C, W),
         "s_desc": checkpoint_tiles(x.checkpoints, kernel.BK, W),
+        "checkpoints": None if x.q.dtype == torch.bfloat16 else x.checkpoints,
         "g_ptr": x.g,
         "o_ptr": x.o,
         "initial_state": x.initial_state,
@@ -96,6 +100,7 @@ def launch_outputs(
         **state_strides("state_", x.initial_state),
         **lengths_of(T, segments),
         "every": every or 0,
+        "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
         "Hv": Hv,
         "R": Hv // H,
         "K": K,
@@ -205,7 +210,7 @@ def _state_warps(
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
     initial_state, state_n, state_h, state_k, state_v, entering, final_state = states
-    s_desc, checkpoint, left, every = kept
+    s_desc, checkpoints, n_rows, checkpoint, left, every = kept
     b, h, n, sequence, origin, column, start, length = place
     T, Hv, K, V = sizes
     C: gl.constexpr = q_tiles.type.shape[3]
@@ -245,11 +250,14 @@ def _state_warps(
         rows = length - i * C
         if s_desc is not None:
             tma.store_wait(1)  # the copy of the checkpoint has read s_tile; the copy of o may go on
-        s_tile.store(S.to(s_tile.dtype))
+        s_unit = store_state(s_tile, S, None)
         fence_async_shared()
-        if s_desc is not None:
+        if s_desc is not None or checkpoints is not None:
             if left == 0:
-                tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
+                if s_desc is not None:
+                    tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
+                else:
+                    write_state(checkpoints, (b * n_rows + checkpoint) * Hv + h, S, key, value, (K, V))
                 checkpoint += 1
                 left = every
             left -= C
@@ -272,28 +280,32 @@ def _state_warps(
         else:
             a, o = warpgroup_mma_wait(0, [a, o])
             a = gl.where(t >= s, a, 0.0)  # [C, C]
-        a = gl.convert_layout(a.to(q_tile.dtype), operand)
+        a, a_unit = scores_in_units(a, q_tile.dtype)
+        if q_tile.dtype == gl.float16:
+            o = o * (s_unit / a_unit)
+        a = gl.convert_layout(a, operand)
         o = warpgroup_mma(a, v_tile, o, is_async=True)
         S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
         o, S = warpgroup_mma_wait(0, [o, S])
         mbarrier.arrive(empty.index(slot), count=1)
         tma.store_wait(0)  # the copy has read o_tile
-        write(o_desc, o_ptr, o_tile, o * scale, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
+        write(o_desc, o_ptr, o_tile, o * (scale * a_unit), first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
     if final_state is not None:
-        key += opaque_zero()  # the assembler of Triton 3.6 crashes if addresses are kept through the loop
-        head = final_state + (n * Hv + h).to(gl.int64) * K * V
-        gl.store(head + key * V + value, S, (key < K) & (value < V))
+        write_state(final_state, n * Hv + h, S, key, value, (K, V))
     tma.store_wait(0)
 
 
 # V and strides are specialised: if they are multiples of 16, two elements of a state are moved at once.
-@gluon.jit(do_not_specialize=["scale", "g_b", "g_t", "g_h", "T", "segment", "segments", "every", "Hv", "R", "K"])
+@gluon.jit(
+    do_not_specialize=["scale", "g_b", "g_t", "g_h", "T", "segment", "segments", "every", "rows", "Hv", "R", "K"]
+)
 def _chunk_gla_fwd_head_kernel(
     q_desc,  # [B, H, T, K], tiles [C, BK]
     k_desc,  # [B, H, T, K], tiles [C, BK]
     v_desc,  # [B, Hv, T, V], tiles [C, W]
     o_desc,  # [B, Hv, T, V], tiles [C, W]
-    s_desc,  # checkpoints [B, n, Hv, K, V], tiles [BK, W], or None
+    s_desc,  # checkpoints [B, n, Hv, K, V] in bfloat16, tiles [BK, W], or None
+    checkpoints,  # [B, n, Hv, K, V] in float32, or None
     g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0, or None
     o_ptr,  # [B, T, Hv, V]
     initial_state,  # [N, Hv, K, V] or None
@@ -312,6 +324,7 @@ def _chunk_gla_fwd_head_kernel(
     segment,
     segments,
     every,
+    rows,  # n
     Hv,
     R,
     K,
@@ -338,7 +351,7 @@ def _chunk_gla_fwd_head_kernel(
         if length == 0:
             return
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
-    if s_desc is not None:
+    if s_desc is not None or checkpoints is not None:
         checkpoint, left = next_checkpoint(start, sequence, origin, every, PACKED)
 
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
@@ -371,7 +384,7 @@ def _chunk_gla_fwd_head_kernel(
     gate = ((v_tiles, u_tiles, sums, decays), (full, gated), start, length)
     tiles = (q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles)
     states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
-    kept = (s_desc, checkpoint, left, every)
+    kept = (s_desc, checkpoints, rows, checkpoint, left, every)
     place = (b, h, n, sequence, origin, column, start, length)
     own = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, kept, place, (T, Hv, K, V))
     # Registers of a thread. The gate warps take the rest.

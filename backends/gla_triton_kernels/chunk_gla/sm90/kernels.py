@@ -63,12 +63,13 @@ WIDE_GRADIENT_STATES, WIDE_KEYS, WIDE_TILE = 1.95e-6, 6.7e-6, 0.83e-6
 each 64 keys, and for each tile of 64 keys and values."""
 
 
-def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    """Returns the reason why no kernel for SM90 can compute a call, or None."""
+def _refusal(call: OpCall, gpu: Gpu, *further: torch.dtype) -> Reason | None:
+    """Returns the reason why a kernel for SM90, for bfloat16 and further dtypes, cannot compute a call, or None."""
     if not gpu.architecture.has_wgmma:
         return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.architecture.known_as}"
-    if call.dtype != torch.bfloat16:
-        return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
+    taken = [str(dtype).removeprefix("torch.") for dtype in (torch.bfloat16, *further)]
+    if call.dtype not in (torch.bfloat16, *further):
+        return f"computes {' or '.join(taken)}; q is {str(call.dtype).removeprefix('torch.')}"
     if (name := not_addressable(call)) is not None:
         return f"needs tensors that TMA can address: addresses and strides are multiples of 16 bytes; {name} is not one"
     return None
@@ -123,7 +124,7 @@ def _states_time(call: OpCall, x: Parameters) -> BlockTime:
 STATES = StateKernel(
     name="sm90.states",
     load=_load_states,
-    refusal=_refusal,
+    refusal=lambda call, gpu: _refusal(call, gpu, torch.float16),
     parameters=_states,
     block_keys=lambda parameters: STATE_KEYS,
     at_once=lambda call, parameters: 2 if call.dims["K"] <= parameters.BK else 1,
@@ -152,9 +153,9 @@ def _load_forward_wide() -> LaunchFunction:
     return launch_outputs
 
 
-def _output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+def _output_refusal(call: OpCall, gpu: Gpu, *further: torch.dtype) -> Reason | None:
     H, Hq, V = (call.dims[name] for name in ("H", "Hq", "V"))
-    if (reason := _refusal(call, gpu)) is not None:
+    if (reason := _refusal(call, gpu, *further)) is not None:
         return reason
     if Hq != H:
         return f"computes as many query heads as key/value heads; q has {Hq} and k has {H}"
@@ -162,13 +163,13 @@ def _output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _forward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _output_refusal(call, gpu) or _of_keys(call)) is not None:
+    if (reason := _output_refusal(call, gpu, torch.float16) or _of_keys(call)) is not None:
         return reason
     return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
 
 
 def _forward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _output_refusal(call, gpu) or _of_heads(call)) is not None:
+    if (reason := _output_refusal(call, gpu, torch.float16) or _of_heads(call)) is not None:
         return reason
     return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
 

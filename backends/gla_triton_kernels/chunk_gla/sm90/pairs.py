@@ -50,7 +50,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from gla_core.dispatch.backend import CHUNK, ceil_div
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
-from gla_triton_kernels.chunk_gla.sm90.common import levels_that_count, log_gates, opaque_zero, plus, slope_of_gates
+from gla_triton_kernels.chunk_gla.sm90.common import (
+    levels_that_count,
+    log_gates,
+    opaque_zero,
+    plus,
+    slope_of_gates,
+    unit_of,
+)
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch, strides_of
 
@@ -339,14 +346,6 @@ def _log_gates(x, inside, NORMALIZER: gl.constexpr):
 
 
 @gluon.jit
-def _unit_of(most):
-    """Returns the power of two `unit` with 2^14 <= most / unit < 2^15, and 1 / unit; `most` is the largest number."""
-    unit = most.to(gl.int32, bitcast=True) & 0x7F800000  # the exponent's bits
-    unit = gl.maximum(unit - (14 << 23), 1 << 23)
-    return unit.to(gl.float32, bitcast=True), ((254 << 23) - unit).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def _larger(a, b, c, d):
     return gl.maximum(a, c), gl.maximum(b, d)
 
@@ -370,7 +369,7 @@ def _score_gradients_in_units(do, v, at, rows, V: gl.constexpr, scale):
         products, transposed = warpgroup_mma_wait(0, [products, transposed])
     row, column = _rows_and_columns()
     dA = scale * gl.where(row >= column, products, transposed)  # [C, C]
-    unit, inverse = _unit_of(gl.max(gl.max(gl.abs(dA), 1), 0))
+    unit, inverse = unit_of(gl.max(gl.max(gl.abs(dA), 1), 0))
     dA *= inverse
     da_tt = gl.sum(gl.where(row == column, dA, 0.0), 1) / FAR  # [C]
     da_tile = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
@@ -405,8 +404,8 @@ def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, N
     _prefetch(dg, at, k0, rows, K)
     q_block, k_block = q_block.to(gl.float32), k_block.to(gl.float32)
     most_q, most_k = gl.reduce((gl.max(gl.abs(q_block), 1), gl.max(gl.abs(k_block), 1)), 0, _larger)
-    q_unit, q_inverse = _unit_of(most_q)
-    k_unit, k_inverse = _unit_of(most_k)
+    q_unit, q_inverse = unit_of(most_q)
+    k_unit, k_inverse = unit_of(most_k)
     q_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
     k_tile = gl.allocate_shared_memory(gl.float16, [C, D], TILE)
     b_tile = gl.allocate_shared_memory(gl.float32, [C, D], TILE_32)
