@@ -11,7 +11,7 @@ from gla_core.dispatch.backend import OpCall
 from gla_core.dispatch.errors import UnknownOpError, nearest
 from gla_core.dispatch.request import current_request
 from gla_core.dispatch.selection import Candidate, Explanation, explain_call
-from gla_core.ops import RUNS
+from gla_core.ops import RUNS, OpSpec, checks
 from gla_core.ops.calls import backward_of, needs_gradient
 
 
@@ -47,7 +47,7 @@ def explain(
     needs_grad = needs_gradient(*(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
     request = current_request(backend)
     spec, decided = RUNS[op]
-    kwargs |= decided
+    kwargs = _as_in_contract(spec, args, kwargs | decided)
     asked: Any = {"needs_grad": needs_grad, "capturing": capturing, "batch_invariant": request.batch_invariant}
     call = spec.describe(*spec.complete(args, kwargs), **asked)
     explanation = explain_call(call, request)
@@ -60,6 +60,15 @@ def explain(
     from gla_core.bench.calls import complete  # its imports are needed here only
 
     return with_measured_times(explanation, complete(call, args, kwargs))
+
+
+def _as_in_contract(spec: OpSpec, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns named arguments with gate_normalizer as a backend receives it, if the argument `gate` is given."""
+    if "gate" not in kwargs or "gate_normalizer" not in spec.parameters:
+        return kwargs
+    gate, number = kwargs.pop("gate"), kwargs.pop("gate_normalizer", 16)
+    g = dict(zip(spec.parameters, args, strict=False)).get("g", kwargs.get("g"))
+    return {**kwargs, "gate_normalizer": None if gate is None else checks.normalizer(gate, number, g)}
 
 
 def with_measured_times(explanation: Explanation, arguments: tuple) -> Explanation:

@@ -164,6 +164,9 @@ def explain(
     gate: Annotated[
         str | None, typer.Option(help="Form of the gates: key (the default), head, constant or none.")
     ] = None,
+    gate_normalizer: Annotated[
+        int | None, typer.Option(help="Gates are logits x: log sigmoid(x) divided by this number.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float64, float32, float16 or bfloat16.")] = "bfloat16",
     device: Device = "auto",
     varlen: Annotated[int | None, typer.Option(help="Number of sequences packed along T; B must be 1.")] = None,
@@ -185,7 +188,7 @@ def explain(
 
     --shape takes B,T,H,K,V (batch, tokens, heads, key width, value width) for chunk_gla_fwd (chunk_gla for short),
     chunk_gla_bwd, chunk_gla_summary and softmax_attention; B,H,K,V for recurrent_gla_step; ROWS,COLUMNS for
-    online_softmax. Gates and states are float32, or float64 with --dtype float64.
+    online_softmax. Gates and states are float32, or float64 with --dtype float64. Logits have the dtype of q.
 
     Exits with 0 if a backend can run the call, 1 if none can, 2 if an argument is wrong.
     """
@@ -193,7 +196,8 @@ def explain(
         from gla_core.cli.calls import describe_call
         from gla_core.cli.explain import explain
 
-        call = describe_call(op, shape, query_heads, dtype, device, varlen, max_seqlen, assume, value_heads, gate)
+        gates = (gate, gate_normalizer)
+        call = describe_call(op, shape, query_heads, dtype, device, varlen, max_seqlen, assume, value_heads, *gates)
         good = explain(call, backend, measure, as_json)
     raise typer.Exit(int(not good))
 

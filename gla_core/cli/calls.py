@@ -49,6 +49,7 @@ def describe_call(
     assume: str | None = None,
     value_heads: int | None = None,
     gate: str | None = None,
+    gate_normalizer: int | None = None,
 ) -> OpCall:
     """Returns the call that the numbers of a command line describe; chunk_gla stands for chunk_gla_fwd.
 
@@ -56,6 +57,8 @@ def describe_call(
         assume: name of the CUDA device for which to describe the call, or a part of the name, such as H200. The device
             need not be on this machine.
         gate: a form of gates, one of `GATE_FORMS`; None means key.
+        gate_normalizer: the number by which log sigma is divided if g holds logits, in the dtype of q; None if g holds
+            log gates.
 
     Raises:
         ValueError, UnknownOpError: the numbers or names describe no call.
@@ -77,8 +80,8 @@ def describe_call(
         assumed=None if assume is None else _assumed(assume),
         variable_length=varlen is not None,
         longest=max_seqlen,
-        scalars=decided,
-        **_gate(op, gate),
+        scalars=decided if gate_normalizer is None else {**decided, "gate_normalizer": gate_normalizer},
+        **_gate(op, gate) | _logits(op, gate, gate_normalizer, precision),
     )
 
 
@@ -143,6 +146,17 @@ def _gate(op: str, gate: str | None) -> dict[str, Any]:
             f"unknown form of gates {gate!r}{nearest(gate, GATE_FORMS)} (there are {', '.join(GATE_FORMS)})"
         )
     return {"gate_dtype": None} if gate == "none" else {"gate_form": gate}
+
+
+def _logits(op: str, gate: str | None, gate_normalizer: int | None, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the fields of the call that its logits decide; none if it has no logits."""
+    if gate_normalizer is None:
+        return {}
+    if "gate_normalizer" not in ABSTRACT_OPS[op].scalars or gate == "none":
+        raise ValueError(f"--gate-normalizer does not go with {op if gate != 'none' else '--gate none'}")
+    if gate_normalizer < 1:
+        raise ValueError(f"--gate-normalizer is {gate_normalizer}; expected at least 1")
+    return {"gate_dtype": dtype}
 
 
 def device_of(name: str) -> torch.device:

@@ -72,6 +72,7 @@ def _fields(explanation: gla.Explanation) -> dict[str, Any]:
         "device": str(call.device),
         "assumed": call.assumed and call.assumed.name,
         "gate_form": call.gate_form,
+        "gate_normalizer": call.scalars.get("gate_normalizer"),
         "variable_length": call.variable_length,
         "longest": call.longest,
         "request": explanation.request,

@@ -252,6 +252,21 @@ def by_keyword(function: Callable[..., Any]) -> bool:
     return any(p.kind is p.KEYWORD_ONLY for p in inspect.signature(function).parameters.values())
 
 
+def as_received(op: Op, call: OpCall) -> OpCall:
+    """Returns the call that an implementation receives.
+
+    An implementation that takes no gate_normalizer receives log gates in place of logits. For any other one it is
+    `call` itself.
+    """
+    if call.scalars.get("gate_normalizer") is None or "gate_normalizer" in arguments_of(op):
+        return call
+    dtype, layouts = wide(call.dtype), dict(call.layouts)
+    if "g" in layouts:
+        layouts["g"] = contiguous_layout(layouts["g"].shape, dtype)
+    scalars, given = {**call.scalars, "gate_normalizer": None}, call.given - {"gate_normalizer"}
+    return replace(call, gate_dtype=dtype, scalars=scalars, given=given, layouts=layouts)
+
+
 def worst_case(call: OpCall) -> OpCall | None:
     """Returns the call with one packed sequence of all tokens; None if it is not packed, or the longest is bounded."""
     if not call.variable_length or call.longest is not None:
@@ -271,8 +286,13 @@ def log_gates(g: torch.Tensor, gate_normalizer: int | None, dtype: torch.dtype) 
 
 
 def gradient_of_logits(dg: torch.Tensor, g: torch.Tensor, gate_normalizer: int | None) -> torch.Tensor:
-    """Returns the gradient of g from that of the log gates, dg; see `log_gates`."""
-    return dg if gate_normalizer is None else dg * torch.sigmoid(-g.to(dg.dtype)) / gate_normalizer
+    """Returns the gradient of g from that of the log gates, dg; see `log_gates`.
+
+    It is 0 where dg is 0, because a logit that belongs to no sequence may be NaN.
+    """
+    if gate_normalizer is None:
+        return dg
+    return torch.where(dg == 0, 0, dg * torch.sigmoid(-g.to(dg.dtype)) / gate_normalizer)
 
 
 def number_of_sequences(B: int, cu_seqlens: torch.Tensor | None) -> int:
@@ -418,6 +438,7 @@ class Backend:
         """Returns why this backend cannot run `call`, or None if it can."""
         if call.op not in self.ops:
             return f"does not implement {call.op}; it implements {', '.join(self.ops) or 'no op'}"
+        call = as_received(self.ops[call.op], call)
         reason = _capability_refusal(self.can(call.op), call) or _argument_refusal(self.ops[call.op], call)
         if reason is not None:
             return reason
@@ -437,6 +458,7 @@ class Backend:
         """
         if self.cost is None:
             return None
+        call = as_received(self.ops[call.op], call) if call.op in self.ops else call
         if isinstance(self.cost, CostModel):
             return seconds_or_none(self.cost.formula, call, constants)
         return seconds_or_none(self.cost, call)
@@ -481,8 +503,7 @@ def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:
 
 def _argument_refusal(op: Op, call: OpCall) -> Reason | None:
     """Returns why an implementation cannot take the arguments of a call, or None if it can."""
-    needed = call.given.difference(arguments_of(op)) - {"gate_normalizer"}  # the core computes log gates from logits
-    lacking = [name for name in OP_PARAMETERS[call.op] if name in needed]
+    lacking = [name for name in OP_PARAMETERS[call.op] if name in call.given.difference(arguments_of(op))]
     return f"takes no {_any_of(lacking)}; call it without" if lacking else None
 
 

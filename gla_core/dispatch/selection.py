@@ -17,7 +17,16 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import GATE_NAMES, Backend, LaunchError, OpCall, Prepared, Reason, worst_case
+from gla_core.dispatch.backend import (
+    GATE_NAMES,
+    Backend,
+    LaunchError,
+    OpCall,
+    Prepared,
+    Reason,
+    as_received,
+    worst_case,
+)
 from gla_core.dispatch.calibration import Prediction, predict
 from gla_core.dispatch.errors import NoBackendError
 from gla_core.dispatch.request import Choice, Request
@@ -96,6 +105,7 @@ class Explanation:
         place = self.call.device if assumed is None else f"{assumed.name} (assumed)"
         packed = ", packed" if self.call.variable_length else ""
         gates = "" if self.call.gate_form in (None, "key") else f", {GATE_NAMES[self.call.gate_form]}"
+        gates += "" if self.call.scalars.get("gate_normalizer") is None else ", gates from logits"
         lines = [
             f"{self.call.op}  {dims}  {dtype} on {place}{packed}{gates}",
             f"request: {self.request} ({self.source})",
@@ -154,7 +164,7 @@ def _kernels(backend: Backend, call: OpCall, candidate: Candidate) -> tuple[str,
     if not isinstance(op, Prepared) or op.kernels is None:
         return ()
     try:
-        return tuple(op.kernels(call))
+        return tuple(op.kernels(as_received(op, call)))
     except Exception as error:  # a fault in one backend must not take the others down
         return (f"its kernels cannot be named: {type(error).__name__}: {error}",)
 

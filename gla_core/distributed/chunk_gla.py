@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gla_core.dispatch.backend import CHUNK, log_gates, wide
+from gla_core.dispatch.backend import CHUNK, gradient_of_logits, log_gates, wide
 from gla_core.dispatch.environment import environment
 from gla_core.distributed import exchange
 from gla_core.distributed.exchange import Summary
@@ -118,12 +118,10 @@ def chunk_gla(
         initial_state = checks.transposed(initial_state)
     q, k, v, g = autocast.tokens(q, k, v, g)
     number = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    if g is not None and number is not None:
-        g = log_gates(g, number, wide(q.dtype))
     refuse_tangents(q, k, v, g, initial_state)
     # Check before anything is sent: a backend would refuse the call only while the other ranks already wait.
     given = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens)
-    call = FORWARD.describe(*FORWARD.complete(given, {}))
+    call = FORWARD.describe(*FORWARD.complete(given, {"gate_normalizer": number}))
     B, T = q.shape[:2]
     shard = shard or make_shard(T, cu_seqlens, group, layout)
     if shard.tokens != T:
@@ -131,7 +129,7 @@ def chunk_gla(
     if environment().check_values:
         agreed = {name: size for name, size in call.dims.items() if name != "T"}
         agreed |= {"dtype": q.dtype, "form of g": call.gate_form, "initial_state": initial_state is not None}
-        agreed |= {"output_final_state": output_final_state, "layout": shard.layout}
+        agreed |= {"output_final_state": output_final_state, "layout": shard.layout, "gate_normalizer": number}
         refuse_ranks_that_differ(
             agreed, shard.group, "everything but the number of tokens has to be the same on every rank"
         )
@@ -146,7 +144,7 @@ def chunk_gla(
     needs_grad = needs_gradient(q, k, v, g, initial_state)
     states = (initial_state, output_final_state)
     o, final = _chunk_gla_over_ranks.apply(
-        *rows, scale_or_default(q, scale), *states, own, needs_grad, request_text(backend)
+        *rows, scale_or_default(q, scale), *states, number, own, needs_grad, request_text(backend)
     )
     return ChunkGla(o.view(B, T, *o.shape[2:]), checks.transposed(final) if state_v_first else final)
 
@@ -260,25 +258,28 @@ class _chunk_gla_over_ranks(torch.autograd.Function):
         scale: float,
         initial_state: Tensor | None,
         output_final_state: bool,
+        number: int | None,
         own: _Own,
         needs_grad: bool,
         backend: str,
     ) -> tuple[Tensor, Tensor | None]:
+        given, g = g, _log_gates(g, number, q.dtype)
         summary = own.summary(k, v, g, False, backend)
         entering, final = own.passed_on(summary, initial_state, False, output_final_state)
         every = interval_for_backward(backend) if needs_grad and q.is_cuda else None
         args = (q, k, v, g, scale, entering, False, own.offsets, every, None, None)
         o, _, checkpoints = torch_fwd(*args, needs_grad, backend)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, g, entering, None if every is None else checkpoints)
-        ctx.scale, ctx.own, ctx.every, ctx.backend = scale, own, every, backend
+        ctx.save_for_backward(q, k, v, given, entering, None if every is None else checkpoints)
+        ctx.scale, ctx.number, ctx.own, ctx.every, ctx.backend = scale, number, own, every, backend
         return o, final if output_final_state else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, g, entering, checkpoints = ctx.saved_tensors
+        q, k, v, given, entering, checkpoints = ctx.saved_tensors
         own, scale, backend = ctx.own, ctx.scale, ctx.backend
+        g = _log_gates(given, ctx.number, q.dtype)
         do = v.new_zeros(*v.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3]) if do is None else do
         decay, state = own.summary(q, do, g, True, backend)
         if g is None:  # each head of o has a summary of its own; the query heads of a group share one state
@@ -288,5 +289,10 @@ class _chunk_gla_over_ranks(torch.autograd.Function):
         leaving, dinitial = own.passed_on((decay, scale * state), dfinal, True, needs_initial)
         args = (q, k, v, g, scale, entering, own.offsets, checkpoints, ctx.every, do, leaving)
         dq, dk, dv, dg, _ = torch_bwd(*args, None, None, backend)
-        dg = None if g is None else dg
-        return dq, dk, dv, dg, None, dinitial if needs_initial else None, None, None, None, None
+        dg = None if given is None else gradient_of_logits(dg, given, ctx.number).to(given.dtype)
+        return dq, dk, dv, dg, None, dinitial if needs_initial else None, None, None, None, None, None
+
+
+def _log_gates(g: Tensor | None, number: int | None, dtype: torch.dtype) -> Tensor | None:
+    """Returns log gates for tokens of this dtype: g itself, or those of the logits g if `number` is given."""
+    return g if g is None or number is None else log_gates(g, number, wide(dtype))

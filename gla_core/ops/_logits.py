@@ -5,36 +5,13 @@ Such a function receives a tensor of log gates. Its gradient of g, if it returns
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from gla_core.dispatch.backend import (
-    Op,
-    OpCall,
-    arguments_of,
-    contiguous_layout,
-    gradient_of_logits,
-    log_gates,
-    wide,
-)
+from torch import Tensor
+
+from gla_core.dispatch.backend import gradient_of_logits, log_gates, wide
 from gla_core.ops.spec import OpSpec
-
-_NUMBER = "gate_normalizer"
-
-
-def needs_log_gates(op: Op, call: OpCall) -> bool:
-    """Returns whether a call gives logits that an implementation does not take."""
-    return call.scalars.get(_NUMBER) is not None and _NUMBER not in arguments_of(op)
-
-
-def described(spec: OpSpec, call: OpCall) -> OpCall:
-    """Returns the call with log gates in place of logits."""
-    dtype, layouts = wide(call.dtype), dict(call.layouts)
-    if "g" in layouts:
-        layouts["g"] = contiguous_layout(layouts["g"].shape, dtype)
-    scalars, given = {**call.scalars, _NUMBER: None}, call.given - {_NUMBER}
-    return dataclasses.replace(call, gate_dtype=dtype, scalars=scalars, given=given, layouts=layouts)
 
 
 def with_log_gates(spec: OpSpec, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +19,7 @@ def with_log_gates(spec: OpSpec, function: Callable[..., Any]) -> Callable[..., 
 
     Both take all arguments of the contract in order.
     """
-    q_at, g_at, number_at = (spec.contract.index(name) for name in (spec.contract[0], "g", _NUMBER))
+    q_at, g_at, number_at = (spec.contract.index(name) for name in (spec.contract[0], "g", "gate_normalizer"))
     dg_at = next((i for i, result in enumerate(spec.results) if result.name == "dg"), None)
 
     def run(*args: Any) -> Any:
@@ -50,10 +27,18 @@ def with_log_gates(spec: OpSpec, function: Callable[..., Any]) -> Callable[..., 
         given = list(args)
         given[g_at], given[number_at] = log_gates(logits, number, wide(args[q_at].dtype)).contiguous(), None
         found = function(*given)
-        if dg_at is None or not isinstance(found, tuple | list):
-            return found
-        gradients = list(found)
-        gradients[dg_at] = gradient_of_logits(gradients[dg_at], logits, number).to(logits.dtype)
-        return tuple(gradients)
+        return found if dg_at is None else _with_gradient_of_logits(found, dg_at, logits, number)
 
     return run
+
+
+def _with_gradient_of_logits(found: Any, dg_at: int, logits: Tensor, number: int) -> Any:
+    """Returns the results of a backward with the gradient of the logits in place of that of the log gates.
+
+    Results that are not as the contract says are returned unchanged, and the check of results refuses them.
+    """
+    dg = found[dg_at] if isinstance(found, tuple | list) and len(found) > dg_at else None
+    if not isinstance(dg, Tensor) or dg.shape != logits.shape:
+        return found
+    dg = gradient_of_logits(dg, logits, number).to(logits.dtype)
+    return (*found[:dg_at], dg, *found[dg_at + 1 :])

@@ -25,6 +25,7 @@ from gla_core.dispatch.backend import (
     OpCall,
     Prepared,
     arguments_of,
+    as_received,
     by_keyword,
     contiguous_layout,
     new_state,
@@ -136,11 +137,10 @@ def _plan(spec: OpSpec, args: tuple, needs_grad: bool, capturing: bool, request:
     )
     copies = {spec.parameters[i]: contiguous_layout(tuple(args[i].shape), args[i].dtype) for i in copied}
     taken = dataclasses.replace(call, layouts={**call.layouts, **copies}) if copied else call
-    of_logits = _logits.needs_log_gates(chosen.ops[spec.name], call)
+    received = as_received(chosen.ops[spec.name], taken)
     try:
-        taken = _logits.described(spec, taken) if of_logits else taken
-        function = _function_of(spec, chosen, taken, can.batch_invariant)
-        function = _logits.with_log_gates(spec, function) if of_logits else function
+        function = _function_of(spec, chosen, received, can.batch_invariant)
+        function = function if received is taken else _logits.with_log_gates(spec, function)
     except Exception as error:
         if not _is_passed_over(error, chosen, call, request, stacklevel=5):
             raise

@@ -6,6 +6,7 @@ Every error message names the argument, its value, and the expected value.
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -94,11 +95,22 @@ def normalizer(gate: str, number: int, g: Any) -> int:
         raise ValueError(f"gate is {gate!r}; expected 'logsigmoid', or None if g holds log gates")
     if g is None:
         raise ValueError("gate is 'logsigmoid' and g is None; expected the logits of the gates as g")
-    if isinstance(number, bool) or not isinstance(number, int | float) or number != int(number) or number < 1:
+    is_number = isinstance(number, int | float | numbers.Real) and not isinstance(number, bool)
+    if not is_number or not number >= 1 or number % 1 != 0:
         raise ValueError(
             f"gate_normalizer is {number!r}; expected a whole number, at least 1: for another one compute log gates"
         )
     return int(number)
+
+
+def logits(g: Any, gate_normalizer: int | None) -> None:
+    """Raises ValueError for a gate_normalizer below 1, or without logits."""
+    if gate_normalizer is None:
+        return
+    if gate_normalizer < 1:
+        raise ValueError(f"gate_normalizer is {gate_normalizer}; expected at least 1, or None if g holds log gates")
+    if g is None:
+        raise ValueError(f"gate_normalizer is {gate_normalizer} and g is None; expected the logits of the gates as g")
 
 
 def gate_values(g: Tensor | None) -> None:

@@ -263,6 +263,7 @@ _LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     """Binds the number of sequences and of checkpoints."""
     sizes["N"] = sizes["B"]
+    checks.logits(given["g"], given["gate_normalizer"])
     packed, L, longest = given["cu_seqlens"] is not None, given["checkpoint_every"], given["max_seqlen"]
     if longest is not None and longest < 0:
         raise ValueError(f"max_seqlen is {longest}; expected the tokens of the longest sequence, or None")

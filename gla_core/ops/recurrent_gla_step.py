@@ -126,6 +126,7 @@ def recurrent_gla_step(
 
 
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
+    checks.logits(given["g"], given["gate_normalizer"])
     if given["state_indices"] is None:
         sizes["P"] = sizes["B"]
 

@@ -125,6 +125,7 @@ def test_json(run):
         "device": "cpu",
         "assumed": None,
         "gate_form": None,
+        "gate_normalizer": None,
         "variable_length": False,
         "longest": None,
         "request": "reference",

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gla_core as gla
 from gla_core import distributed
 from gla_core.conformance import oracle
+from gla_core.conformance.calls import with_logits
 from gla_core.conformance.tolerances import FORWARD, GRADIENT, relative_error
 from gla_core.dispatch.backend import wide
 from gla_core.distributed import exchange
@@ -40,12 +41,13 @@ DRAWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A batch of all ranks' tokens, and the number of tokens of each rank."""
+    """A batch of all ranks' tokens, and the number of tokens of each rank; with gate_normalizer, x.g holds logits."""
 
     x: GlaInputs
     lengths: tuple[int, ...]
     layout: str = "contiguous"
     final_state: bool = True
+    gate_normalizer: int | None = None
 
     def of_rank(self, y: Tensor, rank: int) -> Tensor:
         """Returns the rows of y [B, T, ...] that a rank holds; a constant gate [Hv] has no rows, and is whole."""
@@ -90,7 +92,9 @@ def compare(
     """
     generator = torch.Generator(ranks.device).manual_seed(0)
     x = with_leaves(in_float64(batch.x) if exact else batch.x)
-    o, state = alone(x.q, x.k, x.v, x.g, 0.3, x.initial_state, batch.final_state, x.cu_seqlens)
+    number = batch.gate_normalizer
+    gates = {} if number is None else {"gate": "logsigmoid", "gate_normalizer": number}
+    o, state = alone(x.q, x.k, x.v, x.g, 0.3, x.initial_state, batch.final_state, x.cu_seqlens, **gates)
     do = normal(o.shape, batch.x.v.dtype, generator)
     dstate = None if state is None else normal(state.shape, wide(do.dtype), generator)
     whole = results(x, o, state, do.to(o.dtype), None if state is None else dstate.to(state.dtype))
@@ -101,7 +105,7 @@ def compare(
     y = with_leaves(dataclasses.replace(x, **own))
     where = {} if "shard" in options else {"cu_seqlens": x.cu_seqlens, "layout": batch.layout}
     given = (y.q, y.k, y.v, y.g, 0.3, y.initial_state, batch.final_state)
-    o, state = distributed.chunk_gla(*given, **where, **options)
+    o, state = distributed.chunk_gla(*given, **where, **gates, **options)
     found = results(y, o, state, batch.of_rank(do, ranks.rank), dstate)
     if y.g is not None and y.g.ndim == 1:  # each rank has its share
         dist.all_reduce(found["dg"])
@@ -115,7 +119,10 @@ def compare(
 
 
 def drawn(ranks: Ranks, seed: int) -> Batch:
-    """Returns a random batch: one in two packed, one in two zigzag, and one rank in four without tokens."""
+    """Returns a random batch: one in two packed, one in two zigzag, and one rank in four without tokens.
+
+    Two in three of those that have gates give them as logits.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -132,7 +139,8 @@ def drawn(ranks: Ranks, seed: int) -> Batch:
         padding = packed.pop() if layout == "contiguous" and len(packed) > 1 and draw(0, 1) else 0
         sizes |= {"lengths": tuple(packed), "padding": padding}
     x = gla_inputs(B=2, T=T, dtype=torch.float64, seed=seed, device=ranks.device, **{"padding": 0, **sizes})
-    return Batch(x, lengths, layout, final_state=bool(draw(0, 1)))
+    number = (None, 1, 16)[draw(0, 2)] if x.g is not None else None
+    return Batch(x if number is None else with_logits(x), lengths, layout, bool(draw(0, 1)), number)
 
 
 # ---- checks for any number of ranks
@@ -210,6 +218,8 @@ def check_bfloat16(ranks: Ranks) -> None:
     lengths = (40,) * ranks.number
     compare(ranks, Batch(x, lengths), 2 * GRADIENT[torch.bfloat16])
     compare(ranks, Batch(x, lengths, "zigzag"), 2 * GRADIENT[torch.bfloat16])
+    x = with_logits(gla_inputs(B=2, T=40 * ranks.number, dtype=torch.bfloat16, initial_state=True))
+    compare(ranks, Batch(x, lengths, gate_normalizer=16), 2 * GRADIENT[torch.bfloat16])
 
 
 def check_autocast(ranks: Ranks) -> None:

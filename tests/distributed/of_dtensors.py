@@ -52,7 +52,10 @@ def check_sequences_and_heads(ranks: Ranks) -> None:
 
 
 def check_forms_of_gates_and_groups_of_values(ranks: Ranks) -> None:
-    """A constant gate has no batch: if the batch is spread, its gradient is the sum of the ranks' shares."""
+    """A constant gate has no batch: if the batch is spread, its gradient is the sum of the ranks' shares.
+
+    All gates are given as logits, too.
+    """
     of_head = Shard(0)  # of a constant gate [Hv]
     for form, place, of_g in (
         ("head", BATCH, BATCH),
@@ -65,16 +68,19 @@ def check_forms_of_gates_and_groups_of_values(ranks: Ranks) -> None:
         x = gla_inputs(B=2, T=6, H=2, R=2, dtype=torch.float64, gate_form=form)
         leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g)]
         own = [spread(y, p) for y, p in zip(leaves, (place, place, place, of_g), strict=True)]
-        expected, found = gla.chunk_gla(*leaves, output_final_state=True), gla.chunk_gla(*own, output_final_state=True)
-        compare(found, expected)
-        wanted = torch.autograd.grad(expected.o.square().sum(), leaves)
-        compare(torch.autograd.grad(found.o.square().sum(), own), wanted)
+        for gates in ({"gate": "logsigmoid", "gate_normalizer": 4}, {}):
+            expected, found = (gla.chunk_gla(*given, output_final_state=True, **gates) for given in (leaves, own))
+            compare(found, expected)
+            wanted = torch.autograd.grad(expected.o.square().sum(), leaves)
+            compare(torch.autograd.grad(found.o.square().sum(), own), wanted)
         compare(gla.chunk_gla_summary(*own[1:]), gla.chunk_gla_summary(*leaves[1:]))
         token = [y.detach() if y.ndim == 1 else y.detach()[:, 0] for y in leaves]
         where = [Shard(1) if p == HEADS else p for p in (place, place, place, of_g)]
         step = [spread(y, p) for y, p in zip(token, where, strict=True)]
         state = expected.state.detach()
-        compare(gla.recurrent_gla_step(*step, spread(state, WHOLE)), gla.recurrent_gla_step(*token, state))
+        for gates in ({"gate": "logsigmoid"}, {}):
+            found = gla.recurrent_gla_step(*step, spread(state, WHOLE), **gates)
+            compare(found, gla.recurrent_gla_step(*token, state, **gates))
 
 
 def check_packed_sequences(ranks: Ranks) -> None:
