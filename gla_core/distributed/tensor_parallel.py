@@ -5,7 +5,7 @@
 The forward sums the outputs of all ranks, and the backward sums their gradients of x. The norm of HGRN2 covers all
 heads, so it also sums the squares over the ranks, one number per token. Parameters are DTensors, as optimizers and
 checkpoints need. A module computes with its rank's shards of them as plain tensors, so layers need no code for tensor
-parallelism.
+parallelism. `Retention` alone has to know its `first_head`, because its constant gates depend on the index of a head.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 COLUMNS, ROWS, WHOLE = Shard(0), Shard(1), Replicate()
 Placements = Mapping[str, Placement]
 """Placements of the parameters of a layer's modules; dimension 0 of a linear layer's weight is its outputs."""
-OF_GLA: Placements = {
+OF_GLA: Placements = {  # also of SimpleGatedLinearAttention and Retention
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj"), COLUMNS),
     **dict.fromkeys(("q_conv1d", "k_conv1d", "v_conv1d"), COLUMNS),  # each channel by itself
     "gk_proj.0": WHOLE,  # its output is small and shared by all heads
@@ -45,8 +45,11 @@ def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
     `num_kv_heads`, its states, and the `lower_bound` of `HGRN2` cover the rank's heads only. Everything else works as
     before, including `context_parallel` over other ranks.
 
+    `Mamba2` has no plan, because one projection and one convolution compute all its heads together. Keep it whole on
+    every rank, or spread its tokens with `context_parallel`.
+
     Raises:
-        TypeError: `layer` is no such layer.
+        TypeError: `layer` is `Mamba2`, or no layer of `gla_core.nn`.
         ValueError: raised by `parallelize_module` if num_kv_heads, or num_heads of `HGRN2`, is not a multiple of the
             number of ranks.
 
@@ -58,7 +61,11 @@ def tensor_parallel_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
     for placements in (OF_GLA, OF_HGRN2):
         if modules and placements.keys() >= set(modules):
             return {"": _OwnHeads(), **{name: _Spread(placements[name]) for name in modules}}
-    raise TypeError(f"layer is {type(layer).__name__}; expected a layer of gla_core.nn")
+    raise TypeError(
+        f"layer is {type(layer).__name__}; expected GatedLinearAttention, SimpleGatedLinearAttention, Retention or "
+        "HGRN2 of gla_core.nn: make a plan for each of these layers, and keep other layers whole on every rank; the "
+        "tokens of Mamba2 can be spread over ranks instead, with context_parallel"
+    )
 
 
 class _OwnHeads(ParallelStyle):
@@ -72,6 +79,8 @@ class _OwnHeads(ParallelStyle):
             if number % ranks:
                 raise ValueError(f"{name} is {number}; expected a multiple of the mesh's {ranks} ranks")
             setattr(layer, name, number // ranks)
+        if hasattr(layer, "first_head"):
+            layer.first_head = device_mesh.get_local_rank() * layer.num_heads
         for convolution in layer.convolutions:
             convolution.width //= ranks
 

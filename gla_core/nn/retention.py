@@ -28,7 +28,7 @@ class Retention(GatedLinearAttention):
 
     `forward`, `step` and `initial_state` are those of `GatedLinearAttention`. A state also has the number of tokens
     that a sequence has read, which is the position of its next token. Every query head has a gate and a state of its
-    own, also with fewer key/value heads. The tokens and heads of a layer cannot be spread over ranks.
+    own, also with fewer key/value heads. The tokens of a layer cannot be spread over ranks.
 
     Args:
         hidden_size: width of the input and the output.
@@ -38,6 +38,10 @@ class Retention(GatedLinearAttention):
 
     The other arguments, and the errors, are as in `GatedLinearAttention`. The defaults are flash-linear-attention's.
 
+    Attributes:
+        first_head: index of this rank's first query head, if tensor parallelism spreads the heads over ranks; 0
+            otherwise.
+
     Example:
         >>> layer = gla.nn.Retention(hidden_size=256, num_heads=4)
         >>> y, state = layer(torch.randn(2, 100, 256), output_final_state=True)  # state.position is 100, 100
@@ -45,6 +49,7 @@ class Retention(GatedLinearAttention):
     """
 
     rotary_base: float | None = 10000.0
+    first_head: int = 0
 
     def __init__(
         self,
@@ -96,7 +101,7 @@ class Retention(GatedLinearAttention):
                 "embedding turns pairs of channels: change expand_k or num_heads"
             )
         del self.gk_proj  # the gates are constants
-        self._gates, self.gate_normalizer = num_heads, None
+        self.gate_normalizer = None
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -105,14 +110,9 @@ class Retention(GatedLinearAttention):
 
     def op_inputs(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Maps x [B, T, hidden_size] to q, k [B, T, Hq, K] before the rotation, v [B, T, Hq, V] and g [Hq]."""
-        if self.num_heads != self._gates:
-            raise ValueError(
-                f"num_heads is {self.num_heads}; expected {self._gates}, as at construction: the gates depend on the "
-                "index of a head, so the layer does not support tensor parallelism"
-            )
         q, k, v = self.heads(x, convolve)
         groups = self.num_heads // self.num_kv_heads
         if groups > 1:
             k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
-        h = torch.arange(self.num_heads, device=q.device, dtype=wide(q.dtype))
+        h = self.first_head + torch.arange(self.num_heads, device=q.device, dtype=wide(q.dtype))
         return q, k, v, torch.log1p(-torch.exp2(-5 - h))

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from of_chunk_gla import GATHER, collectives
 from ranks import Ranks, rows_of_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,20 +22,22 @@ import gla_core as gla
 from gla_core import distributed
 from gla_core.conformance.tolerances import relative_error
 from gla_core.distributed import history
-from gla_core.nn import HGRN2, GatedLinearAttention
+from gla_core.nn import HGRN2, GatedLinearAttention, Mamba2
 
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 DRAWN = 5
 """Number of random batches for each group of ranks."""
 
 
 def layers(ranks: Ranks) -> nn.ModuleList:
-    """Returns three different layers in float64; every parameter is random, so that none can be ignored unnoticed."""
+    """Returns four different layers in float64; every parameter is random, so that none can be ignored unnoticed."""
     torch.manual_seed(0)
     made = nn.ModuleList(
         [
             GatedLinearAttention(16, num_heads=4, num_kv_heads=2, use_short_conv=True, feature_map="relu"),
             HGRN2(16, expand_ratio=4, use_short_conv=True, conv_size=3, conv_bias=True),
             GatedLinearAttention(16, num_heads=2),
+            Mamba2(16, d_state=3, headdim=8, ngroups=2, D_has_hdim=True, bias=True),
         ]
     )
     for parameter in made.parameters():
@@ -121,10 +124,21 @@ def check_a_layer_with_a_mesh(ranks: Ranks) -> None:
             )
             <= 1e-12
         )
-        assert gather.call_count == 2  # one of the three layers has no convolutions
+        assert gather.call_count == 3  # one of the four layers has no convolutions
         x[:, :3] = torch.nan
         y = through(spread, x[:, own], cu_seqlens=cu_seqlens)
         assert y[0, max(0, 3 - own.start) :].isfinite().all()
+
+
+def check_how_often_mamba2_communicates(ranks: Ranks) -> None:
+    """Its one convolution and its op communicate once per direction, and packed sequences cost one more gather."""
+    layer, x = layers(ranks)[3], torch.randn(1, 5, 16, dtype=torch.float64, device=ranks.device)
+    layer.context_parallel = dist.group.WORLD
+    for cu_seqlens, expected in ((None, 2), (torch.tensor([0, 3, 5 * ranks.number], device=ranks.device), 3)):
+        (y, _), forward = collectives(layer, x, cu_seqlens=cu_seqlens)
+        _, backward = collectives(y.sum().backward)
+        assert forward == [GATHER] * expected
+        assert backward == [GATHER, REDUCE_SCATTER]
 
 
 def check_checkpointed_and_compiled_layers(ranks: Ranks) -> None:

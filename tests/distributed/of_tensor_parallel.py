@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from gla_core import distributed
 from gla_core.conformance.tolerances import relative_error
-from gla_core.nn import HGRN2, GatedLinearAttention, SimpleGatedLinearAttention
+from gla_core.nn import HGRN2, GatedLinearAttention, Mamba2, Retention, SimpleGatedLinearAttention
 
 
 def spread(alone: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -40,6 +40,8 @@ def check_heads_over_ranks(ranks: Ranks) -> None:
         {"kind": HGRN2, "use_short_conv": True, "conv_bias": True},
         {"kind": HGRN2, "elementwise_affine": False},
         {"kind": SimpleGatedLinearAttention, "conv_bias": True},
+        {"kind": Retention, "num_kv_heads": 2, "use_short_conv": True, "conv_bias": True},
+        {"kind": Retention, "use_output_gate": False},
     ):
         alone = new_layer(**options)
         layer = spread(alone, init_device_mesh("cpu", (ranks.number,)))
@@ -88,8 +90,9 @@ def check_a_bound_of_own_heads(ranks: Ranks) -> None:
 
 
 def check_what_cannot_be_spread(ranks: Ranks) -> None:
-    with pytest.raises(TypeError, match=r"layer is Linear; expected a layer of gla_core\.nn"):
-        distributed.tensor_parallel_plan(nn.Linear(16, 16))
+    for layer in (nn.Linear(16, 16), Mamba2(16, headdim=8)):
+        with pytest.raises(TypeError, match=rf"layer is {type(layer).__name__}; expected .* make a plan for each"):
+            distributed.tensor_parallel_plan(layer)
     for layer, named in (
         (GatedLinearAttention(16, num_heads=4, num_kv_heads=1), "num_kv_heads is 1"),
         (HGRN2(18, num_heads=3), "num_heads is 3"),

@@ -169,10 +169,7 @@ def test_what_is_refused():
         other(x, state)
 
 
-def test_ranks_are_refused():
+def test_shards_are_refused():
     layer, x = make(num_heads=4), torch.randn(1, 4, 16, dtype=torch.float64)
     with pytest.raises(ValueError, match="the layer has a rotary embedding; expected neither"):
         layer(x, shard=object())
-    layer.num_heads = layer.num_kv_heads = 2  # as tensor parallelism does
-    with pytest.raises(ValueError, match="num_heads is 2; expected 4, as at construction"):
-        layer(x)
