@@ -121,6 +121,13 @@ def _scan(x: torch.Tensor, axis: int, _: Callable, reverse: bool = False) -> tor
     return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
 
 
+def _reduce(x: Any, axis: int, combine: Callable) -> Any:
+    if not isinstance(x, tuple):
+        return functools.reduce(combine, x.unbind(axis))
+    rows = zip(*(each.unbind(axis) for each in x), strict=True)
+    return functools.reduce(lambda a, b: combine(*a, *b), rows)
+
+
 class Tile:
     """Shared memory, or a part of it."""
 
@@ -326,7 +333,7 @@ def _language() -> ModuleType:
     for name in ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout"):
         setattr(gl, name, _Layout)
     gl.SwizzledSharedLayout = _Layout
-    for name in ("float32", "float64", "float16", "bfloat16", "int32", "int64"):
+    for name in ("float32", "float64", "float16", "bfloat16", "int16", "int32", "int64"):
         setattr(gl, name, getattr(torch, name))
     gl.static_range, gl.cdiv = range, lambda a, b: -(-a // b)
     gl.minimum = lambda a, b: torch.minimum(*torch.broadcast_tensors(_value(a), _value(b)))
@@ -338,9 +345,10 @@ def _language() -> ModuleType:
     gl.zeros = lambda shape, dtype, _: _value(torch.zeros(shape, dtype=dtype))
     gl.full = lambda shape, x, dtype, _: _value(torch.full(shape, float(x), dtype=dtype))
     gl.zeros_like, gl.associative_scan = torch.zeros_like, _scan
-    gl.abs, gl.exp2 = torch.abs, torch.exp2
+    gl.abs, gl.exp2, gl.log2 = (lambda x: _value(x).abs()), torch.exp2, torch.log2
+    gl.gather = lambda x, index, axis: torch.gather(x, axis, index.long())
     gl.sum = lambda x, axis: x.sum(axis)
-    gl.reduce = lambda x, axis, combine: functools.reduce(combine, x.unbind(axis))
+    gl.reduce = _reduce
     gl.max, gl.min = (lambda x, axis: x.amax(axis)), (lambda x, axis: x.amin(axis))
     gl.convert_layout = lambda x, layout, assert_trivial=False: x
     gl.load, gl.store, gl.allocate_shared_memory, gl.warp_specialize = _load, _store, _allocate, _specialize
@@ -422,7 +430,9 @@ def _simplify(module: Any) -> None:
         "exponents_of_mild_chunk": _exponents,
         "as_float32": lambda x: x.float(),
         "_log2": torch.log2,
-        "opaque_zero": lambda: 0,
+        "_choose": lambda bits, x, y: torch.where(bits != 0, x, y),
+        "_prefetch": lambda *_: None,
+        "opaque_zero": lambda: _value(0),
         "wait_for_predecessor": lambda: None,
         "let_dependents_start": lambda: None,
     }

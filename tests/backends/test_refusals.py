@@ -72,7 +72,7 @@ def test_refusals_that_kernels_for_sm90_share(kernel, gpu, changes, reason):
 
 @pytest.mark.parametrize("kernel", SM90_KERNELS, ids=named)
 def test_dtypes_of_kernels_for_sm90(kernel):
-    in_half = kernel in (sm90.STATES, sm90.FORWARD, sm90.FORWARD_HEAD)
+    in_half = kernel not in (sm90.FORWARD_WIDE, sm90.BACKWARD_WIDE)
     taken = "bfloat16 or float16" if in_half else "bfloat16"
     assert kernel.refusal(call_for(kernel, dtype=float32), H200) == f"computes {taken}; q is float32"
     refused = None if in_half else "computes bfloat16; q is float16"
@@ -272,12 +272,12 @@ def lines_of(explanation, backend):
         (
             "chunk_gla_bwd",
             "8,4096,16,64,64",
-            {"dtype": "float16"},
+            {"dtype": "float32"},
             [
                 "kernel general.backward",
-                "not sm90.backward_wide: computes bfloat16; q is float16",
-                "not sm90.backward: computes bfloat16; q is float16",
-                "not sm90.backward_head: computes bfloat16; q is float16",
+                "not sm90.backward_wide: computes bfloat16; q is float32",
+                "not sm90.backward: computes bfloat16 or float16; q is float32",
+                "not sm90.backward_head: computes bfloat16 or float16; q is float32",
             ],
         ),
     ],

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.kernels  # Triton's kernels that sort packed segments a
 @pytest.fixture(scope="module")
 def kernels():
     return gluon_on_cpu.load(
-        *("states", "forward", "forward_head", "common_backward", "pairs", "backward", "backward_head")
+        *("states", "forward", "forward_head", "common_backward", "pairs", "operands", "backward", "backward_head")
     )
 
 
@@ -134,24 +134,31 @@ def test_outputs_of_float16_in_range(kernels, form, factors, sizes):
     check_forward(kernels, dtype=torch.float16, gate_form=form, factors=factors, T=300, **sizes)
 
 
-def check_gradients(kernels, dstate=True, normalizer=None, **sizes):
+def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=None, **sizes):
+    """Checks gradients; `factors` multiplies q, k, v and do, which are then not negative, by four numbers."""
     x = inputs(normalizer, **sizes)
+    if factors is not None:
+        x = dataclasses.replace(x, **{n: getattr(x, n).abs() * f for n, f in zip("qkv", factors[:3], strict=True)})
     (B, T, Hq, K), (H, (Hv, V)) = x.q.shape, (x.k.shape[2], x.v.shape[2:])
     Ho, blocks = max(Hq, Hv), [64 if width <= 64 else 128 for width in (K, V)]
-    do = torch.randn(B, T, Ho, V).to(BFLOAT16)
+    dtype = x.q.dtype
+    do = torch.randn(B, T, Ho, V).to(dtype)
+    if factors is not None:
+        do = do.abs() * factors[3]
     leaving = torch.randn_like(states_of(x)) if dstate else None
     of_gates = {"constant": (Ho,), "head": (B, T, Ho), "key": (B, T, Ho, K)}[sizes.get("gate_form", "head")]
     dg = None if x.g is None else unwritten(*of_gates, dtype=torch.float32)
     dinitial = None if x.initial_state is None else unwritten(len(x.initial_state), Ho, K, V, dtype=torch.float32)
-    results = unwritten(B, T, Ho, K), unwritten(B, T, Ho, K), unwritten(B, T, Ho, V), dg, dinitial
-    checkpoints = expected_checkpoints(with_log_gates(x, normalizer)).to(BFLOAT16)
+    results = *(unwritten(B, T, Ho, width, dtype=dtype) for width in (K, K, V)), dg, dinitial
+    checkpoints = expected_checkpoints(with_log_gates(x, normalizer)).to(checkpoint_dtype(dtype))
     tensors = BackwardTensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, checkpoints, do, leaving, *results)
     segments, parameters = whole(B, T, x.cu_seqlens), GradientParameters(BK=blocks[0], BV=blocks[1], warps=4)
     gluon_on_cpu.run(segments.launches)
     of_keys = x.g is not None and x.g.ndim == 4
     launch = (kernels.backward if of_keys else kernels.backward_head).launch_gradients
-    launches = launch(parameters, tensors, checkpoints, leaving, segments, K**-0.5, normalizer)
-    gluon_on_cpu.run(launches[:1] if of_keys else launches)  # without pairs of tokens, which mild gates do not need
+    scale = K**-0.5 if scale is None else scale
+    launches = launch(parameters, tensors, checkpoints, leaving, segments, scale, normalizer)
+    gluon_on_cpu.run(launches)
 
     names = [name for name in ("q", "k", "v", "g", "initial_state") if getattr(x, name) is not None]
     leaves = {name: getattr(x, name).double().requires_grad_() for name in names}
@@ -159,7 +166,7 @@ def check_gradients(kernels, dstate=True, normalizer=None, **sizes):
         leaves["g"] = x.g.double().expand(x.v.shape[:3]).clone().requires_grad_()
     y = [leaves.get(name) for name in ("q", "k", "v", "g", "initial_state")]
     g = None if y[3] is None else log_gates(y[3], normalizer, torch.float64)
-    outs = oracle.chunk_gla(*y[:3], g, None, y[4], x.cu_seqlens)
+    outs = oracle.chunk_gla(*y[:3], g, scale, y[4], x.cu_seqlens)
     seeds = do.double(), torch.zeros_like(outs[1]) if leaving is None else leaving.double()
     expected = dict(zip(names, torch.autograd.grad(outs, list(leaves.values()), seeds), strict=True))
     heads = {
@@ -173,12 +180,12 @@ def check_gradients(kernels, dstate=True, normalizer=None, **sizes):
     for name, d in zip(("q", "k", "v", "g", "initial_state"), results, strict=True):
         if name == "g" and d is not None and d.ndim == 1:
             error = (of_groups(d, *heads[name]) - expected[name].sum((0, 1))).norm()
-            assert error <= GRADIENT[BFLOAT16] * 8 * expected[name].norm()  # the errors of 64 tokens may be alike
+            assert error <= GRADIENT[dtype] * 8 * expected[name].norm()  # the errors of 64 tokens may be alike
         elif d is not None:
             found = of_groups(d, *heads[name])
             of_tokens = d.shape[:2] == (B, T) and name != "initial_state"
             rows = (slice(None), slice(end)) if of_tokens else ()
-            assert relative_error(found[rows], expected[name][rows]) <= GRADIENT[BFLOAT16], name
+            assert relative_error(found[rows], expected[name][rows]) <= GRADIENT[dtype], name
 
 
 def of_groups(d, heads, dim):
@@ -188,9 +195,13 @@ def of_groups(d, heads, dim):
 
 
 @pytest.mark.parametrize("gates", ["mild", "strong", "extreme", "-inf"])
-@pytest.mark.parametrize("form", ["head", "constant"])
-def test_gradients_of_every_gate(kernels, form, gates):
-    check_gradients(kernels, gate_form=form, gates=gates, initial_state=True, T=80)
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [*itertools.product(("head", "key"), (BFLOAT16, torch.float16)), ("constant", BFLOAT16)],
+    ids=str,
+)
+def test_gradients_of_every_gate(kernels, form, dtype, gates):
+    check_gradients(kernels, gate_form=form, gates=gates, initial_state=True, T=80, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +227,10 @@ def test_gradients_of_every_gate(kernels, form, gates):
         {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 72, "V": 128, "B": 2, "T": 70},
         PACKED | {"normalizer": 8, "gate_form": "key"},
         PACKED | {"normalizer": 2, "R": 2},
+        {"gate_form": "key", "dtype": torch.float16},
+        {"gate_form": "key", "K": 128, "V": 128, "T": 100, "dtype": torch.float16, "initial_state": True},
+        {"gate_form": "key", "K": 72, "V": 128, "G": 2, "dtype": torch.float16},
+        PACKED | {"gate_form": "key", "dtype": torch.float16},
     ],
     ids=str,
 )
@@ -223,11 +238,35 @@ def test_gradients(kernels, sizes):
     check_gradients(kernels, **sizes)
 
 
+@pytest.mark.parametrize(
+    "factors",
+    [
+        (1e-3, 30, 1000, 1e-4),  # states above 65504
+        (30, 30, 1e-3, 1e-3),  # scores up to 65504
+        (30, 1e-3, 1e-3, 1e3),  # gradients of states above 65504
+        (1, 1, 1, 1e-5),  # gradients below the normal numbers of float16
+        (1, 3e-3, 3e-2, 3e-2),
+    ],
+    ids=str,
+)
+def test_gradients_of_float16_in_range(kernels, factors):
+    check_gradients(kernels, dtype=torch.float16, gate_form="key", factors=factors, dstate=False, T=300)
+
+
+@pytest.mark.parametrize(("scale", "of_do"), [(0.0, 1), (-3.0, 1), (1e-7, 1e4)])
+@pytest.mark.parametrize("form", ["head", "key"])
+def test_gradients_of_float16_of_any_scale(kernels, form, scale, of_do):
+    sizes = {"gate_form": form, "initial_state": True, "dtype": torch.float16}
+    check_gradients(kernels, scale=scale, factors=(1, 1, 1, of_do), **sizes)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16], ids=str)
 @pytest.mark.parametrize("strength", [-8.0, -0.01])
-def test_gradients_of_uniform_gates(kernels, monkeypatch, strength):
+@pytest.mark.parametrize("form", ["head", "key"])
+def test_gradients_of_uniform_gates(kernels, monkeypatch, form, strength, dtype):
     """Strong gates make dg small beside the products of a token's own key and value."""
     monkeypatch.setattr("gla_core.workloads.inputs.random_gate", lambda shape, *_: torch.full(shape, strength))
-    check_gradients(kernels, T=200)
+    check_gradients(kernels, T=200, gate_form=form, dtype=dtype)
 
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
@@ -243,6 +282,10 @@ def test_gradients_of_uniform_gates(kernels, monkeypatch, strength):
         {"T": 300, "gate_form": "key", "normalizer": 1, "gate_dtype": BFLOAT16},
         {"lengths": (100, 0, 200, 1), "gate_form": "key", "normalizer": 1},
         {"lengths": (100, 0, 200, 1), "normalizer": 2},
+        {"T": 300, "gates": "extreme", "dtype": torch.float16},
+        {"T": 300, "gates": "extreme", "gate_form": "key", "dtype": torch.float16},
+        {"T": 300, "gates": "none", "dtype": torch.float16},
+        {"lengths": (100, 0, 200, 1), "gates": "-inf", "gate_form": "key", "dtype": torch.float16},
     ],
     ids=str,
 )
@@ -262,8 +305,15 @@ def test_states_of_segments(kernels, sizes, backwards):
     for i, rows in places(x, segments, length):
         given = (recurrence.left[:, rows], x.v[:, rows], oracle.tokens_of(g, rows.start, rows.stop), None, backwards)
         decay, state = oracle.chunk_gla_summary(*given)
-        assert relative_error(S[i], (0.3 if backwards else 1) * state[0]) <= FORWARD[BFLOAT16]
+        assert relative_error(S[i], (0.3 if backwards else 1) * state[0]) <= FORWARD[x.q.dtype]
         assert D is None or relative_error(D[i], decay[0]) <= 2e-5  # exp of a float32 sum
+
+
+@pytest.mark.parametrize("form", ["head", "key"])
+def test_gradients_of_states_of_uniform_strong_gates_in_float16(kernels, monkeypatch, form):
+    """The gates of all first tokens are so strong that exp(b) is 0 in float16."""
+    monkeypatch.setattr("gla_core.workloads.inputs.random_gate", lambda shape, *_: torch.full(shape, -30.0))
+    test_states_of_segments(kernels, {"T": 200, "gate_form": form, "dtype": torch.float16}, True)
 
 
 def places(x, segments, length):

@@ -21,6 +21,13 @@ In a chunk that is not mild (some channel decays by more than MILD_DECAY_SM90) A
 
 have no exponent above 0. The kernel marks the chunk, and pairs.py adds the terms of its pairs of tokens.
 
+With float16, an operand that is a sum (S, P, A, dA) is divided by its unit, a power of two that brings its largest
+number into range; see operands.py. A mild chunk decays by at most MILD_DECAY_HALF, and its |q| and |k| have a limit as
+well. `scale` is left out of qg and of dS, to keep the range of q, and multiplies all gradients instead. In other chunks
+exp(b) could be 0 for all tokens, so it is divided by exp(a), where a is the largest gate of the first token:
+
+    qg = scale q exp(b - a)      dS' = exp(a) (exp(b_C - a) dS + qg^T do)
+
 B batch   T tokens   N sequences   I segments   H key/value heads, of k, v, g and S   Hq query heads
 G query heads of a group   K, V key and value width   C tokens of a chunk   D = 64 columns of a tile
 PARTS parts of 64 keys of a block   HALVES parts of 64 values of a block
@@ -55,13 +62,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gla_core.dispatch.backend import CHUNK, ceil_div
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared import partials
-from gla_triton_kernels.chunk_gla.shared.limits import LOG2E, MILD_DECAY_SM90
+from gla_triton_kernels.chunk_gla.shared.limits import (
+    LEAST_GATE,
+    LOG2E,
+    MILD_DECAY_HALF,
+    MILD_DECAY_SM90,
+    MILD_INPUT_HALF,
+)
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.chunk_gla.sm90 import pairs
 from gla_triton_kernels.chunk_gla.sm90.common import (
     as_float32,
     clear_rows,
     in_state,
+    in_units,
+    largest,
     opaque_zero,
     plus,
     slope_of_gates,
@@ -82,6 +97,7 @@ from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     product,
     segment_backwards,
 )
+from gla_triton_kernels.chunk_gla.sm90.operands import as_operands, factors_of, store_operands
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
@@ -98,12 +114,13 @@ def launch_gradients(
     scale: float,
     normalizer: int | None = None,
 ) -> list[Launch]:
-    """Returns the launches that fill the gradients in x; entering is bfloat16.
+    """Returns the launches that fill the gradients in x; entering is bfloat16, or float32 if q is float16.
 
     See `launch_gradients` of general/backward.py for the other arguments.
     """
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
+    entering, units, before = as_operands(entering, x.q.dtype)
     blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
     dq, dk, dg = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk, x.dg))
     dv = partials.parts_of(x.dv, blocks_k)
@@ -124,6 +141,7 @@ def launch_gradients(
         "dg_ptr": dg,
         "g_ptr": x.g if normalizer is not None else None,
         "marks": marks,
+        "s_units": units,
         "leaving": leaving,
         "dinitial": x.dinitial_state,
         "order": segments.order,
@@ -146,7 +164,7 @@ def launch_gradients(
     options = {"num_warps": kernel.warps, "maxnreg": 80 if kernel.BK == kernel.BV == 64 else 128}
     computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, options)
     summed = partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
-    return [computed, *summed, *pairs.launch_pairs(x, marks, scale, kernel.BK, normalizer)]
+    return [*before, computed, *summed, *pairs.launch_pairs(x, marks, scale, kernel.BK, normalizer)]
 
 
 @gluon.jit
@@ -160,9 +178,10 @@ def _columns():
 
 
 @gluon.jit
-def _left(mask, x):
-    """Returns x [C, C] masked by mask [C, C], in bfloat16, as the left operand of a product, in registers."""
-    return gl.convert_layout(gl.where(mask, x, 0.0).to(gl.bfloat16), LEFT)
+def _left(mask, x, dtype: gl.constexpr):
+    """Returns x [C, C] masked by mask [C, C], as the left operand of a product, in registers, and its unit."""
+    x, unit = in_units(gl.where(mask, x, 0.0), dtype)
+    return gl.convert_layout(x, LEFT), unit
 
 
 @gluon.jit
@@ -206,13 +225,18 @@ def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES:
 @gluon.jit
 def _decay(g, mild, i, tiles, scale):
     """Replaces q, k of part i by qg, kg, its gates by the exponents of its queries, and stores b_C / 2 [D]."""
-    q_tiles, k_tiles, x_tiles, r_tiles = tiles
+    q_tiles, k_tiles, x_tiles, r_tiles, firsts = tiles
     q_tile = q_tiles.index(i).reshape([C, D])
     k_tile = k_tiles.index(i).reshape([C, D])
-    x, end = exponents(g, mild)  # [C, D], [D]
+    first = 0.0
+    if q_tiles.dtype == gl.float16:
+        row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
+        first = gl.max(gl.max(gl.where(row == 0, g, 2 * LEAST_GATE), 0), 0)
+        firsts.index(i).store(gl.full([1], first, gl.float32, gl.SliceLayout(1, RUNS)))
+    x, end = exponents(g, mild, first)  # [C, D], [D]
     x_tiles.index(i).reshape([C, D]).store(x)
     r_tiles.index(i).store(0.5 * end)
-    decay(q_tile, k_tile, x, end, mild, scale)
+    decay(q_tile, k_tile, x, end, mild, first, scale)
 
 
 @gluon.jit
@@ -222,7 +246,7 @@ def _write_dg(tiles, where, dg_ptr, logits, key, K, slot, rows, NORMALIZER: gl.c
     Args:
         logits: if NORMALIZER is given, a pointer to the logits of the head at token 0, and the stride of tokens.
     """
-    _, _, x_tiles, r_tiles = tiles
+    _, _, x_tiles, r_tiles, _ = tiles
     b, h, t, T, Hq = where
     row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
     column = gl.arange(0, D, gl.SliceLayout(0, RUNS))[None, :]  # [1, D]
@@ -241,6 +265,18 @@ def _write_dg(tiles, where, dg_ptr, logits, key, K, slot, rows, NORMALIZER: gl.c
 
 
 @gluon.jit
+def _is_mild_in_half(least, q_tiles, k_tiles, first, PARTS: gl.constexpr):
+    """Returns whether the operands of a chunk in float16 fit, if its channels decay by `least`, in units of log 2."""
+    most = gl.to_tensor(0.0)
+    for p in range(PARTS):
+        q_tile = q_tiles.index(first + p).reshape([C, D])
+        k_tile = k_tiles.index(first + p).reshape([C, D])
+        most = gl.maximum(most, largest(as_float32(q_tile.load(RUNS))))
+        most = gl.maximum(most, largest(as_float32(k_tile.load(RUNS))))
+    return (least > -MILD_DECAY_HALF * LOG2E) & (most <= MILD_INPUT_HALF)
+
+
+@gluon.jit
 def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr):
     """Replaces q, k by qg, kg, chunk after chunk; marks chunks that are not mild; writes dg of the previous chunk.
 
@@ -248,11 +284,12 @@ def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl
     fetched again for each chunk.
     """
     g_desc, tiles, barriers, marks, marks_c, dg_ptr, logits, place, sizes, scale = given
-    q_tiles, k_tiles, x_tiles, r_tiles, mild_flags = tiles
+    q_tiles, k_tiles, x_tiles, r_tiles, firsts, mild_flags = tiles
     g_full, qk_full, qk_empty, gated, w_full = barriers
     b, h, _, key, _, start, length = place
     T, Hq, K, _ = sizes
-    parts = (q_tiles, k_tiles, x_tiles, r_tiles)
+    HALF: gl.constexpr = q_tiles.dtype == gl.float16
+    parts = (q_tiles, k_tiles, x_tiles, r_tiles, firsts)
     chunks = gl.cdiv(length, C)
     for i in range(chunks + 1):
         c = chunks - 1 - i
@@ -267,7 +304,11 @@ def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl
                 for p in range(PARTS):
                     g = gates(gate_tile(g_desc, x_tiles, first + p), rows, NORMALIZER, PACKED)  # [C, D]
                     least = gl.minimum(least, gl.min(gl.sum(g, 0), 0))
-                mild = least > -MILD_DECAY_SM90 * LOG2E
+                if HALF:
+                    mbarrier.wait(qk_full.index(slot), phase)
+                    mild = _is_mild_in_half(least, q_tiles, k_tiles, first, PARTS)
+                else:
+                    mild = least > -MILD_DECAY_SM90 * LOG2E
                 mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
                 gl.store(marks + c * marks_c, gl.where(mild, 0, 1))
             mbarrier.wait(qk_full.index(slot), phase)
@@ -282,7 +323,7 @@ def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl
             else:
                 for p in gl.static_range(PARTS):
                     q_tile = q_tiles.index(first + p).reshape([C, D])
-                    q_tile.store((q_tile.load(RUNS).to(gl.float32) * scale).to(gl.bfloat16))
+                    q_tile.store((q_tile.load(RUNS).to(gl.float32) * scale).to(q_tile.dtype))
             fence_async_shared()
             mbarrier.arrive(gated.index(slot), count=1)
         if i > 0:
@@ -302,7 +343,8 @@ def _chunk(
     tiles,
     barriers,
     outputs,
-    scale,
+    factors,
+    s_units,
     place,
     part: gl.constexpr,
     PARTS: gl.constexpr,
@@ -312,16 +354,20 @@ def _chunk(
 ):
     """Writes the gradients of a chunk, except dg, from the gradient of its leaving state, waiting * dS.
 
-    dS is a tuple of tiles [D, D], and `waiting` [D] is a factor for each key.
+    dS is a tuple of tiles [D, D], and `waiting` [D] is a factor for each key. With float16, operands that are sums have
+    units. A gradient with two such terms is multiplied by the quotient of their units between the two products.
 
     Returns:
         dS and waiting for the entering state. The next chunk applies the factor together with its own decay, so that dS
         is scaled once.
     """
-    q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, mild_flags = tiles
+    q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, firsts, mild_flags, p_units = tiles
     w_full, v_empty, s_full, s_empty, ready, done = barriers
     i, slot, rows, where, key, value, K, V = place
     dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
+    of_queries, outer = factors
+    dtype: gl.constexpr = q_tiles.dtype
+    HALF: gl.constexpr = dtype == gl.float16
     zero = opaque_zero()
     row, column = _rows(), _columns()
     own = PARTS * slot + part
@@ -329,24 +375,29 @@ def _chunk(
     k_tile = k_tiles.index(own).reshape([C, D])
     x_tile = x_tiles.index(own).reshape([C, D])
     none = gl.zeros([C, C], gl.float32, LAYOUT)
+    if HALF:
+        s_unit = gl.load(s_units)
 
     if HAS_GATE:
         mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
         r = r_tiles.index(own).load(gl.SliceLayout(1, LAYOUT))  # [D], with keys as rows
-        inner = gl.exp2(gl.where(mild, r, 0.0))  # [D], factor of P and of dS'
-        factor = (waiting * inner)[:, None]  # [D, 1], factor of P
-        decay = (waiting * gl.exp2(gl.where(mild, r, 2 * r)))[:, None]  # [D, 1]
+        first = 0.0
+        if HALF:
+            first = gl.max(firsts.index(own).load(gl.SliceLayout(1, LAYOUT)), 0)
+        inner = gl.exp2(gl.where(mild, r, first))  # [D], factor of dS'
+        of_P = gl.exp2(gl.where(mild, r, 0.0)) if HALF else inner
+        factor = (waiting * of_P)[:, None]  # [D, 1], factor of P
+        decay = (waiting * gl.exp2(gl.where(mild, r, 2 * r - first)))[:, None]  # [D, 1]
     else:
         inner = waiting
+    P = ()
     decayed = ()  # dS decayed to the start of the chunk, or to the middle of a mild chunk
     for j in gl.static_range(HALVES):
-        p_tile = p_tiles.index(zero + HALVES * part + j).reshape([D, D])
-        if HAS_GATE:
-            p_tile.store((dS[j] * factor).to(gl.bfloat16))
-            decayed += (dS[j] * decay,)
-        else:
-            p_tile.store(dS[j].to(gl.bfloat16))
-            decayed += (dS[j],)
+        P += (dS[j] * factor if HAS_GATE else dS[j],)
+        decayed += (dS[j] * decay if HAS_GATE else dS[j],)
+    p_unit = store_operands(p_tiles, zero + HALVES * part, P, HALVES)
+    if HALF and PARTS > 1:
+        p_units.index(part).store(gl.full([1], p_unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
     fence_async_shared()
     if PARTS > 1:
         mbarrier.arrive(ready, count=1)
@@ -356,7 +407,7 @@ def _chunk(
         acc = product(do_tiles.index(zero + j).reshape([C, D]), v_tile.permute([1, 0]), acc)
     acc = warpgroup_mma_wait(0, [acc])
     beyond = gl.where(mild, 0, C) if HAS_GATE else 0  # C masks every element
-    dA = _left(row - beyond >= column, acc)
+    dA, a_unit = _left(row - beyond >= column, acc, dtype)
     mbarrier.wait(s_full, i & 1)
     acc = none
     for j in gl.static_range(HALVES):
@@ -364,33 +415,41 @@ def _chunk(
         acc = product(do_tiles.index(zero + j).reshape([C, D]), s_tile.permute([1, 0]), acc)
     if HAS_GATE:
         of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
-        acc = warpgroup_mma_wait(0, [acc]) * gl.exp2(gl.where(mild, of_columns, 0.0))
+        acc = warpgroup_mma_wait(0, [acc]) * gl.exp2(gl.where(mild, of_columns, first))
+    if HALF:
+        acc = warpgroup_mma_wait(0, [acc]) * (s_unit / a_unit)
     acc = warpgroup_mma_wait(0, [product(dA, k_tile, acc)])
+    if HALF:
+        acc *= a_unit
     if HAS_GATE:
         w = as_float32(q_tile.load(LAYOUT)) * acc
         acc *= gl.exp2(x_tile.load(LAYOUT))
-    dq = acc * scale
+    dq = acc * (of_queries * outer if HALF else of_queries)
     if dq_desc is not None:  # converted before it is written: half the registers
-        dq = dq.to(gl.bfloat16)
+        dq = dq.to(dtype)
 
     acc = none
     for j in gl.static_range(HALVES):  # a separate product: a transposed dA would have to be an operand in registers
         do_tile = do_tiles.index(zero + j).reshape([C, D])
         acc = product(v_tiles.index(zero + j).reshape([C, D]), do_tile.permute([1, 0]), acc)
     acc = warpgroup_mma_wait(0, [acc])
-    dAT = _left(row + beyond <= column, acc)
+    dAT, a_unit = _left(row + beyond <= column, acc, dtype)
     acc = product(dAT, q_tile, none)
+    if HALF:
+        acc = warpgroup_mma_wait(0, [acc]) * (a_unit / p_unit)
     for j in gl.static_range(HALVES):
         p_tile = p_tiles.index(zero + HALVES * part + j).reshape([D, D])
         acc = product(v_tiles.index(zero + j).reshape([C, D]), p_tile.permute([1, 0]), acc)
     dk = warpgroup_mma_wait(0, [acc])
+    if HALF:
+        dk *= p_unit * outer
     if HAS_GATE:
-        w -= as_float32(k_tile.load(LAYOUT)) * dk
+        w = (w * outer if HALF else w) - as_float32(k_tile.load(LAYOUT)) * dk
         of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
-        dk *= gl.exp2(gl.where(mild, 0.0, 2 * of_columns) - x_tile.load(LAYOUT))
+        dk *= gl.exp2(gl.where(mild, 0.0, 2 * of_columns - first) - x_tile.load(LAYOUT))
         x_tile.store(w)
     if dk_desc is not None:
-        dk = dk.to(gl.bfloat16)
+        dk = dk.to(dtype)
 
     aT = none
     for p in gl.static_range(PARTS):
@@ -402,20 +461,26 @@ def _chunk(
         do_tile = do_tiles.index(zero + j).reshape([C, D])
         entering += (product(q_tile.permute([1, 0]), do_tile, decayed[j]),)
     aT = warpgroup_mma_wait(0, [aT])
-    aT = _left(row + beyond <= column, aT)
+    aT, a_unit = _left(row + beyond <= column, aT, dtype)
     if PARTS > 1:
         mbarrier.wait(ready, i & 1)
     dv = ()  # the halves that this warpgroup computes
     for j in gl.static_range(HALVES):
         if j % PARTS == part:
             acc = product(aT, do_tiles.index(zero + j).reshape([C, D]), none)
+            unit = a_unit
             for p in gl.static_range(PARTS):
                 other_k = k_tiles.index(PARTS * slot + p).reshape([C, D])
+                if HALF:
+                    before = unit
+                    unit = p_unit if p == part else gl.max(p_units.index(p).load(gl.SliceLayout(1, LAYOUT)), 0)
+                    acc = warpgroup_mma_wait(0, [acc]) * (before / unit)
                 acc = product(other_k, p_tiles.index(zero + HALVES * p + j).reshape([D, D]), acc)
             dv += (acc,)
     finished = warpgroup_mma_wait(0, entering + dv)
     if HALVES == 1 and part > 0:
         finished = (finished,)  # a tuple of one element is returned as the element
+    dv_unit = unit * outer if HALF and part < HALVES else 1.0
     mbarrier.arrive(v_empty, count=1)
     if PARTS > 1:
         mbarrier.arrive(done, count=1)
@@ -425,7 +490,7 @@ def _chunk(
         for j in gl.static_range(HALVES):
             s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
             anchor += gl.sum(finished[j] * s_tile.load(LAYOUT).to(gl.float32), 1)
-        r_tiles.index(own).store(anchor * inner)
+        r_tiles.index(own).store(anchor * (inner * (s_unit * outer) if HALF else inner))
         mbarrier.arrive(w_full.index(slot), count=1)
     mbarrier.arrive(s_empty, count=1)
     if PARTS > 1:
@@ -435,7 +500,9 @@ def _chunk(
     for j in gl.static_range(HALVES):
         if j % PARTS == part:
             p_tile = p_tiles.index(zero + HALVES * part + j // PARTS).reshape([C, D])
-            write(dv_desc, dv_ptr, p_tile, finished[HALVES + j // PARTS], value + j * D, V, where, rows, PACKED)
+            x = finished[HALVES + j // PARTS]
+            x = x * dv_unit if HALF else x
+            write(dv_desc, dv_ptr, p_tile, x, value + j * D, V, where, rows, PACKED)
     return finished[:HALVES], inner
 
 
@@ -447,7 +514,7 @@ def _gradient_warps(
     states,
     place,
     sizes,
-    scale,
+    factors,
     part: gl.constexpr,
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
@@ -457,10 +524,12 @@ def _gradient_warps(
 ):
     """Carries D rows of dS backwards through the segment and writes the gradients."""
     do_tiles = tiles[3]
+    HALF: gl.constexpr = do_tiles.dtype == gl.float16
     gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done = barriers
-    leaving, held, state_n, state_h, state_k, state_v, dinitial = states
+    leaving, held, state_n, state_h, state_k, state_v, dinitial, s_units = states
     b, h, n, key, value, start, length = place
     T, Hq, K, V = sizes
+    blocks = gl.cdiv(K, D)  # of keys, each with a unit
     keys = key + part * D + gl.arange(0, D, gl.SliceLayout(1, LAYOUT))[:, None]  # [D, 1]
     values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
     dS = ()
@@ -470,7 +539,8 @@ def _gradient_warps(
             inside = (keys < held) & (values + j * D < V)
             if G > 1:
                 inside = inside & (h % G == 0)  # only one head of a group adds it
-            dS += (gl.load(head + in_state(keys, values + j * D, state_k, state_v), inside, 0.0),)
+            x = gl.load(head + in_state(keys, values + j * D, state_k, state_v), inside, 0.0)
+            dS += (x / factors[1] if HALF else x,)
         else:
             dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
     waiting = gl.full([D], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
@@ -489,13 +559,17 @@ def _gradient_warps(
         mbarrier.wait(gated.index(slot), i // SLOTS & 1)
         at = (i, slot, rows, (b, h, start + c * C, T, Hq), key + part * D, value, K, V)
         chunk_barriers = (w_full, v_empty, s_full, s_empty, ready, done)
+        unit: gl.constexpr = None
+        if HALF:
+            unit = s_units + c.to(gl.int64) * (Hq // G) * blocks + (key // D + part)
         dS, waiting = _chunk(
-            dS, waiting, tiles, chunk_barriers, outputs, scale, at, part, PARTS, HALVES, HAS_GATE, PACKED
+            dS, waiting, tiles, chunk_barriers, outputs, factors, unit, at, part, PARTS, HALVES, HAS_GATE, PACKED
         )
     if dinitial is not None:
         for j in gl.static_range(HALVES):
             to = dinitial + ((n * Hq + h).to(gl.int64) * K + keys) * V + values + j * D
-            gl.store(to, dS[j] * waiting[:, None], (keys < K) & (values + j * D < V))
+            x = dS[j] * waiting[:, None]
+            gl.store(to, x * factors[1] if HALF else x, (keys < K) & (values + j * D < V))
     tma.store_wait(0)
 
 
@@ -507,7 +581,7 @@ def _chunk_gla_bwd_kernel(
     v_desc,  # [B, H, T, V], tiles [C, D]
     do_desc,  # [B, Hq, T, V], tiles [C, D]
     g_desc,  # [B, H, T, K], tiles [C, D], or None
-    s_desc,  # states that enter chunks, [rows, H, K, V], tiles [D, D]
+    s_desc,  # states that enter chunks, [rows, H, K, V], tiles [D, D], divided by their units
     dq_desc,  # [B, Hq, T, K], tiles [C, D]; None where there are several blocks of values
     dk_desc,  # like dq_desc
     dv_desc,  # [B, Hq, T, V], tiles [C, D]; None where there are several blocks of keys
@@ -516,6 +590,7 @@ def _chunk_gla_bwd_kernel(
     dv_ptr,  # [blocks of keys, B, T, Hq, V]
     dg_ptr,  # [blocks of values, B, T, Hq, K] or None
     g_ptr,  # [B, T, H, K] if NORMALIZER is given, else None
+    s_units,  # [rows, H, tiles of D keys], the units of the states; None for bfloat16
     marks,  # [rows, Hq, blocks of keys], 1 where a chunk is not mild; None if g is None
     leaving,  # gradients of leaving states, [I, H, K, V] or None
     dinitial,  # gradients of initial states, [N, Hq, K, V] or None
@@ -565,7 +640,9 @@ def _chunk_gla_bwd_kernel(
     if NORMALIZER is not None:
         logits = (g_ptr + b.to(gl.int64) * g_b + (h // G).to(gl.int64) * g_h, g_t)
 
-    dtype: gl.constexpr = gl.bfloat16
+    if s_units is not None:
+        s_units += (row * (Hq // G) + h // G).to(gl.int64) * gl.cdiv(K, D)
+    dtype: gl.constexpr = q_desc.dtype
     exponents: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, D], gl.float32)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, 1, 1, C, D], q_desc.layout)
@@ -576,6 +653,8 @@ def _chunk_gla_bwd_kernel(
     s_tiles = gl.allocate_shared_memory(dtype, [PARTS * HALVES, 1, 1, D, D], s_desc.layout)
     p_tiles = gl.allocate_shared_memory(dtype, [PARTS * HALVES, 1, 1, D, D], s_desc.layout)
     r_tiles = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, D], row_layout)
+    firsts = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, 1], row_layout)  # a of each part, for float16
+    p_units = gl.allocate_shared_memory(gl.float32, [PARTS, 1], row_layout)  # of the parts of P, for float16
     mild_flags = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], row_layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     g_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # g has been loaded
@@ -606,15 +685,16 @@ def _chunk_gla_bwd_kernel(
     load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles)
     load_barriers = (g_full, qk_full, qk_empty, v_full, v_empty, s_full, s_empty)
     load_place = (b, h, key, value, start, chunks, row)
-    gate_tiles = (q_tiles, k_tiles, x_tiles, r_tiles, mild_flags)
+    gate_tiles = (q_tiles, k_tiles, x_tiles, r_tiles, firsts, mild_flags)
     gate_barriers = (g_full, qk_full, qk_empty, gated, w_full)
-    tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, mild_flags)
+    tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, firsts, mild_flags, p_units)
     barriers = (gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done)
     outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
-    states = (leaving, held, state_n, state_h, state_k, state_v, dinitial)
+    states = (leaving, held, state_n, state_h, state_k, state_v, dinitial, s_units)
     place = (b, h, n, key, value, start, length)
     sizes = (T, Hq, K, V)
-    gate = (g_desc, gate_tiles, gate_barriers, marks, Hq * blocks_k, dg_ptr, logits, place, sizes, scale)
+    factors = factors_of(scale, dtype)
+    gate = (g_desc, gate_tiles, gate_barriers, marks, Hq * blocks_k, dg_ptr, logits, place, sizes, factors[0])
     # Registers of a thread: the gradient warps need most.
     if PARTS == 1:
         gl.warp_specialize(
@@ -622,7 +702,7 @@ def _chunk_gla_bwd_kernel(
                 (_gate_warps, (gate, NORMALIZER, PARTS, PACKED)),
                 (
                     _gradient_warps,
-                    (tiles, barriers, outputs, states, place, sizes, scale, 0, PARTS, HALVES, HAS_GATE, PACKED, G),
+                    (tiles, barriers, outputs, states, place, sizes, factors, 0, PARTS, HALVES, HAS_GATE, PACKED, G),
                 ),
                 (_load_warp, (descriptors, load_tiles, load_barriers, load_place, PARTS, HALVES, G)),
             ],
@@ -635,11 +715,11 @@ def _chunk_gla_bwd_kernel(
                 (_gate_warps, (gate, NORMALIZER, PARTS, PACKED)),
                 (
                     _gradient_warps,
-                    (tiles, barriers, outputs, states, place, sizes, scale, 0, PARTS, HALVES, HAS_GATE, PACKED, G),
+                    (tiles, barriers, outputs, states, place, sizes, factors, 0, PARTS, HALVES, HAS_GATE, PACKED, G),
                 ),
                 (
                     _gradient_warps,
-                    (tiles, barriers, outputs, states, place, sizes, scale, 1, PARTS, HALVES, HAS_GATE, PACKED, G),
+                    (tiles, barriers, outputs, states, place, sizes, factors, 1, PARTS, HALVES, HAS_GATE, PACKED, G),
                 ),
                 (_load_warp, (descriptors, load_tiles, load_barriers, load_place, PARTS, HALVES, G)),
             ],

@@ -15,6 +15,10 @@ dS is the gradient of S. A gate g_u is a factor of all that passes from tokens b
     dg_u = exp(b_C) sum(S * P) + sum over t >= u of q_t dq^S_t + sum over s < u of k_s dk^S_s
            + sum over s < u <= t of A_ts (do_t v_s)
 
+With float16, an operand that is a sum or a product (S, P, A, dA, scale * exp(b) do) is divided by its unit, a power of
+two that brings its largest number into range; see operands.py. exp(b) could be 0 for all tokens, so exp(b_1) is then
+left out of scale * exp(b) do, and multiplies dS.
+
 No exponent is above 0, so one path handles gates of any strength; see forward_head.py for the sums of gates. In the
 last term, pairs of tokens on the same side of u are subtracted from a larger sum. They are the same float32 numbers, so
 the difference is exact to 2^-20 of that sum; where a gate is closed, dg is set to the 0 that it is.
@@ -61,6 +65,7 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     clear_rows,
     gates_of,
     in_state,
+    in_units,
     log_gates,
     logits_of,
     plus,
@@ -68,6 +73,7 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     write,
 )
 from gla_triton_kernels.chunk_gla.sm90.common_backward import LAYOUT, LEFT, WIDTH, C, D, product, segment_backwards
+from gla_triton_kernels.chunk_gla.sm90.operands import as_operands, store_operands
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
@@ -88,12 +94,13 @@ def launch_gradients(
     scale: float,
     normalizer: int | None = None,
 ) -> list[Launch]:
-    """Returns the launches that fill the gradients in x; entering is bfloat16.
+    """Returns the launches that fill the gradients in x; entering is bfloat16, or float32 if q is float16.
 
     See `launch_gradients` of general/backward.py for the other arguments.
     """
     B, T, Hq, K = x.q.shape
     H, (Hv, V), Ho = x.k.shape[2], x.v.shape[2:], x.do.shape[2]
+    entering, units, before = as_operands(entering, x.q.dtype)
     blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
     dq, dk = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk))
     dv, blocks = partials.parts_of(x.dv, blocks_k), blocks_k * blocks_v
@@ -116,6 +123,7 @@ def launch_gradients(
         "dv_ptr": dv,
         "dg_ptr": dg,
         "g_ptr": x.g,
+        "s_units": units,
         "leaving": leaving,
         "dinitial": x.dinitial_state,
         "order": segments.order,
@@ -143,10 +151,10 @@ def launch_gradients(
     computed = Launch(_chunk_gla_bwd_head_kernel, grid, arguments, options)
     if constant:
         return [
-            *(computed, partials.launch_sum_of_rows(dg, x.dg)),
+            *(*before, computed, partials.launch_sum_of_rows(dg, x.dg)),
             *partials.launch_partial_sums((dq, dk, dv), (x.dq, x.dk, x.dv)),
         ]
-    return [computed, *partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))]
+    return [*before, computed, *partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))]
 
 
 @gluon.jit
@@ -208,7 +216,9 @@ def _gate_gradients(gates, dots, slot, t, rows, NORMALIZER: gl.constexpr, PARTS:
 
 
 @gluon.jit
-def _gate_warp(gates, given, scale, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, CONSTANT: gl.constexpr):
+def _gate_warp(
+    gates, given, scale, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, CONSTANT: gl.constexpr, HALF: gl.constexpr
+):
     """Sums the gates of the next chunks, and writes dg of the chunk before.
 
     The gradient of a constant gate is summed over the segment.
@@ -235,6 +245,11 @@ def _gate_warp(gates, given, scale, NORMALIZER: gl.constexpr, PARTS: gl.constexp
                 sums.index(3 * slot + 1).store(gl.exp2(b) * scale)
                 sums.index(3 * slot + 2).store(gl.exp2((end - total).to(gl.float32)))
                 decays.index(slot).store(gl.full([1], gl.exp2(end.to(gl.float32)), gl.float32, ONE))
+                if HALF:
+                    b_1 = gl.max(total, 0)
+                    decays.index(SLOTS + slot).store(gl.full([1], gl.exp2(b_1.to(gl.float32)), gl.float32, ONE))
+                    rest = gl.exp2((end - b_1).to(gl.float32))
+                    decays.index(2 * SLOTS + slot).store(gl.full([1], rest, gl.float32, ONE))
                 mbarrier.arrive(summed.index(slot), count=1)
             if i > 0:
                 last = (i - 1) % SLOTS
@@ -252,10 +267,18 @@ def _gate_warp(gates, given, scale, NORMALIZER: gl.constexpr, PARTS: gl.constexp
 
 
 @gluon.jit
+def _number(numbers, i):
+    """Returns a number from shared memory."""
+    return gl.max(numbers.index(i).load(gl.SliceLayout(1, LAYOUT)), 0)
+
+
+@gluon.jit
 def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr):
     """Computes what tokens of a chunk give to each other, and dv, chunk after chunk."""
     tiles, barriers, outputs, place, sizes = given
-    q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, eo_tiles, da_tile, sums, dots = tiles
+    q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, eo_tiles, da_tile, sums, dots, p_units, o_units = tiles
+    dtype: gl.constexpr = q_tiles.dtype
+    HALF: gl.constexpr = dtype == gl.float16
     full, empty, summed, gated, ready, used, v_read, p_read, dotted = barriers
     dv_desc, dv_ptr = outputs
     b, h, value, start, length = place
@@ -291,20 +314,29 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
         if HAS_GATE:
             mbarrier.wait(summed.index(slot), phase)
             enter = sums.index(3 * slot + 1).load(gl.SliceLayout(1, ROWS))[:, None]  # [C, 1], scale * exp(b)
+            if HALF:
+                b_t = sums.index(3 * slot).load(gl.SliceLayout(1, ROWS))  # [C]
+                enter = (gl.exp2(b_t - gl.max(b_t, 0)) * scale)[:, None]  # [C, 1], scale * exp(b - b_1)
         else:
             enter = scale
         for j in gl.static_range(HALVES):
             do_tile = do_tiles.index(HALVES * slot + j).reshape([C, D])
-            eo_tiles.index(j).store((as_float32(do_tile.load(ROWS)) * enter).to(gl.bfloat16))
+            eo, unit = in_units(as_float32(do_tile.load(ROWS)) * enter, dtype)
+            eo_tiles.index(j).store(eo)
+            if HALF:
+                o_units.index(1 + j).store(gl.full([1], unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
         aT, daT = warpgroup_mma_wait(0, [aT, daT])
         below = (t >= s) & (t < rows)
         between = scale
         if HAS_GATE:
-            b_s = sums.index(3 * slot).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1]
-            b_t = sums.index(3 * slot).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C]
-            between = gl.exp2(b_t - b_s) * scale  # [C, C], undefined for t < s
+            of_rows = sums.index(3 * slot).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1], b_s
+            of_columns = sums.index(3 * slot).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C], b_t
+            between = gl.exp2(of_columns - of_rows) * scale  # [C, C], undefined for t < s
         aT = gl.where(below, aT * between, 0.0)  # [C, C]
-        da_tile.store(gl.where(below, daT * between, 0.0).to(gl.bfloat16))
+        da, unit = in_units(gl.where(below, daT * between, 0.0), dtype)
+        da_tile.store(da)
+        if HALF:
+            o_units.index(0).store(gl.full([1], unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
         fence_async_shared()
         mbarrier.arrive(gated.index(slot), count=1)
         if HAS_GATE:
@@ -312,7 +344,8 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
             dots.index(ROOM * slot).store(gl.sum(pairs, 0))
             dots.index(ROOM * slot + 1).store(gl.sum(pairs, 1))
             mbarrier.arrive(dotted.index(slot), count=1)
-        aT = gl.convert_layout(aT.to(gl.bfloat16), LEFT)
+        aT, a_unit = in_units(aT, dtype)
+        aT = gl.convert_layout(aT, LEFT)
 
         mbarrier.wait(ready, i & 1)
         dv = ()
@@ -321,6 +354,10 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
             for p in gl.static_range(PARTS):
                 k_tile = k_tiles.index(PARTS * slot + p).reshape([C, D])
                 acc = product(k_tile, p_tiles.index(HALVES * p + j).reshape([D, D]), acc)
+                if HALF:
+                    unit = _number(p_units, p)
+                    following = _number(p_units, p + 1) if p + 1 < PARTS else a_unit
+                    acc = warpgroup_mma_wait(0, [acc]) * (unit / following)
             dv += (acc,)
         if HAS_GATE:
             leave = sums.index(3 * slot + 2).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1], exp(b_C - b)
@@ -341,7 +378,8 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
         where = (b, h, start + c * C, T, Ho)
         for j in gl.static_range(HALVES):
             v_tile = v_tiles.index(HALVES * slot + j).reshape([C, D])
-            write(dv_desc, dv_ptr, v_tile, finished[j], value + j * D, V, where, rows, PACKED)
+            x = finished[j] * a_unit if HALF else finished[j]
+            write(dv_desc, dv_ptr, v_tile, x, value + j * D, V, where, rows, PACKED)
     tma.store_wait(0)
 
 
@@ -351,12 +389,15 @@ def _gradient_warps(
 ):
     """Carries D rows of dS backwards through the segment, and writes dq and dk."""
     tiles, barriers, outputs, states, place, sizes, scale = given
-    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, eo_tiles, da_tile, sums, decays, dots = tiles
+    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, eo_tiles, da_tile, sums, decays, dots = tiles[:11]
+    p_units, o_units = tiles[11:]
+    dtype: gl.constexpr = q_tiles.dtype
+    HALF: gl.constexpr = dtype == gl.float16
     full, empty, s_full, s_empty, gated, ready, used, v_read, p_read, dotted = barriers
     dq_desc, dk_desc, dq_ptr, dk_ptr = outputs
-    leaving, held, adds, state_n, state_h, state_k, state_v, dinitial = states
+    leaving, held, adds, state_n, state_h, state_k, state_v, dinitial, s_units = states
     b, h, v_head, n, key, value, start, length = place
-    T, Ho, K, V = sizes
+    T, Ho, K, V, Hv = sizes
     key += part * D
     keys = key + gl.arange(0, D, gl.SliceLayout(1, LAYOUT))[:, None]  # [D, 1]
     values = value + gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
@@ -369,6 +410,9 @@ def _gradient_warps(
             dS += (gl.load(head + in_state(keys, values + j * D, state_k, state_v), inside, 0.0),)
         else:
             dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
+    waiting = ()  # factors of dS that have not been applied yet
+    for _ in gl.static_range(HALVES):
+        waiting += (gl.to_tensor(1.0),)
     chunks = gl.cdiv(length, C)
     for i in range(chunks):
         c = chunks - 1 - i
@@ -376,8 +420,16 @@ def _gradient_warps(
         rows = gl.minimum(length - c * C, C)
         q_tile = q_tiles.index(PARTS * slot + part).reshape([C, D])
         k_tile = k_tiles.index(PARTS * slot + part).reshape([C, D])
-        for j in gl.static_range(HALVES):
-            p_tiles.index(HALVES * part + j).reshape([D, D]).store(dS[j].to(gl.bfloat16))
+        if HALF:
+            scaled = ()
+            for j in gl.static_range(HALVES):
+                scaled += (dS[j] * waiting[j],)
+            dS = scaled
+        p_unit = store_operands(p_tiles, HALVES * part, dS, HALVES)
+        s_unit = 1.0
+        if HALF:
+            p_units.index(part).store(gl.full([1], p_unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
+            s_unit = gl.load(s_units + c.to(gl.int64) * Hv * gl.cdiv(K, D) + key // D)
         fence_async_shared()
         mbarrier.arrive(ready, count=1)
         tma.store_wait(0)  # dq and dk of the previous chunk have left the tiles
@@ -408,15 +460,23 @@ def _gradient_warps(
             dk *= sums.index(3 * slot + 2).load(gl.SliceLayout(1, LAYOUT))[:, None]
             decay = gl.max(decays.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0)
             own = ROOM * slot + 2 + 3 * part
-            dots.index(own).store(gl.sum(as_float32(q_tile.load(LAYOUT)) * dq, 1))
-            dots.index(own + 1).store(gl.sum(as_float32(k_tile.load(LAYOUT)) * dk, 1))
-            dots.index(own + 2).store(through * decay)
+            dots.index(own).store(gl.sum(as_float32(q_tile.load(LAYOUT)) * dq, 1) * s_unit)
+            dots.index(own + 1).store(gl.sum(as_float32(k_tile.load(LAYOUT)) * dk, 1) * p_unit)
+            dots.index(own + 2).store(through * decay * s_unit)
             mbarrier.arrive(dotted.index(slot), count=1)
         else:
             dq *= scale
+        if HALF:
+            a_unit = _number(o_units, 0)
+            dq *= s_unit / a_unit
+            dk *= p_unit / a_unit
         decayed = ()
         for j in gl.static_range(HALVES):
-            decayed += (dS[j] * decay if HAS_GATE else dS[j],)
+            factor = decay if HAS_GATE else 1.0
+            if HALF:
+                rest = _number(decays, 2 * SLOTS + slot) if HAS_GATE else 1.0
+                factor = rest / _number(o_units, 1 + j)
+            decayed += (dS[j] * factor if HAS_GATE or HALF else dS[j],)
         dq = product(da_tile.permute([1, 0]), k_tile, dq)
         dk = product(da_tile, q_tile, dk)
         entering = ()
@@ -424,10 +484,16 @@ def _gradient_warps(
             entering += (product(q_tile.permute([1, 0]), eo_tiles.index(j), decayed[j]),)
         of_tokens = (dq, dk)
         finished = warpgroup_mma_wait(0, entering + of_tokens)
-        mbarrier.arrive(used, count=1)
         dS, dq, dk = finished[:HALVES], finished[HALVES], finished[HALVES + 1]
-        dq = dq.to(gl.bfloat16) if dq_desc is not None else dq
-        dk = dk.to(gl.bfloat16) if dk_desc is not None else dk
+        if HALF:
+            dq, dk = dq * a_unit, dk * a_unit
+            waiting = ()
+            for j in gl.static_range(HALVES):
+                first = _number(decays, SLOTS + slot) if HAS_GATE else 1.0
+                waiting += (first * _number(o_units, 1 + j),)
+        mbarrier.arrive(used, count=1)
+        dq = dq.to(dtype) if dq_desc is not None else dq
+        dk = dk.to(dtype) if dk_desc is not None else dk
         mbarrier.wait(p_read, i & 1)  # also: k has been read
         where = (b, h, start + c * C, T, Ho)
         write(dq_desc, dq_ptr, q_tile, dq, key, K, where, rows, PACKED)
@@ -435,7 +501,7 @@ def _gradient_warps(
     if dinitial is not None:
         for j in gl.static_range(HALVES):
             to = dinitial + ((n * Ho + h).to(gl.int64) * K + keys) * V + values + j * D
-            gl.store(to, dS[j], (keys < K) & (values + j * D < V))
+            gl.store(to, dS[j] * waiting[j] if HALF else dS[j], (keys < K) & (values + j * D < V))
     tma.store_wait(0)
 
 
@@ -448,7 +514,7 @@ def _chunk_gla_bwd_head_kernel(
     k_desc,  # [B, H, T, K], tiles [C, D]
     v_desc,  # [B, Hv, T, V], tiles [C, D]
     do_desc,  # [B, Ho, T, V], tiles [C, D]
-    s_desc,  # states that enter chunks, [rows, Hv, K, V], tiles [D, D]
+    s_desc,  # states that enter chunks, [rows, Hv, K, V], tiles [D, D], divided by their units
     dq_desc,  # [B, Ho, T, K], tiles [C, D]; None where there are several blocks of values
     dk_desc,  # like dq_desc
     dv_desc,  # [B, Ho, T, V], tiles [C, D]; None where there are several blocks of keys
@@ -457,6 +523,7 @@ def _chunk_gla_bwd_head_kernel(
     dv_ptr,  # [blocks of keys, B, T, Ho, V]
     dg_ptr,  # [blocks of keys and values, B, T, Ho]; [I, blocks of keys and values, Ho] with CONSTANT; or None
     g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0, or None
+    s_units,  # [rows, Hv, tiles of D keys], the units of the states; None for bfloat16
     leaving,  # gradients of leaving states, [I, Hv, K, V] or None
     dinitial,  # gradients of initial states, [N, Ho, K, V] or None
     order,  # [I, 5] or None
@@ -510,7 +577,11 @@ def _chunk_gla_bwd_head_kernel(
     if HAS_GATE:
         gates = (g_ptr + b.to(gl.int64) * g_b + v_head.to(gl.int64) * g_h, g_t)
 
-    dtype: gl.constexpr = gl.bfloat16
+    Hv = Ho // per_v
+    if s_units is not None:
+        s_units += (row * Hv + v_head).to(gl.int64) * gl.cdiv(K, D)
+    dtype: gl.constexpr = q_desc.dtype
+    HALF: gl.constexpr = dtype == gl.float16
     tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, D], dtype)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, 1, 1, C, D], q_desc.layout)
@@ -522,8 +593,10 @@ def _chunk_gla_bwd_head_kernel(
     eo_tiles = gl.allocate_shared_memory(dtype, [HALVES, C, D], tile_layout)
     da_tile = gl.allocate_shared_memory(dtype, [C, C], tile_layout)
     sums = gl.allocate_shared_memory(gl.float32, [3 * SLOTS, C], row_layout)  # b, scale * exp(b), exp(b_C - b)
-    decays = gl.allocate_shared_memory(gl.float32, [SLOTS, 1], row_layout)  # exp(b_C)
+    decays = gl.allocate_shared_memory(gl.float32, [3 * SLOTS, 1], row_layout)  # exp(b_C); exp(b_1), exp(b_C - b_1)
     dots = gl.allocate_shared_memory(gl.float32, [ROOM * SLOTS, C], row_layout)  # sums of products for dg
+    p_units = gl.allocate_shared_memory(gl.float32, [PARTS, 1], row_layout)  # for float16: of the parts of P
+    o_units = gl.allocate_shared_memory(gl.float32, [1 + HALVES, 1], row_layout)  # of dA, and of scale * exp(b) do
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # q, k, v, do have been loaded
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # dq, dk, dv have left the tiles of q, k, v
@@ -553,15 +626,16 @@ def _chunk_gla_bwd_head_kernel(
     load_place = (b, h, (h // per_q, h // per_k, v_head), key, value, start, chunks, row)
     load = ((q_desc, k_desc, v_desc, do_desc, s_desc), load_tiles, (full, empty, s_full, s_empty), load_place)
     gate = (sums, decays, dots, empty, summed, dotted, dg_ptr, start, length, Ho)
-    score_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, eo_tiles, da_tile, sums, dots)
+    score_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, eo_tiles, da_tile, sums, dots, p_units, o_units)
     score_barriers = (full, empty, summed, gated, ready, used, v_read, p_read, dotted)
     score = (score_tiles, score_barriers, (dv_desc, dv_ptr), (b, h, value, start, length), (T, Ho, V))
     tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, eo_tiles, da_tile, sums, decays, dots)
+    tiles += (p_units, o_units)
     barriers = (full, empty, s_full, s_empty, gated, ready, used, v_read, p_read, dotted)
     outputs = (dq_desc, dk_desc, dq_ptr, dk_ptr)
-    states = (leaving, held, h % per_v == 0, state_n, state_h, state_k, state_v, dinitial)
+    states = (leaving, held, h % per_v == 0, state_n, state_h, state_k, state_v, dinitial, s_units)
     place = (b, h, v_head, n, key, value, start, length)
-    own = (tiles, barriers, outputs, states, place, (T, Ho, K, V), scale)
+    own = (tiles, barriers, outputs, states, place, (T, Ho, K, V, Hv), scale)
     # Registers of a thread: the score warps take the rest.
     if PARTS == 1:
         gl.warp_specialize(
@@ -569,7 +643,7 @@ def _chunk_gla_bwd_head_kernel(
                 (_score_warps, (score, scale, PARTS, HALVES, HAS_GATE, PACKED)),
                 (_gradient_warps, (own, 0, PARTS, HALVES, HAS_GATE, PACKED)),
                 (_load_warp, (load, PARTS, HALVES)),
-                (_gate_warp, (gates, gate, scale, NORMALIZER, PARTS, CONSTANT)),
+                (_gate_warp, (gates, gate, scale, NORMALIZER, PARTS, CONSTANT, HALF)),
             ],
             [4, 1, 1],
             [184, 48, 48],
@@ -581,7 +655,7 @@ def _chunk_gla_bwd_head_kernel(
                 (_gradient_warps, (own, 0, PARTS, HALVES, HAS_GATE, PACKED)),
                 (_gradient_warps, (own, 1, PARTS, HALVES, HAS_GATE, PACKED)),
                 (_load_warp, (load, PARTS, HALVES)),
-                (_gate_warp, (gates, gate, scale, NORMALIZER, PARTS, CONSTANT)),
+                (_gate_warp, (gates, gate, scale, NORMALIZER, PARTS, CONSTANT, HALF)),
             ],
             [4, 4, 1, 1],
             [168, 168, 48, 48],

@@ -190,9 +190,9 @@ def _decay(g_desc, tiles, own, mild, rows, scale, NORMALIZER: gl.constexpr, PART
         q_tile, k_tile = _tile(q_tiles, own + p), _tile(k_tiles, own + p)
         if g_desc is not None:
             g = gates(gate_tile(g_desc, x_tiles, own + p), rows, NORMALIZER, PACKED)  # [C, D]
-            x, end = exponents(g, mild)  # [C, D], [D]
+            x, end = exponents(g, mild, 0.0)  # [C, D], [D]
             r_tiles.index(own + p).store(0.5 * end)
-            decay(q_tile, k_tile, x, end, mild, scale)
+            decay(q_tile, k_tile, x, end, mild, 0.0, scale)
         else:
             q_tile.store((q_tile.load(RUNS).to(gl.float32) * scale).to(gl.bfloat16))
         if PACKED:
@@ -336,7 +336,7 @@ def _gradient_warps(
             arrived = last % SLOTS * PARTS + p
             x_tile = _tile(x_tiles, arrived)
             g = gates(gate_tile(g_desc, x_tiles, arrived), rows, NORMALIZER, PACKED)  # [C, D]
-            x, _ = exponents(g, mild)  # [C, D]
+            x, _ = exponents(g, mild, 0.0)  # [C, D]
             x_tile.store(x)
             r = r_tiles.index(own + p).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
             dq *= gl.exp2(gl.where(mild, r, 0.0))

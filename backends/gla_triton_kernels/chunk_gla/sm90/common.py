@@ -26,6 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
 
 LOG2_C = gl.constexpr(6)  # a chunk has C = 64 tokens
+# The least unit of an operand in float16. Units and products of operands are at most 2^38, so a product times the
+# quotient of two units is at most 2^116.
+LEAST_UNIT = gl.constexpr(2.0**-40)
 
 
 @gluon.jit
@@ -92,14 +95,16 @@ def store_state(tile, S, factor):
 
 
 @gluon.jit
-def scores_in_units(a, dtype: gl.constexpr):
-    """Returns scores in `dtype`, and their unit, by which they are multiplied: 1, or above it if float16 needs it."""
+def in_units(x, dtype: gl.constexpr):
+    """Returns a matrix as an operand of a product, and its unit, by which the product is multiplied.
+
+    The unit is 1 for bfloat16. For float16 it is at least LEAST_UNIT, so it may be a divisor.
+    """
     if dtype == gl.float16:
-        unit, _ = unit_of(largest(a))
-        unit = gl.maximum(unit, 1.0)
-        return (a * (1.0 / unit)).to(dtype), unit
+        unit, inverse = unit_of(gl.maximum(largest(x), LEAST_UNIT * 16384.0))
+        return (x * inverse).to(dtype), unit
     else:  # noqa: RET505 -- one branch is compiled
-        return a.to(dtype), 1.0
+        return x.to(dtype), 1.0
 
 
 @gluon.jit

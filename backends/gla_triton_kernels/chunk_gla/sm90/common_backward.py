@@ -72,15 +72,15 @@ def gates(block, rows, NORMALIZER: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def exponents(g, mild):
-    """Returns the exponents b - r [C, D] of queries, and b_C [D], for gates g [C, D]."""
+def exponents(g, mild, first):
+    """Returns the exponents b - r [C, D] of queries, and b_C [D], for gates g [C, D]; r is `first` if not mild."""
     end = gl.sum(g, 0)  # [D]
-    return gl.associative_scan(g, 0, plus) - gl.where(mild, 0.5 * end, 0.0)[None, :], end
+    return gl.associative_scan(g, 0, plus) - gl.where(mild, 0.5 * end, first)[None, :], end
 
 
 @gluon.jit
-def decay(q_tile, k_tile, x, end, mild, scale):
+def decay(q_tile, k_tile, x, end, mild, first, scale):
     """Replaces the tiles q, k [C, D] by qg, kg; x and end come from `exponents`."""
-    q_tile.store((as_float32(q_tile.load(RUNS)) * (gl.exp2(x) * scale)).to(gl.bfloat16))
-    y = gl.where(mild, 0.0, end)[None, :] - x  # [C, D], the exponents of keys
-    k_tile.store((as_float32(k_tile.load(RUNS)) * gl.exp2(y)).to(gl.bfloat16))
+    q_tile.store((as_float32(q_tile.load(RUNS)) * (gl.exp2(x) * scale)).to(q_tile.dtype))
+    y = gl.where(mild, 0.0, end - first)[None, :] - x  # [C, D], the exponents of keys
+    k_tile.store((as_float32(k_tile.load(RUNS)) * gl.exp2(y)).to(k_tile.dtype))

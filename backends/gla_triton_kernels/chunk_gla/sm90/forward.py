@@ -56,12 +56,12 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     decay_mild_chunk,
     exponents_of_mild_chunk,
     in_state,
+    in_units,
     largest,
     layout_of_columns,
     layout_of_runs,
     log_gates_of_tile,
     next_checkpoint,
-    scores_in_units,
     store_state,
     tokens_of,
     wait_for_predecessor,
@@ -210,7 +210,7 @@ def _gate_warps(
                 again = log_gates_of_tile(g_tile, rows, columns, NORMALIZER, False)  # [C, K]
                 decay, a = decay_any_chunk(q_tile, k_tile, scratch_tiles.index(slot), again)  # [K], [C, C]
                 decays.index(slot).store(decay)
-                a, a_unit = scores_in_units(a, q_tile.dtype)
+                a, a_unit = in_units(a, q_tile.dtype)
                 a_tiles.index(slot).store(a)
                 if HALF:
                     a_units.index(slot).store(gl.full([1], a_unit, gl.float32, gl.SliceLayout(1, runs)))
@@ -311,7 +311,7 @@ def _state_warps(
             s_unit = store_state(s_tile, S, None)
         fence_async_shared()
         a = gl.where(t >= s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
-        a, a_unit = scores_in_units(a, q_tile.dtype)
+        a, a_unit = in_units(a, q_tile.dtype)
         if HAS_GATE:  # noqa: SIM102 -- known when this is compiled, and mild is not
             if not mild:
                 a = a_tiles.index(slot).load(scores)

@@ -53,9 +53,9 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     clear_rows,
     gates_of,
     in_state,
+    in_units,
     next_checkpoint,
     plus,
-    scores_in_units,
     store_state,
     tokens_of,
     wait_for_predecessor,
@@ -280,7 +280,7 @@ def _state_warps(
         else:
             a, o = warpgroup_mma_wait(0, [a, o])
             a = gl.where(t >= s, a, 0.0)  # [C, C]
-        a, a_unit = scores_in_units(a, q_tile.dtype)
+        a, a_unit = in_units(a, q_tile.dtype)
         if q_tile.dtype == gl.float16:
             o = o * (s_unit / a_unit)
         a = gl.convert_layout(a, operand)

@@ -288,8 +288,8 @@ def _load_backward_wide() -> LaunchFunction:
     return launch_gradients
 
 
-def _gradient_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _refusal(call, gpu)) is not None:
+def _gradient_refusal(call: OpCall, gpu: Gpu, *further: torch.dtype) -> Reason | None:
+    if (reason := _refusal(call, gpu, *further)) is not None:
         return reason
     K, V = call.dims["K"], call.dims["V"]
     if K % 8 or V % 8:  # rows of gradients are multiples of 16 bytes
@@ -298,11 +298,11 @@ def _gradient_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _backward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    return _gradient_refusal(call, gpu) or _of_keys(call)
+    return _gradient_refusal(call, gpu, torch.float16) or _of_keys(call)
 
 
 def _backward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    return _gradient_refusal(call, gpu) or _of_heads(call)
+    return _gradient_refusal(call, gpu, torch.float16) or _of_heads(call)
 
 
 def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
@@ -329,13 +329,19 @@ def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: f
     tiles = x.BK * x.BV / 64**2
     step = GRADIENT_STEP + GRADIENT_TILE * tiles
     block = BlockTime(CHUNK, x.BV, GRADIENT_START, step, GRADIENTS_SHARED if tiles <= 1 else 1, keys=x.BK)
-    return [kernel_seconds(call, block, through, size, c)]
+    return [*_operands_seconds(call, c), kernel_seconds(call, block, through, size, c)]
+
+
+def _operands_seconds(call: OpCall, c: Constants) -> list[float]:
+    """Returns the seconds of the launch of operands.py, which reads float32 states and writes float16."""
+    size = 1.5 * checkpoint_bytes(call, CHUNK)
+    return [c["launch"] + size / c["bandwidth"]] if call.dtype == torch.float16 else []
 
 
 def _backward_head_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
     step = HEAD_GRADIENT_STEP + HEAD_GRADIENT_TILE * x.BK * x.BV / 64**2
     block = BlockTime(CHUNK, x.BV, GRADIENT_START, step, keys=x.BK)
-    return [kernel_seconds(call, block, through, size, c)]
+    return [*_operands_seconds(call, c), kernel_seconds(call, block, through, size, c)]
 
 
 def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:

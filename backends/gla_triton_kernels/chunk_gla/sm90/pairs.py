@@ -51,6 +51,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from gla_core.dispatch.backend import CHUNK, ceil_div
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
 from gla_triton_kernels.chunk_gla.sm90.common import (
+    largest,
     levels_that_count,
     log_gates,
     opaque_zero,
@@ -96,8 +97,8 @@ def launch_pairs(
     """Returns the launch that completes the gradients of marked chunks.
 
     Args:
-        x: tensors in bfloat16, except for gates. The gradients are contiguous, have Hq heads, and lack the terms of
-            pairs in marked chunks.
+        x: tensors in bfloat16 or float16, except for gates. The gradients are contiguous, have Hq heads, and lack the
+            terms of pairs in marked chunks.
         marks: [rows, Hq, ceil(K / keys)] int32, contiguous; not 0 where a chunk is marked. Rows are numbered like
             checkpoints every `CHUNK` tokens; rows without a chunk are not read. None without gates: there is then no
             launch, because it would have nothing to add.
@@ -356,8 +357,9 @@ def _score_gradients_in_units(do, v, at, rows, V: gl.constexpr, scale):
     W: gl.constexpr = D if V <= D else 2 * D
     products = gl.zeros([C, C], gl.float32, LAYOUT)
     transposed = gl.zeros([C, C], gl.float32, LAYOUT)
-    do_tile = gl.allocate_shared_memory(gl.bfloat16, [C, W], TILE)
-    v_tile = gl.allocate_shared_memory(gl.bfloat16, [C, W], TILE)
+    dtype: gl.constexpr = v[0].dtype.element_ty
+    do_tile = gl.allocate_shared_memory(dtype, [C, W], TILE)
+    v_tile = gl.allocate_shared_memory(dtype, [C, W], TILE)
     for p in range(0, V, W):
         do_block = _load(do, at, p, rows, V, [C, W], ROWS)
         v_block = _load(v, at, p, rows, V, [C, W], ROWS)
@@ -369,7 +371,7 @@ def _score_gradients_in_units(do, v, at, rows, V: gl.constexpr, scale):
         products, transposed = warpgroup_mma_wait(0, [products, transposed])
     row, column = _rows_and_columns()
     dA = scale * gl.where(row >= column, products, transposed)  # [C, C]
-    unit, inverse = unit_of(gl.max(gl.max(gl.abs(dA), 1), 0))
+    unit, inverse = unit_of(largest(dA))
     dA *= inverse
     da_tt = gl.sum(gl.where(row == column, dA, 0.0), 1) / FAR  # [C]
     da_tile = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
@@ -492,17 +494,22 @@ def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, N
 
 @gluon.jit
 def _add_dv(a_tile, dv, do, at, rows, V: gl.constexpr, scale):
-    """Adds scale * A^T do to dv; A [C, C], masked to s <= t, is split into two bfloat16 parts."""
+    """Adds scale * A^T do to dv; A [C, C], masked to s <= t, is split into two parts in the dtype of do."""
     W: gl.constexpr = D if V <= D else 2 * D
-    high_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], TILE)
-    low_tile = gl.allocate_shared_memory(gl.bfloat16, [C, C], TILE)
-    do_tile = gl.allocate_shared_memory(gl.bfloat16, [C, W], TILE)
+    dtype: gl.constexpr = do[0].dtype.element_ty
+    high_tile = gl.allocate_shared_memory(dtype, [C, C], TILE)
+    low_tile = gl.allocate_shared_memory(dtype, [C, C], TILE)
+    do_tile = gl.allocate_shared_memory(dtype, [C, W], TILE)
     sums = gl.allocate_shared_memory(gl.float32, [C, W], TILE_32)
     row, column = _rows_and_columns()
     A = gl.where(row >= column, a_tile.load(LAYOUT), 0.0)  # [C, C]
-    high = A.to(gl.bfloat16)
+    unit = 1.0
+    if dtype == gl.float16:
+        unit, inverse = unit_of(largest(A))
+        A *= inverse
+    high = A.to(dtype)
     high_tile.store(high)
-    low_tile.store((A - high.to(gl.float32)).to(gl.bfloat16))
+    low_tile.store((A - high.to(gl.float32)).to(dtype))
     for p in range(0, V, W):
         do_block = _load(do, at, p, rows, V, [C, W], ROWS)
         dv_at, inside = _tile(dv, at, p, rows, V, [C, W], ROWS)
@@ -513,5 +520,5 @@ def _add_dv(a_tile, dv, do, at, rows, V: gl.constexpr, scale):
         acc = warpgroup_mma(low_tile.permute([1, 0]), do_tile, acc, use_acc=False, is_async=True)
         acc = warpgroup_mma(high_tile.permute([1, 0]), do_tile, acc, is_async=True)
         sums.store(warpgroup_mma_wait(0, [acc]))
-        x = sums.load(ROWS) * scale + dv_block.to(gl.float32)
+        x = sums.load(ROWS) * (scale * unit) + dv_block.to(gl.float32)
         gl.store(dv_at, x.to(dv_at.dtype.element_ty), inside)

@@ -17,7 +17,8 @@ then known when the kernel reaches the token, and S is a plain sum. Let R be the
     S += left^T right                R += b_C
 
 No exponent is above 0 and no state is decayed, so one path handles gates of any strength. With one gate for each head
-instead of each key, b and R are numbers; R is then a sum of numbers of float64, rounded when it is used.
+instead of each key, b and R are numbers; R is then a sum of numbers of float64, rounded when it is used. Backwards,
+exp(R + b_t) may be 0 in float16 for all tokens, so R then begins at -g_1, and exp(g_1) multiplies S.
 
 B batch   T tokens   I segments   Hv heads of `right`, of gates and of S   R = Hv / heads of `left`
 K, V key and value width   C tokens of a chunk
@@ -178,6 +179,7 @@ def _state_warps(
     Hv, K, V = sizes
     HAS_GATE: gl.constexpr = D_ptr is not None
     OF_HEADS: gl.constexpr = gates is not None  # whether there is one gate for each head instead of each key
+    FROM_FIRST: gl.constexpr = BACKWARDS and left_tiles.dtype == gl.float16
     C: gl.constexpr = left_tiles.type.shape[3]
     PART: gl.constexpr = left_tiles.type.shape[4]
     BV: gl.constexpr = right_tiles.type.shape[4]
@@ -193,6 +195,11 @@ def _state_warps(
         sum_of_gates = gl.to_tensor(0.0).to(gl.float64)
         before = 0 if BACKWARDS else (n_chunks - 1) * C
         g_next = gates_of(gates, start + before, length - before, token, NORMALIZER)  # [C]
+        if FROM_FIRST:
+            first = gl.sum(gl.where(token == 0, g_next, 0.0), 0).to(gl.float64) * LOG2E
+            sum_of_gates = -first
+    elif FROM_FIRST:
+        first = gl.zeros_like(R)
     for i in range(n_chunks):
         slot = i % STAGES
         rows = length - (i if BACKWARDS else n_chunks - 1 - i) * C
@@ -215,6 +222,10 @@ def _state_warps(
             g_tile = g_tiles.index(PARTS * slot + part).reshape([C, PART])
             g = log_gates_of_tile(g_tile, rows, layout, NORMALIZER, PACKED)
             g = gl.maximum(g, LEAST_GATE) * LOG2E  # [C, PART]
+            if FROM_FIRST:
+                row = gl.arange(0, C, gl.SliceLayout(1, layout))[:, None]  # [C, 1]
+                first = gl.where(i == 0, gl.sum(gl.where(row == 0, g, 0.0), 0), first)  # [PART]
+                R = gl.where(i == 0, -first, R)
             b = gl.associative_scan(g, 0, plus)  # [C, PART]
             R_end = R + gl.sum(g, 0)
             x = R[None, :] + b if BACKWARDS else R_end[None, :] - b  # [C, PART]
@@ -231,7 +242,13 @@ def _state_warps(
     if BACKWARDS:
         S = S * scale
     if OF_HEADS:
+        if FROM_FIRST:
+            S = S * gl.exp2(first.to(gl.float32))
+            sum_of_gates += first
         R += sum_of_gates.to(gl.float32)
+    elif HAS_GATE and FROM_FIRST:
+        S = S * gl.convert_layout(gl.exp2(first), gl.SliceLayout(1, state_layout))[:, None]
+        R += first
     state = (segment * Hv + h).to(gl.int64) * K
     first_key += part * PART
     key = first_key + gl.arange(0, PART, gl.SliceLayout(1, state_layout))[:, None]  # [PART, 1]
