@@ -77,6 +77,7 @@ def cut(call, gpu=H200):
         ({"Hq": 32}, general.FORWARD),
         ({"dtype": float16}, sm90.FORWARD),
         ({"dtype": float16, "K": 256}, general.FORWARD),
+        ({"dtype": float32, "precision": "high"}, sm90.FORWARD),
         ({"dtype": float32}, general.FORWARD),
         ({"aligned": False}, general.FORWARD),
         ({"T": 96}, sm90.FORWARD),

@@ -106,6 +106,9 @@ CALLS = {
     "forward, float16": (SM90, forward, "triton_fused", {"dtype": torch.float16}),
     "backward, float16": (SM90, backward, "triton_fused", {"dtype": torch.float16}),
     "backward, float16 per head": (SM90, backward, "triton_fused", PER_HEAD | {"dtype": torch.float16}),
+    "forward, TF32": (SM90, forward, "triton_fused", PACKED | {"dtype": torch.float32}),
+    "backward, TF32": (SM90, backward, "triton_fused", {"dtype": torch.float32}),
+    "backward, TF32 per head": (SM90, backward, "triton_fused", PER_HEAD | {"dtype": torch.float32}),
     "forward, per head": (SM90, forward, "triton_fused", PER_HEAD | {"K": 128}),
     "forward, constant": (SM90, forward, "parallel_scan", PACKED | {"form": "constant"}),
     "backward, per head": (SM90, backward, "triton_fused", PER_HEAD),
@@ -169,7 +172,8 @@ def launches_of(monkeypatch):
         monkeypatch.setattr(prepared, "on_device", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(prepared, "compile_launches", made.extend)
         op, *arguments = describe(**sizes)
-        call = described(op, *arguments)
+        precision = "high" if "TF32" in name else "highest"
+        call = dataclasses.replace(described(op, *arguments), float32_matmul_precision=precision)
         preparing(backend, op)(dataclasses.replace(call, device=torch.device("cuda", 0), assumed=device))
         return made
 

@@ -28,10 +28,14 @@ GENERAL_KERNELS = (general.STATES, general.FORWARD, general.BACKWARD)
 WIDE = (sm90.FORWARD_WIDE, sm90.BACKWARD_WIDE)
 UNALIGNED = "needs tensors that TMA can address: addresses and strides are multiples of 16 bytes; {} is not one"
 
+FLOAT32 = 'computes float32 in the precision of TF32; the matmul precision is "highest"'
+
 bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def call_for(kernel, *, dtype=bfloat16, gate_dtype=float32, gate_form=None, layouts=None, **changes):
+def call_for(
+    kernel, *, dtype=bfloat16, gate_dtype=float32, gate_form=None, layouts=None, precision="highest", **changes
+):
     """Returns a call that a kernel computes on an H200, with changes. Rows of heads begin at multiples of 16 bytes."""
     dims = {"B": 2, "T": 300, "H": 4, "K": 256 if kernel in WIDE else 128, "V": 128, **changes}
     dims = {"Hq": dims["H"], "Hv": dims["H"], "N": dims["B"], **dims}
@@ -45,7 +49,7 @@ def call_for(kernel, *, dtype=bfloat16, gate_dtype=float32, gate_form=None, layo
     op = "chunk_gla_bwd" if kernel in backward.KERNELS else "chunk_gla_fwd"
     gate_form = gate_form or ("head" if kernel in OF_HEADS else "key")
     facts = {"dims": dims, "gate_dtype": gate_dtype, "gate_form": gate_form, "layouts": found | (layouts or {})}
-    return OpCall(op=op, device=torch.device("cuda"), dtype=dtype, **facts)
+    return OpCall(op=op, device=torch.device("cuda"), dtype=dtype, float32_matmul_precision=precision, **facts)
 
 
 def named(kernel):
@@ -72,11 +76,18 @@ def test_refusals_that_kernels_for_sm90_share(kernel, gpu, changes, reason):
 
 @pytest.mark.parametrize("kernel", SM90_KERNELS, ids=named)
 def test_dtypes_of_kernels_for_sm90(kernel):
-    in_half = kernel not in (sm90.FORWARD_WIDE, sm90.BACKWARD_WIDE)
-    taken = "bfloat16 or float16" if in_half else "bfloat16"
-    assert kernel.refusal(call_for(kernel, dtype=float32), H200) == f"computes {taken}; q is float32"
-    refused = None if in_half else "computes bfloat16; q is float16"
-    assert kernel.refusal(call_for(kernel, dtype=float16), H200) == refused
+    def refusal(dtype, **changes):
+        return kernel.refusal(call_for(kernel, dtype=dtype, **changes), H200)
+
+    wide = kernel in WIDE
+    assert refusal(float16) == ("computes bfloat16; q is float16" if wide else None)
+    for precision in ("high", "medium"):
+        assert refusal(float32, precision=precision) == ("computes bfloat16; q is float32" if wide else None)
+    assert refusal(float32) == FLOAT32
+    assert refusal(torch.float64) == "computes bfloat16, float16 and float32; q is float64"
+    for K, V in ((100, 128), (128, 100)):
+        reason = f"computes float32 for K and V that are multiples of 8; K is {K} and V is {V}"
+        assert refusal(float32, precision="high", K=K, V=V) == reason
 
 
 @pytest.mark.parametrize("kernel", SM90_KERNELS, ids=named)
@@ -275,9 +286,7 @@ def lines_of(explanation, backend):
             {"dtype": "float32"},
             [
                 "kernel general.backward",
-                "not sm90.backward_wide: computes bfloat16; q is float32",
-                "not sm90.backward: computes bfloat16 or float16; q is float32",
-                "not sm90.backward_head: computes bfloat16 or float16; q is float32",
+                *(f"not sm90.{name}: {FLOAT32}" for name in ("backward_wide", "backward", "backward_head")),
             ],
         ),
     ],
@@ -301,11 +310,7 @@ def test_explain_names_the_kernel_for_states_and_the_tokens_of_segments():
     call = dataclasses.replace(explanation.call, dtype=float32)
     found = lines_of(explain_call(call, current_request()), "parallel_scan")
     assert found[0].startswith("kernel general.forward after general.states, in segments of ")
-    assert found[1:] == [
-        "not sm90.forward: computes bfloat16 or float16; q is float32",
-        "not sm90.forward_wide: computes bfloat16; q is float32",
-        "not sm90.forward_head: computes bfloat16 or float16; q is float32",
-    ]
+    assert found[1:] == [f"not sm90.{name}: {FLOAT32}" for name in ("forward", "forward_wide", "forward_head")]
 
 
 @pytest.mark.kernels
@@ -316,4 +321,4 @@ def test_explain_of_a_call_on_tensors_names_the_kernel(backend, device):
     assert [line.split(": ")[0] for line in found[1:]] == [
         f"not sm90.{name}" for name in ("forward", "forward_wide", "forward_head")
     ]
-    assert all("needs Hopper" in line or "q is float32" in line for line in found[1:])
+    assert all("needs Hopper" in line or FLOAT32 in line for line in found[1:])

@@ -80,6 +80,7 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     opaque_zero,
     plus,
     slope_of_gates,
+    unit_at,
     write,
 )
 from gla_triton_kernels.chunk_gla.sm90.common_backward import (
@@ -97,6 +98,7 @@ from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     product,
     segment_backwards,
 )
+from gla_triton_kernels.chunk_gla.sm90.half import in_half
 from gla_triton_kernels.chunk_gla.sm90.operands import as_operands, factors_of, store_operands
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
@@ -118,9 +120,10 @@ def launch_gradients(
 
     See `launch_gradients` of general/backward.py for the other arguments.
     """
+    x, units, converted = in_half(x, ("q", "k", "v", "do"), x.cu_seqlens)
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
-    entering, units, before = as_operands(entering, x.q.dtype)
+    entering, s_units, before = as_operands(entering, x.q.dtype)
     blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
     dq, dk, dg = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk, x.dg))
     dv = partials.parts_of(x.dv, blocks_k)
@@ -132,19 +135,20 @@ def launch_gradients(
         "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
         "g_desc": None if x.g is None else shared_tiles(x.g, CHUNK, WIDTH),
         "s_desc": state_tiles(entering, WIDTH, WIDTH),
-        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH) if blocks_v == 1 else None,
-        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH) if blocks_v == 1 else None,
-        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH) if blocks_k == 1 else None,
+        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH) if blocks_v == 1 and not converted else None,
+        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH) if blocks_v == 1 and not converted else None,
+        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH) if blocks_k == 1 and not converted else None,
         "dq_ptr": dq,
         "dk_ptr": dk,
         "dv_ptr": dv,
         "dg_ptr": dg,
         "g_ptr": x.g if normalizer is not None else None,
         "marks": marks,
-        "s_units": units,
+        "s_units": s_units,
         "leaving": leaving,
         "dinitial": x.dinitial_state,
         "order": segments.order,
+        **units,
         "scale": scale,
         **state_strides("state_", leaving),
         **lengths_of(T, segments),
@@ -164,7 +168,8 @@ def launch_gradients(
     options = {"num_warps": kernel.warps, "maxnreg": 80 if kernel.BK == kernel.BV == 64 else 128}
     computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, options)
     summed = partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
-    return [*before, computed, *summed, *pairs.launch_pairs(x, marks, scale, kernel.BK, normalizer)]
+    added = pairs.launch_pairs(x, units, marks, scale, kernel.BK, normalizer)
+    return [*converted, *before, computed, *summed, *added]
 
 
 @gluon.jit
@@ -344,18 +349,22 @@ def _chunk(
     barriers,
     outputs,
     factors,
-    s_units,
+    units,
     place,
     part: gl.constexpr,
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
+    UNITS: gl.constexpr,
 ):
     """Writes the gradients of a chunk, except dg, from the gradient of its leaving state, waiting * dS.
 
     dS is a tuple of tiles [D, D], and `waiting` [D] is a factor for each key. With float16, operands that are sums have
     units. A gradient with two such terms is multiplied by the quotient of their units between the two products.
+
+    Args:
+        units: the units of the tiles of S, q, k, v and do; see half.py.
 
     Returns:
         dS and waiting for the entering state. The next chunk applies the factor together with its own decay, so that dS
@@ -375,8 +384,7 @@ def _chunk(
     k_tile = k_tiles.index(own).reshape([C, D])
     x_tile = x_tiles.index(own).reshape([C, D])
     none = gl.zeros([C, C], gl.float32, LAYOUT)
-    if HALF:
-        s_unit = gl.load(s_units)
+    s_unit, q_unit, k_unit, v_unit, do_unit = units
 
     if HAS_GATE:
         mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
@@ -389,12 +397,15 @@ def _chunk(
         factor = (waiting * of_P)[:, None]  # [D, 1], factor of P
         decay = (waiting * gl.exp2(gl.where(mild, r, 2 * r - first)))[:, None]  # [D, 1]
     else:
-        inner = waiting
+        inner, factor, decay = waiting, waiting[:, None], waiting[:, None]
+    if UNITS:
+        decay = decay / (q_unit * do_unit)
+        inner = (inner if HAS_GATE else gl.zeros_like(inner) + 1.0) * (q_unit * do_unit)
     P = ()
     decayed = ()  # dS decayed to the start of the chunk, or to the middle of a mild chunk
     for j in gl.static_range(HALVES):
-        P += (dS[j] * factor if HAS_GATE else dS[j],)
-        decayed += (dS[j] * decay if HAS_GATE else dS[j],)
+        P += (dS[j] * factor if HAS_GATE or UNITS else dS[j],)
+        decayed += (dS[j] * decay if HAS_GATE or UNITS else dS[j],)
     p_unit = store_operands(p_tiles, zero + HALVES * part, P, HALVES)
     if HALF and PARTS > 1:
         p_units.index(part).store(gl.full([1], p_unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
@@ -417,10 +428,11 @@ def _chunk(
         of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
         acc = warpgroup_mma_wait(0, [acc]) * gl.exp2(gl.where(mild, of_columns, first))
     if HALF:
+        a_unit *= v_unit * k_unit
         acc = warpgroup_mma_wait(0, [acc]) * (s_unit / a_unit)
     acc = warpgroup_mma_wait(0, [product(dA, k_tile, acc)])
     if HALF:
-        acc *= a_unit
+        acc *= a_unit * do_unit
     if HAS_GATE:
         w = as_float32(q_tile.load(LAYOUT)) * acc
         acc *= gl.exp2(x_tile.load(LAYOUT))
@@ -436,15 +448,18 @@ def _chunk(
     dAT, a_unit = _left(row + beyond <= column, acc, dtype)
     acc = product(dAT, q_tile, none)
     if HALF:
-        acc = warpgroup_mma_wait(0, [acc]) * (a_unit / p_unit)
+        acc = warpgroup_mma_wait(0, [acc]) * (a_unit * (q_unit * do_unit) / p_unit)
     for j in gl.static_range(HALVES):
         p_tile = p_tiles.index(zero + HALVES * part + j).reshape([D, D])
         acc = product(v_tiles.index(zero + j).reshape([C, D]), p_tile.permute([1, 0]), acc)
     dk = warpgroup_mma_wait(0, [acc])
     if HALF:
-        dk *= p_unit * outer
+        dk *= p_unit * v_unit * outer
     if HAS_GATE:
-        w = (w * outer if HALF else w) - as_float32(k_tile.load(LAYOUT)) * dk
+        if HALF:
+            w = w * (q_unit * outer) - as_float32(k_tile.load(LAYOUT)) * (dk * k_unit)
+        else:
+            w -= as_float32(k_tile.load(LAYOUT)) * dk
         of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
         dk *= gl.exp2(gl.where(mild, 0.0, 2 * of_columns - first) - x_tile.load(LAYOUT))
         x_tile.store(w)
@@ -468,7 +483,7 @@ def _chunk(
     for j in gl.static_range(HALVES):
         if j % PARTS == part:
             acc = product(aT, do_tiles.index(zero + j).reshape([C, D]), none)
-            unit = a_unit
+            unit = a_unit * (q_unit * do_unit)
             for p in gl.static_range(PARTS):
                 other_k = k_tiles.index(PARTS * slot + p).reshape([C, D])
                 if HALF:
@@ -480,7 +495,7 @@ def _chunk(
     finished = warpgroup_mma_wait(0, entering + dv)
     if HALVES == 1 and part > 0:
         finished = (finished,)  # a tuple of one element is returned as the element
-    dv_unit = unit * outer if HALF and part < HALVES else 1.0
+    dv_unit = unit * (k_unit * outer) if HALF and part < HALVES else 1.0
     mbarrier.arrive(v_empty, count=1)
     if PARTS > 1:
         mbarrier.arrive(done, count=1)
@@ -523,10 +538,12 @@ def _gradient_warps(
     G: gl.constexpr,
 ):
     """Carries D rows of dS backwards through the segment and writes the gradients."""
-    do_tiles = tiles[3]
+    v_tiles, do_tiles = tiles[2], tiles[3]
     HALF: gl.constexpr = do_tiles.dtype == gl.float16
     gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done = barriers
-    leaving, held, state_n, state_h, state_k, state_v, dinitial, s_units = states
+    leaving, held, state_n, state_h, state_k, state_v, dinitial, s_units, given_units, row = states
+    q_units, k_units, v_units, do_units = given_units
+    UNITS: gl.constexpr = q_units is not None
     b, h, n, key, value, start, length = place
     T, Hq, K, V = sizes
     blocks = gl.cdiv(K, D)  # of keys, each with a unit
@@ -555,15 +572,31 @@ def _gradient_warps(
         if PACKED:
             for j in gl.static_range(HALVES):
                 clear_rows(do_tiles.index(j).reshape([C, D]), rows, LAYOUT)
+                if HALF:  # units are the ones of the largest numbers
+                    clear_rows(v_tiles.index(j).reshape([C, D]), rows, LAYOUT)
             fence_async_shared()
         mbarrier.wait(gated.index(slot), i // SLOTS & 1)
         at = (i, slot, rows, (b, h, start + c * C, T, Hq), key + part * D, value, K, V)
         chunk_barriers = (w_full, v_empty, s_full, s_empty, ready, done)
-        unit: gl.constexpr = None
-        if HALF:
-            unit = s_units + c.to(gl.int64) * (Hq // G) * blocks + (key // D + part)
+        s_unit = gl.load(s_units + c.to(gl.int64) * (Hq // G) * blocks + (key // D + part)) if HALF else 1.0
+        q_unit, do_unit = unit_at(q_units, row + c, Hq, h), unit_at(do_units, row + c, Hq, h)
+        k_unit, v_unit = unit_at(k_units, row + c, Hq // G, h // G), unit_at(v_units, row + c, Hq // G, h // G)
+        units = (s_unit, q_unit, k_unit, v_unit, do_unit)
         dS, waiting = _chunk(
-            dS, waiting, tiles, chunk_barriers, outputs, factors, unit, at, part, PARTS, HALVES, HAS_GATE, PACKED
+            dS,
+            waiting,
+            tiles,
+            chunk_barriers,
+            outputs,
+            factors,
+            units,
+            at,
+            part,
+            PARTS,
+            HALVES,
+            HAS_GATE,
+            PACKED,
+            UNITS,
         )
     if dinitial is not None:
         for j in gl.static_range(HALVES):
@@ -595,6 +628,10 @@ def _chunk_gla_bwd_kernel(
     leaving,  # gradients of leaving states, [I, H, K, V] or None
     dinitial,  # gradients of initial states, [N, Hq, K, V] or None
     order,  # [I, 5] or None
+    q_units,  # [chunks, Hq] if q, k, v and do were float32, else None
+    k_units,  # [chunks, H] or None
+    v_units,  # [chunks, H] or None
+    do_units,  # [chunks, Hq] or None
     scale,
     state_n,
     state_h,
@@ -690,7 +727,18 @@ def _chunk_gla_bwd_kernel(
     tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, firsts, mild_flags, p_units)
     barriers = (gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done)
     outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
-    states = (leaving, held, state_n, state_h, state_k, state_v, dinitial, s_units)
+    states = (
+        leaving,
+        held,
+        state_n,
+        state_h,
+        state_k,
+        state_v,
+        dinitial,
+        s_units,
+        (q_units, k_units, v_units, do_units),
+        row,
+    )
     place = (b, h, n, key, value, start, length)
     sizes = (T, Hq, K, V)
     factors = factors_of(scale, dtype)

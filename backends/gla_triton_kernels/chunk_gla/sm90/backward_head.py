@@ -70,9 +70,11 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     logits_of,
     plus,
     slope_of_gates,
+    unit_at,
     write,
 )
 from gla_triton_kernels.chunk_gla.sm90.common_backward import LAYOUT, LEFT, WIDTH, C, D, product, segment_backwards
+from gla_triton_kernels.chunk_gla.sm90.half import in_half
 from gla_triton_kernels.chunk_gla.sm90.operands import as_operands, store_operands
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
@@ -98,9 +100,10 @@ def launch_gradients(
 
     See `launch_gradients` of general/backward.py for the other arguments.
     """
+    x, units, converted = in_half(x, ("q", "k", "v", "do"), x.cu_seqlens)
     B, T, Hq, K = x.q.shape
     H, (Hv, V), Ho = x.k.shape[2], x.v.shape[2:], x.do.shape[2]
-    entering, units, before = as_operands(entering, x.q.dtype)
+    entering, s_units, before = as_operands(entering, x.q.dtype)
     blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
     dq, dk = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk))
     dv, blocks = partials.parts_of(x.dv, blocks_k), blocks_k * blocks_v
@@ -115,18 +118,19 @@ def launch_gradients(
         "v_desc": shared_tiles(x.v, CHUNK, WIDTH),
         "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
         "s_desc": state_tiles(entering, WIDTH, WIDTH),
-        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH) if blocks_v == 1 else None,
-        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH) if blocks_v == 1 else None,
-        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH) if blocks_k == 1 else None,
+        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH) if blocks_v == 1 and not converted else None,
+        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH) if blocks_v == 1 and not converted else None,
+        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH) if blocks_k == 1 and not converted else None,
         "dq_ptr": dq,
         "dk_ptr": dk,
         "dv_ptr": dv,
         "dg_ptr": dg,
         "g_ptr": x.g,
-        "s_units": units,
+        "s_units": s_units,
         "leaving": leaving,
         "dinitial": x.dinitial_state,
         "order": segments.order,
+        **units,
         "scale": scale,
         "g_b": g_b,
         "g_t": g_t,
@@ -151,10 +155,10 @@ def launch_gradients(
     computed = Launch(_chunk_gla_bwd_head_kernel, grid, arguments, options)
     if constant:
         return [
-            *(*before, computed, partials.launch_sum_of_rows(dg, x.dg)),
+            *(*converted, *before, computed, partials.launch_sum_of_rows(dg, x.dg)),
             *partials.launch_partial_sums((dq, dk, dv), (x.dq, x.dk, x.dv)),
         ]
-    return [*before, computed, *partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))]
+    return [*converted, *before, computed, *partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))]
 
 
 @gluon.jit
@@ -273,9 +277,19 @@ def _number(numbers, i):
 
 
 @gluon.jit
+def _units_of(units, c):
+    """Returns the units of q, k, v and do in chunk c of the segment; see half.py."""
+    q_units, k_units, v_units, do_units, row, heads, numbers = units
+    q_head, k_head, v_head, h = heads
+    Hq, H, Hv, Ho = numbers
+    q_unit, k_unit = unit_at(q_units, row + c, Hq, q_head), unit_at(k_units, row + c, H, k_head)
+    return q_unit, k_unit, unit_at(v_units, row + c, Hv, v_head), unit_at(do_units, row + c, Ho, h)
+
+
+@gluon.jit
 def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr):
     """Computes what tokens of a chunk give to each other, and dv, chunk after chunk."""
-    tiles, barriers, outputs, place, sizes = given
+    tiles, barriers, outputs, units, place, sizes = given
     q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, eo_tiles, da_tile, sums, dots, p_units, o_units = tiles
     dtype: gl.constexpr = q_tiles.dtype
     HALF: gl.constexpr = dtype == gl.float16
@@ -292,6 +306,7 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
         slot = i % SLOTS
         phase = i // SLOTS & 1
         rows = gl.minimum(length - c * C, C)
+        q_unit, k_unit, v_unit, do_unit = _units_of(units, c)
         mbarrier.wait(full.index(slot), phase)
         if PACKED:
             for p in gl.static_range(PARTS):
@@ -324,6 +339,7 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
             eo, unit = in_units(as_float32(do_tile.load(ROWS)) * enter, dtype)
             eo_tiles.index(j).store(eo)
             if HALF:
+                unit *= q_unit * do_unit
                 o_units.index(1 + j).store(gl.full([1], unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
         aT, daT = warpgroup_mma_wait(0, [aT, daT])
         below = (t >= s) & (t < rows)
@@ -332,6 +348,8 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
             of_rows = sums.index(3 * slot).load(gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1], b_s
             of_columns = sums.index(3 * slot).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C], b_t
             between = gl.exp2(of_columns - of_rows) * scale  # [C, C], undefined for t < s
+        if HALF:
+            aT, daT = aT * (q_unit * k_unit), daT * (do_unit * v_unit)
         aT = gl.where(below, aT * between, 0.0)  # [C, C]
         da, unit = in_units(gl.where(below, daT * between, 0.0), dtype)
         da_tile.store(da)
@@ -345,6 +363,7 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
             dots.index(ROOM * slot + 1).store(gl.sum(pairs, 1))
             mbarrier.arrive(dotted.index(slot), count=1)
         aT, a_unit = in_units(aT, dtype)
+        a_unit *= do_unit
         aT = gl.convert_layout(aT, LEFT)
 
         mbarrier.wait(ready, i & 1)
@@ -355,8 +374,8 @@ def _score_warps(given, scale, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GA
                 k_tile = k_tiles.index(PARTS * slot + p).reshape([C, D])
                 acc = product(k_tile, p_tiles.index(HALVES * p + j).reshape([D, D]), acc)
                 if HALF:
-                    unit = _number(p_units, p)
-                    following = _number(p_units, p + 1) if p + 1 < PARTS else a_unit
+                    unit = _number(p_units, p) * k_unit
+                    following = _number(p_units, p + 1) * k_unit if p + 1 < PARTS else a_unit
                     acc = warpgroup_mma_wait(0, [acc]) * (unit / following)
             dv += (acc,)
         if HAS_GATE:
@@ -388,7 +407,7 @@ def _gradient_warps(
     given, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr, HAS_GATE: gl.constexpr, PACKED: gl.constexpr
 ):
     """Carries D rows of dS backwards through the segment, and writes dq and dk."""
-    tiles, barriers, outputs, states, place, sizes, scale = given
+    tiles, barriers, outputs, states, units, place, sizes, scale = given
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, eo_tiles, da_tile, sums, decays, dots = tiles[:11]
     p_units, o_units = tiles[11:]
     dtype: gl.constexpr = q_tiles.dtype
@@ -427,6 +446,7 @@ def _gradient_warps(
             dS = scaled
         p_unit = store_operands(p_tiles, HALVES * part, dS, HALVES)
         s_unit = 1.0
+        q_unit, k_unit, v_unit, do_unit = _units_of(units, c)
         if HALF:
             p_units.index(part).store(gl.full([1], p_unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
             s_unit = gl.load(s_units + c.to(gl.int64) * Hv * gl.cdiv(K, D) + key // D)
@@ -460,16 +480,16 @@ def _gradient_warps(
             dk *= sums.index(3 * slot + 2).load(gl.SliceLayout(1, LAYOUT))[:, None]
             decay = gl.max(decays.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0)
             own = ROOM * slot + 2 + 3 * part
-            dots.index(own).store(gl.sum(as_float32(q_tile.load(LAYOUT)) * dq, 1) * s_unit)
-            dots.index(own + 1).store(gl.sum(as_float32(k_tile.load(LAYOUT)) * dk, 1) * p_unit)
+            dots.index(own).store(gl.sum(as_float32(q_tile.load(LAYOUT)) * dq, 1) * (s_unit * do_unit * q_unit))
+            dots.index(own + 1).store(gl.sum(as_float32(k_tile.load(LAYOUT)) * dk, 1) * (p_unit * v_unit * k_unit))
             dots.index(own + 2).store(through * decay * s_unit)
             mbarrier.arrive(dotted.index(slot), count=1)
         else:
             dq *= scale
         if HALF:
             a_unit = _number(o_units, 0)
-            dq *= s_unit / a_unit
-            dk *= p_unit / a_unit
+            dq *= s_unit * do_unit / (a_unit * k_unit)
+            dk *= p_unit * v_unit / (a_unit * q_unit)
         decayed = ()
         for j in gl.static_range(HALVES):
             factor = decay if HAS_GATE else 1.0
@@ -486,7 +506,7 @@ def _gradient_warps(
         finished = warpgroup_mma_wait(0, entering + of_tokens)
         dS, dq, dk = finished[:HALVES], finished[HALVES], finished[HALVES + 1]
         if HALF:
-            dq, dk = dq * a_unit, dk * a_unit
+            dq, dk = dq * (a_unit * k_unit), dk * (a_unit * q_unit)
             waiting = ()
             for j in gl.static_range(HALVES):
                 first = _number(decays, SLOTS + slot) if HAS_GATE else 1.0
@@ -527,6 +547,10 @@ def _chunk_gla_bwd_head_kernel(
     leaving,  # gradients of leaving states, [I, Hv, K, V] or None
     dinitial,  # gradients of initial states, [N, Ho, K, V] or None
     order,  # [I, 5] or None
+    q_units,  # [chunks, Hq] if q, k, v and do were float32, else None
+    k_units,  # [chunks, H] or None
+    v_units,  # [chunks, Hv] or None
+    do_units,  # [chunks, Ho] or None
     scale,
     g_b,
     g_t,
@@ -628,14 +652,16 @@ def _chunk_gla_bwd_head_kernel(
     gate = (sums, decays, dots, empty, summed, dotted, dg_ptr, start, length, Ho)
     score_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, p_tiles, eo_tiles, da_tile, sums, dots, p_units, o_units)
     score_barriers = (full, empty, summed, gated, ready, used, v_read, p_read, dotted)
-    score = (score_tiles, score_barriers, (dv_desc, dv_ptr), (b, h, value, start, length), (T, Ho, V))
+    heads = (h // per_q, h // per_k, v_head, h)
+    units = (q_units, k_units, v_units, do_units, row, heads, (Ho // per_q, Ho // per_k, Hv, Ho))
+    score = (score_tiles, score_barriers, (dv_desc, dv_ptr), units, (b, h, value, start, length), (T, Ho, V))
     tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, p_tiles, eo_tiles, da_tile, sums, decays, dots)
     tiles += (p_units, o_units)
     barriers = (full, empty, s_full, s_empty, gated, ready, used, v_read, p_read, dotted)
     outputs = (dq_desc, dk_desc, dq_ptr, dk_ptr)
     states = (leaving, held, h % per_v == 0, state_n, state_h, state_k, state_v, dinitial, s_units)
     place = (b, h, v_head, n, key, value, start, length)
-    own = (tiles, barriers, outputs, states, place, (T, Ho, K, V, Hv), scale)
+    own = (tiles, barriers, outputs, states, units, place, (T, Ho, K, V, Hv), scale)
     # Registers of a thread: the score warps take the rest.
     if PARTS == 1:
         gl.warp_specialize(

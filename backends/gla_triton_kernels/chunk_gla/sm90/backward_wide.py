@@ -46,6 +46,7 @@ from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     logits_strides,
     product,
 )
+from gla_triton_kernels.chunk_gla.sm90.half import NO_UNITS
 from gla_triton_kernels.chunk_gla.sm90.state_gradients import launch_state_gradients
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
@@ -107,7 +108,7 @@ def launch_gradients(
     }
     options = {"num_warps": kernel.warps, "maxnreg": 168}
     gradients = Launch(_gradient_kernel, (rows * Hq, 1, 1), arguments, options)
-    return [*states, *chunks.launches, gradients, *pairs.launch_pairs(x, marks, scale, keys, normalizer)]
+    return [*states, *chunks.launches, gradients, *pairs.launch_pairs(x, NO_UNITS, marks, scale, keys, normalizer)]
 
 
 def _keys(K: int) -> int:

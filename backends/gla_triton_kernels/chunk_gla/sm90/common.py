@@ -77,21 +77,31 @@ def largest(x):
 
 
 @gluon.jit
-def store_state(tile, S, factor):
-    """Stores factor * S as an operand, and returns its unit, by which products with it are multiplied.
+def store_state(tile, S, factor, outer):
+    """Stores outer * factor * S as an operand, and returns its unit, by which products with it are multiplied.
 
-    A sum over many tokens may be too large or too small for float16, but not for bfloat16.
+    A sum over many tokens may be too large or too small for float16, but not for bfloat16, where outer has to be 1.
 
     Args:
-        S: [K, V]. factor: [K, 1], numbers from exp(-12) to 1; None stands for 1.
+        S: [K, V]. factor: [K, 1], numbers from exp(-12) to 1; None stands for 1. outer: a power of two.
     """
     if tile.dtype == gl.float16:
-        unit, inverse = unit_of(largest(S))
+        unit, inverse = unit_of(largest(S) * outer)
+        inverse *= outer
         tile.store((S * (inverse if factor is None else factor * inverse)).to(tile.dtype))
         return unit
     else:  # noqa: RET505 -- one branch is compiled
         tile.store((S if factor is None else S * factor).to(tile.dtype))
         return 1.0
+
+
+@gluon.jit
+def unit_at(units, row, H, h):
+    """Returns the unit of the tile of a chunk and head from units [rows, H], or 1 if there are none; see half.py."""
+    if units is None:
+        return 1.0
+    else:  # noqa: RET505 -- one branch is compiled
+        return gl.load(units + (row.to(gl.int64) * H + h))
 
 
 @gluon.jit
@@ -181,6 +191,12 @@ def tokens_of(n, T, segment, segments, order):
     else:  # noqa: RET505 -- one branch is compiled
         n, start, length, origin, end = segment_at(order, n)
         return n, gl.to_tensor(0), start, length, n - start // segment, origin, end  # see segments.py
+
+
+@gluon.jit
+def chunk_of(sequence, start, T, C: gl.constexpr, PACKED: gl.constexpr):
+    """Returns the number of a sequence's chunk that begins at token `start`, as checkpoints are numbered."""
+    return (sequence if PACKED else sequence * gl.cdiv(T, C)) + start // C
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from gla_core.dispatch.backend import CHUNK
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E
-from gla_triton_kernels.chunk_gla.sm90.common import as_float32, log_gates_of_tile, plus, tokens_of
+from gla_triton_kernels.chunk_gla.sm90.common import as_float32, chunk_of, log_gates_of_tile, plus, tokens_of
 
 WIDTH = 64
 C = gl.constexpr(CHUNK)
@@ -47,7 +47,7 @@ def segment_backwards(n, T, segment, segments, order, K, LAST_LEAVE_NONE: gl.con
             allowed for packed sequences only.
     """
     n, b, start, length, sequence, _, end = tokens_of(n, T, segment, segments, order)
-    row = (b * gl.cdiv(T, C) if order is None else sequence) + start // C
+    row = chunk_of(sequence, start, T, C, order is not None)
     held = gl.where(start + length == end, 0, K) if LAST_LEAVE_NONE else K
     return n, b, start, length, row, held
 

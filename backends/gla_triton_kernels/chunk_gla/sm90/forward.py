@@ -51,6 +51,7 @@ from gla_triton_kernels.chunk_gla.shared.limits import MILD_DECAY_HALF, MILD_DEC
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.chunk_gla.sm90.common import (
     as_float32,
+    chunk_of,
     clear_rows,
     decay_any_chunk,
     decay_mild_chunk,
@@ -64,10 +65,12 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     next_checkpoint,
     store_state,
     tokens_of,
+    unit_at,
     wait_for_predecessor,
     write,
     write_state,
 )
+from gla_triton_kernels.chunk_gla.sm90.half import in_half
 from gla_triton_kernels.chunk_gla.tensors import Tensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
@@ -82,6 +85,7 @@ def launch_outputs(
     (`plan.segments.overlap`), the kernel before this one may write only the entering states: this kernel loads q, k, v,
     g and the order without waiting for it.
     """
+    x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
     T, H, K = x.k.shape[1:]
     V = x.v.shape[3]
     kernel, W = plan.parameters, 64
@@ -90,7 +94,7 @@ def launch_outputs(
         "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
         "v_desc": shared_tiles(x.v, kernel.C, W),
         "g_desc": None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK),
-        "o_desc": shared_tiles(x.o, kernel.C, W),
+        "o_desc": shared_tiles(x.o, kernel.C, W) if not before else None,
         "s_desc": checkpoint_tiles(x.checkpoints, kernel.BK, W),
         "checkpoints": None if x.q.dtype == torch.bfloat16 else x.checkpoints,
         "o_ptr": x.o,
@@ -98,6 +102,7 @@ def launch_outputs(
         "entering": x.entering,
         "final_state": x.final_state,
         "order": segments.order,
+        **units,
         "scale": scale,
         **state_strides("state_", x.initial_state),
         **lengths_of(T, segments),
@@ -112,9 +117,10 @@ def launch_outputs(
     }
     grid = (ceil_div(V, kernel.BV) * segments.count * H, 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
-    if segments.order is not None if plan.segments is None else plan.segments.overlap:
+    overlaps = segments.order is not None if plan.segments is None else plan.segments.overlap
+    if overlaps and not before:  # otherwise the kernel waits until q, k and v have been converted
         options["launch_pdl"] = True
-    return [Launch(_chunk_gla_fwd_kernel, grid, arguments, options)]
+    return [*before, Launch(_chunk_gla_fwd_kernel, grid, arguments, options)]
 
 
 def checkpoint_tiles(x: Tensor | None, keys: int, values: int) -> TensorDescriptor | None:
@@ -196,11 +202,14 @@ def _gate_warps(
             x, end = exponents_of_mild_chunk(g)  # [C, K], [K]
             mild = gl.min(end, 0) > (-MILD_DECAY_HALF if HALF else -MILD_DECAY_SM90)
             mbarrier.wait(full.index(slot), phase)  # also: all warps have read what was written to this slot before
+            if HALF and PACKED:  # units are the ones of the largest numbers
+                clear_rows(q_tile, rows, runs)
+                clear_rows(k_tile, rows, runs)
             if HALF:
                 most = gl.maximum(largest(as_float32(q_tile.load(runs))), largest(as_float32(k_tile.load(runs))))
                 mild = mild & (most <= MILD_INPUT_HALF)
             mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, runs)))
-            if PACKED:
+            if PACKED and not HALF:
                 clear_rows(k_tile, rows, runs)
             if mild:
                 fence_async_shared()
@@ -220,6 +229,8 @@ def _gate_warps(
             mbarrier.wait(full.index(slot), phase)
             if PACKED:
                 clear_rows(k_tile, rows, runs)
+            if PACKED and HALF:
+                clear_rows(q_tile, rows, runs)
         fence_async_shared()
         mbarrier.arrive(gated.index(slot), count=1)
 
@@ -230,6 +241,7 @@ def _state_warps(
     barriers,
     outputs,
     states,
+    units,
     kept,
     place,
     sizes,
@@ -243,6 +255,7 @@ def _state_warps(
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
     initial_state, state_n, state_h, state_k, state_v, entering, final_state = states
+    q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
     b, h, n, sequence, origin, column, start, length = place
     T, H, K, V = sizes
@@ -258,7 +271,7 @@ def _state_warps(
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
     s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], S as an operand, or to be copied to a checkpoint
     s_tile = s_block.reshape([BK, W])
-    o_tile = o_tiles.index(WARPGROUP).reshape([C, W])
+    o_tile = None if o_desc is None else o_tiles.index(WARPGROUP).reshape([C, W])
     first = column + WARPGROUP * W
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
@@ -273,6 +286,9 @@ def _state_warps(
         head = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
         S = gl.load(head + in_state(key, value, state_k, state_v), inside & is_first, S)
     waiting = gl.full([BK, 1], 1.0, gl.float32, layout)  # the outer exp(r) of the previous chunk
+    outer = 1.0  # the unit of S: the one of k^T v in the previous chunk
+    if q_units is not None:
+        outer = gl.to_tensor(1.0)
     for i in range(gl.cdiv(length, C)):
         if s_desc is not None or checkpoints is not None:
             if left == 0:
@@ -282,7 +298,7 @@ def _state_warps(
                     tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
                 else:
                     number = (b * n_rows + checkpoint) * H + h
-                    write_state(checkpoints, number, S * waiting, key, value, (K, V))
+                    write_state(checkpoints, number, S * (waiting * outer), key, value, (K, V))
                 checkpoint += 1
                 left = every
             left -= C
@@ -304,11 +320,16 @@ def _state_warps(
             decay = decays.index(slot).load(gl.SliceLayout(1, layout))[:, None]  # [BK, 1], exp(r) or exp(b_C)
             mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
             r = gl.where(mild, decay, 1.0)  # [BK, 1], exp(r)
-            s_unit = store_state(s_tile, S, waiting * r)
+            s_unit = store_state(s_tile, S, waiting * r, outer)
             S = S * (waiting * decay)
             waiting = r
         else:
-            s_unit = store_state(s_tile, S, None)
+            s_unit = store_state(s_tile, S, None, outer)
+        q_unit = unit_at(q_units, chunk + i, H, h)
+        kv_unit = unit_at(k_units, chunk + i, H, h) * unit_at(v_units, chunk + i, H, h)
+        if q_units is not None:
+            S = S * (outer / kv_unit)
+            outer = kv_unit
         fence_async_shared()
         a = gl.where(t >= s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
         a, a_unit = in_units(a, q_tile.dtype)
@@ -321,15 +342,16 @@ def _state_warps(
         o = gl.zeros([C, W], gl.float32, layout)
         o = warpgroup_mma(q_tile, s_tile, o, use_acc=False, is_async=True)
         if HALF:
-            o = warpgroup_mma_wait(0, [o]) * (s_unit / a_unit)
+            o = warpgroup_mma_wait(0, [o]) * (s_unit / (a_unit * kv_unit))
         o = warpgroup_mma(a, v_tile, o, is_async=True)
         S = warpgroup_mma(k_tile.permute([1, 0]), v_tile, S, is_async=True)
         o, S = warpgroup_mma_wait(0, [o, S])
         mbarrier.arrive(empty.index(slot), count=1)
         tma.store_wait(0)  # the copy has read o_tile
-        write(o_desc, o_ptr, o_tile, o * (scale * a_unit), first, V, (b, h, start + i * C, T, H), rows, PACKED)
+        of_o = scale * a_unit * (q_unit * kv_unit)
+        write(o_desc, o_ptr, o_tile, o * of_o, first, V, (b, h, start + i * C, T, H), rows, PACKED)
     if final_state is not None:
-        write_state(final_state, n * H + h, S * waiting, key, value, (K, V))
+        write_state(final_state, n * H + h, S * (waiting * outer), key, value, (K, V))
     tma.store_wait(0)
 
 
@@ -348,6 +370,9 @@ def _chunk_gla_fwd_kernel(
     entering,  # [I, H, K, V] or None
     final_state,  # [N, H, K, V], or None if sequences are cut
     order,  # [I, 5] or None
+    q_units,  # [chunks, H] if q, k and v were float32, else None
+    k_units,  # like q_units
+    v_units,  # like q_units
     scale,
     state_n,
     state_h,
@@ -394,7 +419,7 @@ def _chunk_gla_fwd_kernel(
     scratch_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 2, C, BK], q_desc.layout) if HAS_GATE else q_tiles
     a_tiles = gl.allocate_shared_memory(dtype, [STAGES, C, C], scores_layout)
     s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, 1, BK, W], state_layout)
-    o_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
+    o_tiles = s_tiles if o_desc is None else gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
     decays = gl.allocate_shared_memory(gl.float32, [STAGES, BK], row_layout)
     mild_flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row_layout)
     a_units = gl.allocate_shared_memory(gl.float32, [STAGES, 1], row_layout) if dtype == gl.float16 else decays
@@ -423,6 +448,7 @@ def _chunk_gla_fwd_kernel(
     states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
     place = (b, h, n, sequence, origin, column, start, length)
     sizes = (T, H, K, V)
+    units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
     # Registers of a thread. With fewer, the state spills, and the assembler then waits after every wgmma. The gate
     # warps take the rest, and spill in chunks that are not mild.
     STATE: gl.constexpr = 152 if PACKED or BK <= 64 else 144
@@ -431,7 +457,10 @@ def _chunk_gla_fwd_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES)),
+                (
+                    _state_warps,
+                    (tiles, barriers, outputs, states, units, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES),
+                ),
                 (_load_warp, (descriptors, load_tiles, load_barriers, load_place, HAS_GATE, STAGES)),
             ],
             [4, 1],
@@ -441,8 +470,14 @@ def _chunk_gla_fwd_kernel(
         gl.warp_specialize(
             [
                 (_gate_warps, (g_desc, gate_tiles, gate_barriers, length, HAS_GATE, NORMALIZER, PACKED, STAGES)),
-                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES)),
-                (_state_warps, (tiles, barriers, outputs, states, kept, place, sizes, 1, HAS_GATE, PACKED, STAGES)),
+                (
+                    _state_warps,
+                    (tiles, barriers, outputs, states, units, kept, place, sizes, 0, HAS_GATE, PACKED, STAGES),
+                ),
+                (
+                    _state_warps,
+                    (tiles, barriers, outputs, states, units, kept, place, sizes, 1, HAS_GATE, PACKED, STAGES),
+                ),
                 (_load_warp, (descriptors, load_tiles, load_barriers, load_place, HAS_GATE, STAGES)),
             ],
             [4, 4, 1],

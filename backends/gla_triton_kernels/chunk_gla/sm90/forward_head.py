@@ -50,6 +50,7 @@ from gla_triton_kernels.chunk_gla.kernel import ForwardPlan
 from gla_triton_kernels.chunk_gla.shared.limits import LOG2E
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.chunk_gla.sm90.common import (
+    chunk_of,
     clear_rows,
     gates_of,
     in_state,
@@ -58,11 +59,13 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     plus,
     store_state,
     tokens_of,
+    unit_at,
     wait_for_predecessor,
     write,
     write_state,
 )
 from gla_triton_kernels.chunk_gla.sm90.forward import checkpoint_tiles
+from gla_triton_kernels.chunk_gla.sm90.half import in_half
 from gla_triton_kernels.chunk_gla.tensors import Tensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
@@ -75,6 +78,7 @@ def launch_outputs(
 
     See `launch_outputs` of general/forward.py for the arguments, and the one of forward.py for what may overlap.
     """
+    x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
     T, H, K = x.k.shape[1:]
     Hv, V = x.v.shape[2:]
     kernel, W = plan.parameters, 64
@@ -84,7 +88,7 @@ def launch_outputs(
         "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
         "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
         "v_desc": shared_tiles(x.v, kernel.C, W),
-        "o_desc": shared_tiles(x.o, kernel.C, W),
+        "o_desc": shared_tiles(x.o, kernel.C, W) if not before else None,
         "s_desc": checkpoint_tiles(x.checkpoints, kernel.BK, W),
         "checkpoints": None if x.q.dtype == torch.bfloat16 else x.checkpoints,
         "g_ptr": x.g,
@@ -93,6 +97,7 @@ def launch_outputs(
         "entering": x.entering,
         "final_state": x.final_state,
         "order": segments.order,
+        **units,
         "scale": scale,
         "g_b": g_b,
         "g_t": g_t,
@@ -112,9 +117,10 @@ def launch_outputs(
     }
     grid = (ceil_div(V, kernel.BV) * segments.count * (Hv // heads), 1, 1)
     options = {"num_warps": kernel.warps, "maxnreg": 128}
-    if segments.order is not None if plan.segments is None else plan.segments.overlap:
+    overlaps = segments.order is not None if plan.segments is None else plan.segments.overlap
+    if overlaps and not before:  # otherwise the kernel waits until q, k and v have been converted
         options["launch_pdl"] = True
-    return [Launch(_chunk_gla_fwd_head_kernel, grid, arguments, options)]
+    return [*before, Launch(_chunk_gla_fwd_head_kernel, grid, arguments, options)]
 
 
 @gluon.jit
@@ -147,9 +153,10 @@ def _gate_warps(
 ):
     """Sums the gates and computes u, chunk after chunk."""
     tiles, barriers, start, length = given
-    v_tiles, u_tiles, sums, decays = tiles
+    q_tiles, k_tiles, v_tiles, u_tiles, sums, decays = tiles
     full, gated = barriers
     C: gl.constexpr = v_tiles.type.shape[3]
+    BK: gl.constexpr = k_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
     GROUPS: gl.constexpr = v_tiles.type.shape[0] // STAGES
     HAS_GATE: gl.constexpr = gates is not None
@@ -182,6 +189,10 @@ def _gate_warps(
                 sums.index(2 * at + 1).store(gl.exp2((b_end - b).to(gl.float32)))
                 decay = gl.exp2(b_end.to(gl.float32))
                 decays.index(at).store(gl.full([1], decay, gl.float32, gl.SliceLayout(1, layout)))
+        if PACKED:
+            clear_rows(k_tiles.index(slot).reshape([C, BK]), rows, layout)
+            if q_tiles.dtype == gl.float16:  # the unit of the scores is the one of their largest number
+                clear_rows(q_tiles.index(slot).reshape([C, BK]), rows, layout)
         for w in gl.static_range(GROUPS):
             v_tile = v_tiles.index(GROUPS * slot + w).reshape([C, W])
             if PACKED:
@@ -205,14 +216,15 @@ def _state_warps(
     STAGES: gl.constexpr,
 ):
     """Carries W columns of the state through the segment and writes the outputs."""
-    tiles, barriers, outputs, states, kept, place, sizes = given
+    tiles, barriers, outputs, states, units, kept, place, sizes = given
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
     initial_state, state_n, state_h, state_k, state_v, entering, final_state = states
+    q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
     b, h, n, sequence, origin, column, start, length = place
-    T, Hv, K, V = sizes
+    T, Hv, R, K, V = sizes
     C: gl.constexpr = q_tiles.type.shape[3]
     BK: gl.constexpr = q_tiles.type.shape[4]
     W: gl.constexpr = v_tiles.type.shape[4]
@@ -224,7 +236,7 @@ def _state_warps(
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
     s_block = s_tiles.index(WARPGROUP)  # [1, 1, 1, BK, W], S as an operand, and the source of a checkpoint
     s_tile = s_block.reshape([BK, W])
-    o_tile = o_tiles.index(WARPGROUP).reshape([C, W])
+    o_tile = None if o_desc is None else o_tiles.index(WARPGROUP).reshape([C, W])
     OWN: gl.constexpr = WARPGROUP if HEADS > 1 else 0  # the number of the warpgroup's head in the block
     h += OWN
     first = column + (0 if HEADS > 1 else WARPGROUP * W)
@@ -240,6 +252,9 @@ def _state_warps(
     if initial_state is not None:
         head = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
         S = gl.load(head + in_state(key, value, state_k, state_v), inside & is_first, S)
+    outer = 1.0  # the unit of S: the one of k^T u in the previous chunk
+    if q_units is not None:
+        outer = gl.to_tensor(1.0)
     for i in range(gl.cdiv(length, C)):
         slot = i % STAGES
         phase = (i // STAGES) & 1
@@ -250,18 +265,20 @@ def _state_warps(
         rows = length - i * C
         if s_desc is not None:
             tma.store_wait(1)  # the copy of the checkpoint has read s_tile; the copy of o may go on
-        s_unit = store_state(s_tile, S, None)
+        s_unit = store_state(s_tile, S, None, outer)
         fence_async_shared()
         if s_desc is not None or checkpoints is not None:
             if left == 0:
                 if s_desc is not None:
                     tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
                 else:
-                    write_state(checkpoints, (b * n_rows + checkpoint) * Hv + h, S, key, value, (K, V))
+                    write_state(checkpoints, (b * n_rows + checkpoint) * Hv + h, S * outer, key, value, (K, V))
                 checkpoint += 1
                 left = every
             left -= C
         mbarrier.wait(full.index(slot), phase)
+        if PACKED and rows < C:
+            mbarrier.wait(gated.index(slot), phase)  # rows of the next sequence have been cleared
         a = gl.zeros([C, C], gl.float32, scores)
         a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
         o = gl.zeros([C, W], gl.float32, layout)
@@ -281,17 +298,23 @@ def _state_warps(
             a, o = warpgroup_mma_wait(0, [a, o])
             a = gl.where(t >= s, a, 0.0)  # [C, C]
         a, a_unit = in_units(a, q_tile.dtype)
+        q_unit = unit_at(q_units, chunk + i, Hv // R, h // R)
+        kv_unit = unit_at(k_units, chunk + i, Hv // R, h // R) * unit_at(v_units, chunk + i, Hv, h)
+        if q_units is not None:
+            S = S * (outer / kv_unit)
+            outer = kv_unit
         if q_tile.dtype == gl.float16:
-            o = o * (s_unit / a_unit)
+            o = o * (s_unit / (a_unit * kv_unit))
         a = gl.convert_layout(a, operand)
         o = warpgroup_mma(a, v_tile, o, is_async=True)
         S = warpgroup_mma(k_tile.permute([1, 0]), u_tile, S, is_async=True)
         o, S = warpgroup_mma_wait(0, [o, S])
         mbarrier.arrive(empty.index(slot), count=1)
         tma.store_wait(0)  # the copy has read o_tile
-        write(o_desc, o_ptr, o_tile, o * (scale * a_unit), first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
+        of_o = scale * a_unit * (q_unit * kv_unit)
+        write(o_desc, o_ptr, o_tile, o * of_o, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
     if final_state is not None:
-        write_state(final_state, n * Hv + h, S, key, value, (K, V))
+        write_state(final_state, n * Hv + h, S * outer, key, value, (K, V))
     tma.store_wait(0)
 
 
@@ -312,6 +335,9 @@ def _chunk_gla_fwd_head_kernel(
     entering,  # [I, Hv, K, V] or None
     final_state,  # [N, Hv, K, V], or None if sequences are cut
     order,  # [I, 5] or None
+    q_units,  # [chunks, H] if q, k and v were float32, else None
+    k_units,  # like q_units
+    v_units,  # [chunks, Hv] or None
     scale,
     g_b,
     g_t,
@@ -362,7 +388,7 @@ def _chunk_gla_fwd_head_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, 1, 1, C, W], v_desc.layout)
     u_tiles = gl.allocate_shared_memory(dtype, [GROUPS * STAGES, C, W], value_layout) if HAS_GATE else v_tiles
     s_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, 1, BK, W], state_layout)
-    o_tiles = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
+    o_tiles = s_tiles if o_desc is None else gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, C, W], o_desc.layout)
     sums = gl.allocate_shared_memory(gl.float32, [2 * STAGES * HEADS, C], row_layout)  # b and exp(b_C - b)
     decays = gl.allocate_shared_memory(gl.float32, [STAGES * HEADS, 1], row_layout)  # exp(b_C)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
@@ -381,12 +407,14 @@ def _chunk_gla_fwd_head_kernel(
             gates += ((g_ptr + b.to(gl.int64) * g_b + (h + 1).to(gl.int64) * g_h, g_t),)
     load_place = (b, h // R, h, column, start, gl.cdiv(length, C))
     load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, empty), load_place)
-    gate = ((v_tiles, u_tiles, sums, decays), (full, gated), start, length)
+    gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, gated), start, length)
     tiles = (q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles)
     states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
     kept = (s_desc, checkpoints, rows, checkpoint, left, every)
     place = (b, h, n, sequence, origin, column, start, length)
-    own = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, kept, place, (T, Hv, K, V))
+    units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))
+    sizes = (T, Hv, R, K, V)
+    own = (tiles, (full, gated, empty), (o_desc, o_ptr, scale), states, units, kept, place, sizes)
     # Registers of a thread. The gate warps take the rest.
     STATE: gl.constexpr = 208
     if GROUPS == 1:

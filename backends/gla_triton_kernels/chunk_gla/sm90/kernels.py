@@ -63,16 +63,25 @@ WIDE_GRADIENT_STATES, WIDE_KEYS, WIDE_TILE = 1.95e-6, 6.7e-6, 0.83e-6
 each 64 keys, and for each tile of 64 keys and values."""
 
 
-def _refusal(call: OpCall, gpu: Gpu, *further: torch.dtype) -> Reason | None:
-    """Returns the reason why a kernel for SM90, for bfloat16 and further dtypes, cannot compute a call, or None."""
+def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    """Returns the reason why no kernel for SM90 can compute a call, or None."""
     if not gpu.architecture.has_wgmma:
         return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.architecture.known_as}"
-    taken = [str(dtype).removeprefix("torch.") for dtype in (torch.bfloat16, *further)]
-    if call.dtype not in (torch.bfloat16, *further):
-        return f"computes {' or '.join(taken)}; q is {str(call.dtype).removeprefix('torch.')}"
+    if call.dtype == torch.float32 and call.float32_matmul_precision == "highest":
+        return 'computes float32 in the precision of TF32; the matmul precision is "highest"'
+    if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"computes bfloat16, float16 and float32; q is {str(call.dtype).removeprefix('torch.')}"
+    K, V = call.dims["K"], call.dims["V"]
+    if call.dtype == torch.float32 and (K % 8 or V % 8):  # rows of float16 are multiples of 16 bytes
+        return f"computes float32 for K and V that are multiples of 8; K is {K} and V is {V}"
     if (name := not_addressable(call)) is not None:
         return f"needs tensors that TMA can address: addresses and strides are multiples of 16 bytes; {name} is not one"
     return None
+
+
+def _of_bfloat16(call: OpCall) -> Reason | None:
+    """Returns the reason why the kernels for wide heads cannot compute the dtype of a call, or None."""
+    return f"computes bfloat16; q is {str(call.dtype).removeprefix('torch.')}" if call.dtype != torch.bfloat16 else None
 
 
 def _of_keys(call: OpCall) -> Reason | None:
@@ -112,7 +121,7 @@ def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Paramet
     built = T // length if call.variable_length else most_segments(N, T, length, False)  # an upper bound if packed
     fit = K <= BK and built * Hv * ceil_div(V, 64) <= shared * gpu.multiprocessors
     BV = 64 if V <= 64 or fit else 128
-    size = C * ((keys + BV) * call.dtype.itemsize + keys * gate)  # bytes of the tiles of a chunk
+    size = C * ((keys + BV) * 2 + keys * gate)  # bytes of the tiles of a chunk
     return Parameters(C=C, BK=BK, BV=BV, stages=min(4, TILES // (shared * size)), tma=True)
 
 
@@ -124,7 +133,7 @@ def _states_time(call: OpCall, x: Parameters) -> BlockTime:
 STATES = StateKernel(
     name="sm90.states",
     load=_load_states,
-    refusal=lambda call, gpu: _refusal(call, gpu, torch.float16),
+    refusal=_refusal,
     parameters=_states,
     block_keys=lambda parameters: STATE_KEYS,
     at_once=lambda call, parameters: 2 if call.dims["K"] <= parameters.BK else 1,
@@ -153,9 +162,9 @@ def _load_forward_wide() -> LaunchFunction:
     return launch_outputs
 
 
-def _output_refusal(call: OpCall, gpu: Gpu, *further: torch.dtype) -> Reason | None:
+def _output_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     H, Hq, V = (call.dims[name] for name in ("H", "Hq", "V"))
-    if (reason := _refusal(call, gpu, *further)) is not None:
+    if (reason := _refusal(call, gpu)) is not None:
         return reason
     if Hq != H:
         return f"computes as many query heads as key/value heads; q has {Hq} and k has {H}"
@@ -163,20 +172,20 @@ def _output_refusal(call: OpCall, gpu: Gpu, *further: torch.dtype) -> Reason | N
 
 
 def _forward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _output_refusal(call, gpu, torch.float16) or _of_keys(call)) is not None:
+    if (reason := _output_refusal(call, gpu) or _of_keys(call)) is not None:
         return reason
     return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
 
 
 def _forward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _output_refusal(call, gpu, torch.float16) or _of_heads(call)) is not None:
+    if (reason := _output_refusal(call, gpu) or _of_heads(call)) is not None:
         return reason
     return None if call.dims["K"] <= 128 else f"computes K up to 128; K is {call.dims['K']}"
 
 
 def _forward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     K = call.dims["K"]
-    if (reason := _output_refusal(call, gpu) or _of_keys(call)) is not None:
+    if (reason := _output_refusal(call, gpu) or _of_bfloat16(call) or _of_keys(call)) is not None:
         return reason
     if not (128 < K <= 256 and K % 8 == 0):
         return f"computes K from 136 to 256 in steps of 8; K is {K}"
@@ -232,6 +241,14 @@ def _forward_head_time(call: OpCall, x: Parameters) -> BlockTime:
     return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == 64 else 1), shared)
 
 
+def _conversions_seconds(call: OpCall, c: Constants) -> list[float]:
+    """Returns the seconds of the launches of half.py for q, k and v: 4 bytes are read and 2 are written."""
+    if call.dtype != torch.float32:
+        return []
+    B, T, H, Hq, Hv, K, V = (call.dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
+    return [c["launch"] + 6 * B * T * of_token / c["bandwidth"] for of_token in (Hq * K, H * K, Hv * V)]
+
+
 def _gates_seconds(call: OpCall, c: Constants) -> list[float]:
     B, T, H, K = (call.dims[name] for name in ("B", "T", "H", "K"))
     return [c["launch"] + B * T * H * K / GATE_RATE * c["step"]]
@@ -245,6 +262,7 @@ FORWARD = OutputKernel(
     parameters=_forward,
     blocks=_blocks,
     time=_forward_time,
+    before=_conversions_seconds,
 )
 FORWARD_HEAD = OutputKernel(
     name="sm90.forward_head",
@@ -254,6 +272,7 @@ FORWARD_HEAD = OutputKernel(
     parameters=_forward_head,
     blocks=_blocks,
     time=_forward_head_time,
+    before=_conversions_seconds,
 )
 FORWARD_WIDE = OutputKernel(
     name="sm90.forward_wide",
@@ -288,8 +307,8 @@ def _load_backward_wide() -> LaunchFunction:
     return launch_gradients
 
 
-def _gradient_refusal(call: OpCall, gpu: Gpu, *further: torch.dtype) -> Reason | None:
-    if (reason := _refusal(call, gpu, *further)) is not None:
+def _gradient_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    if (reason := _refusal(call, gpu)) is not None:
         return reason
     K, V = call.dims["K"], call.dims["V"]
     if K % 8 or V % 8:  # rows of gradients are multiples of 16 bytes
@@ -298,15 +317,15 @@ def _gradient_refusal(call: OpCall, gpu: Gpu, *further: torch.dtype) -> Reason |
 
 
 def _backward_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    return _gradient_refusal(call, gpu, torch.float16) or _of_keys(call)
+    return _gradient_refusal(call, gpu) or _of_keys(call)
 
 
 def _backward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    return _gradient_refusal(call, gpu, torch.float16) or _of_heads(call)
+    return _gradient_refusal(call, gpu) or _of_heads(call)
 
 
 def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _gradient_refusal(call, gpu) or _of_keys(call)) is not None:
+    if (reason := _gradient_refusal(call, gpu) or _of_bfloat16(call) or _of_keys(call)) is not None:
         return reason
     K = call.dims["K"]
     if not _has_several_blocks(call) or K > 256:
@@ -333,9 +352,13 @@ def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: f
 
 
 def _operands_seconds(call: OpCall, c: Constants) -> list[float]:
-    """Returns the seconds of the launch of operands.py, which reads float32 states and writes float16."""
-    size = 1.5 * checkpoint_bytes(call, CHUNK)
-    return [c["launch"] + size / c["bandwidth"]] if call.dtype == torch.float16 else []
+    """Returns the seconds of the launches of half.py and operands.py, which read float32 and write float16."""
+    if call.dtype == torch.bfloat16:
+        return []
+    B, T, Hq, Hv, V = (call.dims[name] for name in ("B", "T", "Hq", "Hv", "V"))
+    states = c["launch"] + 1.5 * checkpoint_bytes(call, CHUNK) / c["bandwidth"]
+    do = [c["launch"] + 6 * B * T * max(Hq, Hv) * V / c["bandwidth"]] if call.dtype == torch.float32 else []
+    return [*_conversions_seconds(call, c), *do, states]
 
 
 def _backward_head_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:

@@ -57,6 +57,7 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     opaque_zero,
     plus,
     slope_of_gates,
+    unit_at,
     unit_of,
 )
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
@@ -92,13 +93,19 @@ def new_marks(x: BackwardTensors, entering: Tensor, keys: int) -> Tensor | None:
 
 
 def launch_pairs(
-    x: BackwardTensors, marks: Tensor | None, scale: float, keys: int, normalizer: int | None = None
+    x: BackwardTensors,
+    units: dict[str, Tensor | None],
+    marks: Tensor | None,
+    scale: float,
+    keys: int,
+    normalizer: int | None = None,
 ) -> list[Launch]:
     """Returns the launch that completes the gradients of marked chunks.
 
     Args:
         x: tensors in bfloat16 or float16, except for gates. The gradients are contiguous, have Hq heads, and lack the
             terms of pairs in marked chunks.
+        units: the units of q, k, v and do, if these were float32; see half.py.
         marks: [rows, Hq, ceil(K / keys)] int32, contiguous; not 0 where a chunk is marked. Rows are numbered like
             checkpoints every `CHUNK` tokens; rows without a chunk are not read. None without gates: there is then no
             launch, because it would have nothing to add.
@@ -124,6 +131,7 @@ def launch_pairs(
         "dk_ptr": x.dk,
         "dv_ptr": x.dv,
         "dg_ptr": x.dg,
+        **units,
         "scale": scale,
         "T": T,
         "N": 0 if x.cu_seqlens is None else len(x.cu_seqlens) - 1,
@@ -161,6 +169,10 @@ def _pairs_kernel(
     dk_ptr,  # [B, T, Hq, K]
     dv_ptr,  # [B, T, Hq, V]
     dg_ptr,  # [B, T, Hq, K]
+    q_units,  # [rows, Hq] or None
+    k_units,  # [rows, H] or None
+    v_units,  # [rows, H] or None
+    do_units,  # [rows, Hq] or None
     scale,
     T,
     N,
@@ -228,7 +240,10 @@ def _pairs_kernel(
         _prefetch(q, at, 0, rows, K)
         _prefetch(k, at, 0, rows, K)
         _prefetch(g, at, 0, rows, K)
-        da_tile, da_tt, da_unit = _score_gradients_in_units(do, v, at, rows, V, scale)
+        q_unit, do_unit = unit_at(q_units, i, Hq, h), unit_at(do_units, i, Hq, h)
+        k_unit, v_unit = unit_at(k_units, i, Hq // G, h // G), unit_at(v_units, i, Hq // G, h // G)
+        factor = scale * (do_unit * v_unit)
+        da_tile, da_tt, da_unit = _score_gradients_in_units(do, v, at, rows, V, factor)
         a_tile = gl.allocate_shared_memory(gl.float32, [C, C], TILE_32)  # sum_K q_t e_ts k_s
         a_tile.store(gl.zeros([C, C], gl.float32, LAYOUT))
         for k0 in range(0, K, D):
@@ -241,8 +256,9 @@ def _pairs_kernel(
                     _prefetch(do, at, p, rows, V)
                     _prefetch(dv, at, p, rows, V)
             scores = (a_tile, da_tile, da_tt, da_unit)
-            _add_block_of_keys(scores, (q, k, g), (dq, dk, dg), at, k0, inside, K, NORMALIZER)
-        _add_dv(a_tile, dv, do, at, rows, V, scale)
+            inputs = (q, k, g, q_unit, k_unit)
+            _add_block_of_keys(scores, inputs, (dq, dk, dg), at, k0, inside, K, NORMALIZER)
+        _add_dv(a_tile, dv, do, at, rows, V, scale * do_unit)
 
 
 @gluon.jit
@@ -390,7 +406,7 @@ def _pairs(m):
 def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, NORMALIZER: gl.constexpr):
     """Adds the terms of D keys to dq, dk and dg and, summed over these keys, to A [C, C]."""
     a_tile, da_tile, da_tt, da_unit = scores
-    q, k, g = inputs
+    q, k, g, of_q, of_k = inputs
     dq, dk, dg = outputs
     q_at, inside = _tile(q, at, k0, rows, K, [C, D], ROWS)
     k_at, _ = _tile(k, at, k0, rows, K, [C, D], ROWS)
@@ -404,7 +420,7 @@ def _add_block_of_keys(scores, inputs, outputs, at, k0, rows, K: gl.constexpr, N
     _prefetch(dq, at, k0, rows, K)
     _prefetch(dk, at, k0, rows, K)
     _prefetch(dg, at, k0, rows, K)
-    q_block, k_block = q_block.to(gl.float32), k_block.to(gl.float32)
+    q_block, k_block = q_block.to(gl.float32) * of_q, k_block.to(gl.float32) * of_k
     most_q, most_k = gl.reduce((gl.max(gl.abs(q_block), 1), gl.max(gl.abs(k_block), 1)), 0, _larger)
     q_unit, q_inverse = unit_of(most_q)
     k_unit, k_inverse = unit_of(most_k)

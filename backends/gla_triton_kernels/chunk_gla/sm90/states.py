@@ -57,14 +57,17 @@ from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, Segments, lengths_of
 from gla_triton_kernels.chunk_gla.sm90.common import (
     as_float32,
+    chunk_of,
     clear_rows,
     gates_of,
     let_dependents_start,
     log_gates_of_tile,
     plus,
     segment_at,
+    unit_at,
     wait_for_predecessor,
 )
+from gla_triton_kernels.chunk_gla.sm90.half import in_half
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles
 
@@ -75,6 +78,7 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
     The rows of empty segments are not written. If x.after is None, the rows of the last segment of each sequence are
     not written either.
     """
+    x, units, before = in_half(x, ("left", "right"), segments.cu_seqlens)
     kernel, packed, skip_last = plan.parameters, segments.order is not None, x.after is None
     B, T = x.left.shape[:2]
     Hv, K, V = S.shape[1:]
@@ -96,6 +100,7 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
         "D_ptr": D,
         "order": segments.order,
         "counts": segments.counts,
+        **units,
         "scale": x.scale,
         "g_b": g_b,
         "g_t": g_t,
@@ -112,9 +117,9 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
         "STAGES": kernel.stages,
     }
     options = {"num_warps": kernel.warps, "maxnreg": 128}
-    if packed and plan.overlap:
+    if packed and plan.overlap and not before:
         options["launch_pdl"] = True
-    return [Launch(_build_states_kernel, (blocks, 1, 1), arguments, options)]
+    return [*before, Launch(_build_states_kernel, (blocks, 1, 1), arguments, options)]
 
 
 @gluon.jit
@@ -161,6 +166,7 @@ def _state_warps(
     tiles,
     barriers,
     states,
+    units,
     gates,
     place,
     sizes,
@@ -175,6 +181,7 @@ def _state_warps(
     left_tiles, right_tiles, g_tiles = tiles
     full, empty = barriers
     S_ptr, D_ptr, scale = states
+    left_units, right_units, left_head, left_heads, right_heads, chunk = units
     segment, h, first_key, column, start, length = place
     Hv, K, V = sizes
     HAS_GATE: gl.constexpr = D_ptr is not None
@@ -189,6 +196,9 @@ def _state_warps(
     R = gl.zeros([PART], gl.float32, gl.SliceLayout(0, layout))  # in units of log 2
     S = warpgroup_mma_init(gl.zeros([PART, BV], gl.float32, state_layout))
     n_chunks = chunks_of(length, C)
+    outer = 1.0  # the unit of S: the one of the product in the chunk before
+    if left_units is not None:
+        outer = gl.to_tensor(1.0)
     if OF_HEADS:
         line: gl.constexpr = gl.BlockedLayout([C // 32], [32], [4], [0])  # every warp holds all tokens
         token = gl.arange(0, C, line)
@@ -236,11 +246,18 @@ def _state_warps(
             clear_rows(right_tile, rows, layout)
         fence_async_shared()
         S = warpgroup_mma_wait(0, [S])
+        if left_units is not None:
+            own = chunk + (i if BACKWARDS else n_chunks - 1 - i)
+            unit = unit_at(left_units, own, left_heads, left_head) * unit_at(right_units, own, right_heads, h)
+            S = S * (outer / unit)
+            outer = unit
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         S = warpgroup_mma(left_tile.permute([1, 0]), right_tile, warpgroup_mma_init(S), is_async=True)
     S = warpgroup_mma_wait(0, [S])  # [PART, BV]
     if BACKWARDS:
-        S = S * scale
+        S = S * (scale * outer)
+    elif left_units is not None:
+        S = S * outer
     if OF_HEADS:
         if FROM_FIRST:
             S = S * gl.exp2(first.to(gl.float32))
@@ -270,6 +287,8 @@ def _build_states_kernel(
     D_ptr,  # [I, Hv, K]; None if there are no gates
     order,  # [I, 5] or None
     counts,  # [2] or None
+    left_units,  # [chunks, Hv / R] if left and right were float32, else None
+    right_units,  # [chunks, Hv], or None
     scale,
     g_b,
     g_t,
@@ -340,6 +359,8 @@ def _build_states_kernel(
     gates: gl.constexpr = None
     if g_ptr is not None:
         gates = (g_ptr + b.to(gl.int64) * g_b + h.to(gl.int64) * g_h, g_t)
+    chunk = chunk_of(i - start // segment if PACKED else b, start, T, C, PACKED)
+    units = (left_units, right_units, h // R, Hv // R, Hv, chunk)
     place = (i, h, key, column, start, length)
     sizes = (Hv, K, V)
     descriptors = (left_desc, right_desc, g_desc)
@@ -350,7 +371,21 @@ def _build_states_kernel(
             [
                 (
                     _state_warps,
-                    (tiles, barriers, states, gates, place, sizes, 0, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES),
+                    (
+                        tiles,
+                        barriers,
+                        states,
+                        units,
+                        gates,
+                        place,
+                        sizes,
+                        0,
+                        NORMALIZER,
+                        PARTS,
+                        PACKED,
+                        BACKWARDS,
+                        STAGES,
+                    ),
                 ),
                 (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, BACKWARDS, STAGES)),
             ],
@@ -362,11 +397,39 @@ def _build_states_kernel(
             [
                 (
                     _state_warps,
-                    (tiles, barriers, states, gates, place, sizes, 0, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES),
+                    (
+                        tiles,
+                        barriers,
+                        states,
+                        units,
+                        gates,
+                        place,
+                        sizes,
+                        0,
+                        NORMALIZER,
+                        PARTS,
+                        PACKED,
+                        BACKWARDS,
+                        STAGES,
+                    ),
                 ),
                 (
                     _state_warps,
-                    (tiles, barriers, states, gates, place, sizes, 1, NORMALIZER, PARTS, PACKED, BACKWARDS, STAGES),
+                    (
+                        tiles,
+                        barriers,
+                        states,
+                        units,
+                        gates,
+                        place,
+                        sizes,
+                        1,
+                        NORMALIZER,
+                        PARTS,
+                        PACKED,
+                        BACKWARDS,
+                        STAGES,
+                    ),
                 ),
                 (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, BACKWARDS, STAGES)),
             ],
