@@ -6,7 +6,8 @@ where the first one ended: rows without an error are kept if device and versions
 The first measurement is FLA's first call, in an empty Triton cache that the rest of the run then shares. FLA's tuning
 keys contain neither B nor T, so its choice for one workload would be used for all. Therefore each workload of FLA is
 tuned and timed in a process of its own that stores no result (FLA_CACHE_RESULTS=0), alone on the device.
-`python -m gla_fla.tune` compiles beforehand, in parallel. This file, run as a program, is such a process.
+`python -m gla_fla.tune` compiles beforehand, in parallel. This file, run as a program, is such a process. Workloads in
+float32 are measured under `torch.set_float32_matmul_precision("high")`, with which FLA computes as well.
 """
 
 from __future__ import annotations
@@ -37,6 +38,15 @@ SHORT = (  # calls whose time may depend on the host
     "prefill_b2_t2048_h8",
     "prefill_b1_t8192_h16",
 )
+FORMS = (  # forms of gates, and dtypes
+    "train_b8_t4096_h16_per_head",
+    "train_b8_t4096_h16_constant",
+    "train_b8_t4096_h16_float16",
+    "train_b8_t4096_h16_float32",
+    "long_b1_t65536_h8_per_head",
+    "packed_64_t65536_h8_per_head",
+    "granite_4_small",
+)
 BOTH = ("forward", "forward+backward")
 TUNED = ("fla", "gla_fla")  # autotuned by FLA
 SECONDS = {"reference": 0.2}  # seconds of timed calls; other backends take the argument, by default 1
@@ -51,6 +61,7 @@ def plan(backends: list[str], device: torch.device) -> list[Case]:
         *_cases("recurrent_gla_step", _tagged("recurrent_gla_step", "decode"), names, ("step", "step_graph")),
         *_cases("recurrent_gla_step", ["decode_b1"], names, ["host"]),
         *_cases("chunk_gla", HEADS_8, names, BOTH),
+        *_cases("chunk_gla", FORMS, names, BOTH),
         *_cases("chunk_gla", ["prefill_b2_t2048_h8"], names, ["host"]),
         *(
             case
@@ -178,7 +189,12 @@ def in_processes(todo: Sequence[Case]) -> list[list[Case]]:
 
 def measure_here(cases: Sequence[Case], device: torch.device, bandwidth: float, seconds: float = 1.0) -> list[Row]:
     """Measures cases in this process."""
-    return [measure_case(case, device, bandwidth, SECONDS.get(case.backend, seconds)) for case in cases]
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        return [measure_case(case, device, bandwidth, SECONDS.get(case.backend, seconds)) for case in cases]
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def measure_apart(cases: Sequence[Case], bandwidth: float, seconds: float = 1.0, timeout: float = 400.0) -> list[Row]:

@@ -7,6 +7,7 @@ A workload is an op, the sizes of its arguments, and tags that say its purpose:
     prefill   as in absorbing prompts                      extreme   gates that break factored forms
     decode    one token at a time                          long      sequences or rows longer than a tile by far
     narrow    thousands of tokens, keys or columns, and small otherwise: for errors that appear only after many of them
+    compared  a workload of models in another dtype or form of gates, for times beside the first; not in the kit
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-TAGS = ("ci", "train", "prefill", "decode", "long", "odd", "packed", "extreme", "narrow")
+TAGS = ("ci", "train", "prefill", "decode", "long", "odd", "packed", "extreme", "narrow", "compared")
 
 IN_BFLOAT16 = {"dtype": torch.bfloat16, "gate_dtype": torch.float32}
 """The dtypes of models: inputs are bfloat16, gates stay float32."""
@@ -175,6 +176,30 @@ CHUNK_GLA = (
     _workload("chunk_gla", "prefill_b2_t2048_h8", "prefill", B=2, T=2048, H=8, K=128, V=128, **IN_BFLOAT16),
     _workload("chunk_gla", "long_b1_t65536_h8", "prefill long", B=1, T=65536, H=8, K=128, V=128, **IN_BFLOAT16),
     _workload("chunk_gla", "packed_64_t65536_h8", "prefill", lengths=_cut(65536, 64), H=8, K=128, V=128, **IN_BFLOAT16),
+    *(
+        _workload(
+            "chunk_gla",
+            f"train_b8_t4096_h16_{str(dtype).removeprefix('torch.')}",
+            "compared",
+            B=8,
+            T=4096,
+            H=16,
+            K=128,
+            V=128,
+            dtype=dtype,
+            gate_dtype=torch.float32,
+        )
+        for dtype in (torch.float16, torch.float32)
+    ),
+    *(
+        _workload(
+            "chunk_gla", f"{name}_per_head", "compared", **sizes, H=8, K=128, V=128, gate_form="head", **IN_BFLOAT16
+        )
+        for name, sizes in (
+            ("long_b1_t65536_h8", {"B": 1, "T": 65536}),
+            ("packed_64_t65536_h8", {"lengths": _cut(65536, 64)}),
+        )
+    ),
 )
 CHUNK_GLA_SUMMARY = tuple(  # the same sizes, without grouped queries, which this op does not have
     dataclasses.replace(workload, op="chunk_gla_summary") for workload in CHUNK_GLA if "G" not in workload.sizes
