@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gla_core.conformance.tolerances import GRADIENT, relative_error
-from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.backend import CHUNK, checkpoint_dtype
 from gla_core.workloads.inputs import gla_inputs
 from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
 from gla_triton_kernels.chunk_gla import backward
@@ -17,6 +17,8 @@ from tests.backends.prepared_calls import described
 pytest.importorskip("triton")
 
 BFLOAT16, SCALE = torch.bfloat16, 0.1
+BUDGET = {BFLOAT16: GRADIENT[BFLOAT16], torch.float16: GRADIENT[torch.float16], torch.float32: 1e-3}
+"""The allowed errors; float32 is computed under the matmul precision "high"."""
 LENGTHS = (70, 0, 3, 200, 64)
 SIZES = [(128, 128), (64, 64), (64, 128), (128, 64), (104, 72), (64, 200), (128, 256), (200, 320), (256, 64), (264, 72)]
 """Keys and values; from (64, 200) to (256, 64) those of the kernel for wide heads."""
@@ -27,20 +29,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90")]
 def case(dstate=True, **sizes):
     """Returns inputs, and the gradients of o and of the final state."""
     sizes = {"B": 2, "T": 300, "H": 3, "K": 128, "V": 128, "gate_dtype": torch.float32, "initial_state": True, **sizes}
-    x = gla_inputs(**sizes, dtype=BFLOAT16, device="cuda")
+    x = gla_inputs(**{"dtype": BFLOAT16, **sizes}, device="cuda")
     N = len(x.q) if x.cu_seqlens is None else len(x.cu_seqlens) - 1
-    do = torch.randn(*x.q.shape[:3], x.v.shape[3], dtype=BFLOAT16, device="cuda")
+    do = torch.randn(*x.q.shape[:3], x.v.shape[3], dtype=x.q.dtype, device="cuda")
     return x, do, torch.randn(N, *x.k.shape[2:], x.v.shape[3], device="cuda") if dstate else None
 
 
 def expected(x, do, dstate):
-    """Returns the checkpoints in bfloat16, and the gradients in float64."""
+    """Returns the checkpoints in the dtype that kernels read, and the gradients in float64."""
     q, k, v, g, initial, do, dstate = (
         None if y is None else y.double() for y in (x.q, x.k, x.v, x.g, x.initial_state, do, dstate)
     )
     checkpoints = chunk_gla_fwd(q, k, v, g, SCALE, initial, False, x.cu_seqlens, CHUNK)[2]
     gradients = chunk_gla_bwd(q, k, v, g, SCALE, initial, x.cu_seqlens, None, None, do, dstate)
-    return checkpoints.to(BFLOAT16), gradients
+    return checkpoints.to(checkpoint_dtype(x.q.dtype)), gradients
 
 
 def computed(x, do, dstate, checkpoints):
@@ -50,8 +52,10 @@ def computed(x, do, dstate, checkpoints):
 
     given = (x.q, x.k, x.v, x.g, SCALE, x.initial_state, x.cu_seqlens, checkpoints, CHUNK, do, dstate)
     call = described("chunk_gla_bwd", *given)
-    # If both kernels refuse the call, this fails.
-    ((_, plan),) = backward.plan_whole(call, gpu_of(call.device), (sm90.BACKWARD_WIDE, sm90.BACKWARD))
+    # If all kernels refuse the call, this fails.
+    ((_, plan),) = backward.plan_whole(
+        call, gpu_of(call.device), (sm90.BACKWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_HEAD)
+    )
     assert plan.entering is None
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)
     results = [None if y is None else torch.full_like(y, torch.nan) for y in inputs]
@@ -68,7 +72,7 @@ def check(**sizes):
     for i, (y, again, ref) in enumerate(zip(first, second, reference, strict=True)):
         if y is not None and ref is not None:
             inside = (slice(None), slice(None) if i == 4 else slice(end))
-            assert relative_error(y[inside], ref[inside]) <= GRADIENT[BFLOAT16], i
+            assert relative_error(y[inside], ref[inside]) <= BUDGET[x.q.dtype], i
             assert torch.equal(y[inside], again[inside]), i
     return x, first
 
@@ -77,6 +81,26 @@ def check(**sizes):
 @pytest.mark.parametrize(("K", "V"), SIZES)
 def test_widths(gates, K, V):
     check(gates=gates, K=K, V=V)
+
+
+@pytest.mark.usefixtures("tf32_allowed")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("gates", ["none", "mild", "strong", "extreme", "-inf"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"K": 64, "V": 64},
+        {"K": 72, "V": 200},
+        {"G": 2, "initial_state": False},
+        {"lengths": LENGTHS, "padding": 5},
+        {"gate_form": "head"},
+        {"gate_form": "head", "K": 64, "V": 64, "lengths": LENGTHS, "padding": 5},
+    ],
+    ids=str,
+)
+def test_other_dtypes(dtype, gates, sizes):
+    check(dtype=dtype, gates=gates, **sizes)
 
 
 @pytest.mark.parametrize("T", [1, 40, 64, 65, 128, 512])

@@ -14,6 +14,8 @@ from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
 from tests.backends.prepared_calls import described
 
 BUDGET = FORWARD[torch.bfloat16]
+BUDGETS = {torch.bfloat16: BUDGET, torch.float16: FORWARD[torch.float16], torch.float32: 1e-3}
+"""The allowed errors; float32 is computed under the matmul precision "high"."""
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90", "poisoned")]
 
 
@@ -30,8 +32,10 @@ def inputs(**sizes):
 
 
 def prepared(given, plan=launcher.plan_whole):
-    """Prepares a call by the kernels for SM90; fails if both of them refuse it."""
-    return launcher.prepare(described("chunk_gla_fwd", *given), plan, (sm90.FORWARD, sm90.FORWARD_WIDE))
+    """Prepares a call by the kernels for SM90; fails if all of them refuse it."""
+    return launcher.prepare(
+        described("chunk_gla_fwd", *given), plan, (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
+    )
 
 
 def forward(q, k, v, g, scale, initial_state, cu_seqlens):
@@ -45,8 +49,8 @@ def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, plan=
     run = prepared(given, plan)
     (o, state, _), again = run(*given), run(*given)
     ref_o, ref_state = oracle.chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
-    assert relative_error(o, ref_o) <= BUDGET
-    assert relative_error(state, ref_state) <= BUDGET
+    assert relative_error(o, ref_o) <= BUDGETS[q.dtype]
+    assert relative_error(state, ref_state) <= BUDGETS[q.dtype]
     assert torch.equal(o, again[0])
     assert torch.equal(state, again[1])
     return o, state
@@ -57,6 +61,41 @@ def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, plan=
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128)])
 def test_gates(K, V, gates, gate_dtype):
     check(*inputs(T=300, K=K, V=V, gates=gates, gate_dtype=gate_dtype, initial_state=True))
+
+
+OTHERS = [
+    {"T": 300, "K": 128, "V": 128},
+    {"T": 300, "K": 64, "V": 64},
+    {"T": 130, "K": 40, "V": 200},
+    {"lengths": (0, 65, 1, 0, 130, 3, 0), "K": 128, "V": 128},
+    {"lengths": (0, 65, 1, 0, 130, 3, 0), "K": 128, "V": 128, "gate_form": "head", "R": 2},
+    {"T": 300, "K": 128, "V": 64, "gate_form": "head", "R": 2},
+]
+
+
+@pytest.mark.usefixtures("tf32_allowed")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("sizes", OTHERS, ids=str)
+def test_other_dtypes(change_plans, sizes, gates, dtype):
+    x = inputs(**sizes, gates=gates, dtype=dtype, initial_state=True)
+    check(*x)
+    change_plans("segment_length", lambda *_: 128)
+    check(*x, plan=launcher.plan_cut)
+
+
+@pytest.mark.usefixtures("tf32_allowed")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("form", ["key", "head"])
+def test_a_packed_sequence_in_another_dtype_sees_nothing_of_the_next(form, dtype):
+    sizes = {"lengths": (70, 70), "K": 64, "V": 64, "gate_form": form, "initial_state": True, "dtype": dtype}
+    q, k, v, g, state, offsets = inputs(**sizes)
+    for x in (q, k, v, g):
+        x[:, 70:] = torch.nan
+    o, states = forward(q, k, v, g, 0.3, state, offsets)
+    ref_o, ref_state = oracle.chunk_gla(*(x[:, :70] for x in (q, k, v, g)), 0.3, state[:1])
+    assert relative_error(o[:, :70], ref_o) <= BUDGETS[dtype]
+    assert relative_error(states[:1], ref_state) <= BUDGETS[dtype]
 
 
 @pytest.mark.parametrize(("K", "V"), [(8, 8), (16, 64), (40, 200), (64, 512), (96, 72), (128, 24), (120, 256)])

@@ -183,6 +183,8 @@ def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=N
     do = torch.randn(B, T, Ho, V).to(dtype)
     if factors is not None:
         do = do.abs() * factors[3]
+    end = T if x.cu_seqlens is None else int(x.cu_seqlens[-1])
+    do[:, end:] = torch.nan
     leaving = torch.randn_like(states_of(x)) if dstate else None
     of_gates = {"constant": (Ho,), "head": (B, T, Ho), "key": (B, T, Ho, K)}[sizes.get("gate_form", "head")]
     dg = None if x.g is None else unwritten(*of_gates, dtype=torch.float32)
@@ -205,6 +207,7 @@ def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=N
     y = [leaves.get(name) for name in ("q", "k", "v", "g", "initial_state")]
     g = None if y[3] is None else log_gates(y[3], normalizer, torch.float64)
     outs = oracle.chunk_gla(*y[:3], g, scale, y[4], x.cu_seqlens)
+    do[:, end:] = 0
     seeds = do.double(), torch.zeros_like(outs[1]) if leaving is None else leaving.double()
     expected = dict(zip(names, torch.autograd.grad(outs, list(leaves.values()), seeds), strict=True))
     heads = {
@@ -214,7 +217,6 @@ def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=N
         "g": (Hv, min(2, x.g.ndim - 1) if x.g is not None else 0),
         "initial_state": (Hv, 1),
     }
-    end = T if x.cu_seqlens is None else int(x.cu_seqlens[-1])
     for name, d in zip(("q", "k", "v", "g", "initial_state"), results, strict=True):
         if name == "g" and d is not None and d.ndim == 1:
             error = (of_groups(d, *heads[name]) - expected[name].sum((0, 1))).norm()
