@@ -316,10 +316,16 @@ def given(case: Case, **changes: object) -> dict[str, Any]:
 
 
 def results(op: str, given: dict[str, Any], request: str) -> Named:
-    """Returns the results of the public function by name, without those that are None."""
-    found = getattr(gla, ABSTRACT_OPS[op].public)(**given, backend=request)
+    """Returns the results of the public function by name, without those that are None.
+
+    Tensors that the op always writes are results too. They are copies of the given ones, so that another call with the
+    same arguments begins with the same values.
+    """
+    spec = _public(op)
+    written = {name: x.clone() for name in spec.written if (x := given.get(name)) is not None}
+    found = getattr(gla, spec.public)(**given | written, backend=request)
     found = found if isinstance(found, tuple) else (found,)
-    return {y.name: x for y, x in zip(_public(op).results, found, strict=False) if x is not None}
+    return {y.name: x for y, x in zip(spec.results, found, strict=False) if x is not None} | written
 
 
 def with_gradients(op: str, given: dict[str, Any], run: Callable[[dict[str, Any]], Named]) -> Named:

@@ -10,10 +10,10 @@ It plans a call once for its signature.
 
 `gla_core/ops/<op>.py` documents the arguments and results. The core checks all arguments before it calls a function.
 The last dimension of every tensor is contiguous. In a state, the last but one may be contiguous instead if
-`Capabilities.swapped_states` is True. `scale` is always a float, and autocast is off. Every returned tensor must be
-contiguous and own its memory: it must not be an input or a view of another tensor. `recurrent_gla_step` has two
-exceptions: a state written in place is returned itself, and a new state may have swapped dimensions (`new_state`). The
-core checks the results once for each signature.
+`Capabilities.swapped_states` is True. A tensor that an op always writes (`OP_WRITTEN`) is never a copy. `scale` is
+always a float, and autocast is off. Every returned tensor must be contiguous and own its memory: it must not be an
+input or a view of another tensor. `recurrent_gla_step` has two exceptions: a state written in place is returned itself,
+and a new state may have swapped dimensions (`new_state`). The core checks the results once for each signature.
 """
 
 from __future__ import annotations
@@ -35,10 +35,14 @@ hookimpl = pluggy.HookimplMarker("gla_core")
 
 _parameters: dict[str, tuple[str, ...]] = {}
 _required: dict[str, frozenset[str]] = {}
+_written: dict[str, tuple[str, ...]] = {}
 OP_PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(_parameters)
 """The parameters of each abstract op, in order; gla_core/ops declares them when it is imported."""
 OP_REQUIRED: Mapping[str, frozenset[str]] = MappingProxyType(_required)
 """The parameters of each abstract op that every backend takes: all without a default, and also scale and dim."""
+
+OP_WRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(_written)
+"""The parameters of each abstract op that a backend always writes if they are given, such as a pool of states."""
 
 CHUNK = 64
 """A number of tokens. Sequences are cut into segments, and checkpoints are taken, at multiples of it."""
@@ -58,9 +62,9 @@ GATE_NAMES: Mapping[str, str] = MappingProxyType(
 """The names of these forms."""
 
 
-def declare_op(name: str, parameters: tuple[str, ...], required: frozenset[str]) -> None:
+def declare_op(name: str, parameters: tuple[str, ...], required: frozenset[str], written: tuple[str, ...] = ()) -> None:
     """Makes an abstract op known to backends and requests."""
-    _parameters[name], _required[name] = parameters, required
+    _parameters[name], _required[name], _written[name] = parameters, required, written
 
 
 Reason = str
@@ -146,6 +150,11 @@ class Layout(NamedTuple):
     @property
     def is_contiguous(self) -> bool:
         return torch.empty_strided(self.shape, self.strides, device="meta").is_contiguous()
+
+    @property
+    def is_swapped(self) -> bool:
+        """Returns whether the last two dimensions are swapped in memory; see `swapped`."""
+        return swapped(torch.empty_strided(self.shape, self.strides, device="meta"))
 
 
 def contiguous_layout(shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
@@ -498,6 +507,14 @@ def _capability_refusal(can: Capabilities, call: OpCall) -> Reason | None:
         return "is not deterministic; torch.use_deterministic_algorithms is on"
     if call.capturing and not can.cuda_graphs:
         return "cannot be captured into a CUDA graph"
+    return _layout_refusal(can, call)
+
+
+def _layout_refusal(can: Capabilities, call: OpCall) -> Reason | None:
+    """Returns why a backend cannot write a tensor of a call in place. It must not receive a copy of such a tensor."""
+    for name in () if can.swapped_states else OP_WRITTEN[call.op]:
+        if name in call.layouts and call.layouts[name].is_swapped:
+            return f"takes states whose values are contiguous; {name} has keys contiguous: request another backend"
     return None
 
 

@@ -31,7 +31,7 @@ __all__ = [
 
 ABSTRACT_OPS = {spec.name: spec for spec in (FORWARD, BACKWARD, SUMMARY, STEP, SOFTMAX, ATTENTION)}
 for _spec in ABSTRACT_OPS.values():
-    declare_op(_spec.name, _spec.contract, _spec.required)
+    declare_op(_spec.name, _spec.contract, _spec.required, _spec.written)
 
 _BACKWARDS = {spec.backward for spec in ABSTRACT_OPS.values()}
 PUBLIC_OPS = {spec.public: spec for spec in ABSTRACT_OPS.values() if spec.name not in _BACKWARDS}

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gla_core.ops.spec import INDICES, OFFSETS, OpSpec
+from gla_core.ops.spec import PER_SEQUENCE, OpSpec
 
 SPREAD = {"B": "B", "N": "B", "P": "B", "H": "H", "Hq": "H", "Hv": "H", "Ho": "H"}
 """Maps the names of the dimensions that may be spread over ranks to sequences (B) or heads (H)."""
@@ -122,7 +122,7 @@ def _along(spec: OpSpec, shapes: Mapping[str, Sequence[str]], given: Mapping[str
     for argument in spec.arguments:
         name = argument.name
         x: Any = given.get(name)
-        if argument.dtype in (OFFSETS, INDICES):
+        if argument.dtype in PER_SEQUENCE:
             packed |= x is not None
         elif is_dtensor(x):
             for dim, placement in enumerate(x.placements):

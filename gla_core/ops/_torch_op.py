@@ -53,10 +53,12 @@ def torch_op_of(
 def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
     """Returns the function that runs an op as a torch op. `last` are the last arguments if the torch op omits them."""
     arguments = _arguments(spec, last)
+    written = [spec.parameters.index(name) for name in spec.written]
 
     def run(*args: Any) -> Any:
         values, needs_grad, backend = arguments(args)
         found = run_op(spec, spec.prepared(values), needs_grad, backend)
+        tell_autograd(*(values[i] for i in written))
         return tuple(found) if isinstance(found, list) else found
 
     return run
@@ -78,7 +80,8 @@ def _arguments(spec: OpSpec, last: tuple) -> Callable[[tuple], tuple[tuple, bool
     """Returns a function that splits the arguments of a torch op into the op's, needs_grad, and the request."""
     taken, given = len(spec.contract) - len(last), len(spec.parameters) - len(last)
     options = (False, "") if spec.differentiable else ("",)
-    defaults = (None,) * trailing_optional(spec.arguments[:given]) + options
+    own = (*spec.arguments[:taken], *spec.arguments[len(spec.contract) :])
+    defaults = (None,) * trailing_optional(own) + options
     full, differentiable = given + len(options), spec.differentiable
 
     def apart(args: tuple) -> tuple[tuple, bool, str]:
@@ -218,7 +221,17 @@ def _refuse_jvp(*_: Any) -> NoReturn:
 
 def refuse_in_place(*_: Any) -> NoReturn:
     """Raises NotImplementedError for an op that writes into its arguments; also serves as the `vmap` of such an op."""
-    raise NotImplementedError("torch.func transforms no step in place; call it with inplace=False")
+    raise NotImplementedError(
+        "torch.func transforms no op that writes a pool or a state; call chunk_gla with states of your own, or "
+        "recurrent_gla_step with inplace=False"
+    )
+
+
+def tell_autograd(*written: Tensor | None) -> None:
+    """Tells autograd, which cannot see it, that tensors were written: a backward that saved one of them then raises."""
+    for x in written:
+        if x is not None and not x.is_inference():
+            torch.autograd.graph.increment_version(x)
 
 
 def _join_batch(spec: OpSpec | None, call: TorchOp, size: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:

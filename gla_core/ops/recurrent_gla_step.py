@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from gla_core.ops import autocast, checks
@@ -31,6 +30,7 @@ from gla_core.ops._torch_op import (
     refuse_in_place,
     refuse_tangents,
     runner,
+    tell_autograd,
     torch_op,
 )
 from gla_core.ops.chunk_gla import NORMALIZER
@@ -113,7 +113,7 @@ def recurrent_gla_step(
         args = (q, k, v, g, state, scale_or_default(q, scale), state_indices, c, inplace)
         found = run(STEP, args, backend=backend)
         if inplace:
-            _tell_autograd(state)
+            tell_autograd(state)
         return found
     q, k, v, g = autocast.tokens(q, k, v, g)
     refuse_tangents(q, k, v, g, state)
@@ -191,15 +191,9 @@ def _no_backward(*_: Any) -> NoReturn:
     )
 
 
-def _tell_autograd(state: Tensor) -> None:
-    """Tells autograd, which cannot see it, that a state was written: a backward that saved the state then raises."""
-    if not state.is_inference():
-        torch.autograd.graph.increment_version(state)
-
-
 def _run_in_place(*args: Any) -> Tensor:
     o, state = _in_place(*args)
-    _tell_autograd(state)
+    tell_autograd(state)
     return o
 
 
@@ -207,7 +201,7 @@ def _fake_in_place(*args: Any) -> Tensor:
     return _faker(*args)[0]
 
 
-_SCHEMA = STEP.schema(len(STEP.arguments) - 1)  # two torch ops, one for each value of `inplace`
+_SCHEMA = STEP.schema(without=("inplace",))  # two torch ops, one for each value of `inplace`
 _in_place, _faker = runner(STEP, True), faker(STEP, False)
 _torch_step = torch_op(_SCHEMA, runner(STEP, False), _faker, backward=_no_backward, flops=STEP.flops, spec=STEP)
 _torch_step_inplace = torch_op(

@@ -44,13 +44,13 @@ class DType:
     def in_call(self, call: OpCall) -> torch.dtype | None:
         """Returns the dtype of a tensor with this rule in a call.
 
-        None means that the call has no such tensor. It is also returned for offsets, indices and checkpoints.
+        None means that the call has no such tensor. It is also returned for integers, flags and checkpoints.
         """
         if self is GATE:
             return call.gate_dtype
         if self in STATES:
             return call.state_dtype
-        if self in (OFFSETS, INDICES, CHECKPOINTS):
+        if self in (OFFSETS, INDICES, PLACES, MARKS, CHECKPOINTS):
             return None
         return call.dtype if self is INPUT else self.allowed(call.dtype)[0]
 
@@ -60,12 +60,21 @@ AS_INPUT = DType(lambda dtype: (dtype,), ", as {first}")
 GATE = DType(lambda dtype: tuple(dict.fromkeys((dtype, torch.float32))), ", as {first} or float32")
 STATE = DType(lambda dtype: (wide(dtype),), " with {dtype} inputs")
 POOL = DType(lambda d: (wide(d),) if d == torch.float64 else (torch.float32, torch.bfloat16), " with {dtype} inputs")
+SLOTTED = DType(
+    lambda d: (wide(d),) if d == torch.float64 else (torch.float32, torch.bfloat16, torch.float16),
+    " with {dtype} inputs",
+)
 CHECKPOINTS = DType(lambda dtype: (checkpoint_dtype(dtype),), " with {dtype} inputs")
 WIDE = DType(lambda dtype: (wide(dtype),))
 STATE_GRADIENT = DType(STATE.allowed, STATE.reason)
-STATES = (STATE, POOL, STATE_GRADIENT)
+STATES = (STATE, POOL, SLOTTED, STATE_GRADIENT)
 OFFSETS = DType(lambda dtype: INTEGERS)
 INDICES = DType(lambda dtype: INTEGERS)
+PLACES = DType(lambda dtype: INTEGERS)
+MARKS = DType(lambda dtype: (torch.bool,))
+PER_SEQUENCE = (OFFSETS, INDICES, PLACES, MARKS)
+"""The rules of integers and flags: offsets of sequences, indices into a pool, and optional integers and flags for each
+sequence. They refer to sequences and slots of whole tensors."""
 
 _REQUIRED = object()
 
@@ -75,7 +84,7 @@ class Argument:
     """Describes an argument of an op.
 
     Attributes:
-        type: the type in a torch schema, such as "Tensor?" or "bool".
+        type: the type in a torch schema, such as "Tensor?" or "bool"; "Tensor(a!)" if the op always writes the tensor.
         shape: for a tensor, the names of its dimensions, such as "B T H K"; None means any shape.
         dtype: for a tensor, the rule for its dtype; None for a scalar.
         default: the value if the argument is left out. For a tensor, None means that a call can be described without
@@ -100,6 +109,11 @@ class Argument:
     forms: Mapping[str, str] | None = None
     public: str = ""
 
+    @property
+    def written(self) -> bool:
+        """Returns whether every call that gives the argument writes it."""
+        return "!" in self.type
+
     def dims(self, x: Tensor) -> list[str]:
         """Returns the names of the dimensions of a tensor; empty if the argument may have any shape."""
         shapes = (self.shape,) if self.forms is None else self.forms.values()
@@ -123,6 +137,7 @@ class Result:
         written: takes the arguments by name and returns whether the result is the argument `like` itself, written in
             place; None means that it never is.
         state: whether the result has the memory layout of the argument `like`: keys or values contiguous.
+        into: the name of an argument. The result is this argument, written, if it is given, and otherwise a new tensor.
     """
 
     name: str
@@ -132,6 +147,7 @@ class Result:
     when: Callable[[Mapping[str, Any]], bool] | None = None
     written: Callable[[Mapping[str, Any]], bool] | None = None
     state: bool = False
+    into: str | None = None
 
 
 class Expected(NamedTuple):
@@ -227,6 +243,16 @@ class OpSpec:
         return any(argument.differentiable for argument in self.arguments)
 
     @functools.cached_property
+    def written(self) -> tuple[str, ...]:
+        """Returns the names of the arguments that every call that gives them writes."""
+        return tuple(argument.name for argument in self.arguments if argument.written)
+
+    @functools.cached_property
+    def _places(self) -> frozenset[str]:
+        """The names of the arguments in which a result may be returned."""
+        return frozenset(result.into for result in self.results if result.into is not None)
+
+    @functools.cached_property
     def scalars(self) -> dict[str, Any]:
         """Returns the arguments that `OpCall.scalars` holds, with their defaults."""
         return {a.name: a.default for a in self.arguments if a.dtype is None and a.in_call and not a.hint}
@@ -304,7 +330,7 @@ class OpSpec:
             dims={name: sizes[name] for name in self.sizes},
             gate_dtype=dtypes.get(GATE),
             gate_form=next((a.form(given[a.name]) for a in self.arguments if a.dtype is GATE and GATE in dtypes), None),
-            state_dtype=dtypes.get(STATE) or dtypes.get(POOL),
+            state_dtype=dtypes.get(STATE) or dtypes.get(POOL) or dtypes.get(SLOTTED),
             variable_length=OFFSETS in dtypes,
             longest=given.get("max_seqlen") if OFFSETS in dtypes else None,
             indexed=INDICES in dtypes,
@@ -343,7 +369,11 @@ class OpSpec:
         if not bound:
             self._bind(given, sizes)
         for result in self.results:
-            _check_written(result, given)
+            if result.like is not None and result.written is not None and result.written(given):
+                _check_writable(result.like, given[result.like], is_state=True)
+        for argument in self.arguments:
+            if argument.written and given[argument.name] is not None:
+                _check_writable(argument.name, given[argument.name], argument.dtype in STATES)
         return sizes
 
     def _bind(self, given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
@@ -387,20 +417,26 @@ class OpSpec:
         scalars = {**self.scalars, **facts.pop("scalars", {})}
         facts = {
             "gate_dtype": wide(dtype) if self.has(GATE) else None,
-            "state_dtype": wide(dtype) if self.has(POOL) else None,
+            "state_dtype": wide(dtype) if self.has(POOL) or self.has(SLOTTED) else None,
             **facts,
+            **{field: True for rule, field in _FIELDS.items() if self._requires(rule)},
         }
         facts.setdefault("gate_form", "key" if facts["gate_dtype"] is not None else None)
         call = OpCall(op=self.name, device=device, dtype=dtype, dims=self.dims(sizes), scalars=scalars, **facts)
         return dataclasses.replace(call, given=frozenset(a.name for a in self._optional if _is_given(a, call)))
 
-    def schema(self, arguments: int | None = None) -> str:
+    def _requires(self, dtype: DType) -> bool:
+        """Returns whether every call gives an argument whose dtype follows this rule."""
+        argument = self.has(dtype)
+        return argument is not None and argument.default is _REQUIRED
+
+    def schema(self, without: Sequence[str] = ()) -> str:
         """Returns the schema of the torch op.
 
-        It takes the first `arguments` arguments, or all if None; needs_grad if differentiable; and the request. The
-        last arguments that may be None can be left out.
+        It takes all arguments but those in `without`; needs_grad if differentiable; and the request. The last arguments
+        that may be None can be left out.
         """
-        given = self.arguments[:arguments]
+        given = [argument for argument in self.arguments if argument.name not in without]
         required = len(given) - trailing_optional(given)
         parts = [f"{a.type} {a.name}{'=None' if i >= required else ''}" for i, a in enumerate(given)]
         parts += ["bool needs_grad=False"] if self.differentiable else []
@@ -411,17 +447,19 @@ class OpSpec:
     def floor_bytes(self, call: OpCall) -> tuple[int, int]:
         """Returns the bytes of the inputs and of the outputs of a call, without offsets, indices and checkpoints.
 
-        A call that is given a state counts as returning one. For a pool, only B states count.
+        A call that is given a state counts as returning one. Of a pool, the states of the rows or sequences of the call
+        count, as read and as written.
         """
         likes = {a.name: a for a in self.arguments}
-        inputs = sum(self._bytes(a, call) for a in self.arguments)
-        outputs = (likes[result.like] if result.like else result for result in self.results)
-        return inputs, sum(self._bytes(x, call) for x in outputs)
+        read = [a for a in self.arguments if a.name not in self._places]
+        outputs = [likes[result.like] if result.like else result for result in self.results]
+        outputs += [a for a in read if a.written]
+        return sum(self._bytes(x, call) for x in read), sum(self._bytes(x, call) for x in outputs)
 
     def _bytes(self, x: Argument | Result, call: OpCall) -> int:
         """Returns the bytes of a tensor of a call; 0 if the call has no such tensor."""
         kind = None if x.dtype is None else x.dtype.in_call(call)
-        sizes = {**call.dims, "P": call.dims.get("B", 0)}
+        sizes = {**call.dims, "P": call.dims.get(self.sizes.get("P", ""), 0)}
         return 0 if kind is None else math.prod(self._shape(x, call.gate_form, sizes)) * kind.itemsize
 
     def shape(self, x: Argument | Result, call: OpCall) -> tuple[int, ...]:
@@ -431,6 +469,10 @@ class OpSpec:
     def _shape(self, x: Argument | Result, gate_form: str | None, sizes: Mapping[str, int]) -> tuple[int, ...]:
         shape = x.forms[gate_form] if isinstance(x, Argument) and x.forms and gate_form else x.shape
         return tuple(size_of(name, sizes) for name in (self.sizes if shape is None else shape.split()))
+
+
+_FIELDS = {OFFSETS: "variable_length", INDICES: "indexed"}
+"""The field of `OpCall` that says whether a call gives an argument with this rule."""
 
 
 def _is_given(argument: Argument, call: OpCall) -> bool:
@@ -499,17 +541,25 @@ def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str,
         raise ValueError(f"{name} is on {x.device} and {first} is on {first_value.device}; move them to one device")
 
 
-def _check_written(result: Result, given: Mapping[str, Any]) -> None:
-    """Raises ValueError if a tensor is written in place and neither of its last two dimensions is contiguous."""
-    name = result.like
-    if name is None or result.written is None or not result.written(given):
-        return
-    x = given[name]
-    if not checks.as_backends_take(x, swapped_states=True):
+def _check_writable(name: str, x: Tensor, is_state: bool) -> None:
+    """Raises ValueError unless a tensor that is written in place has elements of their own, in a layout for backends.
+
+    One of the last two dimensions of a state has to be contiguous; any other tensor has to be contiguous as a whole.
+    """
+    strides = tuple(x.stride())
+    for i, (size, stride) in enumerate(zip(x.shape, strides, strict=True)):
+        if stride == 0 and size > 1:
+            raise ValueError(
+                f"{name} has stride 0 along dimension {i} of size {size} and is written in place; "
+                "expected memory of its own for each element: call it with a clone()"
+            )
+    if is_state and not checks.as_backends_take(x, swapped_states=True):
         raise ValueError(
-            f"{name} has strides {tuple(x.stride())} and is written in place; its last dimension, or the one before, "
+            f"{name} has strides {strides} and is written in place; its last dimension, or the one before, "
             "must be contiguous"
         )
+    if not is_state and not x.is_contiguous():
+        raise ValueError(f"{name} has strides {strides} and is written in place; expected a contiguous tensor")
 
 
 _WHOLE: tuple[Callable[[Any], bool], str] = (lambda x: isinstance(x, int | torch.SymInt), "an integer")
@@ -540,7 +590,9 @@ def _expected(
         return None if x is None else Expected(result.name, tuple(x.shape), x.dtype, written, lies_swapped)
     if result.when is not None and not result.when(given):
         return None
-    return Expected(result.name, tuple(size_of(n, sizes) for n in result.shape.split()), result.dtype.allowed(first)[0])
+    written = None if result.into is None else given[result.into]
+    shape = tuple(size_of(n, sizes) for n in result.shape.split())
+    return Expected(result.name, shape, result.dtype.allowed(first)[0], written)
 
 
 def size_of(name: str, sizes: Mapping[str, int]) -> int:

@@ -11,7 +11,19 @@ import gla_core as gla
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import OP_PARAMETERS, Backend, Capabilities, Layout
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops.spec import AS_INPUT, INPUT, WIDE, Argument, OpSpec, Result
+from gla_core.ops.spec import (
+    AS_INPUT,
+    INDICES,
+    INPUT,
+    MARKS,
+    OFFSETS,
+    PLACES,
+    SLOTTED,
+    WIDE,
+    Argument,
+    OpSpec,
+    Result,
+)
 
 CPU = torch.device("cpu")
 PLAIN = OpSpec(
@@ -72,6 +84,97 @@ def test_arguments_are_completed_as_a_function_completes_them():
     ):
         with pytest.raises(TypeError, match=message):
             PLAIN.complete(args, kwargs)
+
+
+WRITING = OpSpec(
+    name="read_and_add",
+    public="read_and_add",
+    arguments=(
+        Argument("x", "Tensor", "B Hv K V", INPUT),
+        Argument("pool", "Tensor(a!)", "P Hv K V", SLOTTED),
+        Argument("cu_seqlens", "Tensor", "N+1", OFFSETS),
+        Argument("slots", "Tensor", "N", INDICES),
+        Argument("others", "Tensor?", "N", PLACES, None),
+        Argument("flags", "Tensor?", "N", MARKS, None),
+        Argument("pad", "int", default=-1),
+        Argument("out", "Tensor(b!)?", "B Hv K V", AS_INPUT, None),
+        Argument("most", "SymInt?", default=None, hint=True),
+    ),
+    results=(Result("o", "B Hv K V", into="out"),),
+    sizes={"B": "B", "Hv": "Hv", "K": "K", "V": "V", "N": "N", "P": "N"},
+)
+
+
+def writing(**changes):
+    """Returns the arguments of the op `WRITING`, in order, with changes."""
+    integers = torch.zeros(3, dtype=torch.int32)
+    given = {"x": torch.zeros(1, 2, 3, 4), "pool": torch.zeros(5, 2, 3, 4), "cu_seqlens": integers}
+    given |= {"slots": integers[:2], "others": None, "flags": None, "pad": -1, "out": None, "most": None}
+    return tuple({**given, **changes}.values())
+
+
+def test_arguments_that_are_always_written_are_declared_by_their_types():
+    assert WRITING.written == ("pool", "out")
+    assert WRITING.required == {"x", "pool", "cu_seqlens", "slots", "pad"}
+    without_out = "Tensor x, Tensor(a!) pool, Tensor cu_seqlens, Tensor slots, Tensor? others, Tensor? flags, int pad"
+    assert (
+        WRITING.schema(without=("out",)) == f"read_and_add({without_out}, SymInt? most=None, str backend='') -> Tensor"
+    )
+    call = WRITING.describe(*writing(flags=torch.ones(2, dtype=torch.bool), pad=0))
+    assert call.given == {"flags"}
+    assert (call.state_dtype, call.indexed, call.variable_length) == (torch.float32, True, True)
+    assert call.scalars == {"pad": 0}
+
+
+def test_a_call_known_by_its_sizes_gives_all_required_integers():
+    call = WRITING.call({"B": 1, "Hv": 2, "K": 3, "V": 4, "N": 2}, CPU, torch.bfloat16)
+    assert (call.indexed, call.variable_length, call.state_dtype) == (True, True, torch.float32)
+    assert call.dims["P"] == 2
+    assert call.given == set()
+
+
+def test_the_floor_reads_and_writes_the_states_of_the_sequences():
+    call = WRITING.call({"B": 1, "Hv": 2, "K": 3, "V": 4, "N": 2, "P": 50}, CPU, torch.bfloat16)
+    tokens, states = 2 * 24, 4 * 2 * 24
+    assert WRITING.floor_bytes(call) == (tokens + states, tokens + states)
+
+
+def test_a_result_is_the_argument_that_it_is_written_into():
+    (fresh,) = WRITING.expected(*writing())
+    out = torch.zeros(1, 2, 3, 4)
+    (given,) = WRITING.expected(*writing(out=out))
+    assert fresh.written is None
+    assert given.written is out
+    assert fresh.shape == given.shape == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_pool_may_have_few_bits_and_any_distance_between_its_slots(dtype):
+    pages = torch.zeros(5, 24 + 7, dtype=dtype)[:, :24].view(5, 2, 3, 4)
+    for pool in (pages, pages.mT.contiguous().mT):
+        assert WRITING.describe(*writing(pool=pool)).state_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"pool": torch.zeros(1, 2, 3, 4).expand(5, -1, -1, -1)},
+            ValueError,
+            "pool has stride 0 along dimension 0 of size 5 and is written in place; expected memory of its own",
+        ),
+        ({"pool": torch.zeros(5, 2, 3, 8)[..., ::2]}, ValueError, "pool has strides .* its last dimension, or the one"),
+        ({"pool": torch.zeros(5, 2, 3, 4).double()}, TypeError, "pool is float64; expected float32 or bfloat16 or"),
+        ({"out": torch.zeros(1, 3, 2, 4).mT}, ValueError, "out has shape"),
+        ({"out": torch.zeros(1, 3, 2, 4).transpose(1, 2)}, ValueError, "out has strides .* expected a contiguous"),
+        ({"out": torch.zeros(1, 2, 3, 4).half()}, TypeError, "out is float16; expected float32, as x"),
+        ({"flags": torch.ones(2, dtype=torch.int32)}, TypeError, "flags is int32; expected bool"),
+        ({"others": torch.ones(2)}, TypeError, "others is float32; expected int32 or int64"),
+    ],
+)
+def test_checks_of_written_arguments(changes, error, message):
+    with pytest.raises(error, match=message):
+        WRITING.describe(*writing(**changes))
 
 
 @pytest.mark.parametrize("op", ABSTRACT_OPS)

@@ -176,9 +176,9 @@ def in_pool(q, x):
     [
         (lambda x: vmap(lambda q: packed(q, x))(several(x.q)), NotImplementedError, "packed sequences"),
         (lambda x: vmap(lambda q: in_pool(q, x))(several(x.q)), NotImplementedError, "a pool of states"),
-        (lambda x: vmap(lambda q: in_place(q, x))(several(x.q)), NotImplementedError, "no step in place"),
-        (lambda x: vmap(lambda q: in_place_op(q, x))(several(x.q)), NotImplementedError, "no step in place"),
-        (lambda x: jvp(lambda q: in_place(q, x), (x.q,), (x.q,)), NotImplementedError, "no step in place"),
+        (lambda x: vmap(lambda q: in_place(q, x))(several(x.q)), NotImplementedError, "no op that writes"),
+        (lambda x: vmap(lambda q: in_place_op(q, x))(several(x.q)), NotImplementedError, "no op that writes"),
+        (lambda x: jvp(lambda q: in_place(q, x), (x.q,), (x.q,)), NotImplementedError, "no op that writes"),
         (lambda x: grad(lambda q: in_pool(q, x).sum())(x.q), RuntimeError, "train with chunk_gla"),
         (lambda x: grad(lambda q: grad(loss)(q, *leaves(x)[1:]).sum())(x.q), RuntimeError, "no second derivative"),
         (lambda x: hessian(lambda q: loss(q, *leaves(x)[1:]))(x.q), NotImplementedError, NO_FORWARD_MODE),
