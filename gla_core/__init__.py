@@ -16,6 +16,7 @@ from gla_core.explanation import explain
 from gla_core.ops import (
     chunk_gla,
     chunk_gla_gradient_summary,
+    chunk_gla_pool,
     chunk_gla_summary,
     linear_attention,
     merge_attention,
@@ -38,6 +39,7 @@ __all__ = [
     "batch_invariant",
     "chunk_gla",
     "chunk_gla_gradient_summary",
+    "chunk_gla_pool",
     "chunk_gla_summary",
     "explain",
     "linear_attention",

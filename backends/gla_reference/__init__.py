@@ -11,6 +11,7 @@ from gla_reference.cost import predicted_seconds
 @hookimpl
 def gla_register_backends() -> list[Backend]:
     from gla_reference.chunk_gla import chunk_gla_bwd, chunk_gla_fwd
+    from gla_reference.chunk_gla_pool import chunk_gla_pool
     from gla_reference.chunk_gla_summary import chunk_gla_summary
     from gla_reference.online_softmax import online_softmax
     from gla_reference.recurrent_gla_step import recurrent_gla_step
@@ -21,7 +22,7 @@ def gla_register_backends() -> list[Backend]:
         Backend(
             name="reference",
             version="0.1.0",
-            ops={op.__name__: op for op in ops},
+            ops={"chunk_gla_pool": chunk_gla_pool, **{op.__name__: op for op in ops}},
             capabilities=Capabilities(
                 dtypes=frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16}),
                 grouped_values=True,

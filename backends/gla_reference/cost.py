@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from gla_core.dispatch.backend import OpCall, ceil_div
+from gla_core.dispatch.backend import OpCall, ceil_div, forwards_of_pool
 
 CHUNK, TILE, KEY_BLOCK = 64, 1024, 256
 """The sizes CHUNK of chunk_gla.py, TILE of online_softmax.py and KEY_BLOCK of softmax_attention.py."""
@@ -81,6 +81,14 @@ def _chunk_gla_summary(call: OpCall) -> Count:
     return Count(steps, B * H * chunks * C * per_token * (1.5 if packed else 1), B * H * chunks * C * held)
 
 
+def _chunk_gla_pool(call: OpCall) -> Count:
+    """Counts the forwards that compute a call, and six passes over the states for each: two reading, four writing."""
+    forwards = [_chunk_gla(each) for each in forwards_of_pool(call)]
+    states = math.prod(call.dims[name] for name in ("N", "Hv", "K", "V"))
+    steps, elements, held = (sum(numbers) for numbers in zip(*forwards, strict=True))
+    return Count(steps + len(forwards), elements + 6 * len(forwards) * states, held)
+
+
 def _recurrent_gla_step(call: OpCall) -> Count:
     """Counts reading, decaying, multiplying and writing states; a pool's states are also gathered and scattered."""
     B, H, K, V, P = (call.dims[name] for name in ("B", "Hv", "K", "V", "P"))
@@ -101,6 +109,7 @@ def _softmax_attention(call: OpCall) -> Count:
 _COUNT: Mapping[str, Callable[[OpCall], Count]] = {
     "chunk_gla_fwd": _chunk_gla,
     "chunk_gla_bwd": _chunk_gla,
+    "chunk_gla_pool": _chunk_gla_pool,
     "chunk_gla_summary": _chunk_gla_summary,
     "recurrent_gla_step": _recurrent_gla_step,
     "online_softmax": _online_softmax,

@@ -20,8 +20,16 @@ from gla_core.dispatch.backend import (
     hookimpl,
     shipped_constants,
 )
-from gla_triton_kernels.chunk_gla import backward, chunk_gla_bwd, chunk_gla_fwd, chunk_gla_summary, forward, summary
-from gla_triton_kernels.chunk_gla.cost import backward_prices, forward_prices, predictor, summary_prices
+from gla_triton_kernels.chunk_gla import (
+    backward,
+    chunk_gla_bwd,
+    chunk_gla_fwd,
+    chunk_gla_pool,
+    chunk_gla_summary,
+    forward,
+    summary,
+)
+from gla_triton_kernels.chunk_gla.cost import backward_prices, forward_prices, pool_predictor, predictor, summary_prices
 from gla_triton_kernels.online_softmax import ONE_PASS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
 from gla_triton_kernels.recurrent_gla_step import STEP
@@ -41,6 +49,7 @@ def gla_register_backends() -> list[Backend]:
             ops={
                 "chunk_gla_fwd": chunk_gla_fwd(forward.plan_whole),
                 "chunk_gla_bwd": chunk_gla_bwd(backward.plan_whole),
+                "chunk_gla_pool": chunk_gla_pool(forward.plan_whole),
                 "chunk_gla_summary": chunk_gla_summary(summary.plan_whole),
                 "recurrent_gla_step": STEP,
                 "online_softmax": ONE_PASS,
@@ -68,6 +77,7 @@ def gla_register_backends() -> list[Backend]:
 _SECONDS = {
     "chunk_gla_fwd": predictor(forward.plan_whole, forward_prices),
     "chunk_gla_bwd": predictor(backward.plan_whole, backward_prices),
+    "chunk_gla_pool": pool_predictor(forward.plan_whole),
     "chunk_gla_summary": predictor(summary.plan_whole, summary_prices),
     "recurrent_gla_step": recurrent_gla_step_cost.seconds,
     "online_softmax": online_softmax_cost.one_pass,

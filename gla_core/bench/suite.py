@@ -95,7 +95,8 @@ def default_workloads(op: str | None, device: torch.device) -> list[Workload]:
 def is_empty(workload: Workload) -> bool:
     """Returns whether a workload holds no token or row; such a workload is for conformance, not for time."""
     sizes = workload.sizes
-    return 0 in (*sizes.get("shape", ()), sizes.get("B"), sizes.get("T"))
+    tokens = sum(sizes["lengths"]) if "lengths" in sizes else sizes.get("T")
+    return 0 in (*sizes.get("shape", ()), sizes.get("B"), tokens)
 
 
 def cases(

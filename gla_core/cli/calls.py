@@ -69,16 +69,19 @@ def describe_call(
     heads = _heads(op, sizes, {"Hq": query_heads, "Hv": value_heads})
     if varlen is not None and ABSTRACT_OPS[op].has(OFFSETS) is None:
         raise ValueError(f"--varlen does not go with {op}; only chunk_gla_fwd and chunk_gla_bwd take packed sequences")
+    if ABSTRACT_OPS[op].requires(OFFSETS) and sizes["B"] != 1:
+        raise ValueError(f"--shape {shape!r}: {op} packs sequences along T: expected B = 1 and not B = {sizes['B']}")
     if varlen is not None and (varlen < 0 or sizes["B"] != 1):
         raise ValueError(f"--varlen {varlen} packs sequences along T: expected B = 1 and not B = {sizes['B']}")
-    if max_seqlen is not None and (varlen is None or max_seqlen < 0):
+    packed = varlen is not None or ABSTRACT_OPS[op].requires(OFFSETS)
+    if max_seqlen is not None and (not packed or max_seqlen < 0):
         raise ValueError(f"--max-seqlen {max_seqlen} bounds packed sequences: expected --varlen, and a length")
     return ABSTRACT_OPS[op].call(
         sizes | heads | ({} if varlen is None else {"N": varlen}),
         device_of(device) if assume is None else _assumed_place(device),
         precision,
         assumed=None if assume is None else _assumed(assume),
-        variable_length=varlen is not None,
+        variable_length=packed,
         longest=max_seqlen,
         scalars=decided if gate_normalizer is None else {**decided, "gate_normalizer": gate_normalizer},
         **_gate(op, gate) | _logits(op, gate, gate_normalizer, precision),

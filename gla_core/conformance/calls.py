@@ -15,6 +15,7 @@ from torch import Tensor
 import gla_core as gla
 from gla_core.conformance import oracle
 from gla_core.conformance.cases import Case
+from gla_core.conformance.tolerances import FORWARD as BUDGETS
 from gla_core.dispatch import registry
 from gla_core.dispatch.backend import Backend, Capabilities, log_gates
 from gla_core.ops import ABSTRACT_OPS, PUBLIC_OPS, OpSpec
@@ -25,6 +26,7 @@ from gla_core.workloads.inputs import (
     attention_inputs,
     chunk_inputs,
     normal,
+    pool_inputs,
     softmax_inputs,
     step_inputs,
 )
@@ -243,6 +245,35 @@ def run_summary(x: dict[str, Any], request: str) -> Named:
 
 def expected_summary(x: dict[str, Any]) -> Named:
     return dict(zip(("decay", "state"), oracle.chunk_gla_summary(**x), strict=True))
+
+
+def pool(case: Case, **changes: object) -> dict[str, Any]:
+    """Returns the arguments of `chunk_gla_pool` by name."""
+    return pool_inputs(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
+
+
+def run_pool(x: dict[str, Any], request: str, **options: Any) -> Named:
+    """Returns the output o and the pool x["pool"], which is written; `options` are further arguments."""
+    o = gla.chunk_gla_pool(**x, backend=request, **options)
+    return {"o": o, "pool": x["pool"]}
+
+
+def expected_pool(x: dict[str, Any], scale: float | None = None, gate_normalizer: int | None = None) -> Named:
+    """Returns the oracle's o and pool, in float64; with gate_normalizer, x["g"] holds logits.
+
+    States that are not written are those of x["pool"], which is left unchanged.
+    """
+    g = None if x["g"] is None else log_gates(x["g"], gate_normalizer, torch.float64)
+    o, written = oracle.chunk_gla_pool(**{**x, "g": g}, scale=scale)
+    states = x["pool"].double().clone()
+    for slot, state in written.items():
+        states[slot] = state
+    return {"o": o, "pool": states}
+
+
+def pool_budget(x: dict[str, Any]) -> float:
+    """Returns the error that is allowed for a call: that of its inputs, or of its pool if that has fewer bits."""
+    return max(BUDGETS[x["q"].dtype], BUDGETS[x["pool"].dtype])
 
 
 def step(case: Case, **changes: object) -> dict[str, Tensor | None]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gla_core.dispatch.backend import CHUNK, GATE_NAMES, OpCall
 from gla_core.ops import ABSTRACT_OPS
-from gla_core.ops.spec import GATE, INDICES, OFFSETS, STATE, Argument
+from gla_core.ops.spec import GATE, INDICES, MARKS, OFFSETS, PLACES, STATE, Argument
 
 ALONG_TIME = {"T": "tokens", "Tq": "queries", "Tk": "keys"}
 ALIGNED = 16
@@ -70,6 +70,8 @@ def _given(argument: Argument, call: OpCall, sizes: Mapping[str, Any]) -> str | 
     }
     if argument.dtype in given:
         return argument.name if given[argument.dtype] else ""
+    if argument.dtype in (PLACES, MARKS):
+        return argument.name if sizes.get(argument.name) is not None else ""
     if argument.dtype is not None or argument.hint:
         return None
     return f"{argument.name}={sizes[argument.name]}" if argument.name in sizes else ""

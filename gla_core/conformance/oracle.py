@@ -68,6 +68,46 @@ def chunk_gla_checkpoints(
     return found
 
 
+def chunk_gla_pool(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    pool: Tensor,
+    cu_seqlens: Tensor,
+    read_slots: Tensor,
+    write_slots: Tensor | None = None,
+    scale: float | None = None,
+    has_state: Tensor | None = None,
+    checkpoint_offsets: Tensor | None = None,
+    checkpoint_slots: Tensor | None = None,
+    pad_slot: int = -1,
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Computes packed sequences one after another, in float64; the pool is only read.
+
+    Returns:
+        o [1, T, Ho, V], and for each slot that is written its state [Hv, K, V].
+    """
+    used = {slot for slot in range(len(pool)) if slot != pad_slot}
+    o, written = _zero_rows(q, v, q.shape[1]), {}
+    for n, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        slot = int(read_slots[n])
+        begins = slot in used and (has_state is None or bool(has_state[n]))
+        before = pool[slot][None].double() if begins else _zero_state(q, k, v)
+        o[:, a:b], after = chunk_gla(q[:, a:b], k[:, a:b], v[:, a:b], tokens_of(g, a, b), scale, before)
+        to = slot if write_slots is None else int(write_slots[n])
+        if to in used:
+            written[to] = after[0]
+        if checkpoint_offsets is None or checkpoint_slots is None:
+            continue
+        count, to = int(checkpoint_offsets[n]), int(checkpoint_slots[n])
+        if 0 < count < b - a and to in used:
+            c = a + count
+            _, kept = chunk_gla(q[:, a:c], k[:, a:c], v[:, a:c], tokens_of(g, a, c), scale, before)
+            written[to] = kept[0]
+    return o, written
+
+
 def tokens_of(g: Tensor | None, start: int | None, end: int | None) -> Tensor | None:
     """Returns the gate of the tokens `start` to `end`; a constant gate [Hv] is that of all tokens."""
     return g if g is None or g.ndim == 1 else g[:, start:end]

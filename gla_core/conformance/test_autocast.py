@@ -14,6 +14,7 @@ from gla_core.conformance.calls import (
     chunk,
     differentiable,
     expected_attention,
+    expected_pool,
     expected_step,
     expected_summary,
     forward,
@@ -21,8 +22,11 @@ from gla_core.conformance.calls import (
     gradients,
     oracle_forward,
     oracle_gradients,
+    output_shape,
+    pool,
     results,
     run_attention,
+    run_pool,
     run_step,
     run_summary,
     step,
@@ -108,6 +112,19 @@ def test_autocast_of_gradients_of_chunk_gla(backend, case, measure):
     with torch.autocast(case.device, case.dtype):
         out = gradients(x, training_request(backend))
     measure(out, oracle_gradients(by_hand(x, case.dtype)), GRADIENT[case.dtype])
+
+
+@over("chunk_gla_pool", "small", "per_head", dtypes="half")
+def test_autocast_of_chunk_gla_pool(backend, case, measure):
+    """The pool keeps its dtype. `out` has the dtype of autocast."""
+    x = pool(case, dtype=torch.float32, pool_dtype=torch.float32)
+    expected = expected_pool(cast(case.op, x, case.dtype))
+    out = torch.empty(output_shape(x["q"], x["v"]), dtype=case.dtype, device=case.device)
+    with torch.autocast(case.device, case.dtype):
+        found = run_pool(x, backend.name, out=out)
+    assert found["o"] is out
+    assert x["pool"].dtype == torch.float32
+    measure(found, expected, FORWARD[case.dtype])
 
 
 @over("chunk_gla_summary", "short", "ungated", "packed", dtypes="half")

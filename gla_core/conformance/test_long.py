@@ -13,12 +13,15 @@ from gla_core.conformance.calls import (
     backward,
     chunk,
     expected_attention,
+    expected_pool,
     expected_summary,
     forward,
     loss_gradients,
     oracle_forward,
     oracle_gradients,
+    pool,
     run_attention,
+    run_pool,
     run_summary,
     softmax,
     summary,
@@ -44,7 +47,7 @@ def with_ends(out):
 
     A forward goes wrong at the last tokens, and a backward also at the first ones.
     """
-    along = {name: x for name, x in out.items() if "state" not in name}
+    along = {name: x for name, x in out.items() if "state" not in name and name != "pool"}
     ends = {f"first of {name}": x[:, :50] for name, x in along.items()}
     return out | ends | {f"last of {name}": x[:, -50:] for name, x in along.items()}
 
@@ -63,6 +66,13 @@ def test_long_sequence_in_two_calls(backend, case, measure):
     after = forward(tokens(x, cut, None, before["state"]), backend.name)
     joined = {"o": torch.cat([before["o"], after["o"]], dim=1), "state": after["state"]}
     measure(with_ends(joined), with_ends(forward(x, backend.name)), 2 * FORWARD[case.dtype])
+
+
+@over("chunk_gla_pool", tag="narrow", dtypes=DTYPES)
+def test_long_sequences_in_a_pool(backend, case, measure):
+    x = pool(case, lengths=(900, 300)) if INTERPRETED else pool(case)
+    expected = expected_pool(x)
+    measure(with_ends(run_pool(x, backend.name)), with_ends(expected), FORWARD[case.dtype])
 
 
 @over("chunk_gla_bwd", tag="narrow", dtypes=DTYPES)

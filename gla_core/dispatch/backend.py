@@ -346,6 +346,174 @@ def new_checkpoints(k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor |
     return allocate(B, n, Hv, k.shape[3], V, dtype=checkpoint_dtype(k.dtype))
 
 
+# ---- states in a pool
+
+
+def is_slot(pool: torch.Tensor, slots: torch.Tensor, pad_slot: int) -> torch.Tensor:
+    """Returns which of `slots` [N] are used [N]: those inside the pool [P, Hv, K, V] that are not `pad_slot`."""
+    return (slots >= 0) & (slots < len(pool)) & (slots != pad_slot)
+
+
+def states_of_slots(
+    pool: torch.Tensor, slots: torch.Tensor, has_state: torch.Tensor | None, dtype: torch.dtype, pad_slot: int
+) -> torch.Tensor:
+    """Returns the states that sequences start from [N, Hv, K, V]: a contiguous copy of the slots [N] of a pool.
+
+    A state is 0 if its slot is not used (see `is_slot`), or if has_state [N] is False. It is then 0 even if the slot
+    holds NaN. No value is read on the host.
+    """
+    if len(pool) == 0:
+        return pool.new_zeros((len(slots), *pool.shape[1:]), dtype=dtype)
+    there = is_slot(pool, slots, pad_slot)
+    there = there if has_state is None else there & has_state
+    states = pool[torch.where(there, slots, 0).long()]
+    return torch.where(there[:, None, None, None], states, 0).to(dtype).contiguous()
+
+
+def write_states(pool: torch.Tensor, slots: torch.Tensor, states: torch.Tensor, where: torch.Tensor) -> None:
+    """Writes states [N, Hv, K, V] into the slots [N] of a pool where the flags `where` [N] are True.
+
+    Each state is rounded once to the dtype of the pool. No value is read on the host.
+    """
+    if len(pool) == 0 or len(slots) == 0:
+        return
+    # A state that is not written repeats the first one that is, and writes the same values to the same slot. If none is
+    # written, all write what slot 0 holds.
+    rows = torch.arange(len(slots), device=slots.device)
+    writer = torch.where(where, rows, where.int().argmax(keepdim=True))
+    to = torch.where(where, slots, 0)[writer].long()
+    pool.index_copy_(0, to, torch.where(where.any(), states.to(pool.dtype)[writer], pool[to]))
+
+
+def forwards_of_pool(call: OpCall) -> list[OpCall]:
+    """Returns the calls of chunk_gla_fwd by which `through_pool` computes a call of chunk_gla_pool.
+
+    The second one, if there is one, cuts each sequence in two at its checkpoint.
+    """
+    taken = OP_PARAMETERS["chunk_gla_fwd"]
+    found = []
+    for parts in (1, 2) if "checkpoint_offsets" in call.given else (1,):
+        N = parts * call.dims["N"]
+        dims = {**{name: size for name, size in call.dims.items() if name != "P"}, "N": N}
+        layouts = {name: layout for name, layout in call.layouts.items() if name in taken}
+        if layouts:
+            shape = (N, *(dims[name] for name in ("Hv", "K", "V")))
+            layouts["initial_state"] = contiguous_layout(shape, wide(call.dtype))
+        if layouts and parts > 1:
+            layouts["cu_seqlens"] = contiguous_layout((N + 1,), layouts["cu_seqlens"].dtype)
+        every = {"output_final_state": True, "checkpoint_every": None}
+        forward = replace(
+            call,
+            op="chunk_gla_fwd",
+            dims=dims,
+            state_dtype=wide(call.dtype),
+            indexed=False,
+            scalars={**every, "gate_normalizer": call.scalars.get("gate_normalizer")},
+            given=call.given.intersection(taken) | {"initial_state", "output_final_state", "cu_seqlens"},
+            layouts=layouts,
+        )
+        found.append(forward)
+    return found
+
+
+def through_pool(forward: Op) -> Op:
+    """Returns an implementation of chunk_gla_pool that computes by one of chunk_gla_fwd.
+
+    It copies states out of the pool, runs `forward`, and copies the final states into the pool. Checkpoints take a
+    second run of `forward`, with each sequence cut in two at its checkpoint.
+
+    Args:
+        forward: a function or a `Prepared` that takes initial_state, output_final_state and cu_seqlens.
+
+    Raises:
+        TypeError: `forward` does not take one of these.
+
+    Example:
+        >>> Backend("mine", "1.0", {"chunk_gla_fwd": forward, "chunk_gla_pool": through_pool(forward)})
+    """
+    takes = arguments_of(forward)
+    lacking = [name for name in ("initial_state", "output_final_state", "cu_seqlens") if name not in takes]
+    if lacking:
+        raise TypeError(f"chunk_gla_fwd takes no {_any_of(lacking)}; through_pool needs it")
+    if not isinstance(forward, Prepared):
+        run = _by_name(forward, takes, by_keyword(forward))
+        return _through_pool(run, run)
+
+    def prepare(call: OpCall) -> Callable[..., Any]:
+        calls = [as_received(forward, each) for each in forwards_of_pool(call)]
+        runs = [_by_name(forward.prepare(each), takes, False) for each in calls]
+        return _through_pool(runs[0], runs[-1])
+
+    def lines(call: OpCall) -> list[str]:
+        (first, *_) = forwards_of_pool(call)
+        return forward.kernels(as_received(forward, first)) if forward.kernels is not None else []
+
+    return Prepared(prepare, OP_PARAMETERS["chunk_gla_pool"], lines)
+
+
+def _by_name(forward: Callable[..., Any], takes: tuple[str, ...], keywords: bool) -> Callable[..., Any]:
+    """Returns a function that takes all arguments of chunk_gla_fwd by name, and gives `forward` those that it takes."""
+
+    def run(**x: Any) -> Any:
+        if "gate_normalizer" not in takes and x["gate_normalizer"] is not None:
+            x["g"] = log_gates(x["g"], x["gate_normalizer"], wide(x["q"].dtype)).contiguous()
+        return forward(**{name: x[name] for name in takes}) if keywords else forward(*(x[name] for name in takes))
+
+    return run
+
+
+def _through_pool(whole: Callable[..., Any], cut: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that computes chunk_gla_pool.
+
+    Args:
+        whole, cut: compute chunk_gla_fwd for N sequences, and for 2 N parts of them.
+    """
+
+    def chunk_gla_pool(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor | None,
+        pool: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        read_slots: torch.Tensor,
+        write_slots: torch.Tensor | None,
+        scale: float,
+        has_state: torch.Tensor | None,
+        checkpoint_offsets: torch.Tensor | None,
+        checkpoint_slots: torch.Tensor | None,
+        pad_slot: int,
+        gate_normalizer: int | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        always = {"output_final_state": True, "checkpoint_every": None, "gate_normalizer": gate_normalizer}
+        tokens = {"q": q, "k": k, "v": v, "g": g, "scale": scale, **always}
+        before = states_of_slots(pool, read_slots, has_state, wide(q.dtype), pad_slot)  # [N, Hv, K, V]
+        o, after, *_ = whole(**tokens, initial_state=before, cu_seqlens=cu_seqlens)
+        to = read_slots if write_slots is None else write_slots
+        write_states(pool, to, after, is_slot(pool, to, pad_slot))
+        if checkpoint_offsets is not None and checkpoint_slots is not None:
+            is_inside = (checkpoint_offsets > 0) & (checkpoint_offsets < cu_seqlens.diff())
+            where = is_inside & is_slot(pool, checkpoint_slots, pad_slot)
+            parts = _cut_in_two(cu_seqlens, torch.where(where, checkpoint_offsets, 0))
+            halves = torch.stack([before, torch.zeros_like(before)], 1).flatten(0, 1)  # [2 N, Hv, K, V]
+            _, ends, *_ = cut(**tokens, initial_state=halves, cu_seqlens=parts)
+            write_states(pool, checkpoint_slots, ends[::2], where)
+        return o if out is None else out.copy_(o)
+
+    return chunk_gla_pool
+
+
+def _cut_in_two(cu_seqlens: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Returns the offsets [2 N + 1] of packed sequences that are each cut after `offsets` [N] tokens."""
+    starts = cu_seqlens[:-1]
+    parts = torch.stack([starts, (starts + offsets).to(starts.dtype)], 1).flatten()
+    return torch.cat([parts, cu_seqlens[-1:]])
+
+
+# ---- predicted times, and the backend
+
+
 def supports_everything(call: OpCall) -> Reason | None:
     """Accepts every call: the default `Backend.supports`."""
     return None

@@ -4,6 +4,7 @@ from typing import Any
 
 from gla_core.dispatch.backend import declare_op
 from gla_core.ops.chunk_gla import BACKWARD, FORWARD, ChunkGla, ChunkGlaWithCheckpoints, chunk_gla
+from gla_core.ops.chunk_gla_pool import CHUNK_POOL, chunk_gla_pool
 from gla_core.ops.chunk_gla_summary import SUMMARY, chunk_gla_gradient_summary, chunk_gla_summary
 from gla_core.ops.linear_attention import LinearAttention, linear_attention
 from gla_core.ops.online_softmax import SOFTMAX, online_softmax
@@ -21,6 +22,7 @@ __all__ = [
     "OpSpec",
     "chunk_gla",
     "chunk_gla_gradient_summary",
+    "chunk_gla_pool",
     "chunk_gla_summary",
     "linear_attention",
     "merge_attention",
@@ -29,7 +31,7 @@ __all__ = [
     "softmax_attention",
 ]
 
-ABSTRACT_OPS = {spec.name: spec for spec in (FORWARD, BACKWARD, SUMMARY, STEP, SOFTMAX, ATTENTION)}
+ABSTRACT_OPS = {spec.name: spec for spec in (FORWARD, BACKWARD, CHUNK_POOL, SUMMARY, STEP, SOFTMAX, ATTENTION)}
 for _spec in ABSTRACT_OPS.values():
     declare_op(_spec.name, _spec.contract, _spec.required, _spec.written)
 

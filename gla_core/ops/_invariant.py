@@ -24,6 +24,7 @@ from gla_core.dispatch.backend import (
     new_checkpoints,
     new_state,
     number_of_sequences,
+    through_pool,
     wide,
 )
 
@@ -64,18 +65,14 @@ def function_of(op: str, backend: Backend, call: OpCall) -> Callable[..., Any]:
     """
     if op not in _BY_SEGMENT:
         raise NotImplementedError(
-            f"{op} is not batch-invariant; under batch_invariant call chunk_gla and recurrent_gla_step alone, or put "
-            "`gla.use_backend('batch_invariant=0')` around this call"
+            f"{op} is not batch-invariant; under batch_invariant call chunk_gla, chunk_gla_pool and recurrent_gla_step "
+            "alone, or put `gla.use_backend('batch_invariant=0')` around this call"
         )
-    if op == "chunk_gla_bwd" and "chunk_gla_fwd" not in backend.ops:
+    if op in ("chunk_gla_bwd", "chunk_gla_pool") and "chunk_gla_fwd" not in backend.ops:
         raise NotImplementedError(
-            "under batch_invariant chunk_gla_bwd is computed segment by segment, from states of chunk_gla_fwd, which "
+            f"under batch_invariant {op} is computed segment by segment, from states of chunk_gla_fwd, which "
             f"the backend {backend.name!r} does not implement; request a backend that implements both"
         )
-
-    lacking = sorted(call.given.difference(arguments_of(_BY_SEGMENT[op])))
-    if lacking:
-        raise NotImplementedError(f"{op} takes no {' or '.join(lacking)} under batch_invariant; call it without")
 
     def compute(each: str, *args: Any) -> Any:
         from gla_core.ops import ABSTRACT_OPS
@@ -84,7 +81,12 @@ def function_of(op: str, backend: Backend, call: OpCall) -> Callable[..., Any]:
         spec = ABSTRACT_OPS[each]
         return run(spec, spec.complete(args, {}), backend=f"{backend.name};batch_invariant=0")
 
-    return functools.partial(_BY_SEGMENT[op], compute, call.batch_invariant)
+    function: Any = functools.partial(_BY_SEGMENT[op], compute, call.batch_invariant)
+    function = through_pool(function) if op == "chunk_gla_pool" else function
+    lacking = sorted(call.given.difference(arguments_of(function)))
+    if lacking:
+        raise NotImplementedError(f"{op} takes no {' or '.join(lacking)} under batch_invariant; call it without")
+    return function
 
 
 def _segments(
@@ -235,4 +237,9 @@ def _step(
     return o, new
 
 
-_BY_SEGMENT = {"chunk_gla_fwd": _forward, "chunk_gla_bwd": _backward, "recurrent_gla_step": _step}
+_BY_SEGMENT = {
+    "chunk_gla_fwd": _forward,
+    "chunk_gla_bwd": _backward,
+    "chunk_gla_pool": _forward,  # between a read and a write of the pool
+    "recurrent_gla_step": _step,
+}

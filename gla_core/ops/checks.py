@@ -82,6 +82,12 @@ def packed(sizes: dict[str, Any], of: str) -> None:
     sizes["N"] = sizes["N+1"] - 1
 
 
+def longest(max_seqlen: int | None) -> None:
+    """Raises ValueError for a negative bound on the lengths of sequences."""
+    if max_seqlen is not None and max_seqlen < 0:
+        raise ValueError(f"max_seqlen is {max_seqlen}; expected the tokens of the longest sequence, or None")
+
+
 def no_nan(**tensors: Tensor | None) -> None:
     """Raises ValueError for a tensor that holds NaN. It reads values, and so it is only for GLA_CHECK=1."""
     for name, x in tensors.items():

@@ -246,27 +246,29 @@ interval_for_backward._dynamo_marked_constant = True  # pyright: ignore[reportFu
 _SIZES = {"B": "B", "T": "T", "H": "H", "Hq": "H", "Hv": "H", "K": "K", "V": "V", "N": "B"}
 GATE_SHAPES = {"constant": "Hv", "head": "B T Hv", "key": "B T Hv K"}
 """The shape of each form of a gate."""
-_SEQUENCES = (
+TOKENS = (
     Argument("q", "Tensor", "B T Hq K", INPUT, differentiable=True),
     Argument("k", "Tensor", "B T H K", AS_INPUT, differentiable=True),
     Argument("v", "Tensor", "B T Hv V", AS_INPUT, differentiable=True),
     Argument("g", "Tensor?", "B T Hv K", GATE, None, differentiable=True, forms=GATE_SHAPES),
+)
+_SEQUENCES = (
+    *TOKENS,
     Argument("scale", "float?", default=None, in_call=False),
     Argument("initial_state", "Tensor?", "N Hv K V", STATE, None, differentiable=True),
 )
 _OFFSETS = Argument("cu_seqlens", "Tensor?", "N+1", OFFSETS, None)
 _INTERVAL = Argument("checkpoint_every", "int?", default=None)
 NORMALIZER = Argument("gate_normalizer", "int?", default=None)
-_LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
+LONGEST = Argument("max_seqlen", "SymInt?", default=None, hint=True)
 
 
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
     """Binds the number of sequences and of checkpoints."""
     sizes["N"] = sizes["B"]
     checks.logits(given["g"], given["gate_normalizer"])
-    packed, L, longest = given["cu_seqlens"] is not None, given["checkpoint_every"], given["max_seqlen"]
-    if longest is not None and longest < 0:
-        raise ValueError(f"max_seqlen is {longest}; expected the tokens of the longest sequence, or None")
+    packed, L = given["cu_seqlens"] is not None, given["checkpoint_every"]
+    checks.longest(given["max_seqlen"])
     if packed:
         checks.packed(sizes, of="q")
     if L is None:
@@ -307,7 +309,7 @@ FORWARD = OpSpec(
         _OFFSETS,
         _INTERVAL,
         NORMALIZER,
-        _LONGEST,
+        LONGEST,
     ),
     results=(
         Result("o", "B T Ho V"),
@@ -331,7 +333,7 @@ BACKWARD = OpSpec(
         Argument("do", "Tensor", "B T Ho V", AS_INPUT, None),
         Argument("dstate", "Tensor?", "N Hv K V", STATE_GRADIENT, None),
         NORMALIZER,
-        _LONGEST,
+        LONGEST,
     ),
     results=tuple(Result(f"d{name}", like=name) for name in ("q", "k", "v", "g", "initial_state")),
     sizes=_SIZES,

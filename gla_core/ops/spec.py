@@ -248,8 +248,8 @@ class OpSpec:
         return tuple(argument.name for argument in self.arguments if argument.written)
 
     @functools.cached_property
-    def _places(self) -> frozenset[str]:
-        """The names of the arguments in which a result may be returned."""
+    def places(self) -> frozenset[str]:
+        """Returns the names of the arguments that hold no input, and in which a result may be returned."""
         return frozenset(result.into for result in self.results if result.into is not None)
 
     @functools.cached_property
@@ -419,13 +419,13 @@ class OpSpec:
             "gate_dtype": wide(dtype) if self.has(GATE) else None,
             "state_dtype": wide(dtype) if self.has(POOL) or self.has(SLOTTED) else None,
             **facts,
-            **{field: True for rule, field in _FIELDS.items() if self._requires(rule)},
+            **{field: True for rule, field in _FIELDS.items() if self.requires(rule)},
         }
         facts.setdefault("gate_form", "key" if facts["gate_dtype"] is not None else None)
         call = OpCall(op=self.name, device=device, dtype=dtype, dims=self.dims(sizes), scalars=scalars, **facts)
         return dataclasses.replace(call, given=frozenset(a.name for a in self._optional if _is_given(a, call)))
 
-    def _requires(self, dtype: DType) -> bool:
+    def requires(self, dtype: DType) -> bool:
         """Returns whether every call gives an argument whose dtype follows this rule."""
         argument = self.has(dtype)
         return argument is not None and argument.default is _REQUIRED
@@ -451,7 +451,7 @@ class OpSpec:
         count, as read and as written.
         """
         likes = {a.name: a for a in self.arguments}
-        read = [a for a in self.arguments if a.name not in self._places]
+        read = [a for a in self.arguments if a.name not in self.places]
         outputs = [likes[result.like] if result.like else result for result in self.results]
         outputs += [a for a in read if a.written]
         return sum(self._bytes(x, call) for x in read), sum(self._bytes(x, call) for x in outputs)

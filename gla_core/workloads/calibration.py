@@ -79,6 +79,25 @@ _SUMMARY_CUDA: tuple[Sizes, ...] = (
     *((B, T, 4, 256, 256) for B, T in ((1, 1024), (8, 2048))),
     *((1, T, 8, 128, 128, N) for T, N in ((1024, 16), (65536, 4), (65536, 64))),
 )
+# B, T, H, K, V, N
+_POOL_CUDA: tuple[Sizes, ...] = (
+    *((1, T, 64, 128, 128, N) for T, N in ((512, 1), (8192, 1), (8192, 16), (1024, 64))),
+    *((1, T, 16, 128, 128, N) for T, N in ((64, 1), (1024, 16), (16384, 4))),
+    *((1, T, 4, 128, 128, N) for T, N in ((4096, 64), (65536, 4))),
+    (1, 16384, 8, 64, 64, 16),
+    (1, 2048, 4, 256, 256, 4),
+)
+_POOL_CPU: tuple[Sizes, ...] = (
+    (1, 1, 2, 64, 64, 1),
+    (1, 32, 4, 64, 64, 2),
+    (1, 64, 8, 128, 128, 4),
+    (1, 256, 4, 64, 64, 1),
+    (1, 512, 2, 128, 256, 8),
+    (1, 1024, 4, 64, 64, 8),
+    (1, 2048, 2, 64, 64, 64),
+    (1, 2048, 8, 128, 64, 2),
+    (1, 4096, 4, 128, 128, 16),
+)
 # B, H, K, V
 _STEP_CUDA: tuple[Sizes, ...] = (
     *((B, 16, 128, 128) for B in (1, 4, 16, 64, 256, 1024)),
@@ -132,6 +151,7 @@ _ATTENTION_CPU: tuple[Sizes, ...] = (
 _SIZES = {
     "chunk_gla_fwd": {"cuda": _CHUNK_CUDA, "cpu": _CHUNK_CPU},
     "chunk_gla_bwd": {"cuda": _BACKWARD_CUDA, "cpu": _CHUNK_CPU},
+    "chunk_gla_pool": {"cuda": _POOL_CUDA, "cpu": _POOL_CPU},
     "chunk_gla_summary": {"cuda": _SUMMARY_CUDA, "cpu": _CHUNK_CPU},
     "recurrent_gla_step": {"cuda": _STEP_CUDA, "cpu": _STEP_CPU},
     "online_softmax": {"cuda": _SOFTMAX_CUDA, "cpu": _SOFTMAX_CPU},
@@ -140,6 +160,7 @@ _SIZES = {
 _NAMES = {
     "chunk_gla_fwd": ("B", "T", "H", "K", "V", "N"),
     "chunk_gla_bwd": ("B", "T", "H", "K", "V", "N"),
+    "chunk_gla_pool": ("B", "T", "H", "K", "V", "N"),
     "chunk_gla_summary": ("B", "T", "H", "K", "V", "N"),
     "recurrent_gla_step": ("B", "H", "K", "V"),
     "online_softmax": ("rows", "columns"),

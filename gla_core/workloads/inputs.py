@@ -15,10 +15,18 @@ A workload's sizes hold the dimensions of its op (B, T, H, K ..). They may also 
     shape, dim      shape of x and dimension of the softmax, in online_softmax
     masked          whether whole tiles of x, and most of a row, are -inf
     initial_state   whether there is an initial state
+
+Of chunk_gla_pool they may also hold pool, and:
+
+    pool_dtype      dtype of the pool, by default float32; float64 with float64 inputs
+    page            unused numbers in memory after each slot of the pool
+    read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots, pad_slot
+                    the arguments of these names, as tuples and a number
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,7 +37,7 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall, checkpoint_rows, wide
 from gla_core.ops import ABSTRACT_OPS, OpSpec
-from gla_core.ops.spec import CHECKPOINTS, GATE, INDICES, OFFSETS, STATE, Argument
+from gla_core.ops.spec import CHECKPOINTS, GATE, INDICES, MARKS, OFFSETS, PLACES, SLOTTED, STATE, Argument
 from gla_core.workloads.named import Workload
 
 GATES = ("none", "mild", "strong", "extreme", "-inf")
@@ -141,6 +149,38 @@ def step_inputs(workload: Workload, **changes: object) -> dict[str, Tensor | Non
     return {**token, "state": state, "state_indices": indices}
 
 
+def pool_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
+    """Returns the arguments of `chunk_gla_pool` by name, without the scale and `out`."""
+    sizes = {**workload.sizes, **changes}
+    own = {name: sizes.pop(name, default) for name, default in _OF_A_POOL.items()}
+    x = gla_inputs(**{**sizes, "initial_state": True})
+    assert x.initial_state is not None
+    shape, dtype = x.initial_state.shape[1:], _pool_dtype(x.q.dtype, own["pool_dtype"])
+    pages = normal((own["pool"], math.prod(shape) + own["page"]), dtype, _generator(sizes))
+    pool = pages[:, : math.prod(shape)].unflatten(1, shape)
+    integers = {name: own[name] for name in _PER_SEQUENCE}
+    tensors = {name: None if y is None else torch.tensor(y, device=x.q.device) for name, y in integers.items()}
+    tensors["read_slots"] = torch.tensor(own["read_slots"], dtype=torch.int64, device=x.q.device)
+    tokens = {name: getattr(x, name) for name in "qkvg"}
+    return {**tokens, "pool": pool, "cu_seqlens": x.cu_seqlens, **tensors, "pad_slot": own["pad_slot"]}
+
+
+_PER_SEQUENCE = ("read_slots", "write_slots", "has_state", "checkpoint_offsets", "checkpoint_slots")
+_OF_A_POOL: Mapping[str, Any] = {
+    **dict.fromkeys(_PER_SEQUENCE),
+    "pool": 1,
+    "pool_dtype": torch.float32,
+    "page": 0,
+    "pad_slot": -1,
+}
+"""The sizes of a workload that only chunk_gla_pool has, with their defaults."""
+
+
+def _pool_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype of a pool with q of this dtype."""
+    return torch.float64 if dtype == torch.float64 else asked or torch.float32
+
+
 def softmax_inputs(workload: Workload, **changes: object) -> tuple[Tensor, int]:
     """Returns the arguments x and dim of `online_softmax`."""
     sizes = {"dim": -1, "dtype": torch.float32, "masked": False, **workload.sizes, **changes}
@@ -177,6 +217,7 @@ def _summary_arguments(workload: Workload, **changes: object) -> dict[str, Any]:
 
 _ARGUMENTS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "chunk_gla": _chunk_arguments,
+    "chunk_gla_pool": pool_inputs,
     "chunk_gla_summary": _summary_arguments,
     "recurrent_gla_step": step_inputs,
     "online_softmax": lambda workload, **changes: dict(
@@ -206,11 +247,16 @@ def describe(op: str, sizes: Mapping[str, Any], device: torch.device, **facts: A
         "gate_form": sizes.get("gate_form", "key") if gated else None,
         "variable_length": sizes.get("lengths") is not None,
         "indexed": sizes.get("rows") is not None,
-        "scalars": {name: sizes[name] for name in spec.parameters if name in sizes and name != "initial_state"},
+        "scalars": {a.name: sizes[a.name] for a in spec.arguments if a.dtype is None and a.name in sizes},
     }
     if spec.has(STATE) is not None:
         given["state_dtype"] = wide(dtype) if sizes.get("initial_state") else None
-    return spec.call(_dims(sizes), device, dtype, **{**given, **facts})
+    if spec.has(SLOTTED) is not None:
+        given["state_dtype"] = _pool_dtype(dtype, sizes.get("pool_dtype"))
+    call = spec.call(_dims(sizes), device, dtype, **{**given, **facts})
+    # An `OpCall` has no field for these arguments.
+    optional = {a.name for a in spec.arguments if a.dtype in (PLACES, MARKS) and sizes.get(a.name) is not None}
+    return dataclasses.replace(call, given=call.given | optional)
 
 
 def _dims(sizes: Mapping[str, Any]) -> dict[str, int]:
@@ -246,12 +292,15 @@ def _random(argument: Argument, spec: OpSpec, call: OpCall, generator: torch.Gen
     rule = argument.dtype
     if argument.hint:
         return call.longest
+    if argument.name in spec.places:
+        return None
     if rule is None:
         return call.scalars.get(argument.name, argument.default)
     if rule is OFFSETS:
         return _offsets(call.dims["T"], call.dims["N"], generator) if call.variable_length else None
     if rule is INDICES:
-        return _pool_rows(call.dims["B"], call.dims["P"], generator) if call.indexed else None
+        (rows,) = spec.shape(argument, call)
+        return _pool_rows(rows, call.dims["P"], generator) if call.indexed else None
     if rule is CHECKPOINTS:
         return _checkpoints(call, generator)
     dtype = rule.in_call(call)
@@ -277,6 +326,6 @@ def _offsets(T: int, N: int, generator: torch.Generator) -> Tensor:
 
 
 def _pool_rows(B: int, P: int, generator: torch.Generator) -> Tensor:
-    """Returns distinct rows of a pool; if the pool has fewer than B, the last rows of the batch are skipped (-1)."""
+    """Returns B distinct rows of a pool; if the pool has fewer, the last entries are -1, and skipped."""
     rows = torch.randperm(P, generator=generator, device=generator.device)[:B]
     return torch.nn.functional.pad(rows, (0, B - len(rows)), value=-1)

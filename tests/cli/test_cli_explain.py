@@ -50,6 +50,10 @@ def tensors_of(op: str) -> tuple[str, dict]:
             "g": x(2, 4, 16),
             "state": x(2, 4, 16, 32),
         }
+    if op == "chunk_gla_pool":
+        tokens = {"q": x(1, 64, 8, 16), "k": x(1, 64, 4, 16), "v": x(1, 64, 4, 32), "g": x(1, 64, 4, 16)}
+        slots = {"cu_seqlens": torch.tensor([0, 30, 64]), "read_slots": torch.tensor([0, 1])}
+        return "1,64,4,16,32,2", {**tokens, "pool": x(2, 4, 16, 32), **slots}
     if op == "chunk_gla_summary":
         return "2,64,4,16,32", {"k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32), "g": x(2, 64, 4, 16)}
     qkv = {"q": x(2, 64, 8, 16), "k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32)}
@@ -255,6 +259,7 @@ def test_a_typo_is_found_without_cuda_too(run, without_cuda):
         (["chunk_gla", "--shape", "1,2,3,4,5", "--gate", "heads"], "form of gates 'heads'; did you mean 'head'?"),
         (["softmax_attention", "--shape", "1,2,3,4,5", "--gate", "key"], "--gate does not go with softmax_attention"),
         (["chunk_gla_fwd", "--shape", "2,2,3,4,5", "--varlen", "4"], "expected B = 1 and not B = 2"),
+        (["chunk_gla_pool", "--shape", "2,2,3,4,5,1"], "chunk_gla_pool packs sequences along T: expected B = 1"),
         (["softmax_attention", "--shape", "1,2,3,4,5", "--varlen", "4"], "--varlen does not go with softmax_attention"),
         (["chunk_gla_fwd", "--shape", "1,2,3,4,5", "--max-seqlen", "4"], "expected --varlen, and a length"),
         (["online_softmax", "--shape", "1,2", "--dtype", "float23"], "'float23'; did you mean 'float32'?"),

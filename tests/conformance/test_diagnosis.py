@@ -299,7 +299,7 @@ def test_a_run_ends_with_a_diagnosis_before_the_verdict(tmp_path, capsys):
     assert "every failing case of 'values' (2) runs" in table[3]
     assert "o is first wrong at batch row 0, token 0, head 0" in table[4]
     assert table[5].endswith("o is 4 x what is expected, everywhere: is scale applied?")
-    others = "chunk_gla_bwd, chunk_gla_summary, recurrent_gla_step, online_softmax, softmax_attention"
+    others = "chunk_gla_bwd, chunk_gla_pool, chunk_gla_summary, recurrent_gla_step, online_softmax, softmax_attention"
     assert f"not declared: {others} (calls of them are refused)" in printed
     row = json.loads((tmp_path / "cases.jsonl").read_text().splitlines()[0])
     assert (row["facts"][0], row["wrong"][0]["hint"]) == ("in float32", "is scale applied?")

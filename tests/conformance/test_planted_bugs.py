@@ -603,6 +603,141 @@ def summary_of_padding(x):
     return summary(x, cu_seqlens=torch.cat([x.cu_seqlens[:-1], end]))
 
 
+def pooled(x, **changes):
+    """Returns o of a call in a pool by the reference, for arguments x with changes; the pool is written."""
+    return REFERENCE["chunk_gla_pool"](**{**vars(x), **changes})
+
+
+@bug("chunk_gla_pool", "test_values[apart-float32]")
+def flags_of_new_sequences_ignored(x):
+    return pooled(x, has_state=None)
+
+
+@bug("chunk_gla_pool", "test_new_sequences_in_slots_of_nan[small-float32]")
+def new_sequences_multiply_their_slot_by_0(x):
+    if x.has_state is not None:
+        x.pool[x.read_slots[~x.has_state & (x.read_slots >= 0)]] *= 0
+    return pooled(x, has_state=None)
+
+
+@bug("chunk_gla_pool", "test_values[apart-float32]")
+def state_written_to_the_slot_that_was_read(x):
+    return pooled(x, write_slots=None)
+
+
+@bug("chunk_gla_pool", "test_the_pad_slot[small-float32]")
+def pad_slot_written(x):
+    return pooled(x, pad_slot=-1)
+
+
+@bug("chunk_gla_pool", "test_slots_outside_the_pool[small-float32--1-")
+def slot_counts_from_the_end(x):
+    slots = x.read_slots
+    return pooled(x, read_slots=torch.where(slots < 0, slots + len(x.pool), slots))
+
+
+@bug("chunk_gla_pool", "test_slots_outside_the_pool[small-float32-P-")
+def slot_clamped_into_the_pool(x):
+    return pooled(x, read_slots=x.read_slots.clamp(max=len(x.pool) - 1))
+
+
+@bug("chunk_gla_pool", "test_values[small-float32]")
+def slot_of_the_sequence_before(x):
+    to = x.read_slots if x.write_slots is None else x.write_slots
+    return pooled(x, read_slots=x.read_slots.roll(1), write_slots=to)
+
+
+@bug("chunk_gla_pool", "test_values[no_token-float32]", over={"states"})
+def state_of_an_empty_sequence_not_copied(x):
+    to = x.read_slots if x.write_slots is None else x.write_slots
+    return pooled(x, write_slots=torch.where(x.cu_seqlens.diff() > 0, to, -1))
+
+
+@bug("chunk_gla_pool", "test_values[small-float32]")
+def state_written_before_it_is_read(x):
+    """The outputs of a second pass start from the states that the first pass has written."""
+    pooled(x)
+    return pooled(x, pool=x.pool.clone())
+
+
+@bug("chunk_gla_pool", "test_pool_dtypes[checkpoints-float32-torch.bfloat16]", over={"o"})
+def state_rounded_after_64_tokens(x):
+    """Each sequence continues from its state after 64 tokens, in the dtype of the pool."""
+    cuts = torch.minimum(x.cu_seqlens[:-1] + 64, x.cu_seqlens[1:])
+    o, to = [], x.read_slots if x.write_slots is None else x.write_slots
+    for n, (a, b, c) in enumerate(zip(x.cu_seqlens.tolist(), cuts.tolist(), x.cu_seqlens[1:].tolist(), strict=False)):
+        row = slice(n, n + 1)
+        for start, end, read, has in ((a, b, x.read_slots, x.has_state), (b, c, to, None)):
+            parts = {name: y if (y := getattr(x, name)) is None or y.ndim == 1 else y[:, start:end] for name in "qkvg"}
+            given = {"cu_seqlens": torch.tensor([0, end - start]), "checkpoint_offsets": None, "out": None}
+            given |= {"read_slots": read[row], "write_slots": to[row], "has_state": None if has is None else has[row]}
+            o.append(pooled(x, **parts, **given))
+    o.append(torch.zeros_like(o[0][:, :1]).expand(-1, x.q.shape[1] - int(x.cu_seqlens[-1]), -1, -1))
+    return torch.cat(o, 1)
+
+
+@bug("chunk_gla_pool", "test_pages[small-float32-3]")
+def pages_taken_for_dense(x):
+    return pooled(x, pool=as_if_dense(x.pool))
+
+
+@bug("chunk_gla_pool", "test_pages[small-float32-1]", over=set())
+def memory_after_a_slot_written(x):
+    o = pooled(x)
+    size = x.pool[0].numel()
+    if x.pool.stride(0) > size:
+        x.pool.as_strided((len(x.pool), 1), (x.pool.stride(0), 1), size).zero_()
+    return o
+
+
+@bug("chunk_gla_pool", "test_pool_with_values_first[apart-float32]", swapped_states=True)
+def swapped_pool_taken_for_any(x):
+    return pooled(x, pool=as_if_dense(x.pool))
+
+
+@bug("chunk_gla_pool", "test_values[checkpoints-float32]", over={"states"})
+def checkpoint_of_the_next_token(x):
+    return pooled(x, checkpoint_offsets=None if x.checkpoint_offsets is None else x.checkpoint_offsets + 1)
+
+
+@bug("chunk_gla_pool", "test_values[checkpoints-float32]", over={"states"})
+def checkpoint_in_bfloat16(x):
+    o = pooled(x)
+    if x.checkpoint_slots is not None:
+        x.pool[x.checkpoint_slots] = x.pool[x.checkpoint_slots].bfloat16().to(x.pool.dtype)
+    return o
+
+
+@bug("chunk_gla_pool", "test_checkpoints[checkpoints-float32-0]", over=set())
+def checkpoint_before_the_first_token(x):
+    if x.checkpoint_offsets is not None:
+        first = (x.checkpoint_offsets == 0) & (x.checkpoint_slots >= 0)
+        x.pool[x.checkpoint_slots[first]] = x.pool[x.read_slots[first]]
+    return pooled(x)
+
+
+@bug("chunk_gla_pool", "test_same_bits_in_calls_in_a_row[checkpoints-float32]", batch_invariant=frozenset({"cpu"}))
+def other_bits_of_a_part(x):
+    return pooled(x, scale=x.scale * (1 + 1e-6 * (x.q.shape[1] == 64)))
+
+
+@bug("chunk_gla_pool", "test_rows_after_the_last_sequence[padded-float32]", over={"o"})
+def padding_of_a_pool_call_not_cleared(x):
+    o = pooled(x)
+    o[:, x.cu_seqlens[-1] :] = 1
+    return o
+
+
+@bug("chunk_gla_pool", "test_out[small-float32]")
+def out_ignored(x):
+    return pooled(x, out=None)
+
+
+@bug("chunk_gla_pool", "test_gates_from_logits[small-float32]")
+def logits_taken_for_log_gates_in_a_pool(x):
+    return pooled(x, gate_normalizer=None)
+
+
 @bug("recurrent_gla_step", "test_inplace_writes_only_addressed_rows[small-float32--1]")
 def negative_index_counts_from_the_end(x):
     rows = x.state_indices
@@ -694,8 +829,9 @@ class Judge:
         for bug in BUGS:
             item = _item(session, bug.op, bug.case)
             self.with_bug[bug.name] = self._run(item, planted(bug.op, bug.function, bug.claims))
-        for op, case in {(bug.op, bug.case) for bug in BUGS}:
-            self.without[op, case] = self._run(_item(session, op, case), planted(op, REFERENCE[op], {}))
+        for op, case, swapped in {(bug.op, bug.case, bug.claims.get("swapped_states", False)) for bug in BUGS}:
+            right = planted(op, REFERENCE[op], {"swapped_states": swapped})
+            self.without[op, case] = self._run(_item(session, op, case), right)
         return True
 
     def _run(self, item, backend):

@@ -55,6 +55,7 @@ def call_of(op, kind, **changes):
         "online_softmax": {"rows": 10, "columns": 1000},
         "softmax_attention": {"B": 1, "Tq": 100, "Tk": 1000, "H": 4, "Hq": 4, "K": 128, "V": 128},
     }
+    sizes["chunk_gla_pool"] = {**sizes["chunk_gla_fwd"], "P": 4}
     sizes["chunk_gla_bwd"] = sizes["chunk_gla_summary"] = sizes["chunk_gla_fwd"]
     dims = {name: changes.pop(name, size) for name, size in sizes[op].items()}
     if op.startswith("chunk_gla"):
@@ -118,7 +119,7 @@ SIZES = {
     "online_softmax": [{"rows": rows, "columns": columns} for rows in (1, 10_000) for columns in (10, 100_000)],
     "softmax_attention": [{"Tq": 1}, {"Tq": 1000, "Tk": 1000}, {"Tq": 1, "Tk": 1_000_000}, {"B": 100, "Tq": 1}],
 }
-SIZES["chunk_gla_summary"] = SIZES["chunk_gla_fwd"]
+SIZES["chunk_gla_summary"] = SIZES["chunk_gla_pool"] = SIZES["chunk_gla_fwd"]
 SIZES["chunk_gla_bwd"] = [*SIZES["chunk_gla_fwd"], {"T": 1000, "H": 4, "Hq": 8, "K": 100, "V": 100}]
 GATED = {"gate_dtype": torch.float32, "gate_form": "key"}
 TENSORS = {
@@ -153,7 +154,7 @@ def test_every_legal_call_has_a_finite_time(data, which):
     grouped = {"Hq": 1 if of_values else groups, "Hv": groups if of_values else 1}
     limits = {"H": st.just(H), "K": widths, "V": widths} | {dim: st.just(H * n) for dim, n in grouped.items()}
     dims = {dim: data.draw(limits.get(dim, sizes), label=dim) for dim in call_of(op, kind).dims}
-    packed = op.startswith("chunk_gla") and data.draw(st.booleans())
+    packed = op == "chunk_gla_pool" or (op.startswith("chunk_gla") and data.draw(st.booleans()))
     if op.startswith("chunk_gla"):
         dims |= {"B": 1} if packed else {"N": dims["B"]}
     form = data.draw(st.sampled_from((None, *GATES)))
@@ -192,7 +193,19 @@ def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturin
                 assert predicted(name, kind, large) >= least, (dim, size, fixed)
 
 
-@pytest.mark.parametrize("op", ["chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_summary"])
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kind, op in OPS if op == "chunk_gla_pool"])
+def test_checkpoints_in_a_pool_cost_a_second_forward(name, kind):
+    facts = {**GATED, "variable_length": True, "T": 8192, "N": 4}
+    once, twice = (
+        predicted(name, kind, call_of("chunk_gla_pool", kind, **facts, given=frozenset(given)))
+        for given in ((), ("checkpoint_offsets", "checkpoint_slots"))
+    )
+    forward = predicted(name, kind, call_of("chunk_gla_fwd", kind, **facts))
+    assert once > forward
+    assert twice > once + 0.9 * forward
+
+
+@pytest.mark.parametrize("op", ["chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_pool", "chunk_gla_summary"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_graph_spares_the_host(name, op):
     eager, captured = (

@@ -92,6 +92,23 @@ def check_packed_sequences(ranks: Ranks) -> None:
         compare(gla.chunk_gla(*own, cu_seqlens=x.cu_seqlens, output_final_state=True), expected)
 
 
+def check_a_pool(ranks: Ranks) -> None:
+    """Only heads are spread, because slots count the states of the whole pool. The pool and `out` are written."""
+    x = gla_inputs(lengths=(7, 0, 13), H=2, dtype=torch.float64)
+    states = torch.randn(5, 2, x.k.shape[-1], x.v.shape[-1], dtype=torch.float64)
+    integers = (x.cu_seqlens, torch.tensor([3, 1, -1]))
+    expected_states = states.clone()
+    expected = gla.chunk_gla_pool(x.q, x.k, x.v, x.g, expected_states, *integers)
+    own = [spread(y, HEADS) for y in (x.q, x.k, x.v, x.g)]
+    for out in (None, spread(torch.zeros_like(x.v), HEADS)):
+        written = spread(states, Shard(1))
+        found = gla.chunk_gla_pool(*own, written, *integers, out=out)
+        assert out is None or found is out
+        compare((found, written), (expected, expected_states))
+    with pytest.raises(ValueError, match="mismatched placements"):
+        gla.chunk_gla_pool(*own, spread(states, WHOLE), *integers)
+
+
 def check_other_ops(ranks: Ranks) -> None:
     """A decoding step, in place too; a summary; softmax attention."""
     x = gla_inputs(B=2, T=6, H=2, dtype=torch.float64)
@@ -162,6 +179,7 @@ OF_NUMBER = {
     check_sequences_and_heads: 2,
     check_forms_of_gates_and_groups_of_values: 2,
     check_packed_sequences: 2,
+    check_a_pool: 2,
     check_other_ops: 2,
     check_rows_of_a_softmax: 2,
     check_what_dtensors_are_refused: 2,

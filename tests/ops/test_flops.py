@@ -38,6 +38,10 @@ def test_the_other_ops():
     for inplace in (False, True):
         step = counted(lambda inplace=inplace: gla.recurrent_gla_step(*token, x.initial_state, inplace=inplace))
         assert step == 2 * B * (H * G + H) * K * V
+    pool, slots = x.initial_state.clone(), torch.tensor([1])
+    packed = [y[:1] for y in (x.q, x.k, x.v, x.g)]
+    served = counted(lambda: gla.chunk_gla_pool(*packed, pool, torch.tensor([0, T]), slots))
+    assert served == 2 * T * (H * G + H) * K * V
     q = x.q.clone().requires_grad_()
     scores = 2 * B * H * G * T * T
     assert counted(lambda: gla.softmax_attention(x.q, x.k, x.v, causal=True)) == scores * (K + V)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from gla_core.dispatch.backend import Constants, OpCall, ceil_div
+from gla_core.dispatch.backend import Constants, OpCall, ceil_div, forwards_of_pool
 from gla_parallel_scan.pytorch import online_softmax
 from gla_parallel_scan.pytorch.blocks import block
 from gla_parallel_scan.pytorch.chunk_gla import BLOCK, SEGMENT
@@ -47,6 +47,14 @@ def _chunk_gla(call: OpCall) -> tuple[float, float]:
     return blocks * (4 + halvings + scanning), elements * packed
 
 
+def _chunk_gla_pool(call: OpCall) -> tuple[float, float]:
+    """Counts the forwards that compute a call, and for each of them one step and six passes over the states."""
+    forwards = [_chunk_gla(each) for each in forwards_of_pool(call)]
+    states = math.prod(call.dims[name] for name in ("N", "Hv", "K", "V"))
+    steps, elements = (sum(numbers) for numbers in zip(*forwards, strict=True))
+    return steps + len(forwards), elements + 6 * len(forwards) * states
+
+
 def _recurrent_gla_step(call: OpCall) -> tuple[float, float]:
     B, H, K, V, P = (call.dims[name] for name in ("B", "Hv", "K", "V", "P"))
     return (1, B * H * K * V * 2 + P * H * K * V) if call.indexed else (0, B * H * K * V)
@@ -66,6 +74,7 @@ def _softmax_attention(call: OpCall) -> tuple[float, float]:
 
 _COUNT: Mapping[str, Callable[[OpCall], tuple[float, float]]] = {
     "chunk_gla_fwd": _chunk_gla,
+    "chunk_gla_pool": _chunk_gla_pool,
     "recurrent_gla_step": _recurrent_gla_step,
     "online_softmax": _online_softmax,
     "softmax_attention": _softmax_attention,

@@ -16,7 +16,7 @@ Plans and prices import no Triton. It is imported when a call is prepared.
 
 from __future__ import annotations
 
-from gla_core.dispatch.backend import Prepared
+from gla_core.dispatch.backend import Op, Prepared, through_pool
 from gla_triton_kernels.chunk_gla import backward, forward, summary
 
 _TOKENS = ("q", "k", "v", "g", "scale", "initial_state")
@@ -26,6 +26,11 @@ def chunk_gla_fwd(plan: forward.Plan) -> Prepared:
     """Returns the op chunk_gla_fwd, computed by a plan of forward.py."""
     takes = (*_TOKENS, "output_final_state", "cu_seqlens", "checkpoint_every", "gate_normalizer")
     return Prepared(lambda call: forward.prepare(call, plan), takes, forward.explained(plan))
+
+
+def chunk_gla_pool(plan: forward.Plan) -> Op:
+    """Returns the op chunk_gla_pool, computed by a plan of forward.py between two copies of states."""
+    return through_pool(chunk_gla_fwd(plan))
 
 
 def chunk_gla_bwd(plan: backward.Plan) -> Prepared:

@@ -1,4 +1,4 @@
-"""Predicts the seconds of plans of chunk_gla_fwd, chunk_gla_bwd and chunk_gla_summary.
+"""Predicts the seconds of plans of chunk_gla_fwd, chunk_gla_bwd, chunk_gla_pool and chunk_gla_summary.
 
 The price of a plan is the sum of the device seconds of its kernels. Plans compare prices to decide how sequences are
 cut, and `auto` compares the seconds of calls, which add the host's time. price.py holds the formula for a kernel and
@@ -13,10 +13,11 @@ K, V key and value width
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from gla_core.dispatch.backend import CHUNK, Constants, OpCall, checkpoint_dtype
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall, checkpoint_dtype, forwards_of_pool
 from gla_triton_kernels.chunk_gla.kernel import BackwardPlan, ForwardPlan, SegmentPlan
 from gla_triton_kernels.chunk_gla.price import (
     BlockTime,
@@ -34,6 +35,11 @@ from gla_triton_kernels.chunk_gla.price import (
 from gla_triton_kernels.chunk_gla.seen import seen_by_kernels
 from gla_triton_kernels.cost import gpu_of_constants, in_all
 from gla_triton_kernels.runtime.architecture import Gpu
+
+POOL_LAUNCHES = 26
+"""The number of PyTorch's launches that copy states out of a pool and into it; most of them compute [N] numbers."""
+POOL_PASSES = 14
+"""The number of times that these launches read or write each element of the states."""
 
 AnyPlan = TypeVar("AnyPlan")  # ForwardPlan, BackwardPlan or SegmentPlan
 Prices = list[float]
@@ -89,6 +95,20 @@ def forward_prices(call: OpCall, plan: ForwardPlan, c: Constants) -> Prices:
     states = _states(call, segments, _of_states(call), 16, bool(call.scalars.get("output_final_state")), c)
     outputs = kernel_seconds(call, block, cut(call, segments.length, segments.uncut), moved_bytes(call), c)
     return [*_for_packed(call, 1 + len(before), c), *states, *before, outputs]
+
+
+def pool_predictor(plan: Callable[[OpCall, Gpu], list[tuple[OpCall, ForwardPlan]]]) -> Callable[..., float]:
+    """Returns the function that predicts the seconds of chunk_gla_pool, computed by `through_pool` of a forward."""
+    forward = predictor(plan, forward_prices)
+
+    def seconds(call: OpCall, c: Constants) -> float:
+        calls = forwards_of_pool(call)
+        elements = math.prod(call.dims[name] for name in ("N", "Hv", "K", "V"))
+        copies = POOL_LAUNCHES * c["launch"] + POOL_PASSES * 4 * elements / c["bandwidth"]
+        copied = in_all(call, len(calls) * copies, len(calls) * POOL_LAUNCHES * c["host_launch"])
+        return sum(forward(each, c) for each in calls) + copied
+
+    return seconds
 
 
 def _of_states(call: OpCall) -> Heads:
