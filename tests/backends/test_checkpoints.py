@@ -64,7 +64,7 @@ def test_equal_sequences(forward, device, T, every):
     check(forward, every, T=T, B=2, G=2, device=device)
 
 
-@pytest.mark.parametrize("gates", ["none", "mild", "strong", "-inf"])
+@pytest.mark.parametrize("gates", ["none", "-inf"] if INTERPRETED else ["none", "mild", "strong", "-inf"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gates(forward, device, gates, dtype):
     check(forward, 64, T=130, gates=gates, gate_dtype=torch.float32, dtype=dtype, device=device)
