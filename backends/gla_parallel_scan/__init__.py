@@ -40,14 +40,7 @@ from gla_core.dispatch.backend import (
     through_pool,
 )
 from gla_parallel_scan import pytorch
-from gla_triton_kernels.chunk_gla import (
-    backward,
-    chunk_gla_bwd,
-    chunk_gla_fwd,
-    chunk_gla_summary,
-    forward,
-    summary,
-)
+from gla_triton_kernels.chunk_gla import backward, chunk_gla_bwd, chunk_gla_fwd, chunk_gla_summary, forward, summary
 from gla_triton_kernels.chunk_gla.cost import backward_prices, forward_prices, pool_predictor, predictor, summary_prices
 from gla_triton_kernels.online_softmax import SPLITS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost

@@ -294,5 +294,5 @@ class _chunk_gla_over_ranks(torch.autograd.Function):
 
 
 def _log_gates(g: Tensor | None, number: int | None, dtype: torch.dtype) -> Tensor | None:
-    """Returns log gates for tokens of this dtype: g itself, or those of the logits g if `number` is given."""
+    """Returns the log gates of tokens of this dtype: g itself, or log sigma(g) / number if `number` is given."""
     return g if g is None or number is None else log_gates(g, number, wide(dtype))

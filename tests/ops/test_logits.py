@@ -46,7 +46,7 @@ def inputs_of(form, **changes):
 
 
 def check(x, backend, number=4):
-    """Compares results and gradients with those of the oracle, which receives log gates."""
+    """Compares results and gradients with the results and gradients of the oracle, which receives log gates."""
     options = {"gate": "logsigmoid", "gate_normalizer": number}
     compare(forward(x, backend, **options), oracle_forward(with_log_gates(x, number)), FORWARD[x.q.dtype])
     compare(gradients(x, backend, **options), oracle_gradients(x, None, number), GRADIENT[x.q.dtype])

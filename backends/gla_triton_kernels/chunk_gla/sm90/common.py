@@ -105,13 +105,19 @@ def unit_at(units, row, H, h):
 
 
 @gluon.jit
+def divisible_unit_of(most):
+    """Returns the unit as `unit_of` does, but at least LEAST_UNIT, so that other units may be divided by it."""
+    return unit_of(gl.maximum(most, LEAST_UNIT * 16384.0))
+
+
+@gluon.jit
 def in_units(x, dtype: gl.constexpr):
     """Returns a matrix as an operand of a product, and its unit, by which the product is multiplied.
 
-    The unit is 1 for bfloat16. For float16 it is at least LEAST_UNIT, so it may be a divisor.
+    The unit is 1 for bfloat16. For float16 it may be a divisor; see `divisible_unit_of`.
     """
     if dtype == gl.float16:
-        unit, inverse = unit_of(gl.maximum(largest(x), LEAST_UNIT * 16384.0))
+        unit, inverse = divisible_unit_of(largest(x))
         return (x * inverse).to(dtype), unit
     else:  # noqa: RET505 -- one branch is compiled
         return x.to(dtype), 1.0

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from gla_core.dispatch.backend import ceil_div
-from gla_triton_kernels.chunk_gla.sm90.common import LEAST_UNIT, largest, unit_of
+from gla_triton_kernels.chunk_gla.sm90.common import divisible_unit_of, largest, unit_of
 from gla_triton_kernels.runtime.launch import Launch
 
 D = gl.constexpr(64)
@@ -63,7 +63,7 @@ def store_operands(tiles, first, P, HALVES: gl.constexpr):
         most = largest(P[0])
         for j in gl.static_range(1, HALVES):
             most = gl.maximum(most, largest(P[j]))
-        unit, inverse = unit_of(gl.maximum(most, LEAST_UNIT * 16384.0))
+        unit, inverse = divisible_unit_of(most)
     for j in gl.static_range(HALVES):
         x = P[j] * inverse if HALF else P[j]
         tiles.index(first + j).reshape([D, D]).store(x.to(tiles.dtype))
