@@ -349,7 +349,7 @@ def launcher_plans_with(monkeypatch):
 
     def found(gpu, q, k, v, g, initial_state=None, cu_seqlens=None):
         monkeypatch.setattr(forward, "gpu_of_call", lambda call: gpu)
-        given = (q, k, v, g, 1.0, initial_state, True, cu_seqlens, None)
+        given = (q, k, v, g, 1.0, initial_state, True, cu_seqlens, None, None)
         with pytest.raises(Planned) as planned:
             forward.prepare(described("chunk_gla_fwd", *given), asks_for)
         return planned.value.args

@@ -39,13 +39,13 @@ def prepared(given, plan=launcher.plan_whole):
 
 
 def forward(q, k, v, g, scale, initial_state, cu_seqlens):
-    given = (q, k, v, g, scale, initial_state, True, cu_seqlens, None)
+    given = (q, k, v, g, scale, initial_state, True, cu_seqlens, None, None)
     return prepared(given)(*given)[:2]
 
 
 def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, plan=launcher.plan_whole):
     """Compares with the oracle, checks that a second run gives the same bits, and returns o and the final state."""
-    given = (q, k, v, g, scale, initial_state, True, cu_seqlens, None)
+    given = (q, k, v, g, scale, initial_state, True, cu_seqlens, None, None)
     run = prepared(given, plan)
     (o, state, _), again = run(*given), run(*given)
     ref_o, ref_state = oracle.chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
