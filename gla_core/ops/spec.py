@@ -599,4 +599,4 @@ def size_of(name: str, sizes: Mapping[str, int]) -> int:
     """Returns the size of this name; Ho, the heads of outputs, and N+1 follow from other sizes."""
     if name == "Ho":
         return max(sizes["Hq"], sizes["Hv"])
-    return sizes[name.removesuffix("+1")] + name.endswith("+1")
+    return sizes[name.removesuffix("+1")] + int(name.endswith("+1"))  # torch 2.11 adds no bool to a symbolic size
