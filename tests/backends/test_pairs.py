@@ -176,7 +176,6 @@ def test_a_block_of_keys_that_is_not_marked():
 @pytest.mark.parametrize("sizes", [{"B": 2, "T": 200, "H": 5}, {"lengths": (70, 0, 129), "H": 3}])
 def test_many_chunks_a_program(sizes, monkeypatch):
     from gla_triton_kernels.chunk_gla.sm90 import pairs
-    from gla_triton_kernels.chunk_gla.sm90.half import NO_UNITS
 
     monkeypatch.setattr(pairs, "PROGRAMS", 2)
     check(*case(**sizes))

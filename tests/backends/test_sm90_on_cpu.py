@@ -352,10 +352,13 @@ def test_gradients_of_uniform_gates(kernels, monkeypatch, form, strength, dtype)
     ids=str,
 )
 def test_states_of_segments(kernels, sizes, backwards):
-    x, normalizer = inputs(**sizes), sizes.get("normalizer")
-    g = None if x.g is None else log_gates(x.g, normalizer, torch.float64)
+    check_states(kernels, inputs(**sizes), backwards, sizes.get("normalizer"))
+
+
+def built_states(kernels, x, backwards, normalizer=None, length=128):
+    """Returns the segments, their states S from zero, and their decays D, computed from k and v, or from q and v."""
     B, T, Hv, V = x.v.shape
-    K, length = x.k.shape[3], 128
+    K = x.k.shape[3]
     segments = cut(B, T, length, length, x.cu_seqlens)
     gluon_on_cpu.run(segments.launches)
     S = unwritten(segments.count, Hv, K, V, dtype=torch.float32)
@@ -364,8 +367,14 @@ def test_states_of_segments(kernels, sizes, backwards):
     parameters = Parameters(C=64, BK=64, BV=64 if V <= 64 else 128, stages=2)
     plan = SegmentPlan(length, length, None, parameters, True)  # pyright: ignore[reportArgumentType]
     gluon_on_cpu.run(kernels.states.launch_states(plan, recurrence, segments, S, D))
+    return segments, S, D
+
+
+def check_states(kernels, x, backwards, normalizer=None, length=128):
+    segments, S, D = built_states(kernels, x, backwards, normalizer, length)
+    left, g = x.q if backwards else x.k, None if x.g is None else log_gates(x.g, normalizer, torch.float64)
     for i, rows in places(x, segments, length):
-        given = (recurrence.left[:, rows], x.v[:, rows], oracle.tokens_of(g, rows.start, rows.stop), None, backwards)
+        given = (left[:, rows], x.v[:, rows], oracle.tokens_of(g, rows.start, rows.stop), None, backwards)
         decay, state = oracle.chunk_gla_summary(*given)
         assert relative_error(S[i], (0.3 if backwards else 1) * state[0]) <= budget(x.q.dtype)
         assert D is None or relative_error(D[i], decay[0]) <= 2e-5  # exp of a float32 sum
@@ -375,7 +384,24 @@ def test_states_of_segments(kernels, sizes, backwards):
 def test_gradients_of_states_of_uniform_strong_gates_in_float16(kernels, monkeypatch, form):
     """The gates of all first tokens are so strong that exp(b) is 0 in float16."""
     monkeypatch.setattr("gla_core.workloads.inputs.random_gate", lambda shape, *_: torch.full(shape, -30.0))
-    test_states_of_segments(kernels, {"T": 200, "gate_form": form, "dtype": torch.float16}, True)
+    check_states(kernels, inputs(T=200, gate_form=form, dtype=torch.float16), True)
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+@pytest.mark.parametrize("gate", [-1.0, -0.2, -torch.inf])
+@pytest.mark.parametrize("sizes", [{"T": 1300}, {"lengths": (700, 0, 300, 200)}, {"T": 600, "gate_form": "constant"}])
+def test_segments_that_forget(kernels, monkeypatch, sizes, gate, backwards):
+    """Tokens that gates decay to 0 are not read."""
+    monkeypatch.setattr("gla_core.workloads.inputs.random_gate", lambda shape, *_: torch.full(shape, gate))
+    monkeypatch.setattr(kernels.states, "AHEAD", 4)
+    x = inputs(**sizes)
+    check_states(kernels, x, backwards, length=640)
+    if gate == -1.0:
+        _, S, _ = built_states(kernels, x, backwards, length=640)
+        for y in (x.q, x.k, x.v):
+            y[:, 128:440] = torch.nan
+        _, again, _ = built_states(kernels, x, backwards, length=640)
+        assert torch.equal(S[0], again[0])
 
 
 def places(x, segments, length):

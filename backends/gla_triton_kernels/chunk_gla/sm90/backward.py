@@ -67,16 +67,16 @@ from gla_triton_kernels.chunk_gla.shared.limits import (
     LOG2E,
     MILD_DECAY_HALF,
     MILD_DECAY_SM90,
-    MILD_INPUT_HALF,
 )
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.chunk_gla.sm90 import pairs
 from gla_triton_kernels.chunk_gla.sm90.common import (
     as_float32,
     clear_rows,
+    fit_mild_chunk,
     in_state,
     in_units,
-    largest,
+    magnitudes,
     opaque_zero,
     plus,
     slope_of_gates,
@@ -272,13 +272,11 @@ def _write_dg(tiles, where, dg_ptr, logits, key, K, slot, rows, NORMALIZER: gl.c
 @gluon.jit
 def _is_mild_in_half(least, q_tiles, k_tiles, first, PARTS: gl.constexpr):
     """Returns whether the operands of a chunk in float16 fit, if its channels decay by `least`, in units of log 2."""
-    most = gl.to_tensor(0.0)
+    most = gl.zeros([C, D], gl.int32, RUNS)
     for p in range(PARTS):
         q_tile = q_tiles.index(first + p).reshape([C, D])
-        k_tile = k_tiles.index(first + p).reshape([C, D])
-        most = gl.maximum(most, largest(as_float32(q_tile.load(RUNS))))
-        most = gl.maximum(most, largest(as_float32(k_tile.load(RUNS))))
-    return (least > -MILD_DECAY_HALF * LOG2E) & (most <= MILD_INPUT_HALF)
+        most = gl.maximum(most, magnitudes(q_tile, k_tiles.index(first + p).reshape([C, D]), RUNS))
+    return (least > -MILD_DECAY_HALF * LOG2E) & fit_mild_chunk(most)
 
 
 @gluon.jit

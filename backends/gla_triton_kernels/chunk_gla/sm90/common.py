@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LEAST_NORMAL, LOG2E
+from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LEAST_NORMAL, LOG2E, MILD_INPUT_HALF
 
 LOG2_C = gl.constexpr(6)  # a chunk has C = 64 tokens
 # The least unit of an operand in float16. Units and products of operands are at most 2^38, so a product times the
@@ -74,6 +74,23 @@ def unit_of(most):
 def largest(x):
     """Returns the largest absolute value of a matrix."""
     return gl.max(gl.max(gl.abs(x), 1), 0)
+
+
+@gluon.jit
+def magnitudes(q_tile, k_tile, layout: gl.constexpr):
+    """Returns the larger of |q| and |k| [C, K], in float16, as the bits of float32 numbers, which have their order."""
+    most = gl.maximum(gl.abs(q_tile.load(layout)), gl.abs(k_tile.load(layout)))
+    return most.to(gl.float32).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def fit_mild_chunk(bits):
+    """Returns whether all `magnitudes` [C, K] are at most MILD_INPUT_HALF.
+
+    Integers over all dimensions at once: an instruction of Hopper then compares the numbers of a warp.
+    """
+    most = gl.max(bits.reshape([bits.shape[0] * bits.shape[1]]), 0)
+    return most.to(gl.float32, bitcast=True) <= MILD_INPUT_HALF
 
 
 @gluon.jit

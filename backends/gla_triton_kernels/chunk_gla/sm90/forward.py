@@ -47,21 +47,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import ForwardPlan
-from gla_triton_kernels.chunk_gla.shared.limits import MILD_DECAY_HALF, MILD_DECAY_SM90, MILD_INPUT_HALF
+from gla_triton_kernels.chunk_gla.shared.limits import MILD_DECAY_HALF, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
 from gla_triton_kernels.chunk_gla.sm90.common import (
-    as_float32,
     chunk_of,
     clear_rows,
     decay_any_chunk,
     decay_mild_chunk,
     exponents_of_mild_chunk,
+    fit_mild_chunk,
     in_state,
     in_units,
-    largest,
     layout_of_columns,
     layout_of_runs,
     log_gates_of_tile,
+    magnitudes,
     next_checkpoint,
     store_state,
     tokens_of,
@@ -206,8 +206,7 @@ def _gate_warps(
                 clear_rows(q_tile, rows, runs)
                 clear_rows(k_tile, rows, runs)
             if HALF:
-                most = gl.maximum(largest(as_float32(q_tile.load(runs))), largest(as_float32(k_tile.load(runs))))
-                mild = mild & (most <= MILD_INPUT_HALF)
+                mild = mild & fit_mild_chunk(magnitudes(q_tile, k_tile, runs))
             mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, runs)))
             if PACKED and not HALF:
                 clear_rows(k_tile, rows, runs)

@@ -18,7 +18,8 @@ then known when the kernel reaches the token, and S is a plain sum. Let R be the
 
 No exponent is above 0 and no state is decayed, so one path handles gates of any strength. With one gate for each head
 instead of each key, b and R are numbers; R is then a sum of numbers of float64, rounded when it is used. Backwards,
-exp(R + b_t) may be 0 in float16 for all tokens, so R then begins at -g_1, and exp(g_1) multiplies S.
+exp(R + b_t) may be 0 in float16 for all tokens, so R then begins at -g_1, and exp(g_1) multiplies S. Chunks from which
+exp(R) is 0 in float32 are not read: one gate for each head tells beforehand how many chunks are left.
 
 B batch   T tokens   I segments   Hv heads of `right`, of gates and of S   R = Hv / heads of `left`
 K, V key and value width   C tokens of a chunk
@@ -122,6 +123,10 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
     return [*before, Launch(_build_states_kernel, (blocks, 1, 1), arguments, options)]
 
 
+FORGOTTEN = gl.constexpr(-110.0)  # exp of it is 0 in float32, with room for the rounding of sums
+AHEAD = gl.constexpr(32)  # chunks whose gates are summed at once
+
+
 @gluon.jit
 def chunks_of(length, C: gl.constexpr):
     """Returns the number of chunks of a segment, at least one.
@@ -133,6 +138,27 @@ def chunks_of(length, C: gl.constexpr):
 
 
 @gluon.jit
+def _chunks_that_count(gates, start, length, C: gl.constexpr, NORMALIZER: gl.constexpr, BACKWARDS: gl.constexpr):
+    """Returns the number of chunks of a segment, in the order of the kernel, before exp(R) is 0; see `gates_of`."""
+    layout: gl.constexpr = gl.BlockedLayout([1, C // 32], [1, 32], [4, 1], [1, 0])
+    line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])  # every warp holds all chunks
+    column = gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]  # [1, C]
+    n_chunks = chunks_of(length, C)
+    first, count, R = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0.0)
+    while (count == first) & (first < n_chunks):
+        i = first + gl.arange(0, AHEAD, gl.SliceLayout(1, layout))  # [AHEAD]
+        token = (i if BACKWARDS else n_chunks - 1 - i)[:, None] * C + column  # [AHEAD, C]
+        g = gates_of(gates, start, length, gl.where(token < 0, length, token), NORMALIZER)  # [AHEAD, C]
+        end = gl.convert_layout(gl.sum(g, 1), line)  # [AHEAD]
+        before = R + gl.associative_scan(end, 0, plus) - end  # [AHEAD]
+        read = (before > FORGOTTEN) & (first + gl.arange(0, AHEAD, line) < n_chunks)
+        R += gl.sum(end, 0)
+        count += gl.sum(read.to(gl.int32), 0)
+        first += AHEAD
+    return count
+
+
+@gluon.jit
 def _load_warp(
     descriptors, tiles, barriers, chunks, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.constexpr
 ):
@@ -140,12 +166,12 @@ def _load_warp(
     left_desc, right_desc, g_desc = descriptors
     left_tiles, right_tiles, g_tiles = tiles
     full, empty = barriers
-    b, left_head, h, key, column, start, n_chunks = chunks
+    b, left_head, h, key, column, start, n_chunks, count = chunks
     C: gl.constexpr = left_desc.block_type.shape[2]
     PART: gl.constexpr = left_desc.block_type.shape[3]
     GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
     SIZE: gl.constexpr = PARTS * (left_desc.block_type.nbytes + GATE_SIZE) + right_desc.block_type.nbytes
-    for i in range(n_chunks):
+    for i in range(count):
         slot = i % STAGES
         t = start + (i if BACKWARDS else n_chunks - 1 - i) * C
         bar = full.index(slot)
@@ -182,7 +208,7 @@ def _state_warps(
     full, empty = barriers
     S_ptr, D_ptr, scale = states
     left_units, right_units, left_head, left_heads, right_heads, chunk = units
-    segment, h, first_key, column, start, length = place
+    segment, h, first_key, column, start, length, count = place
     Hv, K, V = sizes
     HAS_GATE: gl.constexpr = D_ptr is not None
     OF_HEADS: gl.constexpr = gates is not None  # whether there is one gate for each head instead of each key
@@ -210,13 +236,13 @@ def _state_warps(
             sum_of_gates = -first
     elif FROM_FIRST:
         first = gl.zeros_like(R)
-    for i in range(n_chunks):
+    for i in range(count):
         slot = i % STAGES
         rows = length - (i if BACKWARDS else n_chunks - 1 - i) * C
         if OF_HEADS:
             wide = g_next.to(gl.float64) * LOG2E  # [C]
             after = (i + 1 if BACKWARDS else n_chunks - 2 - i) * C
-            ahead = gl.where(i + 1 < n_chunks, length - after, 0)
+            ahead = gl.where(i + 1 < count, length - after, 0)
             g_next = gates_of(gates, start + after, ahead, token, NORMALIZER)
             b = gl.associative_scan(wide, 0, plus)  # [C]
             end = gl.sum(wide, 0)
@@ -357,14 +383,16 @@ def _build_states_kernel(
     barriers = (full, empty)
     states = (S_ptr, D_ptr, scale)
     gates: gl.constexpr = None
+    count = chunks_of(length, C)
     if g_ptr is not None:
         gates = (g_ptr + b.to(gl.int64) * g_b + h.to(gl.int64) * g_h, g_t)
+        count = _chunks_that_count(gates, start, length, C, NORMALIZER, BACKWARDS)
     chunk = chunk_of(i - start // segment if PACKED else b, start, T, C, PACKED)
     units = (left_units, right_units, h // R, Hv // R, Hv, chunk)
-    place = (i, h, key, column, start, length)
+    place = (i, h, key, column, start, length, count)
     sizes = (Hv, K, V)
     descriptors = (left_desc, right_desc, g_desc)
-    chunks = (b, h // R, h, key, column, start, chunks_of(length, C))
+    chunks = (b, h // R, h, key, column, start, chunks_of(length, C), count)
     # Registers of a thread: the warpgroups share evenly the registers that the load warp does not need.
     if PARTS == 1:
         gl.warp_specialize(
