@@ -4,11 +4,11 @@
 
 The shapes of the grid are drawn at random from a fixed seed, with B*H from 1 to 512 and T from 1 to 131,072 (smaller on
 a CPU); `gla calibrate` uses none of them. Backends that predict no time are left out, since `auto` ranks them last. For
-packed sequences in the grid `auto` knows a bound of their lengths. The file has more parts. Two are measured on a GPU
-only: the backward of some of these shapes, with checkpoints as in training, and packed sequences with several
-distributions of lengths, which `auto` does not know. The others are other ops, and the lengths of the crossover that
-benchmarks/crossover.py draws. A second run keeps the rows of the first, unless the device, a version, the commit or a
-constant has changed.
+packed sequences in the grid `auto` knows a bound of their lengths. The file has more parts. Three are measured on a GPU
+only: the backward of some of these shapes, with checkpoints as in training; other forms of gates, groups of value heads
+and float16; and packed sequences with several distributions of lengths, which `auto` does not know. The others are
+other ops, and the lengths of the crossover that benchmarks/crossover.py draws. A second run keeps the rows of the
+first, unless the device, a version, the commit or a constant has changed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from gla_core.workloads.inputs import random_arguments
 CLOSE = 1.05
 """The ratio to the fastest time up to which a pick counts as right."""
 CLOSE_UNKNOWN = 1.15
-"""The same ratio if the lengths of packed sequences are not known."""
+"""The same ratio for other forms of gates, and if the lengths of packed sequences are not known."""
 HOPELESS = 20
 """The predicted ratio to the best time above which a backend is left out, if its predicted time is above `LONG`."""
 LONG = 10e-3
@@ -50,6 +50,7 @@ ROUNDS = 3
 WIDTHS = (*[(128, 128)] * 4, *[(64, 64)] * 2, (64, 128), (128, 64), (96, 192), (128, 256), (256, 128), (256, 256))
 GRID = 72
 BACKWARDS = 36
+FORMS = 30
 LENGTHS = ("equal", "uniform", "log-uniform", "one giant", "single tokens")
 OF_EACH = 20
 
@@ -70,6 +71,7 @@ def calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
             yield "grid", dataclasses.replace(call, capturing=True)
     for B, H, T, K, V, N in shapes(cuda)[:BACKWARDS] if cuda else ():
         yield "backward", backward_of(chunk_call(device, B, H, T, K, V, N))
+    yield from form_calls(device) if cuda else ()
     yield from packed_calls(device) if cuda else ()
     for call in other_calls(device):
         yield "other ops", call
@@ -119,6 +121,27 @@ def _call(op: str, device: torch.device, sizes: dict[str, int], **facts: Any) ->
 def backward_of(call: OpCall) -> OpCall:
     """Returns the backward of a call, with checkpoints as in training."""
     return dataclasses.replace(call, op="chunk_gla_bwd", scalars={"checkpoint_every": CHUNK})
+
+
+def form_calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
+    """Yields calls with gates of other forms, value heads in groups, and float16: forwards, and half of the backwards.
+
+    Their shapes are those of the grid, in turn.
+    """
+    random, sizes = Random(7), [shape for shape in shapes(True) if shape[1] > 1]
+    for i in range(FORMS):
+        B, H, T, K, V, N = sizes[2 * i]
+        call, groups = chunk_call(device, B, H, T, K, V, N), random.choice([n for n in (1, 1, 2, H) if H % n == 0])
+        call = dataclasses.replace(
+            call,
+            dims=ABSTRACT_OPS[call.op].dims({**call.dims, "H": H // groups, "Hq": H // groups, "Hv": H}),
+            gate_form=("head", "constant", None, "head", "key")[i % 5],
+            dtype=torch.float16 if i % 5 > 2 else call.dtype,
+        )
+        call = call if call.gate_form else dataclasses.replace(call, gate_dtype=None)
+        yield "forms", call
+        if i % 2:
+            yield "forms", backward_of(call)
 
 
 def packed_calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
@@ -239,7 +262,10 @@ def explain(call: OpCall) -> Explanation:
 def as_json(call: OpCall) -> Row:
     """Returns the call as JSON values."""
     flags = {"packed": call.variable_length, "graph": call.capturing}
-    return {"op": call.op, "dims": dict(call.dims), **{name: True for name, flag in flags.items() if flag}}
+    found = {"op": call.op, "dims": dict(call.dims), **{name: True for name, flag in flags.items() if flag}}
+    if call.op.startswith("chunk_gla") and (call.gate_form != "key" or call.dtype == torch.float16):
+        found |= {"form": call.gate_form or "none", "dtype": str(call.dtype).removeprefix("torch.")}
+    return found
 
 
 def _worth_timing(explanation: Explanation) -> tuple[list[str], dict[str, str]]:
@@ -312,7 +338,8 @@ def _kernels(name: str, call: OpCall) -> tuple:
     sizes = [dims.get(dim) for dim in ("K", "V", "columns")]
     few = [min(dims.get(dim, 0), 300).bit_length() for dim in ("Tq", "rows")]
     tokens = min(dims["T"] // max(dims["N"], 1), 300).bit_length() if "T" in dims else 0
-    return (name, call.op, *sizes, *few, tokens, dims.get("Hq") == dims.get("H"), call.dtype, call.variable_length)
+    heads = dims.get("Hq") == dims.get("H"), dims.get("Hv") == dims.get("H")
+    return (name, call.op, *sizes, *few, tokens, *heads, call.dtype, call.gate_form, call.variable_length)
 
 
 # ---- the file
@@ -411,7 +438,8 @@ def write(path: Path, head: Row, rows: Sequence[Row], summed: dict[str, Row] | N
 def key(row: Row) -> str:
     """Returns a key that identifies a row; sizes that an older file lacks have their defaults."""
     dims = ABSTRACT_OPS[row["op"]].dims(row["dims"])
-    return json.dumps([row["part"], row["op"], dims, row.get("packed"), row.get("graph")], sort_keys=True)
+    facts = [row.get(name) for name in ("packed", "graph", "form", "dtype")]
+    return json.dumps([row["part"], row["op"], dims, *facts], sort_keys=True)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Row]:
@@ -429,7 +457,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Row]:
 
 def closeness(part: str) -> float:
     """Returns the ratio to the fastest time up to which a pick of a part counts as right."""
-    return CLOSE_UNKNOWN if part.startswith("packed") else CLOSE
+    return CLOSE_UNKNOWN if part.startswith(("packed", "forms")) else CLOSE
 
 
 def is_close(row: Row) -> bool:
@@ -441,6 +469,7 @@ def describe(row: Row) -> str:
     """Returns a row in one line."""
     dims = " ".join(f"{name}{size}" for name, size in row["dims"].items() if name not in ("Hq", "Hv"))
     flags = " ".join(flag for flag in ("packed", "graph") if row.get(flag))
+    flags = " ".join(filter(None, (row.get("form"), row.get("dtype"), flags)))
     line = f"{row.get('part', '')}: {row['op']} {dims} {flags}"
     if "measured" not in row:
         return line
