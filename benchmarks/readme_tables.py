@@ -407,12 +407,18 @@ def _ratio(theirs: ModelRow | None, ours: ModelRow, name: str) -> str:
 # ---- other files
 
 
+def _others(found: dict[str, Any]) -> str:
+    """Returns the parts of a selection that were measured at other commits."""
+    parts = {row["part"]: row["commit"] for row in found["rows"] if "commit" in row}
+    return "".join(f"; {part} at {commit}" for part, commit in parts.items())
+
+
 def _selection(found: dict[str, Any], path: Path) -> str:
     lines = [
         f"## What auto picks, {found['device']}\n",
-        f"{_measured(found)}. The slowdown of a pick is the time of the backend that `auto` picks divided by the "
-        "time of "
-        "the fastest one. The grid has calls of chunk_gla_fwd with shapes that no constant was fitted to. For packed "
+        f"{_measured(found)}{_others(found)}. The slowdown of a pick is the time of the backend that `auto` picks "
+        "divided by the time of the fastest one. The grid has calls of chunk_gla_fwd with shapes that no constant was "
+        "fitted to; 'forms' are calls with other forms of gates, value heads in groups, or float16. For packed "
         "sequences, forward and backward, `auto` knows how many there are but not how long. "
         f"Written by `benchmarks/evidence.py selection` into `benchmarks/results/{path.name}`.\n",
         "| calls | measured | close to the fastest | largest slowdown |\n| --- | ---: | ---: | ---: |",

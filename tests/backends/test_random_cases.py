@@ -34,6 +34,7 @@ SMALLEST = 1e-30  # below it, exp of a gate may be a number of float32 with few 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LONGEST = 20 if INTERPRETED else 300
+ENOUGH = 10 if INTERPRETED else 16  # tokens of some sequence: the error of fewer is the rounding of single scores
 WIDTHS = [(16, 16), (19, 37), (64, 64), (128, 128), (40, 200), (96, 8), (256, 64)]
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 OPS = ["chunk_gla"] * 7 + ["recurrent_gla_step", "softmax_attention", "online_softmax"]
@@ -125,9 +126,11 @@ def sequences(draw, dtype, device, seed):
     K, V = draw.choice(WIDTHS if device == "cuda" else WIDTHS[:2])
     sizes = {"K": K, "V": V, **of_heads(draw)}
     if draw.random() < 0.4:
-        sizes["lengths"] = tuple(draw.choice([0, 1, draw.randint(2, LONGEST)]) for _ in range(draw.randint(1, 5)))
+        lengths = [draw.choice([0, 1, draw.randint(2, LONGEST)]) for _ in range(draw.randint(0, 4))]
+        lengths.insert(draw.randint(0, len(lengths)), draw.randint(ENOUGH, LONGEST))
+        sizes["lengths"] = tuple(lengths)
     else:
-        sizes |= {"B": draw.randint(1, 3), "T": draw.randint(0, LONGEST)}
+        sizes |= {"B": draw.randint(1, 3), "T": draw.choice([0] + 19 * [draw.randint(ENOUGH, LONGEST)])}
     sizes |= {"initial_state": draw.random() < 0.5, "gate_dtype": draw.choice([dtype, torch.float32])}
     if sizes["gates"] == "extreme" and sizes["gate_form"] != "key":  # the gradients of few gates are below float16's
         sizes["gate_dtype"] = torch.float32
