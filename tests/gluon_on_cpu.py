@@ -430,6 +430,7 @@ def _simplify(module: Any) -> None:
         "exponents_of_mild_chunk": _exponents,
         "as_float32": lambda x: x.float(),
         "_log2": torch.log2,
+        "_reciprocal": torch.reciprocal,
         "_choose": lambda bits, x, y: torch.where(bits != 0, x, y),
         "_prefetch": lambda *_: None,
         "opaque_zero": lambda: _value(0),

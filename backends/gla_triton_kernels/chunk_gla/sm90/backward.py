@@ -258,13 +258,14 @@ def _write_dg(tiles, where, dg_ptr, logits, key, K, slot, rows, NORMALIZER: gl.c
     first = dg_ptr + ((b.to(gl.int64) * T + t) * Hq + h) * K + key
     offsets = row.to(gl.int64) * (Hq * K) + column  # [C, D]
     for p in range(PARTS):
-        w = x_tiles.index(PARTS * slot + p).reshape([C, D]).load(RUNS)  # [C, D]
-        anchor = r_tiles.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
-        dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)
         inside = (row < rows) & (column < K - key - p * D)
         if NORMALIZER is not None:
             g_ptr, g_t = logits
             x = gl.load(g_ptr + (t + row).to(gl.int64) * g_t + (key + p * D + column), inside, 0.0)
+        w = x_tiles.index(PARTS * slot + p).reshape([C, D]).load(RUNS)  # [C, D]
+        anchor = r_tiles.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
+        dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)
+        if NORMALIZER is not None:
             dg *= slope_of_gates(x, NORMALIZER)
         gl.store(first + p * D + offsets, dg.to(dg_ptr.dtype.element_ty), inside)
 
@@ -284,7 +285,7 @@ def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl
     """Replaces q, k by qg, kg, chunk after chunk; marks chunks that are not mild; writes dg of the previous chunk.
 
     The loops over parts are loops at run time, although gates are then read twice. They keep the code small, which is
-    fetched again for each chunk.
+    fetched again for each chunk. Log gates that were computed from logits are stored in between.
     """
     g_desc, tiles, barriers, marks, marks_c, dg_ptr, logits, place, sizes, scale = given
     q_tiles, k_tiles, x_tiles, r_tiles, firsts, mild_flags = tiles
@@ -307,6 +308,8 @@ def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl
                 for p in range(PARTS):
                     g = gates(gate_tile(g_desc, x_tiles, first + p), rows, NORMALIZER, PACKED)  # [C, D]
                     least = gl.minimum(least, gl.min(gl.sum(g, 0), 0))
+                    if NORMALIZER is not None:
+                        x_tiles.index(first + p).reshape([C, D]).store(g)
                 if HALF:
                     mbarrier.wait(qk_full.index(slot), phase)
                     mild = _is_mild_in_half(least, q_tiles, k_tiles, first, PARTS)
@@ -321,7 +324,10 @@ def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl
                     clear_rows(k_tiles.index(first + p).reshape([C, D]), rows, RUNS)
             if g_desc is not None:
                 for p in range(PARTS):
-                    g = gates(gate_tile(g_desc, x_tiles, first + p), rows, NORMALIZER, PACKED)  # [C, D]
+                    if NORMALIZER is None:
+                        g = gates(gate_tile(g_desc, x_tiles, first + p), rows, None, PACKED)  # [C, D]
+                    else:
+                        g = x_tiles.index(first + p).reshape([C, D]).load(RUNS)  # [C, D]
                     _decay(g, mild, first + p, parts, scale)
             else:
                 for p in gl.static_range(PARTS):

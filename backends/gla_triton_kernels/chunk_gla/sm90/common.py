@@ -354,7 +354,13 @@ def _log2(x):
 @gluon.jit
 def slope_of_gates(x, NORMALIZER: gl.constexpr):
     """Returns the derivative of log sigma(x) / NORMALIZER at the logits x, in float32."""
-    return (1.0 / NORMALIZER) / (1.0 + gl.exp2(x.to(gl.float32) * LOG2E))
+    return _reciprocal(NORMALIZER + NORMALIZER * gl.exp2(x.to(gl.float32) * LOG2E))
+
+
+@gluon.jit
+def _reciprocal(x):
+    """Computes 1 / x in one instruction, with an error of one bit; a division takes eight."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
