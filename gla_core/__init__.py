@@ -22,6 +22,7 @@ from gla_core.ops import (
     merge_attention,
     online_softmax,
     recurrent_gla_step,
+    recurrent_gla_steps,
     softmax_attention,
 )
 
@@ -47,6 +48,7 @@ __all__ = [
     "nn",
     "online_softmax",
     "recurrent_gla_step",
+    "recurrent_gla_steps",
     "register",
     "reload_environment",
     "softmax_attention",

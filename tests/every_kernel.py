@@ -154,6 +154,7 @@ def steps() -> None:
         gla.recurrent_gla_step(*token, state)
         gla.recurrent_gla_step(*token[:3], x.g[:, 0, :, 0], state)
         gla.recurrent_gla_step(*token, state, state_indices=rows, inplace=True)
+        gla.recurrent_gla_steps(x.q, x.k, x.v, x.g, state.clone(), rows)
 
 
 def softmaxes() -> None:

@@ -15,14 +15,23 @@ def gla_register_backends() -> list[Backend]:
     from gla_reference.chunk_gla_summary import chunk_gla_summary
     from gla_reference.online_softmax import online_softmax
     from gla_reference.recurrent_gla_step import recurrent_gla_step
+    from gla_reference.recurrent_gla_steps import recurrent_gla_steps
     from gla_reference.softmax_attention import softmax_attention
 
-    ops = (chunk_gla_fwd, chunk_gla_bwd, chunk_gla_summary, recurrent_gla_step, online_softmax, softmax_attention)
+    of_tensors = (
+        chunk_gla_fwd,
+        chunk_gla_bwd,
+        chunk_gla_summary,
+        recurrent_gla_step,
+        online_softmax,
+        softmax_attention,
+    )
+    pooled = {"chunk_gla_pool": chunk_gla_pool, "recurrent_gla_steps": recurrent_gla_steps}
     return [
         Backend(
             name="reference",
             version="0.1.0",
-            ops={"chunk_gla_pool": chunk_gla_pool, **{op.__name__: op for op in ops}},
+            ops={op.__name__: op for op in of_tensors} | pooled,
             capabilities=Capabilities(
                 dtypes=frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16}),
                 grouped_values=True,

@@ -95,6 +95,13 @@ def _recurrent_gla_step(call: OpCall) -> Count:
     return Count(1, B * H * K * V * 2 + P * H * K * V) if call.indexed else Count(0, B * H * K * V)
 
 
+def _recurrent_gla_steps(call: OpCall) -> Count:
+    """Counts a step for each of the S tokens, and six passes over the states for each: two reading, four writing."""
+    N, H, K, V, S = (call.dims[name] for name in ("N", "Hv", "K", "V", "S"))
+    S = S if call.variable_length else min(S, call.dims["T"])
+    return Count(1 + 3 * S, (1 + 7 * S) * N * H * K * V)
+
+
 def _online_softmax(call: OpCall) -> Count:
     return Count(math.ceil(call.dims["columns"] / TILE), call.dims["rows"] * call.dims["columns"])
 
@@ -112,6 +119,7 @@ _COUNT: Mapping[str, Callable[[OpCall], Count]] = {
     "chunk_gla_pool": _chunk_gla_pool,
     "chunk_gla_summary": _chunk_gla_summary,
     "recurrent_gla_step": _recurrent_gla_step,
+    "recurrent_gla_steps": _recurrent_gla_steps,
     "online_softmax": _online_softmax,
     "softmax_attention": _softmax_attention,
 }

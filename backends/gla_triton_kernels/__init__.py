@@ -23,7 +23,14 @@ MAX_WIDTH = 512
 MAX_LENGTH = 3 * 2**29
 """The most tokens of a sequence, or columns of a softmax. Both are counted in 32 bits, and tiles reach past the end."""
 
-_OPS = ("chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_pool", "chunk_gla_summary", "recurrent_gla_step")
+_OPS = (
+    "chunk_gla_fwd",
+    "chunk_gla_bwd",
+    "chunk_gla_pool",
+    "chunk_gla_summary",
+    "recurrent_gla_step",
+    "recurrent_gla_steps",
+)
 COMMON: Mapping[str, str] = dict.fromkeys(_OPS, __name__)
 """The ops for which both backends run the same kernels, on whole sequences or on segments. `CostModel`s use it."""
 

@@ -29,6 +29,7 @@ from gla_core.workloads.inputs import (
     pool_inputs,
     softmax_inputs,
     step_inputs,
+    steps_inputs,
 )
 
 Named = dict[str, Tensor]
@@ -264,11 +265,32 @@ def expected_pool(x: dict[str, Any], scale: float | None = None, gate_normalizer
     States that are not written are those of x["pool"], which is left unchanged.
     """
     g = None if x["g"] is None else log_gates(x["g"], gate_normalizer, torch.float64)
-    o, written = oracle.chunk_gla_pool(**{**x, "g": g}, scale=scale)
+    return _with_states(x, *oracle.chunk_gla_pool(**{**x, "g": g}, scale=scale))
+
+
+def _with_states(x: dict[str, Any], o: Tensor, written: dict[int, Tensor]) -> Named:
+    """Returns o, and the pool in float64 with the states that were written, by slot."""
     states = x["pool"].double().clone()
     for slot, state in written.items():
         states[slot] = state
     return {"o": o, "pool": states}
+
+
+def steps(case: Case, **changes: object) -> dict[str, Any]:
+    """Returns the arguments of `recurrent_gla_steps` by name."""
+    return steps_inputs(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
+
+
+def run_steps(x: dict[str, Any], request: str, **options: Any) -> Named:
+    """Returns the output o and the pool x["pool"], which is written; `options` are further arguments."""
+    o = gla.recurrent_gla_steps(**x, backend=request, **options)
+    return {"o": o, "pool": x["pool"]}
+
+
+def expected_steps(x: dict[str, Any], scale: float | None = None, gate_normalizer: int | None = None) -> Named:
+    """Returns the oracle's o and pool, in float64, as `expected_pool` does."""
+    g = None if x["g"] is None else log_gates(x["g"], gate_normalizer, torch.float64)
+    return _with_states(x, *oracle.recurrent_gla_steps(**{**x, "g": g}, scale=scale))
 
 
 def pool_budget(x: dict[str, Any]) -> float:
@@ -454,3 +476,25 @@ def three_runs(function: Callable[[], Named], device: str) -> list[Named]:
         fill_freed_memory(value, device)
         results.append(function())
     return results
+
+
+def pages_of(states: Tensor) -> Tensor:
+    """Returns the whole memory of a pool as integers, a row for each page, so that NaN equals itself."""
+    pages = states.as_strided((len(states), states.stride(0)), (states.stride(0), 1), 0)
+    return pages.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[states.element_size()])
+
+
+def check_served(
+    x: dict[str, Any], run: Callable[[], Named], expected: Named, written: list[int], measure: Callable[..., None]
+) -> Named:
+    """Runs a call on a pool. Compares o and the slots `written` with `expected`, and all other memory by its bits."""
+    before = pages_of(x["pool"]).clone()
+    out = run()
+    assert out["o"].dtype == x["v"].dtype
+    measure({"o": out["o"]}, {"o": expected["o"]}, BUDGETS[x["q"].dtype])
+    measure({"states": out["pool"][written]}, {"states": expected["pool"][written]}, pool_budget(x))
+    after, size = pages_of(x["pool"]).clone(), x["pool"][0].numel()
+    for memory in (before, after):
+        memory[written, :size] = 0
+    assert torch.equal(after, before), "memory of the pool that belongs to no written slot was changed"
+    return out

@@ -108,6 +108,47 @@ def chunk_gla_pool(
     return o, written
 
 
+def recurrent_gla_steps(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    pool: Tensor,
+    slots: Tensor,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    num_accepted: Tensor | None = None,
+    read_slots: Tensor | None = None,
+    has_state: Tensor | None = None,
+    pad_slot: int = -1,
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Computes sequences one after another and token by token, in float64; the pool is only read.
+
+    Returns:
+        o [B, T, Ho, V], and for each slot that is written its state [Hv, K, V].
+    """
+    used = {slot for slot in range(len(pool)) if slot != pad_slot}
+    (B, T), (N, S) = q.shape[:2], slots.shape
+    o, written = _zero_rows(q.flatten(0, 1)[None], v.flatten(0, 1)[None], B * T), {}
+    q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
+    g = g if g is None or g.ndim == 1 else g.flatten(0, 1)[None]
+    offsets = [n * T for n in range(N + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    for n, (a, b) in enumerate(itertools.pairwise(offsets)):
+        count = 1 if num_accepted is None else max(1, min(S, int(num_accepted[n])))
+        slot = int(slots[n, count - 1]) if read_slots is None else int(read_slots[n])
+        is_new = has_state is not None and not bool(has_state[n])
+        if (int(slots[n, 0]) if is_new else slot) not in used:
+            continue
+        state = _zero_state(q, k, v) if is_new else pool[slot][None].double()
+        for j in range(min(S, b - a)):
+            rows = slice(a + j, a + j + 1)
+            token = (q[:, rows], k[:, rows], v[:, rows], tokens_of(g, a + j, a + j + 1))
+            o[:, rows], state = chunk_gla(*token, scale, state)
+            if int(slots[n, j]) in used:
+                written[int(slots[n, j])] = state[0]
+    return o[0].unflatten(0, (B, T)), written
+
+
 def tokens_of(g: Tensor | None, start: int | None, end: int | None) -> Tensor | None:
     """Returns the gate of the tokens `start` to `end`; a constant gate [Hv] is that of all tokens."""
     return g if g is None or g.ndim == 1 else g[:, start:end]

@@ -7,6 +7,7 @@ import torch
 
 import gla_core as gla
 from gla_core.conformance.calls import (
+    check_served,
     expected_pool,
     forward,
     heads_first,
@@ -25,13 +26,6 @@ from gla_core.workloads.inputs import GlaInputs, normal
 POOL = "chunk_gla_pool"
 TOKENS = ("q", "k", "v", "g")
 OPTIONAL = ("write_slots", "has_state", "checkpoint_offsets", "checkpoint_slots")
-
-
-def memory_of(x):
-    """Returns the whole memory of the pool as integers, a row for each page, so that NaN equals itself."""
-    states = x["pool"]
-    pages = states.as_strided((len(states), states.stride(0)), (states.stride(0), 1), 0)
-    return pages.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[states.element_size()])
 
 
 def written_slots(x):
@@ -55,17 +49,7 @@ def lengths(x):
 def check(x, backend, measure, expected=None, **options):
     """Runs a call and compares o and the written states with the oracle, and all other memory of the pool by bits."""
     expected = expected_pool(x) if expected is None else expected
-    before, budget = memory_of(x).clone(), pool_budget(x)
-    out = run_pool(x, backend.name, **options)
-    assert out["o"].dtype == x["v"].dtype
-    measure({"o": out["o"]}, {"o": expected["o"]}, FORWARD[x["q"].dtype])
-    written, size = written_slots(x), x["pool"][0].numel()
-    measure({"states": out["pool"][written]}, {"states": expected["pool"][written]}, budget)
-    after = memory_of(x).clone()
-    for memory in (before, after):
-        memory[written, :size] = 0
-    assert torch.equal(after, before), "memory of the pool that belongs to no written slot was changed"
-    return out
+    return check_served(x, lambda: run_pool(x, backend.name, **options), expected, written_slots(x), measure)
 
 
 @over(POOL)

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import pluggy
 import torch
@@ -509,6 +509,105 @@ def _cut_in_two(cu_seqlens: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor
     starts = cu_seqlens[:-1]
     parts = torch.stack([starts, (starts + offsets).to(starts.dtype)], 1).flatten()
     return torch.cat([parts, cu_seqlens[-1:]])
+
+
+def step_of_steps(call: OpCall) -> OpCall:
+    """Returns the call of recurrent_gla_step by which `through_steps` computes each token of recurrent_gla_steps."""
+    N, dims = call.dims["N"], call.dims
+    sizes = {"B": N, **{name: dims[name] for name in ("H", "Hq", "Hv", "K", "V")}, "P": N}
+    shapes = {name: (N, dims[heads], dims[width]) for name, heads, width in (("q", "Hq", "K"), ("k", "H", "K"))}
+    shapes["v"] = (N, dims["Hv"], dims["V"])
+    layouts = {name: contiguous_layout(shape, call.dtype) for name, shape in shapes.items()}
+    layouts["state"] = contiguous_layout((N, dims["Hv"], dims["K"], dims["V"]), wide(call.dtype))
+    if call.gate_dtype is not None and call.gate_form is not None:
+        of_gate = {"constant": (dims["Hv"],), "head": (N, dims["Hv"]), "key": (N, dims["Hv"], dims["K"])}
+        layouts["g"] = contiguous_layout(of_gate[call.gate_form], call.gate_dtype)
+    return replace(
+        call,
+        op="recurrent_gla_step",
+        dims=sizes,
+        state_dtype=wide(call.dtype),
+        variable_length=False,
+        indexed=False,
+        scalars={"gate_normalizer": call.scalars.get("gate_normalizer"), "inplace": False},
+        given=call.given.intersection(("g", "gate_normalizer")),
+        layouts=layouts if call.layouts else {},
+    )
+
+
+@overload
+def through_steps(step: Prepared) -> Prepared: ...
+@overload
+def through_steps(step: Callable[..., Any]) -> Callable[..., Any]: ...
+def through_steps(step: Op) -> Op:
+    """Returns an implementation of recurrent_gla_steps that computes by one of recurrent_gla_step.
+
+    It copies states out of the pool, runs `step` once for each of the S tokens of a sequence, and copies each new state
+    into the pool.
+
+    Example:
+        >>> Backend("mine", "1.0", {"recurrent_gla_step": step, "recurrent_gla_steps": through_steps(step)})
+    """
+    takes = arguments_of(step)
+    if not isinstance(step, Prepared):
+        return _through_steps(_by_name(step, takes, by_keyword(step)))
+
+    def prepare(call: OpCall) -> Callable[..., Any]:
+        return _through_steps(_by_name(step.prepare(as_received(step, step_of_steps(call))), takes, False))
+
+    return Prepared(prepare, OP_PARAMETERS["recurrent_gla_steps"], None)
+
+
+def _through_steps(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that computes recurrent_gla_steps by one that takes the arguments of recurrent_gla_step."""
+
+    def recurrent_gla_steps(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor | None,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        scale: float,
+        cu_seqlens: torch.Tensor | None,
+        num_accepted: torch.Tensor | None,
+        read_slots: torch.Tensor | None,
+        has_state: torch.Tensor | None,
+        pad_slot: int,
+        gate_normalizer: int | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        B, T = q.shape[:2]
+        N, S = slots.shape
+        o = v.new_zeros(B * T + 1, max(q.shape[2], v.shape[2]), v.shape[3])  # the last row is that of no token
+        if cu_seqlens is None:
+            starts = T * torch.arange(N, device=q.device)
+            ends, S = starts + T, min(S, T)
+        else:
+            starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+        if N == 0 or B * T == 0:
+            S = 0
+        read = slots[:, 0] if read_slots is None else read_slots
+        if read_slots is None and num_accepted is not None:
+            read = slots.gather(1, num_accepted.long().clamp(1, slots.shape[1])[:, None] - 1)[:, 0]
+        served = is_slot(pool, read, pad_slot)  # [N]
+        if has_state is not None:
+            served = torch.where(has_state, served, is_slot(pool, slots[:, 0], pad_slot))
+        state = states_of_slots(pool, read, has_state, wide(q.dtype), pad_slot)  # [N, Hv, K, V]
+        for j in range(S):
+            here = served & (starts + j < ends)
+            rows = torch.where(here, starts + j, 0)
+            q_j, k_j, v_j = (x.flatten(0, 1)[rows] for x in (q, k, v))
+            g_j = g if g is None or g.ndim == 1 else g.flatten(0, 1)[rows]
+            token = {"q": q_j, "k": k_j, "v": v_j, "g": g_j, "state": state, "scale": scale}
+            o_j, new = step(**token, state_indices=None, gate_normalizer=gate_normalizer, inplace=False)
+            o.index_copy_(0, torch.where(here, starts + j, B * T), o_j)
+            state = torch.where(here[:, None, None, None], new, state)
+            write_states(pool, slots[:, j], state, here & is_slot(pool, slots[:, j], pad_slot))
+        o = o[: B * T].unflatten(0, (B, T))
+        return o.clone() if out is None else out.copy_(o)
+
+    return recurrent_gla_steps
 
 
 # ---- predicted times, and the backend

@@ -9,6 +9,7 @@ from gla_core.ops.chunk_gla_summary import SUMMARY, chunk_gla_gradient_summary, 
 from gla_core.ops.linear_attention import LinearAttention, linear_attention
 from gla_core.ops.online_softmax import SOFTMAX, online_softmax
 from gla_core.ops.recurrent_gla_step import STEP, recurrent_gla_step
+from gla_core.ops.recurrent_gla_steps import STEPS, recurrent_gla_steps
 from gla_core.ops.softmax_attention import ATTENTION, merge_attention, softmax_attention
 from gla_core.ops.spec import OpSpec
 
@@ -28,10 +29,11 @@ __all__ = [
     "merge_attention",
     "online_softmax",
     "recurrent_gla_step",
+    "recurrent_gla_steps",
     "softmax_attention",
 ]
 
-ABSTRACT_OPS = {spec.name: spec for spec in (FORWARD, BACKWARD, CHUNK_POOL, SUMMARY, STEP, SOFTMAX, ATTENTION)}
+ABSTRACT_OPS = {spec.name: spec for spec in (FORWARD, BACKWARD, CHUNK_POOL, SUMMARY, STEP, STEPS, SOFTMAX, ATTENTION)}
 for _spec in ABSTRACT_OPS.values():
     declare_op(_spec.name, _spec.contract, _spec.required, _spec.written)
 

@@ -25,6 +25,7 @@ from gla_core.dispatch.backend import (
     new_state,
     number_of_sequences,
     through_pool,
+    through_steps,
     wide,
 )
 
@@ -65,13 +66,14 @@ def function_of(op: str, backend: Backend, call: OpCall) -> Callable[..., Any]:
     """
     if op not in _BY_SEGMENT:
         raise NotImplementedError(
-            f"{op} is not batch-invariant; under batch_invariant call chunk_gla, chunk_gla_pool and recurrent_gla_step "
-            "alone, or put `gla.use_backend('batch_invariant=0')` around this call"
+            f"{op} is not batch-invariant; under batch_invariant call chunk_gla, chunk_gla_pool, recurrent_gla_step "
+            "and recurrent_gla_steps alone, or put `gla.use_backend('batch_invariant=0')` around this call"
         )
-    if op in ("chunk_gla_bwd", "chunk_gla_pool") and "chunk_gla_fwd" not in backend.ops:
+    by = _COMPUTED_BY.get(op, op)
+    if by not in backend.ops:
         raise NotImplementedError(
-            f"under batch_invariant {op} is computed segment by segment, from states of chunk_gla_fwd, which "
-            f"the backend {backend.name!r} does not implement; request a backend that implements both"
+            f"under batch_invariant {op} is computed part by part, by {by}, which the backend {backend.name!r} does "
+            "not implement; request a backend that implements both"
         )
 
     def compute(each: str, *args: Any) -> Any:
@@ -83,6 +85,7 @@ def function_of(op: str, backend: Backend, call: OpCall) -> Callable[..., Any]:
 
     function: Any = functools.partial(_BY_SEGMENT[op], compute, call.batch_invariant)
     function = through_pool(function) if op == "chunk_gla_pool" else function
+    function = through_steps(function) if op == "recurrent_gla_steps" else function
     lacking = sorted(call.given.difference(arguments_of(function)))
     if lacking:
         raise NotImplementedError(f"{op} takes no {' or '.join(lacking)} under batch_invariant; call it without")
@@ -242,4 +245,10 @@ _BY_SEGMENT = {
     "chunk_gla_bwd": _backward,
     "chunk_gla_pool": _forward,  # between a read and a write of the pool
     "recurrent_gla_step": _step,
+    "recurrent_gla_steps": _step,  # between a read and writes of the pool
+}
+_COMPUTED_BY = {
+    "chunk_gla_bwd": "chunk_gla_fwd",
+    "chunk_gla_pool": "chunk_gla_fwd",
+    "recurrent_gla_steps": "recurrent_gla_step",
 }

@@ -138,3 +138,38 @@ def offset_values(cu_seqlens: Tensor | None, T: int, max_seqlen: int | None) -> 
     longest = max((end - start for start, end in itertools.pairwise(offsets)), default=0)
     if max_seqlen is not None and longest > max_seqlen:
         raise ValueError(f"max_seqlen is {max_seqlen}; the longest sequence of cu_seqlens has {longest} tokens")
+
+
+def out_of_tokens(out: Any, q: Any, v: Any) -> None:
+    """Checks `out` for the torch op, which does not receive it and would write the pool. The op checks q and v."""
+    if isinstance(q, Tensor) and isinstance(v, Tensor) and q.ndim == v.ndim == 4:
+        heads = max(q.shape[2], v.shape[2])
+        tensor("out", out, "B T Ho V", {"B": q.shape[0], "T": q.shape[1], "Ho": heads, "V": v.shape[3]})
+        dtype("out", out, (v.dtype,), ", as v")
+
+
+def slots(reads: list[int | None], writes: dict[str, list[int | None]], of_reads: str = "read_slots[{n}]") -> None:
+    """Raises ValueError for a slot that is written twice, or that one sequence writes and another one reads.
+
+    Args:
+        reads: the slot that each sequence reads; None means no slot.
+        writes: the slots that each sequence writes, by the name of the argument.
+        of_reads: the name of the slot that sequence n reads.
+    """
+    writer: dict[int, tuple[str, int]] = {}
+    for name, of_sequences in writes.items():
+        for n, slot in enumerate(of_sequences):
+            if slot is None:
+                continue
+            if slot in writer:
+                other, m = writer[slot]
+                raise ValueError(
+                    f"{name}[{n}] is {slot}, which sequence {m} writes too, by {other}; expected no slot twice"
+                )
+            writer[slot] = name, n
+    for n, slot in enumerate(reads):
+        if slot in writer and writer[slot][1] != n:
+            raise ValueError(
+                f"{of_reads.format(n=n)} is {slot}, which sequence {writer[slot][1]} writes; expected a slot that no "
+                "other sequence of the call writes"
+            )

@@ -150,18 +150,10 @@ def chunk_gla_pool(
     if transformed():
         refuse_in_place()
     if out is not None:
-        _check_out(out, q, v)
+        checks.out_of_tokens(out, q, v)
     args = (q, k, v, g, *slots, plain_number(scale), *rest, pad_slot, c, max_seqlen)
     o = _torch_pool(*args, request_text(backend))
     return o if out is None else out.copy_(o)
-
-
-def _check_out(out: Any, q: Any, v: Any) -> None:
-    """Checks `out` for the torch op, which does not receive it and would write the pool. The op checks q and v."""
-    if isinstance(q, Tensor) and isinstance(v, Tensor) and q.ndim == v.ndim == 4:
-        heads = max(q.shape[2], v.shape[2])
-        checks.tensor("out", out, "B T Ho V", {"B": q.shape[0], "T": q.shape[1], "Ho": heads, "V": v.shape[3]})
-        checks.dtype("out", out, (v.dtype,), ", as v")
 
 
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
@@ -198,7 +190,7 @@ def _check_values(*args: Any) -> None:
         is_kept = (offsets > 0) & (offsets < x["cu_seqlens"].diff())
         writes["checkpoint_slots"] = used("checkpoint_slots", is_kept)
         _check_offsets(offsets.tolist(), writes["checkpoint_slots"])
-    _check_slots(reads, writes)
+    checks.slots(reads, writes)
 
 
 def _check_offsets(offsets: list[int], kept: list[int | None]) -> None:
@@ -206,32 +198,6 @@ def _check_offsets(offsets: list[int], kept: list[int | None]) -> None:
     for n, (offset, slot) in enumerate(zip(offsets, kept, strict=True)):
         if slot is not None and offset % CHUNK:
             raise ValueError(f"checkpoint_offsets[{n}] is {offset}; expected a multiple of {CHUNK}")
-
-
-def _check_slots(reads: list[int | None], writes: dict[str, list[int | None]]) -> None:
-    """Raises ValueError for a slot that is written twice, or that one sequence writes and another one reads.
-
-    Args:
-        reads: the slot that each sequence reads; None means no slot.
-        writes: the slots that each sequence writes, by the name of the argument.
-    """
-    writer: dict[int, tuple[str, int]] = {}
-    for name, slots in writes.items():
-        for n, slot in enumerate(slots):
-            if slot is None:
-                continue
-            if slot in writer:
-                other, m = writer[slot]
-                raise ValueError(
-                    f"{name}[{n}] is {slot}, which sequence {m} writes too, by {other}; expected no slot twice"
-                )
-            writer[slot] = name, n
-    for n, slot in enumerate(reads):
-        if slot in writer and writer[slot][1] != n:
-            raise ValueError(
-                f"read_slots[{n}] is {slot}, which sequence {writer[slot][1]} writes; expected a slot that no other "
-                "sequence of the call writes"
-            )
 
 
 CHUNK_POOL = OpSpec(

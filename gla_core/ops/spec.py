@@ -182,7 +182,9 @@ class OpSpec:
         arguments: the arguments in the order of the contract. The first is a tensor; the devices and dtypes of all
             others depend on it. Hints come last.
         results: the results in order.
-        sizes: maps each name in `OpCall.dims` to the name of the size that it equals by default: Hq equals H.
+        sizes: maps each name in `OpCall.dims` to the name of the size that it equals by default: Hq equals H. That name
+            comes before it, is the name itself, or is no name of `OpCall.dims`.
+        writes: takes the sizes of a call, returns how often it writes the state of a sequence into a pool.
         bind: takes the arguments by name and the sizes so far. It binds sizes that no shape names, and raises
             ValueError or TypeError for values that do not fit together. Arguments that hold states are checked after
             it.
@@ -205,6 +207,7 @@ class OpSpec:
     prepare: Callable[..., tuple] | None = None
     check_values: Callable[..., None] | None = None
     flops: Callable[..., int] | None = None
+    writes: Callable[[Mapping[str, int]], float] = lambda sizes: 1
     backward: str | None = None
     autocast_in_float32: bool = False
 
@@ -269,11 +272,14 @@ class OpSpec:
     @property
     def command_line_sizes(self) -> tuple[str, ...]:
         """Returns the names of the sizes from which all others follow."""
-        return tuple(dict.fromkeys(self.sizes.values()))
+        return tuple(name for name in dict.fromkeys(self.sizes.values()) if self.sizes.get(name, name) == name)
 
     def dims(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Returns all sizes of a call, in order, given some of them."""
-        return {name: sizes[name] if name in sizes else sizes[other] for name, other in self.sizes.items()}
+        found: dict[str, int] = {}
+        for name, other in self.sizes.items():
+            found[name] = sizes[name] if name in sizes else {**sizes, **found}[other]
+        return found
 
     def has(self, dtype: DType) -> Argument | None:
         """Returns the first argument whose dtype follows this rule; None if there is none."""
@@ -448,13 +454,13 @@ class OpSpec:
         """Returns the bytes of the inputs and of the outputs of a call, without offsets, indices and checkpoints.
 
         A call that is given a state counts as returning one. Of a pool, the states of the rows or sequences of the call
-        count, as read and as written.
+        count as read, and as written `writes` times.
         """
         likes = {a.name: a for a in self.arguments}
         read = [a for a in self.arguments if a.name not in self.places]
         outputs = [likes[result.like] if result.like else result for result in self.results]
-        outputs += [a for a in read if a.written]
-        return sum(self._bytes(x, call) for x in read), sum(self._bytes(x, call) for x in outputs)
+        written = sum(self._bytes(a, call) for a in read if a.written) * self.writes(call.dims)
+        return sum(self._bytes(x, call) for x in read), sum(self._bytes(x, call) for x in outputs) + round(written)
 
     def _bytes(self, x: Argument | Result, call: OpCall) -> int:
         """Returns the bytes of a tensor of a call; 0 if the call has no such tensor."""

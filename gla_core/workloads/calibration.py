@@ -148,12 +148,26 @@ _ATTENTION_CPU: tuple[Sizes, ...] = (
     (4, 128, 128, 4, 32, 32),
 )
 
+# B, T, H, K, V, P
+_STEPS_CUDA: tuple[Sizes, ...] = (
+    *((B, 4, 64, 128, 128, 4 * B) for B in (1, 4, 16, 64, 128)),
+    *((B, 2, 16, 128, 128, 2 * B) for B in (1, 64, 512)),
+    *((B, 8, 8, 64, 64, 8 * B) for B in (1, 64)),
+)
+_STEPS_CPU: tuple[Sizes, ...] = (
+    (1, 1, 2, 64, 64, 1),
+    (4, 2, 2, 64, 64, 8),
+    (2, 4, 8, 128, 128, 8),
+    (16, 4, 4, 64, 64, 64),
+    (8, 8, 4, 128, 128, 64),
+)
 _SIZES = {
     "chunk_gla_fwd": {"cuda": _CHUNK_CUDA, "cpu": _CHUNK_CPU},
     "chunk_gla_bwd": {"cuda": _BACKWARD_CUDA, "cpu": _CHUNK_CPU},
     "chunk_gla_pool": {"cuda": _POOL_CUDA, "cpu": _POOL_CPU},
     "chunk_gla_summary": {"cuda": _SUMMARY_CUDA, "cpu": _CHUNK_CPU},
     "recurrent_gla_step": {"cuda": _STEP_CUDA, "cpu": _STEP_CPU},
+    "recurrent_gla_steps": {"cuda": _STEPS_CUDA, "cpu": _STEPS_CPU},
     "online_softmax": {"cuda": _SOFTMAX_CUDA, "cpu": _SOFTMAX_CPU},
     "softmax_attention": {"cuda": _ATTENTION_CUDA, "cpu": _ATTENTION_CPU},
 }
@@ -163,6 +177,7 @@ _NAMES = {
     "chunk_gla_pool": ("B", "T", "H", "K", "V", "N"),
     "chunk_gla_summary": ("B", "T", "H", "K", "V", "N"),
     "recurrent_gla_step": ("B", "H", "K", "V"),
+    "recurrent_gla_steps": ("B", "T", "H", "K", "V", "P"),
     "online_softmax": ("rows", "columns"),
     "softmax_attention": ("B", "Tq", "Tk", "H", "K", "V"),
 }

@@ -16,11 +16,11 @@ A workload's sizes hold the dimensions of its op (B, T, H, K ..). They may also 
     masked          whether whole tiles of x, and most of a row, are -inf
     initial_state   whether there is an initial state
 
-Of chunk_gla_pool they may also hold pool, and:
+Of chunk_gla_pool and recurrent_gla_steps they may also hold pool, and:
 
     pool_dtype      dtype of the pool, by default float32; float64 with float64 inputs
     page            unused numbers in memory after each slot of the pool
-    read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots, pad_slot
+    read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots, pad_slot, slots, num_accepted
                     the arguments of these names, as tuples and a number
 """
 
@@ -151,29 +151,33 @@ def step_inputs(workload: Workload, **changes: object) -> dict[str, Tensor | Non
 
 def pool_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
     """Returns the arguments of `chunk_gla_pool` by name, without the scale and `out`."""
-    sizes = {**workload.sizes, **changes}
-    own = {name: sizes.pop(name, default) for name, default in _OF_A_POOL.items()}
+    names = ("read_slots", "write_slots", "has_state", "checkpoint_offsets", "checkpoint_slots")
+    return _served_inputs(names, {**workload.sizes, **changes})
+
+
+def steps_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
+    """Returns the arguments of `recurrent_gla_steps` by name, without the scale, `out` and `parents`."""
+    return _served_inputs(("slots", "num_accepted", "read_slots", "has_state"), {**workload.sizes, **changes})
+
+
+def _served_inputs(names: tuple[str, ...], sizes: dict[str, Any]) -> dict[str, Any]:
+    """Returns tokens, a pool, and the arguments of these names, which hold numbers for each sequence."""
+    own = {name: sizes.pop(name, default) for name, default in (*_OF_A_POOL.items(), *dict.fromkeys(names).items())}
     x = gla_inputs(**{**sizes, "initial_state": True})
     assert x.initial_state is not None
     shape, dtype = x.initial_state.shape[1:], _pool_dtype(x.q.dtype, own["pool_dtype"])
     pages = normal((own["pool"], math.prod(shape) + own["page"]), dtype, _generator(sizes))
     pool = pages[:, : math.prod(shape)].unflatten(1, shape)
-    integers = {name: own[name] for name in _PER_SEQUENCE}
-    tensors = {name: None if y is None else torch.tensor(y, device=x.q.device) for name, y in integers.items()}
-    tensors["read_slots"] = torch.tensor(own["read_slots"], dtype=torch.int64, device=x.q.device)
+    integers = {name: None if own[name] is None else torch.tensor(own[name], device=x.q.device) for name in names}
+    first = names[0]
+    slots = torch.tensor(own[first], dtype=torch.int64, device=x.q.device)  # also if there is no sequence
+    integers[first] = slots.reshape(len(own[first]), -1 if own[first] else 1) if first == "slots" else slots
     tokens = {name: getattr(x, name) for name in "qkvg"}
-    return {**tokens, "pool": pool, "cu_seqlens": x.cu_seqlens, **tensors, "pad_slot": own["pad_slot"]}
+    return {**tokens, "pool": pool, "cu_seqlens": x.cu_seqlens, **integers, "pad_slot": own["pad_slot"]}
 
 
-_PER_SEQUENCE = ("read_slots", "write_slots", "has_state", "checkpoint_offsets", "checkpoint_slots")
-_OF_A_POOL: Mapping[str, Any] = {
-    **dict.fromkeys(_PER_SEQUENCE),
-    "pool": 1,
-    "pool_dtype": torch.float32,
-    "page": 0,
-    "pad_slot": -1,
-}
-"""The sizes of a workload that only chunk_gla_pool has, with their defaults."""
+_OF_A_POOL: Mapping[str, Any] = {"pool": 1, "pool_dtype": torch.float32, "page": 0, "pad_slot": -1}
+"""The sizes of a workload that only ops with a pool have, with their defaults."""
 
 
 def _pool_dtype(dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
@@ -220,6 +224,7 @@ _ARGUMENTS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "chunk_gla_pool": pool_inputs,
     "chunk_gla_summary": _summary_arguments,
     "recurrent_gla_step": step_inputs,
+    "recurrent_gla_steps": steps_inputs,
     "online_softmax": lambda workload, **changes: dict(
         zip(("x", "dim"), softmax_inputs(workload, **changes), strict=True)
     ),
@@ -271,6 +276,8 @@ def _dims(sizes: Mapping[str, Any]) -> dict[str, int]:
     lengths = sizes.get("lengths")
     if lengths is not None:
         dims |= {"B": 1, "T": sum(lengths) + sizes.get("padding", 0), "N": len(lengths)}
+    if sizes.get("slots"):
+        dims["S"] = len(sizes["slots"][0])
     return dims
 
 
@@ -299,8 +306,8 @@ def _random(argument: Argument, spec: OpSpec, call: OpCall, generator: torch.Gen
     if rule is OFFSETS:
         return _offsets(call.dims["T"], call.dims["N"], generator) if call.variable_length else None
     if rule is INDICES:
-        (rows,) = spec.shape(argument, call)
-        return _pool_rows(rows, call.dims["P"], generator) if call.indexed else None
+        shape = spec.shape(argument, call)
+        return _pool_rows(math.prod(shape), call.dims["P"], generator).reshape(shape) if call.indexed else None
     if rule is CHECKPOINTS:
         return _checkpoints(call, generator)
     dtype = rule.in_call(call)

@@ -78,6 +78,29 @@ def step(B=2**14, P=2**20, H=16, G=2, R=1, K=128, V=128, form="key"):
     return "recurrent_gla_step", q, k, v, g, state, 0.1, indices, None, True
 
 
+def steps(N=2**14, T=8, P=2**20, H=16, K=128, V=128, packed=False, form="key"):
+    B, T = (1, T * N) if packed else (N, T)
+    q, k, v = (empty(B, H, T, width).transpose(1, 2) for width in (K, K, V))
+    g = empty(*{"constant": (H,), "head": (B, T, H), "key": (B, T, H, K)}[form])
+    pool, slots = empty(P, H, K, V, dtype=torch.float32), empty(N, 8, dtype=torch.int32)
+    cu_seqlens, of_sequences = empty(N + 1, dtype=torch.int64) if packed else None, empty(N, dtype=torch.int32)
+    read = of_sequences if form == "head" else None
+    return (
+        "recurrent_gla_steps",
+        q,
+        k,
+        v,
+        g,
+        pool,
+        slots,
+        0.1,
+        cu_seqlens,
+        of_sequences,
+        read,
+        empty(N, dtype=torch.bool),
+    )
+
+
 def attention(B, Tq, Tk, H=32, G=1, K=128, new=heads_first):
     return "softmax_attention", new(B, Tq, G * H, K), new(B, Tk, H, K), new(B, Tk, H, K), 0.1, True
 
@@ -122,6 +145,8 @@ CALLS = {
     "general backward, constant": (SM80, backward, "parallel_scan", PACKED | {"form": "constant", "G": 2}),
     "step": (SM90, step, "triton_fused", {}),
     "step, per head": (SM90, step, "triton_fused", {"form": "head", "G": 1, "R": 2}),
+    "steps": (SM90, steps, "triton_fused", {}),
+    "steps, packed": (SM90, steps, "parallel_scan", {"packed": True, "form": "head"}),
     "attention": (SM90, attention, "triton_fused", {"B": 2, "Tq": 2**20, "Tk": 2**20}),
     "general attention": (SM80, attention, "triton_fused", {"B": 2, "Tq": 2**18, "Tk": 2**20, "G": 4}),
     "attention in splits": (SM90, attention, "parallel_scan", {"B": 1, "Tq": 1, "Tk": 2**24, "H": 2}),
@@ -133,6 +158,11 @@ CALLS = {
 }
 IN_MEMORY = dict.fromkeys(("cu_seqlens_ptr", "order_ptr", "order", "indices_ptr"), (0, 2**20))
 IN_MEMORY |= dict.fromkeys(("counts_ptr", "counts"), (0, 4))
+IN_MEMORY |= {
+    **dict.fromkeys(("offsets_ptr", "slots_ptr", "read_ptr"), (0, 2**20)),
+    "accepted_ptr": (0, 8),
+    "has_ptr": (0, 1),
+}
 """Bounds of integers that kernels load, by the name of the pointer to them: rows of tensors, numbers of sequences."""
 
 

@@ -81,7 +81,7 @@ def arguments_of(op, device, seed=0):
     torch.manual_seed(seed)
     x = gla_inputs(B=1, T=70, H=2, K=32, V=64, initial_state=True, seed=seed)
     do = torch.randn(1, 70, 2, 64)
-    token = [y[:, 0] for y in (x.q, x.k, x.v, x.g)]
+    token, few = ([y[:, at] for y in (x.q, x.k, x.v, x.g)] for at in (0, slice(3)))
     pool, offsets, one = x.initial_state.repeat(3, 1, 1, 1), torch.tensor([0, 70]), torch.tensor([1])
     found = {
         "chunk_gla_fwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, None, None, None),
@@ -89,6 +89,7 @@ def arguments_of(op, device, seed=0):
         "chunk_gla_pool": (x.q, x.k, x.v, x.g, pool, offsets, one, None, 0.3, None, one, one + 1, -1, None, None),
         "chunk_gla_summary": (x.k, x.v, x.g, None, False),
         "recurrent_gla_step": (*token, x.initial_state, 0.3, None, None, False),
+        "recurrent_gla_steps": (*few, pool, one[:, None] + torch.arange(3), 0.3, *(None,) * 4, -1, None, None),
         "online_softmax": (torch.randn(3, 700), 1),
         "softmax_attention": (x.q, x.k, x.v, 0.3, True),
     }[op]

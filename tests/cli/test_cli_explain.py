@@ -54,6 +54,9 @@ def tensors_of(op: str) -> tuple[str, dict]:
         tokens = {"q": x(1, 64, 8, 16), "k": x(1, 64, 4, 16), "v": x(1, 64, 4, 32), "g": x(1, 64, 4, 16)}
         slots = {"cu_seqlens": torch.tensor([0, 30, 64]), "read_slots": torch.tensor([0, 1])}
         return "1,64,4,16,32,2", {**tokens, "pool": x(2, 4, 16, 32), **slots}
+    if op == "recurrent_gla_steps":
+        tokens = {"q": x(2, 3, 8, 16), "k": x(2, 3, 4, 16), "v": x(2, 3, 4, 32), "g": x(2, 3, 4, 16)}
+        return "2,3,4,16,32", {**tokens, "pool": x(2, 4, 16, 32), "slots": torch.tensor([[0, 1, -1], [-1, -1, -1]])}
     if op == "chunk_gla_summary":
         return "2,64,4,16,32", {"k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32), "g": x(2, 64, 4, 16)}
     qkv = {"q": x(2, 64, 8, 16), "k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32)}

@@ -738,6 +738,88 @@ def logits_taken_for_log_gates_in_a_pool(x):
     return pooled(x, gate_normalizer=None)
 
 
+def stepped(x, **changes):
+    """Returns o of several steps by the reference, for arguments x with changes; the pool is written."""
+    return REFERENCE["recurrent_gla_steps"](*{**vars(x), **changes}.values())
+
+
+@bug("recurrent_gla_steps", "test_values[accepted-float32]")
+def accepted_drafts_counted_from_0(x):
+    return stepped(x, num_accepted=None if x.num_accepted is None else x.num_accepted + 1)
+
+
+@bug("recurrent_gla_steps", "test_values[accepted-float32]")
+def accepted_drafts_ignored(x):
+    return stepped(x, num_accepted=None)
+
+
+@bug("recurrent_gla_steps", "test_accepted_drafts[accepted-float32-0]")
+def no_accepted_draft_read_from_the_end(x):
+    S = x.slots.shape[1]
+    return stepped(x, num_accepted=torch.where(x.num_accepted == 0, S, x.num_accepted))
+
+
+@bug("recurrent_gla_steps", "test_values[packed-float32]")
+def states_after_the_last_token_written(x):
+    """The columns of slots beyond the tokens of a sequence receive its last state."""
+    o = stepped(x)
+    for n, (a, b) in enumerate(itertools.pairwise(x.cu_seqlens.tolist())):
+        for j in range(b - a, x.slots.shape[1]):
+            x.pool[x.slots[n, j]] = x.pool[x.slots[n, max(b - a - 1, 0)]]
+    return o
+
+
+@bug("recurrent_gla_steps", "test_pool_dtypes[small-float32-torch.bfloat16]", over={"o"})
+def state_rounded_between_tokens(x):
+    """Each token continues from the state that was written."""
+    o = []
+    for j in range(x.q.shape[1]):
+        token = {name: y if (y := getattr(x, name)) is None or y.ndim == 1 else y[:, j : j + 1] for name in "qkvg"}
+        read = x.slots[:, j - 1] if j else x.slots[:, 0] if x.read_slots is None else x.read_slots
+        given = {"slots": x.slots[:, j : j + 1], "num_accepted": None, "read_slots": read, "out": None}
+        o.append(stepped(x, **token, **given, has_state=None if j else x.has_state))
+    return torch.cat(o, 1)
+
+
+@bug("recurrent_gla_steps", "test_values[small-float32]", over={"states"})
+def every_state_written_to_the_first_slot(x):
+    return stepped(x, slots=x.slots[:, :1].expand_as(x.slots))
+
+
+@bug("recurrent_gla_steps", "test_new_sequences_in_slots_of_nan[small-float32]")
+def new_sequences_of_steps_read_their_slot(x):
+    return stepped(x, has_state=None)
+
+
+@bug("recurrent_gla_steps", "test_new_sequences_in_pad_slots[small-float32]")
+def new_sequence_in_a_pad_slot_computed(x):
+    slots = x.slots.clone()
+    slots[:, 0] = torch.where(slots[:, 0] < 0, x.slots[:, 1], slots[:, 0])
+    return stepped(x, slots=slots)
+
+
+@bug("recurrent_gla_steps", "test_slots_outside_the_pool[small-float32-first--1-torch.int32]")
+def slots_of_steps_count_from_the_end(x):
+    return stepped(x, slots=torch.where(x.slots < 0, x.slots + len(x.pool), x.slots))
+
+
+@bug("recurrent_gla_steps", "test_pages[small-float32-3]")
+def pages_of_steps_taken_for_dense(x):
+    return stepped(x, pool=as_if_dense(x.pool))
+
+
+@bug("recurrent_gla_steps", "test_rows_of_no_sequence[packed-float32]", over={"o"})
+def padding_of_steps_not_cleared(x):
+    o = stepped(x)
+    o[:, x.cu_seqlens[-1] :] = 1
+    return o
+
+
+@bug("recurrent_gla_steps", "test_out[small-float32]")
+def out_of_steps_ignored(x):
+    return stepped(x, out=None)
+
+
 @bug("recurrent_gla_step", "test_inplace_writes_only_addressed_rows[small-float32--1]")
 def negative_index_counts_from_the_end(x):
     rows = x.state_indices

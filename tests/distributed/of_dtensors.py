@@ -107,6 +107,9 @@ def check_a_pool(ranks: Ranks) -> None:
         compare((found, written), (expected, expected_states))
     with pytest.raises(ValueError, match="mismatched placements"):
         gla.chunk_gla_pool(*own, spread(states, WHOLE), *integers)
+    slots, written = torch.arange(5)[None], spread(states, Shard(1))
+    expected = gla.recurrent_gla_steps(*(y[:, :3] for y in (x.q, x.k, x.v, x.g)), states, slots)
+    compare((gla.recurrent_gla_steps(*(y[:, :3] for y in own), written, slots), written), (expected, states))
 
 
 def check_other_ops(ranks: Ranks) -> None:

@@ -42,6 +42,9 @@ def test_the_other_ops():
     packed = [y[:1] for y in (x.q, x.k, x.v, x.g)]
     served = counted(lambda: gla.chunk_gla_pool(*packed, pool, torch.tensor([0, T]), slots))
     assert served == 2 * T * (H * G + H) * K * V
+    few = [y[:, :3] for y in (x.q, x.k, x.v, x.g)]
+    steps = counted(lambda: gla.recurrent_gla_steps(*few, pool, torch.arange(3 * B).reshape(B, 3)))
+    assert steps == 2 * B * 3 * (H * G + H) * K * V
     q = x.q.clone().requires_grad_()
     scores = 2 * B * H * G * T * T
     assert counted(lambda: gla.softmax_attention(x.q, x.k, x.v, causal=True)) == scores * (K + V)

@@ -60,6 +60,13 @@ def _recurrent_gla_step(call: OpCall) -> tuple[float, float]:
     return (1, B * H * K * V * 2 + P * H * K * V) if call.indexed else (0, B * H * K * V)
 
 
+def _recurrent_gla_steps(call: OpCall) -> tuple[float, float]:
+    """Counts a step for each of the S tokens, and six passes over the states for each."""
+    N, H, K, V, S = (call.dims[name] for name in ("N", "Hv", "K", "V", "S"))
+    S = S if call.variable_length else min(S, call.dims["T"])
+    return 1 + S, (1 + 7 * S) * N * H * K * V
+
+
 def _online_softmax(call: OpCall) -> tuple[float, float]:
     rows, columns = call.dims["rows"], call.dims["columns"]
     return math.ceil(rows / max(1, online_softmax.BLOCK // max(columns, 1))), rows * columns
@@ -76,6 +83,7 @@ _COUNT: Mapping[str, Callable[[OpCall], tuple[float, float]]] = {
     "chunk_gla_fwd": _chunk_gla,
     "chunk_gla_pool": _chunk_gla_pool,
     "recurrent_gla_step": _recurrent_gla_step,
+    "recurrent_gla_steps": _recurrent_gla_steps,
     "online_softmax": _online_softmax,
     "softmax_attention": _softmax_attention,
 }

@@ -1,8 +1,10 @@
-"""One token of gated linear attention, for decoding: step.py has the kernel, plan.py its launch parameters."""
+"""Decoding: step.py has the kernel for one token, steps.py for several, plan.py their launch parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall, Prepared
 
@@ -13,5 +15,16 @@ def _prepare(call: OpCall) -> Callable[..., tuple]:
     return prepare(call)
 
 
+def _prepare_steps(call: OpCall) -> Callable[..., Tensor]:
+    from gla_triton_kernels.recurrent_gla_step.steps import prepare
+
+    return prepare(call)
+
+
 STEP = Prepared(_prepare, ("q", "k", "v", "g", "state", "scale", "state_indices", "gate_normalizer", "inplace"))
 """recurrent_gla_step: one kernel reads every state once and writes it once."""
+
+_OF_A_CALL = ("q", "k", "v", "g", "pool", "slots", "scale", "cu_seqlens")
+_OF_SEQUENCES = ("num_accepted", "read_slots", "has_state", "pad_slot", "gate_normalizer", "out")
+STEPS = Prepared(_prepare_steps, (*_OF_A_CALL, *_OF_SEQUENCES))
+"""recurrent_gla_steps: one kernel reads the state of every sequence once, and writes it after each of its tokens."""

@@ -1,4 +1,4 @@
-"""Predicts the seconds of a step. gla_triton_kernels/cost.py explains the constants launch, host and bandwidth."""
+"""Predicts the seconds of a step, and of several. gla_triton_kernels/cost.py explains the constants."""
 
 from __future__ import annotations
 
@@ -11,3 +11,11 @@ def seconds(call: OpCall, c: Constants) -> float:
     B, Hv, K, V = (call.dims[name] for name in ("B", "Hv", "K", "V"))
     states = B * Hv * K * V * (call.state_dtype.itemsize if call.state_dtype else 4)
     return in_all(call, c["launch"] + 2 * states / c["bandwidth"], c["host"])
+
+
+def seconds_of_steps(call: OpCall, c: Constants) -> float:
+    """Returns the seconds of several steps, which read every state once and write it after each token."""
+    tokens, N, Hv, K, V = (call.dims[name] for name in ("T", "N", "Hv", "K", "V"))
+    tokens = tokens if call.variable_length else N * tokens
+    moved = (N + tokens) * Hv * K * V * (call.state_dtype.itemsize if call.state_dtype else 4)
+    return in_all(call, c["launch"] + moved / c["bandwidth"], c["host"])
