@@ -50,22 +50,7 @@ def opcheck_cases():
     )
 
 
-def opcheck_cases_of_gates():
-    ops = torch.ops.gla
-    for form in ("constant", "head"):
-        x = gla_inputs(T=9, R=2, K=4, V=3, gate_form=form, initial_state=True)
-        grad = [y.clone().requires_grad_() for y in (x.q, x.k, x.v, x.g, x.initial_state)]
-        yield f"fwd, {form}", ops.chunk_gla_fwd, (*grad[:4], None, grad[4], True, None, None)
-        states = (x.initial_state, None, None, None, torch.randn_like(x.v), torch.randn_like(x.initial_state))
-        yield f"bwd, {form}", ops.chunk_gla_bwd, (x.q, x.k, x.v, x.g, None, *states)
-        yield f"summary, {form}", ops.chunk_gla_summary, (*grad[1:4], None, False)
-        yield f"step, {form}", ops.recurrent_gla_step, (*token(x), x.initial_state, None, None)
-
-
-OPCHECK_CASES = [*opcheck_cases(), *opcheck_cases_of_gates()]
-
-
-@pytest.mark.parametrize(("op", "args"), [pytest.param(op, args, id=name) for name, op, args in OPCHECK_CASES])
+@pytest.mark.parametrize(("op", "args"), [pytest.param(op, args, id=name) for name, op, args in opcheck_cases()])
 def test_opcheck(op, args):
     torch.library.opcheck(op.default, args)
 
