@@ -81,6 +81,12 @@ def test_the_floor_of_a_pool_reads_and_writes_a_state_of_each_sequence():
     assert floor_bytes("chunk_gla_pool", sizes) == tokens + 2 * states
 
 
+def test_the_floor_of_several_steps_writes_a_state_of_each_token():
+    sizes = {"B": 2, "T": 3, "H": 2, "K": 16, "V": 8, "pool": 50, "slots": ((0, 1, 2, 3), (4, 5, 6, 7))}
+    tokens, state = 4 * 6 * 2 * (3 * 16 + 8 + 8), 4 * 2 * 16 * 8
+    assert floor_bytes("recurrent_gla_steps", sizes) == tokens + (2 + 6) * state
+
+
 def test_what_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="op is 'chunk_gla_fwd'; expected one of chunk_gla"):
         floor_bytes("chunk_gla_fwd", {})

@@ -4,8 +4,9 @@
 
 A state stays in registers, in float32, from token to token; each copy of it is rounded on its own.
 
-B batch   T tokens of a row   N sequences   S the most tokens of a sequence   P states of the pool   H key heads
-Hq query heads   Hv heads of values, states and gates   Ho heads of o, the more of Hq and Hv
+B batch   T tokens of a row   N sequences   P states of the pool
+COLUMNS slots of a sequence   S tokens of a sequence that are computed: COLUMNS, or T if that is less
+H key heads   Hq query heads   Hv heads of values, states and gates   Ho heads of o, the more of Hq and Hv
 G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head   K, V key and value width
 BK number of keys K, rounded up to a power of two   BV values of a block
 
