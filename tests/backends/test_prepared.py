@@ -79,10 +79,10 @@ def test_all_kernels_of_a_call_are_compiled_when_it_is_prepared(op, backend, abs
 def arguments_of(op, device, seed=0):
     """Returns the arguments of a small call, in the order of the contract."""
     torch.manual_seed(seed)
-    x = gla_inputs(B=1, T=70, H=2, K=32, V=64, initial_state=True, seed=seed)
-    do = torch.randn(1, 70, 2, 64)
+    x = gla_inputs(B=1, T=20, H=2, K=32, V=64, initial_state=True, seed=seed)
+    do = torch.randn(1, 20, 2, 64)
     token, few = ([y[:, at] for y in (x.q, x.k, x.v, x.g)] for at in (0, slice(3)))
-    pool, offsets, one = x.initial_state.repeat(3, 1, 1, 1), torch.tensor([0, 70]), torch.tensor([1])
+    pool, offsets, one = x.initial_state.repeat(3, 1, 1, 1), torch.tensor([0, 20]), torch.tensor([1])
     found = {
         "chunk_gla_fwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, None, None, None),
         "chunk_gla_bwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, None, None, None, do, None, None),
