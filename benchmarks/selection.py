@@ -126,7 +126,7 @@ def backward_of(call: OpCall) -> OpCall:
 def form_calls(device: torch.device) -> Iterator[tuple[str, OpCall]]:
     """Yields calls with gates of other forms, value heads in groups, and float16: forwards, and half of the backwards.
 
-    Their shapes are those of the grid, in turn.
+    The shapes are every second one of the grid.
     """
     random, sizes = Random(7), [shape for shape in shapes(True) if shape[1] > 1]
     for i in range(FORMS):

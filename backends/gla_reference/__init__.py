@@ -18,20 +18,20 @@ def gla_register_backends() -> list[Backend]:
     from gla_reference.recurrent_gla_steps import recurrent_gla_steps
     from gla_reference.softmax_attention import softmax_attention
 
-    of_tensors = (
-        chunk_gla_fwd,
-        chunk_gla_bwd,
-        chunk_gla_summary,
-        recurrent_gla_step,
-        online_softmax,
-        softmax_attention,
-    )
-    pooled = {"chunk_gla_pool": chunk_gla_pool, "recurrent_gla_steps": recurrent_gla_steps}
     return [
         Backend(
             name="reference",
             version="0.1.0",
-            ops={op.__name__: op for op in of_tensors} | pooled,
+            ops={
+                "chunk_gla_fwd": chunk_gla_fwd,
+                "chunk_gla_bwd": chunk_gla_bwd,
+                "chunk_gla_pool": chunk_gla_pool,
+                "chunk_gla_summary": chunk_gla_summary,
+                "recurrent_gla_step": recurrent_gla_step,
+                "recurrent_gla_steps": recurrent_gla_steps,
+                "online_softmax": online_softmax,
+                "softmax_attention": softmax_attention,
+            },
             capabilities=Capabilities(
                 dtypes=frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16}),
                 grouped_values=True,

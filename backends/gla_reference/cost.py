@@ -96,7 +96,7 @@ def _recurrent_gla_step(call: OpCall) -> Count:
 
 
 def _recurrent_gla_steps(call: OpCall) -> Count:
-    """Counts a step for each of the S tokens, and six passes over the states for each: two reading, four writing."""
+    """Counts three steps and seven passes over the states for each of the S tokens; one more of each reads the pool."""
     N, H, K, V, S = (call.dims[name] for name in ("N", "Hv", "K", "V", "S"))
     S = S if call.variable_length else min(S, call.dims["T"])
     return Count(1 + 3 * S, (1 + 7 * S) * N * H * K * V)

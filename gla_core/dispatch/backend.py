@@ -452,7 +452,7 @@ def through_pool(forward: Op) -> Op:
 
 
 def _by_name(forward: Callable[..., Any], takes: tuple[str, ...], keywords: bool) -> Callable[..., Any]:
-    """Returns a function that takes all arguments of chunk_gla_fwd by name, and gives `forward` those that it takes."""
+    """Returns a function that takes all arguments of an op by name, and gives `forward` those that it takes."""
 
     def run(**x: Any) -> Any:
         if "gate_normalizer" not in takes and x["gate_normalizer"] is not None:

@@ -140,14 +140,6 @@ def offset_values(cu_seqlens: Tensor | None, T: int, max_seqlen: int | None) -> 
         raise ValueError(f"max_seqlen is {max_seqlen}; the longest sequence of cu_seqlens has {longest} tokens")
 
 
-def out_of_tokens(out: Any, q: Any, v: Any) -> None:
-    """Checks `out` for the torch op, which does not receive it and would write the pool. The op checks q and v."""
-    if isinstance(q, Tensor) and isinstance(v, Tensor) and q.ndim == v.ndim == 4:
-        heads = max(q.shape[2], v.shape[2])
-        tensor("out", out, "B T Ho V", {"B": q.shape[0], "T": q.shape[1], "Ho": heads, "V": v.shape[3]})
-        dtype("out", out, (v.dtype,), ", as v")
-
-
 def slots(reads: list[int | None], writes: dict[str, list[int | None]], of_reads: str = "read_slots[{n}]") -> None:
     """Raises ValueError for a slot that is written twice, or that one sequence writes and another one reads.
 

@@ -33,9 +33,8 @@ from typing import Any
 from torch import Tensor
 
 from gla_core.dispatch.backend import CHUNK, is_slot, states_of_slots
-from gla_core.ops import autocast, checks
-from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
-from gla_core.ops._torch_op import faker, refuse_in_place, refuse_tangents, runner, tell_autograd, torch_op
+from gla_core.ops import checks
+from gla_core.ops._serving import serving
 from gla_core.ops.chunk_gla import FORWARD, LONGEST, NORMALIZER, TOKENS
 from gla_core.ops.spec import (
     AS_INPUT,
@@ -47,8 +46,6 @@ from gla_core.ops.spec import (
     Argument,
     OpSpec,
     Result,
-    plain_number,
-    scale_or_default,
 )
 
 
@@ -134,26 +131,8 @@ def chunk_gla_pool(
     if state_v_first:
         pool = checks.transposed(pool)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    if needs_gradient(q, k, v, g, pool):
-        raise RuntimeError(
-            "chunk_gla_pool has no backward and an input requires a gradient; "
-            "train with chunk_gla, or serve under torch.no_grad()"
-        )
-    slots, rest = (pool, cu_seqlens, read_slots, write_slots), (has_state, checkpoint_offsets, checkpoint_slots)
-    if bypasses_torch(q):
-        args = (q, k, v, g, *slots, scale_or_default(q, scale), *rest, pad_slot, c, out, max_seqlen)
-        o = run(CHUNK_POOL, args, backend=backend)
-        tell_autograd(pool, out)
-        return o
-    q, k, v, g = autocast.tokens(q, k, v, g)
-    refuse_tangents(q, k, v, g, pool)
-    if transformed():
-        refuse_in_place()
-    if out is not None:
-        checks.out_of_tokens(out, q, v)
-    args = (q, k, v, g, *slots, plain_number(scale), *rest, pad_slot, c, max_seqlen)
-    o = _torch_pool(*args, request_text(backend))
-    return o if out is None else out.copy_(o)
+    slots, rest = (cu_seqlens, read_slots, write_slots), (has_state, checkpoint_offsets, checkpoint_slots, pad_slot)
+    return _call((q, k, v, g, pool, *slots, scale, *rest, c, out, max_seqlen), backend)
 
 
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
@@ -225,11 +204,4 @@ CHUNK_POOL = OpSpec(
     flops=FORWARD.flops,
 )
 
-_torch_pool = torch_op(  # a torch op returns no argument, so this one lacks `out`
-    CHUNK_POOL.schema(without=("out",)),
-    runner(CHUNK_POOL, None),
-    faker(CHUNK_POOL, None),
-    vmap=refuse_in_place,
-    flops=CHUNK_POOL.flops,
-    spec=CHUNK_POOL,
-)
+_call = serving(CHUNK_POOL)

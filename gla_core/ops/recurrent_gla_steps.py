@@ -34,9 +34,8 @@ import torch
 from torch import Tensor
 
 from gla_core.dispatch.backend import is_slot
-from gla_core.ops import autocast, checks
-from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
-from gla_core.ops._torch_op import faker, refuse_in_place, refuse_tangents, runner, tell_autograd, torch_op
+from gla_core.ops import checks
+from gla_core.ops._serving import serving
 from gla_core.ops.chunk_gla import FORWARD, NORMALIZER, TOKENS
 from gla_core.ops.spec import (
     AS_INPUT,
@@ -48,8 +47,6 @@ from gla_core.ops.spec import (
     Argument,
     OpSpec,
     Result,
-    plain_number,
-    scale_or_default,
 )
 
 MOST = 8
@@ -144,24 +141,8 @@ def recurrent_gla_steps(
     if isinstance(slots, Tensor) and slots.ndim == 1:
         slots = slots[:, None]
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    if needs_gradient(q, k, v, g, pool):
-        raise RuntimeError(
-            "recurrent_gla_steps has no backward and an input requires a gradient; "
-            "train with chunk_gla, or serve under torch.no_grad()"
-        )
-    rest = (cu_seqlens, num_accepted, read_slots, has_state, pad_slot, c)
-    if bypasses_torch(q):
-        o = run(STEPS, (q, k, v, g, pool, slots, scale_or_default(q, scale), *rest, out), backend=backend)
-        tell_autograd(pool, out)
-        return o
-    q, k, v, g = autocast.tokens(q, k, v, g)
-    refuse_tangents(q, k, v, g, pool)
-    if transformed():
-        refuse_in_place()
-    if out is not None:
-        checks.out_of_tokens(out, q, v)
-    o = _torch_steps(q, k, v, g, pool, slots, plain_number(scale), *rest, request_text(backend))
-    return o if out is None else out.copy_(o)
+    of_sequences = (cu_seqlens, num_accepted, read_slots, has_state, pad_slot)
+    return _call((q, k, v, g, pool, slots, scale, *of_sequences, c, out), backend)
 
 
 def _bind(given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
@@ -239,11 +220,4 @@ STEPS = OpSpec(
     writes=lambda sizes: sizes["B"] * sizes["T"] / max(sizes["N"], 1),
 )
 
-_torch_steps = torch_op(  # a torch op returns no argument, so this one lacks `out`
-    STEPS.schema(without=("out",)),
-    runner(STEPS, None),
-    faker(STEPS, None),
-    vmap=refuse_in_place,
-    flops=STEPS.flops,
-    spec=STEPS,
-)
+_call = serving(STEPS)

@@ -3,6 +3,8 @@ from __future__ import annotations
 import hypothesis
 import pytest
 
+import gla_core as gla
+
 hypothesis.settings.register_profile("gla", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("gla")
 
@@ -19,3 +21,13 @@ def fresh_graphs():
 
     with inductor.patch(fx_graph_cache=False), functorch.patch(enable_autograd_cache=False):
         yield
+
+
+@pytest.fixture
+def check_values(monkeypatch):
+    """Makes the ops check the values of their arguments."""
+    monkeypatch.setenv("GLA_CHECK", "1")
+    gla.reload_environment()
+    yield
+    monkeypatch.undo()
+    gla.reload_environment()

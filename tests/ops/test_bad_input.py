@@ -302,15 +302,6 @@ def test_a_bad_call_after_a_good_one_of_the_same_function():
         gla.chunk_gla(**chunk_arguments(scale="1"))
 
 
-@pytest.fixture
-def check_values(monkeypatch):
-    monkeypatch.setenv("GLA_CHECK", "1")
-    gla.reload_environment()
-    yield
-    monkeypatch.undo()
-    gla.reload_environment()
-
-
 BAD_VALUES = [
     (gla.chunk_gla, chunk_arguments(g=ones(2, 6, 2, 4)), "g has values up to 1.0; expected the log of a forget gate"),
     (gla.chunk_gla, chunk_arguments(v=torch.full((2, 6, 2, 3), torch.nan)), "v holds NaN in 72 of 72 places"),

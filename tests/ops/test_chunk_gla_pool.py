@@ -83,15 +83,6 @@ def test_a_bad_out_is_refused_under_autocast_too(changes):
     assert torch.equal(given["pool"], before)
 
 
-@pytest.fixture
-def check_values(monkeypatch):
-    monkeypatch.setenv("GLA_CHECK", "1")
-    gla.reload_environment()
-    yield
-    monkeypatch.undo()
-    gla.reload_environment()
-
-
 LONG = {"lengths": (70, 130), "H": 1, "K": 2, "V": 2, "pool": 6, "read_slots": (4, 1)}
 FLAGS = torch.tensor([True, False])
 

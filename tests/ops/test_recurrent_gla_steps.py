@@ -58,15 +58,6 @@ def test_refused_with_a_message_before_anything_is_written(sizes, changes, error
     assert torch.equal(x["pool"], before)
 
 
-@pytest.fixture
-def check_values(monkeypatch):
-    monkeypatch.setenv("GLA_CHECK", "1")
-    gla.reload_environment()
-    yield
-    monkeypatch.undo()
-    gla.reload_environment()
-
-
 BAD_VALUES = [
     (SIZES, {"slots": ints((4, 1, 4), (2, 3, 5))}, "slots[:, 2][0] is 4, which sequence 0 writes too, by slots[:, 0]"),
     (SIZES, {"read_slots": ints(6, 1)}, "read_slots[1] is 1, which sequence 0 writes; expected a slot that no"),

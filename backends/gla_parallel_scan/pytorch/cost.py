@@ -61,7 +61,7 @@ def _recurrent_gla_step(call: OpCall) -> tuple[float, float]:
 
 
 def _recurrent_gla_steps(call: OpCall) -> tuple[float, float]:
-    """Counts a step for each of the S tokens, and six passes over the states for each."""
+    """Counts a step and seven passes over the states for each of the S tokens; one more of each reads the pool."""
     N, H, K, V, S = (call.dims[name] for name in ("N", "Hv", "K", "V", "S"))
     S = S if call.variable_length else min(S, call.dims["T"])
     return 1 + S, (1 + 7 * S) * N * H * K * V

@@ -87,7 +87,7 @@ def magnitudes(q_tile, k_tile, layout: gl.constexpr):
 def fit_mild_chunk(bits):
     """Returns whether all `magnitudes` [C, K] are at most MILD_INPUT_HALF.
 
-    Integers over all dimensions at once: an instruction of Hopper then compares the numbers of a warp.
+    It reduces integers, and all dimensions at once, because one instruction of Hopper then compares those of a warp.
     """
     most = gl.max(bits.reshape([bits.shape[0] * bits.shape[1]]), 0)
     return most.to(gl.float32, bitcast=True) <= MILD_INPUT_HALF

@@ -1,0 +1,63 @@
+"""Calls of ops that read and write states in a pool: what their public functions share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from gla_core.ops import autocast, checks
+from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
+from gla_core.ops._torch_op import faker, refuse_in_place, refuse_tangents, runner, tell_autograd, torch_op
+from gla_core.ops.spec import OpSpec, plain_number, scale_or_default
+
+
+def serving(spec: OpSpec) -> Callable[[tuple, str | None], Tensor]:
+    """Defines `gla::<name of the op>`, and returns the function that calls the op with its arguments and a request.
+
+    The arguments begin with q, k, v, g and pool, and the scale may be None. The function raises RuntimeError if an
+    input requires a gradient, and NotImplementedError under transforms of torch.func.
+    """
+    of_torch = torch_op(  # a torch op returns no argument, so this one lacks `out`
+        spec.schema(without=("out",)),
+        runner(spec, None),
+        faker(spec, None),
+        vmap=refuse_in_place,
+        flops=spec.flops,
+        spec=spec,
+    )
+    scale_at, out_at = spec.parameters.index("scale"), spec.parameters.index("out")
+
+    def call(args: tuple, backend: str | None) -> Tensor:
+        q, k, v, g, pool = args[:5]
+        scale, out = args[scale_at], args[out_at]
+        if needs_gradient(q, k, v, g, pool):
+            raise RuntimeError(
+                f"{spec.public} has no backward and an input requires a gradient; "
+                "train with chunk_gla, or serve under torch.no_grad()"
+            )
+        if bypasses_torch(q):
+            args = (*args[:scale_at], scale_or_default(q, scale), *args[scale_at + 1 :])
+            o = run(spec, args, backend=backend)
+            tell_autograd(pool, out)
+            return o
+        q, k, v, g = autocast.tokens(q, k, v, g)
+        refuse_tangents(q, k, v, g, pool)
+        if transformed():
+            refuse_in_place()
+        if out is not None:
+            _check_out(out, q, v)
+        rest = (*args[4:scale_at], plain_number(scale), *args[scale_at + 1 : out_at], *args[out_at + 1 :])
+        o = of_torch(q, k, v, g, *rest, request_text(backend))
+        return o if out is None else out.copy_(o)
+
+    return call
+
+
+def _check_out(out: Any, q: Any, v: Any) -> None:
+    """Checks `out` for the torch op, which does not receive it and would write the pool. The op checks q and v."""
+    if isinstance(q, Tensor) and isinstance(v, Tensor) and q.ndim == v.ndim == 4:
+        heads = max(q.shape[2], v.shape[2])
+        checks.tensor("out", out, "B T Ho V", {"B": q.shape[0], "T": q.shape[1], "Ho": heads, "V": v.shape[3]})
+        checks.dtype("out", out, (v.dtype,), ", as v")
