@@ -14,7 +14,9 @@ Duality" (arXiv 2405.21060); the arguments are those of mamba_ssm 2.3.2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -75,6 +77,9 @@ def mamba_chunk_scan_combined(
     float64 inputs); each may have any dtype. Under autocast, x dt, B and C are cast as in `gla_core.chunk_gla`, and out
     keeps the dtype of x.
 
+    On a GPU, torch.compile makes one kernel of what comes before the op and one of what follows it. The first call
+    therefore takes seconds, as does the first with another combination of dtypes and optional arguments.
+
     Args:
         x: inputs [batch, seqlen, nheads, headdim], float64, float32, float16 or bfloat16.
         dt: time steps [batch, seqlen, nheads], before dt_bias and softplus.
@@ -116,20 +121,18 @@ def mamba_chunk_scan_combined(
     _check(_SCAN, **tensors, initial_states=initial_states, seq_idx=seq_idx)
     _check_options(x, seq_idx, cu_seqlens, dt_limit, return_varlen_states)
     dtype = wide(x.dtype)
-    dt = _time_steps(dt, dt_bias, dt_softplus, dtype).clamp(*dt_limit)
-    g = dt * A.to(dtype)
-    if seq_idx is not None:
-        before = F.pad(seq_idx[:, :-1], (1, 0))  # a row continues sequence 0
-        g = g.masked_fill((seq_idx != before)[..., None], -torch.inf)
+    v, g = _fused(_values_and_gates, x, dt, A, dt_bias, seq_idx, dt_softplus, dt_limit)
     offsets = cu_seqlens if return_varlen_states else None
     state = None if initial_states is None else initial_states.to(dtype)
     if state is not None and offsets is not None:
         state = F.pad(state, (0, 0) * 3 + (0, len(offsets) - 2))  # the other sequences begin with 0
-    v = (x * dt[..., None]).to(x.dtype)
     wanted = return_final_states or return_varlen_states
     q, k = C.to(x.dtype), B.to(x.dtype)
     o, state = chunk_gla(q, k, v, g, 1.0, state, wanted, offsets, state_v_first=True)
-    out = _output(o, x, D if D is None or D.ndim == 2 else D[:, None], z)
+    if D is None and z is None:
+        out = o.to(x.dtype)
+    else:
+        out = _fused(_output, o, x, D if D is None or D.ndim == 2 else D[:, None], z)
     if offsets is None:
         return (out, state) if return_final_states else out
     return (out, _last(state, offsets), state) if return_final_states else (out, state)
@@ -206,6 +209,39 @@ def selective_state_update(
         pool.copy_(written)
     out = _output(o.reshape(x.shape), x, D, z)
     return out if state.ndim > 3 else out.squeeze(1)
+
+
+_compiled = functools.cache(torch.compile)
+_has_triton = functools.cache(lambda: importlib.util.find_spec("triton") is not None)
+
+
+def _fused(function: Callable[..., Any], x: Tensor, *others: Any) -> Any:
+    """Returns function(x, *others), computed by compiled code if x is on a GPU.
+
+    Eager PyTorch would write each product to memory in float32, which takes longer than the scan.
+    """
+    if x.is_cuda and not torch.compiler.is_compiling() and _has_triton():
+        function = _compiled(function)
+    return function(x, *others)
+
+
+def _values_and_gates(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    dt_bias: Tensor | None,
+    seq_idx: Tensor | None,
+    softplus: bool,
+    limit: tuple[float, float],
+) -> tuple[Tensor, Tensor]:
+    """Returns v = dt x with the dtype of x, and g = dt A, which is -inf where a sequence begins."""
+    dtype = wide(x.dtype)
+    dt = _time_steps(dt, dt_bias, softplus, dtype).clamp(*limit)
+    g = dt * A.to(dtype)
+    if seq_idx is not None:
+        before = F.pad(seq_idx[:, :-1], (1, 0))  # a row continues sequence 0
+        g = g.masked_fill((seq_idx != before)[..., None], -torch.inf)
+    return (x * dt[..., None]).to(x.dtype), g
 
 
 def _time_steps(dt: Tensor, bias: Tensor | None, softplus: bool, dtype: torch.dtype) -> Tensor:
