@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 
@@ -33,10 +32,7 @@ def tokens(family):
     found = {}
     for name in ("q", "k", "v", *FAMILIES[family][0]):
         x = torch.randn(B, T, H, *sizes[name], device="cuda")
-        if name in ("g", "slot_gates", "w"):
-            x = torch.nn.functional.logsigmoid(x)
-        else:
-            x = x.bfloat16()
+        x = torch.nn.functional.logsigmoid(x) if name in ("g", "slot_gates", "w") else x.bfloat16()
         found["g" if name == "slot_gates" else "r" if (family, name) == ("rwkv6", "q") else name] = x.requires_grad_()
     if family == "rwkv6":
         found["u"] = torch.randn(H, K, device="cuda", dtype=torch.bfloat16, requires_grad=True)
