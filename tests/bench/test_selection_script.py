@@ -265,9 +265,7 @@ def test_auto_was_right(selection, path):
     if path.stem != "selection-cpu":
         assert found["summary"]["backward"]["worst"] <= 1.3
     device = torch.device("cpu" if path.stem == "selection-cpu" else "cuda")
-    missing = {"forms"} if path.stem == "selection-h100-80gb-hbm3" else set()  # younger than the file
-    asked = [each for each in selection.calls(device) if each[0] not in missing]
-    wanted = {selection.key({"part": part, **selection.as_json(call)}) for part, call in asked}
+    wanted = {selection.key({"part": part, **selection.as_json(call)}) for part, call in selection.calls(device)}
     assert {selection.key(row) for row in found["rows"]} == wanted
 
 
