@@ -40,7 +40,15 @@ from gla_core.dispatch.backend import (
     through_pool,
 )
 from gla_parallel_scan import pytorch
-from gla_triton_kernels.chunk_gla import backward, chunk_gla_bwd, chunk_gla_fwd, chunk_gla_summary, forward, summary
+from gla_triton_kernels.chunk_gla import (
+    backward,
+    chunk_gla_bwd,
+    chunk_gla_fwd,
+    chunk_gla_pool,
+    chunk_gla_summary,
+    forward,
+    summary,
+)
 from gla_triton_kernels.chunk_gla.cost import backward_prices, forward_prices, pool_predictor, predictor, summary_prices
 from gla_triton_kernels.online_softmax import SPLITS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
@@ -72,15 +80,16 @@ def gla_register_backends() -> list[Backend]:
         key_widths=range(1, kernels.MAX_WIDTH + 1),
         value_widths=range(1, kernels.MAX_WIDTH + 1),
     )
-    chunk_gla = _by_device(chunk_gla_fwd(forward.plan_cut), pytorch.chunk_gla.chunk_gla_fwd)
     return [
         Backend(
             name="parallel_scan",
             version="0.1.0",
             ops={
-                "chunk_gla_fwd": chunk_gla,
+                "chunk_gla_fwd": _by_device(chunk_gla_fwd(forward.plan_cut), pytorch.chunk_gla.chunk_gla_fwd),
                 "chunk_gla_bwd": chunk_gla_bwd(backward.plan_cut),
-                "chunk_gla_pool": through_pool(chunk_gla),
+                "chunk_gla_pool": _by_device(
+                    chunk_gla_pool(forward.plan_cut), through_pool(pytorch.chunk_gla.chunk_gla_fwd)
+                ),
                 "chunk_gla_summary": chunk_gla_summary(summary.plan_cut),
                 "recurrent_gla_step": _by_device(STEP, pytorch.recurrent_gla_step.recurrent_gla_step),
                 "recurrent_gla_steps": _by_device(STEPS, pytorch.recurrent_gla_step.recurrent_gla_steps),

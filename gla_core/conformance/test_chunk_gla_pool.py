@@ -150,9 +150,9 @@ def test_the_pad_slot(backend, case, measure):
 @over(POOL, "small", "per_head", "checkpoints", dtypes="in_turn")
 def test_sequences_may_read_one_slot(backend, case, measure):
     """Two requests with one cached prefix."""
-    x = pool(case, pool=12)
+    x = pool(case, pool=16)
     x["read_slots"][:] = x["read_slots"][0]
-    x["write_slots"] = torch.arange(len(x["read_slots"]), device=case.device) + 8
+    x["write_slots"] = torch.arange(len(x["read_slots"]), device=case.device) + 9
     check(x, backend, measure)
 
 

@@ -385,37 +385,45 @@ def write_states(pool: torch.Tensor, slots: torch.Tensor, states: torch.Tensor, 
     pool.index_copy_(0, to, torch.where(where.any(), states.to(pool.dtype)[writer], pool[to]))
 
 
+def forward_of_pool(call: OpCall, parts: int = 1) -> OpCall:
+    """Returns the call of chunk_gla_fwd that computes a call of chunk_gla_pool between two copies of states.
+
+    Args:
+        parts: the number of parts that each sequence is cut into.
+    """
+    taken, N = OP_PARAMETERS["chunk_gla_fwd"], parts * call.dims["N"]
+    dims = {**{name: size for name, size in call.dims.items() if name != "P"}, "N": N}
+    layouts = {name: layout for name, layout in call.layouts.items() if name in taken}
+    if layouts:
+        shape = (N, *(dims[name] for name in ("Hv", "K", "V")))
+        layouts["initial_state"] = contiguous_layout(shape, wide(call.dtype))
+    if layouts and parts > 1:
+        layouts["cu_seqlens"] = contiguous_layout((N + 1,), layouts["cu_seqlens"].dtype)
+    every = {"output_final_state": True, "checkpoint_every": None}
+    return replace(
+        call,
+        op="chunk_gla_fwd",
+        dims=dims,
+        state_dtype=wide(call.dtype),
+        indexed=False,
+        scalars={**every, "gate_normalizer": call.scalars.get("gate_normalizer")},
+        given=call.given.intersection(taken) | {"initial_state", "output_final_state", "cu_seqlens"},
+        layouts=layouts,
+    )
+
+
 def forwards_of_pool(call: OpCall) -> list[OpCall]:
     """Returns the calls of chunk_gla_fwd by which `through_pool` computes a call of chunk_gla_pool.
 
     The second one, if there is one, cuts each sequence in two at its checkpoint.
     """
-    taken = OP_PARAMETERS["chunk_gla_fwd"]
-    found = []
-    for parts in (1, 2) if "checkpoint_offsets" in call.given else (1,):
-        N = parts * call.dims["N"]
-        dims = {**{name: size for name, size in call.dims.items() if name != "P"}, "N": N}
-        layouts = {name: layout for name, layout in call.layouts.items() if name in taken}
-        if layouts:
-            shape = (N, *(dims[name] for name in ("Hv", "K", "V")))
-            layouts["initial_state"] = contiguous_layout(shape, wide(call.dtype))
-        if layouts and parts > 1:
-            layouts["cu_seqlens"] = contiguous_layout((N + 1,), layouts["cu_seqlens"].dtype)
-        every = {"output_final_state": True, "checkpoint_every": None}
-        forward = replace(
-            call,
-            op="chunk_gla_fwd",
-            dims=dims,
-            state_dtype=wide(call.dtype),
-            indexed=False,
-            scalars={**every, "gate_normalizer": call.scalars.get("gate_normalizer")},
-            given=call.given.intersection(taken) | {"initial_state", "output_final_state", "cu_seqlens"},
-            layouts=layouts,
-        )
-        found.append(forward)
-    return found
+    return [forward_of_pool(call, parts) for parts in ((1, 2) if "checkpoint_offsets" in call.given else (1,))]
 
 
+@overload
+def through_pool(forward: Prepared) -> Prepared: ...
+@overload
+def through_pool(forward: Callable[..., Any]) -> Callable[..., Any]: ...
 def through_pool(forward: Op) -> Op:
     """Returns an implementation of chunk_gla_pool that computes by one of chunk_gla_fwd.
 

@@ -58,6 +58,13 @@ def forward(**sizes):
     return "chunk_gla_fwd", q, k, v, g, 0.1, state, True, cu_seqlens, 64
 
 
+def pool(P=2**16, pool_dtype=torch.float32, **sizes):
+    q, k, v, g, state, cu_seqlens = gla_inputs(**PACKED | sizes)
+    N, states = len(cu_seqlens) - 1, empty(P, *state.mT.shape[1:], dtype=pool_dtype).mT
+    slots, marks = empty(N, dtype=torch.int32), empty(N, dtype=torch.bool)
+    return "chunk_gla_pool", q, k, v, g, states, cu_seqlens, slots, slots, 0.1, marks, slots, slots
+
+
 def backward(**sizes):
     q, k, v, g, state, cu_seqlens = gla_inputs(**sizes)
     do = empty(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3], dtype=v.dtype)
@@ -120,6 +127,11 @@ CALLS = {
     "forward, odd": (SM90, forward, "triton_fused", ODD),
     "forward, packed": (SM90, forward, "triton_fused", PACKED),
     "forward, in segments": (SM90, forward, "parallel_scan", PACKED),
+    "pool": (SM90, pool, "triton_fused", {"pool_dtype": torch.bfloat16}),
+    "pool, wide": (SM90, pool, "triton_fused", {"K": 256, "V": 512, "H": 16, "P": 2**12}),
+    "pool, in segments": (SM90, pool, "parallel_scan", {"form": "constant"}),
+    "general pool": (SM80, pool, "triton_fused", {"pool_dtype": torch.float16}),
+    "general pool, in segments": (SM80, pool, "parallel_scan", {"form": "head"}),
     "backward": (SM90, backward, "triton_fused", {}),
     "backward, wide": (SM90, backward, "triton_fused", WIDE),
     "backward, odd": (SM90, backward, "triton_fused", ODD),
@@ -159,7 +171,9 @@ CALLS = {
 IN_MEMORY = dict.fromkeys(("cu_seqlens_ptr", "order_ptr", "order", "indices_ptr"), (0, 2**20))
 IN_MEMORY |= dict.fromkeys(("counts_ptr", "counts"), (0, 4))
 IN_MEMORY |= {
-    **dict.fromkeys(("offsets_ptr", "slots_ptr", "read_ptr"), (0, 2**20)),
+    **dict.fromkeys(("offsets_ptr", "slots_ptr", "slots", "read_ptr", "write_ptr", "kept_ptr"), (0, 2**20)),
+    "before_ptr": (0, 2**20),  # of tokens; states, which have the same name in the scan, are no integers
+    "has_state_ptr": (0, 1),
     "accepted_ptr": (0, 8),
     "has_ptr": (0, 1),
 }

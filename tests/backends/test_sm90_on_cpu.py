@@ -18,7 +18,9 @@ from gla_core.workloads.inputs import gla_inputs
 
 pytest.importorskip("triton")
 from gla_triton_kernels.chunk_gla.kernel import ForwardPlan, GradientParameters, Parameters, SegmentPlan
+from gla_triton_kernels.chunk_gla.shared.scan import launch_scan
 from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, cut, whole
+from gla_triton_kernels.chunk_gla.shared.slots import Slots
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors, Tensors
 from tests import gluon_on_cpu
 
@@ -170,6 +172,60 @@ def test_outputs_of_float32_in_range(kernels, form, factors):
 )
 def test_outputs_of_float16_in_range(kernels, form, factors, sizes):
     check_forward(kernels, dtype=torch.float16, gate_form=form, factors=factors, T=300, **sizes)
+
+
+def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **sizes):
+    """Checks outputs and a pool: sequences 1 and 3 are new or have no slot; with a length, sequences are cut."""
+    x = inputs(**{"lengths": (130, 65, 0, 70, 3), "padding": 10, **sizes})
+    (B, T, Hv, V), K = x.v.shape, x.k.shape[3]
+    shape = (9, Hv, V, K) if v_first else (9, Hv, K, V)
+    pool = torch.randn(shape).to(pool_dtype)
+    pool = pool.mT if v_first else pool
+    read, write = torch.tensor([8, 1, 1, -1, 4]), torch.tensor([8, 3, 7, 9, 5], dtype=torch.int32)
+    has_state = torch.tensor([True, False, True, True, True])
+    kept = (torch.tensor([128, 64, 64, 64, 64]), torch.tensor([0, -1, 6, 2, 4]))
+    given = (x.cu_seqlens, read, write, None, has_state, *kept)
+    o, states = oracle.chunk_gla_pool(x.q, x.k, x.v, x.g, pool, *given)
+    found, before = unwritten(B, T, Hv, V, dtype=x.q.dtype), pool.clone()
+    slots = Slots(read, write, has_state, *kept, len(pool), -1)
+    parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=64 if V <= 64 else 128, stages=2)
+    tensors = Tensors(x.q, x.k, x.v, x.g, None, x.cu_seqlens, found, None, pool, pool=pool)
+    plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
+    if length is None:
+        segments = whole(B, T, x.cu_seqlens, found, slots)
+        gluon_on_cpu.run(segments.launches)
+    else:
+        segments, S, D = built_states(kernels, x, False, None, length, found, slots)
+        plan = ForwardPlan(None, parameters, SegmentPlan(length, length, None, parameters, False))  # pyright: ignore
+        recurrence = Recurrence(x.k, x.v, x.g, pool, pool, in_slots=True)
+        gluon_on_cpu.run(launch_scan(plan.segments, recurrence, segments, S, D, S))
+        tensors = tensors._replace(entering=S)
+    kernel = kernels.forward if x.g is not None and x.g.ndim == 4 else kernels.forward_head
+    gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, None))
+    assert relative_error(found, o) <= budget(x.q.dtype)
+    allowed = max(budget(x.q.dtype), budget(pool_dtype))
+    assert sorted(states) == [0, 2, 3, 5, 7, 8]
+    assert relative_error(pool[list(states)], torch.stack([*states.values()])) <= allowed
+    others = [p for p in range(len(pool)) if p not in states]
+    assert torch.equal(pool[others], before[others])
+
+
+@pytest.mark.parametrize("length", [None, 64], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"gate_form": "key", "H": 2, "K": 72, "V": 40},
+        {"gate_form": "key", "K": 128, "V": 128, "pool_dtype": torch.float16, "v_first": True},
+        {"R": 2, "K": 128, "V": 40, "pool_dtype": BFLOAT16, "v_first": True, "gates": "-inf"},
+        {"gates": "none", "pool_dtype": BFLOAT16},
+        {"dtype": torch.float16, "gate_form": "constant"},
+        {"dtype": torch.float32, "gate_form": "key"},
+    ],
+    ids=str,
+)
+def test_states_in_a_pool(kernels, sizes, length):
+    check_pool(kernels, length, **sizes)
 
 
 def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=None, **sizes):
@@ -355,11 +411,11 @@ def test_states_of_segments(kernels, sizes, backwards):
     check_states(kernels, inputs(**sizes), backwards, sizes.get("normalizer"))
 
 
-def built_states(kernels, x, backwards, normalizer=None, length=128):
+def built_states(kernels, x, backwards, normalizer=None, length=128, o=None, slots=None):
     """Returns the segments, their states S from zero, and their decays D, computed from k and v, or from q and v."""
     B, T, Hv, V = x.v.shape
     K = x.k.shape[3]
-    segments = cut(B, T, length, length, x.cu_seqlens)
+    segments = cut(B, T, length, length, x.cu_seqlens, o, slots=slots)
     gluon_on_cpu.run(segments.launches)
     S = unwritten(segments.count, Hv, K, V, dtype=torch.float32)
     D = None if x.g is None else unwritten(segments.count, Hv, K, dtype=torch.float32)

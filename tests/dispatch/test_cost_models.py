@@ -197,15 +197,18 @@ def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturin
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kind, op in OPS if op == "chunk_gla_pool"])
-def test_checkpoints_in_a_pool_cost_a_second_forward(name, kind):
+def test_checkpoints_in_a_pool_cost_a_second_forward_or_their_bytes(name, kind):
     facts = {**GATED, "variable_length": True, "T": 8192, "N": 4}
     once, twice = (
         predicted(name, kind, call_of("chunk_gla_pool", kind, **facts, given=frozenset(given)))
         for given in ((), ("checkpoint_offsets", "checkpoint_slots"))
     )
     forward = predicted(name, kind, call_of("chunk_gla_fwd", kind, **facts))
-    assert once > forward
-    assert twice > once + 0.9 * forward
+    if kind == "cpu" or name == "reference":  # between copies of states
+        assert once > forward
+        assert twice > once + 0.9 * forward
+    else:
+        assert once < twice < 1.1 * once
 
 
 @pytest.mark.parametrize("op", ["chunk_gla_fwd", "chunk_gla_bwd", "chunk_gla_pool", "chunk_gla_summary"])

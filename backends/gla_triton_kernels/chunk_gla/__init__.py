@@ -16,26 +16,47 @@ Plans and prices import no Triton. It is imported when a call is prepared.
 
 from __future__ import annotations
 
-from gla_core.dispatch.backend import Op, Prepared, through_pool
+from gla_core.dispatch.backend import Prepared
 from gla_triton_kernels.chunk_gla import backward, forward, summary
 
-_TOKENS = ("q", "k", "v", "g", "scale", "initial_state")
+_INPUTS = ("q", "k", "v", "g")
 
 
 def chunk_gla_fwd(plan: forward.Plan) -> Prepared:
     """Returns the op chunk_gla_fwd, computed by a plan of forward.py."""
-    takes = (*_TOKENS, "output_final_state", "cu_seqlens", "checkpoint_every", "gate_normalizer")
+    takes = (
+        *_INPUTS,
+        "scale",
+        "initial_state",
+        "output_final_state",
+        "cu_seqlens",
+        "checkpoint_every",
+        "gate_normalizer",
+    )
     return Prepared(lambda call: forward.prepare(call, plan), takes, forward.explained(plan))
 
 
-def chunk_gla_pool(plan: forward.Plan) -> Op:
-    """Returns the op chunk_gla_pool, computed by a plan of forward.py between two copies of states."""
-    return through_pool(chunk_gla_fwd(plan))
+def chunk_gla_pool(plan: forward.Plan) -> Prepared:
+    """Returns the op chunk_gla_pool, computed by a plan of forward.py."""
+    slots = ("pool", "cu_seqlens", "read_slots", "write_slots")
+    rest = ("has_state", "checkpoint_offsets", "checkpoint_slots", "pad_slot", "gate_normalizer", "out")
+    takes = (*_INPUTS, *slots, "scale", *rest)
+    return Prepared(lambda call: forward.prepare_pool(call, plan), takes, forward.explained(plan))
 
 
 def chunk_gla_bwd(plan: backward.Plan) -> Prepared:
     """Returns the op chunk_gla_bwd, computed by a plan of backward.py."""
-    takes = (*_TOKENS, "cu_seqlens", "checkpoints", "checkpoint_every", "do", "dstate", "gate_normalizer")
+    takes = (
+        *_INPUTS,
+        "scale",
+        "initial_state",
+        "cu_seqlens",
+        "checkpoints",
+        "checkpoint_every",
+        "do",
+        "dstate",
+        "gate_normalizer",
+    )
     return Prepared(lambda call: backward.prepare(call, plan), takes, backward.explained(plan))
 
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from gla_core.dispatch.backend import CHUNK, Constants, OpCall, checkpoint_dtype, forwards_of_pool
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall, checkpoint_dtype, forward_of_pool
 from gla_triton_kernels.chunk_gla.kernel import BackwardPlan, ForwardPlan, SegmentPlan
 from gla_triton_kernels.chunk_gla.price import (
     BlockTime,
@@ -35,11 +35,6 @@ from gla_triton_kernels.chunk_gla.price import (
 from gla_triton_kernels.chunk_gla.seen import seen_by_kernels
 from gla_triton_kernels.cost import gpu_of_constants, in_all
 from gla_triton_kernels.runtime.architecture import Gpu
-
-POOL_LAUNCHES = 26
-"""The number of PyTorch's launches that copy states out of a pool and into it; most of them compute [N] numbers."""
-POOL_PASSES = 14
-"""The number of times that these launches read or write each element of the states."""
 
 AnyPlan = TypeVar("AnyPlan")  # ForwardPlan, BackwardPlan or SegmentPlan
 Prices = list[float]
@@ -98,15 +93,14 @@ def forward_prices(call: OpCall, plan: ForwardPlan, c: Constants) -> Prices:
 
 
 def pool_predictor(plan: Callable[[OpCall, Gpu], list[tuple[OpCall, ForwardPlan]]]) -> Callable[..., float]:
-    """Returns the function that predicts the seconds of chunk_gla_pool, computed by `through_pool` of a forward."""
-    forward = predictor(plan, forward_prices)
+    """Returns the function that predicts the seconds of chunk_gla_pool: those of a forward that begins with states."""
 
     def seconds(call: OpCall, c: Constants) -> float:
-        calls = forwards_of_pool(call)
-        elements = math.prod(call.dims[name] for name in ("N", "Hv", "K", "V"))
-        copies = POOL_LAUNCHES * c["launch"] + POOL_PASSES * 4 * elements / c["bandwidth"]
-        copied = in_all(call, len(calls) * copies, len(calls) * POOL_LAUNCHES * c["host_launch"])
-        return sum(forward(each, c) for each in calls) + copied
+        planned = plan(forward_of_pool(call), gpu_of_constants(c))
+        kernels = [x for rows, each in planned for x in forward_prices(rows, each, c)]
+        states = math.prod(call.dims[name] for name in ("N", "Hv", "K", "V"))
+        kept = 4 * states / c["bandwidth"] if "checkpoint_offsets" in call.given else 0.0
+        return in_all(call, sum(kernels) + kept, c["host"] + c["host_launch"] * len(kernels))
 
     return seconds
 

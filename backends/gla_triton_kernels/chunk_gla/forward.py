@@ -9,12 +9,12 @@ B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall, new_checkpoints
+from gla_core.dispatch.backend import OpCall, forward_of_pool, new_checkpoints
 from gla_triton_kernels.chunk_gla.cost import forward_prices
 from gla_triton_kernels.chunk_gla.cutting import (
     INTERPRETED_SEGMENT,
@@ -30,6 +30,7 @@ from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu, gpu_of_call
 
 if TYPE_CHECKING:
+    from gla_triton_kernels.chunk_gla.shared.slots import Slots
     from gla_triton_kernels.chunk_gla.tensors import Tensors
     from gla_triton_kernels.runtime.launch import Launch
 
@@ -147,7 +148,7 @@ def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
 
     def lines(call: OpCall) -> list[str]:
         gpu = gpu_of_call(call)
-        seen = seen_by_kernels(call, gpu)
+        seen = forward_of_pool(call) if call.op == "chunk_gla_pool" else seen_by_kernels(call, gpu)
         chosen = plan(seen, gpu, KERNELS)[0][1]
         found = f"kernel {chosen.outputs.name}"
         if chosen.segments is not None:
@@ -210,14 +211,73 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS)
     return rehearsed(run, call)
 
 
+def prepare_pool(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KERNELS) -> Callable[..., Tensor]:
+    """Plans a call of chunk_gla_pool as `prepare` plans one of chunk_gla_fwd. Kernels read and write the slots.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    from gla_triton_kernels.chunk_gla.shared.slots import Slots
+    from gla_triton_kernels.chunk_gla.tensors import Tensors, with_copies
+    from gla_triton_kernels.runtime.prepared import Launches, rehearsed
+
+    forward = forward_of_pool(call)
+    copied, pad, normalizer = copied_for_invariance(forward), call.scalars["pad_slot"], call.scalars["gate_normalizer"]
+    plans = [] if call.dims["N"] == 0 else plan(forward, gpu_of_call(call), kernels)
+
+    def describe(tensors: tuple[Any, ...], scale: float) -> list[Launch]:
+        q, k, v, g, pool, cu_seqlens, read, write, has_state, before, kept, o = tensors
+        slots = Slots(read, write, has_state, before, kept, len(pool), pad)
+        x = Tensors(q, k, v, g, None, cu_seqlens, o, None, None if kept is None else pool, pool=pool)
+        ((_, planned),) = plans
+        return launches(planned, x, scale, None, normalizer, slots)
+
+    launched = Launches(call.device, describe)
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        pool: Tensor,
+        cu_seqlens: Tensor,
+        read_slots: Tensor,
+        write_slots: Tensor | None,
+        scale: float,
+        has_state: Tensor | None,
+        checkpoint_offsets: Tensor | None,
+        checkpoint_slots: Tensor | None,
+        pad_slot: int,
+        gate_normalizer: int | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        o = v.new_empty(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3]) if out is None else out
+        if not plans:
+            return o.zero_()  # tokens, if there are any, belong to no sequence
+        write_slots = None if write_slots is read_slots else write_slots  # a replay tells tensors apart
+        x = Tensors(q, k, v, g, None, cu_seqlens, o, None)
+        x = with_copies(x, copied) if copied else x
+        slots = (read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots)
+        launched.start((x.q, x.k, x.v, x.g, pool, cu_seqlens, *slots, o), scale)
+        return o
+
+    return rehearsed(run, call)
+
+
 def launches(
-    plan: ForwardPlan, x: Tensors, scale: float, every: int | None, normalizer: int | None = None
+    plan: ForwardPlan,
+    x: Tensors,
+    scale: float,
+    every: int | None,
+    normalizer: int | None = None,
+    slots: Slots | None = None,
 ) -> list[Launch]:
     """Returns the launches that fill the results in x.
 
     Args:
         every: tokens between checkpoints.
         normalizer: the number by which log sigma is divided if x.g holds logits; None if it holds log gates.
+        slots: the slots that sequences read and write, if states are in a pool.
     """
     from gla_triton_kernels.chunk_gla.shared.entering import launch_entering
     from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, whole
@@ -225,12 +285,14 @@ def launches(
     B, T = x.q.shape[:2]
     o = x.o if T > 0 else None
     if plan.segments is None:
-        segments = whole(B, T, x.cu_seqlens, o)
+        segments = whole(B, T, x.cu_seqlens, o, slots)
         before, each = [*segments.launches], x
     else:
-        states = Recurrence(x.k, x.v, x.g, x.initial_state, x.final_state, normalizer=normalizer)
+        in_slots = x.pool is not None
+        ends = (x.pool, x.pool) if in_slots else (x.initial_state, x.final_state)
+        states = Recurrence(x.k, x.v, x.g, *ends, normalizer=normalizer, in_slots=in_slots)
         entering, segments, before = launch_entering(
-            plan.segments, states, x.v.shape[2], x.cu_seqlens, skip_first=True, o=o
+            plan.segments, states, x.v.shape[2], x.cu_seqlens, skip_first=not in_slots, o=o, slots=slots
         )
         each = x._replace(entering=entering, final_state=None)
     return before + plan.outputs.load()(plan, each, segments, scale, every, normalizer)

@@ -1,7 +1,7 @@
 """Names the tensors of a call of chunk_gla; gla_core/ops/chunk_gla.py says what each holds.
 
 B batch   T tokens   N sequences   H key heads   Hq query heads   Hv value heads   Ho heads of o, the more of Hq and Hv
-K, V key and value width   n rows of checkpoints   I segments
+K, V key and value width   n rows of checkpoints   I segments   P slots of a pool
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from gla_triton_kernels.runtime.replay import part
 
 
 class Tensors(NamedTuple):
-    """All tensors of a call of chunk_gla_fwd, results included.
+    """All tensors of a call of chunk_gla_fwd or chunk_gla_pool, results included.
 
     If sequences are cut, `entering` holds the states that enter segments. The first segment of a sequence is an
-    exception: `initial_state` holds its entering state.
+    exception: `initial_state` holds its entering state. If states are in a pool, `entering` holds this one as well:
+    a scan has written the last state of the sequence by then, maybe into the same slot.
     """
 
     q: Tensor  # [B, T, Hq, K]
@@ -34,6 +35,7 @@ class Tensors(NamedTuple):
     final_state: Tensor | None  # [N, Hv, K, V]
     checkpoints: Tensor | None = None  # [B, n, Hv, K, V]
     entering: Tensor | None = None  # [I, Hv, K, V]
+    pool: Tensor | None = None  # [P, Hv, K, V], instead of initial_state, final_state and checkpoints
 
 
 class BackwardTensors(NamedTuple):

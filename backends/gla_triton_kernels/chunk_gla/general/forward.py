@@ -33,7 +33,10 @@ A checkpoint is the state that enters a chunk whose first token comes a multiple
 its sequence. If packed sequences have segments of L tokens, segment i begins at row c_n + m L, where
 i = n + c_n // L + m (segments.py). It therefore belongs to sequence n = i - (c_n + m L) // L.
 
+If states are in a pool, slots.py says which slots a sequence reads and writes.
+
 B batch   T tokens   N sequences or segments   H key heads   Hq query heads   Hv heads of values, states and gates
+P slots of a pool
 Ho heads of o, the more of Hq and Hv   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
 K, V key and value width   C tokens of a chunk   BK K padded to a power of two   BV values of a block
 
@@ -75,6 +78,9 @@ def launch_outputs(
 ) -> list[Launch]:
     """Returns the launch that fills o, and final_state and checkpoints if x has them.
 
+    If states are in a pool, it reads and writes the slots of `segments`. It writes checkpoints if x.checkpoints is the
+    pool, and last states if sequences are whole.
+
     Args:
         segments: the segments; a sequence that stays whole is one segment.
         every: tokens between checkpoints.
@@ -99,6 +105,8 @@ def launch_outputs(
         "checkpoints_ptr": x.checkpoints,
         "entering_ptr": x.entering,
         "order_ptr": segments.order,
+        "pool_ptr": x.pool,
+        "slots_ptr": segments.slots,
         "q_tiles": tiles_of(x.q, kernel.BK),
         "k_tiles": tiles_of(x.k, kernel.BK),
         "v_tiles": tiles_of(x.v, kernel.BV),
@@ -113,7 +121,7 @@ def launch_outputs(
         **strides_of("k", x.k),
         **strides_of("v", x.v),
         **gates,
-        **state_strides("stride_s", x.initial_state),
+        **state_strides("stride_s", x.initial_state if x.pool is None else x.pool),
         "K": K,
         "V": V,
         "C": kernel.C,
@@ -131,7 +139,10 @@ def launch_outputs(
     return [Launch(_chunk_gla_fwd_kernel, grid, arguments, {"num_warps": kernel.warps})]
 
 
-@triton.jit(do_not_specialize=["scale", "T", "segment", "segments", "every", "Hv", "G"])
+@triton.jit(
+    do_not_specialize=["scale", "T", "segment", "segments", "every", "Hv", "G"],
+    do_not_specialize_on_alignment=["cu_seqlens_ptr"],
+)
 def _chunk_gla_fwd_kernel(
     q_ptr,  # [B, T, Hq, K]
     k_ptr,  # [B, T, H, K]
@@ -141,9 +152,11 @@ def _chunk_gla_fwd_kernel(
     cu_seqlens_ptr,  # [N+1] or None
     o_ptr,  # [B, T, Ho, V]
     final_ptr,  # [N, Hv, K, V] or None
-    checkpoints_ptr,  # [B, n, Hv, K, V] or None
+    checkpoints_ptr,  # [B, n, Hv, K, V], or the pool, or None
     entering_ptr,  # [N, Hv, K, V] of segments, or None
     order_ptr,  # [N, 5], or None if cu_seqlens is None
+    pool_ptr,  # [P, Hv, K, V] or None
+    slots_ptr,  # [sequences, 4], or None without a pool
     q_tiles,  # the same tensors as tiles [C, BK or BV], or None
     k_tiles,
     v_tiles,
@@ -221,7 +234,15 @@ def _chunk_gla_fwd_kernel(
     s_k, s_v = tl.expand_dims(i_k, VALUES).to(tl.int64), tl.expand_dims(i_v, KEYS)
     m_s = (s_k < K) & (s_v < V)
     S = tl.zeros([BK, BV] if KEYS_FIRST else [BV, BK], tl.float32)
-    if entering_ptr is not None and start > origin:  # unneeded loads would cost short sequences 2 %
+    if pool_ptr is not None:
+        slots_ptr += sequence * 4
+        pool_ptr += h.to(tl.int64) * stride_sh
+        if entering_ptr is None:
+            slot = tl.load(slots_ptr).to(tl.int64)
+            source = pool_ptr + slot * stride_sn + in_state(s_k, s_v, stride_sk, stride_sv)
+            S = tl.load(source, mask=m_s & (slot >= 0), other=0.0).to(tl.float32)
+    # Unneeded loads would cost short sequences 2 %.
+    if entering_ptr is not None and (pool_ptr is not None or start > origin):
         S = tl.load(entering_ptr + tl.cast(nh, tl.int64) * K * V + s_k * V + s_v, mask=m_s, other=0.0)
         # The product adds 0: it converts S to the layout of products here, and not in every block behind the branch.
         S = tl.dot(tl.zeros([S.shape[0], 16], OPERAND), tl.zeros([16, S.shape[1]], OPERAND), S)
@@ -229,9 +250,13 @@ def _chunk_gla_fwd_kernel(
         initial_ptr += sequence.to(tl.int64) * stride_sn + h.to(tl.int64) * stride_sh
         S = tl.load(initial_ptr + in_state(s_k, s_v, stride_sk, stride_sv), mask=m_s, other=0.0)
 
+    kept, kept_after = tl.cast(0, tl.int64), 0  # slot of a checkpoint in the pool, and tokens before it
     if checkpoints_ptr is not None:
-        row = b * tl.cdiv(T, every) if cu_seqlens_ptr is None else sequence + origin // every
-        checkpoints_ptr += (tl.cast(row, tl.int64) * Hv + h) * K * V  # first checkpoint of the sequence
+        if pool_ptr is not None:
+            kept, kept_after = tl.load(slots_ptr + 2).to(tl.int64), tl.load(slots_ptr + 3)
+        else:
+            row = b * tl.cdiv(T, every) if cu_seqlens_ptr is None else sequence + origin // every
+            checkpoints_ptr += (tl.cast(row, tl.int64) * Hv + h) * K * V  # first checkpoint of the sequence
 
     i_c = tl.arange(0, C)  # [C]
     causal = i_c[:, None] >= i_c[None, :]  # [C, C]
@@ -241,11 +266,15 @@ def _chunk_gla_fwd_kernel(
     for t in tl.range(start, end, C, num_stages=STAGES):  # pyright: ignore
         if checkpoints_ptr is not None:
             passed = t - origin
-            if passed % every == 0:
-                checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * Hv * K * V
+            is_kept = passed % every == 0 if pool_ptr is None else passed == kept_after
+            if is_kept:
+                if pool_ptr is None:
+                    checkpoint = checkpoints_ptr + tl.cast(passed // every, tl.int64) * Hv * K * V + s_k * V + s_v
+                else:
+                    checkpoint = pool_ptr + kept * stride_sn + in_state(s_k, s_v, stride_sk, stride_sv)
                 S *= waiting  # keeping S beside the scaled S would spill registers
                 waiting = ones
-                tl.store(checkpoint + s_k * V + s_v, S.to(checkpoints_ptr.dtype.element_ty), mask=m_s)
+                tl.store(checkpoint, S.to(checkpoints_ptr.dtype.element_ty), mask=m_s)
         if TOKENWISE:
             mild: tl.constexpr = False  # pyright: ignore
         else:
@@ -300,11 +329,15 @@ def _chunk_gla_fwd_kernel(
                     o_row = o_ptr + tl.cast(s, tl.int64) * stride_ot + i_q * V
                     tl.store(o_row + i_v, o_s.to(o_ptr.dtype.element_ty), mask=i_v < V)
 
+    if g_ptr is not None:
+        S *= waiting
     if final_ptr is not None:
-        if g_ptr is not None:
-            S *= waiting
         final_ptr += nh.to(tl.int64) * K * V
         tl.store(final_ptr + s_k * V + s_v, S, mask=m_s)
+    if pool_ptr is not None and entering_ptr is None:
+        slot = tl.load(slots_ptr + 1).to(tl.int64)
+        to = pool_ptr + slot * stride_sn + in_state(s_k, s_v, stride_sk, stride_sv)
+        tl.store(to, S.to(pool_ptr.dtype.element_ty), mask=m_s & (slot >= 0))
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from torch import Tensor
 from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
 from gla_triton_kernels.chunk_gla.shared.scan import launch_scan
 from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, Segments, cut
+from gla_triton_kernels.chunk_gla.shared.slots import Slots
 from gla_triton_kernels.runtime.launch import Launch
 
 
@@ -24,17 +25,18 @@ def launch_entering(
     dtype: torch.dtype = torch.float32,
     skip_first: bool = False,
     o: Tensor | None = None,
+    slots: Slots | None = None,
 ) -> tuple[Tensor, Segments, list[Launch]]:
     """Returns entering states, or gradients of leaving states, [I, Hv, K, V], with the segments and the launches.
 
     Args:
         dtype: the dtype of the returned states.
         skip_first: if True, the state that enters the first segment of a sequence is not written; it is x.before, or 0.
-        o: as in `cut`.
+        o, slots: as in `cut`.
     """
     B, T, _, K = x.left.shape
     V = x.right.shape[3]
-    segments = cut(B, T, plan.length, plan.uncut, cu_seqlens, o)
+    segments = cut(B, T, plan.length, plan.uncut, cu_seqlens, o, slots=slots)
     S = torch.empty(segments.count, Hv, K, V, dtype=torch.float32, device=x.left.device)
     D = None if x.g is None else torch.empty(segments.count, Hv, K, dtype=torch.float32, device=x.left.device)
     before = S if dtype == S.dtype else torch.empty_like(S, dtype=dtype)

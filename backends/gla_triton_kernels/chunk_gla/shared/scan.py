@@ -74,11 +74,13 @@ def launch_scan(
         "counts_ptr": segments.counts if only_cut else None,
         "before_ptr": x.before,
         "after_ptr": x.after,
+        "slots_ptr": segments.slots if x.in_slots else None,
         "decay_ptr": decay,
         "segment": segments.length,
         "uncut": segments.uncut,
         "segments": segments.per_sequence,
-        **state_strides("stride_", x.before),
+        **state_strides("before_", x.before),
+        **state_strides("after_", x.after),
         "N": N,
         "Hv": Hv,
         "K": K,
@@ -94,7 +96,9 @@ def launch_scan(
     return [Launch(_scan_kernel, (programs, 1, 1), arguments, {"num_warps": 4, **options})]
 
 
-@triton.jit(do_not_specialize=["segment", "uncut", "segments", "N", "Hv"])
+@triton.jit(
+    do_not_specialize=["segment", "uncut", "segments", "N", "Hv"], do_not_specialize_on_alignment=["cu_seqlens_ptr"]
+)
 def _scan_kernel(
     S_ptr,  # [I, Hv, K, V]
     D_ptr,  # [I, Hv, K] or None
@@ -102,16 +106,21 @@ def _scan_kernel(
     cu_seqlens_ptr,  # [N+1] or None
     order_ptr,  # [I, 5], or None if all sequences are scanned
     counts_ptr,  # [2], or None if order is None
-    before_ptr,  # [N, Hv, K, V] or None
-    after_ptr,  # [N, Hv, K, V] or None
+    before_ptr,  # [N, Hv, K, V], or [P, Hv, K, V] with slots, or None
+    after_ptr,  # as before_ptr
+    slots_ptr,  # [N, 4], or None if state n is the one of sequence n
     decay_ptr,  # [N, Hv, K] or None
     segment,
     uncut,
     segments,
-    stride_n,
-    stride_h,
-    stride_k,
-    stride_v,
+    before_n,
+    before_h,
+    before_k,
+    before_v,
+    after_n,
+    after_h,
+    after_k,
+    after_v,
     N,
     Hv,
     K: tl.constexpr,
@@ -155,11 +164,14 @@ def _scan_kernel(
         if BACKWARDS:
             first += count - 1
         built = count if after_ptr is not None else count - 1  # only x.after needs the state of the last segment
+        read, write = n, n
+        if slots_ptr is not None:
+            read, write = tl.load(slots_ptr + n * 4), tl.load(slots_ptr + n * 4 + 1)
         running = tl.zeros([BK, BV], tl.float32)
         if before_ptr is not None:
-            states = before_ptr + n.to(tl.int64) * stride_n + h.to(tl.int64) * stride_h
-            place = in_state(i_k[:, None], i_v[None, :], stride_k, stride_v)  # [BK, BV]
-            running = tl.load(states + place, mask=inside, other=0.0)
+            states = before_ptr + read.to(tl.int64) * before_n + h.to(tl.int64) * before_h
+            place = in_state(i_k[:, None], i_v[None, :], before_k, before_v)  # [BK, BV]
+            running = tl.load(states + place, mask=inside & (read >= 0), other=0.0).to(tl.float32)
         decay = tl.full([BK], 1.0, tl.float32)
         for m in range(0, count, GROUP):
             S, D = (), ()
@@ -180,6 +192,8 @@ def _scan_kernel(
                     decay *= D[j]
                 running += S[j]
         if after_ptr is not None:
-            tl.store(after_ptr + nh.to(tl.int64) * (K * V) + block, running, mask=inside)
+            states = after_ptr + write.to(tl.int64) * after_n + h.to(tl.int64) * after_h
+            place = in_state(i_k[:, None], i_v[None, :], after_k, after_v)  # [BK, BV]
+            tl.store(states + place, running.to(after_ptr.dtype.element_ty), mask=inside & (write >= 0))
         if decay_ptr is not None:
             tl.store(decay_ptr + nh.to(tl.int64) * K + i_k, decay, mask=m_k & (v0 == 0))

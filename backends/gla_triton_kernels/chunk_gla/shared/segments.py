@@ -35,6 +35,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import ceil_div, swapped
 from gla_triton_kernels.chunk_gla.cutting import most_segments
 from gla_triton_kernels.chunk_gla.shared.padding import BLOCK, ROWS, clear_rows
+from gla_triton_kernels.chunk_gla.shared.slots import Slots, find_slots, slot_arguments
 from gla_triton_kernels.runtime.launch import Launch
 
 
@@ -59,6 +60,7 @@ class Recurrence(NamedTuple):
         scale: the factor of the products of a backward recurrence; a forward recurrence has none.
         backwards: whether the recurrence goes from the last token to the first.
         normalizer: the number by which log sigma is divided if g holds logits; None if it holds log gates.
+        in_slots: whether `before` and `after` are a pool [P, Hv, K, V], whose slots `Segments.slots` names.
     """
 
     left: Tensor
@@ -69,6 +71,7 @@ class Recurrence(NamedTuple):
     scale: float = 1.0
     backwards: bool = False
     normalizer: int | None = None
+    in_slots: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,9 @@ class Segments:
             of an empty segment are all equal.
         counts: for packed sequences that are cut, [2] int32: the number of followed segments, and the number of
             sequences that have followed segments. It is written only if `order` has the longest segments first.
+        slots: the slots of packed sequences whose states are in a pool, [N, 4] int32 (slots.py); otherwise None.
         most: upper bound on the number of followed segments of packed sequences.
-        launches: the launch that computes `order` and `counts`; empty for a batch.
+        launches: the launch that computes `order`, `counts` and `slots`; empty for a batch.
     """
 
     length: int
@@ -97,6 +101,7 @@ class Segments:
     cu_seqlens: Tensor | None = None
     order: Tensor | None = None
     counts: Tensor | None = None
+    slots: Tensor | None = None
     most: int = 0
     launches: tuple[Launch, ...] = ()
 
@@ -117,16 +122,17 @@ def lengths_of(T: int, segments: Segments) -> dict[str, int]:
     return {"T": T, "segment": segments.length, "segments": segments.per_sequence}
 
 
-def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None) -> Segments:
+def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None, slots: Slots | None = None) -> Segments:
     """Returns each sequence as one segment, with a `length` above T; the arguments are the same as in `cut`."""
     if cu_seqlens is None:
         return Segments(T + 1, T, B, 1)
     N = len(cu_seqlens) - 1
-    order = cu_seqlens.new_empty(N, 5, dtype=torch.int32)
+    order, found = cu_seqlens.new_empty(N, 5, dtype=torch.int32), _new_slots(slots, cu_seqlens)
     arguments = {
         "cu_seqlens_ptr": cu_seqlens,
         "order_ptr": order,
         "o_ptr": o,
+        **slot_arguments(slots, found),
         "T": T,
         "N": N,
         "D": _width(o),
@@ -135,7 +141,12 @@ def whole(B: int, T: int, cu_seqlens: Tensor | None, o: Tensor | None = None) ->
         "BD": BLOCK,
     }
     launch = Launch(_order_kernel, (_programs(N, o), 1, 1), arguments, ONE_WARP)
-    return Segments(T + 1, T, N, 0, cu_seqlens, order, launches=(launch,))
+    return Segments(T + 1, T, N, 0, cu_seqlens, order, slots=found, launches=(launch,))
+
+
+def _new_slots(slots: Slots | None, cu_seqlens: Tensor) -> Tensor | None:
+    """Returns memory [N, 4] for what `find_slots` writes; None without a pool."""
+    return None if slots is None else cu_seqlens.new_empty(len(cu_seqlens) - 1, 4, dtype=torch.int32)
 
 
 def cut(
@@ -146,6 +157,7 @@ def cut(
     cu_seqlens: Tensor | None,
     o: Tensor | None = None,
     longest_first: bool = True,
+    slots: Slots | None = None,
 ) -> Segments:
     """Cuts sequences into segments of `length` tokens.
 
@@ -156,17 +168,20 @@ def cut(
             no sequence. None leaves these rows to another launch.
         longest_first: whether packed segments are sorted by length. If not, they keep the order of their numbers, which
             suits blocks that all take equally long.
+        slots: the slots of a pool that packed sequences read and write; None without a pool.
     """
     if cu_seqlens is None:
         return Segments(length, length, most_segments(B, T, length, False), most_segments(1, T, length, False))
     N = len(cu_seqlens) - 1
     count = most_segments(N, T, length, True)
     order, counts = (cu_seqlens.new_empty(shape, dtype=torch.int32) for shape in ((count, 5), (2,)))
+    found = _new_slots(slots, cu_seqlens)
     arguments = {
         "cu_seqlens_ptr": cu_seqlens,
         "order_ptr": order,
         "counts_ptr": counts,
         "o_ptr": o,
+        **slot_arguments(slots, found),
         "T": T,
         "N": N,
         "count": count,
@@ -179,7 +194,7 @@ def cut(
         "BD": BLOCK,
     }
     launch = Launch(_lay_out_kernel, (_programs(count, o), 1, 1), arguments, ONE_WARP)
-    return Segments(length, uncut, count, 0, cu_seqlens, order, counts, max(T - 1, 0) // length, (launch,))
+    return Segments(length, uncut, count, 0, cu_seqlens, order, counts, found, max(T - 1, 0) // length, (launch,))
 
 
 BI, BN = 4, 64
@@ -197,11 +212,29 @@ def _width(o: Tensor | None) -> int:
     return 0 if o is None else o[0, 0].numel()
 
 
-@triton.jit(do_not_specialize=["T", "N", "D"])
+OF_ENGINES = ["cu_seqlens_ptr", "read_ptr", "write_ptr", "has_state_ptr", "before_ptr", "kept_ptr"]
+"""Tensors that engines cut out of larger ones, so their addresses need not be multiples of 16 bytes."""
+OF_SLOTS = ["P", "PAD", "stride_read", "stride_write", "stride_has_state", "stride_before", "stride_kept"]
+
+
+@triton.jit(do_not_specialize=["T", "N", "D", *OF_SLOTS], do_not_specialize_on_alignment=OF_ENGINES)
 def _order_kernel(
     cu_seqlens_ptr,  # [N+1]
     order_ptr,  # [N, 5]
     o_ptr,  # [T, D] or None
+    read_ptr,  # [N], or None without a pool, and so are the next five
+    write_ptr,  # [N] or None
+    has_state_ptr,  # [N] or None
+    before_ptr,  # [N] or None
+    kept_ptr,  # [N] or None
+    found_ptr,  # [N, 4]
+    P,
+    PAD,
+    stride_read,
+    stride_write,
+    stride_has_state,
+    stride_before,
+    stride_kept,
     T,
     N,
     D,
@@ -216,6 +249,25 @@ def _order_kernel(
     if tl.program_id(0) * BI >= N:
         return
     start, end = _rows(cu_seqlens_ptr, i, N)  # [BI]
+    if found_ptr is not None:
+        find_slots(
+            read_ptr,
+            write_ptr,
+            has_state_ptr,
+            before_ptr,
+            kept_ptr,
+            found_ptr,
+            P,
+            PAD,
+            stride_read,
+            stride_write,
+            stride_has_state,
+            stride_before,
+            stride_kept,
+            i,
+            end - start,
+            N,
+        )
     tokens = (end - start)[:, None]  # [BI, 1]
     before = tl.zeros([BI, BN], tl.int32)
     for n0 in range(0, N, BN):
@@ -246,12 +298,27 @@ def _put(order_ptr, place, i, start, end, origin, last, count):
     tl.store(row + 4, last, mask=i < count)
 
 
-@triton.jit(do_not_specialize=["T", "N", "count", "length", "uncut", "D"])
+@triton.jit(
+    do_not_specialize=["T", "N", "count", "length", "uncut", "D", *OF_SLOTS], do_not_specialize_on_alignment=OF_ENGINES
+)
 def _lay_out_kernel(
     cu_seqlens_ptr,  # [N+1]
     order_ptr,  # [I, 5]
     counts_ptr,  # [2]
     o_ptr,  # [T, D] or None
+    read_ptr,  # [N], or None without a pool, and so are the next five
+    write_ptr,  # [N] or None
+    has_state_ptr,  # [N] or None
+    before_ptr,  # [N] or None
+    kept_ptr,  # [N] or None
+    found_ptr,  # [N, 4]
+    P,
+    PAD,
+    stride_read,
+    stride_write,
+    stride_has_state,
+    stride_before,
+    stride_kept,
     T,
     N,
     count,
@@ -269,6 +336,26 @@ def _lay_out_kernel(
     i = tl.program_id(0) * BI + tl.arange(0, BI)  # [BI]
     if tl.program_id(0) * BI >= count:
         return
+    if found_ptr is not None:
+        from_row, to_row = _rows(cu_seqlens_ptr, i, N)  # [BI], of sequences i
+        find_slots(
+            read_ptr,
+            write_ptr,
+            has_state_ptr,
+            before_ptr,
+            kept_ptr,
+            found_ptr,
+            P,
+            PAD,
+            stride_read,
+            stride_write,
+            stride_has_state,
+            stride_before,
+            stride_kept,
+            i,
+            to_row - from_row,
+            N,
+        )
     zero = tl.zeros([BI, BN], tl.int32)  # sums over sequences; their columns are summed after the loop
     start, end, origin, last = zero, zero, zero, zero
     for n0 in range(0, N, BN):

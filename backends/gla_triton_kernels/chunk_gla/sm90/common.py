@@ -153,6 +153,43 @@ def write_state(ptr, number, S, key, value, sizes):
 
 
 @gluon.jit
+def slots_at(slots, sequence):
+    """Returns the slots of a sequence: of the state that it reads, of its last state and of its checkpoint.
+
+    The fourth number of the result is the number of tokens before the checkpoint; see shared/slots.py.
+    """
+    row = slots + sequence.to(gl.int64) * 4
+    return gl.load(row), gl.load(row + 1), gl.load(row + 2), gl.load(row + 3)
+
+
+@gluon.jit
+def read_slot(pool, strides, slot, h, key, value, inside):
+    """Returns a head's state [BK, W] in a slot of the pool [P, H, K, V], in float32; 0 without a slot.
+
+    Args:
+        strides: of P, H, K and V; the one of K or of V is None, see `in_state`.
+        key, value, inside: the keys [BK, 1] and the values [1, W] of the state, and which of them there are.
+    """
+    state_n, state_h, state_k, state_v = strides
+    state = pool + slot.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+    return gl.load(state + in_state(key, value, state_k, state_v), inside & (slot >= 0), 0.0).to(gl.float32)
+
+
+@gluon.jit
+def write_slot(pool, strides, slot, h, S, key, value, sizes):
+    """Writes a head's state S [BK, W] into a slot of the pool, if there is a slot; sizes are K and V.
+
+    The other arguments are as in `read_slot`.
+    """
+    K, V = sizes
+    state_n, state_h, state_k, state_v = strides
+    key += opaque_zero()  # see write_state
+    state = pool + slot.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+    inside = (key < K) & (value < V) & (slot >= 0)
+    gl.store(state + in_state(key, value, state_k, state_v), S.to(pool.dtype.element_ty), inside)
+
+
+@gluon.jit
 def levels_that_count(g, least):
     """Returns the levels m of the halving, as bits, at which some gate of g [C, K] between two halves is above `least`.
 
@@ -223,17 +260,22 @@ def chunk_of(sequence, start, T, C: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def next_checkpoint(start, sequence, origin, every, PACKED: gl.constexpr):
+def next_checkpoint(start, sequence, origin, every, slots, PACKED: gl.constexpr):
     """Returns the row of the first checkpoint at or after `start`, and the number of tokens until it.
 
-    A sequence has a checkpoint every `every` tokens.
+    A sequence has a checkpoint every `every` tokens. With the slots of a pool it has one at most, and the first result
+    is its slot.
     """
-    row = 0
-    if PACKED:
-        row = sequence + origin // every
     passed = start - origin
-    checkpoint = row + gl.cdiv(passed, every)
-    return checkpoint, (checkpoint - row) * every - passed
+    if slots is not None:
+        _, _, slot, before = slots_at(slots, sequence)
+        return slot, gl.where(slot >= 0, before - passed, -1)
+    else:  # noqa: RET505 -- one branch is compiled
+        row = 0
+        if PACKED:
+            row = sequence + origin // every
+        checkpoint = row + gl.cdiv(passed, every)
+        return checkpoint, (checkpoint - row) * every - passed
 
 
 @gluon.constexpr_function

@@ -9,8 +9,8 @@ With S the state that enters a chunk, S' the state that leaves it, and qg, kg, A
 
 The next chunk applies the outer exp(r), because it multiplies the state anyway.
 
-B batch   T tokens   N sequences   I segments, by default the N sequences   H heads   K, V key and value width
-C tokens of a chunk   BK keys of a tile, K rounded up
+B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool   H heads
+K, V key and value width   C tokens of a chunk   BK keys of a tile, K rounded up
 W columns of v of a warpgroup   GROUPS state warpgroups of a block
 
 The grid has one block per segment, head and GROUPS W columns of v. Three kinds of warps communicate over barriers in
@@ -63,11 +63,14 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     log_gates_of_tile,
     magnitudes,
     next_checkpoint,
+    read_slot,
+    slots_at,
     store_state,
     tokens_of,
     unit_at,
     wait_for_predecessor,
     write,
+    write_slot,
     write_state,
 )
 from gla_triton_kernels.chunk_gla.sm90.half import in_half
@@ -89,22 +92,25 @@ def launch_outputs(
     T, H, K = x.k.shape[1:]
     V = x.v.shape[3]
     kernel, W = plan.parameters, 64
+    s_desc = checkpoint_tiles(x.checkpoints, kernel.BK, W) if x.pool is None else None
     arguments = {
         "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
         "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
         "v_desc": shared_tiles(x.v, kernel.C, W),
         "g_desc": None if x.g is None else shared_tiles(x.g, kernel.C, kernel.BK),
         "o_desc": shared_tiles(x.o, kernel.C, W) if not before else None,
-        "s_desc": checkpoint_tiles(x.checkpoints, kernel.BK, W),
-        "checkpoints": None if x.q.dtype == torch.bfloat16 else x.checkpoints,
+        "s_desc": s_desc,
+        "checkpoints": None if s_desc is not None else x.checkpoints,
         "o_ptr": x.o,
         "initial_state": x.initial_state,
         "entering": x.entering,
         "final_state": x.final_state,
         "order": segments.order,
+        "pool": x.pool,
+        "slots": segments.slots,
         **units,
         "scale": scale,
-        **state_strides("state_", x.initial_state),
+        **state_strides("state_", x.initial_state if x.pool is None else x.pool),
         **lengths_of(T, segments),
         "every": every or 0,
         "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
@@ -253,7 +259,7 @@ def _state_warps(
     q_tiles, k_tiles, v_tiles, a_tiles, a_units, decays, mild_flags, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
-    initial_state, state_n, state_h, state_k, state_v, entering, final_state = states
+    initial_state, strides, entering, final_state, pool, slots = states
     q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
     b, h, n, sequence, origin, column, start, length = place
@@ -280,8 +286,14 @@ def _state_warps(
     wait_for_predecessor()
     if entering is not None:
         head = entering + (n * H + h).to(gl.int64) * K * V
-        S = gl.load(head + key * V + value, inside & (not is_first), 0.0)
+        # The scan has written the last states, so the pool no longer holds the first ones.
+        in_entering = inside if pool is not None else inside & (not is_first)
+        S = gl.load(head + key * V + value, in_entering, 0.0)
+    elif pool is not None:
+        from_slot, _, _, _ = slots_at(slots, sequence)
+        S = read_slot(pool, strides, from_slot, h, key, value, inside)
     if initial_state is not None:
+        state_n, state_h, state_k, state_v = strides
         head = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
         S = gl.load(head + in_state(key, value, state_k, state_v), inside & is_first, S)
     waiting = gl.full([BK, 1], 1.0, gl.float32, layout)  # the outer exp(r) of the previous chunk
@@ -295,11 +307,13 @@ def _state_warps(
                     s_tile.store((S * waiting).to(s_tile.dtype))
                     fence_async_shared()
                     tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
+                elif pool is not None:
+                    write_slot(pool, strides, checkpoint, h, S * (waiting * outer), key, value, (K, V))
                 else:
                     number = (b * n_rows + checkpoint) * H + h
                     write_state(checkpoints, number, S * (waiting * outer), key, value, (K, V))
                 checkpoint += 1
-                left = every
+                left = every  # 0 with a pool, so that no other checkpoint follows
             left -= C
         slot = i % STAGES
         phase = (i // STAGES) & 1
@@ -351,6 +365,9 @@ def _state_warps(
         write(o_desc, o_ptr, o_tile, o * of_o, first, V, (b, h, start + i * C, T, H), rows, PACKED)
     if final_state is not None:
         write_state(final_state, n * H + h, S * (waiting * outer), key, value, (K, V))
+    elif pool is not None and entering is None:
+        _, to_slot, _, _ = slots_at(slots, sequence)
+        write_slot(pool, strides, to_slot, h, S * (waiting * outer), key, value, (K, V))
     tma.store_wait(0)
 
 
@@ -363,12 +380,14 @@ def _chunk_gla_fwd_kernel(
     g_desc,  # [B, H, T, K], tiles [C, BK], or None
     o_desc,  # [B, H, T, V], tiles [C, W]
     s_desc,  # checkpoints [B, n, H, K, V] in bfloat16, tiles [BK, W], or None
-    checkpoints,  # [B, n, H, K, V] in float32, or None
+    checkpoints,  # [B, n, H, K, V] in float32, or the pool, or None
     o_ptr,  # [B, T, H, V]
     initial_state,  # [N, H, K, V] or None
     entering,  # [I, H, K, V] or None
     final_state,  # [N, H, K, V], or None if sequences are cut
     order,  # [I, 5] or None
+    pool,  # [P, H, K, V], instead of initial_state and final_state, or None
+    slots,  # [N, 4], or None without a pool
     q_units,  # [chunks, H] if q, k and v were float32, else None
     k_units,  # like q_units
     v_units,  # like q_units
@@ -407,7 +426,7 @@ def _chunk_gla_fwd_kernel(
             return
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
     if s_desc is not None or checkpoints is not None:
-        checkpoint, left = next_checkpoint(start, sequence, origin, every, PACKED)
+        checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
 
     scores_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
@@ -444,7 +463,7 @@ def _chunk_gla_fwd_kernel(
     barriers = (full, gated, empty)
     outputs = (o_desc, o_ptr, scale)
     kept = (s_desc, checkpoints, rows, checkpoint, left, every)
-    states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
+    states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
     place = (b, h, n, sequence, origin, column, start, length)
     sizes = (T, H, K, V)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))

@@ -11,8 +11,8 @@ No exponent is above 0, so one path handles gates of any strength. A gate below 
 counts as `LEAST_GATE`. The sums b are computed in float64 and rounded once, so that the difference of two sums is exact
 to 7e-4 after the strongest gates, a fifth of the rounding of bfloat16, and to 1e-6 where no gate is strong.
 
-B batch   T tokens   N sequences   I segments, by default the N sequences   H key heads   Hv value heads
-R = Hv / H value heads of a key head   K, V key and value width
+B batch   T tokens   N sequences   I segments, by default the N sequences   P slots of a pool
+H key heads   Hv value heads   R = Hv / H value heads of a key head   K, V key and value width
 C tokens of a chunk   BK keys of a tile, K rounded up
 W columns of v of a warpgroup   GROUPS state warpgroups of a block   HEADS value heads of a block
 
@@ -34,7 +34,6 @@ the chunked form; Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060), for on
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -57,11 +56,14 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     in_units,
     next_checkpoint,
     plus,
+    read_slot,
+    slots_at,
     store_state,
     tokens_of,
     unit_at,
     wait_for_predecessor,
     write,
+    write_slot,
     write_state,
 )
 from gla_triton_kernels.chunk_gla.sm90.forward import checkpoint_tiles
@@ -84,25 +86,28 @@ def launch_outputs(
     kernel, W = plan.parameters, 64
     heads = kernel.BV // W if V <= W else 1
     g_b, g_t, g_h = (0, 0, 0) if x.g is None else (0, 0, *x.g.stride())[-3:]
+    s_desc = checkpoint_tiles(x.checkpoints, kernel.BK, W) if x.pool is None else None
     arguments = {
         "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
         "k_desc": shared_tiles(x.k, kernel.C, kernel.BK),
         "v_desc": shared_tiles(x.v, kernel.C, W),
         "o_desc": shared_tiles(x.o, kernel.C, W) if not before else None,
-        "s_desc": checkpoint_tiles(x.checkpoints, kernel.BK, W),
-        "checkpoints": None if x.q.dtype == torch.bfloat16 else x.checkpoints,
+        "s_desc": s_desc,
+        "checkpoints": None if s_desc is not None else x.checkpoints,
         "g_ptr": x.g,
         "o_ptr": x.o,
         "initial_state": x.initial_state,
         "entering": x.entering,
         "final_state": x.final_state,
         "order": segments.order,
+        "pool": x.pool,
+        "slots": segments.slots,
         **units,
         "scale": scale,
         "g_b": g_b,
         "g_t": g_t,
         "g_h": g_h,
-        **state_strides("state_", x.initial_state),
+        **state_strides("state_", x.initial_state if x.pool is None else x.pool),
         **lengths_of(T, segments),
         "every": every or 0,
         "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
@@ -220,7 +225,7 @@ def _state_warps(
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
-    initial_state, state_n, state_h, state_k, state_v, entering, final_state = states
+    initial_state, strides, entering, final_state, pool, slots = states
     q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
     b, h, n, sequence, origin, column, start, length = place
@@ -248,8 +253,14 @@ def _state_warps(
     wait_for_predecessor()
     if entering is not None:
         head = entering + (n * Hv + h).to(gl.int64) * K * V
-        S = gl.load(head + key * V + value, inside & (not is_first), 0.0)
+        # The scan has written the last states, so the pool no longer holds the first ones.
+        in_entering = inside if pool is not None else inside & (not is_first)
+        S = gl.load(head + key * V + value, in_entering, 0.0)
+    elif pool is not None:
+        from_slot, _, _, _ = slots_at(slots, sequence)
+        S = read_slot(pool, strides, from_slot, h, key, value, inside)
     if initial_state is not None:
+        state_n, state_h, state_k, state_v = strides
         head = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
         S = gl.load(head + in_state(key, value, state_k, state_v), inside & is_first, S)
     outer = 1.0  # the unit of S: the one of k^T u in the previous chunk
@@ -271,10 +282,12 @@ def _state_warps(
             if left == 0:
                 if s_desc is not None:
                     tma.async_copy_shared_to_global(s_desc, [b, checkpoint, h, 0, first], s_block)
+                elif pool is not None:
+                    write_slot(pool, strides, checkpoint, h, S * outer, key, value, (K, V))
                 else:
                     write_state(checkpoints, (b * n_rows + checkpoint) * Hv + h, S * outer, key, value, (K, V))
                 checkpoint += 1
-                left = every
+                left = every  # 0 with a pool, so that no other checkpoint follows
             left -= C
         mbarrier.wait(full.index(slot), phase)
         if PACKED and rows < C:
@@ -315,6 +328,9 @@ def _state_warps(
         write(o_desc, o_ptr, o_tile, o * of_o, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
     if final_state is not None:
         write_state(final_state, n * Hv + h, S * outer, key, value, (K, V))
+    elif pool is not None and entering is None:
+        _, to_slot, _, _ = slots_at(slots, sequence)
+        write_slot(pool, strides, to_slot, h, S * outer, key, value, (K, V))
     tma.store_wait(0)
 
 
@@ -328,13 +344,15 @@ def _chunk_gla_fwd_head_kernel(
     v_desc,  # [B, Hv, T, V], tiles [C, W]
     o_desc,  # [B, Hv, T, V], tiles [C, W]
     s_desc,  # checkpoints [B, n, Hv, K, V] in bfloat16, tiles [BK, W], or None
-    checkpoints,  # [B, n, Hv, K, V] in float32, or None
+    checkpoints,  # [B, n, Hv, K, V] in float32, or the pool, or None
     g_ptr,  # [B, T, Hv], or [Hv] with g_b = g_t = 0, or None
     o_ptr,  # [B, T, Hv, V]
     initial_state,  # [N, Hv, K, V] or None
     entering,  # [I, Hv, K, V] or None
     final_state,  # [N, Hv, K, V], or None if sequences are cut
     order,  # [I, 5] or None
+    pool,  # [P, Hv, K, V], instead of initial_state and final_state, or None
+    slots,  # [N, 4], or None without a pool
     q_units,  # [chunks, H] if q, k and v were float32, else None
     k_units,  # like q_units
     v_units,  # [chunks, Hv] or None
@@ -378,7 +396,7 @@ def _chunk_gla_fwd_head_kernel(
             return
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
     if s_desc is not None or checkpoints is not None:
-        checkpoint, left = next_checkpoint(start, sequence, origin, every, PACKED)
+        checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
 
     state_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, 1, BK, W], dtype)
     value_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, W], dtype)
@@ -409,7 +427,7 @@ def _chunk_gla_fwd_head_kernel(
     load = ((q_desc, k_desc, v_desc), (q_tiles, k_tiles, v_tiles), (full, empty), load_place)
     gate = ((q_tiles, k_tiles, v_tiles, u_tiles, sums, decays), (full, gated), start, length)
     tiles = (q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles)
-    states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
+    states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
     kept = (s_desc, checkpoints, rows, checkpoint, left, every)
     place = (b, h, n, sequence, origin, column, start, length)
     units = (q_units, k_units, v_units, chunk_of(sequence, start, T, C, PACKED))

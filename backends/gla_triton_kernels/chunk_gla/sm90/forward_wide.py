@@ -45,9 +45,12 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     layout_of_runs,
     log_gates_of_tile,
     next_checkpoint,
+    read_slot,
     segment_at,
+    slots_at,
     tokens_of,
     write,
+    write_slot,
 )
 from gla_triton_kernels.chunk_gla.sm90.forward import checkpoint_tiles
 from gla_triton_kernels.chunk_gla.tensors import Tensors
@@ -92,17 +95,20 @@ def launch_outputs(
         "a_desc": shared_tiles(scores, C, C),
         "v_desc": shared_tiles(x.v, C, W),
         "o_desc": shared_tiles(x.o, C, W),
-        "s_desc": checkpoint_tiles(x.checkpoints, BK, W),
+        "s_desc": checkpoint_tiles(x.checkpoints, BK, W) if x.pool is None else None,
         "o_ptr": x.o,
         "decays": decays,
         "initial_state": x.initial_state,
         "entering": x.entering,
         "final_state": x.final_state,
         "order": segments.order,
+        "pool": x.pool,
+        "slots": segments.slots,
         "scale": scale,
-        **state_strides("state_", x.initial_state),
+        **state_strides("state_", x.initial_state if x.pool is None else x.pool),
         **lengths_of(T, segments),
-        "slots": chunks.count,
+        "chunks": chunks.count,
+        "HAS_CHECKPOINTS": x.checkpoints is not None,
         "every": every or 0,
         "H": H,
         "K": K,
@@ -229,24 +235,13 @@ def _load_warp(descriptors, tiles, barriers, place):
 
 
 @gluon.jit
-def _state_warps(
-    tiles,
-    barriers,
-    outputs,
-    scale,
-    decays,
-    states,
-    kept,
-    place,
-    sizes,
-    WARPGROUP: gl.constexpr,
-    PACKED: gl.constexpr,
-):
+def _state_warps(given, WARPGROUP: gl.constexpr, PACKED: gl.constexpr, HAS_CHECKPOINTS: gl.constexpr):
     """Carries W columns of the state, in two slices, through the segment and writes the outputs."""
+    tiles, barriers, outputs, scale, decays, states, kept, place, sizes = given
     q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles = tiles
     full, empty, v_full, v_empty = barriers
     o_desc, o_ptr = outputs
-    initial_state, state_n, state_h, state_k, state_v, entering, final_state = states
+    initial_state, strides, entering, final_state, pool, slots = states
     s_desc, checkpoint, left, every = kept
     b, h, n, sequence, column, start, length, is_first = place
     T, H, K, V = sizes
@@ -263,21 +258,33 @@ def _state_warps(
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
     S0 = gl.zeros([BK, W], gl.float32, layout)
     S1 = gl.zeros([BK, W], gl.float32, layout)
+    row0, row1 = key[:, None], BK + key[:, None]  # [BK, 1], the keys of the slices
     if entering is not None:
-        S0 = _load_slice(entering + head, V, None, key[:, None], value, K, V, not is_first, S0)
-        S1 = _load_slice(entering + head, V, None, BK + key[:, None], value, K, V, not is_first, S1)
+        # With a pool, the scan has written the last states, so the pool no longer holds the first ones.
+        taken = (start >= 0) if pool is not None else not is_first
+        S0 = _load_slice(entering + head, V, None, row0, value, K, V, taken, S0)
+        S1 = _load_slice(entering + head, V, None, row1, value, K, V, taken, S1)
+    elif pool is not None:
+        from_slot, _, _, _ = slots_at(slots, sequence)
+        S0 = read_slot(pool, strides, from_slot, h, row0, value, (row0 < K) & (value < V))
+        S1 = read_slot(pool, strides, from_slot, h, row1, value, (row1 < K) & (value < V))
     if initial_state is not None:
+        state_n, state_h, state_k, state_v = strides
         states_in = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
-        S0 = _load_slice(states_in, state_k, state_v, key[:, None], value, K, V, is_first, S0)
-        S1 = _load_slice(states_in, state_k, state_v, BK + key[:, None], value, K, V, is_first, S1)
+        S0 = _load_slice(states_in, state_k, state_v, row0, value, K, V, is_first, S0)
+        S1 = _load_slice(states_in, state_k, state_v, row1, value, K, V, is_first, S1)
     decays += key
     for i in range(gl.cdiv(length, C)):
-        if s_desc is not None:
+        if HAS_CHECKPOINTS:
             if left == 0:
-                _write_slice(s_desc, [b, checkpoint, h, 0, first], s_block, S0)
-                _write_slice(s_desc, [b, checkpoint, h, BK, first], s_block, S1)
+                if pool is not None:
+                    write_slot(pool, strides, checkpoint, h, S0, row0, value, (K, V))
+                    write_slot(pool, strides, checkpoint, h, S1, row1, value, (K, V))
+                else:
+                    _write_slice(s_desc, [b, checkpoint, h, 0, first], s_block, S0)
+                    _write_slice(s_desc, [b, checkpoint, h, BK, first], s_block, S1)
                 checkpoint += 1
-                left = every
+                left = every  # 0 with a pool, so that no other checkpoint follows
             left -= C
         slot = i % 2
         rows = length - i * C
@@ -296,8 +303,12 @@ def _state_warps(
         write(o_desc, o_ptr, o_tile, o * scale, first, V, (b, h, start + i * C, T, H), rows, PACKED)
     if final_state is not None:
         rows_out = final_state + head
-        gl.store(rows_out + key[:, None] * V + value, S0, (key[:, None] < K) & (value < V))
-        gl.store(rows_out + (BK + key[:, None]) * V + value, S1, (BK + key[:, None] < K) & (value < V))
+        gl.store(rows_out + row0 * V + value, S0, (row0 < K) & (value < V))
+        gl.store(rows_out + row1 * V + value, S1, (row1 < K) & (value < V))
+    elif pool is not None and entering is None:
+        _, to_slot, _, _ = slots_at(slots, sequence)
+        write_slot(pool, strides, to_slot, h, S0, row0, value, (K, V))
+        write_slot(pool, strides, to_slot, h, S1, row1, value, (K, V))
     tma.store_wait(0)
 
 
@@ -340,7 +351,7 @@ def _step(o, S, q_tiles, k_tiles, v_tile, s_tile, full, empty, decays, step):
 
 @gluon.jit(
     do_not_specialize=[
-        "state_n", "state_h", "state_k", "scale", "T", "segment", "segments", "slots", "every", "H", "K", "V"
+        "state_n", "state_h", "state_k", "scale", "T", "segment", "segments", "chunks", "every", "H", "K", "V"
     ]
 )  # fmt: skip
 def _state_kernel(
@@ -356,6 +367,8 @@ def _state_kernel(
     entering,  # [I, H, K, V] or None
     final_state,  # [N, H, K, V], or None if sequences are cut
     order,  # [I, 5] or None
+    pool,  # [P, H, K, V], instead of initial_state and final_state, or None
+    slots,  # [N, 4], or None without a pool
     scale,
     state_n,
     state_h,
@@ -364,11 +377,12 @@ def _state_kernel(
     T,
     segment,
     segments,
-    slots,  # M, the number of chunks
+    chunks,  # M
     every,
     H,
     K,
     V,
+    HAS_CHECKPOINTS: gl.constexpr,
 ):
     PACKED: gl.constexpr = order is not None
     C: gl.constexpr = q_desc.block_type.shape[2]
@@ -384,8 +398,8 @@ def _state_kernel(
         if length == 0:
             return
     checkpoint, left = gl.to_tensor(0), gl.to_tensor(0)  # row of the next checkpoint, and number of tokens until it
-    if s_desc is not None:
-        checkpoint, left = next_checkpoint(start, sequence, origin, every, PACKED)
+    if HAS_CHECKPOINTS:
+        checkpoint, left = next_checkpoint(start, sequence, origin, every, slots, PACKED)
     own = start // C + (sequence if PACKED else b * gl.cdiv(T, C))  # number of the segment's first chunk
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, C, BK], k_desc.layout)
@@ -409,17 +423,18 @@ def _state_kernel(
     barriers = (full, empty, v_full, v_empty)
     load_tiles = (q_tiles, k_tiles, a_tiles, v_tiles)
     tiles = (q_tiles, k_tiles, a_tiles, v_tiles, s_tiles, o_tiles)
-    states = (initial_state, state_n, state_h, state_k, state_v, entering, final_state)
+    states = (initial_state, (state_n, state_h, state_k, state_v), entering, final_state, pool, slots)
     kept = (s_desc, checkpoint, left, every)
     place = (b, h, n, sequence, column, start, length, start == origin)
     load_place = (b, h, column, start, own * C, gl.cdiv(length, C))
-    decays += (h * slots + own).to(gl.int64) * 4 * BK
+    decays += (h * chunks + own).to(gl.int64) * 4 * BK
     outputs = (o_desc, o_ptr)
     sizes = (T, H, K, V)
+    state = (tiles, barriers, outputs, scale, decays, states, kept, place, sizes)
     gl.warp_specialize(
         [
-            (_state_warps, (tiles, barriers, outputs, scale, decays, states, kept, place, sizes, 0, PACKED)),
-            (_state_warps, (tiles, barriers, outputs, scale, decays, states, kept, place, sizes, 1, PACKED)),
+            (_state_warps, (state, 0, PACKED, HAS_CHECKPOINTS)),
+            (_state_warps, (state, 1, PACKED, HAS_CHECKPOINTS)),
             (_load_warp, ((q_desc, k_desc, a_desc, v_desc), load_tiles, barriers, load_place)),
         ],
         [4, 1],
