@@ -83,10 +83,14 @@ def compiled(gpu: Device, *types: str) -> SimpleNamespace:
 
 
 class Kernel:
-    """Stands for a function of triton.jit with these parameters, which Triton has compiled."""
+    """Stands for a function of triton.jit with these parameters, which Triton has compiled.
+
+    Parameters whose names begin with "index" are not specialised on alignment.
+    """
 
     def __init__(self, arg_names: list[str], kernel: SimpleNamespace) -> None:
         self.arg_names, self.kernel = arg_names, kernel
+        self.params = [SimpleNamespace(do_not_specialize_on_alignment=name.startswith("index")) for name in arg_names]
         self.fn = type("fake", (), {})
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., SimpleNamespace]:

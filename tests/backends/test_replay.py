@@ -102,6 +102,21 @@ def test_what_is_not_launched_again(gpu):
     assert not gpu.launched
 
 
+def test_an_index_may_lie_at_any_address(gpu):
+    from gla_triton_kernels.runtime import replay
+
+    def called(x, index):
+        made = [launch(GRID, {"x_ptr": x, "index_ptr": index, "T": 1}, compiled(gpu, "*fp32", "*i32", "i32"))]
+        return replay.record((x, index), made)
+
+    x, index = tensor(), torch.zeros(9, dtype=torch.int32)
+    recorded = called(x, index[1:])
+    assert replay.replay(recorded, (x, index[2:]), ())
+    assert gpu.launched[0][-3:-1] == [x.data_ptr(), index[2:].data_ptr()]
+    assert not replay.replay(recorded, (x.view(-1)[1:], index), ())
+    assert called(x.view(-1)[1:], index) is None
+
+
 def test_a_triton_that_launches_otherwise(gpu, monkeypatch):
     from triton.backends.nvidia import driver
 

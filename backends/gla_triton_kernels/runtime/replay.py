@@ -33,7 +33,8 @@ from gla_triton_kernels.runtime.launch import Launch, current_device
 
 ALIGNMENT = 16
 """The alignment of addresses in bytes. Triton compiles one kernel for addresses that are multiples of it, and another
-for all others. Only launches of the former are replayed."""
+for all others. Only launches of the former are replayed. The address of a tensor does not matter if kernels take it by
+parameters in their `do_not_specialize_on_alignment`."""
 _LINE = 128
 """The number of bytes of a cache line; scratch tensors begin at multiples of this number."""
 _MOST_MAPS = 1024
@@ -205,12 +206,14 @@ class RecordedCall:
         memory: arguments of `torch.empty` for the scratch memory; None if there are no scratch tensors.
         parts: the scratch tensors, then the parts of tensors (see `part`). For each, the place of the memory or tensor
             that contains it, and its offset in bytes.
+        aligned: the places of tensors of the call whose addresses must be multiples of `ALIGNMENT`.
         launches: the recorded launches.
     """
 
     device: int
     memory: dict[str, Any] | None
     parts: tuple[tuple[int, int], ...]
+    aligned: tuple[int, ...]
     launches: tuple[_RecordedLaunch, ...]
 
     def prepared(self, addresses: list[int], floats: tuple[float, ...]) -> _Prepared:
@@ -245,18 +248,19 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
         launches: the launches of the call in order, after they have been made. Each takes all floats of the call, or
             none of them. The parameters of its kernel are in the order of `_Arguments`.
     """
+    if why_not_replayed():
+        return None
     arguments = [_arguments(launch) for launch in launches]
     given = [x for x in tensors if x is not None]
     taken = [getattr(x, "base", x) for each in arguments for x in each.tensors if x is not None]
+    aligned = [x for launch, each in zip(launches, arguments, strict=True) for x in _aligned(launch, each)]
     parts = {id(x): x for x in taken if hasattr(x, _WHOLE)}
     places = {id(x): i for i, x in enumerate(tensors) if x is not None}
     scratch = list({id(x): x for x in map(_whole_of, taken) if id(x) not in places}.values())
     one_in_two_places = len({id(x) for x in given}) < len(given)
-    aligned = math.gcd(ALIGNMENT, *(x.data_ptr() for x in given + taken)) == ALIGNMENT
+    are_aligned = math.gcd(ALIGNMENT, *(x.data_ptr() for x in aligned)) == ALIGNMENT
     told_apart = all(_is_fixed(x) for each in arguments for x in each.fixed)
-    if one_in_two_places or not aligned or not all(x.is_contiguous() for x in scratch) or not told_apart:
-        return None
-    if why_not_replayed():
+    if one_in_two_places or not are_aligned or not all(x.is_contiguous() for x in scratch) or not told_apart:
         return None
     *begins, size = itertools.accumulate((ceil_div(x.nbytes, _LINE) * _LINE for x in scratch), initial=0)
     memory = {"size": (size,), "dtype": torch.uint8, "device": given[0].device} if scratch else None
@@ -266,7 +270,9 @@ def record(tensors: Sequence[Tensor | None], launches: Sequence[Launch]) -> Reco
     if any(launch.compiled.run.global_scratch_size or launch.compiled.run.profile_scratch_size for launch in launches):
         return None  # Triton would have to allocate memory for each launch
     recorded = tuple(_recorded(*each, places) for each in zip(launches, arguments, strict=True))
-    return RecordedCall(current_device(), memory, tuple(into), recorded)
+    wholes = {id(_whole_of(x)) for x in aligned}
+    of_call = tuple(i for i, x in enumerate(tensors) if id(x) in wholes)
+    return RecordedCall(current_device(), memory, tuple(into), of_call, recorded)
 
 
 class _Arguments(NamedTuple):
@@ -289,6 +295,12 @@ def _arguments(launch: Launch) -> _Arguments:
     tensors = list(itertools.takewhile(lambda x: x is None or _is_tensor(x), values))
     floats = list(itertools.takewhile(lambda x: isinstance(x, float), values[len(tensors) :]))
     return _Arguments(tensors, floats, values[len(tensors) + len(floats) :])
+
+
+def _aligned(launch: Launch, arguments: _Arguments) -> list[Tensor]:
+    """Returns the tensors of a launch whose addresses its compiled kernel takes for multiples of `ALIGNMENT`."""
+    taken = zip(arguments.tensors, launch.kernel.params, strict=False)  # tensors are the first arguments
+    return [getattr(x, "base", x) for x, p in taken if x is not None and not p.do_not_specialize_on_alignment]
 
 
 def _is_tensor(x: Any) -> bool:
@@ -378,7 +390,7 @@ def replay(call: RecordedCall, tensors: Sequence[Tensor | None], floats: tuple[f
     prepared_for = (call, floats, *addresses)
     prepared = _prepared.get(prepared_for)
     if prepared is None:  # the addresses of a cached entry were checked when it was made
-        if math.gcd(ALIGNMENT, *addresses) != ALIGNMENT:
+        if math.gcd(ALIGNMENT, *(addresses[i] for i in call.aligned)) != ALIGNMENT:
             return False
         prepared = call.prepared(addresses, floats)
         _put(_prepared, prepared_for, prepared, _MOST_PREPARED)

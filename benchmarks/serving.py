@@ -1,0 +1,226 @@
+"""Measures the ops of a server beside what vLLM and SGLang run for a layer of lightning attention.
+
+    python3 benchmarks/serving.py [--others FOLDER] [--out FOLDER] [--commit HASH]
+
+The layer is that of Ling-2.5: 64 heads, K = V = 128, a constant gate for each head, bfloat16 tokens, and a pool of
+float32 states. FOLDER may hold lightning_attn.py of vLLM and seg_la.py of SGLang, copied from their distributions; both
+need Triton and no more.
+
+    decode     one token of each sequence, in a CUDA graph, as engines decode
+    verify     four drafts of each sequence, in a CUDA graph; the state after each draft goes to a slot of its own
+    prefill    sequences of equal lengths, eager, so the time includes waits of the host
+    mixed      decodes first, then prefills, in one call of `chunk_gla_pool`; others take two functions
+
+vLLM computes one prefill after another: it reads the offsets on the host, copies q, k and v of a sequence, and launches
+four kernels. `Vllm.prefill` is this loop, written anew. Writes serving-<device>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import gla_core as gla
+from gla_core.bench import measure, results
+from gla_core.files import write_json
+
+H, K, V, DRAFTS = 64, 128, 128, 4
+DECODES = (1, 8, 64, 256, 512)
+PREFILLS = ((1, 512), (1, 4096), (1, 16384), (4, 4096), (16, 512), (16, 2048))
+MIXED = ((64, 1, 4096), (256, 4, 1024))
+Row = dict[str, Any]
+
+
+class Batch(NamedTuple):
+    """Tokens of packed sequences whose states are in a pool; each sequence reads and writes slot n + 1.
+
+    Attributes:
+        q, k, v: [1, T, H, 128], bfloat16. g: [H], log gates, float32. pool: [P, H, K, V], float32.
+        cu_seqlens: [N+1], int32. slots: [N], int32.
+        decodes: the number of sequences of one token, which come first.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    pool: Tensor
+    cu_seqlens: Tensor
+    slots: Tensor
+    decodes: int
+
+
+def batch(device: torch.device, decodes: int, prefills: int = 0, tokens: int = 0) -> Batch:
+    """Returns a batch of `decodes` sequences of one token and `prefills` sequences of `tokens` tokens."""
+    T, N = decodes + prefills * tokens, decodes + prefills
+    q, k, v = (torch.randn(1, T, H, 128, device=device, dtype=torch.bfloat16) for _ in range(3))
+    ends = torch.tensor([1] * decodes + [tokens] * prefills).cumsum(0)
+    offsets = torch.nn.functional.pad(ends, (1, 0)).to(device, torch.int32)
+    g = -torch.logspace(-6, -0.5, H, 2.0, device=device)
+    pool, slots = torch.zeros(N + 1, H, K, V, device=device), torch.arange(1, N + 1, device=device, dtype=torch.int32)
+    return Batch(q, k, v, g, pool, offsets, slots, decodes)
+
+
+# ---- who is measured
+
+
+class Ours:
+    """The ops of gla_core."""
+
+    def decode(self, x: Batch) -> Tensor:
+        token = (x.q[0], x.k[0], x.v[0], x.g, x.pool)
+        return gla.recurrent_gla_step(*token, state_indices=x.slots, inplace=True)[0]
+
+    def verify(self, x: Batch) -> Tensor:
+        """Returns outputs for rows of drafts; the pool has DRAFTS slots for each sequence."""
+        N = len(x.slots) // DRAFTS
+        q, k, v = (y[0].unflatten(0, (N, DRAFTS)) for y in (x.q, x.k, x.v))
+        return gla.recurrent_gla_steps(q, k, v, x.g, x.pool, x.slots.view(N, DRAFTS))
+
+    def prefill(self, x: Batch) -> Tensor:
+        return gla.chunk_gla_pool(x.q, x.k, x.v, x.g, x.pool, x.cu_seqlens, x.slots)
+
+    mixed = prefill
+
+
+class Vllm:
+    """vLLM's functions of lightning_attn.py, and its loop over prefills."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+    def decode(self, x: Batch) -> Tensor:
+        q, k, v = (y[0, : x.decodes, :, None] for y in (x.q, x.k, x.v))  # [N, H, 1, 128]
+        return self.module.linear_decode_forward_triton(q, k, v, x.pool, -x.g[:, None, None], x.slots[: x.decodes], 32)
+
+    def prefill(self, x: Batch) -> Tensor:
+        outputs = []
+        for n in range(x.decodes, len(x.slots)):
+            start, end, slot = x.cu_seqlens[n], x.cu_seqlens[n + 1], x.slots[n]
+            q, k, v = (y[0, start:end].transpose(0, 1).contiguous()[None] for y in (x.q, x.k, x.v))  # [1, H, T, 128]
+            state = x.pool[slot]
+            o, after = self.module.lightning_attention(q, k, v, -x.g, 256, state[None].contiguous())
+            state.copy_(after[0, :, -1])
+            outputs.append(o[0].transpose(0, 1).flatten(1).contiguous())
+        return torch.cat(outputs)
+
+    def mixed(self, x: Batch) -> Tensor:
+        return torch.cat([self.decode(x), self.prefill(x)])
+
+
+class Sglang:
+    """SGLang's seg_la.py."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module = module
+
+    def prefill(self, x: Batch) -> Tensor:
+        lengths, N = x.cu_seqlens.diff(), len(x.slots)
+        meta = self.module.SegLaMeta(N, 0, x.cu_seqlens, x.slots, lengths, torch.ones_like(lengths))
+        return self.module.seg_la_fwd(x.q[0], x.k[0], x.v[0], x.pool, -x.g, meta)
+
+    decode = prefill
+
+
+def others(folder: Path | None) -> dict[str, Any]:
+    """Returns the engines whose files are in a folder, by name. vLLM's file gets the few names that it imports."""
+    if folder is None:
+        return {}
+    import triton
+    import triton.language as tl
+
+    for name, values in {
+        "vllm": {},
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cuda=lambda: True)},
+        "vllm.triton_utils": {"tl": tl, "triton": triton},
+        "vllm.v1.attention.backends.utils": {"PAD_SLOT_ID": -1},
+    }.items():
+        vars(sys.modules.setdefault(name, ModuleType(name))).update(values)
+    files = {"vllm": ("lightning_attn.py", Vllm), "sglang": ("seg_la.py", Sglang)}
+    return {who: made(_load(folder / name)) for who, (name, made) in files.items() if (folder / name).exists()}
+
+
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- measurements
+
+
+def jobs(device: torch.device) -> Iterator[tuple[str, Callable[[], Batch], Row]]:
+    """Yields the method to measure, a function that makes its batch, and the sizes."""
+    for N in DECODES:
+        yield "decode", functools.partial(batch, device, N), {"sequences": N}
+    for N in DECODES:
+        yield "verify", functools.partial(batch, device, DRAFTS * N), {"sequences": N}
+    for N, T in PREFILLS:
+        yield "prefill", functools.partial(batch, device, 0, N, T), {"sequences": N, "tokens": T}
+    for N, prefills, T in MIXED:
+        yield (
+            "mixed",
+            functools.partial(batch, device, N, prefills, T),
+            {"decodes": N, "sequences": prefills, "tokens": T},
+        )
+
+
+def floor_bytes(what: str, x: Batch) -> int:
+    """Returns the bytes of tokens, outputs, states that are read and states that are written, each counted once."""
+    tokens = sum(y.nbytes for y in (x.q, x.k, x.v, x.v))
+    states = x.pool[1:].nbytes
+    return tokens + states + (states // DRAFTS if what == "verify" else states)
+
+
+def measured(what: str, make: Callable[[], Batch], run: Callable[[Batch], Tensor], device: torch.device) -> float:
+    """Returns the seconds of a call, which cycles through batches that together exceed the device's cache."""
+    first = make()
+    number = min(8, measure.rotations(first.pool.nbytes + first.q.nbytes, device))
+    batches = [first, *(make() for _ in range(number - 1))]
+    timer = measure.time_graph if what in ("decode", "verify") else measure.time_calls
+    return timer([functools.partial(run, x) for x in batches], device, 0.3).seconds
+
+
+def main() -> None:
+    """Measures each job for everybody who has its method, and writes the file after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--others", type=Path, help="folder of lightning_attn.py and seg_la.py")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--commit", help="of the source, where it cannot be asked of git")
+    options = parser.parse_args()
+    device = torch.device("cuda")
+    bandwidth = measure.copy_bandwidth(device, budget=1.0)
+    head, rows = {**results.conditions(device, options.commit), "copy_bandwidth": bandwidth}, []
+    engines = {"gla_core": Ours(), **others(options.others)}
+    for (what, make, sizes), (who, engine) in itertools.product(jobs(device), engines.items()):
+        if not hasattr(engine, what):
+            continue
+        row = {"what": what, "who": who, **sizes}
+        try:
+            seconds = measured(what, make, getattr(engine, what), device)
+            of_floor = floor_bytes(what, make()) / seconds / bandwidth
+            row |= {"seconds": float(f"{seconds:.4g}"), "of_floor": round(of_floor, 3)}
+        except Exception as error:  # another engine may not run here
+            row["error"] = f"{type(error).__name__}: {error}"[:200]
+        torch.cuda.empty_cache()
+        print(row, flush=True)
+        rows.append(row)
+        write_json(options.out / results.file_name("serving", device), {**head, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
