@@ -110,7 +110,7 @@ def _token_strides(name: str, x: Tensor) -> dict[str, int]:
     return {f"{name}_stride_b": b, f"{name}_stride_h": h}
 
 
-@triton.jit(do_not_specialize=["scale", "P"])
+@triton.jit(do_not_specialize=["scale", "P"], do_not_specialize_on_alignment=["indices_ptr"])
 def _recurrent_gla_step(
     q_ptr,  # [B, Hq, K]
     k_ptr,  # [B, H, K]

@@ -76,7 +76,7 @@ def _conversion(x: Tensor, y: Tensor, units: Tensor, cu_seqlens: Tensor | None, 
     return Launch(_to_half_kernel, (units.numel(), 1, 1), arguments, {"num_warps": 4})
 
 
-@triton.jit(do_not_specialize=["T", "N", "H"])
+@triton.jit(do_not_specialize=["T", "N", "H"], do_not_specialize_on_alignment=["cu_seqlens_ptr"])
 def _to_half_kernel(
     x_ptr,  # [B, T, Hx, W]
     y_ptr,  # [B, T, Hx, W], contiguous
