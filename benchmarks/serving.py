@@ -12,7 +12,7 @@ need Triton and no more.
     mixed      decodes first, then prefills, in one call of `chunk_gla_pool`; others take two functions
 
 vLLM computes one prefill after another: it reads the offsets on the host, copies q, k and v of a sequence, and launches
-four kernels. `Vllm.prefill` is this loop, written anew. Writes serving-<device>.json.
+four kernels on float32 tensors. `Vllm.prefill` is this loop, written anew. Writes serving-<device>.json.
 """
 
 from __future__ import annotations
@@ -107,12 +107,16 @@ class Vllm:
         outputs = []
         for n in range(x.decodes, len(x.slots)):
             start, end, slot = x.cu_seqlens[n], x.cu_seqlens[n + 1], x.slots[n]
-            q, k, v = (y[0, start:end].transpose(0, 1).contiguous()[None] for y in (x.q, x.k, x.v))  # [1, H, T, 128]
+            q, k, v = (self._heads_first(y[0, start:end]) for y in (x.q, x.k, x.v))  # [1, H, T, 128]
             state = x.pool[slot]
             o, after = self.module.lightning_attention(q, k, v, -x.g, 256, state[None].contiguous())
             state.copy_(after[0, :, -1])
             outputs.append(o[0].transpose(0, 1).flatten(1).contiguous())
         return torch.cat(outputs)
+
+    def _heads_first(self, x: Tensor) -> Tensor:
+        """Returns a copy [1, H, T, 128] of x [T, H, 128] in float32, the only dtype that the functions compile for."""
+        return x.new_empty(1, H, len(x), x.shape[-1], dtype=torch.float32).copy_(x.transpose(0, 1))
 
     def mixed(self, x: Batch) -> Tensor:
         return torch.cat([self.decode(x), self.prefill(x)])
