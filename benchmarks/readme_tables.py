@@ -484,7 +484,29 @@ def _ranks(found: dict[str, Any], path: Path) -> str:
     return "\n".join([*lines, "", *drawn])
 
 
-_SECTIONS = {"readme": _readme, "selection": _selection, "shapes": _shapes, "ranks": _ranks}
+def _serving(found: dict[str, Any], path: Path) -> str:
+    """Returns the section of a file of serving.py: a line for each batch, with a time for each engine."""
+    engines = list(dict.fromkeys(row["who"] for row in found["rows"]))
+    lines = [
+        f"## Serving, {found['device']}\n",
+        f"{_measured(found)}. A layer of lightning attention as in Ling-2.5: 64 heads, K = V = 128, bfloat16, float32 "
+        "states in a pool. 'Decode' is one token of each sequence, 'verify' and 'replay' are four drafts of each, in a "
+        "CUDA graph. 'Prefill' and 'mixed' are eager. 'Of floor' counts tokens, outputs and states once, at the speed of a "
+        f"copy. Written by `benchmarks/serving.py` into `benchmarks/results/{path.name}`.\n",
+        f"| batch | {' | '.join(engines)} | of floor |",
+        "| --- |" + " ---: |" * (len(engines) + 1),
+    ]
+    batches: dict[str, dict[str, ModelRow]] = {}
+    for row in found["rows"]:
+        sizes = ", ".join(f"{row[name]} {name}" for name in ("decodes", "sequences", "tokens") if name in row)
+        batches.setdefault(f"{row['what']}: {sizes}", {})[row["who"]] = row
+    for words, rows in batches.items():
+        times = (results.time_text(rows[who].get("seconds")) if who in rows else "-" for who in engines)
+        lines.append(f"| {words} | {' | '.join(times)} | {rows[engines[0]].get('of_floor', 0):.2f} |")
+    return "\n".join([*lines, ""])
+
+
+_SECTIONS = {"readme": _readme, "selection": _selection, "shapes": _shapes, "ranks": _ranks, "serving": _serving}
 """The functions that write the section of a file, by the first part of its name, in the order of the page."""
 
 

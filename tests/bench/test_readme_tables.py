@@ -277,6 +277,30 @@ def test_a_selection_is_told_in_a_few_lines(tables, tmp_path):
     assert section.endswith("\n\n![crossover](../benchmarks/results/selection-pretend/crossover.svg)\n")
 
 
+def test_serving(tables, tmp_path):
+    rows = [
+        {"what": "decode", "who": "gla_core", "sequences": 64, "seconds": 1e-4, "of_floor": 0.9},
+        {"what": "decode", "who": "vllm", "sequences": 64, "seconds": 2e-4, "of_floor": 0.45},
+        {
+            "what": "mixed",
+            "who": "gla_core",
+            "decodes": 3,
+            "sequences": 1,
+            "tokens": 9,
+            "seconds": 3e-4,
+            "of_floor": 0.5,
+        },
+        {"what": "mixed", "who": "vllm", "decodes": 3, "sequences": 1, "tokens": 9, "error": "ValueError"},
+    ]
+    about = {"device": "NVIDIA Pretend", "gla_core": "1", "commit": "abc", "torch": "2", "date": "2026-01-02T03:04:05"}
+    (tmp_path / "serving-pretend.json").write_text(json.dumps({**about, "rows": rows}))
+    page = tables.render(tmp_path)
+    assert "## Serving, NVIDIA Pretend" in page
+    assert "| batch | gla_core | vllm | of floor |" in page
+    assert "| decode: 64 sequences | 100 us | 200 us | 0.90 |" in page
+    assert "| mixed: 3 decodes, 1 sequences, 9 tokens | 300 us | - | 0.50 |" in page
+
+
 def test_two_ranks_beside_one(tables, tmp_path):
     row = {"tokens": 65536, "heads": 8, "direction": "forward", "ranks": 2, "one_rank": 4e-3, "all_ranks": 2.5e-3}
     row |= {"gather": 1e-4, "efficiency": 0.8, "predicted": {"4": 0.7, "64": 0.6}}
