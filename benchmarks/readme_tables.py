@@ -491,8 +491,8 @@ def _serving(found: dict[str, Any], path: Path) -> str:
         f"## Serving, {found['device']}\n",
         f"{_measured(found)}. A layer of lightning attention as in Ling-2.5: 64 heads, K = V = 128, bfloat16, float32 "
         "states in a pool. 'Decode' is one token of each sequence, 'verify' and 'replay' are four drafts of each, in a "
-        "CUDA graph. 'Prefill' and 'mixed' are eager. 'Of floor' counts tokens, outputs and states once, at the speed of a "
-        f"copy. Written by `benchmarks/serving.py` into `benchmarks/results/{path.name}`.\n",
+        "CUDA graph. 'Prefill' and 'mixed' are eager. 'Of floor' counts tokens, outputs and states once. "
+        f"Written by `benchmarks/serving.py` into `benchmarks/results/{path.name}`.\n",
         f"| batch | {' | '.join(engines)} | of floor |",
         "| --- |" + " ---: |" * (len(engines) + 1),
     ]
