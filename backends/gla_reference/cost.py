@@ -102,6 +102,13 @@ def _recurrent_gla_steps(call: OpCall) -> Count:
     return Count(1 + 3 * S, (1 + 7 * S) * N * H * K * V)
 
 
+def _recurrent_gla_replay(call: OpCall) -> Count:
+    """Counts three steps and four passes over the states for each token, old or new; the pool takes six passes."""
+    N, H, K, V, L, T = (call.dims[name] for name in ("N", "Hv", "K", "V", "L", "T"))
+    tokens = L // 2 + (L // 2 if call.variable_length else T)
+    return Count(1 + 3 * tokens, (6 + 4 * tokens) * N * H * K * V)
+
+
 def _online_softmax(call: OpCall) -> Count:
     return Count(math.ceil(call.dims["columns"] / TILE), call.dims["rows"] * call.dims["columns"])
 
@@ -120,6 +127,7 @@ _COUNT: Mapping[str, Callable[[OpCall], Count]] = {
     "chunk_gla_summary": _chunk_gla_summary,
     "recurrent_gla_step": _recurrent_gla_step,
     "recurrent_gla_steps": _recurrent_gla_steps,
+    "recurrent_gla_replay": _recurrent_gla_replay,
     "online_softmax": _online_softmax,
     "softmax_attention": _softmax_attention,
 }

@@ -30,6 +30,7 @@ _OPS = (
     "chunk_gla_summary",
     "recurrent_gla_step",
     "recurrent_gla_steps",
+    "recurrent_gla_replay",
 )
 COMMON: Mapping[str, str] = dict.fromkeys(_OPS, __name__)
 """The ops for which both backends run the same kernels, on whole sequences or on segments. `CostModel`s use it."""

@@ -27,6 +27,7 @@ from gla_core.workloads.inputs import (
     chunk_inputs,
     normal,
     pool_inputs,
+    replay_inputs,
     softmax_inputs,
     step_inputs,
     steps_inputs,
@@ -291,6 +292,34 @@ def expected_steps(x: dict[str, Any], scale: float | None = None, gate_normalize
     """Returns the oracle's o and pool, in float64, as `expected_pool` does."""
     g = None if x["g"] is None else log_gates(x["g"], gate_normalizer, torch.float64)
     return _with_states(x, *oracle.recurrent_gla_steps(**{**x, "g": g}, scale=scale))
+
+
+def replay(case: Case, **changes: object) -> dict[str, Any]:
+    """Returns the arguments of `recurrent_gla_replay` by name."""
+    return replay_inputs(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
+
+
+def run_replay(x: dict[str, Any], request: str, **options: Any) -> Named:
+    """Returns the output o, and the pool and the rings of x, which are written; `options` are further arguments."""
+    o = gla.recurrent_gla_replay(**x, backend=request, **options)
+    return {"o": o, "pool": x["pool"], **rings_of(x)}
+
+
+def expected_replay(x: dict[str, Any], scale: float | None = None, gate_normalizer: int | None = None) -> Named:
+    """Returns the oracle's o, pool and rings, as `expected_pool` does."""
+    g = None if x["g"] is None else log_gates(x["g"], gate_normalizer, torch.float64)
+    o, states, entries = oracle.recurrent_gla_replay(**{**x, "g": g}, scale=scale)
+    rings = {name: ring.double().clone() for name, ring in rings_of(x).items()}
+    for place, of_token in entries.items():
+        for name, kept in zip(("ring_k", "ring_v", "ring_g"), of_token, strict=True):
+            if kept is not None:
+                rings[name][place] = kept.double()
+    return {**_with_states(x, o, states), **rings}
+
+
+def rings_of(x: dict[str, Any]) -> Named:
+    """Returns the rings that a call of `recurrent_gla_replay` is given, by name."""
+    return {name: x[name] for name in ("ring_k", "ring_v", "ring_g") if x[name] is not None}
 
 
 def pool_budget(x: dict[str, Any]) -> float:

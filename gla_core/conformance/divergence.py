@@ -121,7 +121,7 @@ def _dimensions(quantity: str, case: Case | None) -> list[str]:
     if case is None or spec is None:
         return []
     form = case.describe().gate_form
-    shapes: Mapping[str, str] = {a.name: (a.forms[form] if a.forms and form else a.shape) or "" for a in spec.arguments}
+    shapes: Mapping[str, str] = {a.name: (a.forms or {}).get(form or "", a.shape) or "" for a in spec.arguments}
     shapes = shapes | {f"d{name}": shape for name, shape in shapes.items()}
     shapes = shapes | {r.name: r.shape or shapes.get(r.like or "", "") for r in spec.results}
     return shapes.get(quantity, "").split()

@@ -149,6 +149,56 @@ def recurrent_gla_steps(
     return o[0].unflatten(0, (B, T)), written
 
 
+def recurrent_gla_replay(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    pool: Tensor,
+    ring_k: Tensor,
+    ring_v: Tensor,
+    ring_g: Tensor | None,
+    slots: Tensor,
+    ring_start: Tensor,
+    num_accepted: Tensor,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    has_state: Tensor | None = None,
+    pad_slot: int = -1,
+) -> tuple[Tensor, dict[int, Tensor], dict[tuple[int, int], tuple[Tensor, Tensor, Tensor | None]]]:
+    """Computes sequences one after another, in float64; the pool and the rings are only read.
+
+    Returns:
+        o [B, T, Ho, V]; for each slot that is written its state [Hv, K, V]; for each slot and token of the rings that
+        are written k [H, K], v [Hv, V] and the log gate, which is None if ring_g is None.
+    """
+    used = {slot for slot in range(len(pool)) if slot != pad_slot}
+    (B, T), N, L = q.shape[:2], len(slots), ring_k.shape[1]
+    o, written, entries = _zero_rows(q.flatten(0, 1)[None], v.flatten(0, 1)[None], B * T), {}, {}
+    q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
+    g = g if g is None or g.ndim == 1 else g.flatten(0, 1)[None]
+    offsets = [n * T for n in range(N + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    for n, (a, b) in enumerate(itertools.pairwise(offsets)):
+        slot, b = int(slots[n]), min(b, a + L // 2)
+        if slot not in used:
+            continue
+        is_new = has_state is not None and not bool(has_state[n])
+        accepted, start = max(0, min(L // 2, int(num_accepted[n]))), int(ring_start[n])
+        old = [(start + i) % L for i in range(accepted)]
+        old_k, old_v, old_g = ring_k[slot, old][None], ring_v[slot, old][None], g
+        if ring_g is not None:
+            old_g = ring_g[slot, old][None]
+        state = _zero_state(q[:1], k, v) if is_new else pool[slot][None].double()
+        _, state = chunk_gla(q.new_zeros(1, accepted, *q.shape[2:]), old_k, old_v, old_g, scale, state)
+        if is_new or accepted:
+            written[slot] = state[0]
+        o[:, a:b], _ = chunk_gla(q[:, a:b], k[:, a:b], v[:, a:b], tokens_of(g, a, b), scale, state)
+        for t in range(a, b):
+            of_token = (k[0, t], v[0, t], None if g is None or ring_g is None else g[0, t])
+            entries[slot, (start + accepted + t - a) % L] = of_token
+    return o[0].unflatten(0, (B, T)), written, entries
+
+
 def tokens_of(g: Tensor | None, start: int | None, end: int | None) -> Tensor | None:
     """Returns the gate of the tokens `start` to `end`; a constant gate [Hv] is that of all tokens."""
     return g if g is None or g.ndim == 1 else g[:, start:end]

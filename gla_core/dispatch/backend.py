@@ -23,7 +23,7 @@ import importlib.resources
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, overload
@@ -269,6 +269,11 @@ def as_received(op: Op, call: OpCall) -> OpCall:
     """
     if call.scalars.get("gate_normalizer") is None or "gate_normalizer" in arguments_of(op):
         return call
+    return _of_log_gates(call)
+
+
+def _of_log_gates(call: OpCall) -> OpCall:
+    """Returns the call with log gates in a wide dtype in place of its gates or logits."""
     dtype, layouts = wide(call.dtype), dict(call.layouts)
     if "g" in layouts:
         layouts["g"] = contiguous_layout(layouts["g"].shape, dtype)
@@ -375,14 +380,21 @@ def write_states(pool: torch.Tensor, slots: torch.Tensor, states: torch.Tensor, 
 
     Each state is rounded once to the dtype of the pool. No value is read on the host.
     """
-    if len(pool) == 0 or len(slots) == 0:
+    _write_entries(pool, (slots,), states, where)
+
+
+def _write_entries(
+    memory: torch.Tensor, at: tuple[torch.Tensor, ...], values: torch.Tensor, where: torch.Tensor
+) -> None:
+    """Writes values [N, ...] to memory[at], by one or two indices [N], where the flags `where` [N] are True."""
+    if len(memory) == 0 or len(where) == 0:
         return
-    # A state that is not written repeats the first one that is, and writes the same values to the same slot. If none is
-    # written, all write what slot 0 holds.
-    rows = torch.arange(len(slots), device=slots.device)
+    # An entry that is not written repeats the first one that is, and writes the same values to the same place. If none
+    # is written, all write what the first place of the memory holds.
+    rows = torch.arange(len(where), device=where.device)
     writer = torch.where(where, rows, where.int().argmax(keepdim=True))
-    to = torch.where(where, slots, 0)[writer].long()
-    pool.index_copy_(0, to, torch.where(where.any(), states.to(pool.dtype)[writer], pool[to]))
+    to = tuple(torch.where(where, index, 0)[writer].long() for index in at)
+    memory.index_put_(to, torch.where(where.any(), values.to(memory.dtype)[writer], memory[to]))
 
 
 def forward_of_pool(call: OpCall, parts: int = 1) -> OpCall:
@@ -585,16 +597,6 @@ def _through_steps(step: Callable[..., Any]) -> Callable[..., Any]:
         gate_normalizer: int | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        B, T = q.shape[:2]
-        N, S = slots.shape
-        o = v.new_zeros(B * T + 1, max(q.shape[2], v.shape[2]), v.shape[3])  # the last row is that of no token
-        if cu_seqlens is None:
-            starts = T * torch.arange(N, device=q.device)
-            ends, S = starts + T, min(S, T)
-        else:
-            starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-        if N == 0 or B * T == 0:
-            S = 0
         read = slots[:, 0] if read_slots is None else read_slots
         if read_slots is None and num_accepted is not None:
             read = slots.gather(1, num_accepted.long().clamp(1, slots.shape[1])[:, None] - 1)[:, 0]
@@ -602,20 +604,150 @@ def _through_steps(step: Callable[..., Any]) -> Callable[..., Any]:
         if has_state is not None:
             served = torch.where(has_state, served, is_slot(pool, slots[:, 0], pad_slot))
         state = states_of_slots(pool, read, has_state, wide(q.dtype), pad_slot)  # [N, Hv, K, V]
-        for j in range(S):
-            here = served & (starts + j < ends)
-            rows = torch.where(here, starts + j, 0)
-            q_j, k_j, v_j = (x.flatten(0, 1)[rows] for x in (q, k, v))
-            g_j = g if g is None or g.ndim == 1 else g.flatten(0, 1)[rows]
-            token = {"q": q_j, "k": k_j, "v": v_j, "g": g_j, "state": state, "scale": scale}
-            o_j, new = step(**token, state_indices=None, gate_normalizer=gate_normalizer, inplace=False)
-            o.index_copy_(0, torch.where(here, starts + j, B * T), o_j)
-            state = torch.where(here[:, None, None, None], new, state)
-            write_states(pool, slots[:, j], state, here & is_slot(pool, slots[:, j], pad_slot))
-        o = o[: B * T].unflatten(0, (B, T))
-        return o.clone() if out is None else out.copy_(o)
+        tokens, options = {"q": q, "k": k, "v": v, "g": g}, {"scale": scale, "gate_normalizer": gate_normalizer}
+        o = _rows_of_outputs(q, v)
+        computed = _token_by_token(step, tokens, cu_seqlens, slots.shape[1], served, state, o, **options)
+        for j, (here, _, new) in enumerate(computed):
+            write_states(pool, slots[:, j], new, here & is_slot(pool, slots[:, j], pad_slot))
+        return _outputs(o, q, out)
 
     return recurrent_gla_steps
+
+
+def _rows_of_outputs(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Returns zeros [B T + 1, Ho, V] for the outputs of all tokens; the last row is that of no token."""
+    return v.new_zeros(q.shape[0] * q.shape[1] + 1, max(q.shape[2], v.shape[2]), v.shape[3])
+
+
+def _outputs(o: torch.Tensor, q: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Returns the rows of outputs as o [B, T, Ho, V], in `out` if it is given."""
+    o = o[:-1].unflatten(0, q.shape[:2])
+    return o.clone() if out is None else out.copy_(o)
+
+
+def _token_by_token(
+    step: Callable[..., Any],
+    tokens: Mapping[str, Any],
+    cu_seqlens: torch.Tensor | None,
+    most: int,
+    served: torch.Tensor,
+    state: torch.Tensor,
+    o: torch.Tensor,
+    **options: Any,
+) -> Iterator[tuple[torch.Tensor, dict[str, Any], torch.Tensor]]:
+    """Computes the tokens of sequences, one of each sequence at a time, and writes their outputs into rows of o.
+
+    Args:
+        step: computes recurrent_gla_step; takes its arguments by name.
+        tokens: q, k, v and g of the tokens of all sequences.
+        most: the most tokens of a sequence that are computed.
+        served: which sequences are computed [N].
+        state: the states from which they start [N, Hv, K, V].
+        o: see `_rows_of_outputs`.
+        options: further arguments of `step`.
+
+    Yields:
+        which sequences have the token [N], the arguments of `step` that depend on it, and the states after it.
+    """
+    (B, T), N = tokens["q"].shape[:2], len(served)
+    if cu_seqlens is None:
+        starts = T * torch.arange(N, device=served.device)
+        ends, most = starts + T, min(most, T)
+    else:
+        starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    for j in range(most if N * B * T else 0):
+        here = served & (starts + j < ends)
+        rows = torch.where(here, starts + j, 0)
+        token = {name: x if x is None or x.ndim == 1 else x.flatten(0, 1)[rows] for name, x in tokens.items()}
+        o_j, new = step(**token, state=state, state_indices=None, inplace=False, **options)
+        o.index_copy_(0, torch.where(here, starts + j, B * T), o_j)
+        state = torch.where(here[:, None, None, None], new, state)
+        yield here, token, state
+
+
+def step_of_replay(call: OpCall) -> OpCall:
+    """Returns the call of recurrent_gla_step by which `through_replay` computes each token, old or new.
+
+    Gates are log gates in a wide dtype, as rings hold them.
+    """
+    step = step_of_steps(call)
+    return step if step.gate_dtype is None else _of_log_gates(step)
+
+
+@overload
+def through_replay(step: Prepared) -> Prepared: ...
+@overload
+def through_replay(step: Callable[..., Any]) -> Callable[..., Any]: ...
+def through_replay(step: Op) -> Op:
+    """Returns an implementation of recurrent_gla_replay that computes by one of recurrent_gla_step.
+
+    It copies states out of the pool, runs `step` once for each token of half a ring and once for each new token, and
+    copies the states after the accepted tokens into the pool and the new tokens into the rings.
+
+    Example:
+        >>> Backend("mine", "1.0", {"recurrent_gla_step": step, "recurrent_gla_replay": through_replay(step)})
+    """
+    takes = arguments_of(step)
+    if not isinstance(step, Prepared):
+        return _through_replay(_by_name(step, takes, by_keyword(step)))
+
+    def prepare(call: OpCall) -> Callable[..., Any]:
+        return _through_replay(_by_name(step.prepare(step_of_replay(call)), takes, False))
+
+    return Prepared(prepare, OP_PARAMETERS["recurrent_gla_replay"], None)
+
+
+def _through_replay(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that computes recurrent_gla_replay by one that takes the arguments of recurrent_gla_step."""
+
+    def recurrent_gla_replay(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor | None,
+        pool: torch.Tensor,
+        ring_k: torch.Tensor,
+        ring_v: torch.Tensor,
+        ring_g: torch.Tensor | None,
+        slots: torch.Tensor,
+        ring_start: torch.Tensor,
+        num_accepted: torch.Tensor,
+        scale: float,
+        cu_seqlens: torch.Tensor | None,
+        has_state: torch.Tensor | None,
+        pad_slot: int,
+        gate_normalizer: int | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        (N, L), dtype = (len(slots), ring_k.shape[1]), wide(q.dtype)
+        g = None if g is None else log_gates(g, gate_normalizer, dtype).contiguous()
+        options = {"scale": scale, "gate_normalizer": None}
+        served = is_slot(pool, slots, pad_slot)  # [N]
+        accepted = num_accepted.clamp(0, L // 2).long()
+        state = states_of_slots(pool, slots, has_state, dtype, pad_slot)  # [N, Hv, K, V]
+        is_new = False if has_state is None else ~has_state
+
+        def at(i: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """Returns the slots and the positions in the rings [N] of token i, counted from the ring's start."""
+            return torch.where(served, slots, 0).long(), (ring_start.long() + i) % L
+
+        no_query = q.new_zeros(N, *q.shape[2:])
+        for i in range(L // 2 if N * len(pool) else 0):
+            k_i, v_i = ring_k[at(i)].to(k.dtype), ring_v[at(i)].to(v.dtype)
+            token = {"q": no_query, "k": k_i, "v": v_i, "g": g if ring_g is None else ring_g[at(i)]}
+            _, new = step(**token, state=state, state_indices=None, inplace=False, **options)
+            state = torch.where((i < accepted)[:, None, None, None], new, state)
+        write_states(pool, slots, state, served & ((accepted > 0) | is_new))
+
+        o, tokens = _rows_of_outputs(q, v), {"q": q, "k": k, "v": v, "g": g}
+        computed = _token_by_token(step, tokens, cu_seqlens, L // 2, served, state, o, **options)
+        for j, (here, token, _) in enumerate(computed):
+            for ring, name in ((ring_k, "k"), (ring_v, "v"), (ring_g, "g")):
+                if ring is not None:
+                    _write_entries(ring, at(accepted + j), token[name], here)
+        return _outputs(o, q, out)
+
+    return recurrent_gla_replay
 
 
 # ---- predicted times, and the backend

@@ -25,6 +25,7 @@ from gla_core.dispatch.backend import (
     new_state,
     number_of_sequences,
     through_pool,
+    through_replay,
     through_steps,
     wide,
 )
@@ -66,8 +67,9 @@ def function_of(op: str, backend: Backend, call: OpCall) -> Callable[..., Any]:
     """
     if op not in _BY_SEGMENT:
         raise NotImplementedError(
-            f"{op} is not batch-invariant; under batch_invariant call chunk_gla, chunk_gla_pool, recurrent_gla_step "
-            "and recurrent_gla_steps alone, or put `gla.use_backend('batch_invariant=0')` around this call"
+            f"{op} is not batch-invariant; under batch_invariant call chunk_gla, chunk_gla_pool, recurrent_gla_step, "
+            "recurrent_gla_steps and recurrent_gla_replay alone, or put `gla.use_backend('batch_invariant=0')` around "
+            "this call"
         )
     by = _COMPUTED_BY.get(op, op)
     if by not in backend.ops:
@@ -84,8 +86,7 @@ def function_of(op: str, backend: Backend, call: OpCall) -> Callable[..., Any]:
         return run(spec, spec.complete(args, {}), backend=f"{backend.name};batch_invariant=0")
 
     function: Any = functools.partial(_BY_SEGMENT[op], compute, call.batch_invariant)
-    function = through_pool(function) if op == "chunk_gla_pool" else function
-    function = through_steps(function) if op == "recurrent_gla_steps" else function
+    function = _THROUGH[op](function) if op in _THROUGH else function
     lacking = sorted(call.given.difference(arguments_of(function)))
     if lacking:
         raise NotImplementedError(f"{op} takes no {' or '.join(lacking)} under batch_invariant; call it without")
@@ -246,9 +247,16 @@ _BY_SEGMENT = {
     "chunk_gla_pool": _forward,  # between a read and a write of the pool
     "recurrent_gla_step": _step,
     "recurrent_gla_steps": _step,  # between a read and writes of the pool
+    "recurrent_gla_replay": _step,  # between a read and writes of the pool and the rings
 }
 _COMPUTED_BY = {
     "chunk_gla_bwd": "chunk_gla_fwd",
     "chunk_gla_pool": "chunk_gla_fwd",
     "recurrent_gla_steps": "recurrent_gla_step",
+    "recurrent_gla_replay": "recurrent_gla_step",
+}
+_THROUGH: dict[str, Callable[..., Any]] = {
+    "chunk_gla_pool": through_pool,
+    "recurrent_gla_steps": through_steps,
+    "recurrent_gla_replay": through_replay,
 }

@@ -16,8 +16,9 @@ from gla_core.ops.spec import OpSpec, plain_number, scale_or_default
 def serving(spec: OpSpec) -> Callable[[tuple, str | None], Tensor]:
     """Defines `gla::<name of the op>`, and returns the function that calls the op with its arguments and a request.
 
-    The arguments begin with q, k, v, g and pool, and the scale may be None. The function raises RuntimeError if an
-    input requires a gradient, and NotImplementedError under transforms of torch.func.
+    The arguments begin with q, k, v and g, and with the tensors that every call writes; the scale may be None. The
+    function raises RuntimeError if an input requires a gradient, and NotImplementedError under transforms of
+    torch.func.
     """
     of_torch = torch_op(  # a torch op returns no argument, so this one lacks `out`
         spec.schema(without=("out",)),
@@ -28,11 +29,12 @@ def serving(spec: OpSpec) -> Callable[[tuple, str | None], Tensor]:
         spec=spec,
     )
     scale_at, out_at = spec.parameters.index("scale"), spec.parameters.index("out")
+    memory_end = 4 + len(spec.written) - 1  # all that is written but `out`
 
     def call(args: tuple, backend: str | None) -> Tensor:
-        q, k, v, g, pool = args[:5]
+        q, k, v, g, *memory = args[:memory_end]
         scale, out = args[scale_at], args[out_at]
-        if needs_gradient(q, k, v, g, pool):
+        if needs_gradient(q, k, v, g, *memory):
             raise RuntimeError(
                 f"{spec.public} has no backward and an input requires a gradient; "
                 "train with chunk_gla, or serve under torch.no_grad()"
@@ -40,10 +42,10 @@ def serving(spec: OpSpec) -> Callable[[tuple, str | None], Tensor]:
         if bypasses_torch(q):
             args = (*args[:scale_at], scale_or_default(q, scale), *args[scale_at + 1 :])
             o = run(spec, args, backend=backend)
-            tell_autograd(pool, out)
+            tell_autograd(*memory, out)
             return o
         q, k, v, g = autocast.tokens(q, k, v, g)
-        refuse_tangents(q, k, v, g, pool)
+        refuse_tangents(q, k, v, g, *memory)
         if transformed():
             refuse_in_place()
         if out is not None:

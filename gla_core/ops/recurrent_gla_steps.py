@@ -80,6 +80,7 @@ def recurrent_gla_steps(
     their number as `num_accepted` and the same `slots`. The pool is written in place. A slot outside 0 to P-1, and
     `pad_slot`, is neither read nor written. A slot that one sequence writes must neither be read nor written by another
     sequence of the call. No value is read on the host, so the call can be captured into a CUDA graph.
+    `recurrent_gla_replay` verifies drafts with one slot per sequence.
 
     Under autocast q, k and v are cast to the dtype of autocast, and o has that dtype; g keeps float32, and the pool
     keeps its dtype.
@@ -131,11 +132,7 @@ def recurrent_gla_steps(
         >>> tokens = [x[:, 3:6] for x in (q, k, v, g)]
         >>> o = gla.recurrent_gla_steps(*tokens, pool, slots, num_accepted=accepted)
     """
-    if parents is not None:
-        raise ValueError(
-            "parents is given; expected None: drafts are chains, each token after the one before. "
-            "Verify a tree branch by branch"
-        )
+    checks.no_tree(parents)
     if state_v_first:
         pool = checks.transposed(pool)
     if isinstance(slots, Tensor) and slots.ndim == 1:

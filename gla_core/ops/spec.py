@@ -48,6 +48,8 @@ class DType:
         """
         if self is GATE:
             return call.gate_dtype
+        if self is RING_OF_GATES and call.gate_form in (None, "constant"):
+            return None
         if self in STATES:
             return call.state_dtype
         if self in (OFFSETS, INDICES, PLACES, MARKS, CHECKPOINTS):
@@ -68,6 +70,10 @@ CHECKPOINTS = DType(lambda dtype: (checkpoint_dtype(dtype),), " with {dtype} inp
 WIDE = DType(lambda dtype: (wide(dtype),))
 STATE_GRADIENT = DType(STATE.allowed, STATE.reason)
 STATES = (STATE, POOL, SLOTTED, STATE_GRADIENT)
+RING = DType(GATE.allowed, GATE.reason)
+RING_OF_GATES = DType(STATE.allowed, STATE.reason)
+RINGS = (RING, RING_OF_GATES)
+"""The rules of rings: the tokens of earlier calls, and their log gates if these differ from token to token."""
 OFFSETS = DType(lambda dtype: INTEGERS)
 INDICES = DType(lambda dtype: INTEGERS)
 PLACES = DType(lambda dtype: INTEGERS)
@@ -376,10 +382,10 @@ class OpSpec:
             self._bind(given, sizes)
         for result in self.results:
             if result.like is not None and result.written is not None and result.written(given):
-                _check_writable(result.like, given[result.like], is_state=True)
+                _check_writable(result.like, given[result.like], STATE)
         for argument in self.arguments:
             if argument.written and given[argument.name] is not None:
-                _check_writable(argument.name, given[argument.name], argument.dtype in STATES)
+                _check_writable(argument.name, given[argument.name], argument.dtype)
         return sizes
 
     def _bind(self, given: Mapping[str, Any], sizes: dict[str, Any]) -> None:
@@ -454,7 +460,8 @@ class OpSpec:
         """Returns the bytes of the inputs and of the outputs of a call, without offsets, indices and checkpoints.
 
         A call that is given a state counts as returning one. Of a pool, the states of the rows or sequences of the call
-        count as read, and as written `writes` times.
+        count as read, and as written `writes` times. Of rings, as many tokens as the call has count as read, and as
+        written.
         """
         likes = {a.name: a for a in self.arguments}
         read = [a for a in self.arguments if a.name not in self.places]
@@ -465,8 +472,12 @@ class OpSpec:
     def _bytes(self, x: Argument | Result, call: OpCall) -> int:
         """Returns the bytes of a tensor of a call; 0 if the call has no such tensor."""
         kind = None if x.dtype is None else x.dtype.in_call(call)
-        sizes = {**call.dims, "P": call.dims.get(self.sizes.get("P", ""), 0)}
-        return 0 if kind is None else math.prod(self._shape(x, call.gate_form, sizes)) * kind.itemsize
+        if kind is None:
+            return 0
+        counted = {"P": call.dims.get(self.sizes.get("P", ""), 0)}
+        if x.dtype in RINGS:
+            counted = {"P": call.dims["B"], "L": call.dims["T"]}
+        return math.prod(self._shape(x, call.gate_form, {**call.dims, **counted})) * kind.itemsize
 
     def shape(self, x: Argument | Result, call: OpCall) -> tuple[int, ...]:
         """Returns the shape of an argument or result in a call; all sizes of the call if it may have any shape."""
@@ -489,6 +500,7 @@ def _is_given(argument: Argument, call: OpCall) -> bool:
         GATE: call.gate_dtype,
         STATE: call.state_dtype,
         STATE_GRADIENT: call.state_dtype,
+        RING_OF_GATES: RING_OF_GATES.in_call(call),
         OFFSETS: call.variable_length,
         INDICES: call.indexed,
         CHECKPOINTS: call.scalars.get("checkpoint_every"),
@@ -547,10 +559,14 @@ def _check_tensor(argument: Argument, x: Any, sizes: dict[str, Any], first: str,
         raise ValueError(f"{name} is on {x.device} and {first} is on {first_value.device}; move them to one device")
 
 
-def _check_writable(name: str, x: Tensor, is_state: bool) -> None:
+def _check_writable(name: str, x: Tensor, rule: DType | None) -> None:
     """Raises ValueError unless a tensor that is written in place has elements of their own, in a layout for backends.
 
-    One of the last two dimensions of a state has to be contiguous; any other tensor has to be contiguous as a whole.
+    One of the last two dimensions of a state has to be contiguous, and the last dimension of a ring; any other tensor
+    has to be contiguous as a whole.
+
+    Args:
+        rule: the rule for the dtype of the tensor, which tells states and rings from other tensors.
     """
     strides = tuple(x.stride())
     for i, (size, stride) in enumerate(zip(x.shape, strides, strict=True)):
@@ -559,12 +575,11 @@ def _check_writable(name: str, x: Tensor, is_state: bool) -> None:
                 f"{name} has stride 0 along dimension {i} of size {size} and is written in place; "
                 "expected memory of its own for each element: call it with a clone()"
             )
-    if is_state and not checks.as_backends_take(x, swapped_states=True):
-        raise ValueError(
-            f"{name} has strides {strides} and is written in place; its last dimension, or the one before, "
-            "must be contiguous"
-        )
-    if not is_state and not x.is_contiguous():
+    if rule in (*STATES, *RINGS):
+        if not checks.as_backends_take(x, swapped_states=rule in STATES):
+            which = "last dimension, or the one before," if rule in STATES else "last dimension"
+            raise ValueError(f"{name} has strides {strides} and is written in place; its {which} must be contiguous")
+    elif not x.is_contiguous():
         raise ValueError(f"{name} has strides {strides} and is written in place; expected a contiguous tensor")
 
 

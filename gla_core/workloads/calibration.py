@@ -161,6 +161,19 @@ _STEPS_CPU: tuple[Sizes, ...] = (
     (16, 4, 4, 64, 64, 64),
     (8, 8, 4, 128, 128, 64),
 )
+# B, T, H, K, V, L
+_REPLAY_CUDA: tuple[Sizes, ...] = (
+    *((B, 4, 64, 128, 128, 8) for B in (1, 4, 16, 64, 128)),
+    *((B, 2, 16, 128, 128, 4) for B in (1, 64, 512)),
+    *((B, 8, 8, 64, 64, 16) for B in (1, 64)),
+)
+_REPLAY_CPU: tuple[Sizes, ...] = (
+    (1, 1, 2, 64, 64, 2),
+    (4, 2, 2, 64, 64, 4),
+    (2, 4, 8, 128, 128, 8),
+    (16, 4, 4, 64, 64, 8),
+    (8, 8, 4, 128, 128, 16),
+)
 _SIZES = {
     "chunk_gla_fwd": {"cuda": _CHUNK_CUDA, "cpu": _CHUNK_CPU},
     "chunk_gla_bwd": {"cuda": _BACKWARD_CUDA, "cpu": _CHUNK_CPU},
@@ -168,6 +181,7 @@ _SIZES = {
     "chunk_gla_summary": {"cuda": _SUMMARY_CUDA, "cpu": _CHUNK_CPU},
     "recurrent_gla_step": {"cuda": _STEP_CUDA, "cpu": _STEP_CPU},
     "recurrent_gla_steps": {"cuda": _STEPS_CUDA, "cpu": _STEPS_CPU},
+    "recurrent_gla_replay": {"cuda": _REPLAY_CUDA, "cpu": _REPLAY_CPU},
     "online_softmax": {"cuda": _SOFTMAX_CUDA, "cpu": _SOFTMAX_CPU},
     "softmax_attention": {"cuda": _ATTENTION_CUDA, "cpu": _ATTENTION_CPU},
 }
@@ -178,6 +192,7 @@ _NAMES = {
     "chunk_gla_summary": ("B", "T", "H", "K", "V", "N"),
     "recurrent_gla_step": ("B", "H", "K", "V"),
     "recurrent_gla_steps": ("B", "T", "H", "K", "V", "P"),
+    "recurrent_gla_replay": ("B", "T", "H", "K", "V", "L"),
     "online_softmax": ("rows", "columns"),
     "softmax_attention": ("B", "Tq", "Tk", "H", "K", "V"),
 }

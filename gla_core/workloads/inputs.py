@@ -16,17 +16,19 @@ A workload's sizes hold the dimensions of its op (B, T, H, K ..). They may also 
     masked          whether whole tiles of x, and most of a row, are -inf
     initial_state   whether there is an initial state
 
-Of chunk_gla_pool and recurrent_gla_steps they may also hold pool, and:
+Of chunk_gla_pool, recurrent_gla_steps and recurrent_gla_replay they may also hold pool, and:
 
     pool_dtype      dtype of the pool, by default float32; float64 with float64 inputs
-    page            unused numbers in memory after each slot of the pool
-    read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots, pad_slot, slots, num_accepted
+    page            unused numbers in memory after each slot of the pool, and of the rings
+    L, ring_dtype   number of tokens of a ring, and dtype of the keys and values in it, by default the dtype of q
+    read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots, pad_slot, slots, num_accepted, ring_start
                     the arguments of these names, as tuples and a number
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,7 +39,18 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import OpCall, checkpoint_rows, wide
 from gla_core.ops import ABSTRACT_OPS, OpSpec
-from gla_core.ops.spec import CHECKPOINTS, GATE, INDICES, MARKS, OFFSETS, PLACES, SLOTTED, STATE, Argument
+from gla_core.ops.spec import (
+    CHECKPOINTS,
+    GATE,
+    INDICES,
+    MARKS,
+    OFFSETS,
+    PLACES,
+    RING_OF_GATES,
+    SLOTTED,
+    STATE,
+    Argument,
+)
 from gla_core.workloads.named import Workload
 
 GATES = ("none", "mild", "strong", "extreme", "-inf")
@@ -157,7 +170,29 @@ def pool_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
 
 def steps_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
     """Returns the arguments of `recurrent_gla_steps` by name, without the scale, `out` and `parents`."""
-    return _served_inputs(("slots", "num_accepted", "read_slots", "has_state"), {**workload.sizes, **changes})
+    x = _served_inputs(("slots", "num_accepted", "read_slots", "has_state"), {**workload.sizes, **changes})
+    return {**x, "slots": x["slots"].reshape(len(x["slots"]), -1 if len(x["slots"]) else 1)}
+
+
+def replay_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
+    """Returns the arguments of `recurrent_gla_replay` by name, without the scale, `out` and `parents`."""
+    sizes = {**workload.sizes, **changes}
+    L, ring_dtype, page = sizes.pop("L"), sizes.pop("ring_dtype", None), sizes.get("page", 0)
+    x = _served_inputs(("slots", "ring_start", "num_accepted", "has_state"), sizes)
+    generator, dtype = _generator({**sizes, "seed": sizes.get("seed", 0) + 1}), x["q"].dtype
+
+    def ring(of: str, new: Callable[..., Any], dtype: torch.dtype) -> Tensor:
+        return _pages(new, len(x["pool"]), (L, *x[of].shape[2:]), page, dtype, generator)
+
+    def kept(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+        return normal(shape, x["q"].dtype, generator).to(dtype)
+
+    of_ring = dtype if dtype == torch.float64 else ring_dtype or dtype
+    gates = functools.partial(random_gate, kind=sizes.get("gates", "mild"))
+    rings: dict[str, Tensor | None] = {"ring_k": ring("k", kept, of_ring), "ring_v": ring("v", kept, of_ring)}
+    differs = x["g"] is not None and x["g"].ndim > 1
+    rings["ring_g"] = ring("g", gates, wide(dtype)) if differs else None
+    return {**x, **rings}
 
 
 def _served_inputs(names: tuple[str, ...], sizes: dict[str, Any]) -> dict[str, Any]:
@@ -165,15 +200,29 @@ def _served_inputs(names: tuple[str, ...], sizes: dict[str, Any]) -> dict[str, A
     own = {name: sizes.pop(name, default) for name, default in (*_OF_A_POOL.items(), *dict.fromkeys(names).items())}
     x = gla_inputs(**{**sizes, "initial_state": True})
     assert x.initial_state is not None
-    shape, dtype = x.initial_state.shape[1:], _pool_dtype(x.q.dtype, own["pool_dtype"])
-    pages = normal((own["pool"], math.prod(shape) + own["page"]), dtype, _generator(sizes))
-    pool = pages[:, : math.prod(shape)].unflatten(1, shape)
-    integers = {name: None if own[name] is None else torch.tensor(own[name], device=x.q.device) for name in names}
-    first = names[0]
-    slots = torch.tensor(own[first], dtype=torch.int64, device=x.q.device)  # also if there is no sequence
-    integers[first] = slots.reshape(len(own[first]), -1 if own[first] else 1) if first == "slots" else slots
+    dtype = _pool_dtype(x.q.dtype, own["pool_dtype"])
+    pool = _pages(normal, own["pool"], tuple(x.initial_state.shape[1:]), own["page"], dtype, _generator(sizes))
+    integers = {name: None if own[name] is None else _integers(own[name], x.q.device) for name in names}
     tokens = {name: getattr(x, name) for name in "qkvg"}
     return {**tokens, "pool": pool, "cu_seqlens": x.cu_seqlens, **integers, "pad_slot": own["pad_slot"]}
+
+
+def _integers(numbers: tuple, device: torch.device) -> Tensor:
+    """Returns numbers, none or more, as int64; flags as bool."""
+    return torch.tensor(numbers, dtype=None if numbers else torch.int64, device=device)
+
+
+def _pages(
+    new: Callable[..., Any],
+    count: int,
+    shape: tuple[int, ...],
+    page: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Tensor:
+    """Returns random numbers [count, *shape], with `page` unused numbers in memory after each of the `count`."""
+    size = math.prod(shape)
+    return new((count, size + page), dtype=dtype, generator=generator)[:, :size].unflatten(1, shape)
 
 
 _OF_A_POOL: Mapping[str, Any] = {"pool": 1, "pool_dtype": torch.float32, "page": 0, "pad_slot": -1}
@@ -225,6 +274,7 @@ _ARGUMENTS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "chunk_gla_summary": _summary_arguments,
     "recurrent_gla_step": step_inputs,
     "recurrent_gla_steps": steps_inputs,
+    "recurrent_gla_replay": replay_inputs,
     "online_softmax": lambda workload, **changes: dict(
         zip(("x", "dim"), softmax_inputs(workload, **changes), strict=True)
     ),
@@ -276,8 +326,9 @@ def _dims(sizes: Mapping[str, Any]) -> dict[str, int]:
     lengths = sizes.get("lengths")
     if lengths is not None:
         dims |= {"B": 1, "T": sum(lengths) + sizes.get("padding", 0), "N": len(lengths)}
-    if sizes.get("slots"):
-        dims["S"] = len(sizes["slots"][0])
+    slots = sizes.get("slots")
+    if slots and isinstance(slots[0], tuple):
+        dims["S"] = len(slots[0])
     return dims
 
 
@@ -314,7 +365,8 @@ def _random(argument: Argument, spec: OpSpec, call: OpCall, generator: torch.Gen
     if dtype is None:
         return None
     shape = spec.shape(argument, call)
-    return random_gate(shape, "mild", dtype, generator) if rule is GATE else normal(shape, dtype, generator)
+    is_gate = rule in (GATE, RING_OF_GATES)
+    return random_gate(shape, "mild", dtype, generator) if is_gate else normal(shape, dtype, generator)
 
 
 def _checkpoints(call: OpCall, generator: torch.Generator) -> Tensor | None:

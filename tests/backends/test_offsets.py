@@ -108,6 +108,14 @@ def steps(N=2**14, T=8, P=2**20, H=16, K=128, V=128, packed=False, form="key"):
     )
 
 
+def replay(N=2**14, T=8, P=2**20, H=16, K=128, V=128, packed=False, form="key"):
+    _, q, k, v, g, pool, _, scale, cu_seqlens, numbers, _, has_state = steps(N, T, P, H, K, V, packed, form)
+    rings = [empty(P, 16, H, width, dtype=torch.bfloat16) for width in (K, V)]
+    gates = {"key": (P, 16, H, K), "head": (P, 16, H)}[form]
+    rings.append(empty(*gates, dtype=torch.float32))
+    return "recurrent_gla_replay", q, k, v, g, pool, *rings, numbers, numbers, numbers, scale, cu_seqlens, has_state
+
+
 def attention(B, Tq, Tk, H=32, G=1, K=128, new=heads_first):
     return "softmax_attention", new(B, Tq, G * H, K), new(B, Tk, H, K), new(B, Tk, H, K), 0.1, True
 
@@ -159,6 +167,8 @@ CALLS = {
     "step, per head": (SM90, step, "triton_fused", {"form": "head", "G": 1, "R": 2}),
     "steps": (SM90, steps, "triton_fused", {}),
     "steps, packed": (SM90, steps, "parallel_scan", {"packed": True, "form": "head"}),
+    "replay": (SM90, replay, "triton_fused", {}),
+    "replay, packed": (SM90, replay, "parallel_scan", {"packed": True, "form": "head"}),
     "attention": (SM90, attention, "triton_fused", {"B": 2, "Tq": 2**20, "Tk": 2**20}),
     "general attention": (SM80, attention, "triton_fused", {"B": 2, "Tq": 2**18, "Tk": 2**20, "G": 4}),
     "attention in splits": (SM90, attention, "parallel_scan", {"B": 1, "Tq": 1, "Tk": 2**24, "H": 2}),
@@ -175,6 +185,7 @@ IN_MEMORY |= {
     "before_ptr": (0, 2**20),  # of tokens; states, which have the same name in the scan, are no integers
     "has_state_ptr": (0, 1),
     "accepted_ptr": (0, 8),
+    "start_ptr": (0, 15),
     "has_ptr": (0, 1),
 }
 """Bounds of integers that kernels load, by the name of the pointer to them: rows of tensors, numbers of sequences."""

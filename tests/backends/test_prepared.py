@@ -83,6 +83,7 @@ def arguments_of(op, device, seed=0):
     do = torch.randn(1, 20, 2, 64)
     token, few = ([y[:, at] for y in (x.q, x.k, x.v, x.g)] for at in (0, slice(3)))
     pool, offsets, one = x.initial_state.repeat(3, 1, 1, 1), torch.tensor([0, 20]), torch.tensor([1])
+    rings = [y[:, :6].repeat(3, 1, 1, 1) for y in (x.k, x.v, x.g)]
     found = {
         "chunk_gla_fwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, True, None, None, None),
         "chunk_gla_bwd": (x.q, x.k, x.v, x.g, 0.3, x.initial_state, None, None, None, do, None, None),
@@ -90,6 +91,7 @@ def arguments_of(op, device, seed=0):
         "chunk_gla_summary": (x.k, x.v, x.g, None, False),
         "recurrent_gla_step": (*token, x.initial_state, 0.3, None, None, False),
         "recurrent_gla_steps": (*few, pool, one[:, None] + torch.arange(3), 0.3, *(None,) * 4, -1, None, None),
+        "recurrent_gla_replay": (*few, pool, *rings, one, one + 4, one, 0.3, None, None, -1, None, None),
         "online_softmax": (torch.randn(3, 700), 1),
         "softmax_attention": (x.q, x.k, x.v, 0.3, True),
     }[op]

@@ -50,8 +50,9 @@ def op_calls(draw):
         facts["variable_length"], sizes["B"], sizes["N"] = True, 1, draw(size)
         facts["longest"] = draw(st.sampled_from([None, sizes["T"]])) if "max_seqlen" in spec.parameters else None
     if "slots" in spec.parameters:
-        sizes["S"] = draw(st.integers(1, 8))
-        sizes["T"] = sizes["T"] if "N" in sizes else min(sizes["T"], sizes["S"])
+        most = draw(st.integers(1, 8))
+        sizes |= {"S": most, "L": 2 * most}
+        sizes["T"] = sizes["T"] if "N" in sizes else min(sizes["T"], most)
     if "checkpoint_every" in spec.parameters:
         scalars["checkpoint_every"] = draw(st.sampled_from([None, 64]))
         facts["checkpoints"] = spec.name == "chunk_gla_fwd" and scalars["checkpoint_every"] is not None

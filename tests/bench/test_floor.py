@@ -87,6 +87,15 @@ def test_the_floor_of_several_steps_writes_a_state_of_each_token():
     assert floor_bytes("recurrent_gla_steps", sizes) == tokens + (2 + 6) * state
 
 
+def test_the_floor_of_a_replay_moves_a_state_twice_and_the_rings_once_for_each_token():
+    sizes = {"B": 2, "T": 3, "H": 2, "K": 16, "V": 8, "pool": 50, "L": 7, "dtype": torch.bfloat16}
+    tokens, state, kept = 2 * 6 * 2 * (3 * 16 + 8 + 8), 4 * 2 * 16 * 8, 6 * 2 * (2 * 16 + 2 * 8 + 4 * 16)
+    assert floor_bytes("recurrent_gla_replay", sizes) == tokens + 2 * 2 * state + 2 * kept
+    constant = {**sizes, "gate_form": "constant"}
+    without_gates = 6 * 2 * 16 * (2 + 2 * 4) - 2 * 2
+    assert floor_bytes("recurrent_gla_replay", sizes) - floor_bytes("recurrent_gla_replay", constant) == without_gates
+
+
 def test_what_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="op is 'chunk_gla_fwd'; expected one of chunk_gla"):
         floor_bytes("chunk_gla_fwd", {})

@@ -57,6 +57,11 @@ def tensors_of(op: str) -> tuple[str, dict]:
     if op == "recurrent_gla_steps":
         tokens = {"q": x(2, 3, 8, 16), "k": x(2, 3, 4, 16), "v": x(2, 3, 4, 32), "g": x(2, 3, 4, 16)}
         return "2,3,4,16,32", {**tokens, "pool": x(2, 4, 16, 32), "slots": torch.tensor([[0, 1, -1], [-1, -1, -1]])}
+    if op == "recurrent_gla_replay":
+        tokens = {"q": x(2, 3, 8, 16), "k": x(2, 3, 4, 16), "v": x(2, 3, 4, 32), "g": x(2, 3, 4, 16)}
+        rings = {"ring_k": x(2, 6, 4, 16), "ring_v": x(2, 6, 4, 32), "ring_g": x(2, 6, 4, 16)}
+        numbers = dict.fromkeys(("slots", "ring_start", "num_accepted"), torch.tensor([0, 1]))
+        return "2,3,4,16,32,6", {**tokens, "pool": x(2, 4, 16, 32), **rings, **numbers}
     if op == "chunk_gla_summary":
         return "2,64,4,16,32", {"k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32), "g": x(2, 64, 4, 16)}
     qkv = {"q": x(2, 64, 8, 16), "k": x(2, 64, 4, 16), "v": x(2, 64, 4, 32)}

@@ -820,6 +820,101 @@ def out_of_steps_ignored(x):
     return stepped(x, out=None)
 
 
+def replayed(x, **changes):
+    """Returns o by the reference, for arguments x with changes; the pool and the rings are written."""
+    return REFERENCE["recurrent_gla_replay"](*{**vars(x), **changes}.values())
+
+
+def without_tokens(x):
+    """Returns arguments x without new tokens."""
+    none = {name: y if (y := getattr(x, name)) is None or y.ndim == 1 else y[:, :0] for name in "qkvg"}
+    return {**none, "cu_seqlens": None if x.cu_seqlens is None else torch.zeros_like(x.cu_seqlens), "out": None}
+
+
+@bug("recurrent_gla_replay", "test_values[small-float32]")
+def accepted_tokens_counted_from_0(x):
+    return replayed(x, num_accepted=x.num_accepted + 1)
+
+
+@bug("recurrent_gla_replay", "test_ring_start[small-float32-5]")
+def ring_not_wrapped(x):
+    """No call reads or writes past the end of a ring."""
+    L = x.ring_k.shape[1]
+    return replayed(x, ring_start=torch.minimum(x.ring_start % L, L - x.num_accepted - x.q.shape[1]))
+
+
+@bug("recurrent_gla_replay", "test_values[small-float32]", over={"states"})
+def state_written_with_drafts_included(x):
+    o = replayed(x)
+    drafts = torch.full_like(x.num_accepted, x.q.shape[1])
+    replayed(x, **without_tokens(x), ring_start=x.ring_start + x.num_accepted, num_accepted=drafts)
+    return o
+
+
+@bug("recurrent_gla_replay", "test_values[small-float32]", over={"ring_k"})
+def new_tokens_written_over_accepted_ones(x):
+    replayed(x, **without_tokens(x))
+    return replayed(x, num_accepted=torch.zeros_like(x.num_accepted))
+
+
+@bug("recurrent_gla_replay", "test_pool_dtypes[small-float32-torch.bfloat16]", over={"o"})
+def state_rounded_before_the_new_tokens(x):
+    replayed(x, **without_tokens(x))
+    none = torch.zeros_like(x.num_accepted)
+    return replayed(x, ring_start=x.ring_start + x.num_accepted, num_accepted=none, has_state=None)
+
+
+@bug("recurrent_gla_replay", "test_values[packed-float32]", over={"states"})
+def new_sequence_without_accepted_tokens_not_written(x):
+    before = x.pool.clone()
+    o = replayed(x)
+    for slot, accepted in zip(x.slots.tolist(), x.num_accepted.tolist(), strict=True):
+        if accepted <= 0 <= slot < len(before):
+            x.pool[slot] = before[slot]
+    return o
+
+
+@bug("recurrent_gla_replay", "test_only_accepted_tokens_are_read[small-float32]")
+def tokens_not_accepted_multiplied_by_0(x):
+    return replayed(x) + 0 * x.ring_v.sum()
+
+
+@bug("recurrent_gla_replay", "test_new_sequences_in_slots_of_nan[small-float32]")
+def new_sequences_of_replay_read_their_slot(x):
+    return replayed(x, has_state=None)
+
+
+@bug("recurrent_gla_replay", "test_slots_outside_the_pool[small-float32--1]")
+def slots_of_replay_count_from_the_end(x):
+    return replayed(x, slots=torch.where(x.slots < 0, x.slots + len(x.pool), x.slots))
+
+
+@bug("recurrent_gla_replay", "test_pages[small-float32-3]")
+def rings_in_pages_taken_for_dense(x):
+    return replayed(x, ring_v=as_if_dense(x.ring_v))
+
+
+@bug("recurrent_gla_replay", "test_gates_from_logits[small-float32]", over={"ring_g"})
+def log_sigma_kept_without_its_normalizer(x):
+    before = x.ring_g.clone()
+    o = replayed(x)
+    if x.gate_normalizer is not None:
+        x.ring_g.copy_(torch.where(x.ring_g == before, before, x.gate_normalizer * x.ring_g))
+    return o
+
+
+@bug("recurrent_gla_replay", "test_rows_of_no_sequence[packed-float32]", over={"o"})
+def padding_of_replay_not_cleared(x):
+    o = replayed(x)
+    o[:, x.cu_seqlens[-1] :] = 1
+    return o
+
+
+@bug("recurrent_gla_replay", "test_out[small-float32]")
+def out_of_replay_ignored(x):
+    return replayed(x, out=None)
+
+
 @bug("recurrent_gla_step", "test_inplace_writes_only_addressed_rows[small-float32--1]")
 def negative_index_counts_from_the_end(x):
     rows = x.state_indices

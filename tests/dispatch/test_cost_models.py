@@ -56,6 +56,7 @@ def call_of(op, kind, **changes):
         "softmax_attention": {"B": 1, "Tq": 100, "Tk": 1000, "H": 4, "Hq": 4, "K": 128, "V": 128},
     }
     sizes["recurrent_gla_steps"] = {**sizes["recurrent_gla_step"], "T": 4, "N": 2, "S": 4}
+    sizes["recurrent_gla_replay"] = {**sizes["recurrent_gla_step"], "T": 4, "N": 2, "L": 8}
     sizes["chunk_gla_pool"] = {**sizes["chunk_gla_fwd"], "P": 4}
     sizes["chunk_gla_bwd"] = sizes["chunk_gla_summary"] = sizes["chunk_gla_fwd"]
     dims = {name: changes.pop(name, size) for name, size in sizes[op].items()}
@@ -121,6 +122,7 @@ SIZES = {
     "softmax_attention": [{"Tq": 1}, {"Tq": 1000, "Tk": 1000}, {"Tq": 1, "Tk": 1_000_000}, {"B": 100, "Tq": 1}],
 }
 SIZES["recurrent_gla_steps"] = [{"B": B, "N": B, "T": T, "S": T} for B in (1, 1000) for T in (1, 8)]
+SIZES["recurrent_gla_replay"] = [{"B": B, "N": B, "T": T, "L": 2 * T} for B in (1, 1000) for T in (1, 8)]
 SIZES["chunk_gla_summary"] = SIZES["chunk_gla_pool"] = SIZES["chunk_gla_fwd"]
 SIZES["chunk_gla_bwd"] = [*SIZES["chunk_gla_fwd"], {"T": 1000, "H": 4, "Hq": 8, "K": 100, "V": 100}]
 GATED = {"gate_dtype": torch.float32, "gate_form": "key"}
@@ -176,6 +178,7 @@ def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturin
     growing = {
         "recurrent_gla_step": ("B", "H", "V"),
         "recurrent_gla_steps": ("N", "H", "V"),
+        "recurrent_gla_replay": ("N", "H", "V"),
         "online_softmax": ("rows", "columns"),
         "softmax_attention": ("B", "Tq", "Tk"),
     }.get(op, ("B", "T", "H"))

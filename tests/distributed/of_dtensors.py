@@ -110,6 +110,12 @@ def check_a_pool(ranks: Ranks) -> None:
     slots, written = torch.arange(5)[None], spread(states, Shard(1))
     expected = gla.recurrent_gla_steps(*(y[:, :3] for y in (x.q, x.k, x.v, x.g)), states, slots)
     compare((gla.recurrent_gla_steps(*(y[:, :3] for y in own), written, slots), written), (expected, states))
+    rings = [y[:, :6].expand(5, -1, -1, -1).clone() for y in (x.k, x.v, x.g)]
+    pools, one = [y.clone() for y in (states, *rings)], torch.ones(1, dtype=torch.int64)
+    written = [spread(states, Shard(1)), *(spread(y, HEADS) for y in rings)]
+    expected = gla.recurrent_gla_replay(*(y[:, :3] for y in (x.q, x.k, x.v, x.g)), *pools, one, one, one)
+    found = gla.recurrent_gla_replay(*(y[:, :3] for y in own), *written, one, one, one)
+    compare((found, *written), (expected, *pools))
 
 
 def check_other_ops(ranks: Ranks) -> None:

@@ -45,6 +45,9 @@ def test_the_other_ops():
     few = [y[:, :3] for y in (x.q, x.k, x.v, x.g)]
     steps = counted(lambda: gla.recurrent_gla_steps(*few, pool, torch.arange(3 * B).reshape(B, 3)))
     assert steps == 2 * B * 3 * (H * G + H) * K * V
+    rings = [y[:, :6].contiguous() for y in (x.k, x.v, x.g)]
+    replay = counted(lambda: gla.recurrent_gla_replay(*few, pool, *rings, *(torch.arange(B) for _ in range(3))))
+    assert replay == steps
     q = x.q.clone().requires_grad_()
     scores = 2 * B * H * G * T * T
     assert counted(lambda: gla.softmax_attention(x.q, x.k, x.v, causal=True)) == scores * (K + V)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import log_gates, new_state, through_steps, wide
+from gla_core.dispatch.backend import log_gates, new_state, through_replay, through_steps, wide
 
 
 def recurrent_gla_step(
@@ -58,3 +58,6 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scal
 
 recurrent_gla_steps = through_steps(recurrent_gla_step)
 """Computes several tokens of each sequence; see gla_core/ops/recurrent_gla_steps.py."""
+
+recurrent_gla_replay = through_replay(recurrent_gla_step)
+"""Computes several tokens of each sequence, after accepted ones; see gla_core/ops/recurrent_gla_replay.py."""

@@ -1,4 +1,4 @@
-"""Decoding: step.py has the kernel for one token, steps.py for several, plan.py their launch parameters."""
+"""Decoding: step.py has the kernel for one token, steps.py and replay.py for several, plan.py their parameters."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def _prepare_steps(call: OpCall) -> Callable[..., Tensor]:
     return prepare(call)
 
 
+def _prepare_replay(call: OpCall) -> Callable[..., Tensor]:
+    from gla_triton_kernels.recurrent_gla_step.replay import prepare
+
+    return prepare(call)
+
+
 STEP = Prepared(_prepare, ("q", "k", "v", "g", "state", "scale", "state_indices", "gate_normalizer", "inplace"))
 """recurrent_gla_step: one kernel reads every state once and writes it once."""
 
@@ -28,3 +34,8 @@ _OF_A_CALL = ("q", "k", "v", "g", "pool", "slots", "scale", "cu_seqlens")
 _OF_SEQUENCES = ("num_accepted", "read_slots", "has_state", "pad_slot", "gate_normalizer", "out")
 STEPS = Prepared(_prepare_steps, (*_OF_A_CALL, *_OF_SEQUENCES))
 """recurrent_gla_steps: one kernel reads the state of every sequence once, and writes it after each of its tokens."""
+
+_RINGS = ("ring_k", "ring_v", "ring_g")
+_OF_A_REPLAY = ("ring_start", "num_accepted", "scale", "cu_seqlens", "has_state", "pad_slot", "gate_normalizer", "out")
+REPLAY = Prepared(_prepare_replay, ("q", "k", "v", "g", "pool", *_RINGS, "slots", *_OF_A_REPLAY))
+"""recurrent_gla_replay: one kernel reads the state of every sequence once and writes it once."""

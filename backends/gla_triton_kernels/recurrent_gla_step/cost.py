@@ -8,14 +8,22 @@ from gla_triton_kernels.cost import in_all
 
 def seconds(call: OpCall, c: Constants) -> float:
     """Returns the seconds of a step, which reads every state once and writes it once."""
-    B, Hv, K, V = (call.dims[name] for name in ("B", "Hv", "K", "V"))
-    states = B * Hv * K * V * (call.state_dtype.itemsize if call.state_dtype else 4)
-    return in_all(call, c["launch"] + 2 * states / c["bandwidth"], c["host"])
+    return _seconds_of_states(call, c, 2 * call.dims["B"])
 
 
 def seconds_of_steps(call: OpCall, c: Constants) -> float:
     """Returns the seconds of several steps, which read every state once and write it after each token."""
-    tokens, N, Hv, K, V = (call.dims[name] for name in ("T", "N", "Hv", "K", "V"))
-    tokens = tokens if call.variable_length else N * tokens
-    moved = (N + tokens) * Hv * K * V * (call.state_dtype.itemsize if call.state_dtype else 4)
+    tokens, N = call.dims["T"], call.dims["N"]
+    return _seconds_of_states(call, c, N + (tokens if call.variable_length else N * tokens))
+
+
+def seconds_of_replay(call: OpCall, c: Constants) -> float:
+    """Returns the seconds of several tokens after accepted ones, which read every state once and write it once."""
+    return _seconds_of_states(call, c, 2 * call.dims["N"])
+
+
+def _seconds_of_states(call: OpCall, c: Constants, states: int) -> float:
+    """Returns the seconds of a kernel that moves this number of states of all heads."""
+    Hv, K, V = (call.dims[name] for name in ("Hv", "K", "V"))
+    moved = states * Hv * K * V * (call.state_dtype.itemsize if call.state_dtype else 4)
     return in_all(call, c["launch"] + moved / c["bandwidth"], c["host"])

@@ -27,8 +27,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_core.dispatch.backend import OpCall, ceil_div
-from gla_triton_kernels.gates import log_gates
 from gla_triton_kernels.recurrent_gla_step.plan import Plan, plan
+from gla_triton_kernels.recurrent_gla_step.tokens import decayed, is_slot, load_gates, locate, strides, write_outputs
 from gla_triton_kernels.runtime.architecture import gpu_of_call
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.prepared import Launches, rehearsed
@@ -109,10 +109,10 @@ def launch_steps(plan: Plan, tensors: Tensors, scale: float, pad_slot: int, norm
         "PAD": pad_slot,
         "N": N,
         "T": T,
-        **_strides("q", q),
-        **_strides("k", k),
-        **_strides("v", v),
-        **_strides("g", q if g is None else g),
+        **strides("q", q),
+        **strides("k", k),
+        **strides("v", v),
+        **strides("g", q if g is None else g),
         "slots_n": slots.stride(0),
         "slots_s": slots.stride(1),
         "accepted_n": 0 if num_accepted is None else num_accepted.stride(0),
@@ -139,32 +139,10 @@ def launch_steps(plan: Plan, tensors: Tensors, scale: float, pad_slot: int, norm
     return [Launch(_recurrent_gla_steps, (N * Hv * ceil_div(V, plan.BV), 1, 1), arguments, options)]
 
 
-def _strides(name: str, x: Tensor) -> dict[str, int]:
-    """Returns the strides of x [B, T, heads, width] or [B, T, heads] over rows, tokens and heads, as arguments.
-
-    A gate [heads] is the same for all tokens.
-    """
-    b, t, h = (0, 0, x.stride(0)) if x.ndim == 1 else x.stride()[:3]
-    return {f"{name}_b": b, f"{name}_t": t, f"{name}_h": h}
-
-
-@triton.jit
-def _is_slot(p, P, PAD):
-    """Returns whether p is a slot of the pool that may be read and written."""
-    return (p >= 0) & (p < P) & (p != PAD)
-
-
-@triton.jit
-def _clear(o_ptr, first, end, h, columns, Hv: tl.constexpr, G: tl.constexpr, V: tl.constexpr):
-    """Writes 0 to the columns of a head's outputs of tokens first (64 bits) to end - 1."""
-    o_block = o_ptr + (first * Hv + h) * G * V + columns  # [BV]
-    for _ in range((end - first).to(tl.int32)):
-        for i in range(G):
-            tl.store(o_block + i * V, tl.zeros(columns.shape, o_ptr.dtype.element_ty), mask=columns < V)
-        o_block += Hv * G * V
-
-
-@triton.jit(do_not_specialize=["scale", "P", "PAD", "N", "T", "slots_n", "accepted_n", "read_n", "has_n"])
+@triton.jit(
+    do_not_specialize=["scale", "P", "PAD", "N", "T", "slots_n", "accepted_n", "read_n", "has_n"],
+    do_not_specialize_on_alignment=["slots_ptr", "offsets_ptr", "accepted_ptr", "read_ptr", "has_ptr"],
+)
 def _recurrent_gla_steps(
     q_ptr,  # [B, T, Hq, K]
     k_ptr,  # [B, T, H, K]
@@ -227,14 +205,7 @@ def _recurrent_gla_steps(
         gdc_wait()
         gdc_launch_dependents()
 
-    b, start, length = n, n * 0, T
-    if offsets_ptr is not None:
-        start = tl.load(offsets_ptr + n).to(tl.int64)
-        end = tl.load(offsets_ptr + n + 1).to(tl.int64)
-        b, length = n * 0, (end - start).to(tl.int32)
-        _clear(o_ptr, start + S, end, h, columns, Hv, G, V)
-        if n == N - 1:
-            _clear(o_ptr, end, T, h, columns, Hv, G, V)
+    b, start, length = locate(o_ptr, offsets_ptr, n, N, T, h, columns, S, Hv, G, V)
 
     slots_ptr += n * slots_n
     first = tl.load(slots_ptr).to(tl.int64)
@@ -245,11 +216,11 @@ def _recurrent_gla_steps(
         p = tl.load(slots_ptr + (tl.minimum(tl.maximum(accepted, 1), COLUMNS) - 1) * slots_s).to(tl.int64)
     else:
         p = first
-    begins = _is_slot(p, P, PAD)  # whether the sequence starts from a state
+    begins = is_slot(p, P, PAD)  # whether the sequence starts from a state
     served = begins
     if has_ptr is not None:
         has_state = tl.load(has_ptr + n * has_n) != 0
-        served = tl.where(has_state, begins, _is_slot(first, P, PAD))
+        served = tl.where(has_state, begins, is_slot(first, P, PAD))
         begins = begins & has_state
 
     pool_block = pool_ptr + h * pool_h + rows[:, None].to(tl.int64) * pool_k + columns[None, :] * pool_v  # [BK, BV]
@@ -262,18 +233,11 @@ def _recurrent_gla_steps(
         v = tl.load(v_ptr + b * v_b + t * v_t + h * v_h + columns, mask=in_v & live, other=0.0)  # [BV]
         to = tl.load(slots_ptr + j * slots_s).to(tl.int64)
         if g_ptr is not None:
-            if OF_KEYS:
-                g = tl.load(g_ptr + b * g_b + t * g_t + h * g_h + rows, mask=in_k & live, other=0.0)  # [BK]
-                state *= tl.exp(log_gates(g, NORMALIZER))[:, None]
-            else:
-                g = tl.load(g_ptr + b * g_b + t * g_t + h * g_h, mask=live, other=0.0)
-                state *= tl.exp(log_gates(g, NORMALIZER))
+            g = load_gates(g_ptr + b * g_b + t * g_t + h * g_h, rows, in_k, live, OF_KEYS, NORMALIZER)  # [BK] or []
+            state = decayed(state, g, OF_KEYS)  # [BK, BV]
         state += k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
-        for i in range(G):
-            q_block = q_ptr + b * q_b + t * q_t + (h * G // R + i) * q_h + rows  # [BK]
-            q = tl.load(q_block, mask=in_k & live, other=0.0)  # [BK]
-            o = tl.where(live, scale * tl.sum(q.to(tl.float32)[:, None] * state, axis=0), 0.0)  # [BV]
-            o_block = o_ptr + (((b * T + t) * Hv + h) * G + i) * V + columns  # [BV]
-            tl.store(o_block, o.to(o_ptr.dtype.element_ty), mask=in_v & there)
-        writes = in_state & live & _is_slot(to, P, PAD)
+        q_block = q_ptr + b * q_b + t * q_t + h * G // R * q_h + rows  # [BK], of the first query head
+        o_block = o_ptr + ((b * T + t) * Hv + h) * G * V + columns  # [BV], of the first query head
+        write_outputs(o_block, q_block, q_h, state, scale, in_k, in_v, live, there, G, V)
+        writes = in_state & live & is_slot(to, P, PAD)
         tl.store(pool_block + to * pool_p, state.to(pool_ptr.dtype.element_ty), mask=writes)
