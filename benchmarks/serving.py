@@ -8,6 +8,7 @@ need Triton and no more.
 
     decode     one token of each sequence, in a CUDA graph, as engines decode
     verify     four drafts of each sequence, in a CUDA graph; the state after each draft goes to a slot of its own
+    replay     the same with one state for each sequence, and a ring of the last tokens, of which two are accepted
     prefill    sequences of equal lengths, eager, so the time includes waits of the host
     mixed      decodes first, then prefills, in one call of `chunk_gla_pool`; others take two functions
 
@@ -48,6 +49,7 @@ class Batch(NamedTuple):
         q, k, v: [1, T, H, 128], bfloat16. g: [H], log gates, float32. pool: [P, H, K, V], float32.
         cu_seqlens: [N+1], int32. slots: [N], int32.
         decodes: the number of sequences of one token, which come first.
+        rings: ring_k and ring_v [N+1, 2 DRAFTS, H, 128], ring_start and num_accepted [N]; empty without a replay.
     """
 
     q: Tensor
@@ -58,6 +60,7 @@ class Batch(NamedTuple):
     cu_seqlens: Tensor
     slots: Tensor
     decodes: int
+    rings: tuple[Tensor, ...] = ()
 
 
 def batch(device: torch.device, decodes: int, prefills: int = 0, tokens: int = 0) -> Batch:
@@ -69,6 +72,14 @@ def batch(device: torch.device, decodes: int, prefills: int = 0, tokens: int = 0
     g = -torch.logspace(-6, -0.5, H, 2.0, device=device)
     pool, slots = torch.zeros(N + 1, H, K, V, device=device), torch.arange(1, N + 1, device=device, dtype=torch.int32)
     return Batch(q, k, v, g, pool, offsets, slots, decodes)
+
+
+def drafts(device: torch.device, N: int) -> Batch:
+    """Returns DRAFTS tokens of each of N sequences, with one state and a ring for each."""
+    x = batch(device, DRAFTS * N)
+    keys, values = (torch.zeros(N + 1, 2 * DRAFTS, H, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
+    start, accepted = (torch.full((N,), n, device=device, dtype=torch.int32) for n in (0, DRAFTS // 2))
+    return x._replace(pool=x.pool[: N + 1].clone(), slots=x.slots[:N], rings=(keys, values, start, accepted))
 
 
 # ---- who is measured
@@ -86,6 +97,11 @@ class Ours:
         N = len(x.slots) // DRAFTS
         q, k, v = (y[0].unflatten(0, (N, DRAFTS)) for y in (x.q, x.k, x.v))
         return gla.recurrent_gla_steps(q, k, v, x.g, x.pool, x.slots.view(N, DRAFTS))
+
+    def replay(self, x: Batch) -> Tensor:
+        q, k, v = (y[0].unflatten(0, (len(x.slots), DRAFTS)) for y in (x.q, x.k, x.v))
+        keys, values, start, accepted = x.rings
+        return gla.recurrent_gla_replay(q, k, v, x.g, x.pool, keys, values, None, x.slots, start, accepted)
 
     def prefill(self, x: Batch) -> Tensor:
         return gla.chunk_gla_pool(x.q, x.k, x.v, x.g, x.pool, x.cu_seqlens, x.slots)
@@ -173,6 +189,8 @@ def jobs(device: torch.device) -> Iterator[tuple[str, Callable[[], Batch], Row]]
         yield "decode", functools.partial(batch, device, N), {"sequences": N}
     for N in DECODES:
         yield "verify", functools.partial(batch, device, DRAFTS * N), {"sequences": N}
+    for N in DECODES:
+        yield "replay", functools.partial(drafts, device, N), {"sequences": N}
     for N, T in PREFILLS:
         yield "prefill", functools.partial(batch, device, 0, N, T), {"sequences": N, "tokens": T}
     for N, prefills, T in MIXED:
@@ -195,7 +213,7 @@ def measured(what: str, make: Callable[[], Batch], run: Callable[[Batch], Tensor
     first = make()
     number = min(8, measure.rotations(first.pool.nbytes + first.q.nbytes, device))
     batches = [first, *(make() for _ in range(number - 1))]
-    timer = measure.time_graph if what in ("decode", "verify") else measure.time_calls
+    timer = measure.time_graph if what in ("decode", "verify", "replay") else measure.time_calls
     return timer([functools.partial(run, x) for x in batches], device, 0.3).seconds
 
 

@@ -51,3 +51,7 @@ def test_verification_counts_the_state_that_is_read_once(serving):
     state, token = 2 * 128 * 128 * 4, 2 * 128 * 2
     assert serving.floor_bytes("verify", x) == 16 * (4 * token + state) + 4 * state
     assert serving.floor_bytes("decode", x) == 16 * (4 * token + 2 * state)
+    y = serving.drafts(torch.device("cpu"), 4)
+    y = y._replace(q=x.q, k=x.k, v=x.v)  # from states of 0, and rings of 0
+    torch.testing.assert_close(serving.Ours().replay(y), serving.Ours().verify(x._replace(pool=0 * x.pool)))
+    assert serving.floor_bytes("replay", y) == 16 * 4 * token + 8 * state
