@@ -491,14 +491,16 @@ def _serving(found: dict[str, Any], path: Path) -> str:
         f"## Serving, {found['device']}\n",
         f"{_measured(found)}. A layer of lightning attention as in Ling-2.5: 64 heads, K = V = 128, bfloat16, float32 "
         "states in a pool. 'Decode' is one token of each sequence, 'verify' and 'replay' are four drafts of each, in a "
-        "CUDA graph. 'Prefill' and 'mixed' are eager. 'Of floor' counts tokens, outputs and states once. "
+        "CUDA graph. 'Prefill' and 'mixed' are eager. 'Of floor' counts tokens, outputs and states once; "
+        "'-' stands for what was not measured. "
         f"Written by `benchmarks/serving.py` into `benchmarks/results/{path.name}`.\n",
         f"| batch | {' | '.join(engines)} | of floor |",
         "| --- |" + " ---: |" * (len(engines) + 1),
     ]
     batches: dict[str, dict[str, ModelRow]] = {}
     for row in found["rows"]:
-        sizes = ", ".join(f"{row[name]} {name}" for name in ("decodes", "sequences", "tokens") if name in row)
+        counted = [(row[name], name) for name in ("decodes", "sequences", "tokens") if name in row]
+        sizes = ", ".join(f"{n} {name.removesuffix('s') if n == 1 else name}" for n, name in counted)
         batches.setdefault(f"{row['what']}: {sizes}", {})[row["who"]] = row
     for words, rows in batches.items():
         times = (results.time_text(rows[who].get("seconds")) if who in rows else "-" for who in engines)

@@ -298,7 +298,7 @@ def test_serving(tables, tmp_path):
     assert "## Serving, NVIDIA Pretend" in page
     assert "| batch | gla_core | vllm | of floor |" in page
     assert "| decode: 64 sequences | 100 us | 200 us | 0.90 |" in page
-    assert "| mixed: 3 decodes, 1 sequences, 9 tokens | 300 us | - | 0.50 |" in page
+    assert "| mixed: 3 decodes, 1 sequence, 9 tokens | 300 us | - | 0.50 |" in page
 
 
 def test_two_ranks_beside_one(tables, tmp_path):
