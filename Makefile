@@ -1,6 +1,7 @@
 # make demo         install into .venv and train a small language model on the CPU
 # make test         the tests as users see the library; without a GPU, then those of Triton kernels, interpreted
 # make conformance  what `make test` runs a sample of: the conformance kit on every backend here, and thorough tests
+# make targets      kernels compiled for GPUs that are not here, and whether they fit; 10 minutes
 # make test-fla     models of flash-linear-attention 0.6.0 and of transformers, which are installed beside .venv, in .fla
 # make check        format, lint, types, direction of imports, links of the documentation
 # make docs         the documentation as a site, in site/
@@ -13,7 +14,7 @@ KIT := --pyargs gla_core.conformance --gla-backend
 INTERPRETED := TRITON_INTERPRET=1 PYTHONPATH=tests
 GPU := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 
-.PHONY: demo test test-library test-kernels conformance test-fla check docs bench format
+.PHONY: demo test test-library test-kernels conformance targets test-fla check docs bench format
 
 demo: $(INSTALLED)
 	$(BIN)/gla demo
@@ -35,6 +36,9 @@ conformance: $(INSTALLED)
 	else \
 		for name in parallel_scan triton_fused; do $(INTERPRETED) $(PYTEST) -p quick_interpreter $(KIT) $$name || exit 1; done; \
 	fi
+
+targets: $(INSTALLED)
+	$(PYTEST) --thorough tests/backends/test_targets.py
 
 test-fla: $(INSTALLED) .fla/.installed
 	PYTHONPATH=.fla:plugins/gla_transformers/src $(PYTEST) tests/compat tests/docs plugins/gla_transformers/tests

@@ -1,0 +1,191 @@
+"""Compiles calls for GPUs that are not here, with the launch parameters that plans choose, and checks what they need.
+
+Each GPU has limits of shared memory, of tensor memory and of registers. A kernel that exceeds the first two cannot be
+launched. One that keeps many values on the stack is slow. `make targets` runs these tests, which take minutes.
+
+B batch   T tokens   H heads   N sequences   K, V key and value width
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from gla_core.dispatch.backend import KnownDevice
+from tests.backends.prepared_calls import described, preparing
+from tests.backends.test_offsets import attention, backward, forward, pool, softmax, step, steps, summary
+
+triton = pytest.importorskip("triton")
+
+
+class Target(NamedTuple):
+    """A GPU that need not be here.
+
+    Attributes:
+        capability: its compute capability.
+        shared: bytes of shared memory that a block may have.
+        columns: columns of tensor memory.
+        multiprocessors: their number.
+    """
+
+    capability: tuple[int, int]
+    shared: int
+    columns: int
+    multiprocessors: int
+
+
+TARGETS = {
+    "A100": Target((8, 0), 166_912, 0, 108),
+    "RTX 3090": Target((8, 6), 101_376, 0, 82),
+    "RTX 4090": Target((8, 9), 101_376, 0, 128),
+    "H100": Target((9, 0), 232_448, 0, 132),
+    "B200": Target((10, 0), 232_448, 512, 148),
+    "B300": Target((10, 3), 232_448, 512, 148),
+    "RTX 5090": Target((12, 0), 101_376, 0, 170),
+}
+FLOAT16, FLOAT32 = {"dtype": torch.float16}, {"dtype": torch.float32}
+TRAINING = {"B": 8, "T": 4096, "H": 16}
+SERVING = {"B": 1, "T": 8192, "H": 16, "packed": True}
+WIDE = {"B": 8, "T": 2048, "H": 4, "K": 256, "V": 512}
+CALLS = {
+    "forward": (forward, "triton_fused", TRAINING),
+    "forward, K = V = 64": (forward, "triton_fused", TRAINING | {"K": 64, "V": 64}),
+    "forward, wide": (forward, "triton_fused", WIDE),
+    "forward, widest": (forward, "triton_fused", WIDE | {"K": 512}),
+    "forward, odd": (forward, "triton_fused", TRAINING | {"K": 77, "V": 99}),
+    "forward, float16": (forward, "triton_fused", TRAINING | FLOAT16),
+    "forward, float32": (forward, "triton_fused", TRAINING | FLOAT32),
+    "forward, TF32": (forward, "triton_fused", TRAINING | FLOAT32),
+    "forward, per head": (forward, "triton_fused", TRAINING | {"form": "head"}),
+    "forward, constant": (forward, "triton_fused", TRAINING | {"form": "constant"}),
+    "forward, Mamba-2": (forward, "triton_fused", TRAINING | {"H": 1, "R": 128, "V": 64, "form": "head"}),
+    "forward, grouped": (forward, "triton_fused", TRAINING | {"G": 4, "H": 4}),
+    "forward, few blocks": (forward, "triton_fused", {"B": 1, "T": 2048, "H": 2}),
+    "forward, in segments": (forward, "parallel_scan", {"B": 1, "T": 65536, "H": 8}),
+    "forward, wide, in segments": (forward, "parallel_scan", WIDE | {"B": 1, "T": 65536}),
+    "pool": (pool, "triton_fused", SERVING),
+    "pool, in segments": (pool, "parallel_scan", SERVING | {"H": 4, "form": "head"}),
+    "backward": (backward, "triton_fused", TRAINING),
+    "backward, K = V = 64": (backward, "triton_fused", TRAINING | {"K": 64, "V": 64}),
+    "backward, wide": (backward, "triton_fused", WIDE),
+    "backward, float16": (backward, "triton_fused", TRAINING | FLOAT16),
+    "backward, float32": (backward, "triton_fused", TRAINING | FLOAT32),
+    "backward, TF32": (backward, "triton_fused", TRAINING | FLOAT32),
+    "backward, per head": (backward, "triton_fused", TRAINING | {"form": "head"}),
+    "backward, Mamba-2": (backward, "triton_fused", TRAINING | {"H": 1, "R": 128, "V": 64, "form": "head"}),
+    "backward, grouped": (backward, "triton_fused", TRAINING | {"G": 4, "H": 4}),
+    "backward, in segments": (backward, "parallel_scan", {"B": 1, "T": 65536, "H": 8}),
+    "summary": (summary, "parallel_scan", TRAINING),
+    "step": (step, "triton_fused", {"B": 64, "P": 100, "G": 1}),
+    "steps": (steps, "triton_fused", {"N": 64, "T": 4, "P": 500}),
+    "attention": (attention, "triton_fused", {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8}),
+    "attention, wide": (attention, "triton_fused", {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8, "K": 256}),
+    "attention in splits": (attention, "parallel_scan", {"B": 1, "Tq": 1, "Tk": 2**17, "H": 8}),
+    "softmax": (softmax, "triton_fused", {"shape": (8192, 4096)}),
+    "softmax of long rows": (softmax, "triton_fused", {"shape": (64, 2**17)}),
+    "softmax in splits": (softmax, "parallel_scan", {"shape": (4, 2**24)}),
+}
+STACK = 512
+"""The most bytes of stack of a thread. The gate warps of kernels for Hopper have up to 300, which they seldom read."""
+
+BACKWARDS = {call for call in CALLS if call.startswith("backward")}
+ON_A_STACK = {"forward, wide", "forward, in segments", "forward, wide, in segments"}
+DO_NOT_FIT = {
+    "A100": {call for call in CALLS if call.startswith(("forward", "pool"))}
+    - {"forward, K = V = 64", "forward, widest", "forward, float16", "forward, float32", "forward, TF32"}
+    - {"forward, grouped", "forward, few blocks"}
+    | BACKWARDS,
+    "RTX 3090": BACKWARDS | ON_A_STACK - {"forward, in segments"} | {"attention, wide"},
+    "RTX 4090": BACKWARDS | ON_A_STACK | {"attention, wide"},
+    "RTX 5090": BACKWARDS | ON_A_STACK | {"attention, wide"},
+    "H100": {"backward, float32"},
+    "B200": BACKWARDS | {"forward, odd", "forward, in segments"},
+    "B300": BACKWARDS | {"forward, odd", "forward, in segments"},
+}
+"""Calls that do not fit a GPU yet. On B200 and B300, the backward asks for 704 to 2,816 columns of tensor memory. On the
+others, the backward has a stack of 4 to 16 KB, and some forwards have one of 0.6 to 3 KB.
+"""
+
+
+class Absent:
+    """Takes the place of Triton's driver, for a GPU that is not here."""
+
+    def __init__(self, capability):
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return 2000 + self.target.arch  # Triton's caches are per device number
+
+    def get_current_stream(self, _device):
+        return 0
+
+
+def launches_of(call, target, monkeypatch):
+    """Returns the launches that preparing the call compiles on the target."""
+    from triton.runtime.driver import driver
+
+    from gla_triton_kernels.runtime import prepared
+
+    describe, backend, sizes = CALLS[call]
+    made = []
+    monkeypatch.setattr(driver, "_active", Absent(target.capability))
+    monkeypatch.setattr(prepared, "on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(prepared, "compile_launches", made.extend)
+    op, *arguments = describe(**sizes)
+    device = KnownDevice("absent", target.multiprocessors, target.capability)
+    precision = "high" if "TF32" in call else "highest"
+    found = dataclasses.replace(described(op, *arguments), float32_matmul_precision=precision)
+    preparing(backend, op)(dataclasses.replace(found, device=torch.device("cuda", 0), assumed=device))
+    return made
+
+
+def faults(launch, target, folder):
+    """Compiles the kernel of a launch, and returns what of it does not fit the target."""
+    compiled = launch.kernel.warmup(*launch.arguments.values(), grid=launch.grid, **launch.options)
+    registers, stack = usage(compiled.asm["cubin"], folder)
+    columns = getattr(compiled.metadata, "tmem_size", 0) or 0
+    needs = {
+        f"{compiled.metadata.shared} bytes of shared memory of {target.shared}": compiled.metadata.shared
+        > target.shared,
+        f"{columns} columns of tensor memory of {target.columns}": columns > target.columns,
+        f"{stack} bytes of stack and {registers} registers": stack > STACK,
+    }
+    return [f"{launch.kernel.fn.__name__} needs {words}" for words, too_much in needs.items() if too_much]
+
+
+def usage(cubin, folder):
+    """Returns the registers and the bytes of stack of a thread of a compiled kernel."""
+    path = Path(folder) / "kernel.cubin"
+    path.write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2])
+
+
+def cases():
+    for target in TARGETS:
+        for call in CALLS:
+            marks = pytest.mark.xfail(strict=True) if call in DO_NOT_FIT[target] else ()
+            yield pytest.param(call, target, marks=marks)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("call", "target"), cases())
+def test_kernels_fit(call, target, monkeypatch, tmp_path):
+    found = launches_of(call, TARGETS[target], monkeypatch)
+    assert found
+    assert not [fault for launch in found for fault in faults(launch, TARGETS[target], tmp_path)]
