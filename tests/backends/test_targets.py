@@ -109,8 +109,8 @@ DO_NOT_FIT = {
     "B200": BACKWARDS | {"forward, odd", "forward, in segments"},
     "B300": BACKWARDS | {"forward, odd", "forward, in segments"},
 }
-"""Calls that do not fit a GPU yet. On B200 and B300, the backward asks for 704 to 2,816 columns of tensor memory. On the
-others, the backward has a stack of 4 to 16 KB, and some forwards have one of 0.6 to 3 KB.
+"""Calls that do not fit a GPU yet. On B200 and B300, the backward asks for 704 to 2,816 columns of tensor memory. On
+the others, the backward has a stack of 4 to 16 KB, and some forwards have one of 0.6 to 3 KB.
 """
 
 
