@@ -1,0 +1,87 @@
+"""What vLLM's scheduler says of a batch: which rows are decodes, which are prefills, and where their states are.
+
+vLLM keeps the states of a layer in blocks of memory, and names them by block. A block is a slot of the pool of states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.mamba.checkpoint import MambaPrefillCheckpointBuilder, MambaPrefillCheckpointMetadata
+from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata, ShortConvAttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import MambaSpec
+
+
+@dataclass
+class GLAMetadata(ShortConvAttentionMetadata):
+    """A batch: `num_decodes` sequences first, then `num_prefills` sequences.
+
+    Attributes:
+        checkpoint: for each prefill, the state to keep from inside it, and where; None if no prefill keeps one.
+    """
+
+    checkpoint: MambaPrefillCheckpointMetadata | None = None
+
+
+class GLAMetadataBuilder(ShortConvAttentionMetadataBuilder):
+    """Makes the `GLAMetadata` of a batch.
+
+    vLLM passes the number of accepted drafts to the builders that it knows, and to their subclasses; of these, the one
+    of short convolutions needs nothing else.
+    """
+
+    metadata_cls = GLAMetadata
+    needs_causal_conv1d_metadata = False
+
+    def __init__(
+        self, kv_cache_spec: MambaSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.checkpoints = MambaPrefillCheckpointBuilder(vllm_config, kv_cache_spec)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+        **drafts: Any,
+    ) -> GLAMetadata:
+        """Returns the metadata of a batch; `drafts` are vLLM's arguments about speculation."""
+        found: Any = super().build(common_prefix_len, common_attn_metadata, fast_build, **drafts)
+        if found.num_prefills == 0:
+            return found
+        prefills = list(range(found.num_reqs - found.num_prefills, found.num_reqs))
+        return replace(found, checkpoint=self.checkpoints.build(common_attn_metadata, prefills))
+
+    def update_block_table(
+        self, metadata: GLAMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> GLAMetadata:
+        """Returns the metadata for layers whose states are in other blocks."""
+        found: Any = super().update_block_table(metadata, blk_table, slot_mapping)
+        if metadata.checkpoint is None:
+            return found
+        return replace(found, checkpoint=metadata.checkpoint.regather_state_indices(blk_table))
+
+
+class GLABackend(AttentionBackend):
+    """Tells vLLM how batches of layers with states are described."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "GLA"
+
+    @staticmethod
+    def get_builder_cls() -> type[GLAMetadataBuilder]:
+        return GLAMetadataBuilder
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True

@@ -1,0 +1,175 @@
+"""The recurrence of gated linear attention over a batch of vLLM, from and into states that vLLM allocates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+import gla_core as gla
+from gla_vllm.metadata import GLABackend, GLAMetadata
+
+CHECKPOINTS = 64
+"""A state inside a prefill can be kept after each multiple of so many of its tokens."""
+
+
+class Recurrence(nn.Module, MambaBase):
+    """Gated linear attention over the tokens of a batch, with a state of each sequence.
+
+    Args:
+        shape: the sizes Hv, K and V of the state of a sequence on this rank.
+        vllm_config: vLLM's configuration.
+        prefix: the name of the layer, unique in the model.
+        scale: factor of the output; None means K^-1/2.
+        gate_normalizer: None if the gates are log gates; if they are logits, the number that divides their log sigma.
+    """
+
+    mamba_type = MambaAttentionBackendEnum.LINEAR
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        vllm_config: VllmConfig,
+        prefix: str,
+        scale: float | None = None,
+        gate_normalizer: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape, self.dtype, self.prefix = shape, state_dtype(vllm_config), prefix
+        self.options: dict[str, Any] = {"scale": scale}
+        if gate_normalizer is not None:
+            self.options |= {"gate": "logsigmoid", "gate_normalizer": gate_normalizer}
+        layers = vllm_config.compilation_config.static_forward_context
+        if prefix in layers:
+            raise ValueError(f"there are two layers of the name {prefix}; expected names to be unique")
+        layers[prefix] = self
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        """Maps q [T, Hq, K], k [T, H, K], v [T, Hv, V] and g, in a form of `chunk_gla`, to o [T, Ho, V]."""
+        o = v.new_empty(v.shape[0], max(q.shape[1], v.shape[1]), v.shape[2])
+        torch.ops.vllm.gla_recurrence(q, k, v, g, o, self.prefix)
+        return o
+
+    def get_state_shape(self) -> tuple[tuple[int, int, int]]:
+        return (self.shape,)
+
+    def get_state_dtype(self) -> tuple[torch.dtype]:
+        return (self.dtype,)
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return GLABackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        return with_checkpoints(super().get_kv_cache_spec(vllm_config))
+
+
+def state_dtype(vllm_config: VllmConfig) -> torch.dtype:
+    """Returns the dtype of the states: that of --mamba-ssm-cache-dtype, float32 if it is "auto"."""
+    name = vllm_config.cache_config.mamba_ssm_cache_dtype
+    return torch.float32 if name == "auto" else getattr(torch, name)
+
+
+def with_checkpoints(spec: Any) -> Any:
+    """Returns the specification of a layer's states, saying that prefills can keep a state from inside."""
+    return replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=CHECKPOINTS)
+
+
+def recur(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, out: Tensor, pool: Tensor, batch: GLAMetadata, **options: Any
+) -> None:
+    """Computes a batch: decodes are its first rows, then come prefills, then padding, whose output is 0.
+
+    Args:
+        q, k, v, g: [T, ..], or g [Hv].
+        out: [T, Ho, V]; written.
+        pool: the states [P, Hv, K, V]; written.
+        batch: which rows belong to which sequence, and where its states are.
+        options: scale, gate, gate_normalizer and state_v_first, as in `chunk_gla_pool`.
+    """
+    decoded, computed = batch.num_decode_tokens, batch.num_decode_tokens + batch.num_prefill_tokens
+    if batch.num_decodes:
+        _decode(*_rows(0, decoded, q, k, v, g, out), pool, batch, options)
+    if batch.num_prefills:
+        _prefill(*_rows(decoded, computed, q, k, v, g, out), pool, batch, options)
+    out[computed:] = 0
+
+
+def _rows(begin: int, end: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+    constant = g.ndim == 1
+    return q[begin:end], k[begin:end], v[begin:end], g if constant else g[begin:end], out[begin:end]
+
+
+def _packed(*rows: Tensor) -> tuple[Tensor, ...]:
+    """Returns tensors [T, ..] as [1, T, ..], and a constant gate [Hv] as it is."""
+    return tuple(x if x.ndim == 1 else x[None] for x in rows)
+
+
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, out: Tensor, pool: Tensor, batch: GLAMetadata, options: dict[str, Any]
+) -> None:
+    slots = batch.state_indices_tensor_d
+    assert slots is not None
+    if batch.num_accepted_tokens is None:
+        used = slots[:, 0]
+        used = used.masked_fill(used == NULL_BLOCK_ID, -1)  # padding of a CUDA graph
+        o, _ = gla.recurrent_gla_step(q, k, v, g, pool, state_indices=used, inplace=True, **options)
+        out.copy_(o)
+        return
+    gla.recurrent_gla_steps(
+        *_packed(q, k, v, g),
+        pool,
+        slots,
+        cu_seqlens=batch.query_start_loc_d,
+        num_accepted=batch.num_accepted_tokens,
+        pad_slot=NULL_BLOCK_ID,
+        out=out[None],
+        **options,
+    )
+
+
+def _prefill(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, out: Tensor, pool: Tensor, batch: GLAMetadata, options: dict[str, Any]
+) -> None:
+    offsets, slots, kept = batch.query_start_loc_p, batch.state_indices_tensor_p, batch.checkpoint
+    assert offsets is not None
+    assert slots is not None
+    gla.chunk_gla_pool(
+        *_packed(q, k, v, g),
+        pool,
+        offsets,
+        slots,
+        has_state=batch.has_initial_states_p,
+        checkpoint_offsets=None if kept is None else kept.checkpoint_offsets,
+        checkpoint_slots=None if kept is None else kept.state_indices,
+        pad_slot=NULL_BLOCK_ID,
+        out=out[None],
+        **options,
+    )
+
+
+def _gla_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, out: Tensor, layer: str) -> None:
+    context = get_forward_context()
+    if context.attn_metadata is None:  # vLLM measures memory
+        out.zero_()
+        return
+    this, batches = context.no_compile_layers[layer], context.attn_metadata
+    recur(q, k, v, g, out, this.kv_cache[0], batches[layer], **this.options)
+
+
+def _no_computation(q: Tensor, k: Tensor, v: Tensor, g: Tensor, out: Tensor, layer: str) -> None:
+    return
+
+
+direct_register_custom_op(
+    op_name="gla_recurrence", op_func=_gla_recurrence, mutates_args=["out"], fake_impl=_no_computation
+)
