@@ -13,7 +13,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFuncCalculator
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching
+from vllm.model_executor.models.interfaces import HasInnerState, IsAttentionFree, IsHybrid, SupportsMambaPrefixCaching
 from vllm.model_executor.models.llama import LlamaMLP
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         return self.norm(x, residual)[0]
 
 
-class LanguageModel(nn.Module, HasInnerState, IsAttentionFree, SupportsMambaPrefixCaching):
+class LanguageModel(nn.Module, HasInnerState, IsAttentionFree, IsHybrid, SupportsMambaPrefixCaching):
     """A language model: what GLA and HGRN2 share."""
 
     layer: ClassVar[Any]
