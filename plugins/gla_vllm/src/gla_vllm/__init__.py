@@ -12,7 +12,11 @@ MODELS = {"gla": "GLAForCausalLM", "hgrn2": "HGRN2ForCausalLM"}
 
 
 def register() -> None:
-    """Registers the models. A second call changes nothing."""
+    """Registers the models, and replaces the layers of vLLM that GLA_VLLM_LAYERS names. A second call changes nothing.
+
+    Raises:
+        ValueError: GLA_VLLM_LAYERS names an unknown layer.
+    """
     from transformers import AutoConfig
     from vllm import ModelRegistry
     from vllm.config import CompilationConfig
@@ -24,6 +28,7 @@ def register() -> None:
 
     import gla_transformers
     from gla_vllm.configuration import HGRN2Config
+    from gla_vllm.layers import replace_layers
 
     gla_transformers.register()
     AutoConfig.register(HGRN2Config.model_type, HGRN2Config, exist_ok=True)
@@ -34,3 +39,4 @@ def register() -> None:
             ModelRegistry.register_model(model, f"gla_vllm.model:{model}")
     if "vllm::gla_recurrence" not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append("vllm::gla_recurrence")  # CUDA graphs of prefills stop at it
+    replace_layers()

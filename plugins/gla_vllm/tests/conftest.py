@@ -1,0 +1,56 @@
+"""vLLM's engine on a CPU, and small checkpoints of random weights."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",  # GiB
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine runs in the process of the tests
+    VLLM_LOGGING_LEVEL="WARNING",
+    HF_HUB_OFFLINE="1",
+    GLA_VLLM_LAYERS="all",
+)
+
+import pytest
+import torch
+from vllm import LLM
+from vllm.distributed import cleanup_dist_env_and_memory
+
+from gla_transformers import GLAConfig, GLAForCausalLM
+from requests_of_tests import VOCABULARY
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY, "intermediate_size": 48}
+SIZES |= {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 512}
+ENGINE = {"enforce_eager": True, "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 4}
+
+
+@pytest.fixture(scope="session")
+def gla(tmp_path_factory):
+    """A function: `gla(**options)` returns a folder with a GLA model, and the model, computed by gla_transformers."""
+
+    def make(**options):
+        torch.manual_seed(0)
+        config = GLAConfig(**SIZES | {"initializer_range": 0.3, "pad_token_id": 0} | options)
+        model = GLAForCausalLM(config).eval()
+        folder = tmp_path_factory.mktemp("gla")
+        model.save_pretrained(folder)
+        return str(folder), model
+
+    return make
+
+
+@pytest.fixture
+def engine():
+    """A function: `engine(folder, **options)` returns an engine, which ends with the test."""
+    made = []
+
+    def make(folder, **options):
+        made.append(LLM(model=folder, **ENGINE | options))
+        return made[-1]
+
+    yield make
+    made.clear()
+    gc.collect()
+    cleanup_dist_env_and_memory()
