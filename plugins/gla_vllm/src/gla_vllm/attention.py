@@ -51,8 +51,9 @@ def sizes_of_hgrn2(config: HGRN2Config, ranks: int) -> tuple[int, int, int]:
     Raises:
         ValueError: the heads cannot be spread evenly over the ranks.
     """
-    _check_heads("num_heads", config.num_heads, ranks)
-    return config.num_heads // ranks, config.expand_ratio, config.hidden_size // config.num_heads
+    heads = config.hidden_size // config.expand_ratio
+    _check_heads("num_heads", heads, ranks)
+    return heads // ranks, config.expand_ratio, config.hidden_size // heads
 
 
 def _check_heads(name: str, heads: int, ranks: int) -> None:

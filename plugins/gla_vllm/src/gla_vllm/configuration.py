@@ -66,7 +66,9 @@ class HGRN2Config(PreTrainedConfig):
             bos_token_id=bos_token_id, eos_token_id=eos_token_id, tie_word_embeddings=tie_word_embeddings, **kwargs
         )
 
-    mlp_width = GLAConfig.mlp_width
+def mlp_width(config: GLAConfig | HGRN2Config) -> int:
+    """Returns the width of each MLP."""
+    return GLAConfig.mlp_width(config)  # pyright: ignore[reportArgumentType]
 
 
 def check_served(config: GLAConfig | HGRN2Config) -> None:

@@ -1,0 +1,25 @@
+"""vLLM's Ling 2.5 model with its lightning layers replaced, against a recurrence token by token."""
+
+from __future__ import annotations
+
+import lightning_model
+import pytest
+from requests_of_tests import greedy, prompt, tokens
+
+from gla_vllm.lightning import LightningAttention
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_num_batched_tokens": 48}, {"enable_chunked_prefill": False}, {"speculative_config": DRAFTS}],
+    ids=["in chunks", "whole", "drafts"],
+)
+def test_tokens(tmp_path, engine, options):
+    weights = lightning_model.save(tmp_path)
+    llm = engine(str(tmp_path), enable_prefix_caching=False, **options)
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    assert [type(layer) for layer in layers] == [LightningAttention] * lightning_model.LAYERS
+    prompts = [prompt(length) for length in (1, 2, 64, 65, 100)]
+    assert tokens(llm, prompts, greedy(20)) == [lightning_model.tokens_of(weights, p, 20) for p in prompts]
