@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 
@@ -17,9 +18,13 @@ import pytest
 import torch
 from vllm import LLM
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.platforms import current_platform
 
 from gla_transformers import GLAConfig, GLAForCausalLM
 from requests_of_tests import VOCABULARY
+
+# An engine replaces Triton kernels in all modules, and stumbles over one that drafts import. The first engine is enough.
+current_platform.register_triton_kernel_overrides = functools.cache(current_platform.register_triton_kernel_overrides)
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY, "intermediate_size": 48}
 SIZES |= {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 512}
@@ -51,6 +56,8 @@ def engine():
         return made[-1]
 
     yield make
+    for llm in made:
+        llm.llm_engine.engine_core.shutdown()
     made.clear()
     gc.collect()
     cleanup_dist_env_and_memory()
