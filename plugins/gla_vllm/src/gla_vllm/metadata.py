@@ -9,11 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.checkpoint import MambaPrefillCheckpointBuilder, MambaPrefillCheckpointMetadata
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata, ShortConvAttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
+
+CHECKPOINTS = 64
+"""A state inside a prefill can be kept after each multiple of so many of its tokens."""
+WHOLE = 4096
+"""Tokens of a segment of prompts that are never cut, under batch invariance."""
 
 
 @dataclass
@@ -22,9 +28,11 @@ class GLAMetadata(ShortConvAttentionMetadata):
 
     Attributes:
         checkpoint: for each prefill, the state to keep from inside it, and where; None if no prefill keeps one.
+        segment: the number of tokens for `gla_core.batch_invariant`; None if results may depend on the batch.
     """
 
     checkpoint: MambaPrefillCheckpointMetadata | None = None
+    segment: int | None = None
 
 
 class GLAMetadataBuilder(ShortConvAttentionMetadataBuilder):
@@ -42,6 +50,7 @@ class GLAMetadataBuilder(ShortConvAttentionMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.checkpoints = MambaPrefillCheckpointBuilder(vllm_config, kv_cache_spec)
+        self.segment = segment(vllm_config, kv_cache_spec.block_size) if envs.VLLM_BATCH_INVARIANT else None
 
     def build(
         self,
@@ -52,10 +61,11 @@ class GLAMetadataBuilder(ShortConvAttentionMetadataBuilder):
     ) -> GLAMetadata:
         """Returns the metadata of a batch; `drafts` are vLLM's arguments about speculation."""
         found: Any = super().build(common_prefix_len, common_attn_metadata, fast_build, **drafts)
-        if found.num_prefills == 0:
-            return found
-        prefills = list(range(found.num_reqs - found.num_prefills, found.num_reqs))
-        return replace(found, checkpoint=self.checkpoints.build(common_attn_metadata, prefills))
+        checkpoint = None
+        if found.num_prefills:
+            prefills = list(range(found.num_reqs - found.num_prefills, found.num_reqs))
+            checkpoint = self.checkpoints.build(common_attn_metadata, prefills)
+        return replace(found, checkpoint=checkpoint, segment=self.segment)
 
     def update_block_table(
         self, metadata: GLAMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
@@ -65,6 +75,30 @@ class GLAMetadataBuilder(ShortConvAttentionMetadataBuilder):
         if metadata.checkpoint is None:
             return found
         return replace(found, checkpoint=metadata.checkpoint.regather_state_indices(blk_table))
+
+
+def segment(vllm_config: VllmConfig, block_size: int) -> int:
+    """Returns the number of tokens of a segment at whose multiples vLLM cuts every prompt, whatever else it computes.
+
+    With a prefix cache it cuts at multiples of a block; without one, prompts have to be whole.
+
+    Raises:
+        ValueError: vLLM would cut prompts elsewhere, so that results would depend on the batch.
+    """
+    scheduler = vllm_config.scheduler_config
+    if vllm_config.cache_config.mamba_cache_mode == "align":
+        if block_size % CHECKPOINTS or block_size > scheduler.max_num_batched_tokens:
+            raise ValueError(
+                f"VLLM_BATCH_INVARIANT is 1 and block_size is {block_size}; expected a multiple of {CHECKPOINTS}, at "
+                f"most max_num_batched_tokens = {scheduler.max_num_batched_tokens}: pass --block-size"
+            )
+        return block_size
+    if scheduler.enable_chunked_prefill:
+        raise ValueError(
+            "VLLM_BATCH_INVARIANT is 1, and prompts are cut where a batch is full; expected prompts to be cut at blocks "
+            "or nowhere: pass --enable-prefix-caching, or --no-enable-chunked-prefill"
+        )
+    return WHOLE
 
 
 class GLABackend(AttentionBackend):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -17,10 +19,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 import gla_core as gla
-from gla_vllm.metadata import GLABackend, GLAMetadata
-
-CHECKPOINTS = 64
-"""A state inside a prefill can be kept after each multiple of so many of its tokens."""
+from gla_vllm.metadata import CHECKPOINTS, GLABackend, GLAMetadata
 
 
 class Recurrence(nn.Module, MambaBase):
@@ -80,7 +79,12 @@ def state_dtype(vllm_config: VllmConfig) -> torch.dtype:
 
 
 def with_checkpoints(spec: Any) -> Any:
-    """Returns the specification of a layer's states, saying that prefills can keep a state from inside."""
+    """Returns the specification of a layer's states, saying that prefills can keep a state from inside.
+
+    Under batch invariance they cannot: vLLM then cuts every prompt at its last block, whatever else is in the batch.
+    """
+    if envs.VLLM_BATCH_INVARIANT:
+        return spec
     return replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=CHECKPOINTS)
 
 
@@ -97,10 +101,11 @@ def recur(
         options: scale, gate, gate_normalizer and state_v_first, as in `chunk_gla_pool`.
     """
     decoded, computed = batch.num_decode_tokens, batch.num_decode_tokens + batch.num_prefill_tokens
-    if batch.num_decodes:
-        _decode(*_rows(0, decoded, q, k, v, g, out), pool, batch, options)
-    if batch.num_prefills:
-        _prefill(*_rows(decoded, computed, q, k, v, g, out), pool, batch, options)
+    with nullcontext() if batch.segment is None else gla.batch_invariant(batch.segment):
+        if batch.num_decodes:
+            _decode(*_rows(0, decoded, q, k, v, g, out), pool, batch, options)
+        if batch.num_prefills:
+            _prefill(*_rows(decoded, computed, q, k, v, g, out), pool, batch, options)
     out[computed:] = 0
 
 
@@ -119,7 +124,7 @@ def _decode(
 ) -> None:
     slots = batch.state_indices_tensor_d
     assert slots is not None
-    if batch.num_accepted_tokens is None:
+    if batch.num_accepted_tokens is None and pool.dtype != torch.float16:
         used = slots[:, 0]
         used = used.masked_fill(used == NULL_BLOCK_ID, -1)  # padding of a CUDA graph
         o, _ = gla.recurrent_gla_step(q, k, v, g, pool, state_indices=used, inplace=True, **options)
