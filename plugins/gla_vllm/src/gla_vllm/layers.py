@@ -11,7 +11,10 @@ from gla_core.dispatch.errors import nearest
 
 logger = init_logger("vllm.gla_vllm")  # vLLM prints what loggers below its own say
 
-LAYERS = {"lightning": ("gla_vllm.lightning", "LightningAttention", "BailingMoELinearAttention")}
+LAYERS = {
+    "lightning": ("gla_vllm.lightning", "LightningAttention", "BailingMoELinearAttention"),
+    "mamba2": ("gla_vllm.mamba2", "StateSpaceMixer", "MambaMixer2"),
+}
 """For each name: a module, its class, and vLLM's class in whose place it is made."""
 
 

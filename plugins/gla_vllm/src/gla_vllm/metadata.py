@@ -119,3 +119,17 @@ class GLABackend(AttentionBackend):
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
+
+
+class ConvolvedGLAMetadataBuilder(GLAMetadataBuilder):
+    """Makes the metadata of layers that have vLLM's convolutions beside the recurrence."""
+
+    needs_causal_conv1d_metadata = True
+
+
+class ConvolvedGLABackend(GLABackend):
+    """Tells vLLM how batches of layers with states and with vLLM's convolutions are described."""
+
+    @staticmethod
+    def get_builder_cls() -> type[GLAMetadataBuilder]:
+        return ConvolvedGLAMetadataBuilder
