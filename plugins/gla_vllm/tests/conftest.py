@@ -16,14 +16,14 @@ os.environ.update(
 
 import pytest
 import torch
+from requests_of_tests import VOCABULARY
 from vllm import LLM
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.platforms import current_platform
 
 from gla_transformers import GLAConfig, GLAForCausalLM
-from requests_of_tests import VOCABULARY
 
-# An engine replaces Triton kernels in all modules, and stumbles over one that drafts import. The first engine is enough.
+# An engine replaces Triton kernels in all modules, and stumbles over one that drafts import. One engine's work will do.
 current_platform.register_triton_kernel_overrides = functools.cache(current_platform.register_triton_kernel_overrides)
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY, "intermediate_size": 48}

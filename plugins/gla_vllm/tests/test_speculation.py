@@ -16,7 +16,7 @@ def accepted(monkeypatch):
     found, decode = [], recurrence._decode
 
     def recorded(*args):
-        found.extend(args[6].num_accepted_tokens.tolist())
+        found.extend(args[2].num_accepted_tokens.tolist())
         decode(*args)
 
     monkeypatch.setattr(recurrence, "_decode", recorded)

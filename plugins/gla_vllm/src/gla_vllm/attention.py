@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
+from vllm.model_executor.utils import set_weight_attrs
 
 from gla_core.nn.activations import activation
 from gla_core.nn.hgrn2 import log_gate
@@ -149,12 +150,12 @@ class HGRN2Attention(nn.Module):
         if ranks > 1:
             self.g_norm.mean_over_ranks = lambda mean: tensor_model_parallel_all_reduce(mean) / ranks
         if self.g_norm.weight is not None:
-            self.g_norm.weight.weight_loader = sharded_weight_loader(0)
+            set_weight_attrs(self.g_norm.weight, {"weight_loader": sharded_weight_loader(0)})
         self.o_proj = RowParallelLinear(hidden, hidden, prefix=f"{prefix}.o_proj", **how)
         bound = nn.Parameter(torch.zeros(self.widths[0], dtype=torch.float32), requires_grad=False)
         self.register_parameter("lower_bound", bound if config.use_lower_bound else None)
         if self.lower_bound is not None:
-            self.lower_bound.weight_loader = sharded_weight_loader(0)
+            set_weight_attrs(self.lower_bound, {"weight_loader": sharded_weight_loader(0)})
 
     def forward(self, x: Tensor) -> Tensor:
         q, f, v = self.in_proj(x)[0].split(self.widths, dim=-1)

@@ -66,6 +66,7 @@ class HGRN2Config(PreTrainedConfig):
             bos_token_id=bos_token_id, eos_token_id=eos_token_id, tie_word_embeddings=tie_word_embeddings, **kwargs
         )
 
+
 def mlp_width(config: GLAConfig | HGRN2Config) -> int:
     """Returns the width of each MLP."""
     return GLAConfig.mlp_width(config)  # pyright: ignore[reportArgumentType]
@@ -77,8 +78,8 @@ def check_served(config: GLAConfig | HGRN2Config) -> None:
     for name, served in refused.items():
         if getattr(config, name) not in (served, []):
             raise ValueError(
-                f"{name} is {getattr(config, name)!r} in the model's config.json; gla_vllm serves models with {served}. "
-                "Use gla_transformers to run this model"
+                f"{name} is {getattr(config, name)!r} in the model's config.json; gla_vllm serves models with {served} "
+                "only: run this model with gla_transformers"
             )
     if config.hidden_act not in ("swish", "silu"):
         raise ValueError(f"hidden_act is {config.hidden_act!r} in the model's config.json; expected 'swish'")

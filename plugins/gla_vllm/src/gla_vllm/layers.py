@@ -1,4 +1,4 @@
-"""Layers of vLLM's own models that this package can compute in place of vLLM's code, by their names in GLA_VLLM_LAYERS."""
+"""Layers of vLLM's own models that are made of this package's classes, if GLA_VLLM_LAYERS names them."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.mamba.linear.bailing_linear_attn import (
     BailingGroupRMSNormGate,
     BailingMoELinearAttention,
 )
+from vllm.model_executor.utils import set_weight_attrs
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
@@ -33,7 +34,7 @@ class LightningAttention(BailingMoELinearAttention):
             width, self.rms_norm_eps, gate_fn="sigmoid", groups=max(self.group_norm_size // self.tp_size, 1)
         )
         assert self.g_norm.weight is not None
-        self.g_norm.weight.weight_loader = BailingGroupRMSNormGate._weight_loader
+        set_weight_attrs(self.g_norm.weight, {"weight_loader": BailingGroupRMSNormGate._weight_loader})
         self.decay = -self.tp_slope.flatten()
 
     def get_attn_backend(self) -> type[AttentionBackend]:

@@ -95,8 +95,8 @@ def segment(vllm_config: VllmConfig, block_size: int) -> int:
         return block_size
     if scheduler.enable_chunked_prefill:
         raise ValueError(
-            "VLLM_BATCH_INVARIANT is 1, and prompts are cut where a batch is full; expected prompts to be cut at blocks "
-            "or nowhere: pass --enable-prefix-caching, or --no-enable-chunked-prefill"
+            "VLLM_BATCH_INVARIANT is 1, and prompts are cut where a batch is full; expected cuts at blocks, or none: "
+            "pass --enable-prefix-caching, or --no-enable-chunked-prefill"
         )
     return WHOLE
 

@@ -57,12 +57,9 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            x, residual = self.attn_norm(x), x
-        else:
-            x, residual = self.attn_norm(x, residual)
-        x, residual = self.mlp_norm(self.attn(x), residual)
-        return self.mlp(x), residual
+        x, stream = (self.attn_norm(x), x) if residual is None else self.attn_norm(x, residual)
+        x, stream = self.mlp_norm(self.attn(x), stream)
+        return self.mlp(x), stream
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "inputs_embeds": 0})

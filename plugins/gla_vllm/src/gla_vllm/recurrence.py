@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -100,56 +101,74 @@ def recur(
         batch: which rows belong to which sequence, and where its states are.
         options: scale, gate, gate_normalizer and state_v_first, as in `chunk_gla_pool`.
     """
-    decoded, computed = batch.num_decode_tokens, batch.num_decode_tokens + batch.num_prefill_tokens
+    rows, decoded = Rows(q, k, v, g, out), batch.num_decode_tokens
+    computed = decoded + batch.num_prefill_tokens
     with nullcontext() if batch.segment is None else gla.batch_invariant(batch.segment):
         if batch.num_decodes:
-            _decode(*_rows(0, decoded, q, k, v, g, out), pool, batch, options)
+            _decode(rows.part(0, decoded), pool, batch, options)
         if batch.num_prefills:
-            _prefill(*_rows(decoded, computed, q, k, v, g, out), pool, batch, options)
+            _prefill(rows.part(decoded, computed), pool, batch, options)
     out[computed:] = 0
 
 
-def _rows(begin: int, end: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, out: Tensor) -> tuple[Tensor, ...]:
-    constant = g.ndim == 1
-    return q[begin:end], k[begin:end], v[begin:end], g if constant else g[begin:end], out[begin:end]
+class Rows(NamedTuple):
+    """Tokens [T, ..] and their output [T, Ho, V]; a constant gate g is [Hv]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    out: Tensor
+
+    def part(self, begin: int, end: int) -> Rows:
+        """Returns the rows from begin to end, as views."""
+        return self._each(lambda x: x[begin:end])
+
+    def packed(self) -> Rows:
+        """Returns the rows as a batch of one row, [1, T, ..]."""
+        return self._each(lambda x: x[None])
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> Rows:
+        g = self.g if self.g.ndim == 1 else function(self.g)
+        return Rows(function(self.q), function(self.k), function(self.v), g, function(self.out))
 
 
-def _packed(*rows: Tensor) -> tuple[Tensor, ...]:
-    """Returns tensors [T, ..] as [1, T, ..], and a constant gate [Hv] as it is."""
-    return tuple(x if x.ndim == 1 else x[None] for x in rows)
-
-
-def _decode(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, out: Tensor, pool: Tensor, batch: GLAMetadata, options: dict[str, Any]
-) -> None:
+def _decode(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any]) -> None:
     slots = batch.state_indices_tensor_d
     assert slots is not None
-    if batch.num_accepted_tokens is None and pool.dtype != torch.float16:
+    if batch.num_accepted_tokens is None and pool.dtype != torch.float16:  # the quicker op takes no float16
+        q, k, v, g, out = rows
         used = slots[:, 0]
         used = used.masked_fill(used == NULL_BLOCK_ID, -1)  # padding of a CUDA graph
         o, _ = gla.recurrent_gla_step(q, k, v, g, pool, state_indices=used, inplace=True, **options)
         out.copy_(o)
         return
+    q, k, v, g, out = rows.packed()
     gla.recurrent_gla_steps(
-        *_packed(q, k, v, g),
+        q,
+        k,
+        v,
+        g,
         pool,
         slots,
         cu_seqlens=batch.query_start_loc_d,
         num_accepted=batch.num_accepted_tokens,
         pad_slot=NULL_BLOCK_ID,
-        out=out[None],
+        out=out,
         **options,
     )
 
 
-def _prefill(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, out: Tensor, pool: Tensor, batch: GLAMetadata, options: dict[str, Any]
-) -> None:
+def _prefill(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any]) -> None:
     offsets, slots, kept = batch.query_start_loc_p, batch.state_indices_tensor_p, batch.checkpoint
     assert offsets is not None
     assert slots is not None
+    q, k, v, g, out = rows.packed()
     gla.chunk_gla_pool(
-        *_packed(q, k, v, g),
+        q,
+        k,
+        v,
+        g,
         pool,
         offsets,
         slots,
@@ -157,7 +176,7 @@ def _prefill(
         checkpoint_offsets=None if kept is None else kept.checkpoint_offsets,
         checkpoint_slots=None if kept is None else kept.state_indices,
         pad_slot=NULL_BLOCK_ID,
-        out=out[None],
+        out=out,
         **options,
     )
 
