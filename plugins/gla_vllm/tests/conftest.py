@@ -12,6 +12,7 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="WARNING",
     HF_HUB_OFFLINE="1",
     GLA_VLLM_LAYERS="all",
+    GLA_CHECK="1",  # the ops look for NaN, wrong offsets, and slots that two sequences share
 )
 
 import pytest
@@ -29,6 +30,7 @@ current_platform.register_triton_kernel_overrides = functools.cache(current_plat
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY, "intermediate_size": 48}
 SIZES |= {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 512}
 ENGINE = {"enforce_eager": True, "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 4}
+ENGINE |= {"num_gpu_blocks_override": 64}  # states; GLA_CHECK reads all of them in each step
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from gla_transformers.softmax_attention import rotated
 
-LAYERS, HEADS, WIDTH, HIDDEN, MLP, GROUPS, EPS, THETA = 3, 4, 16, 64, 48, 2, 1e-5, 10000.0
+LAYERS, HEADS, WIDTH, HIDDEN, MLP, GROUPS, EPS, THETA = 3, 4, 16, 64, 64, 2, 1e-5, 10000.0
 
 
 class LingConfig(PreTrainedConfig):

@@ -5,6 +5,7 @@ vLLM's own part of this setting is Triton kernels, which a CPU does not run. Her
 
 from __future__ import annotations
 
+import lightning_model
 import pytest
 import torch
 from requests_of_tests import greedy, outputs, prompt
@@ -40,9 +41,16 @@ def log_probabilities(llm, prompts):
     ]
 
 
+@pytest.fixture(params=["gla", "lightning"])
+def folder(request, gla, tmp_path):
+    if request.param == "gla":
+        return gla(**WIDE)[0]
+    lightning_model.save(tmp_path)
+    return str(tmp_path)
+
+
 @pytest.mark.parametrize("options", [ALIGNED, WHOLE], ids=["cut at blocks", "whole"])
-def test_alone_and_in_company(gla, engine, options):
-    folder, _ = gla(**WIDE)
+def test_alone_and_in_company(folder, engine, options):
     llm = engine(folder, max_logprobs=61, **options)
     lengths = (1, 2, 63, 64, 65, 100, 128, 129, 130, 180)
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
@@ -64,6 +72,5 @@ def test_alone_and_in_company(gla, engine, options):
     ids=["cut anywhere", "small blocks", "large blocks"],
 )
 def test_refusals(gla, engine, options, message):
-    folder, _ = gla(**WIDE)
     with pytest.raises(ValueError, match=message):
-        engine(folder, **options)
+        engine(gla(**WIDE)[0], **options)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from vllm import envs
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
@@ -27,13 +28,16 @@ class StateSpaceMixer(MambaMixer2):
     """vLLM's `MambaMixer2`: the same arguments, weights and results.
 
     Raises:
-        ValueError: --use-replayssm is given, whose states are of vLLM's kernels.
+        ValueError: --use-replayssm is given, whose states are of vLLM's kernels; VLLM_BATCH_INVARIANT is 1, because the
+            convolutions and norms are vLLM's.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.use_replayssm:
             raise ValueError("use_replayssm is given and GLA_VLLM_LAYERS has mamba2; expected one of them")
+        if envs.VLLM_BATCH_INVARIANT:
+            raise ValueError("VLLM_BATCH_INVARIANT is 1 and GLA_VLLM_LAYERS has mamba2; expected one of them")
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return ConvolvedGLABackend

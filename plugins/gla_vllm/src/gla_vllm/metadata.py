@@ -130,6 +130,10 @@ class ConvolvedGLAMetadataBuilder(GLAMetadataBuilder):
 class ConvolvedGLABackend(GLABackend):
     """Tells vLLM how batches of layers with states and with vLLM's convolutions are described."""
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
+
     @staticmethod
     def get_builder_cls() -> type[GLAMetadataBuilder]:
         return ConvolvedGLAMetadataBuilder

@@ -125,8 +125,12 @@ class Rows(NamedTuple):
         return self._each(lambda x: x[begin:end])
 
     def packed(self) -> Rows:
-        """Returns the rows as a batch of one row, [1, T, ..]."""
+        """Returns the tokens as a batch of one row, [1, T, ..]."""
         return self._each(lambda x: x[None])
+
+    def single(self) -> Rows:
+        """Returns the tokens as a batch of rows of one token, [T, 1, ..]."""
+        return self._each(lambda x: x[:, None])
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> Rows:
         g = self.g if self.g.ndim == 1 else function(self.g)
@@ -143,7 +147,7 @@ def _decode(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, Any
         o, _ = gla.recurrent_gla_step(q, k, v, g, pool, state_indices=used, inplace=True, **options)
         out.copy_(o)
         return
-    q, k, v, g, out = rows.packed()
+    q, k, v, g, out = rows.single() if batch.query_start_loc_d is None else rows.packed()
     gla.recurrent_gla_steps(
         q,
         k,
