@@ -22,6 +22,8 @@ from vllm import LLM
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.platforms import current_platform
 
+import gla_vllm
+from gla_core.compat.fla import accelerate
 from gla_transformers import GLAConfig, GLAForCausalLM
 
 # An engine replaces Triton kernels in all modules, and stumbles over one that drafts import. One engine's work will do.
@@ -46,6 +48,27 @@ def gla(tmp_path_factory):
         return str(folder), model
 
     return make
+
+
+@pytest.fixture
+def hgrn2(tmp_path):
+    """A function: `hgrn2(**options)` returns a folder with flash-linear-attention's HGRN2 model, and the model."""
+    from fla.models import HGRN2Config, HGRN2ForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": VOCABULARY, "intermediate_size": 48}
+    sizes |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.3}
+
+    def make(**options):
+        torch.manual_seed(0)
+        model = HGRN2ForCausalLM(HGRN2Config(**sizes | options)).eval()
+        if model.config.use_lower_bound:
+            torch.nn.init.normal_(model.model.lower_bounds)
+        model.save_pretrained(tmp_path)
+        gla_vllm.register()  # importing flash-linear-attention registered its configuration
+        return str(tmp_path), model
+
+    with accelerate(cpu=True):
+        yield make
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import vllm
 from transformers import AutoConfig
 
 import gla_vllm
+from gla_transformers import GLAConfig
 from gla_vllm.attention import sizes_of_gla, sizes_of_hgrn2
 from gla_vllm.configuration import HGRN2Config, check_served
 from gla_vllm.layers import wanted
-from gla_transformers import GLAConfig
 
 
 def test_the_entry_point():
@@ -31,8 +31,13 @@ def test_models_are_registered_and_a_second_time_changes_nothing():
 
 @pytest.mark.parametrize(
     ("text", "names"),
-    [("", []), (" ", []), ("lightning", ["lightning"]), ("mamba2, lightning", ["mamba2", "lightning"])]
-    + [("all", ["lightning", "mamba2"])],
+    [
+        ("", []),
+        (" ", []),
+        ("lightning", ["lightning"]),
+        ("mamba2, lightning", ["mamba2", "lightning"]),
+        ("all", ["lightning", "mamba2"]),
+    ],
 )
 def test_names_of_layers(text, names):
     assert wanted(text) == names

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from requests_of_tests import VOCABULARY, expected, prompt, tokens
-
-import gla_vllm
-from gla_core.compat.fla import accelerate
+from requests_of_tests import expected, prompt, tokens
+from vllm.compilation.counter import compilation_counter
 
 LENGTHS = [1, 2, 63, 64, 65, 100, 129, 200]
 GROUPED = {"num_heads": 4, "num_kv_heads": 2, "feature_map": "relu", "clamp_min": -0.05, "expand_k": 1.0}
@@ -25,29 +22,33 @@ def test_gla(gla, engine, options, batches):
     assert tokens(llm, prompts) == expected(model, prompts)
 
 
-@pytest.fixture
-def hgrn2(tmp_path):
-    """A function: `hgrn2(**options)` returns a folder with flash-linear-attention's HGRN2 model, and the model."""
-    from fla.models import HGRN2Config, HGRN2ForCausalLM
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": VOCABULARY, "intermediate_size": 48}
-    sizes |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.3}
-
-    def make(**options):
-        torch.manual_seed(0)
-        model = HGRN2ForCausalLM(HGRN2Config(**sizes | options)).eval()
-        if model.config.use_lower_bound:
-            torch.nn.init.normal_(model.model.lower_bounds)
-        model.save_pretrained(tmp_path)
-        gla_vllm.register()  # importing flash-linear-attention registered its configuration
-        return str(tmp_path), model
-
-    with accelerate(cpu=True):
-        yield make
-
-
 @pytest.mark.parametrize("options", [{"expand_ratio": 16}, {"expand_ratio": 8, "use_lower_bound": False}], ids=str)
 def test_hgrn2(hgrn2, engine, options):
+    """The model and its tokens are flash-linear-attention's."""
     folder, model = hgrn2(**options)
     prompts = [prompt(length) for length in LENGTHS]
     assert tokens(engine(folder, max_num_batched_tokens=256), prompts) == expected(model, prompts)
+
+
+@pytest.mark.parametrize("kind", ["gla", "hgrn2"])
+def test_two_ranks_of_tensor_parallelism(request, engine, monkeypatch, kind):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    options = GROUPED if kind == "gla" else {"expand_ratio": 8}
+    folder, model = request.getfixturevalue(kind)(**options)
+    prompts = [prompt(length) for length in (1, 65, 100)]
+    llm = engine(folder, tensor_parallel_size=2, **IN_CHUNKS, enable_prefix_caching=False)
+    assert tokens(llm, prompts) == expected(model, prompts)
+
+
+def test_compiled(gla, engine):
+    """The model is compiled, or an earlier run of this test has compiled it."""
+
+    def compiled():
+        return compilation_counter.num_aot_compiles + compilation_counter.num_aot_artifacts_loaded
+
+    folder, model = gla()
+    before = compiled()
+    llm = engine(folder, enforce_eager=False, **IN_CHUNKS, enable_prefix_caching=False)
+    prompts = [prompt(length) for length in (1, 65, 100)]
+    assert tokens(llm, prompts) == expected(model, prompts)
+    assert compiled() - before == 1
