@@ -6,6 +6,7 @@ import torch
 from vllm import SamplingParams
 
 VOCABULARY = 61
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 
 
 def prompt(length, seed=0):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from requests_of_tests import expected, greedy, prompt, tokens
-
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+from requests_of_tests import DRAFTS, expected, greedy, prompt, tokens
 
 
 @pytest.fixture

@@ -29,13 +29,18 @@ class StateSpaceMixer(MambaMixer2):
 
     Raises:
         ValueError: --use-replayssm is given, whose states are of vLLM's kernels; VLLM_BATCH_INVARIANT is 1, because the
-            convolutions and norms are vLLM's.
+            convolutions and norms are vLLM's; drafts are given for a model of which vLLM does not count accepted ones.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.use_replayssm:
             raise ValueError("use_replayssm is given and GLA_VLLM_LAYERS has mamba2; expected one of them")
+        if self.num_spec and not self.model_config.is_hybrid:
+            raise ValueError(
+                "speculative_config is given for a model without softmax attention, whose accepted drafts vLLM does "
+                "not count; expected None"
+            )
         if envs.VLLM_BATCH_INVARIANT:
             raise ValueError("VLLM_BATCH_INVARIANT is 1 and GLA_VLLM_LAYERS has mamba2; expected one of them")
 
