@@ -27,3 +27,8 @@ def test_drafts(gla, engine, accepted):
     llm = engine(folder, speculative_config=DRAFTS, enable_prefix_caching=False, max_num_batched_tokens=64)
     assert tokens(llm, prompts, greedy(30)) == expected(model, prompts, 30)
     assert set(accepted) >= {1, 2, 3}
+
+
+def test_too_many_drafts_are_refused(gla, engine):
+    with pytest.raises(ValueError, match="num_speculative_tokens is 8; expected at most 7"):
+        engine(gla()[0], speculative_config=DRAFTS | {"num_speculative_tokens": 8}, enable_prefix_caching=False)

@@ -24,25 +24,29 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from gla_core.nn.activations import activation
 from gla_core.nn.hgrn2 import log_gate
+from gla_core.nn.recurrence import head_width
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_transformers import GLAConfig
 from gla_vllm.configuration import HGRN2Config
 from gla_vllm.recurrence import Recurrence
 
 GATE_RANK = 16
+"""Rank of the projection that makes the forget gates; no configuration changes it."""
 GATE_NORMALIZER = 16
+"""Divides the log of the forget gates; no configuration changes it."""
 
 
 def sizes_of_gla(config: GLAConfig, ranks: int) -> tuple[int, int, int, int]:
     """Returns Hq, H, K and V of a rank's part of a layer.
 
     Raises:
-        ValueError: the heads cannot be spread evenly over the ranks.
+        ValueError: the heads cannot be spread evenly over the ranks, or have no whole width.
     """
     heads = config.num_heads
     kv_heads = heads if config.num_kv_heads is None else config.num_kv_heads
     _check_heads("num_kv_heads" if kv_heads != heads else "num_heads", kv_heads, ranks)
-    K, V = (int(config.hidden_size * expand) // heads for expand in (config.expand_k, config.expand_v))
+    K = head_width("expand_k", config.expand_k, config.hidden_size, heads)
+    V = head_width("expand_v", config.expand_v, config.hidden_size, heads)
     return heads // ranks, kv_heads // ranks, K, V
 
 
