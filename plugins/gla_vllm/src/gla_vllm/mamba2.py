@@ -1,0 +1,102 @@
+"""The Mamba-2 layer of vLLM's Nemotron-H, Granite 4, Falcon-H1 and Zamba2 models, with its scan computed by gla_core.
+
+A token's gate is one number for each head, and a group of heads shares its queries and keys. Projections, convolutions,
+weights and tensor parallelism are those of vLLM's layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from vllm import envs
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from gla_vllm.metadata import ConvolvedGLABackend, GLAMetadata
+from gla_vllm.recurrence import recur
+
+
+class StateSpaceMixer(MambaMixer2):
+    """vLLM's `MambaMixer2`: the same arguments, weights and results.
+
+    Raises:
+        ValueError: --use-replayssm is given, whose states are of vLLM's kernels; VLLM_BATCH_INVARIANT is 1, because the
+            convolutions and norms are vLLM's; drafts are given for a model of which vLLM does not count accepted ones.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.use_replayssm:
+            raise ValueError("use_replayssm is given and GLA_VLLM_LAYERS has mamba2; expected one of them")
+        if self.num_spec and not self.model_config.is_hybrid:
+            raise ValueError(
+                "speculative_config is given for a model without softmax attention, whose accepted drafts vLLM does "
+                "not count; expected None"
+            )
+        if envs.VLLM_BATCH_INVARIANT:
+            raise ValueError("VLLM_BATCH_INVARIANT is 1 and GLA_VLLM_LAYERS has mamba2; expected one of them")
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return ConvolvedGLABackend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> KVCacheSpec | None:
+        return MambaBase.get_kv_cache_spec(self, vllm_config)  # no state inside a prefill: convolutions keep none
+
+    def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> None:
+        """Computes the convolution and the scan of [T, ..] into `output`; vLLM's op for this layer calls it."""
+        batches: Any = get_forward_context().attn_metadata
+        if batches is None:  # vLLM measures memory
+            output.zero_()
+            return
+        batch = batches[self.prefix]
+        T = batch.num_decode_tokens + batch.num_prefill_tokens
+        joined, dt = projected_states[:T, self.tped_intermediate_size :].split(
+            [self.tped_conv_size, self.tped_dt_size], dim=-1
+        )
+        u, k, q = self.split_hidden_states_B_C_fn(self._convolved(joined, batch))
+        u = u.unflatten(-1, (-1, self.head_dim))
+        q, k = (y.unflatten(-1, (-1, self.ssm_state_size)) for y in (q, k))
+        dt = F.softplus(dt.float() + self.dt_bias.float())
+        o, v = output[:T].view(u.shape), (u * dt[..., None]).to(output.dtype)
+        recur(q, k, v, dt * self.A, o, self.kv_cache[1], batch, scale=1.0, state_v_first=True)
+        o.copy_(o.float() + self.D.float()[:, None] * u)
+
+    def _convolved(self, x: Tensor, batch: GLAMetadata) -> Tensor:
+        """Returns the causal convolution of x [T, width] by vLLM's kernels, which read and write its histories."""
+        states = self.kv_cache[0] if is_conv_state_dim_first() else self.kv_cache[0].transpose(-1, -2)
+        decoded, found = batch.num_decode_tokens, torch.empty_like(x)
+        if batch.num_decodes:
+            slots = batch.state_indices_tensor_d
+            assert slots is not None
+            found[:decoded] = causal_conv1d_update(
+                x[:decoded],
+                states,
+                self.conv_weights,
+                self.conv1d.bias,
+                self.activation,
+                conv_state_indices=slots,
+                num_accepted_tokens=batch.num_accepted_tokens,
+                query_start_loc=batch.query_start_loc_d,
+                max_query_len=slots.shape[1],
+            )
+        if batch.num_prefills:
+            found[decoded:] = causal_conv1d_fn(
+                x[decoded:].transpose(0, 1),
+                self.conv_weights,
+                self.conv1d.bias,
+                activation=self.activation,
+                conv_states=states,
+                has_initial_state=batch.has_initial_states_p,
+                cache_indices=batch.state_indices_tensor_p,
+                metadata=batch,
+                query_start_loc=batch.query_start_loc_p,
+            ).transpose(0, 1)
+        return found

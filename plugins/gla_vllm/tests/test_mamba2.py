@@ -1,0 +1,109 @@
+"""vLLM's Mamba-2 models with the scan of their layers replaced, against transformers' models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from requests_of_tests import DRAFTS, VOCABULARY, expected, outputs, prompt, tokens
+from transformers import Mamba2Config, Mamba2ForCausalLM
+
+from gla_vllm.mamba2 import StateSpaceMixer
+
+NONE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture
+def mamba2(tmp_path):
+    """A folder with a Mamba-2 model, and the model."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16}
+    config = Mamba2Config(**sizes, num_hidden_layers=2, vocab_size=VOCABULARY, initializer_range=0.3, **NONE)
+    model = Mamba2ForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    return str(tmp_path), model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_num_batched_tokens": 48}, {"enable_chunked_prefill": False}],
+    ids=["in chunks", "whole"],
+)
+def test_tokens(mamba2, engine, options):
+    folder, model = mamba2
+    llm = engine(folder, enable_prefix_caching=False, max_model_len=256, **options)
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    assert [type(layer) for layer in layers] == [StateSpaceMixer] * 2
+    prompts = [prompt(length) for length in (1, 2, 64, 65, 100)]
+    assert tokens(llm, prompts) == expected(model, prompts)
+
+
+def test_drafts_that_vllm_does_not_count_are_refused(mamba2, engine):
+    with pytest.raises(
+        ValueError, match="a model without softmax attention, whose accepted drafts vLLM does not count"
+    ):
+        engine(mamba2[0], speculative_config=DRAFTS)
+
+
+def test_prefix_cache(mamba2, engine):
+    folder, model = mamba2
+    llm = engine(folder, enable_prefix_caching=True, block_size=64, max_model_len=256, max_num_batched_tokens=256)
+    for hits in (0, 128):
+        (found,) = outputs(llm, [prompt(150)])
+        assert found.num_cached_tokens == hits
+        assert [list(found.outputs[0].token_ids)] == expected(model, [prompt(150)])
+
+
+COMMON = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+COMMON |= {"max_position_embeddings": 256, "initializer_range": 0.3, **NONE}
+GROUPS = {"n_groups": 2, "chunk_size": 16}  # of heads that share queries and keys
+MODELS = {
+    "GraniteMoeHybrid": {
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 16,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        "position_embedding_type": "nope",
+    },
+    "FalconH1": {
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+        "intermediate_size": 48,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        **{f"mamba_{name}": size for name, size in GROUPS.items()},
+    },
+    "NemotronH": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        "head_dim": 32,
+        "intermediate_size": 48,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        **GROUPS,
+    },
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"speculative_config": DRAFTS}], ids=["", "drafts"])
+@pytest.mark.parametrize("name", MODELS)
+def test_beside_softmax_attention(tmp_path, engine, name, options):
+    """Two layers of each model are replaced; those of softmax attention stay vLLM's."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**COMMON, **MODELS[name])
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model.save_pretrained(tmp_path)
+    llm = engine(str(tmp_path), max_num_batched_tokens=64, enable_prefix_caching=False, **options)
+    layers = [type(x) for x in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()]
+    assert layers.count(StateSpaceMixer) == 2
+    assert len(layers) > 2
+    prompts = [prompt(length) for length in (1, 2, 64, 65, 100)]
+    assert tokens(llm, prompts) == expected(model, prompts)

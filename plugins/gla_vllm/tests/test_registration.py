@@ -1,0 +1,80 @@
+"""What is registered, what is replaced, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+import vllm
+from transformers import AutoConfig
+
+import gla_vllm
+from gla_transformers import GLAConfig
+from gla_vllm.attention import sizes_of_gla, sizes_of_hgrn2
+from gla_vllm.configuration import HGRN2Config, check_served
+from gla_vllm.layers import wanted
+
+
+def test_the_entry_point():
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    assert points["gla_vllm"].load() is gla_vllm.register
+
+
+def test_models_are_registered_and_a_second_time_changes_nothing():
+    for _ in range(2):
+        gla_vllm.register()
+        assert {"GLAForCausalLM", "HGRN2ForCausalLM"} <= set(vllm.ModelRegistry.get_supported_archs())
+        assert type(AutoConfig.for_model("hgrn2")) is HGRN2Config
+        assert type(AutoConfig.for_model("gla")) is GLAConfig
+    assert vllm.config.CompilationConfig._attention_ops.count("vllm::gla_recurrence") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", []),
+        (" ", []),
+        ("lightning", ["lightning"]),
+        ("mamba2, lightning", ["mamba2", "lightning"]),
+        ("all", ["lightning", "mamba2"]),
+    ],
+)
+def test_names_of_layers(text, names):
+    assert wanted(text) == names
+
+
+def test_an_unknown_layer_is_an_error():
+    with pytest.raises(ValueError, match=r"'lightening'; did you mean 'lightning'\?; expected names .* or all"):
+        wanted("mamba2,lightening")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GLAConfig(attn={"layers": [0], "num_heads": 2}), r"attn is .*; gla_vllm serves models with None only"),
+        (HGRN2Config(use_short_conv=True), "use_short_conv is True .* with False only"),
+        (HGRN2Config(attnres_block_size=2), "attnres_block_size is 2 .* with None only"),
+        (HGRN2Config(hidden_act="gelu"), "hidden_act is 'gelu' .* expected 'swish'"),
+    ],
+    ids=["attn", "convolutions", "residuals", "activation"],
+)
+def test_models_that_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        check_served(config)
+
+
+def test_sizes_of_a_rank():
+    config = GLAConfig(hidden_size=64, num_heads=8, num_kv_heads=4, expand_k=0.5, expand_v=2.0)
+    assert sizes_of_gla(config, 1) == (8, 4, 4, 16)
+    assert sizes_of_gla(config, 2) == (4, 2, 4, 16)
+    with pytest.raises(ValueError, match="num_kv_heads is 4; expected a multiple of the 8 ranks"):
+        sizes_of_gla(config, 8)
+    assert sizes_of_hgrn2(HGRN2Config(hidden_size=64, expand_ratio=16), 2) == (2, 16, 16)
+    with pytest.raises(ValueError, match="num_heads is 4; expected a multiple of the 3 ranks"):
+        sizes_of_hgrn2(HGRN2Config(hidden_size=64, expand_ratio=16), 3)
+
+
+@pytest.mark.parametrize(("heads", "ratio"), [(None, None), (None, 48), (3, None)])
+def test_heads_that_do_not_fit(heads, ratio):
+    with pytest.raises(ValueError, match="expected one of them, a divisor of hidden_size = 64"):
+        HGRN2Config(hidden_size=64, num_heads=heads, expand_ratio=ratio)

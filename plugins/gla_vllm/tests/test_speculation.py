@@ -1,0 +1,34 @@
+"""Drafts of n-grams change no token, and some of them are accepted."""
+
+from __future__ import annotations
+
+import pytest
+from requests_of_tests import DRAFTS, expected, greedy, prompt, tokens
+
+
+@pytest.fixture
+def accepted(monkeypatch):
+    """The numbers of accepted tokens, the token after the drafts included, that decodes begin from."""
+    from gla_vllm import recurrence
+
+    found, decode = [], recurrence._decode
+
+    def recorded(*args):
+        found.extend(args[2].num_accepted_tokens.tolist())
+        decode(*args)
+
+    monkeypatch.setattr(recurrence, "_decode", recorded)
+    return found
+
+
+def test_drafts(gla, engine, accepted):
+    folder, model = gla()
+    prompts = [prompt(length) for length in (1, 5, 64, 65, 100, 129)]
+    llm = engine(folder, speculative_config=DRAFTS, enable_prefix_caching=False, max_num_batched_tokens=64)
+    assert tokens(llm, prompts, greedy(30)) == expected(model, prompts, 30)
+    assert set(accepted) >= {1, 2, 3}
+
+
+def test_too_many_drafts_are_refused(gla, engine):
+    with pytest.raises(ValueError, match="num_speculative_tokens is 8; expected at most 7"):
+        engine(gla()[0], speculative_config=DRAFTS | {"num_speculative_tokens": 8}, enable_prefix_caching=False)

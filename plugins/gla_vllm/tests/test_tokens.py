@@ -1,0 +1,54 @@
+"""Greedy tokens are those of gla_transformers, whatever the batches are."""
+
+from __future__ import annotations
+
+import pytest
+from requests_of_tests import expected, prompt, tokens
+from vllm.compilation.counter import compilation_counter
+
+LENGTHS = [1, 2, 63, 64, 65, 100, 129, 200]
+GROUPED = {"num_heads": 4, "num_kv_heads": 2, "feature_map": "relu", "clamp_min": -0.05, "expand_k": 1.0}
+PLAIN = {"use_output_gate": False, "elementwise_affine": False, "tie_word_embeddings": True, "fuse_norm": False}
+IN_CHUNKS = {"max_num_batched_tokens": 48}
+WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 512}
+
+
+@pytest.mark.parametrize("batches", [IN_CHUNKS, WHOLE], ids=["in chunks", "whole"])
+@pytest.mark.parametrize("options", [{}, GROUPED, PLAIN], ids=["default", "grouped", "plain"])
+def test_gla(gla, engine, options, batches):
+    folder, model = gla(**options)
+    prompts = [prompt(length) for length in LENGTHS]
+    llm = engine(folder, enable_prefix_caching=False, **batches)
+    assert tokens(llm, prompts) == expected(model, prompts)
+
+
+@pytest.mark.parametrize("options", [{"expand_ratio": 16}, {"expand_ratio": 8, "use_lower_bound": False}], ids=str)
+def test_hgrn2(hgrn2, engine, options):
+    """The model and its tokens are flash-linear-attention's."""
+    folder, model = hgrn2(**options)
+    prompts = [prompt(length) for length in LENGTHS]
+    assert tokens(engine(folder, max_num_batched_tokens=256), prompts) == expected(model, prompts)
+
+
+@pytest.mark.parametrize("kind", ["gla", "hgrn2"])
+def test_two_ranks_of_tensor_parallelism(request, engine, monkeypatch, kind):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    options = GROUPED if kind == "gla" else {"expand_ratio": 8}
+    folder, model = request.getfixturevalue(kind)(**options)
+    prompts = [prompt(length) for length in (1, 65, 100)]
+    llm = engine(folder, tensor_parallel_size=2, **IN_CHUNKS, enable_prefix_caching=False)
+    assert tokens(llm, prompts) == expected(model, prompts)
+
+
+def test_compiled(gla, engine):
+    """The model is compiled, or an earlier run of this test has compiled it."""
+
+    def compiled():
+        return compilation_counter.num_aot_compiles + compilation_counter.num_aot_artifacts_loaded
+
+    folder, model = gla()
+    before = compiled()
+    llm = engine(folder, enforce_eager=False, **IN_CHUNKS, enable_prefix_caching=False)
+    prompts = [prompt(length) for length in (1, 65, 100)]
+    assert tokens(llm, prompts) == expected(model, prompts)
+    assert compiled() - before == 1
