@@ -152,7 +152,7 @@ def launches_of(call, target, monkeypatch):
 
 
 def faults(launch, target, folder):
-    """Compiles the kernel of a launch, and returns what of it does not fit the target."""
+    """Compiles the kernel of a launch, and returns in words which of its needs exceed the target."""
     compiled = launch.kernel.warmup(*launch.arguments.values(), grid=launch.grid, **launch.options)
     registers, stack = usage(compiled.asm["cubin"], folder)
     columns = getattr(compiled.metadata, "tmem_size", 0) or 0

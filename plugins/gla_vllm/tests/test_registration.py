@@ -1,4 +1,4 @@
-"""What is registered, what is replaced, and what is refused."""
+"""Models that are registered, layers that are replaced, and settings that are refused."""
 
 from __future__ import annotations
 

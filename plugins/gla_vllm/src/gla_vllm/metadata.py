@@ -1,4 +1,4 @@
-"""What vLLM's scheduler says of a batch: which rows are decodes, which are prefills, and where their states are.
+"""The batches of vLLM's scheduler: which rows are decodes, which are prefills, and where their states are.
 
 vLLM keeps the states of a layer in blocks of memory, and names them by block. A block is a slot of the pool of states.
 """
@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from gla_core.ops.recurrent_gla_steps import MOST
 
 CHECKPOINTS = 64
-"""A state inside a prefill can be kept after each multiple of so many of its tokens."""
+"""A state inside a prefill can be kept after a multiple of this number of its tokens."""
 WHOLE = 4096
 """Tokens of a segment of prompts that are never cut, under batch invariance."""
 
