@@ -20,6 +20,7 @@ from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn,
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from gla_vllm.layers import announce
 from gla_vllm.metadata import ConvolvedGLABackend, GLAMetadata
 from gla_vllm.recurrence import recur
 
@@ -34,6 +35,7 @@ class StateSpaceMixer(MambaMixer2):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        announce("MambaMixer2")
         if self.use_replayssm:
             raise ValueError("use_replayssm is given and GLA_VLLM_LAYERS has mamba2; expected one of them")
         if self.num_spec and not self.model_config.is_hybrid:
