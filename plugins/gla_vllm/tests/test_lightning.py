@@ -7,6 +7,7 @@ import pytest
 import torch
 from requests_of_tests import DRAFTS, greedy, outputs, prompt, tokens
 
+from gla_vllm.layers import logger
 from gla_vllm.lightning import LightningAttention
 
 
@@ -15,11 +16,13 @@ from gla_vllm.lightning import LightningAttention
     [{"max_num_batched_tokens": 48}, {"enable_chunked_prefill": False}, {"speculative_config": DRAFTS}],
     ids=["in chunks", "whole", "drafts"],
 )
-def test_tokens(tmp_path, engine, options):
-    weights = lightning_model.save(tmp_path)
+def test_tokens(tmp_path, engine, monkeypatch, options):
+    weights, said = lightning_model.save(tmp_path), []
+    monkeypatch.setattr(logger, "info_once", lambda text, *values: said.append(text % values))
     llm = engine(str(tmp_path), enable_prefix_caching=False, **options)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     assert [type(layer) for layer in layers] == [LightningAttention] * lightning_model.LAYERS
+    assert set(said) == {"gla_core computes vLLM's layer BailingMoELinearAttention, because GLA_VLLM_LAYERS names it"}
     prompts = [prompt(length) for length in (1, 2, 64, 65, 100)]
     assert tokens(llm, prompts, greedy(20)) == [lightning_model.tokens_of(weights, p, 20) for p in prompts]
 

@@ -38,10 +38,8 @@ def test_tokens(mamba2, engine, options):
     assert tokens(llm, prompts) == expected(model, prompts)
 
 
-def test_drafts_that_vllm_does_not_count_are_refused(mamba2, engine):
-    with pytest.raises(
-        ValueError, match="a model without softmax attention, whose accepted drafts vLLM does not count"
-    ):
+def test_drafts_are_refused(mamba2, engine):
+    with pytest.raises(ValueError, match="speculative_config is given and GLA_VLLM_LAYERS has mamba2"):
         engine(mamba2[0], speculative_config=DRAFTS)
 
 
@@ -93,15 +91,14 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"speculative_config": DRAFTS}], ids=["", "drafts"])
 @pytest.mark.parametrize("name", MODELS)
-def test_beside_softmax_attention(tmp_path, engine, name, options):
+def test_beside_softmax_attention(tmp_path, engine, name):
     """Two layers of each model are replaced; those of softmax attention stay vLLM's."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**COMMON, **MODELS[name])
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     model.save_pretrained(tmp_path)
-    llm = engine(str(tmp_path), max_num_batched_tokens=64, enable_prefix_caching=False, **options)
+    llm = engine(str(tmp_path), max_num_batched_tokens=64, enable_prefix_caching=False)
     layers = [type(x) for x in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()]
     assert layers.count(StateSpaceMixer) == 2
     assert len(layers) > 2

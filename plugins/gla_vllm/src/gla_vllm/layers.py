@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 from vllm.logger import init_logger
@@ -27,9 +28,12 @@ def replace_layers() -> None:
     for name in wanted(os.environ.get("GLA_VLLM_LAYERS", "")):
         module, ours, theirs = LAYERS[name]
         if theirs not in op_registry_oot:
-            layer = getattr(__import__(module, fromlist=[ours]), ours)
-            PluggableLayer.register_oot(layer, name=theirs)
-            logger.info("gla_core computes vLLM's layer %s (GLA_VLLM_LAYERS has %s)", theirs, name)
+            PluggableLayer.register_oot(getattr(importlib.import_module(module), ours), name=theirs)
+
+
+def announce(theirs: str) -> None:
+    """Says once in vLLM's log that a class of vLLM is replaced; plug-ins are loaded before there is a log."""
+    logger.info_once("gla_core computes vLLM's layer %s, because GLA_VLLM_LAYERS names it", theirs)
 
 
 def wanted(text: str) -> list[str]:

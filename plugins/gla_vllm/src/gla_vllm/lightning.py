@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from gla_core.nn.rms_norm import RMSNormGated
+from gla_vllm.layers import announce
 from gla_vllm.metadata import GLABackend
 from gla_vllm.recurrence import recur, with_checkpoints
 
@@ -29,6 +30,7 @@ class LightningAttention(BailingMoELinearAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        announce("BailingMoELinearAttention")
         width = self.hidden_inner_size // self.tp_size
         self.g_norm = RMSNormGated(
             width, self.rms_norm_eps, gate_fn="sigmoid", groups=max(self.group_norm_size // self.tp_size, 1)

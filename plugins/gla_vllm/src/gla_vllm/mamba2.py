@@ -20,6 +20,7 @@ from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn,
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from gla_vllm.layers import announce
 from gla_vllm.metadata import ConvolvedGLABackend, GLAMetadata
 from gla_vllm.recurrence import recur
 
@@ -28,21 +29,21 @@ class StateSpaceMixer(MambaMixer2):
     """vLLM's `MambaMixer2`: the same arguments, weights and results.
 
     Raises:
-        ValueError: --use-replayssm is given, whose states are of vLLM's kernels; VLLM_BATCH_INVARIANT is 1, because the
-            convolutions and norms are vLLM's; drafts are given for a model of which vLLM does not count accepted ones.
+        ValueError: ReplaySSM, drafts or batch invariance are asked for. ReplaySSM's states are of vLLM's kernels, and
+            vLLM's convolutions on a CPU take back no drafts.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.use_replayssm:
-            raise ValueError("use_replayssm is given and GLA_VLLM_LAYERS has mamba2; expected one of them")
-        if self.num_spec and not self.model_config.is_hybrid:
-            raise ValueError(
-                "speculative_config is given for a model without softmax attention, whose accepted drafts vLLM does "
-                "not count; expected None"
-            )
-        if envs.VLLM_BATCH_INVARIANT:
-            raise ValueError("VLLM_BATCH_INVARIANT is 1 and GLA_VLLM_LAYERS has mamba2; expected one of them")
+        announce("MambaMixer2")
+        given = {
+            "use_replayssm": self.use_replayssm,
+            "speculative_config": self.num_spec > 0,
+            "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
+        }
+        for name, is_given in given.items():
+            if is_given:
+                raise ValueError(f"{name} is given and GLA_VLLM_LAYERS has mamba2; expected one of them")
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return ConvolvedGLABackend
@@ -83,9 +84,7 @@ class StateSpaceMixer(MambaMixer2):
                 self.conv1d.bias,
                 self.activation,
                 conv_state_indices=slots,
-                num_accepted_tokens=batch.num_accepted_tokens,
-                query_start_loc=batch.query_start_loc_d,
-                max_query_len=slots.shape[1],
+                max_query_len=1,
             )
         if batch.num_prefills:
             found[decoded:] = causal_conv1d_fn(
