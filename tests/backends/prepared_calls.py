@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
 from collections.abc import Callable
 from typing import Any
 
-from gla_core.dispatch.backend import OpCall, Prepared
+import pytest
+import torch
+
+from gla_core.dispatch.backend import KnownDevice, OpCall, Prepared
 from gla_core.ops import ABSTRACT_OPS
 
 Prepare = Callable[[OpCall], Callable[..., Any]]
@@ -31,3 +36,42 @@ def preparing(backend: str, op: str) -> Prepare:
     assert isinstance(prepared, Prepared)
     assert prepared.takes == ABSTRACT_OPS[op].contract
     return prepared.prepare
+
+
+class Absent:
+    """Takes the place of Triton's driver: a device of a compute capability, for which kernels are only compiled."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 1000 + self.target.arch  # Triton's caches are per device number
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def launches_on(
+    device: KnownDevice, backend: str, precision: str, op: str, *arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
+    """Returns the launches that preparing a call compiles for a device that need not be here.
+
+    Args:
+        precision: the float32 matmul precision of the call.
+    """
+    from triton.runtime.driver import driver
+
+    from gla_triton_kernels.runtime import prepared
+
+    made: list[Any] = []
+    monkeypatch.setattr(driver, "_active", Absent(device.compute_capability))
+    monkeypatch.setattr(prepared, "on_device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(prepared, "compile_launches", made.extend)
+    call = dataclasses.replace(described(op, *arguments), float32_matmul_precision=precision)
+    preparing(backend, op)(dataclasses.replace(call, device=torch.device("cuda", 0), assumed=device))
+    return made

@@ -8,8 +8,6 @@ carries from one iteration to the next have no bounds here; they are counters.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import importlib
 import inspect
 import itertools
@@ -23,7 +21,7 @@ import torch
 
 import gla_triton_kernels
 from gla_core.dispatch.backend import KnownDevice, OpCall, new_checkpoints
-from tests.backends.prepared_calls import described, preparing
+from tests.backends.prepared_calls import launches_on
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(
@@ -191,43 +189,15 @@ IN_MEMORY |= {
 """Bounds of integers that kernels load, by the name of the pointer to them: rows of tensors, numbers of sequences."""
 
 
-class Absent:
-    """Takes the place of Triton's driver: a device of a compute capability, for which kernels are only compiled."""
-
-    def __init__(self, capability):
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return 1000 + self.target.arch  # Triton's caches are per device number
-
-    def get_current_stream(self, _device):
-        return 0
-
-
 @pytest.fixture
 def launches_of(monkeypatch):
     """Returns a function from the name of one of `CALLS` to the launches that preparing the call compiles."""
-    from triton.runtime.driver import driver
-
-    from gla_triton_kernels.runtime import prepared
 
     def found(name):
         capability, describe, backend, sizes = CALLS[name]
         device = KnownDevice("absent", 132, divmod(capability, 10))
-        made = []
-        monkeypatch.setattr(driver, "_active", Absent(capability))
-        monkeypatch.setattr(prepared, "on_device", lambda _: contextlib.nullcontext())
-        monkeypatch.setattr(prepared, "compile_launches", made.extend)
-        op, *arguments = describe(**sizes)
         precision = "high" if "TF32" in name else "highest"
-        call = dataclasses.replace(described(op, *arguments), float32_matmul_precision=precision)
-        preparing(backend, op)(dataclasses.replace(call, device=torch.device("cuda", 0), assumed=device))
-        return made
+        return launches_on(device, backend, precision, *describe(**sizes), monkeypatch=monkeypatch)
 
     return found
 

@@ -8,8 +8,6 @@ B batch   T tokens   H heads   N sequences   K, V key and value width
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import re
 import subprocess
 from pathlib import Path
@@ -19,7 +17,7 @@ import pytest
 import torch
 
 from gla_core.dispatch.backend import KnownDevice
-from tests.backends.prepared_calls import described, preparing
+from tests.backends.prepared_calls import launches_on
 from tests.backends.test_offsets import attention, backward, forward, pool, softmax, step, steps, summary
 
 triton = pytest.importorskip("triton")
@@ -114,41 +112,12 @@ the others, the backward has a stack of 4 to 16 KB, and some forwards have one o
 """
 
 
-class Absent:
-    """Takes the place of Triton's driver, for a GPU that is not here."""
-
-    def __init__(self, capability):
-        from triton.backends.compiler import GPUTarget
-
-        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return 2000 + self.target.arch  # Triton's caches are per device number
-
-    def get_current_stream(self, _device):
-        return 0
-
-
 def launches_of(call, target, monkeypatch):
     """Returns the launches that preparing the call compiles on the target."""
-    from triton.runtime.driver import driver
-
-    from gla_triton_kernels.runtime import prepared
-
     describe, backend, sizes = CALLS[call]
-    made = []
-    monkeypatch.setattr(driver, "_active", Absent(target.capability))
-    monkeypatch.setattr(prepared, "on_device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(prepared, "compile_launches", made.extend)
-    op, *arguments = describe(**sizes)
     device = KnownDevice("absent", target.multiprocessors, target.capability)
     precision = "high" if "TF32" in call else "highest"
-    found = dataclasses.replace(described(op, *arguments), float32_matmul_precision=precision)
-    preparing(backend, op)(dataclasses.replace(found, device=torch.device("cuda", 0), assumed=device))
-    return made
+    return launches_on(device, backend, precision, *describe(**sizes), monkeypatch=monkeypatch)
 
 
 def faults(launch, target, folder):

@@ -255,10 +255,10 @@ def prepare_pool(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KER
         if not plans:
             return o.zero_()  # tokens, if there are any, belong to no sequence
         write_slots = None if write_slots is read_slots else write_slots  # a replay tells tensors apart
-        x = Tensors(q, k, v, g, None, cu_seqlens, o, None)
-        x = with_copies(x, copied) if copied else x
+        if copied:
+            q, k, v, g, *_ = with_copies(Tensors(q, k, v, g, None, cu_seqlens, o, None), copied)
         slots = (read_slots, write_slots, has_state, checkpoint_offsets, checkpoint_slots)
-        launched.start((x.q, x.k, x.v, x.g, pool, cu_seqlens, *slots, o), scale)
+        launched.start((q, k, v, g, pool, cu_seqlens, *slots, o), scale)
         return o
 
     return rehearsed(run, call)

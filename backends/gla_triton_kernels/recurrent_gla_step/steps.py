@@ -28,10 +28,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_core.dispatch.backend import OpCall, ceil_div
 from gla_triton_kernels.recurrent_gla_step.plan import Plan, plan
-from gla_triton_kernels.recurrent_gla_step.tokens import decayed, is_slot, load_gates, locate, strides, write_outputs
+from gla_triton_kernels.recurrent_gla_step.tokens import decayed, load_gates, locate, strides, write_outputs
 from gla_triton_kernels.runtime.architecture import gpu_of_call
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.prepared import Launches, rehearsed
+from gla_triton_kernels.slots import is_slot
 
 Tensors = tuple[
     Tensor,

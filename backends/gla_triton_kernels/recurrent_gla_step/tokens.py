@@ -23,12 +23,6 @@ def strides(name: str, x: Tensor) -> dict[str, int]:
 
 
 @triton.jit
-def is_slot(p, P, PAD):
-    """Returns whether p is a slot of the pool that may be read and written."""
-    return (p >= 0) & (p < P) & (p != PAD)
-
-
-@triton.jit
 def locate(
     o_ptr, offsets_ptr, n, N, T, h, columns, S: tl.constexpr, Hv: tl.constexpr, G: tl.constexpr, V: tl.constexpr
 ):

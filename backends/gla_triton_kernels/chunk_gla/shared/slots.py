@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gla_triton_kernels.slots import slot_or_none
+
 
 class Slots(NamedTuple):
     """The slots that an engine names, with the size of its pool.
@@ -55,12 +57,6 @@ def slot_arguments(slots: Slots | None, found: Tensor | None) -> dict[str, Any]:
 
 
 @triton.jit
-def _used(p, P, PAD):
-    """Returns p where it is a slot that may be read and written, and -1 elsewhere."""
-    return tl.where((p >= 0) & (p < P) & (p != PAD), p, -1).to(tl.int32)
-
-
-@triton.jit
 def find_slots(
     read_ptr,  # [N]
     write_ptr,  # [N] or None
@@ -82,10 +78,10 @@ def find_slots(
     """Writes the four numbers of sequences n < N."""
     there = n < N
     n = n.to(tl.int64)
-    read = _used(tl.load(read_ptr + n * stride_read, mask=there, other=-1), P, PAD)
+    read = slot_or_none(tl.load(read_ptr + n * stride_read, mask=there, other=-1), P, PAD)
     write = read
     if write_ptr is not None:
-        write = _used(tl.load(write_ptr + n * stride_write, mask=there, other=-1), P, PAD)
+        write = slot_or_none(tl.load(write_ptr + n * stride_write, mask=there, other=-1), P, PAD)
     if has_state_ptr is not None:
         read = tl.where(tl.load(has_state_ptr + n * stride_has_state, mask=there, other=0) != 0, read, -1)
     row = found_ptr + n * 4
@@ -93,7 +89,7 @@ def find_slots(
     tl.store(row + 1, write, mask=there)
     if kept_ptr is not None:
         before = tl.load(before_ptr + n * stride_before, mask=there, other=0)
-        kept = _used(tl.load(kept_ptr + n * stride_kept, mask=there, other=-1), P, PAD)
+        kept = slot_or_none(tl.load(kept_ptr + n * stride_kept, mask=there, other=-1), P, PAD)
         inside = (kept >= 0) & (before > 0) & (before < tokens)
         tl.store(row + 2, tl.where(inside, kept, -1), mask=there)
         tl.store(row + 3, tl.where(inside, before, -1).to(tl.int32), mask=there)
