@@ -190,6 +190,45 @@ def write_slot(pool, strides, slot, h, S, key, value, sizes):
 
 
 @gluon.jit
+def first_state(S, states, n, sequence, h, is_first, key, value, sizes):
+    """Returns the state [BK, W] of a head that enters segment n of a sequence, in float32, or S if it enters with none.
+
+    Args:
+        S: zeros. states: initial_state, its strides or those of the pool, entering, final_state, pool and slots.
+        is_first: whether the segment is the first of its sequence.
+        key, value: as in `read_slot`. sizes: Hv, K and V.
+    """
+    initial_state, strides, entering, _, pool, slots = states
+    Hv, K, V = sizes
+    inside = (key < K) & (value < V)
+    if entering is not None:
+        head = entering + (n * Hv + h).to(gl.int64) * K * V
+        # The scan has written the last states, so the pool no longer holds the first ones.
+        in_entering = inside if pool is not None else inside & (not is_first)
+        S = gl.load(head + key * V + value, in_entering, 0.0)
+    elif pool is not None:
+        from_slot, _, _, _ = slots_at(slots, sequence)
+        S = read_slot(pool, strides, from_slot, h, key, value, inside)
+    if initial_state is not None:
+        state_n, state_h, state_k, state_v = strides
+        head = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
+        S = gl.load(head + in_state(key, value, state_k, state_v), inside & is_first, S)
+    return S
+
+
+@gluon.jit
+def write_last_state(S, states, n, sequence, h, key, value, sizes):
+    """Writes the last state of a head of a sequence, if sequences are whole; the arguments are as in `first_state`."""
+    _, strides, entering, final_state, pool, slots = states
+    Hv, K, V = sizes
+    if final_state is not None:
+        write_state(final_state, n * Hv + h, S, key, value, (K, V))
+    elif pool is not None and entering is None:
+        _, to_slot, _, _ = slots_at(slots, sequence)
+        write_slot(pool, strides, to_slot, h, S, key, value, (K, V))
+
+
+@gluon.jit
 def levels_that_count(g, least):
     """Returns the levels m of the halving, as bits, at which some gate of g [C, K] between two halves is above `least`.
 

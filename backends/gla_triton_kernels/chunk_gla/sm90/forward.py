@@ -55,21 +55,20 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     decay_any_chunk,
     decay_mild_chunk,
     exponents_of_mild_chunk,
+    first_state,
     fit_mild_chunk,
-    in_state,
     in_units,
     layout_of_columns,
     layout_of_runs,
     log_gates_of_tile,
     magnitudes,
     next_checkpoint,
-    read_slot,
-    slots_at,
     store_state,
     tokens_of,
     unit_at,
     wait_for_predecessor,
     write,
+    write_last_state,
     write_slot,
     write_state,
 )
@@ -259,7 +258,7 @@ def _state_warps(
     q_tiles, k_tiles, v_tiles, a_tiles, a_units, decays, mild_flags, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
-    initial_state, strides, entering, final_state, pool, slots = states
+    _, strides, _, _, pool, _ = states
     q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
     b, h, n, sequence, origin, column, start, length = place
@@ -280,22 +279,10 @@ def _state_warps(
     first = column + WARPGROUP * W
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
-    inside = (key < K) & (value < V)
     S = gl.zeros([BK, W], gl.float32, layout)
     is_first = start == origin  # whether this is the first segment of its sequence
     wait_for_predecessor()
-    if entering is not None:
-        head = entering + (n * H + h).to(gl.int64) * K * V
-        # The scan has written the last states, so the pool no longer holds the first ones.
-        in_entering = inside if pool is not None else inside & (not is_first)
-        S = gl.load(head + key * V + value, in_entering, 0.0)
-    elif pool is not None:
-        from_slot, _, _, _ = slots_at(slots, sequence)
-        S = read_slot(pool, strides, from_slot, h, key, value, inside)
-    if initial_state is not None:
-        state_n, state_h, state_k, state_v = strides
-        head = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
-        S = gl.load(head + in_state(key, value, state_k, state_v), inside & is_first, S)
+    S = first_state(S, states, n, sequence, h, is_first, key, value, (H, K, V))
     waiting = gl.full([BK, 1], 1.0, gl.float32, layout)  # the outer exp(r) of the previous chunk
     outer = 1.0  # the unit of S: the one of k^T v in the previous chunk
     if q_units is not None:
@@ -363,11 +350,7 @@ def _state_warps(
         tma.store_wait(0)  # the copy has read o_tile
         of_o = scale * a_unit * (q_unit * kv_unit)
         write(o_desc, o_ptr, o_tile, o * of_o, first, V, (b, h, start + i * C, T, H), rows, PACKED)
-    if final_state is not None:
-        write_state(final_state, n * H + h, S * (waiting * outer), key, value, (K, V))
-    elif pool is not None and entering is None:
-        _, to_slot, _, _ = slots_at(slots, sequence)
-        write_slot(pool, strides, to_slot, h, S * (waiting * outer), key, value, (K, V))
+    write_last_state(S * (waiting * outer), states, n, sequence, h, key, value, (H, K, V))
     tma.store_wait(0)
 
 

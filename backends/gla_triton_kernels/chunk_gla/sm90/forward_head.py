@@ -51,18 +51,17 @@ from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, s
 from gla_triton_kernels.chunk_gla.sm90.common import (
     chunk_of,
     clear_rows,
+    first_state,
     gates_of,
-    in_state,
     in_units,
     next_checkpoint,
     plus,
-    read_slot,
-    slots_at,
     store_state,
     tokens_of,
     unit_at,
     wait_for_predecessor,
     write,
+    write_last_state,
     write_slot,
     write_state,
 )
@@ -225,7 +224,7 @@ def _state_warps(
     q_tiles, k_tiles, v_tiles, u_tiles, sums, decays, s_tiles, o_tiles = tiles
     full, gated, empty = barriers
     o_desc, o_ptr, scale = outputs
-    initial_state, strides, entering, final_state, pool, slots = states
+    _, strides, _, _, pool, _ = states
     q_units, k_units, v_units, chunk = units
     s_desc, checkpoints, n_rows, checkpoint, left, every = kept
     b, h, n, sequence, origin, column, start, length = place
@@ -247,22 +246,10 @@ def _state_warps(
     first = column + (0 if HEADS > 1 else WARPGROUP * W)
     key = gl.arange(0, BK, gl.SliceLayout(1, layout))[:, None]  # [BK, 1]
     value = first + gl.arange(0, W, gl.SliceLayout(0, layout))[None, :]  # [1, W]
-    inside = (key < K) & (value < V)
     S = gl.zeros([BK, W], gl.float32, layout)
     is_first = start == origin  # whether this is the first segment of its sequence
     wait_for_predecessor()
-    if entering is not None:
-        head = entering + (n * Hv + h).to(gl.int64) * K * V
-        # The scan has written the last states, so the pool no longer holds the first ones.
-        in_entering = inside if pool is not None else inside & (not is_first)
-        S = gl.load(head + key * V + value, in_entering, 0.0)
-    elif pool is not None:
-        from_slot, _, _, _ = slots_at(slots, sequence)
-        S = read_slot(pool, strides, from_slot, h, key, value, inside)
-    if initial_state is not None:
-        state_n, state_h, state_k, state_v = strides
-        head = initial_state + sequence.to(gl.int64) * state_n + h.to(gl.int64) * state_h
-        S = gl.load(head + in_state(key, value, state_k, state_v), inside & is_first, S)
+    S = first_state(S, states, n, sequence, h, is_first, key, value, (Hv, K, V))
     outer = 1.0  # the unit of S: the one of k^T u in the previous chunk
     if q_units is not None:
         outer = gl.to_tensor(1.0)
@@ -326,11 +313,7 @@ def _state_warps(
         tma.store_wait(0)  # the copy has read o_tile
         of_o = scale * a_unit * (q_unit * kv_unit)
         write(o_desc, o_ptr, o_tile, o * of_o, first, V, (b, h, start + i * C, T, Hv), rows, PACKED)
-    if final_state is not None:
-        write_state(final_state, n * Hv + h, S * outer, key, value, (K, V))
-    elif pool is not None and entering is None:
-        _, to_slot, _, _ = slots_at(slots, sequence)
-        write_slot(pool, strides, to_slot, h, S * outer, key, value, (K, V))
+    write_last_state(S * outer, states, n, sequence, h, key, value, (Hv, K, V))
     tma.store_wait(0)
 
 
