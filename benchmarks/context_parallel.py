@@ -3,6 +3,12 @@
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --out benchmarks/results
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --device cpu --tokens 1024 --heads 2 --width 16
 
+A row of tokens is of one of these kinds:
+
+    key     one sequence with a gate for each key
+    head    one sequence with one gate for each head
+    packed  65 sequences of equal lengths with a gate for each key; bounds between ranks cut some of them
+
 Rank 0 first computes the whole sequence alone with gla_core.chunk_gla, while the other ranks wait. Then all ranks
 compute their shards of it. A time is the median over consecutive calls, on the slowest rank. On a GPU the calls are
 replays of a CUDA graph; with `--eager` they are eager calls, and include the host's time. The efficiency is the time of
@@ -28,6 +34,7 @@ import argparse
 import contextlib
 import datetime
 import functools
+import itertools
 import json
 import math
 import os
@@ -51,6 +58,9 @@ from gla_core.workloads.inputs import gla_inputs
 
 TOKENS = [2**n for n in range(16, 23)]
 HEADS = [8, 16]
+KINDS = ("key", "head", "packed")
+LABELS = {"key": "", "head": "one gate for each head, ", "packed": "packed, "}
+PACKED = 65
 DIRECTIONS = ("forward", "forward+backward")
 PREDICTED = (4, 8, 64, 1024)
 WARM_UP, CALLS = 3, 9
@@ -61,6 +71,8 @@ MEMORY = 0.95
 PROBE, STEP = 2**19, 2**17
 """The tokens of a first call, from which the longest sequence is estimated, and the step of the search."""
 Row = dict[str, Any]
+Sizes = tuple[int, int, str, str, torch.device]
+"""H, K, the kind of the row, the direction, and the device of a pass."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -73,14 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     speaks, graphs = dist.get_rank() == 0, device.type == "cuda" and not options.eager
     found: Row = {**results.conditions(device, options.commit), "graphs": graphs, "width": options.width, "rows": []}
     path = options.out / results.file_name("ranks", device)
-    for H in options.heads:
-        for T in options.tokens:
-            for direction in DIRECTIONS:
-                row = measure(T, H, options.width, direction, device, graphs)
-                if speaks:
-                    found["rows"].append(row)
-                    write_json(path, found)
-                    print(in_words(row), flush=True)
+    for kind, H, T, direction in itertools.product(options.kinds, options.heads, options.tokens, DIRECTIONS):
+        row = measure(T, (H, options.width, kind, direction, device), graphs)
+        if speaks:
+            found["rows"].append(row)
+            write_json(path, found)
+            print(in_words(row), flush=True)
     if speaks and options.plot:
         print(_drawn(found, path.with_suffix(".svg")), flush=True)
     if device.type == "cuda":
@@ -110,16 +120,15 @@ def _join(kind: str) -> torch.device:
 # ---- measuring
 
 
-def measure(T: int, H: int, K: int, direction: str, device: torch.device, graphs: bool) -> Row:
-    """Times a sequence of T tokens on one rank and on all; every rank returns the same row."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    sizes = (H, K, direction, device)
+def measure(T: int, sizes: Sizes, graphs: bool) -> Row:
+    """Times T tokens on one rank and on all; every rank returns the same row."""
+    ranks, rank, (H, K, kind, direction, device) = dist.get_world_size(), dist.get_rank(), sizes
     alone = _slowest(seconds_of(lambda: whole(T, *sizes), device, graphs) if rank == 0 else 0.0, device)
     together = None
     if _all(fits(lambda: own(T // ranks, *sizes, _itself()), device), device):
         together = _slowest(seconds_of(lambda: own(T // ranks, *sizes), device, graphs, every=True), device)
-    exchanged = _slowest(seconds_of(lambda: gathers(H, K, direction, device), device, graphs, every=True), device)
-    row = {"tokens": T, "heads": H, "width": K, "direction": direction, "ranks": ranks}
+    exchanged = _slowest(seconds_of(lambda: gathers(*sizes), device, graphs, every=True), device)
+    row = {"kind": kind, "tokens": T, "heads": H, "width": K, "direction": direction, "ranks": ranks}
     row |= {"one_rank": alone, "all_ranks": together, "gather": exchanged}
     row["efficiency"] = alone / together / ranks if alone and together else None
     row["predicted"] = predicted(row)
@@ -128,7 +137,7 @@ def measure(T: int, H: int, K: int, direction: str, device: torch.device, graphs
 
 def longest(H: int, K: int, device: torch.device) -> Row:
     """Finds the most tokens whose forward and backward fit into the memory of one rank, and of all ranks."""
-    ranks, sizes = dist.get_world_size(), (H, K, DIRECTIONS[-1], device)
+    ranks, sizes = dist.get_world_size(), (H, K, KINDS[0], DIRECTIONS[-1], device)
     alone = _most(lambda T: whole(T, *sizes), device) if dist.get_rank() == 0 else 0
     shortest = -int(_largest(-_most(lambda T: own(T, *sizes, _itself()), device), device))
     fine = _all(seconds_of(lambda: own(shortest, *sizes), device, graphs=False, every=True) is not None, device)
@@ -236,20 +245,35 @@ def _itself() -> dist.ProcessGroup:
     return group
 
 
-def whole(T: int, H: int, K: int, direction: str, device: torch.device) -> Callable[[], Any]:
+def whole(T: int, H: int, K: int, kind: str, direction: str, device: torch.device) -> Callable[[], Any]:
     """Returns a pass over all tokens on this rank."""
-    return _pass_of(lambda *tokens: gla.chunk_gla(*tokens)[0], T, H, K, direction, device)
+    offsets = offsets_of(T, kind, device)
+    return _pass_of(lambda *tokens: gla.chunk_gla(*tokens, cu_seqlens=offsets)[0], T, (H, K, kind, direction, device))
 
 
 def own(
-    T: int, H: int, K: int, direction: str, device: torch.device, group: dist.ProcessGroup | None = None
+    T: int,
+    H: int,
+    K: int,
+    kind: str,
+    direction: str,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> Callable[[], Any]:
     """Returns a pass over T tokens of this rank, together with the other ranks of a group."""
-    cut = shard(T, group=group)
-    return _pass_of(lambda *tokens: chunk_gla(*tokens, shard=cut)[0], T, H, K, direction, device)
+    ranks = dist.get_world_size(group)
+    cut = shard(T, offsets_of(ranks * T, kind, device), group, lengths=[T] * ranks)
+    return _pass_of(lambda *tokens: chunk_gla(*tokens, shard=cut)[0], T, (H, K, kind, direction, device))
 
 
-def gathers(H: int, K: int, direction: str, device: torch.device) -> Callable[[], Any]:
+def offsets_of(T: int, kind: str, device: torch.device) -> torch.Tensor | None:
+    """Returns the offsets of packed sequences in a row of T tokens; None for one sequence."""
+    if kind != "packed":
+        return None
+    return torch.linspace(0, T, PACKED + 1, dtype=torch.float64).round().to(device, torch.int32)
+
+
+def gathers(H: int, K: int, kind: str, direction: str, device: torch.device) -> Callable[[], Any]:
     """Returns a call that makes only the gathers of a pass."""
     cut = shard(0)
     decay, state = (torch.randn(1, H, *sizes, device=device) for sizes in ((K,), (K, K)))
@@ -262,11 +286,11 @@ def gathers(H: int, K: int, direction: str, device: torch.device) -> Callable[[]
     return call
 
 
-def _pass_of(
-    forward: Callable[..., torch.Tensor], T: int, H: int, K: int, direction: str, device: torch.device
-) -> Callable[[], Any]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    x = gla_inputs(B=1, T=T, H=H, K=K, V=K, gates="mild", gate_dtype=torch.float32, dtype=dtype, device=device)
+def _pass_of(forward: Callable[..., torch.Tensor], T: int, sizes: Sizes) -> Callable[[], Any]:
+    H, K, kind, direction, device = sizes
+    types = {"gate_dtype": torch.float32, "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32}
+    form = "head" if kind == "head" else "key"
+    x = gla_inputs(B=1, T=T, H=H, K=K, V=K, gates="mild", gate_form=form, device=device, **types)
     tokens = [y for y in (x.q, x.k, x.v, x.g) if y is not None]
     if direction == "forward":
         return lambda: forward(*tokens)
@@ -297,7 +321,8 @@ def in_words(row: Row) -> str:
     one, all_ranks, exchanged = (results.time_text(row[name]) for name in ("one_rank", "all_ranks", "gather"))
     efficiency = "-" if row["efficiency"] is None else f"{row['efficiency']:.2f}"
     return (
-        f"T{row['tokens']} H{row['heads']} {row['direction']}: one rank {one}, {row['ranks']} ranks {all_ranks}, "
+        f"{row['kind']} T{row['tokens']} H{row['heads']} {row['direction']}: one rank {one}, {row['ranks']} ranks "
+        f"{all_ranks}, "
         f"of which gathers {exchanged}; efficiency {efficiency}"
     )
 
@@ -309,7 +334,7 @@ def draw(found: Row, target: Path) -> Path:
     lines: dict[str, list[Row]] = {}
     for row in found["rows"]:
         if row["efficiency"] is not None:
-            lines.setdefault(f"{row['heads']} heads, {row['direction']}", []).append(row)
+            lines.setdefault(f"{LABELS[row['kind']]}{row['heads']} heads, {row['direction']}", []).append(row)
     for label, rows in lines.items():
         axes.plot([row["tokens"] for row in rows], [row["efficiency"] for row in rows], "o-", label=label)
     axes.set_xscale("log", base=2)
@@ -322,7 +347,7 @@ def draw(found: Row, target: Path) -> Path:
     axes.legend(frameon=False)
     dtype = "bfloat16 with float32 gates" if found["driver"] else "float32"
     axes.set_title(
-        f"chunk_gla, one sequence over {ranks} ranks: efficiency, higher is better\n"
+        f"chunk_gla, one row of tokens over {ranks} ranks: efficiency, higher is better\n"
         f"{ranks} × {found['device']}, {dtype}, K = V = {width}; torch {found['torch']}",
         fontsize=11,
     )
@@ -342,12 +367,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tokens", type=_numbers, default=TOKENS, help="lengths, separated by commas")
     parser.add_argument("--heads", type=_numbers, default=HEADS, help="numbers of heads, separated by commas")
+    parser.add_argument("--kinds", type=_kinds, default=KINDS, help="of rows, separated by commas")
     parser.add_argument("--width", type=int, default=128, help="of keys and values of a head")
     parser.add_argument("--eager", action="store_true", help="time calls, not replays of CUDA graphs")
     parser.add_argument("--commit", help="of the source, where it cannot be asked of git")
     parser.add_argument("--plot", action="store_true", help="draw efficiency against length, beside the file")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="draw what such a file holds, and measure nothing")
     return parser
+
+
+def _kinds(text: str) -> list[str]:
+    if unknown := set(found := text.split(",")) - set(KINDS):
+        raise argparse.ArgumentTypeError(f"unknown kinds {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+    return found
 
 
 def _numbers(text: str) -> list[int]:

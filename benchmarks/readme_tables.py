@@ -460,24 +460,23 @@ def _ranks(found: dict[str, Any], path: Path) -> str:
     how = graphs if found.get("graphs") else "Times are eager calls; for short sequences the host decides them."
     longest = found["longest"]
     lines = [
-        f"## One sequence over {ranks} GPUs, {found['device']}\n",
+        f"## One row of tokens over {ranks} GPUs, {found['device']}\n",
         f"{_measured(found)}. The table compares gla_core.distributed.chunk_gla on {ranks} GPUs with "
-        "gla_core.chunk_gla "
-        f"on one of them, for K = V = 128. {how} Efficiency is the time on one rank divided by {ranks} times the "
-        "time on "
-        "all. The last columns predict it for other numbers of ranks with as many tokens each; they are not measured. "
-        f"The longest sequence of {longest['heads']} heads that trains has {longest['one_rank']:,} tokens on one "
-        "rank and "
-        f"{longest['all_ranks']:,} on all. "
+        f"gla_core.chunk_gla on one of them, for K = V = 128. {how} A row is one sequence with a gate for each key, "
+        "one with a gate for each head, or 65 packed sequences with a gate for each key. Efficiency is the time on one "
+        f"rank divided by {ranks} times the time on all. The last columns predict it for other numbers of ranks with "
+        f"as many tokens each; they are not measured. The longest sequence of {longest['heads']} heads that trains has "
+        f"{longest['one_rank']:,} tokens on one rank and {longest['all_ranks']:,} on all. "
         f"Written by `benchmarks/context_parallel.py` into `benchmarks/results/{path.name}`.\n",
-        f"| T | H | direction | one rank | all | gathers | efficiency | {' | '.join(f'of {R}' for R in predicted)} |",
-        "| ---: | ---: | --- | ---: | ---: | ---: | ---: |" + " ---: |" * len(predicted),
+        "| row | T | H | direction | one rank | all | gathers | efficiency | "
+        f"{' | '.join(f'of {R}' for R in predicted)} |",
+        "| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |" + " ---: |" * len(predicted),
     ]
     for row in found["rows"]:
         times = [results.time_text(row[name]) for name in ("one_rank", "all_ranks", "gather")]
         efficient = [row["efficiency"], *(row["predicted"] or {}).values()]
         numbers = ["-" if x is None else f"{x:.2f}" for x in efficient] + ["-"] * (1 + len(predicted) - len(efficient))
-        cells = [f"{row['tokens']:,}", str(row["heads"]), row["direction"], *times, *numbers]
+        cells = [row["kind"], f"{row['tokens']:,}", str(row["heads"]), row["direction"], *times, *numbers]
         lines.append(f"| {' | '.join(cells)} |")
     picture = path.with_suffix(".svg")
     drawn = [f"![{picture.stem}](../benchmarks/results/{picture.name})\n"] if picture.exists() else []

@@ -142,8 +142,12 @@ def test_inputs_unchanged(backend, case, backwards, measure):
 
 @over(SUMMARY, requires="gradients")
 def test_gradients(backend, case, measure):
-    """Gradients of both results are right; at a gate of -inf the gradient through the decay is exactly 0."""
-    x = summary(case)
+    """Gradients of both results are right; at a gate of -inf the gradient through the decay is exactly 0.
+
+    Extreme gates of float16 calls are float32: float16 has no numbers as small as the gradients of some of them.
+    """
+    too_small = case.dtype == torch.float16 and case.workload.sizes.get("gates") == "extreme"
+    x = summary(case, **({"gate_dtype": torch.float32} if too_small else {}))
     leaves = {name: x[name].detach().requires_grad_() for name in ("left", "right", "g") if x[name] is not None}
     out = tuple(run_summary({**x, **leaves}, training_request(backend, SUMMARY)).values())
     wide = {name: y.detach().double().requires_grad_() for name, y in leaves.items()}

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "context_parallel.py"
-ROW = {"tokens": 64, "heads": 2, "width": 16, "direction": "forward", "ranks": 2, "one_rank": 2.0, "all_ranks": 1.1}
+ROW = {
+    "kind": "key",
+    "tokens": 64,
+    "heads": 2,
+    "width": 16,
+    "direction": "forward",
+    "ranks": 2,
+    "one_rank": 2.0,
+    "all_ranks": 1.1,
+}
 ROW |= {"gather": 0.1, "efficiency": 2.0 / 1.1 / 2}
 
 
@@ -33,7 +42,7 @@ def test_more_ranks_are_predicted_from_a_shard_and_the_summaries_that_it_receive
 
 def test_a_row_in_words(context_parallel):
     assert context_parallel.in_words(ROW) == (
-        "T64 H2 forward: one rank 2.00 s, 2 ranks 1.10 s, of which gathers 100 ms; efficiency 0.91"
+        "key T64 H2 forward: one rank 2.00 s, 2 ranks 1.10 s, of which gathers 100 ms; efficiency 0.91"
     )
     too_long = {**ROW, "one_rank": None, "efficiency": None}
     assert "one rank -, 2 ranks 1.10 s" in context_parallel.in_words(too_long)
@@ -52,10 +61,11 @@ def test_two_ranks(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     found = json.loads((tmp_path / "ranks-cpu.json").read_text())
-    assert (found["commit"], [row["direction"] for row in found["rows"]]) == ("abc", ["forward", "forward+backward"])
+    kinds = ["key", "key", "head", "head", "packed", "packed"]
+    assert (found["commit"], [row["kind"] for row in found["rows"]]) == ("abc", kinds)
     for row in found["rows"]:
         assert row["ranks"] == 2
         assert row["efficiency"] == pytest.approx(row["one_rank"] / row["all_ranks"] / 2)
         assert min(row["one_rank"], row["all_ranks"], row["gather"]) > 0
-    assert ran.stdout.count("efficiency") == 2  # only rank 0 prints
-    assert (tmp_path / "ranks-cpu.svg").read_text().count("one sequence over 2 ranks: efficiency") == 1
+    assert ran.stdout.count("efficiency") == 6  # only rank 0 prints
+    assert (tmp_path / "ranks-cpu.svg").read_text().count("one row of tokens over 2 ranks: efficiency") == 1

@@ -302,13 +302,13 @@ def test_serving(tables, tmp_path):
 
 
 def test_two_ranks_beside_one(tables, tmp_path):
-    row = {"tokens": 65536, "heads": 8, "direction": "forward", "ranks": 2, "one_rank": 4e-3, "all_ranks": 2.5e-3}
-    row |= {"gather": 1e-4, "efficiency": 0.8, "predicted": {"4": 0.7, "64": 0.6}}
+    row = {"kind": "head", "tokens": 65536, "heads": 8, "direction": "forward", "ranks": 2, "one_rank": 4e-3}
+    row |= {"all_ranks": 2.5e-3, "gather": 1e-4, "efficiency": 0.8, "predicted": {"4": 0.7, "64": 0.6}}
     too_long = {**row, "tokens": 2**22, "one_rank": None, "efficiency": None, "predicted": None}
     about = {"device": "pretend", "gla_core": "0.1.0", "commit": "abc", "torch": "2", "date": "2026-01-01"}
     found = {**about, "rows": [row, too_long], "longest": {"heads": 8, "one_rank": 4000, "all_ranks": 8000}}
     (tmp_path / "ranks-pretend.json").write_text(json.dumps(found))
     page = tables.render(tmp_path)
-    assert "| 65,536 | 8 | forward | 4.00 ms | 2.50 ms | 100 us | 0.80 | 0.70 | 0.60 |" in page
-    assert "| 4,194,304 | 8 | forward | - | 2.50 ms | 100 us | - | - | - |" in page
+    assert "| head | 65,536 | 8 | forward | 4.00 ms | 2.50 ms | 100 us | 0.80 | 0.70 | 0.60 |" in page
+    assert "| head | 4,194,304 | 8 | forward | - | 2.50 ms | 100 us | - | - | - |" in page
     assert "has 4,000 tokens on one rank and 8,000 on all" in page
