@@ -1,7 +1,8 @@
 """Measures times of FLA, PyTorch and the backends over the workloads of models; `evidence.py times` runs it.
 
-Writes <name>-<device>.json after every row, the most important rows first. A second run with the same folder goes on
-where the first one ended: rows without an error are kept if device and versions are the same.
+Writes <name>-<device>.json after every row, the most important rows first, and those that FLA tunes last. A second run
+with the same folder goes on where the first one ended: rows without an error are kept if device and versions are the
+same.
 
 The first measurement is FLA's first call, in an empty Triton cache that the rest of the run then shares. FLA's tuning
 keys contain neither B nor T, so its choice for one workload would be used for all. Therefore each workload of FLA is
@@ -159,7 +160,7 @@ def run(
         record.add(*first_call_rows(first, "fla", device, fresh, 0.7 * 60 * minutes))
         told = [row.error or results.time_text(row.seconds) for row in record.rows if row.key[2].startswith("first_")]
         say(f"first call of FLA, then its backward: {', '.join(told)}")
-    groups = in_processes(todo)
+    groups = sorted(in_processes(todo), key=lambda group: group[0].backend in TUNED)
     for i, group in enumerate(groups):
         if time.monotonic() > end:
             left = sum(map(len, groups[i:]))

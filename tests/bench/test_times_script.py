@@ -68,11 +68,11 @@ def test_every_row_is_in_the_file(times, tiny, tmp_path):
         ("chunk_gla", "train_b8_t4096_h16", "fla", "first_call"),
         ("chunk_gla", "train_b8_t4096_h16", "fla", "first_backward"),
         ("recurrent_gla_step", "small", "reference", "step"),
-        ("recurrent_gla_step", "pool", "fla", "step"),
         ("recurrent_gla_step", "grouped", "reference", "step"),
+        ("recurrent_gla_step", "pool", "fla", "step"),
     ]
-    assert [row.seconds is None for row in found.rows] == [False, False, False, True, False]
-    assert "fla has no pool of states" in found.rows[3].error
+    assert [row.seconds is None for row in found.rows] == [False, False, False, False, True]
+    assert "fla has no pool of states" in found.rows[4].error
     assert "first call of FLA, then its backward: 80.0 s, 160 s" in said
 
 
@@ -111,7 +111,7 @@ def test_no_row_begins_when_the_time_is_over(times, tiny, tmp_path, monkeypatch)
     found, said = run(times, tmp_path, minutes=3.1)  # the clock is read once, then three times per case
     assert tiny == ["small-reference-step"]
     assert len(found.rows) == 3
-    assert said[-1] == "out of time: 2 measurements left out, from pool-fla-step on"
+    assert said[-1] == "out of time: 2 measurements left out, from grouped-reference-step on"
 
 
 def test_a_first_call_that_takes_too_long_is_an_error(times, tiny, tmp_path, monkeypatch):

@@ -71,6 +71,7 @@ HOMES: Mapping[str, Mapping[str, Callable]] = {
 """Functions that are computed here, by the module that has the original and then by name."""
 FUNCTIONS: Mapping[str, Callable] = {name: function for home in HOMES.values() for name, function in home.items()}
 _GLA, _LAYER = "fla.ops.gla", "fla.layers.gla"
+_MODE = "_gla_core_mode"
 _LAYERS_WITH_MODES = {_LAYER: "GatedLinearAttention", "fla.layers.hgrn2": "HGRN2Attention"}
 
 
@@ -118,32 +119,39 @@ def accelerate(*functions: str, cpu: bool = False) -> Acceleration:
         return Acceleration("flash-linear-attention", wanted, note)
 
 
-class _ModeOfLayers(property):
-    """The attribute `mode` of a class of layers: "chunk" if the layer's mode is "fused_chunk", otherwise its mode."""
+class _ModeOfLayers:
+    """The mode in which a class of layers runs: "chunk" if the layer's mode is "fused_chunk", otherwise its mode.
+
+    The layer's attribute changes for the time of its forward. A property in its place would read the attribute from the
+    layer's `__dict__`, which torch.compile of PyTorch 2.11 cannot.
+    """
 
     name, how = "mode", "'fused_chunk' runs as 'chunk'"
 
     def __init__(self, layer: type) -> None:
-        super().__init__(_mode, _set_mode)
-        self.layer, self.holders = layer, 0
+        self.layer, self.original, self.holders = layer, vars(layer)["forward"], 0
 
     def put(self) -> tuple[str, ...]:
-        """Sets the attribute on the class; returns the name of the class's module."""
-        setattr(self.layer, self.name, self)
+        """Replaces the class's forward; returns the name of its module."""
+        original = self.original
+
+        @functools.wraps(original)
+        def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            if layer.mode != "fused_chunk":
+                return original(layer, *args, **kwargs)
+            layer.mode = "chunk"
+            try:
+                return original(layer, *args, **kwargs)
+            finally:
+                layer.mode = "fused_chunk"
+
+        vars(forward)[_MODE] = self
+        self.layer.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
         return (self.layer.__module__,)
 
     def remove(self) -> None:
-        """Deletes the attribute from the class, so that each layer's own `mode` is visible again."""
-        delattr(self.layer, self.name)
-
-
-def _mode(layer: Any) -> str:
-    mode = vars(layer)["mode"]
-    return "chunk" if mode == "fused_chunk" else mode
-
-
-def _set_mode(layer: Any, mode: str) -> None:
-    vars(layer)["mode"] = mode
+        """Puts the class's own forward back."""
+        self.layer.forward = self.original  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _replacement(
@@ -162,8 +170,7 @@ def _replacement(
 
 def _mode_of_layers(home: str, name: str) -> _ModeOfLayers:
     layer = getattr(importlib.import_module(home), name)
-    found = vars(layer).get("mode")
-    return found if isinstance(found, _ModeOfLayers) else _ModeOfLayers(layer)
+    return getattr(layer.forward, _MODE, None) or _ModeOfLayers(layer)
 
 
 def _for_query_heads(function: Callable) -> Callable:
