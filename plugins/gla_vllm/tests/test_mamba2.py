@@ -88,6 +88,18 @@ MODELS = {
         "ssm_state_size": 16,
         **GROUPS,
     },
+    "Zamba2": {
+        "num_hidden_layers": 2,
+        "layers_block_type": ["hybrid", "hybrid"],  # both have the same layer of softmax attention, with own adapters
+        "intermediate_size": 48,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+        "adapter_rank": 8,
+        "mamba_d_state": 16,
+        "time_step_min": 1e-9,  # transformers clamps time steps in prefills and not in decodes, vLLM in neither
+        "mamba_ngroups": GROUPS["n_groups"],
+        "chunk_size": GROUPS["chunk_size"],
+    },
 }
 
 
