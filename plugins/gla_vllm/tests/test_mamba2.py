@@ -96,7 +96,7 @@ MODELS = {
         "use_mem_rope": True,
         "adapter_rank": 8,
         "mamba_d_state": 16,
-        "time_step_min": 1e-9,  # transformers clamps time steps in prefills and not in decodes, vLLM in neither
+        "time_step_min": 1e-9,  # vLLM does not clamp time steps
         "mamba_ngroups": GROUPS["n_groups"],
         "chunk_size": GROUPS["chunk_size"],
     },

@@ -31,7 +31,7 @@ FOLDERS = {
     "gla": ("GLA", {}),
     "gla grouped": ("GLA", GROUPED | UNFUSED),
     "gla plain": ("GLA", PLAIN | {"attn_mode": "fused_recurrent", "intermediate_size": None}),
-    "hgrn2": ("HGRN2", {"num_heads": None, "expand_ratio": 16, "num_hidden_layers": 3}),
+    "hgrn2": ("HGRN2", {}),
     "hgrn2 plain": ("HGRN2", NO_BOUNDS | UNFUSED | {"elementwise_affine": False, "tie_word_embeddings": True}),
 }
 
@@ -47,7 +47,7 @@ def test_folders_of_flash_linear_attention(fla, engine, name, options):
 @pytest.mark.parametrize("name", ["GLA", "HGRN2"])
 def test_configurations_of_flash_linear_attention(fla, engine, name):
     """A program that imports flash-linear-attention after vLLM's plug-ins has its configurations, not the plug-in's."""
-    folder, model = fla(name, expand_ratio=16)
+    folder, model = fla(name)
     AutoConfig.register(name.lower(), type(model.config), exist_ok=True)
     llm = engine(folder)
     gla_vllm.register()
