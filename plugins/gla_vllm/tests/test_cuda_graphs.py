@@ -1,4 +1,4 @@
-"""What CUDA graphs of decoding need, without a GPU.
+"""Graphs of decoding on a GPU: what they need of the descriptions of batches, tested on a CPU.
 
 A graph computes again with the tensors that were there at its capture. So the tensors of a batch must be written in
 place, and a batch that is captured once must give the results of all later ones.
