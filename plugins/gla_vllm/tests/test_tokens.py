@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 from requests_of_tests import expected, prompt, tokens
+from transformers import AutoConfig
 from vllm.compilation.counter import compilation_counter
+
+import gla_vllm
 
 LENGTHS = [1, 2, 63, 64, 65, 100, 129, 200]
 GROUPED = {"num_heads": 4, "num_kv_heads": 2, "feature_map": "relu", "clamp_min": -0.05, "expand_k": 1.0}
@@ -22,12 +25,34 @@ def test_gla(gla, engine, options, batches):
     assert tokens(llm, prompts) == expected(model, prompts)
 
 
-@pytest.mark.parametrize("options", [{"expand_ratio": 16}, {"expand_ratio": 8, "use_lower_bound": False}], ids=str)
-def test_hgrn2(hgrn2, engine, options):
-    """The model and its tokens are flash-linear-attention's."""
-    folder, model = hgrn2(**options)
+UNFUSED = {"fuse_norm": False, "fuse_swiglu": False}
+NO_BOUNDS = {"num_heads": 4, "expand_ratio": None, "use_lower_bound": False}
+FOLDERS = {
+    "gla": ("GLA", {}),
+    "gla grouped": ("GLA", GROUPED | UNFUSED),
+    "gla plain": ("GLA", PLAIN | {"attn_mode": "fused_recurrent", "intermediate_size": None}),
+    "hgrn2": ("HGRN2", {}),
+    "hgrn2 plain": ("HGRN2", NO_BOUNDS | UNFUSED | {"elementwise_affine": False, "tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize(("name", "options"), FOLDERS.values(), ids=FOLDERS)
+def test_folders_of_flash_linear_attention(fla, engine, name, options):
+    """The folder, the model and its tokens are flash-linear-attention's."""
+    folder, model = fla(name, **options)
     prompts = [prompt(length) for length in LENGTHS]
     assert tokens(engine(folder, max_num_batched_tokens=256), prompts) == expected(model, prompts)
+
+
+@pytest.mark.parametrize("name", ["GLA", "HGRN2"])
+def test_configurations_of_flash_linear_attention(fla, engine, name):
+    """A program that imports flash-linear-attention after vLLM's plug-ins has its configurations, not the plug-in's."""
+    folder, model = fla(name)
+    AutoConfig.register(name.lower(), type(model.config), exist_ok=True)
+    llm = engine(folder)
+    gla_vllm.register()
+    assert type(llm.llm_engine.vllm_config.model_config.hf_config) is type(model.config)
+    assert tokens(llm, [prompt(100)]) == expected(model, [prompt(100)])
 
 
 @pytest.mark.parametrize("kind", ["gla", "hgrn2"])

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.linear.bailing_linear_attn import (
     BailingGroupRMSNormGate,
     BailingMoELinearAttention,
@@ -22,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_vllm.layers import announce
 from gla_vllm.metadata import GLABackend
-from gla_vllm.recurrence import recur, with_checkpoints
+from gla_vllm.recurrence import batch_of, recur, with_checkpoints
 
 
 class LightningAttention(BailingMoELinearAttention):
@@ -47,13 +46,12 @@ class LightningAttention(BailingMoELinearAttention):
 
     def _forward(self, hidden_states: Tensor, output: Tensor, positions: Tensor) -> None:
         """Computes the layer's output for x [T, hidden_size] into `output`; vLLM's op for this layer calls it."""
-        batches: Any = get_forward_context().attn_metadata
         q, k, v = self._heads(hidden_states, positions)
-        o = torch.empty_like(v)
-        if batches is None:  # vLLM measures memory
+        o, batch = torch.empty_like(v), batch_of(self.prefix)
+        if batch is None:
             o.zero_()
         else:
-            recur(q, k, v, self.decay, o, self.kv_cache[0], batches[self.prefix], scale=self.scaling)
+            recur(q, k, v, self.decay, o, self.kv_cache[0], batch, scale=self.scaling)
         y = self.g_norm(o.flatten(1), self.g_proj(hidden_states)[0])
         output.copy_(self.dense(y)[0])
 

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from vllm import envs
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -22,7 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from gla_vllm.layers import announce
 from gla_vllm.metadata import ConvolvedGLABackend, GLAMetadata
-from gla_vllm.recurrence import recur
+from gla_vllm.recurrence import batch_of, recur
 
 
 class StateSpaceMixer(MambaMixer2):
@@ -53,11 +52,10 @@ class StateSpaceMixer(MambaMixer2):
 
     def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> None:
         """Computes the convolution and the scan of [T, ..] into `output`; vLLM's op for this layer calls it."""
-        batches: Any = get_forward_context().attn_metadata
-        if batches is None:  # vLLM measures memory
+        batch = batch_of(self.prefix)
+        if batch is None:
             output.zero_()
             return
-        batch = batches[self.prefix]
         T = batch.num_decode_tokens + batch.num_prefill_tokens
         joined, dt = projected_states[:T, self.tped_intermediate_size :].split(
             [self.tped_conv_size, self.tped_dt_size], dim=-1

@@ -185,13 +185,19 @@ def _prefill(rows: Rows, pool: Tensor, batch: GLAMetadata, options: dict[str, An
     )
 
 
+def batch_of(layer: str) -> Any:
+    """Returns the `GLAMetadata` of a layer; None while vLLM measures memory, when there are no states yet."""
+    batches: Any = get_forward_context().attn_metadata
+    return None if batches is None else batches.get(layer)
+
+
 def _gla_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, out: Tensor, layer: str) -> None:
-    context = get_forward_context()
-    if context.attn_metadata is None:  # vLLM measures memory
+    batch = batch_of(layer)
+    if batch is None:
         out.zero_()
         return
-    this, batches = context.no_compile_layers[layer], context.attn_metadata
-    recur(q, k, v, g, out, this.kv_cache[0], batches[layer], **this.options)
+    this = get_forward_context().no_compile_layers[layer]
+    recur(q, k, v, g, out, this.kv_cache[0], batch, **this.options)
 
 
 def _no_computation(q: Tensor, k: Tensor, v: Tensor, g: Tensor, out: Tensor, layer: str) -> None:
