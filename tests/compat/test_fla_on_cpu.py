@@ -127,8 +127,11 @@ def fla(monkeypatch):
 
     homes = {home: {name: original(name) for name in members} for home, members in on_cpu.REPLACED.items()}
     homes |= {home: {name: original(name) for name in members} for home, members in HOMES.items()}
-    homes["fla.layers.gla"] = {"repeat": original("repeat"), "GatedLinearAttention": type("Layer", (), {})}
-    homes["fla.layers.hgrn2"] = {"HGRN2Attention": type("Layer", (), {})}
+    homes["fla.layers.gla"] = {
+        "repeat": original("repeat"),
+        "GatedLinearAttention": type("Layer", (torch.nn.Module,), {}),
+    }
+    homes["fla.layers.hgrn2"] = {"HGRN2Attention": type("Layer", (torch.nn.Module,), {})}
     activations = homes["fla.modules.activations.ops"]
     activations["ACT2FN"] = {"silu": activations["swish"], "relu": F.relu}
     homes["fla.models.gla"] = {"RMS": None, "swiglu": activations["swiglu"], "ACT2FN": activations["ACT2FN"]}

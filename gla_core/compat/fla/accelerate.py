@@ -129,7 +129,7 @@ class _ModeOfLayers:
     name, how = "mode", "'fused_chunk' runs as 'chunk'"
 
     def __init__(self, layer: type) -> None:
-        self.layer, self.original, self.holders = layer, vars(layer)["forward"], 0
+        self.layer, self.original, self.holders = layer, layer.forward, 0
 
     def put(self) -> tuple[str, ...]:
         """Replaces the class's forward; returns the name of its module."""
