@@ -198,6 +198,7 @@ class GradientKernel(Kernel):
         seconds: takes a call, the parameters, the segments, the bytes that are moved, and constants; returns the
             seconds of each launch.
         layouts: number of launches that lay out packed sequences for the kernel.
+        by_chunks: whether the kernel computes all chunks side by side, from the gradients of the states that leave them.
     """
 
     parameters: Callable[[OpCall, Gpu], GradientParameters]
@@ -206,6 +207,7 @@ class GradientKernel(Kernel):
     partials: Callable[[OpCall, GradientParameters], tuple[int, int]]
     seconds: Callable[[OpCall, GradientParameters, Cut, float, Constants], list[float]]
     layouts: int = 1
+    by_chunks: bool = False
 
 
 def partials_of_blocks(call: OpCall, x: GradientParameters) -> tuple[int, int]:

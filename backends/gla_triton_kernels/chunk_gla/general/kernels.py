@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gla_core.dispatch.backend import CHUNK, Constants, OpCall, ceil_div
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall, Reason, ceil_div
 from gla_triton_kernels.chunk_gla.kernel import (
     GradientKernel,
     GradientParameters,
@@ -35,6 +35,9 @@ MANY_BLOCKS = 512
 """From this number of blocks of 64 values on, blocks of 128 still fill a device, and read q, k and g half as often."""
 LEAST_BLOCK = 64
 """The fewest keys and values of a block of gradients: Triton 3.6 miscompiles narrower ones on Hopper."""
+
+CHUNK_BLOCK = 32
+"""The most keys and values of a block of backward_chunks.py: a thread has the registers for tiles of this width."""
 
 START = 0.5e-6
 """Seconds before the first step of a block. This and the times below were fitted to times on an H200."""
@@ -192,15 +195,34 @@ def _load_backward() -> LaunchFunction:
 
 
 def _backward(call: OpCall, gpu: Gpu) -> GradientParameters:
-    widest, warps, precision = 64, 4, "bf16"
-    if call.dtype == torch.bfloat16 and not gpu.architecture.has_little_shared_memory:
-        widest, warps = 128, 8
-    if call.dtype != torch.bfloat16:
-        highest = call.dtype == torch.float32 and call.float32_matmul_precision == "highest"
-        precision = "bf16x6" if highest else "bf16x3"
+    widest, warps = (128, 8) if call.dtype == torch.bfloat16 else (64, 4)
     least = 16 if gpu.architecture is Architecture.INTERPRETED else LEAST_BLOCK
     BK, BV = (min(widest, power_of_two(call.dims[name], least)) for name in ("K", "V"))
-    return GradientParameters(BK=BK, BV=BV, warps=warps, precision=precision)
+    return GradientParameters(BK=BK, BV=BV, warps=warps, precision=_precision(call))
+
+
+def _load_backward_chunks() -> LaunchFunction:
+    from gla_triton_kernels.chunk_gla.general.backward_chunks import launch_gradients
+
+    return launch_gradients
+
+
+def _chunks_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    if gpu.architecture.has_wgmma:
+        return f"multiplies narrow blocks, which Triton 3.6 miscompiles on {gpu.architecture.known_as}"
+    return "computes each chunk as backward.py does" if gpu.architecture is Architecture.INTERPRETED else None
+
+
+def _backward_chunks(call: OpCall, gpu: Gpu) -> GradientParameters:
+    BK, BV = (min(CHUNK_BLOCK, power_of_two(call.dims[name], 16)) for name in ("K", "V"))
+    return GradientParameters(BK=BK, BV=BV, warps=4, precision=_precision(call))
+
+
+def _precision(call: OpCall) -> str:
+    """Returns the precision of the products of gradients."""
+    if call.dtype == torch.bfloat16:
+        return "bf16"
+    return "bf16x6" if call.dtype == torch.float32 and call.float32_matmul_precision == "highest" else "bf16x3"
 
 
 def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
@@ -219,4 +241,16 @@ BACKWARD = GradientKernel(
     adds_pairs=False,
     partials=partials_of_blocks,
     seconds=_backward_seconds,
+)
+
+BACKWARD_CHUNKS = GradientKernel(
+    name="general.backward_chunks",
+    load=_load_backward_chunks,
+    refusal=_chunks_refusal,
+    parameters=_backward_chunks,
+    heads_apart=False,
+    adds_pairs=False,
+    partials=lambda call, parameters: (1, 1),
+    seconds=_backward_seconds,
+    by_chunks=True,
 )
