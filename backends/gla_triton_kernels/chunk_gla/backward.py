@@ -38,7 +38,13 @@ if TYPE_CHECKING:
     from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
     from gla_triton_kernels.runtime.launch import Launch
 
-KERNELS: Sequence[GradientKernel] = (sm90.BACKWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_HEAD, general.BACKWARD_CHUNKS, general.BACKWARD)
+KERNELS: Sequence[GradientKernel] = (
+    sm90.BACKWARD_WIDE,
+    sm90.BACKWARD,
+    sm90.BACKWARD_HEAD,
+    general.BACKWARD_CHUNKS,
+    general.BACKWARD,
+)
 """The kernels that compute gradients, best first."""
 
 Plans = list[tuple[OpCall, BackwardPlan]]

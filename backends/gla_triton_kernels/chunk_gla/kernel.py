@@ -43,6 +43,7 @@ class Parameters:
         tma: whether TMA moves tiles; otherwise they are moved through pointers.
         triangle: whether a product with a triangle sums the gates; otherwise a scan does.
         keys_first: whether the keys of the state are the rows of the matrix instruction; otherwise its values are.
+        precision: precision of products of float32 operands, "tf32" or "ieee".
     """
 
     C: int
@@ -55,6 +56,7 @@ class Parameters:
     tma: bool = False
     triangle: bool = False
     keys_first: bool = False
+    precision: str = "tf32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

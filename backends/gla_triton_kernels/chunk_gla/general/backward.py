@@ -433,8 +433,10 @@ def _add_pairs_of_halves(
     q is already scaled; dq is not. dA [C, C] and its transpose dAT may hold any finite numbers for s >= t. If g is
     [C, 1], so is dg.
     """
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    apart = row ^ column  # [C, C]
     for level in tl.range(0, levels, num_stages=1):  # pyright: ignore
-        qg, kg, decay, pair, decayed = operands_of_halves(q, k, g, level, C, SUMS)
+        qg, kg, decay, pair, decayed = operands_of_halves(q, k, g, row, column, apart, level, SUMS)
         AT += tl.where(pair, product(kg, tl.trans(qg), None, PRECISION), 0.0)
         dqg = product(tl.where(pair, dA, 0.0), kg, None, PRECISION)  # [C, BK]
         dkg = product(tl.where(pair, dAT, 0.0), qg, None, PRECISION)  # [C, BK]
@@ -445,14 +447,16 @@ def _add_pairs_of_halves(
 
 
 @triton.jit
-def operands_of_halves(q, k, g, level, C: tl.constexpr, SUMS: tl.constexpr):
+def operands_of_halves(q, k, g, row, column, apart, level, SUMS: tl.constexpr):
     """Computes the operands of pairs s < t in the two halves of blocks of 2m tokens, where m = 2^level.
 
     These are qg and kg [C, BK]; the decays in both, [C, BK] or [C, 1]; the mask [C, C] of the pairs; and a mask [C, C]
     whose entry [u, t] is whether gate u decays token t. q is already scaled.
+
+    Args:
+        row, column: the numbers of tokens, [C, 1] and [1, C].
+        apart: row ^ column [C, C], which is m to 2m - 1 if row and column lie in different halves.
     """
-    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    apart = row ^ column  # [C, C], m to 2m - 1 if row and column lie in different halves of a block of 2m
     m = 1 << level
     in_right, column_in_right = (row & m) != 0, (column & m) != 0  # [C, 1], [1, C]
     pair = (apart >= m) & (apart < 2 * m)  # [C, C]

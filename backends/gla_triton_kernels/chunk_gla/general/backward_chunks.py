@@ -29,7 +29,6 @@ from torch import Tensor
 from gla_core.dispatch.backend import CHUNK, ceil_div
 from gla_triton_kernels.chunk_gla.general.backward import (
     decays_of_chunk,
-    for_gates,
     gate_gradients,
     operands_of_halves,
     product,
@@ -158,9 +157,9 @@ def _gates(
     C: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Loads log2 of the gates of a chunk, [C, BK] or [C, 1], as `load_gates` does."""
+    """Loads the binary logarithms of the factors of a chunk [C, BK]; keys that share gates have equal columns."""
     g = load_gates(None, ptr, stride_t, stride_h, b, t, head, column, end, GATE, NORMALIZER, K, C, BK)
-    return tl.maximum(g, LEAST_GATE) * LOG2E
+    return tl.broadcast_to(tl.maximum(g, LEAST_GATE) * LOG2E, [C, BK])
 
 
 @triton.jit
@@ -255,7 +254,7 @@ def _keys_kernel(
     entering_ptr += state
     leaving_ptr += state
 
-    i_k = k0 + tl.arange(0, BK).to(tl.int64)[None, :]  # [1, BK]
+    i_k = k0 + tl.arange(0, BK)[None, :]  # [1, BK]
     i_c = tl.arange(0, C)  # [C]
     before = i_c[:, None] < i_c[None, :]  # [C, C], whether the token of the row comes before the token of the column
     after = i_c[:, None] > i_c[None, :]  # [C, C]
@@ -299,8 +298,8 @@ def _keys_kernel(
         k = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h // R, k0, end, K, C, BK).to(tl.float32)  # [C, BK]
         if g_ptr is None:
             near = tl.where(after, dA, 0.0)  # [C, C]
-            dq = product(near, k.to(OPERAND), dq, PRECISION)
-            dk = product(tl.trans(near), q.to(OPERAND), dk, PRECISION)
+            dq = product(near, k.to(OPERAND), dq, PRECISION) + dA_tt * k
+            dk = product(tl.trans(near), q.to(OPERAND), dk, PRECISION) + dA_tt * q
         else:
             # Gates are loaded again, because registers do not hold them during the loop over values.
             g = _gates(g_ptr, stride_gt, stride_gh, b, t, h, k0, end, GATE, NORMALIZER, K, C, BK)
@@ -316,16 +315,17 @@ def _keys_kernel(
                 dk_near = product(tl.trans(near), qg, None, PRECISION)  # [C, BK]
                 dk += dk_near * k_decay
                 x = qg * dq - kg * dk_near  # [C, BK]
-            dq *= q_decay
-            dg += running_sum(for_gates(x, g), True)
+            dg += running_sum(x, True)
+            dq = dq * q_decay + dA_tt * k
+            dk += dA_tt * q
             levels = tl.where(mild, 0, LEVELS)
             dq, dk, dg = _add_gradients_of_halves(dq, dk, dg, q, k, g, dA, levels, C, PRECISION, SUMS)
-        dk += dA_tt * q
-        dq = scale * (dq + dA_tt * k)
-        store_tile(None, dq_ptr, Hv * G * K, K, b, t, i_q, k0, end, dq, K, C, BK)
+        store_tile(None, dq_ptr, Hv * G * K, K, b, t, i_q, k0, end, scale * dq, K, C, BK)
 
     store_tile(None, dk_ptr, Hv * K, K, b, t, h, k0, end, dk, K, C, BK)
     if g_ptr is not None:
+        if GATE != "key":
+            dg = tl.sum(dg, 1)[:, None]  # [C, 1]
         if FROM_ZERO:
             dg = tl.where((t + i_c == opening)[:, None], 0.0, dg)
         if NORMALIZER is not None:
@@ -409,7 +409,7 @@ def _values_kernel(
     before = i_c[:, None] < i_c[None, :]  # [C, C], whether the token of the row comes before the token of the column
     dv = tl.zeros([C, BV], tl.float32)
     for k0 in tl.range(0, K, BK, num_stages=1):
-        i_k = k0 + tl.arange(0, BK).to(tl.int64)[None, :]  # [1, BK]
+        i_k = k0 + tl.arange(0, BK)[None, :]  # [1, BK]
         k = load_tile(None, k_ptr, stride_kt, stride_kh, b, t, h // R, k0, end, K, C, BK).to(tl.float32)  # [C, BK]
         if g_ptr is None:
             mild: tl.constexpr = True  # pyright: ignore
@@ -448,7 +448,7 @@ def _from_states(dk, crossing, k, g, before, after, EXACT: tl.constexpr, SUMS: t
     q_decay, k_decay, r_decay, rest_decay = decays_of_chunk(g, _is_mild(g, EXACT), before, EXACT, SUMS)
     dk *= r_decay * k_decay
     crossing *= r_decay * rest_decay
-    return dk, for_gates(crossing, g) + sums(after, for_gates(k * dk, g), SUMS)
+    return dk, crossing + sums(after, k * dk, SUMS)
 
 
 @triton.jit
@@ -456,21 +456,23 @@ def _add_gradients_of_halves(
     dq, dk, dg, q, k, g, dA, levels, C: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr
 ):
     """Adds the pairs of tokens of a chunk that is not mild to dq, dk and dg; q is already scaled, dq is not."""
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     for level in tl.range(0, levels, num_stages=1):  # pyright: ignore
-        qg, kg, decay, pair, decayed = operands_of_halves(q, k, g, level, C, SUMS)
+        qg, kg, decay, pair, decayed = operands_of_halves(q, k, g, row, column, row ^ column, level, SUMS)
         of_pairs = tl.where(pair, dA, 0.0)  # [C, C]
         dqg = product(of_pairs, kg, None, PRECISION)  # [C, BK]
         dkg = product(tl.trans(of_pairs), qg, None, PRECISION)  # [C, BK]
         dq += dqg * decay
         dk += dkg * decay
-        dg += sums(decayed, for_gates(qg * dqg + kg * dkg, g), SUMS)
+        dg += sums(decayed, qg * dqg + kg * dkg, SUMS)
     return dq, dk, dg
 
 
 @triton.jit
 def _add_scores_of_halves(AT, q, k, g, levels, C: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr):
     """Adds the pairs of tokens of a chunk that is not mild to A^T [C, C]; q is already scaled."""
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     for level in tl.range(0, levels, num_stages=1):  # pyright: ignore
-        qg, kg, decay, pair, decayed = operands_of_halves(q, k, g, level, C, SUMS)
+        qg, kg, decay, pair, decayed = operands_of_halves(q, k, g, row, column, row ^ column, level, SUMS)
         AT += tl.where(pair, product(kg, tl.trans(qg), None, PRECISION), 0.0)
     return AT

@@ -36,8 +36,12 @@ MANY_BLOCKS = 512
 LEAST_BLOCK = 64
 """The fewest keys and values of a block of gradients: Triton 3.6 miscompiles narrower ones on Hopper."""
 
-CHUNK_BLOCK = 32
-"""The most keys and values of a block of backward_chunks.py: a thread has the registers for tiles of this width."""
+LITTLE_SHARED_MEMORY = 100 * 1024
+"""With fewer bytes of shared memory, no chunk is loaded ahead."""
+CHUNK_BLOCK, NARROW_CHUNK_BLOCK = 32, 16
+"""The most keys and values of a block of backward_chunks.py: a thread has the registers for tiles of this width, and of
+the second where float32 is multiplied at full precision. So it is for gates that keys share on consumer cards from
+Blackwell on, where the compiler spills more."""
 
 START = 0.5e-6
 """Seconds before the first step of a block. This and the times below were fitted to times on an H200."""
@@ -62,6 +66,16 @@ QUERY_SHARE = 0.45
 
 def _never(call: OpCall, gpu: Gpu) -> None:
     """Refuses no call."""
+
+
+def _holds_operands(gpu: Gpu) -> bool:
+    """Returns whether products take operands from registers. Tiles are then smaller than on Hopper, or they spill."""
+    return not gpu.facts.has_wgmma and gpu.architecture is not Architecture.INTERPRETED
+
+
+def _float32_products(gpu: Gpu) -> str:
+    """Returns the precision of products of float32 operands, which have been rounded to TF32."""
+    return "tf32" if gpu.facts.has_tf32 else "ieee"
 
 
 # ---- states
@@ -89,6 +103,7 @@ def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Paramet
         operand=operand,
         tokenwise=outputs.tokenwise,
         tma=outputs.tma,
+        precision=outputs.precision,
     )
 
 
@@ -137,10 +152,12 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
         C, BV, warps, stages = 32, 128, 4, 2
     else:
         C, BV, warps, stages = 64, 64, 4, 2 if BK == 128 else 3
-    if gpu.architecture.has_little_shared_memory:
-        C, stages = min(C, 32), 1
+    if _holds_operands(gpu):
+        C, BV = min(C, 32), min(BV, 64)
+    if gpu.facts.shared_memory < LITTLE_SHARED_MEMORY:
+        stages = 1
     # TMA does not stop at the end of a packed sequence.
-    tma = gpu.architecture.has_tma and not call.variable_length and B * T * Hv * V >= TMA_ELEMENTS
+    tma = gpu.facts.has_tma and not call.variable_length and B * T * Hv * V >= TMA_ELEMENTS
     return Parameters(
         C=min(C, power_of_two(length, 16)),
         BK=BK,
@@ -150,8 +167,9 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
         operand=torch.bfloat16 if in_bfloat16 else torch.float32,
         tokenwise=call.dtype == torch.float32 and call.float32_matmul_precision == "highest",
         tma=tma and not_addressable(call) is None,
+        precision=_float32_products(gpu),
         triangle=in_bfloat16 and BK <= 256,
-        keys_first=in_bfloat16 and BK == 256 and V > 64,
+        keys_first=in_bfloat16 and BK == 256 and V > 64 and not _holds_operands(gpu),
     )
 
 
@@ -208,14 +226,17 @@ def _load_backward_chunks() -> LaunchFunction:
 
 
 def _chunks_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if gpu.architecture.has_wgmma:
-        return f"multiplies narrow blocks, which Triton 3.6 miscompiles on {gpu.architecture.known_as}"
+    if gpu.facts.has_wgmma:
+        return f"multiplies narrow blocks, which Triton 3.6 miscompiles on {gpu.facts.known_as}"
     return "computes each chunk as backward.py does" if gpu.architecture is Architecture.INTERPRETED else None
 
 
 def _backward_chunks(call: OpCall, gpu: Gpu) -> GradientParameters:
-    BK, BV = (min(CHUNK_BLOCK, power_of_two(call.dims[name], 16)) for name in ("K", "V"))
-    return GradientParameters(BK=BK, BV=BV, warps=4, precision=_precision(call))
+    precision, shared = _precision(call), call.gate_form in ("head", "constant")
+    narrow = precision == "bf16x6" or (shared and gpu.architecture is Architecture.SM120)
+    most = NARROW_CHUNK_BLOCK if narrow else CHUNK_BLOCK
+    BK, BV = (min(most, power_of_two(call.dims[name], 16)) for name in ("K", "V"))
+    return GradientParameters(BK=BK, BV=BV, warps=8, precision=precision)
 
 
 def _precision(call: OpCall) -> str:
