@@ -788,9 +788,9 @@ class CostModel:
     launches. It receives the call and the constants of the call's op on its device. These are the constants that
     `gla calibrate` has measured on this machine. If there are none, they are the constants shipped for that kind of
     device. On a CUDA device that nobody has measured, they are the constants shipped for an NVIDIA H200. The core adds
-    `multiprocessors` (1 on a CPU) and `compute_capability` (9.0 for (9, 0); 0.0 on a CPU and on AMD GPUs) to them. In a CUDA graph
-    (`call.capturing`) the host's time does not count. There is no prediction if a formula raises, or returns None or a
-    number that is negative or not finite.
+    `multiprocessors` (1 on a CPU) and `compute_capability` (9.0 for (9, 0); 0.0 on a CPU and on AMD GPUs) to them. In a
+    CUDA graph (`call.capturing`) the host's time does not count. There is no prediction if a formula raises, or returns
+    None or a number that is negative or not finite.
 
     Attributes:
         formula: takes an `OpCall` and the constants, returns seconds.

@@ -102,6 +102,12 @@ def device_kind(device: torch.device) -> str:
     return _device(device)[0]
 
 
+def is_measured(device: KnownDevice) -> bool:
+    """Returns whether the project's figures were measured on a GPU of the generation of this one."""
+    kind = (device.vendor, device.compute_capability)
+    return any((known.vendor, known.compute_capability) == kind for known in KNOWN_DEVICES.values())
+
+
 def device_facts(device: torch.device) -> Constants:
     """Returns the facts about a device that formulas receive beside the constants."""
     return _device(device)[1]

@@ -126,7 +126,9 @@ def faults(launch, target, folder):
 def usage(asm, folder):
     """Returns the registers and the bytes of stack of a thread of a compiled kernel."""
     if "amdgcn" in asm:
-        found = [re.search(rf"\.{name}:\s+(\d+)", asm["amdgcn"]) for name in ("vgpr_count", "private_segment_fixed_size")]
+        found = [
+            re.search(rf"\.{name}:\s+(\d+)", asm["amdgcn"]) for name in ("vgpr_count", "private_segment_fixed_size")
+        ]
         return tuple(int(each[1]) for each in found)
     path = Path(folder) / "kernel.cubin"
     path.write_bytes(asm["cubin"])

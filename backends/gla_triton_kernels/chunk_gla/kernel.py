@@ -200,7 +200,8 @@ class GradientKernel(Kernel):
         seconds: takes a call, the parameters, the segments, the bytes that are moved, and constants; returns the
             seconds of each launch.
         layouts: number of launches that lay out packed sequences for the kernel.
-        by_chunks: whether the kernel computes all chunks side by side, from the gradients of the states that leave them.
+        by_chunks: whether the kernel computes all chunks side by side. It is given the gradients of the states that
+            leave them.
     """
 
     parameters: Callable[[OpCall, Gpu], GradientParameters]

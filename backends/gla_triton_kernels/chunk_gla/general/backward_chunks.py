@@ -229,9 +229,8 @@ def _keys_kernel(
     k0 = block_k * BK
     place, h = pid // blocks_k // Hv, pid // blocks_k % Hv
     b, t, end, opening, last, i = _chunk_at(order_ptr, place, T, segments, C)
-    if g_ptr is not None:
-        if GATE == "constant":
-            dg_ptr += (i * blocks_k + block_k).to(tl.int64) * Hv + h
+    if g_ptr is not None and GATE == "constant":
+        dg_ptr += (i * blocks_k + block_k).to(tl.int64) * Hv + h
     if t >= end:
         if GATE == "constant":
             tl.store(dg_ptr, 0.0)
@@ -391,7 +390,7 @@ def _values_kernel(
     pid = tl.program_id(0)  # neighbouring programs share q, k and g
     v0 = pid % blocks_v * BV
     place, h = pid // blocks_v // Hv, pid // blocks_v % Hv
-    b, t, end, opening, last, i = _chunk_at(order_ptr, place, T, segments, C)
+    b, t, end, _opening, last, i = _chunk_at(order_ptr, place, T, segments, C)
     if t >= end:
         return
 
@@ -417,7 +416,7 @@ def _values_kernel(
         else:
             g = _gates(g_ptr, stride_gt, stride_gh, b, t, h, k0, end, GATE, NORMALIZER, K, C, BK)
             mild = _is_mild(g, EXACT)
-            q_decay, k_decay, r_decay, rest_decay = decays_of_chunk(g, mild, before, EXACT, SUMS)
+            q_decay, k_decay, r_decay, _rest_decay = decays_of_chunk(g, mild, before, EXACT, SUMS)
         kg = (k * k_decay).to(OPERAND)  # [C, BK]
         P = (_leaving(leaving_ptr, i_k, i_v, end < last, K, V, TO_ZERO) * r_decay).to(OPERAND)  # [BV, BK]
         dv = product(kg, tl.trans(P), dv, PRECISION)
@@ -445,7 +444,7 @@ def _from_states(dk, crossing, k, g, before, after, EXACT: tl.constexpr, SUMS: t
         dk: v dS^T [C, BK].
         crossing: the sum of S * dS over values [1, BK].
     """
-    q_decay, k_decay, r_decay, rest_decay = decays_of_chunk(g, _is_mild(g, EXACT), before, EXACT, SUMS)
+    _q_decay, k_decay, r_decay, rest_decay = decays_of_chunk(g, _is_mild(g, EXACT), before, EXACT, SUMS)
     dk *= r_decay * k_decay
     crossing *= r_decay * rest_decay
     return dk, crossing + sums(after, k * dk, SUMS)
@@ -473,6 +472,6 @@ def _add_scores_of_halves(AT, q, k, g, levels, C: tl.constexpr, PRECISION: tl.co
     """Adds the pairs of tokens of a chunk that is not mild to A^T [C, C]; q is already scaled."""
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     for level in tl.range(0, levels, num_stages=1):  # pyright: ignore
-        qg, kg, decay, pair, decayed = operands_of_halves(q, k, g, row, column, row ^ column, level, SUMS)
+        qg, kg, _decay, pair, _decayed = operands_of_halves(q, k, g, row, column, row ^ column, level, SUMS)
         AT += tl.where(pair, product(kg, tl.trans(qg), None, PRECISION), 0.0)
     return AT

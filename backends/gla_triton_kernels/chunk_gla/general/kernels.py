@@ -40,8 +40,8 @@ LITTLE_SHARED_MEMORY = 100 * 1024
 """With fewer bytes of shared memory, no chunk is loaded ahead."""
 CHUNK_BLOCK, NARROW_CHUNK_BLOCK = 32, 16
 """The most keys and values of a block of backward_chunks.py: a thread has the registers for tiles of this width, and of
-the second where float32 is multiplied at full precision. So it is for gates that keys share on consumer cards from
-Blackwell on, where the compiler spills more."""
+the second where float32 is multiplied at full precision. On consumer cards from Blackwell on, the compiler spills more:
+the first is for bfloat16 with gates for each key alone."""
 
 START = 0.5e-6
 """Seconds before the first step of a block. This and the times below were fitted to times on an H200."""
@@ -232,8 +232,10 @@ def _chunks_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
 
 
 def _backward_chunks(call: OpCall, gpu: Gpu) -> GradientParameters:
-    precision, shared = _precision(call), call.gate_form in ("head", "constant")
-    narrow = precision == "bf16x6" or (shared and gpu.architecture is Architecture.SM120)
+    precision = _precision(call)
+    narrow = precision == "bf16x6"
+    if gpu.architecture is Architecture.SM120:
+        narrow = precision != "bf16" or call.gate_form in ("head", "constant")
     most = NARROW_CHUNK_BLOCK if narrow else CHUNK_BLOCK
     BK, BV = (min(most, power_of_two(call.dims[name], 16)) for name in ("K", "V"))
     return GradientParameters(BK=BK, BV=BV, warps=8, precision=precision)
