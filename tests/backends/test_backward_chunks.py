@@ -53,14 +53,16 @@ def check(x):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gates", ["none", "mild", "-inf"])
 def test_several_blocks_of_keys_and_values(device, gates, dtype):
-    check(case(device, T=70, K=37, V=40, gates=gates, dtype=dtype, initial_state=True))
+    check(case(device, T=70, K=20, V=35, gates=gates, dtype=dtype, initial_state=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [DTYPES[0], *(pytest.param(x, marks=pytest.mark.thorough) for x in DTYPES[1:])], ids=str
+)
 @pytest.mark.parametrize("gate_form", ["head", "constant"])
 @pytest.mark.parametrize("gates", ["mild", "-inf"])
 def test_gates_that_keys_share(device, gates, gate_form, dtype):
-    sizes = {"T": 70, "H": 2, "R": 2, "K": 40, "V": 16}
+    sizes = {"T": 70, "R": 2, "K": 20, "V": 16}
     check(case(device, **sizes, gates=gates, gate_form=gate_form, dtype=dtype, initial_state=True))
 
 
@@ -72,11 +74,11 @@ def test_grouped_queries(device, gates):
 @pytest.mark.parametrize("gate_form", ["key", "constant"])
 @pytest.mark.parametrize(("initial_state", "dstate"), [(False, False), (True, True)])
 def test_packed_sequences_whose_rows_begin_and_end_anywhere(device, initial_state, dstate, gate_form):
-    sizes = {"lengths": (130, 0, 1, 64, 70), "padding": 12, "offset": 5, "K": 16, "V": 16}
+    sizes = {"lengths": (66, 0, 1, 64), "padding": 12, "offset": 5, "K": 16, "V": 16}
     check(case(device, **sizes, gates="-inf", gate_form=gate_form, initial_state=initial_state, dstate=dstate))
 
 
 def test_the_same_bits_every_run(device):
-    x = case(device, T=130, K=40, V=40, gates="strong", initial_state=True)
+    x = case(device, T=70, K=20, V=35, gates="strong", initial_state=True)
     first, again = (gradients(x, states(x).float().contiguous()) for _ in range(2))
     assert all(torch.equal(y, z) for y, z in zip(first, again, strict=True))

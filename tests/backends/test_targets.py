@@ -1,7 +1,8 @@
 """Compiles calls for GPUs that are not here, with the launch parameters that plans choose, and checks what they need.
 
 Each GPU has limits of shared memory, of tensor memory and of registers. A kernel that exceeds the first two cannot be
-launched. One that keeps many values on the stack is slow. `make targets` runs these tests, which take minutes.
+launched. One that keeps many values on the stack is slow. `make targets` runs these tests, which take minutes;
+`make test` runs a sample.
 
 B batch   T tokens   H heads   N sequences   K, V key and value width
 """
@@ -101,6 +102,10 @@ DO_NOT_FIT = {"H100": {"backward, float32"}}
 """Calls that do not fit a GPU. The backward of float32 at full precision has a stack of 4.7 KB on an H100."""
 
 
+SAMPLE = {("backward, K = V = 64", "B200"), ("forward", "A100"), ("attention, wide", "RTX 4090"), ("forward", "MI300X")}
+"""The calls that `make test` compiles as well."""
+
+
 def launches_of(call, target, monkeypatch):
     """Returns the launches that preparing the call compiles on the target."""
     describe, backend, sizes = CALLS[call]
@@ -142,11 +147,12 @@ def usage(asm, folder):
 def cases():
     for target in TARGETS:
         for call in CALLS:
-            marks = pytest.mark.xfail(strict=True) if call in DO_NOT_FIT.get(target, ()) else ()
+            marks = [] if (call, target) in SAMPLE else [pytest.mark.thorough]
+            if call in DO_NOT_FIT.get(target, ()):
+                marks.append(pytest.mark.xfail(strict=True))
             yield pytest.param(call, target, marks=marks)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("call", "target"), cases())
 def test_kernels_fit(call, target, monkeypatch, tmp_path):
     found = launches_of(call, TARGETS[target], monkeypatch)

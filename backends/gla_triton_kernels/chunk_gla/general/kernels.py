@@ -38,6 +38,8 @@ LEAST_BLOCK = 64
 
 LITTLE_SHARED_MEMORY = 100 * 1024
 """With fewer bytes of shared memory, no chunk is loaded ahead."""
+CHUNK_THREADS = 256
+"""Threads of a block of backward_chunks.py."""
 CHUNK_BLOCK, NARROW_CHUNK_BLOCK = 32, 16
 """The most keys and values of a block of backward_chunks.py: a thread has the registers for tiles of this width, and of
 the second where float32 is multiplied at full precision. On consumer cards from Blackwell on, the compiler spills more:
@@ -238,7 +240,7 @@ def _backward_chunks(call: OpCall, gpu: Gpu) -> GradientParameters:
         narrow = precision != "bf16" or call.gate_form in ("head", "constant")
     most = NARROW_CHUNK_BLOCK if narrow else CHUNK_BLOCK
     BK, BV = (min(most, power_of_two(call.dims[name], 16)) for name in ("K", "V"))
-    return GradientParameters(BK=BK, BV=BV, warps=8, precision=precision)
+    return GradientParameters(BK=BK, BV=BV, warps=CHUNK_THREADS // gpu.facts.lanes, precision=precision)
 
 
 def _precision(call: OpCall) -> str:
