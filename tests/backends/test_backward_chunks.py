@@ -27,7 +27,7 @@ KERNEL = dataclasses.replace(general.BACKWARD_CHUNKS, refusal=lambda call, gpu: 
 
 @pytest.fixture(autouse=True)
 def _not_on_hopper(device):
-    if gpu_of(torch.device(device)).architecture.has_wgmma:
+    if gpu_of(torch.device(device)).facts.has_wgmma:
         pytest.skip("Triton 3.6 miscompiles narrow blocks on Hopper")
 
 

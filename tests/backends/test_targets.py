@@ -153,7 +153,7 @@ def cases():
             yield pytest.param(call, target, marks=marks)
 
 
-@pytest.mark.parametrize(("call", "target"), cases())
+@pytest.mark.parametrize(("call", "target"), list(cases()))
 def test_kernels_fit(call, target, monkeypatch, tmp_path):
     found = launches_of(call, TARGETS[target], monkeypatch)
     assert found
