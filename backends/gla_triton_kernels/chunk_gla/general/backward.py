@@ -384,7 +384,11 @@ def for_gates(x, g):
 
 @triton.jit
 def sums(chosen, x, SUMS: tl.constexpr):
-    """Returns, for each row of `chosen` [C, C], the sum of the rows of x, [C, BK] or [C, 1], that it selects."""
+    """Returns, for each row of `chosen` [C, C], the sum of the rows of x, [C, BK] or [C, 1], that it selects.
+
+    `SUMS` is a precision of products, or the number of bfloat16 parts of x that are summed: two hold 16 bits of it, and
+    three hold 24. `chosen` needs no further parts.
+    """
     if x.shape[1] == 1:
         return sums_of_gates(chosen, x)
     elif SUMS == "two parts" or SUMS == "three parts":  # noqa: RET505 -- one branch is compiled

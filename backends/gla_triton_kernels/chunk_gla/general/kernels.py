@@ -230,7 +230,7 @@ def _load_backward_chunks() -> LaunchFunction:
 def _chunks_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     if gpu.facts.has_wgmma:
         return f"multiplies narrow blocks, which Triton 3.6 miscompiles on {gpu.facts.known_as}"
-    return "computes each chunk as backward.py does" if gpu.architecture is Architecture.INTERPRETED else None
+    return "is tested by itself where kernels are interpreted" if gpu.architecture is Architecture.INTERPRETED else None
 
 
 def _backward_chunks(call: OpCall, gpu: Gpu) -> GradientParameters:
@@ -276,6 +276,6 @@ BACKWARD_CHUNKS = GradientKernel(
     heads_apart=False,
     adds_pairs=False,
     partials=lambda call, parameters: (1, 1),
-    seconds=_backward_seconds,
+    seconds=_backward_seconds,  # as on segments of one chunk, since no GPU that runs it was measured
     by_chunks=True,
 )
