@@ -59,19 +59,27 @@ def general_kernels() -> Iterator[None]:
     plan = {"triton_fused": "plan_whole", "parallel_scan": "plan_cut"}[backend.name]
     ops = {
         "chunk_gla_fwd": chunk_gla.chunk_gla_fwd(by_general_kernels(getattr(forward, plan))),
-        "chunk_gla_bwd": chunk_gla.chunk_gla_bwd(by_general_kernels(getattr(gradients, plan))),
-        "chunk_gla_summary": chunk_gla.chunk_gla_summary(by_general_kernels(getattr(summary, plan))),
+        "chunk_gla_bwd": chunk_gla.chunk_gla_bwd(by_general_kernels(getattr(gradients, plan), Architecture.SM100)),
+        "chunk_gla_summary": chunk_gla.chunk_gla_summary(
+            by_general_kernels(getattr(summary, plan), Architecture.SM100)
+        ),
     }
     name = f"{backend.name}_general"
     with gla.register(replace(backend, name=name, ops={**backend.ops, **ops})), gla.use_backend(name):
         yield
 
 
-def by_general_kernels(plan: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a planning function to plan as for a GPU without the instructions of SM90's kernels, for states as well."""
+def by_general_kernels(plan: Callable[..., Any], architecture: Architecture | None = None) -> Callable[..., Any]:
+    """Wraps a planning function to take the last kernel of a role, which is general and refuses no call.
+
+    Args:
+        architecture: the architecture to plan for, in place of the GPU's own. States that another kernel reads are
+            general only if this is not SM90.
+    """
 
     def planned(call: OpCall, gpu: Gpu, *kernels: Any) -> Any:
-        return plan(call, Gpu(Architecture.SM100, gpu.multiprocessors), *kernels)
+        gpu = gpu if architecture is None else Gpu(architecture, gpu.multiprocessors)
+        return plan(call, gpu, *(each[-1:] for each in kernels))
 
     return planned
 

@@ -7,15 +7,13 @@ GPU has a folder.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import warnings
 from collections.abc import Mapping
 
 import torch
 
 from gla_core.dispatch.backend import OpCall, Reason
-from gla_triton_kernels.runtime.architecture import interpreted, why_unsuited
+from gla_triton_kernels.runtime.architecture import interpreted
 
 MAX_WIDTH = 512
 """The greatest K or V of a head whose state the kernels can keep on chip."""
@@ -42,31 +40,19 @@ def dtypes() -> frozenset[torch.dtype]:
 
 
 def refusal(call: OpCall) -> Reason | None:
-    """Returns why the kernels cannot compute a call here, or None; warns once if no GPU here can run them."""
+    """Returns why the kernels cannot compute a call here, or None."""
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton: pip install triton"
     for name in ("T", "Tq", "Tk", "columns"):
         if call.dims.get(name, 0) > MAX_LENGTH:
             return f"computes {name} up to {MAX_LENGTH}; {name} is {call.dims[name]}"
-    reason = why_unsuited() if call.device.type == "cuda" and call.assumed is None else None
-    if reason is not None:
-        _warn_once(reason)
-    return reason
-
-
-@functools.cache
-def _warn_once(reason: Reason) -> None:
-    warnings.warn(
-        f"the Triton kernels of gla-core are left out, and `auto` takes slower backends: {reason}", stacklevel=2
-    )
+    return None
 
 
 def notes() -> list[str]:
     """Returns the remarks of `gla doctor` on the kernels here."""
     if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or interpreted()):
         return []
-    if (reason := why_unsuited()) is not None:
-        return [reason]
     from gla_triton_kernels.runtime.replay import why_not_replayed
 
     reason = why_not_replayed()

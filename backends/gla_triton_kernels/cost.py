@@ -16,7 +16,7 @@ The constants of an op are named beside its formula.
 
 from __future__ import annotations
 
-from gla_core.dispatch.backend import Constants, OpCall
+from gla_core.dispatch.backend import Constants, KnownDevice, OpCall
 from gla_triton_kernels.runtime.architecture import Gpu, architecture_of
 
 
@@ -28,4 +28,5 @@ def in_all(call: OpCall, device: float, host: float) -> float:
 def gpu_of_constants(c: Constants) -> Gpu:
     """Returns the GPU that the constants of a cost model describe, in the form that plans take."""
     major, minor = divmod(round(10 * c["compute_capability"]), 10)
-    return Gpu(architecture_of(major, minor), int(c["multiprocessors"]))
+    device = KnownDevice("", int(c["multiprocessors"]), (major, minor), "NVIDIA" if major else "AMD")
+    return Gpu(architecture_of(device), device.multiprocessors)

@@ -13,12 +13,17 @@ import torch
 import gla_core as gla
 from gla_core.cli.backends import backend_row, last_line
 from gla_core.dispatch import calibration, registry
-from gla_core.dispatch.backend import Capabilities, CostModel
+from gla_core.dispatch.backend import Capabilities, CostModel, known_device
 from gla_core.dispatch.environment import VARIABLES, Environment, environment
 from gla_core.dispatch.errors import nearest
 from gla_core.dispatch.request import INVARIANT, check, current_request
 from gla_core.extras import extras, how_to_install, missing
 from gla_core.terminal import BAD, DOUBTFUL, GOOD, message, new_console, print_json, print_table, print_text
+
+WANTED = (
+    "Please open an issue with the files of `gla conformance triton_fused --device cuda --report conformance.json` "
+    "and `gla bench --json bench.json`"
+)
 
 
 def doctor(as_json: bool) -> bool:
@@ -47,6 +52,8 @@ def _print(report: dict[str, Any]) -> None:
     print_table(console, report["calibration"])
     for row in report["notes"]:
         print_text(console, f"{row['backend']}: {row['note']}")
+    for sentence in report["reports wanted"]:
+        print_text(console, sentence, DOUBTFUL)
     for limit in report["limits"]:
         print_text(console, limit, DOUBTFUL)
     for extra, requirements in report["missing extras"].items():
@@ -65,7 +72,8 @@ def _print(report: dict[str, Any]) -> None:
 def examine() -> dict[str, Any]:
     """Returns the state of this installation, as JSON values.
 
-    'problems' has a sentence for each fault, and 'limits' a sentence for each backend that cannot run on this machine.
+    'problems' has a sentence for each fault, 'limits' for each backend that cannot run on this machine, and 'reports
+    wanted' for each kind of GPU here on which the project has not run its kernels.
     """
     settings: Environment | None = None
     found: list[gla.BackendInfo] = []
@@ -87,7 +95,8 @@ def examine() -> dict[str, Any]:
         problems.append("no backend works; reinstall gla-core, which carries some, and look at GLA_BLOCK_PLUGINS")
     return {
         "versions": _versions(),
-        "devices": _devices(),
+        "devices": (devices := _devices()),
+        "reports wanted": _reports_wanted(devices),
         "variables": _variables(settings),
         "request": request,
         "backends": [backend_row(info) for info in found if info.error is None],
@@ -119,13 +128,25 @@ def _version_of(distribution: str) -> str:
 def _devices() -> list[dict[str, Any]]:
     devices: list[dict[str, Any]] = [{"device": "cpu", "threads": torch.get_num_threads()}]
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        capability = f"{found.major}.{found.minor}"
-        memory = f"{found.total_memory / 2**30:.0f} GiB"
+        found, known = torch.cuda.get_device_properties(index), known_device(torch.device("cuda", index))
         devices.append(
-            {"device": f"cuda:{index}", "name": found.name, "compute capability": capability, "memory": memory}
+            {
+                "device": f"cuda:{index}",
+                "name": found.name,
+                "compute capability": f"{found.major}.{found.minor}",
+                "memory": f"{found.total_memory / 2**30:.0f} GiB",
+                "kernels": "measured" if calibration.is_measured(known) else "compiled, not run",
+            }
         )
     return devices
+
+
+def _reports_wanted(devices: list[dict[str, Any]]) -> list[str]:
+    """Returns a sentence for each kind of GPU here on which the project has not run its kernels."""
+    names = dict.fromkeys(device["name"] for device in devices if device.get("kernels") == "compiled, not run")
+    return [
+        f"{name}: the kernels are compiled for such a GPU in tests, and were not run on one. {WANTED}" for name in names
+    ]
 
 
 def _devices_here() -> list[torch.device]:

@@ -123,11 +123,26 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class KnownDevice:
-    """A CUDA device for which a call can be explained on a machine that does not have it."""
+    """A CUDA device for which a call can be explained on a machine that does not have it.
+
+    Attributes:
+        name: the name that PyTorch gives it.
+        multiprocessors: their number.
+        compute_capability: as PyTorch reports it; for AMD GPUs, this is a version of their own.
+        vendor: "NVIDIA" or "AMD". PyTorch calls GPUs of both CUDA devices.
+    """
 
     name: str
     multiprocessors: int
     compute_capability: tuple[int, int]
+    vendor: str = "NVIDIA"
+
+
+def known_device(device: torch.device) -> KnownDevice:
+    """Returns the facts of a CUDA device of this machine."""
+    found = torch.cuda.get_device_properties(device)
+    vendor = "NVIDIA" if torch.version.hip is None else "AMD"
+    return KnownDevice(found.name, found.multi_processor_count, (found.major, found.minor), vendor)
 
 
 ALIGNMENT = 16
@@ -773,9 +788,9 @@ class CostModel:
     launches. It receives the call and the constants of the call's op on its device. These are the constants that
     `gla calibrate` has measured on this machine. If there are none, they are the constants shipped for that kind of
     device. On a CUDA device that nobody has measured, they are the constants shipped for an NVIDIA H200. The core adds
-    `multiprocessors` (1 on a CPU) and `compute_capability` (9.0 for (9, 0), 0.0 on a CPU) to them. In a CUDA graph
-    (`call.capturing`) the host's time does not count. There is no prediction if a formula raises, or returns None or a
-    number that is negative or not finite.
+    `multiprocessors` (1 on a CPU) and `compute_capability` (9.0 for (9, 0); 0.0 on a CPU and on AMD GPUs) to them. In a
+    CUDA graph (`call.capturing`) the host's time does not count. There is no prediction if a formula raises, or returns
+    None or a number that is negative or not finite.
 
     Attributes:
         formula: takes an `OpCall` and the constants, returns seconds.

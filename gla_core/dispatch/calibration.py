@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from gla_core.dispatch import registry
-from gla_core.dispatch.backend import Backend, Constants, CostModel, KnownDevice, OpCall, is_constant
+from gla_core.dispatch.backend import Backend, Constants, CostModel, KnownDevice, OpCall, is_constant, known_device
 from gla_core.dispatch.environment import environment
 from gla_core.files import write_json
 
@@ -102,6 +102,12 @@ def device_kind(device: torch.device) -> str:
     return _device(device)[0]
 
 
+def is_measured(device: KnownDevice) -> bool:
+    """Returns whether the project's figures were measured on a GPU of the generation of this one."""
+    kind = (device.vendor, device.compute_capability)
+    return any((known.vendor, known.compute_capability) == kind for known in KNOWN_DEVICES.values())
+
+
 def device_facts(device: torch.device) -> Constants:
     """Returns the facts about a device that formulas receive beside the constants."""
     return _device(device)[1]
@@ -111,12 +117,11 @@ def device_facts(device: torch.device) -> Constants:
 def _device(device: torch.device) -> tuple[str, Constants]:
     if device.type != "cuda":
         return device.type, {"multiprocessors": 1.0, "compute_capability": 0.0}
-    found = torch.cuda.get_device_properties(device)
-    return _described(KnownDevice(found.name, found.multi_processor_count, (found.major, found.minor)))
+    return _described(known_device(device))
 
 
 def _described(device: KnownDevice) -> tuple[str, Constants]:
-    major, minor = device.compute_capability
+    major, minor = device.compute_capability if device.vendor == "NVIDIA" else (0, 0)
     facts = {"multiprocessors": float(device.multiprocessors), "compute_capability": major + minor / 10}
     return device.name, facts
 

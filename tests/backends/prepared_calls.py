@@ -15,6 +15,8 @@ from gla_core.dispatch.backend import KnownDevice, OpCall, Prepared
 from gla_core.ops import ABSTRACT_OPS
 
 Prepare = Callable[[OpCall], Callable[..., Any]]
+AMD_STEPPINGS = {(9, 4): 2, (9, 5): 0}
+"""The last digit of the architectures gfx942 and gfx950, by their compute capabilities in PyTorch."""
 
 
 def described(op: str, *arguments: Any) -> OpCall:
@@ -39,18 +41,22 @@ def preparing(backend: str, op: str) -> Prepare:
 
 
 class Absent:
-    """Takes the place of Triton's driver: a device of a compute capability, for which kernels are only compiled."""
+    """Takes the place of Triton's driver: a device for which kernels are only compiled."""
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    def __init__(self, device: KnownDevice) -> None:
         from triton.backends.compiler import GPUTarget
 
-        self.target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+        major, minor = device.compute_capability
+        if device.vendor == "AMD":
+            self.target = GPUTarget("hip", f"gfx{major}{minor}{AMD_STEPPINGS[major, minor]}", 64)
+        else:
+            self.target = GPUTarget("cuda", 10 * major + minor, 32)
 
     def get_current_target(self) -> Any:
         return self.target
 
     def get_current_device(self) -> int:
-        return 1000 + self.target.arch  # Triton's caches are per device number
+        return 1000 + abs(hash(self.target)) % 10**6  # Triton's caches are per device number
 
     def get_current_stream(self, _device: int) -> int:
         return 0
@@ -69,7 +75,7 @@ def launches_on(
     from gla_triton_kernels.runtime import prepared
 
     made: list[Any] = []
-    monkeypatch.setattr(driver, "_active", Absent(device.compute_capability))
+    monkeypatch.setattr(driver, "_active", Absent(device))
     monkeypatch.setattr(prepared, "on_device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(prepared, "compile_launches", made.extend)
     call = dataclasses.replace(described(op, *arguments), float32_matmul_precision=precision)

@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 
-from gla_core.conformance.calls import heads_first, with_room
+from gla_core.conformance.calls import heads_first, output_shape, with_room
 from gla_core.conformance.tolerances import GRADIENT, relative_error
 from gla_core.dispatch.backend import CHUNK
 from gla_core.workloads.inputs import GATES, GlaInputs, gla_inputs
@@ -42,8 +42,8 @@ def case(device, *, dstate=True, offset=0, **sizes):
     """Returns a random case; the first packed sequence begins at row `offset`."""
     x = gla_inputs(device=device, **{"B": 1, "H": 1, "gate_dtype": torch.float32, **sizes})
     given = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
-    (N, T, Hq, K), (H, V) = x.q.shape, x.v.shape[2:]
-    do = torch.randn(N, T, Hq, V, device=device).to(x.q.dtype)
+    (N, K), (H, V) = x.q.shape[::3], x.v.shape[2:]
+    do = torch.randn(output_shape(x.q, x.v), device=device).to(x.q.dtype)
     if x.cu_seqlens is not None:
         given["cu_seqlens"], N = x.cu_seqlens + offset, len(x.cu_seqlens) - 1
     return Case(**given, do=do, dstate=torch.randn(N, H, K, V, device=device) if dstate else None)

@@ -183,11 +183,14 @@ def test_segments_of_an_invariant_call_are_blocks_as_well(B, T, BV):
     ids=str,
 )
 def test_parameters_of_the_general_kernel(changes, C, BV, warps, stages):
-    plan = one_pass(Gpu(Architecture.SM80, 108), **changes)
-    found = plan.parameters
-    assert (found.C, found.BV, found.warps, found.stages) == (C, BV, warps, stages)
-    little = one_pass(Gpu(Architecture.SM86, 84), **changes)
-    assert little == dataclasses.replace(plan, parameters=dataclasses.replace(found, C=min(C, 32), stages=1))
+    hopper, a100, rtx_3090 = (
+        general.FORWARD.parameters(call_of(**changes), Gpu(Architecture[name], 132), call_of(**changes).dims["N"])
+        for name in ("SM90", "SM80", "SM86")
+    )
+    assert (hopper.C, hopper.BV, hopper.warps, hopper.stages) == (C, BV, warps, stages)
+    smaller = {"C": min(C, 32), "BV": min(BV, 64), "keys_first": False, "tma": False}
+    assert a100 == dataclasses.replace(hopper, **smaller)
+    assert rtx_3090 == dataclasses.replace(a100, stages=1)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,6 @@ def whole(call, gpu=H200):
         ({"aligned": False}, H200),
         ({"K": 37}, H200),  # rows of q may be padded to multiples of 16 bytes, rows of dq are not
         ({"V": 100}, H200),
-        ({}, A100),
     ],
 )
 def test_the_general_kernel_takes_what_the_one_for_sm90_does_not(changes, gpu):
@@ -56,6 +55,19 @@ def test_the_general_kernel_takes_what_the_one_for_sm90_does_not(changes, gpu):
     plan = whole(call(**changes), gpu)
     assert plan.gradients is general.BACKWARD
     assert plan.parameters.BK >= 64 <= plan.parameters.BV
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": torch.float32}, {"Hq": 8}, {"K": 512, "V": 512}], ids=str)
+@pytest.mark.parametrize(
+    "architecture", [a for a in Architecture if a.name not in ("SM90", "INTERPRETED")], ids=lambda a: a.name
+)
+def test_chunks_side_by_side_where_products_take_operands_from_registers(architecture, changes):
+    described, gpu = call(**changes), Gpu(architecture, 108)
+    plan = whole(described, gpu)
+    assert plan.gradients is general.BACKWARD_CHUNKS
+    assert plan.leaving.length == CHUNK  # the gradient of the state that leaves each chunk is in memory
+    assert backward.plan_cut(described, gpu) == [(described, plan)]
+    assert max(plan.parameters.BK, plan.parameters.BV) <= general.CHUNK_BLOCK
 
 
 @pytest.mark.parametrize("width", ["K", "V"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,6 +104,28 @@ def test_a_gpu_that_is_too_old(monkeypatch, of_a_gpu, capability, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert [line for line in doctor.limits() if "of_a_gpu" in line or "anywhere" in line] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "hip", "kernels"),
+    [
+        ("NVIDIA H100 PCIe", (9, 0), None, "measured"),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), None, "compiled, not run"),
+        ("AMD Instinct MI300X", (9, 4), "6.4.0", "compiled, not run"),
+        ("AMD Instinct MI250X", (9, 0), "6.4.0", "compiled, not run"),
+    ],
+)
+def test_a_gpu_on_which_nothing_was_run_is_named_and_reports_are_asked_for(monkeypatch, name, capability, hip, kernels):
+    major, minor = capability
+    found = SimpleNamespace(name=name, multi_processor_count=8, major=major, minor=minor, total_memory=2**36)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    report = doctor.examine()
+    assert [device.get("kernels") for device in report["devices"]] == [None, kernels, kernels]
+    asked = [f"{name}: the kernels are compiled for such a GPU in tests, and were not run on one. {doctor.WANTED}"]
+    assert report["reports wanted"] == (asked if kernels == "compiled, not run" else [])
 
 
 def test_extras_that_are_missing(run, monkeypatch):

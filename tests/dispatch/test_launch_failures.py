@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gla_core as gla
-import gla_triton_kernels
-from gla_core.dispatch.backend import OP_PARAMETERS, Backend, LaunchError, OpCall, Prepared
-from gla_core.dispatch.request import current_request
-from gla_core.dispatch.selection import select
+from gla_core.dispatch import calibration
+from gla_core.dispatch.backend import Backend, LaunchError, Prepared, known_device
+from gla_triton_kernels.cost import gpu_of_constants
+from gla_triton_kernels.runtime.architecture import Architecture, Gpu, gpu_of
 
 pytestmark = pytest.mark.usefixtures("only_reference")
 
@@ -248,31 +248,31 @@ def test_when_none_can_prepare_the_error_holds_every_failure(preparing, x, monke
     assert (one.prepared, two.prepared) == (1, 1)
 
 
-# ---- GPUs that the kernels do not support
+# ---- AMD GPUs
 
 
 @pytest.fixture
 def amd_gpu(monkeypatch):
     """Makes PyTorch look like a build for AMD GPUs that sees an MI300X."""
-    pytest.importorskip("triton")
+    found = SimpleNamespace(name="AMD Instinct MI300X", multi_processor_count=304, major=9, minor=4)
     monkeypatch.setattr(torch.version, "hip", "6.4.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 4))
-    gla_triton_kernels._warn_once.cache_clear()
-    yield
-    gla_triton_kernels._warn_once.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _=None: found)
+    gpu_of.cache_clear()
+    yield found
+    gpu_of.cache_clear()
 
 
-def test_on_an_amd_gpu_auto_takes_the_reference_with_one_warning(amd_gpu, monkeypatch):
-    monkeypatch.delenv("GLA_BLOCK_PLUGINS")
-    gla.reload_environment()
-    sizes = dict.fromkeys(("B", "T", "Tq", "Tk", "N", "P", "H", "Hq", "Hv", "K", "V", "rows", "columns"), 8)
-    calls = [OpCall(op=op, device=torch.device("cuda", 0), dtype=torch.bfloat16, dims=sizes) for op in OP_PARAMETERS]
-    chosen = []
-    caught = warnings_of(lambda: chosen.extend(select(call, current_request("auto")).name for call in calls * 2))
-    assert chosen == ["reference"] * 2 * len(calls)
-    reason = "needs an NVIDIA GPU; this PyTorch is built for AMD GPUs (ROCm 6.4.0)"
-    assert caught == [f"the Triton kernels of gla-core are left out, and `auto` takes slower backends: {reason}"]
-    for name in ("triton_fused", "parallel_scan"):
-        with pytest.raises(gla.NoBackendError, match=re.escape(f"{name}: {reason}")):
-            select(calls[0], current_request(name))
+def test_an_amd_gpu_is_not_taken_for_hopper(amd_gpu, monkeypatch):
+    """PyTorch reports compute capability 9.4 for it."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert known_device(torch.device("cuda", 0)).vendor == "AMD"
+    assert gpu_of(torch.device("cuda", 0)) == Gpu(Architecture.AMD, 304)
+    monkeypatch.setattr(torch.version, "hip", None)
+    gpu_of.cache_clear()
+    assert gpu_of(torch.device("cuda", 0)) == Gpu(Architecture.SM90, 304)
+
+
+def test_cost_models_know_an_amd_gpu_by_the_compute_capability_of_none(amd_gpu):
+    found = calibration._described(known_device(torch.device("cuda", 0)))
+    assert found == ("AMD Instinct MI300X", {"multiprocessors": 304.0, "compute_capability": 0.0})
+    assert gpu_of_constants(found[1]) == Gpu(Architecture.AMD, 304)

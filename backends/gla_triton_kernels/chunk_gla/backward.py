@@ -38,7 +38,13 @@ if TYPE_CHECKING:
     from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
     from gla_triton_kernels.runtime.launch import Launch
 
-KERNELS: Sequence[GradientKernel] = (sm90.BACKWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_HEAD, general.BACKWARD)
+KERNELS: Sequence[GradientKernel] = (
+    sm90.BACKWARD_WIDE,
+    sm90.BACKWARD,
+    sm90.BACKWARD_HEAD,
+    general.BACKWARD_CHUNKS,
+    general.BACKWARD,
+)
 """The kernels that compute gradients, best first."""
 
 Plans = list[tuple[OpCall, BackwardPlan]]
@@ -57,9 +63,11 @@ def plan_whole(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNE
 
 def plan_cut(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel] = KERNELS) -> Plans:
     """Plans a call whose sequences are cut into segments, unless this takes longer on the device."""
+    kernel = first_able(kernels, call, gpu)
+    if kernel.by_chunks:
+        return plan_whole(call, gpu, kernels)
     if call.gate_form == "constant":  # all rows add to the gradient of such a gate, so one plan computes them
         return [(call, _segments(call, gpu, kernels))]
-    kernel = first_able(kernels, call, gpu)
     return by_rows(
         call,
         gpu,
@@ -79,7 +87,8 @@ def blocks_of(call: OpCall, gpu: Gpu, kernel: GradientKernel, x: GradientParamet
 
 def _whole(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> BackwardPlan:
     kernel = first_able(kernels, call, gpu)
-    return BackwardPlan(kernel, kernel.parameters(call, gpu), _entering(call, gpu))
+    leaving = states_of_segments(call, gpu, CHUNK, CHUNK) if kernel.by_chunks else None
+    return BackwardPlan(kernel, kernel.parameters(call, gpu), _entering(call, gpu), leaving)
 
 
 def _segments(call: OpCall, gpu: Gpu, kernels: Sequence[GradientKernel]) -> BackwardPlan:

@@ -133,7 +133,7 @@ def segments_before(
 ) -> SegmentPlan:
     """Plans the states that enter segments for `kernel`, which computes the outputs; see `SegmentPlan`."""
     states = kernel.states
-    overlap = gpu.architecture.overlaps_kernels
+    overlap = gpu.facts.overlaps_kernels
     return SegmentPlan(length, uncut, states, states.parameters(call, gpu, length, parameters), overlap)
 
 

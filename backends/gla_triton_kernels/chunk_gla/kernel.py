@@ -43,6 +43,7 @@ class Parameters:
         tma: whether TMA moves tiles; otherwise they are moved through pointers.
         triangle: whether a product with a triangle sums the gates; otherwise a scan does.
         keys_first: whether the keys of the state are the rows of the matrix instruction; otherwise its values are.
+        precision: precision of products of float32 operands, "tf32" or "ieee".
     """
 
     C: int
@@ -55,6 +56,7 @@ class Parameters:
     tma: bool = False
     triangle: bool = False
     keys_first: bool = False
+    precision: str = "tf32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +200,8 @@ class GradientKernel(Kernel):
         seconds: takes a call, the parameters, the segments, the bytes that are moved, and constants; returns the
             seconds of each launch.
         layouts: number of launches that lay out packed sequences for the kernel.
+        by_chunks: whether the kernel computes all chunks side by side. It is given the gradients of the states that
+            leave them.
     """
 
     parameters: Callable[[OpCall, Gpu], GradientParameters]
@@ -206,6 +210,7 @@ class GradientKernel(Kernel):
     partials: Callable[[OpCall, GradientParameters], tuple[int, int]]
     seconds: Callable[[OpCall, GradientParameters, Cut, float, Constants], list[float]]
     layouts: int = 1
+    by_chunks: bool = False
 
 
 def partials_of_blocks(call: OpCall, x: GradientParameters) -> tuple[int, int]:

@@ -31,7 +31,7 @@ def form_of(shape: tuple[int, ...]) -> str:
 
 def seen_width(width: int, dtype: torch.dtype, gpu: Gpu) -> int:
     """Returns the key or value width that kernels see."""
-    specialised = gpu.architecture.has_wgmma and dtype in (torch.bfloat16, torch.float16)
+    specialised = gpu.facts.has_wgmma and dtype in (torch.bfloat16, torch.float16)
     return ceil_div(width, WIDTH_UNIT) * WIDTH_UNIT if specialised else width
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gla_core.dispatch.backend import OpCall
 from gla_triton_kernels.online_softmax import one_pass, splits
 from gla_triton_kernels.online_softmax.rows import needs_copy
-from gla_triton_kernels.runtime.architecture import gpu_of_call
+from gla_triton_kernels.runtime.architecture import Gpu, gpu_of_call
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.prepared import Launches, rehearsed
 
@@ -23,20 +23,19 @@ def prepare_one_pass(call: OpCall) -> Callable[..., Tensor]:
 
 def prepare_splits(call: OpCall) -> Callable[..., Tensor]:
     """Prepares a call in which several blocks compute splits of each row."""
-    gpu = gpu_of_call(call)
-    return _prepare(call, lambda x, y, dim: splits.launch_softmax(x, y, dim, gpu))
+    return _prepare(call, splits.launch_softmax)
 
 
-def _prepare(call: OpCall, launch: Callable[[Tensor, Tensor, int], list[Launch]]) -> Callable[..., Tensor]:
+def _prepare(call: OpCall, launch: Callable[[Tensor, Tensor, int, Gpu], list[Launch]]) -> Callable[..., Tensor]:
     """Compiles the kernels of a call, and returns the function that computes calls like it.
 
     Raises:
         LaunchError: a kernel does not compile for this device, or does not fit it.
     """
-    layout, dim = call.layouts["x"], call.scalars["dim"]
+    layout, dim, gpu = call.layouts["x"], call.scalars["dim"], gpu_of_call(call)
     x: Any = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")
     copied = needs_copy(x, torch.empty_like(x, memory_format=torch.contiguous_format), dim)
-    launched = Launches(call.device, lambda tensors: launch(tensors[0], tensors[1], dim))
+    launched = Launches(call.device, lambda tensors: launch(tensors[0], tensors[1], dim, gpu))
 
     def run(x: Tensor, dim: int) -> Tensor:
         y = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -20,13 +20,14 @@ from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.online_softmax.plan import Kernel, plan_one_pass
 from gla_triton_kernels.online_softmax.rows import rows_of
 from gla_triton_kernels.online_softmax.sweep import maximum_and_sum, rows_of_tile
+from gla_triton_kernels.runtime.architecture import Gpu
 from gla_triton_kernels.runtime.launch import Launch
 
 EDGE = tl.constexpr(2048)
 """The number of columns of a tile at the end of a row whose other tiles are aligned."""
 
 
-def launch_softmax(x: Tensor, y: Tensor, dim: int) -> list[Launch]:
+def launch_softmax(x: Tensor, y: Tensor, dim: int, gpu: Gpu) -> list[Launch]:
     """Returns the launch that writes the softmax of x to y."""
     rows = rows_of(x, y, dim)
     D0, D1, R, N, _, itemsize = rows
@@ -42,7 +43,10 @@ def launch_softmax(x: Tensor, y: Tensor, dim: int) -> list[Launch]:
         ),
     }[kernel]
     grid = (ceil_div(R, BR) * D1 * D0, 1, 1)
-    return [Launch(function, grid, arguments, {"num_warps": warps, "maxnreg": registers})]
+    options = {"num_warps": max(1, warps * 32 // gpu.facts.lanes)}  # a block has the same number of threads everywhere
+    if registers is not None and gpu.facts.limits_registers:
+        options["maxnreg"] = registers
+    return [Launch(function, grid, arguments, options)]
 
 
 @triton.jit(do_not_specialize=["D1"])

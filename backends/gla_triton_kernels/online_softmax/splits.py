@@ -30,7 +30,7 @@ from gla_triton_kernels.online_softmax.plan import plan_splits
 from gla_triton_kernels.online_softmax.rows import rows_of
 from gla_triton_kernels.online_softmax.sweep import LOWEST, maximum_and_sum, merge, rows_of_tile
 from gla_triton_kernels.runtime.architecture import Gpu
-from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.launch import Launch, overlapping
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 
@@ -39,7 +39,7 @@ def launch_softmax(x: Tensor, y: Tensor, dim: int, gpu: Gpu) -> list[Launch]:
     rows = rows_of(x, y, dim)
     sums, writes = plan_splits(rows, gpu)
     D0, D1, R, N, *_ = rows
-    P, overlaps = sums.programs, gpu.architecture.overlaps_kernels
+    P, overlaps = sums.programs, gpu.facts.overlaps_kernels
     m, z = (torch.empty(D0 * D1 * R, P, dtype=torch.float32, device=x.device) for _ in range(2))
 
     grid = (D0 * D1 * ceil_div(R, sums.BR) * P, 1, 1)
@@ -78,7 +78,7 @@ def launch_softmax(x: Tensor, y: Tensor, dim: int, gpu: Gpu) -> list[Launch]:
         "BP": power_of_two(P),
         "OVERLAPS": overlaps,
     }
-    options = {"num_warps": writes.warps, "launch_pdl": overlaps}
+    options = {"num_warps": writes.warps, **overlapping(overlaps)}
     written = Launch(_write, grid, arguments, options)
     return [summed, written]
 

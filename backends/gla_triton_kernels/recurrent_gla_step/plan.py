@@ -38,7 +38,7 @@ def plan(call: OpCall, gpu: Gpu) -> Plan:
     B, Hv, K, V = (call.dims[name] for name in ("B", "Hv", "K", "V"))
     itemsize = 4 if call.state_dtype is None else call.state_dtype.itemsize
     BK, columns = power_of_two(K), power_of_two(V)
-    overlaps = gpu.architecture.overlaps_kernels
+    overlaps = gpu.facts.overlaps_kernels
     wide = min(columns, (256 if BK <= 256 else 128) // itemsize)
     if call.batch_invariant is None and B * Hv * (columns // wide) >= FULL * gpu.multiprocessors:
         return Plan(BK, wide, 4 if BK <= 128 else 8, overlaps)

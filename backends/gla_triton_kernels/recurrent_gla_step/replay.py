@@ -37,7 +37,7 @@ from gla_core.dispatch.backend import OpCall, ceil_div
 from gla_triton_kernels.recurrent_gla_step.plan import Plan, plan
 from gla_triton_kernels.recurrent_gla_step.tokens import decayed, load_gates, locate, strides, write_outputs
 from gla_triton_kernels.runtime.architecture import gpu_of_call
-from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.launch import Launch, overlapping
 from gla_triton_kernels.runtime.prepared import Launches, rehearsed
 from gla_triton_kernels.slots import is_slot
 
@@ -154,7 +154,7 @@ def launch_replay(plan: Plan, tensors: Tensors, scale: float, pad_slot: int, nor
         "BV": plan.BV,
         "OVERLAPS": plan.overlaps,
     }
-    options = {"num_warps": plan.warps, "launch_pdl": plan.overlaps}
+    options = {"num_warps": plan.warps, **overlapping(plan.overlaps)}
     return [Launch(_recurrent_gla_replay, (N * Hv * ceil_div(V, plan.BV), 1, 1), arguments, options)]
 
 

@@ -22,7 +22,7 @@ from gla_core.dispatch.backend import OpCall, ceil_div, new_state
 from gla_triton_kernels.gates import log_gates
 from gla_triton_kernels.recurrent_gla_step.plan import Plan, plan
 from gla_triton_kernels.runtime.architecture import gpu_of_call
-from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.launch import Launch, overlapping
 from gla_triton_kernels.runtime.prepared import Launches, rehearsed
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor]
@@ -97,7 +97,7 @@ def launch_step(plan: Plan, tensors: Tensors, scale: float, normalizer: int | No
         "BV": plan.BV,
         "OVERLAPS": plan.overlaps,
     }
-    options = {"num_warps": plan.warps, "launch_pdl": plan.overlaps}
+    options = {"num_warps": plan.warps, **overlapping(plan.overlaps)}
     return [Launch(_recurrent_gla_step, (B * Hv * ceil_div(V, plan.BV), 1, 1), arguments, options)]
 
 

@@ -1,4 +1,4 @@
-"""Names the kinds of GPU that the kernels run on; no other module knows compute capabilities. Imports no Triton."""
+"""Describes the kinds of GPU that the kernels run on; no other module knows compute capabilities. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -9,33 +9,52 @@ from typing import NamedTuple
 
 import torch
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import KnownDevice, OpCall, known_device
+
+KiB = 1024
 
 
-class Architecture(enum.Enum):
-    """Kinds of GPU between which kernels differ, oldest first, each with its abilities.
+class Facts(NamedTuple):
+    """The facts of a kind of GPU by which plans choose kernels and launch parameters.
 
     Attributes:
         known_as: name in messages.
+        shared_memory: bytes of shared memory that a block may have.
+        tensor_memory: columns of tensor memory, in which the products of a block accumulate; 0 if there is none.
+        lanes: threads of a warp.
         has_tma: whether the copy engine addresses tensors by maps.
         has_wgmma: whether warpgroups multiply matrices, which kernels with specialised warps require.
-        overlaps_kernels: whether a kernel may be launched while its predecessor ends (programmatic dependent launch).
-        has_little_shared_memory: whether a block has less than the 163 KiB of an A100.
+        has_tf32: whether the compiler multiplies float32 matrices in TF32.
+        overlaps_kernels: whether a kernel may be launched while its predecessor ends (the launch option `launch_pdl`).
+        limits_registers: whether the compiler takes the launch option `maxnreg`.
     """
 
-    INTERPRETED = ("interpreted", False, False, False, False)
-    SM80 = ("A100", False, False, False, False)
-    SM86 = ("consumer cards before Blackwell", False, False, False, True)
-    SM90 = ("Hopper", True, True, True, False)
-    SM100 = ("Blackwell", True, False, True, False)
-    SM120 = ("consumer cards from Blackwell on", True, False, True, True)
+    known_as: str
+    shared_memory: int
+    tensor_memory: int = 0
+    lanes: int = 32
+    has_tma: bool = False
+    has_wgmma: bool = False
+    has_tf32: bool = True
+    overlaps_kernels: bool = False
+    limits_registers: bool = True
 
-    def __init__(self, known_as: str, tma: bool, wgmma: bool, overlaps: bool, little_shared_memory: bool) -> None:
-        self.known_as = known_as
-        self.has_tma = tma
-        self.has_wgmma = wgmma
-        self.overlaps_kernels = overlaps
-        self.has_little_shared_memory = little_shared_memory
+
+class Architecture(enum.Enum):
+    """Kinds of GPU between which kernels differ, oldest first; the value of each is its `Facts`."""
+
+    INTERPRETED = Facts("interpreted", 227 * KiB)
+    SM80 = Facts("A100", 163 * KiB)
+    SM86 = Facts("consumer cards before Blackwell", 99 * KiB)
+    SM90 = Facts("Hopper", 227 * KiB, has_tma=True, has_wgmma=True, overlaps_kernels=True)
+    SM100 = Facts("Blackwell", 227 * KiB, tensor_memory=512, has_tma=True, overlaps_kernels=True)
+    SM120 = Facts("consumer cards from Blackwell on", 99 * KiB, has_tma=True, overlaps_kernels=True)
+    AMD = Facts("AMD", 64 * KiB, lanes=64, has_tf32=False, limits_registers=False)
+
+    @property
+    def facts(self) -> Facts:
+        """The facts of this kind of GPU."""
+        return self.value
 
 
 class Gpu(NamedTuple):
@@ -44,27 +63,28 @@ class Gpu(NamedTuple):
     architecture: Architecture
     multiprocessors: int
 
+    @property
+    def facts(self) -> Facts:
+        """The facts of the GPU's kind."""
+        return self.architecture.facts
+
 
 def interpreted() -> bool:
     """Returns whether Triton interprets its kernels, for tests: slowly, on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def architecture_of(major: int, minor: int) -> Architecture:
-    """Returns the architecture of an NVIDIA GPU from its compute capability, which is 8.0 or later."""
+def architecture_of(device: KnownDevice) -> Architecture:
+    """Returns the architecture of an AMD GPU, or of an NVIDIA GPU of compute capability 8.0 or later.
+
+    PyTorch reports versions of AMD GPUs as compute capabilities: 9.4 for an MI300X, which is no Hopper.
+    """
+    major, minor = device.compute_capability
+    if device.vendor == "AMD":
+        return Architecture.AMD
     if major == 8:
         return Architecture.SM86 if minor in (6, 9) else Architecture.SM80
     return Architecture.SM90 if major == 9 else Architecture.SM100 if major < 12 else Architecture.SM120
-
-
-def why_unsuited() -> str | None:
-    """Returns why no CUDA device of this PyTorch can run the kernels, whatever its compute capability; None if one may.
-
-    PyTorch for AMD GPUs also calls them CUDA devices, and reports their own versions as compute capabilities.
-    """
-    if torch.version.hip is None or interpreted():
-        return None
-    return f"needs an NVIDIA GPU; this PyTorch is built for AMD GPUs (ROCm {torch.version.hip})"
 
 
 @functools.cache
@@ -72,9 +92,8 @@ def gpu_of(device: torch.device) -> Gpu:
     """Returns the facts of a device; a CPU, where kernels are interpreted, has one multiprocessor."""
     if device.type != "cuda":
         return Gpu(Architecture.INTERPRETED, 1)
-    found = torch.cuda.get_device_properties(device)
-    architecture = Architecture.INTERPRETED if interpreted() else architecture_of(found.major, found.minor)
-    return Gpu(architecture, found.multi_processor_count)
+    found = known_device(device)
+    return Gpu(Architecture.INTERPRETED if interpreted() else architecture_of(found), found.multiprocessors)
 
 
 def tf32_allowed() -> bool:
@@ -86,4 +105,4 @@ def gpu_of_call(call: OpCall) -> Gpu:
     """Returns the GPU that a call assumes, or the GPU of its device if it assumes none."""
     if call.assumed is None:
         return gpu_of(call.device)
-    return Gpu(architecture_of(*call.assumed.compute_capability), call.assumed.multiprocessors)
+    return Gpu(architecture_of(call.assumed), call.assumed.multiprocessors)

@@ -68,6 +68,11 @@ def strides_of(letter: str, x: Tensor | None) -> dict[str, int]:
     return {f"stride_{letter}b": b, f"stride_{letter}t": t, f"stride_{letter}h": h}
 
 
+def overlapping(overlaps: bool) -> dict[str, bool]:
+    """Returns the option by which a kernel starts while its predecessor ends; not all compilers know its name."""
+    return {"launch_pdl": True} if overlaps else {}
+
+
 def start(launches: Sequence[Launch]) -> None:
     """Makes launches in order.
 

@@ -50,7 +50,7 @@ class Plan:
         warps: number of warps of a program, or of a warpgroup if warps are specialised.
         stages: number of blocks of keys that are prefetched at a time.
         tma: whether TMA loads keys and values; otherwise the kernel loads them through pointers.
-        exact: whether float32 is multiplied as float32; otherwise as TF32.
+        exact: whether float32 is multiplied as float32; otherwise as TF32, which not every GPU has.
         registers: the most registers of a thread, or None for no limit.
         split: number of keys of a split, a multiple of BT; None if one program attends to all keys.
     """
@@ -84,6 +84,8 @@ def is_causal(call: OpCall) -> bool:
 TILES_16_BIT = {64: (64, 128, 4), 128: (128, 64, 4), 256: (128, 64, 8), 512: (64, 32, 8)}
 TILES_TF32 = {64: (64, 64, 4), 128: (64, 32, 4), 256: (16, 16, 8), 512: (16, 16, 8)}
 TILES_FLOAT32 = {64: (32, 32, 4), 128: (32, 16, 8), 256: (16, 16, 8), 512: (16, 16, 8)}
+LEAST_TILE = 16
+"""The fewest rows and keys of a tile."""
 WGMMA_ROWS = 64
 """Rows of a warpgroup, the fewest that wgmma multiplies. With up to 64 queries, one of two warpgroups would be idle."""
 
@@ -102,8 +104,8 @@ def _load_sm90() -> Callable[..., list[Launch]]:
 
 def _sm90_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     Tq, K, V = (call.dims[name] for name in ("Tq", "K", "V"))
-    if not gpu.architecture.has_wgmma:
-        return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.architecture.known_as}"
+    if not gpu.facts.has_wgmma:
+        return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.facts.known_as}"
     if call.dtype not in (torch.float16, torch.bfloat16):
         return f"computes float16 and bfloat16; q is {str(call.dtype).removeprefix('torch.')}"
     if not are_addressable(call, "qkv") or V % 8:  # rows of o of 16 bytes
@@ -157,17 +159,28 @@ def _sm90(K: int, V: int) -> Plan:
 def _general(call: OpCall, gpu: Gpu) -> Plan:
     Tq, H, Hq, K, V = (call.dims[name] for name in ("Tq", "H", "Hq", "K", "V"))
     rows, width = Tq * (Hq // max(H, 1)), power_of_two(max(K, V), 64)
-    exact = call.dtype == torch.float32 and call.float32_matmul_precision == "highest"
+    in_tf32 = gpu.facts.has_tf32 and call.float32_matmul_precision != "highest"
+    exact = call.dtype == torch.float32 and not in_tf32
     tiles = TILES_FLOAT32 if exact else TILES_TF32 if call.dtype == torch.float32 else TILES_16_BIT
     BR, BT, warps = tiles[width]
-    if width > 128 and not gpu.architecture.has_tma:  # less shared memory
-        BT = max(16, BT // 2)
+    BR, BT = _in_shared_memory(BR, BT, width * call.dtype.itemsize, gpu)
     if rows < BR:
         BR, warps = power_of_two(rows, 16), min(warps, 4)
-    tma = gpu.architecture.has_tma and call.dtype != torch.float32 and are_addressable(call, "kv")
+    tma = gpu.facts.has_tma and call.dtype != torch.float32 and are_addressable(call, "kv")
     # Triton 3.6 on Hopper miscompiles blocks of pointers with V up to 32 and K above 32, so BK equals BV there.
     BK, BV = (power_of_two(K, 16), power_of_two(V, 16)) if tma else (width, width)
-    return Plan(kernel=GENERAL, BR=BR, BT=BT, BK=BK, BV=BV, warps=warps, tma=tma, exact=exact)
+    return Plan(kernel=GENERAL, BR=BR, BT=BT, BK=BK, BV=BV, warps=warps, tma=tma, exact=exact or not gpu.facts.has_tf32)
+
+
+def _in_shared_memory(BR: int, BT: int, row: int, gpu: Gpu) -> tuple[int, int]:
+    """Returns BR and BT, halved until a tile of queries and two blocks of keys and of values have room.
+
+    Args:
+        row: bytes of a row of a tile.
+    """
+    while (BR + 2 * 2 * BT) * row > gpu.facts.shared_memory and max(BR, BT) > LEAST_TILE:
+        BR, BT = (BR // 2, BT) if max(2 * BT, LEAST_TILE) < BR or BT == LEAST_TILE else (BR, BT // 2)
+    return BR, BT
 
 
 # ---- keys in splits

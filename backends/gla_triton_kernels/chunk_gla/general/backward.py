@@ -108,7 +108,7 @@ def launch_gradients(
     Hv, V = x.v.shape[2:]
     blocks_k, blocks_v = ceil_div(K, kernel.BK), ceil_div(V, kernel.BV)
     dq, dk = (partials.parts_of(y, blocks_v) for y in (x.dq, x.dk))
-    dg, sum_gates = _gate_gradients(x.dg, segments.count, blocks_k, blocks_v)
+    dg, sum_gates = gate_gradients(x.dg, segments.count, blocks_k, blocks_v)
     dv = partials.parts_of(x.dv, blocks_k)
     precision = "ieee" if interpreted() else kernel.precision  # the interpreter does not split operands
     arguments = {
@@ -154,7 +154,7 @@ def launch_gradients(
     return [computed, *partials.launch_partial_sums((dq, dk, dv), (x.dq, x.dk, x.dv)), *sum_gates]
 
 
-def _gate_gradients(
+def gate_gradients(
     dg: Tensor | None, segments: int, blocks_k: int, blocks_v: int
 ) -> tuple[Tensor | None, list[Launch]]:
     """Returns memory that the kernel fills for the gradient of gates, and the launches that sum it to dg."""
@@ -296,14 +296,14 @@ def _chunk_gla_bwd_kernel(
                 mild: tl.constexpr = False  # pyright: ignore
             else:
                 mild = tl.min(tl.sum(g, 0)) > -LOG2E * MILD_DECAY
-            q_decay, k_decay, r_decay, rest_decay = _decays(g, mild, before, EXACT, SUMS)
+            q_decay, k_decay, r_decay, rest_decay = decays_of_chunk(g, mild, before, EXACT, SUMS)
         kg = (k * k_decay).to(OPERAND)  # [C, BK]
         P = (dS * r_decay).to(OPERAND)  # [BV, BK]
         dk = product(v, P, None, PRECISION)  # [C, BK]
         dv = product(kg, tl.trans(P), None, PRECISION)  # [C, BV]
         if g_ptr is not None:
             crossing = r_decay * rest_decay * tl.sum(S * dS, 0)[None, :]  # [1, BK], from the first gate to the last
-            dg = _for_gates(crossing, g) + _sums(after, _for_gates(kg * dk, g), SUMS)  # [C, BK] or [C, 1]
+            dg = for_gates(crossing, g) + sums(after, for_gates(kg * dk, g), SUMS)  # [C, BK] or [C, 1]
         dk *= k_decay
         dS *= rest_decay
         S = S.to(OPERAND)
@@ -328,7 +328,7 @@ def _chunk_gla_bwd_kernel(
                 dk += dk_near * k_decay
                 x = qg * dq - kg * dk_near  # [C, BK]
             if g_ptr is not None:
-                dg += _running_sum(_for_gates(x, g), True)
+                dg += running_sum(for_gates(x, g), True)
                 levels = tl.where(mild, 0, LEVELS)
                 AT, dq, dk, dg = _add_pairs_of_halves(
                     AT, dq * q_decay, dk, dg, q * scale, k, g, dA, dAT, levels, C, PRECISION, SUMS
@@ -374,7 +374,7 @@ def product(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _for_gates(x, g):
+def for_gates(x, g):
     """Returns x [.., BK], a part of the gradient of gates; sums it over keys, [.., 1], if g is [C, 1]."""
     if g.shape[1] == 1:
         return tl.sum(x, 1)[:, None]
@@ -383,16 +383,28 @@ def _for_gates(x, g):
 
 
 @triton.jit
-def _sums(chosen, x, SUMS: tl.constexpr):
-    """Returns, for each row of `chosen` [C, C], the sum of the rows of x, [C, BK] or [C, 1], that it selects."""
+def sums(chosen, x, SUMS: tl.constexpr):
+    """Returns, for each row of `chosen` [C, C], the sum of the rows of x, [C, BK] or [C, 1], that it selects.
+
+    `SUMS` is a precision of products, or the number of bfloat16 parts of x that are summed: two hold 16 bits of it, and
+    three hold 24. `chosen` needs no further parts.
+    """
     if x.shape[1] == 1:
         return sums_of_gates(chosen, x)
-    else:  # noqa: RET505 -- one branch is compiled
+    elif SUMS == "two parts" or SUMS == "three parts":  # noqa: RET505 -- one branch is compiled
+        chosen = chosen.to(tl.bfloat16)
+        found = tl.dot(chosen, x.to(tl.bfloat16))
+        x -= x.to(tl.bfloat16).to(tl.float32)
+        found = tl.dot(chosen, x.to(tl.bfloat16), found)
+        if SUMS == "three parts":
+            found = tl.dot(chosen, (x - x.to(tl.bfloat16).to(tl.float32)).to(tl.bfloat16), found)
+        return found
+    else:
         return product(chosen, x, None, SUMS)
 
 
 @triton.jit
-def _running_sum(x, reverse: tl.constexpr):
+def running_sum(x, reverse: tl.constexpr):
     """Returns for each row the sum of the rows of x, [C, BK] or [C, 1], up to it, or from it on if `reverse`."""
     if x.shape[1] == 1:
         row, column = tl.arange(0, x.shape[0])[:, None], tl.arange(0, x.shape[0])[None, :]
@@ -402,17 +414,17 @@ def _running_sum(x, reverse: tl.constexpr):
 
 
 @triton.jit
-def _decays(g, mild, before, EXACT: tl.constexpr, SUMS: tl.constexpr):
+def decays_of_chunk(g, mild, before, EXACT: tl.constexpr, SUMS: tl.constexpr):
     """Computes the decays of a chunk with gates g [C, BK].
 
     These are exp(b - r) and exp(b_C - r - b) [C, BK], and exp(r) and exp(b_C - r) [1, BK]. If g is [C, 1], they also
     have one column.
     """
-    b = _running_sum(g, False)  # [C, BK]
+    b = running_sum(g, False)  # [C, BK]
     total = tl.sum(g, 0)[None, :]  # [1, BK]
     r = tl.where(mild, 0.5 * total, 0.0)  # [1, BK]
     # The difference of two large sums is precise enough, except with EXACT. `before` selects the gates after a token.
-    later = _sums(before, g, SUMS) if EXACT else total - r - b  # [C, BK]
+    later = sums(before, g, SUMS) if EXACT else total - r - b  # [C, BK]
     return tl.exp2(b - r), tl.exp2(later), tl.exp2(r), tl.exp2(total - r)
 
 
@@ -426,20 +438,35 @@ def _add_pairs_of_halves(
     [C, 1], so is dg.
     """
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    apart = row ^ column  # [C, C], m to 2m - 1 if row and column lie in different halves of a block of 2m
+    apart = row ^ column  # [C, C]
     for level in tl.range(0, levels, num_stages=1):  # pyright: ignore
-        m = 1 << level
-        in_right, column_in_right = (row & m) != 0, (column & m) != 0  # [C, 1], [1, C]
-        pair = (apart >= m) & (apart < 2 * m)  # [C, C]
-        decays = (apart < m) & tl.where(in_right, column <= row, column > row)  # [C, C], gate `column` decays `row`
-        decayed = (apart < m) & tl.where(column_in_right, row <= column, row > column)  # [C, C], its transpose
-        decay = tl.exp2(_sums(decays, g, SUMS))  # [C, BK] or [C, 1]
-        qg = tl.where(in_right, q * decay, 0.0)  # [C, BK]
-        kg = tl.where(in_right, 0.0, k * decay)  # [C, BK]
+        qg, kg, decay, pair, decayed = operands_of_halves(q, k, g, row, column, apart, level, SUMS)
         AT += tl.where(pair, product(kg, tl.trans(qg), None, PRECISION), 0.0)
         dqg = product(tl.where(pair, dA, 0.0), kg, None, PRECISION)  # [C, BK]
         dkg = product(tl.where(pair, dAT, 0.0), qg, None, PRECISION)  # [C, BK]
         dq += dqg * decay
         dk += dkg * decay
-        dg += _sums(decayed, _for_gates(qg * dqg + kg * dkg, g), SUMS)
+        dg += sums(decayed, for_gates(qg * dqg + kg * dkg, g), SUMS)
     return AT, dq, dk, dg
+
+
+@triton.jit
+def operands_of_halves(q, k, g, row, column, apart, level, SUMS: tl.constexpr):
+    """Computes the operands of pairs s < t in the two halves of blocks of 2m tokens, where m = 2^level.
+
+    These are qg and kg [C, BK]; the decays in both, [C, BK] or [C, 1]; the mask [C, C] of the pairs; and a mask [C, C]
+    whose entry [u, t] is whether gate u decays token t. q is already scaled.
+
+    Args:
+        row, column: the numbers of tokens, [C, 1] and [1, C].
+        apart: row ^ column [C, C], which is m to 2m - 1 if row and column lie in different halves.
+    """
+    m = 1 << level
+    in_right, column_in_right = (row & m) != 0, (column & m) != 0  # [C, 1], [1, C]
+    pair = (apart >= m) & (apart < 2 * m)  # [C, C]
+    decays = (apart < m) & tl.where(in_right, column <= row, column > row)  # [C, C], gate `column` decays `row`
+    decayed = (apart < m) & tl.where(column_in_right, row <= column, row > column)  # [C, C], its transpose
+    decay = tl.exp2(sums(decays, g, SUMS))  # [C, BK] or [C, 1]
+    qg = tl.where(in_right, q * decay, 0.0)  # [C, BK]
+    kg = tl.where(in_right, 0.0, k * decay)  # [C, BK]
+    return qg, kg, decay, pair, decayed

@@ -134,6 +134,7 @@ def launch_outputs(
         "TRIANGLE": kernel.triangle,
         "KEYS_FIRST": kernel.keys_first,
         "STAGES": kernel.stages,
+        "PRECISION": kernel.precision,
     }
     grid = (ceil_div(V, kernel.BV) * segments.count * Hv, 1, 1)
     return [Launch(_chunk_gla_fwd_kernel, grid, arguments, {"num_warps": kernel.warps})]
@@ -199,6 +200,7 @@ def _chunk_gla_fwd_kernel(
     TRIANGLE: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
     STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     blocks: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)  # neighbours share q, k and g, so blocks of values come first
@@ -303,17 +305,17 @@ def _chunk_gla_fwd_kernel(
                 for i in range(G):
                     i_q = h * G + i
                     q_i = load_tile(q_tiles, q_ptr, stride_qt, stride_qh, b, t, i_q, 0, end, K, C, BK)  # [C, BK]
-                    o = _output(q_i, q_decay, kg, v, state, causal, scale)  # [C, BV]
+                    o = _output(q_i, q_decay, kg, v, state, causal, scale, PRECISION)  # [C, BV]
                     if mild:
                         store_tile(o_tiles, o_ptr, stride_ot, V, b, t, i_q, v0, end, o, V, C, BV)
             else:
-                o = _output(q, q_decay, kg, v, state, causal, scale)  # [C, BV]
+                o = _output(q, q_decay, kg, v, state, causal, scale, PRECISION)  # [C, BV]
                 if mild:
                     store_tile(o_tiles, o_ptr, stride_ot, V, b, t, h, v0, end, o, V, C, BV)
             if KEYS_FIRST:
-                S = tl.dot(tl.trans(kg), v, S, input_precision="tf32")
+                S = tl.dot(tl.trans(kg), v, S, input_precision=PRECISION)
             else:
-                S = tl.dot(tl.trans(v), kg, S, input_precision="tf32")
+                S = tl.dot(tl.trans(v), kg, S, input_precision=PRECISION)
         if not mild:
             for s in range(t, min(t + C, end)):
                 k_s = load_row(k_ptr, stride_kt, stride_kh, s, h // R, 0, K, BK)  # [BK]
@@ -341,16 +343,16 @@ def _chunk_gla_fwd_kernel(
 
 
 @triton.jit
-def _output(q, q_decay, kg, v, S, causal, scale):
+def _output(q, q_decay, kg, v, S, causal, scale, PRECISION: tl.constexpr):
     """Returns outputs [C, BV] of queries q [C, BK], from keys kg [C, BK], values v [C, BV] and the state S [BK, BV].
 
     q_decay is [C, BK] or [C, 1], or None without gates.
     """
     qg = operand(q if q_decay is None else q * q_decay, kg.dtype)  # [C, BK]
-    A = tl.dot(qg, tl.trans(kg), input_precision="tf32")  # [C, C]
+    A = tl.dot(qg, tl.trans(kg), input_precision=PRECISION)  # [C, C]
     A = operand(tl.where(causal, A, 0.0), kg.dtype)
-    o = tl.dot(qg, operand(S, kg.dtype), input_precision="tf32")  # [C, BV]
-    return tl.dot(A, v, o, input_precision="tf32") * scale
+    o = tl.dot(qg, operand(S, kg.dtype), input_precision=PRECISION)  # [C, BV]
+    return tl.dot(A, v, o, input_precision=PRECISION) * scale
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gla_core.dispatch.backend import CHUNK, Constants, OpCall, ceil_div
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall, Reason, ceil_div
 from gla_triton_kernels.chunk_gla.kernel import (
     GradientKernel,
     GradientParameters,
@@ -36,6 +36,15 @@ MANY_BLOCKS = 512
 LEAST_BLOCK = 64
 """The fewest keys and values of a block of gradients: Triton 3.6 miscompiles narrower ones on Hopper."""
 
+LITTLE_SHARED_MEMORY = 100 * 1024
+"""With fewer bytes of shared memory, no chunk is loaded ahead."""
+CHUNK_THREADS = 256
+"""Threads of a block of backward_chunks.py."""
+CHUNK_BLOCK, NARROW_CHUNK_BLOCK = 32, 16
+"""The most keys and values of a block of backward_chunks.py: a thread has the registers for tiles of this width, and of
+the second where float32 is multiplied at full precision. On consumer cards from Blackwell on, the compiler spills more:
+the first is for bfloat16 with gates for each key alone."""
+
 START = 0.5e-6
 """Seconds before the first step of a block. This and the times below were fitted to times on an H200."""
 TILE_STEP, QUERY_STEP = 6.9e-6, 2.2e-6
@@ -59,6 +68,16 @@ QUERY_SHARE = 0.45
 
 def _never(call: OpCall, gpu: Gpu) -> None:
     """Refuses no call."""
+
+
+def _holds_operands(gpu: Gpu) -> bool:
+    """Returns whether products take operands from registers. Tiles are then smaller than on Hopper, or they spill."""
+    return not gpu.facts.has_wgmma and gpu.architecture is not Architecture.INTERPRETED
+
+
+def _float32_products(gpu: Gpu) -> str:
+    """Returns the precision of products of float32 operands, which have been rounded to TF32."""
+    return "tf32" if gpu.facts.has_tf32 else "ieee"
 
 
 # ---- states
@@ -86,6 +105,7 @@ def _states(call: OpCall, gpu: Gpu, length: int, outputs: Parameters) -> Paramet
         operand=operand,
         tokenwise=outputs.tokenwise,
         tma=outputs.tma,
+        precision=outputs.precision,
     )
 
 
@@ -134,10 +154,12 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
         C, BV, warps, stages = 32, 128, 4, 2
     else:
         C, BV, warps, stages = 64, 64, 4, 2 if BK == 128 else 3
-    if gpu.architecture.has_little_shared_memory:
-        C, stages = min(C, 32), 1
+    if _holds_operands(gpu):
+        C, BV = min(C, 32), min(BV, 64)
+    if gpu.facts.shared_memory < LITTLE_SHARED_MEMORY:
+        stages = 1
     # TMA does not stop at the end of a packed sequence.
-    tma = gpu.architecture.has_tma and not call.variable_length and B * T * Hv * V >= TMA_ELEMENTS
+    tma = gpu.facts.has_tma and not call.variable_length and B * T * Hv * V >= TMA_ELEMENTS
     return Parameters(
         C=min(C, power_of_two(length, 16)),
         BK=BK,
@@ -147,8 +169,9 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
         operand=torch.bfloat16 if in_bfloat16 else torch.float32,
         tokenwise=call.dtype == torch.float32 and call.float32_matmul_precision == "highest",
         tma=tma and not_addressable(call) is None,
+        precision=_float32_products(gpu),
         triangle=in_bfloat16 and BK <= 256,
-        keys_first=in_bfloat16 and BK == 256 and V > 64,
+        keys_first=in_bfloat16 and BK == 256 and V > 64 and not _holds_operands(gpu),
     )
 
 
@@ -192,15 +215,39 @@ def _load_backward() -> LaunchFunction:
 
 
 def _backward(call: OpCall, gpu: Gpu) -> GradientParameters:
-    widest, warps, precision = 64, 4, "bf16"
-    if call.dtype == torch.bfloat16 and not gpu.architecture.has_little_shared_memory:
-        widest, warps = 128, 8
-    if call.dtype != torch.bfloat16:
-        highest = call.dtype == torch.float32 and call.float32_matmul_precision == "highest"
-        precision = "bf16x6" if highest else "bf16x3"
+    widest, warps = (128, 8) if call.dtype == torch.bfloat16 else (64, 4)
     least = 16 if gpu.architecture is Architecture.INTERPRETED else LEAST_BLOCK
     BK, BV = (min(widest, power_of_two(call.dims[name], least)) for name in ("K", "V"))
-    return GradientParameters(BK=BK, BV=BV, warps=warps, precision=precision)
+    return GradientParameters(BK=BK, BV=BV, warps=warps, precision=_precision(call))
+
+
+def _load_backward_chunks() -> LaunchFunction:
+    from gla_triton_kernels.chunk_gla.general.backward_chunks import launch_gradients
+
+    return launch_gradients
+
+
+def _chunks_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
+    if gpu.facts.has_wgmma:
+        return f"multiplies narrow blocks, which Triton 3.6 miscompiles on {gpu.facts.known_as}"
+    return "is tested by itself where kernels are interpreted" if gpu.architecture is Architecture.INTERPRETED else None
+
+
+def _backward_chunks(call: OpCall, gpu: Gpu) -> GradientParameters:
+    precision = _precision(call)
+    narrow = precision == "bf16x6"
+    if gpu.architecture is Architecture.SM120:
+        narrow = precision != "bf16" or call.gate_form in ("head", "constant")
+    most = NARROW_CHUNK_BLOCK if narrow else CHUNK_BLOCK
+    BK, BV = (min(most, power_of_two(call.dims[name], 16)) for name in ("K", "V"))
+    return GradientParameters(BK=BK, BV=BV, warps=CHUNK_THREADS // gpu.facts.lanes, precision=precision)
+
+
+def _precision(call: OpCall) -> str:
+    """Returns the precision of the products of gradients."""
+    if call.dtype == torch.bfloat16:
+        return "bf16"
+    return "bf16x6" if call.dtype == torch.float32 and call.float32_matmul_precision == "highest" else "bf16x3"
 
 
 def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
@@ -219,4 +266,16 @@ BACKWARD = GradientKernel(
     adds_pairs=False,
     partials=partials_of_blocks,
     seconds=_backward_seconds,
+)
+
+BACKWARD_CHUNKS = GradientKernel(
+    name="general.backward_chunks",
+    load=_load_backward_chunks,
+    refusal=_chunks_refusal,
+    parameters=_backward_chunks,
+    heads_apart=False,
+    adds_pairs=False,
+    partials=lambda call, parameters: (1, 1),
+    seconds=_backward_seconds,  # as on segments of one chunk, since no GPU that runs it was measured
+    by_chunks=True,
 )

@@ -50,7 +50,7 @@ from gla_triton_kernels.chunk_gla.shared.common import (
 )
 from gla_triton_kernels.chunk_gla.shared.limits import LEAST_GATE, LOG2E
 from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, Segments, lengths_of
-from gla_triton_kernels.runtime.launch import Launch, strides_of
+from gla_triton_kernels.runtime.launch import Launch, overlapping, strides_of
 from gla_triton_kernels.runtime.tma import tiles
 
 
@@ -99,12 +99,11 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
         "BACKWARDS": x.backwards,
         "SKIP_LAST": x.after is None,
         "STAGES": kernel.stages,
+        "PRECISION": kernel.precision,
         "OVERLAPS": plan.overlap,
     }
     grid = (ceil_div(K, kernel.BK) * ceil_div(V, kernel.BV) * places * Hv, 1, 1)
-    options = {"num_warps": kernel.warps}
-    if plan.overlap and segments.order is not None:
-        options["launch_pdl"] = True
+    options = {"num_warps": kernel.warps, **overlapping(plan.overlap and segments.order is not None)}
     return [Launch(_states_kernel, grid, arguments, options)]
 
 
@@ -148,6 +147,7 @@ def _states_kernel(
     BACKWARDS: tl.constexpr,
     SKIP_LAST: tl.constexpr,
     STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Computes a block [BK, BV] of the state of one value head of one segment."""
@@ -216,7 +216,7 @@ def _states_kernel(
                 g = tl.maximum(g, LEAST_GATE) * LOG2E  # [C, BK] or [C, 1]
                 left = left * tl.exp2(_sum_of_rows(g, decaying) + W[None, :])
                 W += tl.where(j % G == G - 1, tl.sum(g, 0), 0.0)  # after all query heads of the group have used W
-            S = tl.dot(tl.trans(right), operand(left, OPERAND), S, input_precision="tf32")
+            S = tl.dot(tl.trans(right), operand(left, OPERAND), S, input_precision=PRECISION)
 
     if BACKWARDS:
         S *= scale

@@ -28,7 +28,7 @@ from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.chunk_gla.kernel import SegmentPlan
 from gla_triton_kernels.chunk_gla.shared.common import in_state, segment_at
 from gla_triton_kernels.chunk_gla.shared.segments import Recurrence, Segments, cut_of, state_strides
-from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.launch import Launch, overlapping
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 PROGRAMS = 528
@@ -92,8 +92,7 @@ def launch_scan(
         "SKIP_FIRST": skip_first,
         "OVERLAPS": plan.overlap,
     }
-    options = {"launch_pdl": True} if plan.overlap else {}
-    return [Launch(_scan_kernel, (programs, 1, 1), arguments, {"num_warps": 4, **options})]
+    return [Launch(_scan_kernel, (programs, 1, 1), arguments, {"num_warps": 4, **overlapping(plan.overlap)})]
 
 
 @triton.jit(

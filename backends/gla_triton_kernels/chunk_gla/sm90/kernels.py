@@ -65,8 +65,8 @@ each 64 keys, and for each tile of 64 keys and values."""
 
 def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     """Returns the reason why no kernel for SM90 can compute a call, or None."""
-    if not gpu.architecture.has_wgmma:
-        return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.architecture.known_as}"
+    if not gpu.facts.has_wgmma:
+        return f"needs Hopper (compute capability 9.0); the GPU is of the kind {gpu.facts.known_as}"
     if call.dtype == torch.float32 and call.float32_matmul_precision == "highest":
         return 'computes float32 in the precision of TF32; the matmul precision is "highest"'
     if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
