@@ -288,7 +288,10 @@ def gathers(H: int, K: int, kind: str, direction: str, device: torch.device) -> 
 
 def _pass_of(forward: Callable[..., torch.Tensor], T: int, sizes: Sizes) -> Callable[[], Any]:
     H, K, kind, direction, device = sizes
-    types = {"gate_dtype": torch.float32, "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32}
+    types: dict[str, Any] = {
+        "gate_dtype": torch.float32,
+        "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32,
+    }
     form = "head" if kind == "head" else "key"
     x = gla_inputs(B=1, T=T, H=H, K=K, V=K, gates="mild", gate_form=form, device=device, **types)
     tokens = [y for y in (x.q, x.k, x.v, x.g) if y is not None]

@@ -21,7 +21,7 @@ from gla_core.extras import extras, how_to_install, missing
 from gla_core.terminal import BAD, DOUBTFUL, GOOD, message, new_console, print_json, print_table, print_text
 
 WANTED = (
-    "Please open an issue with the files of `gla conformance triton_fused --device cuda --report conformance.json` "
+    "Please open an issue with the files of `gla conformance triton_fused --device cuda --report kit.json` "
     "and `gla bench --json bench.json`"
 )
 
