@@ -16,11 +16,12 @@ from gla_core.conformance.run import run
 
 # Every property on the smallest workload of each op, and padding. Padding is tested in float16, because float32 is
 # computed token by token. tests/backends has the forms of gates. Left out: the interpreter gives the same bits twice
-# anyway, and opcheck and compiled graphs test the op and not the kernel. Of pools, values are enough, because
+# anyway, and opcheck, compiled graphs and autocast test the op and not the kernel. Of pools, values are enough, because
 # tests/backends/test_random_serving.py draws all that may be said of slots.
 PADDED = "padded and not per_head and (float16 or may_be_int32 or g_is_zero)"
 POOL = "(not test_chunk_gla_pool or test_values)"
-SAMPLE = f"(short or small or test_refusals or {PADDED}) and {POOL} and not (same_bits or unchanged or test_torch)"
+OF_OPS = "(same_bits or unchanged or test_torch or test_autocast)"
+SAMPLE = f"(short or small or test_refusals or {PADDED}) and {POOL} and not {OF_OPS}"
 
 
 def kit(backend, device, tests=""):
