@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import itertools
 import math
 import sys
 import threading
@@ -117,8 +118,13 @@ def _store(at: Pointer, x: Any, mask: Any = True) -> None:
     at.memory[offsets[mask]] = x[mask]
 
 
-def _scan(x: torch.Tensor, axis: int, _: Callable, reverse: bool = False) -> torch.Tensor:
-    return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
+def _scan(x: Any, axis: int, combine: Callable, reverse: bool = False) -> Any:
+    if not isinstance(x, tuple):
+        return x.flip(axis).cumsum(axis).flip(axis) if reverse else x.cumsum(axis)
+    assert not reverse
+    rows = zip(*(each.unbind(axis) for each in x), strict=True)
+    found = itertools.accumulate(rows, lambda a, b: combine(*a, *b))
+    return tuple(_value(torch.stack(each, axis)) for each in zip(*found, strict=True))
 
 
 def _reduce(x: Any, axis: int, combine: Callable) -> Any:

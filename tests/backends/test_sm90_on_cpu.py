@@ -289,6 +289,14 @@ def of_groups(d, heads, dim):
     return d.double().unflatten(dim, (heads, -1)).sum(dim + 1)
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", ["head", "constant"])
+def test_gradients_of_gates_that_leave_almost_nothing(kernels, monkeypatch, form, dtype):
+    """The gradient of a last gate is far below the product of the last key and its gradient, which is no part of it."""
+    monkeypatch.setattr("gla_core.workloads.inputs.random_gate", lambda shape, *_: torch.full(shape, -42.0))
+    check_gradients(kernels, gate_form=form, T=70, dtype=dtype, initial_state=True)
+
+
 @pytest.mark.parametrize("gates", ["mild", "strong", "extreme", "-inf"])
 @pytest.mark.parametrize(
     ("form", "dtype"),

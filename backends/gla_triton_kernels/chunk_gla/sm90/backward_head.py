@@ -70,6 +70,7 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
     logits_of,
     plus,
     slope_of_gates,
+    sum_of_earlier,
     unit_at,
     write,
 )
@@ -210,7 +211,7 @@ def _gate_gradients(gates, dots, slot, t, rows, NORMALIZER: gl.constexpr, PARTS:
     of_q = gl.where(token < rows, of_q, 0.0).to(gl.float64)
     of_k = gl.where(token < rows, of_k, 0.0).to(gl.float64)
     later = gl.associative_scan(of_q, 0, plus, reverse=True)  # [C], from tokens u on
-    earlier = gl.associative_scan(of_k, 0, plus) - of_k  # [C], from tokens before u
+    earlier = sum_of_earlier(of_k)  # [C], from tokens before u
     dg = gl.sum(of_states.to(gl.float64), 0) + later + earlier + gl.where(token > 0, of_pairs, 0.0)
     x = logits_of(gates, t, rows, token)  # read again: Triton 3.6 mixes up gates that are kept through the loop
     g = log_gates(x, NORMALIZER)

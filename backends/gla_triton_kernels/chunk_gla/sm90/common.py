@@ -37,6 +37,21 @@ def plus(a, b):
 
 
 @gluon.jit
+def _then(before, last, more, new_last):
+    return before + last + more, new_last
+
+
+@gluon.jit
+def sum_of_earlier(x):
+    """Returns for each number of x the sum of the numbers before it.
+
+    A sum that includes the number, less the number, would lose what is small beside it.
+    """
+    found, _ = gl.associative_scan((gl.zeros_like(x), x), 0, _then)
+    return found
+
+
+@gluon.jit
 def _either(a, b):
     return a | b
 
