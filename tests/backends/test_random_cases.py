@@ -30,7 +30,7 @@ from gla_core.dispatch import registry
 from gla_core.workloads.inputs import GATES, gla_inputs, normal, token_of
 
 pytest.importorskip("triton")
-SMALLEST = 1e-30  # below it, exp of a gate may be a number of float32 with few bits
+SMALLEST = 1e-30  # below it, products with exp of a gate may be numbers of float32 with few bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LONGEST = 20 if INTERPRETED else 300
@@ -101,7 +101,8 @@ def missed_gradients(seed, device, backend):
     for name, ref in oracle_gradients(wide, loss).items():
         of_sum = name == "dg" and constant
         error = (error_of_sum if of_sum else relative_error)(found[name], ref)
-        if error > GRADIENT[dtype]:
+        has_few_bits = max(float(found[name].norm()), float(ref.norm())) < SMALLEST
+        if error > GRADIENT[dtype] and not has_few_bits:
             yield f"seed {seed}: {name} {dtype} {sizes} {every} {do.stride()} {without_dstate}: error {error:.1e}"
 
 
