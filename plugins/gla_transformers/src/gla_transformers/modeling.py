@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from gla_core.nn import GatedLinearAttention
-from gla_core.nn.recompute import recomputed
+from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 from gla_transformers import packing
@@ -43,7 +43,11 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(recomputed(_gated, self.gate_proj(x), self.up_proj(x)))
+        with not_kept(x):
+            gate, x = self.gate_proj(x), self.up_proj(x)
+        x = recomputed(_gated, gate, x)
+        with not_kept(x):
+            return self.down_proj(x)
 
 
 def _gated(gate: Tensor, x: Tensor) -> Tensor:
