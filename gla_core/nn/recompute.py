@@ -53,7 +53,7 @@ def not_kept(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     Only operations that read x and parameters belong into the context, such as linear layers: it replaces the hooks
     for saved tensors that a caller may have set.
     """
-    node: Any = None if is_compiling() else x.grad_fn
+    node: Any = x.grad_fn if type(x) is Tensor and not is_compiling() else None
     if node is None or node.name() != "_RecomputedBackward" or not x.is_contiguous():
         return contextlib.nullcontext()
     place, number, dtype = x.data_ptr(), x.numel(), x.dtype  # the hooks must not hold x

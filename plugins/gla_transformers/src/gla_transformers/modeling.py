@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
@@ -27,7 +28,7 @@ from gla_core.nn.short_convolution import ShortConvolution
 from gla_transformers import packing
 from gla_transformers.cache import GLACache, read
 from gla_transformers.configuration import GLAConfig
-from gla_transformers.loss import IGNORED, l2warp, loss_in_parts
+from gla_transformers.loss import IGNORED, l2warp, loss_in_parts, next_token_loss
 from gla_transformers.softmax_attention import SoftmaxAttention
 
 logger = logging.get_logger(__name__)
@@ -295,8 +296,10 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         if self.config.fuse_linear_cross_entropy:
             ignored = options.get("ignore_index", IGNORED)
             return loss_in_parts(self.lm_head, x, targets, shifted is not None, number, warp, ignored), None
-        logits = self.lm_head(x)
-        loss = self.loss_function(logits, labels, self.config.vocab_size, **options)
+        with not_kept(x):
+            logits = self.lm_head(x)
+        function = next_token_loss if self.loss_function is ForCausalLMLoss else self.loss_function
+        loss = function(logits, labels, self.config.vocab_size, **options)
         if warp:
             loss = loss + l2warp(logits, targets.numel()) / (1 if number is None else number)
         return loss, logits
