@@ -37,7 +37,7 @@ def recomputed(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tens
     """
     if not torch.is_grad_enabled():
         return function(*tensors)
-    if is_dynamo_compiling() and not is_exporting() and any(x is not None and x.requires_grad for x in tensors):
+    if is_dynamo_compiling() and not _exports() and any(x is not None and x.requires_grad for x in tensors):
         found = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
     elif is_compiling() or transformed():
         return function(*tensors)
@@ -45,6 +45,14 @@ def recomputed(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tens
         found = _Recomputed.apply(function, *tensors)
     assert isinstance(found, Tensor)
     return found
+
+
+def _exports() -> bool:
+    return is_exporting()
+
+
+# Dynamo then calls the function. PyTorch 2.11's Dynamo itself takes is_exporting as True in every graph.
+_exports._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def not_kept(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -276,8 +276,12 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
-        columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        loss, logits = self._loss_and_logits(out.last_hidden_state[:, columns], labels, kwargs)
+        x = out.last_hidden_state
+        if not isinstance(logits_to_keep, int):
+            x = x[:, logits_to_keep]
+        elif logits_to_keep != 0:  # a slice of all columns would be a view, which is kept; see `not_kept`
+            x = x[:, -logits_to_keep:]
+        loss, logits = self._loss_and_logits(x, labels, kwargs)
         return CausalLMOutputWithPast(
             loss=loss,  # pyright: ignore[reportArgumentType]
             logits=logits,  # pyright: ignore[reportArgumentType]
@@ -291,7 +295,8 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         shifted = options.get("shift_labels")
         targets = labels if shifted is None else shifted
         if targets is None:
-            return None, self.lm_head(x)
+            with not_kept(x):
+                return None, self.lm_head(x)
         number, warp = options.get("num_items_in_batch"), self.config.use_l2warp
         if self.config.fuse_linear_cross_entropy:
             ignored = options.get("ignore_index", IGNORED)
