@@ -56,10 +56,10 @@ _exports._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberA
 
 
 def not_kept(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which autograd does not keep x, if x is a result of `recomputed`; otherwise it has no effect.
+    """Returns a context in which autograd does not keep x if `recomputed` returned it, and no effect otherwise.
 
-    Only operations that read x and parameters belong into the context, such as linear layers: it replaces the hooks
-    for saved tensors that a caller may have set.
+    Run only linear layers, and the like, of x in the context: it replaces the hooks for saved tensors that a caller may
+    have set.
     """
     node: Any = x.grad_fn if type(x) is Tensor and not is_compiling() else None
     if node is None or node.name() != "_RecomputedBackward" or not x.is_contiguous():
