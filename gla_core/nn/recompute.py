@@ -64,15 +64,14 @@ def not_kept(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     node: Any = x.grad_fn if type(x) is Tensor and not is_compiling() else None
     if node is None or node.name() != "_RecomputedBackward" or not x.is_contiguous():
         return contextlib.nullcontext()
-    place, number, dtype = x.data_ptr(), x.numel(), x.dtype  # the hooks must not hold x
+    place, number, dtype = x.data_ptr(), x.numel(), x.dtype  # the hooks do not hold x
 
     def pack(saved: Tensor) -> Any:
-        if saved.dtype != dtype or saved.numel() != number or saved.data_ptr() != place or not saved.is_contiguous():
-            return saved, saved._version
-        return saved.shape
+        alike = type(saved) is Tensor and saved.dtype == dtype and saved.numel() == number and saved.is_contiguous()
+        return saved.shape if alike and saved.data_ptr() == place else (saved, saved._version)
 
     def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, torch.Size):
+        if isinstance(packed, torch.Size):  # a tuple too
             return _made(node)[1].view(packed)
         saved, version = packed
         if saved._version != version:  # autograd does not check what hooks return

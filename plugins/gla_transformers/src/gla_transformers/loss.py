@@ -48,7 +48,8 @@ def next_token_loss(
         num_items_in_batch: number of labels to divide by; by default the number in this batch.
         shift_labels: [B, T], the token after each one.
     """
-    targets = targets_of(labels, ignore_index) if shift_labels is None else shift_labels
+    targets = targets_of(labels, ignore_index) if labels is not None and shift_labels is None else shift_labels
+    assert targets is not None
     targets = targets.flatten().to(logits.device)
     loss = sum_of_losses(logits.reshape(-1, vocab_size), targets, ignore_index)
     if num_items_in_batch is None:
@@ -92,8 +93,8 @@ class _SumOfLosses(torch.autograd.Function):
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, normalizers = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (logits, targets, normalizers) = gradients, ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph
             logits = logits.view_as(logits)
             loss = _sum_of_losses(logits, targets, ctx.ignored)
