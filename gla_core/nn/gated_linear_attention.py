@@ -23,6 +23,7 @@ from gla_core.nn import recurrence
 from gla_core.nn._typed_call import as_typed
 from gla_core.nn.activations import Activation, activation
 from gla_core.nn.layer import Convolve
+from gla_core.nn.recompute import not_kept
 from gla_core.nn.recurrence import GLAState, check_computation, check_positive, head_width
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
@@ -295,11 +296,16 @@ class GatedLinearAttention(nn.Module):
 
     def op_inputs(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
-        return *self.heads(x, convolve), self.gates(self.gk_proj(x))
+        heads = self.heads(x, convolve)
+        with not_kept(x):
+            logits = self.gk_proj(x)
+        return *heads, self.gates(logits)
 
     def heads(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor]:
         """Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K] and v [B, T, H, V]."""
-        q, k, v = convolve(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        with not_kept(x):
+            projections = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = convolve(*projections)
         q = q.unflatten(-1, (self.num_heads, self.head_k_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_k_dim))
         if self.feature_map is not None:
@@ -319,8 +325,13 @@ class GatedLinearAttention(nn.Module):
 
     def _output(self, o: Tensor, x: Tensor) -> Tensor:
         """Maps o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size]."""
-        gate = self.g_proj(x).unflatten(-1, (self.num_heads, self.head_v_dim)) if self.use_output_gate else None
-        return self.o_proj(getattr(self, self._norm_name)(o, gate).flatten(-2))
+        gate = None
+        if self.use_output_gate:
+            with not_kept(x):
+                gate = self.g_proj(x).unflatten(-1, (self.num_heads, self.head_v_dim))
+        o = getattr(self, self._norm_name)(o, gate)
+        with not_kept(o):
+            return self.o_proj(o.flatten(-2))
 
 
 def _read_norm_under_either_name(layer: GatedLinearAttention, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -23,6 +23,7 @@ from gla_core.dispatch.backend import wide
 from gla_core.nn import recurrence
 from gla_core.nn._typed_call import as_typed
 from gla_core.nn.layer import Convolve
+from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.recurrence import GLAState, check_computation, check_positive
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
@@ -205,14 +206,23 @@ class HGRN2(nn.Module):
         self, x: Tensor, convolve: Convolve, lower_bound: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Maps x [B, T, hidden_size] to q, k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
-        q, f, v = convolve(self.q_proj(x), self.f_proj(x), self.i_proj(x))
-        g = log_gate(f, lower_bound)
-        q, k, g = (y.unflatten(-1, (self.num_heads, self.expand_ratio)) for y in (F.silu(q), -g.expm1().to(v.dtype), g))
+        with not_kept(x):
+            projections = self.q_proj(x), self.f_proj(x), self.i_proj(x)
+        q, f, v = convolve(*projections)
+        g = recomputed(log_gate, f, lower_bound)
+        k = recomputed(_key, g).to(v.dtype)
+        q, k, g = (y.unflatten(-1, (self.num_heads, self.expand_ratio)) for y in (F.silu(q), k, g))
         return q, k, v.unflatten(-1, (self.num_heads, -1)), g
 
     def _output(self, o: Tensor, _x: Tensor) -> Tensor:
         """Maps o [..., H, V] to y [..., hidden_size]."""
-        return self.o_proj(self.g_norm(o.flatten(-2)))
+        o = self.g_norm(o.flatten(-2))
+        with not_kept(o):
+            return self.o_proj(o)
+
+
+def _key(g: Tensor) -> Tensor:
+    return -g.expm1()
 
 
 def log_gate(f: Tensor, lower_bound: Tensor | None) -> Tensor:

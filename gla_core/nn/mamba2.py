@@ -24,6 +24,7 @@ from gla_core.dispatch.backend import wide
 from gla_core.nn import recurrence
 from gla_core.nn._typed_call import as_typed
 from gla_core.nn.layer import Convolve
+from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.recurrence import GLAState, check_computation, check_positive
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
@@ -233,7 +234,8 @@ class Mamba2(nn.Module):
         Returns:
             q, k [B, T, ngroups, d_state], v [B, T, nheads, headdim], g [B, T, nheads], u like v, and z [B, T, d_inner].
         """
-        z, joined, dt = self.in_proj(x).split(self.widths, dim=-1)
+        with not_kept(x):
+            z, joined, dt = self.in_proj(x).split(self.widths, dim=-1)
         (joined,) = convolve(joined)
         u, k, q = joined.split((self.widths[0], *[self.ngroups * self.d_state] * 2), dim=-1)
         u = u.unflatten(-1, (self.nheads, self.headdim))
@@ -247,4 +249,10 @@ class Mamba2(nn.Module):
         """Maps o [..., nheads, headdim], u and z to y [..., d_model]."""
         dtype = wide(o.dtype)
         y = (o.to(dtype) + self.D.to(dtype).view(self.nheads, -1) * u).to(o.dtype).flatten(-2)
-        return self.out_proj(self.norm(y, z) if self.rmsnorm else (y * F.silu(z.to(dtype))).to(o.dtype))
+        y = self.norm(y, z) if self.rmsnorm else recomputed(_gated, y, z)
+        with not_kept(y):
+            return self.out_proj(y)
+
+
+def _gated(y: Tensor, z: Tensor) -> Tensor:
+    return (y * F.silu(z.to(wide(y.dtype)))).to(y.dtype)

@@ -1,16 +1,26 @@
 """Functions whose backward computes them again, so that autograd keeps only their arguments.
 
-It suits an activation times a gate: quick to compute, and large to keep.
+It suits norms, and an activation times a gate: quick to compute, and large to keep. A linear layer that reads the
+result would keep it for the gradient of its weight; `not_kept` prevents this too.
+
+    z = recomputed(gated, gate, x)       keeps gate and x
+    with not_kept(z):
+        y = down_proj(z)                 keeps its weight, and not z
+
+The backward then computes z once, for down_proj and for the gradients of gate and x.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
+from torch.utils.checkpoint import checkpoint
 
 from gla_core.ops.calls import transformed
 
@@ -18,33 +28,84 @@ from gla_core.ops.calls import transformed
 def recomputed(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     """Returns `function(*tensors)`; autograd keeps only the tensors for the backward.
 
-    In a compiled graph and under torch.func it is a plain call. In a graph, the compiler decides what to keep.
+    Under torch.compile the function is marked, so that the compiler computes it again too. In an exported graph and
+    under torch.func it is a plain call.
 
     Args:
         function: a function that depends on no other tensor that needs a gradient. Autocast must not change its result.
         tensors: the arguments of `function`.
     """
-    if is_compiling() or transformed() or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return function(*tensors)
-    found = _Recomputed.apply(function, *tensors)
+    if is_dynamo_compiling() and not _exports() and any(x is not None and x.requires_grad for x in tensors):
+        found = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
+    elif is_compiling() or transformed():
+        return function(*tensors)
+    else:
+        found = _Recomputed.apply(function, *tensors)
     assert isinstance(found, Tensor)
     return found
+
+
+def _exports() -> bool:
+    return is_exporting()
+
+
+# Dynamo then calls the function. PyTorch 2.11's Dynamo itself takes is_exporting as True in every graph.
+_exports._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def not_kept(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which autograd does not keep x if `recomputed` returned it, and no effect otherwise.
+
+    Run only linear layers, and the like, of x in the context: it replaces the hooks for saved tensors that a caller may
+    have set.
+    """
+    node: Any = x.grad_fn if type(x) is Tensor and not is_compiling() else None
+    if node is None or node.name() != "_RecomputedBackward" or not x.is_contiguous():
+        return contextlib.nullcontext()
+    place, number, dtype = x.data_ptr(), x.numel(), x.dtype  # the hooks do not hold x
+
+    def pack(saved: Tensor) -> Any:
+        alike = type(saved) is Tensor and saved.dtype == dtype and saved.numel() == number and saved.is_contiguous()
+        return saved.shape if alike and saved.data_ptr() == place else (saved, saved._version)
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, torch.Size):  # a tuple too
+            return _made(node)[1].view(packed)
+        saved, version = packed
+        if saved._version != version:  # autograd does not check what hooks return
+            raise RuntimeError(
+                f"a tensor {list(saved.shape)} that the backward needs was changed in place after the forward; run the "
+                "backward first"
+            )
+        return saved
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-        ctx.function = function
+        ctx.function, ctx.made = function, None
         ctx.save_for_backward(*tensors)
         return function(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        tensors, create_graph = ctx.saved_tensors, torch.is_grad_enabled()  # checkpointing allows one read
-        with torch.enable_grad():
-            # With views in their place, no gradient passes through one tensor to another on which it depends.
-            views: list[Any] = [None if x is None else x.view_as(x) for x in tensors]
-            y = ctx.function(*views)
+        create_graph = torch.is_grad_enabled()
+        (views, y), ctx.made = _made(ctx), None
         needed = [x for x, needs in zip(views, ctx.needs_input_grad[1:], strict=True) if needs]
         found = iter(torch.autograd.grad(y, needed, gradients, create_graph=create_graph))
         return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])
+
+
+def _made(ctx: Any) -> tuple[list[Any], Tensor]:
+    """Returns the arguments and the result of the function, computed again unless `not_kept` has computed them."""
+    if ctx.made is None:
+        tensors = ctx.saved_tensors  # checkpointing allows one read
+        with torch.enable_grad():
+            # With views in their place, no gradient passes through one tensor to another on which it depends.
+            views = [None if x is None else x.view_as(x) for x in tensors]
+            ctx.made = views, ctx.function(*views)
+    return ctx.made

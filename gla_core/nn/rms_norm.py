@@ -71,14 +71,14 @@ class RMSNormGated(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalizes x [..., width], with gate [..., width], in float32 or float64. The result has x's dtype."""
-        plain = gate is None and self.mean_over_ranks is None and self.groups == 1
-        if plain and (self.weight is None or self.weight.dtype == x.dtype):
-            return F.rms_norm(x, (self.width,), self.weight, self.eps)  # in float32 within one kernel
-        if self.mean_over_ranks is None and self.gate_fn in ACTIVATIONS.values():  # gate_fn has no parameters
+        if self.mean_over_ranks is None and (gate is None or self.gate_fn in ACTIVATIONS.values()):  # no parameters
             return recomputed(self._computed, x, self.weight, gate)
         return self._computed(x, self.weight, gate)
 
     def _computed(self, x: Tensor, weight: Tensor | None, gate: Tensor | None) -> Tensor:
+        if gate is None and self.groups == 1 and self.mean_over_ranks is None and _alike(x, weight):
+            # In float32 within one kernel. Autocast makes the result float32.
+            return F.rms_norm(x, (self.width,), weight, self.eps).to(x.dtype)
         dtype = wide(x.dtype)
         factor = None if gate is None else self.gate_fn(gate.to(dtype))
         y = x.to(dtype)
@@ -106,3 +106,7 @@ class RMSNormGated(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.width}, eps={self.eps}, elementwise_affine={self.weight is not None}"
+
+
+def _alike(x: Tensor, weight: Tensor | None) -> bool:
+    return weight is None or weight.dtype == x.dtype

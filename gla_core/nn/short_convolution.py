@@ -20,8 +20,9 @@ from torch.types import Device
 
 from gla_core.dispatch.backend import wide
 from gla_core.nn._typed_call import as_typed
-from gla_core.nn.activations import Activation
+from gla_core.nn.activations import ACTIVATIONS, Activation
 from gla_core.nn.activations import activation as activation_of
+from gla_core.nn.recompute import recomputed
 
 
 class Packing(NamedTuple):
@@ -138,11 +139,16 @@ class ShortConvolution(nn.Module):
 
     def _convolve(self, rows: Tensor) -> Tensor:
         """Maps rows [B, n + W - 1, D] to y [B, n, D]."""
+        if self.activation is None or self.activation in ACTIVATIONS.values():  # it has no parameters
+            return recomputed(self._computed, rows, self.weight, self.bias)
+        return self._computed(rows, self.weight, self.bias)
+
+    def _computed(self, rows: Tensor, weights: Tensor, bias: Tensor | None) -> Tensor:
         dtype = wide(rows.dtype)
         n = rows.shape[1] - self.kernel_size + 1
         x = rows.to(dtype)
-        y = x.new_zeros(()) if self.bias is None else self.bias.to(dtype)
-        for i, weight in enumerate(self.weight.to(dtype).unbind(-1)):  # weight [D, 1] of the input W-1-i tokens back
+        y = x.new_zeros(()) if bias is None else bias.to(dtype)
+        for i, weight in enumerate(weights.to(dtype).unbind(-1)):  # weight [D, 1] of the input W-1-i tokens back
             y = torch.addcmul(y, x[:, i : i + n], weight[:, 0])
         return (y if self.activation is None else self.activation(y)).to(rows.dtype)
 

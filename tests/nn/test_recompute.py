@@ -3,8 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition as min_cut
 
-from gla_core.nn.recompute import recomputed
+from gla_core.bench.kept import bytes_kept
+from gla_core.nn.recompute import not_kept, recomputed
 
 
 def gated(x, y, gate):
@@ -58,3 +62,89 @@ def test_under_transforms_and_compiled(inputs):
     assert torch.equal(torch.func.vmap(torch.func.grad(lambda *z: recomputed(gated, *z).sum()))(x, y, gate), expected)
     compiled = torch.compile(lambda *z: recomputed(gated, *z), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*inputs), gated(*inputs))
+
+
+class Projected(torch.nn.Module):
+    """A linear layer whose input is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(5, 4, dtype=torch.float64)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        y = recomputed(gated, *inputs)
+        with not_kept(y):
+            return self.linear(y)
+
+
+def test_what_a_linear_layer_does_not_keep(inputs):
+    """Derivatives are right, a second time too, and the input of the layer does not stay."""
+    module = Projected()
+    weight = module.linear.weight
+    assert torch.autograd.gradcheck(lambda *x: module(*x[:3]), (*inputs, weight))
+    assert torch.autograd.gradgradcheck(lambda *x: module(*x[:3]), (*inputs, weight))
+    expected = torch.autograd.grad(module.linear(gated(*inputs)).square().sum(), [*inputs, weight])
+    loss = module(*inputs).square().sum()
+    for _ in range(2):
+        torch.testing.assert_close(torch.autograd.grad(loss, [*inputs, weight], retain_graph=True), expected)
+    (found,) = torch.autograd.grad(loss, [weight])  # alone, without the gradients of the inputs
+    torch.testing.assert_close(found, expected[-1])
+
+    def projected(x):
+        with not_kept(x):
+            return module.linear(x)
+
+    number = 3 * 4 * 8  # the result
+    assert bytes_kept(lambda: projected(recomputed(gated, *inputs))) == number
+    assert bytes_kept(lambda: projected(gated(*inputs))) > number  # not a result of `recomputed`
+
+
+def test_a_weight_that_changes_before_the_backward(inputs):
+    module = Projected()
+    loss = module(*inputs).sum()
+    with torch.no_grad():
+        module.linear.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"a tensor \[5, 4\] that the backward needs was changed in place"):
+        loss.backward()
+
+
+def test_within_gradient_checkpointing(inputs):
+    """The region keeps its arguments alone, and its gradients are right."""
+    module = Projected()
+
+    def run():
+        return torch.utils.checkpoint.checkpoint(lambda *x: module(*(2 * y for y in x)), *inputs, use_reentrant=False)
+
+    assert bytes_kept(run) == 3 * 4 * 8
+    found = torch.autograd.grad(run().sum(), inputs)
+    y = [2 * x for x in inputs]
+    torch.testing.assert_close(found, torch.autograd.grad(module(*y).sum(), inputs))
+
+
+def test_the_compiler_computes_it_again(inputs):
+    """The compiler would otherwise keep what a matrix product of the backward reads."""
+    kept = []
+
+    def forward(graph, _):
+        (results,) = next(node for node in graph.graph.nodes if node.op == "output").args
+        kept.extend(node.name for node in results[1:])  # the first one is y
+        return make_boxed_func(graph.forward)
+
+    weight = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    backend = aot_autograd(
+        fw_compiler=forward, bw_compiler=lambda graph, _: make_boxed_func(graph.forward), partition_fn=min_cut
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: recomputed(gated, *x) @ weight, fullgraph=True, backend=backend)
+    y = compiled(*inputs)
+    torch.testing.assert_close(y, gated(*inputs) @ weight)
+    assert not any(name.startswith(("mul", "silu", "add")) for name in kept)
+
+
+def test_a_strict_export_has_plain_operations(inputs):
+    class Module(torch.nn.Module):
+        def forward(self, *x):
+            return recomputed(gated, *x)
+
+    graph = torch.export.export(Module(), tuple(inputs), strict=True).graph
+    assert not any("checkpoint" in str(node.target) for node in graph.nodes)

@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import DataCollatorWithFlattening
+from transformers.loss.loss_utils import ForCausalLMLoss
 
+from gla_core.bench.kept import Storages, bytes_kept
 from gla_transformers import GLACache, modeling
+from gla_transformers.loss import ROWS, next_token_loss
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -171,3 +174,46 @@ def test_learning(ours):
         optimizer.step()
     assert loss < 0.5
     assert torch.equal(model.eval().generate(tokens[:, :70], max_new_tokens=10), tokens[:, :80])
+
+
+def test_the_memory_that_is_kept(ours):
+    """In bfloat16 a layer keeps no input of a projection, and the loss keeps the logits."""
+    D, width, words = 64, 192, 211
+    model = ours(hidden_size=D, intermediate_size=width, vocab_size=words).to(torch.bfloat16).train()
+    tokens = torch.randint(1, words, (2, 64))
+    attention = D / 2 + D / 2 + D + 16 + D / 2 + D + D  # q, k, v, low rank, logits; o, its gate
+    layer = attention + D + 2 * width + D  # the sum; gate and x of the MLP; the sum
+    kept = bytes_kept(lambda: model(tokens, labels=tokens).loss) / tokens.numel()
+    assert kept <= 1.03 * 2 * (D + 2 * layer + words + 4 + 2)  # the embeddings; a label, and a normalizer
+
+
+def test_the_loss_makes_no_copy_of_all_logits():
+    logits = torch.randn(1, 8 * ROWS, 13).bfloat16().requires_grad_()
+    labels = torch.randint(0, 13, (1, 8 * ROWS))
+    with Storages() as storages:
+        next_token_loss(logits, labels, 13).backward()
+    assert storages.largest == 2 * logits.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_loss_of_logits(dtype):
+    """Values and derivatives are those of transformers' loss, also with labels to ignore and logits of -inf."""
+    logits = torch.randn(2, 700, 13, dtype=dtype)
+    logits[:, ::3, 0] = -torch.inf
+    labels = torch.randint(1, 13, (2, 700)).masked_fill(torch.rand(2, 700) < 0.3, -100)
+    for options in {}, {"num_items_in_batch": 50}, {"shift_labels": labels}, {"ignore_index": 3}:
+        given = labels.abs().clamp(max=12) if "ignore_index" in options else labels
+        pairs = []
+        for loss in next_token_loss, ForCausalLMLoss:
+            x = logits.clone().requires_grad_()
+            y = loss(x, given, 13, **options)
+            pairs.append((y, *torch.autograd.grad(y, x, retain_graph=True)))
+            if dtype == torch.float64:
+                (slope,) = torch.autograd.grad(y * y, x, create_graph=True)
+                pairs[-1] += torch.autograd.grad(slope[:, :, 1:].square().sum(), x)
+        torch.testing.assert_close(*pairs, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+
+
+def test_another_loss_is_called(model, tokens):
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum() * 0 + vocab_size
+    assert model(tokens, labels=tokens).loss == 61

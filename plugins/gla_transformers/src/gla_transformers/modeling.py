@@ -16,18 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, logging
 
 from gla_core.nn import GatedLinearAttention
-from gla_core.nn.recompute import recomputed
+from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 from gla_transformers import packing
 from gla_transformers.cache import GLACache, read
 from gla_transformers.configuration import GLAConfig
-from gla_transformers.loss import IGNORED, l2warp, loss_in_parts
+from gla_transformers.loss import IGNORED, l2warp, loss_in_parts, next_token_loss
 from gla_transformers.softmax_attention import SoftmaxAttention
 
 logger = logging.get_logger(__name__)
@@ -43,7 +44,11 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(recomputed(_gated, self.gate_proj(x), self.up_proj(x)))
+        with not_kept(x):
+            gate, x = self.gate_proj(x), self.up_proj(x)
+        x = recomputed(_gated, gate, x)
+        with not_kept(x):
+            return self.down_proj(x)
 
 
 def _gated(gate: Tensor, x: Tensor) -> Tensor:
@@ -271,8 +276,12 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
-        columns = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        loss, logits = self._loss_and_logits(out.last_hidden_state[:, columns], labels, kwargs)
+        x = out.last_hidden_state
+        if not isinstance(logits_to_keep, int):
+            x = x[:, logits_to_keep]
+        elif logits_to_keep != 0:  # a slice of all columns would be a view, which is kept; see `not_kept`
+            x = x[:, -logits_to_keep:]
+        loss, logits = self._loss_and_logits(x, labels, kwargs)
         return CausalLMOutputWithPast(
             loss=loss,  # pyright: ignore[reportArgumentType]
             logits=logits,  # pyright: ignore[reportArgumentType]
@@ -286,13 +295,16 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         shifted = options.get("shift_labels")
         targets = labels if shifted is None else shifted
         if targets is None:
-            return None, self.lm_head(x)
+            with not_kept(x):
+                return None, self.lm_head(x)
         number, warp = options.get("num_items_in_batch"), self.config.use_l2warp
         if self.config.fuse_linear_cross_entropy:
             ignored = options.get("ignore_index", IGNORED)
             return loss_in_parts(self.lm_head, x, targets, shifted is not None, number, warp, ignored), None
-        logits = self.lm_head(x)
-        loss = self.loss_function(logits, labels, self.config.vocab_size, **options)
+        with not_kept(x):
+            logits = self.lm_head(x)
+        function = next_token_loss if self.loss_function is ForCausalLMLoss else self.loss_function
+        loss = function(logits, labels, self.config.vocab_size, **options)
         if warp:
             loss = loss + l2warp(logits, targets.numel()) / (1 if number is None else number)
         return loss, logits

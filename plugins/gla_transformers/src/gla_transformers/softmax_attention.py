@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gla_core.nn.recompute import not_kept
 from gla_transformers.cache import KeyMemory, Keys
 
 
@@ -80,10 +81,9 @@ class SoftmaxAttention(nn.Module):
             given = list(attention_mask.shape)
             if len(given) != 2 or given[0] != B or given[1] < T:
                 raise ValueError(f"attention_mask is {given}; expected [{B}, {T} or more]")
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        with not_kept(x):
+            projections = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (y.unflatten(-1, (-1, self.width)).transpose(1, 2) for y in projections)
         # Only distances matter: the sequences before a packed sequence shift all of its positions equally.
         rows = positions(attention_mask, T, before, x.device)
         q, k = (rotated(y, rows, self.rope_theta) for y in (q, k))
