@@ -128,7 +128,7 @@ def trained(model, tokens):
 
 def cache_of(out):
     """Returns the keyword by which a model takes its cache, and the cache."""
-    key = "cache" if "cache" in out else "past_key_values"
+    key = next(name for name in ("cache", "past_key_values", "cache_params") if name in out)  # from 5.24 on all "cache"
     return {key: out[key]}
 
 
