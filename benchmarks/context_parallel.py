@@ -123,11 +123,11 @@ def _join(kind: str) -> torch.device:
 def measure(T: int, sizes: Sizes, graphs: bool) -> Row:
     """Times T tokens on one rank and on all; every rank returns the same row."""
     ranks, rank, (H, K, kind, direction, device) = dist.get_world_size(), dist.get_rank(), sizes
-    alone = _slowest(seconds_of(lambda: whole(T, *sizes), device, graphs) if rank == 0 else 0.0, device)
+    alone = _slowest(seconds_of(lambda: whole(T, sizes), device, graphs) if rank == 0 else 0.0, device)
     together = None
-    if _all(fits(lambda: own(T // ranks, *sizes, _itself()), device), device):
-        together = _slowest(seconds_of(lambda: own(T // ranks, *sizes), device, graphs, every=True), device)
-    exchanged = _slowest(seconds_of(lambda: gathers(*sizes), device, graphs, every=True), device)
+    if _all(fits(lambda: own(T // ranks, sizes, _itself()), device), device):
+        together = _slowest(seconds_of(lambda: own(T // ranks, sizes), device, graphs, every=True), device)
+    exchanged = _slowest(seconds_of(lambda: gathers(sizes), device, graphs, every=True), device)
     row = {"kind": kind, "tokens": T, "heads": H, "width": K, "direction": direction, "ranks": ranks}
     row |= {"one_rank": alone, "all_ranks": together, "gather": exchanged}
     row["efficiency"] = alone / together / ranks if alone and together else None
@@ -138,9 +138,9 @@ def measure(T: int, sizes: Sizes, graphs: bool) -> Row:
 def longest(H: int, K: int, device: torch.device) -> Row:
     """Finds the most tokens whose forward and backward fit into the memory of one rank, and of all ranks."""
     ranks, sizes = dist.get_world_size(), (H, K, KINDS[0], DIRECTIONS[-1], device)
-    alone = _most(lambda T: whole(T, *sizes), device) if dist.get_rank() == 0 else 0
-    shortest = -int(_largest(-_most(lambda T: own(T, *sizes, _itself()), device), device))
-    fine = _all(seconds_of(lambda: own(shortest, *sizes), device, graphs=False, every=True) is not None, device)
+    alone = _most(lambda T: whole(T, sizes), device) if dist.get_rank() == 0 else 0
+    shortest = -int(_largest(-_most(lambda T: own(T, sizes, _itself()), device), device))
+    fine = _all(seconds_of(lambda: own(shortest, sizes), device, graphs=False, every=True) is not None, device)
     found = {"one_rank": int(_largest(alone, device)), "all_ranks": ranks * shortest if fine else None}
     return {"heads": H, "width": K, **found}
 
@@ -245,25 +245,18 @@ def _itself() -> dist.ProcessGroup:
     return group
 
 
-def whole(T: int, H: int, K: int, kind: str, direction: str, device: torch.device) -> Callable[[], Any]:
+def whole(T: int, sizes: Sizes) -> Callable[[], Any]:
     """Returns a pass over all tokens on this rank."""
+    _, _, kind, _, device = sizes
     offsets = offsets_of(T, kind, device)
-    return _pass_of(lambda *tokens: gla.chunk_gla(*tokens, cu_seqlens=offsets)[0], T, (H, K, kind, direction, device))
+    return _pass_of(lambda *tokens: gla.chunk_gla(*tokens, cu_seqlens=offsets)[0], T, sizes)
 
 
-def own(
-    T: int,
-    H: int,
-    K: int,
-    kind: str,
-    direction: str,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-) -> Callable[[], Any]:
+def own(T: int, sizes: Sizes, group: dist.ProcessGroup | None = None) -> Callable[[], Any]:
     """Returns a pass over T tokens of this rank, together with the other ranks of a group."""
-    ranks = dist.get_world_size(group)
+    ranks, (_, _, kind, _, device) = dist.get_world_size(group), sizes
     cut = shard(T, offsets_of(ranks * T, kind, device), group, lengths=[T] * ranks)
-    return _pass_of(lambda *tokens: chunk_gla(*tokens, shard=cut)[0], T, (H, K, kind, direction, device))
+    return _pass_of(lambda *tokens: chunk_gla(*tokens, shard=cut)[0], T, sizes)
 
 
 def offsets_of(T: int, kind: str, device: torch.device) -> torch.Tensor | None:
@@ -273,10 +266,10 @@ def offsets_of(T: int, kind: str, device: torch.device) -> torch.Tensor | None:
     return torch.linspace(0, T, PACKED + 1, dtype=torch.float64).round().to(device, torch.int32)
 
 
-def gathers(H: int, K: int, kind: str, direction: str, device: torch.device) -> Callable[[], Any]:
+def gathers(sizes: Sizes) -> Callable[[], Any]:
     """Returns a call that makes only the gathers of a pass."""
-    cut = shard(0)
-    decay, state = (torch.randn(1, H, *sizes, device=device) for sizes in ((K,), (K, K)))
+    cut, (H, K, _, direction, device) = shard(0), sizes
+    decay, state = (torch.randn(1, H, *shape, device=device) for shape in ((K,), (K, K)))
     number = 2 if direction == "forward+backward" else 1
 
     def call() -> None:
@@ -325,8 +318,7 @@ def in_words(row: Row) -> str:
     efficiency = "-" if row["efficiency"] is None else f"{row['efficiency']:.2f}"
     return (
         f"{row['kind']} T{row['tokens']} H{row['heads']} {row['direction']}: one rank {one}, {row['ranks']} ranks "
-        f"{all_ranks}, "
-        f"of which gathers {exchanged}; efficiency {efficiency}"
+        f"{all_ranks}, of which gathers {exchanged}; efficiency {efficiency}"
     )
 
 
