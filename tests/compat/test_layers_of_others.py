@@ -108,6 +108,8 @@ def mamba2(request):
     config = modeling.Mamba2Config(
         hidden_size=32, state_size=5, head_dim=8, num_heads=8, num_hidden_layers=1, chunk_size=16, **request.param
     )
+    if config.n_groups > 1 and "group_size" not in inspect.signature(modeling.MambaRMSNormGated).parameters:
+        pytest.skip("this version of transformers normalizes all groups together")
     theirs = randomize(modeling.Mamba2Mixer(config, 0)).eval()
     ours = Mamba2(
         32,
@@ -151,7 +153,8 @@ def test_mamba2_decodes(mamba2):
     expected = theirs(x[:, :40], **{name: cache})
     y, state = ours(x[:, :40], output_final_state=True)
     torch.testing.assert_close(y, expected, **CLOSE)
-    taken = GLAState(cache.get_recurrent_state(0).mT, (cache.get_conv_state(0)[..., 1:].mT,))
+    states = cache.layers[0]
+    taken = GLAState(states.recurrent_states[0].mT, (states.conv_states[0][..., 1:].mT,))
     torch.testing.assert_close(tuple(taken), tuple(state), **CLOSE)
     ours.dt_limit = (0.0, float("inf"))
     torch.testing.assert_close(ours.step(x[:, 40], taken)[0][:, None], theirs(x[:, 40:], **{name: cache}), **CLOSE)

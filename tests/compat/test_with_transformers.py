@@ -157,7 +157,10 @@ def test_generating_from_a_padded_batch(model, calls):
     tokens, mask = tokens_of(), torch.ones(2, 40, dtype=torch.long)
     mask[0, :9] = 0
     options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    expected = model.generate(tokens, attention_mask=mask, **options)
+    try:
+        expected = model.generate(tokens, attention_mask=mask, **options)
+    except RuntimeError as error:  # 5.17: FalconH1 with mamba_rms_norm
+        pytest.skip(f"transformers itself fails here: {error}")
     with accelerate():
         found = model.generate(tokens, attention_mask=mask, **options)
         n = layers_of(model)
@@ -202,8 +205,6 @@ def test_packed_sequences(model, calls, monkeypatch):
     if model.config.model_type == "granitemoehybrid":  # its attention does not find the sequences by the positions
         mask = (seq_idx[:, :, None] == seq_idx[:, None]).tril()[:, None]
         packed["attention_mask"] = {"full_attention": mask, "linear_attention": None}
-    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
-        body(tokens, **packed)
     with accelerate():
         found = body(tokens, **packed).last_hidden_state
         model.train()
