@@ -48,4 +48,6 @@ def test_kernels(backend, device):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_parallel_scan_in_pytorch():
-    assert run("parallel_scan", "cpu", select="not test_torch") == 0
+    """The dtypes that it computes in, and values in the others; `make conformance` runs the rest."""
+    dtypes = "(not float16 and not bfloat16 or test_values or test_refusals)"
+    assert run("parallel_scan", "cpu", select=f"not test_torch and {dtypes}") == 0
