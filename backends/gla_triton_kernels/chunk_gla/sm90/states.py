@@ -18,8 +18,11 @@ then known when the kernel reaches the token, and S is a plain sum. Let R be the
 
 No exponent is above 0 and no state is decayed, so one path handles gates of any strength. With one gate for each head
 instead of each key, b and R are numbers; R is then a sum of numbers of float64, rounded when it is used. Backwards,
-exp(R + b_t) may be 0 in float16 for all tokens, so R then begins at -g_1, and exp(g_1) multiplies S. Chunks from which
-exp(R) is 0 in float32 are not read: one gate for each head tells beforehand how many chunks are left.
+exp(R + b_t) may be 0 in float16 for all tokens, so R then begins at -g_1, and exp(g_1) multiplies S.
+
+A block leaves its segment where exp(R) is 0 in float32, and does not read the chunks after that. One gate for each head
+tells beforehand how many chunks are left. With one for each key, the state warps write their largest R whenever they
+free the first slot of the ring of tiles. All warps read it before the next chunk in that slot, and decide alike.
 
 B batch   T tokens   I segments   Hv heads of `right`, of gates and of S   R = Hv / heads of `left`
 K, V key and value width   C tokens of a chunk
@@ -123,7 +126,7 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
     return [*before, Launch(_build_states_kernel, (blocks, 1, 1), arguments, options)]
 
 
-FORGOTTEN = gl.constexpr(-110.0)  # exp of it is 0 in float32, with room for the rounding of sums
+FORGOTTEN = gl.constexpr(-88.0)  # exp of it is computed as 0: it is below 2^-126, with room for the rounding of sums
 AHEAD = gl.constexpr(32)  # chunks whose gates are summed at once
 
 
@@ -159,32 +162,52 @@ def _chunks_that_count(gates, start, length, C: gl.constexpr, NORMALIZER: gl.con
 
 
 @gluon.jit
+def _forgotten(most_tiles, i, WARPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):
+    """Returns whether exp(R) was 0 for all keys of the block when the slot of chunk i, the first slot, was freed."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    before = PARTS * ((i // STAGES - 1) & 1)
+    most = most_tiles.index(before).load(layout)  # [1]
+    for part in gl.static_range(1, PARTS):
+        most = gl.maximum(most, most_tiles.index(before + part).load(layout))
+    return gl.max(most, 0) <= FORGOTTEN * LOG2E
+
+
+@gluon.jit
 def _load_warp(
     descriptors, tiles, barriers, chunks, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.constexpr
 ):
     """Prefetches STAGES chunks of left, right and g, in the order opposite to the recurrence."""
     left_desc, right_desc, g_desc = descriptors
-    left_tiles, right_tiles, g_tiles = tiles
+    left_tiles, right_tiles, g_tiles, most_tiles = tiles
     full, empty = barriers
     b, left_head, h, key, column, start, n_chunks, count = chunks
     C: gl.constexpr = left_desc.block_type.shape[2]
     PART: gl.constexpr = left_desc.block_type.shape[3]
     GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
     SIZE: gl.constexpr = PARTS * (left_desc.block_type.nbytes + GATE_SIZE) + right_desc.block_type.nbytes
-    for i in range(count):
+    i = gl.to_tensor(0)
+    while i < count:
         slot = i % STAGES
         t = start + (i if BACKWARDS else n_chunks - 1 - i) * C
         bar = full.index(slot)
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(bar, SIZE)
-        for part in gl.static_range(PARTS):
-            place = PARTS * slot + part
-            if g_desc is not None:
-                tma.async_copy_global_to_shared(g_desc, [b, h, t, key + part * PART], bar, g_tiles.index(place))
-            tma.async_copy_global_to_shared(
-                left_desc, [b, left_head, t, key + part * PART], bar, left_tiles.index(place)
-            )
-        tma.async_copy_global_to_shared(right_desc, [b, h, t, column], bar, right_tiles.index(slot))
+        if g_desc is not None:
+            if (slot == 0) & (i > 0):  # noqa: SIM102 -- one condition is known when this is compiled
+                if _forgotten(most_tiles, i, 1, PARTS, STAGES):
+                    count = i
+        if i < count:
+            mbarrier.expect(bar, SIZE)
+            for part in gl.static_range(PARTS):
+                place = PARTS * slot + part
+                if g_desc is not None:
+                    tma.async_copy_global_to_shared(g_desc, [b, h, t, key + part * PART], bar, g_tiles.index(place))
+                tma.async_copy_global_to_shared(
+                    left_desc, [b, left_head, t, key + part * PART], bar, left_tiles.index(place)
+                )
+            tma.async_copy_global_to_shared(right_desc, [b, h, t, column], bar, right_tiles.index(slot))
+        else:
+            mbarrier.arrive(bar, count=1)  # for the state warps, which wait for this chunk before they leave
+        i += 1
 
 
 @gluon.jit
@@ -204,7 +227,7 @@ def _state_warps(
     STAGES: gl.constexpr,
 ):
     """Builds PART rows of S and of D."""
-    left_tiles, right_tiles, g_tiles = tiles
+    left_tiles, right_tiles, g_tiles, most_tiles = tiles
     full, empty = barriers
     S_ptr, D_ptr, scale = states
     left_units, right_units, left_head, left_heads, right_heads, chunk = units
@@ -212,6 +235,7 @@ def _state_warps(
     Hv, K, V = sizes
     HAS_GATE: gl.constexpr = D_ptr is not None
     OF_HEADS: gl.constexpr = gates is not None  # whether there is one gate for each head instead of each key
+    OF_KEYS: gl.constexpr = HAS_GATE and not OF_HEADS
     FROM_FIRST: gl.constexpr = BACKWARDS and left_tiles.dtype == gl.float16
     C: gl.constexpr = left_tiles.type.shape[3]
     PART: gl.constexpr = left_tiles.type.shape[4]
@@ -236,7 +260,8 @@ def _state_warps(
             sum_of_gates = -first
     elif FROM_FIRST:
         first = gl.zeros_like(R)
-    for i in range(count):
+    i = gl.to_tensor(0)
+    while i < count:
         slot = i % STAGES
         rows = length - (i if BACKWARDS else n_chunks - 1 - i) * C
         if OF_HEADS:
@@ -254,7 +279,7 @@ def _state_warps(
         mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         if OF_HEADS:
             left_tile.store((as_float32(left_tile.load(layout)) * factor).to(left_tile.dtype))
-        elif HAS_GATE:
+        elif OF_KEYS:
             g_tile = g_tiles.index(PARTS * slot + part).reshape([C, PART])
             g = log_gates_of_tile(g_tile, rows, layout, NORMALIZER, PACKED)
             g = gl.maximum(g, LEAST_GATE) * LOG2E  # [C, PART]
@@ -277,8 +302,21 @@ def _state_warps(
             unit = unit_at(left_units, own, left_heads, left_head) * unit_at(right_units, own, right_heads, h)
             S = S * (outer / unit)
             outer = unit
-        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        freed = (i + STAGES - 1) % STAGES
+        if OF_KEYS:
+            if freed == 0:  # noqa: SIM102 -- one condition is known when this is compiled
+                own_key = first_key + part * PART + gl.arange(0, PART, R.type.layout)  # [PART]
+                most = gl.max(gl.where(own_key < K, R, FORGOTTEN * LOG2E), 0)
+                most_tile = most_tiles.index(PARTS * (i // STAGES & 1) + part)
+                most_tile.store(gl.full([1], most, gl.float32, gl.BlockedLayout([1], [32], [4], [0])))
+        mbarrier.arrive(empty.index(freed), count=1, pred=i > 0)
         S = warpgroup_mma(left_tile.permute([1, 0]), right_tile, warpgroup_mma_init(S), is_async=True)
+        i += 1
+        if OF_KEYS:
+            if (i % STAGES == 0) & (i < count):
+                mbarrier.wait(full.index(0), (i // STAGES) & 1)
+                if _forgotten(most_tiles, i, 4, PARTS, STAGES):
+                    count = i
     S = warpgroup_mma_wait(0, [S])  # [PART, BV]
     if BACKWARDS:
         S = S * (scale * outer)
@@ -289,7 +327,7 @@ def _state_warps(
             S = S * gl.exp2(first.to(gl.float32))
             sum_of_gates += first
         R += sum_of_gates.to(gl.float32)
-    elif HAS_GATE and FROM_FIRST:
+    elif OF_KEYS and FROM_FIRST:
         S = S * gl.convert_layout(gl.exp2(first), gl.SliceLayout(1, state_layout))[:, None]
         R += first
     state = (segment * Hv + h).to(gl.int64) * K
@@ -372,6 +410,8 @@ def _build_states_kernel(
         if g_desc is None
         else gl.allocate_shared_memory(g_desc.dtype, [PARTS * STAGES, 1, 1, C, PART], g_desc.layout)
     )
+    # The largest R of each warpgroup, in two rounds of the ring: one warpgroup may be a round ahead.
+    most_tiles = gl.allocate_shared_memory(gl.float32, [2 * PARTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # left, right, g have been loaded
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # all warpgroups have read them
@@ -379,7 +419,7 @@ def _build_states_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=PARTS)
 
-    tiles = (left_tiles, right_tiles, g_tiles)
+    tiles = (left_tiles, right_tiles, g_tiles, most_tiles)
     barriers = (full, empty)
     states = (S_ptr, D_ptr, scale)
     gates: gl.constexpr = None
