@@ -21,8 +21,8 @@ instead of each key, b and R are numbers; R is then a sum of numbers of float64,
 exp(R + b_t) may be 0 in float16 for all tokens, so R then begins at -g_1, and exp(g_1) multiplies S.
 
 A block leaves its segment where exp(R) is 0 in float32, and does not read the chunks after that. One gate for each head
-tells beforehand how many chunks are left. With one for each key, the state warps write their largest R whenever they
-free the first slot of the ring of tiles. All warps read it before the next chunk in that slot, and decide alike.
+tells beforehand how many chunks are left. With one for each key, the state warps write their largest R each time before
+they free the first slot of tiles. All warps read it before the next chunk of that slot, so all leave at the same chunk.
 
 B batch   T tokens   I segments   Hv heads of `right`, of gates and of S   R = Hv / heads of `left`
 K, V key and value width   C tokens of a chunk
@@ -162,13 +162,12 @@ def _chunks_that_count(gates, start, length, C: gl.constexpr, NORMALIZER: gl.con
 
 
 @gluon.jit
-def _forgotten(most_tiles, i, WARPS: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr):
-    """Returns whether exp(R) was 0 for all keys of the block when the slot of chunk i, the first slot, was freed."""
+def _forgotten(most_tiles, phase, WARPS: gl.constexpr, PARTS: gl.constexpr):
+    """Returns whether exp(R) was 0 for all keys of the block when the first slot was freed in this phase of it."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    before = PARTS * ((i // STAGES - 1) & 1)
-    most = most_tiles.index(before).load(layout)  # [1]
-    for part in gl.static_range(1, PARTS):
-        most = gl.maximum(most, most_tiles.index(before + part).load(layout))
+    most = most_tiles.index(PARTS * phase).load(layout)  # [1]
+    if PARTS == 2:
+        most = gl.maximum(most, most_tiles.index(PARTS * phase + 1).load(layout))
     return gl.max(most, 0) <= FORGOTTEN * LOG2E
 
 
@@ -190,10 +189,11 @@ def _load_warp(
         slot = i % STAGES
         t = start + (i if BACKWARDS else n_chunks - 1 - i) * C
         bar = full.index(slot)
-        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        phase = ((i // STAGES) & 1) ^ 1
+        mbarrier.wait(empty.index(slot), phase)
         if g_desc is not None:
             if (slot == 0) & (i > 0):  # noqa: SIM102 -- one condition is known when this is compiled
-                if _forgotten(most_tiles, i, 1, PARTS, STAGES):
+                if _forgotten(most_tiles, phase, 1, PARTS):
                     count = i
         if i < count:
             mbarrier.expect(bar, SIZE)
@@ -205,8 +205,6 @@ def _load_warp(
                     left_desc, [b, left_head, t, key + part * PART], bar, left_tiles.index(place)
                 )
             tma.async_copy_global_to_shared(right_desc, [b, h, t, column], bar, right_tiles.index(slot))
-        else:
-            mbarrier.arrive(bar, count=1)  # for the state warps, which wait for this chunk before they leave
         i += 1
 
 
@@ -245,6 +243,8 @@ def _state_warps(
     layout: gl.constexpr = gl.BlockedLayout([16, 2], [4, 8], [1, 4], [1, 0])
     R = gl.zeros([PART], gl.float32, gl.SliceLayout(0, layout))  # in units of log 2
     S = warpgroup_mma_init(gl.zeros([PART, BV], gl.float32, state_layout))
+    first_key += part * PART
+    own_key = first_key + gl.arange(0, PART, gl.SliceLayout(0, layout))  # [PART]
     n_chunks = chunks_of(length, C)
     outer = 1.0  # the unit of S: the one of the product in the chunk before
     if left_units is not None:
@@ -276,7 +276,8 @@ def _state_warps(
             factor = gl.convert_layout(gl.exp2(x), gl.SliceLayout(1, layout))[:, None]  # [C, 1]
         left_tile = left_tiles.index(PARTS * slot + part).reshape([C, PART])
         right_tile = right_tiles.index(slot).reshape([C, BV])
-        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
+        phase = (i // STAGES) & 1
+        mbarrier.wait(full.index(slot), phase)
         if OF_HEADS:
             left_tile.store((as_float32(left_tile.load(layout)) * factor).to(left_tile.dtype))
         elif OF_KEYS:
@@ -302,21 +303,19 @@ def _state_warps(
             unit = unit_at(left_units, own, left_heads, left_head) * unit_at(right_units, own, right_heads, h)
             S = S * (outer / unit)
             outer = unit
-        freed = (i + STAGES - 1) % STAGES
         if OF_KEYS:
-            if freed == 0:  # noqa: SIM102 -- one condition is known when this is compiled
-                own_key = first_key + part * PART + gl.arange(0, PART, R.type.layout)  # [PART]
+            if slot == 1:
                 most = gl.max(gl.where(own_key < K, R, FORGOTTEN * LOG2E), 0)
-                most_tile = most_tiles.index(PARTS * (i // STAGES & 1) + part)
-                most_tile.store(gl.full([1], most, gl.float32, gl.BlockedLayout([1], [32], [4], [0])))
-        mbarrier.arrive(empty.index(freed), count=1, pred=i > 0)
+                most = gl.full([1], most, gl.float32, gl.BlockedLayout([1], [32], [4], [0]))
+                most_tiles.index(PARTS * phase + part).store(most)
+        mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        if OF_KEYS:
+            if slot == STAGES - 1:
+                mbarrier.wait(empty.index(0), phase)
+                if _forgotten(most_tiles, phase, 4, PARTS):
+                    count = i + 1
         S = warpgroup_mma(left_tile.permute([1, 0]), right_tile, warpgroup_mma_init(S), is_async=True)
         i += 1
-        if OF_KEYS:
-            if (i % STAGES == 0) & (i < count):
-                mbarrier.wait(full.index(0), (i // STAGES) & 1)
-                if _forgotten(most_tiles, i, 4, PARTS, STAGES):
-                    count = i
     S = warpgroup_mma_wait(0, [S])  # [PART, BV]
     if BACKWARDS:
         S = S * (scale * outer)
@@ -331,13 +330,11 @@ def _state_warps(
         S = S * gl.convert_layout(gl.exp2(first), gl.SliceLayout(1, state_layout))[:, None]
         R += first
     state = (segment * Hv + h).to(gl.int64) * K
-    first_key += part * PART
     key = first_key + gl.arange(0, PART, gl.SliceLayout(1, state_layout))[:, None]  # [PART, 1]
     value = column + gl.arange(0, BV, gl.SliceLayout(0, state_layout))[None, :]  # [1, BV]
     gl.store(S_ptr + state * V + key * V + value, S, (key < K) & (value < V))
     if HAS_GATE:
-        key = first_key + gl.arange(0, PART, gl.SliceLayout(0, layout))  # [PART]
-        gl.store(D_ptr + state + key, gl.exp2(R), (key < K) & (column == 0))
+        gl.store(D_ptr + state + own_key, gl.exp2(R), (own_key < K) & (column == 0))
 
 
 # V is specialised: if it is a multiple of 16, two elements of a state are written at once.
