@@ -20,9 +20,9 @@ No exponent is above 0 and no state is decayed, so one path handles gates of any
 instead of each key, b and R are numbers; R is then a sum of numbers of float64, rounded when it is used. Backwards,
 exp(R + b_t) may be 0 in float16 for all tokens, so R then begins at -g_1, and exp(g_1) multiplies S.
 
-A block leaves its segment where exp(R) is 0 in float32, and does not read the chunks after that. One gate for each head
-tells beforehand how many chunks are left. With one for each key, the state warps write their largest R each time before
-they free the first slot of tiles. All warps read it before the next chunk of that slot, so all leave at the same chunk.
+A block leaves its segment once exp(R) is 0 in float32, and does not read the chunks after that. One gate for each head
+tells beforehand how many chunks count. With one for each key, the state warps write R to shared memory. The load warp
+reads it before every STAGES-th chunk, and says whether that chunk is the last.
 
 B batch   T tokens   I segments   Hv heads of `right`, of gates and of S   R = Hv / heads of `left`
 K, V key and value width   C tokens of a chunk
@@ -162,13 +162,16 @@ def _chunks_that_count(gates, start, length, C: gl.constexpr, NORMALIZER: gl.con
 
 
 @gluon.jit
-def _forgotten(most_tiles, phase, WARPS: gl.constexpr, PARTS: gl.constexpr):
-    """Returns whether exp(R) was 0 for all keys of the block when the first slot was freed in this phase of it."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    most = most_tiles.index(PARTS * phase).load(layout)  # [1]
-    if PARTS == 2:
-        most = gl.maximum(most, most_tiles.index(PARTS * phase + 1).load(layout))
-    return gl.max(most, 0) <= FORGOTTEN * LOG2E
+def _forgotten(R_tiles, slot, key, K, PARTS: gl.constexpr):
+    """Returns whether exp(R) is 0 for all keys of the block, from `key` on, by the sums R of a slot; for one warp."""
+    PART: gl.constexpr = R_tiles.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([PART // 32], [32], [1], [0])
+    most = FORGOTTEN * LOG2E
+    for part in gl.static_range(PARTS):
+        R = R_tiles.index(PARTS * slot + part).load(layout)  # [PART]
+        inside = key + part * PART + gl.arange(0, PART, layout) < K
+        most = gl.maximum(most, gl.max(gl.where(inside, R, FORGOTTEN * LOG2E), 0))
+    return most <= FORGOTTEN * LOG2E
 
 
 @gluon.jit
@@ -177,9 +180,9 @@ def _load_warp(
 ):
     """Prefetches STAGES chunks of left, right and g, in the order opposite to the recurrence."""
     left_desc, right_desc, g_desc = descriptors
-    left_tiles, right_tiles, g_tiles, most_tiles = tiles
+    left_tiles, right_tiles, g_tiles, R_tiles, count_tile = tiles
     full, empty = barriers
-    b, left_head, h, key, column, start, n_chunks, count = chunks
+    b, left_head, h, key, column, K, start, n_chunks, count = chunks
     C: gl.constexpr = left_desc.block_type.shape[2]
     PART: gl.constexpr = left_desc.block_type.shape[3]
     GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
@@ -189,22 +192,21 @@ def _load_warp(
         slot = i % STAGES
         t = start + (i if BACKWARDS else n_chunks - 1 - i) * C
         bar = full.index(slot)
-        phase = ((i // STAGES) & 1) ^ 1
-        mbarrier.wait(empty.index(slot), phase)
+        mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         if g_desc is not None:
-            if (slot == 0) & (i > 0):  # noqa: SIM102 -- one condition is known when this is compiled
-                if _forgotten(most_tiles, phase, 1, PARTS):
-                    count = i
-        if i < count:
-            mbarrier.expect(bar, SIZE)
-            for part in gl.static_range(PARTS):
-                place = PARTS * slot + part
-                if g_desc is not None:
-                    tma.async_copy_global_to_shared(g_desc, [b, h, t, key + part * PART], bar, g_tiles.index(place))
-                tma.async_copy_global_to_shared(
-                    left_desc, [b, left_head, t, key + part * PART], bar, left_tiles.index(place)
-                )
-            tma.async_copy_global_to_shared(right_desc, [b, h, t, column], bar, right_tiles.index(slot))
+            if slot == 0:
+                if i > 0:  # R is the one after the chunk in whose course the slot was freed
+                    count = gl.where(_forgotten(R_tiles, 1, key, K, PARTS), i + 1, count)
+                count_tile.store(gl.full([1], count, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.expect(bar, SIZE)
+        for part in gl.static_range(PARTS):
+            place = PARTS * slot + part
+            if g_desc is not None:
+                tma.async_copy_global_to_shared(g_desc, [b, h, t, key + part * PART], bar, g_tiles.index(place))
+            tma.async_copy_global_to_shared(
+                left_desc, [b, left_head, t, key + part * PART], bar, left_tiles.index(place)
+            )
+        tma.async_copy_global_to_shared(right_desc, [b, h, t, column], bar, right_tiles.index(slot))
         i += 1
 
 
@@ -225,7 +227,7 @@ def _state_warps(
     STAGES: gl.constexpr,
 ):
     """Builds PART rows of S and of D."""
-    left_tiles, right_tiles, g_tiles, most_tiles = tiles
+    left_tiles, right_tiles, g_tiles, R_tiles, count_tile = tiles
     full, empty = barriers
     S_ptr, D_ptr, scale = states
     left_units, right_units, left_head, left_heads, right_heads, chunk = units
@@ -233,7 +235,6 @@ def _state_warps(
     Hv, K, V = sizes
     HAS_GATE: gl.constexpr = D_ptr is not None
     OF_HEADS: gl.constexpr = gates is not None  # whether there is one gate for each head instead of each key
-    OF_KEYS: gl.constexpr = HAS_GATE and not OF_HEADS
     FROM_FIRST: gl.constexpr = BACKWARDS and left_tiles.dtype == gl.float16
     C: gl.constexpr = left_tiles.type.shape[3]
     PART: gl.constexpr = left_tiles.type.shape[4]
@@ -243,8 +244,6 @@ def _state_warps(
     layout: gl.constexpr = gl.BlockedLayout([16, 2], [4, 8], [1, 4], [1, 0])
     R = gl.zeros([PART], gl.float32, gl.SliceLayout(0, layout))  # in units of log 2
     S = warpgroup_mma_init(gl.zeros([PART, BV], gl.float32, state_layout))
-    first_key += part * PART
-    own_key = first_key + gl.arange(0, PART, gl.SliceLayout(0, layout))  # [PART]
     n_chunks = chunks_of(length, C)
     outer = 1.0  # the unit of S: the one of the product in the chunk before
     if left_units is not None:
@@ -276,11 +275,11 @@ def _state_warps(
             factor = gl.convert_layout(gl.exp2(x), gl.SliceLayout(1, layout))[:, None]  # [C, 1]
         left_tile = left_tiles.index(PARTS * slot + part).reshape([C, PART])
         right_tile = right_tiles.index(slot).reshape([C, BV])
-        phase = (i // STAGES) & 1
-        mbarrier.wait(full.index(slot), phase)
+        mbarrier.wait(full.index(slot), (i // STAGES) & 1)
         if OF_HEADS:
             left_tile.store((as_float32(left_tile.load(layout)) * factor).to(left_tile.dtype))
-        elif OF_KEYS:
+        elif HAS_GATE:
+            count = gl.max(count_tile.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             g_tile = g_tiles.index(PARTS * slot + part).reshape([C, PART])
             g = log_gates_of_tile(g_tile, rows, layout, NORMALIZER, PACKED)
             g = gl.maximum(g, LEAST_GATE) * LOG2E  # [C, PART]
@@ -292,6 +291,7 @@ def _state_warps(
             R_end = R + gl.sum(g, 0)
             x = R[None, :] + b if BACKWARDS else R_end[None, :] - b  # [C, PART]
             R = R_end
+            R_tiles.index(PARTS * slot + part).store(R)
             left_tile.store((as_float32(left_tile.load(layout)) * gl.exp2(x)).to(left_tile.dtype))
         if PACKED:
             clear_rows(left_tile, rows, layout)
@@ -303,17 +303,7 @@ def _state_warps(
             unit = unit_at(left_units, own, left_heads, left_head) * unit_at(right_units, own, right_heads, h)
             S = S * (outer / unit)
             outer = unit
-        if OF_KEYS:
-            if slot == 1:
-                most = gl.max(gl.where(own_key < K, R, FORGOTTEN * LOG2E), 0)
-                most = gl.full([1], most, gl.float32, gl.BlockedLayout([1], [32], [4], [0]))
-                most_tiles.index(PARTS * phase + part).store(most)
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
-        if OF_KEYS:
-            if slot == STAGES - 1:
-                mbarrier.wait(empty.index(0), phase)
-                if _forgotten(most_tiles, phase, 4, PARTS):
-                    count = i + 1
         S = warpgroup_mma(left_tile.permute([1, 0]), right_tile, warpgroup_mma_init(S), is_async=True)
         i += 1
     S = warpgroup_mma_wait(0, [S])  # [PART, BV]
@@ -326,15 +316,17 @@ def _state_warps(
             S = S * gl.exp2(first.to(gl.float32))
             sum_of_gates += first
         R += sum_of_gates.to(gl.float32)
-    elif OF_KEYS and FROM_FIRST:
+    elif HAS_GATE and FROM_FIRST:
         S = S * gl.convert_layout(gl.exp2(first), gl.SliceLayout(1, state_layout))[:, None]
         R += first
     state = (segment * Hv + h).to(gl.int64) * K
+    first_key += part * PART
     key = first_key + gl.arange(0, PART, gl.SliceLayout(1, state_layout))[:, None]  # [PART, 1]
     value = column + gl.arange(0, BV, gl.SliceLayout(0, state_layout))[None, :]  # [1, BV]
     gl.store(S_ptr + state * V + key * V + value, S, (key < K) & (value < V))
     if HAS_GATE:
-        gl.store(D_ptr + state + own_key, gl.exp2(R), (own_key < K) & (column == 0))
+        key = first_key + gl.arange(0, PART, gl.SliceLayout(0, layout))  # [PART]
+        gl.store(D_ptr + state + key, gl.exp2(R), (key < K) & (column == 0))
 
 
 # V is specialised: if it is a multiple of 16, two elements of a state are written at once.
@@ -407,8 +399,9 @@ def _build_states_kernel(
         if g_desc is None
         else gl.allocate_shared_memory(g_desc.dtype, [PARTS * STAGES, 1, 1, C, PART], g_desc.layout)
     )
-    # The largest R of each warpgroup, in two rounds of the ring: one warpgroup may be a round ahead.
-    most_tiles = gl.allocate_shared_memory(gl.float32, [2 * PARTS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    R_tiles = gl.allocate_shared_memory(gl.float32, [PARTS * STAGES, PART], row)  # R after the chunk of each slot
+    count_tile = gl.allocate_shared_memory(gl.int32, [1], row)  # the number of chunks, as far as it is known
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # left, right, g have been loaded
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # all warpgroups have read them
@@ -416,7 +409,7 @@ def _build_states_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=PARTS)
 
-    tiles = (left_tiles, right_tiles, g_tiles, most_tiles)
+    tiles = (left_tiles, right_tiles, g_tiles, R_tiles, count_tile)
     barriers = (full, empty)
     states = (S_ptr, D_ptr, scale)
     gates: gl.constexpr = None
@@ -429,7 +422,7 @@ def _build_states_kernel(
     place = (i, h, key, column, start, length, count)
     sizes = (Hv, K, V)
     descriptors = (left_desc, right_desc, g_desc)
-    chunks = (b, h // R, h, key, column, start, chunks_of(length, C), count)
+    chunks = (b, h // R, h, key, column, K, start, chunks_of(length, C), count)
     # Registers of a thread: the warpgroups share evenly the registers that the load warp does not need.
     if PARTS == 1:
         gl.warp_specialize(
