@@ -162,16 +162,13 @@ def _chunks_that_count(gates, start, length, C: gl.constexpr, NORMALIZER: gl.con
 
 
 @gluon.jit
-def _forgotten(R_tiles, slot, key, K, PARTS: gl.constexpr):
-    """Returns whether exp(R) is 0 for all keys of the block, from `key` on, by the sums R of a slot; for one warp."""
-    PART: gl.constexpr = R_tiles.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([PART // 32], [32], [1], [0])
-    most = FORGOTTEN * LOG2E
-    for part in gl.static_range(PARTS):
-        R = R_tiles.index(PARTS * slot + part).load(layout)  # [PART]
-        inside = key + part * PART + gl.arange(0, PART, layout) < K
-        most = gl.maximum(most, gl.max(gl.where(inside, R, FORGOTTEN * LOG2E), 0))
-    return most <= FORGOTTEN * LOG2E
+def _forgotten(R_tiles, slot, PARTS: gl.constexpr):
+    """Returns whether exp(R) is 0 for all keys of the block after the chunk of a slot; for one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([R_tiles.shape[1] // 32], [32], [1], [0])
+    most = R_tiles.index(PARTS * slot).load(layout)  # [PART]
+    for part in gl.static_range(1, PARTS):
+        most = gl.maximum(most, R_tiles.index(PARTS * slot + part).load(layout))
+    return gl.max(most, 0) <= FORGOTTEN * LOG2E
 
 
 @gluon.jit
@@ -182,7 +179,7 @@ def _load_warp(
     left_desc, right_desc, g_desc = descriptors
     left_tiles, right_tiles, g_tiles, R_tiles, count_tile = tiles
     full, empty = barriers
-    b, left_head, h, key, column, K, start, n_chunks, count = chunks
+    b, left_head, h, key, column, start, n_chunks, count = chunks
     C: gl.constexpr = left_desc.block_type.shape[2]
     PART: gl.constexpr = left_desc.block_type.shape[3]
     GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
@@ -196,7 +193,7 @@ def _load_warp(
         if g_desc is not None:
             if slot == 0:
                 if i > 0:  # R is the one after the chunk in whose course the slot was freed
-                    count = gl.where(_forgotten(R_tiles, 1, key, K, PARTS), i + 1, count)
+                    count = gl.where(_forgotten(R_tiles, 1, PARTS), i + 1, count)
                 count_tile.store(gl.full([1], count, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.expect(bar, SIZE)
         for part in gl.static_range(PARTS):
@@ -244,6 +241,8 @@ def _state_warps(
     layout: gl.constexpr = gl.BlockedLayout([16, 2], [4, 8], [1, 4], [1, 0])
     R = gl.zeros([PART], gl.float32, gl.SliceLayout(0, layout))  # in units of log 2
     S = warpgroup_mma_init(gl.zeros([PART, BV], gl.float32, state_layout))
+    first_key += part * PART
+    own_key = first_key + gl.arange(0, PART, gl.SliceLayout(0, layout))  # [PART]
     n_chunks = chunks_of(length, C)
     outer = 1.0  # the unit of S: the one of the product in the chunk before
     if left_units is not None:
@@ -291,7 +290,7 @@ def _state_warps(
             R_end = R + gl.sum(g, 0)
             x = R[None, :] + b if BACKWARDS else R_end[None, :] - b  # [C, PART]
             R = R_end
-            R_tiles.index(PARTS * slot + part).store(R)
+            R_tiles.index(PARTS * slot + part).store(gl.where(own_key < K, R, FORGOTTEN * LOG2E))
             left_tile.store((as_float32(left_tile.load(layout)) * gl.exp2(x)).to(left_tile.dtype))
         if PACKED:
             clear_rows(left_tile, rows, layout)
@@ -320,13 +319,11 @@ def _state_warps(
         S = S * gl.convert_layout(gl.exp2(first), gl.SliceLayout(1, state_layout))[:, None]
         R += first
     state = (segment * Hv + h).to(gl.int64) * K
-    first_key += part * PART
     key = first_key + gl.arange(0, PART, gl.SliceLayout(1, state_layout))[:, None]  # [PART, 1]
     value = column + gl.arange(0, BV, gl.SliceLayout(0, state_layout))[None, :]  # [1, BV]
     gl.store(S_ptr + state * V + key * V + value, S, (key < K) & (value < V))
     if HAS_GATE:
-        key = first_key + gl.arange(0, PART, gl.SliceLayout(0, layout))  # [PART]
-        gl.store(D_ptr + state + key, gl.exp2(R), (key < K) & (column == 0))
+        gl.store(D_ptr + state + own_key, gl.exp2(R), (own_key < K) & (column == 0))
 
 
 # V is specialised: if it is a multiple of 16, two elements of a state are written at once.
@@ -422,7 +419,7 @@ def _build_states_kernel(
     place = (i, h, key, column, start, length, count)
     sizes = (Hv, K, V)
     descriptors = (left_desc, right_desc, g_desc)
-    chunks = (b, h // R, h, key, column, K, start, chunks_of(length, C), count)
+    chunks = (b, h // R, h, key, column, start, chunks_of(length, C), count)
     # Registers of a thread: the warpgroups share evenly the registers that the load warp does not need.
     if PARTS == 1:
         gl.warp_specialize(
@@ -492,5 +489,5 @@ def _build_states_kernel(
                 (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, BACKWARDS, STAGES)),
             ],
             [4, 1],
-            [176, 24],
+            [168, 40],
         )
