@@ -452,19 +452,47 @@ def test_gradients_of_states_of_uniform_strong_gates_in_float16(kernels, monkeyp
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
 @pytest.mark.parametrize("gate", [-1.0, -0.2, -torch.inf])
-@pytest.mark.parametrize("sizes", [{"T": 1300}, {"lengths": (700, 0, 300, 200)}, {"T": 600, "gate_form": "constant"}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"T": 1300},
+        {"lengths": (700, 0, 300, 200)},
+        {"T": 600, "gate_form": "constant"},
+        {"T": 1300, "gate_form": "key", "K": 72},
+        {"lengths": (700, 0, 300, 200), "gate_form": "key"},
+    ],
+    ids=str,
+)
 def test_segments_that_forget(kernels, monkeypatch, sizes, gate, backwards):
-    """Tokens that gates decay to 0 are not read."""
+    """Tokens that gates decay to 0 are not read; with gates of keys, a chunk of them is."""
     monkeypatch.setattr("gla_core.workloads.inputs.random_gate", lambda shape, *_: torch.full(shape, gate))
     monkeypatch.setattr(kernels.states, "AHEAD", 4)
     x = inputs(**sizes)
     check_states(kernels, x, backwards, length=640)
     if gate == -1.0:
-        _, S, _ = built_states(kernels, x, backwards, length=640)
+        _, S, D = built_states(kernels, x, backwards, length=640)
         for y in (x.q, x.k, x.v):
-            y[:, 128:440] = torch.nan
-        _, again, _ = built_states(kernels, x, backwards, length=640)
+            y[:, 192 if x.g.ndim == 4 else 128 : 440] = torch.nan
+        _, again, decay = built_states(kernels, x, backwards, length=640)
         assert torch.equal(S[0], again[0])
+        assert torch.equal(D[0], decay[0])
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+@pytest.mark.parametrize("key", [0, 71])
+@pytest.mark.parametrize("others", [-3.0, -torch.inf])
+def test_segments_that_one_key_does_not_forget(kernels, key, others, backwards):
+    x = inputs(T=700, gate_form="key", K=72)
+    x.g.fill_(others)[..., key] = -0.01
+    check_states(kernels, x, backwards, length=640)
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+def test_segments_that_forget_after_mild_gates(kernels, backwards):
+    """The chunks that count are as many as the mild gates before the strong ones."""
+    x = inputs(T=1280, gate_form="key", K=128, V=128, gates="mild")
+    x.g[:, 300:340] = -5.0
+    check_states(kernels, x, backwards, length=640)
 
 
 def places(x, segments, length):
