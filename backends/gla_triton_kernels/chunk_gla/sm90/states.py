@@ -21,8 +21,8 @@ instead of each key, b and R are numbers; R is then a sum of numbers of float64,
 exp(R + b_t) may be 0 in float16 for all tokens, so R then begins at -g_1, and exp(g_1) multiplies S.
 
 A block leaves its segment once exp(R) is 0 in float32, and does not read the chunks after that. One gate for each head
-tells beforehand how many chunks count. With one for each key, the state warps write R to shared memory. The load warp
-reads it before every STAGES-th chunk, and says whether that chunk is the last.
+tells beforehand how many chunks count. With one for each key, the state warps write R to shared memory; the load warp
+reads it before every STAGES-th chunk, and passes on whether that chunk is the last.
 
 B batch   T tokens   I segments   Hv heads of `right`, of gates and of S   R = Hv / heads of `left`
 K, V key and value width   C tokens of a chunk
@@ -177,7 +177,7 @@ def _load_warp(
 ):
     """Prefetches STAGES chunks of left, right and g, in the order opposite to the recurrence."""
     left_desc, right_desc, g_desc = descriptors
-    left_tiles, right_tiles, g_tiles, R_tiles, count_tile = tiles
+    left_tiles, right_tiles, g_tiles, R_tiles, count_tiles = tiles
     full, empty = barriers
     b, left_head, h, key, column, start, n_chunks, count = chunks
     C: gl.constexpr = left_desc.block_type.shape[2]
@@ -191,10 +191,9 @@ def _load_warp(
         bar = full.index(slot)
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
         if g_desc is not None:
-            if slot == 0:
-                if i > 0:  # R is the one after the chunk in whose course the slot was freed
-                    count = gl.where(_forgotten(R_tiles, 1, PARTS), i + 1, count)
-                count_tile.store(gl.full([1], count, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+            if (slot == 0) & (i > 0):  # slot 0 was freed in the course of the chunk in slot 1
+                count = gl.where(_forgotten(R_tiles, 1, PARTS), i + 1, count)
+            count_tiles.index(slot).store(gl.full([1], count, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.expect(bar, SIZE)
         for part in gl.static_range(PARTS):
             place = PARTS * slot + part
@@ -224,7 +223,7 @@ def _state_warps(
     STAGES: gl.constexpr,
 ):
     """Builds PART rows of S and of D."""
-    left_tiles, right_tiles, g_tiles, R_tiles, count_tile = tiles
+    left_tiles, right_tiles, g_tiles, R_tiles, count_tiles = tiles
     full, empty = barriers
     S_ptr, D_ptr, scale = states
     left_units, right_units, left_head, left_heads, right_heads, chunk = units
@@ -278,7 +277,7 @@ def _state_warps(
         if OF_HEADS:
             left_tile.store((as_float32(left_tile.load(layout)) * factor).to(left_tile.dtype))
         elif HAS_GATE:
-            count = gl.max(count_tile.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+            count = gl.max(count_tiles.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             g_tile = g_tiles.index(PARTS * slot + part).reshape([C, PART])
             g = log_gates_of_tile(g_tile, rows, layout, NORMALIZER, PACKED)
             g = gl.maximum(g, LEAST_GATE) * LOG2E  # [C, PART]
@@ -398,7 +397,7 @@ def _build_states_kernel(
     )
     row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     R_tiles = gl.allocate_shared_memory(gl.float32, [PARTS * STAGES, PART], row)  # R after the chunk of each slot
-    count_tile = gl.allocate_shared_memory(gl.int32, [1], row)  # the number of chunks, as far as it is known
+    count_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row)  # chunks that count, as known by then
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # left, right, g have been loaded
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # all warpgroups have read them
@@ -406,7 +405,7 @@ def _build_states_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=PARTS)
 
-    tiles = (left_tiles, right_tiles, g_tiles, R_tiles, count_tile)
+    tiles = (left_tiles, right_tiles, g_tiles, R_tiles, count_tiles)
     barriers = (full, empty)
     states = (S_ptr, D_ptr, scale)
     gates: gl.constexpr = None
