@@ -42,6 +42,7 @@ def kernels():
             "operands",
             "backward",
             "backward_head",
+            "log_gates",
             "state_gradients",
             "backward_wide",
         )

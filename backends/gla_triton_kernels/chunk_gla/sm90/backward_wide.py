@@ -31,7 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from gla_core.dispatch.backend import CHUNK
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
-from gla_triton_kernels.chunk_gla.shared.log_gates import launch_log_gates
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, cut
 from gla_triton_kernels.chunk_gla.sm90 import pairs
 from gla_triton_kernels.chunk_gla.sm90.common import clear_rows, plus, segment_at, slope_of_gates, write, write_rows
@@ -50,6 +49,7 @@ from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     product,
 )
 from gla_triton_kernels.chunk_gla.sm90.half import NO_UNITS
+from gla_triton_kernels.chunk_gla.sm90.log_gates import launch_log_gates
 from gla_triton_kernels.chunk_gla.sm90.state_gradients import launch_state_gradients
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
