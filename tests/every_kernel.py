@@ -130,13 +130,16 @@ def backwards() -> None:
         with kernels():
             for x in chunk_calls():
                 backward(x, every)
+                if x.g is not None and x.k.shape[3] == 256:
+                    backward(x, every, "logsigmoid")
 
 
-def backward(x: GlaInputs, checkpoint_every: int) -> None:
+def backward(x: GlaInputs, checkpoint_every: int, gate: str | None = None) -> None:
     initial_state = x.initial_state if checkpoint_every == 64 else None
     leaves = [y.requires_grad_() for y in (x.q, x.k, x.v, x.g, initial_state) if y is not None]
     states = (initial_state, initial_state is not None)
-    o, state, *_ = gla.chunk_gla(x.q, x.k, x.v, x.g, None, *states, x.cu_seqlens, checkpoint_every=checkpoint_every)
+    given = {"gate": gate, "checkpoint_every": checkpoint_every}
+    o, state, *_ = gla.chunk_gla(x.q, x.k, x.v, x.g, None, *states, x.cu_seqlens, **given)
     results = [y for y in (o, state) if y is not None]
     torch.autograd.grad(results, leaves, [torch.randn_like(y) for y in results])
 

@@ -63,11 +63,11 @@ def pool(P=2**16, pool_dtype=torch.float32, **sizes):
     return "chunk_gla_pool", q, k, v, g, states, cu_seqlens, slots, slots, 0.1, marks, slots, slots
 
 
-def backward(**sizes):
+def backward(normalizer=None, **sizes):
     q, k, v, g, state, cu_seqlens = gla_inputs(**sizes)
     do = empty(*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3], dtype=v.dtype)
     checkpoints = new_checkpoints(k, v, cu_seqlens, 64)
-    return "chunk_gla_bwd", q, k, v, g, 0.1, state, cu_seqlens, checkpoints, 64, do, state
+    return "chunk_gla_bwd", q, k, v, g, 0.1, state, cu_seqlens, checkpoints, 64, do, state, normalizer
 
 
 def summary(**sizes):
@@ -140,6 +140,7 @@ CALLS = {
     "general pool, in segments": (SM80, pool, "parallel_scan", {"form": "head"}),
     "backward": (SM90, backward, "triton_fused", {}),
     "backward, wide": (SM90, backward, "triton_fused", WIDE),
+    "backward, wide, from logits": (SM90, backward, "triton_fused", WIDE | {"normalizer": 16}),
     "backward, odd": (SM90, backward, "triton_fused", ODD),
     "backward, grouped": (SM90, backward, "triton_fused", {"G": 2, "H": 16}),
     "backward, in segments": (SM90, backward, "parallel_scan", PACKED),

@@ -1,6 +1,6 @@
 """Hopper's kernels of chunk_gla, emulated on a CPU, against the oracle: see tests/gluon_on_cpu.py.
 
-Left out are the kernels for wide heads and for pairs of tokens where gates are strong.
+Left out is the forward for wide heads.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ def kernels():
             "operands",
             "backward",
             "backward_head",
+            "log_gates",
+            "state_gradients",
+            "backward_wide",
         )
     )
 
@@ -249,10 +252,14 @@ def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=N
     tensors = BackwardTensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, checkpoints, do, leaving, *results)
     segments, parameters = whole(B, T, x.cu_seqlens), GradientParameters(BK=blocks[0], BV=blocks[1], warps=4)
     gluon_on_cpu.run(segments.launches)
-    of_keys = sizes.get("gate_form") == "key"
-    launch = (kernels.backward if of_keys else kernels.backward_head).launch_gradients
+    if sizes.get("gate_form") != "key":
+        kernel = kernels.backward_head
+    elif dtype == BFLOAT16 and max(K, V) > 128:
+        kernel = kernels.backward_wide
+    else:
+        kernel = kernels.backward
     scale = K**-0.5 if scale is None else scale
-    launches = launch(parameters, tensors, checkpoints, leaving, segments, scale, normalizer)
+    launches = kernel.launch_gradients(parameters, tensors, checkpoints, leaving, segments, scale, normalizer)
     gluon_on_cpu.run(launches)
 
     names = [name for name in ("q", "k", "v", "g", "initial_state") if getattr(x, name) is not None]
@@ -324,11 +331,18 @@ def test_gradients_of_every_gate(kernels, form, dtype, gates):
         PACKED | {"gate_form": "key"},
         {"gate_form": "key", "K": 128, "V": 128, "T": 100},
         {"gate_form": "key", "G": 2, "initial_state": True},
+        {"gate_form": "key", "K": 72, "V": 200, "initial_state": True},
+        {"gate_form": "key", "K": 136, "V": 136, "gates": "-inf", "G": 2},
+        {"gate_form": "key", "gates": "none", "V": 136},
+        PACKED | {"gate_form": "key", "K": 200, "V": 72},
         {"normalizer": 16, "gate_dtype": BFLOAT16, "initial_state": True},
         {"normalizer": 1, "gate_form": "constant"},
         {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 40, "G": 2},
         {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 72, "V": 128, "B": 2, "T": 70},
         PACKED | {"normalizer": 8, "gate_form": "key"},
+        {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "V": 256, "B": 2, "H": 2, "G": 2, "T": 70},
+        {"normalizer": 1, "gate_form": "key", "K": 136, "V": 136, "dstate": False},
+        PACKED | {"normalizer": 4, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 200, "V": 72},
         PACKED | {"normalizer": 2, "R": 2},
         {"gate_form": "key", "dtype": torch.float16},
         {"gate_form": "key", "K": 128, "V": 128, "T": 100, "dtype": torch.float16, "initial_state": True},
@@ -452,19 +466,47 @@ def test_gradients_of_states_of_uniform_strong_gates_in_float16(kernels, monkeyp
 
 @pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
 @pytest.mark.parametrize("gate", [-1.0, -0.2, -torch.inf])
-@pytest.mark.parametrize("sizes", [{"T": 1300}, {"lengths": (700, 0, 300, 200)}, {"T": 600, "gate_form": "constant"}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"T": 1300},
+        {"lengths": (700, 0, 300, 200)},
+        {"T": 600, "gate_form": "constant"},
+        {"T": 1300, "gate_form": "key", "K": 72},
+        {"lengths": (700, 0, 300, 200), "gate_form": "key"},
+    ],
+    ids=str,
+)
 def test_segments_that_forget(kernels, monkeypatch, sizes, gate, backwards):
-    """Tokens that gates decay to 0 are not read."""
+    """Tokens that gates decay to 0 are not read; with gates of keys, a chunk of them is."""
     monkeypatch.setattr("gla_core.workloads.inputs.random_gate", lambda shape, *_: torch.full(shape, gate))
     monkeypatch.setattr(kernels.states, "AHEAD", 4)
     x = inputs(**sizes)
     check_states(kernels, x, backwards, length=640)
     if gate == -1.0:
-        _, S, _ = built_states(kernels, x, backwards, length=640)
+        _, S, D = built_states(kernels, x, backwards, length=640)
         for y in (x.q, x.k, x.v):
-            y[:, 128:440] = torch.nan
-        _, again, _ = built_states(kernels, x, backwards, length=640)
+            y[:, 192 if x.g.ndim == 4 else 128 : 440] = torch.nan
+        _, again, decay = built_states(kernels, x, backwards, length=640)
         assert torch.equal(S[0], again[0])
+        assert torch.equal(D[0], decay[0])
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+@pytest.mark.parametrize("key", [0, 71])
+@pytest.mark.parametrize("others", [-3.0, -torch.inf])
+def test_segments_that_one_key_does_not_forget(kernels, key, others, backwards):
+    x = inputs(T=700, gate_form="key", K=72)
+    x.g.fill_(others)[..., key] = -0.01
+    check_states(kernels, x, backwards, length=640)
+
+
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+def test_segments_that_forget_after_mild_gates(kernels, backwards):
+    """The chunks that count are as many as the mild gates before the strong ones."""
+    x = inputs(T=1280, gate_form="key", K=128, V=128, gates="mild")
+    x.g[:, 300:340] = -5.0
+    check_states(kernels, x, backwards, length=640)
 
 
 def places(x, segments, length):

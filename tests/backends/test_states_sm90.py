@@ -190,6 +190,29 @@ def test_a_packed_sequence_sees_nothing_of_the_next(backwards):
 
 
 @both_directions
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (72, 256), (128, 128)])
+def test_segments_that_forget(K, V, backwards):
+    """Tokens that gates decay to 0 are not read, but for a few chunks."""
+    _, k, v, g, *_ = inputs(T=2000, K=K, V=V)
+    g.fill_(-1.0)
+    check(k, v, g, 1024, backwards=backwards)
+    segments, _ = cut(2, 2000, 1024)
+    S, D = build(k, v, g, segments, backwards)
+    k[:, 384:640], v[:, 384:640] = torch.nan, torch.nan
+    again, decay = build(k, v, g, segments, backwards)
+    assert torch.equal(S[0], again[0])
+    assert torch.equal(D[0], decay[0])
+
+
+@both_directions
+@pytest.mark.parametrize("key", [0, 71])
+def test_segments_that_one_key_does_not_forget(key, backwards):
+    _, k, v, g, *_ = inputs(T=2000, K=72, V=128)
+    g.fill_(-3.0)[..., key] = -0.01
+    check(k, v, g, 1024, backwards=backwards)
+
+
+@both_directions
 @pytest.mark.parametrize("factor", [1e-8, 1e8])
 def test_large_and_small_inputs(factor, backwards):
     _, k, v, g, *_ = inputs(T=200, K=128, V=128, gates="strong")

@@ -78,6 +78,7 @@ CALLS = {
     "backward": (backward, "triton_fused", TRAINING),
     "backward, K = V = 64": (backward, "triton_fused", TRAINING | {"K": 64, "V": 64}),
     "backward, wide": (backward, "triton_fused", WIDE),
+    "backward, K = 128, V = 256, from logits": (backward, "triton_fused", TRAINING | {"V": 256, "normalizer": 16}),
     "backward, float16": (backward, "triton_fused", TRAINING | FLOAT16),
     "backward, float32": (backward, "triton_fused", TRAINING | FLOAT32),
     "backward, TF32": (backward, "triton_fused", TRAINING | FLOAT32),

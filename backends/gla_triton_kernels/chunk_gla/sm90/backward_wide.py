@@ -6,6 +6,8 @@ and g, and dq, dk, dg and dv would be sums over blocks. Instead, the gradients o
     state_gradients.py   processes segments backwards, and writes P of every chunk
     this file            one block per chunk and query head: loops over the values, and sums dq, dk and dv on chip
 
+If gates come from logits, a launch before them writes the log gates to memory, which both kernels read.
+
 B batch   T tokens   N sequences   H key/value heads, of k, v, g and S   Hq query heads   G query heads of a group
 K, V key and value width   C tokens of a chunk   D = 64 values of a tile, and keys of a part
 PARTS parts of a warpgroup, which has half of the keys   n rows of states, one for each chunk
@@ -47,6 +49,7 @@ from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     product,
 )
 from gla_triton_kernels.chunk_gla.sm90.half import NO_UNITS
+from gla_triton_kernels.chunk_gla.sm90.log_gates import launch_log_gates
 from gla_triton_kernels.chunk_gla.sm90.state_gradients import launch_state_gradients
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
@@ -73,17 +76,21 @@ def launch_gradients(
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
     keys = _keys(K)
+    g, found = x.g, []
+    if g is not None and normalizer is not None:
+        g, log_gates = launch_log_gates(g, normalizer)
+        found.append(log_gates)
     marks = pairs.new_marks(x, entering, keys)
     rows = entering.numel() // (H * K * V)
     P = torch.empty(rows, Hq, K, V, dtype=entering.dtype, device=x.q.device)
-    states = launch_state_gradients(kernel, x, P, marks, keys, leaving, segments, scale, normalizer)
+    found += launch_state_gradients(kernel, x._replace(g=g), P, marks, keys, leaving, segments, scale)
     chunks = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
         "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
         "v_desc": shared_tiles(x.v, CHUNK, WIDTH),
         "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
-        "g_desc": None if x.g is None else shared_tiles(x.g, CHUNK, WIDTH),
+        "g_desc": None if g is None else shared_tiles(g, CHUNK, WIDTH),
         "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH),
         "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH),
         "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH),
@@ -108,7 +115,7 @@ def launch_gradients(
     }
     options = {"num_warps": kernel.warps, "maxnreg": 168}
     gradients = Launch(_gradient_kernel, (rows * Hq, 1, 1), arguments, options)
-    return [*states, *chunks.launches, gradients, *pairs.launch_pairs(x, NO_UNITS, marks, scale, keys, normalizer)]
+    return [*found, *chunks.launches, gradients, *pairs.launch_pairs(x, NO_UNITS, marks, scale, keys, normalizer)]
 
 
 def _keys(K: int) -> int:
@@ -184,13 +191,13 @@ def _tile(tiles, i):
 
 
 @gluon.jit
-def _decay(g_desc, tiles, own, mild, rows, scale, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr):
+def _decay(g_desc, tiles, own, mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
     """Replaces q and k of this warpgroup by qg and kg, and stores b_C / 2 [D] of each part."""
     q_tiles, k_tiles, x_tiles, r_tiles = tiles
     for p in range(PARTS):
         q_tile, k_tile = _tile(q_tiles, own + p), _tile(k_tiles, own + p)
         if g_desc is not None:
-            g = gates(gate_tile(g_desc, x_tiles, own + p), rows, NORMALIZER, PACKED)  # [C, D]
+            g = gates(gate_tile(g_desc, x_tiles, own + p), rows, None, PACKED)  # [C, D]
             x, end = exponents(g, mild, 0.0)  # [C, D], [D]
             r_tiles.index(own + p).store(0.5 * end)
             decay(q_tile, k_tile, x, end, mild, 0.0, scale)
@@ -265,7 +272,7 @@ def _gradient_warps(
     mbarrier.wait(qk_full, 0)
     if HAS_GATE:
         _wait(full, part)
-    _decay(g_desc, (q_tiles, k_tiles, x_tiles, r_tiles), own, mild, rows, scale, NORMALIZER, PARTS, PACKED)
+    _decay(g_desc, (q_tiles, k_tiles, x_tiles, r_tiles), own, mild, rows, scale, PARTS, PACKED)
     if HAS_GATE:
         _release(empty, 0)
         _release(empty, 1)
@@ -336,7 +343,7 @@ def _gradient_warps(
         if HAS_GATE:
             arrived = last % SLOTS * PARTS + p
             x_tile = _tile(x_tiles, arrived)
-            g = gates(gate_tile(g_desc, x_tiles, arrived), rows, NORMALIZER, PACKED)  # [C, D]
+            g = gates(gate_tile(g_desc, x_tiles, arrived), rows, None, PACKED)  # [C, D]
             x, _ = exponents(g, mild, 0.0)  # [C, D]
             x_tile.store(x)
             r = r_tiles.index(own + p).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
@@ -377,7 +384,7 @@ def _gradient_kernel(
     k_desc,  # [B, H, T, K], tiles [C, D]
     v_desc,  # [B, H, T, V], tiles [C, D]
     do_desc,  # [B, Hq, T, V], tiles [C, D]
-    g_desc,  # [B, H, T, K], tiles [C, D], or None
+    g_desc,  # log gates, [B, H, T, K], tiles [C, D], or None
     dq_desc,  # [B, Hq, T, K], tiles [C, D]
     dk_desc,  # [B, Hq, T, K], tiles [C, D]
     dv_desc,  # [B, Hq, T, V], tiles [C, D]
@@ -387,7 +394,7 @@ def _gradient_kernel(
     dk_ptr,  # [B, T, Hq, K]
     dv_ptr,  # [B, T, Hq, V]
     dg_ptr,  # [B, T, Hq, K] or None
-    g_ptr,  # [B, T, H, K] if NORMALIZER is given, else None
+    g_ptr,  # logits, [B, T, H, K], if NORMALIZER is given, else None
     marks,  # [n, Hq, blocks of keys]; None if g is None
     order,  # [n, 5] or None
     scale,

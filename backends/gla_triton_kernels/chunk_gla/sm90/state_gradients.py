@@ -51,7 +51,6 @@ def launch_state_gradients(
     leaving: Tensor | None,
     segments: Segments,
     scale: float,
-    normalizer: int | None = None,
 ) -> list[Launch]:
     """Returns the launch that writes P and marks chunks that are not mild.
 
@@ -79,7 +78,6 @@ def launch_state_gradients(
         "V": V,
         "KEYS": keys,
         "G": Hq // H,
-        "NORMALIZER": normalizer,
         "LAST_LEAVE_NONE": x.last_leave_none,
     }
     blocks = ceil_div(K, kernel.BK) * ceil_div(V, kernel.BV) * segments.count * Hq
@@ -122,7 +120,6 @@ def _state_warps(
     part: gl.constexpr,
     KEYS: gl.constexpr,
     G: gl.constexpr,
-    NORMALIZER: gl.constexpr,
     PACKED: gl.constexpr,
 ):
     """Carries D rows of dS backwards through the segment, and writes P of every chunk."""
@@ -154,7 +151,7 @@ def _state_warps(
         do_tile = do_tiles.index(slot).reshape([C, BV])
         mbarrier.wait(full.index(slot), i // STAGES & 1)
         if HAS_GATE:
-            g = gates(g_tiles.index(2 * slot + part), rows, NORMALIZER, PACKED)  # [C, D]
+            g = gates(g_tiles.index(2 * slot + part), rows, None, PACKED)  # [C, D]
             end = gl.sum(g, 0)  # [D]
             least = gl.min(end, 0)
             if KEYS > D:  # the minimum over the keys of both warpgroups
@@ -219,7 +216,6 @@ def _state_kernel(
     V,
     KEYS: gl.constexpr,
     G: gl.constexpr,
-    NORMALIZER: gl.constexpr,
     LAST_LEAVE_NONE: gl.constexpr,
 ):
     """Computes 2 D keys and BV values of dS of one head of a segment, with two warpgroups and a load warp."""
@@ -264,11 +260,11 @@ def _state_kernel(
         [
             (
                 _state_warps,
-                (tiles, barriers, p_desc, marks, states, place, sizes, scale, 0, KEYS, G, NORMALIZER, PACKED),
+                (tiles, barriers, p_desc, marks, states, place, sizes, scale, 0, KEYS, G, PACKED),
             ),
             (
                 _state_warps,
-                (tiles, barriers, p_desc, marks, states, place, sizes, scale, 1, KEYS, G, NORMALIZER, PACKED),
+                (tiles, barriers, p_desc, marks, states, place, sizes, scale, 1, KEYS, G, PACKED),
             ),
             (_load_chunks, (descriptors, (q_tiles, do_tiles, g_tiles), (full, empty), load_place, G)),
         ],

@@ -18,8 +18,11 @@ then known when the kernel reaches the token, and S is a plain sum. Let R be the
 
 No exponent is above 0 and no state is decayed, so one path handles gates of any strength. With one gate for each head
 instead of each key, b and R are numbers; R is then a sum of numbers of float64, rounded when it is used. Backwards,
-exp(R + b_t) may be 0 in float16 for all tokens, so R then begins at -g_1, and exp(g_1) multiplies S. Chunks from which
-exp(R) is 0 in float32 are not read: one gate for each head tells beforehand how many chunks are left.
+exp(R + b_t) may be 0 in float16 for all tokens, so R then begins at -g_1, and exp(g_1) multiplies S.
+
+A block leaves its segment once exp(R) is 0 in float32, and does not read the chunks after that. One gate for each head
+tells beforehand how many chunks count. With one for each key, the state warps write R to shared memory; the load warp
+reads it before every STAGES-th chunk, and passes on whether that chunk is the last.
 
 B batch   T tokens   I segments   Hv heads of `right`, of gates and of S   R = Hv / heads of `left`
 K, V key and value width   C tokens of a chunk
@@ -123,7 +126,7 @@ def launch_states(plan: SegmentPlan, x: Recurrence, segments: Segments, S: Tenso
     return [*before, Launch(_build_states_kernel, (blocks, 1, 1), arguments, options)]
 
 
-FORGOTTEN = gl.constexpr(-110.0)  # exp of it is 0 in float32, with room for the rounding of sums
+FORGOTTEN = gl.constexpr(-88.0)  # exp of it is computed as 0: it is below 2^-126, with room for the rounding of sums
 AHEAD = gl.constexpr(32)  # chunks whose gates are summed at once
 
 
@@ -159,23 +162,38 @@ def _chunks_that_count(gates, start, length, C: gl.constexpr, NORMALIZER: gl.con
 
 
 @gluon.jit
+def _forgotten(R_tiles, slot, PARTS: gl.constexpr):
+    """Returns whether exp(R) is 0 for all keys of the block after the chunk of a slot; for one warp."""
+    layout: gl.constexpr = gl.BlockedLayout([R_tiles.shape[1] // 32], [32], [1], [0])
+    most = R_tiles.index(PARTS * slot).load(layout)  # [PART]
+    for part in gl.static_range(1, PARTS):
+        most = gl.maximum(most, R_tiles.index(PARTS * slot + part).load(layout))
+    return gl.max(most, 0) <= FORGOTTEN * LOG2E
+
+
+@gluon.jit
 def _load_warp(
     descriptors, tiles, barriers, chunks, PARTS: gl.constexpr, BACKWARDS: gl.constexpr, STAGES: gl.constexpr
 ):
     """Prefetches STAGES chunks of left, right and g, in the order opposite to the recurrence."""
     left_desc, right_desc, g_desc = descriptors
-    left_tiles, right_tiles, g_tiles = tiles
+    left_tiles, right_tiles, g_tiles, R_tiles, count_tiles = tiles
     full, empty = barriers
     b, left_head, h, key, column, start, n_chunks, count = chunks
     C: gl.constexpr = left_desc.block_type.shape[2]
     PART: gl.constexpr = left_desc.block_type.shape[3]
     GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
     SIZE: gl.constexpr = PARTS * (left_desc.block_type.nbytes + GATE_SIZE) + right_desc.block_type.nbytes
-    for i in range(count):
+    i = gl.to_tensor(0)
+    while i < count:
         slot = i % STAGES
         t = start + (i if BACKWARDS else n_chunks - 1 - i) * C
         bar = full.index(slot)
         mbarrier.wait(empty.index(slot), ((i // STAGES) & 1) ^ 1)
+        if g_desc is not None:
+            if (slot == 0) & (i > 0):  # slot 0 was freed in the course of the chunk in slot 1
+                count = gl.where(_forgotten(R_tiles, 1, PARTS), i + 1, count)
+            count_tiles.index(slot).store(gl.full([1], count, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
         mbarrier.expect(bar, SIZE)
         for part in gl.static_range(PARTS):
             place = PARTS * slot + part
@@ -185,6 +203,7 @@ def _load_warp(
                 left_desc, [b, left_head, t, key + part * PART], bar, left_tiles.index(place)
             )
         tma.async_copy_global_to_shared(right_desc, [b, h, t, column], bar, right_tiles.index(slot))
+        i += 1
 
 
 @gluon.jit
@@ -204,7 +223,7 @@ def _state_warps(
     STAGES: gl.constexpr,
 ):
     """Builds PART rows of S and of D."""
-    left_tiles, right_tiles, g_tiles = tiles
+    left_tiles, right_tiles, g_tiles, R_tiles, count_tiles = tiles
     full, empty = barriers
     S_ptr, D_ptr, scale = states
     left_units, right_units, left_head, left_heads, right_heads, chunk = units
@@ -221,6 +240,8 @@ def _state_warps(
     layout: gl.constexpr = gl.BlockedLayout([16, 2], [4, 8], [1, 4], [1, 0])
     R = gl.zeros([PART], gl.float32, gl.SliceLayout(0, layout))  # in units of log 2
     S = warpgroup_mma_init(gl.zeros([PART, BV], gl.float32, state_layout))
+    first_key += part * PART
+    own_key = first_key + gl.arange(0, PART, gl.SliceLayout(0, layout))  # [PART]
     n_chunks = chunks_of(length, C)
     outer = 1.0  # the unit of S: the one of the product in the chunk before
     if left_units is not None:
@@ -236,7 +257,8 @@ def _state_warps(
             sum_of_gates = -first
     elif FROM_FIRST:
         first = gl.zeros_like(R)
-    for i in range(count):
+    i = gl.to_tensor(0)
+    while i < count:
         slot = i % STAGES
         rows = length - (i if BACKWARDS else n_chunks - 1 - i) * C
         if OF_HEADS:
@@ -255,6 +277,7 @@ def _state_warps(
         if OF_HEADS:
             left_tile.store((as_float32(left_tile.load(layout)) * factor).to(left_tile.dtype))
         elif HAS_GATE:
+            count = gl.max(count_tiles.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             g_tile = g_tiles.index(PARTS * slot + part).reshape([C, PART])
             g = log_gates_of_tile(g_tile, rows, layout, NORMALIZER, PACKED)
             g = gl.maximum(g, LEAST_GATE) * LOG2E  # [C, PART]
@@ -266,6 +289,7 @@ def _state_warps(
             R_end = R + gl.sum(g, 0)
             x = R[None, :] + b if BACKWARDS else R_end[None, :] - b  # [C, PART]
             R = R_end
+            R_tiles.index(PARTS * slot + part).store(gl.where(own_key < K, R, FORGOTTEN * LOG2E))
             left_tile.store((as_float32(left_tile.load(layout)) * gl.exp2(x)).to(left_tile.dtype))
         if PACKED:
             clear_rows(left_tile, rows, layout)
@@ -279,6 +303,7 @@ def _state_warps(
             outer = unit
         mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > 0)
         S = warpgroup_mma(left_tile.permute([1, 0]), right_tile, warpgroup_mma_init(S), is_async=True)
+        i += 1
     S = warpgroup_mma_wait(0, [S])  # [PART, BV]
     if BACKWARDS:
         S = S * (scale * outer)
@@ -293,13 +318,11 @@ def _state_warps(
         S = S * gl.convert_layout(gl.exp2(first), gl.SliceLayout(1, state_layout))[:, None]
         R += first
     state = (segment * Hv + h).to(gl.int64) * K
-    first_key += part * PART
     key = first_key + gl.arange(0, PART, gl.SliceLayout(1, state_layout))[:, None]  # [PART, 1]
     value = column + gl.arange(0, BV, gl.SliceLayout(0, state_layout))[None, :]  # [1, BV]
     gl.store(S_ptr + state * V + key * V + value, S, (key < K) & (value < V))
     if HAS_GATE:
-        key = first_key + gl.arange(0, PART, gl.SliceLayout(0, layout))  # [PART]
-        gl.store(D_ptr + state + key, gl.exp2(R), (key < K) & (column == 0))
+        gl.store(D_ptr + state + own_key, gl.exp2(R), (own_key < K) & (column == 0))
 
 
 # V is specialised: if it is a multiple of 16, two elements of a state are written at once.
@@ -372,6 +395,9 @@ def _build_states_kernel(
         if g_desc is None
         else gl.allocate_shared_memory(g_desc.dtype, [PARTS * STAGES, 1, 1, C, PART], g_desc.layout)
     )
+    row: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    R_tiles = gl.allocate_shared_memory(gl.float32, [PARTS * STAGES, PART], row)  # R after the chunk of each slot
+    count_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row)  # chunks that count, as known by then
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # left, right, g have been loaded
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # all warpgroups have read them
@@ -379,7 +405,7 @@ def _build_states_kernel(
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=PARTS)
 
-    tiles = (left_tiles, right_tiles, g_tiles)
+    tiles = (left_tiles, right_tiles, g_tiles, R_tiles, count_tiles)
     barriers = (full, empty)
     states = (S_ptr, D_ptr, scale)
     gates: gl.constexpr = None
@@ -462,5 +488,5 @@ def _build_states_kernel(
                 (_load_warp, (descriptors, tiles, barriers, chunks, PARTS, BACKWARDS, STAGES)),
             ],
             [4, 1],
-            [176, 24],
+            [168, 40],
         )
