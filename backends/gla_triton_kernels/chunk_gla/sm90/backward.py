@@ -451,7 +451,10 @@ def _chunk(
     for j in gl.static_range(HALVES):
         P += (dS[j] * factor if HAS_GATE or UNITS else dS[j],)
         decayed += (dS[j] * decay if HAS_GATE or UNITS else dS[j],)
-    p_unit = store_operands(p_tiles, zero + HALVES * part, P, HALVES)
+    # P is stored while the first products run, if there are registers for both.
+    LATER: gl.constexpr = PARTS > 1 and not HALF
+    if not LATER:
+        p_unit = store_operands(p_tiles, zero + HALVES * part, P, HALVES)
     if HALF:
         op_units.index(part).store(gl.full([1], p_unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
     scores = ()  # dA (n = 0) and A^T (n = 1), or one of them
@@ -474,6 +477,8 @@ def _chunk(
     for j in gl.static_range(HALVES):
         s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
         dq = product(do_tiles.index(zero + j).reshape([C, D]), s_tile.permute([1, 0]), dq)
+    if LATER:
+        store_operands(p_tiles, zero + HALVES * part, P, HALVES)
     started = (dq,)
     for j in gl.static_range(HALVES):
         do_tile = do_tiles.index(zero + j).reshape([C, D])
