@@ -52,7 +52,7 @@ from gla_triton_kernels.chunk_gla import (
 from gla_triton_kernels.chunk_gla.cost import backward_prices, forward_prices, pool_predictor, predictor, summary_prices
 from gla_triton_kernels.online_softmax import SPLITS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
-from gla_triton_kernels.recurrent_gla_step import REPLAY, STEP, STEPS
+from gla_triton_kernels.recurrent_gla_step import LAYER_STEP, REPLAY, STEP, STEPS
 from gla_triton_kernels.recurrent_gla_step import cost as recurrent_gla_step_cost
 from gla_triton_kernels.runtime.architecture import interpreted
 from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
@@ -92,6 +92,7 @@ def gla_register_backends() -> list[Backend]:
                 ),
                 "chunk_gla_summary": chunk_gla_summary(summary.plan_cut),
                 "recurrent_gla_step": _by_device(STEP, pytorch.recurrent_gla_step.recurrent_gla_step),
+                "recurrent_gla_layer_step": _by_device(LAYER_STEP, pytorch.recurrent_gla_step.recurrent_gla_layer_step),
                 "recurrent_gla_steps": _by_device(STEPS, pytorch.recurrent_gla_step.recurrent_gla_steps),
                 "recurrent_gla_replay": _by_device(REPLAY, pytorch.recurrent_gla_step.recurrent_gla_replay),
                 "online_softmax": _by_device(SPLITS, pytorch.online_softmax.online_softmax),
@@ -143,6 +144,7 @@ _SECONDS = {
     "chunk_gla_pool": pool_predictor(forward.plan_cut),
     "chunk_gla_summary": predictor(summary.plan_cut, summary_prices),
     "recurrent_gla_step": recurrent_gla_step_cost.seconds,
+    "recurrent_gla_layer_step": recurrent_gla_step_cost.seconds,
     "recurrent_gla_steps": recurrent_gla_step_cost.seconds_of_steps,
     "recurrent_gla_replay": recurrent_gla_step_cost.seconds_of_replay,
     "online_softmax": online_softmax_cost.splits,

@@ -14,6 +14,7 @@ def gla_register_backends() -> list[Backend]:
     from gla_reference.chunk_gla_pool import chunk_gla_pool
     from gla_reference.chunk_gla_summary import chunk_gla_summary
     from gla_reference.online_softmax import online_softmax
+    from gla_reference.recurrent_gla_layer_step import recurrent_gla_layer_step
     from gla_reference.recurrent_gla_replay import recurrent_gla_replay
     from gla_reference.recurrent_gla_step import recurrent_gla_step
     from gla_reference.recurrent_gla_steps import recurrent_gla_steps
@@ -29,6 +30,7 @@ def gla_register_backends() -> list[Backend]:
                 "chunk_gla_pool": chunk_gla_pool,
                 "chunk_gla_summary": chunk_gla_summary,
                 "recurrent_gla_step": recurrent_gla_step,
+                "recurrent_gla_layer_step": recurrent_gla_layer_step,
                 "recurrent_gla_steps": recurrent_gla_steps,
                 "recurrent_gla_replay": recurrent_gla_replay,
                 "online_softmax": online_softmax,

@@ -126,6 +126,7 @@ _COUNT: Mapping[str, Callable[[OpCall], Count]] = {
     "chunk_gla_pool": _chunk_gla_pool,
     "chunk_gla_summary": _chunk_gla_summary,
     "recurrent_gla_step": _recurrent_gla_step,
+    "recurrent_gla_layer_step": _recurrent_gla_step,  # the norm takes little beside the states
     "recurrent_gla_steps": _recurrent_gla_steps,
     "recurrent_gla_replay": _recurrent_gla_replay,
     "online_softmax": _online_softmax,

@@ -32,7 +32,7 @@ from gla_triton_kernels.chunk_gla import (
 from gla_triton_kernels.chunk_gla.cost import backward_prices, forward_prices, pool_predictor, predictor, summary_prices
 from gla_triton_kernels.online_softmax import ONE_PASS
 from gla_triton_kernels.online_softmax import cost as online_softmax_cost
-from gla_triton_kernels.recurrent_gla_step import REPLAY, STEP, STEPS
+from gla_triton_kernels.recurrent_gla_step import LAYER_STEP, REPLAY, STEP, STEPS
 from gla_triton_kernels.recurrent_gla_step import cost as recurrent_gla_step_cost
 from gla_triton_kernels.runtime.architecture import interpreted
 from gla_triton_kernels.softmax_attention import cost as softmax_attention_cost
@@ -52,6 +52,7 @@ def gla_register_backends() -> list[Backend]:
                 "chunk_gla_pool": chunk_gla_pool(forward.plan_whole),
                 "chunk_gla_summary": chunk_gla_summary(summary.plan_whole),
                 "recurrent_gla_step": STEP,
+                "recurrent_gla_layer_step": LAYER_STEP,
                 "recurrent_gla_steps": STEPS,
                 "recurrent_gla_replay": REPLAY,
                 "online_softmax": ONE_PASS,
@@ -82,6 +83,7 @@ _SECONDS = {
     "chunk_gla_pool": pool_predictor(forward.plan_whole),
     "chunk_gla_summary": predictor(summary.plan_whole, summary_prices),
     "recurrent_gla_step": recurrent_gla_step_cost.seconds,
+    "recurrent_gla_layer_step": recurrent_gla_step_cost.seconds,
     "recurrent_gla_steps": recurrent_gla_step_cost.seconds_of_steps,
     "recurrent_gla_replay": recurrent_gla_step_cost.seconds_of_replay,
     "online_softmax": online_softmax_cost.one_pass,

@@ -27,6 +27,7 @@ _OPS = (
     "chunk_gla_pool",
     "chunk_gla_summary",
     "recurrent_gla_step",
+    "recurrent_gla_layer_step",
     "recurrent_gla_steps",
     "recurrent_gla_replay",
 )

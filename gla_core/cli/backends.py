@@ -20,7 +20,7 @@ def backends(as_json: bool) -> bool:
         print_json(rows)
     else:
         console = new_console()
-        print_table(console, [_shown(row) for row in rows if row not in broken], spare=("plugin", "version"))
+        print_table(console, [_shown(row) for row in rows if row not in broken], spare=("plugin", "version", "devices"))
         for row in broken:
             print_text(console, f"plugin {row['name']!r} failed to load: {row['load error']}", BAD)
     return not broken

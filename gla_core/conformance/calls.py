@@ -25,6 +25,7 @@ from gla_core.workloads.inputs import (
     arguments,
     attention_inputs,
     chunk_inputs,
+    layer_step_inputs,
     normal,
     pool_inputs,
     replay_inputs,
@@ -351,6 +352,30 @@ def expected_step(x: dict, scale: float | None = None) -> Named:
     return {"o": o, "state": new}
 
 
+def layer_step(case: Case, **changes: object) -> dict[str, Any]:
+    """Returns the arguments of `recurrent_gla_layer_step` by name."""
+    return layer_step_inputs(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
+
+
+def run_layer_step(x: dict[str, Any], request: str, **options: Any) -> Named:
+    """Returns the output o and the state x["state"], which is written; `options` are further arguments."""
+    o = gla.recurrent_gla_layer_step(**x, backend=request, **options)
+    return {"o": o, "state": x["state"]}
+
+
+def expected_layer_step(x: dict[str, Any], scale: float | None = None, gate_normalizer: int | None = None) -> Named:
+    """Returns the oracle's o and state, in float64; with gate_normalizer, x["g"] holds logits.
+
+    A row whose index lies outside the pool is skipped: its o is 0, whatever its output gate holds.
+    """
+    g = None if x["g"] is None else log_gates(x["g"], gate_normalizer, torch.float64)
+    found, indices = expected_step({**x, "g": g}, scale), x["state_indices"]
+    options = {name: x[name] for name in ("norm_eps", "activation") if name in x}
+    o = oracle.normed(found["o"], x["output_gate"], x["norm_weight"], **options)
+    used = torch.ones(len(o), dtype=torch.bool) if indices is None else (indices >= 0) & (indices < len(x["state"]))
+    return {"o": torch.where(used.to(o.device)[:, None, None], o, 0), "state": found["state"]}
+
+
 def softmax(case: Case, **changes: object) -> tuple[Tensor, int]:
     return softmax_inputs(case.workload, **{"dtype": case.dtype, "device": case.device, **changes})
 
@@ -435,7 +460,7 @@ def autocast_dtype(case: Case) -> torch.dtype:
 def cast(op: str, given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Casts the arguments that autocast casts; gates and states stay as they are."""
     names = [a.public or a.name for a in _public(op).arguments if a.dtype in (INPUT, AS_INPUT)]
-    return {name: x.to(dtype) if name in names else x for name, x in given.items()}
+    return {name: x.to(dtype) if name in names and x is not None else x for name, x in given.items()}
 
 
 def _public(op: str) -> OpSpec:

@@ -70,6 +70,8 @@ def _given(argument: Argument, call: OpCall, sizes: Mapping[str, Any]) -> str | 
     }
     if argument.dtype in given:
         return argument.name if given[argument.dtype] else ""
+    if argument.is_optional_input:
+        return "" if argument.name in sizes.get("without", ()) else argument.name
     if argument.dtype in (PLACES, MARKS):
         return argument.name if sizes.get(argument.name) is not None else ""
     if argument.dtype is not None or argument.hint:

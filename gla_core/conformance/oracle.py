@@ -260,6 +260,18 @@ def recurrent_gla_step(
     return _read(q, state, scale), state
 
 
+def normed(
+    o: Tensor, output_gate: Tensor | None, weight: Tensor | None, norm_eps: float = 1e-5, activation: str = "silu"
+) -> Tensor:
+    """Returns the RMS norm of each head of o [..., Ho, V], times the activation of the output gate, in float64."""
+    y = o.double() / (o.double().square().mean(-1, keepdim=True) + norm_eps).sqrt()
+    y = y if weight is None else y * weight.double()
+    if output_gate is None:
+        return y
+    gate = output_gate.double()
+    return y * torch.sigmoid(gate) * (gate if activation == "silu" else 1)
+
+
 def _next_state(k: Tensor, v: Tensor, alpha: Tensor, state: Tensor) -> Tensor:
     return alpha[..., :, None] * state + k[..., :, None] * v[..., None, :]
 

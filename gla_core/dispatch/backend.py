@@ -765,6 +765,89 @@ def _through_replay(step: Callable[..., Any]) -> Callable[..., Any]:
     return recurrent_gla_replay
 
 
+OUTPUT_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+    {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}
+)
+"""The activations of the output gate of recurrent_gla_layer_step, by name."""
+
+
+def step_of_layer_step(call: OpCall) -> OpCall:
+    """Returns the call of recurrent_gla_step by which `through_layer_step` computes recurrent_gla_layer_step."""
+    taken = OP_PARAMETERS["recurrent_gla_step"]
+    return replace(
+        call,
+        op="recurrent_gla_step",
+        scalars={"gate_normalizer": call.scalars.get("gate_normalizer"), "inplace": True},
+        given=call.given.intersection(taken) | {"inplace"},
+        layouts={name: layout for name, layout in call.layouts.items() if name in taken},
+    )
+
+
+@overload
+def through_layer_step(step: Prepared) -> Prepared: ...
+@overload
+def through_layer_step(step: Callable[..., Any]) -> Callable[..., Any]: ...
+def through_layer_step(step: Op) -> Op:
+    """Returns an implementation of recurrent_gla_layer_step that computes by one of recurrent_gla_step.
+
+    It runs `step` in place, and PyTorch's operations for the norm and the output gate.
+
+    Example:
+        >>> Backend("mine", "1.0", {"recurrent_gla_step": step, "recurrent_gla_layer_step": through_layer_step(step)})
+    """
+    takes = arguments_of(step)
+    if not isinstance(step, Prepared):
+        return _through_layer_step(_by_name(step, takes, by_keyword(step)))
+
+    def prepare(call: OpCall) -> Callable[..., Any]:
+        return _through_layer_step(_by_name(step.prepare(as_received(step, step_of_layer_step(call))), takes, False))
+
+    return Prepared(prepare, OP_PARAMETERS["recurrent_gla_layer_step"], None)
+
+
+def _through_layer_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that computes recurrent_gla_layer_step by one with the arguments of recurrent_gla_step."""
+
+    def recurrent_gla_layer_step(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor | None,
+        state: torch.Tensor,
+        output_gate: torch.Tensor | None,
+        norm_weight: torch.Tensor | None,
+        scale: float,
+        norm_eps: float,
+        activation: str,
+        state_indices: torch.Tensor | None,
+        gate_normalizer: int | None,
+    ) -> torch.Tensor:
+        token = {"q": q, "k": k, "v": v, "g": g, "scale": scale, "gate_normalizer": gate_normalizer}
+        o, _ = step(**token, state=state, state_indices=state_indices, inplace=True)
+        y = _normed(o, output_gate, norm_weight, norm_eps, activation)
+        if state_indices is None:
+            return y
+        is_used = (state_indices >= 0) & (state_indices < len(state))  # elsewhere the output gate may be NaN
+        return torch.where(is_used[:, None, None], y, 0)
+
+    return recurrent_gla_layer_step
+
+
+def _normed(
+    o: torch.Tensor,
+    output_gate: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    activation: str,
+) -> torch.Tensor:
+    """Returns the RMS norm of each head of o [B, Ho, V] times the activation of its gate, in the dtype of o."""
+    dtype = wide(o.dtype)
+    weight = None if norm_weight is None else norm_weight.to(dtype)
+    y = torch.nn.functional.rms_norm(o.to(dtype), o.shape[-1:], weight, eps)
+    y = y if output_gate is None else y * OUTPUT_ACTIVATIONS[activation](output_gate.to(dtype))
+    return y.to(o.dtype).contiguous()
+
+
 # ---- predicted times, and the backend
 
 
@@ -863,10 +946,22 @@ class Backend:
 
     def can(self, op: str) -> Capabilities:
         """Returns the capabilities of an op."""
-        return self.op_capabilities.get(op, self.capabilities)
+        return self.op_capabilities.get(self._part_of(op) or op, self.capabilities)
+
+    def implementation(self, op: str) -> Op:
+        """Returns the implementation of an op that this backend serves: its own, or `through_layer_step` of a step."""
+        part = self._part_of(op)
+        return self.ops[op] if part is None else through_layer_step(self.ops[part])
+
+    def _part_of(self, op: str) -> str | None:
+        """Returns recurrent_gla_step if the backend computes recurrent_gla_layer_step by it, None for all else."""
+        is_composed = op == "recurrent_gla_layer_step" and op not in self.ops
+        return "recurrent_gla_step" if is_composed and "recurrent_gla_step" in self.ops else None
 
     def refusal(self, call: OpCall) -> Reason | None:
         """Returns why this backend cannot run `call`, or None if it can."""
+        if self._part_of(call.op) is not None:
+            return self.refusal(step_of_layer_step(call))
         if call.op not in self.ops:
             return f"does not implement {call.op}; it implements {', '.join(self.ops) or 'no op'}"
         call = as_received(self.ops[call.op], call)

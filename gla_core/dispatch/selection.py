@@ -160,7 +160,7 @@ def explain_call(call: OpCall, request: Request) -> Explanation:
 
 def _kernels(backend: Backend, call: OpCall, candidate: Candidate) -> tuple[str, ...]:
     """Returns lines about the kernels of a backend that compute a call; none if the backend does not name them."""
-    op = None if candidate.refusal is not None else backend.ops.get(call.op)
+    op = None if candidate.refusal is not None else backend.implementation(call.op)
     if not isinstance(op, Prepared) or op.kernels is None:
         return ()
     try:

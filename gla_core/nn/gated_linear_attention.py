@@ -24,7 +24,7 @@ from gla_core.nn._typed_call import as_typed
 from gla_core.nn.activations import Activation, activation
 from gla_core.nn.layer import Convolve
 from gla_core.nn.recompute import not_kept
-from gla_core.nn.recurrence import GLAState, check_computation, check_positive, head_width
+from gla_core.nn.recurrence import GLAState, Step, check_computation, check_positive, head_width, normed
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 
@@ -83,6 +83,7 @@ class GatedLinearAttention(nn.Module):
 
     scale: float | None = None
     rotary_base: float | None = None
+    norms_heads = True
 
     def __init__(
         self,
@@ -323,13 +324,13 @@ class GatedLinearAttention(nn.Module):
             logits = logits if self.clamp_min is None else logits.clamp(min=self.clamp_min)
         return logits.unflatten(-1, (self.num_kv_heads, -1))
 
-    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+    def _output(self, o: Tensor | Step, x: Tensor) -> Tensor:
         """Maps o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size]."""
         gate = None
         if self.use_output_gate:
             with not_kept(x):
                 gate = self.g_proj(x).unflatten(-1, (self.num_heads, self.head_v_dim))
-        o = getattr(self, self._norm_name)(o, gate)
+        o = normed(o, getattr(self, self._norm_name), gate)
         with not_kept(o):
             return self.o_proj(o.flatten(-2))
 

@@ -67,6 +67,7 @@ class HGRN2(nn.Module):
 
     scale: float | None = None
     rotary_base: float | None = None
+    norms_heads = False
     gate_normalizer: int | None = None
 
     def __init__(

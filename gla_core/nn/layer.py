@@ -35,6 +35,7 @@ class RecurrentLayer(Protocol):
         scale: factor of the op's output; None for K^-1/2.
         rotary_base: base of the rotary embedding of q and k; None for none.
         gate_normalizer: None if g holds log gates; if g holds logits, the number by which log sigma is divided.
+        norms_heads: whether its `Output` passes o to `recurrence.normed`, and therefore takes a `Step` in place of o.
     """
 
     hidden_size: int
@@ -43,6 +44,7 @@ class RecurrentLayer(Protocol):
     scale: float | None
     rotary_base: float | None
     gate_normalizer: int | None
+    norms_heads: bool
     context_parallel: ProcessGroup | DeviceMesh | None
 
     @property

@@ -80,6 +80,7 @@ class Mamba2(nn.Module):
 
     scale: float | None = 1.0
     rotary_base: float | None = None
+    norms_heads = False
     gate_normalizer: int | None = None
 
     def __init__(

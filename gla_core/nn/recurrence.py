@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.types import Device
 
 from gla_core.dispatch import request
@@ -20,10 +21,13 @@ from gla_core.dispatch.backend import wide
 from gla_core.dispatch.errors import nearest
 from gla_core.nn.layer import Histories, OpInputs, Output, RecurrentLayer
 from gla_core.nn.padding import padding, within
+from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.rotary import positions, rotated
 from gla_core.nn.short_convolution import Packing, packing
 from gla_core.ops import checks
+from gla_core.ops.calls import is_dtensor, transformed
 from gla_core.ops.chunk_gla import chunk_gla
+from gla_core.ops.recurrent_gla_layer_step import recurrent_gla_layer_step
 from gla_core.ops.recurrent_gla_step import recurrent_gla_step
 
 if TYPE_CHECKING:
@@ -157,8 +161,12 @@ def read_tokens(
         before = _rows(state.position, state_indices)
         q, k = rotated(q, k, before[:, None], layer.rotary_base)
     q, k, v, g, *others = (t if t.ndim == 1 else t[:, 0] for t in (q, k, v, g, *others))
-    given = (q, k, v, g, state.recurrent, layer.scale, state_indices, inplace, layer.backend)
-    o, recurrent = recurrent_gla_step(*given, **gate_options(layer))
+    if layer.norms_heads and (is_compiling() or not transformed()):
+        recurrent = state.recurrent if inplace else state.recurrent.clone()
+        o: Any = Step(layer, (q, k, v, g), recurrent, state_indices)
+    else:
+        given = (q, k, v, g, state.recurrent, layer.scale, state_indices, inplace, layer.backend)
+        o, recurrent = recurrent_gla_step(*given, **gate_options(layer))
     conv, position = state.conv, state.position
     if conv is not None:
         pairs = zip(conv, convolve.after or (), strict=True)
@@ -169,6 +177,44 @@ def read_tokens(
     if others and state_indices is not None:  # o is 0 in skipped rows, and the others are not
         y = torch.where(_skipped(state_indices, len(state.recurrent))[:, None], 0, y)
     return y, state if inplace else GLAState(recurrent, conv, position)
+
+
+class Step(NamedTuple):
+    """A decoding step that has not run, so that one op can compute it together with the norm of its output.
+
+    Attributes:
+        token: q [B, Hq, K], k [B, H, K], v [B, Hv, V] and g.
+        state: the states, which the step writes.
+        state_indices: as in `GatedLinearAttention.step`.
+    """
+
+    layer: RecurrentLayer
+    token: tuple[Tensor, Tensor, Tensor, Tensor]
+    state: Tensor
+    state_indices: Tensor | None
+
+    def normed(self, norm: nn.Module, gate: Tensor | None) -> Tensor:
+        """Runs the step, and returns its output [B, Ho, V] after a norm and an output gate [B, Ho, V]."""
+        layer, indices, options = self.layer, self.state_indices, gate_options(self.layer)
+        activation = norm.activation_in_op(gate) if isinstance(norm, RMSNormGated) else None
+        if isinstance(norm, RMSNormGated) and activation is not None and _fit(self.token[0], gate, norm.weight):
+            options |= {"norm_eps": norm.eps, "activation": activation}
+            given = (self.state, gate, norm.weight, layer.scale, indices, layer.backend)
+            return recurrent_gla_layer_step(*self.token, *given, **options)
+        o, _ = recurrent_gla_step(*self.token, self.state, layer.scale, indices, True, layer.backend, **options)
+        return norm(o, gate)
+
+
+def normed(o: Tensor | Step, norm: nn.Module, gate: Tensor | None) -> Tensor:
+    """Returns the op's o [..., Ho, V], or that of a step that has not run, after a norm and an output gate."""
+    return norm(o, gate) if isinstance(o, Tensor) else o.normed(norm, gate)
+
+
+def _fit(q: Tensor, gate: Tensor | None, weight: Any) -> bool:
+    """Returns whether recurrent_gla_layer_step takes an output gate and a weight of the norm together with q."""
+    if gate is not None and gate.dtype != q.dtype:
+        return False
+    return weight is None or (weight.dtype in (q.dtype, torch.float32) and is_dtensor(weight) == is_dtensor(q))
 
 
 def gate_options(layer: RecurrentLayer) -> dict[str, Any]:

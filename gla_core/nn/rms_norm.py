@@ -75,6 +75,16 @@ class RMSNormGated(nn.Module):
             return recomputed(self._computed, x, self.weight, gate)
         return self._computed(x, self.weight, gate)
 
+    def activation_in_op(self, gate: Tensor | None) -> str | None:
+        """Returns the activation with which `recurrent_gla_layer_step` computes this norm, None if it does not."""
+        hooks = self._forward_hooks or self._forward_pre_hooks
+        if hooks or type(self) is not RMSNormGated or self.groups > 1 or self.mean_over_ranks is not None:
+            return None
+        if gate is None:
+            return "silu"
+        activation = "silu" if self.gate_fn is F.silu else "sigmoid" if self.gate_fn is F.sigmoid else None
+        return activation if self.norm_before_gate else None
+
     def _computed(self, x: Tensor, weight: Tensor | None, gate: Tensor | None) -> Tensor:
         if gate is None and self.groups == 1 and self.mean_over_ranks is None and _alike(x, weight):
             # In float32 within one kernel. Autocast makes the result float32.

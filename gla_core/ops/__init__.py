@@ -8,6 +8,7 @@ from gla_core.ops.chunk_gla_pool import CHUNK_POOL, chunk_gla_pool
 from gla_core.ops.chunk_gla_summary import SUMMARY, chunk_gla_gradient_summary, chunk_gla_summary
 from gla_core.ops.linear_attention import LinearAttention, linear_attention
 from gla_core.ops.online_softmax import SOFTMAX, online_softmax
+from gla_core.ops.recurrent_gla_layer_step import LAYER_STEP, recurrent_gla_layer_step
 from gla_core.ops.recurrent_gla_replay import REPLAY, recurrent_gla_replay
 from gla_core.ops.recurrent_gla_step import STEP, recurrent_gla_step
 from gla_core.ops.recurrent_gla_steps import STEPS, recurrent_gla_steps
@@ -29,13 +30,14 @@ __all__ = [
     "linear_attention",
     "merge_attention",
     "online_softmax",
+    "recurrent_gla_layer_step",
     "recurrent_gla_replay",
     "recurrent_gla_step",
     "recurrent_gla_steps",
     "softmax_attention",
 ]
 
-_SPECS = (FORWARD, BACKWARD, CHUNK_POOL, SUMMARY, STEP, STEPS, REPLAY, SOFTMAX, ATTENTION)
+_SPECS = (FORWARD, BACKWARD, CHUNK_POOL, SUMMARY, STEP, LAYER_STEP, STEPS, REPLAY, SOFTMAX, ATTENTION)
 ABSTRACT_OPS = {spec.name: spec for spec in _SPECS}
 for _spec in ABSTRACT_OPS.values():
     declare_op(_spec.name, _spec.contract, _spec.required, _spec.written)

@@ -24,6 +24,7 @@ from gla_core.dispatch.backend import (
     new_checkpoints,
     new_state,
     number_of_sequences,
+    through_layer_step,
     through_pool,
     through_replay,
     through_steps,
@@ -68,8 +69,8 @@ def function_of(op: str, backend: Backend, call: OpCall) -> Callable[..., Any]:
     if op not in _BY_SEGMENT:
         raise NotImplementedError(
             f"{op} is not batch-invariant; under batch_invariant call chunk_gla, chunk_gla_pool, recurrent_gla_step, "
-            "recurrent_gla_steps and recurrent_gla_replay alone, or put `gla.use_backend('batch_invariant=0')` around "
-            "this call"
+            "recurrent_gla_layer_step, recurrent_gla_steps and recurrent_gla_replay alone, or put "
+            "`gla.use_backend('batch_invariant=0')` around this call"
         )
     by = _COMPUTED_BY.get(op, op)
     if by not in backend.ops:
@@ -246,17 +247,20 @@ _BY_SEGMENT = {
     "chunk_gla_bwd": _backward,
     "chunk_gla_pool": _forward,  # between a read and a write of the pool
     "recurrent_gla_step": _step,
+    "recurrent_gla_layer_step": _step,  # before the norm
     "recurrent_gla_steps": _step,  # between a read and writes of the pool
     "recurrent_gla_replay": _step,  # between a read and writes of the pool and the rings
 }
 _COMPUTED_BY = {
     "chunk_gla_bwd": "chunk_gla_fwd",
     "chunk_gla_pool": "chunk_gla_fwd",
+    "recurrent_gla_layer_step": "recurrent_gla_step",
     "recurrent_gla_steps": "recurrent_gla_step",
     "recurrent_gla_replay": "recurrent_gla_step",
 }
 _THROUGH: dict[str, Callable[..., Any]] = {
     "chunk_gla_pool": through_pool,
+    "recurrent_gla_layer_step": through_layer_step,
     "recurrent_gla_steps": through_steps,
     "recurrent_gla_replay": through_replay,
 }

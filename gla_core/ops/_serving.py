@@ -10,31 +10,34 @@ from torch import Tensor
 from gla_core.ops import autocast, checks
 from gla_core.ops._run import bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._torch_op import faker, refuse_in_place, refuse_tangents, runner, tell_autograd, torch_op
-from gla_core.ops.spec import OpSpec, plain_number, scale_or_default
+from gla_core.ops.spec import AS_INPUT, OpSpec, plain_number, scale_or_default
 
 
 def serving(spec: OpSpec) -> Callable[[tuple, str | None], Tensor]:
     """Defines `gla::<name of the op>`, and returns the function that calls the op with its arguments and a request.
 
-    The arguments begin with q, k, v and g, and with the tensors that every call writes; the scale may be None. The
-    function raises RuntimeError if an input requires a gradient, and NotImplementedError under transforms of
-    torch.func.
+    The arguments begin with q, k, v and g, and with the tensors that every call writes; other tensors of floats follow
+    them; the scale may be None. The function raises RuntimeError if an input requires a gradient, and
+    NotImplementedError under transforms of torch.func.
     """
+    out_of_op = (None,) if "out" in spec.parameters else ()
     of_torch = torch_op(  # a torch op returns no argument, so this one lacks `out`
         spec.schema(without=("out",)),
-        runner(spec, None),
-        faker(spec, None),
+        runner(spec, *out_of_op),
+        faker(spec, *out_of_op),
         vmap=refuse_in_place,
         flops=spec.flops,
         spec=spec,
     )
-    scale_at, out_at = spec.parameters.index("scale"), spec.parameters.index("out")
-    memory_end = 4 + len(spec.written) - 1  # all that is written but `out`
+    scale_at = spec.parameters.index("scale")
+    out_at = spec.parameters.index("out") if out_of_op else len(spec.parameters)
+    memory_end = 4 + len(spec.written) - len(out_of_op)  # all that is written but `out`
+    like_q = [i for i, a in enumerate(spec.arguments) if memory_end <= i < scale_at and a.dtype is AS_INPUT]
 
     def call(args: tuple, backend: str | None) -> Tensor:
-        q, k, v, g, *memory = args[:memory_end]
-        scale, out = args[scale_at], args[out_at]
-        if needs_gradient(q, k, v, g, *memory):
+        q, k, v, g, *others = args[:scale_at]
+        memory, scale, out = args[4:memory_end], args[scale_at], args[out_at] if out_of_op else None
+        if needs_gradient(q, k, v, g, *others):
             raise RuntimeError(
                 f"{spec.public} has no backward and an input requires a gradient; "
                 "train with chunk_gla, or serve under torch.no_grad()"
@@ -44,13 +47,15 @@ def serving(spec: OpSpec) -> Callable[[tuple, str | None], Tensor]:
             o = run(spec, args, backend=backend)
             tell_autograd(*memory, out)
             return o
-        q, k, v, g = autocast.tokens(q, k, v, g)
-        refuse_tangents(q, k, v, g, *memory)
+        q, k, v, g, *cast = autocast.tokens(q, k, v, g, *(args[i] for i in like_q))
+        for i, x in zip(like_q, cast, strict=True):
+            others[i - 4] = x
+        refuse_tangents(q, k, v, g, *others)
         if transformed():
             refuse_in_place()
         if out is not None:
             _check_out(out, q, v)
-        rest = (*args[4:scale_at], plain_number(scale), *args[scale_at + 1 : out_at], *args[out_at + 1 :])
+        rest = (*others, plain_number(scale), *args[scale_at + 1 : out_at], *args[out_at + 1 :])
         o = of_torch(q, k, v, g, *rest, request_text(backend))
         return o if out is None else out.copy_(o)
 

@@ -23,14 +23,14 @@ def off(device_type: str) -> AbstractContextManager:
     return torch.autocast(device_type, enabled=False) if _dtype(device_type) is not None else _NOTHING
 
 
-def tokens(q: Any, k: Any, v: Any, g: Any) -> tuple[Any, Any, Any, Any]:
-    """Casts q, k, v and g for an op that multiplies matrices, if autocast is on for their device."""
+def tokens(q: Any, k: Any, v: Any, g: Any, *others: Any) -> tuple[Any, ...]:
+    """Casts q, k, v and g for an op that multiplies matrices, if autocast is on; others are cast as q is."""
     dtype = _dtype(q.device.type) if isinstance(q, Tensor) else None
     if dtype is None:
-        return q, k, v, g
+        return q, k, v, g, *others
     if isinstance(g, Tensor) and g.dtype != dtype:
         g = _cast(g, torch.float32)
-    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), g
+    return _cast(q, dtype), _cast(k, dtype), _cast(v, dtype), g, *(_cast(x, dtype) for x in others)
 
 
 def wide(x: Any) -> Any:

@@ -74,6 +74,7 @@ RING = DType(GATE.allowed, GATE.reason)
 RING_OF_GATES = DType(STATE.allowed, STATE.reason)
 RINGS = (RING, RING_OF_GATES)
 """The rules of rings: the tokens of earlier calls, and their log gates if these differ from token to token."""
+WEIGHT = DType(GATE.allowed, GATE.reason)
 OFFSETS = DType(lambda dtype: INTEGERS)
 INDICES = DType(lambda dtype: INTEGERS)
 PLACES = DType(lambda dtype: INTEGERS)
@@ -119,6 +120,11 @@ class Argument:
     def written(self) -> bool:
         """Returns whether every call that gives the argument writes it."""
         return "!" in self.type
+
+    @property
+    def is_optional_input(self) -> bool:
+        """Returns whether it is an input that may be left out, of which `OpCall` has no field but `given`."""
+        return self.type == "Tensor?" and self.dtype in (AS_INPUT, WEIGHT)
 
     def dims(self, x: Tensor) -> list[str]:
         """Returns the names of the dimensions of a tensor; empty if the argument may have any shape."""
@@ -589,6 +595,7 @@ _SCALARS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "int": _WHOLE,
     "SymInt": _WHOLE,
     "bool": (lambda x: isinstance(x, bool), "True or False"),
+    "str": (lambda x: isinstance(x, str), "a name"),
 }
 
 

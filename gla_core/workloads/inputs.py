@@ -14,6 +14,9 @@ A workload's sizes hold the dimensions of its op (B, T, H, K ..). They may also 
     pool            number of states in the pool
     shape, dim      shape of x and dimension of the softmax, in online_softmax
     masked          whether whole tiles of x, and most of a row, are -inf
+    without         names of the optional inputs that are left out: output_gate, norm_weight
+    weight_dtype    dtype of norm_weight, by default the dtype of q
+    norm_eps, activation   the arguments of these names
     initial_state   whether there is an initial state
 
 Of chunk_gla_pool, recurrent_gla_steps and recurrent_gla_replay they may also hold pool, and:
@@ -150,7 +153,7 @@ def chunk_inputs(workload: Workload, **changes: object) -> GlaInputs:
 
 def step_inputs(workload: Workload, **changes: object) -> dict[str, Tensor | None]:
     """Returns the arguments of `recurrent_gla_step`: q, k, v, g, state and state_indices."""
-    sizes = {**workload.sizes, **changes}
+    sizes = {name: size for name, size in {**workload.sizes, **changes}.items() if name not in _OF_A_LAYER}
     rows, pool = sizes.pop("rows", None), sizes.pop("pool", None)
     x = gla_inputs(**{**sizes, "T": 1, "initial_state": True})
     token = {name: token_of(getattr(x, name), 0) for name in "qkvg"}
@@ -160,6 +163,22 @@ def step_inputs(workload: Workload, **changes: object) -> dict[str, Tensor | Non
         state = normal((pool, *state.shape[1:]), state.dtype, _generator(sizes))
     indices = None if rows is None else torch.tensor(rows, device=state.device)
     return {**token, "state": state, "state_indices": indices}
+
+
+def layer_step_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
+    """Returns the arguments of `recurrent_gla_layer_step` by name, without the scale."""
+    sizes = {**workload.sizes, **changes}
+    without, weight_dtype = sizes.pop("without", ()), sizes.pop("weight_dtype", None)
+    options = {name: sizes.pop(name) for name in ("norm_eps", "activation") if name in sizes}
+    x, generator = step_inputs(workload, **changes), _generator({**sizes, "seed": sizes.get("seed", 0) + 1})
+    q, v = x["q"], x["v"]
+    assert q is not None
+    assert v is not None
+    gates = normal((len(v), max(q.shape[1], v.shape[1]), v.shape[2]), q.dtype, generator)
+    weight = 1 + 0.3 * normal(tuple(v.shape[2:]), wide(q.dtype), generator)
+    weight = weight if q.dtype == torch.float64 else weight.to(weight_dtype or q.dtype)
+    found = {"output_gate": gates, "norm_weight": weight}
+    return {**x, **{name: None if name in without else y for name, y in found.items()}, **options}
 
 
 def pool_inputs(workload: Workload, **changes: object) -> dict[str, Any]:
@@ -205,6 +224,10 @@ def _served_inputs(names: tuple[str, ...], sizes: dict[str, Any]) -> dict[str, A
     integers = {name: None if own[name] is None else _integers(own[name], x.q.device) for name in names}
     tokens = {name: getattr(x, name) for name in "qkvg"}
     return {**tokens, "pool": pool, "cu_seqlens": x.cu_seqlens, **integers, "pad_slot": own["pad_slot"]}
+
+
+_OF_A_LAYER = ("without", "weight_dtype", "norm_eps", "activation")
+"""The sizes of a workload that only recurrent_gla_layer_step has."""
 
 
 def _integers(numbers: tuple, device: torch.device) -> Tensor:
@@ -273,6 +296,7 @@ _ARGUMENTS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "chunk_gla_pool": pool_inputs,
     "chunk_gla_summary": _summary_arguments,
     "recurrent_gla_step": step_inputs,
+    "recurrent_gla_layer_step": layer_step_inputs,
     "recurrent_gla_steps": steps_inputs,
     "recurrent_gla_replay": replay_inputs,
     "online_softmax": lambda workload, **changes: dict(
@@ -311,7 +335,8 @@ def describe(op: str, sizes: Mapping[str, Any], device: torch.device, **facts: A
     call = spec.call(_dims(sizes), device, dtype, **{**given, **facts})
     # An `OpCall` has no field for these arguments.
     optional = {a.name for a in spec.arguments if a.dtype in (PLACES, MARKS) and sizes.get(a.name) is not None}
-    return dataclasses.replace(call, given=call.given | optional)
+    inputs = {a.name for a in spec.arguments if a.is_optional_input}.difference(sizes.get("without", ()))
+    return dataclasses.replace(call, given=call.given | optional | inputs)
 
 
 def _dims(sizes: Mapping[str, Any]) -> dict[str, int]:
@@ -350,7 +375,7 @@ def _random(argument: Argument, spec: OpSpec, call: OpCall, generator: torch.Gen
     rule = argument.dtype
     if argument.hint:
         return call.longest
-    if argument.name in spec.places:
+    if argument.name in spec.places or (argument.is_optional_input and argument.name not in call.given):
         return None
     if rule is None:
         return call.scalars.get(argument.name, argument.default)

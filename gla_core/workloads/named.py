@@ -357,6 +357,56 @@ RECURRENT_GLA_STEP = (
         "recurrent_gla_step", "decode_b64_per_head", "decode", B=64, H=16, K=128, V=128, gate_form="head", **IN_BFLOAT16
     ),
 )
+RECURRENT_GLA_LAYER_STEP = (
+    _workload("recurrent_gla_layer_step", "small", "ci", B=3, H=2, K=16, V=16),
+    _workload(
+        "recurrent_gla_layer_step",
+        "odd_widths",
+        "ci odd",
+        B=2,
+        H=3,
+        K=19,
+        V=37,
+        gates="extreme",
+        weight_dtype=torch.float32,
+    ),
+    _workload(
+        "recurrent_gla_layer_step", "grouped", "ci", B=2, H=2, G=4, K=32, V=16, gates="-inf", activation="sigmoid"
+    ),
+    _workload("recurrent_gla_layer_step", "ungated", "ci", B=2, H=2, K=16, V=32, gates="none"),
+    _workload(
+        "recurrent_gla_layer_step",
+        "pool",
+        "ci packed",
+        B=4,
+        H=2,
+        K=16,
+        V=16,
+        rows=(5, -1, 0, 2),
+        pool=6,
+        without=("norm_weight",),
+    ),
+    _workload("recurrent_gla_layer_step", "per_head", "ci", B=3, H=2, R=3, K=16, V=16, gate_form="head", gates="-inf"),
+    _workload(
+        "recurrent_gla_layer_step",
+        "constant",
+        "ci",
+        B=2,
+        H=2,
+        G=2,
+        K=19,
+        V=16,
+        gate_form="constant",
+        rows=(3, 0),
+        pool=4,
+        without=("output_gate",),
+    ),
+    _workload("recurrent_gla_layer_step", "nobody", "ci odd", B=0, H=2, K=16, V=16),
+    *(
+        _workload("recurrent_gla_layer_step", f"decode_b{B}", "decode", B=B, H=4, K=128, V=256, **IN_BFLOAT16)
+        for B in (1, 64, 256)
+    ),
+)
 RECURRENT_GLA_STEPS = (
     _workload(
         "recurrent_gla_steps",
@@ -755,6 +805,7 @@ WORKLOADS = (
     *CHUNK_GLA_POOL,
     *CHUNK_GLA_SUMMARY,
     *RECURRENT_GLA_STEP,
+    *RECURRENT_GLA_LAYER_STEP,
     *RECURRENT_GLA_STEPS,
     *RECURRENT_GLA_REPLAY,
     *ONLINE_SOFTMAX,

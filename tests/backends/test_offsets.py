@@ -83,6 +83,12 @@ def step(B=2**14, P=2**20, H=16, G=2, R=1, K=128, V=128, form="key"):
     return "recurrent_gla_step", q, k, v, g, state, 0.1, indices, None, True
 
 
+def layer_step(V=256, **sizes):
+    _, q, k, v, g, state, scale, indices, _, _ = step(V=V, **sizes)
+    output_gate = empty(len(q), max(q.shape[1], v.shape[1]), V)
+    return "recurrent_gla_layer_step", q, k, v, g, state, output_gate, empty(V), scale, 1e-5, "silu", indices
+
+
 def steps(N=2**14, T=8, P=2**20, H=16, K=128, V=128, packed=False, form="key"):
     B, T = (1, T * N) if packed else (N, T)
     q, k, v = (empty(B, H, T, width).transpose(1, 2) for width in (K, K, V))
@@ -169,6 +175,8 @@ CALLS = {
     "general backward, constant": (SM80, backward, "parallel_scan", PACKED | {"form": "constant", "G": 2}),
     "step": (SM90, step, "triton_fused", {}),
     "step, per head": (SM90, step, "triton_fused", {"form": "head", "G": 1, "R": 2}),
+    "layer step": (SM90, layer_step, "triton_fused", {}),
+    "layer step, few rows": (SM90, layer_step, "parallel_scan", {"B": 2, "form": "head", "G": 1, "R": 2}),
     "steps": (SM90, steps, "triton_fused", {}),
     "steps, packed": (SM90, steps, "parallel_scan", {"packed": True, "form": "head"}),
     "replay": (SM90, replay, "triton_fused", {}),
@@ -451,7 +459,7 @@ def test_launches_name_the_parameters_of_their_kernels(name, launches_of):
         assert list(launch.arguments) == parameters, name_of(launch.kernel)
         tensors, floats, fixed = replay._arguments(launch)
         assert tensors
-        assert floats == [launch.arguments[name] for name in parameters if name == "scale"]
+        assert floats == [launch.arguments[name] for name in parameters if name in ("scale", "norm_eps")]
         assert all(map(replay._is_fixed, fixed))
 
 

@@ -19,7 +19,7 @@ import torch
 
 from gla_core.dispatch.backend import KnownDevice
 from tests.backends.prepared_calls import launches_on
-from tests.backends.test_offsets import attention, backward, forward, pool, softmax, step, steps, summary
+from tests.backends.test_offsets import attention, backward, forward, layer_step, pool, softmax, step, steps, summary
 
 triton = pytest.importorskip("triton")
 
@@ -91,6 +91,8 @@ CALLS = {
     "backward, in segments": (backward, "parallel_scan", {"B": 1, "T": 65536, "H": 8}),
     "summary": (summary, "parallel_scan", TRAINING),
     "step": (step, "triton_fused", {"B": 64, "P": 100, "G": 1}),
+    "layer step": (layer_step, "triton_fused", {"B": 64, "P": 100, "H": 4, "G": 1}),
+    "layer step, one row": (layer_step, "triton_fused", {"B": 1, "P": 100, "H": 4, "G": 1, "K": 256, "V": 512}),
     "steps": (steps, "triton_fused", {"N": 64, "T": 4, "P": 500}),
     "attention": (attention, "triton_fused", {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8}),
     "attention, wide": (attention, "triton_fused", {"B": 2, "Tq": 4096, "Tk": 4096, "H": 8, "K": 256}),
@@ -106,7 +108,13 @@ DO_NOT_FIT = {"H100": {"backward, float32"}}
 """Calls that do not fit a GPU. The backward of float32 at full precision has a stack of 4.7 KB on an H100."""
 
 
-SAMPLE = {("backward, K = V = 64", "B200"), ("forward", "A100"), ("attention, wide", "RTX 4090"), ("forward", "MI300X")}
+SAMPLE = {
+    ("backward, K = V = 64", "B200"),
+    ("forward", "A100"),
+    ("layer step", "H100"),
+    ("attention, wide", "RTX 4090"),
+    ("forward", "MI300X"),
+}
 """The calls that `make test` compiles as well."""
 
 

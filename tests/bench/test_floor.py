@@ -8,6 +8,7 @@ import torch
 import gla_core as gla
 from gla_core.bench.floor import floor_bytes, floor_seconds
 from gla_core.bench.suite import leaves, make_arguments
+from gla_core.ops import PUBLIC_OPS
 from gla_core.workloads.named import IN_BFLOAT16, select
 
 BANDWIDTH = 4.23e12  # from the table, with three digits
@@ -109,9 +110,10 @@ def test_what_does_not_exist_is_refused():
     ids=lambda w: f"{w.op}-{w.name}",
 )
 def test_the_floor_is_the_size_of_the_tensors(workload):
-    """The floor equals the bytes of the arguments and of the op's results."""
+    """The floor equals the bytes of the arguments, of the op's results, and of what it writes."""
     arguments = make_arguments(workload, torch.device("cpu"))
     size = sum(x.nbytes for x in leaves(arguments))
     outputs = getattr(gla, workload.op)(**arguments)
     outputs = [outputs] if workload.op == "online_softmax" else [x for x in outputs if x is not None]
+    outputs += [arguments[name] for name in PUBLIC_OPS[workload.op].written]
     assert floor_bytes(workload.op, workload.sizes) == size + sum(x.nbytes for x in outputs)

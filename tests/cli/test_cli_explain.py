@@ -42,7 +42,7 @@ def tensors_of(op: str) -> tuple[str, dict]:
     x = torch.empty
     if op == "online_softmax":
         return "5,7", {"x": x(5, 7)}
-    if op == "recurrent_gla_step":
+    if op in ("recurrent_gla_step", "recurrent_gla_layer_step"):
         return "2,4,16,32", {
             "q": x(2, 8, 16),
             "k": x(2, 4, 16),

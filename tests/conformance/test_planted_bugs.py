@@ -915,6 +915,57 @@ def out_of_replay_ignored(x):
     return replayed(x, out=None)
 
 
+def layer_stepped(x, **changes):
+    """Returns o by the reference, for arguments x with changes; the state is written."""
+    return REFERENCE["recurrent_gla_layer_step"](*{**vars(x), **changes}.values())
+
+
+@bug("recurrent_gla_layer_step", "test_values[small-float32]", over={"o"})
+def mean_over_all_heads(x):
+    token = (x.q, x.k, x.v, x.g, x.state.clone(), x.scale, x.state_indices, x.gate_normalizer, True)
+    u, _ = REFERENCE["recurrent_gla_step"](*token)
+    own, wrong = (u.square().mean(dims, keepdim=True) + x.norm_eps for dims in (2, (1, 2)))
+    return layer_stepped(x) * (own / wrong).sqrt()
+
+
+@bug("recurrent_gla_layer_step", "test_scale_and_eps[small-float32-0.001-1e-05]", over={"o"})
+def eps_ignored(x):
+    return layer_stepped(x, norm_eps=0.0)
+
+
+@bug("recurrent_gla_layer_step", "test_scale_and_eps[small-float32-0.001-1e-05]", over={"o"})
+def scale_before_the_norm_ignored(x):
+    return layer_stepped(x, scale=1.0)
+
+
+@bug("recurrent_gla_layer_step", "test_values[small-float32]", over={"o"})
+def weight_of_the_norm_ignored(x):
+    return layer_stepped(x, norm_weight=None)
+
+
+@bug("recurrent_gla_layer_step", "test_values[grouped-float32]", over={"o"})
+def every_activation_taken_for_silu(x):
+    return layer_stepped(x, activation="silu")
+
+
+@bug("recurrent_gla_layer_step", "test_bfloat16_state[small-float32]", over={"o"})
+def output_of_the_rounded_state(x):
+    o, state = layer_stepped(x), x.state.clone()
+    none = {"k": torch.zeros_like(x.k), "g": None, "gate_normalizer": None}
+    return layer_stepped(x, **none, state=state) if x.state.dtype == torch.bfloat16 else o
+
+
+@bug("recurrent_gla_layer_step", "test_skipped_rows[pool-float32-torch.int32--1]", over={"o"})
+def output_gate_of_a_skipped_row_multiplied_by_0(x):
+    o = layer_stepped(x)
+    return o if x.output_gate is None else o + 0 * x.output_gate
+
+
+@bug("recurrent_gla_layer_step", "test_slices_of_one_projection[small-float32]", over={"o"})
+def rows_of_the_output_gate_taken_for_dense(x):
+    return layer_stepped(x, output_gate=None if x.output_gate is None else as_if_dense(x.output_gate))
+
+
 @bug("recurrent_gla_step", "test_inplace_writes_only_addressed_rows[small-float32--1]")
 def negative_index_counts_from_the_end(x):
     rows = x.state_indices

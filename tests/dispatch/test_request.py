@@ -215,6 +215,7 @@ def test_every_level_adds_the_ops_it_names(monkeypatch, spies, x):
         "chunk_gla_pool": "d",
         "chunk_gla_summary": "d",
         "recurrent_gla_step": "d",
+        "recurrent_gla_layer_step": "d",
         "recurrent_gla_steps": "d",
         "recurrent_gla_replay": "d",
     }

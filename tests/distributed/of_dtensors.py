@@ -138,6 +138,10 @@ def check_other_ops(ranks: Ranks) -> None:
         compare((o, written), expected)
         with pytest.raises(ValueError, match="mismatched placements"):
             gla.recurrent_gla_step(*one, spread(state, WHOLE), inplace=True)
+        weight, before, written = torch.randn(v.shape[-1], dtype=torch.float64), state.clone(), spread(state, of_state)
+        expected = gla.recurrent_gla_layer_step(*token, before, token[2], weight)
+        found = gla.recurrent_gla_layer_step(*one, written, one[2], spread(weight, WHOLE))
+        compare((found, written), (expected, before))
 
 
 def check_rows_of_a_softmax(ranks: Ranks) -> None:

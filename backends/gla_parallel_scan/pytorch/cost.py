@@ -90,6 +90,7 @@ _COUNT: Mapping[str, Callable[[OpCall], tuple[float, float]]] = {
     "chunk_gla_fwd": _chunk_gla,
     "chunk_gla_pool": _chunk_gla_pool,
     "recurrent_gla_step": _recurrent_gla_step,
+    "recurrent_gla_layer_step": _recurrent_gla_step,  # the norm takes little beside the states
     "recurrent_gla_steps": _recurrent_gla_steps,
     "recurrent_gla_replay": _recurrent_gla_replay,
     "online_softmax": _online_softmax,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import log_gates, new_state, through_replay, through_steps, wide
+from gla_core.dispatch.backend import log_gates, new_state, through_layer_step, through_replay, through_steps, wide
 
 
 def recurrent_gla_step(
@@ -55,6 +55,9 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, scal
     queries = q.to(dtype).unflatten(1, (H, 1, -1))  # [B, H, 1, G, K]
     return (scale * (queries @ by_key_head)).flatten(1, 3).to(v.dtype, copy=True)
 
+
+recurrent_gla_layer_step = through_layer_step(recurrent_gla_step)
+"""Computes a step, its norm and its output gate; see gla_core/ops/recurrent_gla_layer_step.py."""
 
 recurrent_gla_steps = through_steps(recurrent_gla_step)
 """Computes several tokens of each sequence; see gla_core/ops/recurrent_gla_steps.py."""

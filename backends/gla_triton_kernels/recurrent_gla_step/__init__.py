@@ -1,4 +1,7 @@
-"""Decoding: step.py has the kernel for one token, steps.py and replay.py for several, plan.py their parameters."""
+"""Decoding: step.py and layer_step.py have kernels for one token, steps.py and replay.py for several.
+
+plan.py has their launch parameters.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,12 @@ from gla_core.dispatch.backend import OpCall, Prepared
 
 def _prepare(call: OpCall) -> Callable[..., tuple]:
     from gla_triton_kernels.recurrent_gla_step.step import prepare
+
+    return prepare(call)
+
+
+def _prepare_layer_step(call: OpCall) -> Callable[..., Tensor]:
+    from gla_triton_kernels.recurrent_gla_step.layer_step import prepare
 
     return prepare(call)
 
@@ -29,6 +38,10 @@ def _prepare_replay(call: OpCall) -> Callable[..., Tensor]:
 
 STEP = Prepared(_prepare, ("q", "k", "v", "g", "state", "scale", "state_indices", "gate_normalizer", "inplace"))
 """recurrent_gla_step: one kernel reads every state once and writes it once."""
+
+_OF_A_LAYER = ("output_gate", "norm_weight", "scale", "norm_eps", "activation", "state_indices", "gate_normalizer")
+LAYER_STEP = Prepared(_prepare_layer_step, ("q", "k", "v", "g", "state", *_OF_A_LAYER))
+"""recurrent_gla_layer_step: one kernel, or two if there are few heads, read every state once and write it once."""
 
 _OF_A_CALL = ("q", "k", "v", "g", "pool", "slots", "scale", "cu_seqlens")
 _OF_SEQUENCES = ("num_accepted", "read_slots", "has_state", "pad_slot", "gate_normalizer", "out")

@@ -7,7 +7,7 @@ from gla_triton_kernels.cost import in_all
 
 
 def seconds(call: OpCall, c: Constants) -> float:
-    """Returns the seconds of a step, which reads every state once and writes it once."""
+    """Returns the seconds of a step, with or without its norm, which reads every state once and writes it once."""
     return _seconds_of_states(call, c, 2 * call.dims["B"])
 
 

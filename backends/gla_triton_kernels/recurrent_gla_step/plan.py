@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gla_core.dispatch.backend import OpCall
+from gla_core.dispatch.backend import OpCall, ceil_div
 from gla_triton_kernels.runtime.architecture import Gpu
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 FULL = 3
 """The fewest programs per multiprocessor for which blocks are wide."""
+
+
+WHOLE = 1
+"""The fewest heads per multiprocessor for which a program of recurrent_gla_layer_step computes whole heads."""
 
 
 class Plan(NamedTuple):
@@ -35,12 +39,45 @@ def plan(call: OpCall, gpu: Gpu) -> Plan:
     multiprocessors. In calls that are batch invariant, blocks are always narrow, because the number of warps changes
     the order in which a program sums over keys.
     """
-    B, Hv, K, V = (call.dims[name] for name in ("B", "Hv", "K", "V"))
-    itemsize = 4 if call.state_dtype is None else call.state_dtype.itemsize
-    BK, columns = power_of_two(K), power_of_two(V)
-    overlaps = gpu.facts.overlaps_kernels
-    wide = min(columns, (256 if BK <= 256 else 128) // itemsize)
-    if call.batch_invariant is None and B * Hv * (columns // wide) >= FULL * gpu.multiprocessors:
-        return Plan(BK, wide, 4 if BK <= 128 else 8, overlaps)
-    narrow = min(columns, (128 if BK <= 64 else 64) // itemsize)
-    return Plan(BK, narrow, 2 if BK <= 64 else 1 if BK <= 128 else 4, overlaps)
+    B, Hv, V = (call.dims[name] for name in ("B", "Hv", "V"))
+    wide = _wide(call, gpu)
+    if call.batch_invariant is None and B * Hv * (power_of_two(V) // wide.BV) >= FULL * gpu.multiprocessors:
+        return wide
+    BK = wide.BK
+    narrow = min(power_of_two(V), (128 if BK <= 64 else 64) // _itemsize(call))
+    return Plan(BK, narrow, 2 if BK <= 64 else 1 if BK <= 128 else 4, wide.overlaps)
+
+
+class LayerPlan(NamedTuple):
+    """Launch parameters of a step of a layer.
+
+    Attributes:
+        step: those of the kernel that computes states.
+        tiles: number of blocks of a program. If these are all values of a head, the program computes its norm too.
+    """
+
+    step: Plan
+    tiles: int
+
+
+def plan_layer_step(call: OpCall, gpu: Gpu) -> LayerPlan:
+    """Returns the launch parameters of a step of a layer.
+
+    Heads that fill the device, and heads of one block, are whole. In calls that are batch invariant, the number of rows
+    does not matter.
+    """
+    if call.batch_invariant is None and call.dims["B"] * call.dims["Hv"] >= WHOLE * gpu.multiprocessors:
+        wide = _wide(call, gpu)
+        return LayerPlan(wide, ceil_div(call.dims["V"], wide.BV))
+    return LayerPlan(plan(call, gpu), 1)
+
+
+def _wide(call: OpCall, gpu: Gpu) -> Plan:
+    """Returns the launch parameters with wide blocks."""
+    BK = power_of_two(call.dims["K"])
+    wide = min(power_of_two(call.dims["V"]), (256 if BK <= 256 else 128) // _itemsize(call))
+    return Plan(BK, wide, 4 if BK <= 128 else 8, gpu.facts.overlaps_kernels)
+
+
+def _itemsize(call: OpCall) -> int:
+    return 4 if call.state_dtype is None else call.state_dtype.itemsize

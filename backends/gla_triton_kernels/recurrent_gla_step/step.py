@@ -76,10 +76,10 @@ def launch_step(plan: Plan, tensors: Tensors, scale: float, normalizer: int | No
         "o_ptr": o,
         "scale": scale,
         "P": P,
-        **_token_strides("q", q),
-        **_token_strides("k", k),
-        **_token_strides("v", v),
-        **_token_strides("g", q if g is None else g),
+        **token_strides("q", q),
+        **token_strides("k", k),
+        **token_strides("v", v),
+        **token_strides("g", q if g is None else g),
         "OF_KEYS": g is not None and g.ndim == 3,
         "NORMALIZER": normalizer,
         "state_stride_p": state.stride(0),
@@ -101,7 +101,7 @@ def launch_step(plan: Plan, tensors: Tensors, scale: float, normalizer: int | No
     return [Launch(_recurrent_gla_step, (B * Hv * ceil_div(V, plan.BV), 1, 1), arguments, options)]
 
 
-def _token_strides(name: str, x: Tensor) -> dict[str, int]:
+def token_strides(name: str, x: Tensor) -> dict[str, int]:
     """Returns the strides of x [B, heads, width] or [B, heads] over rows and heads, as the kernel's arguments.
 
     For a gate [heads], the same for all rows, the stride over rows is 0.
@@ -153,7 +153,6 @@ def _recurrent_gla_step(
     rows = tl.arange(0, BK)  # [BK]
     columns = tile * BV + tl.arange(0, BV)  # [BV]
     in_k, in_v = rows < K, columns < V
-    in_state = in_k[:, None] & in_v[None, :]  # [BK, BV]
     o_block = o_ptr + (b * Hv + h) * G * V + columns  # [BV], of the first query head
     if OVERLAPS:  # writes of earlier kernels are visible only after the wait: nothing is read before
         gdc_wait()
@@ -169,18 +168,75 @@ def _recurrent_gla_step(
 
     state_block = state_ptr + p * state_stride_p + h * state_stride_h  # [BK, BV]
     state_block += rows[:, None].to(tl.int64) * state_stride_k + columns[None, :] * state_stride_v
+    new_block = state_block
+    if new_ptr is not None:
+        new_block = new_ptr + (b * Hv + h) * K * V + rows[:, None] * new_stride_k + columns[None, :] * new_stride_v
     q_block = q_ptr + b * q_stride_b + h * G // R * q_stride_h + rows  # [BK], of the first query head
+    k_block = k_ptr + b * k_stride_b + h // R * k_stride_h + rows  # [BK]
+    v_block = v_ptr + b * v_stride_b + h * v_stride_h + columns  # [BV]
+    g_block = g_ptr
+    if g_ptr is not None:
+        g_block = g_ptr + b * g_stride_b + h * g_stride_h + (rows if OF_KEYS else 0)  # [BK] if OF_KEYS, else []
+    advance(
+        q_block,
+        q_stride_h,
+        k_block,
+        v_block,
+        g_block,
+        state_block,
+        new_block,
+        o_block,
+        scale,
+        in_k,
+        in_v,
+        OF_KEYS,
+        NORMALIZER,
+        G,
+        V,
+    )
+
+
+@triton.jit
+def advance(
+    q_block,
+    q_stride_h,
+    k_block,
+    v_block,
+    g_block,
+    state_block,
+    new_block,
+    o_block,
+    scale,
+    in_k,
+    in_v,
+    OF_KEYS: tl.constexpr,
+    NORMALIZER: tl.constexpr,
+    G: tl.constexpr,
+    V: tl.constexpr,
+):
+    """Computes BV columns of a state after a token, and the same columns of the outputs of its G query heads.
+
+    Args:
+        q_block: [BK], of the first query head
+        k_block: [BK]
+        v_block: [BV]
+        g_block: [BK] if OF_KEYS, else one pointer, or None
+        state_block, new_block: [BK, BV], where the state is read and written
+        o_block: [BV], of the first query head
+        in_k: [BK]. in_v: [BV]. They say which keys and values there are
+    """
+    in_state = in_k[:, None] & in_v[None, :]  # [BK, BV]
     # All loads come before all conversions: a conversion waits for its operand, and would delay later loads.
     state = tl.load(state_block, mask=in_state, other=0.0)  # [BK, BV]
-    k = tl.load(k_ptr + b * k_stride_b + h // R * k_stride_h + rows, mask=in_k, other=0.0)  # [BK]
-    v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + columns, mask=in_v, other=0.0)  # [BV]
+    k = tl.load(k_block, mask=in_k, other=0.0)  # [BK]
+    v = tl.load(v_block, mask=in_v, other=0.0)  # [BV]
     q = tl.load(q_block, mask=in_k, other=0.0)  # [BK]
-    if g_ptr is not None:
+    if g_block is not None:
         if OF_KEYS:
-            g = tl.load(g_ptr + b * g_stride_b + h * g_stride_h + rows, mask=in_k, other=0.0)  # [BK]
+            g = tl.load(g_block, mask=in_k, other=0.0)  # [BK]
             state = tl.exp(log_gates(g, NORMALIZER))[:, None] * state.to(tl.float32)
         else:
-            g = tl.load(g_ptr + b * g_stride_b + h * g_stride_h)
+            g = tl.load(g_block)
             state = tl.exp(log_gates(g, NORMALIZER)) * state.to(tl.float32)
     state = state.to(tl.float32) + k.to(tl.float32)[:, None] * v.to(tl.float32)[None, :]
 
@@ -188,9 +244,7 @@ def _recurrent_gla_step(
         # Queries are loaded one head before their use.
         following = tl.load(q_block + tl.minimum(i + 1, G - 1).to(tl.int64) * q_stride_h, mask=in_k, other=0.0)
         o = scale * tl.sum(q.to(tl.float32)[:, None] * state, axis=0)  # [BV]
-        tl.store(o_block + i * V, o.to(o_ptr.dtype.element_ty), mask=in_v)
+        tl.store(o_block + i * V, o.to(o_block.dtype.element_ty), mask=in_v)
         q = following
 
-    if new_ptr is not None:
-        state_block = new_ptr + (b * Hv + h) * K * V + rows[:, None] * new_stride_k + columns[None, :] * new_stride_v
-    tl.store(state_block, state.to(state_ptr.dtype.element_ty), mask=in_state)
+    tl.store(new_block, state.to(new_block.dtype.element_ty), mask=in_state)

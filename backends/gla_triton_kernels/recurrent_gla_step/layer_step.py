@@ -1,0 +1,291 @@
+"""One token of gated linear attention, an RMS norm of each head's output, and an output gate.
+
+    S' = diag(exp g) S + k^T v        u = scale * q S'        o = u / sqrt(mean(u^2) + eps) * w * f(output gate)
+
+The norm needs all values of a head. If heads fill the device, a program computes a head, BV values at a time, then its
+norm, in one kernel. Otherwise several programs share a head, because one multiprocessor would read its state too
+slowly, and a second kernel, which starts while the first ends, computes the norms. Programs pass u through memory, in
+float32.
+
+B batch   P states of the pool   H key heads   Hq query heads   Hv heads of values, states and gates
+Ho heads of o, the more of Hq and Hv   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
+K, V key and value width   BK number of keys K, rounded up to a power of two   BV values of a block
+TILES blocks of a program   ALL number of values V, rounded up to a power of two
+
+Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635); Zhang
+and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
+"""
+
+# pyright: reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from gla_core.dispatch.backend import OpCall, ceil_div
+from gla_triton_kernels.recurrent_gla_step.plan import LayerPlan, plan_layer_step
+from gla_triton_kernels.recurrent_gla_step.step import advance, token_strides
+from gla_triton_kernels.runtime.architecture import gpu_of_call
+from gla_triton_kernels.runtime.launch import Launch, overlapping
+from gla_triton_kernels.runtime.prepared import Launches, rehearsed
+from gla_triton_kernels.runtime.sizes import power_of_two
+
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]
+"""q, k, v, g, state, output_gate, norm_weight, state_indices, o: the step writes o and the state."""
+
+
+def prepare(call: OpCall) -> Callable[..., Tensor]:
+    """Plans a call, compiles its kernels, and returns the function that computes calls like it.
+
+    Raises:
+        LaunchError: a kernel does not compile for this device, or does not fit it.
+    """
+    planned = plan_layer_step(call, gpu_of_call(call))
+    scalars = (call.scalars["activation"], call.scalars["gate_normalizer"])
+    launched = Launches(
+        call.device, lambda x, scale, norm_eps: launch_layer_step(planned, x, scale, norm_eps, *scalars)
+    )
+
+    def run(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor | None,
+        state: Tensor,
+        output_gate: Tensor | None,
+        norm_weight: Tensor | None,
+        scale: float,
+        norm_eps: float,
+        activation: str,
+        state_indices: Tensor | None,
+        gate_normalizer: int | None,
+    ) -> Tensor:
+        o = v.new_empty(len(q), max(q.shape[1], v.shape[1]), v.shape[2])
+        if o.numel():
+            launched.start((q, k, v, g, state, output_gate, norm_weight, state_indices, o), scale, norm_eps)
+        return o
+
+    return rehearsed(run, call)
+
+
+def launch_layer_step(
+    plan: LayerPlan, tensors: Tensors, scale: float, norm_eps: float, activation: str, normalizer: int | None
+) -> list[Launch]:
+    """Returns the launches of a step: one, or that of the states and that of the norms.
+
+    Args:
+        normalizer: None, or the number by which log sigma is divided.
+    """
+    q, k, v, g, state, output_gate, norm_weight, state_indices, o = tensors
+    (B, Hq, K), (P, Hv, _, V), Ho = q.shape, state.shape, o.shape[1]
+    blocks = ceil_div(V, plan.step.BV)
+    u = o.new_empty(o.shape, dtype=torch.float32)
+    for_norms = {
+        "gate_ptr": output_gate,
+        "weight_ptr": norm_weight,
+        "indices_ptr": state_indices,
+        "u_ptr": u,
+        "o_ptr": o,
+        "scale": scale,
+        "norm_eps": norm_eps,
+        "P": P,
+        **token_strides("gate", q if output_gate is None else output_gate),
+        "SIGMOID": activation == "sigmoid",
+        "V": V,
+        "ALL": power_of_two(V),
+        "OVERLAPS": plan.step.overlaps,
+    }
+    arguments = {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "g_ptr": g,
+        "state_ptr": state,
+        **for_norms,
+        **token_strides("q", q),
+        **token_strides("k", k),
+        **token_strides("v", v),
+        **token_strides("g", q if g is None else g),
+        "OF_KEYS": g is not None and g.ndim == 3,
+        "NORMALIZER": normalizer,
+        "state_stride_p": state.stride(0),
+        "state_stride_h": state.stride(1),
+        "state_stride_k": state.stride(2),
+        "state_stride_v": state.stride(3),
+        "Hv": Hv,
+        "G": max(Hq // Hv, 1),
+        "R": Hv // k.shape[1],
+        "K": K,
+        "BK": plan.step.BK,
+        "BV": plan.step.BV,
+        "TILES": plan.tiles,
+    }
+    overlaps = overlapping(plan.step.overlaps)
+    of_states = (B * Hv * ceil_div(blocks, plan.tiles), 1, 1)
+    launches = [Launch(_layer_step, of_states, arguments, {"num_warps": plan.step.warps, **overlaps})]
+    if plan.tiles < blocks:
+        launches.append(Launch(_norms, (B * Ho, 1, 1), {**for_norms, "Ho": Ho}, {"num_warps": 1, **overlaps}))
+    return launches
+
+
+@triton.jit(do_not_specialize=["scale", "norm_eps", "P"], do_not_specialize_on_alignment=["indices_ptr"])
+def _layer_step(
+    q_ptr,  # [B, Hq, K]
+    k_ptr,  # [B, H, K]
+    v_ptr,  # [B, Hv, V]
+    g_ptr,  # [B, Hv, K] if OF_KEYS, else [B, Hv] or [Hv], or None
+    state_ptr,  # [P, Hv, K, V], updated in place
+    gate_ptr,  # [B, Ho, V] or None
+    weight_ptr,  # [V] or None
+    indices_ptr,  # [B] or None: row b has state b
+    u_ptr,  # [B, Ho, V], contiguous, float32
+    o_ptr,  # [B, Ho, V], contiguous
+    scale,
+    norm_eps,
+    P,
+    q_stride_b,
+    q_stride_h,
+    k_stride_b,
+    k_stride_h,
+    v_stride_b,
+    v_stride_h,
+    g_stride_b,
+    g_stride_h,
+    gate_stride_b,
+    gate_stride_h,
+    state_stride_p,
+    state_stride_h,
+    state_stride_k: tl.constexpr,
+    state_stride_v: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+    NORMALIZER: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    Hv: tl.constexpr,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    TILES: tl.constexpr,
+    ALL: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Computes TILES blocks of BV columns of the state of one head and one row, and the norms if these are all."""
+    parts: tl.constexpr = tl.cdiv(tl.cdiv(V, BV), TILES)
+    part, head = tl.program_id(0) % parts, tl.program_id(0) // parts
+    b, h = (head // Hv).to(tl.int64), (head % Hv).to(tl.int64)  # strides times these may exceed 32 bits
+    rows = tl.arange(0, BK)  # [BK]
+    if OVERLAPS:  # writes of earlier kernels are visible only after the wait: nothing is read before
+        gdc_wait()
+        gdc_launch_dependents()
+
+    p = b
+    if indices_ptr is not None:
+        p = tl.load(indices_ptr + b).to(tl.int64)
+        if (p < 0) | (p >= P):
+            if parts == 1:
+                for i in range(G):
+                    skip(o_ptr + ((b * Hv + h) * G + i) * V, V, ALL)
+            return
+
+    state_rows = state_ptr + p * state_stride_p + h * state_stride_h + rows[:, None].to(tl.int64) * state_stride_k
+    q_block = q_ptr + b * q_stride_b + h * G // R * q_stride_h + rows  # [BK], of the first query head
+    k_block = k_ptr + b * k_stride_b + h // R * k_stride_h + rows  # [BK]
+    g_block = g_ptr
+    if g_ptr is not None:
+        g_block = g_ptr + b * g_stride_b + h * g_stride_h + (rows if OF_KEYS else 0)  # [BK] if OF_KEYS, else []
+    for i in range(TILES):
+        columns = (part * TILES + i) * BV + tl.arange(0, BV)  # [BV]
+        v_block = v_ptr + b * v_stride_b + h * v_stride_h + columns  # [BV]
+        state_block = state_rows + columns[None, :] * state_stride_v  # [BK, BV]
+        u_block = u_ptr + (b * Hv + h) * G * V + columns  # [BV], of the first query head
+        advance(
+            q_block,
+            q_stride_h,
+            k_block,
+            v_block,
+            g_block,
+            state_block,
+            state_block,
+            u_block,
+            scale,
+            rows < K,
+            columns < V,
+            OF_KEYS,
+            NORMALIZER,
+            G,
+            V,
+        )
+
+    if parts == 1:
+        tl.debug_barrier()  # threads read what others wrote
+        for i in range(G):
+            row = (b * Hv + h) * G + i
+            gate_row = gate_ptr
+            if gate_ptr is not None:
+                gate_row = gate_ptr + b * gate_stride_b + (h * G + i) * gate_stride_h
+            norm(u_ptr + row * V, gate_row, weight_ptr, o_ptr + row * V, norm_eps, SIGMOID, V, ALL)
+
+
+@triton.jit(do_not_specialize=["scale", "norm_eps", "P"], do_not_specialize_on_alignment=["indices_ptr"])
+def _norms(
+    gate_ptr,  # [B, Ho, V] or None
+    weight_ptr,  # [V] or None
+    indices_ptr,  # [B] or None
+    u_ptr,  # [B, Ho, V], contiguous, float32
+    o_ptr,  # [B, Ho, V], contiguous
+    scale,  # a replay passes both floats of the call
+    norm_eps,
+    P,
+    gate_stride_b,
+    gate_stride_h,
+    SIGMOID: tl.constexpr,
+    Ho: tl.constexpr,
+    V: tl.constexpr,
+    ALL: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Computes the norm and the gate of one head of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    b, h = row // Ho, row % Ho
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
+    if indices_ptr is not None:
+        p = tl.load(indices_ptr + b).to(tl.int64)
+        if (p < 0) | (p >= P):
+            skip(o_ptr + row * V, V, ALL)
+            return
+    gate_row = gate_ptr
+    if gate_ptr is not None:
+        gate_row = gate_ptr + b * gate_stride_b + h * gate_stride_h
+    norm(u_ptr + row * V, gate_row, weight_ptr, o_ptr + row * V, norm_eps, SIGMOID, V, ALL)
+
+
+@triton.jit
+def norm(u_row, gate_row, weight_ptr, o_row, norm_eps, SIGMOID: tl.constexpr, V: tl.constexpr, ALL: tl.constexpr):
+    """Computes a head of o from the same head of u and of the output gate, given by pointers to their first values."""
+    columns = tl.arange(0, ALL)  # [ALL]
+    in_v = columns < V
+    u = tl.load(u_row + columns, mask=in_v, other=0.0)  # [ALL]
+    y = u * tl.rsqrt(tl.sum(u * u, axis=0) / V + norm_eps)
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + columns, mask=in_v, other=0.0).to(tl.float32)
+    if gate_row is not None:
+        x = tl.load(gate_row + columns, mask=in_v, other=0.0).to(tl.float32)  # [ALL]
+        factor = 1.0 / (1.0 + tl.exp(-x))
+        y *= factor if SIGMOID else x * factor
+    tl.store(o_row + columns, y.to(o_row.dtype.element_ty), mask=in_v)
+
+
+@triton.jit
+def skip(o_row, V: tl.constexpr, ALL: tl.constexpr):
+    """Writes zeros to a head of o."""
+    columns = tl.arange(0, ALL)  # [ALL]
+    tl.store(o_row + columns, tl.zeros([ALL], o_row.dtype.element_ty), mask=columns < V)

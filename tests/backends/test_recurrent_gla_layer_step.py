@@ -1,0 +1,48 @@
+"""The kernels of recurrent_gla_layer_step on random calls, and of heads that fill a device, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gla_core.conformance.calls import expected_layer_step, run_layer_step
+from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_core.dispatch.backend import GATES as FORMS
+from gla_core.workloads.inputs import GATES, layer_step_inputs
+from gla_core.workloads.named import Workload
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.kernels
+
+
+def check(device, dtype, **sizes):
+    x = layer_step_inputs(Workload("", "recurrent_gla_layer_step", frozenset(), sizes), dtype=dtype, device=device)
+    expected = expected_layer_step(x)
+    found = run_layer_step(x, "triton_fused")
+    errors = {name: relative_error(found[name], expected[name]) for name in expected}
+    assert {name: error for name, error in errors.items() if not error <= FORWARD[dtype]} == {}
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    B=st.integers(1, 3),
+    H=st.integers(1, 2),
+    groups=st.sampled_from([{}, {"G": 3}, {"R": 2}]),
+    K=st.integers(1, 40),
+    V=st.integers(1, 150),
+    gates=st.sampled_from(GATES),
+    gate_form=st.sampled_from(list(FORMS)),
+    activation=st.sampled_from(["silu", "sigmoid"]),
+    without=st.sets(st.sampled_from(["output_gate", "norm_weight"])),
+)
+def test_any_call(device, dtype, groups, **sizes):
+    check(device, dtype, **groups, **sizes)
+
+
+@pytest.mark.parametrize("groups", [{"H": 2, "G": 2}, {"H": 1, "R": 2}])
+def test_a_program_computes_a_whole_head_if_heads_fill_the_device(device, groups):
+    """Its values are in two blocks; most rows are skipped."""
+    check(device, torch.float32, B=80, K=5, V=100, rows=(2, -1, 0, 5, *[-1, 6] * 38), pool=6, **groups)
