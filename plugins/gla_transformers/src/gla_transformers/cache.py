@@ -191,6 +191,7 @@ def read(
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
+    residual: Tensor | None,
 ) -> Tensor:
     """Returns a layer's output y for x [B, T, hidden_size], after the tokens in its memory, and adds x to the memory.
 
@@ -198,14 +199,15 @@ def read(
     `GatedLinearAttention.forward`.
     """
     if memory is None:
-        return layer(x, None, False, cu_seqlens, max_seqlen, attention_mask)[0]
+        return layer(x, None, False, cu_seqlens, max_seqlen, attention_mask, residual=residual)[0]
     state = memory.state
     if torch.is_grad_enabled():
         state = state and _each(state, torch.clone)  # autograd keeps these tensors, which are overwritten below
     elif state is not None and x.shape[1] == 1 and cu_seqlens is None:
-        y, _ = layer.step(x[:, 0], state, inplace=True, state_indices=_rows_with_a_token(attention_mask))
-        return y[:, None]
-    y, state = layer(x, state, True, cu_seqlens, max_seqlen, attention_mask)
+        rows = _rows_with_a_token(attention_mask)
+        to = None if residual is None else residual[:, 0]
+        return layer.step(x[:, 0], state, inplace=True, state_indices=rows, residual=to)[0][:, None]
+    y, state = layer(x, state, True, cu_seqlens, max_seqlen, attention_mask, residual=residual)
     memory.write(state)
     return y
 

@@ -9,11 +9,13 @@ Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -22,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from gla_core.nn import GatedLinearAttention
+from gla_core.nn.merged import Merging, added, products
 from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
@@ -34,7 +37,7 @@ from gla_transformers.softmax_attention import SoftmaxAttention
 logger = logging.get_logger(__name__)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Merging):
     """A gated MLP, (silu(x W_gate) * x W_up) W_down: [..., hidden_size] to [..., hidden_size]."""
 
     def __init__(self, hidden_size: int, width: int) -> None:
@@ -42,13 +45,21 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, width, bias=False)
         self.up_proj = nn.Linear(hidden_size, width, bias=False)
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
+        self.merge()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def merged_layers(self) -> Sequence[Sequence[nn.Module]]:
+        """Returns the two projections of x."""
+        return [[self.gate_proj, self.up_proj]]
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Maps x to y; a residual [..., hidden_size] becomes residual + y, in the same memory if it can."""
+        made = products(*self.merged_layers(), x)
+        if made is None:
+            with not_kept(x):
+                made = self.gate_proj(x), self.up_proj(x)
+        x = recomputed(_gated, *made)
         with not_kept(x):
-            gate, x = self.gate_proj(x), self.up_proj(x)
-        x = recomputed(_gated, gate, x)
-        with not_kept(x):
-            return self.down_proj(x)
+            return self.down_proj(x) if residual is None else added(residual, self.down_proj, x, inplace=True)
 
 
 def _gated(gate: Tensor, x: Tensor) -> Tensor:
@@ -77,12 +88,20 @@ class GLABlock(GradientCheckpointingLayer):
         """Runs the layer; the arguments are as in `GLAModel.forward`."""
         memory: Any = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         y = self.attn_norm(x)
+        within = self._adds_within_products()
         if isinstance(self.attn, GatedLinearAttention):
-            y = read(self.attn, y, memory, attention_mask, cu_seqlens, max_seqlen)
+            y = read(self.attn, y, memory, attention_mask, cu_seqlens, max_seqlen, residual=x if within else None)
+            x = y if within else x + y
         else:
-            y = self.attn(y, memory, attention_mask, cu_seqlens)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x))
+            x = x + self.attn(y, memory, attention_mask, cu_seqlens)
+        y = self.mlp_norm(x)
+        return self.mlp(y, x) if within else x + self.mlp(y)
+
+    def _adds_within_products(self) -> bool:
+        """Returns whether the last product of each half may add to the residual stream: nothing else sees its result."""
+        if torch.is_grad_enabled() or is_compiling() or type(self.mlp) is not GatedMLP:
+            return False
+        return not any(x._forward_hooks or x._forward_pre_hooks for x in (self.attn, self.mlp_norm, self.mlp))
 
 
 class GLAPreTrainedModel(PreTrainedModel):
@@ -96,6 +115,15 @@ class GLAPreTrainedModel(PreTrainedModel):
     _is_stateful = True  # tokens cannot be taken back
     _can_compile_fullgraph = True
     _input_embed_layer = "embeddings"
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Reads a folder as transformers does, and puts weights that are read together behind one another."""
+        found = super().from_pretrained(*args, **kwargs)
+        for module in (found[0] if isinstance(found, tuple) else found).modules():
+            if isinstance(module, Merging):
+                module.merge()
+        return found
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
