@@ -25,7 +25,7 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.number = 0
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # noqa: ANN001
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.number += op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
         return op(*args, **(kwargs or {}))
 
@@ -152,7 +152,7 @@ def test_a_residual(layer: GatedLinearAttention, padded: bool) -> None:
         found = layer(x, attention_mask=mask, residual=residual)[0]
         torch.testing.assert_close(found, expected, **CLOSE)
         indices = torch.tensor([1, -1]) if padded else None
-        step, state = layer.step(x[:, 0], layer.initial_state(2), state_indices=indices)
+        step = layer.step(x[:, 0], layer.initial_state(2), state_indices=indices)[0]
         found, _ = layer.step(x[:, 0], layer.initial_state(2), state_indices=indices, residual=residual[:, 0])
         torch.testing.assert_close(found, residual[:, 0] + step, **CLOSE)
 

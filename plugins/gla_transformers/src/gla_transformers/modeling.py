@@ -53,7 +53,7 @@ class GatedMLP(Merging):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Maps x to y; a residual [..., hidden_size] becomes residual + y, in the same memory if it can."""
-        made = products(*self.merged_layers(), x)
+        made = products([self.gate_proj, self.up_proj], x)
         if made is None:
             with not_kept(x):
                 made = self.gate_proj(x), self.up_proj(x)
@@ -98,7 +98,7 @@ class GLABlock(GradientCheckpointingLayer):
         return self.mlp(y, x) if within else x + self.mlp(y)
 
     def _adds_within_products(self) -> bool:
-        """Returns whether the last product of each half may add to the residual stream: nothing else sees its result."""
+        """Returns whether the last product of each half may add to x, as nothing else has to see its result."""
         if torch.is_grad_enabled() or is_compiling() or type(self.mlp) is not GatedMLP:
             return False
         return not any(x._forward_hooks or x._forward_pre_hooks for x in (self.attn, self.mlp_norm, self.mlp))
