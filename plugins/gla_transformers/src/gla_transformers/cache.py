@@ -6,6 +6,7 @@ cache counts tokens itself, on the device, so that a decoding step computes noth
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,21 @@ class GLACache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Returns the number of tokens read, including padding. Waits for the device."""
         return 0 if self.length is None else int(self.length)
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors of all states; none before the first token."""
+        return [tensor for layer in self.layers for tensor in _tensors(layer.state)]  # pyright: ignore[reportAttributeAccessIssue]
+
+    def sharing(self) -> GLACache:
+        """Returns a cache with the same states in the same memory."""
+        other = copy.copy(self)
+        other.layers = [copy.copy(layer) for layer in self.layers]
+        return other
+
+    def share_with(self, other: GLACache) -> None:
+        """Gives another cache these states, in the same memory, in place of its own."""
+        for there, here in zip(other.layers, self.layers, strict=True):
+            there._adopt(here.state)  # pyright: ignore[reportAttributeAccessIssue]
 
     def reset(self) -> None:
         """Forgets all tokens, and keeps the storage."""

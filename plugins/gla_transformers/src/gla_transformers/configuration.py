@@ -32,6 +32,7 @@ class GLAConfig(PreTrainedConfig):
         fuse_swiglu, fuse_cross_entropy: select kernels of FLA; all values compute the same here.
         use_gk, use_gv: stored for FLA, which reads neither.
         attnres_block_size: None; FLA's attention residuals are not supported.
+        cuda_graphs: whether steps of decoding, and prompts, are captured in CUDA graphs. Saved only if False.
         use_cache, vocab_size, initializer_range, and all others: as in transformers.
 
     Raises:
@@ -44,6 +45,7 @@ class GLAConfig(PreTrainedConfig):
     """
 
     model_type = "gla"
+    cuda_graphs = True
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     def __init__(
@@ -82,6 +84,7 @@ class GLAConfig(PreTrainedConfig):
         use_l2warp: bool = False,
         vocab_size: int = 32000,
         attnres_block_size: int | None = None,
+        cuda_graphs: bool = True,
         **kwargs: Any,
     ) -> None:
         if hidden_act != "swish":
@@ -107,6 +110,8 @@ class GLAConfig(PreTrainedConfig):
         self.fuse_norm, self.fuse_swiglu = fuse_norm, fuse_swiglu
         self.fuse_cross_entropy, self.fuse_linear_cross_entropy = fuse_cross_entropy, fuse_linear_cross_entropy
         self.use_l2warp, self.attnres_block_size = use_l2warp, attnres_block_size
+        if not cuda_graphs:  # a configuration without fields of its own equals FLA's
+            self.cuda_graphs = False
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,

@@ -31,6 +31,7 @@ from gla_core.nn.short_convolution import ShortConvolution
 from gla_transformers import packing
 from gla_transformers.cache import GLACache, read
 from gla_transformers.configuration import GLAConfig
+from gla_transformers.graphs import Graphs
 from gla_transformers.loss import IGNORED, l2warp, loss_in_parts, next_token_loss
 from gla_transformers.softmax_attention import SoftmaxAttention
 
@@ -150,6 +151,7 @@ class GLAModel(GLAPreTrainedModel):
         self.layers = nn.ModuleList(GLABlock(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNormGated(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
+        self.graphs = Graphs(GLABlock, GatedMLP)
         self.post_init()
 
     @can_return_tuple
@@ -198,16 +200,41 @@ class GLAModel(GLAPreTrainedModel):
             raise ValueError("expected either input_ids or inputs_embeds")
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions is True; gated linear attention has no attention weights: leave it out")
-        x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         if cu_seqlens is None:
             alone = attention_mask is None and past_key_values is None
             cu_seqlens, max_seqlen = packing.offsets(kwargs, alone)
         cache = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        seen: tuple[Tensor, ...] = ()
+        seen: list[Tensor] | None = [] if output_hidden_states else None
+        x = None
+        if not is_compiling() and cache is not None and self.config.cuda_graphs and not self.training:
+            if input_ids is not None and cu_seqlens is None and seen is None and self.config.attn is None:
+                x = self.graphs.read(self, self._read_words, input_ids, attention_mask, cache)
+        if x is None:
+            x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+            x = self._read(x, attention_mask, cache, cu_seqlens, max_seqlen, seen)
+        if cache is not None:
+            cache.advance(x.shape[1], x.device)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,  # pyright: ignore[reportArgumentType]
+            past_key_values=cache,
+            hidden_states=None if seen is None else (*seen, x),  # pyright: ignore[reportArgumentType]
+        )
+
+    def _read(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        cache: GLACache | None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        seen: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Sends x [B, T, hidden_size] through the layers and the norm, and adds the inputs of layers to `seen`."""
         for layer in self.layers:
-            seen += (x,) if output_hidden_states else ()
+            if seen is not None:
+                seen.append(x)
             x = layer(
                 x,
                 attention_mask=attention_mask,
@@ -215,14 +242,20 @@ class GLAModel(GLAPreTrainedModel):
                 cu_seqlens=cu_seqlens,
                 max_seqlen=max_seqlen,
             )
-        if cache is not None:
-            cache.advance(x.shape[1], x.device)
-        x = self.norm(x)
-        return BaseModelOutputWithPast(
-            last_hidden_state=x,  # pyright: ignore[reportArgumentType]
-            past_key_values=cache,
-            hidden_states=(*seen, x) if output_hidden_states else None,  # pyright: ignore[reportArgumentType]
-        )
+        return self.norm(x)
+
+    def _read_words(self, words: Tensor, attention_mask: Tensor | None, cache: GLACache) -> Tensor:
+        return self._read(self.embeddings(words), attention_mask, cache)
+
+    def train(self, mode: bool = True) -> Any:
+        """Sets the mode of training, in which there are no graphs of decoding."""
+        if mode:
+            self.graphs.drop()
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.graphs.drop()
+        return super()._apply(*args, **kwargs)
 
     def _cache(self, given: Any, wanted: bool | None, packed: bool) -> GLACache | None:
         if given is not None and not isinstance(given, GLACache):
