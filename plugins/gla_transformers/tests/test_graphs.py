@@ -89,7 +89,7 @@ def test_padding_sampling_and_beams(model, tokens, how, replay):
     for _ in range(6):
         torch.manual_seed(1)
         assert torch.equal(generated(model, tokens, **how), expected)
-    assert replay.made == 4
+    assert replay.made == 3
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def test_a_cache_goes_on_after_its_slot_is_gone(model, tokens, replay):
         words = torch.cat([words, logits.argmax(-1)], 1)
         logits = model(words[:, -1:], past_key_values=cache).logits
     torch.testing.assert_close(logits, model(words, use_cache=False).logits[:, -1:], **CLOSE)
-    assert replay.made == 3
+    assert replay.made == 2  # its free slot served again after the second change
     assert torch.equal(copy.deepcopy(cache).tensors()[0], cache.tensors()[0])
 
 
@@ -163,7 +163,7 @@ def replace_a_layer(model):
 
 
 def hook(model):
-    model.model.layers[0].register_forward_hook(lambda module, args, y: y * 2)
+    model.model.layers[0].register_forward_hook(lambda module, args, y: -y)
 
 
 def change_an_option(model):

@@ -5,8 +5,8 @@
     from then on                words copied to that place, the graph replayed, the result copied from its place
 
 States at fixed addresses, with the graphs that read and write them, are a `Slot`. A cache takes a free slot of its
-number of sequences when it begins, and its states are then those of the slot. So one capture serves one generation after
-the other. Prompts are read in pieces of a few lengths, of which the first may begin with padding.
+number of sequences, and its states are then those of the slot. So one capture serves one generation after the other.
+Prompts are read in pieces of a few lengths, of which the first may begin with padding.
 
 What a graph holds is what was captured. So only modules of known classes without hooks are captured, and a model whose
 modules or addresses have changed loses its graphs.
@@ -60,7 +60,7 @@ class CUDAReplay:
     Args:
         call: computes a tensor from memory that stays where it is.
         device: the device of this memory.
-        beside: another capture, never replayed at the same time, with which this one shares memory for what it computes.
+        beside: another capture, which shares memory with this one; they are never replayed at the same time.
     """
 
     def __init__(self, call: Callable[[], Tensor], device: torch.device, beside: CUDAReplay | None) -> None:
@@ -227,8 +227,7 @@ class Graphs:
         self.counts[key] += 1
         if self.counts[key] <= BEFORE or _short_of_memory(setting.device):
             return None
-        del self.slots[: len(self.slots) - MOST_SLOTS + 1]
-        self.slots.append(Slot(setting, cache))
+        self.slots = [*self.slots[-(MOST_SLOTS - 1) :], Slot(setting, cache)]
         return self.slots[-1]
 
     def _piece(self, slot: Slot, compute: Compute, words: Tensor, mask: Tensor | None, cache: GLACache) -> Tensor:
@@ -261,7 +260,7 @@ class Graphs:
 
 
 def pieces(words: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Cuts words [B, T] and a mask [B, T or more] into pieces of the lengths of graphs, the first one padded in front."""
+    """Cuts words [B, T] and a mask [B, T or more] into pieces as long as graphs, the first one padded in front."""
     B, T = words.shape
     cut = lengths(T, B)
     padding = sum(cut) - T

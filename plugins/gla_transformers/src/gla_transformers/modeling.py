@@ -208,9 +208,9 @@ class GLAModel(GLAPreTrainedModel):
             output_hidden_states = self.config.output_hidden_states
         seen: list[Tensor] | None = [] if output_hidden_states else None
         x = None
-        if not is_compiling() and cache is not None and self.config.cuda_graphs and not self.training:
-            if input_ids is not None and cu_seqlens is None and seen is None and self.config.attn is None:
-                x = self.graphs.read(self, self._read_words, input_ids, attention_mask, cache)
+        graphs = self.config.cuda_graphs and not (self.training or is_compiling()) and self.config.attn is None
+        if graphs and input_ids is not None and cache is not None and cu_seqlens is None and seen is None:
+            x = self.graphs.read(self, self._read_words, input_ids, attention_mask, cache)
         if x is None:
             x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
             x = self._read(x, attention_mask, cache, cu_seqlens, max_seqlen, seen)
@@ -379,6 +379,9 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         if inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration"):
             inputs.pop("attention_mask", None)  # new tokens are not padding, and the cache knows earlier padding
+        mask = inputs.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and bool(mask.all()):  # the prompt is longer than the wait for this
+            inputs.pop("attention_mask")
         return inputs
 
     @staticmethod
