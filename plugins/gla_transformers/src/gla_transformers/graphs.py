@@ -207,10 +207,9 @@ class Graphs:
     def _is_unchanged(self, model: nn.Module, device: torch.device, thoroughly: bool) -> bool:
         """Returns whether the graphs are of this model as it is, and it can be captured; forgets them if not."""
         if thoroughly:
-            now = _Watch(model, device, _KNOWN.union(self.classes))
-            if now != self.watch or _short_of_memory(device):
+            if self.watch is None or self.watch.has_changed(device) or _short_of_memory(device):
                 self.drop()
-            self.watch = now
+                self.watch = _Watch(model, device, _KNOWN.union(self.classes))
         elif self.watch is not None and self.watch.has_moved():
             self.drop()
         return self.watch is not None and self.watch.can_be_captured
@@ -325,38 +324,47 @@ def _short_of_memory(device: torch.device) -> bool:
 
 
 class _Watch:
-    """What a model was when it was captured: its modules, their options, and the addresses of its parameters."""
+    """What a model is: its modules, their options and parameters, and whether it can be captured.
+
+    Making one takes milliseconds. The checks compare what it has kept, in a fraction of one.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, classes: set[type]) -> None:
+        self.device = device
         self.modules = [module for module in model.modules() if module is not model]
-        tensors = [x for m in self.modules for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
         self.hooks = [hooks for m in self.modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self.can_be_captured = all(type(x) in (nn.Parameter, Tensor) and x.device == device for x in tensors) and all(
-            type(m) in classes and "forward" not in m.__dict__ and m._compiled_call_impl is None and not m.training
-            for m in self.modules
+        self.hooked = any(self.hooks)
+        with_options = [vars(m) for m in self.modules if type(m) not in _ALIKE]
+        self.options = [(d, name) for d in with_options for name, value in d.items() if type(value) in _OPTIONS]
+        self.values = [d[name] for d, name in self.options]
+        self.parts = [
+            *(m._modules for m in (model, *self.modules) if m._modules),
+            *(d for m in self.modules for d in (m._parameters, m._buffers) if d),
+        ]
+        self.ids = [id(x) for d in self.parts for x in d.values()]
+        tensors = [x for m in self.modules for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
+        self.can_be_captured = (
+            not self.hooked
+            and all(type(x) in (nn.Parameter, Tensor) and x.device == device for x in tensors)
+            and all(type(m) in classes and m._compiled_call_impl is None and not m.training for m in self.modules)
+            and not self._patched()
         )
-        self.can_be_captured &= not any(self.hooks)
         self.tensors = tensors if self.can_be_captured else []
         self.places = [x.data_ptr() for x in self.tensors]
-        self.options = [
-            (name, value)
-            for m in self.modules
-            if type(m) not in _ALIKE
-            for name, value in m.__dict__.items()
-            if type(value) in _OPTIONS
-        ]
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Watch)
-            and list(map(id, self.modules)) == list(map(id, other.modules))
-            and list(map(id, self.tensors)) == list(map(id, other.tensors))
-            and (self.places, self.can_be_captured) == (other.places, other.can_be_captured)
-            and self.options == other.options
-        )
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def has_moved(self) -> bool:
-        """Returns whether parameters have other addresses, or there are hooks; quick enough for every token."""
-        return any(self.hooks) or [x.data_ptr() for x in self.tensors] != self.places
+        """Returns whether parameters have other addresses, or there are other hooks: the check for each token."""
+        return any(self.hooks) != self.hooked or [x.data_ptr() for x in self.tensors] != self.places
+
+    def has_changed(self, device: torch.device) -> bool:
+        """Returns whether anything has changed: the check for each prompt."""
+        return (
+            self.has_moved()
+            or device != self.device
+            or [id(x) for d in self.parts for x in d.values()] != self.ids
+            or [d.get(name) for d, name in self.options] != self.values
+            or (self.can_be_captured and self._patched())
+        )
+
+    def _patched(self) -> bool:
+        return any("forward" in vars(m) for m in self.modules)
