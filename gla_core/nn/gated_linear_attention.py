@@ -256,7 +256,7 @@ class GatedLinearAttention(Merging):
                 layers of a model share it, and T is the number of this rank's tokens. With context_parallel and without
                 a shard, every layer makes a contiguous one, and cu_seqlens are offsets in the row of all ranks' tokens.
                 With either, state, output_final_state and attention_mask are not allowed, and max_seqlen is not used.
-            residual: [B, T, hidden_size], added to y.
+            residual: [B, T, hidden_size], added to y. Without gradients, y may be written into it.
 
         Returns:
             y [B, T, hidden_size] with x's dtype (under torch.autocast, autocast's dtype), and the state (None unless
@@ -398,7 +398,7 @@ class GatedLinearAttention(Merging):
             if gate is None:
                 with not_kept(x):
                     gate = self.g_proj(x)
-            gate = gate.reshape(o.shape)
+            gate = gate.reshape(*x.shape[:-1], self.num_heads, self.head_v_dim)  # one made for a step has T = 1
         o = getattr(self, self._norm_name)(o, gate)
         with not_kept(o):
             rows = o.flatten(-2)

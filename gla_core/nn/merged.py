@@ -64,19 +64,16 @@ def products(layers: Sequence[nn.Module], x: Tensor) -> Sequence[Tensor] | None:
     return y.split(sizes, dim=-1)
 
 
-def added(residual: Tensor, layer: nn.Module, x: Tensor, inplace: bool = False) -> Tensor:
-    """Returns residual [..., E] + layer(x) for x [..., D], within the product where no gradient is wanted.
+def added(residual: Tensor, layer: nn.Module, x: Tensor) -> Tensor:
+    """Returns residual [..., E] + layer(x) for x [..., D].
 
-    With `inplace` the product may write into `residual`.
+    Where no gradient is wanted, the product may add to `residual` in place, and return it.
     """
     weights = _weights([layer]) if _computes_plainly(x) else None
-    if weights is None or not (residual.dtype == x.dtype == weights[0].dtype):
+    if weights is None or not (residual.dtype == x.dtype == weights[0].dtype) or not residual.is_contiguous():
         return residual + layer(x)
-    rows, weight = x.reshape(-1, x.shape[-1]), weights[0].t()
-    if inplace and residual.is_contiguous():
-        residual.view(-1, residual.shape[-1]).addmm_(rows, weight)
-        return residual
-    return torch.addmm(residual.reshape(-1, residual.shape[-1]), rows, weight).view(residual.shape)
+    residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weights[0].t())
+    return residual
 
 
 def _computes_plainly(x: Tensor) -> bool:

@@ -149,22 +149,23 @@ def test_a_residual(layer: GatedLinearAttention, padded: bool) -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 0, 1, 1, 0]]) if padded else None
     expected = residual + layer(x, attention_mask=mask)[0]
     with torch.no_grad():
-        found = layer(x, attention_mask=mask, residual=residual)[0]
+        found = layer(x, attention_mask=mask, residual=residual.clone())[0]
         torch.testing.assert_close(found, expected, **CLOSE)
         indices = torch.tensor([1, -1]) if padded else None
-        step = layer.step(x[:, 0], layer.initial_state(2), state_indices=indices)[0]
+        expected = residual[:, 0] + layer.step(x[:, 0], layer.initial_state(2), state_indices=indices)[0]
         found, _ = layer.step(x[:, 0], layer.initial_state(2), state_indices=indices, residual=residual[:, 0])
-        torch.testing.assert_close(found, residual[:, 0] + step, **CLOSE)
+        torch.testing.assert_close(found, expected, **CLOSE)
 
 
-@torch.no_grad()
-def test_added_writes_in_place_only_if_told() -> None:
+def test_added() -> None:
     linear, x, residual = nn.Linear(3, 4, bias=False), torch.randn(2, 3), torch.randn(2, 4)
-    expected = residual + linear(x)
-    torch.testing.assert_close(added(residual, linear, x), expected)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert added(residual, linear, x).dtype == torch.float32
-    assert added(residual, linear, x, inplace=True) is residual
+    expected, before = residual + linear(x), residual.clone()
+    assert torch.equal(added(residual, linear, x), expected)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert added(residual, linear, x).dtype == torch.float32
+        assert torch.equal(residual, before)
+        assert added(residual, linear, x) is residual
     torch.testing.assert_close(residual, expected)
 
 

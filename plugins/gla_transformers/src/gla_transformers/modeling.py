@@ -53,14 +53,14 @@ class GatedMLP(Merging):
         return [[self.gate_proj, self.up_proj]]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Maps x to y; a residual [..., hidden_size] becomes residual + y, in the same memory if it can."""
+        """Maps x to y; see `gla_core.nn.merged.added` for a residual [..., hidden_size]."""
         made = products([self.gate_proj, self.up_proj], x)
         if made is None:
             with not_kept(x):
                 made = self.gate_proj(x), self.up_proj(x)
         x = recomputed(_gated, *made)
         with not_kept(x):
-            return self.down_proj(x) if residual is None else added(residual, self.down_proj, x, inplace=True)
+            return self.down_proj(x) if residual is None else added(residual, self.down_proj, x)
 
 
 def _gated(gate: Tensor, x: Tensor) -> Tensor:
@@ -85,13 +85,15 @@ class GLABlock(GradientCheckpointingLayer):
         past_key_values: GLACache | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        inplace: bool = False,
     ) -> Tensor:
-        """Runs the layer; the arguments are as in `GLAModel.forward`."""
+        """Runs the layer; the arguments are as in `GLAModel.forward`. With `inplace` it may write into x."""
         memory: Any = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         y = self.attn_norm(x)
         within = self._adds_within_products()
         if isinstance(self.attn, GatedLinearAttention):
-            y = read(self.attn, y, memory, attention_mask, cu_seqlens, max_seqlen, residual=x if within else None)
+            residual = (x if inplace else x.clone()) if within else None
+            y = read(self.attn, y, memory, attention_mask, cu_seqlens, max_seqlen, residual)
             x = y if within else x + y
         else:
             x = x + self.attn(y, memory, attention_mask, cu_seqlens)
@@ -102,7 +104,11 @@ class GLABlock(GradientCheckpointingLayer):
         """Returns whether the last product of each half may add to x, as nothing else has to see its result."""
         if torch.is_grad_enabled() or is_compiling() or type(self.mlp) is not GatedMLP:
             return False
-        return not any(x._forward_hooks or x._forward_pre_hooks for x in (self.attn, self.mlp_norm, self.mlp))
+        return not _hooked(self.attn_norm, self.attn, self.mlp_norm, self.mlp)
+
+
+def _hooked(*modules: nn.Module) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 class GLAPreTrainedModel(PreTrainedModel):
@@ -212,8 +218,7 @@ class GLAModel(GLAPreTrainedModel):
         if graphs and input_ids is not None and cache is not None and cu_seqlens is None and seen is None:
             x = self.graphs.read(self, self._read_words, input_ids, attention_mask, cache)
         if x is None:
-            x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-            x = self._read(x, attention_mask, cache, cu_seqlens, max_seqlen, seen)
+            x = self._read(input_ids, inputs_embeds, attention_mask, cache, cu_seqlens, max_seqlen, seen)
         if cache is not None:
             cache.advance(x.shape[1], x.device)
         return BaseModelOutputWithPast(
@@ -224,14 +229,17 @@ class GLAModel(GLAPreTrainedModel):
 
     def _read(
         self,
-        x: Tensor,
+        words: Tensor | None,
+        x: Tensor | None,
         attention_mask: Tensor | None,
         cache: GLACache | None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         seen: list[Tensor] | None = None,
     ) -> Tensor:
-        """Sends x [B, T, hidden_size] through the layers and the norm, and adds the inputs of layers to `seen`."""
+        """Sends words [B, T] or x [B, T, hidden_size] through the model, and adds the inputs of layers to `seen`."""
+        inplace = x is None and seen is None and not (torch.is_grad_enabled() or _hooked(self.embeddings, *self.layers))
+        x = self.embeddings(words) if x is None else x
         for layer in self.layers:
             if seen is not None:
                 seen.append(x)
@@ -241,11 +249,12 @@ class GLAModel(GLAPreTrainedModel):
                 past_key_values=cache,
                 cu_seqlens=cu_seqlens,
                 max_seqlen=max_seqlen,
+                inplace=inplace,
             )
         return self.norm(x)
 
     def _read_words(self, words: Tensor, attention_mask: Tensor | None, cache: GLACache) -> Tensor:
-        return self._read(self.embeddings(words), attention_mask, cache)
+        return self._read(words, None, attention_mask, cache)
 
     def train(self, mode: bool = True) -> Any:
         """Sets the mode of training, in which there are no graphs of decoding."""

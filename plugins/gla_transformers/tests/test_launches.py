@@ -1,0 +1,57 @@
+"""The number of kernels of a decoding step, counted as operators that compute something."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gla_transformers import GLACache
+
+VIEWS = {"slice", "select", "unsqueeze", "view", "_unsafe_view", "t", "as_strided", "split", "split_with_sizes", "detach"}
+A_LAYER = 17
+"""Norm, projections, second half of the gate, step, seven of the gated norm, output projection, norm, projections, two
+of the gated activation, last projection."""
+OUTSIDE = 4
+"""Embedding, last norm, head and the count of tokens."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators other than views, and a norm as one operator, as it is on a GPU."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.found, self.within = Counter(), False
+        rms_norm = F.rms_norm
+
+        def counted(*args):
+            self.found["rms_norm"] += 1
+            self.within = True
+            try:
+                return rms_norm(*args)
+            finally:
+                self.within = False
+
+        monkeypatch.setattr(F, "rms_norm", counted)
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.overloadpacket.__name__
+        if name not in VIEWS and not self.within:
+            self.found[name] += 1
+        return op(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_decoding_step(ours, layers, monkeypatch):
+    model = ours(num_hidden_layers=layers).bfloat16()
+    cache, tokens = GLACache(model.config), torch.randint(1, 61, (2, 3))
+    model(tokens, past_key_values=cache)
+    with Launches(monkeypatch) as launches:
+        model(tokens[:, :1], past_key_values=cache)
+    found = launches.found
+    assert found["mm"] + found["addmm"] + found["addmm_"] == 5 * layers + 1
+    assert found.total() <= A_LAYER * layers + OUTSIDE, found
