@@ -11,7 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_transformers import GLACache
 
-VIEWS = {"slice", "select", "unsqueeze", "view", "_unsafe_view", "t", "as_strided", "split", "split_with_sizes", "detach"}
+VIEWS = {
+    "slice",
+    "select",
+    "unsqueeze",
+    "view",
+    "_unsafe_view",
+    "t",
+    "as_strided",
+    "split",
+    "split_with_sizes",
+    "detach",
+}
 A_LAYER = 17
 """Norm, projections, second half of the gate, step, seven of the gated norm, output projection, norm, projections, two
 of the gated activation, last projection."""
@@ -55,3 +66,22 @@ def test_a_decoding_step(ours, layers, monkeypatch):
     found = launches.found
     assert found["mm"] + found["addmm"] + found["addmm_"] == 5 * layers + 1
     assert found.total() <= A_LAYER * layers + OUTSIDE, found
+
+
+@torch.no_grad()
+def test_what_a_caller_sees_is_not_written(ours):
+    model, tokens, seen = ours(), torch.randint(1, 61, (2, 3)), []
+    expected = model(tokens, output_hidden_states=True).hidden_states
+    embedded = model.get_input_embeddings()(tokens)
+    model(inputs_embeds=embedded)
+    assert torch.equal(embedded, expected[0])
+    for module in (model.model.embeddings, *model.model.layers):
+        module.register_forward_hook(lambda module, args, y: seen.append(y))
+    model(tokens)
+    for found, x in zip(seen, expected[:-1], strict=False):
+        torch.testing.assert_close(found, x)
+    layer = model.model.layers[0]
+    layer.mlp.register_forward_hook(lambda module, args, y: seen.append((*args, y)))
+    model(tokens)
+    x, y = next(pair for pair in seen if isinstance(pair, tuple))
+    torch.testing.assert_close(layer.mlp_norm(expected[1] - y), x)

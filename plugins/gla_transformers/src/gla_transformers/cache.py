@@ -95,7 +95,7 @@ class LayerState:
     """The memory of a layer of gated linear attention, with the methods that transformers calls on a cache's layers.
 
     Attributes:
-        state: a `GLAState`; None before the first token.
+        state: a `GLAState`; None before the first token. In a cache in bfloat16, `recurrent` is in it.
     """
 
     is_sliding = False
@@ -103,14 +103,17 @@ class LayerState:
     is_initialized = False
     supports_early_init = False
 
-    def __init__(self, compileable: bool) -> None:
-        self.is_compileable = compileable
+    def __init__(self, compileable: bool, rounded: bool = False) -> None:
+        self.is_compileable, self.rounded = compileable, rounded
         self.state: Any = None
 
     def write(self, new: GLAState) -> None:
         """Writes a state into the storage; without storage, the state becomes the storage."""
         if self.state is None:
-            self._adopt(_each(new, Tensor.detach))
+            new = _each(new, Tensor.detach)
+            if self.rounded and new.recurrent.dtype == torch.float32:  # float64 keeps float64
+                new = new._replace(recurrent=new.recurrent.bfloat16())
+            self._adopt(new)
             return
         for there, tensor in zip(_tensors(self.state), _tensors(new), strict=True):
             there.copy_(tensor.detach())
@@ -239,7 +242,7 @@ def _rows_with_a_token(attention_mask: Tensor | None) -> Tensor | None:
 def _memory(config: GLAConfig, layer: int, compileable: bool) -> Any:
     spec = config.softmax_attention(layer)
     if spec is None:
-        return LayerState(compileable)
+        return LayerState(compileable, config.state_dtype == "bfloat16")
     return KeyMemory(spec["window_size"])
 
 
