@@ -79,7 +79,8 @@ def test_reading_on_in_parts_of_any_size(model, tokens):
     mask[1, 60:62] = 0
     whole, cache = model(tokens, attention_mask=mask).logits, GLACache(model.config)
     for begin, end in [(0, 40), (40, 41), (41, 60), (60, 61), (61, 80)]:
-        part = model(tokens[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache)
+        name = ("cache", "past_key_values")[begin % 2]
+        part = model(tokens[:, begin:end], attention_mask=mask[:, :end], **{name: cache})
         assert part.past_key_values is cache
         where = mask[:, begin:end] == 1
         torch.testing.assert_close(part.logits[where], whole[:, begin:end][where], **CLOSE)
@@ -219,6 +220,8 @@ def test_caches_there_are_not(ours, tokens, wanted):
         model.generate(tokens, max_new_tokens=2, cache_implementation=wanted)
     with pytest.raises(TypeError, match=r"expected a gla_transformers\.GLACache"):
         model(tokens, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="one argument"):
+        model(tokens, past_key_values=GLACache(model.config), cache=GLACache(model.config))
     with pytest.raises(ValueError, match="grows"):
         GLACache(ours(**HYBRID).config, compileable=True)
     with pytest.raises(NotImplementedError, match="cannot be taken back"):

@@ -12,13 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from gla_core.nn import GatedLinearAttention, GLAState
 from gla_transformers.configuration import GLAConfig
 
+NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""The name of a cache in arguments and results of transformers: `cache` from 5.24 on."""
+
 
 class GLACache(Cache):
-    """The states of all layers of a model, for `past_key_values`.
+    """The states of all layers of a model, for `past_key_values` or `cache`.
 
     The first call that writes the states allocates them. Later calls, `reset` and beam search write them in place.
     Gradients do not flow through them.

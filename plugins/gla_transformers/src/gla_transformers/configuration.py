@@ -49,7 +49,7 @@ class GLAConfig(PreTrainedConfig):
     model_type = "gla"
     cuda_graphs = True
     state_dtype = None
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 from gla_transformers import packing
-from gla_transformers.cache import GLACache, read
+from gla_transformers.cache import NAME, GLACache, read
 from gla_transformers.configuration import GLAConfig
 from gla_transformers.graphs import Graphs
 from gla_transformers.loss import IGNORED, l2warp, loss_in_parts, next_token_loss
@@ -121,6 +121,7 @@ class GLAPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["GLABlock"]
     _is_stateful = True  # tokens cannot be taken back
     _can_compile_fullgraph = True
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "cache"]
     _input_embed_layer = "embeddings"
 
     @classmethod
@@ -172,6 +173,7 @@ class GLAModel(GLAPreTrainedModel):
         output_hidden_states: bool | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        cache: GLACache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Reads tokens, from the beginning or after the tokens of a cache.
@@ -190,6 +192,7 @@ class GLAModel(GLAPreTrainedModel):
             output_hidden_states: whether to return the input of every layer, and the normed output of the last one.
             cu_seqlens: [N+1] int32 or int64, B = 1: sequence i is columns cu_seqlens[i] to cu_seqlens[i+1].
             max_seqlen: number of tokens of the longest packed sequence, if known.
+            cache: another name of past_key_values, as in transformers from 5.24 on.
             kwargs: return_dict=False to return a tuple; arguments by which transformers' collators describe packed
                 sequences.
 
@@ -198,7 +201,7 @@ class GLAModel(GLAPreTrainedModel):
 
         Raises:
             ValueError: both or neither of input_ids and inputs_embeds are given; output_attentions is set; a cache is
-                given in training with gradient checkpointing; a cache or use_cache is given with packed sequences in
+                given under both names; a cache is given in training with gradient checkpointing; a cache or use_cache is given with packed sequences in
                 a model with layers of softmax attention.
             TypeError: the cache is of another class. Other errors are as in `GatedLinearAttention.forward`.
         """
@@ -206,6 +209,10 @@ class GLAModel(GLAPreTrainedModel):
             raise ValueError("expected either input_ids or inputs_embeds")
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions is True; gated linear attention has no attention weights: leave it out")
+        if cache is not None:
+            if past_key_values is not None:
+                raise ValueError("both cache and past_key_values are given; they are one argument")
+            past_key_values = cache
         if cu_seqlens is None:
             alone = attention_mask is None and past_key_values is None
             cu_seqlens, max_seqlen = packing.offsets(kwargs, alone)
@@ -223,7 +230,7 @@ class GLAModel(GLAPreTrainedModel):
             cache.advance(x.shape[1], x.device)
         return BaseModelOutputWithPast(
             last_hidden_state=x,  # pyright: ignore[reportArgumentType]
-            past_key_values=cache,
+            **{NAME: cache},
             hidden_states=None if seen is None else (*seen, x),  # pyright: ignore[reportArgumentType]
         )
 
@@ -317,6 +324,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: GLACache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Reads tokens as `GLAModel.forward` does, and predicts the token after each one.
@@ -325,6 +333,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             labels: [B, T] int, the tokens themselves, because this call shifts them; -100 for tokens without a loss.
             logits_to_keep: the number of last tokens that get logits, 0 for all; or the columns of the tokens that get
                 logits.
+            cache: another name of past_key_values.
             kwargs: arguments of `GLAModel.forward` and of transformers' loss: num_items_in_batch is the number of
                 labels to divide by; shift_labels [B, T] are labels that are shifted already.
 
@@ -340,6 +349,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
@@ -355,7 +365,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,  # pyright: ignore[reportArgumentType]
             logits=logits,  # pyright: ignore[reportArgumentType]
-            past_key_values=out.past_key_values,
+            **{NAME: out.get(NAME)},
             hidden_states=out.hidden_states,
         )
 
@@ -386,7 +396,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """Returns the arguments of one call of `forward`, as transformers prepares them."""
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
-        if inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration"):
+        if inputs.get(NAME) is not None and not kwargs.get("is_first_iteration"):
             inputs.pop("attention_mask", None)  # new tokens are not padding, and the cache knows earlier padding
         mask = inputs.get("attention_mask")
         if mask is not None and mask.ndim == 2 and bool(mask.all()):  # the prompt is longer than the wait for this
@@ -401,7 +411,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(NAME)
         if given is None and self.training and self.model.gradient_checkpointing:
             logger.warning_once(
                 "generate keeps no cache in training with gradient checkpointing, and reads all tokens again for each "
@@ -412,7 +422,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             wanted = generation_config.cache_implementation
             if wanted not in (None, "dynamic", "static"):
                 raise ValueError(f"cache_implementation is {wanted!r}; expected 'dynamic' or 'static', or nothing")
-            model_kwargs["past_key_values"] = GLACache(self.config, compileable=wanted == "static")
+            model_kwargs[NAME] = GLACache(self.config, compileable=wanted == "static")
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
