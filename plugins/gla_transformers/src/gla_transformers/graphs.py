@@ -84,11 +84,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 CAPTURES: dict[str, Callable[..., Callable[[], Tensor]]] = {"cuda": CUDAReplay}
-"""What captures calls on each type of device; on others every call is computed as usual."""
+"""Captures calls on each type of device; on others every call is computed as usual."""
 
 
 class Setting(NamedTuple):
-    """What calls have in common that share a slot."""
+    """Describes what calls that share a slot have in common."""
 
     sequences: int
     device: torch.device
@@ -324,7 +324,7 @@ def _short_of_memory(device: torch.device) -> bool:
 
 
 class _Watch:
-    """What a model is: its modules, their options and parameters, and whether it can be captured.
+    """A model as it is: its modules, their options and parameters, and whether it can be captured.
 
     Making one takes milliseconds. The checks compare what it has kept, in a fraction of one.
     """

@@ -201,8 +201,8 @@ class GLAModel(GLAPreTrainedModel):
 
         Raises:
             ValueError: both or neither of input_ids and inputs_embeds are given; output_attentions is set; a cache is
-                given under both names; a cache is given in training with gradient checkpointing; a cache or use_cache is given with packed sequences in
-                a model with layers of softmax attention.
+                given under both names, or in training with gradient checkpointing; a cache or use_cache is given with
+                packed sequences in a model with layers of softmax attention.
             TypeError: the cache is of another class. Other errors are as in `GatedLinearAttention.forward`.
         """
         if (input_ids is None) == (inputs_embeds is None):
