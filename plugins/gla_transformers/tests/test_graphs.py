@@ -113,6 +113,17 @@ def test_prompts_in_pieces_equal_whole_ones(model, tokens, replay):
 
 
 @torch.no_grad()
+def test_states_in_bfloat16(model, tokens, replay):
+    """A slot serves caches of its own kind of states alone."""
+    generated(model, tokens)
+    model.config.state_dtype = "bfloat16"
+    expected = plainly(model, tokens)
+    for _ in range(2):
+        assert torch.equal(generated(model, tokens), expected)
+    assert [slot.cache.tensors()[0].dtype for slot in model.model.graphs.slots] == [torch.float32, torch.bfloat16]
+
+
+@torch.no_grad()
 def test_caches_that_live_together(model, tokens):
     """Each has states of its own, whichever of them were those of a slot."""
     generated(model, tokens)

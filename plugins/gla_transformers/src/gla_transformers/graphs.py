@@ -133,6 +133,8 @@ class Slot:
     def give(self, cache: GLACache) -> bool:
         """Moves the states of a cache into the slot; returns False if they do not fit."""
         old, new = cache.tensors(), self.cache.tensors()
+        if [layer.rounded for layer in cache.layers] != [layer.rounded for layer in self.cache.layers]:
+            return False
         if not old:
             torch._foreach_zero_(new)
         elif [(x.shape, x.dtype) for x in old] == [(x.shape, x.dtype) for x in new]:
@@ -319,7 +321,8 @@ def _short_of_memory(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if free < SPARE_MEMORY * total:  # rarely, as PyTorch takes long to say what it keeps
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return free < SPARE_MEMORY * total
 
 
