@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
@@ -25,7 +26,7 @@ VIEWS = {
 }
 A_LAYER = 17
 """Norm, projections, second half of the gate, step, seven of the gated norm, output projection, norm, projections, two
-of the gated activation, last projection."""
+of the gated activation (one on a GPU), last projection."""
 OUTSIDE = 4
 """Embedding, last norm, head and the count of tokens."""
 
@@ -85,3 +86,16 @@ def test_what_a_caller_sees_is_not_written(ours):
     model(tokens)
     x, y = next(pair for pair in seen if isinstance(pair, tuple))
     torch.testing.assert_close(layer.mlp_norm(expected[1] - y), x)
+
+
+@pytest.mark.skipif(not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"), reason="needs Triton")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 8e-3), (torch.float32, 1e-5)])
+def test_the_gated_activation_in_one_kernel(dtype, tolerance):
+    from gla_transformers.gated_kernel import gated
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for width in (5, 1500):
+        made = torch.randn(3, 2, 2 * width + 3, device=device).to(dtype)
+        gate, x = made[..., :width], made[..., width : 2 * width]
+        expected = F.silu(gate.float()) * x.float()
+        torch.testing.assert_close(gated(gate, x).float(), expected, rtol=tolerance, atol=tolerance * 1e-2)

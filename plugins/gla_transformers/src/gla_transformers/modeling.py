@@ -9,7 +9,8 @@ Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -58,13 +59,31 @@ class GatedMLP(Merging):
         if made is None:
             with not_kept(x):
                 made = self.gate_proj(x), self.up_proj(x)
-        x = recomputed(_gated, *made)
+            x = recomputed(_gated, *made)
+        else:
+            x = _gated_in_one(*made)
         with not_kept(x):
             return self.down_proj(x) if residual is None else added(residual, self.down_proj, x)
 
 
 def _gated(gate: Tensor, x: Tensor) -> Tensor:
     return F.silu(gate) * x
+
+
+def _gated_in_one(gate: Tensor, x: Tensor) -> Tensor:
+    """Returns `_gated` without a gradient, in one kernel where there is Triton for the device."""
+    here = x.is_cuda and x.device.index == torch.cuda.current_device() and x.dtype != torch.float64
+    function = _of_triton() if here else None
+    return _gated(gate, x) if function is None else function(gate, x)
+
+
+@functools.cache
+def _of_triton() -> Callable[[Tensor, Tensor], Tensor] | None:
+    try:
+        from gla_transformers.gated_kernel import gated
+    except ImportError:
+        return None
+    return gated
 
 
 class GLABlock(GradientCheckpointingLayer):
