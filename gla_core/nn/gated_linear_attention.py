@@ -354,8 +354,9 @@ class GatedLinearAttention(Merging):
         (layers,) = self.merged_layers()
         found = products(layers, x)
         if found is not None:
-            gate = found[3] if self.use_output_gate else None
-            return Projections(*found[:3], found[-1] if len(found) > 3 + self.use_output_gate else None, gate)
+            q, k, v, *more = found
+            gate = more.pop(0) if self.use_output_gate else None
+            return Projections(q, k, v, more[0] if more else None, gate)
         with not_kept(x):
             return Projections(self.q_proj(x), self.k_proj(x), self.v_proj(x))
 
@@ -398,6 +399,7 @@ class GatedLinearAttention(Merging):
             if gate is None:
                 with not_kept(x):
                     gate = self.g_proj(x)
+            assert gate is not None
             gate = gate.reshape(*x.shape[:-1], self.num_heads, self.head_v_dim)  # one made for a step has T = 1
         o = getattr(self, self._norm_name)(o, gate)
         with not_kept(o):

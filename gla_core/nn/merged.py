@@ -4,25 +4,32 @@
     weight of k [512, D]      rows 512 to 1023
     ...
 
-Each weight stays a parameter of its own layer, under its own name. Whether the weights still lie so is seen from their
-addresses at every call: once they are moved, sharded, quantized or replaced, or a layer is another module or has hooks,
-each layer computes for itself. So does training, whose backward needs the gradient of each weight apart.
+Each weight stays a parameter of its own layer, under its own name, and with a storage of its own: tools that save
+models take tensors in one storage for copies of each other. The storages are windows of one allocation, which lives as
+long as any of them. Whether the weights still lie so is seen from their addresses at every call: once they are moved,
+sharded, quantized or replaced, or a layer is another module or has hooks, each layer computes for itself. So does
+training, whose backward needs the gradient of each weight apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import _has_any_global_hook
 
 from gla_core.ops import autocast
 from gla_core.ops.calls import transformed
 
+_ALLOCATIONS: WeakKeyDictionary[nn.Module, StorageWeakRef] = WeakKeyDictionary()
+"""The allocation of each group, under its first layer. This does not keep it alive, nor is it a part of the module,
+which may be copied and pickled."""
 ALIGNMENT = 16
 """Every weight begins at a multiple of this number of bytes, as matrix products and compiled kernels want it."""
 
@@ -46,22 +53,18 @@ class Merging(nn.Module):
         before = [_places(layers) for layers in self.merged_layers()]
         super()._apply(fn, recurse)
         for layers, places in zip(self.merged_layers(), before, strict=True):
-            if places.isdisjoint(_places(layers)):  # otherwise another model may share this memory
-                _merge(layers)
+            if all(old != new for old, new in zip(places, _places(layers), strict=False)):
+                _merge(layers)  # a weight that stayed where it was may share its memory with another model
         return self
 
 
 def products(layers: Sequence[nn.Module], x: Tensor) -> Sequence[Tensor] | None:
     """Returns the results of all layers for x [..., D] by one product; None if each has to compute for itself."""
-    if not _computes_plainly(x):
+    weights = _weights(layers) if _computes_plainly(x) else None
+    matrix = None if weights is None else _matrix(layers[0], weights)
+    if weights is None or matrix is None:
         return None
-    weights = _weights(layers)
-    if weights is None or not _adjacent(weights):
-        return None
-    sizes = [len(weight) for weight in weights]
-    first = weights[0]
-    y = F.linear(x, first.as_strided((sum(sizes), first.shape[1]), first.stride()))
-    return y.split(sizes, dim=-1)
+    return F.linear(x, matrix).split([len(weight) for weight in weights], dim=-1)
 
 
 def added(residual: Tensor, layer: nn.Module, x: Tensor) -> Tensor:
@@ -96,43 +99,49 @@ def _weights(layers: Sequence[nn.Module]) -> list[nn.Parameter] | None:
     return found
 
 
-def _adjacent(weights: Sequence[Tensor]) -> bool:
-    """Returns whether weights [E_i, D] are the rows of one matrix, in this order."""
-    first = weights[0]
-    if first.device.type == "meta":
-        return False
-    storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
-    for weight in weights:
-        if weight.data_ptr() != place or weight.dtype != first.dtype or weight.untyped_storage().data_ptr() != storage:
-            return False
-        if weight.shape[1] != first.shape[1] or not weight.is_contiguous():
-            return False
+def _matrix(first: nn.Module, weights: Sequence[Tensor]) -> Tensor | None:
+    """Returns the matrix [sum of E_i, D] of weights [E_i, D]; None if they do not lie behind one another."""
+    known = _ALLOCATIONS.get(first)
+    storage = None if known is None else torch.UntypedStorage._new_with_weak_ptr(known.cdata)
+    if storage is None:
+        return None
+    D, dtype, begin = weights[0].shape[-1], weights[0].dtype, storage.data_ptr()
+    place = begin
+    for weight in weights:  # what lies at these addresses is in the allocation, as it lives
+        if weight.data_ptr() != place or weight.dtype != dtype or weight.shape[-1] != D or not weight.is_contiguous():
+            return None
         place += weight.nbytes
-    return True
+    if place - begin > storage.nbytes() or storage.device != weights[0].device:
+        return None
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (sum(map(len, weights)), D), (D, 1))
 
 
-def _places(layers: Sequence[nn.Module]) -> set[int]:
-    return {weight.data_ptr() for weight in _weights(layers) or () if weight.device.type != "meta"}
+def _places(layers: Sequence[nn.Module]) -> list[int]:
+    weights = _weights(layers) or ()
+    return [0 if weight.device.type == "meta" else weight.data_ptr() for weight in weights]
 
 
 @torch.no_grad()
 def _merge(layers: Sequence[nn.Module]) -> None:
     weights = _weights(layers)
-    if weights is None or torch.is_inference_mode_enabled() or _adjacent(weights) or not _movable(weights):
+    if weights is None or not _movable(weights) or _matrix(layers[0], weights) is not None:
         return
     rows = torch.cat([weight.detach() for weight in weights])
+    _ALLOCATIONS[layers[0]] = StorageWeakRef(rows.untyped_storage())
     for weight, part in zip(weights, rows.split([len(weight) for weight in weights]), strict=True):
-        weight.data = part
+        weight.data = torch.from_dlpack(part)  # in a storage of its own, which keeps that of `rows`
 
 
 def _movable(weights: Sequence[Tensor]) -> bool:
     """Returns whether each weight is alone in its memory, and all are alike."""
     first = weights[0]
-    if first.device.type == "meta" or len({id(weight) for weight in weights}) < len(weights):
+    if first.device.type not in ("cpu", "cuda") or torch.is_inference_mode_enabled():
+        return False
+    if not first.is_floating_point() or len({id(weight) for weight in weights}) < len(weights):
         return False
     for weight in weights:
         alike = weight.dtype == first.dtype and weight.device == first.device and weight.shape[1:] == first.shape[1:]
-        alone = weight.is_contiguous() and weight.untyped_storage().nbytes() == weight.nbytes
+        alone = weight.is_contiguous() and weight.untyped_storage().nbytes() == weight.nbytes > 0
         if not (alike and alone) or weight.nbytes % ALIGNMENT or (weight.is_cpu and weight.is_shared()):
             return False
-    return first.is_floating_point()
+    return True

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_core.nn import GatedLinearAttention, GLAState, SimpleGatedLinearAttention
-from gla_core.nn.merged import added, products
+from gla_core.nn.merged import _ALLOCATIONS, added, products
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -100,10 +100,10 @@ def test_a_step_is_three_products_or_falls_back(layer: GatedLinearAttention, cha
         lambda layer: layer.to(torch.bfloat16),
         lambda layer: layer.double(),
         lambda layer: GatedLinearAttention(16, num_heads=2, device="meta").to_empty(device="cpu"),
-        lambda layer: layer.share_memory(),
         lambda layer: layer.requires_grad_(False),
         lambda layer: layer.load_state_dict(apart(layer).state_dict()) and layer,
         lambda layer: pickle.loads(pickle.dumps(layer)).to(torch.float64),
+        lambda layer: copy.deepcopy(layer).bfloat16(),
         lambda layer: nn.Sequential(layer).half()[0],
     ],
 )
@@ -124,6 +124,22 @@ def test_memory_that_another_owns_is_left_alone(layer: GatedLinearAttention) -> 
         x.data = part.view_as(x)
     layer.merge()
     assert [x.data_ptr() for x in layer.parameters()] == places
+
+
+def test_each_weight_has_its_own_storage_and_none_keeps_the_memory(layer: GatedLinearAttention) -> None:
+    weights = [module.weight for module in layer.merged_layers()[0]]
+    storages = [weight.untyped_storage() for weight in weights]
+    assert [x.nbytes() for x in storages] == [weight.nbytes for weight in weights]
+    assert len({x.data_ptr() for x in storages}) == len(weights)
+    allocation = _ALLOCATIONS[layer.q_proj]
+    del storages
+    for weight in weights[:-1]:
+        weight.data = weight.clone()
+    assert not allocation.expired()
+    weights[-1].data = torch.zeros(1)  # as sharding does
+    assert allocation.expired()
+    with torch.no_grad():
+        assert products(*layer.merged_layers(), torch.zeros(1, 16)) is None
 
 
 def test_saved_and_trained(layer: GatedLinearAttention) -> None:

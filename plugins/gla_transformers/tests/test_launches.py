@@ -12,18 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_transformers import GLACache
 
-VIEWS = {
-    "slice",
-    "select",
-    "unsqueeze",
-    "view",
-    "_unsafe_view",
-    "t",
-    "as_strided",
-    "split",
-    "split_with_sizes",
-    "detach",
-}
+VIEWS = {"slice", "select", "unsqueeze", "view", "_unsafe_view", "t", "split", "split_with_sizes", "detach"}
+VIEWS |= {"empty", "set_"}
 A_LAYER = 17
 """Norm, projections, second half of the gate, step, seven of the gated norm, output projection, norm, projections, two
 of the gated activation (one on a GPU), last projection."""
