@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gla_core.nn import GatedLinearAttention, GLAState, SimpleGatedLinearAttention
+from gla_core.nn import HGRN2, GatedLinearAttention, GLAState, SimpleGatedLinearAttention
 from gla_core.nn.merged import _ALLOCATIONS, added, products
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -185,10 +185,13 @@ def test_added() -> None:
     torch.testing.assert_close(residual, expected)
 
 
-def test_a_layer_with_other_gates() -> None:
-    layer = SimpleGatedLinearAttention(16, num_heads=2, use_short_conv=False)
+@pytest.mark.parametrize(
+    ("layer", "number"),
+    [(SimpleGatedLinearAttention(16, num_heads=2, use_short_conv=False), 3), (HGRN2(16, num_heads=2), 2)],
+)
+def test_other_layers(layer: nn.Module, number: int) -> None:
     x = torch.randn(1, 3, 16)
     expected = layer(x)[0]
     with torch.no_grad(), Products() as products:
         torch.testing.assert_close(layer(x)[0], expected, **CLOSE)
-    assert products.number == 3
+    assert products.number == number

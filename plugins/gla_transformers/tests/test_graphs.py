@@ -283,6 +283,16 @@ def test_states_are_free_once_a_cache_is_gone(model, tokens):
     model.generate(tokens, past_key_values=cache, max_new_tokens=2)
     assert slot.holds(cache)
     assert not slot.is_free()
+    view = cache.layers[0].state.recurrent[0]
+    del cache
+    gc.collect()
+    assert not slot.is_free()
+    before = view.clone()
+    generated(model, tokens)
+    assert torch.equal(view, before)
+    assert len(model.model.graphs.slots) == 2
+    del view
+    assert slot.is_free()
 
 
 @pytest.mark.parametrize("B", [1, 3, 64, 128])

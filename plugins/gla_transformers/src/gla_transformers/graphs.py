@@ -126,9 +126,12 @@ class Slot:
         return self.holder() is cache and all(a.state is b.state for a, b in pairs)
 
     def is_free(self) -> bool:
-        """Returns whether no cache has the states."""
+        """Returns whether no cache has the states, and nobody has kept a tensor of them, or a view of one."""
         holder = self.holder()
-        return holder is None or not self.holds(holder)
+        if holder is not None and self.holds(holder):
+            return False
+        alone = _users(torch.empty(1))
+        return all(_users(tensor) == alone for tensor in self.cache.tensors())
 
     def give(self, cache: GLACache) -> bool:
         """Moves the states of a cache into the slot; returns False if they do not fit."""
@@ -258,6 +261,11 @@ class Graphs:
             self.failed.add(slot.setting)
             return None
         return Piece(there, seen, replay)
+
+
+def _users(tensor: Tensor) -> int:
+    """Returns how often the memory of a tensor is held, by tensors and by what this function holds itself."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def pieces(words: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
