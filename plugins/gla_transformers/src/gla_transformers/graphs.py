@@ -139,9 +139,9 @@ class Slot:
         if [layer.rounded for layer in cache.layers] != [layer.rounded for layer in self.cache.layers]:
             return False
         if not old:
-            torch._foreach_zero_(new)
+            torch._foreach_zero_(new)  # pyright: ignore[reportPrivateImportUsage]
         elif [(x.shape, x.dtype) for x in old] == [(x.shape, x.dtype) for x in new]:
-            torch._foreach_copy_(new, old)
+            torch._foreach_copy_(new, old)  # pyright: ignore[reportPrivateImportUsage]
         else:
             return False
         self.cache.share_with(cache)
@@ -247,7 +247,7 @@ class Graphs:
                 return compute(words, mask, cache)
             slot.pieces[form] = piece
         piece.words.copy_(words)
-        if piece.mask is not None:
+        if piece.mask is not None and mask is not None:
             piece.mask.copy_(mask)
         return piece.replay().clone()
 
@@ -273,17 +273,11 @@ def pieces(words: Tensor, mask: Tensor | None) -> Iterator[tuple[Tensor, Tensor 
     B, T = words.shape
     cut = lengths(T, B)
     padding = sum(cut) - T
-    words = F.pad(words, (padding, 0))
-    if mask is not None:
-        mask = F.pad(mask[:, mask.shape[1] - T :], (padding, 0))
-    elif padding:
-        ones = torch.ones_like(words[:, : cut[0]])
-        ones[:, :padding] = 0
-    for i, part in enumerate(words.split(cut, 1)):
-        if mask is not None:
-            yield part, mask.split(cut, 1)[i]
-        else:
-            yield part, ones if padding and i == 0 else None
+    seen = words.new_ones(B, T) if mask is None else mask[:, mask.shape[1] - T :]
+    parts = (F.pad(x, (padding, 0)).split(cut, 1) for x in (words, seen))
+    for i, (part, where) in enumerate(zip(*parts, strict=True)):
+        masked = mask is not None or (padding > 0 and i == 0)
+        yield part, where if masked else None
 
 
 def lengths(T: int, B: int) -> list[int]:
