@@ -30,5 +30,6 @@ def gated(gate: Tensor, x: Tensor) -> Tensor:
     rows, factors = gate.flatten(0, -2), x.flatten(0, -2)  # views of slices of a product [..., n]
     grid = (len(rows), triton.cdiv(width, BLOCK))
     if len(rows):
-        _kernel[grid](rows, factors, y, width, rows.stride(0), factors.stride(0), BLOCK)
+        strides = (rows.stride(0), factors.stride(0))
+        _kernel[grid](rows, factors, y, width, *strides, BLOCK)  # pyright: ignore[reportArgumentType]
     return y

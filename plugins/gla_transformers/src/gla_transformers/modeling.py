@@ -256,16 +256,17 @@ class GLAModel(GLAPreTrainedModel):
     def _read(
         self,
         words: Tensor | None,
-        x: Tensor | None,
+        embedded: Tensor | None,
         attention_mask: Tensor | None,
         cache: GLACache | None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         seen: list[Tensor] | None = None,
     ) -> Tensor:
-        """Sends words [B, T] or x [B, T, hidden_size] through the model, and adds the inputs of layers to `seen`."""
-        inplace = x is None and seen is None and not (torch.is_grad_enabled() or _hooked(self.embeddings, *self.layers))
-        x = self.embeddings(words) if x is None else x
+        """Sends words [B, T], or embedded ones, through the model, and adds the inputs [B, T, D] of layers to `seen`."""
+        others_see = embedded is not None or seen is not None or torch.is_grad_enabled() or is_compiling()
+        inplace = not others_see and not _hooked(self.embeddings, *self.layers)
+        x: Tensor = self.embeddings(words) if embedded is None else embedded
         for layer in self.layers:
             if seen is not None:
                 seen.append(x)
