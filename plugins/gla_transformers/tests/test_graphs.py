@@ -97,7 +97,7 @@ def test_prompts_in_pieces_equal_whole_ones(model, tokens, replay):
     mask = torch.ones_like(tokens)
     mask[0, :18], mask[1, 20:22] = 0, 0
     generated(model, tokens)
-    for T, seen in [(23, mask), (23, None), (16, None), (5, None), (2, None)]:
+    for T, seen in [(23, mask), (23, None), (16, None), (5, None), (2, None), (22, mask.bool())]:
         seen = None if seen is None else seen[:, :T]
         whole = model(tokens[:, :T], attention_mask=seen, use_cache=False).logits
         for _ in range(graphs.BEFORE + 2):
@@ -108,7 +108,7 @@ def test_prompts_in_pieces_equal_whole_ones(model, tokens, replay):
             assert cache.get_seq_length() == T
         assert replay.replayed == before + len(graphs.lengths(T, 2))
         step = model(tokens[:, :1], past_key_values=cache).logits
-        row = torch.cat([tokens[1:, :T] if seen is None else tokens[1:][:, seen[1] == 1], tokens[1:, :1]], 1)
+        row = torch.cat([tokens[1:, :T] if seen is None else tokens[1:, :T][:, seen[1] == 1], tokens[1:, :1]], 1)
         torch.testing.assert_close(step[1:, -1], model(row, use_cache=False).logits[:, -1], **CLOSE)
 
 
@@ -244,6 +244,10 @@ def test_what_is_not_captured(model, tokens, replay, monkeypatch):
     with gla.use_backend("reference"):  # the graph holds what `auto` chose
         read()
     assert replay.made == 2
+    with gla.batch_invariant(64):  # pieces of prompts would change bits; steps do not
+        for _ in range(2 * graphs.BEFORE):
+            read()
+    assert [slot.pieces.keys() for slot in model.model.graphs.slots] == [{(1, False)}] * 3
     model.train()
     assert model.model.graphs.slots == []
 

@@ -263,7 +263,7 @@ class GLAModel(GLAPreTrainedModel):
         max_seqlen: int | None = None,
         seen: list[Tensor] | None = None,
     ) -> Tensor:
-        """Sends words [B, T], or embedded ones, through the model, and adds the inputs [B, T, D] of layers to `seen`."""
+        """Sends words [B, T], or embedded ones, through the model, and adds the inputs of layers to `seen`."""
         others_see = embedded is not None or seen is not None or torch.is_grad_enabled() or is_compiling()
         inplace = not others_see and not _hooked(self.embeddings, *self.layers)
         x: Tensor = self.embeddings(words) if embedded is None else embedded
