@@ -11,7 +11,8 @@ parameters have the names and shapes of flash-linear-attention's layer, so weigh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,8 @@ from gla_core.dispatch.backend import wide
 from gla_core.nn import recurrence
 from gla_core.nn._typed_call import as_typed
 from gla_core.nn.activations import Activation, activation
-from gla_core.nn.layer import Convolve
+from gla_core.nn.layer import Convolve, OpInputs, Output
+from gla_core.nn.merged import Merging, added, products
 from gla_core.nn.recompute import not_kept
 from gla_core.nn.recurrence import GLAState, Step, check_computation, check_positive, head_width, normed
 from gla_core.nn.rms_norm import RMSNormGated
@@ -37,7 +39,23 @@ if TYPE_CHECKING:
 NORM_NAMES = ("g_norm", "g_norm_swish_gate")
 
 
-class GatedLinearAttention(nn.Module):
+class Projections(NamedTuple):
+    """The projections of x [B, T, hidden_size], each [B, T, width].
+
+    Attributes:
+        q, k, v: before the convolutions.
+        low: the first half of the forget gate's projection; None if it is still to be computed, or there is none.
+        gate: the projection of the output gate; None if it is still to be computed, or there is none.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    low: Tensor | None = None
+    gate: Tensor | None = None
+
+
+class GatedLinearAttention(Merging):
     """Gated linear attention as a layer: [B, T, hidden_size] to [B, T, hidden_size].
 
     Args:
@@ -162,6 +180,7 @@ class GatedLinearAttention(nn.Module):
         self.add_module(self._norm_name, RMSNormGated(self.head_v_dim, norm_eps, elementwise_affine, gate_fn, **where))
         self.register_load_state_dict_pre_hook(_read_norm_under_either_name)
         self.o_proj = nn.Linear(value_dim, hidden_size, bias=False, **where)
+        self.merge()
 
     def reset_parameters(self) -> None:
         """Sets every parameter to its initial value, as the constructor does; for example after `to_empty`."""
@@ -178,6 +197,7 @@ class GatedLinearAttention(nn.Module):
         attention_mask: Tensor | None = None,
         *,
         shard: Shard | None = None,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, GLAState]: ...
 
     @overload
@@ -191,6 +211,7 @@ class GatedLinearAttention(nn.Module):
         max_seqlen: int | None = None,
         attention_mask: Tensor | None = None,
         shard: Shard | None = None,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, GLAState]: ...
 
     @overload
@@ -204,6 +225,7 @@ class GatedLinearAttention(nn.Module):
         attention_mask: Tensor | None = None,
         *,
         shard: Shard | None = None,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, GLAState | None]: ...
 
     def forward(
@@ -216,6 +238,7 @@ class GatedLinearAttention(nn.Module):
         attention_mask: Tensor | None = None,
         *,
         shard: Shard | None = None,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, GLAState | None]:
         """Reads whole sequences, for training and prefill. The call is differentiable, also through the states.
 
@@ -234,6 +257,7 @@ class GatedLinearAttention(nn.Module):
                 layers of a model share it, and T is the number of this rank's tokens. With context_parallel and without
                 a shard, every layer makes a contiguous one, and cu_seqlens are offsets in the row of all ranks' tokens.
                 With either, state, output_final_state and attention_mask are not allowed, and max_seqlen is not used.
+            residual: [B, T, hidden_size], added to y. Without gradients, y may be written into it.
 
         Returns:
             y [B, T, hidden_size] with x's dtype (under torch.autocast, autocast's dtype), and the state (None unless
@@ -244,7 +268,9 @@ class GatedLinearAttention(nn.Module):
             NoBackendError, UnknownBackendError: no backend can serve the request in `backend`.
         """
         given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard)
-        return recurrence.read_sequences(self, self.op_inputs, self._output, *given)
+        padded = attention_mask is not None  # the tokens of o are then in other places than those of the residual
+        y, after = recurrence.read_sequences(self, *self._functions(None if padded else residual), *given)
+        return (residual + y if padded and residual is not None else y), after
 
     if TYPE_CHECKING:
 
@@ -253,7 +279,13 @@ class GatedLinearAttention(nn.Module):
 
     @torch.no_grad()
     def step(
-        self, x: Tensor, state: GLAState, inplace: bool = False, state_indices: Tensor | None = None
+        self,
+        x: Tensor,
+        state: GLAState,
+        inplace: bool = False,
+        state_indices: Tensor | None = None,
+        *,
+        residual: Tensor | None = None,
     ) -> tuple[Tensor, GLAState]:
         """Reads one token of each sequence, for decoding. Runs under torch.no_grad(), since its op has no backward.
 
@@ -274,7 +306,7 @@ class GatedLinearAttention(nn.Module):
         Raises:
             ValueError, TypeError, NoBackendError, UnknownBackendError: as in `forward`.
         """
-        return recurrence.read_tokens(self, self.op_inputs, self._output, x, state, inplace, state_indices)
+        return recurrence.read_tokens(self, *self._functions(residual), x, state, inplace, state_indices)
 
     def initial_state(self, batch_size: int, device: Device = None) -> GLAState:
         """Returns the state before the first token of `batch_size` sequences: zeros.
@@ -295,18 +327,56 @@ class GatedLinearAttention(nn.Module):
         """Returns the convolutions of q, k and v; empty without use_short_conv."""
         return (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.use_short_conv else ()
 
-    def op_inputs(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
-        heads = self.heads(x, convolve)
-        with not_kept(x):
-            logits = self.gk_proj(x)
-        return *heads, self.gates(logits)
+    def merged_layers(self) -> Sequence[Sequence[nn.Module]]:
+        """Returns the projections of x: of q, k and v, of the output gate, and the first half of the forget gate's."""
+        layers: list[nn.Module] = [self.q_proj, self.k_proj, self.v_proj]
+        if self.use_output_gate:
+            layers.append(self.g_proj)
+        halves = getattr(self, "gk_proj", None)
+        if type(halves) is nn.Sequential and len(halves) == 2 and not halves._forward_hooks | halves._forward_pre_hooks:
+            layers.append(halves[0])
+        return [layers]
 
-    def heads(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor]:
-        """Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K] and v [B, T, H, V]."""
+    def _functions(self, residual: Tensor | None) -> tuple[OpInputs, Output]:
+        """Returns functions for one call, which computes the output gate together with the op's inputs if it can."""
+        gates: list[Tensor | None] = []
+
+        def op_inputs(x: Tensor, convolve: Convolve) -> tuple[Tensor, ...]:
+            made = self._projections(x)
+            gates.append(made.gate)
+            return self._op_inputs(x, made, convolve)
+
+        def output(o: Tensor | Step, x: Tensor) -> Tensor:
+            return self._output(o, x, gates[0], residual)
+
+        return op_inputs, output
+
+    def _projections(self, x: Tensor) -> Projections:
+        (layers,) = self.merged_layers()
+        found = products(layers, x)
+        if found is not None:
+            q, k, v, *more = found
+            gate = more.pop(0) if self.use_output_gate else None
+            return Projections(q, k, v, more[0] if more else None, gate)
         with not_kept(x):
-            projections = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = convolve(*projections)
+            return Projections(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+
+    def op_inputs(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Maps x [B, T, hidden_size] to q [B, T, Hq, K], k [B, T, H, K], v [B, T, H, V] and g in one of its forms."""
+        return self._op_inputs(x, self._projections(x), convolve)
+
+    def _op_inputs(self, x: Tensor, made: Projections, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Computes `op_inputs` from the projections of x that are made."""
+        heads = self._heads(made, convolve)
+        if made.low is None:
+            with not_kept(x):
+                return *heads, self.gates(self.gk_proj(x))
+        rows = made.low.flatten(0, -2)  # with more dimensions, PyTorch would add the bias apart
+        return *heads, self.gates(self.gk_proj[1](rows).unflatten(0, x.shape[:-1]))
+
+    def _heads(self, made: Projections, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor]:
+        """Maps projections to q [B, T, Hq, K], k [B, T, H, K] and v [B, T, H, V]."""
+        q, k, v = convolve(made.q, made.k, made.v)
         q = q.unflatten(-1, (self.num_heads, self.head_k_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_k_dim))
         if self.feature_map is not None:
@@ -324,15 +394,18 @@ class GatedLinearAttention(nn.Module):
             logits = logits if self.clamp_min is None else logits.clamp(min=self.clamp_min)
         return logits.unflatten(-1, (self.num_kv_heads, -1))
 
-    def _output(self, o: Tensor | Step, x: Tensor) -> Tensor:
-        """Maps o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size]."""
-        gate = None
+    def _output(self, o: Tensor | Step, x: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
+        """Maps o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size], plus the residual if there is one."""
         if self.use_output_gate:
-            with not_kept(x):
-                gate = self.g_proj(x).unflatten(-1, (self.num_heads, self.head_v_dim))
+            if gate is None:
+                with not_kept(x):
+                    gate = self.g_proj(x)
+            assert gate is not None
+            gate = gate.reshape(*x.shape[:-1], self.num_heads, self.head_v_dim)  # one made for a step has T = 1
         o = normed(o, getattr(self, self._norm_name), gate)
         with not_kept(o):
-            return self.o_proj(o.flatten(-2))
+            rows = o.flatten(-2)
+            return self.o_proj(rows) if residual is None else added(residual, self.o_proj, rows)
 
 
 def _read_norm_under_either_name(layer: GatedLinearAttention, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

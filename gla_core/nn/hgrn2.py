@@ -12,6 +12,7 @@ and shapes of flash-linear-attention's layer, so weights move between the two.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -23,6 +24,7 @@ from gla_core.dispatch.backend import wide
 from gla_core.nn import recurrence
 from gla_core.nn._typed_call import as_typed
 from gla_core.nn.layer import Convolve
+from gla_core.nn.merged import Merging, products
 from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.recurrence import GLAState, check_computation, check_positive
 from gla_core.nn.rms_norm import RMSNormGated
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from gla_core.distributed import Shard
 
 
-class HGRN2(nn.Module):
+class HGRN2(Merging):
     """HGRN2 as a layer: [B, T, hidden_size] to [B, T, hidden_size].
 
     Args:
@@ -113,6 +115,7 @@ class HGRN2(nn.Module):
             self.i_conv1d = ShortConvolution(hidden_size, conv_size, conv_bias, None, **where)
         self.g_norm = RMSNormGated(hidden_size, norm_eps, elementwise_affine, **where)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False, **where)
+        self.merge()
 
     def reset_parameters(self) -> None:
         """Sets every parameter to its initial value, as the constructor does; for example after `to_empty`."""
@@ -203,12 +206,19 @@ class HGRN2(nn.Module):
         """Returns the convolutions of q, f and v; empty without use_short_conv."""
         return (self.q_conv1d, self.f_conv1d, self.i_conv1d) if self.use_short_conv else ()
 
+    def merged_layers(self) -> Sequence[Sequence[nn.Module]]:
+        """Returns the projections of x, those of q, f and v."""
+        return [[self.q_proj, self.f_proj, self.i_proj]]
+
     def op_inputs(
         self, x: Tensor, convolve: Convolve, lower_bound: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Maps x [B, T, hidden_size] to q, k [B, T, H, K], v [B, T, H, V] and g [B, T, H, K]."""
-        with not_kept(x):
-            projections = self.q_proj(x), self.f_proj(x), self.i_proj(x)
+        (layers,) = self.merged_layers()
+        projections = products(layers, x)
+        if projections is None:
+            with not_kept(x):
+                projections = [layer(x) for layer in layers]
         q, f, v = convolve(*projections)
         g = recomputed(log_gate, f, lower_bound)
         k = recomputed(_key, g).to(v.dtype)

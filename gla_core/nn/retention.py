@@ -19,7 +19,7 @@ from torch.types import Device
 
 from gla_core.dispatch.backend import wide
 from gla_core.nn.activations import Activation
-from gla_core.nn.gated_linear_attention import GatedLinearAttention
+from gla_core.nn.gated_linear_attention import GatedLinearAttention, Projections
 from gla_core.nn.layer import Convolve
 
 
@@ -108,9 +108,9 @@ class Retention(GatedLinearAttention):
         """Returns Hq, K and V, the sizes of the recurrent state of a sequence."""
         return self.num_heads, self.head_k_dim, self.head_v_dim
 
-    def op_inputs(self, x: Tensor, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Maps x [B, T, hidden_size] to q, k [B, T, Hq, K] before the rotation, v [B, T, Hq, V] and g [Hq]."""
-        q, k, v = self.heads(x, convolve)
+    def _op_inputs(self, x: Tensor, made: Projections, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Computes q, k [B, T, Hq, K] before the rotation, v [B, T, Hq, V] and g [Hq]."""
+        q, k, v = self._heads(made, convolve)
         groups = self.num_heads // self.num_kv_heads
         if groups > 1:
             k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)

@@ -1,7 +1,16 @@
 """Exports functions for other packages that run abstract ops, or wrap public ones in functions of their own."""
 
 from gla_core.ops._over_mesh import is_dtensor
-from gla_core.ops._run import backward_of, needs_gradient, request_text, run, transformed
+from gla_core.ops._run import backward_of, bypasses_torch, needs_gradient, request_text, run, transformed
 from gla_core.ops._torch_op import refuse_tangents
 
-__all__ = ["backward_of", "is_dtensor", "needs_gradient", "refuse_tangents", "request_text", "run", "transformed"]
+__all__ = [
+    "backward_of",
+    "bypasses_torch",
+    "is_dtensor",
+    "needs_gradient",
+    "refuse_tangents",
+    "request_text",
+    "run",
+    "transformed",
+]

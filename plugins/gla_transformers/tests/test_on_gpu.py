@@ -68,3 +68,40 @@ def test_a_compiled_step_of_training(model, prompt):
     for a, b in zip(torch.autograd.grad(compiled(prompt), parameters), expected, strict=True):
         difference = (a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-6)
         assert difference < 3e-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
+def test_generating_by_graphs(model, prompt, how):
+    """Captures neither fail nor change a word, again and again, for prompts with padding too."""
+    mask = torch.ones_like(prompt)
+    mask[0, :30] = 0
+    options = how | {"min_new_tokens": NEW, "max_new_tokens": NEW}
+    model.float()  # in bfloat16, pieces of prompts round differently
+    for given in ({}, {"attention_mask": mask}):
+        model.config.cuda_graphs = False
+        torch.manual_seed(1)
+        expected = model.generate(prompt, **given, **options)
+        model.config.cuda_graphs = True
+        for _ in range(6):
+            torch.manual_seed(1)
+            assert torch.equal(model.generate(prompt, **given, **options), expected)
+    (slot,) = model.model.graphs.slots
+    assert not model.model.graphs.failed
+    assert {T for T, _ in slot.pieces} >= {1, 128}
+
+
+@torch.no_grad()
+def test_kernels_of_a_step(ours):
+    """Counts the kernels that two more layers add to a replayed step in bfloat16."""
+    numbers = []
+    for layers in (2, 4):
+        model = ours(num_hidden_layers=layers, hidden_size=1024, intermediate_size=2816).to("cuda", torch.bfloat16)
+        cache, token = GLACache(model.config), torch.ones(1, 1, dtype=torch.long, device="cuda")
+        for _ in range(8):
+            model(token, past_key_values=cache)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            model(token, past_key_values=cache)
+            torch.cuda.synchronize()
+        numbers.append(sum(x.count for x in profile.key_averages() if x.device_type.name == "CUDA"))
+    assert (numbers[1] - numbers[0]) / 2 <= 11, numbers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from gla_tools.command import app
-from gla_transformers.text import Options, run_generate
+from gla_transformers.text import Options, run_generate, speed
 
 PROMPT = "Once upon"
 
@@ -48,14 +49,20 @@ def expected(folder, **how):
 
 def test_greedy(run, folder):
     result = run(folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--temperature", 0)
-    assert (result.exit_code, result.output) == (0, expected(folder, do_sample=False))
-    assert result.output.startswith(PROMPT)
-    assert len(result.output) == len(PROMPT) + 13
+    assert (result.exit_code, result.stdout) == (0, expected(folder, do_sample=False))
+    assert result.stdout.startswith(PROMPT)
+    assert len(result.stdout) == len(PROMPT) + 13
+    assert re.fullmatch(r"prompt: 9 tokens, \d+ tokens/s, decoding: 11 tokens, \d+ tokens/s\n", result.stderr)
+
+
+def test_speed():
+    assert speed(100, [1.0, 1.5, 1.6, 1.7]) == "prompt: 100 tokens, 200 tokens/s, decoding: 2 tokens, 10 tokens/s"
+    assert speed(100, [1.0, 1.5]) == "prompt: 100 tokens, 200 tokens/s"
 
 
 def test_sampling(run, folder):
     arguments = (folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--temperature", 5.0)
-    first, second = (run(*arguments, "--seed", seed).output for seed in (3, 4))
+    first, second = (run(*arguments, "--seed", seed).stdout for seed in (3, 4))
     torch.manual_seed(3)
     assert first == expected(folder, do_sample=True, temperature=5.0)
     assert first != second
@@ -64,7 +71,7 @@ def test_sampling(run, folder):
 def test_piped_and_in_bfloat16(folder):
     command = [sys.executable, "-m", "gla_core", "generate", folder, "--prompt", PROMPT, "--dtype", "bfloat16"]
     result = subprocess.run([*map(str, command), "--device", "cpu"], capture_output=True, text=True, check=False)
-    assert (result.returncode, result.stderr) == (0, "")
+    assert (result.returncode, result.stderr.count("\n")) == (0, 1)
     assert result.stdout.startswith(PROMPT)
 
 

@@ -6,18 +6,23 @@ cache counts tokens itself, on the device, so that a decoding step computes noth
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from gla_core.nn import GatedLinearAttention, GLAState
 from gla_transformers.configuration import GLAConfig
 
+NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""The name of a cache in arguments and results of transformers: `cache` from 5.24 on."""
+
 
 class GLACache(Cache):
-    """The states of all layers of a model, for `past_key_values`.
+    """The states of all layers of a model, for `past_key_values` or `cache`.
 
     The first call that writes the states allocates them. Later calls, `reset` and beam search write them in place.
     Gradients do not flow through them.
@@ -55,6 +60,21 @@ class GLACache(Cache):
         """Returns the number of tokens read, including padding. Waits for the device."""
         return 0 if self.length is None else int(self.length)
 
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors of all states; none before the first token."""
+        return [tensor for layer in self.layers for tensor in _tensors(layer.state)]  # pyright: ignore[reportAttributeAccessIssue]
+
+    def sharing(self) -> GLACache:
+        """Returns a cache with the same states in the same memory."""
+        other = copy.copy(self)
+        other.layers = [copy.copy(layer) for layer in self.layers]
+        return other
+
+    def share_with(self, other: GLACache) -> None:
+        """Gives another cache these states, in the same memory, in place of its own."""
+        for there, here in zip(other.layers, self.layers, strict=True):
+            there._adopt(here.state)  # pyright: ignore[reportAttributeAccessIssue]
+
     def reset(self) -> None:
         """Forgets all tokens, and keeps the storage."""
         super().reset()
@@ -79,7 +99,7 @@ class LayerState:
     """The memory of a layer of gated linear attention, with the methods that transformers calls on a cache's layers.
 
     Attributes:
-        state: a `GLAState`; None before the first token.
+        state: a `GLAState`; None before the first token. In a cache in bfloat16, `recurrent` is in it.
     """
 
     is_sliding = False
@@ -87,14 +107,17 @@ class LayerState:
     is_initialized = False
     supports_early_init = False
 
-    def __init__(self, compileable: bool) -> None:
-        self.is_compileable = compileable
+    def __init__(self, compileable: bool, rounded: bool = False) -> None:
+        self.is_compileable, self.rounded = compileable, rounded
         self.state: Any = None
 
     def write(self, new: GLAState) -> None:
         """Writes a state into the storage; without storage, the state becomes the storage."""
         if self.state is None:
-            self._adopt(_each(new, Tensor.detach))
+            new = _each(new, Tensor.detach)
+            if self.rounded and new.recurrent.dtype == torch.float32:  # float64 keeps float64
+                new = new._replace(recurrent=new.recurrent.bfloat16())
+            self._adopt(new)
             return
         for there, tensor in zip(_tensors(self.state), _tensors(new), strict=True):
             there.copy_(tensor.detach())
@@ -191,6 +214,7 @@ def read(
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
+    residual: Tensor | None,
 ) -> Tensor:
     """Returns a layer's output y for x [B, T, hidden_size], after the tokens in its memory, and adds x to the memory.
 
@@ -198,14 +222,15 @@ def read(
     `GatedLinearAttention.forward`.
     """
     if memory is None:
-        return layer(x, None, False, cu_seqlens, max_seqlen, attention_mask)[0]
+        return layer(x, None, False, cu_seqlens, max_seqlen, attention_mask, residual=residual)[0]
     state = memory.state
     if torch.is_grad_enabled():
         state = state and _each(state, torch.clone)  # autograd keeps these tensors, which are overwritten below
     elif state is not None and x.shape[1] == 1 and cu_seqlens is None:
-        y, _ = layer.step(x[:, 0], state, inplace=True, state_indices=_rows_with_a_token(attention_mask))
-        return y[:, None]
-    y, state = layer(x, state, True, cu_seqlens, max_seqlen, attention_mask)
+        rows = _rows_with_a_token(attention_mask)
+        to = None if residual is None else residual[:, 0]
+        return layer.step(x[:, 0], state, inplace=True, state_indices=rows, residual=to)[0][:, None]
+    y, state = layer(x, state, True, cu_seqlens, max_seqlen, attention_mask, residual=residual)
     memory.write(state)
     return y
 
@@ -221,7 +246,7 @@ def _rows_with_a_token(attention_mask: Tensor | None) -> Tensor | None:
 def _memory(config: GLAConfig, layer: int, compileable: bool) -> Any:
     spec = config.softmax_attention(layer)
     if spec is None:
-        return LayerState(compileable)
+        return LayerState(compileable, config.state_dtype == "bfloat16")
     return KeyMemory(spec["window_size"])
 
 

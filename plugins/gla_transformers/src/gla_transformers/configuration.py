@@ -32,6 +32,9 @@ class GLAConfig(PreTrainedConfig):
         fuse_swiglu, fuse_cross_entropy: select kernels of FLA; all values compute the same here.
         use_gk, use_gv: stored for FLA, which reads neither.
         attnres_block_size: None; FLA's attention residuals are not supported.
+        cuda_graphs: whether steps of decoding, and prompts, are captured in CUDA graphs. Saved only if False.
+        state_dtype: "bfloat16" for caches whose states take half the memory, and are rounded after every call; None for
+            states in float32. Saved only if given.
         use_cache, vocab_size, initializer_range, and all others: as in transformers.
 
     Raises:
@@ -44,7 +47,9 @@ class GLAConfig(PreTrainedConfig):
     """
 
     model_type = "gla"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    cuda_graphs = True
+    state_dtype = None
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
 
     def __init__(
         self,
@@ -82,6 +87,8 @@ class GLAConfig(PreTrainedConfig):
         use_l2warp: bool = False,
         vocab_size: int = 32000,
         attnres_block_size: int | None = None,
+        cuda_graphs: bool = True,
+        state_dtype: str | None = None,
         **kwargs: Any,
     ) -> None:
         if hidden_act != "swish":
@@ -107,6 +114,12 @@ class GLAConfig(PreTrainedConfig):
         self.fuse_norm, self.fuse_swiglu = fuse_norm, fuse_swiglu
         self.fuse_cross_entropy, self.fuse_linear_cross_entropy = fuse_cross_entropy, fuse_linear_cross_entropy
         self.use_l2warp, self.attnres_block_size = use_l2warp, attnres_block_size
+        if state_dtype not in (None, "bfloat16"):
+            raise ValueError(f"state_dtype is {state_dtype!r}; expected 'bfloat16', or None for float32")
+        if not cuda_graphs:  # a configuration without fields of its own equals FLA's
+            self.cuda_graphs = False
+        if state_dtype is not None:
+            self.state_dtype = state_dtype
         super().__init__(
             pad_token_id=pad_token_id,
             bos_token_id=bos_token_id,

@@ -9,11 +9,14 @@ Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -22,19 +25,21 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.utils import can_return_tuple, logging
 
 from gla_core.nn import GatedLinearAttention
+from gla_core.nn.merged import Merging, added, products
 from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
 from gla_transformers import packing
-from gla_transformers.cache import GLACache, read
+from gla_transformers.cache import NAME, GLACache, read
 from gla_transformers.configuration import GLAConfig
+from gla_transformers.graphs import Graphs
 from gla_transformers.loss import IGNORED, l2warp, loss_in_parts, next_token_loss
 from gla_transformers.softmax_attention import SoftmaxAttention
 
 logger = logging.get_logger(__name__)
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Merging):
     """A gated MLP, (silu(x W_gate) * x W_up) W_down: [..., hidden_size] to [..., hidden_size]."""
 
     def __init__(self, hidden_size: int, width: int) -> None:
@@ -42,17 +47,43 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden_size, width, bias=False)
         self.up_proj = nn.Linear(hidden_size, width, bias=False)
         self.down_proj = nn.Linear(width, hidden_size, bias=False)
+        self.merge()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def merged_layers(self) -> Sequence[Sequence[nn.Module]]:
+        """Returns the two projections of x."""
+        return [[self.gate_proj, self.up_proj]]
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Maps x to y; see `gla_core.nn.merged.added` for a residual [..., hidden_size]."""
+        made = products([self.gate_proj, self.up_proj], x)
+        if made is None:
+            with not_kept(x):
+                made = self.gate_proj(x), self.up_proj(x)
+            x = recomputed(_gated, *made)
+        else:
+            x = _gated_in_one(*made)
         with not_kept(x):
-            gate, x = self.gate_proj(x), self.up_proj(x)
-        x = recomputed(_gated, gate, x)
-        with not_kept(x):
-            return self.down_proj(x)
+            return self.down_proj(x) if residual is None else added(residual, self.down_proj, x)
 
 
 def _gated(gate: Tensor, x: Tensor) -> Tensor:
     return F.silu(gate) * x
+
+
+def _gated_in_one(gate: Tensor, x: Tensor) -> Tensor:
+    """Returns `_gated` without a gradient, in one kernel where there is Triton for the device."""
+    here = x.is_cuda and x.device.index == torch.cuda.current_device() and x.dtype != torch.float64
+    function = _of_triton() if here else None
+    return _gated(gate, x) if function is None else function(gate, x)
+
+
+@functools.cache
+def _of_triton() -> Callable[[Tensor, Tensor], Tensor] | None:
+    try:
+        from gla_transformers.gated_kernel import gated
+    except ImportError:
+        return None
+    return gated
 
 
 class GLABlock(GradientCheckpointingLayer):
@@ -73,16 +104,30 @@ class GLABlock(GradientCheckpointingLayer):
         past_key_values: GLACache | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        inplace: bool = False,
     ) -> Tensor:
-        """Runs the layer; the arguments are as in `GLAModel.forward`."""
+        """Runs the layer; the arguments are as in `GLAModel.forward`. With `inplace` it may write into x."""
         memory: Any = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         y = self.attn_norm(x)
+        within = self._adds_within_products()
         if isinstance(self.attn, GatedLinearAttention):
-            y = read(self.attn, y, memory, attention_mask, cu_seqlens, max_seqlen)
+            residual = (x if inplace else x.clone()) if within else None
+            y = read(self.attn, y, memory, attention_mask, cu_seqlens, max_seqlen, residual)
+            x = y if within else x + y
         else:
-            y = self.attn(y, memory, attention_mask, cu_seqlens)
-        x = x + y
-        return x + self.mlp(self.mlp_norm(x))
+            x = x + self.attn(y, memory, attention_mask, cu_seqlens)
+        y = self.mlp_norm(x)
+        return self.mlp(y, x) if within else x + self.mlp(y)
+
+    def _adds_within_products(self) -> bool:
+        """Returns whether the last product of each half may add to x, as nothing else has to see its result."""
+        if torch.is_grad_enabled() or is_compiling() or type(self.mlp) is not GatedMLP:
+            return False
+        return not _hooked(self.attn_norm, self.attn, self.mlp_norm, self.mlp)
+
+
+def _hooked(*modules: nn.Module) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 class GLAPreTrainedModel(PreTrainedModel):
@@ -95,7 +140,17 @@ class GLAPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["GLABlock"]
     _is_stateful = True  # tokens cannot be taken back
     _can_compile_fullgraph = True
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "cache"]
     _input_embed_layer = "embeddings"
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Reads a folder as transformers does, and puts weights that are read together behind one another."""
+        found = super().from_pretrained(*args, **kwargs)
+        for module in (found[0] if isinstance(found, tuple) else found).modules():
+            if isinstance(module, Merging):
+                module.merge()
+        return found
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -122,6 +177,7 @@ class GLAModel(GLAPreTrainedModel):
         self.layers = nn.ModuleList(GLABlock(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNormGated(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
+        self.graphs = Graphs(GLABlock, GatedMLP)
         self.post_init()
 
     @can_return_tuple
@@ -136,6 +192,7 @@ class GLAModel(GLAPreTrainedModel):
         output_hidden_states: bool | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
+        cache: GLACache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Reads tokens, from the beginning or after the tokens of a cache.
@@ -154,6 +211,7 @@ class GLAModel(GLAPreTrainedModel):
             output_hidden_states: whether to return the input of every layer, and the normed output of the last one.
             cu_seqlens: [N+1] int32 or int64, B = 1: sequence i is columns cu_seqlens[i] to cu_seqlens[i+1].
             max_seqlen: number of tokens of the longest packed sequence, if known.
+            cache: another name of past_key_values, as in transformers from 5.24 on.
             kwargs: return_dict=False to return a tuple; arguments by which transformers' collators describe packed
                 sequences.
 
@@ -162,39 +220,78 @@ class GLAModel(GLAPreTrainedModel):
 
         Raises:
             ValueError: both or neither of input_ids and inputs_embeds are given; output_attentions is set; a cache is
-                given in training with gradient checkpointing; a cache or use_cache is given with packed sequences in
-                a model with layers of softmax attention.
+                given under both names, or in training with gradient checkpointing; a cache or use_cache is given with
+                packed sequences in a model with layers of softmax attention.
             TypeError: the cache is of another class. Other errors are as in `GatedLinearAttention.forward`.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds")
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions is True; gated linear attention has no attention weights: leave it out")
-        x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        if cache is not None:
+            if past_key_values is not None:
+                raise ValueError("both cache and past_key_values are given; they are one argument")
+            past_key_values = cache
         if cu_seqlens is None:
             alone = attention_mask is None and past_key_values is None
             cu_seqlens, max_seqlen = packing.offsets(kwargs, alone)
         cache = self._cache(past_key_values, use_cache, packed=cu_seqlens is not None)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        seen: tuple[Tensor, ...] = ()
+        seen: list[Tensor] | None = [] if output_hidden_states else None
+        x = None
+        graphs = self.config.cuda_graphs and not (self.training or is_compiling()) and self.config.attn is None
+        if graphs and input_ids is not None and cache is not None and cu_seqlens is None and seen is None:
+            x = self.graphs.read(self, self._read_words, input_ids, attention_mask, cache)
+        if x is None:
+            x = self._read(input_ids, inputs_embeds, attention_mask, cache, cu_seqlens, max_seqlen, seen)
+        if cache is not None:
+            cache.advance(x.shape[1], x.device)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,  # pyright: ignore[reportArgumentType]
+            **{NAME: cache},
+            hidden_states=None if seen is None else (*seen, x),  # pyright: ignore[reportArgumentType]
+        )
+
+    def _read(
+        self,
+        words: Tensor | None,
+        embedded: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: GLACache | None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        seen: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Sends words [B, T], or embedded ones, through the model, and adds the inputs of layers to `seen`."""
+        others_see = embedded is not None or seen is not None or torch.is_grad_enabled() or is_compiling()
+        inplace = not others_see and not _hooked(self.embeddings, *self.layers)
+        x: Tensor = self.embeddings(words) if embedded is None else embedded
         for layer in self.layers:
-            seen += (x,) if output_hidden_states else ()
+            if seen is not None:
+                seen.append(x)
             x = layer(
                 x,
                 attention_mask=attention_mask,
                 past_key_values=cache,
                 cu_seqlens=cu_seqlens,
                 max_seqlen=max_seqlen,
+                inplace=inplace,
             )
-        if cache is not None:
-            cache.advance(x.shape[1], x.device)
-        x = self.norm(x)
-        return BaseModelOutputWithPast(
-            last_hidden_state=x,  # pyright: ignore[reportArgumentType]
-            past_key_values=cache,
-            hidden_states=(*seen, x) if output_hidden_states else None,  # pyright: ignore[reportArgumentType]
-        )
+        return self.norm(x)
+
+    def _read_words(self, words: Tensor, attention_mask: Tensor | None, cache: GLACache) -> Tensor:
+        return self._read(words, None, attention_mask, cache)
+
+    def train(self, mode: bool = True) -> Any:
+        """Sets the mode of training, in which there are no graphs of decoding."""
+        if mode:
+            self.graphs.drop()
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.graphs.drop()
+        return super()._apply(*args, **kwargs)
 
     def _cache(self, given: Any, wanted: bool | None, packed: bool) -> GLACache | None:
         if given is not None and not isinstance(given, GLACache):
@@ -247,6 +344,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: GLACache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Reads tokens as `GLAModel.forward` does, and predicts the token after each one.
@@ -255,6 +353,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             labels: [B, T] int, the tokens themselves, because this call shifts them; -100 for tokens without a loss.
             logits_to_keep: the number of last tokens that get logits, 0 for all; or the columns of the tokens that get
                 logits.
+            cache: another name of past_key_values.
             kwargs: arguments of `GLAModel.forward` and of transformers' loss: num_items_in_batch is the number of
                 labels to divide by; shift_labels [B, T] are labels that are shifted already.
 
@@ -270,6 +369,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
@@ -285,7 +385,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,  # pyright: ignore[reportArgumentType]
             logits=logits,  # pyright: ignore[reportArgumentType]
-            past_key_values=out.past_key_values,
+            **{NAME: out.get(NAME)},
             hidden_states=out.hidden_states,
         )
 
@@ -316,8 +416,11 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """Returns the arguments of one call of `forward`, as transformers prepares them."""
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
-        if inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration"):
+        if inputs.get(NAME) is not None and not kwargs.get("is_first_iteration"):
             inputs.pop("attention_mask", None)  # new tokens are not padding, and the cache knows earlier padding
+        mask = inputs.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and bool(mask.all()):  # the prompt is longer than the wait for this
+            inputs.pop("attention_mask")
         return inputs
 
     @staticmethod
@@ -328,7 +431,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(NAME)
         if given is None and self.training and self.model.gradient_checkpointing:
             logger.warning_once(
                 "generate keeps no cache in training with gradient checkpointing, and reads all tokens again for each "
@@ -339,7 +442,7 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             wanted = generation_config.cache_implementation
             if wanted not in (None, "dynamic", "static"):
                 raise ValueError(f"cache_implementation is {wanted!r}; expected 'dynamic' or 'static', or nothing")
-            model_kwargs["past_key_values"] = GLACache(self.config, compileable=wanted == "static")
+            model_kwargs[NAME] = GLACache(self.config, compileable=wanted == "static")
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Options:
 
 
 def run_generate(options: Options) -> None:
-    """Prints the prompt and the model's continuation, a word at a time.
+    """Prints the prompt and the model's continuation, a word at a time, and then tokens a second to standard error.
 
     Raises:
         ValueError: the folder has no GLA model, lacks weights or a tokenizer, a file cannot be read, or the prompt has
@@ -52,17 +53,42 @@ def run_generate(options: Options) -> None:
             "expected the tokenizer that the model was trained with"
         )
     sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
-    model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=options.max_new_tokens,
-        streamer=_Printed(tokenizer, skip_special_tokens=True),
-        **sampling,
+    printed = _Printed(tokenizer, skip_special_tokens=True)
+    how = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": options.max_new_tokens, "streamer": printed}
+    model.generate(tokens, **how, **sampling)
+    print(speed(tokens.shape[1], printed.times), file=sys.stderr)
+
+
+def speed(prompt: int, times: Sequence[float]) -> str:
+    """Returns tokens a second for the prompt and for decoding.
+
+    Args:
+        prompt: number of tokens of the prompt.
+        times: when it was given, and when each new token was there. The first one comes with the prompt.
+    """
+    parts = {"prompt": (prompt, times[:2]), "decoding": (len(times) - 2, times[1:])}
+    return ", ".join(
+        f"{part}: {number} tokens, {number / max(seconds[-1] - seconds[0], 1e-9):.0f} tokens/s"
+        for part, (number, seconds) in parts.items()
+        if number > 0
     )
 
 
 class _Printed(TextStreamer):
-    """Prints text as it is decoded, with question marks for characters that standard output cannot encode."""
+    """Prints text as it is decoded, with question marks for characters that standard output cannot encode.
+
+    Attributes:
+        times: when the prompt was given, and when each token came.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        """Receives the prompt, and then each token."""
+        self.times.append(time.perf_counter())
+        super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         encoding = sys.stdout.encoding or "utf-8"

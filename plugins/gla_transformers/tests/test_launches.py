@@ -1,0 +1,91 @@
+"""The number of kernels of a decoding step, counted as operators that compute something."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gla_transformers import GLACache
+
+VIEWS = {"slice", "select", "unsqueeze", "view", "_unsafe_view", "t", "split", "split_with_sizes", "detach"}
+VIEWS |= {"empty", "set_"}
+A_LAYER = 10
+"""Norm, projections, second half of the gate, step, seven of the gated norm, output projection, norm, projections, two
+of the gated activation (one on a GPU), last projection."""
+OUTSIDE = 4
+"""Embedding, last norm, head and the count of tokens."""
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators other than views. A norm, and an operator of gla_core, is one, as it is on a GPU."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.found, self.within = Counter(), False
+        rms_norm = F.rms_norm
+        monkeypatch.setattr(F, "rms_norm", lambda *args: self.counted("rms_norm", lambda: rms_norm(*args)))
+
+    def counted(self, name, function):
+        """Counts a function as one operator, whatever it calls."""
+        self.found[name] += not self.within
+        before, self.within = self.within, True
+        try:
+            return function()
+        finally:
+            self.within = before
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.overloadpacket.__name__
+        if name in VIEWS:
+            return op(*args, **(kwargs or {}))
+        return self.counted(name, lambda: op(*args, **(kwargs or {})))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_decoding_step(ours, layers, monkeypatch):
+    model = ours(num_hidden_layers=layers).bfloat16()
+    cache, tokens = GLACache(model.config), torch.randint(1, 61, (2, 3))
+    model(tokens, past_key_values=cache)
+    with Launches(monkeypatch) as launches:
+        model(tokens[:, :1], past_key_values=cache)
+    found = launches.found
+    assert found["mm"] + found["addmm"] + found["addmm_"] == 5 * layers + 1
+    assert found.total() <= A_LAYER * layers + OUTSIDE, found
+
+
+@torch.no_grad()
+def test_what_a_caller_sees_is_not_written(ours):
+    model, tokens, seen = ours(), torch.randint(1, 61, (2, 3)), []
+    expected = model(tokens, output_hidden_states=True).hidden_states
+    embedded = model.get_input_embeddings()(tokens)
+    model(inputs_embeds=embedded)
+    assert torch.equal(embedded, expected[0])
+    for module in (model.model.embeddings, *model.model.layers):
+        module.register_forward_hook(lambda module, args, y: seen.append(y))
+    model(tokens)
+    for found, x in zip(seen, expected[:-1], strict=False):
+        torch.testing.assert_close(found, x)
+    layer = model.model.layers[0]
+    layer.mlp.register_forward_hook(lambda module, args, y: seen.append((*args, y)))
+    model(tokens)
+    x, y = next(pair for pair in seen if isinstance(pair, tuple))
+    torch.testing.assert_close(layer.mlp_norm(expected[1] - y), x)
+
+
+@pytest.mark.skipif(not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"), reason="needs Triton")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 8e-3), (torch.float32, 1e-5)])
+def test_the_gated_activation_in_one_kernel(dtype, tolerance):
+    from gla_transformers.gated_kernel import gated
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for width in (5, 1500):
+        made = torch.randn(3, 2, 2 * width + 3, device=device).to(dtype)
+        gate, x = made[..., :width], made[..., width : 2 * width]
+        expected = F.silu(gate.float()) * x.float()
+        torch.testing.assert_close(gated(gate, x).float(), expected, rtol=tolerance, atol=tolerance * 1e-2)
