@@ -47,7 +47,7 @@ def serving(spec: OpSpec) -> Callable[[tuple, str | None], Tensor]:
             o = run(spec, args, backend=backend)
             tell_autograd(*memory, out)
             return o
-        q, k, v, g, *cast = autocast.tokens(q, k, v, g, *(args[i] for i in like_q))
+        q, k, v, g, *cast = autocast.tokens(q, k, v, g, *[args[i] for i in like_q])
         for i, x in zip(like_q, cast, strict=True):
             others[i - 4] = x
         refuse_tangents(q, k, v, g, *others)

@@ -10,7 +10,7 @@ float32.
 B batch   P states of the pool   H key heads   Hq query heads   Hv heads of values, states and gates
 Ho heads of o, the more of Hq and Hv   G = Ho / Hv query heads of a state   R = Hv / H value heads of a key head
 K, V key and value width   BK number of keys K, rounded up to a power of two   BV values of a block
-TILES blocks of a program   ALL number of values V, rounded up to a power of two
+TILES blocks of a program   PARTS programs of a head   ALL number of values V, rounded up to a power of two
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635); Zhang
 and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
@@ -83,7 +83,7 @@ def launch_layer_step(
     """
     q, k, v, g, state, output_gate, norm_weight, state_indices, o = tensors
     (B, Hq, K), (P, Hv, _, V), Ho = q.shape, state.shape, o.shape[1]
-    blocks = ceil_div(V, plan.step.BV)
+    parts = ceil_div(ceil_div(V, plan.step.BV), plan.tiles)
     u = o.new_empty(o.shape, dtype=torch.float32)
     for_norms = {
         "gate_ptr": output_gate,
@@ -124,11 +124,12 @@ def launch_layer_step(
         "BK": plan.step.BK,
         "BV": plan.step.BV,
         "TILES": plan.tiles,
+        "PARTS": parts,
     }
     overlaps = overlapping(plan.step.overlaps)
-    of_states = (B * Hv * ceil_div(blocks, plan.tiles), 1, 1)
+    of_states = (B * Hv * parts, 1, 1)
     launches = [Launch(_layer_step, of_states, arguments, {"num_warps": plan.step.warps, **overlaps})]
-    if plan.tiles < blocks:
+    if parts > 1:
         launches.append(Launch(_norms, (B * Ho, 1, 1), {**for_norms, "Ho": Ho}, {"num_warps": 1, **overlaps}))
     return launches
 
@@ -173,12 +174,12 @@ def _layer_step(
     BK: tl.constexpr,
     BV: tl.constexpr,
     TILES: tl.constexpr,
+    PARTS: tl.constexpr,
     ALL: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Computes TILES blocks of BV columns of the state of one head and one row, and the norms if these are all."""
-    parts: tl.constexpr = tl.cdiv(tl.cdiv(V, BV), TILES)
-    part, head = tl.program_id(0) % parts, tl.program_id(0) // parts
+    part, head = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
     b, h = (head // Hv).to(tl.int64), (head % Hv).to(tl.int64)  # strides times these may exceed 32 bits
     rows = tl.arange(0, BK)  # [BK]
     if OVERLAPS:  # writes of earlier kernels are visible only after the wait: nothing is read before
@@ -189,7 +190,7 @@ def _layer_step(
     if indices_ptr is not None:
         p = tl.load(indices_ptr + b).to(tl.int64)
         if (p < 0) | (p >= P):
-            if parts == 1:
+            if PARTS == 1:
                 for i in range(G):
                     skip(o_ptr + ((b * Hv + h) * G + i) * V, V, ALL)
             return
@@ -223,7 +224,7 @@ def _layer_step(
             V,
         )
 
-    if parts == 1:
+    if PARTS == 1:
         tl.debug_barrier()  # threads read what others wrote
         for i in range(G):
             row = (b * Hv + h) * G + i
