@@ -558,6 +558,7 @@ def _scores_by_halving(q_tile, k_tile, scratch, b, levels):
     s = gl.arange(0, C, gl.SliceLayout(0, scores))[None, :]  # [1, C]
     decayed = scratch._reinterpret(q_tile.dtype, [2, C, K], tile).index(0)
     a = gl.zeros([C, C], gl.float32, scores)
+    fence_async_shared()  # the caller may have cleared rows of the tiles
     a = warpgroup_mma(q_tile, k_tile.permute([1, 0]), a, use_acc=False, is_async=True)
     a = gl.where(t == s, warpgroup_mma_wait(0, [a]), 0.0)  # [C, C]
     for level in gl.static_range(LOG2_C):
