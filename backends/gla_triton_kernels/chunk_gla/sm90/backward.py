@@ -39,7 +39,8 @@ kinds of warps communicate over barriers in shared memory:
     gate       a warpgroup: sums g and replaces q, k by qg, kg in shared memory, while the gradient warps process
                earlier chunks
     gradient   PARTS warpgroups: each holds its rows of dS, and computes its columns of dq, dk and dg. dv is a sum over
-               all keys: each warpgroup computes its share of the values, once all of them have written P
+               all keys: each warpgroup computes its share of the values, once all of them have written P. Of two
+               warpgroups one computes dA and the other A^T, for both. They pass them on in the tiles of S
 
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -85,7 +86,6 @@ from gla_triton_kernels.chunk_gla.sm90.common import (
 )
 from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     LAYOUT,
-    LEFT,
     RUNS,
     WIDTH,
     C,
@@ -183,10 +183,22 @@ def _columns():
 
 
 @gluon.jit
-def _left(mask, x, dtype: gl.constexpr):
-    """Returns x [C, C] masked by mask [C, C], as the left operand of a product, in registers, and its unit."""
-    x, unit = in_units(gl.where(mask, x, 0.0), dtype)
-    return gl.convert_layout(x, LEFT), unit
+def _masked(scores, beyond, units, part: gl.constexpr, PARTS: gl.constexpr, dtype: gl.constexpr):
+    """Returns what a warpgroup has computed of dA and A^T [C, C], masked, as operands, and stores their units.
+
+    Args:
+        beyond: C if no element counts, else 0.
+    """
+    row, column = _rows(), _columns()
+    found = ()
+    for n in gl.static_range(2):
+        if n % PARTS == part:
+            mask = row + beyond <= column if n else row - beyond >= column
+            x, unit = in_units(gl.where(mask, scores[n // PARTS], 0.0), dtype)
+            found += (x,)
+            if dtype == gl.float16:
+                units.index(PARTS + n).store(gl.full([1], unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
+    return found
 
 
 @gluon.jit
@@ -194,7 +206,7 @@ def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES:
     """Prefetches the inputs of the next chunks, the last chunk first."""
     q_desc, k_desc, v_desc, do_desc, g_desc, s_desc = descriptors
     q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles = tiles
-    g_full, qk_full, qk_empty, v_full, v_empty, s_full, s_empty = barriers
+    g_full, qk_full, qk_empty, v_full, done = barriers
     b, h, key, value, start, chunks, row = place
     TILE: gl.constexpr = q_desc.block_type.nbytes
     for i in range(chunks):
@@ -213,18 +225,15 @@ def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES:
         for p in gl.static_range(PARTS):
             tma.async_copy_global_to_shared(q_desc, [b, h, t, key + p * D], bar, q_tiles.index(PARTS * slot + p))
             tma.async_copy_global_to_shared(k_desc, [b, h // G, t, key + p * D], bar, k_tiles.index(PARTS * slot + p))
-        phase = (i & 1) ^ 1
-        mbarrier.wait(v_empty, phase)
-        mbarrier.expect(v_full, 2 * HALVES * TILE)
+        mbarrier.wait(done, (i & 1) ^ 1)
+        mbarrier.expect(v_full, (2 + PARTS) * HALVES * TILE)
         for j in gl.static_range(HALVES):
             tma.async_copy_global_to_shared(v_desc, [b, h // G, t, value + j * D], v_full, v_tiles.index(j))
             tma.async_copy_global_to_shared(do_desc, [b, h, t, value + j * D], v_full, do_tiles.index(j))
-        mbarrier.wait(s_empty, phase)
-        mbarrier.expect(s_full, PARTS * HALVES * TILE)
         for p in gl.static_range(PARTS):
             for j in gl.static_range(HALVES):
                 at = [row + c, h // G, key + p * D, value + j * D]
-                tma.async_copy_global_to_shared(s_desc, at, s_full, s_tiles.index(HALVES * p + j))
+                tma.async_copy_global_to_shared(s_desc, at, v_full, s_tiles.index(HALVES * p + j))
 
 
 @gluon.jit
@@ -346,6 +355,38 @@ def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl
 
 
 @gluon.jit
+def _values(given, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr):
+    """Starts the products of the halves of dv = A^T do + kg P that this warpgroup computes, and returns them."""
+    k_tiles, do_tiles, p_tiles, op_units, aT, slot, zero, first = given
+    HALF: gl.constexpr = do_tiles.dtype == gl.float16
+    dv = ()
+    for j in gl.static_range(HALVES):
+        if j % PARTS == part:
+            acc = product(aT, do_tiles.index(zero + j).reshape([C, D]), gl.zeros([C, D], gl.float32, LAYOUT))
+            unit = first
+            for p in gl.static_range(PARTS):
+                if HALF:
+                    before = unit
+                    unit = gl.max(op_units.index(p).load(gl.SliceLayout(1, LAYOUT)), 0)
+                    acc = warpgroup_mma_wait(0, [acc]) * (before / unit)
+                k_tile = k_tiles.index(PARTS * slot + p).reshape([C, D])
+                acc = product(k_tile, p_tiles.index(zero + HALVES * p + j).reshape([D, D]), acc)
+            dv += (acc,)
+    return dv
+
+
+@gluon.jit
+def _write_values(to, dv, part: gl.constexpr, PARTS: gl.constexpr, HALVES: gl.constexpr, PACKED: gl.constexpr):
+    """Writes the halves of dv that this warpgroup has computed, by way of its tiles of P."""
+    desc, ptr, p_tiles, unit, value, V, where, rows, zero = to
+    for j in gl.static_range(HALVES):
+        if j % PARTS == part:
+            p_tile = p_tiles.index(zero + HALVES * part + j // PARTS).reshape([C, D])
+            x = dv[j // PARTS] * unit if p_tiles.dtype == gl.float16 else dv[j // PARTS]
+            write(desc, ptr, p_tile, x, value + j * D, V, where, rows, PACKED)
+
+
+@gluon.jit
 def _chunk(
     dS,
     waiting,
@@ -374,15 +415,15 @@ def _chunk(
         dS and waiting for the entering state. The next chunk applies the factor together with its own decay, so that dS
         is scaled once.
     """
-    q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, firsts, mild_flags, p_units = tiles
-    w_full, v_empty, s_full, s_empty, ready, done = barriers
+    q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, firsts, mild_flags, op_units = tiles
+    w_full, ready, done = barriers
+    LAST: gl.constexpr = max(PARTS * HALVES, 2) - 1  # the last tile of S
     i, slot, rows, where, key, value, K, V = place
     dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
     of_queries, outer = factors
     dtype: gl.constexpr = q_tiles.dtype
     HALF: gl.constexpr = dtype == gl.float16
     zero = opaque_zero()
-    row, column = _rows(), _columns()
     own = PARTS * slot + part
     q_tile = q_tiles.index(own).reshape([C, D])
     k_tile = k_tiles.index(own).reshape([C, D])
@@ -410,55 +451,91 @@ def _chunk(
     for j in gl.static_range(HALVES):
         P += (dS[j] * factor if HAS_GATE or UNITS else dS[j],)
         decayed += (dS[j] * decay if HAS_GATE or UNITS else dS[j],)
-    p_unit = store_operands(p_tiles, zero + HALVES * part, P, HALVES)
-    if HALF and PARTS > 1:
-        p_units.index(part).store(gl.full([1], p_unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
+    # P is stored while the first products run, if there are registers for both.
+    LATER: gl.constexpr = PARTS > 1 and not HALF
+    if not LATER:
+        p_unit = store_operands(p_tiles, zero + HALVES * part, P, HALVES)
+    if HALF:
+        op_units.index(part).store(gl.full([1], p_unit, gl.float32, gl.SliceLayout(1, LAYOUT)))
+    scores = ()  # dA (n = 0) and A^T (n = 1), or one of them
+    for n in gl.static_range(2):
+        if n % PARTS == part:
+            acc = none
+            if n == 0:
+                for j in gl.static_range(HALVES):
+                    v_tile = v_tiles.index(zero + j).reshape([C, D])
+                    acc = product(do_tiles.index(zero + j).reshape([C, D]), v_tile.permute([1, 0]), acc)
+            else:
+                for p in gl.static_range(PARTS):
+                    other_q = q_tiles.index(PARTS * slot + p).reshape([C, D])
+                    acc = product(k_tiles.index(PARTS * slot + p).reshape([C, D]), other_q.permute([1, 0]), acc)
+            scores += (acc,)
+    beyond = gl.where(mild, 0, C) if HAS_GATE else 0  # C masks every element
+    if PARTS == 1:  # there are registers for few products at once, here and below
+        scores = _masked(warpgroup_mma_wait(0, scores), beyond, op_units, part, PARTS, dtype)
+    dq = none
+    for j in gl.static_range(HALVES):
+        s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
+        dq = product(do_tiles.index(zero + j).reshape([C, D]), s_tile.permute([1, 0]), dq)
+    if LATER:
+        store_operands(p_tiles, zero + HALVES * part, P, HALVES)
+    started = (dq,)
+    for j in gl.static_range(HALVES):
+        do_tile = do_tiles.index(zero + j).reshape([C, D])
+        started += (product(q_tile.permute([1, 0]), do_tile, decayed[j]),)
+
+    if PARTS > 1:  # while the other products run; a tuple of one element is returned as the element
+        scores = _masked((warpgroup_mma_wait(2 * HALVES, scores),), beyond, op_units, part, PARTS, dtype)
+    found = warpgroup_mma_wait(0, started)
+    dq, entering = found[0], found[1:]
+    if HAS_GATE:
+        anchor = gl.zeros([D], gl.float32, gl.SliceLayout(1, LAYOUT))
+        for j in gl.static_range(HALVES):
+            s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
+            anchor += gl.sum(entering[j] * s_tile.load(LAYOUT).to(gl.float32), 1)
+        of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+        dq *= gl.exp2(gl.where(mild, of_columns, first))
+    # dA and A^T take the place of S, of which no product is left.
+    for n in gl.static_range(2):
+        if n % PARTS == part:
+            s_tiles.index(zero + n * LAST).reshape([C, C]).store(scores[n // PARTS])
     fence_async_shared()
     if PARTS > 1:
         mbarrier.arrive(ready, count=1)
-    acc = none
-    for j in gl.static_range(HALVES):
-        v_tile = v_tiles.index(zero + j).reshape([C, D])
-        acc = product(do_tiles.index(zero + j).reshape([C, D]), v_tile.permute([1, 0]), acc)
-    acc = warpgroup_mma_wait(0, [acc])
-    beyond = gl.where(mild, 0, C) if HAS_GATE else 0  # C masks every element
-    dA, a_unit = _left(row - beyond >= column, acc, dtype)
-    mbarrier.wait(s_full, i & 1)
-    acc = none
-    for j in gl.static_range(HALVES):
-        s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
-        acc = product(do_tiles.index(zero + j).reshape([C, D]), s_tile.permute([1, 0]), acc)
-    if HAS_GATE:
-        of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
-        acc = warpgroup_mma_wait(0, [acc]) * gl.exp2(gl.where(mild, of_columns, first))
+        mbarrier.wait(ready, i & 1)
+    dA = s_tiles.index(zero).reshape([C, C])
+    aT = s_tiles.index(zero + LAST).reshape([C, C])
     if HALF:
-        a_unit *= v_unit * k_unit
-        acc = warpgroup_mma_wait(0, [acc]) * (s_unit / a_unit)
-    acc = warpgroup_mma_wait(0, [product(dA, k_tile, acc)])
+        dA_unit = gl.max(op_units.index(PARTS).load(gl.SliceLayout(1, LAYOUT)), 0)
+        a_unit = gl.max(op_units.index(PARTS + 1).load(gl.SliceLayout(1, LAYOUT)), 0)
+        dq_unit = dA_unit * (v_unit * k_unit)
+        dq *= s_unit / dq_unit
+    dq = product(dA, k_tile, dq)
+    dk = product(dA.permute([1, 0]), q_tile, none)
     if HALF:
-        acc *= a_unit * do_unit
-    if HAS_GATE:
-        w = as_float32(q_tile.load(LAYOUT)) * acc
-        acc *= gl.exp2(x_tile.load(LAYOUT))
-    dq = acc * (of_queries * outer if HALF else of_queries)
-    if dq_desc is not None:  # converted before it is written: half the registers
-        dq = dq.to(dtype)
-
-    acc = none
-    for j in gl.static_range(HALVES):  # a separate product: a transposed dA would have to be an operand in registers
-        do_tile = do_tiles.index(zero + j).reshape([C, D])
-        acc = product(v_tiles.index(zero + j).reshape([C, D]), do_tile.permute([1, 0]), acc)
-    acc = warpgroup_mma_wait(0, [acc])
-    dAT, a_unit = _left(row + beyond <= column, acc, dtype)
-    acc = product(dAT, q_tile, none)
-    if HALF:
-        acc = warpgroup_mma_wait(0, [acc]) * (a_unit * (q_unit * do_unit) / p_unit)
+        dk = warpgroup_mma_wait(0, [dk]) * (dA_unit * (q_unit * do_unit) / p_unit)
     for j in gl.static_range(HALVES):
         p_tile = p_tiles.index(zero + HALVES * part + j).reshape([D, D])
-        acc = product(v_tiles.index(zero + j).reshape([C, D]), p_tile.permute([1, 0]), acc)
-    dk = warpgroup_mma_wait(0, [acc])
+        dk = product(v_tiles.index(zero + j).reshape([C, D]), p_tile.permute([1, 0]), dk)
+    of_dv = (k_tiles, do_tiles, p_tiles, op_units, aT, slot, zero, a_unit * (q_unit * do_unit) if HALF else 1.0)
+    started = (dq, dk)
+    if PARTS > 1:
+        started += _values(of_dv, part, PARTS, HALVES)
+    found = warpgroup_mma_wait(0, started)
+    dq, dk = found[0], found[1]
+    dv_unit = gl.max(op_units.index(PARTS - 1).load(gl.SliceLayout(1, LAYOUT)), 0) * (k_unit * outer) if HALF else 1.0
+    to = (dv_desc, dv_ptr, p_tiles, dv_unit, value, V, where, rows, zero)
+    if PARTS > 1:
+        mbarrier.arrive(done, count=1)
+        mbarrier.wait(done, i & 1)
+        _write_values(to, found[2:], part, PARTS, HALVES, PACKED)
     if HALF:
+        dq *= dq_unit * do_unit
         dk *= p_unit * v_unit * outer
+    if HAS_GATE:
+        w = as_float32(q_tile.load(LAYOUT)) * dq
+        dq *= gl.exp2(x_tile.load(LAYOUT))
+    write(dq_desc, dq_ptr, q_tile, dq * (of_queries * outer if HALF else of_queries), key, K, where, rows, PACKED)
     if HAS_GATE:
         if HALF:
             w = w * (q_unit * outer) - as_float32(k_tile.load(LAYOUT)) * (dk * k_unit)
@@ -467,62 +544,18 @@ def _chunk(
         of_columns = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
         dk *= gl.exp2(gl.where(mild, 0.0, 2 * of_columns - first) - x_tile.load(LAYOUT))
         x_tile.store(w)
-    if dk_desc is not None:
-        dk = dk.to(dtype)
-
-    aT = none
-    for p in gl.static_range(PARTS):
-        other_q = q_tiles.index(PARTS * slot + p).reshape([C, D])
-        other_k = k_tiles.index(PARTS * slot + p).reshape([C, D])
-        aT = product(other_k, other_q.permute([1, 0]), aT)
-    entering = ()
-    for j in gl.static_range(HALVES):
-        do_tile = do_tiles.index(zero + j).reshape([C, D])
-        entering += (product(q_tile.permute([1, 0]), do_tile, decayed[j]),)
-    aT = warpgroup_mma_wait(0, [aT])
-    aT, a_unit = _left(row + beyond <= column, aT, dtype)
-    if PARTS > 1:
-        mbarrier.wait(ready, i & 1)
-    dv = ()  # the halves that this warpgroup computes
-    for j in gl.static_range(HALVES):
-        if j % PARTS == part:
-            acc = product(aT, do_tiles.index(zero + j).reshape([C, D]), none)
-            unit = a_unit * (q_unit * do_unit)
-            for p in gl.static_range(PARTS):
-                other_k = k_tiles.index(PARTS * slot + p).reshape([C, D])
-                if HALF:
-                    before = unit
-                    unit = p_unit if p == part else gl.max(p_units.index(p).load(gl.SliceLayout(1, LAYOUT)), 0)
-                    acc = warpgroup_mma_wait(0, [acc]) * (before / unit)
-                acc = product(other_k, p_tiles.index(zero + HALVES * p + j).reshape([D, D]), acc)
-            dv += (acc,)
-    finished = warpgroup_mma_wait(0, entering + dv)
-    if HALVES == 1 and part > 0:
-        finished = (finished,)  # a tuple of one element is returned as the element
-    dv_unit = unit * (k_unit * outer) if HALF and part < HALVES else 1.0
-    mbarrier.arrive(v_empty, count=1)
-    if PARTS > 1:
-        mbarrier.arrive(done, count=1)
-
-    if HAS_GATE:
-        anchor = gl.zeros([D], gl.float32, gl.SliceLayout(1, LAYOUT))
-        for j in gl.static_range(HALVES):
-            s_tile = s_tiles.index(zero + HALVES * part + j).reshape([D, D])
-            anchor += gl.sum(finished[j] * s_tile.load(LAYOUT).to(gl.float32), 1)
         r_tiles.index(own).store(anchor * (inner * (s_unit * outer) if HALF else inner))
         mbarrier.arrive(w_full.index(slot), count=1)
-    mbarrier.arrive(s_empty, count=1)
-    if PARTS > 1:
-        mbarrier.wait(done, i & 1)
-    write(dq_desc, dq_ptr, q_tile, dq, key, K, where, rows, PACKED)
+    if PARTS == 1:
+        if dk_desc is not None:  # converted before it is written: half the registers
+            dk = dk.to(dtype)
+        dv = warpgroup_mma_wait(0, _values(of_dv, part, PARTS, HALVES))
+        if HALVES == 1:
+            dv = (dv,)  # a tuple of one element is returned as the element
+        mbarrier.arrive(done, count=1)
+        _write_values(to, dv, part, PARTS, HALVES, PACKED)
     write(dk_desc, dk_ptr, k_tile, dk, key, K, where, rows, PACKED)
-    for j in gl.static_range(HALVES):
-        if j % PARTS == part:
-            p_tile = p_tiles.index(zero + HALVES * part + j // PARTS).reshape([C, D])
-            x = finished[HALVES + j // PARTS]
-            x = x * dv_unit if HALF else x
-            write(dv_desc, dv_ptr, p_tile, x, value + j * D, V, where, rows, PACKED)
-    return finished[:HALVES], inner
+    return entering, inner
 
 
 @gluon.jit
@@ -544,7 +577,7 @@ def _gradient_warps(
     """Carries D rows of dS backwards through the segment and writes the gradients."""
     v_tiles, do_tiles = tiles[2], tiles[3]
     HALF: gl.constexpr = do_tiles.dtype == gl.float16
-    gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done = barriers
+    gated, w_full, qk_empty, v_full, ready, done = barriers
     leaving, held, state_n, state_h, state_k, state_v, dinitial, s_units, given_units, row = states
     q_units, k_units, v_units, do_units = given_units
     UNITS: gl.constexpr = q_units is not None
@@ -581,7 +614,7 @@ def _gradient_warps(
             fence_async_shared()
         mbarrier.wait(gated.index(slot), i // SLOTS & 1)
         at = (i, slot, rows, (b, h, start + c * C, T, Hq), key + part * D, value, K, V)
-        chunk_barriers = (w_full, v_empty, s_full, s_empty, ready, done)
+        chunk_barriers = (w_full, ready, done)
         s_unit = gl.load(s_units + c.to(gl.int64) * (Hq // G) * blocks + (key // D + part)) if HALF else 1.0
         q_unit, do_unit = unit_at(q_units, row + c, Hq, h), unit_at(do_units, row + c, Hq, h)
         k_unit, v_unit = unit_at(k_units, row + c, Hq // G, h // G), unit_at(v_units, row + c, Hq // G, h // G)
@@ -691,11 +724,12 @@ def _chunk_gla_bwd_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [HALVES, 1, 1, C, D], v_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [HALVES, 1, 1, C, D], do_desc.layout)
     x_tiles = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, 1, 1, C, D], exponents) if HAS_GATE else q_tiles
-    s_tiles = gl.allocate_shared_memory(dtype, [PARTS * HALVES, 1, 1, D, D], s_desc.layout)
+    # The tiles of S take dA and A^T as well, so there are at least two.
+    s_tiles = gl.allocate_shared_memory(dtype, [max(PARTS * HALVES, 2), 1, 1, D, D], s_desc.layout)
     p_tiles = gl.allocate_shared_memory(dtype, [PARTS * HALVES, 1, 1, D, D], s_desc.layout)
     r_tiles = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, D], row_layout)
     firsts = gl.allocate_shared_memory(gl.float32, [SLOTS * PARTS, 1], row_layout)  # a of each part, for float16
-    p_units = gl.allocate_shared_memory(gl.float32, [PARTS, 1], row_layout)  # of the parts of P, for float16
+    op_units = gl.allocate_shared_memory(gl.float32, [PARTS + 2, 1], row_layout)  # of P, dA and A^T, for float16
     mild_flags = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], row_layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     g_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # g has been loaded
@@ -703,12 +737,9 @@ def _chunk_gla_bwd_kernel(
     gated = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # q, k have become qg, kg, and g the exponents
     w_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # w and the start value of dg have been written
     qk_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # dq, dk, dg have left the tiles of q, k, g
-    v_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # v, do have been loaded
-    v_empty = gl.allocate_shared_memory(gl.int64, [1], bars)  # v, do have been read
-    s_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # S has been loaded
-    s_empty = gl.allocate_shared_memory(gl.int64, [1], bars)  # S has been read
-    ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # all parts of P have been written
-    done = gl.allocate_shared_memory(gl.int64, [1], bars)  # all parts of P have been read
+    v_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # v, do, S have been loaded
+    ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # P, dA and A^T have been written
+    done = gl.allocate_shared_memory(gl.int64, [1], bars)  # all products of the chunk are done
     for i in gl.static_range(SLOTS):
         mbarrier.init(g_full.index(i), count=1)
         mbarrier.init(qk_full.index(i), count=1)
@@ -716,20 +747,17 @@ def _chunk_gla_bwd_kernel(
         mbarrier.init(w_full.index(i), count=PARTS)
         mbarrier.init(qk_empty.index(i), count=PARTS + 1)
     mbarrier.init(v_full, count=1)
-    mbarrier.init(v_empty, count=PARTS)
-    mbarrier.init(s_full, count=1)
-    mbarrier.init(s_empty, count=PARTS)
     mbarrier.init(ready, count=PARTS)
     mbarrier.init(done, count=PARTS)
 
     descriptors = (q_desc, k_desc, v_desc, do_desc, g_desc, s_desc)
     load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles)
-    load_barriers = (g_full, qk_full, qk_empty, v_full, v_empty, s_full, s_empty)
+    load_barriers = (g_full, qk_full, qk_empty, v_full, done)
     load_place = (b, h, key, value, start, chunks, row)
     gate_tiles = (q_tiles, k_tiles, x_tiles, r_tiles, firsts, mild_flags)
     gate_barriers = (g_full, qk_full, qk_empty, gated, w_full)
-    tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, firsts, mild_flags, p_units)
-    barriers = (gated, w_full, qk_empty, v_full, v_empty, s_full, s_empty, ready, done)
+    tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, firsts, mild_flags, op_units)
+    barriers = (gated, w_full, qk_empty, v_full, ready, done)
     outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
     states = (
         leaving,
