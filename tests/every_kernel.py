@@ -29,7 +29,6 @@ from gla_triton_kernels import chunk_gla
 from gla_triton_kernels.chunk_gla import backward as gradients
 from gla_triton_kernels.chunk_gla import forward, summary
 from gla_triton_kernels.chunk_gla.general import kernels as general
-from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -89,7 +88,6 @@ def by_general_kernels(plan: Callable[..., Any], architecture: Architecture | No
 def hopper_kernels() -> Iterator[None]:
     """Makes the kernels for compute capability 9.0 compute chunk_gla, also for short sequences."""
     forward.SM90_TOKENS = 0
-    sm90.LONG_CHUNK_TOKENS = 0
     registry.changed()  # calls that were prepared with other plans are forgotten
     yield
 
@@ -112,9 +110,6 @@ def chunk_calls() -> Iterator[GlaInputs]:
         if K <= 256 and gates != "none":
             yield gla_inputs(B=1, T=70, H=1, R=2, gate_form="head", **sizes)
             yield gla_inputs(lengths=(70, 0, 3), R=2, gate_form="constant", **sizes)
-        if K == V == 128 and gates != "none" and dtype == torch.bfloat16:  # blocks that fill the device
-            yield gla_inputs(B=1, T=150, H=70, gate_form="head", **sizes)
-            yield gla_inputs(lengths=(150, 0, 3), H=70, gate_form="head", **sizes)
 
 
 def dtypes() -> tuple[torch.dtype, ...]:

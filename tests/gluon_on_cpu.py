@@ -148,9 +148,6 @@ class Tile:
     def reshape(self, shape: list[int]) -> Tile:
         return Tile(self.memory.view(shape))
 
-    def slice(self, start: int, length: int, dim: int = 0) -> Tile:
-        return Tile(self.memory.narrow(dim, start, length))
-
     def permute(self, order: list[int]) -> Tile:
         return Tile(self.memory.permute(order))
 

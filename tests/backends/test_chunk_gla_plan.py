@@ -15,7 +15,6 @@ from gla_core.workloads.inputs import gla_inputs
 from gla_triton_kernels.chunk_gla import cost, cutting, forward
 from gla_triton_kernels.chunk_gla.general import kernels as general
 from gla_triton_kernels.chunk_gla.kernel import first_able
-from gla_triton_kernels.chunk_gla.seen import pool_seen_by_kernels
 from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
 from gla_triton_kernels.cost import gpu_of_constants
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
@@ -47,50 +46,12 @@ def one_pass(gpu=H200, **changes):
     return plan
 
 
-def chunk_of(gate_form="head", batch_invariant=None, every=None, **changes):
-    """Returns the tokens of a chunk of the outputs in one pass."""
-    scalars = {"output_final_state": False, "checkpoint_every": every}
-    call = dataclasses.replace(call_of(**changes), gate_form=gate_form, scalars=scalars)
-    ((_, plan),) = forward.plan_whole(dataclasses.replace(call, batch_invariant=batch_invariant), H200)
-    assert plan.outputs is sm90.FORWARD_HEAD
-    return plan.parameters.C
-
-
 def cut(call, gpu=H200):
     """Plans segments; all rows of the batch are treated alike."""
     return forward._segments(call, gpu, forward.KERNELS)
 
 
 # ---- the kernel of a call
-
-
-@pytest.mark.parametrize("form", ["head", "constant"])
-def test_calls_with_a_gate_for_each_head_have_long_chunks_if_their_blocks_fill_the_device(form):
-    assert chunk_of(form) == 128
-    assert chunk_of(form, B=1, H=67) == 128
-    assert chunk_of(form, B=1, H=66) == 64  # a block with half of the columns for each multiprocessor
-    assert chunk_of(form, T=511) == 64
-    assert chunk_of(form, dtype=float16) == 64
-    assert chunk_of(form, K=64) == 64
-    assert chunk_of(form, V=256) == 64
-    assert chunk_of(form, B=1, T=65536, N=128, packed=True) == 128
-    assert chunk_of(form, B=1, T=65536, N=129, packed=True) == 64
-
-
-def test_calls_with_checkpoints_have_short_chunks():
-    """Checkpoints lie between chunks, and the bits of batch-invariant calls do not depend on them."""
-    assert chunk_of(every=64) == 64
-    assert chunk_of(every=128) == 64
-    assert chunk_of(batch_invariant=512) == 64
-
-
-@pytest.mark.parametrize(("given", "tokens"), [((), 128), (("checkpoint_offsets", "checkpoint_slots"), 64)])
-def test_pools_that_keep_states_have_short_chunks(given, tokens):
-    call = call_of(B=1, T=65536, N=8, packed=True, P=100)
-    scalars = {"pad_slot": -1, "gate_normalizer": None}
-    call = dataclasses.replace(call, op="chunk_gla_pool", gate_form="head", scalars=scalars, given=frozenset(given))
-    ((_, plan),) = forward.plan_whole(pool_seen_by_kernels(call), H200)
-    assert tokens == plan.parameters.C
 
 
 @pytest.mark.parametrize(

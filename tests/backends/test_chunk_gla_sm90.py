@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -33,13 +31,11 @@ def inputs(**sizes):
     return [x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens]
 
 
-KERNELS = (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
-IN_LONG_CHUNKS = (dataclasses.replace(sm90.FORWARD_HEAD, parameters=lambda *_: sm90.LONG_CHUNKS),)
-
-
-def prepared(given, plan=launcher.plan_whole, kernels=KERNELS):
-    """Prepares a call by kernels for SM90; fails if all of them refuse it."""
-    return launcher.prepare(described("chunk_gla_fwd", *given), plan, kernels)
+def prepared(given, plan=launcher.plan_whole):
+    """Prepares a call by the kernels for SM90; fails if all of them refuse it."""
+    return launcher.prepare(
+        described("chunk_gla_fwd", *given), plan, (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.FORWARD_HEAD)
+    )
 
 
 def forward(q, k, v, g, scale, initial_state, cu_seqlens):
@@ -47,10 +43,10 @@ def forward(q, k, v, g, scale, initial_state, cu_seqlens):
     return prepared(given)(*given)[:2]
 
 
-def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, plan=launcher.plan_whole, kernels=KERNELS):
+def check(q, k, v, g=None, initial_state=None, cu_seqlens=None, scale=0.3, plan=launcher.plan_whole):
     """Compares with the oracle, checks that a second run gives the same bits, and returns o and the final state."""
     given = (q, k, v, g, scale, initial_state, True, cu_seqlens, None, None)
-    run = prepared(given, plan, kernels)
+    run = prepared(given, plan)
     (o, state, _), again = run(*given), run(*given)
     ref_o, ref_state = oracle.chunk_gla(q, k, v, g, scale, initial_state, cu_seqlens)
     assert relative_error(o, ref_o) <= BUDGETS[q.dtype]
@@ -145,42 +141,6 @@ def test_segments(change_plans, K, sizes, initial_state):
     change_plans("segment_length", lambda *_: 128)
     x = inputs(H=3, K=K, V=136, gates="-inf", initial_state=initial_state, **sizes)
     check(*x, plan=launcher.plan_cut)
-
-
-@pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize("form", ["head", "constant"])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        *({"T": T} for T in (1, 64, 65, 127, 128, 129, 1000)),
-        {"B": 2, "T": 300, "H": 2, "R": 2},
-        {"lengths": (0, 65, 1, 0, 430, 3, 256, 129)},
-    ],
-    ids=str,
-)
-def test_long_chunks(sizes, form, gates):
-    x = inputs(K=128, V=128, gate_form=form, gates=gates, initial_state=True, **sizes)
-    check(*x, kernels=IN_LONG_CHUNKS)
-
-
-@pytest.mark.parametrize("length", [192, 256])
-@pytest.mark.parametrize("sizes", [{"B": 2, "T": 700}, {"lengths": (0, 65, 1, 0, 730, 3, 128)}], ids=str)
-def test_segments_in_long_chunks(change_plans, sizes, length):
-    """Segments of 192 tokens end within a chunk, whose other tokens belong to the next segment."""
-    change_plans("segment_length", lambda *_: length)
-    x = inputs(H=2, K=128, V=128, gate_form="head", initial_state=True, **sizes)
-    check(*x, plan=launcher.plan_cut, kernels=IN_LONG_CHUNKS)
-
-
-def test_a_packed_sequence_sees_nothing_of_the_next_in_long_chunks():
-    q, k, v, g, state, offsets = inputs(lengths=(200, 70), K=128, V=128, gate_form="head", initial_state=True)
-    for x in (q, k, v, g):
-        x[:, 200:] = torch.nan
-    given = (q, k, v, g, 0.3, state, True, offsets, None, None)
-    o, states, _ = prepared(given, kernels=IN_LONG_CHUNKS)(*given)
-    ref_o, ref_state = oracle.chunk_gla(*(x[:, :200] for x in (q, k, v, g)), 0.3, state[:1])
-    assert relative_error(o[:, :200], ref_o) <= BUDGET
-    assert relative_error(states[:1], ref_state) <= BUDGET
 
 
 @pytest.mark.parametrize("K", [64, 256])

@@ -51,9 +51,9 @@ def gla_inputs(B=2, T=2**20, H=32, G=1, R=1, K=128, V=128, packed=False, new=emp
     return q, k, v, g, state, cu_seqlens
 
 
-def forward(every=64, **sizes):
+def forward(**sizes):
     q, k, v, g, state, cu_seqlens = gla_inputs(**sizes)
-    return "chunk_gla_fwd", q, k, v, g, 0.1, state, True, cu_seqlens, every
+    return "chunk_gla_fwd", q, k, v, g, 0.1, state, True, cu_seqlens, 64
 
 
 def pool(P=2**16, pool_dtype=torch.float32, **sizes):
@@ -158,8 +158,6 @@ CALLS = {
     "backward, float32 per head": (SM90, backward, "triton_fused", PER_HEAD | {"dtype": torch.float32}),
     "backward, float32 in segments": (SM90, backward, "parallel_scan", PACKED | {"G": 2, "dtype": torch.float32}),
     "forward, per head": (SM90, forward, "triton_fused", PER_HEAD | {"K": 128}),
-    "forward, per head in long chunks": (SM90, forward, "triton_fused", {"form": "head", "every": None}),
-    "forward, packed in long chunks": (SM90, forward, "triton_fused", PACKED | {"form": "head", "every": None}),
     "forward, constant": (SM90, forward, "parallel_scan", PACKED | {"form": "constant"}),
     "backward, per head": (SM90, backward, "triton_fused", PER_HEAD),
     "backward, constant": (SM90, backward, "parallel_scan", PACKED | {"form": "constant"}),

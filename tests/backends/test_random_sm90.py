@@ -45,20 +45,3 @@ def test_random_calls(kernels, form, seed, monkeypatch):
     if sizes["G"] == 1:
         emulated.check_forward(kernels, **sizes)
     emulated.check_gradients(kernels, dstate=draw.random() < 0.7, **sizes)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("form", ["constant", "head"])
-def test_random_calls_in_long_chunks(kernels, form, seed, monkeypatch):
-    draw = random.Random(seed)
-    sizes = {**of_heads(draw), "G": 1, "gate_form": form, "gate_dtype": draw.choice([torch.bfloat16, torch.float32])}
-    if draw.random() < 0.5:
-        lengths = [draw.choice([0, 1, draw.randint(2, 400)]) for _ in range(draw.randint(0, 3))]
-        sizes["lengths"] = (*lengths, draw.randint(16, 400))
-    else:
-        sizes |= {"B": draw.randint(1, 2), "T": draw.randint(16, 400)}
-    if sizes["gates"] == "extreme":
-        sizes["gate_dtype"] = torch.float32
-    sizes["initial_state"] = draw.random() < 0.5
-    monkeypatch.setattr(emulated, "inputs", lambda _normalizer=None, **given: gla_inputs(seed=seed, **given))
-    emulated.check_forward(kernels, C=128, K=128, V=128, dtype=torch.bfloat16, **sizes)

@@ -37,7 +37,6 @@ def kernels():
             "states",
             "forward",
             "forward_head",
-            "forward_head_128",
             "common_backward",
             "pairs",
             "operands",
@@ -93,24 +92,8 @@ def gradient_budget(dtype):
     return TF32 if dtype == torch.float32 else GRADIENT[dtype]
 
 
-def parameters_of(x, C=64, BV=None, stages=2):
-    K, V = x.k.shape[3], x.v.shape[3]
-    return Parameters(C=C, BK=64 if K <= 64 else 128, BV=BV or (64 if V <= 64 else 128), stages=stages)
-
-
-def launcher_of(kernels, x, C):
-    """Returns the function that launches the outputs in chunks of C tokens."""
-    of_keys = x.g is not None and x.g.ndim == 4
-    return (
-        kernels.forward if of_keys else kernels.forward_head if C == 64 else kernels.forward_head_128
-    ).launch_outputs
-
-
-def check_forward(kernels, C=64, BV=None, stages=2, normalizer=None, factors=None, **sizes):
-    """Checks outputs; `factors` multiplies q, k and v, which are then not negative, by three numbers.
-
-    With chunks of C = 128 tokens there are no checkpoints.
-    """
+def check_forward(kernels, BV=None, stages=2, normalizer=None, factors=None, **sizes):
+    """Checks outputs; `factors` multiplies q, k and v, which are then not negative, by three numbers."""
     x = inputs(normalizer, **sizes)
     if factors is not None:
         x = dataclasses.replace(x, **{n: getattr(x, n).abs() * f for n, f in zip("qkv", factors, strict=True)})
@@ -118,17 +101,17 @@ def check_forward(kernels, C=64, BV=None, stages=2, normalizer=None, factors=Non
     B, T, Hv, V = x.v.shape
     K, wanted = x.k.shape[3], expected_checkpoints(y)
     dtype, kept = x.q.dtype, checkpoint_dtype(x.q.dtype)
-    o, final = unwritten(B, T, Hv, V, dtype=dtype), states_of(x)
-    checkpoints = torch.zeros_like(wanted, dtype=kept) if C == 64 else None
+    o, final, checkpoints = unwritten(B, T, Hv, V, dtype=dtype), states_of(x), torch.zeros_like(wanted, dtype=kept)
     tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, final, checkpoints)
     segments = whole(B, T, x.cu_seqlens, o)
+    parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=BV or (64 if V <= 64 else 128), stages=stages)
     gluon_on_cpu.run(segments.launches)
-    plan = ForwardPlan(None, parameters_of(x, C, BV, stages))  # pyright: ignore[reportArgumentType]
-    launch = launcher_of(kernels, x, C)
-    gluon_on_cpu.run(launch(plan, tensors, segments, K**-0.5, 64 if C == 64 else None, normalizer))
+    plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
+    kernel = kernels.forward if x.g is not None and x.g.ndim == 4 else kernels.forward_head
+    gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, 64, normalizer))
     expected = oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens)
     for found, truth in zip((o, final, checkpoints), (*expected, wanted), strict=True):
-        assert found is None or relative_error(found, truth) <= budget(dtype)
+        assert relative_error(found, truth) <= budget(dtype)
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float16, torch.float32], ids=str)
@@ -173,51 +156,6 @@ def test_outputs(kernels, sizes):
     check_forward(kernels, **sizes)
 
 
-@pytest.mark.parametrize("gates", ["none", "mild", "strong", "extreme", "-inf"])
-@pytest.mark.parametrize("form", ["head", "constant"])
-def test_outputs_in_long_chunks_of_every_gate(kernels, form, gates):
-    check_forward(kernels, C=128, gate_form=form, gates=gates, initial_state=True, K=128, V=128, T=300)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"B": 2, "H": 2, "T": 128},
-        {"R": 2, "T": 257, "gates": "-inf"},
-        PACKED | {"lengths": (0, 65, 1, 0, 330, 3, 256)},
-        PACKED | {"R": 2, "gates": "-inf"},
-        PACKED | {"gates": "none", "padding": 0},
-        PACKED | {"gate_form": "constant", "H": 2},
-        {"normalizer": 16, "gate_dtype": BFLOAT16, "initial_state": True},
-        PACKED | {"normalizer": 2},
-    ],
-    ids=str,
-)
-def test_outputs_in_long_chunks(kernels, sizes):
-    check_forward(kernels, C=128, K=128, V=128, **sizes)
-
-
-@pytest.mark.parametrize("length", [192, 256])
-@pytest.mark.parametrize(
-    "sizes", [{"T": 600, "B": 2}, {"lengths": (100, 0, 500, 1)}, {"T": 600, "gates": "none"}], ids=str
-)
-def test_segments_in_long_chunks(kernels, sizes, length):
-    """Segments of 192 tokens end within a chunk, whose other tokens belong to the next segment."""
-    x = inputs(K=128, V=128, initial_state=True, **sizes)
-    (B, T, Hv, V), K = x.v.shape, x.k.shape[3]
-    o, final, plan = unwritten(B, T, Hv, V), states_of(x), segment_plan(x, length)
-    segments, S, D = built_states(kernels, x, False, None, length, o)
-    recurrence = Recurrence(x.k, x.v, x.g, x.initial_state, final)
-    entering = unwritten(*S.shape, dtype=torch.float32)
-    gluon_on_cpu.run(launch_scan(plan, recurrence, segments, S, D, entering))
-    tensors = Tensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, o, None, entering=entering)
-    outputs = ForwardPlan(None, parameters_of(x, 128), plan)  # pyright: ignore[reportArgumentType]
-    gluon_on_cpu.run(kernels.forward_head_128.launch_outputs(outputs, tensors, segments, K**-0.5, None))
-    expected = oracle.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, x.cu_seqlens)
-    for found, truth in zip((o, final), expected, strict=True):
-        assert relative_error(found, truth) <= budget(BFLOAT16)
-
-
 @pytest.mark.parametrize("form", ["head", "key"])
 @pytest.mark.parametrize("factors", [(1e-6, 1e4, 1e4), (1e6, 1e-6, 1e9), (1e-4, 1e-4, 1e-6)], ids=str)
 def test_outputs_of_float32_in_range(kernels, form, factors):
@@ -239,11 +177,8 @@ def test_outputs_of_float16_in_range(kernels, form, factors, sizes):
     check_forward(kernels, dtype=torch.float16, gate_form=form, factors=factors, T=300, **sizes)
 
 
-def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, C=64, **sizes):
-    """Checks outputs and a pool: sequences 1 and 3 are new or have no slot; with a length, sequences are cut.
-
-    With chunks of C = 128 tokens there are no checkpoints.
-    """
+def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **sizes):
+    """Checks outputs and a pool: sequences 1 and 3 are new or have no slot; with a length, sequences are cut."""
     x = inputs(**{"lengths": (130, 65, 0, 70, 3), "padding": 10, **sizes})
     (B, T, Hv, V), K = x.v.shape, x.k.shape[3]
     shape = (9, Hv, V, K) if v_first else (9, Hv, K, V)
@@ -251,14 +186,13 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, C=
     pool = pool.mT if v_first else pool
     read, write = torch.tensor([8, 1, 1, -1, 4]), torch.tensor([8, 3, 7, 9, 5], dtype=torch.int32)
     has_state = torch.tensor([True, False, True, True, True])
-    kept = (torch.tensor([128, 64, 64, 64, 64]), torch.tensor([0, -1, 6, 2, 4])) if C == 64 else (None, None)
+    kept = (torch.tensor([128, 64, 64, 64, 64]), torch.tensor([0, -1, 6, 2, 4]))
     given = (x.cu_seqlens, read, write, None, has_state, *kept)
     o, states = oracle.chunk_gla_pool(x.q, x.k, x.v, x.g, pool, *given)
     found, before = unwritten(B, T, Hv, V, dtype=x.q.dtype), pool.clone()
     slots = Slots(read, write, has_state, *kept, len(pool), -1)
-    parameters = parameters_of(x, C)
-    checkpoints = pool if C == 64 else None
-    tensors = Tensors(x.q, x.k, x.v, x.g, None, x.cu_seqlens, found, None, checkpoints, pool=pool)
+    parameters = Parameters(C=64, BK=64 if K <= 64 else 128, BV=64 if V <= 64 else 128, stages=2)
+    tensors = Tensors(x.q, x.k, x.v, x.g, None, x.cu_seqlens, found, None, pool, pool=pool)
     plan = ForwardPlan(None, parameters)  # pyright: ignore[reportArgumentType]
     if length is None:
         segments = whole(B, T, x.cu_seqlens, found, slots)
@@ -269,10 +203,11 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, C=
         recurrence = Recurrence(x.k, x.v, x.g, pool, pool, in_slots=True)
         gluon_on_cpu.run(launch_scan(plan.segments, recurrence, segments, S, D, S))
         tensors = tensors._replace(entering=S)
-    gluon_on_cpu.run(launcher_of(kernels, x, C)(plan, tensors, segments, K**-0.5, None))
+    kernel = kernels.forward if x.g is not None and x.g.ndim == 4 else kernels.forward_head
+    gluon_on_cpu.run(kernel.launch_outputs(plan, tensors, segments, K**-0.5, None))
     assert relative_error(found, o) <= budget(x.q.dtype)
     allowed = max(budget(x.q.dtype), budget(pool_dtype))
-    assert sorted(states) == ([0, 2, 3, 5, 7, 8] if C == 64 else [3, 5, 7, 8])
+    assert sorted(states) == [0, 2, 3, 5, 7, 8]
     assert relative_error(pool[list(states)], torch.stack([*states.values()])) <= allowed
     others = [p for p in range(len(pool)) if p not in states]
     assert torch.equal(pool[others], before[others])
@@ -288,8 +223,6 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, C=
         (64, {"gate_form": "key", "H": 2, "K": 72, "V": 40, "pool_dtype": BFLOAT16}),
         (64, {"gates": "none", "v_first": True}),
         (64, {"dtype": torch.float16, "gate_form": "constant"}),
-        (None, {"C": 128, "K": 128, "V": 128}),
-        (64, {"C": 128, "K": 128, "V": 128, "H": 2, "R": 2, "pool_dtype": BFLOAT16, "v_first": True}),
     ],
     ids=str,
 )
@@ -499,11 +432,6 @@ def test_states_of_segments(kernels, sizes, backwards):
     check_states(kernels, inputs(**sizes), backwards, sizes.get("normalizer"))
 
 
-def segment_plan(x, length):
-    parameters = Parameters(C=64, BK=64, BV=64 if x.v.shape[3] <= 64 else 128, stages=2)
-    return SegmentPlan(length, length, None, parameters, False)  # pyright: ignore[reportArgumentType]
-
-
 def built_states(kernels, x, backwards, normalizer=None, length=128, o=None, slots=None):
     """Returns the segments, their states S from zero, and their decays D, computed from k and v, or from q and v."""
     B, T, Hv, V = x.v.shape
@@ -513,7 +441,9 @@ def built_states(kernels, x, backwards, normalizer=None, length=128, o=None, slo
     S = unwritten(segments.count, Hv, K, V, dtype=torch.float32)
     D = None if x.g is None else unwritten(segments.count, Hv, K, dtype=torch.float32)
     recurrence = Recurrence(x.q if backwards else x.k, x.v, x.g, None, S, 0.3, backwards, normalizer)
-    gluon_on_cpu.run(kernels.states.launch_states(segment_plan(x, length), recurrence, segments, S, D))
+    parameters = Parameters(C=64, BK=64, BV=64 if V <= 64 else 128, stages=2)
+    plan = SegmentPlan(length, length, None, parameters, True)  # pyright: ignore[reportArgumentType]
+    gluon_on_cpu.run(kernels.states.launch_states(plan, recurrence, segments, S, D))
     return segments, S, D
 
 

@@ -56,7 +56,6 @@ TARGETS = {
 FLOAT16, FLOAT32 = {"dtype": torch.float16}, {"dtype": torch.float32}
 TRAINING = {"B": 8, "T": 4096, "H": 16}
 SERVING = {"B": 1, "T": 8192, "H": 16, "packed": True}
-LONG_CHUNKS = {"form": "head", "every": None}
 WIDE = {"B": 8, "T": 2048, "H": 4, "K": 256, "V": 512}
 CALLS = {
     "forward": (forward, "triton_fused", TRAINING),
@@ -68,8 +67,6 @@ CALLS = {
     "forward, float32": (forward, "triton_fused", TRAINING | FLOAT32),
     "forward, TF32": (forward, "triton_fused", TRAINING | FLOAT32),
     "forward, per head": (forward, "triton_fused", TRAINING | {"form": "head"}),
-    "forward, per head in long chunks": (forward, "triton_fused", TRAINING | LONG_CHUNKS),
-    "forward, packed in long chunks": (forward, "triton_fused", SERVING | {"H": 64} | LONG_CHUNKS),
     "forward, constant": (forward, "triton_fused", TRAINING | {"form": "constant"}),
     "forward, Mamba-2": (forward, "triton_fused", TRAINING | {"H": 1, "R": 128, "V": 64, "form": "head"}),
     "forward, grouped": (forward, "triton_fused", TRAINING | {"G": 4, "H": 4}),

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from gla_core.dispatch.backend import CHUNK, Constants, OpCall, checkpoint_dtype
+from gla_core.dispatch.backend import CHUNK, Constants, OpCall, checkpoint_dtype, forward_of_pool
 from gla_triton_kernels.chunk_gla.kernel import BackwardPlan, ForwardPlan, SegmentPlan
 from gla_triton_kernels.chunk_gla.price import (
     BlockTime,
@@ -32,7 +32,7 @@ from gla_triton_kernels.chunk_gla.price import (
     token_bytes,
     whole,
 )
-from gla_triton_kernels.chunk_gla.seen import pool_seen_by_kernels, seen_by_kernels
+from gla_triton_kernels.chunk_gla.seen import seen_by_kernels
 from gla_triton_kernels.cost import gpu_of_constants, in_all
 from gla_triton_kernels.runtime.architecture import Gpu
 
@@ -96,7 +96,7 @@ def pool_predictor(plan: Callable[[OpCall, Gpu], list[tuple[OpCall, ForwardPlan]
     """Returns the function that predicts the seconds of chunk_gla_pool: those of a forward that begins with states."""
 
     def seconds(call: OpCall, c: Constants) -> float:
-        planned = plan(pool_seen_by_kernels(call), gpu_of_constants(c))
+        planned = plan(forward_of_pool(call), gpu_of_constants(c))
         kernels = [x for rows, each in planned for x in forward_prices(rows, each, c)]
         states = math.prod(call.dims[name] for name in ("N", "Hv", "K", "V"))
         kept = 4 * states / c["bandwidth"] if "checkpoint_offsets" in call.given else 0.0

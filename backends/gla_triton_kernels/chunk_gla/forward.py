@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gla_core.dispatch.backend import OpCall, new_checkpoints
+from gla_core.dispatch.backend import OpCall, forward_of_pool, new_checkpoints
 from gla_triton_kernels.chunk_gla.cost import forward_prices
 from gla_triton_kernels.chunk_gla.cutting import (
     INTERPRETED_SEGMENT,
@@ -25,7 +25,7 @@ from gla_triton_kernels.chunk_gla.cutting import (
 )
 from gla_triton_kernels.chunk_gla.general import kernels as general
 from gla_triton_kernels.chunk_gla.kernel import ForwardPlan, OutputKernel, Parameters, SegmentPlan, first_able, refusals
-from gla_triton_kernels.chunk_gla.seen import copied_for_invariance, pool_seen_by_kernels, seen_by_kernels
+from gla_triton_kernels.chunk_gla.seen import copied_for_invariance, seen_by_kernels
 from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu, gpu_of_call
 
@@ -148,7 +148,7 @@ def explained(plan: Plan) -> Callable[[OpCall], list[str]]:
 
     def lines(call: OpCall) -> list[str]:
         gpu = gpu_of_call(call)
-        seen = pool_seen_by_kernels(call) if call.op == "chunk_gla_pool" else seen_by_kernels(call, gpu)
+        seen = forward_of_pool(call) if call.op == "chunk_gla_pool" else seen_by_kernels(call, gpu)
         chosen = plan(seen, gpu, KERNELS)[0][1]
         found = f"kernel {chosen.outputs.name}"
         if chosen.segments is not None:
@@ -221,7 +221,7 @@ def prepare_pool(call: OpCall, plan: Plan, kernels: Sequence[OutputKernel] = KER
     from gla_triton_kernels.chunk_gla.tensors import Tensors, with_copies
     from gla_triton_kernels.runtime.prepared import Launches, rehearsed
 
-    forward = pool_seen_by_kernels(call)
+    forward = forward_of_pool(call)
     copied, pad, normalizer = copied_for_invariance(forward), call.scalars["pad_slot"], call.scalars["gate_normalizer"]
     plans = [] if call.dims["N"] == 0 else plan(forward, gpu_of_call(call), kernels)
 

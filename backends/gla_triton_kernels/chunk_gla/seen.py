@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from gla_core.dispatch.backend import CHUNK, OpCall, ceil_div, contiguous_layout, forward_of_pool
+from gla_core.dispatch.backend import OpCall, ceil_div, contiguous_layout
 from gla_triton_kernels.runtime.architecture import Gpu
 from gla_triton_kernels.runtime.tma import addressable
 
@@ -61,16 +61,6 @@ def seen_by_kernels(call: OpCall, gpu: Gpu) -> OpCall:
         copied = shape != layout.shape or name in clones
         layouts[name] = contiguous_layout(shape, layout.dtype) if copied else layout
     return replace(call, dims={**call.dims, "K": K, "V": V}, layouts=layouts)
-
-
-def pool_seen_by_kernels(call: OpCall) -> OpCall:
-    """Returns a call of chunk_gla_pool as the call of chunk_gla_fwd that kernels plan.
-
-    If it keeps states, at multiples of CHUNK tokens, it has an interval of checkpoints.
-    """
-    forward = forward_of_pool(call)
-    every = CHUNK if "checkpoint_offsets" in call.given else None
-    return replace(forward, scalars={**forward.scalars, "checkpoint_every": every})
 
 
 def copied_for_invariance(call: OpCall) -> frozenset[str]:

@@ -34,8 +34,6 @@ the chunked form; Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060), for on
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false
 from __future__ import annotations
 
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -82,9 +80,11 @@ def launch_outputs(
     See `launch_outputs` of general/forward.py for the arguments, and the one of forward.py for what may overlap.
     """
     x, units, before = in_half(x, ("q", "k", "v"), x.cu_seqlens)
+    T, H, K = x.k.shape[1:]
+    Hv, V = x.v.shape[2:]
     kernel, W = plan.parameters, 64
-    K, (Hv, V) = x.k.shape[3], x.v.shape[2:]
     heads = kernel.BV // W if V <= W else 1
+    g_b, g_t, g_h = (0, 0, 0) if x.g is None else (0, 0, *x.g.stride())[-3:]
     s_desc = checkpoint_tiles(x.checkpoints, kernel.BK, W) if x.pool is None else None
     arguments = {
         "q_desc": shared_tiles(x.q, kernel.C, kernel.BK),
@@ -93,27 +93,6 @@ def launch_outputs(
         "o_desc": shared_tiles(x.o, kernel.C, W) if not before else None,
         "s_desc": s_desc,
         "checkpoints": None if s_desc is not None else x.checkpoints,
-        **units,
-        **common_arguments(x, segments, scale, normalizer),
-        "every": every or 0,
-        "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
-        "K": K,
-        "V": V,
-        "STAGES": kernel.stages,
-        "GROUPS": kernel.BV // W,
-        "HEADS": heads,
-    }
-    grid = (ceil_div(V, kernel.BV) * segments.count * (Hv // heads), 1, 1)
-    options = {"num_warps": kernel.warps, "maxnreg": 128}
-    if overlaps(plan, segments) and not before:  # otherwise the kernel waits until q, k and v have been converted
-        options["launch_pdl"] = True
-    return [*before, Launch(_chunk_gla_fwd_head_kernel, grid, arguments, options)]
-
-
-def common_arguments(x: Tensors, segments: Segments, scale: float, normalizer: int | None) -> dict[str, Any]:
-    """Returns the arguments that the kernels for one gate of each head share: gates, states and segments."""
-    g_b, g_t, g_h = (0, 0, 0) if x.g is None else (0, 0, *x.g.stride())[-3:]
-    return {
         "g_ptr": x.g,
         "o_ptr": x.o,
         "initial_state": x.initial_state,
@@ -122,21 +101,30 @@ def common_arguments(x: Tensors, segments: Segments, scale: float, normalizer: i
         "order": segments.order,
         "pool": x.pool,
         "slots": segments.slots,
+        **units,
         "scale": scale,
         "g_b": g_b,
         "g_t": g_t,
         "g_h": g_h,
         **state_strides("state_", x.initial_state if x.pool is None else x.pool),
-        **lengths_of(x.k.shape[1], segments),
-        "Hv": x.v.shape[2],
-        "R": x.v.shape[2] // x.k.shape[2],
+        **lengths_of(T, segments),
+        "every": every or 0,
+        "rows": 0 if x.checkpoints is None else x.checkpoints.shape[1],
+        "Hv": Hv,
+        "R": Hv // H,
+        "K": K,
+        "V": V,
         "NORMALIZER": normalizer,
+        "STAGES": kernel.stages,
+        "GROUPS": kernel.BV // W,
+        "HEADS": heads,
     }
-
-
-def overlaps(plan: ForwardPlan, segments: Segments) -> bool:
-    """Returns whether the kernel may start while its predecessor ends."""
-    return segments.order is not None if plan.segments is None else plan.segments.overlap
+    grid = (ceil_div(V, kernel.BV) * segments.count * (Hv // heads), 1, 1)
+    options = {"num_warps": kernel.warps, "maxnreg": 128}
+    overlaps = segments.order is not None if plan.segments is None else plan.segments.overlap
+    if overlaps and not before:  # otherwise the kernel waits until q, k and v have been converted
+        options["launch_pdl"] = True
+    return [*before, Launch(_chunk_gla_fwd_head_kernel, grid, arguments, options)]
 
 
 @gluon.jit
@@ -161,15 +149,6 @@ def _load_warp(given, HEADS: gl.constexpr, STAGES: gl.constexpr):
             v_tile = v_tiles.index(GROUPS * slot + w)
             at = [b, h + w, t, 0] if HEADS > 1 else [b, h, t, column + w * W]
             tma.async_copy_global_to_shared(v_desc, at, full.index(slot), v_tile)
-
-
-@gluon.jit
-def store_sums(tiles, at, b, b_end, layout: gl.constexpr):
-    """Stores b [C], exp(b_C - b) and exp(b_C); b and b_C are given in float64, base 2. `layout` is of one number."""
-    sums, decays = tiles
-    sums.index(2 * at).store(b.to(gl.float32))
-    sums.index(2 * at + 1).store(gl.exp2((b_end - b).to(gl.float32)))
-    decays.index(at).store(gl.full([1], gl.exp2(b_end.to(gl.float32)), gl.float32, layout))
 
 
 @gluon.jit
@@ -208,8 +187,12 @@ def _gate_warps(
         if HAS_GATE:
             # The state warps have read what was written to this slot before: the load warp has waited for them.
             for j in gl.static_range(HEADS):
+                at = HEADS * slot + j
                 b, b_end = sums_of_heads[j]
-                store_sums((sums, decays), HEADS * slot + j, b, b_end, gl.SliceLayout(1, layout))
+                sums.index(2 * at).store(b.to(gl.float32))
+                sums.index(2 * at + 1).store(gl.exp2((b_end - b).to(gl.float32)))
+                decay = gl.exp2(b_end.to(gl.float32))
+                decays.index(at).store(gl.full([1], decay, gl.float32, gl.SliceLayout(1, layout)))
         if PACKED:
             clear_rows(k_tiles.index(slot).reshape([C, BK]), rows, layout)
             if q_tiles.dtype == gl.float16:  # the unit of the scores is the one of their largest number

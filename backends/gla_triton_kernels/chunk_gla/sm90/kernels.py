@@ -29,7 +29,6 @@ from gla_triton_kernels.chunk_gla.price import (
     gate_itemsize,
     kernel_seconds,
     moved_bytes,
-    whole,
 )
 from gla_triton_kernels.chunk_gla.seen import not_addressable
 from gla_triton_kernels.runtime.architecture import Gpu
@@ -41,12 +40,6 @@ TILES = 200 * 2**10
 """The most bytes of a multiprocessor's shared memory that tiles fill."""
 STATE_KEYS = 128
 """The most keys of a state that a block of states.py builds."""
-
-LONG_CHUNKS = Parameters(C=128, BK=128, BV=128, tma=True)
-"""The launch parameters of forward_head_128.py."""
-LONG_CHUNK_TOKENS = 512
-"""The mean length of sequences from which forward_head_128.py is used, since their last chunks are half empty. Not
-measured."""
 
 START = 2.5e-6
 """Seconds before the first step of a block. This and the times below were fitted to times on an H200."""
@@ -158,10 +151,9 @@ def _load_forward() -> LaunchFunction:
 
 
 def _load_forward_head() -> LaunchFunction:
-    from gla_triton_kernels.chunk_gla.sm90 import forward_head, forward_head_128
+    from gla_triton_kernels.chunk_gla.sm90.forward_head import launch_outputs
 
-    launch = {64: forward_head.launch_outputs, 128: forward_head_128.launch_outputs}
-    return lambda plan, *given: launch[plan.parameters.C](plan, *given)
+    return launch_outputs
 
 
 def _load_forward_wide() -> LaunchFunction:
@@ -212,27 +204,10 @@ def _forward(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
 
 
 def _forward_head(call: OpCall, gpu: Gpu, sequences: int) -> Parameters:
-    """Returns the launch parameters of forward_head.py: a block has two value heads if they share q and k.
-
-    If they are `LONG_CHUNKS`, forward_head_128.py computes the call.
-    """
+    """Returns the launch parameters of forward_head.py: a block has two value heads if they share q and k."""
     Hv, V = call.dims["Hv"], call.dims["V"]
     fit = sequences * Hv * ceil_div(V, 64) <= gpu.multiprocessors
-    if not fit and _has_long_chunks(call):
-        return LONG_CHUNKS
     return _output_parameters(call, 64 if fit or (V <= 64 and not _in_pairs(call)) else 128)
-
-
-def _has_long_chunks(call: OpCall) -> bool:
-    """Returns whether forward_head_128.py computes a call, and is expected to be faster than forward_head.py.
-
-    Batch-invariant calls have the same chunks with checkpoints and without.
-    """
-    if call.dtype != torch.bfloat16 or (call.dims["K"], call.dims["V"]) != (128, 128):
-        return False
-    if call.batch_invariant is not None or call.scalars.get("checkpoint_every") is not None:
-        return False
-    return whole(call).mean >= LONG_CHUNK_TOKENS
 
 
 def _in_pairs(call: OpCall) -> bool:
@@ -261,7 +236,7 @@ def _forward_time(call: OpCall, x: Parameters) -> BlockTime:
 
 
 def _forward_head_time(call: OpCall, x: Parameters) -> BlockTime:
-    step = (HEAD_STEP + HEAD_TILE * (x.BK // 64)) * (x.C // 64)
+    step = HEAD_STEP + HEAD_TILE * (x.BK // 64)
     shared = 2 if x.BV == 128 and _in_pairs(call) else 1  # value heads of a block
     return BlockTime(x.C, x.BV, START, step * (NARROW if x.BV == 64 else 1), shared)
 
