@@ -48,8 +48,8 @@ def serving(spec: OpSpec) -> Callable[[tuple, str | None], Tensor]:
             tell_autograd(*memory, out)
             return o
         q, k, v, g, *cast = autocast.tokens(q, k, v, g, *[args[i] for i in like_q])
-        for i, x in zip(like_q, cast, strict=True):
-            others[i - 4] = x
+        casts = dict(zip(like_q, cast, strict=True))
+        others = [casts.get(i, args[i]) for i in range(4, scale_at)]
         refuse_tangents(q, k, v, g, *others)
         if transformed():
             refuse_in_place()
