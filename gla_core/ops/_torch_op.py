@@ -161,7 +161,7 @@ def _as_torch_op(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _differentiable(
-    name: str, run: Callable, op: TorchOp, setup_context: Callable, backward: Callable, vmap: Callable
+    name: str, run: Callable, op: Any, setup_context: Callable, backward: Callable, vmap: Callable
 ) -> TorchOp:
     """Returns a function that calls the op, in eager mode and under torch.func as an `autograd.Function`.
 
