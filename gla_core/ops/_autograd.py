@@ -50,7 +50,7 @@ def gradient(
         found = output if isinstance(output, tuple) else (output,)
         ctx.mark_non_differentiable(*[found[i] for i in without_gradient if found[i] is not None])
         ctx.set_materialize_grads(False)  # zeros for checkpoints would be as large as the checkpoints
-        absent: tuple[int, ...] = ()  # the results that are None; outside eager mode these are empty tensors of one dimension
+        absent: tuple[int, ...] = ()  # results that are None, but outside eager mode empty tensors of one dimension
         for i, is_asked_for in optional:
             x = found[i]
             if x is not None and x.ndim == 1 and not is_asked_for(dict(zip(parameters, inputs, strict=False))):
