@@ -12,6 +12,7 @@ of all backends. The regret is the product of the two ratios, with the ratio for
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -142,9 +143,17 @@ def select(call: OpCall, request: Request) -> Backend:
 def makes_checkpoints(op: str, request: Request) -> bool:
     """Returns whether all backends that a request names return checkpoints; if it names none, whether one does."""
     choice = request.choice(op)
-    named = [registry.get(name, f"{choice.source}: ") for name in choice.names]
+    return _make_checkpoints(op, choice.names, choice.source)
+
+
+@functools.lru_cache(maxsize=4096)
+def _make_checkpoints(op: str, names: tuple[str, ...], source: str) -> bool:
+    named = [registry.get(name, f"{source}: ") for name in names]
     able = (backend.can(op).checkpoints for backend in named or registry.installed().values())
     return all(able) if named else any(able)
+
+
+registry.on_change.append(_make_checkpoints.cache_clear)
 
 
 def explain_call(call: OpCall, request: Request) -> Explanation:

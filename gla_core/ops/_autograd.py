@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gla_core.ops.spec import OpSpec, size_of
+from gla_core.ops.spec import OpSpec, picker, size_of
 
 
 def gradient(
@@ -35,42 +35,48 @@ def gradient(
     kept = [argument for argument in backward.arguments if argument.name in given]
     tensors = [argument.name for argument in kept if argument.dtype is not None]
     others = [argument.name for argument in kept if argument.dtype is None]
-    tensors_at, others_at = ([given.index(name) for name in names] for names in (tensors, others))
+    tensors_of, others_of = (picker([given.index(name) for name in names]) for names in (tensors, others))
     # The arguments of the backward come from the kept tensors, the other kept values, and the incoming gradients.
     sources = [*tensors, *others, *(f"d{name}" for name in results)]
-    order = [sources.index(name) for name in backward.parameters]
+    arguments_of = picker([sources.index(name) for name in backward.parameters])
     required = [i for i, a in enumerate(backward.arguments) if a.type == "Tensor" and a not in kept]
     likes = [result.name.removeprefix("d") for result in backward.results]
-    places = [(forward.parameters.index(like), backward.parameters.index(like)) for like in likes]
+    likes_of = picker([backward.parameters.index(like) for like in likes])
     parameters, number = forward.parameters, len(forward.parameters)
+    # There is no gradient for needs_grad and the request; a None stands behind the gradients.
+    gradients_of = picker([likes.index(name) if name in likes else -1 for name in (*parameters, "", "")])
 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        found = list(output) if isinstance(output, tuple) else [output]
+        found = output if isinstance(output, tuple) else (output,)
         ctx.mark_non_differentiable(*[found[i] for i in without_gradient if found[i] is not None])
         ctx.set_materialize_grads(False)  # zeros for checkpoints would be as large as the checkpoints
-        named = dict(zip(parameters, inputs, strict=False))
+        absent: tuple[int, ...] = ()  # results that are None, but outside eager mode empty tensors of one dimension
         for i, is_asked_for in optional:
-            if not is_asked_for(named):
-                found[i] = None  # outside eager mode it is an empty tensor
+            x = found[i]
+            if x is not None and x.ndim == 1 and not is_asked_for(dict(zip(parameters, inputs, strict=False))):
+                absent = (*absent, i)
+        found = _without(found, absent) if absent else found
         values = (*inputs[:number], *found)
-        ctx.save_for_backward(*[values[i] for i in tensors_at])
-        ctx.others = [values[i] for i in others_at]
-        ctx.returned = [x is not None for x in found]
-        ctx.backend = inputs[-1]
+        ctx.save_for_backward(*tensors_of(values))
+        ctx.kept = others_of(values), absent, inputs[-1]
 
     def run(ctx: Any, *incoming: Tensor | None) -> tuple:
-        ds = [d if is_there else None for d, is_there in zip(incoming, ctx.returned, strict=True)]
-        found = [*ctx.saved_tensors, *ctx.others, *ds]
-        args = [found[i] for i in order]
+        others, absent, request = ctx.kept
+        ds = _without(incoming, absent) if absent else incoming
+        args = arguments_of((*ctx.saved_tensors, *others, *ds))
         for i in required:
             if args[i] is None:
-                args[i] = _zeros(backward, args, i)
-        gradients: list[Tensor | None] = [None] * (number + 2)  # none for needs_grad and the request
-        for (place, like), d in zip(places, run_backward(*args, ctx.backend), strict=True):
-            gradients[place] = None if args[like] is None else d
-        return tuple(gradients)
+                args = (*args[:i], _zeros(backward, args, i), *args[i + 1 :])
+        found = run_backward(*args, request)
+        gradients = [None if x is None else d for x, d in zip(likes_of(args), found, strict=True)]
+        return gradients_of((*gradients, None))
 
     return setup_context, run
+
+
+def _without(values: tuple, places: Sequence[int]) -> tuple:
+    """Returns the values, with None at these places."""
+    return tuple(None if i in places else x for i, x in enumerate(values))
 
 
 def _zeros(op: OpSpec, args: Sequence[Any], i: int) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._pytree import _register_namedtuple
@@ -22,7 +23,7 @@ from gla_core.ops import _flops, autocast
 from gla_core.ops._over_mesh import taking_dtensors, taking_dtensors_of_rows
 from gla_core.ops._run import bypasses_torch, transformed
 from gla_core.ops._run import run as run_op
-from gla_core.ops.spec import OpSpec, trailing_optional
+from gla_core.ops.spec import OpSpec, picker, trailing_optional
 
 _library = torch.library.Library("gla", "DEF")
 
@@ -58,7 +59,8 @@ def runner(spec: OpSpec, *last: Any) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         values, needs_grad, backend = arguments(args)
         found = run_op(spec, spec.prepared(values), needs_grad, backend)
-        tell_autograd(*(values[i] for i in written))
+        if written:
+            tell_autograd(*[values[i] for i in written])
         return tuple(found) if isinstance(found, list) else found
 
     return run
@@ -160,31 +162,53 @@ def _as_torch_op(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _differentiable(
-    name: str, run: Callable, op: TorchOp, setup_context: Callable, backward: Callable, vmap: Callable
+    name: str, run: Callable, op: Any, setup_context: Callable, backward: Callable, vmap: Callable
 ) -> TorchOp:
     """Returns a function that calls the op, in eager mode and under torch.func as an `autograd.Function`.
 
     In eager mode this takes half the time of PyTorch's dispatcher. PyTorch inspects the signature of a Function with
-    setup_context in every call, so the Function of eager mode has no setup_context.
+    setup_context in every call, so the Function of eager mode has no setup_context. Its first argument is a tuple of
+    all arguments, and the others are the tensors among them: autograd takes time for each argument.
     """
+    tensors_of = picker([i for i, argument in enumerate(op._schema.arguments) if "Tensor" in str(argument.type)])
 
     def forward(*args: Any) -> Any:
         return _without_none(args[0], run(*args)) if bypasses_torch(args[0]) else op(*args)
 
-    def forward_eagerly(ctx: Any, *args: Any) -> Any:
+    def forward_eagerly(ctx: Any, args: tuple, *_: Any) -> Any:
         found = run(*args)
         setup_context(ctx, args, found)
         return found
 
+    def backward_eagerly(ctx: Any, *grads: Any) -> tuple:
+        return None, *tensors_of(backward(ctx, *grads))
+
     func = _function(name, forward=forward, setup_context=setup_context, backward=backward, vmap=vmap, jvp=_refuse_jvp)
-    eager = _function(name, forward=forward_eagerly, backward=backward, jvp=_refuse_jvp)
+    eager = _function(name, forward=forward_eagerly, backward=backward_eagerly, jvp=_refuse_jvp)
+    # `Function.apply` would first look for tensors of torch.func among the arguments.
+    without_torch_func: Any = super(torch.autograd.Function, eager)
+    apply = without_torch_func.apply
 
     def call(*args: Any) -> Any:
         if bypasses_torch(args[0]):
-            return eager.apply(*args) if torch.is_grad_enabled() else run(*args)
+            if not torch.is_grad_enabled():
+                return run(*args)
+            try:
+                return apply(args, *tensors_of(args))
+            except RuntimeError:
+                if not any(map(_has_outlived_a_transform, args)):
+                    raise
         return op(*args) if is_compiling() or not transformed() else func.apply(*args)
 
     return call
+
+
+def _has_outlived_a_transform(x: Any) -> bool:
+    """Returns whether x is a tensor of torch.func that has left its transform. It has no address, unlike what it wraps.
+
+    PyTorch's dispatcher takes the wrapper off.
+    """
+    return isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)
 
 
 def _function(name: str, **members: Callable) -> Any:

@@ -213,18 +213,19 @@ def chunk_gla(
     if state_v_first:
         initial_state = checks.transposed(initial_state)
     c = None if gate is None else checks.normalizer(gate, gate_normalizer, g)
-    needs_grad = needs_gradient(q, k, v, g, initial_state)
-    if not needs_grad and bypasses_torch(q):
+    needs_grad, directly, every = needs_gradient(q, k, v, g, initial_state), bypasses_torch(q), checkpoint_every
+    if directly:
         scale = scale_or_default(q, scale)
-        args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, checkpoint_every, c, max_seqlen)
-        o, state, checkpoints = run(FORWARD, args, False, backend)
     else:
         q, k, v, g = autocast.tokens(q, k, v, g)
         refuse_tangents(q, k, v, g, initial_state)
-        every = checkpoint_every
-        if every is None and needs_grad and q.is_cuda:
-            every = interval_for_backward(backend)
-        args = (q, k, v, g, plain_number(scale), initial_state, output_final_state, cu_seqlens, every, c, max_seqlen)
+        scale = plain_number(scale)
+    if every is None and needs_grad and q.is_cuda:
+        every = interval_for_backward(backend)
+    args = (q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, every, c, max_seqlen)
+    if directly and not needs_grad:
+        o, state, checkpoints = run(FORWARD, args, False, backend)
+    else:
         o, state, checkpoints = torch_fwd(*args, needs_grad, request_text(backend))
         state = state if output_final_state else None
     if state_v_first:

@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import numbers
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -525,6 +526,13 @@ def layout_of(x: Tensor) -> Layout:
     except RuntimeError:  # a tensor without values has no address
         aligned = True
     return Layout(tuple(x.shape), x.stride(), x.dtype, aligned)
+
+
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple]:
+    """Returns a function that takes a sequence, and returns its elements at these places, as a tuple."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda x: tuple(x[i] for i in places)
 
 
 def trailing_optional(arguments: Sequence[Argument]) -> int:

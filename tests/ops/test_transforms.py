@@ -38,6 +38,22 @@ def test_grad_equals_autograd(x):
         torch.testing.assert_close(a, b)
 
 
+def test_tensors_that_have_left_a_transform_count_as_what_they_wrap(x):
+    left = []
+
+    def total(q, k):
+        left.extend((q, k))
+        return (q.sum() + k.sum()).square()
+
+    grad(total, (0, 1))(x.q, x.k)
+    q, k = left
+    v = x.v.clone().requires_grad_()
+    expected = torch.autograd.grad(gla.chunk_gla(x.q, x.k, v, x.g)[0].sum(), v)
+    for arguments in ((q, x.k), (x.q, k), (q, k)):
+        found = torch.autograd.grad(gla.chunk_gla(*arguments, v, x.g)[0].sum(), v)
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_vmap_goes_over_any_of_the_inputs(x, backend):
     def op(q, g):

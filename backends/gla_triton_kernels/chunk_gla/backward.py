@@ -158,6 +158,9 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
         return [*before, *computed, *after, *cleared]
 
     launched = Launches(call.device, describe)
+    inputs = [call.layouts.get(name) for name in ("q", "k", "v", "g")]
+    are_contiguous = call.layouts and all(x is None or x.is_contiguous for x in inputs)
+    like = torch.empty_like if are_contiguous else _contiguous_like
 
     def run(
         q: Tensor,
@@ -173,7 +176,7 @@ def prepare(call: OpCall, plan: Plan, kernels: Sequence[GradientKernel] = KERNEL
         dstate: Tensor | None,
         gate_normalizer: int | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        dq, dk, dv, dg = _like(q), _like(k), _like(v), None if g is None else _like(g)
+        dq, dk, dv, dg = like(q), like(k), like(v), None if g is None else like(g)
         dinitial = None if initial_state is None else v.new_empty(N, Hv, K, V, dtype=torch.float32)
         if empty:
             for y in (dq, dk, dv, dg):
@@ -199,9 +202,9 @@ def _without_unusable_checkpoints(call: OpCall) -> OpCall:
     return replace(call, scalars={**call.scalars, "checkpoint_every": None})
 
 
-def _like(x: Tensor) -> Tensor:
-    """Returns new, contiguous memory for the gradient of x."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)  # takes half of the time of torch.empty
+def _contiguous_like(x: Tensor) -> Tensor:
+    """Returns new, contiguous memory for the gradient of x; takes longer than torch.empty_like(x)."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def launches(plan: BackwardPlan, x: BackwardTensors, scale: float, normalizer: int | None = None) -> list[Launch]:
