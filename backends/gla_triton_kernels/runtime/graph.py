@@ -43,7 +43,7 @@ class Graph:
                 _call("cuStreamEndCapture", stream, byref(graph))
             after.callback(_call, "cuGraphDestroy", graph)
             _call("cuGraphInstantiateWithFlags", byref(executable), graph, ctypes.c_ulonglong(0))
-        self._launch = functools.partial(_driver().cuGraphLaunch, executable)
+        self._executable = executable
         weakref.finalize(self, _destroy, executable).atexit = False
 
     def start(self, stream: int) -> None:
@@ -52,10 +52,10 @@ class Graph:
         Raises:
             RuntimeError: the driver refuses; no launch was made.
         """
-        status = self._launch(c_void_p(stream))
+        status = _driver().cuGraphLaunch(self._executable, c_void_p(stream))
         if status == _INVALID_CONTEXT:
             _call("cuCtxSetCurrent", self._context)
-            status = self._launch(c_void_p(stream))
+            status = _driver().cuGraphLaunch(self._executable, c_void_p(stream))
         _check("cuGraphLaunch", status)
 
 
