@@ -41,12 +41,14 @@ def kit(backend, device, tests=""):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
 def test_kernels(backend, device):
-    sample = SAMPLE if backend == "triton_fused" else f"{SAMPLE} and not test_recurrent"  # both run the same steps
+    few = "short and (test_values or test_gradients) and not test_recurrent"  # the kernels that only parallel_scan has
+    sample = SAMPLE if backend == "triton_fused" else few
     kit(backend, device, sample if device == "cpu" else "")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_parallel_scan_in_pytorch():
-    """Values in every dtype, the rest in float32; `make conformance` runs all."""
-    assert run("parallel_scan", "cpu", select="not test_torch and (float32 or test_values or test_refusals)") == 0
+    """Values in every dtype, the rest of the smallest workloads in float32; `make conformance` runs all."""
+    rest = "float32 and (small or short or packed) and not test_torch"
+    assert run("parallel_scan", "cpu", select=f"test_values or test_refusals or {rest}") == 0

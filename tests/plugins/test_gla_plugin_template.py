@@ -145,6 +145,7 @@ def test_it_appears_and_is_chosen(installed):
     assert str(ROOT / "gla_core") not in where
 
 
+@pytest.mark.thorough
 def test_it_passes_conformance_from_the_folder_that_is_edited(installed):
     folder = installed("pwd -P").strip()
     assert f"judges online_softmax from {folder}/my_softmax/online_softmax.py" in installed(BLOCKS[2])
