@@ -14,6 +14,7 @@ import os
 import runpy
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -26,6 +27,10 @@ GPU = torch.cuda.is_available() and not INTERPRETED
 
 if INTERPRETED:
     runpy.run_path(str(Path(__file__).with_name("quick_interpreter.py")))
+
+
+hypothesis.settings.register_profile("any speed", deadline=None)  # a slow machine fails no test
+hypothesis.settings.load_profile("any speed")
 
 
 def pytest_addoption(parser):

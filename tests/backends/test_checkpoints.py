@@ -59,11 +59,13 @@ def check(forward, every, initial_state=True, first=0, **sizes):
     assert not found[unused].any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("T", "every"), [(0, 64), (5, 64), (64, 64), (65, 128), (200, 64), (200, 128), (200, 192)])
 def test_equal_sequences(forward, device, T, every):
     check(forward, every, T=T, B=2, G=2, device=device)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gates", ["none", "-inf"] if INTERPRETED else ["none", "mild", "strong", "-inf"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gates(forward, device, gates, dtype):

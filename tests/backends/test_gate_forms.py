@@ -45,6 +45,7 @@ def test_packed_sequences(backend, device, form, heads, gates):
     check(backend, device, gate_form=form, gates=gates, **sizes)
 
 
+@pytest.mark.thorough
 @pytest.mark.kernels
 @pytest.mark.parametrize("form", ["head", "constant"])
 def test_segments_of_a_batch(backend, device, short_segments, form):
@@ -58,6 +59,7 @@ def test_token_by_token(device, form, heads):
     check("triton_fused", device, torch.float32, B=1, T=9, **heads, K=19, V=16, gate_form=form, gates="-inf")
 
 
+@pytest.mark.thorough
 @pytest.mark.kernels
 @pytest.mark.parametrize("form", ["head", "constant"])
 def test_several_blocks_of_keys_and_values(device, form):

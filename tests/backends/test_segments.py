@@ -79,6 +79,7 @@ def test_boundaries_of_packed_sequences(check, lengths, dtype):
     check(lengths, 64, dtype, uncut=65)
 
 
+@pytest.mark.thorough
 @pytest.mark.kernels
 def test_more_sequences_than_a_program_sees_at_a_time(check, device):
     lengths = [i * 37 % 101 for i in range(3000 if device == "cuda" else 300)]
@@ -245,6 +246,7 @@ def test_states_that_start_from_zero_and_end_nowhere(device, sizes, backwards):
     check_states(backwards, **sizes, carried=False, dtype=torch.float16, device=device)
 
 
+@pytest.mark.thorough
 @pytest.mark.kernels
 @both_directions
 @pytest.mark.parametrize("ends", [{}, {"carried": False, "skip_first": True}], ids=["carried", "from zero"])
@@ -253,6 +255,7 @@ def test_packed_sequences_that_are_a_little_longer_than_a_segment_stay_whole(dev
     check_states(backwards, more=16, lengths=lengths, around=40, **ends, K=4, V=9, device=device)
 
 
+@pytest.mark.thorough
 @pytest.mark.kernels
 @both_directions
 @pytest.mark.parametrize("programs", [1, pytest.param(5, marks=pytest.mark.thorough)])

@@ -213,6 +213,7 @@ def check_pool(kernels, length=None, pool_dtype=torch.float32, v_first=False, **
     assert torch.equal(pool[others], before[others])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("length", "sizes"),
     [

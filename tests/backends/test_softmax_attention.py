@@ -166,6 +166,7 @@ def test_any_scale(softmax_attention, device, dtype, scale):
     check(softmax_attention, *inputs(device, dtype, Tq=17 if INTERPRETED else 70, Tk=300, K=32), True, scale)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scales", [(0.7, -0.7, 0.7), (-0.7, 0.7, -0.7)], ids=str)
 @pytest.mark.parametrize("view", ["slice", "expanded", "heads_first", "odd"])
 def test_scales_of_either_sign_of_a_call_that_is_prepared_once(prepare, device, dtype, view, scales):

@@ -97,6 +97,7 @@ def test_a_pick_that_fails_is_no_success(selection, backend):
 # ---- the file
 
 
+@pytest.mark.thorough
 def test_a_run_is_taken_up_where_it_ended(selection, backend, tmp_path, monkeypatch):
     backend("mine", 0.0, 1e-4)
     monkeypatch.setattr(selection, "calls", lambda device: [("grid", CALL), ("other ops", CALL)])

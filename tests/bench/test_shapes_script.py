@@ -35,6 +35,7 @@ def test_odd_calls(shapes):
     assert sum(call.dims["K"] % 8 == call.dims["V"] % 8 == 0 for call in calls) >= 30
 
 
+@pytest.mark.thorough
 def test_all_parts_are_measured_and_summed_up(shapes, monkeypatch, tmp_path):
     selection = shapes.selection
     monkeypatch.setattr(shapes, "odd_calls", lambda device: [selection.chunk_call(device, 1, 2, 40, 24, 40)])

@@ -44,6 +44,7 @@ def test_how_it_is_computed_leaves_the_losses(train, tmp_path, monkeypatch):
     assert plain != half == pytest.approx(plain, rel=1e-2)
 
 
+@pytest.mark.thorough
 def test_the_seed_decides(train, tmp_path):
     one, again, other = (train(tmp_path / f"{i}", "--steps=3", f"--seed={seed}") for i, seed in enumerate((1, 1, 2)))
     assert one == again
@@ -140,6 +141,7 @@ def test_the_presets_have_the_sizes_that_they_are_named_after():
         assert number == pytest.approx(309e6 if preset == "340m" else named, rel=0.04)  # 256 bytes, not 32,000 tokens
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_share_of_gla_ops(autocast):
     import speed

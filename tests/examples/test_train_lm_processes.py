@@ -79,6 +79,7 @@ def test_killed_while_a_checkpoint_is_written(train, start: Start, losses, tmp_p
     assert sorted(path.name for path in out.iterdir()) == ["loss.png", "step-8"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_processes_read_each_window_together(train, start: Start, losses, tmp_path):
     common = ("--steps=3", "--save-every=3", "--activation-checkpointing")

@@ -110,6 +110,7 @@ def test_packed_reads_no_value_on_the_host(make_layer: Callable) -> None:
     assert [list(inputs.shape) for inputs in state.conv] == [[2, 2, 8], [2, 2, 8], [2, 2, 16]]
 
 
+@pytest.mark.thorough
 def test_compile_packed_with_state_and_step(make_layer: Callable, assert_same_state: Callable) -> None:
     torch._dynamo.reset()
     layer = make_layer("conv_bias")

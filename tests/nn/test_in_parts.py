@@ -138,6 +138,7 @@ def test_a_step_waits_for_no_value(layer, inplace):
     assert (y.shape, packed.shape) == ((3, 16), (1, 7, 16))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layer", ["retention", "mamba2"], indirect=True)
 def test_compiled_once(layer):
     torch._dynamo.reset()

@@ -73,6 +73,7 @@ def test_gradients(make_layer: Callable) -> None:
     assert not found[0][MASK == 0].any()
 
 
+@pytest.mark.thorough
 def test_in_a_compiled_graph(make_layer: Callable) -> None:
     layer = make_layer("conv")
     x = torch.randn(B, T, 16, dtype=torch.float64)

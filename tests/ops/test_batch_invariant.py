@@ -103,6 +103,7 @@ def test_every_form_of_gate(form, device, backend):
         assert relative_error(found, expected) <= 2 * GRADIENT[x.q.dtype]
 
 
+@pytest.mark.thorough
 def test_rows_of_a_batch(device, backend):
     """Two rows of a batch equal themselves as batches of one."""
     x, do, dstate = inputs(device)
@@ -115,6 +116,7 @@ def test_rows_of_a_batch(device, backend):
             assert all(torch.equal(found[own], expected) for found, expected in zip(both, alone, strict=True))
 
 
+@pytest.mark.thorough
 def test_a_prompt_in_two_calls(device, backend):
     """130 tokens equal 64 tokens followed by 66 from the state of the first call, forwards and backwards."""
     x, do, dstate = inputs(device)
@@ -152,6 +154,7 @@ def test_steps(device, backend):
     assert relative_error(o, gla.recurrent_gla_step(q, k, v, g, pool[7:])[0]) <= 2 * FORWARD[q.dtype]
 
 
+@pytest.mark.thorough
 def test_checkpoints_stand_where_they_do_without(device, backend):
     x, _, _ = inputs(device)
     calls = [
