@@ -268,7 +268,7 @@ class GatedLinearAttention(Merging):
             NoBackendError, UnknownBackendError: no backend can serve the request in `backend`.
         """
         given = (x, state, output_final_state, cu_seqlens, max_seqlen, attention_mask, shard)
-        padded = attention_mask is not None  # the tokens of o are then in other places than those of the residual
+        padded = attention_mask is not None  # o is then packed, and the residual is not
         y, after = recurrence.read_sequences(self, *self._functions(None if padded else residual), *given)
         return (residual + y if padded and residual is not None else y), after
 
@@ -298,6 +298,7 @@ class GatedLinearAttention(Merging):
             inplace: whether to write the new states into `state` instead of returning new tensors.
             state_indices: [B] int32 or int64, the row of the pool that each row of the batch reads and writes. No
                 two rows may have the same state. A row with a negative index is skipped: its y is 0.
+            residual: [B, hidden_size], added to y. y may be written into it.
 
         Returns:
             y [B, hidden_size] as in `forward`, and the new state. With `inplace` this is `state` itself; otherwise

@@ -30,7 +30,7 @@ from gla_core.ops import checks
 from gla_core.ops._serving import serving
 from gla_core.ops.chunk_gla import NORMALIZER
 from gla_core.ops.recurrent_gla_step import STEP
-from gla_core.ops.spec import AS_INPUT, GATE, INDICES, INPUT, POOL, WEIGHT, Argument, OpSpec, Result, plain_number
+from gla_core.ops.spec import AS_INPUT, INDICES, POOL, WEIGHT, Argument, OpSpec, Result, plain_number
 
 
 def recurrent_gla_layer_step(
@@ -125,10 +125,7 @@ LAYER_STEP = OpSpec(
     name="recurrent_gla_layer_step",
     public="recurrent_gla_layer_step",
     arguments=(
-        Argument("q", "Tensor", "B Hq K", INPUT),
-        Argument("k", "Tensor", "B H K", AS_INPUT),
-        Argument("v", "Tensor", "B Hv V", AS_INPUT),
-        Argument("g", "Tensor?", "B Hv K", GATE, None, forms={"constant": "Hv", "head": "B Hv", "key": "B Hv K"}),
+        *STEP.arguments[:4],  # q, k, v, g
         Argument("state", "Tensor(a!)", "P Hv K V", POOL),
         Argument("output_gate", "Tensor?", "B Ho V", AS_INPUT, None),
         Argument("norm_weight", "Tensor?", "V", WEIGHT, None),

@@ -52,7 +52,7 @@ class LayerPlan(NamedTuple):
     """Launch parameters of a step of a layer.
 
     Attributes:
-        step: those of the kernel that computes states.
+        step: launch parameters of the kernel that computes states.
         tiles: number of blocks of a program. If these are all values of a head, the program computes its norm too.
     """
 

@@ -5,7 +5,7 @@
     from then on                words copied to that place, the graph replayed, the result copied from its place
 
 States at fixed addresses, with the graphs that read and write them, are a `Slot`. A cache takes a free slot of its
-number of sequences, and its states are then those of the slot. So one capture serves one generation after the other.
+number of sequences, and keeps its states there. So one capture serves one generation after the other.
 Prompts are read in pieces of a few lengths, of which the first may begin with padding.
 
 What a graph holds is what was captured. So only modules of known classes without hooks are captured, and a model whose
@@ -121,7 +121,7 @@ class Slot:
         self.holder = weakref.ref(cache)
 
     def holds(self, cache: GLACache) -> bool:
-        """Returns whether a cache's states are those of the slot."""
+        """Returns whether a cache uses the states of the slot."""
         pairs = zip(cache.layers, self.cache.layers, strict=True)
         return self.holder() is cache and all(a.state is b.state for a, b in pairs)
 
@@ -220,7 +220,7 @@ class Graphs:
         return self.watch is not None and self.watch.can_be_captured
 
     def _taken(self, setting: Setting, cache: GLACache) -> Slot | None:
-        """Returns a free slot with the states of a cache, which then has those of the slot."""
+        """Moves the states of a cache into a free slot, and returns the slot."""
         return next(
             (slot for slot in self.slots if slot.setting == setting and slot.is_free() and slot.give(cache)), None
         )
