@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gla_core.dispatch.backend import OpCall, ceil_div
 from gla_triton_kernels.recurrent_gla_step.plan import LayerPlan, plan_layer_step
-from gla_triton_kernels.recurrent_gla_step.step import advance, token_strides
+from gla_triton_kernels.recurrent_gla_step.step import advance, step_arguments, token_strides
 from gla_triton_kernels.runtime.architecture import gpu_of_call
 from gla_triton_kernels.runtime.launch import Launch, overlapping
 from gla_triton_kernels.runtime.prepared import Launches, rehearsed
@@ -82,7 +82,7 @@ def launch_layer_step(
         normalizer: None, or the number by which log sigma is divided.
     """
     q, k, v, g, state, output_gate, norm_weight, state_indices, o = tensors
-    (B, Hq, K), (P, Hv, _, V), Ho = q.shape, state.shape, o.shape[1]
+    B, (P, Hv, _, V), Ho = len(q), state.shape, o.shape[1]
     parts = ceil_div(ceil_div(V, plan.step.BV), plan.tiles)
     u = o.new_empty(o.shape, dtype=torch.float32)
     for_norms = {
@@ -101,28 +101,8 @@ def launch_layer_step(
         "OVERLAPS": plan.step.overlaps,
     }
     arguments = {
-        "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
-        "g_ptr": g,
-        "state_ptr": state,
+        **step_arguments(plan.step, q, k, v, g, state, normalizer),
         **for_norms,
-        **token_strides("q", q),
-        **token_strides("k", k),
-        **token_strides("v", v),
-        **token_strides("g", q if g is None else g),
-        "OF_KEYS": g is not None and g.ndim == 3,
-        "NORMALIZER": normalizer,
-        "state_stride_p": state.stride(0),
-        "state_stride_h": state.stride(1),
-        "state_stride_k": state.stride(2),
-        "state_stride_v": state.stride(3),
-        "Hv": Hv,
-        "G": max(Hq // Hv, 1),
-        "R": Hv // k.shape[1],
-        "K": K,
-        "BK": plan.step.BK,
-        "BV": plan.step.BV,
         "TILES": plan.tiles,
         "PARTS": parts,
     }

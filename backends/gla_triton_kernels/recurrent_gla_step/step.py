@@ -12,6 +12,7 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -63,19 +64,35 @@ def prepare(call: OpCall) -> Callable[..., tuple[Tensor, Tensor]]:
 def launch_step(plan: Plan, tensors: Tensors, scale: float, normalizer: int | None) -> list[Launch]:
     """Returns the launch of a step; `normalizer` is None, or log sigma is divided by it."""
     q, k, v, g, state, state_indices, new, o = tensors
-    (B, Hq, K), (P, Hv, _, V) = q.shape, state.shape
+    B, (P, Hv, _, V) = len(q), state.shape
     written = state if new is None else new
     arguments = {
-        "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
-        "g_ptr": g,
-        "state_ptr": state,
+        **step_arguments(plan, q, k, v, g, state, normalizer),
         "indices_ptr": state_indices,
         "new_ptr": new,
         "o_ptr": o,
         "scale": scale,
         "P": P,
+        "new_stride_k": written.stride(2),
+        "new_stride_v": written.stride(3),
+        "V": V,
+        "OVERLAPS": plan.overlaps,
+    }
+    options = {"num_warps": plan.warps, **overlapping(plan.overlaps)}
+    return [Launch(_recurrent_gla_step, (B * Hv * ceil_div(V, plan.BV), 1, 1), arguments, options)]
+
+
+def step_arguments(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor, normalizer: int | None
+) -> dict[str, Any]:
+    """Returns the arguments of a kernel that describe the token, the state, and how `advance` computes them."""
+    (_, Hq, K), Hv = q.shape, state.shape[1]
+    return {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "g_ptr": g,
+        "state_ptr": state,
         **token_strides("q", q),
         **token_strides("k", k),
         **token_strides("v", v),
@@ -86,19 +103,13 @@ def launch_step(plan: Plan, tensors: Tensors, scale: float, normalizer: int | No
         "state_stride_h": state.stride(1),
         "state_stride_k": state.stride(2),
         "state_stride_v": state.stride(3),
-        "new_stride_k": written.stride(2),
-        "new_stride_v": written.stride(3),
         "Hv": Hv,
         "G": max(Hq // Hv, 1),
         "R": Hv // k.shape[1],
         "K": K,
-        "V": V,
         "BK": plan.BK,
         "BV": plan.BV,
-        "OVERLAPS": plan.overlaps,
     }
-    options = {"num_warps": plan.warps, **overlapping(plan.overlaps)}
-    return [Launch(_recurrent_gla_step, (B * Hv * ceil_div(V, plan.BV), 1, 1), arguments, options)]
 
 
 def token_strides(name: str, x: Tensor) -> dict[str, int]:
