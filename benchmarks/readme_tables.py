@@ -244,7 +244,7 @@ def _section(found: Results, path: Path) -> str:
     written = f"Written by `benchmarks/evidence.py times` into `benchmarks/results/{path.name}`."
     return "\n".join(
         [
-            f"## Times: {path.stem.rpartition('-')[0]}, {found.device}\n",
+            f"## Times: {path.stem.partition('-')[0]}, {found.device}\n",
             f"{_conditions(found)}. {COLUMNS} {written}\n",
             *_beside_baselines(found.rows),
             *_all_rows(found.rows),

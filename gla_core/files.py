@@ -32,7 +32,7 @@ def write_json(target: Path, value: object) -> None:
     """Writes a JSON file in one step: a reader finds the old file or the new one, never half of one.
 
     Args:
-        value: the JSON value; if it has a list `rows`, each row gets a line of its own.
+        value: the JSON value; an object in a list of its fields gets a line of its own, such as one of `rows`.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
@@ -44,7 +44,13 @@ def write_json(target: Path, value: object) -> None:
 
 
 def _json(value: object) -> str:
-    if not (isinstance(value, dict) and isinstance(value.get("rows"), list | tuple) and value["rows"]):
+    if not isinstance(value, dict):
         return json.dumps(value, indent=1)
-    rows = ",\n  ".join(map(json.dumps, value["rows"]))
-    return json.dumps({**value, "rows": []}, indent=1).replace('\n "rows": []', f'\n "rows": [\n  {rows}\n ]')
+    fields = (f" {json.dumps(name)}: {_field(field)}" for name, field in value.items())
+    return "{\n" + ",\n".join(fields) + "\n}"
+
+
+def _field(value: object) -> str:
+    if isinstance(value, list | tuple) and value and all(isinstance(x, dict) for x in value):
+        return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+    return json.dumps(value, indent=1).replace("\n", "\n ")

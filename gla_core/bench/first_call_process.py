@@ -32,7 +32,7 @@ def first_calls(workload: Workload, backend: str, device: torch.device, backward
         incoming = [torch.ones_like(x) for x in outputs]
         synchronize(device)
         start = clock()
-        torch.autograd.grad(outputs, suite.leaves(arguments), incoming)
+        suite.gradients_of(outputs, suite.leaves(arguments), incoming, backend)
         synchronize(device)
         seconds["first_backward"] = clock() - start
     return seconds

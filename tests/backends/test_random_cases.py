@@ -1,7 +1,8 @@
 """Random calls of every op against the float64 oracle: shapes, dtypes, gates, packing and layout drawn from a seed.
 
 Calls run on both Triton backends, and gradients on each of our backends that has them. There are a thousand cases each
-on a GPU, and a few on a CPU, where the kernels are interpreted.
+on a GPU, and a few on a CPU, where the kernels are interpreted. The oracle always runs on the CPU: its loop over tokens
+would take a GPU longer, even more so if several processes share it.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def misses(seed, device):
     dtype = draw.choice(DTYPES)
     found, expected, description = CASES[op](draw, dtype, device, seed)
     for x, ref in zip(found, expected, strict=True):
-        error = relative_error(x, ref)
+        error = relative_error(x.cpu(), ref)
         if error > FORWARD[dtype]:
             yield f"seed {seed}: {op} {dtype} {description}: error {error:.1e}"
 
@@ -92,13 +93,14 @@ def missed_gradients(seed, device, backend):
     x, sizes = sequences(draw, dtype, device, seed)
     do, dstate = (drawn_layout(draw, d) for d in loss_gradients(x))
     every = draw.choice([None, 64, 128])
-    given = None if every is None else expected_checkpoints(x, every).to(checkpoint_dtype(dtype))
+    given = None if every is None else expected_checkpoints(on_cpu(x), every).to(device, checkpoint_dtype(dtype))
     without_dstate = draw.random() < 0.3
     found = backward(x, backend, do, None if without_dstate else dstate, given, every)
-    loss = do, torch.zeros_like(dstate) if without_dstate else dstate
+    found = {name: y.cpu() for name, y in found.items()}
+    loss = do.cpu(), (torch.zeros_like(dstate) if without_dstate else dstate).cpu()
     constant = x.g is not None and x.g.ndim == 1
     wide = dataclasses.replace(x, g=x.g.expand(x.v.shape[:3])) if constant else x
-    for name, ref in oracle_gradients(wide, loss).items():
+    for name, ref in oracle_gradients(on_cpu(wide), loss).items():
         of_sum = name == "dg" and constant
         error = (error_of_sum if of_sum else relative_error)(found[name], ref)
         has_few_bits = max(float(found[name].norm()), float(ref.norm())) < SMALLEST
@@ -113,6 +115,12 @@ def error_of_sum(dg, of_tokens):
     """
     error, terms = float((dg.double() - of_tokens.sum((0, 1))).norm()), 8 * float(of_tokens.norm())
     return error / terms if terms > SMALLEST else error
+
+
+def on_cpu(x):
+    """Returns the inputs on the CPU."""
+    named = {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
+    return dataclasses.replace(x, **{name: y.cpu() for name, y in named.items() if y is not None})
 
 
 def of_heads(draw):
@@ -149,9 +157,9 @@ def drawn_layout(draw, x):
 
 def chunk_gla(draw, dtype, device, seed):
     x, sizes = sequences(draw, dtype, device, seed)
-    arguments = (x.q, x.k, x.v, x.g, None, x.initial_state)
-    found = gla.chunk_gla(*arguments, output_final_state=True, cu_seqlens=x.cu_seqlens)
-    return found, oracle.chunk_gla(*arguments, x.cu_seqlens), sizes
+    found = gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
+    y = on_cpu(x)
+    return found, oracle.chunk_gla(y.q, y.k, y.v, y.g, None, y.initial_state, y.cu_seqlens), sizes
 
 
 def recurrent_gla_step(draw, dtype, device, seed):
@@ -160,7 +168,8 @@ def recurrent_gla_step(draw, dtype, device, seed):
     x = gla_inputs(T=1, dtype=dtype, device=device, initial_state=True, seed=seed, **sizes)
     q, k, v, g = (token_of(y, 0) for y in (x.q, x.k, x.v, x.g))
     found = gla.recurrent_gla_step(q, k, v, g, x.initial_state)
-    o, state = oracle.chunk_gla(x.q, x.k, x.v, x.g, initial_state=x.initial_state)
+    y = on_cpu(x)
+    o, state = oracle.chunk_gla(y.q, y.k, y.v, y.g, initial_state=y.initial_state)
     return found, (o[:, 0], state), sizes
 
 
@@ -175,7 +184,7 @@ def softmax_attention(draw, dtype, device, seed):
     shapes = ((B, Tq, H * G, K), (B, Tk, H, K), (B, Tk, H, V))
     q, k, v = (normal(shape, dtype, generator) for shape in shapes)
     found = gla.softmax_attention(q, k, v, causal=causal)
-    return found, oracle.softmax_attention(q, k, v, causal=causal), (*shapes, causal)
+    return found, oracle.softmax_attention(q.cpu(), k.cpu(), v.cpu(), causal=causal), (*shapes, causal)
 
 
 def online_softmax(draw, dtype, device, seed):
@@ -183,7 +192,7 @@ def online_softmax(draw, dtype, device, seed):
     draw.shuffle(shape)
     dim = draw.randrange(3)
     x = normal(tuple(shape), dtype, torch.Generator(device).manual_seed(seed))
-    return [gla.online_softmax(x, dim)], [oracle.softmax(x, dim)], (shape, dim)
+    return [gla.online_softmax(x, dim)], [oracle.softmax(x.cpu(), dim)], (shape, dim)
 
 
 CASES = {f.__name__: f for f in (chunk_gla, recurrent_gla_step, softmax_attention, online_softmax)}

@@ -40,11 +40,12 @@ def misses(seed, device, backend):
 
     def measure(results, truth, budget):
         for name, result in results.items():
-            if (error := relative_error(result, truth[name])) > budget:
+            if (error := relative_error(result.cpu(), truth[name])) > budget:
                 found.append(f"seed {seed}: {name} {x['q'].dtype} {x['pool'].dtype} {sizes}: error {error:.1e}")
 
     normalizer = {"gate_normalizer": logits} if logits else {}
-    truth = expected(x, **normalizer)
+    on_cpu = {name: y.cpu() if isinstance(y, torch.Tensor) else y for name, y in x.items()}
+    truth = expected(on_cpu, **normalizer)
     options = {"gate": "logsigmoid", **normalizer} if logits else {}
     check_served(x, lambda: run(x, backend, **options), truth, written, measure)
     yield from found

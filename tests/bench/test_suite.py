@@ -185,6 +185,15 @@ def test_a_call_with_backward_returns_the_gradient_of_every_input():
     assert len(shapes) == 5  # q k v g and the state
 
 
+def test_a_baseline_may_leave_out_a_gradient(monkeypatch):
+    def loop(g, **others):
+        return baselines.loop_chunk_gla(g=g.detach(), **others)
+
+    monkeypatch.setitem(suite.BASELINES, "loop", {"chunk_gla": loop})
+    gradients = suite.make_call(SHORT, "loop", "forward+backward", CPU)()
+    assert len(gradients) == len(suite.leaves(suite.make_arguments(SHORT, CPU))) - 1
+
+
 @pytest.mark.parametrize("workload", [w for w in select("chunk_gla", ["ci"]) if w.sizes.get("T", 1) < 100])
 def test_the_chunk_loop_is_right(workload):
     arguments = suite.make_arguments(workload, CPU)
