@@ -4,7 +4,7 @@
     python3 benchmarks/evidence.py selection [--passes 3]
     python3 benchmarks/evidence.py selection --share 0/8    one of 8 processes that fill Triton's cache beforehand
     python3 benchmarks/evidence.py selection --picks FILE   after a change of constants: new picks for a file's times
-    python3 benchmarks/evidence.py shapes
+    python3 benchmarks/evidence.py shapes [--parts "odd pairs,invariant"]
     python3 benchmarks/evidence.py readme --cache FOLDER --prepare 16    fills the caches of compiled kernels first
     python3 benchmarks/evidence.py readme --cache FOLDER
 
@@ -98,8 +98,12 @@ def measure_selection(options: argparse.Namespace) -> None:
 
 def measure_shapes(options: argparse.Namespace) -> None:
     """Measures with shapes.py, and prints its summary."""
-    say = functools.partial(print, flush=True)
-    path = shapes.run(options.out, torch.device(options.device), options.seconds, options.minutes, options.commit, say)
+    device, say = torch.device(options.device), functools.partial(print, flush=True)
+    if options.share is not None:
+        first, step = map(int, options.share.split("/"))
+        shapes.compile_share(device, (first, step))
+        return
+    path = shapes.run(options.out, device, options.seconds, options.minutes, options.commit, say, options.parts)
     for part, found in json.loads(path.read_text())["summary"].items():
         say(f"{part}: {found['calls']} calls, {found['median']:.2f} in the median, {found['worst']:.2f} at worst")
 
@@ -147,6 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     of_shapes = commands.add_parser("shapes", parents=[shared])
     of_shapes.set_defaults(run=measure_shapes)
     of_shapes.add_argument("--seconds", type=float, default=0.05, help="of timed calls for each backend and call")
+    of_shapes.add_argument("--parts", type=_names, default=shapes.PARTS, help="these alone, separated by commas")
+    of_shapes.add_argument("--share", help="i/n: run the i-th of n shares of the odd pairs once, and measure nothing")
 
     of_readme = commands.add_parser("readme", parents=[shared])
     of_readme.set_defaults(run=measure_readme)

@@ -435,21 +435,22 @@ def _shapes(found: dict[str, Any], path: Path) -> str:
     lines = [
         f"## Shapes that the kernels were not tuned for, {found['device']}\n",
         f"{_measured(found)}. Calls of chunk_gla_fwd by the backend that `auto` picks. 'Odd widths' divides the time "
-        "by "
-        "that of the memory floor. 'One giant' divides it by the time of the longest sequence alone plus the time of "
-        "the "
-        "others. 'Invariant' divides the time under `batch_invariant` by the time without it, for the workloads of "
+        "by that of the memory floor, and 'odd pairs' the time of forward and backward, in CUDA graphs, by that of "
+        "their floor. 'One giant' divides it by the time of the longest sequence alone plus the time of the others. "
+        "'Invariant' divides the time under `batch_invariant` by the time without it, for the workloads of "
         "models, forward and with the backward. "
         f"Written by `benchmarks/evidence.py shapes` into `benchmarks/results/{path.name}`, which has every call.\n",
     ]
     for part, of_part in found["summary"].items():
         numbers = f"median {of_part['median']:.2f}, largest {of_part['worst']:.2f}"
         lines.append(f"- {part}: {of_part['calls']} calls, {numbers}")
-    lines += ["", "| B T H K V | time | backend | over the floor |", "| --- | ---: | --- | ---: |"]
-    for row in (row for row in found["rows"] if row["part"] == "odd widths"):
+    lines += ["", "| B T H K V | | time | backend | over the floor |", "| --- | --- | ---: | --- | ---: |"]
+    for row in (row for row in found["rows"] if row["part"].startswith("odd")):
         sizes = " ".join(str(row["dims"][name]) for name in ("B", "T", "H", "K", "V"))
-        time = results.time_text(row["measured"][row["pick"]])
-        lines.append(f"| {sizes} | {time} | {row['pick']} | {row['over']:.2f} |")
+        way, backend, seconds = "pair", row.get("backend"), row.get("seconds")
+        if row["part"] == "odd widths":
+            way, backend, seconds = "forward", row["pick"], row["measured"][row["pick"]]
+        lines.append(f"| {sizes} | {way} | {results.time_text(seconds)} | {backend} | {row['over']:.2f} |")
     return "\n".join([*lines, ""])
 
 

@@ -1,8 +1,8 @@
 """Measures shapes that tuning did not use: odd widths, a giant among packed sequences, the cost of `batch_invariant`.
 
-`evidence.py shapes` runs it, on a GPU. The first two parts time chunk_gla_fwd by the backend that `auto` picks:
+`evidence.py shapes` runs it, on a GPU. Forward calls are those of chunk_gla_fwd by the backend that `auto` picks:
 
-    odd widths    40 dense calls, drawn at random once. Keys are 40 to 120 wide and values 80 to 200, no powers of two;
+    odd widths    40 dense forward calls, drawn at random once. Keys are 40 to 120 wide and values 80 to 200, no powers of two;
                   three in four widths are multiples of 8. Heads times batch is a third of the multiprocessors, or just
                   above their number. Each call moves 100 MB or more. The time is divided by the floor's.
     one giant     the packed calls of selection.py with one giant. The time is divided by the time of the giant alone
@@ -84,17 +84,46 @@ def workloads() -> Iterator[tuple[Workload, str]]:
             yield workload, "forward+backward_graph"
 
 
-def run(out: Path, device: torch.device, seconds: float, minutes: float, commit: str | None, say: Callable) -> Path:
-    """Measures all parts and writes shapes-<device>.json; begins no measurement after `minutes`."""
+def odd_pair(call: OpCall) -> Case:
+    """Returns the forward and backward of a call of odd widths, as a case."""
+    sizes = {name: call.dims[name] for name in ("B", "T", "H", "K", "V")}
+    name = "odd_" + "_".join(f"{dim.lower()}{size}" for dim, size in sizes.items())
+    direction = "forward+backward" + ("_graph" if call.device.type == "cuda" else "")
+    return Case(Workload(name, "chunk_gla", frozenset(), {**sizes, "gate_dtype": torch.float32}), "auto", direction)
+
+
+def compile_share(device: torch.device, share: tuple[int, int]) -> None:
+    """Runs a share of the odd pairs once, to compile their kernels."""
+    first, step = share
+    for call in itertools.islice(odd_calls(device), first, None, step):
+        measure_case(odd_pair(call), device, math.inf, budget=1e-3)
+
+
+PARTS = ("odd widths", "odd pairs", "one giant", "invariant")
+
+
+def run(
+    out: Path,
+    device: torch.device,
+    seconds: float,
+    minutes: float,
+    commit: str | None,
+    say: Callable,
+    parts: Sequence[str] = PARTS,
+) -> Path:
+    """Measures parts and writes shapes-<device>.json; begins no measurement after `minutes`."""
     end = time.monotonic() + 60 * minutes
     bandwidth = measure.copy_bandwidth(device)
     head = {**results.conditions(device, commit), "copy_bandwidth": bandwidth}
     path, rows = out / results.file_name("shapes", device), []
-    measurements = [functools.partial(_odd_row, call, bandwidth, seconds) for call in odd_calls(device)]
-    measurements += [functools.partial(_giant_row, call, tokens, seconds) for call, tokens in giant_calls(device)]
-    invariant = itertools.product(SEGMENTS, workloads())
-    measurements += [functools.partial(_invariant_row, tokens, *each, device, seconds) for tokens, each in invariant]
-    for measurement in measurements:
+    odd, invariant = list(odd_calls(device)), itertools.product(SEGMENTS, workloads())
+    of_parts = {
+        "odd widths": [functools.partial(_odd_row, call, bandwidth, seconds) for call in odd],
+        "odd pairs": [functools.partial(_odd_pair_row, call, device, bandwidth, seconds) for call in odd],
+        "one giant": [functools.partial(_giant_row, *each, seconds) for each in giant_calls(device)],
+        "invariant": [functools.partial(_invariant_row, tokens, *each, device, seconds) for tokens, each in invariant],
+    }
+    for measurement in itertools.chain.from_iterable(of_parts[part] for part in parts):
         if time.monotonic() > end:
             say("out of time")
             break
@@ -108,6 +137,15 @@ def _odd_row(call: OpCall, bandwidth: float, seconds: float) -> Row:
     row = selection.measure_row("odd widths", call, seconds)
     floor = floor_bytes(call) / bandwidth
     return {**row, "floor": selection.rounded(floor), "over": selection.rounded(row["measured"][row["pick"]] / floor)}
+
+
+def _odd_pair_row(call: OpCall, device: torch.device, bandwidth: float, seconds: float) -> Row:
+    case = odd_pair(call)
+    row = measure_case(case, device, bandwidth, budget=seconds)
+    if row.seconds is None or row.floor_fraction is None:
+        raise RuntimeError(f"{case} was not measured: {row.error}")
+    about = {"part": "odd pairs", "dims": dict(call.dims), "backend": row.backend}
+    return {**about, "seconds": row.seconds, "over": selection.rounded(1 / row.floor_fraction)}
 
 
 def _giant_row(call: OpCall, lengths: Sequence[int], seconds: float) -> Row:

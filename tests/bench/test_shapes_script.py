@@ -47,16 +47,18 @@ def test_all_parts_are_measured_and_summed_up(shapes, monkeypatch, tmp_path):
     said = []
     path = shapes.run(tmp_path, CPU, 1e-3, 1.0, "0123456789", said.append)
     found = json.loads(path.read_text())
-    odd, giant, *invariant = found["rows"]
+    odd, pair, giant, *invariant = found["rows"]
     assert odd["over"] == pytest.approx(odd["measured"][odd["pick"]] / odd["floor"], rel=1e-2)
     assert odd["floor"] == pytest.approx(2 * 40 * (3 * 24 + 2 * 40) * 4 / found["copy_bandwidth"], rel=1e-3)
+    assert pair["part"] == "odd pairs"
+    assert pair["over"] > 1
     assert giant["giant"] == 50
     assert giant["over"] == pytest.approx(giant["seconds"] / sum(giant["apart"]), rel=1e-2)
     assert found["summary"]["one giant"] == {"calls": 1, "median": giant["over"], "worst": giant["over"]}
     assert [row["part"] for row in invariant] == ["invariant, 4096 tokens", "invariant, 512 tokens"]
     for row in invariant:
         assert row["over"] == pytest.approx(row["seconds"] / row["without"], rel=1e-2)
-    assert len(said) == 4
+    assert len(said) == 5
 
 
 def test_workloads_of_models_in_both_directions(shapes):
@@ -76,8 +78,10 @@ def test_the_page_shows_every_odd_shape(shapes, script, tmp_path):
     tables = script("readme_tables")
     dims = {"B": 1, "T": 2, "H": 3, "K": 40, "V": 80}
     rows = [{"part": "odd widths", "dims": dims, "measured": {"a": 1e-3}, "pick": "a", "over": 1.5}]
+    rows.append({"part": "odd pairs", "dims": dims, "seconds": 2e-3, "backend": "b", "over": 2.5})
     head = {"device": "D", "gla_core": "0", "commit": "0123456789ab", "torch": "2", "date": "2026-01-01T00"}
     shapes.selection.write(tmp_path / "shapes-d.json", head, rows, shapes.summary(rows))
     page = tables.render(tmp_path)
     assert "- odd widths: 1 calls, median 1.50, largest 1.50" in page
-    assert "| 1 2 3 40 80 | 1.00 ms | a | 1.50 |" in page
+    assert "| 1 2 3 40 80 | forward | 1.00 ms | a | 1.50 |" in page
+    assert "| 1 2 3 40 80 | pair | 2.00 ms | b | 2.50 |" in page
