@@ -6,8 +6,8 @@
                   of two; three in four widths are multiples of 8. Heads times batch is a third of the multiprocessors,
                   or just above their number. Each call moves 100 MB or more. The time is divided by the floor's.
     odd pairs     the same sizes, forward and backward, in CUDA graphs
-    one giant     the packed forward calls of selection.py with one giant. The time is divided by the time of the giant alone
-                  plus the time of the other sequences.
+    one giant     the packed forward calls of selection.py with one giant. The time is divided by the time of the giant
+                  alone plus the time of the other sequences.
     invariant     the workloads of models, forward and with the backward, under `batch_invariant` with segments of 4096
                   and of 512 tokens, in CUDA graphs. The time is divided by the time of the fastest backend without it.
 """
