@@ -10,7 +10,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+# Bytecode is written, also of tests, whose assertions pytest rewrites: this takes seconds in every process.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 KIT := --pyargs gla_core.conformance --gla-backend
 INTERPRETED := TRITON_INTERPRET=1 PYTHONPATH=tests
 GPU := $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'

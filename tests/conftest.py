@@ -8,6 +8,8 @@ marked `thorough` are variations of other tests, and take seconds: `pytest --tho
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
 import importlib.util
 import os
@@ -23,10 +25,11 @@ from gla_core.conformance.conftest import pytest_runtest_teardown as pytest_runt
 from gla_core.ops import _run
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TESTS = Path(__file__).parent
 GPU = torch.cuda.is_available() and not INTERPRETED
 
 if INTERPRETED:
-    runpy.run_path(str(Path(__file__).with_name("quick_interpreter.py")))
+    runpy.run_path(str(TESTS / "quick_interpreter.py"))
 
 
 hypothesis.settings.register_profile("any speed", deadline=None)  # a slow machine fails no test
@@ -37,10 +40,35 @@ def pytest_addoption(parser):
     parser.addoption("--thorough", action="store_true", help="run the tests marked `thorough` as well")
 
 
+@functools.cache
+def is_ours(path):
+    return path.is_relative_to(TESTS)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leaves modules without kernels unread where kernels alone run, unless a test of them is asked for."""
+    if INTERPRETED and collection_path.name.startswith("test_") and is_ours(collection_path):
+        asked_for = any(collection_path.name in argument for argument in config.args)
+        if not asked_for and "mark.kernels" not in collection_path.read_text(encoding="utf-8"):
+            return True
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collects without the garbage collector, which later skips what collection made: all of it stays to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 def runs_here(item):
     if item.get_closest_marker("thorough") and not item.config.getoption("--thorough"):
         return False
-    if not item.path.is_relative_to(Path(__file__).parent):  # the conformance kit, when it runs from this repository
+    if not is_ours(item.path):  # the conformance kit, when it runs from this repository
         return True
     device = item.callspec.params.get("device") if hasattr(item, "callspec") else None
     if item.get_closest_marker("gpu"):
@@ -51,9 +79,11 @@ def runs_here(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    left_out = [item for item in items if not runs_here(item)]
+    kept, left_out = [], []
+    for item in items:
+        (kept if runs_here(item) else left_out).append(item)
     # Slow tests come first. Then a process that ends early can take quick tests from another process.
-    items[:] = sorted(filter(runs_here, items), key=lambda item: item.get_closest_marker("slow") is None)
+    items[:] = sorted(kept, key=lambda item: item.get_closest_marker("slow") is None)
     config.hook.pytest_deselected(items=left_out)
 
 

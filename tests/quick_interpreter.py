@@ -3,16 +3,18 @@
     TRITON_INTERPRET=1 pytest tests                                        # conftest.py loads it
     TRITON_INTERPRET=1 PYTHONPATH=tests pytest -p quick_interpreter ...    # elsewhere
 
-Interpreted kernels on a few tokens spend most of their time on three things, which this module does once or directly:
+Interpreted kernels on a few tokens spend most of their time on four things, which this module does once or directly:
 
 - The interpreter replaces the functions of `triton.language` at every call of a `triton.jit` function, nested ones
   included, and puts them back. A process that interprets keeps the replacements.
 - It looks up the NumPy dtype of a Triton dtype in a table that it builds at every look-up.
+- It makes the shape of every tensor and of every type of a block anew, of objects with types of their own.
 - It checks every sum, difference and product of int32 for overflow by five interpreted operations on int64.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -23,6 +25,9 @@ from triton.runtime import interpreter
 _replace_language, _numpy_dtype = interpreter._patch_lang, interpreter._get_np_dtype
 _replaced: set[frozenset[str]] = set()
 _numpy_dtypes: dict[str, np.dtype] = {}
+_init_block_type = tl.block_type.__init__
+_shapes: dict[tuple[int, ...], _Shapes] = {}
+_OF_SCALARS = tl.tuple([]), tl.constexpr(1)
 _ON_INTEGERS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
@@ -48,6 +53,37 @@ def _remembered_numpy_dtype(dtype: Any) -> np.dtype:
     return _numpy_dtypes[name]
 
 
+class _Shapes:
+    """The shape and the number of elements of blocks, checked when first made; for their types, and for tensors."""
+
+    def __init__(self, block: tl.block_type):
+        self.of_type = block.shape, block.numel
+        self.of_tensors = tl.tuple([tl.constexpr(size) for size in block.shape]), tl.constexpr(block.numel)
+
+
+def _new_block_type(self: Any, element_ty: tl.dtype, shape: Any) -> None:
+    sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
+    shapes = _shapes.get(sizes)
+    if shapes is None or any(type(size) is not int for size in sizes):
+        _init_block_type(self, element_ty, shape)
+        shapes = _shapes[sizes] = _Shapes(self)
+    self.element_ty, self.shapes = element_ty, shapes
+    self.shape, self.numel = shapes.of_type
+
+
+def _same_block_type(self: Any, other: Any) -> bool:
+    if self is other:
+        return True
+    if not isinstance(other, tl.block_type) or self.element_ty != other.element_ty:
+        return False
+    return self.shape is other.shape or bool(self.shape == other.shape)
+
+
+def _new_tensor(self: Any, handle: Any, type: tl.dtype) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = type.shapes.of_tensors if type.is_block() else _OF_SCALARS
+
+
 def _check_overflow(self: Any, left: Any, right: Any, operation: Any) -> None:
     x, y = left.handle.data, right.handle.data
     if x.dtype.itemsize >= 8:  # as in Triton, which checks what fits into int64
@@ -61,3 +97,6 @@ def _check_overflow(self: Any, left: Any, right: Any, operation: Any) -> None:
 interpreter._patch_lang = _replace_language_once
 interpreter._get_np_dtype = _remembered_numpy_dtype
 type(interpreter.interpreter_semantic).binary_op_sanitize_overflow_impl = _check_overflow
+tl.block_type.__init__, tl.block_type.__eq__, tl.tensor.__init__ = _new_block_type, _same_block_type, _new_tensor
+tl.block_type.name = cached_property(lambda self: f"<{self.shape}, {self.element_ty}>")
+tl.block_type.name.__set_name__(tl.block_type, "name")

@@ -133,7 +133,10 @@ def test_tf32(device, gates):
 
 
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 129])
-@pytest.mark.parametrize(("initial_state", "dstate"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("initial_state", "dstate"),
+    [(False, False), (True, True), *(pytest.param(x, not x, marks=pytest.mark.thorough) for x in (False, True))],
+)
 def test_lengths(device, T, initial_state, dstate):
     check(case(device, B=2, T=T, gates="-inf", initial_state=initial_state, dstate=dstate))
 
@@ -217,7 +220,7 @@ def test_states_in_bfloat16(device, dtype):
 @pytest.mark.parametrize(
     "sizes", [{"B": 2, "T": 150}, {"B": 2, "T": 128}, {"lengths": (130, 0, 1, 128, 70), "padding": 12, "offset": 5}]
 )
-@pytest.mark.parametrize(("length", "uncut"), [(64, 64), (64, 128), (128, 128)])
+@pytest.mark.parametrize(("length", "uncut"), [pytest.param(64, 64, marks=pytest.mark.thorough), (64, 128), (128, 128)])
 def test_segments(device, sizes, length, uncut, gates, dstate, initial_state):
     from gla_triton_kernels.chunk_gla.shared.segments import cut
     from gla_triton_kernels.runtime.launch import start
