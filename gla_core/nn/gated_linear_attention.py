@@ -46,6 +46,7 @@ class Projections(NamedTuple):
         q, k, v: before the convolutions.
         low: the first half of the forget gate's projection; None if it is still to be computed, or there is none.
         gate: the projection of the output gate; None if it is still to be computed, or there is none.
+        logits: the forget gate's projection; None if it is still to be computed, or there is none.
     """
 
     q: Tensor
@@ -53,6 +54,7 @@ class Projections(NamedTuple):
     v: Tensor
     low: Tensor | None = None
     gate: Tensor | None = None
+    logits: Tensor | None = None
 
 
 class GatedLinearAttention(Merging):
@@ -309,6 +311,29 @@ class GatedLinearAttention(Merging):
         """
         return recurrence.read_tokens(self, *self._functions(residual), x, state, inplace, state_indices)
 
+    @torch.no_grad()
+    def step_between(
+        self, x: Tensor, made: Projections, state: GLAState, inplace: bool = False, state_indices: Tensor | None = None
+    ) -> tuple[Tensor, GLAState]:
+        """Computes what `step` computes between its matrix products, for callers that compute the products themselves.
+
+        Args:
+            x: as in `step`. Only its shape, dtype and device matter.
+            made: all projections of x, each [B, 1, width]; the logits take the place of their first half.
+
+        Returns:
+            The input [B, value heads' width] of `o_proj`, and the new state. Other arguments and the errors are as in
+            `step`.
+        """
+
+        def op_inputs(x: Tensor, convolve: Convolve) -> tuple[Tensor, ...]:
+            return self._op_inputs(x, made, convolve)
+
+        def output(o: Tensor | Step, x: Tensor) -> Tensor:
+            return self._normed(o, x, made.gate).flatten(-2)
+
+        return recurrence.read_tokens(self, op_inputs, output, x, state, inplace, state_indices)
+
     def initial_state(self, batch_size: int, device: Device = None) -> GLAState:
         """Returns the state before the first token of `batch_size` sequences: zeros.
 
@@ -369,6 +394,8 @@ class GatedLinearAttention(Merging):
     def _op_inputs(self, x: Tensor, made: Projections, convolve: Convolve) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Computes `op_inputs` from the projections of x that are made."""
         heads = self._heads(made, convolve)
+        if made.logits is not None:
+            return *heads, self.gates(made.logits)
         if made.low is None:
             with not_kept(x):
                 return *heads, self.gates(self.gk_proj(x))
@@ -397,16 +424,19 @@ class GatedLinearAttention(Merging):
 
     def _output(self, o: Tensor | Step, x: Tensor, gate: Tensor | None, residual: Tensor | None) -> Tensor:
         """Maps o [..., Hq, V] and x [..., hidden_size] to y [..., hidden_size], plus the residual if there is one."""
-        if self.use_output_gate:
-            if gate is None:
-                with not_kept(x):
-                    gate = self.g_proj(x)
-            assert gate is not None
-            gate = gate.reshape(*x.shape[:-1], self.num_heads, self.head_v_dim)  # one made for a step has T = 1
-        o = normed(o, getattr(self, self._norm_name), gate)
+        if self.use_output_gate and gate is None:
+            with not_kept(x):
+                gate = self.g_proj(x)
+        o = self._normed(o, x, gate)
         with not_kept(o):
             rows = o.flatten(-2)
             return self.o_proj(rows) if residual is None else added(residual, self.o_proj, rows)
+
+    def _normed(self, o: Tensor | Step, x: Tensor, gate: Tensor | None) -> Tensor:
+        """Returns o [..., Hq, V] of x [..., hidden_size] after the norm and the output gate."""
+        if gate is not None:
+            gate = gate.reshape(*x.shape[:-1], self.num_heads, self.head_v_dim)  # one made for a step has T = 1
+        return normed(o, getattr(self, self._norm_name), gate)
 
 
 def _read_norm_under_either_name(layer: GatedLinearAttention, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

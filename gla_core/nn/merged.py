@@ -60,11 +60,24 @@ class Merging(nn.Module):
 
 def products(layers: Sequence[nn.Module], x: Tensor) -> Sequence[Tensor] | None:
     """Returns the results of all layers for x [..., D] by one product; None if each has to compute for itself."""
-    weights = _weights(layers) if _computes_plainly(x) else None
-    matrix = None if weights is None else _matrix(layers[0], weights)
-    if weights is None or matrix is None:
-        return None
-    return F.linear(x, matrix).split([len(weight) for weight in weights], dim=-1)
+    matrix = matrix_of(layers, x)
+    return None if matrix is None else split(F.linear(x, matrix), layers)
+
+
+def split(y: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
+    """Cuts the product y [..., sum of E_i] of several layers into their results [..., E_i]."""
+    return y.split([len(layer.weight) for layer in layers], dim=-1)  # pyright: ignore[reportArgumentType]
+
+
+def matrix_of(layers: Sequence[nn.Module], x: Tensor, biased: bool = False) -> Tensor | None:
+    """Returns the matrix [sum of E_i, D] whose product with x [..., D] gives the results of all layers, in order.
+
+    None if each layer has to compute for itself. With `biased`, layers may have a bias, which the caller adds.
+    """
+    weights = _weights(layers, biased) if _computes_plainly(x) else None
+    if weights is None or len(weights) > 1:
+        return None if weights is None else _matrix(layers[0], weights)
+    return weights[0].detach() if weights[0].is_contiguous() else None
 
 
 def added(residual: Tensor, layer: nn.Module, x: Tensor) -> Tensor:
@@ -86,14 +99,16 @@ def _computes_plainly(x: Tensor) -> bool:
     return not (autocast.in_force() or transformed() or _has_any_global_hook())
 
 
-def _weights(layers: Sequence[nn.Module]) -> list[nn.Parameter] | None:
-    """Returns the weights of linear layers without bias; None if any of the layers computes something else."""
+def _weights(layers: Sequence[nn.Module], biased: bool = False) -> list[nn.Parameter] | None:
+    """Returns the weights of linear layers; None if any computes something else, or has a bias and is not `biased`."""
     found = []
     for layer in layers:
         if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
             return None
         weight = layer._parameters.get("weight")
-        if type(weight) is not nn.Parameter or layer._parameters["bias"] is not None or "forward" in layer.__dict__:
+        if type(weight) is not nn.Parameter or "forward" in layer.__dict__:
+            return None
+        if type(layer._parameters["bias"]) not in ((nn.Parameter, type(None)) if biased else (type(None),)):
             return None
         found.append(weight)
     return found

@@ -11,6 +11,7 @@ from gla_core.conformance.tolerances import FORWARD, relative_error
 from gla_core.dispatch.backend import Backend, Capabilities
 from gla_core.dispatch.registry import get
 from gla_core.nn import recurrence
+from gla_core.nn.gated_linear_attention import Projections
 
 OPTIONS = {"hidden_size": 32, "num_heads": 2}
 FUSED = {
@@ -87,6 +88,23 @@ def test_the_given_state_is_written_only_in_place(inplace):
     _, after = layer.step(torch.randn(3, 32), state, inplace=inplace)
     assert (after.recurrent is state.recurrent) == inplace
     assert torch.equal(state.recurrent, before) != inplace
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"use_short_conv": True}, {"use_output_gate": False}], ids=str)
+def test_a_step_between_its_products(options):
+    layer, x = gla.nn.GatedLinearAttention(**OPTIONS, **options), torch.randn(3, 32)
+    state = layer.initial_state(3)
+    parts = {"q": layer.q_proj, "k": layer.k_proj, "v": layer.v_proj, "logits": layer.gk_proj}
+    if layer.use_output_gate:
+        parts["gate"] = layer.g_proj
+    made = Projections(**{name: part(x[:, None]) for name, part in parts.items()})
+    indices = torch.tensor([0, -1, 2])
+    o, after = layer.step_between(x, made, state, state_indices=indices)
+    expected, wanted = layer.step(x, state, state_indices=indices)
+    assert relative_error(layer.o_proj(o), expected) <= FORWARD[torch.float32]
+    assert relative_error(after.recurrent, wanted.recurrent) <= FORWARD[torch.float32]
+    assert torch.equal(o[1], torch.zeros_like(o[1]))
 
 
 def test_a_backend_that_has_only_a_step_serves_layers():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gla_core.nn import HGRN2, GatedLinearAttention, GLAState, SimpleGatedLinearAttention
-from gla_core.nn.merged import _ALLOCATIONS, added, products
+from gla_core.nn.merged import _ALLOCATIONS, added, matrix_of, products
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -195,3 +195,19 @@ def test_other_layers(layer: nn.Module, number: int) -> None:
     with torch.no_grad(), Products() as products:
         torch.testing.assert_close(layer(x)[0], expected, **CLOSE)
     assert products.number == number
+
+
+@torch.no_grad()
+def test_the_matrix_of_layers(layer):
+    x = torch.randn(2, 16)
+    (layers,) = layer.merged_layers()
+    matrix = matrix_of(layers, x)
+    assert torch.equal(matrix, torch.cat([each.weight for each in layers]))
+    assert matrix_of([layer.o_proj], x).data_ptr() == layer.o_proj.weight.data_ptr()
+    half = layer.gk_proj[1]
+    assert matrix_of([half], x) is None, "it has a bias"
+    assert torch.equal(matrix_of([half], x, biased=True), half.weight)
+    with torch.enable_grad():
+        assert matrix_of(layers, x) is None
+    hook(layer)
+    assert matrix_of(layers, x) is None

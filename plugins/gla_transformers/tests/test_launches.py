@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gla_transformers import GLACache
+from gla_transformers import GLACache, few_rows
 
 VIEWS = {"slice", "select", "unsqueeze", "view", "_unsafe_view", "t", "split", "split_with_sizes", "detach"}
 VIEWS |= {"empty", "set_"}
 A_LAYER = 10
-"""Norm, projections, second half of the gate, step, seven of the gated norm, output projection, norm, projections, two
-of the gated activation (one on a GPU), last projection."""
+"""Norm, projections, second half of the gate, step, output projection, norm, projections, two of the gated activation
+(one on a GPU), last projection."""
+OF_FEW_ROWS = 6
+"""Projections, second half of the gate, step, output projection, projections, last projection."""
 OUTSIDE = 4
 """Embedding, last norm, head and the count of tokens."""
 
@@ -57,6 +60,26 @@ def test_a_decoding_step(ours, layers, monkeypatch):
     found = launches.found
     assert found["mm"] + found["addmm"] + found["addmm_"] == 5 * layers + 1
     assert found.total() <= A_LAYER * layers + OUTSIDE, found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_decoding_step_of_few_rows(ours, layers, monkeypatch):
+    """On a GPU each product is one kernel. Here it is replaced by nothing, as if it were one operator."""
+    model = ours(num_hidden_layers=layers).bfloat16()
+    cache, tokens = GLACache(model.config), torch.randint(1, 61, (2, 3))
+    model(tokens, past_key_values=cache)
+    with Launches(monkeypatch) as launches:
+
+        def product(x, weight, gated=False, **rest):
+            number = len(weight) // 2 if gated else len(weight)
+            return launches.counted("product", lambda: x.new_zeros(len(x), number))
+
+        kernel = SimpleNamespace(is_served=lambda weight, x: True, product=product)
+        monkeypatch.setattr(few_rows, "_kernel", lambda device: kernel)
+        model(tokens[:, :1], past_key_values=cache)
+    assert launches.found["product"] == 5 * layers
+    assert launches.found.total() <= OF_FEW_ROWS * layers + OUTSIDE, launches.found
 
 
 @torch.no_grad()

@@ -227,7 +227,7 @@ def read(
     if torch.is_grad_enabled():
         state = state and _each(state, torch.clone)  # autograd keeps these tensors, which are overwritten below
     elif state is not None and x.shape[1] == 1 and cu_seqlens is None:
-        rows = _rows_with_a_token(attention_mask)
+        rows = rows_with_a_token(attention_mask)
         to = None if residual is None else residual[:, 0]
         return layer.step(x[:, 0], state, inplace=True, state_indices=rows, residual=to)[0][:, None]
     y, state = layer(x, state, True, cu_seqlens, max_seqlen, attention_mask, residual=residual)
@@ -235,7 +235,7 @@ def read(
     return y
 
 
-def _rows_with_a_token(attention_mask: Tensor | None) -> Tensor | None:
+def rows_with_a_token(attention_mask: Tensor | None) -> Tensor | None:
     """Returns the row numbers of a mask [B, 1 or more], with -1 for rows whose last column is padding."""
     if attention_mask is None:
         return None

@@ -29,8 +29,8 @@ from gla_core.nn.merged import Merging, added, products
 from gla_core.nn.recompute import not_kept, recomputed
 from gla_core.nn.rms_norm import RMSNormGated
 from gla_core.nn.short_convolution import ShortConvolution
-from gla_transformers import packing
-from gla_transformers.cache import NAME, GLACache, read
+from gla_transformers import few_rows, packing
+from gla_transformers.cache import NAME, GLACache, LayerState, read
 from gla_transformers.configuration import GLAConfig
 from gla_transformers.graphs import Graphs
 from gla_transformers.loss import IGNORED, l2warp, loss_in_parts, next_token_loss
@@ -108,8 +108,12 @@ class GLABlock(GradientCheckpointingLayer):
     ) -> Tensor:
         """Runs the layer; the arguments are as in `GLAModel.forward`. With `inplace` it may write into x."""
         memory: Any = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        y = self.attn_norm(x)
         within = self._adds_within_products()
+        if within and isinstance(memory, LayerState) and type(self.attn) is GatedLinearAttention and cu_seqlens is None:
+            y = few_rows.step(self.attn_norm, self.attn, self.mlp_norm, self.mlp, x, memory, attention_mask)
+            if y is not None:
+                return y
+        y = self.attn_norm(x)
         if isinstance(self.attn, GatedLinearAttention):
             residual = (x if inplace else x.clone()) if within else None
             y = read(self.attn, y, memory, attention_mask, cu_seqlens, max_seqlen, residual)

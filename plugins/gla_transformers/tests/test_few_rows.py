@@ -1,0 +1,206 @@
+"""Products of few rows in one kernel with what stands around them, and layers that are computed by them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_transformers import GLACache, few_rows
+
+triton = pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+runs = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1")
+FORMS = {
+    "plain": {},
+    "norm": {"norm": True},
+    "bias": {"bias": True},
+    "residual": {"residual": True},
+    "gated": {"norm": True, "gated": True},
+}
+
+
+def inputs(M, K, N, dtype=torch.float32, norm=False, bias=False, residual=False, gated=False):
+    """Returns the arguments of `product`; x is a slice of rows that are longer."""
+    options = {"device": DEVICE, "dtype": torch.float32}
+    x = torch.randn(M, K + 16, **options).to(dtype)[:, :K]
+    weight = (torch.randn(2 * N if gated else N, K, **options) / K**0.5).to(dtype)
+    rest = {
+        "norm_weight": torch.rand(K, **options).to(dtype) if norm else None,
+        "bias": torch.randn(N, **options).to(dtype) if bias else None,
+        "residual": torch.randn(M, N, **options).to(dtype) if residual else None,
+    }
+    return x, weight, {**rest, "norm_eps": 1e-5, "gated": gated}
+
+
+def expected(x, weight, norm_weight, norm_eps, bias, residual, gated):
+    """Returns in float64 what layers apart compute, with the roundings between them."""
+    dtype, x, weight = x.dtype, x.double(), weight.double()
+    if norm_weight is not None:
+        x = F.rms_norm(x, x.shape[1:], norm_weight.double(), norm_eps).to(dtype).double()
+    y = x @ weight.t()
+    if gated:
+        gate, up = y.to(dtype).double().chunk(2, 1)
+        y = F.silu(gate) * up
+    return y + sum(part.double() for part in (bias, residual) if part is not None)
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED), ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("M", "K", "N"), [(1, 32, 6), (3, 48, 5), (8, 16, 64), (2, 3072, 8), (9, 48, 21), (40, 256, 2050)], ids=str
+)
+def test_a_product(M, K, N, form, dtype):
+    from gla_transformers.few_rows_kernel import product
+
+    x, weight, options = inputs(M, K, N, dtype, **FORMS[form])
+    y = product(x, weight, **options)
+    assert y.dtype == dtype
+    assert relative_error(y, expected(x, weight, **options)) <= FORWARD[dtype]
+
+
+@runs
+@pytest.mark.parametrize("form", FORMS)
+def test_bits_of_a_row_do_not_depend_on_the_others(form):
+    from gla_transformers.few_rows_kernel import product
+
+    x, weight, options = inputs(4, 1024, 96, **FORMS[form])
+    together, residual = product(x, weight, **options), options["residual"]
+    for i in range(4):
+        options["residual"] = None if residual is None else residual[i : i + 1]
+        assert torch.equal(product(x[i : i + 1], weight, **options), together[i : i + 1])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("M", [1, 64])
+def test_it_compiles_for_an_h100(M, form):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from gla_transformers.few_rows_kernel import launches
+
+    x, weight, options = inputs(M, 1024, 2816, torch.bfloat16, **FORMS[form])
+    tensors = (x, weight, options["norm_weight"], options["bias"], options["residual"], x.new_empty(M, 2816))
+    for launch in launches(tensors, 1e-5, options["gated"], overlaps=True):
+        constant = {p.name for p in launch.kernel.params if p.is_constexpr}
+        constant |= {name for name, value in launch.arguments.items() if value is None}
+        types = {torch.Tensor: "*bf16", float: "fp32", int: "i32"}
+        signature = {n: "constexpr" if n in constant else types[type(x)] for n, x in launch.arguments.items()}
+        source = ASTSource(launch.kernel, signature, {name: launch.arguments[name] for name in constant})
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(launch.options))
+        assert compiled.metadata.shared <= 101_376, "of consumer cards; an H100 has more"
+        assert ("cp.async.bulk.prefetch.L2.global" in compiled.asm["ptx"]) == ("weight_ptr" in signature)
+
+
+# ---- layers
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """A list to which every product by the kernel adds its number of rows. On a CPU, its kernels are interpreted."""
+    from gla_transformers import few_rows_kernel
+
+    found = []
+    product = few_rows_kernel.product
+    monkeypatch.setattr(few_rows_kernel, "product", lambda x, *a, **o: found.append(len(x)) or product(x, *a, **o))
+    monkeypatch.setattr(few_rows, "_kernel", lambda device: few_rows_kernel)
+    return found
+
+
+@torch.no_grad()
+def steps(model, tokens, mask=None):
+    """Returns the logits of steps after a prompt, and the cache."""
+    cache = GLACache(model.config)
+    model(tokens[:, :4], past_key_values=cache)
+    seen = [None if mask is None else mask[:, i : i + 1] for i in range(4, tokens.shape[1])]
+    words = tokens[:, 4:].split(1, 1)
+    found = [model(w, past_key_values=cache, attention_mask=s).logits for w, s in zip(words, seen, strict=True)]
+    return torch.cat(found, 1), cache
+
+
+def compare(model, tokens, monkeypatch, mask=None, tolerance=1e-4):
+    """Checks that steps by the kernel give what steps by PyTorch give."""
+    close = {"rtol": tolerance, "atol": tolerance}
+    found, cache = steps(model, tokens, mask)
+    with monkeypatch.context() as patch:
+        patch.setattr(few_rows, "_kernel", lambda device: None)
+        wanted, other = steps(model, tokens, mask)
+    torch.testing.assert_close(found, wanted, **close)
+    for a, b in zip(cache.tensors(), other.tensors(), strict=True):
+        torch.testing.assert_close(a, b, **close)
+
+
+MODELS = [
+    {},
+    {"use_short_conv": True, "use_output_gate": False},
+    {"num_kv_heads": 1, "clamp_min": -1.0},
+    {"fuse_norm": False, "feature_map": "relu"},
+]
+
+
+@runs
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_steps(ours, options, calls, monkeypatch):
+    model, tokens = ours(num_hidden_layers=1, **options).to(DEVICE), torch.randint(1, 61, (2, 6), device=DEVICE)
+    compare(model, tokens, monkeypatch)
+    assert calls == [2] * 10
+    mask = torch.ones_like(tokens)
+    mask[0, 4] = 0
+    compare(model, tokens, monkeypatch, mask)
+
+
+def apart(layer):
+    layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.clone())
+
+
+def hook_of_a_norm(layer):
+    layer.mlp_norm.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def hook_within(layer):
+    layer.attn.gk_proj.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def another_module(layer):
+    layer.attn.o_proj = torch.nn.Sequential(layer.attn.o_proj)
+
+
+def bias(layer):
+    layer.mlp.down_proj = torch.nn.Linear(48, 32)
+
+
+def norm_of_groups(layer):
+    layer.attn_norm.groups = 2
+
+
+@runs
+@pytest.mark.parametrize("change", [apart, hook_of_a_norm, hook_within, another_module, bias, norm_of_groups])
+def test_layers_that_compute_for_themselves(ours, change, calls, monkeypatch):
+    model = ours(num_hidden_layers=1)
+    model.config.cuda_graphs = False
+    change(model.model.layers[0])
+    compare(model.to(DEVICE), torch.randint(1, 61, (2, 5), device=DEVICE), monkeypatch)
+    assert calls == []
+
+
+@runs
+@torch.no_grad()
+def test_many_rows_and_prompts(ours, calls, monkeypatch):
+    model, tokens = ours(num_hidden_layers=1).to(DEVICE), torch.randint(1, 61, (70, 5), device=DEVICE)
+    model(tokens[:1, :1], use_cache=True)
+    compare(model, tokens[:9], monkeypatch)
+    assert calls == []
+    compare(model, tokens[:8], monkeypatch)
+    assert calls == [8] * 5
+    model.half()
+    compare(model, tokens[:9], monkeypatch, tolerance=2e-2)
+    assert calls == [8] * 5 + [9] * 5
+    compare(model, tokens, monkeypatch, tolerance=2e-2)
+    assert len(calls) == 10
