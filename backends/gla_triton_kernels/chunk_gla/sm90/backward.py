@@ -42,6 +42,10 @@ kinds of warps communicate over barriers in shared memory:
                all keys: each warpgroup computes its share of the values, once all of them have written P. Of two
                warpgroups one computes dA and the other A^T, for both. They pass them on in the tiles of S
 
+Two blocks of 64 keys and 64 values share a multiprocessor. They have no load warp, so that the others have more
+registers: the gate warpgroup copies q, k and g, and the gradient warpgroup v, do and S, once they are done with the
+chunk whose place these take.
+
 Sources: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
 
@@ -164,8 +168,8 @@ def launch_gradients(
         "LAST_LEAVE_NONE": x.last_leave_none,
     }
     grid = (blocks_k * blocks_v * segments.count * Hq, 1, 1)
-    # With 80 registers two blocks share a multiprocessor.
-    options = {"num_warps": kernel.warps, "maxnreg": 80 if kernel.BK == kernel.BV == 64 else 128}
+    # 128 registers for 8 warps: two blocks of 64 keys and 64 values share a multiprocessor.
+    options = {"num_warps": kernel.warps, "maxnreg": 128}
     computed = Launch(_chunk_gla_bwd_kernel, grid, arguments, options)
     summed = partials.launch_partial_sums((dq, dk, dg, dv), (x.dq, x.dk, x.dg, x.dv))
     added = pairs.launch_pairs(x, units, marks, scale, kernel.BK, normalizer)
@@ -202,38 +206,58 @@ def _masked(scores, beyond, units, part: gl.constexpr, PARTS: gl.constexpr, dtyp
 
 
 @gluon.jit
-def _load_warp(descriptors, tiles, barriers, place, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr):
-    """Prefetches the inputs of the next chunks, the last chunk first."""
-    q_desc, k_desc, v_desc, do_desc, g_desc, s_desc = descriptors
-    q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles = tiles
-    g_full, qk_full, qk_empty, v_full, done = barriers
+def _load_queries(i, loads, PARTS: gl.constexpr, G: gl.constexpr):
+    """Starts the loads of g, q and k of the i-th chunk, once its slot is empty."""
+    descriptors, tiles, barriers, place = loads
+    q_desc, k_desc, _, _, g_desc, _ = descriptors
+    q_tiles, k_tiles, _, _, x_tiles, _ = tiles
+    g_full, qk_full, qk_empty, _, _ = barriers
+    b, h, key, _, start, chunks, _ = place
+    t = start + (chunks - 1 - i) * C
+    slot = i % SLOTS
+    mbarrier.wait(qk_empty.index(slot), (i // SLOTS & 1) ^ 1)
+    if g_desc is not None:
+        bar = g_full.index(slot)
+        mbarrier.expect(bar, PARTS * g_desc.block_type.nbytes)
+        for p in gl.static_range(PARTS):
+            x_tile = gate_tile(g_desc, x_tiles, PARTS * slot + p)
+            tma.async_copy_global_to_shared(g_desc, [b, h // G, t, key + p * D], bar, x_tile)
+    bar = qk_full.index(slot)
+    mbarrier.expect(bar, 2 * PARTS * q_desc.block_type.nbytes)
+    for p in gl.static_range(PARTS):
+        tma.async_copy_global_to_shared(q_desc, [b, h, t, key + p * D], bar, q_tiles.index(PARTS * slot + p))
+        tma.async_copy_global_to_shared(k_desc, [b, h // G, t, key + p * D], bar, k_tiles.index(PARTS * slot + p))
+
+
+@gluon.jit
+def _load_values(i, loads, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr):
+    """Starts the loads of v, do and S of the i-th chunk, once the products of the chunk before it are done."""
+    descriptors, tiles, barriers, place = loads
+    q_desc, _, v_desc, do_desc, _, s_desc = descriptors
+    _, _, v_tiles, do_tiles, _, s_tiles = tiles
+    _, _, _, v_full, done = barriers
     b, h, key, value, start, chunks, row = place
-    TILE: gl.constexpr = q_desc.block_type.nbytes
-    for i in range(chunks):
-        c = chunks - 1 - i
-        t = start + c * C
-        slot = i % SLOTS
-        mbarrier.wait(qk_empty.index(slot), (i // SLOTS & 1) ^ 1)
-        if g_desc is not None:
-            bar = g_full.index(slot)
-            mbarrier.expect(bar, PARTS * g_desc.block_type.nbytes)
-            for p in gl.static_range(PARTS):
-                x_tile = gate_tile(g_desc, x_tiles, PARTS * slot + p)
-                tma.async_copy_global_to_shared(g_desc, [b, h // G, t, key + p * D], bar, x_tile)
-        bar = qk_full.index(slot)
-        mbarrier.expect(bar, 2 * PARTS * TILE)
-        for p in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(q_desc, [b, h, t, key + p * D], bar, q_tiles.index(PARTS * slot + p))
-            tma.async_copy_global_to_shared(k_desc, [b, h // G, t, key + p * D], bar, k_tiles.index(PARTS * slot + p))
-        mbarrier.wait(done, (i & 1) ^ 1)
-        mbarrier.expect(v_full, (2 + PARTS) * HALVES * TILE)
+    c = chunks - 1 - i
+    t = start + c * C
+    mbarrier.wait(done, (i & 1) ^ 1)
+    mbarrier.expect(v_full, (2 + PARTS) * HALVES * q_desc.block_type.nbytes)
+    for j in gl.static_range(HALVES):
+        tma.async_copy_global_to_shared(v_desc, [b, h // G, t, value + j * D], v_full, v_tiles.index(j))
+        tma.async_copy_global_to_shared(do_desc, [b, h, t, value + j * D], v_full, do_tiles.index(j))
+    for p in gl.static_range(PARTS):
         for j in gl.static_range(HALVES):
-            tma.async_copy_global_to_shared(v_desc, [b, h // G, t, value + j * D], v_full, v_tiles.index(j))
-            tma.async_copy_global_to_shared(do_desc, [b, h, t, value + j * D], v_full, do_tiles.index(j))
-        for p in gl.static_range(PARTS):
-            for j in gl.static_range(HALVES):
-                at = [row + c, h // G, key + p * D, value + j * D]
-                tma.async_copy_global_to_shared(s_desc, at, v_full, s_tiles.index(HALVES * p + j))
+            at = [row + c, h // G, key + p * D, value + j * D]
+            tma.async_copy_global_to_shared(s_desc, at, v_full, s_tiles.index(HALVES * p + j))
+
+
+@gluon.jit
+def _load_warp(loads, PARTS: gl.constexpr, HALVES: gl.constexpr, G: gl.constexpr):
+    """Prefetches the inputs of the next chunks, the last chunk first."""
+    _, _, _, place = loads
+    _, _, _, _, _, chunks, _ = place
+    for i in range(chunks):
+        _load_queries(i, loads, PARTS, G)
+        _load_values(i, loads, PARTS, HALVES, G)
 
 
 @gluon.jit
@@ -254,15 +278,16 @@ def _decay(g, mild, i, tiles, scale):
 
 
 @gluon.jit
-def _write_dg(tiles, where, dg_ptr, logits, key, K, slot, rows, NORMALIZER: gl.constexpr, PARTS: gl.constexpr):
+def _write_dg(tiles, where, dg_ptr, logits, key, K, slot, rows, zero, NORMALIZER: gl.constexpr, PARTS: gl.constexpr):
     """Writes dg of a chunk: the value at the chunk's start, minus the sum of w before each row.
 
     Args:
         logits: if NORMALIZER is given, a pointer to the logits of the head at token 0, and the stride of tokens.
+        zero: 0, or an opaque zero: addresses then do not occupy registers between chunks.
     """
     _, _, x_tiles, r_tiles, _ = tiles
     b, h, t, T, Hq = where
-    row = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
+    row = (gl.arange(0, C, gl.SliceLayout(1, RUNS)) + zero)[:, None]  # [C, 1]
     column = gl.arange(0, D, gl.SliceLayout(0, RUNS))[None, :]  # [1, D]
     first = dg_ptr + ((b.to(gl.int64) * T + t) * Hq + h) * K + key
     offsets = row.to(gl.int64) * (Hq * K) + column  # [C, D]
@@ -290,11 +315,14 @@ def _is_mild_in_half(least, q_tiles, k_tiles, first, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr):
+def _gate_warps(given, loads, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr, G: gl.constexpr):
     """Replaces q, k by qg, kg, chunk after chunk; marks chunks that are not mild; writes dg of the previous chunk.
 
     The loops over parts are loops at run time, although gates are then read twice. They keep the code small, which is
     fetched again for each chunk. Log gates that were computed from logits are stored in between.
+
+    Args:
+        loads: the arguments of `_load_queries` if this warpgroup copies q, k and g, else None.
     """
     g_desc, tiles, barriers, marks, marks_c, dg_ptr, logits, place, sizes, scale = given
     q_tiles, k_tiles, x_tiles, r_tiles, firsts, mild_flags = tiles
@@ -304,6 +332,9 @@ def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl
     HALF: gl.constexpr = q_tiles.dtype == gl.float16
     parts = (q_tiles, k_tiles, x_tiles, r_tiles, firsts)
     chunks = gl.cdiv(length, C)
+    if loads is not None:
+        for i in range(gl.minimum(chunks, SLOTS)):
+            _load_queries(i, loads, PARTS, G)
     for i in range(chunks + 1):
         c = chunks - 1 - i
         slot = i % SLOTS
@@ -350,8 +381,12 @@ def _gate_warps(given, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl
                 mbarrier.wait(w_full.index(before), (i - 1) // SLOTS & 1)
                 where = (b, h, start + (c + 1) * C, T, Hq)
                 rows = gl.minimum(length - (c + 1) * C, C)
-                _write_dg(parts, where, dg_ptr, logits, key, K, before, rows, NORMALIZER, PARTS)
+                zero = opaque_zero() if loads is not None else 0
+                _write_dg(parts, where, dg_ptr, logits, key, K, before, rows, zero, NORMALIZER, PARTS)
             mbarrier.arrive(qk_empty.index(before), count=1)
+            if loads is not None:  # noqa: SIM102 -- known when this is compiled, and the number of chunks is not
+                if i - 1 + SLOTS < chunks:
+                    _load_queries(i - 1 + SLOTS, loads, PARTS, G)
 
 
 @gluon.jit
@@ -395,6 +430,7 @@ def _chunk(
     outputs,
     factors,
     units,
+    loads,
     place,
     part: gl.constexpr,
     PARTS: gl.constexpr,
@@ -402,6 +438,7 @@ def _chunk(
     HAS_GATE: gl.constexpr,
     PACKED: gl.constexpr,
     UNITS: gl.constexpr,
+    G: gl.constexpr,
 ):
     """Writes the gradients of a chunk, except dg, from the gradient of its leaving state, waiting * dS.
 
@@ -410,6 +447,7 @@ def _chunk(
 
     Args:
         units: the units of the tiles of S, q, k, v and do; see half.py.
+        loads: the arguments of `_load_values` if this warpgroup copies v, do and S, else None.
 
     Returns:
         dS and waiting for the entering state. The next chunk applies the factor together with its own decay, so that dS
@@ -418,7 +456,7 @@ def _chunk(
     q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, firsts, mild_flags, op_units = tiles
     w_full, ready, done = barriers
     LAST: gl.constexpr = max(PARTS * HALVES, 2) - 1  # the last tile of S
-    i, slot, rows, where, key, value, K, V = place
+    i, chunks, slot, rows, where, key, value, K, V = place
     dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
     of_queries, outer = factors
     dtype: gl.constexpr = q_tiles.dtype
@@ -453,6 +491,7 @@ def _chunk(
         decayed += (dS[j] * decay if HAS_GATE or UNITS else dS[j],)
     # P is stored while the first products run, if there are registers for both.
     LATER: gl.constexpr = PARTS > 1 and not HALF
+    TOGETHER: gl.constexpr = PARTS >= HALVES  # whether there are registers for dv beside dq and dk
     if not LATER:
         p_unit = store_operands(p_tiles, zero + HALVES * part, P, HALVES)
     if HALF:
@@ -519,15 +558,18 @@ def _chunk(
         dk = product(v_tiles.index(zero + j).reshape([C, D]), p_tile.permute([1, 0]), dk)
     of_dv = (k_tiles, do_tiles, p_tiles, op_units, aT, slot, zero, a_unit * (q_unit * do_unit) if HALF else 1.0)
     started = (dq, dk)
-    if PARTS > 1:
+    if TOGETHER:
         started += _values(of_dv, part, PARTS, HALVES)
     found = warpgroup_mma_wait(0, started)
     dq, dk = found[0], found[1]
     dv_unit = gl.max(op_units.index(PARTS - 1).load(gl.SliceLayout(1, LAYOUT)), 0) * (k_unit * outer) if HALF else 1.0
     to = (dv_desc, dv_ptr, p_tiles, dv_unit, value, V, where, rows, zero)
-    if PARTS > 1:
+    if TOGETHER:
         mbarrier.arrive(done, count=1)
-        mbarrier.wait(done, i & 1)
+        if loads is None:
+            mbarrier.wait(done, i & 1)
+        elif i + 1 < chunks:
+            _load_values(i + 1, loads, PARTS, HALVES, G)
         _write_values(to, found[2:], part, PARTS, HALVES, PACKED)
     if HALF:
         dq *= dq_unit * do_unit
@@ -546,12 +588,10 @@ def _chunk(
         x_tile.store(w)
         r_tiles.index(own).store(anchor * (inner * (s_unit * outer) if HALF else inner))
         mbarrier.arrive(w_full.index(slot), count=1)
-    if PARTS == 1:
+    if not TOGETHER:
         if dk_desc is not None:  # converted before it is written: half the registers
             dk = dk.to(dtype)
         dv = warpgroup_mma_wait(0, _values(of_dv, part, PARTS, HALVES))
-        if HALVES == 1:
-            dv = (dv,)  # a tuple of one element is returned as the element
         mbarrier.arrive(done, count=1)
         _write_values(to, dv, part, PARTS, HALVES, PACKED)
     write(dk_desc, dk_ptr, k_tile, dk, key, K, where, rows, PACKED)
@@ -560,13 +600,8 @@ def _chunk(
 
 @gluon.jit
 def _gradient_warps(
-    tiles,
-    barriers,
-    outputs,
-    states,
-    place,
-    sizes,
-    factors,
+    given,
+    loads,
     part: gl.constexpr,
     PARTS: gl.constexpr,
     HALVES: gl.constexpr,
@@ -574,7 +609,8 @@ def _gradient_warps(
     PACKED: gl.constexpr,
     G: gl.constexpr,
 ):
-    """Carries D rows of dS backwards through the segment and writes the gradients."""
+    """Carries D rows of dS backwards through the segment and writes the gradients; for `loads` see `_chunk`."""
+    tiles, barriers, outputs, states, place, sizes, factors = given
     v_tiles, do_tiles = tiles[2], tiles[3]
     HALF: gl.constexpr = do_tiles.dtype == gl.float16
     gated, w_full, qk_empty, v_full, ready, done = barriers
@@ -599,6 +635,9 @@ def _gradient_warps(
             dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
     waiting = gl.full([D], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
     chunks = gl.cdiv(length, C)
+    if loads is not None:  # noqa: SIM102 -- known when this is compiled, and the number of chunks is not
+        if chunks > 0:
+            _load_values(0, loads, PARTS, HALVES, G)
     for i in range(chunks):
         c = chunks - 1 - i
         slot = i % SLOTS
@@ -613,7 +652,7 @@ def _gradient_warps(
                     clear_rows(v_tiles.index(j).reshape([C, D]), rows, LAYOUT)
             fence_async_shared()
         mbarrier.wait(gated.index(slot), i // SLOTS & 1)
-        at = (i, slot, rows, (b, h, start + c * C, T, Hq), key + part * D, value, K, V)
+        at = (i, chunks, slot, rows, (b, h, start + c * C, T, Hq), key + part * D, value, K, V)
         chunk_barriers = (w_full, ready, done)
         s_unit = gl.load(s_units + c.to(gl.int64) * (Hq // G) * blocks + (key // D + part)) if HALF else 1.0
         q_unit, do_unit = unit_at(q_units, row + c, Hq, h), unit_at(do_units, row + c, Hq, h)
@@ -627,6 +666,7 @@ def _gradient_warps(
             outputs,
             factors,
             units,
+            loads,
             at,
             part,
             PARTS,
@@ -634,8 +674,11 @@ def _gradient_warps(
             HAS_GATE,
             PACKED,
             UNITS,
+            G,
         )
     if dinitial is not None:
+        if loads is not None:  # made anew, so that they occupy no registers in the loop
+            keys, values = keys + opaque_zero(), values + opaque_zero()
         for j in gl.static_range(HALVES):
             to = dinitial + ((n * Hq + h).to(gl.int64) * K + keys) * V + values + j * D
             x = dS[j] * waiting[:, None]
@@ -754,6 +797,7 @@ def _chunk_gla_bwd_kernel(
     load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles)
     load_barriers = (g_full, qk_full, qk_empty, v_full, done)
     load_place = (b, h, key, value, start, chunks, row)
+    loads = (descriptors, load_tiles, load_barriers, load_place)
     gate_tiles = (q_tiles, k_tiles, x_tiles, r_tiles, firsts, mild_flags)
     gate_barriers = (g_full, qk_full, qk_empty, gated, w_full)
     tiles = (q_tiles, k_tiles, v_tiles, do_tiles, x_tiles, s_tiles, p_tiles, r_tiles, firsts, mild_flags, op_units)
@@ -775,33 +819,34 @@ def _chunk_gla_bwd_kernel(
     sizes = (T, Hq, K, V)
     factors = factors_of(scale, dtype)
     gate = (g_desc, gate_tiles, gate_barriers, marks, Hq * blocks_k, dg_ptr, logits, place, sizes, factors[0])
+    gradients = (tiles, barriers, outputs, states, place, sizes, factors)
     # Registers of a thread: the gradient warps need most.
-    if PARTS == 1:
+    if PARTS * HALVES == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gate, NORMALIZER, PARTS, PACKED)),
-                (
-                    _gradient_warps,
-                    (tiles, barriers, outputs, states, place, sizes, factors, 0, PARTS, HALVES, HAS_GATE, PACKED, G),
-                ),
-                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, PARTS, HALVES, G)),
+                (_gate_warps, (gate, loads, NORMALIZER, PARTS, PACKED, G)),
+                (_gradient_warps, (gradients, loads, 0, PARTS, HALVES, HAS_GATE, PACKED, G)),
+            ],
+            [4],
+            [176],
+        )
+    elif PARTS == 1:
+        gl.warp_specialize(
+            [
+                (_gate_warps, (gate, None, NORMALIZER, PARTS, PACKED, G)),
+                (_gradient_warps, (gradients, None, 0, PARTS, HALVES, HAS_GATE, PACKED, G)),
+                (_load_warp, (loads, PARTS, HALVES, G)),
             ],
             [4, 1],
-            [152 if HALVES == 1 else 232, 24],
+            [232, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (gate, NORMALIZER, PARTS, PACKED)),
-                (
-                    _gradient_warps,
-                    (tiles, barriers, outputs, states, place, sizes, factors, 0, PARTS, HALVES, HAS_GATE, PACKED, G),
-                ),
-                (
-                    _gradient_warps,
-                    (tiles, barriers, outputs, states, place, sizes, factors, 1, PARTS, HALVES, HAS_GATE, PACKED, G),
-                ),
-                (_load_warp, (descriptors, load_tiles, load_barriers, load_place, PARTS, HALVES, G)),
+                (_gate_warps, (gate, None, NORMALIZER, PARTS, PACKED, G)),
+                (_gradient_warps, (gradients, None, 0, PARTS, HALVES, HAS_GATE, PACKED, G)),
+                (_gradient_warps, (gradients, None, 1, PARTS, HALVES, HAS_GATE, PACKED, G)),
+                (_load_warp, (loads, PARTS, HALVES, G)),
             ],
             [4, 4, 1],
             [192, 192, 24],
