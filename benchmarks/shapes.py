@@ -31,6 +31,7 @@ import torch
 
 import gla_core as gla
 from gla_core.bench import measure, results
+from gla_core.bench.floor import floor_seconds
 from gla_core.bench.suite import Case, implementing, measure_case
 from gla_core.dispatch.backend import OpCall
 from gla_core.ops import ABSTRACT_OPS
@@ -87,10 +88,14 @@ def workloads() -> Iterator[tuple[Workload, str]]:
 
 def odd_pair(call: OpCall) -> Case:
     """Returns the forward and backward of a call of odd widths, as a case."""
-    sizes = {name: call.dims[name] for name in ("B", "T", "H", "K", "V")}
+    sizes: dict[str, Any] = {name: call.dims[name] for name in ("B", "T", "H", "K", "V")}
     name = "odd_" + "_".join(f"{dim.lower()}{size}" for dim, size in sizes.items())
     direction = "forward+backward" + ("_graph" if call.device.type == "cuda" else "")
-    return Case(Workload(name, "chunk_gla", frozenset(), {**sizes, "gate_dtype": torch.float32}), "auto", direction)
+    return Case(
+        Workload(name, "chunk_gla", frozenset(), {**sizes, "dtype": call.dtype, "gate_dtype": call.gate_dtype}),
+        "auto",
+        direction,
+    )
 
 
 def compile_share(device: torch.device, share: tuple[int, int]) -> None:
@@ -143,10 +148,11 @@ def _odd_row(call: OpCall, bandwidth: float, seconds: float) -> Row:
 def _odd_pair_row(call: OpCall, device: torch.device, bandwidth: float, seconds: float) -> Row:
     case = odd_pair(call)
     row = measure_case(case, device, bandwidth, budget=seconds)
-    if row.seconds is None or row.floor_fraction is None:
+    if row.seconds is None:
         raise RuntimeError(f"{case} was not measured: {row.error}")
-    about = {"part": "odd pairs", "dims": dict(call.dims), "backend": row.backend}
-    return {**about, "seconds": row.seconds, "over": selection.rounded(1 / row.floor_fraction)}
+    floor = floor_seconds("chunk_gla", case.workload.sizes, bandwidth, backward=True)
+    about = {"part": "odd pairs", "dims": dict(call.dims), "backend": row.backend, "seconds": row.seconds}
+    return {**about, "floor": selection.rounded(floor), "over": selection.rounded(row.seconds / floor)}
 
 
 def _giant_row(call: OpCall, lengths: Sequence[int], seconds: float) -> Row:

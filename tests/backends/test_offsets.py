@@ -47,7 +47,8 @@ def gla_inputs(B=2, T=2**20, H=32, G=1, R=1, K=128, V=128, packed=False, new=emp
     state = empty(4 if packed else B, Hv, K, V, dtype=torch.float32)
     q, k, v = new(B, T, G * H, K, dtype=dtype), new(B, T, H, K, dtype=dtype), new(B, T, Hv, V, dtype=dtype)
     gates = {"constant": lambda: empty(Hv), "head": lambda: empty(B, T, Hv), "key": lambda: new(B, T, Hv, K)}
-    g, cu_seqlens = gates[form]().float(), empty(5, dtype=torch.int64) if packed else None
+    g = None if form == "none" else gates[form]().float()
+    cu_seqlens = empty(5, dtype=torch.int64) if packed else None
     return q, k, v, g, state, cu_seqlens
 
 

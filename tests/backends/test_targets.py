@@ -77,6 +77,7 @@ CALLS = {
     "pool, in segments": (pool, "parallel_scan", SERVING | {"H": 4, "form": "head"}),
     "backward": (backward, "triton_fused", TRAINING),
     "backward, K = V = 64": (backward, "triton_fused", TRAINING | {"K": 64, "V": 64}),
+    "backward, K = V = 64, no gates": (backward, "triton_fused", TRAINING | {"K": 64, "V": 64, "form": "none"}),
     "backward, wide": (backward, "triton_fused", WIDE),
     "backward, K = 128, V = 256, from logits": (backward, "triton_fused", TRAINING | {"V": 256, "normalizer": 16}),
     "backward, float16": (backward, "triton_fused", TRAINING | FLOAT16),

@@ -68,11 +68,11 @@ def test_a_product(M, K, N, form, dtype):
 @runs
 @pytest.mark.parametrize("form", FORMS)
 def test_bits_of_a_row_do_not_depend_on_the_others(form):
-    from gla_transformers.few_rows_kernel import product
+    from gla_transformers.few_rows_kernel import FEW, product
 
-    x, weight, options = inputs(4, 1024, 96, **FORMS[form])
+    x, weight, options = inputs(FEW, 1024, 96, **FORMS[form])
     together, residual = product(x, weight, **options), options["residual"]
-    for i in range(4):
+    for i in range(FEW):
         options["residual"] = None if residual is None else residual[i : i + 1]
         assert torch.equal(product(x[i : i + 1], weight, **options), together[i : i + 1])
 
@@ -173,7 +173,7 @@ def another_module(layer):
 
 
 def bias(layer):
-    layer.mlp.down_proj = torch.nn.Linear(48, 32)
+    layer.mlp.down_proj = torch.nn.Linear(48, 32, device=DEVICE)
 
 
 def norm_of_groups(layer):
@@ -183,10 +183,10 @@ def norm_of_groups(layer):
 @runs
 @pytest.mark.parametrize("change", [apart, hook_of_a_norm, hook_within, another_module, bias, norm_of_groups])
 def test_layers_that_compute_for_themselves(ours, change, calls, monkeypatch):
-    model = ours(num_hidden_layers=1)
+    model = ours(num_hidden_layers=1).to(DEVICE)
     model.config.cuda_graphs = False
     change(model.model.layers[0])
-    compare(model.to(DEVICE), torch.randint(1, 61, (2, 5), device=DEVICE), monkeypatch)
+    compare(model, torch.randint(1, 61, (2, 5), device=DEVICE), monkeypatch)
     assert calls == []
 
 
@@ -195,12 +195,12 @@ def test_layers_that_compute_for_themselves(ours, change, calls, monkeypatch):
 def test_many_rows_and_prompts(ours, calls, monkeypatch):
     model, tokens = ours(num_hidden_layers=1).to(DEVICE), torch.randint(1, 61, (70, 5), device=DEVICE)
     model(tokens[:1, :1], use_cache=True)
-    compare(model, tokens[:9], monkeypatch)
+    compare(model, tokens[:3], monkeypatch)
     assert calls == []
-    compare(model, tokens[:8], monkeypatch)
-    assert calls == [8] * 5
+    compare(model, tokens[:2], monkeypatch)
+    assert calls == [2] * 5
     model.half()
     compare(model, tokens[:9], monkeypatch, tolerance=2e-2)
-    assert calls == [8] * 5 + [9] * 5
+    assert calls == [2] * 5 + [9] * 5
     compare(model, tokens, monkeypatch, tolerance=2e-2)
     assert len(calls) == 10

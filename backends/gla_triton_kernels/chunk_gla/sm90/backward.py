@@ -315,14 +315,22 @@ def _is_mild_in_half(least, q_tiles, k_tiles, first, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _gate_warps(given, loads, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PACKED: gl.constexpr, G: gl.constexpr):
+def _gate_warps(
+    given,
+    loads,
+    NORMALIZER: gl.constexpr,
+    PARTS: gl.constexpr,
+    HALVES: gl.constexpr,
+    PACKED: gl.constexpr,
+    G: gl.constexpr,
+):
     """Replaces q, k by qg, kg, chunk after chunk; marks chunks that are not mild; writes dg of the previous chunk.
 
     The loops over parts are loops at run time, although gates are then read twice. They keep the code small, which is
     fetched again for each chunk. Log gates that were computed from logits are stored in between.
 
     Args:
-        loads: the arguments of `_load_queries` if this warpgroup copies q, k and g, else None.
+        loads: the arguments of `_load_queries` if there is no load warp, so that this warpgroup copies q, k and g.
     """
     g_desc, tiles, barriers, marks, marks_c, dg_ptr, logits, place, sizes, scale = given
     q_tiles, k_tiles, x_tiles, r_tiles, firsts, mild_flags = tiles
@@ -330,9 +338,10 @@ def _gate_warps(given, loads, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PAC
     b, h, _, key, _, start, length = place
     T, Hq, K, _ = sizes
     HALF: gl.constexpr = q_tiles.dtype == gl.float16
+    LOADS: gl.constexpr = PARTS * HALVES == 1
     parts = (q_tiles, k_tiles, x_tiles, r_tiles, firsts)
     chunks = gl.cdiv(length, C)
-    if loads is not None:
+    if LOADS:
         for i in range(gl.minimum(chunks, SLOTS)):
             _load_queries(i, loads, PARTS, G)
     for i in range(chunks + 1):
@@ -381,10 +390,10 @@ def _gate_warps(given, loads, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, PAC
                 mbarrier.wait(w_full.index(before), (i - 1) // SLOTS & 1)
                 where = (b, h, start + (c + 1) * C, T, Hq)
                 rows = gl.minimum(length - (c + 1) * C, C)
-                zero = opaque_zero() if loads is not None else 0
+                zero = opaque_zero() if LOADS else 0
                 _write_dg(parts, where, dg_ptr, logits, key, K, before, rows, zero, NORMALIZER, PARTS)
             mbarrier.arrive(qk_empty.index(before), count=1)
-            if loads is not None:  # noqa: SIM102 -- known when this is compiled, and the number of chunks is not
+            if LOADS:  # noqa: SIM102 -- known when this is compiled, and the number of chunks is not
                 if i - 1 + SLOTS < chunks:
                     _load_queries(i - 1 + SLOTS, loads, PARTS, G)
 
@@ -447,7 +456,7 @@ def _chunk(
 
     Args:
         units: the units of the tiles of S, q, k, v and do; see half.py.
-        loads: the arguments of `_load_values` if this warpgroup copies v, do and S, else None.
+        loads: the arguments of `_load_values` if there is no load warp, so that this warpgroup copies v, do and S.
 
     Returns:
         dS and waiting for the entering state. The next chunk applies the factor together with its own decay, so that dS
@@ -491,6 +500,7 @@ def _chunk(
         decayed += (dS[j] * decay if HAS_GATE or UNITS else dS[j],)
     # P is stored while the first products run, if there are registers for both.
     LATER: gl.constexpr = PARTS > 1 and not HALF
+    LOADS: gl.constexpr = PARTS * HALVES == 1
     TOGETHER: gl.constexpr = PARTS >= HALVES  # whether there are registers for dv beside dq and dk
     if not LATER:
         p_unit = store_operands(p_tiles, zero + HALVES * part, P, HALVES)
@@ -566,7 +576,7 @@ def _chunk(
     to = (dv_desc, dv_ptr, p_tiles, dv_unit, value, V, where, rows, zero)
     if TOGETHER:
         mbarrier.arrive(done, count=1)
-        if loads is None:
+        if not LOADS:
             mbarrier.wait(done, i & 1)
         elif i + 1 < chunks:
             _load_values(i + 1, loads, PARTS, HALVES, G)
@@ -613,6 +623,7 @@ def _gradient_warps(
     tiles, barriers, outputs, states, place, sizes, factors = given
     v_tiles, do_tiles = tiles[2], tiles[3]
     HALF: gl.constexpr = do_tiles.dtype == gl.float16
+    LOADS: gl.constexpr = PARTS * HALVES == 1
     gated, w_full, qk_empty, v_full, ready, done = barriers
     leaving, held, state_n, state_h, state_k, state_v, dinitial, s_units, given_units, row = states
     q_units, k_units, v_units, do_units = given_units
@@ -635,7 +646,7 @@ def _gradient_warps(
             dS += (gl.zeros([D, D], gl.float32, LAYOUT),)
     waiting = gl.full([D], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
     chunks = gl.cdiv(length, C)
-    if loads is not None:  # noqa: SIM102 -- known when this is compiled, and the number of chunks is not
+    if LOADS:  # noqa: SIM102 -- known when this is compiled, and the number of chunks is not
         if chunks > 0:
             _load_values(0, loads, PARTS, HALVES, G)
     for i in range(chunks):
@@ -677,7 +688,7 @@ def _gradient_warps(
             G,
         )
     if dinitial is not None:
-        if loads is not None:  # made anew, so that they occupy no registers in the loop
+        if LOADS:  # made anew, so that they occupy no registers in the loop
             keys, values = keys + opaque_zero(), values + opaque_zero()
         for j in gl.static_range(HALVES):
             to = dinitial + ((n * Hq + h).to(gl.int64) * K + keys) * V + values + j * D
@@ -824,7 +835,7 @@ def _chunk_gla_bwd_kernel(
     if PARTS * HALVES == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gate, loads, NORMALIZER, PARTS, PACKED, G)),
+                (_gate_warps, (gate, loads, NORMALIZER, PARTS, HALVES, PACKED, G)),
                 (_gradient_warps, (gradients, loads, 0, PARTS, HALVES, HAS_GATE, PACKED, G)),
             ],
             [4],
@@ -833,7 +844,7 @@ def _chunk_gla_bwd_kernel(
     elif PARTS == 1:
         gl.warp_specialize(
             [
-                (_gate_warps, (gate, None, NORMALIZER, PARTS, PACKED, G)),
+                (_gate_warps, (gate, None, NORMALIZER, PARTS, HALVES, PACKED, G)),
                 (_gradient_warps, (gradients, None, 0, PARTS, HALVES, HAS_GATE, PACKED, G)),
                 (_load_warp, (loads, PARTS, HALVES, G)),
             ],
@@ -843,7 +854,7 @@ def _chunk_gla_bwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_gate_warps, (gate, None, NORMALIZER, PARTS, PACKED, G)),
+                (_gate_warps, (gate, None, NORMALIZER, PARTS, HALVES, PACKED, G)),
                 (_gradient_warps, (gradients, None, 0, PARTS, HALVES, HAS_GATE, PACKED, G)),
                 (_gradient_warps, (gradients, None, 1, PARTS, HALVES, HAS_GATE, PACKED, G)),
                 (_load_warp, (loads, PARTS, HALVES, G)),

@@ -38,7 +38,7 @@ WIDE = 2048
 """The width of y from which programs compute more of it."""
 SHARED = 96 * 1024
 """Bytes of shared memory for parts of x and W that are on their way: consumer cards have 99 KiB."""
-FEW, MOST = 8, 64
+FEW, MOST = 2, 64
 """The most rows that are multiplied one after the other, and the most rows at all."""
 
 Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]
