@@ -1,7 +1,7 @@
 """Random calls of every op against the float64 oracle: shapes, dtypes, gates, packing and layout drawn from a seed.
 
 Calls run on both Triton backends, and gradients on each of our backends that has them. There are a thousand cases each
-on a GPU, and a few on a CPU, where the kernels are interpreted. The oracle always runs on the CPU: its loop over tokens
+on a GPU, and a few on a CPU, where the kernels are interpreted. `--gate-form FORM` gives all gates one form. The oracle always runs on the CPU: its loop over tokens
 would take a GPU longer, even more so if several processes share it.
 """
 
@@ -38,6 +38,7 @@ LONGEST = 20 if INTERPRETED else 300
 ENOUGH = 10 if INTERPRETED else 16  # tokens of some sequence: the error of fewer is the rounding of single scores
 WIDTHS = [(16, 16), (19, 37), (64, 64), (128, 128), (40, 200), (96, 8), (256, 64)]
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+FORMS = ["key", "key", "head", "constant"]
 OPS = ["chunk_gla"] * 7 + ["recurrent_gla_step", "softmax_attention", "online_softmax"]
 FEW, BATCH = 8 if INTERPRETED else 40, 20
 WITH_GRADIENTS = [
@@ -50,6 +51,14 @@ batches = pytest.mark.parametrize(
     ("device", "batch"),
     [("cpu", 0), *(pytest.param("cuda", i, marks=pytest.mark.gpu) for i in range(1000 // BATCH))],
 )
+
+
+@pytest.fixture(autouse=True)
+def gate_form(request, monkeypatch):
+    """Limits the forms of gates that cases draw to the one that is asked for."""
+    form = request.config.getoption("gate_form")
+    if form:
+        monkeypatch.setattr(f"{__name__}.FORMS", [form])
 
 
 def seeds(device, batch):
@@ -124,10 +133,13 @@ def on_cpu(x):
 
 
 def of_heads(draw):
-    """Draws numbers of heads, and the form of the gate."""
+    """Draws numbers of heads, and the form and strength of the gate."""
     groups, of_values = draw.choice([1, 1, 1, 3]), draw.random() < 0.5
     sizes = {"H": draw.randint(1, 3), "G": 1 if of_values else groups, "R": groups if of_values else 1}
-    return sizes | {"gates": draw.choice(GATES), "gate_form": draw.choice(["key", "key", "head", "constant"])}
+    gates, form = draw.choice(GATES), draw.choice(FORMS)
+    if form == "none":
+        gates, form = "none", "key"
+    return sizes | {"gates": gates, "gate_form": form}
 
 
 def sequences(draw, dtype, device, seed):
