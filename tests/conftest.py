@@ -41,6 +41,11 @@ def pytest_addoption(parser):
     parser.addoption("--gate-form", help="form of every gate in random cases: none, key, head or constant")
 
 
+def pytest_configure():
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # else each worker starts a thread a core
+
+
 @functools.cache
 def is_ours(path):
     return path.is_relative_to(TESTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ _HERE = Path(__file__).parent
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "over(op, *workloads, **conditions): the cases that a test runs on")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # else each worker starts a thread a core, and the oracle takes many times as long
     config.stash[_backend], config.stash[_device] = subject(config)
     config.stash[_precision] = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
