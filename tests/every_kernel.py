@@ -1,9 +1,10 @@
 """Runs every kernel of a backend once, in each of its configurations, on small inputs, for a checker to watch:
 
-    python tests/every_kernel.py BACKEND [general_chunks] [hopper_chunks] [steps] [softmaxes] [attentions] [backwards]
+    python tests/every_kernel.py BACKEND [general_chunks] [hopper_chunks] [general_backwards] [hopper_backwards]
+        [summaries] [steps] [softmaxes] [attentions]
     compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused
     compute-sanitizer --tool racecheck python tests/every_kernel.py triton_fused general_chunks steps softmaxes
-    compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused backwards 0/8  # one of 8 processes
+    compute-sanitizer --tool memcheck python tests/every_kernel.py triton_fused hopper_backwards 0/8  # one of 8
 
 Run it without a checker first, so that it compiles undisturbed.
 """
@@ -121,17 +122,28 @@ def chunk(x: GlaInputs) -> None:
     gla.chunk_gla(x.q, x.k, x.v, x.g, None, x.initial_state, True, x.cu_seqlens)
 
 
+def general_backwards() -> None:
+    """Computes gradients of the same calls with the kernels for every GPU."""
+    with general_kernels():
+        backwards()
+
+
+def hopper_backwards() -> None:
+    """Computes gradients of the same calls with the kernels for compute capability 9.0."""
+    with hopper_kernels():
+        backwards()
+
+
 def backwards() -> None:
-    """Computes gradients of the same calls with both kinds of kernels, from checkpoints and from states built again.
+    """Computes gradients from checkpoints and from states built again.
 
     Calls with checkpoints have an initial and a final state, the others have neither.
     """
-    for kernels, every in itertools.product((general_kernels, hopper_kernels), (64, 128)):
-        with kernels():
-            for x in chunk_calls():
-                backward(x, every)
-                if x.g is not None and x.k.shape[3] == 256:
-                    backward(x, every, "logsigmoid")
+    for every in (64, 128):
+        for x in chunk_calls():
+            backward(x, every)
+            if x.g is not None and x.k.shape[3] == 256:
+                backward(x, every, "logsigmoid")
 
 
 def backward(x: GlaInputs, checkpoint_every: int, gate: str | None = None) -> None:
@@ -189,7 +201,16 @@ def attentions() -> None:
         gla.softmax_attention(q, k, k, causal=causal)
 
 
-KINDS = (general_chunks, hopper_chunks, summaries, steps, softmaxes, attentions, backwards)
+KINDS = (
+    general_chunks,
+    hopper_chunks,
+    general_backwards,
+    hopper_backwards,
+    summaries,
+    steps,
+    softmaxes,
+    attentions,
+)
 PARTS = {run.__name__: run for run in KINDS}
 
 
