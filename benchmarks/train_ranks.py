@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     device = torch.device(options.device)
     facts = {**results.conditions(device, options.commit), "model": options.preset}
-    target = options.out / f"train_ranks-{results.short_name(facts['device'])}.json"
+    target = options.out / f"train_{options.preset}_ranks-{results.short_name(facts['device'])}.json"
     rows: list[Row] = []
     for row in measured(options):
         rows.append(row)
