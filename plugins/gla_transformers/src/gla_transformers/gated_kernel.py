@@ -1,5 +1,18 @@
-"""silu(gate) * x in one Triton kernel. PyTorch takes two, which counts in a decoding step. Imports Triton."""
+"""Kernels of `gla_transformers.gated`, forward and backward. Imports Triton.
 
+    gated       y = f(g) x                  dx = f(g) dy                    dg = f'(g) x dy
+    normed      y = f(g) n w                dx = r (u - n mean(u n))        dg = f'(g) n w dy       dw = sum f(g) n dy
+
+    f(g) = g sigma(g)       r = 1 / sqrt(mean(x^2) + eps)       n = r x       u = f(g) w dy
+
+Each kernel reads its inputs once, computes in float32, and rounds each result once. A sum over rows is made of the sums
+of programs in a fixed order.
+
+N rows, which are the heads of all tokens   H heads of a token   V width of a row   ALL V rounded up to a power of two
+BN rows of a tile   P programs
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
 
 import torch
@@ -7,29 +20,201 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gla_core.dispatch.backend import ceil_div
+from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.runtime.sizes import power_of_two
+
 BLOCK = 1024
-
-
-@triton.jit
-def _kernel(gate, x, y, width, gate_stride, x_stride, BLOCK: tl.constexpr):
-    # gate, x [rows, width], rows gate_stride and x_stride apart; y [rows, width] contiguous
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    g = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    factor = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    tl.store(y + row * width + columns, (g * tl.sigmoid(g) * factor).to(y.dtype.element_ty), mask=inside)
+"""The number of values of a row that a program of `gated` computes."""
+TILE = 2048
+"""The number of values of a tile of `normed`: 16 for each thread."""
+PROGRAMS = 4
+"""The number of programs of a multiprocessor in the backward of `normed`. All of them run at the same time."""
 
 
 def gated(gate: Tensor, x: Tensor) -> Tensor:
-    """Returns silu(gate) * x for gate and x [..., width] of one dtype, rounded once.
-
-    The rows may be any equal distance apart.
-    """
-    width = gate.shape[-1]
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    rows, factors = gate.flatten(0, -2), x.flatten(0, -2)  # views of slices of a product [..., n]
-    grid = (len(rows), triton.cdiv(width, BLOCK))
-    if len(rows):
-        strides = (rows.stride(0), factors.stride(0))
-        _kernel[grid](rows, factors, y, width, *strides, BLOCK)  # pyright: ignore[reportArgumentType]
+    """Returns silu(gate) * x for gate and x [..., V] of one dtype. Their rows may be any equal distance apart."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    gates, factors = gate.flatten(0, -2), x.flatten(0, -2)  # views of slices of a product [..., n]
+    if y.numel():
+        _gated[_blocks(gates)](gates, factors, y, gates.stride(0), factors.stride(0), x.shape[-1], BLOCK)
     return y
+
+
+def gated_backward(gate: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of gate and x from that of y [..., V]."""
+    dgate, dx = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    gates, factors, dy = gate.flatten(0, -2), x.flatten(0, -2), dy.contiguous()
+    if dy.numel():
+        strides = gates.stride(0), factors.stride(0)
+        _gated_backward[_blocks(gates)](gates, factors, dy, dgate, dx, *strides, x.shape[-1], BLOCK)
+    return dgate, dx
+
+
+def _blocks(rows: Tensor) -> tuple[int, int]:
+    return len(rows), ceil_div(rows.shape[1], BLOCK)
+
+
+def normed(x: Tensor, weight: Tensor | None, gate: Tensor, eps: float) -> Tensor:
+    """Returns x / sqrt(mean(x^2) + eps) * weight * silu(gate) for x and gate [..., H, V] of one dtype, weight [V].
+
+    The tokens of gate may be any equal distance apart.
+    """
+    x, gates = x.contiguous(), _of_tokens(gate)
+    y = torch.empty_like(x)
+    if y.numel():
+        sizes = _sizes(x)
+        grid = (ceil_div(sizes[0], sizes[-2]),)
+        _normed[grid](x, weight, gates, y, eps, gates.stride(0), *sizes)
+    return y
+
+
+def normed_backward(
+    x: Tensor, weight: Tensor | None, gate: Tensor, eps: float, dy: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Returns the gradients of x, weight and gate from that of y [..., H, V]."""
+    x, gates, dy = x.contiguous(), _of_tokens(gate), dy.contiguous()
+    dx, dgate = torch.empty_like(x), torch.empty_like(x)
+    N, *_, BN, _ = sizes = _sizes(x)
+    programs = min(ceil_div(N, BN), PROGRAMS * gpu_of(x.device).multiprocessors)
+    sums = None if weight is None else x.new_empty(programs, x.shape[-1], dtype=torch.float32)
+    if programs:
+        _normed_backward[programs,](x, weight, gates, dy, dx, dgate, sums, eps, gates.stride(0), *sizes)
+    return dx, None if weight is None or sums is None else sums.sum(0).to(weight.dtype), dgate
+
+
+def _of_tokens(gate: Tensor) -> Tensor:
+    """Returns a gate [..., H, V] as [tokens, H, V] whose heads lie behind one another."""
+    gates = gate.flatten(0, -3)
+    return gates if gates.stride()[1:] == (gates.shape[2], 1) else gates.contiguous()
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int, int, int]:
+    """Returns N, H, V, BN and ALL of x [..., H, V]."""
+    H, V = x.shape[-2:]
+    ALL = power_of_two(V)
+    return x.numel() // V, H, V, max(1, TILE // ALL), ALL
+
+
+@triton.jit
+def _gated(
+    gate_ptr,  # [N, V], rows gate_stride apart
+    x_ptr,  # [N, V], rows x_stride apart
+    y_ptr,  # [N, V], contiguous
+    gate_stride,
+    x_stride,
+    V,
+    BLOCK: tl.constexpr,
+):
+    """Computes a block of one row of y."""
+    n, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < V
+    gate = tl.load(gate_ptr + n * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    x = tl.load(x_ptr + n * x_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    tl.store(y_ptr + n * V + columns, (gate * tl.sigmoid(gate) * x).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_backward(
+    gate_ptr,  # [N, V], rows gate_stride apart
+    x_ptr,  # [N, V], rows x_stride apart
+    dy_ptr,  # [N, V], contiguous
+    dgate_ptr,  # [N, V], contiguous
+    dx_ptr,  # [N, V], contiguous
+    gate_stride,
+    x_stride,
+    V,
+    BLOCK: tl.constexpr,
+):
+    """Computes a block of one row of dg and dx."""
+    dtype = dx_ptr.dtype.element_ty
+    n, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < V
+    gate = tl.load(gate_ptr + n * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    x = tl.load(x_ptr + n * x_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    dy = tl.load(dy_ptr + n * V + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    f, slope = _silu(gate)
+    tl.store(dgate_ptr + n * V + columns, (slope * x * dy).to(dtype), mask=inside)
+    tl.store(dx_ptr + n * V + columns, (f * dy).to(dtype), mask=inside)
+
+
+@triton.jit
+def _normed(
+    x_ptr,  # [N, V], contiguous
+    weight_ptr,  # [V] or None
+    gate_ptr,  # [N / H, H, V], tokens gate_stride apart
+    y_ptr,  # [N, V], contiguous
+    eps,
+    gate_stride,
+    N,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    BN: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """Computes a tile of BN rows of y."""
+    rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)  # [BN]
+    columns = tl.arange(0, ALL)  # [ALL]
+    x, gate, weight, inside = _tile(x_ptr, weight_ptr, gate_ptr, gate_stride, rows, columns, N, H, V)
+    f, _ = _silu(gate)
+    y = x * tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None] * weight * f  # [BN, ALL]
+    tl.store(y_ptr + rows[:, None] * V + columns[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _normed_backward(
+    x_ptr,  # [N, V], contiguous
+    weight_ptr,  # [V] or None
+    gate_ptr,  # [N / H, H, V], tokens gate_stride apart
+    dy_ptr,  # [N, V], contiguous
+    dx_ptr,  # [N, V], contiguous
+    dgate_ptr,  # [N, V], contiguous
+    sums_ptr,  # [P, V], contiguous, or None: the sums of each program for dw
+    eps,
+    gate_stride,
+    N,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    BN: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """Computes every P-th tile of BN rows of dx and dg."""
+    dtype = dx_ptr.dtype.element_ty
+    columns = tl.arange(0, ALL)  # [ALL]
+    total = tl.zeros([BN, ALL], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(N, BN), tl.num_programs(0)):
+        rows = (tile * BN + tl.arange(0, BN)).to(tl.int64)  # [BN]
+        x, gate, weight, inside = _tile(x_ptr, weight_ptr, gate_ptr, gate_stride, rows, columns, N, H, V)
+        places = rows[:, None] * V + columns[None, :]  # [BN, ALL]
+        dy = tl.load(dy_ptr + places, mask=inside, other=0.0).to(tl.float32)  # [BN, ALL]
+        f, slope = _silu(gate)
+        factor = tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None]  # [BN, 1]
+        n = x * factor
+        u = f * weight * dy
+        dx = factor * (u - n * (tl.sum(u * n, axis=1) / V)[:, None])
+        tl.store(dx_ptr + places, dx.to(dtype), mask=inside)
+        tl.store(dgate_ptr + places, (slope * n * weight * dy).to(dtype), mask=inside)
+        total += f * n * dy
+    if sums_ptr is not None:
+        tl.store(sums_ptr + tl.program_id(0) * V + columns, tl.sum(total, axis=0), mask=columns < V)
+
+
+@triton.jit
+def _tile(x_ptr, weight_ptr, gate_ptr, gate_stride, rows, columns, N, H: tl.constexpr, V: tl.constexpr):
+    """Returns rows of x and of the gate, and their weights, each [BN, ALL] or 1, and where the tile is in the matrix."""
+    inside = (rows < N)[:, None] & (columns < V)[None, :]  # [BN, ALL]
+    x = tl.load(x_ptr + rows[:, None] * V + columns[None, :], mask=inside, other=0.0).to(tl.float32)  # [BN, ALL]
+    gate_rows = gate_ptr + rows // H * gate_stride + rows % H * V  # [BN]
+    gate = tl.load(gate_rows[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)  # [BN, ALL]
+    weight = 1.0
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]  # [1, ALL]
+    return x, gate, weight, inside
+
+
+@triton.jit
+def _silu(gate):
+    """Returns silu(gate) and its derivative."""
+    sigma = tl.sigmoid(gate)
+    f = gate * sigma
+    return f, sigma + f * (1.0 - sigma)
