@@ -36,8 +36,9 @@ class RMSNormGated(nn.Module):
     Attributes:
         mean_over_ranks: a differentiable function that averages over ranks, if each rank holds an equal slice of the
             last dimension. It maps the mean of this rank's slice to the mean of all slices. None if one rank holds all.
-        kernel: a differentiable function (x, weight, gate, eps) that computes a norm before a gate with f = silu, in
-            less time than PyTorch. It returns None for a call that PyTorch is to compute. None if there is no function.
+        kernel: a differentiable function (x, weight, gate, eps) that computes a norm of one group in less time than
+            PyTorch, and after it the gate if there is one, with f = silu. It returns None for a call that PyTorch is to
+            compute. None if there is no function.
 
     Example:
         >>> norm = RMSNormGated(64)
@@ -62,7 +63,7 @@ class RMSNormGated(nn.Module):
         self.width, self.eps, self.groups, self.norm_before_gate = width, eps, groups, norm_before_gate
         self.gate_fn = activation("gate_fn", gate_fn)
         self.mean_over_ranks: Callable[[Tensor], Tensor] | None = None
-        self.kernel: Callable[[Tensor, Tensor | None, Tensor, float], Tensor | None] | None = None
+        self.kernel: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor | None] | None = None
         weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if elementwise_affine else None
         self.register_parameter("weight", weight)
         self.reset_parameters()
@@ -93,13 +94,13 @@ class RMSNormGated(nn.Module):
         return activation if self.norm_before_gate else None
 
     def _computed(self, x: Tensor, weight: Tensor | None, gate: Tensor | None) -> Tensor:
-        if gate is None and self.groups == 1 and self.mean_over_ranks is None and _alike(x, weight):
-            # In float32 within one kernel. Autocast makes the result float32.
-            return F.rms_norm(x, (self.width,), weight, self.eps).to(x.dtype)
-        if self.kernel is not None and gate is not None and self._activation(gate) == "silu":
+        if self.kernel is not None and self._activation(gate) == "silu":
             y = self.kernel(x, weight, gate, self.eps)
             if y is not None:
                 return y
+        if gate is None and self.groups == 1 and self.mean_over_ranks is None and _alike(x, weight):
+            # In float32 within one kernel. Autocast makes the result float32.
+            return F.rms_norm(x, (self.width,), weight, self.eps).to(x.dtype)
         dtype = wide(x.dtype)
         factor = None if gate is None else self.gate_fn(gate.to(dtype))
         y = x.to(dtype)

@@ -1,4 +1,4 @@
-"""The activation of the MLP and the norm of heads with their output gate, in one kernel each where there is Triton.
+"""The activation of the MLP, and norms with and without an output gate, in one kernel each where there is Triton.
 
     gated(gate, x)                      silu(gate) * x
     normed(x, weight, gate, eps)        x / sqrt(mean(x^2) + eps) * weight * silu(gate)
@@ -23,7 +23,7 @@ from gla_core.ops import autocast
 from gla_core.ops.calls import bypasses_torch
 
 WIDEST = 4096
-"""The greatest width of a head whose norm is one kernel: registers hold whole heads."""
+"""The greatest width of a norm that the kernels compute: registers hold whole rows."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -33,27 +33,29 @@ def gated(gate: Tensor, x: Tensor) -> Tensor:
     return F.silu(gate) * x if kernels is None else _Gated.apply(kernels, gate, x)  # pyright: ignore[reportReturnType]
 
 
-def normed(x: Tensor, weight: Tensor | None, gate: Tensor, eps: float) -> Tensor | None:
+def normed(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float) -> Tensor | None:
     """Returns the norm of x [..., heads, width] with a gate, as at the top; None if it is left to PyTorch.
 
-    It is a value for `gla_core.nn.rms_norm.RMSNormGated.kernel`.
+    Without a gate its factor is 1, and x may be [..., width]. It is a value for `RMSNormGated.kernel`.
     """
-    kernels = _kernels(x, gate) if 2 < x.ndim and x.shape[-1] <= WIDEST else None
-    if kernels is None or not (weight is None or _is_vector(weight, x)):
-        return None
-    return _Normed.apply(kernels, x, weight, gate, eps)  # pyright: ignore[reportReturnType]
+    fits = x.ndim > (gate is not None) + 1 and 0 < x.shape[-1] <= WIDEST and _is_plain(weight, x)
+    kernels = _kernels(x, gate) if fits else None
+    return None if kernels is None else _Normed.apply(kernels, x, weight, gate, eps)  # pyright: ignore[reportReturnType]
 
 
-def _is_vector(weight: Tensor, x: Tensor) -> bool:
+def _is_plain(weight: Tensor | None, x: Tensor) -> bool:
+    """Returns whether the kernels take a weight together with x."""
+    if weight is None:
+        return True
     plain = type(weight) in (Tensor, nn.Parameter) and weight.is_contiguous()
     return plain and weight.dtype in _DTYPES and weight.device == x.device
 
 
-def _kernels(x: Tensor, gate: Tensor) -> ModuleType | None:
+def _kernels(x: Tensor, gate: Tensor | None) -> ModuleType | None:
     """Returns the module of the kernels; None if PyTorch computes the call."""
-    if is_compiling() or type(gate) is not Tensor or x.dtype not in _DTYPES:
+    if is_compiling() or x.dtype not in _DTYPES:
         return None
-    if (gate.shape, gate.dtype, gate.device) != (x.shape, x.dtype, x.device):
+    if gate is not None and (type(gate), gate.shape, gate.dtype, gate.device) != (Tensor, x.shape, x.dtype, x.device):
         return None
     with autocast.off(x.device.type):  # it changes nothing here
         return _kernels_of(x.device) if bypasses_torch(x) else None
@@ -87,7 +89,7 @@ class _Gated(torch.autograd.Function):
 
 class _Normed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kernels: Any, x: Tensor, weight: Tensor | None, gate: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, kernels: Any, x: Tensor, weight: Any, gate: Any, eps: float) -> Tensor:
         ctx.kernels, ctx.eps = kernels, eps
         ctx.save_for_backward(x, weight, gate)
         return kernels.normed(x, weight, gate, eps)

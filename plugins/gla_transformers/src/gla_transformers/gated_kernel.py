@@ -5,15 +5,20 @@
 
     f(g) = g sigma(g)       r = 1 / sqrt(mean(x^2) + eps)       n = r x       u = f(g) w dy
 
+Without a gate f = 1, and without a weight w = 1.
+
 Each kernel reads its inputs once, computes in float32, and rounds each result once. A sum over rows is made of the sums
 of programs in a fixed order.
 
-N rows, which are the heads of all tokens   H heads of a token   V width of a row   ALL V rounded up to a power of two
+N rows, which are tokens or heads of tokens   H heads of a token   V width of a row   ALL V rounded up to a power of two
 BN rows of a tile   P programs
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 import triton
@@ -22,6 +27,8 @@ from torch import Tensor
 
 from gla_core.dispatch.backend import ceil_div
 from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.prepared import Launches
 from gla_triton_kernels.runtime.sizes import power_of_two
 
 BLOCK = 1024
@@ -29,71 +36,94 @@ BLOCK = 1024
 TILE = 2048
 """The number of values of a tile of `normed`: 16 for each thread."""
 PROGRAMS = 4
-"""The number of programs of a multiprocessor in the backward of `normed`. All of them run at the same time."""
+"""The number of programs of a multiprocessor in the backward of `normed`: about as many as run at the same time."""
 
 
 def gated(gate: Tensor, x: Tensor) -> Tensor:
     """Returns silu(gate) * x for gate and x [..., V] of one dtype. Their rows may be any equal distance apart."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = _like(x)
     gates, factors = gate.flatten(0, -2), x.flatten(0, -2)  # views of slices of a product [..., n]
-    if y.numel():
-        _gated[_blocks(gates)](gates, factors, y, gates.stride(0), factors.stride(0), x.shape[-1], BLOCK)
+    _start(_gated, _blocks(x), (gates, factors, y), (), gates.stride(0), factors.stride(0), x.shape[-1], BLOCK)
     return y
 
 
 def gated_backward(gate: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the gradients of gate and x from that of y [..., V]."""
-    dgate, dx = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    gates, factors, dy = gate.flatten(0, -2), x.flatten(0, -2), dy.contiguous()
-    if dy.numel():
-        strides = gates.stride(0), factors.stride(0)
-        _gated_backward[_blocks(gates)](gates, factors, dy, dgate, dx, *strides, x.shape[-1], BLOCK)
+    dgate, dx = _like(x), _like(x)
+    gates, factors = gate.flatten(0, -2), x.flatten(0, -2)
+    tensors, strides = (gates, factors, dy.contiguous(), dgate, dx), (gates.stride(0), factors.stride(0))
+    _start(_gated_backward, _blocks(x), tensors, (), *strides, x.shape[-1], BLOCK)
     return dgate, dx
 
 
-def _blocks(rows: Tensor) -> tuple[int, int]:
-    return len(rows), ceil_div(rows.shape[1], BLOCK)
+def _blocks(x: Tensor) -> tuple[int, int, int]:
+    V = x.shape[-1]
+    return x.numel() // max(1, V), ceil_div(V, BLOCK), 1
 
 
-def normed(x: Tensor, weight: Tensor | None, gate: Tensor, eps: float) -> Tensor:
+def normed(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float) -> Tensor:
     """Returns x / sqrt(mean(x^2) + eps) * weight * silu(gate) for x and gate [..., H, V] of one dtype, weight [V].
 
-    The tokens of gate may be any equal distance apart.
+    Without a gate its factor is 1. The tokens of gate may be any equal distance apart.
     """
-    x, gates = x.contiguous(), _of_tokens(gate)
-    y = torch.empty_like(x)
-    if y.numel():
-        sizes = _sizes(x)
-        grid = (ceil_div(sizes[0], sizes[-2]),)
-        _normed[grid](x, weight, gates, y, eps, gates.stride(0), *sizes)
+    x, gates, y = x.contiguous(), _of_tokens(gate), _like(x)
+    stride, N, H, V, BN, ALL = _sizes(x, gates)
+    _start(_normed, (ceil_div(N, BN), 1, 1), (x, weight, gates, y), (eps,), stride, N, H, V, BN, ALL)
     return y
 
 
 def normed_backward(
-    x: Tensor, weight: Tensor | None, gate: Tensor, eps: float, dy: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, dy: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients of x, weight and gate from that of y [..., H, V]."""
     x, gates, dy = x.contiguous(), _of_tokens(gate), dy.contiguous()
-    dx, dgate = torch.empty_like(x), torch.empty_like(x)
-    N, *_, BN, _ = sizes = _sizes(x)
+    stride, N, H, V, BN, ALL = _sizes(x, gates)
     programs = min(ceil_div(N, BN), PROGRAMS * gpu_of(x.device).multiprocessors)
-    sums = None if weight is None else x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-    if programs:
-        _normed_backward[programs,](x, weight, gates, dy, dx, dgate, sums, eps, gates.stride(0), *sizes)
+    dx, dgate = _like(x), None if gates is None else _like(x)
+    sums = None if weight is None else x.new_empty(programs, V, dtype=torch.float32)
+    tensors = (x, weight, gates, dy, dx, dgate, sums)
+    _start(_normed_backward, (programs, 1, 1), tensors, (eps,), stride, N, H, V, BN, ALL)
     return dx, None if weight is None or sums is None else sums.sum(0).to(weight.dtype), dgate
 
 
-def _of_tokens(gate: Tensor) -> Tensor:
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _of_tokens(gate: Tensor | None) -> Tensor | None:
     """Returns a gate [..., H, V] as [tokens, H, V] whose heads lie behind one another."""
+    if gate is None:
+        return None
     gates = gate.flatten(0, -3)
     return gates if gates.stride()[1:] == (gates.shape[2], 1) else gates.contiguous()
 
 
-def _sizes(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Returns N, H, V, BN and ALL of x [..., H, V]."""
-    H, V = x.shape[-2:]
+def _sizes(x: Tensor, gates: Tensor | None) -> tuple[int, int, int, int, int, int]:
+    """Returns gate_stride, N, H, V, BN and ALL of x [..., V] and gates [tokens, H, V]."""
+    V = x.shape[-1]
     ALL = power_of_two(V)
-    return x.numel() // V, H, V, max(1, TILE // ALL), ALL
+    stride, H = (0, 1) if gates is None else (gates.stride(0), gates.shape[1])
+    return stride, x.numel() // V, H, V, max(1, TILE // ALL), ALL
+
+
+def _start(
+    kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], floats: tuple[float, ...], *rest: int
+) -> None:
+    """Launches a kernel, whose parameters are tensors, floats and the rest in this order, unless there is no program."""
+    if grid[0]:
+        x = tensors[0]
+        assert x is not None
+        _launches(x.device, kernel, grid, tuple(y if y is None else y.dtype for y in tensors), rest).start(tensors, *floats)
+
+
+@functools.lru_cache(1024)
+def _launches(
+    device: torch.device, kernel: Any, grid: tuple[int, int, int], dtypes: tuple[torch.dtype | None, ...], rest: tuple
+) -> Launches:
+    def describe(tensors: tuple[Tensor | None, ...], *floats: float) -> list[Launch]:
+        return [Launch(kernel, grid, dict(zip(kernel.arg_names, (*tensors, *floats, *rest), strict=True)))]
+
+    return Launches(device, describe)
 
 
 @triton.jit
@@ -142,7 +172,7 @@ def _gated_backward(
 def _normed(
     x_ptr,  # [N, V], contiguous
     weight_ptr,  # [V] or None
-    gate_ptr,  # [N / H, H, V], tokens gate_stride apart
+    gate_ptr,  # [N / H, H, V], tokens gate_stride apart, or None
     y_ptr,  # [N, V], contiguous
     eps,
     gate_stride,
@@ -155,9 +185,8 @@ def _normed(
     """Computes a tile of BN rows of y."""
     rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)  # [BN]
     columns = tl.arange(0, ALL)  # [ALL]
-    x, gate, weight, inside = _tile(x_ptr, weight_ptr, gate_ptr, gate_stride, rows, columns, N, H, V)
-    f, _ = _silu(gate)
-    y = x * tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None] * weight * f  # [BN, ALL]
+    n, _, weight, f, _, inside = _tile(x_ptr, weight_ptr, gate_ptr, eps, gate_stride, rows, columns, N, H, V)
+    y = n * weight * f  # [BN, ALL]
     tl.store(y_ptr + rows[:, None] * V + columns[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -165,10 +194,10 @@ def _normed(
 def _normed_backward(
     x_ptr,  # [N, V], contiguous
     weight_ptr,  # [V] or None
-    gate_ptr,  # [N / H, H, V], tokens gate_stride apart
+    gate_ptr,  # [N / H, H, V], tokens gate_stride apart, or None
     dy_ptr,  # [N, V], contiguous
     dx_ptr,  # [N, V], contiguous
-    dgate_ptr,  # [N, V], contiguous
+    dgate_ptr,  # [N, V], contiguous, or None
     sums_ptr,  # [P, V], contiguous, or None: the sums of each program for dw
     eps,
     gate_stride,
@@ -184,32 +213,33 @@ def _normed_backward(
     total = tl.zeros([BN, ALL], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(N, BN), tl.num_programs(0)):
         rows = (tile * BN + tl.arange(0, BN)).to(tl.int64)  # [BN]
-        x, gate, weight, inside = _tile(x_ptr, weight_ptr, gate_ptr, gate_stride, rows, columns, N, H, V)
+        n, r, weight, f, slope, inside = _tile(x_ptr, weight_ptr, gate_ptr, eps, gate_stride, rows, columns, N, H, V)
         places = rows[:, None] * V + columns[None, :]  # [BN, ALL]
         dy = tl.load(dy_ptr + places, mask=inside, other=0.0).to(tl.float32)  # [BN, ALL]
-        f, slope = _silu(gate)
-        factor = tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None]  # [BN, 1]
-        n = x * factor
         u = f * weight * dy
-        dx = factor * (u - n * (tl.sum(u * n, axis=1) / V)[:, None])
+        dx = r * (u - n * (tl.sum(u * n, axis=1) / V)[:, None])
         tl.store(dx_ptr + places, dx.to(dtype), mask=inside)
-        tl.store(dgate_ptr + places, (slope * n * weight * dy).to(dtype), mask=inside)
+        if gate_ptr is not None:
+            tl.store(dgate_ptr + places, (slope * n * weight * dy).to(dtype), mask=inside)
         total += f * n * dy
     if sums_ptr is not None:
         tl.store(sums_ptr + tl.program_id(0) * V + columns, tl.sum(total, axis=0), mask=columns < V)
 
 
 @triton.jit
-def _tile(x_ptr, weight_ptr, gate_ptr, gate_stride, rows, columns, N, H: tl.constexpr, V: tl.constexpr):
-    """Returns rows of x and of the gate, and their weights, each [BN, ALL] or 1, and where the tile is in the matrix."""
+def _tile(x_ptr, weight_ptr, gate_ptr, eps, gate_stride, rows, columns, N, H: tl.constexpr, V: tl.constexpr):
+    """Returns n [BN, ALL], r [BN, 1], w [1, ALL], f(g) and f'(g) [BN, ALL] of a tile, and where it is in the matrix."""
     inside = (rows < N)[:, None] & (columns < V)[None, :]  # [BN, ALL]
     x = tl.load(x_ptr + rows[:, None] * V + columns[None, :], mask=inside, other=0.0).to(tl.float32)  # [BN, ALL]
-    gate_rows = gate_ptr + rows // H * gate_stride + rows % H * V  # [BN]
-    gate = tl.load(gate_rows[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)  # [BN, ALL]
-    weight = 1.0
+    r = tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None]
+    weight, f, slope = 1.0, 1.0, 0.0
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]  # [1, ALL]
-    return x, gate, weight, inside
+        weight = tl.load(weight_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+    if gate_ptr is not None:
+        gate_rows = gate_ptr + rows // H * gate_stride + rows % H * V  # [BN]
+        gate = tl.load(gate_rows[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        f, slope = _silu(gate)
+    return x * r, r, weight, f, slope, inside
 
 
 @triton.jit

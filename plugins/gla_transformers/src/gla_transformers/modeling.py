@@ -159,6 +159,9 @@ class GLAModel(GLAPreTrainedModel):
         self.norm = RMSNormGated(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
         self.graphs = Graphs(GLABlock, GatedMLP)
+        for module in self.modules():
+            if isinstance(module, RMSNormGated):
+                module.kernel = normed
         self.post_init()
 
     @can_return_tuple
@@ -433,7 +436,7 @@ def _attention(config: GLAConfig, layer_idx: int) -> GatedLinearAttention | Soft
     if spec is not None:
         names = ("num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta")
         return SoftmaxAttention(config.hidden_size, **{name: spec[name] for name in names})
-    layer = GatedLinearAttention(
+    return GatedLinearAttention(
         hidden_size=config.hidden_size,
         expand_k=config.expand_k,
         expand_v=config.expand_v,
@@ -451,7 +454,3 @@ def _attention(config: GLAConfig, layer_idx: int) -> GatedLinearAttention | Soft
         mode=config.attn_mode,
         layer_idx=layer_idx,
     )
-    for part in layer.children():
-        if isinstance(part, RMSNormGated):  # of heads
-            part.kernel = normed
-    return layer
