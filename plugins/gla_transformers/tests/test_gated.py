@@ -54,7 +54,8 @@ def compare(function, expected, *inputs):
     dy = torch.randn(y.shape, device=DEVICE).to(y.dtype)
     found, wanted = torch.autograd.grad(y, inputs, dy), torch.autograd.grad(z, exact, dy.double())
     for a, b, x in zip((y, *found), (z, *wanted), (inputs[0], *inputs), strict=True):
-        assert a.dtype == x.dtype and a.shape == b.shape
+        assert a.dtype == x.dtype
+        assert a.shape == b.shape
         assert relative_error(a, b) <= FORWARD[x.dtype]
 
 
@@ -67,7 +68,12 @@ def test_gated(width, dtype, calls):
     assert calls == ["gated", "gated_backward"]
 
 
-def formula(x, weight, gate):
+def norm(x, weight=None, gate=None):
+    """Returns the norm by the kernel."""
+    return normed(x, weight, gate, EPS)
+
+
+def formula(x, weight=None, gate=None):
     y = F.rms_norm(x, x.shape[-1:], weight, EPS)
     return y if gate is None else y * F.silu(gate)
 
@@ -78,12 +84,11 @@ def formula(x, weight, gate):
 def test_normed(shape, dtype, calls):
     x, gate = slices(shape, dtype)
     weight = torch.rand(shape[-1], device=DEVICE).to(dtype).requires_grad_()
-    compare(lambda x, weight, gate: normed(x, weight, gate, EPS), formula, x, weight, gate)
-    compare(lambda x, gate: normed(x, None, gate, EPS), lambda x, gate: formula(x, None, gate), x, gate)
-    whole = weight.detach().float().requires_grad_()  # as under autocast
-    compare(lambda x, weight, gate: normed(x, weight, gate, EPS), formula, x.detach().requires_grad_(), whole, gate)
-    for rows in (x, x.detach().flatten(0, -2).requires_grad_()):
-        compare(lambda x, weight: normed(x, weight, None, EPS), lambda x, weight: formula(x, weight, None), rows, weight)
+    compare(norm, formula, x, weight, gate)
+    compare(lambda x, gate: norm(x, gate=gate), lambda x, gate: formula(x, gate=gate), x, gate)
+    compare(norm, formula, x, weight.detach().float().requires_grad_(), gate)  # as under autocast
+    compare(norm, formula, x, weight)
+    compare(norm, formula, x.detach().flatten(0, -2).requires_grad_())
     assert calls == ["normed", "normed_backward"] * 5
 
 
@@ -91,15 +96,15 @@ def test_normed(shape, dtype, calls):
 def test_the_bits_of_a_row_do_not_depend_on_the_others(calls):
     x, gate = (y.detach() for y in slices((40, 2, 64), torch.float32))
     weight = torch.rand(64, device=DEVICE)
-    assert torch.equal(normed(x, weight, gate, EPS)[7:8], normed(x[7:8], weight, gate[7:8], EPS))
+    assert torch.equal(norm(x, weight, gate)[7:8], norm(x[7:8], weight, gate[7:8]))
 
 
 @runs
 def test_gates_in_any_order_and_no_rows(calls):
     x, gate = (y.detach() for y in slices((3, 4, 8), torch.float32))
     swapped = gate.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(normed(x, None, swapped, EPS), normed(x, None, gate, EPS))
-    compare(lambda x, gate: normed(x, None, gate, EPS), lambda x, gate: formula(x, None, gate), *slices((0, 2, 8), x.dtype))
+    assert torch.equal(norm(x, gate=swapped), norm(x, gate=gate))
+    compare(norm, formula, *slices((0, 2, 8), x.dtype, 1))
     compare(gated, lambda gate, x: F.silu(gate) * x, *slices((0, 2, 8), x.dtype))
 
 
@@ -108,10 +113,10 @@ def test_calls_that_are_left_to_pytorch(calls):
     x, gate = slices((3, 2, 8), torch.float32)
     one = x.detach()[0, 0]
     for a, b in [(x.double(), gate.double()), (x, gate.half()), (x, gate[:1]), (x[0], gate[0]), (one, None)]:
-        assert normed(a, None, b, EPS) is None
-    assert normed(x, torch.rand(8, dtype=torch.float64, device=DEVICE), gate, EPS) is None
+        assert norm(a, gate=b) is None
+    assert norm(x, torch.rand(8, dtype=torch.float64, device=DEVICE), gate) is None
     wide = torch.randn(1, 1, dispatch.WIDEST + 1, device=DEVICE)
-    assert normed(wide, None, wide, EPS) is None
+    assert norm(wide) is None
     assert torch.equal(gated(gate.double(), x.double()), F.silu(gate.double()) * x.double())
     over = torch.func.vmap(torch.func.grad(lambda gate, x: gated(gate, x).sum()))(gate.detach(), x.detach())
     torch.testing.assert_close(over, torch.autograd.grad((F.silu(gate) * x).sum(), gate)[0])
@@ -176,9 +181,9 @@ def test_training(ours, tokens, calls, checkpointing, monkeypatch):
     if checkpointing:
         model.gradient_checkpointing_enable()
     found = gradients(model, tokens)
-    norm, activation = ["normed", "normed_backward"], ["gated", "gated_backward"]
-    backward = (LAYER if checkpointing else []) + activation + norm * 3
-    assert calls == LAYER * 2 + ["normed"] + norm + backward * 2
+    of_norm, activation = ["normed", "normed_backward"], ["gated", "gated_backward"]
+    backward = (LAYER if checkpointing else []) + activation + of_norm * 3
+    assert calls == LAYER * 2 + ["normed"] + of_norm + backward * 2
     monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
     for a, b in zip(found, gradients(model, tokens), strict=True):
         assert relative_error(a, b) <= 1e-5
@@ -189,9 +194,9 @@ def test_autocast(ours, tokens, calls):
     """The kernels serve autocast, which changes nothing in them."""
     x, gate = slices((3, 2, 8), torch.float16)
     weight = torch.rand(8, device=DEVICE)
-    expected = normed(x, weight, gate, EPS), gated(gate, x)
+    expected = norm(x, weight, gate), gated(gate, x)
     with torch.autocast(DEVICE, torch.bfloat16):
-        assert all(map(torch.equal, (normed(x, weight, gate, EPS), gated(gate, x)), expected))
+        assert all(map(torch.equal, (norm(x, weight, gate), gated(gate, x)), expected))
     calls.clear()
     with torch.autocast(DEVICE, torch.bfloat16):
         gradients(ours(num_hidden_layers=1).to(DEVICE).train(), tokens[:, :20].to(DEVICE))

@@ -83,7 +83,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, *ctx.kernels.gated_backward(*ctx.saved_tensors, dy)
 
 
@@ -96,5 +96,5 @@ class _Normed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
         return None, *ctx.kernels.normed_backward(*ctx.saved_tensors, ctx.eps, dy), None

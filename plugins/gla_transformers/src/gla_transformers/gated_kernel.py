@@ -109,11 +109,13 @@ def _sizes(x: Tensor, gates: Tensor | None) -> tuple[int, int, int, int, int, in
 def _start(
     kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], floats: tuple[float, ...], *rest: int
 ) -> None:
-    """Launches a kernel, whose parameters are tensors, floats and the rest in this order, unless there is no program."""
+    """Launches a kernel, whose parameters are tensors, floats and the rest, in this order; nothing for no rows."""
     if grid[0]:
         x = tensors[0]
         assert x is not None
-        _launches(x.device, kernel, grid, tuple(y if y is None else y.dtype for y in tensors), rest).start(tensors, *floats)
+        _launches(x.device, kernel, grid, tuple(y if y is None else y.dtype for y in tensors), rest).start(
+            tensors, *floats
+        )
 
 
 @functools.lru_cache(1024)
