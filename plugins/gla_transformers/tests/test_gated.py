@@ -104,6 +104,7 @@ def test_gates_in_any_order_and_no_rows(calls):
     x, gate = (y.detach() for y in slices((3, 4, 8), torch.float32))
     swapped = gate.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(norm(x, gate=swapped), norm(x, gate=gate))
+    assert torch.equal(gated(gate.mT, x.mT), gated(gate, x).mT)
     compare(norm, formula, *slices((0, 2, 8), x.dtype, 1))
     compare(gated, lambda gate, x: F.silu(gate) * x, *slices((0, 2, 8), x.dtype))
 

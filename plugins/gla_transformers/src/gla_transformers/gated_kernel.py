@@ -38,11 +38,13 @@ TILE = 2048
 PROGRAMS = 4
 """The number of programs of a multiprocessor in the backward of `normed`: about as many as run at the same time."""
 
+Grid = tuple[int, int, int]
+
 
 def gated(gate: Tensor, x: Tensor) -> Tensor:
     """Returns silu(gate) * x for gate and x [..., V] of one dtype. Their rows may be any equal distance apart."""
     y = _like(x)
-    gates, factors = gate.flatten(0, -2), x.flatten(0, -2)  # views of slices of a product [..., n]
+    gates, factors = _rows(gate), _rows(x)
     _start(_gated, _blocks(x), (gates, factors, y), (), gates.stride(0), factors.stride(0), x.shape[-1], BLOCK)
     return y
 
@@ -50,13 +52,13 @@ def gated(gate: Tensor, x: Tensor) -> Tensor:
 def gated_backward(gate: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the gradients of gate and x from that of y [..., V]."""
     dgate, dx = _like(x), _like(x)
-    gates, factors = gate.flatten(0, -2), x.flatten(0, -2)
+    gates, factors = _rows(gate), _rows(x)
     tensors, strides = (gates, factors, dy.contiguous(), dgate, dx), (gates.stride(0), factors.stride(0))
     _start(_gated_backward, _blocks(x), tensors, (), *strides, x.shape[-1], BLOCK)
     return dgate, dx
 
 
-def _blocks(x: Tensor) -> tuple[int, int, int]:
+def _blocks(x: Tensor) -> Grid:
     V = x.shape[-1]
     return x.numel() // max(1, V), ceil_div(V, BLOCK), 1
 
@@ -90,6 +92,12 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+def _rows(x: Tensor) -> Tensor:
+    """Returns x [..., V] as [N, V] with contiguous rows: a view of a slice of a product [..., n]."""
+    rows = x.flatten(0, -2)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def _of_tokens(gate: Tensor | None) -> Tensor | None:
     """Returns a gate [..., H, V] as [tokens, H, V] whose heads lie behind one another."""
     if gate is None:
@@ -106,23 +114,20 @@ def _sizes(x: Tensor, gates: Tensor | None) -> tuple[int, int, int, int, int, in
     return stride, x.numel() // V, H, V, max(1, TILE // ALL), ALL
 
 
-def _start(
-    kernel: Any, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], floats: tuple[float, ...], *rest: int
-) -> None:
+def _start(kernel: Any, grid: Grid, tensors: tuple[Any, ...], floats: tuple[float, ...], *rest: int) -> None:
     """Launches a kernel, whose parameters are tensors, floats and the rest, in this order; nothing for no rows."""
     if grid[0]:
-        x = tensors[0]
-        assert x is not None
-        _launches(x.device, kernel, grid, tuple(y if y is None else y.dtype for y in tensors), rest).start(
-            tensors, *floats
-        )
+        dtypes = tuple(None if x is None else x.dtype for x in tensors)
+        _launches(tensors[0].device, kernel, grid, dtypes, rest).start(tensors, *floats)
 
 
 @functools.lru_cache(1024)
 def _launches(
-    device: torch.device, kernel: Any, grid: tuple[int, int, int], dtypes: tuple[torch.dtype | None, ...], rest: tuple
+    device: torch.device, kernel: Any, grid: Grid, dtypes: tuple[Any, ...], rest: tuple[int, ...]
 ) -> Launches:
-    def describe(tensors: tuple[Tensor | None, ...], *floats: float) -> list[Launch]:
+    """Returns the launches of calls that differ in their tensors and floats alone."""
+
+    def describe(tensors: tuple[Any, ...], *floats: float) -> list[Launch]:
         return [Launch(kernel, grid, dict(zip(kernel.arg_names, (*tensors, *floats, *rest), strict=True)))]
 
     return Launches(device, describe)
