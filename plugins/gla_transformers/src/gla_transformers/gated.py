@@ -40,7 +40,7 @@ def normed(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float) ->
     """
     fits = x.ndim > (gate is not None) + 1 and 0 < x.shape[-1] <= WIDEST and _is_plain(weight, x)
     kernels = _kernels(x, gate) if fits else None
-    return None if kernels is None else _Normed.apply(kernels, x, weight, gate, eps)  # pyright: ignore[reportReturnType]
+    return None if kernels is None else _Normed.apply(kernels, x, weight, gate, float(eps))  # pyright: ignore[reportReturnType]
 
 
 def _is_plain(weight: Tensor | None, x: Tensor) -> bool:
