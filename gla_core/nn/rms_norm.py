@@ -36,6 +36,9 @@ class RMSNormGated(nn.Module):
     Attributes:
         mean_over_ranks: a differentiable function that averages over ranks, if each rank holds an equal slice of the
             last dimension. It maps the mean of this rank's slice to the mean of all slices. None if one rank holds all.
+        kernel: a differentiable function (x, weight, gate, eps) that computes a norm of one group in less time than
+            PyTorch, and after it the gate if there is one, with f = silu. It returns None for a call that PyTorch is to
+            compute. None if there is no function.
 
     Example:
         >>> norm = RMSNormGated(64)
@@ -60,6 +63,7 @@ class RMSNormGated(nn.Module):
         self.width, self.eps, self.groups, self.norm_before_gate = width, eps, groups, norm_before_gate
         self.gate_fn = activation("gate_fn", gate_fn)
         self.mean_over_ranks: Callable[[Tensor], Tensor] | None = None
+        self.kernel: Callable[[Tensor, Tensor | None, Tensor | None, float], Tensor | None] | None = None
         weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype)) if elementwise_affine else None
         self.register_parameter("weight", weight)
         self.reset_parameters()
@@ -78,7 +82,11 @@ class RMSNormGated(nn.Module):
     def activation_in_op(self, gate: Tensor | None) -> str | None:
         """Returns the activation with which `recurrent_gla_layer_step` computes this norm, None if it does not."""
         hooks = self._forward_hooks or self._forward_pre_hooks
-        if hooks or type(self) is not RMSNormGated or self.groups > 1 or self.mean_over_ranks is not None:
+        return None if hooks or type(self) is not RMSNormGated else self._activation(gate)
+
+    def _activation(self, gate: Tensor | None) -> str | None:
+        """Returns the activation if this is a plain norm, followed by a gate if there is one; None if it is not."""
+        if self.groups > 1 or self.mean_over_ranks is not None:
             return None
         if gate is None:
             return "silu"
@@ -86,6 +94,10 @@ class RMSNormGated(nn.Module):
         return activation if self.norm_before_gate else None
 
     def _computed(self, x: Tensor, weight: Tensor | None, gate: Tensor | None) -> Tensor:
+        if self.kernel is not None and self._activation(gate) == "silu":
+            y = self.kernel(x, weight, gate, self.eps)
+            if y is not None:
+                return y
         if gate is None and self.groups == 1 and self.mean_over_ranks is None and _alike(x, weight):
             # In float32 within one kernel. Autocast makes the result float32.
             return F.rms_norm(x, (self.width,), weight, self.eps).to(x.dtype)

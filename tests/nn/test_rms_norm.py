@@ -50,3 +50,31 @@ def test_a_gate_function_with_parameters_gets_gradients() -> None:
     norm(*torch.randn(2, 3, 8)).sum().backward()
     assert all(parameter.grad is not None for parameter in norm.parameters())
     assert len(list(norm.parameters())) == 2
+
+
+def test_a_kernel_computes_what_it_can() -> None:
+    seen: list[tuple[bool, float]] = []
+
+    def kernel(x, weight, gate, eps):
+        seen.append((gate is None, eps))
+        return None if gate is None else 7 * x
+
+    x, gate = torch.randn(2, 3, 8)
+    norm = RMSNormGated(8, eps=0.1)
+    expected = norm(x)
+    norm.kernel = kernel
+    assert torch.equal(norm(x, gate), 7 * x)
+    assert torch.equal(norm(x), expected)  # it returned None
+    assert seen == [(False, 0.1), (True, 0.1)]
+    norm.mean_over_ranks = lambda mean: mean
+    torch.testing.assert_close(norm(x), expected)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("options", [{"groups": 2}, {"norm_before_gate": False}, {"gate_fn": "sigmoid"}], ids=str)
+def test_a_kernel_is_not_asked_for_other_norms(options) -> None:
+    x, gate = torch.randn(2, 3, 8)
+    norm = RMSNormGated(8, **options)
+    expected = norm(x, gate)
+    norm.kernel = lambda *args: torch.zeros_like(x)
+    assert torch.equal(norm(x, gate), expected)

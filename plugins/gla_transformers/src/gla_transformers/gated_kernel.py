@@ -1,35 +1,257 @@
-"""silu(gate) * x in one Triton kernel. PyTorch takes two, which counts in a decoding step. Imports Triton."""
+"""Kernels of `gla_transformers.gated`, forward and backward. Imports Triton.
 
+    gated       y = f(g) x                  dx = f(g) dy                    dg = f'(g) x dy
+    normed      y = f(g) n w                dx = r (u - n mean(u n))        dg = f'(g) n w dy       dw = sum f(g) n dy
+
+    f(g) = g sigma(g)       r = 1 / sqrt(mean(x^2) + eps)       n = r x       u = f(g) w dy
+
+Without a gate f = 1, and without a weight w = 1.
+
+Each kernel reads its inputs once, computes in float32, and rounds each result once. A sum over rows is made of the sums
+of programs in a fixed order.
+
+N rows, which are tokens or heads of tokens   H heads of a token   V width of a row   ALL V rounded up to a power of two
+BN rows of a tile   P programs
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from gla_core.dispatch.backend import ceil_div
+from gla_triton_kernels.runtime.architecture import gpu_of
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.prepared import Launches
+from gla_triton_kernels.runtime.sizes import power_of_two
+
 BLOCK = 1024
+"""The number of values of a row that a program of `gated` computes."""
+TILE = 2048
+"""The number of values of a tile of `normed`: 16 for each thread."""
+PROGRAMS = 4
+"""The number of programs of a multiprocessor in the backward of `normed`: about as many as run at the same time."""
 
-
-@triton.jit
-def _kernel(gate, x, y, width, gate_stride, x_stride, BLOCK: tl.constexpr):
-    # gate, x [rows, width], rows gate_stride and x_stride apart; y [rows, width] contiguous
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    g = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    factor = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    tl.store(y + row * width + columns, (g * tl.sigmoid(g) * factor).to(y.dtype.element_ty), mask=inside)
+Grid = tuple[int, int, int]
 
 
 def gated(gate: Tensor, x: Tensor) -> Tensor:
-    """Returns silu(gate) * x for gate and x [..., width] of one dtype, rounded once.
-
-    The rows may be any equal distance apart.
-    """
-    width = gate.shape[-1]
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    rows, factors = gate.flatten(0, -2), x.flatten(0, -2)  # views of slices of a product [..., n]
-    grid = (len(rows), triton.cdiv(width, BLOCK))
-    if len(rows):
-        strides = (rows.stride(0), factors.stride(0))
-        _kernel[grid](rows, factors, y, width, *strides, BLOCK)  # pyright: ignore[reportArgumentType]
+    """Returns silu(gate) * x for gate and x [..., V] of one dtype. Their rows may be any equal distance apart."""
+    y = _like(x)
+    gates, factors = _rows(gate), _rows(x)
+    _start(_gated, _blocks(x), (gates, factors, y), (), gates.stride(0), factors.stride(0), x.shape[-1], BLOCK)
     return y
+
+
+def gated_backward(gate: Tensor, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of gate and x from that of y [..., V]."""
+    dgate, dx = _like(x), _like(x)
+    gates, factors = _rows(gate), _rows(x)
+    tensors, strides = (gates, factors, dy.contiguous(), dgate, dx), (gates.stride(0), factors.stride(0))
+    _start(_gated_backward, _blocks(x), tensors, (), *strides, x.shape[-1], BLOCK)
+    return dgate, dx
+
+
+def _blocks(x: Tensor) -> Grid:
+    V = x.shape[-1]
+    return x.numel() // max(1, V), ceil_div(V, BLOCK), 1
+
+
+def normed(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float) -> Tensor:
+    """Returns x / sqrt(mean(x^2) + eps) * weight * silu(gate) for x and gate [..., H, V] of one dtype, weight [V].
+
+    Without a gate its factor is 1. The tokens of gate may be any equal distance apart.
+    """
+    x, gates, y = x.contiguous(), _of_tokens(gate), _like(x)
+    stride, N, H, V, BN, ALL = _sizes(x, gates)
+    _start(_normed, (ceil_div(N, BN), 1, 1), (x, weight, gates, y), (eps,), stride, N, H, V, BN, ALL)
+    return y
+
+
+def normed_backward(
+    x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float, dy: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns the gradients of x, weight and gate from that of y [..., H, V]."""
+    x, gates, dy = x.contiguous(), _of_tokens(gate), dy.contiguous()
+    stride, N, H, V, BN, ALL = _sizes(x, gates)
+    programs = min(ceil_div(N, BN), PROGRAMS * gpu_of(x.device).multiprocessors)
+    dx, dgate = _like(x), None if gates is None else _like(x)
+    sums = None if weight is None else x.new_empty(programs, V, dtype=torch.float32)
+    tensors = (x, weight, gates, dy, dx, dgate, sums)
+    _start(_normed_backward, (programs, 1, 1), tensors, (eps,), stride, N, H, V, BN, ALL)
+    return dx, None if weight is None or sums is None else sums.sum(0).to(weight.dtype), dgate
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Returns x [..., V] as [N, V] with contiguous rows: a view of a slice of a product [..., n]."""
+    rows = x.flatten(0, -2)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _of_tokens(gate: Tensor | None) -> Tensor | None:
+    """Returns a gate [..., H, V] as [tokens, H, V] whose heads lie behind one another."""
+    if gate is None:
+        return None
+    gates = gate.flatten(0, -3)
+    return gates if gates.stride()[1:] == (gates.shape[2], 1) else gates.contiguous()
+
+
+def _sizes(x: Tensor, gates: Tensor | None) -> tuple[int, int, int, int, int, int]:
+    """Returns gate_stride, N, H, V, BN and ALL of x [..., V] and gates [tokens, H, V]."""
+    V = x.shape[-1]
+    ALL = power_of_two(V)
+    stride, H = (0, 1) if gates is None else (gates.stride(0), gates.shape[1])
+    return stride, x.numel() // V, H, V, max(1, TILE // ALL), ALL
+
+
+def _start(kernel: Any, grid: Grid, tensors: tuple[Any, ...], floats: tuple[float, ...], *rest: int) -> None:
+    """Launches a kernel, whose parameters are tensors, floats and the rest, in this order; nothing for no rows."""
+    if grid[0]:
+        dtypes = tuple(None if x is None else x.dtype for x in tensors)
+        _launches(tensors[0].device, kernel, grid, dtypes, rest).start(tensors, *floats)
+
+
+@functools.lru_cache(1024)
+def _launches(
+    device: torch.device, kernel: Any, grid: Grid, dtypes: tuple[Any, ...], rest: tuple[int, ...]
+) -> Launches:
+    """Returns the launches of calls that differ in their tensors and floats alone."""
+
+    def describe(tensors: tuple[Any, ...], *floats: float) -> list[Launch]:
+        return [Launch(kernel, grid, dict(zip(kernel.arg_names, (*tensors, *floats, *rest), strict=True)))]
+
+    return Launches(device, describe)
+
+
+@triton.jit
+def _gated(
+    gate_ptr,  # [N, V], rows gate_stride apart
+    x_ptr,  # [N, V], rows x_stride apart
+    y_ptr,  # [N, V], contiguous
+    gate_stride,
+    x_stride,
+    V,
+    BLOCK: tl.constexpr,
+):
+    """Computes a block of one row of y."""
+    n, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < V
+    gate = tl.load(gate_ptr + n * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    x = tl.load(x_ptr + n * x_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    tl.store(y_ptr + n * V + columns, (gate * tl.sigmoid(gate) * x).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_backward(
+    gate_ptr,  # [N, V], rows gate_stride apart
+    x_ptr,  # [N, V], rows x_stride apart
+    dy_ptr,  # [N, V], contiguous
+    dgate_ptr,  # [N, V], contiguous
+    dx_ptr,  # [N, V], contiguous
+    gate_stride,
+    x_stride,
+    V,
+    BLOCK: tl.constexpr,
+):
+    """Computes a block of one row of dg and dx."""
+    dtype = dx_ptr.dtype.element_ty
+    n, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < V
+    gate = tl.load(gate_ptr + n * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    x = tl.load(x_ptr + n * x_stride + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    dy = tl.load(dy_ptr + n * V + columns, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
+    f, slope = _silu(gate)
+    tl.store(dgate_ptr + n * V + columns, (slope * x * dy).to(dtype), mask=inside)
+    tl.store(dx_ptr + n * V + columns, (f * dy).to(dtype), mask=inside)
+
+
+@triton.jit
+def _normed(
+    x_ptr,  # [N, V], contiguous
+    weight_ptr,  # [V] or None
+    gate_ptr,  # [N / H, H, V], tokens gate_stride apart, or None
+    y_ptr,  # [N, V], contiguous
+    eps,
+    gate_stride,
+    N,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    BN: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """Computes a tile of BN rows of y."""
+    rows = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)  # [BN]
+    columns = tl.arange(0, ALL)  # [ALL]
+    n, _, weight, f, _, inside = _tile(x_ptr, weight_ptr, gate_ptr, eps, gate_stride, rows, columns, N, H, V)
+    y = n * weight * f  # [BN, ALL]
+    tl.store(y_ptr + rows[:, None] * V + columns[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _normed_backward(
+    x_ptr,  # [N, V], contiguous
+    weight_ptr,  # [V] or None
+    gate_ptr,  # [N / H, H, V], tokens gate_stride apart, or None
+    dy_ptr,  # [N, V], contiguous
+    dx_ptr,  # [N, V], contiguous
+    dgate_ptr,  # [N, V], contiguous, or None
+    sums_ptr,  # [P, V], contiguous, or None: the sums of each program for dw
+    eps,
+    gate_stride,
+    N,
+    H: tl.constexpr,
+    V: tl.constexpr,
+    BN: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """Computes every P-th tile of BN rows of dx and dg."""
+    dtype = dx_ptr.dtype.element_ty
+    columns = tl.arange(0, ALL)  # [ALL]
+    total = tl.zeros([BN, ALL], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(N, BN), tl.num_programs(0)):
+        rows = (tile * BN + tl.arange(0, BN)).to(tl.int64)  # [BN]
+        n, r, weight, f, slope, inside = _tile(x_ptr, weight_ptr, gate_ptr, eps, gate_stride, rows, columns, N, H, V)
+        places = rows[:, None] * V + columns[None, :]  # [BN, ALL]
+        dy = tl.load(dy_ptr + places, mask=inside, other=0.0).to(tl.float32)  # [BN, ALL]
+        u = f * weight * dy
+        dx = r * (u - n * (tl.sum(u * n, axis=1) / V)[:, None])
+        tl.store(dx_ptr + places, dx.to(dtype), mask=inside)
+        if gate_ptr is not None:
+            tl.store(dgate_ptr + places, (slope * n * weight * dy).to(dtype), mask=inside)
+        total += f * n * dy
+    if sums_ptr is not None:
+        tl.store(sums_ptr + tl.program_id(0) * V + columns, tl.sum(total, axis=0), mask=columns < V)
+
+
+@triton.jit
+def _tile(x_ptr, weight_ptr, gate_ptr, eps, gate_stride, rows, columns, N, H: tl.constexpr, V: tl.constexpr):
+    """Returns n [BN, ALL], r [BN, 1], w [1, ALL], f(g) and f'(g) [BN, ALL] of a tile, and where it is in the matrix."""
+    inside = (rows < N)[:, None] & (columns < V)[None, :]  # [BN, ALL]
+    x = tl.load(x_ptr + rows[:, None] * V + columns[None, :], mask=inside, other=0.0).to(tl.float32)  # [BN, ALL]
+    r = tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None]
+    weight, f, slope = 1.0, 1.0, 0.0
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+    if gate_ptr is not None:
+        gate_rows = gate_ptr + rows // H * gate_stride + rows % H * V  # [BN]
+        gate = tl.load(gate_rows[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        f, slope = _silu(gate)
+    return x * r, r, weight, f, slope, inside
+
+
+@triton.jit
+def _silu(gate):
+    """Returns silu(gate) and its derivative."""
+    sigma = tl.sigmoid(gate)
+    f = gate * sigma
+    return f, sigma + f * (1.0 - sigma)

@@ -9,12 +9,10 @@ Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from transformers import GenerationMixin, PreTrainedModel
@@ -32,6 +30,7 @@ from gla_core.nn.short_convolution import ShortConvolution
 from gla_transformers import few_rows, packing
 from gla_transformers.cache import NAME, GLACache, LayerState, read
 from gla_transformers.configuration import GLAConfig
+from gla_transformers.gated import gated, normed
 from gla_transformers.graphs import Graphs
 from gla_transformers.loss import IGNORED, l2warp, loss_in_parts, next_token_loss
 from gla_transformers.softmax_attention import SoftmaxAttention
@@ -59,31 +58,9 @@ class GatedMLP(Merging):
         if made is None:
             with not_kept(x):
                 made = self.gate_proj(x), self.up_proj(x)
-            x = recomputed(_gated, *made)
-        else:
-            x = _gated_in_one(*made)
+        x = recomputed(gated, *made)
         with not_kept(x):
             return self.down_proj(x) if residual is None else added(residual, self.down_proj, x)
-
-
-def _gated(gate: Tensor, x: Tensor) -> Tensor:
-    return F.silu(gate) * x
-
-
-def _gated_in_one(gate: Tensor, x: Tensor) -> Tensor:
-    """Returns `_gated` without a gradient, in one kernel where there is Triton for the device."""
-    here = x.is_cuda and x.device.index == torch.cuda.current_device() and x.dtype != torch.float64
-    function = _of_triton() if here else None
-    return _gated(gate, x) if function is None else function(gate, x)
-
-
-@functools.cache
-def _of_triton() -> Callable[[Tensor, Tensor], Tensor] | None:
-    try:
-        from gla_transformers.gated_kernel import gated
-    except ImportError:
-        return None
-    return gated
 
 
 class GLABlock(GradientCheckpointingLayer):
@@ -182,6 +159,9 @@ class GLAModel(GLAPreTrainedModel):
         self.norm = RMSNormGated(config.hidden_size, config.norm_eps)
         self.gradient_checkpointing = False
         self.graphs = Graphs(GLABlock, GatedMLP)
+        for module in self.modules():
+            if isinstance(module, RMSNormGated):
+                module.kernel = normed
         self.post_init()
 
     @can_return_tuple

@@ -1,0 +1,100 @@
+"""The activation of the MLP, and norms with and without an output gate, in one kernel each where there is Triton.
+
+    gated(gate, x)                      silu(gate) * x
+    normed(x, weight, gate, eps)        x / sqrt(mean(x^2) + eps) * weight * silu(gate)
+
+PyTorch takes several kernels, forward and backward, that read and write these large tensors again and again. Compiled
+code is left to PyTorch's compiler, which makes one kernel of them too.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
+
+from gla_core.ops import autocast
+from gla_core.ops.calls import bypasses_torch
+
+WIDEST = 4096
+"""The greatest width of a norm that the kernels compute: registers hold whole rows."""
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def gated(gate: Tensor, x: Tensor) -> Tensor:
+    """Returns silu(gate) * x for gate and x [..., width]."""
+    kernels = _kernels(x, gate) if x.ndim > 1 else None
+    return F.silu(gate) * x if kernels is None else _Gated.apply(kernels, gate, x)  # pyright: ignore[reportReturnType]
+
+
+def normed(x: Tensor, weight: Tensor | None, gate: Tensor | None, eps: float) -> Tensor | None:
+    """Returns the norm of x [..., heads, width] with a gate, as at the top; None if it is left to PyTorch.
+
+    Without a gate its factor is 1, and x may be [..., width]. It is a value for `RMSNormGated.kernel`.
+    """
+    fits = x.ndim > (gate is not None) + 1 and 0 < x.shape[-1] <= WIDEST and _is_plain(weight, x)
+    kernels = _kernels(x, gate) if fits else None
+    return None if kernels is None else _Normed.apply(kernels, x, weight, gate, float(eps))  # pyright: ignore[reportReturnType]
+
+
+def _is_plain(weight: Tensor | None, x: Tensor) -> bool:
+    """Returns whether the kernels take a weight together with x."""
+    if weight is None:
+        return True
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_contiguous()
+    return plain and weight.dtype in _DTYPES and weight.device == x.device
+
+
+def _kernels(x: Tensor, gate: Tensor | None) -> ModuleType | None:
+    """Returns the module of the kernels; None if PyTorch computes the call."""
+    if is_compiling() or x.dtype not in _DTYPES:
+        return None
+    if gate is not None and (type(gate), gate.shape, gate.dtype, gate.device) != (Tensor, x.shape, x.dtype, x.device):
+        return None
+    with autocast.off(x.device.type):  # it changes nothing here
+        return _kernels_of(x.device) if bypasses_torch(x) else None
+
+
+def _kernels_of(device: torch.device) -> ModuleType | None:
+    return _of_triton() if device.type == "cuda" and device.index == torch.cuda.current_device() else None
+
+
+@functools.cache
+def _of_triton() -> ModuleType | None:
+    try:
+        from gla_transformers import gated_kernel
+    except ImportError:
+        return None
+    return gated_kernel
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Any, gate: Tensor, x: Tensor) -> Tensor:
+        ctx.kernels = kernels
+        ctx.save_for_backward(gate, x)
+        return kernels.gated(gate, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, *ctx.kernels.gated_backward(*ctx.saved_tensors, dy)
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernels: Any, x: Tensor, weight: Any, gate: Any, eps: float) -> Tensor:
+        ctx.kernels, ctx.eps = kernels, eps
+        ctx.save_for_backward(x, weight, gate)
+        return kernels.normed(x, weight, gate, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, *ctx.kernels.normed_backward(*ctx.saved_tensors, ctx.eps, dy), None

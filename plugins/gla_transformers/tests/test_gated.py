@@ -1,0 +1,223 @@
+"""The activation of the MLP and norms with and without a gate, in one kernel each, and models that run them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gla_core.conformance.tolerances import FORWARD, relative_error
+from gla_transformers import gated as dispatch
+from gla_transformers.gated import gated, normed
+
+triton = pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+runs = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU, or TRITON_INTERPRET=1")
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (not INTERPRETED)
+EPS = 1e-5
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """A list to which every call of a kernel adds its name. On a CPU, kernels are interpreted."""
+    from gla_transformers import gated_kernel
+
+    def noted(name):
+        return lambda *args: found.append(name) or getattr(gated_kernel, name)(*args)
+
+    found: list[str] = []
+    names = ("gated", "gated_backward", "normed", "normed_backward")
+    kernels = SimpleNamespace(**{name: noted(name) for name in names})
+    monkeypatch.setattr(dispatch, "_kernels_of", lambda device: kernels)
+    return found
+
+
+def slices(shape, dtype, number=2):
+    """Returns tensors [.., *shape[-2:]] that are slices of one projection, and need gradients."""
+    *tokens, H, V = shape
+    made = torch.randn(*tokens, number * H * V + 5, device=DEVICE).to(dtype)
+    parts = made[..., : number * H * V].split(H * V, -1)
+    return [part.unflatten(-1, (H, V)).requires_grad_() for part in parts]
+
+
+def compare(function, expected, *inputs):
+    """Checks a function and its gradients against an expression in float64."""
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    y, z = function(*inputs), expected(*exact)
+    dy = torch.randn(y.shape, device=DEVICE).to(y.dtype)
+    found, wanted = torch.autograd.grad(y, inputs, dy), torch.autograd.grad(z, exact, dy.double())
+    for a, b, x in zip((y, *found), (z, *wanted), (inputs[0], *inputs), strict=True):
+        assert a.dtype == x.dtype
+        assert a.shape == b.shape
+        assert relative_error(a, b) <= FORWARD[x.dtype]
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [5, 1100])
+def test_gated(width, dtype, calls):
+    gate, x = (y.flatten(-2) for y in slices((2, 3, 1, width), dtype))
+    compare(gated, lambda gate, x: F.silu(gate) * x, gate, x)
+    assert calls == ["gated", "gated_backward"]
+
+
+def norm(x, weight=None, gate=None):
+    """Returns the norm by the kernel."""
+    return normed(x, weight, gate, EPS)
+
+
+def formula(x, weight=None, gate=None):
+    y = F.rms_norm(x, x.shape[-1:], weight, EPS)
+    return y if gate is None else y * F.silu(gate)
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 2, 16), (7, 1, 100), (1, 3, 2049), (90, 3, 128)], ids=str)
+def test_normed(shape, dtype, calls):
+    x, gate = slices(shape, dtype)
+    weight = torch.rand(shape[-1], device=DEVICE).to(dtype).requires_grad_()
+    compare(norm, formula, x, weight, gate)
+    compare(lambda x, gate: norm(x, gate=gate), lambda x, gate: formula(x, gate=gate), x, gate)
+    compare(norm, formula, x, weight.detach().float().requires_grad_(), gate)  # as under autocast
+    compare(norm, formula, x, weight)
+    compare(norm, formula, x.detach().flatten(0, -2).requires_grad_())
+    assert calls == ["normed", "normed_backward"] * 5
+
+
+@runs
+def test_the_bits_of_a_row_do_not_depend_on_the_others(calls):
+    x, gate = (y.detach() for y in slices((40, 2, 64), torch.float32))
+    weight = torch.rand(64, device=DEVICE)
+    assert torch.equal(norm(x, weight, gate)[7:8], norm(x[7:8], weight, gate[7:8]))
+
+
+@runs
+def test_gates_in_any_order_and_no_rows(calls):
+    x, gate = (y.detach() for y in slices((3, 4, 8), torch.float32))
+    swapped = gate.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(norm(x, gate=swapped), norm(x, gate=gate))
+    assert torch.equal(gated(gate.mT, x.mT), gated(gate, x).mT)
+    compare(norm, formula, *slices((0, 2, 8), x.dtype, 1))
+    compare(gated, lambda gate, x: F.silu(gate) * x, *slices((0, 2, 8), x.dtype))
+
+
+@runs
+def test_calls_that_are_left_to_pytorch(calls):
+    x, gate = slices((3, 2, 8), torch.float32)
+    one = x.detach()[0, 0]
+    for a, b in [(x.double(), gate.double()), (x, gate.half()), (x, gate[:1]), (x[0], gate[0]), (one, None)]:
+        assert norm(a, gate=b) is None
+    assert norm(x, torch.rand(8, dtype=torch.float64, device=DEVICE), gate) is None
+    wide = torch.randn(1, 1, dispatch.WIDEST + 1, device=DEVICE)
+    assert norm(wide) is None
+    assert torch.equal(gated(gate.double(), x.double()), F.silu(gate.double()) * x.double())
+    over = torch.func.vmap(torch.func.grad(lambda gate, x: gated(gate, x).sum()))(gate.detach(), x.detach())
+    torch.testing.assert_close(over, torch.autograd.grad((F.silu(gate) * x).sum(), gate)[0])
+    assert calls == []
+
+
+@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@pytest.mark.parametrize("whole", [True, False])
+def test_they_compile_for_an_h100(whole):
+    """With a weight and a gate, and without both. Each thread reads 16 bytes at once."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from gla_transformers import gated_kernel as kernels
+
+    head = {"H": 4, "V": 256, "BN": kernels.TILE // 256, "ALL": 256}
+    head |= {} if whole else {"weight_ptr": None, "gate_ptr": None}
+    written = {} if whole else {"dgate_ptr": None, "sums_ptr": None}
+    for kernel, constants in [
+        (kernels._gated, {"BLOCK": kernels.BLOCK}),
+        (kernels._gated_backward, {"BLOCK": kernels.BLOCK}),
+        (kernels._normed, head),
+        (kernels._normed_backward, head | written),
+    ]:
+        floats = {"eps": "fp32", "sums_ptr": "*fp32"}
+        types = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in kernel.arg_names} | floats
+        signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+        aligned = [i for i, kind in enumerate(signature.values()) if kind not in ("constexpr", "fp32")]
+        sixteen = {(i,): [["tt.divisibility", 16]] for i in aligned}
+        source = ASTSource(kernel, signature, constants, sixteen)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+        assert "ld.global.v4" in compiled.asm["ptx"]
+
+
+# ---- models
+
+
+LAYER = ["normed", "normed", "normed", "gated"]
+"""The kernels of a layer: the norm of its input, that of heads with the gate, that of the MLP, and the activation."""
+
+
+def gradients(model, tokens):
+    """Returns the logits and the gradients of a step of training."""
+    out = model(tokens, labels=tokens)
+    return [out.logits, *torch.autograd.grad(out.loss, list(model.parameters()))]
+
+
+@runs
+def test_a_prompt(ours, tokens, calls, monkeypatch):
+    model, tokens = ours().to(DEVICE), tokens[:, :20].to(DEVICE)
+    with torch.no_grad():
+        found = model(tokens).logits
+        assert calls == LAYER * 2 + ["normed"]
+        monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
+        assert relative_error(found, model(tokens).logits) <= 1e-5
+
+
+@runs
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training(ours, tokens, calls, checkpointing, monkeypatch):
+    model, tokens = ours(use_short_conv=True).to(DEVICE).train(), tokens[:, :20].to(DEVICE)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    found = gradients(model, tokens)
+    of_norm, activation = ["normed", "normed_backward"], ["gated", "gated_backward"]
+    backward = (LAYER if checkpointing else []) + activation + of_norm * 3
+    assert calls == LAYER * 2 + ["normed"] + of_norm + backward * 2
+    monkeypatch.setattr(dispatch, "_kernels_of", lambda device: None)
+    for a, b in zip(found, gradients(model, tokens), strict=True):
+        assert relative_error(a, b) <= 1e-5
+
+
+@runs
+def test_autocast(ours, tokens, calls):
+    """The kernels serve autocast, which changes nothing in them."""
+    x, gate = slices((3, 2, 8), torch.float16)
+    weight = torch.rand(8, device=DEVICE)
+    expected = norm(x, weight, gate), gated(gate, x)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert all(map(torch.equal, (norm(x, weight, gate), gated(gate, x)), expected))
+    calls.clear()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        gradients(ours(num_hidden_layers=1).to(DEVICE).train(), tokens[:, :20].to(DEVICE))
+    assert len(calls) == 2 * 5 + 5, "forward, again for the backward, and backward"
+
+
+@runs
+def test_compiled_code_is_left_to_the_compiler(ours, tokens, calls):
+    model, tokens = ours(num_hidden_layers=1).to(DEVICE).train(), tokens[:, :20].to(DEVICE)
+    wanted = gradients(model, tokens)
+    calls.clear()
+    torch._dynamo.reset()
+    loss = torch.compile(lambda tokens: model(tokens, labels=tokens).loss, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(loss(tokens), list(model.parameters()))
+    assert calls == []
+    for a, b in zip(found, wanted[1:], strict=True):
+        assert relative_error(a, b) <= 1e-5
+
+
+def test_a_model_may_be_copied_and_pickled(ours, tokens):
+    model = ours()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(tokens).logits, model(tokens).logits)
