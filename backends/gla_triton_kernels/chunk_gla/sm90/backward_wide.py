@@ -1,16 +1,11 @@
-"""Computes gradients of chunked gated linear attention on Hopper for wide heads: states first, then all chunks.
+"""Computes gradients of chunked gated linear attention on Hopper for heads of many keys: states first, then all chunks.
 
-backward.py gives the mathematics. If a head needed several blocks of states, each block would repeat the work on q, k
-and g, and dq, dk, dg and dv would be sums over blocks. Instead, the gradients of states are written to memory once:
-
-    state_gradients.py   processes segments backwards, and writes P of every chunk
-    this file            one block per chunk and query head: loops over the values, and sums dq, dk and dv on chip
-
-If gates come from logits, a launch before them writes the log gates to memory, which both kernels read.
+It differs from backward_values.py, which has the reasons, in that K is above 128. There is no room for q, k and g of two
+chunks, nor registers for a gate warpgroup, so a block computes one chunk of one query head.
 
 B batch   T tokens   N sequences   H key/value heads, of k, v, g and S   Hq query heads   G query heads of a group
 K, V key and value width   C tokens of a chunk   D = 64 values of a tile, and keys of a part
-PARTS parts of a warpgroup, which has half of the keys   n rows of states, one for each chunk
+PARTS = 2 parts of a warpgroup, which has half of the keys   n rows of states, one for each chunk
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -18,7 +13,6 @@ PARTS parts of a warpgroup, which has half of the keys   n rows of states, one f
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,12 +43,12 @@ from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     product,
 )
 from gla_triton_kernels.chunk_gla.sm90.half import NO_UNITS
-from gla_triton_kernels.chunk_gla.sm90.log_gates import launch_log_gates
-from gla_triton_kernels.chunk_gla.sm90.state_gradients import launch_state_gradients
+from gla_triton_kernels.chunk_gla.sm90.state_gradients import KEYS, launch_state_gradients
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
+PARTS = gl.constexpr(2)
 SLOTS = gl.constexpr(3)  # tiles of S, P or g that are prefetched
 V_SLOTS = gl.constexpr(2)  # tiles of v and do that are prefetched
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # for sums over columns
@@ -75,15 +69,7 @@ def launch_gradients(
     """
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
-    keys = _keys(K)
-    g, found = x.g, []
-    if g is not None and normalizer is not None:
-        g, log_gates = launch_log_gates(g, normalizer)
-        found.append(log_gates)
-    marks = pairs.new_marks(x, entering, keys)
-    rows = entering.numel() // (H * K * V)
-    P = torch.empty(rows, Hq, K, V, dtype=entering.dtype, device=x.q.device)
-    found += launch_state_gradients(kernel, x._replace(g=g), P, marks, keys, leaving, segments, scale)
+    g, P, marks, found = launch_state_gradients(kernel, x, entering, leaving, segments, scale, normalizer)
     chunks = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
@@ -109,22 +95,16 @@ def launch_gradients(
         "Hq": Hq,
         "K": K,
         "V": V,
-        "PARTS": keys // WIDTH,
         "G": Hq // H,
         "NORMALIZER": normalizer,
     }
     options = {"num_warps": kernel.warps, "maxnreg": 168}
-    gradients = Launch(_gradient_kernel, (rows * Hq, 1, 1), arguments, options)
-    return [*found, *chunks.launches, gradients, *pairs.launch_pairs(x, NO_UNITS, marks, scale, keys, normalizer)]
-
-
-def _keys(K: int) -> int:
-    """Returns the number of keys of a warpgroup; these keys share one mark, mild or not."""
-    return WIDTH if K <= 2 * WIDTH else 2 * WIDTH
+    gradients = Launch(_gradient_kernel, (len(P) * Hq, 1, 1), arguments, options)
+    return [*found, *chunks.launches, gradients, *pairs.launch_pairs(x, NO_UNITS, marks, scale, KEYS, normalizer)]
 
 
 @gluon.jit
-def _load_gates(g_desc, x_tiles, full, empty, item, place, PARTS: gl.constexpr, G: gl.constexpr):
+def _load_gates(g_desc, x_tiles, full, empty, item, place, G: gl.constexpr):
     """Loads the gates of the keys of both warpgroups into the next two slots."""
     b, h, t = place
     for i in gl.static_range(2):
@@ -137,7 +117,7 @@ def _load_gates(g_desc, x_tiles, full, empty, item, place, PARTS: gl.constexpr, 
 
 
 @gluon.jit
-def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr):
+def _load_states(desc, s_tiles, full, empty, item, place):
     """Loads all keys of D values of S or P into the next slot."""
     row, h, value = place
     slot = item % SLOTS
@@ -149,7 +129,7 @@ def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _load_warp(descriptors, tiles, barriers, place, tiles_v, PARTS: gl.constexpr, G: gl.constexpr):
+def _load_warp(descriptors, tiles, barriers, place, tiles_v, G: gl.constexpr):
     """Loads q, k and g, then prefetches tiles of v and do, and of S and P in turns; finally loads g once more."""
     q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc = descriptors
     q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles = tiles
@@ -161,17 +141,17 @@ def _load_warp(descriptors, tiles, barriers, place, tiles_v, PARTS: gl.constexpr
         tma.async_copy_global_to_shared(q_desc, [b, h, t, p * D], qk_full, q_tiles.index(p))
         tma.async_copy_global_to_shared(k_desc, [b, h // G, t, p * D], qk_full, k_tiles.index(p))
     if g_desc is not None:
-        _load_gates(g_desc, x_tiles, full, empty, 0, (b, h, t), PARTS, G)
+        _load_gates(g_desc, x_tiles, full, empty, 0, (b, h, t), G)
     for j in range(tiles_v):
         slot = j % V_SLOTS
         mbarrier.wait(v_empty.index(slot), (j // V_SLOTS & 1) ^ 1)
         mbarrier.expect(v_full.index(slot), 2 * v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(do_desc, [b, h, t, j * D], v_full.index(slot), do_tiles.index(slot))
         tma.async_copy_global_to_shared(v_desc, [b, h // G, t, j * D], v_full.index(slot), v_tiles.index(slot))
-        _load_states(s_desc, s_tiles, full, empty, first + 2 * j, (row, h // G, j * D), PARTS)
-        _load_states(p_desc, s_tiles, full, empty, first + 2 * j + 1, (row, h, j * D), PARTS)
+        _load_states(s_desc, s_tiles, full, empty, first + 2 * j, (row, h // G, j * D))
+        _load_states(p_desc, s_tiles, full, empty, first + 2 * j + 1, (row, h, j * D))
     if g_desc is not None:
-        _load_gates(g_desc, x_tiles, full, empty, first + 2 * tiles_v, (b, h, t), PARTS, G)
+        _load_gates(g_desc, x_tiles, full, empty, first + 2 * tiles_v, (b, h, t), G)
 
 
 @gluon.jit
@@ -191,7 +171,7 @@ def _tile(tiles, i):
 
 
 @gluon.jit
-def _decay(g_desc, tiles, own, mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
+def _decay(g_desc, tiles, own, mild, rows, scale, PACKED: gl.constexpr):
     """Replaces q and k of this warpgroup by qg and kg, and stores b_C / 2 [D] of each part."""
     q_tiles, k_tiles, x_tiles, r_tiles = tiles
     for p in range(PARTS):
@@ -209,7 +189,7 @@ def _decay(g_desc, tiles, own, mild, rows, scale, PARTS: gl.constexpr, PACKED: g
 
 
 @gluon.jit
-def _scores(q_tiles, k_tiles, milds, PARTS: gl.constexpr):
+def _scores(q_tiles, k_tiles, milds):
     """Returns A^T [C, C] as the left operand of a product."""
     row = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1]
     column = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C]
@@ -225,13 +205,12 @@ def _scores(q_tiles, k_tiles, milds, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _add_crossing(this, other, s_tiles, s_first, p_first, PARTS: gl.constexpr):
+def _add_crossing(this, other, s_tiles, s_first, p_first):
     """Adds the sum of S * P, over the values of a tile, to the tensor [D] of each part of the keys."""
     for p in range(PARTS):
         S = _tile(s_tiles, s_first + p).load(ROWS).to(gl.float32)  # [D, D]
         P = _tile(s_tiles, p_first + p).load(ROWS).to(gl.float32)  # [D, D]
-        added = this + gl.sum(S * P, 1)
-        this, other = (other, added) if PARTS > 1 else (added, other)
+        this, other = other, this + gl.sum(S * P, 1)
     return this, other
 
 
@@ -247,7 +226,6 @@ def _gradient_warps(
     scale,
     part: gl.constexpr,
     NORMALIZER: gl.constexpr,
-    PARTS: gl.constexpr,
     PACKED: gl.constexpr,
 ):
     """Computes the gradients of PARTS parts of the keys of a chunk.
@@ -267,12 +245,12 @@ def _gradient_warps(
     where = (b, h, t, T, Hq)
     milds = (True, True)
     if HAS_GATE:
-        milds = (gl.load(marks) == 0, gl.load(marks + 1, PARTS * D < K, 0) == 0)
+        milds = (gl.load(marks) == 0, gl.load(marks + 1) == 0)
     mild = milds[part]
     mbarrier.wait(qk_full, 0)
     if HAS_GATE:
         _wait(full, part)
-    _decay(g_desc, (q_tiles, k_tiles, x_tiles, r_tiles), own, mild, rows, scale, PARTS, PACKED)
+    _decay(g_desc, (q_tiles, k_tiles, x_tiles, r_tiles), own, mild, rows, scale, PACKED)
     if HAS_GATE:
         _release(empty, 0)
         _release(empty, 1)
@@ -283,7 +261,7 @@ def _gradient_warps(
     none = gl.zeros([C, C], gl.float32, LAYOUT)
     square = none  # dA in the first warpgroup, dv in the second
     if part == 1:
-        aT = _scores(q_tiles, k_tiles, milds, PARTS)
+        aT = _scores(q_tiles, k_tiles, milds)
     dq0, dq1, dk0, dk1 = none, none, none, none  # dq and dk of each part
     crossing0 = gl.zeros([D], gl.float32, gl.SliceLayout(1, ROWS))
     crossing1 = crossing0
@@ -299,24 +277,19 @@ def _gradient_warps(
             fence_async_shared()
         _wait(full, item)
         dq0 = product(do_tile, _tile(s_tiles, S + own).permute([1, 0]), dq0)
-        if PARTS > 1:
-            dq1 = product(do_tile, _tile(s_tiles, S + own + 1).permute([1, 0]), dq1)
+        dq1 = product(do_tile, _tile(s_tiles, S + own + 1).permute([1, 0]), dq1)
         if part == 0:
             square = product(do_tile, v_tile.permute([1, 0]), square)
         _wait(full, item + 1)
         dk0 = product(v_tile, _tile(s_tiles, P + own).permute([1, 0]), dk0)
-        if PARTS > 1:
-            dk1 = product(v_tile, _tile(s_tiles, P + own + 1).permute([1, 0]), dk1)
+        dk1 = product(v_tile, _tile(s_tiles, P + own + 1).permute([1, 0]), dk1)
         if part == 1:
             square = product(aT, do_tile, none)  # dv
             for p in gl.static_range(2 * PARTS):
                 square = product(_tile(k_tiles, p), _tile(s_tiles, P + p), square)
         if HAS_GATE:
-            crossing0, crossing1 = _add_crossing(crossing0, crossing1, s_tiles, S + own, P + own, PARTS)
-        if PARTS > 1:
-            dq0, dq1, dk0, dk1, square = warpgroup_mma_wait(0, [dq0, dq1, dk0, dk1, square])
-        else:
-            dq0, dk0, square = warpgroup_mma_wait(0, [dq0, dk0, square])
+            crossing0, crossing1 = _add_crossing(crossing0, crossing1, s_tiles, S + own, P + own)
+        dq0, dq1, dk0, dk1, square = warpgroup_mma_wait(0, [dq0, dq1, dk0, dk1, square])
         _release(empty, item)
         _release(empty, item + 1)
         mbarrier.arrive(v_empty.index(v_slot), count=1)
@@ -405,7 +378,6 @@ def _gradient_kernel(
     Hq,
     K,
     V,
-    PARTS: gl.constexpr,
     G: gl.constexpr,
     NORMALIZER: gl.constexpr,
 ):
@@ -482,13 +454,13 @@ def _gradient_kernel(
         [
             (
                 _gradient_warps,
-                (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 0, NORMALIZER, PARTS, PACKED),
+                (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 0, NORMALIZER, PACKED),
             ),
             (
                 _gradient_warps,
-                (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 1, NORMALIZER, PARTS, PACKED),
+                (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 1, NORMALIZER, PACKED),
             ),
-            (_load_warp, (descriptors, load_tiles, load_barriers, (b, h, t, i), gl.cdiv(V, D), PARTS, G)),
+            (_load_warp, (descriptors, load_tiles, load_barriers, (b, h, t, i), gl.cdiv(V, D), G)),
         ],
         [4, 1],
         [232, 24],

@@ -6,7 +6,7 @@ for each chunk of C tokens, the last chunk first. backward.py defines these symb
 
 B batch   T tokens   N sequences   I segments   H key/value heads   Hq query heads   G query heads of a group
 K, V key and value width   C tokens of a chunk   D = 64 keys of a warpgroup   BV values of a block
-KEYS keys that share one mark, mild or not   n rows of states
+KEYS = 2 D keys of a block, which share one mark, mild or not   n rows of states
 
 The grid has one block per segment, query head, 2 D keys and BV values. A block has a load warp, and two warpgroups that
 carry D rows of dS each.
@@ -19,6 +19,9 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,38 +36,60 @@ from gla_core.dispatch.backend import CHUNK, ceil_div
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.chunk_gla.sm90 import pairs
 from gla_triton_kernels.chunk_gla.sm90.common import as_float32, clear_rows, in_state, plus
 from gla_triton_kernels.chunk_gla.sm90.common_backward import RUNS, WIDTH, C, D, gates, product, segment_backwards
+from gla_triton_kernels.chunk_gla.sm90.log_gates import launch_log_gates
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
+KEYS = 2 * WIDTH
 STAGES = gl.constexpr(2)  # chunks that are prefetched
+
+
+class StateGradients(NamedTuple):
+    """What the kernels of all chunks read beside the tensors of the call.
+
+    Attributes:
+        g: log gates [B, T, H, K], or None.
+        P: [n, Hq, K, V] bfloat16.
+        marks: see `launch_pairs` of pairs.py; a mark stands for KEYS keys.
+        launches: the launches that write them.
+    """
+
+    g: Tensor | None
+    P: Tensor
+    marks: Tensor | None
+    launches: list[Launch]
 
 
 def launch_state_gradients(
     kernel: GradientParameters,
     x: BackwardTensors,
-    P: Tensor,
-    marks: Tensor | None,
-    keys: int,
+    entering: Tensor,
     leaving: Tensor | None,
     segments: Segments,
     scale: float,
-) -> list[Launch]:
-    """Returns the launch that writes P and marks chunks that are not mild.
+    normalizer: int | None,
+) -> StateGradients:
+    """Returns P and the marks of chunks that are not mild, and the launches that write them.
 
     Args:
-        P: [n, Hq, K, V] bfloat16, contiguous.
-        marks: see `launch_pairs`; a mark stands for a block of `keys` keys, 64 or 128.
-        leaving, segments: see `launch_gradients` of general/backward.py.
+        entering, leaving, segments, normalizer: see `launch_gradients` of general/backward.py; entering is bfloat16.
     """
     T, Hq, K = x.q.shape[1:]
     H, V = x.v.shape[2:]
+    g, found = x.g, []
+    if g is not None and normalizer is not None:
+        g, log_gates = launch_log_gates(g, normalizer)
+        found.append(log_gates)
+    marks = pairs.new_marks(x, entering, KEYS)
+    P = torch.empty(entering.numel() // (H * K * V), Hq, K, V, dtype=entering.dtype, device=x.q.device)
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
         "do_desc": shared_tiles(x.do, CHUNK, kernel.BV),
-        "g_desc": None if x.g is None else shared_tiles(x.g, CHUNK, WIDTH),
+        "g_desc": None if g is None else shared_tiles(g, CHUNK, WIDTH),
         "p_desc": state_tiles(P, WIDTH, kernel.BV),
         "marks": marks,
         "leaving": leaving,
@@ -76,12 +101,12 @@ def launch_state_gradients(
         "Hq": Hq,
         "K": K,
         "V": V,
-        "KEYS": keys,
         "G": Hq // H,
         "LAST_LEAVE_NONE": x.last_leave_none,
     }
     blocks = ceil_div(K, kernel.BK) * ceil_div(V, kernel.BV) * segments.count * Hq
-    return [Launch(_state_kernel, (blocks, 1, 1), arguments, {"num_warps": kernel.warps, "maxnreg": 128})]
+    found.append(Launch(_state_kernel, (blocks, 1, 1), arguments, {"num_warps": kernel.warps, "maxnreg": 128}))
+    return StateGradients(g, P, marks, found)
 
 
 @gluon.jit
@@ -118,7 +143,6 @@ def _state_warps(
     sizes,
     scale,
     part: gl.constexpr,
-    KEYS: gl.constexpr,
     G: gl.constexpr,
     PACKED: gl.constexpr,
 ):
@@ -154,17 +178,14 @@ def _state_warps(
             g = gates(g_tiles.index(2 * slot + part), rows, None, PACKED)  # [C, D]
             end = gl.sum(g, 0)  # [D]
             least = gl.min(end, 0)
-            if KEYS > D:  # the minimum over the keys of both warpgroups
-                least_tiles.index(2 * (i & 1) + part).store(gl.full([1], least, gl.float32, gl.SliceLayout(1, RUNS)))
-                mbarrier.arrive(both, count=1)
-                mbarrier.wait(both, i & 1)
-                other = least_tiles.index(2 * (i & 1) + 1 - part).load(gl.SliceLayout(1, RUNS))
-                least = gl.minimum(least, gl.min(other, 0))
-            mild = least > -MILD_DECAY_SM90 * LOG2E
+            least_tiles.index(2 * (i & 1) + part).store(gl.full([1], least, gl.float32, gl.SliceLayout(1, RUNS)))
+            mbarrier.arrive(both, count=1)
+            mbarrier.wait(both, i & 1)
+            other = least_tiles.index(2 * (i & 1) + 1 - part).load(gl.SliceLayout(1, RUNS))
+            mild = gl.minimum(least, gl.min(other, 0)) > -MILD_DECAY_SM90 * LOG2E
             if value == 0:
-                block = key // KEYS + (part if KEYS == D else 0)
-                at = ((row + c) * Hq + h).to(gl.int64) * gl.cdiv(K, KEYS) + block
-                gl.store(marks + at, gl.where(mild, 0, 1), block * KEYS < K)
+                at = ((row + c) * Hq + h).to(gl.int64) * gl.cdiv(K, 2 * D) + key // (2 * D)
+                gl.store(marks + at, gl.where(mild, 0, 1))
             r_tile.store(end)
             b_t = gl.associative_scan(g, 0, plus)  # [C, D]
             q = as_float32(q_tile.load(RUNS)) * (gl.exp2(b_t) * scale)  # [C, D]
@@ -214,7 +235,6 @@ def _state_kernel(
     Hq,
     K,
     V,
-    KEYS: gl.constexpr,
     G: gl.constexpr,
     LAST_LEAVE_NONE: gl.constexpr,
 ):
@@ -260,11 +280,11 @@ def _state_kernel(
         [
             (
                 _state_warps,
-                (tiles, barriers, p_desc, marks, states, place, sizes, scale, 0, KEYS, G, PACKED),
+                (tiles, barriers, p_desc, marks, states, place, sizes, scale, 0, G, PACKED),
             ),
             (
                 _state_warps,
-                (tiles, barriers, p_desc, marks, states, place, sizes, scale, 1, KEYS, G, PACKED),
+                (tiles, barriers, p_desc, marks, states, place, sizes, scale, 1, G, PACKED),
             ),
             (_load_chunks, (descriptors, (q_tiles, do_tiles, g_tiles), (full, empty), load_place, G)),
         ],

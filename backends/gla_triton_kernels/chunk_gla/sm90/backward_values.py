@@ -1,0 +1,537 @@
+"""Computes gradients of chunked gated linear attention on Hopper for heads of many values: states first, then all chunks.
+
+backward.py gives the mathematics. A head of more than 128 values would need several blocks of backward.py, each of which
+would repeat the work on q, k and g, and dq, dk and dg would be sums over blocks. Instead, the gradients of states are
+written to memory once:
+
+    state_gradients.py   processes segments backwards, and writes P of every chunk
+    this file            takes chunk after chunk, in any order: loops over the values, and sums dq, dk and dv on chip
+
+If gates come from logits, a launch before them writes the log gates to memory, which both kernels read.
+
+B batch   T tokens   N sequences   H key/value heads, of k, v, g and S   Hq query heads   G query heads of a group
+K, V key and value width   C tokens of a chunk   D = 64 values of a tile, and keys of a part   PARTS = 2 parts of the keys
+n rows of states, one for each chunk
+
+A block takes pairs of a chunk and a head in turns, every `programs`-th of them. It has three kinds of warps, which
+communicate over barriers in shared memory:
+
+    load       one warp: copies q, k and g of the next chunk, and tiles of v, do, S and P, by TMA
+    gate       a warpgroup: sums g and replaces q, k by qg, kg for the next chunk, and writes dg of the chunk before
+    gradient   two warpgroups: each computes its part of the keys of dq and dk. In addition, the first computes dA, and
+               the second computes dv
+
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
+"""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from gla_core.dispatch.backend import CHUNK
+from gla_triton_kernels.chunk_gla.kernel import GradientParameters
+from gla_triton_kernels.chunk_gla.shared.segments import Segments, cut
+from gla_triton_kernels.chunk_gla.sm90 import pairs
+from gla_triton_kernels.chunk_gla.sm90.common import clear_rows, opaque_zero, plus, segment_at, slope_of_gates, write
+from gla_triton_kernels.chunk_gla.sm90.common_backward import (
+    LAYOUT,
+    LEFT,
+    RUNS,
+    WIDTH,
+    C,
+    D,
+    decay,
+    exponents,
+    gate_tile,
+    gates,
+    logits_strides,
+    product,
+)
+from gla_triton_kernels.chunk_gla.sm90.half import NO_UNITS
+from gla_triton_kernels.chunk_gla.sm90.state_gradients import KEYS, launch_state_gradients
+from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
+from gla_triton_kernels.runtime.launch import Launch
+from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
+
+PARTS = gl.constexpr(2)
+CHUNKS = gl.constexpr(2)  # chunks whose q, k and g are in shared memory
+SLOTS = gl.constexpr(3)  # tiles of S or P that are prefetched, each with all keys
+V_SLOTS = gl.constexpr(2)  # tiles of v and do that are prefetched
+ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # for sums over columns
+
+
+def launch_gradients(
+    kernel: GradientParameters,
+    x: BackwardTensors,
+    entering: Tensor,
+    leaving: Tensor | None,
+    segments: Segments,
+    scale: float,
+    normalizer: int | None = None,
+) -> list[Launch]:
+    """Returns the launches that fill the gradients in x; entering is bfloat16.
+
+    See `launch_gradients` of general/backward.py for the other arguments.
+    """
+    B, T, Hq, K = x.q.shape
+    H, V = x.v.shape[2:]
+    g, P, marks, found = launch_state_gradients(kernel, x, entering, leaving, segments, scale, normalizer)
+    chunks = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
+    count = len(P) * Hq
+    arguments = {
+        "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
+        "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
+        "v_desc": shared_tiles(x.v, CHUNK, WIDTH),
+        "do_desc": shared_tiles(x.do, CHUNK, WIDTH),
+        "g_desc": None if g is None else shared_tiles(g, CHUNK, WIDTH),
+        "dq_desc": shared_tiles(x.dq, CHUNK, WIDTH),
+        "dk_desc": shared_tiles(x.dk, CHUNK, WIDTH),
+        "dv_desc": shared_tiles(x.dv, CHUNK, WIDTH),
+        "s_desc": state_tiles(entering, WIDTH, WIDTH),
+        "p_desc": state_tiles(P, WIDTH, WIDTH),
+        "dq_ptr": x.dq,
+        "dk_ptr": x.dk,
+        "dv_ptr": x.dv,
+        "dg_ptr": x.dg,
+        "g_ptr": x.g if normalizer is not None else None,
+        "marks": marks,
+        "order": chunks.order,
+        "scale": scale,
+        "count": count,
+        "T": T,
+        **logits_strides(x.g, normalizer),
+        "Hq": Hq,
+        "K": K,
+        "V": V,
+        "G": Hq // H,
+        "NORMALIZER": normalizer,
+    }
+    options = {"num_warps": kernel.warps, "maxnreg": 128}
+    gradients = Launch(_gradient_kernel, (min(count, kernel.programs), 1, 1), arguments, options)
+    return [*found, *chunks.launches, gradients, *pairs.launch_pairs(x, NO_UNITS, marks, scale, KEYS, normalizer)]
+
+
+@gluon.jit
+def _next(n, work):
+    """Returns the number of the first pair of a chunk and a head that is not empty, among n, n + programs, and so on.
+
+    The result is `count` or more if there is none.
+    """
+    T, Hq, count, order, first, step = work
+    if order is not None:
+        while (n < count) & (_tokens(gl.minimum(n, count - 1), work) == 0):
+            n += step
+    return n
+
+
+@gluon.jit
+def _tokens(n, work):
+    _, _, _, _, rows = _place(n, work)
+    return rows
+
+
+@gluon.jit
+def _place(n, work):
+    """Returns the row of states, the batch, the head, the first token and the number of tokens of the n-th pair."""
+    T, Hq, count, order, first, step = work
+    n = gl.to_tensor(n)
+    h = n % Hq
+    i = n // Hq
+    if order is not None:
+        b = gl.to_tensor(0)
+        i, t, rows, _, _ = segment_at(order, i)
+    else:
+        chunks = gl.cdiv(T, C)
+        b = i // chunks
+        t = i % chunks * C
+        rows = gl.minimum(T - t, C)
+    return i, b, h, t, rows
+
+
+@gluon.jit
+def _load_queries(i, n, descriptors, tiles, barriers, work, G: gl.constexpr):
+    """Starts the loads of q, k and g of the n-th pair, the i-th of this block, once their slot is empty."""
+    q_desc, k_desc, _, _, g_desc, _, _ = descriptors
+    q_tiles, k_tiles, _, _, _, x_tiles = tiles
+    qk_full, qk_empty, _, _, _, _ = barriers
+    _, b, h, t, _ = _place(n, work)
+    slot = i % CHUNKS
+    GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
+    bar = qk_full.index(slot)
+    mbarrier.wait(qk_empty.index(slot), (i // CHUNKS & 1) ^ 1)
+    mbarrier.expect(bar, PARTS * (2 * q_desc.block_type.nbytes + GATE_SIZE))
+    for p in gl.static_range(PARTS):
+        if g_desc is not None:
+            x_tile = gate_tile(g_desc, x_tiles, PARTS * slot + p)
+            tma.async_copy_global_to_shared(g_desc, [b, h // G, t, p * D], bar, x_tile)
+        tma.async_copy_global_to_shared(q_desc, [b, h, t, p * D], bar, q_tiles.index(PARTS * slot + p))
+        tma.async_copy_global_to_shared(k_desc, [b, h // G, t, p * D], bar, k_tiles.index(PARTS * slot + p))
+
+
+@gluon.jit
+def _load_states(desc, s_tiles, full, empty, item, row, h, value):
+    """Loads all keys of D values of S or P into the next slot."""
+    slot = item % SLOTS
+    mbarrier.wait(empty.index(slot), (item // SLOTS & 1) ^ 1)
+    mbarrier.expect(full.index(slot), PARTS * desc.block_type.nbytes)
+    for p in gl.static_range(PARTS):
+        tile = s_tiles.index(PARTS * slot + p)
+        tma.async_copy_global_to_shared(desc, [row, h, p * D, value], full.index(slot), tile)
+
+
+@gluon.jit
+def _load_warp(descriptors, tiles, barriers, work, V, G: gl.constexpr):
+    """Prefetches tiles of v and do, and of S and P in turns, and q, k and g of the next pair after the first of these.
+
+    There are two tiles of values at least.
+    """
+    _, _, v_desc, do_desc, _, s_desc, p_desc = descriptors
+    _, _, v_tiles, do_tiles, s_tiles, _ = tiles
+    _, _, full, empty, v_full, v_empty = barriers
+    T, Hq, count, order, first, step = work
+    tiles_v = gl.cdiv(V, D)
+    n = _next(first, work)
+    i = 0
+    if n < count:
+        _load_queries(i, n, descriptors, tiles, barriers, work, G)
+    while n < count:
+        row, b, h, t, rows = _place(n, work)
+        n = _next(n + step, work)
+        for j in range(tiles_v):
+            if (j == 1) & (n < count):
+                _load_queries(i + 1, n, descriptors, tiles, barriers, work, G)
+            item = i * tiles_v + j
+            slot = item % V_SLOTS
+            mbarrier.wait(v_empty.index(slot), (item // V_SLOTS & 1) ^ 1)
+            mbarrier.expect(v_full.index(slot), 2 * v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(do_desc, [b, h, t, j * D], v_full.index(slot), do_tiles.index(slot))
+            tma.async_copy_global_to_shared(v_desc, [b, h // G, t, j * D], v_full.index(slot), v_tiles.index(slot))
+            _load_states(s_desc, s_tiles, full, empty, 2 * item, row, h // G, j * D)
+            _load_states(p_desc, s_tiles, full, empty, 2 * item + 1, row, h, j * D)
+        i += 1
+
+
+@gluon.jit
+def _tile(tiles, i):
+    """Returns the i-th of several tiles, as a matrix."""
+    return tiles.index(i).reshape([tiles.type.shape[3], tiles.type.shape[4]])
+
+
+@gluon.jit
+def _decay(g_desc, tiles, slot, mild, rows, scale, PACKED: gl.constexpr):
+    """Replaces q and k by qg and kg, gates by the exponents of queries, and stores b_C / 2 [D] of each part.
+
+    The loops over parts are loops at run time, here and below: they keep the code small, which is fetched again for
+    each pair.
+    """
+    q_tiles, k_tiles, x_tiles, r_tiles, _ = tiles
+    for p in range(PARTS):
+        own = PARTS * slot + p
+        q_tile, k_tile = _tile(q_tiles, own), _tile(k_tiles, own)
+        if PACKED:
+            clear_rows(q_tile, rows, RUNS)
+            clear_rows(k_tile, rows, RUNS)
+        if g_desc is not None:
+            g = gates(gate_tile(g_desc, x_tiles, own), rows, None, PACKED)  # [C, D]
+            x, end = exponents(g, mild, 0.0)  # [C, D], [D]
+            _tile(x_tiles, own).store(x)
+            r_tiles.index(own).store(0.5 * end)
+            decay(q_tile, k_tile, x, end, mild, 0.0, scale)
+        else:
+            q_tile.store((q_tile.load(RUNS).to(gl.float32) * scale).to(q_tile.dtype))
+
+
+@gluon.jit
+def _write_dg(tiles, slot, place, dg_ptr, logits, sizes, NORMALIZER: gl.constexpr, G: gl.constexpr):
+    """Writes dg of a pair: the value at the chunk's start, minus the sum of w before each row.
+
+    Args:
+        logits: if NORMALIZER is given, a pointer to the logits, and the strides of batches, tokens and heads.
+    """
+    _, _, x_tiles, r_tiles, _ = tiles
+    _, b, h, t, rows = place
+    T, Hq, K, _ = sizes
+    row = (gl.arange(0, C, gl.SliceLayout(1, RUNS)) + opaque_zero())[:, None]  # [C, 1]
+    column = gl.arange(0, D, gl.SliceLayout(0, RUNS))[None, :]  # [1, D]
+    first = dg_ptr + ((b.to(gl.int64) * T + t) * Hq + h) * K
+    offsets = row.to(gl.int64) * (Hq * K) + column  # [C, D]
+    for p in range(PARTS):
+        inside = (row < rows) & (column < K - p * D)
+        if NORMALIZER is not None:
+            g_ptr, g_b, g_t, g_h = logits
+            head = g_ptr + b.to(gl.int64) * g_b + (h // G).to(gl.int64) * g_h
+            x = gl.load(head + (t + row).to(gl.int64) * g_t + (p * D + column), inside, 0.0)
+        w = _tile(x_tiles, PARTS * slot + p).load(RUNS)  # [C, D]
+        anchor = r_tiles.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
+        dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)  # [C, D]
+        if NORMALIZER is not None:
+            dg *= slope_of_gates(x, NORMALIZER)
+        gl.store(first + p * D + offsets, dg.to(dg_ptr.dtype.element_ty), inside)
+
+
+@gluon.jit
+def _gate_warps(
+    g_desc,
+    tiles,
+    barriers,
+    marks,
+    dg_ptr,
+    logits,
+    work,
+    sizes,
+    scale,
+    NORMALIZER: gl.constexpr,
+    G: gl.constexpr,
+):
+    """Replaces q, k by qg, kg, pair after pair, and writes dg of the pair before."""
+    qk_full, qk_empty, gated, w_full = barriers
+    T, Hq, count, order, first, step = work
+    PACKED: gl.constexpr = order is not None
+    mild_flags = tiles[4]
+    i = 0
+    n = _next(first, work)
+    before = -1
+    while (n < count) | (before >= 0):
+        slot = i % CHUNKS
+        if n < count:
+            row, b, h, t, rows = _place(n, work)
+            mild = True
+            if g_desc is not None:
+                mild = gl.load(marks + (row * Hq + h).to(gl.int64)) == 0
+                mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
+            mbarrier.wait(qk_full.index(slot), i // CHUNKS & 1)
+            _decay(g_desc, tiles, slot, mild, rows, scale, PACKED)
+            fence_async_shared()
+            mbarrier.arrive(gated.index(slot), count=1)
+        if before >= 0:
+            slot = (i + 1) % CHUNKS
+            if g_desc is not None:
+                mbarrier.wait(w_full.index(slot), (i - 1) // CHUNKS & 1)
+                _write_dg(tiles, slot, _place(before, work), dg_ptr, logits, sizes, NORMALIZER, G)
+            mbarrier.arrive(qk_empty.index(slot), count=1)
+        before = gl.where(n < count, n, -1)
+        n = _next(n + step, work)
+        i += 1
+
+
+@gluon.jit
+def _masked(scores, row, column):
+    """Returns the scores [C, C] where row <= column, else 0, as an operand."""
+    return gl.where(row <= column, scores, 0.0).to(gl.bfloat16)
+
+
+@gluon.jit
+def _gradient_warps(
+    tiles,
+    barriers,
+    outputs,
+    work,
+    sizes,
+    scale,
+    part: gl.constexpr,
+    HAS_GATE: gl.constexpr,
+    G: gl.constexpr,
+):
+    """Computes the gradients of a part of the keys, pair after pair."""
+    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, da_tile, dv_tile, r_tiles, mild_flags = tiles
+    qk_empty, gated, w_full, full, empty, v_full, v_empty, ready = barriers
+    dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
+    T, Hq, K, V = sizes
+    _, _, count, order, first, step = work
+    PACKED: gl.constexpr = order is not None
+    tiles_v = gl.cdiv(V, D)
+    none = gl.zeros([C, C], gl.float32, LAYOUT)
+    i = 0
+    n = _next(first, work)
+    while n < count:
+        pair, b, h, t, rows = _place(n, work)
+        where = (b, h, t, T, Hq)
+        slot = i % CHUNKS
+        own = PARTS * slot + part
+        q_tile, k_tile, x_tile = _tile(q_tiles, own), _tile(k_tiles, own), _tile(x_tiles, own)
+        row = (gl.arange(0, C, gl.SliceLayout(1, LAYOUT)) + opaque_zero())[:, None]  # [C, 1]
+        column = (gl.arange(0, C, gl.SliceLayout(0, LAYOUT)) + opaque_zero())[None, :]  # [1, C]
+        tma.store_wait(0)  # the gradients of the pair before have left the tiles
+        mbarrier.arrive(qk_empty.index((i + 1) % CHUNKS), count=1, pred=i > 0)
+        mbarrier.wait(gated.index(slot), i // CHUNKS & 1)
+        beyond = 0  # C masks every score
+        if HAS_GATE:
+            mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
+            beyond = gl.where(mild, 0, C)
+        if part == 1:
+            aT = none
+            for p in gl.static_range(PARTS):
+                other_q = _tile(q_tiles, PARTS * slot + p)
+                aT = product(_tile(k_tiles, PARTS * slot + p), other_q.permute([1, 0]), aT)
+            aT = gl.convert_layout(_masked(warpgroup_mma_wait(0, [aT]), row + beyond, column), LEFT)
+        dq, dk, square = none, none, none  # square is dA in the first warpgroup, dv in the second
+        crossing = gl.zeros([D, D], gl.float32, ROWS)  # S * P, summed over tiles of values
+        for j in range(tiles_v):
+            item = i * tiles_v + j
+            v_slot = item % V_SLOTS
+            S, P = 2 * item % SLOTS, (2 * item + 1) % SLOTS  # slots
+            v_tile, do_tile = _tile(v_tiles, v_slot), _tile(do_tiles, v_slot)
+            s_tile, p_tile = _tile(s_tiles, PARTS * S + part), _tile(s_tiles, PARTS * P + part)
+            mbarrier.wait(v_full.index(v_slot), item // V_SLOTS & 1)
+            if PACKED:
+                clear_rows(do_tile, rows, LAYOUT)
+                fence_async_shared()
+            mbarrier.wait(full.index(S), 2 * item // SLOTS & 1)
+            dq = product(do_tile, s_tile.permute([1, 0]), dq)
+            if part == 0:
+                square = product(do_tile, v_tile.permute([1, 0]), square)
+            mbarrier.wait(full.index(P), (2 * item + 1) // SLOTS & 1)
+            dk = product(v_tile, p_tile.permute([1, 0]), dk)
+            if part == 1:
+                square = product(aT, do_tile, none)
+                for p in gl.static_range(PARTS):
+                    square = product(_tile(k_tiles, PARTS * slot + p), _tile(s_tiles, PARTS * P + p), square)
+            if HAS_GATE:
+                crossing += s_tile.load(ROWS).to(gl.float32) * p_tile.load(ROWS).to(gl.float32)
+            dq, dk, square = warpgroup_mma_wait(0, [dq, dk, square])
+            mbarrier.arrive(empty.index(S), count=1)
+            mbarrier.arrive(empty.index(P), count=1)
+            mbarrier.arrive(v_empty.index(v_slot), count=1)
+            if part == 1:
+                tma.store_wait(0)
+                write(dv_desc, dv_ptr, dv_tile, square, j * D, V, where, rows, PACKED)
+
+        # The second warpgroup has released tiles of this pair, so it has read dA of the pair before.
+        if part == 0:
+            da_tile.store(_masked(square, column + beyond, row))
+            fence_async_shared()
+        mbarrier.arrive(ready, count=1)
+        mbarrier.wait(ready, i & 1)
+        if HAS_GATE:
+            r = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+            dq *= gl.exp2(gl.where(mild, r, 0.0))
+        started = product(da_tile, k_tile, none)
+        dk = product(da_tile.permute([1, 0]), q_tile, dk)
+        if HAS_GATE:
+            x = x_tile.load(LAYOUT)  # [C, D]
+            x_tile.store(q_tile.load(LAYOUT).to(gl.float32) * dq)
+            entered = gl.sum(x_tile.load(RUNS), 0)  # [D], the term of queries that read S; needs no scratch memory
+            half = r_tiles.index(own).load(gl.SliceLayout(0, RUNS))  # b_C / 2 [D]
+            r_tiles.index(own).store(gl.sum(crossing, 1))
+            crossed = r_tiles.index(own).load(gl.SliceLayout(0, RUNS))  # [D]
+            anchor = entered + crossed * gl.exp2(gl.where(mild, half, 2 * half))
+        started, dk = warpgroup_mma_wait(0, [started, dk])
+        dq += started
+        if HAS_GATE:
+            w = q_tile.load(LAYOUT).to(gl.float32) * dq - k_tile.load(LAYOUT).to(gl.float32) * dk  # [C, D]
+            dq *= gl.exp2(x)
+            dk *= gl.exp2(gl.where(mild, 0.0, 2 * r) - x)
+            x_tile.store(w)
+            r_tiles.index(own).store(anchor)
+            mbarrier.arrive(w_full.index(slot), count=1)
+        # This warpgroup writes through its tiles of q and k: all warps have read these.
+        write(dq_desc, dq_ptr, q_tile, dq * scale, part * D, K, where, rows, PACKED)
+        write(dk_desc, dk_ptr, k_tile, dk, part * D, K, where, rows, PACKED)
+        n = _next(n + step, work)
+        i += 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["scale", "count", "T", "g_b", "g_t", "g_h", "Hq", "K", "V"])
+def _gradient_kernel(
+    q_desc,  # [B, Hq, T, K], tiles [C, D]
+    k_desc,  # [B, H, T, K], tiles [C, D]
+    v_desc,  # [B, H, T, V], tiles [C, D]
+    do_desc,  # [B, Hq, T, V], tiles [C, D]
+    g_desc,  # log gates, [B, H, T, K], tiles [C, D], or None
+    dq_desc,  # [B, Hq, T, K], tiles [C, D]
+    dk_desc,  # [B, Hq, T, K], tiles [C, D]
+    dv_desc,  # [B, Hq, T, V], tiles [C, D]
+    s_desc,  # S, [n, H, K, V], tiles [D, D]
+    p_desc,  # P, [n, Hq, K, V], tiles [D, D]
+    dq_ptr,  # [B, T, Hq, K]
+    dk_ptr,  # [B, T, Hq, K]
+    dv_ptr,  # [B, T, Hq, V]
+    dg_ptr,  # [B, T, Hq, K] or None
+    g_ptr,  # logits, [B, T, H, K], if NORMALIZER is given, else None
+    marks,  # [n, Hq, 1], 1 where a chunk is not mild; None if g is None
+    order,  # [n, 5] or None
+    scale,
+    count,  # pairs of a chunk and a query head
+    T,
+    g_b,
+    g_t,
+    g_h,
+    Hq,
+    K,
+    V,
+    G: gl.constexpr,
+    NORMALIZER: gl.constexpr,
+):
+    """Computes every num_programs-th pair, with a gate warpgroup, two gradient warpgroups and a load warp."""
+    HAS_GATE: gl.constexpr = marks is not None
+    dtype: gl.constexpr = gl.bfloat16
+    exponents: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, D], gl.float32)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
+    row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tiles = gl.allocate_shared_memory(dtype, [CHUNKS * PARTS, 1, 1, C, D], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [CHUNKS * PARTS, 1, 1, C, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [V_SLOTS, 1, 1, C, D], v_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [V_SLOTS, 1, 1, C, D], do_desc.layout)
+    s_tiles = gl.allocate_shared_memory(dtype, [PARTS * SLOTS, 1, 1, D, D], s_desc.layout)
+    x_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, 1, 1, C, D], exponents) if HAS_GATE else q_tiles
+    da_tile = gl.allocate_shared_memory(dtype, [1, C, C], square).index(0)
+    dv_tile = gl.allocate_shared_memory(dtype, [1, 1, 1, C, D], dv_desc.layout).index(0).reshape([C, D])
+    r_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)
+    mild_flags = gl.allocate_shared_memory(gl.int32, [CHUNKS, 1], row_layout)
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    qk_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # q, k and g have been loaded
+    qk_empty = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # dq, dk, dg have left the tiles of q, k, g
+    gated = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # q, k have become qg, kg, and g the exponents
+    w_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # w and the start value of dg have been written
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # a tile of S or P has been loaded
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # both warpgroups have read it
+    v_full = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # tiles of v and do have been loaded
+    v_empty = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # both warpgroups have read them
+    ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # dA has been written, and all of kg has been read
+    for slot in gl.static_range(CHUNKS):
+        mbarrier.init(qk_full.index(slot), count=1)
+        mbarrier.init(qk_empty.index(slot), count=3)
+        mbarrier.init(gated.index(slot), count=1)
+        mbarrier.init(w_full.index(slot), count=2)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+    for slot in gl.static_range(V_SLOTS):
+        mbarrier.init(v_full.index(slot), count=1)
+        mbarrier.init(v_empty.index(slot), count=2)
+    mbarrier.init(ready, count=2)
+
+    descriptors = (q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc)
+    load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles)
+    load_barriers = (qk_full, qk_empty, full, empty, v_full, v_empty)
+    gate_tiles = (q_tiles, k_tiles, x_tiles, r_tiles, mild_flags)
+    gate_barriers = (qk_full, qk_empty, gated, w_full)
+    tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, da_tile, dv_tile, r_tiles, mild_flags)
+    barriers = (qk_empty, gated, w_full, full, empty, v_full, v_empty, ready)
+    outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
+    work = (T, Hq, count, order, gl.program_id(0), gl.num_programs(0))
+    sizes = (T, Hq, K, V)
+    logits = (g_ptr, g_b, g_t, g_h)
+    gate = (g_desc, gate_tiles, gate_barriers, marks, dg_ptr, logits, work, sizes, scale, NORMALIZER, G)
+    gl.warp_specialize(
+        [
+            (_gate_warps, gate),
+            (_gradient_warps, (tiles, barriers, outputs, work, sizes, scale, 0, HAS_GATE, G)),
+            (_gradient_warps, (tiles, barriers, outputs, work, sizes, scale, 1, HAS_GATE, G)),
+            (_load_warp, (descriptors, load_tiles, load_barriers, work, V, G)),
+        ],
+        [4, 4, 1],
+        [192, 192, 24],
+    )
