@@ -10,7 +10,7 @@ written to memory once:
 If gates come from logits, a launch before them writes the log gates to memory, which both kernels read.
 
 B batch   T tokens   N sequences   H key/value heads, of k, v, g and S   Hq query heads   G query heads of a group
-K, V key and value width   C tokens of a chunk   D = 64 values of a tile, and keys of a part   PARTS = 2 parts of the keys
+K, V key and value width   C tokens of a chunk   D = 64 values of a tile, and keys of a part   PARTS parts of the keys, 1 or 2
 n rows of states, one for each chunk
 
 A block takes pairs of a chunk and a head in turns, every `programs`-th of them. It has three kinds of warps, which
@@ -18,8 +18,8 @@ communicate over barriers in shared memory:
 
     load       one warp: copies q, k and g of the next chunk, and tiles of v, do, S and P, by TMA
     gate       a warpgroup: sums g and replaces q, k by qg, kg for the next chunk, and writes dg of the chunk before
-    gradient   two warpgroups: each computes its part of the keys of dq and dk. In addition, the first computes dA, and
-               the second computes dv
+    gradient   two warpgroups: each computes dq and dk of its part of the keys; if there is one part, the first computes
+               dq and the second dk. In addition, the first computes dA, and the second computes dv
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.backend import CHUNK, ceil_div
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, cut
 from gla_triton_kernels.chunk_gla.sm90 import pairs
@@ -64,9 +64,7 @@ from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
-PARTS = gl.constexpr(2)
 CHUNKS = gl.constexpr(2)  # chunks whose q, k and g are in shared memory
-SLOTS = gl.constexpr(3)  # tiles of S or P that are prefetched, each with all keys
 V_SLOTS = gl.constexpr(2)  # tiles of v and do that are prefetched
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # for sums over columns
 
@@ -114,6 +112,8 @@ def launch_gradients(
         "Hq": Hq,
         "K": K,
         "V": V,
+        "PARTS": ceil_div(K, WIDTH),
+        "SLOTS": 3 if K > WIDTH else 4,  # what shared memory holds
         "G": Hq // H,
         "NORMALIZER": normalizer,
     }
@@ -160,7 +160,7 @@ def _place(n, work):
 
 
 @gluon.jit
-def _load_queries(i, n, descriptors, tiles, barriers, work, G: gl.constexpr):
+def _load_queries(i, n, descriptors, tiles, barriers, work, PARTS: gl.constexpr, G: gl.constexpr):
     """Starts the loads of q, k and g of the n-th pair, the i-th of this block, once their slot is empty."""
     q_desc, k_desc, _, _, g_desc, _, _ = descriptors
     q_tiles, k_tiles, _, _, _, x_tiles = tiles
@@ -180,8 +180,9 @@ def _load_queries(i, n, descriptors, tiles, barriers, work, G: gl.constexpr):
 
 
 @gluon.jit
-def _load_states(desc, s_tiles, full, empty, item, row, h, value):
+def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr, SLOTS: gl.constexpr):
     """Loads all keys of D values of S or P into the next slot."""
+    row, h, value = place
     slot = item % SLOTS
     mbarrier.wait(empty.index(slot), (item // SLOTS & 1) ^ 1)
     mbarrier.expect(full.index(slot), PARTS * desc.block_type.nbytes)
@@ -191,7 +192,7 @@ def _load_states(desc, s_tiles, full, empty, item, row, h, value):
 
 
 @gluon.jit
-def _load_warp(descriptors, tiles, barriers, work, V, G: gl.constexpr):
+def _load_warp(descriptors, tiles, barriers, work, V, PARTS: gl.constexpr, SLOTS: gl.constexpr, G: gl.constexpr):
     """Prefetches tiles of v and do, and of S and P in turns, and q, k and g of the next pair after the first of these.
 
     There are two tiles of values at least.
@@ -204,21 +205,21 @@ def _load_warp(descriptors, tiles, barriers, work, V, G: gl.constexpr):
     n = _next(first, work)
     i = 0
     if n < count:
-        _load_queries(i, n, descriptors, tiles, barriers, work, G)
+        _load_queries(i, n, descriptors, tiles, barriers, work, PARTS, G)
     while n < count:
         row, b, h, t, rows = _place(n, work)
         n = _next(n + step, work)
         for j in range(tiles_v):
             if (j == 1) & (n < count):
-                _load_queries(i + 1, n, descriptors, tiles, barriers, work, G)
+                _load_queries(i + 1, n, descriptors, tiles, barriers, work, PARTS, G)
             item = i * tiles_v + j
             slot = item % V_SLOTS
             mbarrier.wait(v_empty.index(slot), (item // V_SLOTS & 1) ^ 1)
             mbarrier.expect(v_full.index(slot), 2 * v_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(do_desc, [b, h, t, j * D], v_full.index(slot), do_tiles.index(slot))
             tma.async_copy_global_to_shared(v_desc, [b, h // G, t, j * D], v_full.index(slot), v_tiles.index(slot))
-            _load_states(s_desc, s_tiles, full, empty, 2 * item, row, h // G, j * D)
-            _load_states(p_desc, s_tiles, full, empty, 2 * item + 1, row, h, j * D)
+            _load_states(s_desc, s_tiles, full, empty, 2 * item, (row, h // G, j * D), PARTS, SLOTS)
+            _load_states(p_desc, s_tiles, full, empty, 2 * item + 1, (row, h, j * D), PARTS, SLOTS)
         i += 1
 
 
@@ -229,13 +230,13 @@ def _tile(tiles, i):
 
 
 @gluon.jit
-def _decay(g_desc, tiles, slot, mild, rows, scale, PACKED: gl.constexpr):
+def _decay(g_desc, tiles, slot, mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
     """Replaces q and k by qg and kg, gates by the exponents of queries, and stores b_C / 2 [D] of each part.
 
     The loops over parts are loops at run time, here and below: they keep the code small, which is fetched again for
     each pair.
     """
-    q_tiles, k_tiles, x_tiles, r_tiles, _ = tiles
+    q_tiles, k_tiles, x_tiles, _, r_tiles, _, _ = tiles
     for p in range(PARTS):
         own = PARTS * slot + p
         q_tile, k_tile = _tile(q_tiles, own), _tile(k_tiles, own)
@@ -253,13 +254,15 @@ def _decay(g_desc, tiles, slot, mild, rows, scale, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def _write_dg(tiles, slot, place, dg_ptr, logits, sizes, NORMALIZER: gl.constexpr, G: gl.constexpr):
+def _write_dg(
+    tiles, slot, place, dg_ptr, logits, sizes, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, G: gl.constexpr
+):
     """Writes dg of a pair: the value at the chunk's start, minus the sum of w before each row.
 
     Args:
         logits: if NORMALIZER is given, a pointer to the logits, and the strides of batches, tokens and heads.
     """
-    _, _, x_tiles, r_tiles, _ = tiles
+    _, _, _, w_tiles, _, anchors, _ = tiles
     _, b, h, t, rows = place
     T, Hq, K, _ = sizes
     row = (gl.arange(0, C, gl.SliceLayout(1, RUNS)) + opaque_zero())[:, None]  # [C, 1]
@@ -272,8 +275,11 @@ def _write_dg(tiles, slot, place, dg_ptr, logits, sizes, NORMALIZER: gl.constexp
             g_ptr, g_b, g_t, g_h = logits
             head = g_ptr + b.to(gl.int64) * g_b + (h // G).to(gl.int64) * g_h
             x = gl.load(head + (t + row).to(gl.int64) * g_t + (p * D + column), inside, 0.0)
-        w = _tile(x_tiles, PARTS * slot + p).load(RUNS)  # [C, D]
-        anchor = r_tiles.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
+        if PARTS > 1:
+            w = _tile(w_tiles, PARTS * slot + p).load(RUNS)  # [C, D]
+        else:
+            w = _tile(w_tiles, 2 * slot).load(RUNS) - _tile(w_tiles, 2 * slot + 1).load(RUNS)  # [C, D]
+        anchor = anchors.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
         dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)  # [C, D]
         if NORMALIZER is not None:
             dg *= slope_of_gates(x, NORMALIZER)
@@ -292,13 +298,14 @@ def _gate_warps(
     sizes,
     scale,
     NORMALIZER: gl.constexpr,
+    PARTS: gl.constexpr,
     G: gl.constexpr,
 ):
     """Replaces q, k by qg, kg, pair after pair, and writes dg of the pair before."""
     qk_full, qk_empty, gated, w_full = barriers
     T, Hq, count, order, first, step = work
     PACKED: gl.constexpr = order is not None
-    mild_flags = tiles[4]
+    mild_flags = tiles[6]
     i = 0
     n = _next(first, work)
     before = -1
@@ -311,14 +318,14 @@ def _gate_warps(
                 mild = gl.load(marks + (row * Hq + h).to(gl.int64)) == 0
                 mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
             mbarrier.wait(qk_full.index(slot), i // CHUNKS & 1)
-            _decay(g_desc, tiles, slot, mild, rows, scale, PACKED)
+            _decay(g_desc, tiles, slot, mild, rows, scale, PARTS, PACKED)
             fence_async_shared()
             mbarrier.arrive(gated.index(slot), count=1)
         if before >= 0:
             slot = (i + 1) % CHUNKS
             if g_desc is not None:
                 mbarrier.wait(w_full.index(slot), (i - 1) // CHUNKS & 1)
-                _write_dg(tiles, slot, _place(before, work), dg_ptr, logits, sizes, NORMALIZER, G)
+                _write_dg(tiles, slot, _place(before, work), dg_ptr, logits, sizes, NORMALIZER, PARTS, G)
             mbarrier.arrive(qk_empty.index(slot), count=1)
         before = gl.where(n < count, n, -1)
         n = _next(n + step, work)
@@ -340,16 +347,21 @@ def _gradient_warps(
     sizes,
     scale,
     part: gl.constexpr,
+    PARTS: gl.constexpr,
+    SLOTS: gl.constexpr,
     HAS_GATE: gl.constexpr,
     G: gl.constexpr,
 ):
-    """Computes the gradients of a part of the keys, pair after pair."""
-    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, da_tile, dv_tile, r_tiles, mild_flags = tiles
+    """Computes dq and dk of a part of the keys, or one of them, and dv in the second warpgroup, pair after pair."""
+    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, w_tiles, da_tile, out_tiles, r_tiles, anchors, flags = tiles
     qk_empty, gated, w_full, full, empty, v_full, v_empty, ready = barriers
     dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
     T, Hq, K, V = sizes
     _, _, count, order, first, step = work
     PACKED: gl.constexpr = order is not None
+    OF_QUERIES: gl.constexpr = PARTS > 1 or part == 0
+    OF_KEYS: gl.constexpr = PARTS > 1 or part == 1
+    key: gl.constexpr = part if PARTS > 1 else 0  # the part of the keys
     tiles_v = gl.cdiv(V, D)
     none = gl.zeros([C, C], gl.float32, LAYOUT)
     i = 0
@@ -358,8 +370,8 @@ def _gradient_warps(
         pair, b, h, t, rows = _place(n, work)
         where = (b, h, t, T, Hq)
         slot = i % CHUNKS
-        own = PARTS * slot + part
-        q_tile, k_tile, x_tile = _tile(q_tiles, own), _tile(k_tiles, own), _tile(x_tiles, own)
+        own = PARTS * slot + key
+        q_tile, k_tile = _tile(q_tiles, own), _tile(k_tiles, own)
         row = (gl.arange(0, C, gl.SliceLayout(1, LAYOUT)) + opaque_zero())[:, None]  # [C, 1]
         column = (gl.arange(0, C, gl.SliceLayout(0, LAYOUT)) + opaque_zero())[None, :]  # [1, C]
         tma.store_wait(0)  # the gradients of the pair before have left the tiles
@@ -367,7 +379,7 @@ def _gradient_warps(
         mbarrier.wait(gated.index(slot), i // CHUNKS & 1)
         beyond = 0  # C masks every score
         if HAS_GATE:
-            mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
+            mild = gl.max(flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
             beyond = gl.where(mild, 0, C)
         if part == 1:
             aT = none
@@ -382,30 +394,37 @@ def _gradient_warps(
             v_slot = item % V_SLOTS
             S, P = 2 * item % SLOTS, (2 * item + 1) % SLOTS  # slots
             v_tile, do_tile = _tile(v_tiles, v_slot), _tile(do_tiles, v_slot)
-            s_tile, p_tile = _tile(s_tiles, PARTS * S + part), _tile(s_tiles, PARTS * P + part)
+            s_tile, p_tile = _tile(s_tiles, PARTS * S + key), _tile(s_tiles, PARTS * P + key)
             mbarrier.wait(v_full.index(v_slot), item // V_SLOTS & 1)
             if PACKED:
                 clear_rows(do_tile, rows, LAYOUT)
                 fence_async_shared()
             mbarrier.wait(full.index(S), 2 * item // SLOTS & 1)
-            dq = product(do_tile, s_tile.permute([1, 0]), dq)
+            if OF_QUERIES:
+                dq = product(do_tile, s_tile.permute([1, 0]), dq)
             if part == 0:
                 square = product(do_tile, v_tile.permute([1, 0]), square)
             mbarrier.wait(full.index(P), (2 * item + 1) // SLOTS & 1)
-            dk = product(v_tile, p_tile.permute([1, 0]), dk)
+            if OF_KEYS:
+                dk = product(v_tile, p_tile.permute([1, 0]), dk)
             if part == 1:
                 square = product(aT, do_tile, none)
                 for p in gl.static_range(PARTS):
                     square = product(_tile(k_tiles, PARTS * slot + p), _tile(s_tiles, PARTS * P + p), square)
-            if HAS_GATE:
+            if HAS_GATE and OF_QUERIES:
                 crossing += s_tile.load(ROWS).to(gl.float32) * p_tile.load(ROWS).to(gl.float32)
-            dq, dk, square = warpgroup_mma_wait(0, [dq, dk, square])
+            if PARTS > 1:
+                dq, dk, square = warpgroup_mma_wait(0, [dq, dk, square])
+            elif part == 0:
+                dq, square = warpgroup_mma_wait(0, [dq, square])
+            else:
+                dk, square = warpgroup_mma_wait(0, [dk, square])
             mbarrier.arrive(empty.index(S), count=1)
             mbarrier.arrive(empty.index(P), count=1)
             mbarrier.arrive(v_empty.index(v_slot), count=1)
             if part == 1:
                 tma.store_wait(0)
-                write(dv_desc, dv_ptr, dv_tile, square, j * D, V, where, rows, PACKED)
+                write(dv_desc, dv_ptr, _tile(out_tiles, 0), square, j * D, V, where, rows, PACKED)
 
         # The second warpgroup has released tiles of this pair, so it has read dA of the pair before.
         if part == 0:
@@ -413,31 +432,52 @@ def _gradient_warps(
             fence_async_shared()
         mbarrier.arrive(ready, count=1)
         mbarrier.wait(ready, i & 1)
+        if OF_QUERIES:
+            started = product(da_tile, k_tile, none)
+        if OF_KEYS:
+            dk = product(da_tile.permute([1, 0]), q_tile, dk)
         if HAS_GATE:
             r = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
-            dq *= gl.exp2(gl.where(mild, r, 0.0))
-        started = product(da_tile, k_tile, none)
-        dk = product(da_tile.permute([1, 0]), q_tile, dk)
+            x = _tile(x_tiles, own).load(LAYOUT)  # [C, D]
+            w_tile = _tile(w_tiles, 2 * slot + part)  # with two parts, it takes the place of x
+            if OF_QUERIES:
+                dq *= gl.exp2(gl.where(mild, r, 0.0))
+                w_tile.store(q_tile.load(LAYOUT).to(gl.float32) * dq)
+                entered = gl.sum(w_tile.load(RUNS), 0)  # [D], the term of queries that read S; needs no scratch memory
+                half = r_tiles.index(own).load(gl.SliceLayout(0, RUNS))  # b_C / 2 [D]
+                anchors.index(own).store(gl.sum(crossing, 1))
+                crossed = anchors.index(own).load(gl.SliceLayout(0, RUNS))  # [D]
+                anchors.index(own).store(entered + crossed * gl.exp2(gl.where(mild, half, 2 * half)))
+        if PARTS > 1:
+            started, dk = warpgroup_mma_wait(0, [started, dk])
+        elif part == 0:
+            started = warpgroup_mma_wait(0, [started])
+        else:
+            dk = warpgroup_mma_wait(0, [dk])
+        if OF_QUERIES:
+            dq += started
         if HAS_GATE:
-            x = x_tile.load(LAYOUT)  # [C, D]
-            x_tile.store(q_tile.load(LAYOUT).to(gl.float32) * dq)
-            entered = gl.sum(x_tile.load(RUNS), 0)  # [D], the term of queries that read S; needs no scratch memory
-            half = r_tiles.index(own).load(gl.SliceLayout(0, RUNS))  # b_C / 2 [D]
-            r_tiles.index(own).store(gl.sum(crossing, 1))
-            crossed = r_tiles.index(own).load(gl.SliceLayout(0, RUNS))  # [D]
-            anchor = entered + crossed * gl.exp2(gl.where(mild, half, 2 * half))
-        started, dk = warpgroup_mma_wait(0, [started, dk])
-        dq += started
-        if HAS_GATE:
-            w = q_tile.load(LAYOUT).to(gl.float32) * dq - k_tile.load(LAYOUT).to(gl.float32) * dk  # [C, D]
-            dq *= gl.exp2(x)
-            dk *= gl.exp2(gl.where(mild, 0.0, 2 * r) - x)
-            x_tile.store(w)
-            r_tiles.index(own).store(anchor)
+            if PARTS > 1:
+                w = q_tile.load(LAYOUT).to(gl.float32) * dq - k_tile.load(LAYOUT).to(gl.float32) * dk  # [C, D]
+            elif part == 0:
+                w = q_tile.load(LAYOUT).to(gl.float32) * dq
+            else:
+                w = k_tile.load(LAYOUT).to(gl.float32) * dk
+            w_tile.store(w)
             mbarrier.arrive(w_full.index(slot), count=1)
-        # This warpgroup writes through its tiles of q and k: all warps have read these.
-        write(dq_desc, dq_ptr, q_tile, dq * scale, part * D, K, where, rows, PACKED)
-        write(dk_desc, dk_ptr, k_tile, dk, part * D, K, where, rows, PACKED)
+            if OF_QUERIES:
+                dq *= gl.exp2(x)
+            if OF_KEYS:
+                dk *= gl.exp2(gl.where(mild, 0.0, 2 * r) - x)
+        # Two parts are written through their tiles of q and k: all warps have read these.
+        if OF_QUERIES:
+            dq_tile = q_tile if PARTS > 1 else _tile(out_tiles, 1)
+            write(dq_desc, dq_ptr, dq_tile, dq * scale, key * D, K, where, rows, PACKED)
+        if OF_KEYS:
+            dk_tile = k_tile if PARTS > 1 else _tile(out_tiles, 0)
+            if PARTS == 1:
+                tma.store_wait(0)  # the last tile of dv has left it
+            write(dk_desc, dk_ptr, dk_tile, dk, key * D, K, where, rows, PACKED)
         n = _next(n + step, work)
         i += 1
     tma.store_wait(0)
@@ -471,6 +511,8 @@ def _gradient_kernel(
     Hq,
     K,
     V,
+    PARTS: gl.constexpr,
+    SLOTS: gl.constexpr,  # tiles of S or P that are prefetched, each with all keys
     G: gl.constexpr,
     NORMALIZER: gl.constexpr,
 ):
@@ -487,14 +529,18 @@ def _gradient_kernel(
     s_tiles = gl.allocate_shared_memory(dtype, [PARTS * SLOTS, 1, 1, D, D], s_desc.layout)
     x_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, 1, 1, C, D], exponents) if HAS_GATE else q_tiles
     da_tile = gl.allocate_shared_memory(dtype, [1, C, C], square).index(0)
-    dv_tile = gl.allocate_shared_memory(dtype, [1, 1, 1, C, D], dv_desc.layout).index(0).reshape([C, D])
+    out_tiles = gl.allocate_shared_memory(dtype, [1 if PARTS > 1 else 2, 1, 1, C, D], dv_desc.layout)  # of dv and dq
+    w_tiles = x_tiles
+    if HAS_GATE and PARTS == 1:
+        w_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * 2, 1, 1, C, D], exponents)
     r_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)
+    anchors = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)
     mild_flags = gl.allocate_shared_memory(gl.int32, [CHUNKS, 1], row_layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     qk_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # q, k and g have been loaded
     qk_empty = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # dq, dk, dg have left the tiles of q, k, g
     gated = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # q, k have become qg, kg, and g the exponents
-    w_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # w and the start value of dg have been written
+    w_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # w and dg at the chunk's start have been written
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # a tile of S or P has been loaded
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # both warpgroups have read it
     v_full = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # tiles of v and do have been loaded
@@ -516,21 +562,34 @@ def _gradient_kernel(
     descriptors = (q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc)
     load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles)
     load_barriers = (qk_full, qk_empty, full, empty, v_full, v_empty)
-    gate_tiles = (q_tiles, k_tiles, x_tiles, r_tiles, mild_flags)
+    gate_tiles = (q_tiles, k_tiles, x_tiles, w_tiles, r_tiles, anchors, mild_flags)
     gate_barriers = (qk_full, qk_empty, gated, w_full)
-    tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, da_tile, dv_tile, r_tiles, mild_flags)
+    tiles = (
+        q_tiles,
+        k_tiles,
+        v_tiles,
+        do_tiles,
+        s_tiles,
+        x_tiles,
+        w_tiles,
+        da_tile,
+        out_tiles,
+        r_tiles,
+        anchors,
+        mild_flags,
+    )
     barriers = (qk_empty, gated, w_full, full, empty, v_full, v_empty, ready)
     outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
     work = (T, Hq, count, order, gl.program_id(0), gl.num_programs(0))
     sizes = (T, Hq, K, V)
     logits = (g_ptr, g_b, g_t, g_h)
-    gate = (g_desc, gate_tiles, gate_barriers, marks, dg_ptr, logits, work, sizes, scale, NORMALIZER, G)
+    gate = (g_desc, gate_tiles, gate_barriers, marks, dg_ptr, logits, work, sizes, scale, NORMALIZER, PARTS, G)
     gl.warp_specialize(
         [
             (_gate_warps, gate),
-            (_gradient_warps, (tiles, barriers, outputs, work, sizes, scale, 0, HAS_GATE, G)),
-            (_gradient_warps, (tiles, barriers, outputs, work, sizes, scale, 1, HAS_GATE, G)),
-            (_load_warp, (descriptors, load_tiles, load_barriers, work, V, G)),
+            (_gradient_warps, (tiles, barriers, outputs, work, sizes, scale, 0, PARTS, SLOTS, HAS_GATE, G)),
+            (_gradient_warps, (tiles, barriers, outputs, work, sizes, scale, 1, PARTS, SLOTS, HAS_GATE, G)),
+            (_load_warp, (descriptors, load_tiles, load_barriers, work, V, PARTS, SLOTS, G)),
         ],
         [4, 4, 1],
         [192, 192, 24],

@@ -60,8 +60,9 @@ GRADIENTS_SHARED = 1.2
 """Number of blocks of backward.py that share a multiprocessor at no cost to each other, if a block has one tile."""
 STATE_GRADIENTS = 1.95e-6
 """Seconds of state_gradients.py for 64 tokens."""
-VALUES_CHUNK, VALUES_TILE = 5e-6, 1.7e-6
-"""Seconds of backward_values.py for a chunk of a head, and for each tile of 64 values. These are predicted."""
+VALUES_CHUNK, VALUES_KEYS, VALUES_TILE = 3.2e-6, 2.5e-6, 1e-6
+"""Seconds of backward_values.py for a chunk of a head, each 64 keys, and each 64 values. They are predicted from counts
+of instructions."""
 WIDE_KEYS, WIDE_TILE = 6.7e-6, 0.83e-6
 """Seconds of backward_wide.py for a chunk of a head and each 64 keys, and for each tile of 64 keys and values."""
 
@@ -384,7 +385,9 @@ def _backward_head_seconds(call: OpCall, x: GradientParameters, through: Cut, si
 def _backward_values_seconds(
     call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants
 ) -> list[float]:
-    return _chunks_seconds(call, x, through, size, VALUES_CHUNK + VALUES_TILE * ceil_div(call.dims["V"], 64), c)
+    K, V = call.dims["K"], call.dims["V"]
+    step = VALUES_CHUNK + VALUES_KEYS * ceil_div(K, 64) + VALUES_TILE * ceil_div(V, 64)
+    return _chunks_seconds(call, x, through, size, step, c)
 
 
 def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
