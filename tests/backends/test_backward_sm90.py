@@ -21,7 +21,7 @@ BUDGET = {BFLOAT16: GRADIENT[BFLOAT16], torch.float16: GRADIENT[torch.float16], 
 """The allowed errors; float32 is computed under the matmul precision "high"."""
 LENGTHS = (70, 0, 3, 200, 64)
 SIZES = [(128, 128), (64, 64), (64, 128), (128, 64), (104, 72), (64, 200), (128, 256), (200, 320), (256, 64), (264, 72)]
-"""Keys and values; (64, 200) and (128, 256) are those of backward_values.py, and two more those of backward_wide.py."""
+"""Keys and values; from (64, 200) to (256, 64) those of the kernel for wide heads."""
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("needs_sm90")]
 
@@ -54,9 +54,7 @@ def computed(x, do, dstate, checkpoints):
     call = described("chunk_gla_bwd", *given)
     # If all kernels refuse the call, this fails.
     ((_, plan),) = backward.plan_whole(
-        call,
-        gpu_of(call.device),
-        (sm90.BACKWARD_VALUES, sm90.BACKWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_HEAD),
+        call, gpu_of(call.device), (sm90.BACKWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_HEAD)
     )
     assert plan.entering is None
     inputs = (x.q, x.k, x.v, x.g, x.initial_state)

@@ -21,19 +21,11 @@ from gla_triton_kernels.chunk_gla.sm90 import kernels as sm90
 from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 
 H200, A100, B200 = Gpu(Architecture.SM90, 132), Gpu(Architecture.SM80, 108), Gpu(Architecture.SM100, 148)
-OF_KEYS = (
-    sm90.STATES,
-    sm90.FORWARD,
-    sm90.FORWARD_WIDE,
-    sm90.BACKWARD,
-    sm90.BACKWARD_VALUES,
-    sm90.BACKWARD_WIDE,
-)
+OF_KEYS = (sm90.STATES, sm90.FORWARD, sm90.FORWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_WIDE)
 OF_HEADS = (sm90.FORWARD_HEAD, sm90.BACKWARD_HEAD)
 SM90_KERNELS = (*OF_KEYS, *OF_HEADS)
 GENERAL_KERNELS = (general.STATES, general.FORWARD, general.BACKWARD)
 WIDE = (sm90.FORWARD_WIDE, sm90.BACKWARD_WIDE)
-OF_BFLOAT16 = (*WIDE, sm90.BACKWARD_VALUES)
 UNALIGNED = "needs tensors that TMA can address: addresses and strides are multiples of 16 bytes; {} is not one"
 
 FLOAT32 = 'computes float32 in the precision of TF32; the matmul precision is "highest"'
@@ -46,8 +38,6 @@ def call_for(
 ):
     """Returns a call that a kernel computes on an H200, with changes. Rows of heads begin at multiples of 16 bytes."""
     dims = {"B": 2, "T": 300, "H": 4, "K": 256 if kernel in WIDE else 128, "V": 128, **changes}
-    if kernel is sm90.BACKWARD_VALUES:
-        dims = {**dims, "V": 256, **changes}
     dims = {"Hq": dims["H"], "Hv": dims["H"], "N": dims["B"], **dims}
     B, T, H, Hq, Hv, K, V = (dims[name] for name in ("B", "T", "H", "Hq", "Hv", "K", "V"))
     Ho = max(Hq, Hv)
@@ -89,7 +79,7 @@ def test_dtypes_of_kernels_for_sm90(kernel):
     def refusal(dtype, **changes):
         return kernel.refusal(call_for(kernel, dtype=dtype, **changes), H200)
 
-    wide = kernel in OF_BFLOAT16
+    wide = kernel in WIDE
     assert refusal(float16) == ("computes bfloat16; q is float16" if wide else None)
     for precision in ("high", "medium"):
         assert refusal(float32, precision=precision) == ("computes bfloat16; q is float32" if wide else None)
@@ -127,7 +117,7 @@ VALUE_HEADS = "computes as many value heads as key heads; v has 8 and k has 4"
 OF_ONE = [
     *(
         (kernel, *refusal)
-        for kernel in OF_KEYS[1:]
+        for kernel in (sm90.FORWARD, sm90.FORWARD_WIDE, sm90.BACKWARD, sm90.BACKWARD_WIDE)
         for refusal in (
             ({"gate_form": "head"}, f"{KEY_GATES} token and head [B, T, Hv]"),
             ({"gate_form": "constant"}, f"{KEY_GATES} head [Hv]"),
@@ -157,17 +147,9 @@ OF_ONE = [
         (
             sm90.BACKWARD_WIDE,
             {"K": K},
-            f"computes heads with K above 128 and up to 256; K is {K}",
+            f"computes heads with K or V above 128 and K up to 256; K is {K} and V is 128",
         )
         for K in (128, 264)
-    ),
-    *(
-        (
-            sm90.BACKWARD_VALUES,
-            {"K": K, "V": V},
-            f"computes heads with K up to 128 and V above 128; K is {K} and V is {V}",
-        )
-        for K, V in ((136, 256), (128, 128))
     ),
 ]
 
@@ -254,7 +236,6 @@ def test_no_kernel_for_sm90_is_chosen_on_another_gpu(op, architecture):
         "chunk_gla_summary": {"states"},
     }[op]
     for_sm90 = kernels | {f"{name}_{more}" for name in kernels - {"states"} for more in ("wide", "head")}
-    for_sm90 |= {"backward_values"} & {f"{name}_values" for name in kernels}
     by_chunks = architecture is not Architecture.INTERPRETED
     assert chosen == {
         f"general.{name}_chunks" if name == "backward" and by_chunks else f"general.{name}" for name in kernels
@@ -299,8 +280,7 @@ def lines_of(explanation, backend):
             {},
             [
                 "kernel sm90.backward",
-                "not sm90.backward_values: computes heads with K up to 128 and V above 128; K is 128 and V is 128",
-                "not sm90.backward_wide: computes heads with K above 128 and up to 256; K is 128",
+                "not sm90.backward_wide: computes heads with K or V above 128 and K up to 256; K is 128 and V is 128",
             ],
         ),
         (
@@ -309,7 +289,7 @@ def lines_of(explanation, backend):
             {"dtype": "float32"},
             [
                 "kernel general.backward",
-                *(f"not sm90.{name}: {FLOAT32}" for name in ("backward_values", "backward_wide", "backward", "backward_head")),
+                *(f"not sm90.{name}: {FLOAT32}" for name in ("backward_wide", "backward", "backward_head")),
                 "not general.backward_chunks: multiplies narrow blocks, which Triton 3.6 miscompiles on Hopper",
             ],
         ),

@@ -44,7 +44,6 @@ def kernels():
             "backward_head",
             "log_gates",
             "state_gradients",
-            "backward_values",
             "backward_wide",
         )
     )
@@ -258,7 +257,7 @@ def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=N
     if sizes.get("gate_form") != "key":
         kernel = kernels.backward_head
     elif dtype == BFLOAT16 and max(K, V) > 128:
-        kernel = kernels.backward_wide if K > 128 else kernels.backward_values
+        kernel = kernels.backward_wide
     else:
         kernel = kernels.backward
     scale = K**-0.5 if scale is None else scale

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from gla_triton_kernels.runtime.launch import Launch
 
 KERNELS: Sequence[GradientKernel] = (
-    sm90.BACKWARD_VALUES,
     sm90.BACKWARD_WIDE,
     sm90.BACKWARD,
     sm90.BACKWARD_HEAD,

@@ -67,8 +67,8 @@ class GradientParameters:
     then sums over blocks of values, and dv is a sum over blocks of keys.
 
     Attributes:
-        BK, BV: keys and values of a block. In the kernels for many keys or values, this is a block that computes
-            gradients of states.
+        BK, BV: keys and values of a block. In the kernel for wide heads, this is a block that computes gradients of
+            states.
         warps: number of warps of a block, without specialised warps.
         precision: precision of matrix products: "bf16", or float32 split into bfloat16 parts, "bf16x3" or "bf16x6".
         programs: the most blocks of a kernel whose blocks take chunks in turns; other kernels ignore it.

@@ -60,11 +60,9 @@ GRADIENTS_SHARED = 1.2
 """Number of blocks of backward.py that share a multiprocessor at no cost to each other, if a block has one tile."""
 STATE_GRADIENTS = 1.95e-6
 """Seconds of state_gradients.py for 64 tokens."""
-VALUES_CHUNK, VALUES_KEYS, VALUES_TILE = 3.2e-6, 2.5e-6, 1e-6
-"""Seconds of backward_values.py for a chunk of a head, each 64 keys, and each 64 values. They are predicted from counts
-of instructions."""
-WIDE_KEYS, WIDE_TILE = 6.7e-6, 0.83e-6
-"""Seconds of backward_wide.py for a chunk of a head and each 64 keys, and for each tile of 64 keys and values."""
+WIDE_CHUNK, WIDE_KEYS, WIDE_VALUES = 3.2e-6, 2.5e-6, 1e-6
+"""Seconds of backward_wide.py for a chunk of a block of 128 keys, for each 64 keys, and for each 64 values. They are
+predicted from numbers of instructions."""
 
 
 def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
@@ -305,12 +303,6 @@ def _load_backward_head() -> LaunchFunction:
     return launch_gradients
 
 
-def _load_backward_values() -> LaunchFunction:
-    from gla_triton_kernels.chunk_gla.sm90.backward_values import launch_gradients
-
-    return launch_gradients
-
-
 def _load_backward_wide() -> LaunchFunction:
     from gla_triton_kernels.chunk_gla.sm90.backward_wide import launch_gradients
 
@@ -334,18 +326,13 @@ def _backward_head_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     return _gradient_refusal(call, gpu) or _of_heads(call)
 
 
-def _backward_values_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
-    if (reason := _gradient_refusal(call, gpu) or _of_bfloat16(call) or _of_keys(call)) is not None:
-        return reason
-    K, V = call.dims["K"], call.dims["V"]
-    return None if K <= 128 < V else f"computes heads with K up to 128 and V above 128; K is {K} and V is {V}"
-
-
 def _backward_wide_refusal(call: OpCall, gpu: Gpu) -> Reason | None:
     if (reason := _gradient_refusal(call, gpu) or _of_bfloat16(call) or _of_keys(call)) is not None:
         return reason
     K = call.dims["K"]
-    return None if 128 < K <= 256 else f"computes heads with K above 128 and up to 256; K is {K}"
+    if not _has_several_blocks(call) or K > 256:
+        return f"computes heads with K or V above 128 and K up to 256; K is {K} and V is {call.dims['V']}"
+    return None
 
 
 def _has_several_blocks(call: OpCall) -> bool:
@@ -382,31 +369,18 @@ def _backward_head_seconds(call: OpCall, x: GradientParameters, through: Cut, si
     return [*_operands_seconds(call, c), kernel_seconds(call, block, through, size, c)]
 
 
-def _backward_values_seconds(
-    call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants
-) -> list[float]:
-    K, V = call.dims["K"], call.dims["V"]
-    step = VALUES_CHUNK + VALUES_KEYS * ceil_div(K, 64) + VALUES_TILE * ceil_div(V, 64)
-    return _chunks_seconds(call, x, through, size, step, c)
-
-
 def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
-    K, V = call.dims["K"], call.dims["V"]
-    step = ceil_div(K, 64) * (WIDE_KEYS + WIDE_TILE * ceil_div(V, 64))
-    return _chunks_seconds(call, x, through, size, step, c)
-
-
-def _chunks_seconds(
-    call: OpCall, x: GradientParameters, through: Cut, size: float, step: float, c: Constants
-) -> list[float]:
-    """Returns the seconds of two kernels: one writes P, and the other reads it and takes `step` for a chunk of a head.
+    """Returns the seconds of two kernels; one writes P and the other reads it.
 
     P has the size of one checkpoint per chunk, for each query head.
     """
+    K, V = call.dims["K"], call.dims["V"]
     heads = call.dims["Hq"] // max(call.dims["H"], 1)  # of a group: value heads have no groups here
     P = heads * checkpoint_bytes(call, CHUNK)
     block = BlockTime(CHUNK, x.BV, START, STATE_GRADIENTS, keys=x.BK)
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
+    blocks, parts = ceil_div(K, 128), min(2, ceil_div(K, 64))
+    step = blocks * (WIDE_CHUNK + WIDE_KEYS * parts + WIDE_VALUES * ceil_div(V, 64))
     chunks = cut(call, CHUNK, CHUNK)
     chunks = chunks._replace(number=chunks.number * heads)
     return [states, kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), chunks, size + P, c)]
@@ -431,17 +405,6 @@ BACKWARD_HEAD = GradientKernel(
     adds_pairs=False,
     partials=partials_of_blocks,
     seconds=_backward_head_seconds,
-)
-BACKWARD_VALUES = GradientKernel(
-    name="sm90.backward_values",
-    load=_load_backward_values,
-    refusal=_backward_values_refusal,
-    parameters=_gradient_parameters,
-    heads_apart=True,
-    adds_pairs=True,
-    partials=lambda call, x: (1, 1),  # a block has all keys and values
-    seconds=_backward_values_seconds,
-    layouts=2,
 )
 BACKWARD_WIDE = GradientKernel(
     name="sm90.backward_wide",
