@@ -49,7 +49,7 @@ STAGES = gl.constexpr(2)  # chunks that are prefetched
 
 
 class StateGradients(NamedTuple):
-    """What the kernels of all chunks read beside the tensors of the call.
+    """Holds what the kernel of all chunks reads beside the tensors of the call.
 
     Attributes:
         g: log gates [B, T, H, K], or None.
