@@ -58,8 +58,8 @@ HEAD_GRADIENT_STEP, HEAD_GRADIENT_TILE = 2.6e-6, 0.85e-6
 """Seconds of backward_head.py for 64 tokens, and for each tile of 64 keys and values."""
 GRADIENTS_SHARED = 1.2
 """Number of blocks of backward.py that share a multiprocessor at no cost to each other, if a block has one tile."""
-STATE_GRADIENTS = 1.95e-6
-"""Seconds of state_gradients.py for 64 tokens."""
+STATE_GRADIENTS = 1.3e-6
+"""Seconds of state_gradients.py for 64 tokens. They are predicted from numbers of instructions."""
 WIDE_CHUNK, WIDE_KEYS, WIDE_VALUES = 3.2e-6, 2.5e-6, 1e-6
 """Seconds of backward_wide.py for a chunk of a block of 128 keys, for each 64 keys, and for each 64 values. They are
 predicted from numbers of instructions."""
