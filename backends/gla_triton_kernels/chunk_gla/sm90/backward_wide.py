@@ -448,6 +448,8 @@ def _gradient_warps(
             da_tile.store(_masked(square, column + beyond, row))
             fence_async_shared()
         mbarrier.arrive(ready, count=1)
+        if HAS_GATE and OF_QUERIES:
+            anchors.index(own).store(gl.sum(crossing, 1))
         mbarrier.wait(ready, i & 1)
         if OF_QUERIES:
             started = product(da_tile, k_tile, none)
@@ -462,7 +464,6 @@ def _gradient_warps(
                 w_tile.store(q_tile.load(LAYOUT).to(gl.float32) * dq)
                 entered = gl.sum(w_tile.load(RUNS), 0)  # [D], the term of queries that read S; needs no scratch memory
                 half = r_tiles.index(own).load(gl.SliceLayout(0, RUNS))  # b_C / 2 [D]
-                anchors.index(own).store(gl.sum(crossing, 1))
                 crossed = anchors.index(own).load(gl.SliceLayout(0, RUNS))  # [D]
                 anchors.index(own).store(entered + crossed * gl.exp2(gl.where(mild, half, 2 * half)))
         if PARTS > 1:
