@@ -92,7 +92,9 @@ def sample(path):
     """Runs some tests of the kit on the reference, and returns what it printed and the text of the report."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        code = run("reference", report=str(path), select="test_gradients[grouped-", module="test_chunk_gla", commit="a1")
+        code = run(
+            "reference", report=str(path), select="test_gradients[grouped-", module="test_chunk_gla", commit="a1"
+        )
     assert code == 0
     return printed.getvalue(), path.read_text()
 
