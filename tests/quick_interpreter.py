@@ -108,10 +108,10 @@ def _same_dtype(self: Any, other: Any) -> bool:
 
 
 def _two_tensors(self: Any, lhs: Any, rhs: Any, *options: bool, **named: bool) -> tuple:
+    are_alike = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and lhs.dtype is rhs.dtype
     divides = len(options) == 4 or bool(named)  # then there are other rules, as there are for pointers
-    if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and lhs.dtype is rhs.dtype:
-        if not divides and not lhs.dtype.is_ptr():
-            return self.broadcast_impl_value(lhs, rhs)
+    if are_alike and not divides and not lhs.dtype.is_ptr():
+        return self.broadcast_impl_value(lhs, rhs)
     return _wants_tensors(self, lhs, rhs, *options, **named)
 
 
