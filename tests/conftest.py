@@ -63,6 +63,7 @@ def pytest_collection():
     finally:
         gc.enable()
         gc.freeze()
+        gc.set_threshold(100_000)  # compilers make many objects that stay
 
 
 def runs_here(item):

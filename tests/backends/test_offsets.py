@@ -196,6 +196,8 @@ VARIATIONS = {
     "backward, wide",
     "backward, odd",
     "backward, TF32 per head",
+    "backward of many rows",
+    "general backward",
     "general backward, constant",
 }
 """Calls of kernels that other calls have in the same form of gates, widths and layout; they are thorough tests."""

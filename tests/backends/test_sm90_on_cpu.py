@@ -51,7 +51,7 @@ def kernels():
 
 def inputs(normalizer=None, **sizes):
     """Returns random inputs; with a normalizer g holds logits. Rows that belong to no sequence hold NaN."""
-    sizes = {"B": 1, "T": 130, "H": 1, "K": 64, "V": 64, "gate_form": "head", **sizes}
+    sizes = {"B": 1, "T": 80, "H": 1, "K": 64, "V": 64, "gate_form": "head", **sizes}
     x = gla_inputs(**{"dtype": BFLOAT16, "gate_dtype": torch.float32, **sizes})
     if normalizer is not None:
         x = dataclasses.replace(x, g=(2 * torch.randn(x.g.shape) + 1).to(x.g.dtype))
