@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-
 ADDED = "print(*(set(sys.modules) - before))"
 STEPS = f"""
 import sys, torch
