@@ -31,6 +31,7 @@ test-kernels: $(INSTALLED)
 
 conformance: $(INSTALLED)
 	$(PYTEST) --thorough -m thorough --ignore tests/backends/test_targets.py
+	$(GPU) || $(INTERPRETED) $(PYTEST) --thorough -m thorough
 	$(PYTEST) $(KIT) reference
 	$(PYTEST) $(KIT) parallel_scan
 	if $(GPU); then \

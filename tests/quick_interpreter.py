@@ -3,13 +3,15 @@
     TRITON_INTERPRET=1 pytest tests                                        # conftest.py loads it
     TRITON_INTERPRET=1 PYTHONPATH=tests pytest -p quick_interpreter ...    # elsewhere
 
-Interpreted kernels on a few tokens spend most of their time on four things, which this module does once or directly:
+Interpreted kernels on a few tokens spend most of their time on these things, which this module does once or directly:
 
 - The interpreter replaces the functions of `triton.language` at every call of a `triton.jit` function, nested ones
   included, and puts them back. A process that interprets keeps the replacements.
 - It looks up the NumPy dtype of a Triton dtype in a table that it builds at every look-up.
 - It makes the shape of every tensor and of every type of a block anew, of objects with types of their own.
 - It checks every sum, difference and product of int32 for overflow by five interpreted operations on int64.
+- It compares dtypes by their names, looks for a common dtype of equal ones, and for a common shape of equal ones.
+- It copies the keyword arguments of every call, and looks at every value for constants in lists and tuples.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _replace_language, _numpy_dtype = interpreter._patch_lang, interpreter._get_np_dtype
@@ -28,6 +31,8 @@ _numpy_dtypes: dict[str, np.dtype] = {}
 _init_block_type = tl.block_type.__init__
 _shapes: dict[tuple[int, ...], _Shapes] = {}
 _OF_SCALARS = tl.tuple([]), tl.constexpr(1)
+_wants_tensors, _broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
+_dtypes_are_equal, _unwrap = tl.dtype.__eq__, tl.core._unwrap_if_constexpr
 _ON_INTEGERS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
@@ -94,6 +99,47 @@ def _check_overflow(self: Any, left: Any, right: Any, operation: Any) -> None:
     assert inside, f"{x.dtype} overflow in {operation.__name__}"
 
 
+def _with_element_ty(self: Any, scalar_ty: tl.dtype) -> tl.block_type:
+    return self if scalar_ty is self.element_ty else tl.block_type(scalar_ty, self.shape)
+
+
+def _same_dtype(self: Any, other: Any) -> bool:
+    return self is other or _dtypes_are_equal(self, other)
+
+
+def _two_tensors(self: Any, lhs: Any, rhs: Any, *options: bool, **named: bool) -> tuple:
+    are_alike = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and lhs.dtype is rhs.dtype
+    divides = len(options) == 4 or bool(named)  # then there are other rules, as there are for pointers
+    if are_alike and not divides and not lhs.dtype.is_ptr():
+        return self.broadcast_impl_value(lhs, rhs)
+    return _wants_tensors(self, lhs, rhs, *options, **named)
+
+
+def _same_shape(self: Any, lhs: Any, rhs: Any) -> tuple:
+    return (lhs, rhs) if lhs.type.is_block() and lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
+
+
+def _unwrap_constants(value: Any) -> Any:
+    if isinstance(value, tl.constexpr):
+        return value.value
+    return _unwrap(value) if isinstance(value, (list, tuple, tl.tuple)) else value
+
+
+def _with_semantic(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    semantic = interpreter.interpreter_semantic
+    function = getattr(member, "__wrapped__", member)  # without the wrapper, which asks whether `_semantic` is given
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(owner, name, call)
+
+
+interpreter._patch_attr = _with_semantic
+TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value = _two_tensors, _same_shape
+tl.dtype.__eq__, tl.core._unwrap_if_constexpr = _same_dtype, _unwrap_constants
+tl.block_type.with_element_ty = _with_element_ty
 interpreter._patch_lang = _replace_language_once
 interpreter._get_np_dtype = _remembered_numpy_dtype
 type(interpreter.interpreter_semantic).binary_op_sanitize_overflow_impl = _check_overflow

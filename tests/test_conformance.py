@@ -14,6 +14,8 @@ import pytest
 
 from gla_core.conformance.run import run
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 # Every property on the smallest workload of each op, and padding. Padding is tested in float16, because float32 is
 # computed token by token. tests/backends has the forms of gates. Left out: the interpreter gives the same bits twice
 # anyway, and opcheck, compiled graphs and autocast test the op and not the kernel. Of pools, values are enough, because
@@ -28,7 +30,7 @@ def kit(backend, device, tests=""):
     """Runs the tests of the kit that match the expression."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "gla_core.conformance"]
     command += ["--gla-backend", backend, "--gla-device", device, "-k", tests]
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if INTERPRETED:
         command += ["-p", "quick_interpreter"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -39,7 +41,9 @@ def kit(backend, device, tests=""):
 @pytest.mark.kernels
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("backend", ["triton_fused", "parallel_scan"])
+@pytest.mark.parametrize(
+    "backend", ["triton_fused", pytest.param("parallel_scan", marks=pytest.mark.thorough if INTERPRETED else ())]
+)
 def test_kernels(backend, device):
     few = "short and (test_values or test_gradients) and not test_recurrent"  # the kernels that only parallel_scan has
     sample = SAMPLE if backend == "triton_fused" else few

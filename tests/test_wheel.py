@@ -1,4 +1,7 @@
-"""The wheel, installed without the repository in an environment of its own, runs every backend that it contains."""
+"""The wheel, installed without the repository in an environment of its own, runs every backend that it contains.
+
+There, the commands of the template's README make a plugin in an empty folder.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+TEMPLATE = ROOT / "plugins" / "gla_plugin_template"
+BLOCKS = re.findall(r"^```sh\n(.*?)^```$", (TEMPLATE / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 RUN_EVERY_BACKEND = """
 import importlib.metadata, sys, torch, gla_core as gla
 assert not any("REPOSITORY" in p for p in sys.path), sys.path
@@ -51,8 +56,7 @@ def test_it_carries_the_core_the_backends_and_the_type_marker(wheel, own_backend
         f"gla_core-{'0.1.0'}.dist-info",
     }
     assert "gla_core/py.typed" in names
-    template = ROOT / "plugins" / "gla_plugin_template"
-    copied = {path.relative_to(template).as_posix() for path in template.rglob("*.*") if path.suffix != ".pyc"}
+    copied = {path.relative_to(TEMPLATE).as_posix() for path in TEMPLATE.rglob("*.*") if path.suffix != ".pyc"}
     folder = "gla_tools/template/"
     assert {name.removeprefix(folder) for name in names if name.startswith(folder)} == copied
 
@@ -64,19 +68,65 @@ def test_the_links_of_its_readme_work_outside_of_the_repository(wheel):
     assert [target for target in targets if not target.startswith("https://")] == []
 
 
-def test_it_runs_in_a_fresh_environment(wheel, own_backends, tmp_path):
-    environment = tmp_path / "environment"
+@pytest.fixture(scope="module")
+def shell(wheel, tmp_path_factory):
+    """A function: `shell(block)` runs commands in an empty folder with the wheel installed, after earlier blocks."""
+    folder = tmp_path_factory.mktemp("ten_minutes")
+    environment = folder / "environment"
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps", wheel)
-    # Its dependencies come from the environment of the tests; a path added in this way activates no editable install.
+    # Its dependencies, and hatchling, come from the environment of the tests; a path added in this way activates no
+    # editable install.
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    script = RUN_EVERY_BACKEND.replace("REPOSITORY", str(ROOT / "gla_core").removesuffix("gla_core") + "gla_core")
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("GLA_")}
-    clean["TRITON_INTERPRET"] = "1"  # every backend then runs on the CPU
-    assert run(python, "-c", script, cwd=tmp_path, env=clean).split() == own_backends
-    table = run(environment / "bin" / "gla", "backends", cwd=tmp_path, env=clean)
-    assert all(name in table for name in own_backends)
-    run(environment / "bin" / "gla", "new-backend", "mine", cwd=tmp_path, env=clean)
-    assert (tmp_path / "mine" / "mine" / "online_softmax.py").exists()
+    clean |= {"PATH": os.pathsep.join([str(environment / "bin"), sysconfig.get_path("scripts"), os.environ["PATH"]])}
+    clean |= {"PIP_PYTHON": str(python), "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # 0 means: without
+    clean |= {"COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    empty = folder / "empty"
+    empty.mkdir()
+
+    def step(block, **variables):
+        made = empty / "my_softmax"
+        return run("bash", "-e", "-c", block, cwd=made if made.exists() else empty, env=clean | variables)
+
+    return step
+
+
+def test_it_runs_in_a_fresh_environment(shell, own_backends):
+    script = RUN_EVERY_BACKEND.replace("REPOSITORY", str(ROOT / "gla_core").removesuffix("gla_core") + "gla_core")
+    ran = shell('python -c "$SCRIPT"', SCRIPT=script, TRITON_INTERPRET="1")  # every backend then runs on the CPU
+    assert ran.split() == own_backends
+
+
+# ---- the commands of the template's README: one session in one shell, in which each step needs the earlier ones
+
+
+def test_the_readme_of_the_template_has_its_steps():
+    first_words = [" ".join(block.split()[:2]) for block in BLOCKS]
+    assert first_words == ["gla new-backend", "gla backends", "gla conformance", "gla bench"]
+
+
+@pytest.fixture(scope="module")
+def installed(shell):
+    shell(BLOCKS[0])
+    return shell
+
+
+def test_a_new_backend_appears_and_is_chosen(installed, own_backends):
+    shown = installed(BLOCKS[1])
+    assert all(name in shown for name in own_backends)
+    assert re.search(r"my_softmax.*0\.1\.0.*online_softmax", shown)
+    assert "-> my_softmax" in shown
+
+
+@pytest.mark.thorough
+def test_it_passes_conformance_from_the_folder_that_is_edited(installed):
+    folder = installed("pwd -P").strip()
+    assert f"judges online_softmax from {folder}/my_softmax/online_softmax.py" in installed(BLOCKS[2])
+
+
+@pytest.mark.thorough
+def test_it_appears_in_a_benchmark(installed):
+    assert "my_softmax" in installed(BLOCKS[3])

@@ -54,8 +54,12 @@ def chunk_gla_checkpoints(
     """Returns the states [B, n, H, K, V] before every `every`-th token of a sequence, in float64; unused rows are 0."""
     T = q.shape[1]
     if cu_seqlens is None:
-        ends = range(0, T, every)
-        states = [chunk_gla(q[:, :t], k[:, :t], v[:, :t], tokens_of(g, 0, t), None, initial_state)[1] for t in ends]
+        states = []
+        state = _zero_state(q, k, v) if initial_state is None else initial_state.double()
+        for t in range(0, T, every):
+            states.append(state)
+            rows = slice(t, t + every)
+            _, state = chunk_gla(q[:, rows], k[:, rows], v[:, rows], tokens_of(g, t, t + every), None, state)
         return torch.stack(states, dim=1) if states else _zero_state(q, k, v)[:, None][:, :0]
     N = len(cu_seqlens) - 1
     found = _zero_state(q, k, v)[:, None].repeat(1, N + T // every, 1, 1, 1)

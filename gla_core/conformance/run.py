@@ -55,6 +55,8 @@ def run(
         "-rN",
         "--disable-warnings",
         "-p",
+        "no:logging",  # it takes a tenth of the time, and tracebacks are not shown
+        "-p",
         "gla_tools.pytest_plugin",
         "-c",
         settings,

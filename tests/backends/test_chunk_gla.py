@@ -29,6 +29,12 @@ CHUNK = 16 if INTERPRETED else 64  # tokens of the longest chunk, and of a segme
 DTYPE = torch.float16 if INTERPRETED else torch.float32  # the interpreter is slow for float32, token by token
 WIDTHS = [(1, 1, 1), (19, 37, 2), (256, 40, 1)]
 WIDTHS += [(512, 20, 1), (20, 140, 1)] if INTERPRETED else [(16, 200, 1), (100, 64, 1), (128, 128, 3), (512, 512, 1)]
+WIDTHS_AND_DTYPES = [
+    pytest.param(
+        *widths, dtype, marks=pytest.mark.thorough if INTERPRETED and widths[0] > 200 and dtype != DTYPE else ()
+    )
+    for widths, dtype in itertools.product(WIDTHS, DTYPES)
+]
 LENGTHS = [1, 15, 16, 17, 32] if INTERPRETED else [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128]
 LENGTHS += [17 * CHUNK + 7]  # more segments than the scan loads at a time
 
@@ -76,12 +82,12 @@ def inputs(device, **sizes):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gates", GATES)
 def test_gates(forward, device, gates, dtype):
-    sizes = {"T": 3 * CHUNK - 5, "K": 32, "V": 32, "initial_state": True}
+    T = CHUNK + 3 if INTERPRETED and dtype != DTYPE else 3 * CHUNK - 5
+    sizes = {"T": T, "K": 32, "V": 32, "initial_state": True}
     check(forward, *inputs(device, **sizes, gates=gates, gate_dtype=torch.float32, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("K", "V", "G"), WIDTHS)
+@pytest.mark.parametrize(("K", "V", "G", "dtype"), WIDTHS_AND_DTYPES, ids=str)
 def test_widths(forward, device, K, V, G, dtype):
     T = CHUNK + 3 if INTERPRETED else 2 * CHUNK + 3
     check(forward, *inputs(device, B=1, T=T, H=1, K=K, V=V, G=G, dtype=dtype, gates="-inf", initial_state=True))

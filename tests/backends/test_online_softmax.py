@@ -64,9 +64,9 @@ def test_columns_at_the_edges_of_tiles_and_splits(online_softmax, device, dtype,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_that_begin_anywhere(online_softmax, device, columns, dtype):
     """Rows begin and end at any distance from the aligned tiles. In the last case there are gaps between rows."""
-    x = random(9, columns, device=device, dtype=dtype)
+    x = random(4, columns, device=device, dtype=dtype)
     check(online_softmax, x, 1)
-    check(online_softmax, x.view(3, 3, columns), 2)
+    check(online_softmax, x.view(2, 2, columns), 2)
     check(online_softmax, x[:, 1:-2], 1)
 
 

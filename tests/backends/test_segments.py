@@ -232,9 +232,16 @@ def check_states(backwards, length=32, more=0, skip_first=False, **sizes):
 
 @pytest.mark.kernels
 @both_directions
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gates", ["none", "-inf"] if INTERPRETED else ["none", "mild", "-inf"])
-@pytest.mark.parametrize("sizes", [{"B": 2, "T": 40}, {"lengths": (0, 40, 32, 0, 1), "around": 40}], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        *(({"lengths": (0, 40, 32, 0, 1), "around": 40}, dtype) for dtype in DTYPES),
+        ({"B": 2, "T": 40}, torch.float16),
+        *(pytest.param({"B": 2, "T": 40}, x, marks=pytest.mark.thorough) for x in DTYPES if x != torch.float16),
+    ],
+    ids=str,
+)
 def test_states(device, sizes, gates, dtype, backwards):
     check_states(backwards, **sizes, K=20, V=9, gates=gates, dtype=dtype, device=device)
 

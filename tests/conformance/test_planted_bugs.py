@@ -1083,7 +1083,8 @@ def over_budget(report):
 def test_every_bug_is_named_and_without_it_the_same_cases_pass():
     judge = Judge(gla.register(planted("chunk_gla_fwd", REFERENCE["chunk_gla_fwd"], {})))
     settings = ("-c", str(Path(conformance.__file__).with_name("pytest.ini")))
-    pytest.main(["-q", *settings, "--pyargs", "gla_core.conformance", "--gla-backend", "planted"], [judge])
+    quick = ("--tb=native", "-p", "no:logging")  # other tracebacks show source, which takes longer than the cases
+    pytest.main(["-q", *settings, *quick, "--pyargs", "gla_core.conformance", "--gla-backend", "planted"], [judge])
     assert judge.with_bug.keys() == {bug.name for bug in BUGS}
     messages = {name: report.longrepr and report.longrepr.reprcrash.message for name, report in judge.with_bug.items()}
     assert {name: text for name, text in messages.items() if not (text or "").startswith(NAMING)} == {}

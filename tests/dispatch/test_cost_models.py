@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from pathlib import Path
 
@@ -189,17 +190,15 @@ def test_much_more_work_is_never_predicted_to_be_faster(name, kind, op, capturin
     # Plans cut sequences if this saves time on the device. A cut has up to three more launches.
     launches = 0 if capturing else 3 * shipped_constants(f"gla_{name}")[kind][op].get("host_launch", 0.0)
     for dim in growing:
-        for size in (1, 3, 20, 100, 700, 5000):
-            for other in SIZES[op]:
-                grown = [
-                    name for name in call_of(op, kind).dims if name == dim or (dim == "H" and name in ("Hq", "Hv"))
-                ]
-                fixed = {k: v for k, v in other.items() if k not in grown}
-                small, large = (
-                    call_of(op, kind, capturing=capturing, **fixed, **dict.fromkeys(grown, n)) for n in (size, 8 * size)
-                )
-                least = nearly * predicted(name, kind, small) - launches
-                assert predicted(name, kind, large) >= least, (dim, size, fixed)
+        grown = [name for name in call_of(op, kind).dims if name == dim or (dim == "H" and name in ("Hq", "Hv"))]
+        others = {tuple((k, v) for k, v in sizes.items() if k not in grown) for sizes in SIZES[op]}
+        for size, fixed in itertools.product((1, 20, 700, 5000), others):
+            small, large = (
+                call_of(op, kind, capturing=capturing, **dict(fixed), **dict.fromkeys(grown, n))
+                for n in (size, 8 * size)
+            )
+            least = nearly * predicted(name, kind, small) - launches
+            assert predicted(name, kind, large) >= least, (dim, size, fixed)
 
 
 @pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kind, op in OPS if op == "chunk_gla_pool"])

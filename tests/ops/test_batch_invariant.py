@@ -36,7 +36,12 @@ def backend(request):
 def inputs(device, **sizes):
     """Returns packed sequences of these lengths, and gradients of their results."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float16 if INTERPRETED else torch.float32
-    sizes = {"H": 2, "K": 64 if device == "cuda" else 16, "V": 72 if device == "cuda" else 24, "gates": "-inf"} | sizes
+    sizes = {
+        "H": 1 if INTERPRETED else 2,
+        "K": 64 if device == "cuda" else 16,
+        "V": 72 if device == "cuda" else 24,
+        "gates": "-inf",
+    } | sizes
     x = gla_inputs(lengths=LENGTHS, dtype=dtype, gate_dtype=torch.float32, initial_state=True, device=device, **sizes)
     torch.manual_seed(1)
     return x, torch.randn_like(x.v), torch.randn_like(x.initial_state)
@@ -83,7 +88,7 @@ def test_gradients_are_right(device, backend):
 @pytest.mark.parametrize("form", ["constant", "head"])
 def test_every_form_of_gate(form, device, backend):
     """With groups of values. The gradient of a constant gate is the sum of the sequences' shares."""
-    x, _, _ = inputs(device, H=1 if INTERPRETED else 2, R=2, gate_form=form, gates="mild")
+    x, _, _ = inputs(device, R=2, gate_form=form, gates="mild")
     do, dstate = torch.randn_like(x.v), torch.randn_like(x.initial_state)
     given = (x.q, x.k, x.v, x.g, do, x.initial_state, dstate, x.cu_seqlens)
     with gla.batch_invariant(TOKENS):

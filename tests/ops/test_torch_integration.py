@@ -94,8 +94,15 @@ def compile_cases():
     yield "chunk_gla packed", chunk_packed, (packed.q, packed.k, packed.v, packed.g)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize(("function", "args"), [pytest.param(f, a, id=n) for n, f, a in compile_cases()])
+def compile_parameters():
+    """Yields every case with dynamic shapes, and with static ones; of the latter only the first is no thorough test."""
+    for number, (name, function, args) in enumerate(compile_cases()):
+        yield pytest.param(function, args, True, id=f"{name}-dynamic")
+        marks = pytest.mark.thorough if number else ()
+        yield pytest.param(function, args, False, id=f"{name}-static", marks=marks)
+
+
+@pytest.mark.parametrize(("function", "args", "dynamic"), compile_parameters())
 def test_compiled_equals_eager(function, args, dynamic):
     results = []
     for f in (function, compiled(function, dynamic)):
