@@ -130,7 +130,7 @@ def test_calls_that_are_left_to_pytorch(calls):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bounded", [False, True])
 def test_forgetting(dtype, bounded, calls):
-    """Logits from -100 to 100: the log gates have their relative precision at both ends, where keys are 1 and near 0."""
+    """Logits from -100 to 100: log gates have their relative precision at both ends, where keys are 1 and near 0."""
     q, f = (x.detach().flatten(-2) for x in slices((2, 3, 1, 1100), dtype))
     f.copy_(torch.linspace(-100, 100, 6600, device=DEVICE).view(2, 3, 1100))
     bound = None
