@@ -34,12 +34,9 @@ def test_heads_of_hgrn2(ours):
     assert HGRN2Config(expand_ratio=None, num_heads=4).expand_ratio == 512
     assert HGRN2Config(expand_ratio=64).num_heads == 32
     assert ours(model_type="hgrn2", num_heads=1).model.layers[0].attn.num_heads == 2, "as in FLA"
-    with pytest.raises(ValueError, match="both num_heads and expand_ratio are None"):
-        HGRN2Config(expand_ratio=None)
-    with pytest.raises(ValueError, match="expand_ratio is 12; expected a divisor of hidden_size = 32"):
-        ours(model_type="hgrn2", expand_ratio=12)
-    model = ours(model_type="hgrn2", expand_ratio=16, num_heads=None, use_lower_bound=False)
-    assert "lower_bounds" not in dict(model.model.named_parameters())
+    for heads, ratio in [(None, None), (None, 48), (3, None)]:
+        with pytest.raises(ValueError, match="expected one of them, a divisor of hidden_size = 64"):
+            HGRN2Config(hidden_size=64, num_heads=heads, expand_ratio=ratio)
 
 
 @pytest.mark.parametrize(

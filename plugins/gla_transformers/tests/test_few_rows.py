@@ -21,6 +21,7 @@ FORMS = {
     "norm": {"norm": True},
     "bias": {"bias": True},
     "residual": {"residual": True},
+    "normed residual": {"norm": True, "residual": True},
     "gated": {"norm": True, "gated": True},
 }
 

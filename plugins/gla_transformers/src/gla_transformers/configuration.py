@@ -173,7 +173,7 @@ class HGRN2Config(SharedConfig):
         kwargs: fields of `SharedConfig`. The norm of each layer's output adds 1e-5 whatever norm_eps is, as in FLA.
 
     Raises:
-        ValueError: neither num_heads nor expand_ratio is given, or lower bounds do not fit the keys; otherwise as in
+        ValueError: neither num_heads nor expand_ratio is given, or it does not divide hidden_size; otherwise as in
             `SharedConfig`.
 
     Example:
@@ -190,15 +190,14 @@ class HGRN2Config(SharedConfig):
         use_lower_bound: bool = True,
         **kwargs: Any,
     ) -> None:
-        if expand_ratio is None and num_heads is None:
-            raise ValueError("both num_heads and expand_ratio are None; expected one of them")
-        self.expand_ratio = hidden_size // (num_heads or 1) if expand_ratio is None else expand_ratio
-        self.num_heads = hidden_size // self.expand_ratio if num_heads is None else num_heads
-        if use_lower_bound and hidden_size % self.expand_ratio:
+        divisor = num_heads if expand_ratio is None else expand_ratio
+        if not divisor or hidden_size % divisor != 0:
             raise ValueError(
-                f"expand_ratio is {self.expand_ratio}; expected a divisor of hidden_size = {hidden_size}, as each "
-                "layer has a lower bound for every channel: set use_lower_bound to False for another one"
+                f"num_heads is {num_heads} and expand_ratio is {expand_ratio}; "
+                f"expected one of them, a divisor of hidden_size = {hidden_size}"
             )
+        self.expand_ratio = hidden_size // divisor if expand_ratio is None else expand_ratio
+        self.num_heads = hidden_size // divisor if num_heads is None else num_heads
         self.use_lower_bound = use_lower_bound
         super().__init__(hidden_size, **kwargs)
 

@@ -43,7 +43,7 @@ def run_generate(options: Options) -> None:
     """Prints the prompt and the model's continuation, a word at a time, and then tokens a second to standard error.
 
     Raises:
-        ValueError: the folder has no such model, lacks weights or a tokenizer, a file cannot be read, or the prompt has
+        ValueError: the folder has no model of `MODELS`, lacks weights or a tokenizer, a file cannot be read, or the prompt has
             no tokens.
     """
     logging.set_verbosity_error()
