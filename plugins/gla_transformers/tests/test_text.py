@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from gla_tools.command import app
+from gla_transformers import register
 from gla_transformers.text import Options, run_generate, speed
 
 PROMPT = "Once upon"
@@ -41,6 +42,7 @@ def run():
 def expected(folder, **how):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokens = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    register()  # importing FLA takes the types over
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     return tokenizer.decode(model.generate(tokens, max_new_tokens=12, **how)[0]) + "\n"
 

@@ -43,8 +43,8 @@ def run_generate(options: Options) -> None:
     """Prints the prompt and the model's continuation, a word at a time, and then tokens a second to standard error.
 
     Raises:
-        ValueError: the folder has no model of `MODELS`, lacks weights or a tokenizer, a file cannot be read, or the prompt has
-            no tokens.
+        ValueError: the folder has no GLA or HGRN2 model, lacks weights or a tokenizer, a file cannot be read, or the
+            prompt has no tokens.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
