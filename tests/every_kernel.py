@@ -35,7 +35,7 @@ from gla_triton_kernels.runtime.architecture import Architecture, Gpu
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHARE = [0, 1]
 """The number of this process's share of the calls of chunk_gla, and the number of shares."""
-WIDTHS = ((16, 16), (64, 64), (128, 128), (256, 128), (512, 64))
+WIDTHS = ((16, 16), (64, 64), (64, 136), (128, 128), (128, 256), (256, 128), (512, 64))
 
 
 def general_chunks() -> None:

@@ -146,6 +146,8 @@ CALLS = {
     "general pool": (SM80, pool, "triton_fused", {"pool_dtype": torch.float16}),
     "general pool, in segments": (SM80, pool, "parallel_scan", {"form": "head"}),
     "backward": (SM90, backward, "triton_fused", {}),
+    "backward, many values": (SM90, backward, "triton_fused", {"V": 256}),
+    "backward, many values, packed": (SM90, backward, "triton_fused", PACKED | {"H": 16, "V": 256}),
     "backward, wide": (SM90, backward, "triton_fused", WIDE),
     "backward, wide, from logits": (SM90, backward, "triton_fused", WIDE | {"normalizer": 16}),
     "backward, odd": (SM90, backward, "triton_fused", ODD),

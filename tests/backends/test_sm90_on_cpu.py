@@ -251,7 +251,8 @@ def check_gradients(kernels, dstate=True, normalizer=None, factors=None, scale=N
     results = *(unwritten(B, T, Ho, width, dtype=dtype) for width in (K, K, V)), dg, dinitial
     checkpoints = expected_checkpoints(with_log_gates(x, normalizer)).to(checkpoint_dtype(dtype))
     tensors = BackwardTensors(x.q, x.k, x.v, x.g, x.initial_state, x.cu_seqlens, checkpoints, do, leaving, *results)
-    segments, parameters = whole(B, T, x.cu_seqlens), GradientParameters(BK=blocks[0], BV=blocks[1], warps=4)
+    segments = whole(B, T, x.cu_seqlens)
+    parameters = GradientParameters(BK=blocks[0], BV=blocks[1], warps=4, programs=2)
     gluon_on_cpu.run(segments.launches)
     if sizes.get("gate_form") != "key":
         kernel = kernels.backward_head
@@ -336,6 +337,9 @@ def test_gradients_of_every_gate(kernels, form, dtype, gates):
         {"gate_form": "key", "K": 136, "V": 136, "gates": "-inf", "G": 2},
         {"gate_form": "key", "gates": "none", "V": 136},
         PACKED | {"gate_form": "key", "K": 200, "V": 72},
+        PACKED | {"gate_form": "key", "K": 72, "V": 200},
+        PACKED | {"gate_form": "key", "K": 40, "V": 136, "gates": "-inf"},
+        {"gate_form": "key", "K": 64, "V": 200, "T": 100, "H": 4, "G": 2, "gates": "strong"},
         {"normalizer": 16, "gate_dtype": BFLOAT16, "initial_state": True},
         {"normalizer": 1, "gate_form": "constant"},
         {"normalizer": 16, "gate_form": "key", "gate_dtype": BFLOAT16, "K": 40, "G": 2},

@@ -71,12 +71,14 @@ class GradientParameters:
             states.
         warps: number of warps of a block, without specialised warps.
         precision: precision of matrix products: "bf16", or float32 split into bfloat16 parts, "bf16x3" or "bf16x6".
+        programs: the most blocks of a kernel whose blocks take chunks in turns; other kernels ignore it.
     """
 
     BK: int
     BV: int
     warps: int
     precision: str = "bf16"
+    programs: int = 1
 
 
 @dataclass(frozen=True, slots=True)

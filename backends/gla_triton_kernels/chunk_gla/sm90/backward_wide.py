@@ -4,13 +4,24 @@ backward.py gives the mathematics. If a head needed several blocks of states, ea
 and g, and dq, dk, dg and dv would be sums over blocks. Instead, the gradients of states are written to memory once:
 
     state_gradients.py   processes segments backwards, and writes P of every chunk
-    this file            one block per chunk and query head: loops over the values, and sums dq, dk and dv on chip
+    this file            takes chunk after chunk, in any order: loops over the values, and sums dq, dk and dv on chip
 
 If gates come from logits, a launch before them writes the log gates to memory, which both kernels read.
 
 B batch   T tokens   N sequences   H key/value heads, of k, v, g and S   Hq query heads   G query heads of a group
 K, V key and value width   C tokens of a chunk   D = 64 values of a tile, and keys of a part
-PARTS parts of a warpgroup, which has half of the keys   n rows of states, one for each chunk
+PARTS parts of a slice of the keys, 1 or 2   SLICES slices of the keys   n rows of states, one for each chunk
+
+A block takes pairs of a chunk and a head in turns, and the slices of the keys of a pair one after the other. dv is a
+sum over slices; the block keeps it in scratch memory of its own, which stays in the L2 cache. There are three kinds of
+warps, which communicate over barriers in shared memory:
+
+    load       one warp: copies q, k and g of the next slice, and tiles of v, do, S and P, by TMA
+    gate       a warpgroup: sums g and replaces q, k by qg, kg for the next slice, and writes dg of the slice before
+    gradient   two warpgroups: each computes dq and dk of its part of the keys; if there is one part, the first computes
+               dq and the second dk. In addition, the first computes dA, and the second computes dv
+
+Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
@@ -29,11 +40,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gla_core.dispatch.backend import CHUNK
+from gla_core.dispatch.backend import CHUNK, ceil_div
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, cut
 from gla_triton_kernels.chunk_gla.sm90 import pairs
-from gla_triton_kernels.chunk_gla.sm90.common import clear_rows, plus, segment_at, slope_of_gates, write, write_rows
+from gla_triton_kernels.chunk_gla.sm90.common import clear_rows, opaque_zero, plus, segment_at, slope_of_gates, write
 from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     LAYOUT,
     LEFT,
@@ -49,13 +60,12 @@ from gla_triton_kernels.chunk_gla.sm90.common_backward import (
     product,
 )
 from gla_triton_kernels.chunk_gla.sm90.half import NO_UNITS
-from gla_triton_kernels.chunk_gla.sm90.log_gates import launch_log_gates
-from gla_triton_kernels.chunk_gla.sm90.state_gradients import launch_state_gradients
+from gla_triton_kernels.chunk_gla.sm90.state_gradients import KEYS, launch_state_gradients
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
-SLOTS = gl.constexpr(3)  # tiles of S, P or g that are prefetched
+CHUNKS = gl.constexpr(2)  # chunks of a slice of the keys whose q, k and g are in shared memory
 V_SLOTS = gl.constexpr(2)  # tiles of v and do that are prefetched
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # for sums over columns
 
@@ -75,16 +85,11 @@ def launch_gradients(
     """
     B, T, Hq, K = x.q.shape
     H, V = x.v.shape[2:]
-    keys = _keys(K)
-    g, found = x.g, []
-    if g is not None and normalizer is not None:
-        g, log_gates = launch_log_gates(g, normalizer)
-        found.append(log_gates)
-    marks = pairs.new_marks(x, entering, keys)
-    rows = entering.numel() // (H * K * V)
-    P = torch.empty(rows, Hq, K, V, dtype=entering.dtype, device=x.q.device)
-    found += launch_state_gradients(kernel, x._replace(g=g), P, marks, keys, leaving, segments, scale)
+    g, P, marks, found = launch_state_gradients(kernel, x, entering, leaving, segments, scale, normalizer)
     chunks = cut(B, T, CHUNK, CHUNK, x.cu_seqlens, longest_first=False)
+    count, slices = len(P) * Hq, ceil_div(K, KEYS)
+    programs, tiles_v = min(count, kernel.programs), max(2, ceil_div(V, WIDTH))
+    sums = torch.empty(programs, tiles_v, CHUNK, WIDTH, dtype=torch.float32, device=x.q.device) if slices > 1 else None
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
         "k_desc": shared_tiles(x.k, CHUNK, WIDTH),
@@ -102,86 +107,135 @@ def launch_gradients(
         "dg_ptr": x.dg,
         "g_ptr": x.g if normalizer is not None else None,
         "marks": marks,
+        "sums": sums,
         "order": chunks.order,
         "scale": scale,
+        "count": count,
         "T": T,
         **logits_strides(x.g, normalizer),
         "Hq": Hq,
         "K": K,
         "V": V,
-        "PARTS": keys // WIDTH,
+        "tiles_v": tiles_v,
+        "PARTS": min(2, ceil_div(K, WIDTH)),
+        "SLICES": slices,
+        "SLOTS": 3 if K > WIDTH else 4,  # what shared memory holds
         "G": Hq // H,
         "NORMALIZER": normalizer,
     }
-    options = {"num_warps": kernel.warps, "maxnreg": 168}
-    gradients = Launch(_gradient_kernel, (rows * Hq, 1, 1), arguments, options)
-    return [*found, *chunks.launches, gradients, *pairs.launch_pairs(x, NO_UNITS, marks, scale, keys, normalizer)]
-
-
-def _keys(K: int) -> int:
-    """Returns the number of keys of a warpgroup; these keys share one mark, mild or not."""
-    return WIDTH if K <= 2 * WIDTH else 2 * WIDTH
+    options = {"num_warps": kernel.warps, "maxnreg": 128}
+    gradients = Launch(_gradient_kernel, (programs, 1, 1), arguments, options)
+    return [*found, *chunks.launches, gradients, *pairs.launch_pairs(x, NO_UNITS, marks, scale, KEYS, normalizer)]
 
 
 @gluon.jit
-def _load_gates(g_desc, x_tiles, full, empty, item, place, PARTS: gl.constexpr, G: gl.constexpr):
-    """Loads the gates of the keys of both warpgroups into the next two slots."""
-    b, h, t = place
-    for i in gl.static_range(2):
-        slot = (item + i) % SLOTS
-        mbarrier.wait(empty.index(slot), ((item + i) // SLOTS & 1) ^ 1)
-        mbarrier.expect(full.index(slot), PARTS * g_desc.block_type.nbytes)
-        for p in gl.static_range(PARTS):
-            tile = gate_tile(g_desc, x_tiles, slot * PARTS + p)
-            tma.async_copy_global_to_shared(g_desc, [b, h // G, t, (i * PARTS + p) * D], full.index(slot), tile)
+def _filled(n, work):
+    """Returns the first of the pairs n, n + step, and so on that has tokens; `count` or more if there is none."""
+    _, _, _, count, order, _, step = work
+    if order is not None:
+        while (n < count) & (_tokens(gl.minimum(n, count - 1), work) == 0):
+            n += step
+    return n
 
 
 @gluon.jit
-def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr):
-    """Loads all keys of D values of S or P into the next slot."""
-    row, h, value = place
+def _next(n, key, work, SLICES: gl.constexpr):
+    """Returns the pair, and the first key of the slice, that a block takes after the slice from `key` of pair n."""
+    _, _, K, _, _, _, step = work
+    if SLICES == 1:
+        n = _filled(n + step, work)
+    else:
+        key += 2 * D
+        if key >= K:
+            key = 0
+            n = _filled(n + step, work)
+    return n, key
+
+
+@gluon.jit
+def _tokens(n, work):
+    """Returns the number of tokens of the n-th pair."""
+    _, _, _, _, rows = _place(n, work)
+    return rows
+
+
+@gluon.jit
+def _place(n, work):
+    """Returns the row of states, the batch, the head, the first token and the number of tokens of the n-th pair."""
+    T, Hq, _, _, order, _, _ = work
+    n = gl.to_tensor(n)
+    h = n % Hq
+    i = n // Hq
+    if order is not None:
+        b = gl.to_tensor(0)
+        i, t, rows, _, _ = segment_at(order, i)
+    else:
+        chunks = gl.cdiv(T, C)
+        b = i // chunks
+        t = i % chunks * C
+        rows = gl.minimum(T - t, C)
+    return i, b, h, t, rows
+
+
+@gluon.jit
+def _load_queries(i, n, key, descriptors, tiles, barriers, work, PARTS: gl.constexpr, G: gl.constexpr):
+    """Starts the loads of q, k and g of a slice of the n-th pair, the i-th of this block, once their slot is empty."""
+    q_desc, k_desc, _, _, g_desc, _, _ = descriptors
+    q_tiles, k_tiles, _, _, _, x_tiles = tiles
+    qk_full, qk_empty, _, _, _, _ = barriers
+    _, b, h, t, _ = _place(n, work)
+    slot = i % CHUNKS
+    GATE_SIZE: gl.constexpr = 0 if g_desc is None else g_desc.block_type.nbytes
+    bar = qk_full.index(slot)
+    mbarrier.wait(qk_empty.index(slot), (i // CHUNKS & 1) ^ 1)
+    mbarrier.expect(bar, PARTS * (2 * q_desc.block_type.nbytes + GATE_SIZE))
+    for p in gl.static_range(PARTS):
+        if g_desc is not None:
+            x_tile = gate_tile(g_desc, x_tiles, PARTS * slot + p)
+            tma.async_copy_global_to_shared(g_desc, [b, h // G, t, key + p * D], bar, x_tile)
+        tma.async_copy_global_to_shared(q_desc, [b, h, t, key + p * D], bar, q_tiles.index(PARTS * slot + p))
+        tma.async_copy_global_to_shared(k_desc, [b, h // G, t, key + p * D], bar, k_tiles.index(PARTS * slot + p))
+
+
+@gluon.jit
+def _load_states(desc, s_tiles, full, empty, item, place, PARTS: gl.constexpr, SLOTS: gl.constexpr):
+    """Loads the keys of a slice, and D values, of S or P into the next slot."""
+    row, h, key, value = place
     slot = item % SLOTS
     mbarrier.wait(empty.index(slot), (item // SLOTS & 1) ^ 1)
-    mbarrier.expect(full.index(slot), 2 * PARTS * desc.block_type.nbytes)
-    for p in gl.static_range(2 * PARTS):
-        tile = s_tiles.index(2 * PARTS * slot + p)
-        tma.async_copy_global_to_shared(desc, [row, h, p * D, value], full.index(slot), tile)
+    mbarrier.expect(full.index(slot), PARTS * desc.block_type.nbytes)
+    for p in gl.static_range(PARTS):
+        tile = s_tiles.index(PARTS * slot + p)
+        tma.async_copy_global_to_shared(desc, [row, h, key + p * D, value], full.index(slot), tile)
 
 
 @gluon.jit
-def _load_warp(descriptors, tiles, barriers, place, tiles_v, PARTS: gl.constexpr, G: gl.constexpr):
-    """Loads q, k and g, then prefetches tiles of v and do, and of S and P in turns; finally loads g once more."""
-    q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc = descriptors
-    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles = tiles
-    qk_full, full, empty, v_full, v_empty = barriers
-    b, h, t, row = place
-    first: gl.constexpr = 0 if g_desc is None else 2
-    mbarrier.expect(qk_full, 4 * PARTS * q_desc.block_type.nbytes)
-    for p in gl.static_range(2 * PARTS):
-        tma.async_copy_global_to_shared(q_desc, [b, h, t, p * D], qk_full, q_tiles.index(p))
-        tma.async_copy_global_to_shared(k_desc, [b, h // G, t, p * D], qk_full, k_tiles.index(p))
-    if g_desc is not None:
-        _load_gates(g_desc, x_tiles, full, empty, 0, (b, h, t), PARTS, G)
-    for j in range(tiles_v):
-        slot = j % V_SLOTS
-        mbarrier.wait(v_empty.index(slot), (j // V_SLOTS & 1) ^ 1)
-        mbarrier.expect(v_full.index(slot), 2 * v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(do_desc, [b, h, t, j * D], v_full.index(slot), do_tiles.index(slot))
-        tma.async_copy_global_to_shared(v_desc, [b, h // G, t, j * D], v_full.index(slot), v_tiles.index(slot))
-        _load_states(s_desc, s_tiles, full, empty, first + 2 * j, (row, h // G, j * D), PARTS)
-        _load_states(p_desc, s_tiles, full, empty, first + 2 * j + 1, (row, h, j * D), PARTS)
-    if g_desc is not None:
-        _load_gates(g_desc, x_tiles, full, empty, first + 2 * tiles_v, (b, h, t), PARTS, G)
-
-
-@gluon.jit
-def _wait(full, item):
-    mbarrier.wait(full.index(item % SLOTS), item // SLOTS & 1)
-
-
-@gluon.jit
-def _release(empty, item):
-    mbarrier.arrive(empty.index(item % SLOTS), count=1)
+def _load_warp(given, PARTS: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.constexpr, G: gl.constexpr):
+    """Prefetches tiles of v and do, and of S and P in turns, and q, k and g of the next slice after the first tiles."""
+    descriptors, tiles, barriers, work, tiles_v = given
+    _, _, v_desc, do_desc, _, s_desc, p_desc = descriptors
+    _, _, v_tiles, do_tiles, s_tiles, _ = tiles
+    _, _, full, empty, v_full, v_empty = barriers
+    _, _, _, count, _, first, _ = work
+    i, n, key = 0, _filled(first, work), 0
+    if n < count:
+        _load_queries(i, n, key, descriptors, tiles, barriers, work, PARTS, G)
+    while n < count:
+        row, b, h, t, _rows = _place(n, work)
+        this = key
+        n, key = _next(n, key, work, SLICES)
+        for j in range(tiles_v):
+            if (j == 1) & (n < count):
+                _load_queries(i + 1, n, key, descriptors, tiles, barriers, work, PARTS, G)
+            item = i * tiles_v + j
+            slot = item % V_SLOTS
+            mbarrier.wait(v_empty.index(slot), (item // V_SLOTS & 1) ^ 1)
+            mbarrier.expect(v_full.index(slot), 2 * v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(do_desc, [b, h, t, j * D], v_full.index(slot), do_tiles.index(slot))
+            tma.async_copy_global_to_shared(v_desc, [b, h // G, t, j * D], v_full.index(slot), v_tiles.index(slot))
+            _load_states(s_desc, s_tiles, full, empty, 2 * item, (row, h // G, this, j * D), PARTS, SLOTS)
+            _load_states(p_desc, s_tiles, full, empty, 2 * item + 1, (row, h, this, j * D), PARTS, SLOTS)
+        i += 1
 
 
 @gluon.jit
@@ -191,194 +245,263 @@ def _tile(tiles, i):
 
 
 @gluon.jit
-def _decay(g_desc, tiles, own, mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
-    """Replaces q and k of this warpgroup by qg and kg, and stores b_C / 2 [D] of each part."""
-    q_tiles, k_tiles, x_tiles, r_tiles = tiles
+def _decay(g_desc, tiles, slot, mild, rows, scale, PARTS: gl.constexpr, PACKED: gl.constexpr):
+    """Replaces q and k by qg and kg, gates by the exponents of queries, and stores b_C / 2 [D] of each part.
+
+    The loops over parts are loops at run time, here and below: they keep the code small, which is fetched again for
+    each slice.
+    """
+    q_tiles, k_tiles, x_tiles, _, r_tiles, _, _ = tiles
     for p in range(PARTS):
-        q_tile, k_tile = _tile(q_tiles, own + p), _tile(k_tiles, own + p)
-        if g_desc is not None:
-            g = gates(gate_tile(g_desc, x_tiles, own + p), rows, None, PACKED)  # [C, D]
-            x, end = exponents(g, mild, 0.0)  # [C, D], [D]
-            r_tiles.index(own + p).store(0.5 * end)
-            decay(q_tile, k_tile, x, end, mild, 0.0, scale)
-        else:
-            q_tile.store((q_tile.load(RUNS).to(gl.float32) * scale).to(gl.bfloat16))
+        own = PARTS * slot + p
+        q_tile, k_tile = _tile(q_tiles, own), _tile(k_tiles, own)
         if PACKED:
             clear_rows(q_tile, rows, RUNS)
             clear_rows(k_tile, rows, RUNS)
+        if g_desc is not None:
+            g = gates(gate_tile(g_desc, x_tiles, own), rows, None, PACKED)  # [C, D]
+            x, end = exponents(g, mild, 0.0)  # [C, D], [D]
+            _tile(x_tiles, own).store(x)
+            r_tiles.index(own).store(0.5 * end)
+            decay(q_tile, k_tile, x, end, mild, 0.0, scale)
+        else:
+            q_tile.store((q_tile.load(RUNS).to(gl.float32) * scale).to(q_tile.dtype))
 
 
 @gluon.jit
-def _scores(q_tiles, k_tiles, milds, PARTS: gl.constexpr):
-    """Returns A^T [C, C] as the left operand of a product."""
-    row = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1]
-    column = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C]
-    none = gl.zeros([C, C], gl.float32, LAYOUT)
-    aT = none
-    for i in gl.static_range(2):
-        acc = none
-        for p in gl.static_range(PARTS):
-            q_tile = _tile(q_tiles, i * PARTS + p)
-            acc = product(_tile(k_tiles, i * PARTS + p), q_tile.permute([1, 0]), acc)
-        aT += gl.where((row <= column) & milds[i], warpgroup_mma_wait(0, [acc]), 0.0)
-    return gl.convert_layout(aT.to(gl.bfloat16), LEFT)
+def _write_dg(
+    tiles, slot, place, key, dg_ptr, logits, sizes, NORMALIZER: gl.constexpr, PARTS: gl.constexpr, G: gl.constexpr
+):
+    """Writes dg of a slice: the value at the chunk's start, minus the sum of w before each row.
 
-
-@gluon.jit
-def _add_crossing(this, other, s_tiles, s_first, p_first, PARTS: gl.constexpr):
-    """Adds the sum of S * P, over the values of a tile, to the tensor [D] of each part of the keys."""
+    Args:
+        logits: if NORMALIZER is given, a pointer to the logits, and the strides of batches, tokens and heads.
+    """
+    _, _, _, w_tiles, _, anchors, _ = tiles
+    _, b, h, t, rows = place
+    T, Hq, K, _, _ = sizes
+    row = (gl.arange(0, C, gl.SliceLayout(1, RUNS)) + opaque_zero())[:, None]  # [C, 1]
+    column = gl.arange(0, D, gl.SliceLayout(0, RUNS))[None, :]  # [1, D]
+    first = dg_ptr + ((b.to(gl.int64) * T + t) * Hq + h) * K + key
+    offsets = row.to(gl.int64) * (Hq * K) + column  # [C, D]
     for p in range(PARTS):
-        S = _tile(s_tiles, s_first + p).load(ROWS).to(gl.float32)  # [D, D]
-        P = _tile(s_tiles, p_first + p).load(ROWS).to(gl.float32)  # [D, D]
-        added = this + gl.sum(S * P, 1)
-        this, other = (other, added) if PARTS > 1 else (added, other)
-    return this, other
+        inside = (row < rows) & (column < K - key - p * D)
+        if NORMALIZER is not None:
+            g_ptr, g_b, g_t, g_h = logits
+            head = g_ptr + b.to(gl.int64) * g_b + (h // G).to(gl.int64) * g_h
+            x = gl.load(head + (t + row).to(gl.int64) * g_t + (key + p * D + column), inside, 0.0)
+        if PARTS > 1:
+            w = _tile(w_tiles, PARTS * slot + p).load(RUNS)  # [C, D]
+        else:
+            w = _tile(w_tiles, 2 * slot).load(RUNS) - _tile(w_tiles, 2 * slot + 1).load(RUNS)  # [C, D]
+        anchor = anchors.index(PARTS * slot + p).load(gl.SliceLayout(0, RUNS))  # [D]
+        dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)  # [C, D]
+        if NORMALIZER is not None:
+            dg *= slope_of_gates(x, NORMALIZER)
+        gl.store(first + p * D + offsets, dg.to(dg_ptr.dtype.element_ty), inside)
+
+
+@gluon.jit
+def _gate_warps(
+    given,
+    NORMALIZER: gl.constexpr,
+    PARTS: gl.constexpr,
+    SLICES: gl.constexpr,
+    G: gl.constexpr,
+):
+    """Replaces q, k by qg, kg, slice after slice, and writes dg of the slice before."""
+    g_desc, tiles, barriers, marks, dg_ptr, logits, work, sizes, scale = given
+    qk_full, qk_empty, gated, w_full = barriers
+    _, Hq, _, count, order, first, _ = work
+    PACKED: gl.constexpr = order is not None
+    mild_flags = tiles[6]
+    i, n, key = 0, _filled(first, work), 0
+    last_n, last_key = -1, 0
+    while (n < count) | (last_n >= 0):
+        slot = i % CHUNKS
+        if n < count:
+            row, _b, h, _t, rows = _place(n, work)
+            mild = True
+            if g_desc is not None:
+                at = (row * Hq + h).to(gl.int64) * SLICES + key // (2 * D)
+                mild = gl.load(marks + at) == 0
+                mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
+            mbarrier.wait(qk_full.index(slot), i // CHUNKS & 1)
+            _decay(g_desc, tiles, slot, mild, rows, scale, PARTS, PACKED)
+            fence_async_shared()
+            mbarrier.arrive(gated.index(slot), count=1)
+        if last_n >= 0:
+            slot = (i + 1) % CHUNKS
+            if g_desc is not None:
+                mbarrier.wait(w_full.index(slot), (i - 1) // CHUNKS & 1)
+                place = _place(last_n, work)
+                _write_dg(tiles, slot, place, last_key, dg_ptr, logits, sizes, NORMALIZER, PARTS, G)
+            mbarrier.arrive(qk_empty.index(slot), count=1)
+        last_n, last_key = gl.where(n < count, n, -1), key
+        n, key = _next(n, key, work, SLICES)
+        i += 1
+
+
+@gluon.jit
+def _masked(scores, row, column):
+    """Returns the scores [C, C] where row <= column, else 0, as an operand."""
+    return gl.where(row <= column, scores, 0.0).to(gl.bfloat16)
 
 
 @gluon.jit
 def _gradient_warps(
-    g_desc,
-    tiles,
-    barriers,
-    outputs,
-    marks,
-    place,
-    sizes,
-    scale,
+    given,
     part: gl.constexpr,
-    NORMALIZER: gl.constexpr,
     PARTS: gl.constexpr,
-    PACKED: gl.constexpr,
+    SLICES: gl.constexpr,
+    SLOTS: gl.constexpr,
+    HAS_GATE: gl.constexpr,
 ):
-    """Computes the gradients of PARTS parts of the keys of a chunk.
-
-    In addition, the first warpgroup computes dA, and the second computes dv. The loops over parts are loops at run
-    time, because the code has to fit into the instruction cache.
-    """
-    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, da_tiles, dv_tile, r_tiles = tiles
-    qk_full, full, empty, v_full, v_empty, gated, ready = barriers
-    dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, dg_ptr, logits = outputs
-    b, h, t, rows = place
-    T, Hq, K, V = sizes
-    tiles_v = gl.cdiv(V, D)
-    HAS_GATE: gl.constexpr = marks is not None
-    own: gl.constexpr = part * PARTS
-    first: gl.constexpr = 2 if HAS_GATE else 0
-    where = (b, h, t, T, Hq)
-    milds = (True, True)
-    if HAS_GATE:
-        milds = (gl.load(marks) == 0, gl.load(marks + 1, PARTS * D < K, 0) == 0)
-    mild = milds[part]
-    mbarrier.wait(qk_full, 0)
-    if HAS_GATE:
-        _wait(full, part)
-    _decay(g_desc, (q_tiles, k_tiles, x_tiles, r_tiles), own, mild, rows, scale, PARTS, PACKED)
-    if HAS_GATE:
-        _release(empty, 0)
-        _release(empty, 1)
-    fence_async_shared()
-    mbarrier.arrive(gated, count=1)
-    mbarrier.wait(gated, 0)
-
+    """Computes dq and dk of a part of the keys, or one of them, and dv in the second warpgroup, slice after slice."""
+    tiles, barriers, outputs, work, sums, sizes, scale = given
+    q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles, w_tiles, da_tile, out_tiles, r_tiles, anchors, flags = tiles
+    qk_empty, gated, w_full, full, empty, v_full, v_empty, ready = barriers
+    dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr = outputs
+    T, Hq, K, V, tiles_v = sizes
+    _, _, _, count, order, first, _ = work
+    PACKED: gl.constexpr = order is not None
+    OF_QUERIES: gl.constexpr = PARTS > 1 or part == 0
+    OF_KEYS: gl.constexpr = PARTS > 1 or part == 1
+    own_part: gl.constexpr = part if PARTS > 1 else 0
     none = gl.zeros([C, C], gl.float32, LAYOUT)
-    square = none  # dA in the first warpgroup, dv in the second
-    if part == 1:
-        aT = _scores(q_tiles, k_tiles, milds, PARTS)
-    dq0, dq1, dk0, dk1 = none, none, none, none  # dq and dk of each part
-    crossing0 = gl.zeros([D], gl.float32, gl.SliceLayout(1, ROWS))
-    crossing1 = crossing0
-    for j in range(tiles_v):
-        item = first + 2 * j
-        v_slot = j % V_SLOTS
-        v_tile, do_tile = _tile(v_tiles, v_slot), _tile(do_tiles, v_slot)
-        S = 2 * PARTS * (item % SLOTS)  # index of the first tile of S
-        P = 2 * PARTS * ((item + 1) % SLOTS)  # index of the first tile of P
-        mbarrier.wait(v_full.index(v_slot), j // V_SLOTS & 1)
-        if PACKED:
-            clear_rows(do_tile, rows, RUNS)
-            fence_async_shared()
-        _wait(full, item)
-        dq0 = product(do_tile, _tile(s_tiles, S + own).permute([1, 0]), dq0)
-        if PARTS > 1:
-            dq1 = product(do_tile, _tile(s_tiles, S + own + 1).permute([1, 0]), dq1)
-        if part == 0:
-            square = product(do_tile, v_tile.permute([1, 0]), square)
-        _wait(full, item + 1)
-        dk0 = product(v_tile, _tile(s_tiles, P + own).permute([1, 0]), dk0)
-        if PARTS > 1:
-            dk1 = product(v_tile, _tile(s_tiles, P + own + 1).permute([1, 0]), dk1)
-        if part == 1:
-            square = product(aT, do_tile, none)  # dv
-            for p in gl.static_range(2 * PARTS):
-                square = product(_tile(k_tiles, p), _tile(s_tiles, P + p), square)
+    in_order = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None] * D  # [C, D], numbers of elements of a tile
+    in_order += gl.arange(0, D, gl.SliceLayout(0, LAYOUT))[None, :]
+    i, n, key = 0, _filled(first, work), 0
+    while n < count:
+        _row, b, h, t, rows = _place(n, work)
+        where = (b, h, t, T, Hq)
+        slot = i % CHUNKS
+        own = PARTS * slot + own_part
+        q_tile, k_tile = _tile(q_tiles, own), _tile(k_tiles, own)
+        row = (gl.arange(0, C, gl.SliceLayout(1, LAYOUT)) + opaque_zero())[:, None]  # [C, 1]
+        column = (gl.arange(0, C, gl.SliceLayout(0, LAYOUT)) + opaque_zero())[None, :]  # [1, C]
+        tma.store_wait(0)  # the gradients of the slice before have left the tiles
+        mbarrier.arrive(qk_empty.index((i + 1) % CHUNKS), count=1, pred=i > 0)
+        mbarrier.wait(gated.index(slot), i // CHUNKS & 1)
+        last = True  # whether this is the last slice of the pair
+        if SLICES > 1:
+            last = key + 2 * D >= K
+        beyond = 0  # C masks every score
         if HAS_GATE:
-            crossing0, crossing1 = _add_crossing(crossing0, crossing1, s_tiles, S + own, P + own, PARTS)
-        if PARTS > 1:
-            dq0, dq1, dk0, dk1, square = warpgroup_mma_wait(0, [dq0, dq1, dk0, dk1, square])
-        else:
-            dq0, dk0, square = warpgroup_mma_wait(0, [dq0, dk0, square])
-        _release(empty, item)
-        _release(empty, item + 1)
-        mbarrier.arrive(v_empty.index(v_slot), count=1)
+            mild = gl.max(flags.index(slot).load(gl.SliceLayout(1, LAYOUT)), 0) != 0
+            beyond = gl.where(mild, 0, C)
         if part == 1:
-            tma.store_wait(0)
-            write(dv_desc, dv_ptr, dv_tile, square, j * D, V, where, rows, PACKED)
+            aT = none
+            for p in gl.static_range(PARTS):
+                other_q = _tile(q_tiles, PARTS * slot + p)
+                aT = product(_tile(k_tiles, PARTS * slot + p), other_q.permute([1, 0]), aT)
+            aT = gl.convert_layout(_masked(warpgroup_mma_wait(0, [aT]), row + beyond, column), LEFT)
+        dq, dk, square = none, none, none  # square is dA in the first warpgroup, dv in the second
+        crossing = gl.zeros([D, D], gl.float32, ROWS)  # S * P, summed over tiles of values
+        for j in range(tiles_v):
+            item = i * tiles_v + j
+            v_slot = item % V_SLOTS
+            S, P = 2 * item % SLOTS, (2 * item + 1) % SLOTS  # slots
+            v_tile, do_tile = _tile(v_tiles, v_slot), _tile(do_tiles, v_slot)
+            s_tile, p_tile = _tile(s_tiles, PARTS * S + own_part), _tile(s_tiles, PARTS * P + own_part)
+            if part == 1:
+                square = none
+                if SLICES > 1:
+                    summed = sums + j * (C * D) + in_order  # [C, D]
+                    square = gl.load(summed, key > 0, 0.0)  # the same thread has stored it
+            mbarrier.wait(v_full.index(v_slot), item // V_SLOTS & 1)
+            if PACKED:
+                clear_rows(do_tile, rows, LAYOUT)
+                fence_async_shared()
+            mbarrier.wait(full.index(S), 2 * item // SLOTS & 1)
+            if OF_QUERIES:
+                dq = product(do_tile, s_tile.permute([1, 0]), dq)
+            if part == 0:
+                square = product(do_tile, v_tile.permute([1, 0]), square)
+            mbarrier.wait(full.index(P), (2 * item + 1) // SLOTS & 1)
+            if OF_KEYS:
+                dk = product(v_tile, p_tile.permute([1, 0]), dk)
+            if part == 1:
+                square = product(aT, do_tile, square)
+                for p in gl.static_range(PARTS):
+                    square = product(_tile(k_tiles, PARTS * slot + p), _tile(s_tiles, PARTS * P + p), square)
+            if HAS_GATE and OF_QUERIES:
+                crossing += s_tile.load(ROWS).to(gl.float32) * p_tile.load(ROWS).to(gl.float32)
+            if PARTS > 1:
+                dq, dk, square = warpgroup_mma_wait(0, [dq, dk, square])
+            elif part == 0:
+                dq, square = warpgroup_mma_wait(0, [dq, square])
+            else:
+                dk, square = warpgroup_mma_wait(0, [dk, square])
+            mbarrier.arrive(empty.index(S), count=1)
+            mbarrier.arrive(empty.index(P), count=1)
+            mbarrier.arrive(v_empty.index(v_slot), count=1)
+            if part == 1:
+                if SLICES > 1:
+                    gl.store(summed, square, key + 2 * D < K)
+                if last:
+                    tma.store_wait(0)
+                    write(dv_desc, dv_ptr, _tile(out_tiles, 0), square, j * D, V, where, rows, PACKED)
 
-    if part == 0:
-        row = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None]  # [C, 1]
-        column = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]  # [1, C]
-        for i in gl.static_range(2):
-            da_tiles.index(i).store(gl.where((row >= column) & milds[i], square, 0.0).to(gl.bfloat16))
-        fence_async_shared()
-    mbarrier.arrive(ready, count=1)
-    mbarrier.wait(ready, 0)
-    da_tile = da_tiles.index(part)
-    last = first + 2 * tiles_v + part
-    if HAS_GATE:
-        _wait(full, last)
-    for p in range(PARTS):
-        dq, dk, crossing = dq0, dk0, crossing0
-        q_tile, k_tile = _tile(q_tiles, own + p), _tile(k_tiles, own + p)
-        key = (own + p) * D
+        # The second warpgroup has released tiles of this slice, so it has read dA of the slice before.
+        if part == 0:
+            da_tile.store(_masked(square, column + beyond, row))
+            fence_async_shared()
+        mbarrier.arrive(ready, count=1)
+        if HAS_GATE and OF_QUERIES:
+            anchors.index(own).store(gl.sum(crossing, 1))
+        mbarrier.wait(ready, i & 1)
+        if OF_QUERIES:
+            started = product(da_tile, k_tile, none)
+        if OF_KEYS:
+            dk = product(da_tile.permute([1, 0]), q_tile, dk)
         if HAS_GATE:
-            arrived = last % SLOTS * PARTS + p
-            x_tile = _tile(x_tiles, arrived)
-            g = gates(gate_tile(g_desc, x_tiles, arrived), rows, None, PACKED)  # [C, D]
-            x, _ = exponents(g, mild, 0.0)  # [C, D]
-            x_tile.store(x)
-            r = r_tiles.index(own + p).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
-            dq *= gl.exp2(gl.where(mild, r, 0.0))
-            entered = gl.sum(q_tile.load(LAYOUT).to(gl.float32) * dq, 0)  # [D], the term of queries that read S
-        dq = product(da_tile, k_tile, dq)
-        dq, dk = warpgroup_mma_wait(0, [dq, product(da_tile.permute([1, 0]), q_tile, dk)])
+            r = r_tiles.index(own).load(gl.SliceLayout(0, LAYOUT))[None, :]  # [1, D]
+            x = _tile(x_tiles, own).load(LAYOUT)  # [C, D]
+            w_tile = _tile(w_tiles, 2 * slot + part)  # with two parts, it takes the place of x
+            if OF_QUERIES:
+                dq *= gl.exp2(gl.where(mild, r, 0.0))
+                w_tile.store(q_tile.load(LAYOUT).to(gl.float32) * dq)
+                entered = gl.sum(w_tile.load(RUNS), 0)  # [D], the term of queries that read S; needs no scratch memory
+                half = r_tiles.index(own).load(gl.SliceLayout(0, RUNS))  # b_C / 2 [D]
+                crossed = anchors.index(own).load(gl.SliceLayout(0, RUNS))  # [D]
+                anchors.index(own).store(entered + crossed * gl.exp2(gl.where(mild, half, 2 * half)))
+        if PARTS > 1:
+            started, dk = warpgroup_mma_wait(0, [started, dk])
+        elif part == 0:
+            started = warpgroup_mma_wait(0, [started])
+        else:
+            dk = warpgroup_mma_wait(0, [dk])
+        if OF_QUERIES:
+            dq += started
         if HAS_GATE:
-            w = q_tile.load(LAYOUT).to(gl.float32) * dq - k_tile.load(LAYOUT).to(gl.float32) * dk  # [C, D]
-            x = x_tile.load(LAYOUT)  # [C, D]
-            dq *= gl.exp2(x)
-            dk *= gl.exp2(gl.where(mild, 0.0, 2 * r) - x)
-            x_tile.store(w)
-        # This warpgroup writes through its tiles of q and k: all warps have read these.
-        write(dq_desc, dq_ptr, q_tile, dq * scale, key, K, where, rows, PACKED)
-        write(dk_desc, dk_ptr, k_tile, dk, key, K, where, rows, PACKED)
-        if HAS_GATE:
-            r_keys = r_tiles.index(own + p).load(gl.SliceLayout(1, ROWS))  # [D]
-            crossing *= gl.exp2(gl.where(mild, r_keys, 2 * r_keys))
-            anchor = gl.convert_layout(crossing, gl.SliceLayout(0, RUNS))  # [D]
-            anchor += gl.convert_layout(entered, gl.SliceLayout(0, RUNS))
-            w = x_tile.load(RUNS)  # [C, D]
-            dg = anchor[None, :] - (gl.associative_scan(w, 0, plus) - w)  # [C, D]
-            if NORMALIZER is not None:
-                g_ptr, g_t = logits
-                token = gl.arange(0, C, gl.SliceLayout(1, RUNS))[:, None]  # [C, 1]
-                keys = key + gl.arange(0, D, gl.SliceLayout(0, RUNS))[None, :]  # [1, D]
-                at = g_ptr + (t + token).to(gl.int64) * g_t + keys
-                dg *= slope_of_gates(gl.load(at, (token < rows) & (keys < K), 0.0), NORMALIZER)
-            write_rows(dg_ptr, dg, key, K, where, rows)
-        dq0, dk0, crossing0 = dq1, dk1, crossing1
+            if PARTS > 1:
+                w = q_tile.load(LAYOUT).to(gl.float32) * dq - k_tile.load(LAYOUT).to(gl.float32) * dk  # [C, D]
+            elif part == 0:
+                w = q_tile.load(LAYOUT).to(gl.float32) * dq
+            else:
+                w = k_tile.load(LAYOUT).to(gl.float32) * dk
+            w_tile.store(w)
+            mbarrier.arrive(w_full.index(slot), count=1)
+            if OF_QUERIES:
+                dq *= gl.exp2(x)
+            if OF_KEYS:
+                dk *= gl.exp2(gl.where(mild, 0.0, 2 * r) - x)
+        # Two parts are written through their tiles of q and k: all warps have read these.
+        if OF_QUERIES:
+            dq_tile = q_tile if PARTS > 1 else _tile(out_tiles, 1)
+            write(dq_desc, dq_ptr, dq_tile, dq * scale, key + own_part * D, K, where, rows, PACKED)
+        if OF_KEYS:
+            dk_tile = k_tile if PARTS > 1 else _tile(out_tiles, 0)
+            if PARTS == 1:
+                tma.store_wait(0)  # the last tile of dv has left it
+            write(dk_desc, dk_ptr, dk_tile, dk, key + own_part * D, K, where, rows, PACKED)
+        n, key = _next(n, key, work, SLICES)
+        i += 1
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["scale", "T", "g_b", "g_t", "g_h", "Hq", "K", "V"])
+@gluon.jit(do_not_specialize=["scale", "count", "T", "g_b", "g_t", "g_h", "Hq", "K", "V", "tiles_v"])
 def _gradient_kernel(
     q_desc,  # [B, Hq, T, K], tiles [C, D]
     k_desc,  # [B, H, T, K], tiles [C, D]
@@ -395,9 +518,11 @@ def _gradient_kernel(
     dv_ptr,  # [B, T, Hq, V]
     dg_ptr,  # [B, T, Hq, K] or None
     g_ptr,  # logits, [B, T, H, K], if NORMALIZER is given, else None
-    marks,  # [n, Hq, blocks of keys]; None if g is None
+    marks,  # [n, Hq, SLICES], 1 where a chunk is not mild; None if g is None
+    sums,  # [programs, tiles of values, C, D] float32, or None if there is one slice
     order,  # [n, 5] or None
     scale,
+    count,  # pairs of a chunk and a query head
     T,
     g_b,
     g_t,
@@ -405,61 +530,61 @@ def _gradient_kernel(
     Hq,
     K,
     V,
+    tiles_v,  # tiles of values, at least two: with one, a warpgroup could fall behind by a slice
     PARTS: gl.constexpr,
+    SLICES: gl.constexpr,
+    SLOTS: gl.constexpr,  # tiles of S or P that are prefetched, each with all keys
     G: gl.constexpr,
     NORMALIZER: gl.constexpr,
 ):
-    """Computes one chunk of one head, with two warpgroups of PARTS parts of D keys each, and a load warp."""
-    PACKED: gl.constexpr = order is not None
-    h = gl.program_id(0) % Hq
-    i = gl.program_id(0) // Hq
-    if PACKED:
-        b = gl.to_tensor(0)
-        i, t, rows, _, _ = segment_at(order, i)
-        if rows == 0:
-            return
-    else:
-        chunks = gl.cdiv(T, C)
-        b = i // chunks
-        t = i % chunks * C
-        rows = gl.minimum(T - t, C)
-    if marks is not None:
-        marks += (i * Hq + h).to(gl.int64) * gl.cdiv(K, PARTS * D)
-
+    """Computes every num_programs-th pair of a chunk and a head."""
+    HAS_GATE: gl.constexpr = marks is not None
     dtype: gl.constexpr = gl.bfloat16
     exponents: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, C, D], gl.float32)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], dtype)
     row_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_tiles = gl.allocate_shared_memory(dtype, [2 * PARTS, 1, 1, C, D], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [2 * PARTS, 1, 1, C, D], k_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [CHUNKS * PARTS, 1, 1, C, D], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [CHUNKS * PARTS, 1, 1, C, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [V_SLOTS, 1, 1, C, D], v_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [V_SLOTS, 1, 1, C, D], do_desc.layout)
-    s_tiles = gl.allocate_shared_memory(dtype, [2 * PARTS * SLOTS, 1, 1, D, D], s_desc.layout)
-    x_tiles = s_tiles._reinterpret(gl.float32, [PARTS * SLOTS, 1, 1, C, D], exponents)
-    da_tiles = gl.allocate_shared_memory(dtype, [2, C, C], square)
-    dv_tiles = gl.allocate_shared_memory(dtype, [1, 1, 1, C, D], dv_desc.layout)
-    r_tiles = gl.allocate_shared_memory(gl.float32, [2 * PARTS, D], row_layout)
+    s_tiles = gl.allocate_shared_memory(dtype, [PARTS * SLOTS, 1, 1, D, D], s_desc.layout)
+    x_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, 1, 1, C, D], exponents) if HAS_GATE else q_tiles
+    da_tile = gl.allocate_shared_memory(dtype, [1, C, C], square).index(0)
+    out_tiles = gl.allocate_shared_memory(dtype, [1 if PARTS > 1 else 2, 1, 1, C, D], dv_desc.layout)  # of dv and dq
+    w_tiles = x_tiles
+    if HAS_GATE and PARTS == 1:
+        w_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * 2, 1, 1, C, D], exponents)
+    r_tiles = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)
+    anchors = gl.allocate_shared_memory(gl.float32, [CHUNKS * PARTS, D], row_layout)
+    mild_flags = gl.allocate_shared_memory(gl.int32, [CHUNKS, 1], row_layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
-    qk_full = gl.allocate_shared_memory(gl.int64, [1], bars)  # q and k have been loaded
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # a tile of S, P or g has been loaded
+    qk_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # q, k and g have been loaded
+    qk_empty = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # dq, dk, dg have left the tiles of q, k, g
+    gated = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # q, k have become qg, kg, and g the exponents
+    w_full = gl.allocate_shared_memory(gl.int64, [CHUNKS, 1], bars)  # w and dg at the chunk's start have been written
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # a tile of S or P has been loaded
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], bars)  # both warpgroups have read it
     v_full = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # tiles of v and do have been loaded
     v_empty = gl.allocate_shared_memory(gl.int64, [V_SLOTS, 1], bars)  # both warpgroups have read them
-    gated = gl.allocate_shared_memory(gl.int64, [1], bars)  # q and k have become qg and kg
     ready = gl.allocate_shared_memory(gl.int64, [1], bars)  # dA has been written, and all of kg has been read
-    mbarrier.init(qk_full, count=1)
+    for slot in gl.static_range(CHUNKS):
+        mbarrier.init(qk_full.index(slot), count=1)
+        mbarrier.init(qk_empty.index(slot), count=3)
+        mbarrier.init(gated.index(slot), count=1)
+        mbarrier.init(w_full.index(slot), count=2)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
     for slot in gl.static_range(V_SLOTS):
         mbarrier.init(v_full.index(slot), count=1)
         mbarrier.init(v_empty.index(slot), count=2)
-    mbarrier.init(gated, count=2)
     mbarrier.init(ready, count=2)
 
     descriptors = (q_desc, k_desc, v_desc, do_desc, g_desc, s_desc, p_desc)
     load_tiles = (q_tiles, k_tiles, v_tiles, do_tiles, s_tiles, x_tiles)
-    load_barriers = (qk_full, full, empty, v_full, v_empty)
+    load_barriers = (qk_full, qk_empty, full, empty, v_full, v_empty)
+    gate_tiles = (q_tiles, k_tiles, x_tiles, w_tiles, r_tiles, anchors, mild_flags)
+    gate_barriers = (qk_full, qk_empty, gated, w_full)
     tiles = (
         q_tiles,
         k_tiles,
@@ -467,29 +592,30 @@ def _gradient_kernel(
         do_tiles,
         s_tiles,
         x_tiles,
-        da_tiles,
-        dv_tiles.index(0).reshape([C, D]),
+        w_tiles,
+        da_tile,
+        out_tiles,
         r_tiles,
+        anchors,
+        mild_flags,
     )
-    barriers = (qk_full, full, empty, v_full, v_empty, gated, ready)
-    logits: gl.constexpr = None
-    if NORMALIZER is not None:
-        logits = (g_ptr + b.to(gl.int64) * g_b + (h // G).to(gl.int64) * g_h, g_t)
-    outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, dg_ptr, logits)
-    place = (b, h, t, rows)
-    sizes = (T, Hq, K, V)
+    barriers = (qk_empty, gated, w_full, full, empty, v_full, v_empty, ready)
+    outputs = (dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr)
+    work = (T, Hq, K, count, order, gl.program_id(0), gl.num_programs(0))
+    sizes = (T, Hq, K, V, tiles_v)
+    if SLICES > 1:
+        sums += gl.program_id(0) * (tiles_v * (C * D))
+    logits = (g_ptr, g_b, g_t, g_h)
+    gate = (g_desc, gate_tiles, gate_barriers, marks, dg_ptr, logits, work, sizes, scale)
+    gradients = (tiles, barriers, outputs, work, sums, sizes, scale)
+    load = (descriptors, load_tiles, load_barriers, work, tiles_v)
     gl.warp_specialize(
         [
-            (
-                _gradient_warps,
-                (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 0, NORMALIZER, PARTS, PACKED),
-            ),
-            (
-                _gradient_warps,
-                (g_desc, tiles, barriers, outputs, marks, place, sizes, scale, 1, NORMALIZER, PARTS, PACKED),
-            ),
-            (_load_warp, (descriptors, load_tiles, load_barriers, (b, h, t, i), gl.cdiv(V, D), PARTS, G)),
+            (_gate_warps, (gate, NORMALIZER, PARTS, SLICES, G)),
+            (_gradient_warps, (gradients, 0, PARTS, SLICES, SLOTS, HAS_GATE)),
+            (_gradient_warps, (gradients, 1, PARTS, SLICES, SLOTS, HAS_GATE)),
+            (_load_warp, (load, PARTS, SLICES, SLOTS, G)),
         ],
-        [4, 1],
-        [232, 24],
+        [4, 4, 1],
+        [192, 192, 24],
     )

@@ -58,9 +58,11 @@ HEAD_GRADIENT_STEP, HEAD_GRADIENT_TILE = 2.6e-6, 0.85e-6
 """Seconds of backward_head.py for 64 tokens, and for each tile of 64 keys and values."""
 GRADIENTS_SHARED = 1.2
 """Number of blocks of backward.py that share a multiprocessor at no cost to each other, if a block has one tile."""
-WIDE_GRADIENT_STATES, WIDE_KEYS, WIDE_TILE = 1.95e-6, 6.7e-6, 0.83e-6
-"""Seconds of the first kernel of backward_wide.py for 64 tokens; seconds of its second kernel for a chunk of a head and
-each 64 keys, and for each tile of 64 keys and values."""
+STATE_GRADIENTS = 1.3e-6
+"""Seconds of state_gradients.py for 64 tokens. They are predicted from numbers of instructions."""
+WIDE_CHUNK, WIDE_KEYS, WIDE_VALUES = 3.2e-6, 2.5e-6, 1e-6
+"""Seconds of backward_wide.py for a chunk of a block of 128 keys, for each 64 keys, and for each 64 values. They are
+predicted from numbers of instructions."""
 
 
 def _refusal(call: OpCall, gpu: Gpu) -> Reason | None:
@@ -341,7 +343,7 @@ def _has_several_blocks(call: OpCall) -> bool:
 def _gradient_parameters(call: OpCall, gpu: Gpu) -> GradientParameters:
     several = _has_several_blocks(call)
     BK, BV = (128 if several or call.dims[name] > 64 else 64 for name in ("K", "V"))
-    return GradientParameters(BK=BK, BV=BV, warps=4)
+    return GradientParameters(BK=BK, BV=BV, warps=4, programs=gpu.multiprocessors)
 
 
 def _backward_seconds(call: OpCall, x: GradientParameters, through: Cut, size: float, c: Constants) -> list[float]:
@@ -375,9 +377,10 @@ def _backward_wide_seconds(call: OpCall, x: GradientParameters, through: Cut, si
     K, V = call.dims["K"], call.dims["V"]
     heads = call.dims["Hq"] // max(call.dims["H"], 1)  # of a group: value heads have no groups here
     P = heads * checkpoint_bytes(call, CHUNK)
-    block = BlockTime(CHUNK, x.BV, START, WIDE_GRADIENT_STATES, keys=x.BK)
+    block = BlockTime(CHUNK, x.BV, START, STATE_GRADIENTS, keys=x.BK)
     states = kernel_seconds(call, block, through, moved_bytes(call) / 2 + P, c)
-    step = ceil_div(K, 64) * (WIDE_KEYS + WIDE_TILE * ceil_div(V, 64))
+    blocks, parts = ceil_div(K, 128), min(2, ceil_div(K, 64))
+    step = blocks * (WIDE_CHUNK + WIDE_KEYS * parts + WIDE_VALUES * ceil_div(V, 64))
     chunks = cut(call, CHUNK, CHUNK)
     chunks = chunks._replace(number=chunks.number * heads)
     return [states, kernel_seconds(call, BlockTime(CHUNK, MAX_WIDTH, 0, step), chunks, size + P, c)]

@@ -6,10 +6,10 @@ for each chunk of C tokens, the last chunk first. backward.py defines these symb
 
 B batch   T tokens   N sequences   I segments   H key/value heads   Hq query heads   G query heads of a group
 K, V key and value width   C tokens of a chunk   D = 64 keys of a warpgroup   BV values of a block
-KEYS keys that share one mark, mild or not   n rows of states
+KEYS = 2 D keys of a block, which share one mark, mild or not   n rows of states
 
-The grid has one block per segment, query head, 2 D keys and BV values. A block has a load warp, and two warpgroups that
-carry D rows of dS each.
+The grid has one block per segment, query head, 2 D keys and BV values. A block has a load warp, two gate warpgroups,
+each of which decays D keys of q of the next chunks, and two state warpgroups, each of which carries D rows of dS.
 
 Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training" (arXiv 2312.06635).
 """
@@ -19,6 +19,9 @@ Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficien
 # pyright: reportUnboundVariable=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,38 +36,60 @@ from gla_core.dispatch.backend import CHUNK, ceil_div
 from gla_triton_kernels.chunk_gla.kernel import GradientParameters
 from gla_triton_kernels.chunk_gla.shared.limits import LOG2E, MILD_DECAY_SM90
 from gla_triton_kernels.chunk_gla.shared.segments import Segments, lengths_of, state_strides
+from gla_triton_kernels.chunk_gla.sm90 import pairs
 from gla_triton_kernels.chunk_gla.sm90.common import as_float32, clear_rows, in_state, plus
 from gla_triton_kernels.chunk_gla.sm90.common_backward import RUNS, WIDTH, C, D, gates, product, segment_backwards
+from gla_triton_kernels.chunk_gla.sm90.log_gates import launch_log_gates
 from gla_triton_kernels.chunk_gla.tensors import BackwardTensors
 from gla_triton_kernels.runtime.launch import Launch
 from gla_triton_kernels.runtime.tma import shared_tiles, state_tiles
 
-STAGES = gl.constexpr(2)  # chunks that are prefetched
+KEYS = 2 * WIDTH
+STAGES = gl.constexpr(3)  # chunks whose q, do and g are in shared memory
+
+
+class StateGradients(NamedTuple):
+    """Holds what the kernel of all chunks reads beside the tensors of the call.
+
+    Attributes:
+        g: log gates [B, T, H, K], or None.
+        P: [n, Hq, K, V] bfloat16.
+        marks: see `launch_pairs` of pairs.py; a mark stands for KEYS keys.
+        launches: the launches that write them.
+    """
+
+    g: Tensor | None
+    P: Tensor
+    marks: Tensor | None
+    launches: list[Launch]
 
 
 def launch_state_gradients(
     kernel: GradientParameters,
     x: BackwardTensors,
-    P: Tensor,
-    marks: Tensor | None,
-    keys: int,
+    entering: Tensor,
     leaving: Tensor | None,
     segments: Segments,
     scale: float,
-) -> list[Launch]:
-    """Returns the launch that writes P and marks chunks that are not mild.
+    normalizer: int | None,
+) -> StateGradients:
+    """Returns P and the marks of chunks that are not mild, and the launches that write them.
 
     Args:
-        P: [n, Hq, K, V] bfloat16, contiguous.
-        marks: see `launch_pairs`; a mark stands for a block of `keys` keys, 64 or 128.
-        leaving, segments: see `launch_gradients` of general/backward.py.
+        entering, leaving, segments, normalizer: see `launch_gradients` of general/backward.py; entering is bfloat16.
     """
     T, Hq, K = x.q.shape[1:]
     H, V = x.v.shape[2:]
+    g, found = x.g, []
+    if g is not None and normalizer is not None:
+        g, log_gates = launch_log_gates(g, normalizer)
+        found.append(log_gates)
+    marks = pairs.new_marks(x, entering, KEYS)
+    P = torch.empty(entering.numel() // (H * K * V), Hq, K, V, dtype=entering.dtype, device=x.q.device)
     arguments = {
         "q_desc": shared_tiles(x.q, CHUNK, WIDTH),
         "do_desc": shared_tiles(x.do, CHUNK, kernel.BV),
-        "g_desc": None if x.g is None else shared_tiles(x.g, CHUNK, WIDTH),
+        "g_desc": None if g is None else shared_tiles(g, CHUNK, WIDTH),
         "p_desc": state_tiles(P, WIDTH, kernel.BV),
         "marks": marks,
         "leaving": leaving,
@@ -76,12 +101,12 @@ def launch_state_gradients(
         "Hq": Hq,
         "K": K,
         "V": V,
-        "KEYS": keys,
         "G": Hq // H,
         "LAST_LEAVE_NONE": x.last_leave_none,
     }
     blocks = ceil_div(K, kernel.BK) * ceil_div(V, kernel.BV) * segments.count * Hq
-    return [Launch(_state_kernel, (blocks, 1, 1), arguments, {"num_warps": kernel.warps, "maxnreg": 128})]
+    found.append(Launch(_state_kernel, (blocks, 1, 1), arguments, {"num_warps": kernel.warps, "maxnreg": 96}))
+    return StateGradients(g, P, marks, found)
 
 
 @gluon.jit
@@ -108,27 +133,66 @@ def _load_chunks(descriptors, tiles, barriers, place, G: gl.constexpr):
 
 
 @gluon.jit
+def _gate_warps(given, part: gl.constexpr, PACKED: gl.constexpr):
+    """Decays D keys of q of every chunk, the last chunk first, and marks chunks that are not mild."""
+    tiles, barriers, marks, place, sizes, scale = given
+    q_tiles, do_tiles, g_tiles, r_tiles, least_tiles, mild_flags = tiles
+    full, gated, both = barriers
+    h, key, value, row, length = place
+    Hq, K = sizes
+    BV: gl.constexpr = do_tiles.type.shape[4]
+    chunks = gl.cdiv(length, C)
+    for i in range(chunks):
+        c = chunks - 1 - i
+        slot = i % STAGES
+        rows = length - c * C
+        q_tile = q_tiles.index(2 * slot + part).reshape([C, D])
+        mbarrier.wait(full.index(slot), i // STAGES & 1)
+        factor = scale
+        if marks is not None:
+            g = gates(g_tiles.index(2 * slot + part), rows, None, PACKED)  # [C, D]
+            end = gl.sum(g, 0)  # [D]
+            least = gl.min(end, 0)
+            least_tiles.index(2 * (i & 1) + part).store(gl.full([1], least, gl.float32, gl.SliceLayout(1, RUNS)))
+            r_tiles.index(2 * slot + part).store(end)
+            mbarrier.arrive(both, count=1)
+            factor = gl.exp2(gl.associative_scan(g, 0, plus)) * scale  # [C, D]
+        q_tile.store((as_float32(q_tile.load(RUNS)) * factor).to(gl.bfloat16))
+        if PACKED:
+            clear_rows(q_tile, rows, RUNS)
+            if part == 0:
+                clear_rows(do_tiles.index(slot).reshape([C, BV]), rows, RUNS)
+        if marks is not None:
+            mbarrier.wait(both, i & 1)
+            if part == 0:
+                other = least_tiles.index(2 * (i & 1) + 1).load(gl.SliceLayout(1, RUNS))
+                mild = gl.minimum(least, gl.min(other, 0)) > -MILD_DECAY_SM90 * LOG2E
+                mild_flags.index(slot).store(gl.full([1], mild, gl.int32, gl.SliceLayout(1, RUNS)))
+                if value == 0:
+                    at = ((row + c) * Hq + h).to(gl.int64) * gl.cdiv(K, 2 * D) + key // (2 * D)
+                    gl.store(marks + at, gl.where(mild, 0, 1))
+        fence_async_shared()
+        mbarrier.arrive(gated.index(slot), count=1)
+
+
+@gluon.jit
 def _state_warps(
     tiles,
     barriers,
     p_desc,
-    marks,
     states,
     place,
     sizes,
-    scale,
     part: gl.constexpr,
-    KEYS: gl.constexpr,
+    HAS_GATE: gl.constexpr,
     G: gl.constexpr,
-    PACKED: gl.constexpr,
 ):
     """Carries D rows of dS backwards through the segment, and writes P of every chunk."""
-    q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles = tiles
-    full, empty, both = barriers
+    q_tiles, do_tiles, p_tiles, r_tiles, mild_flags = tiles
+    full, gated, empty = barriers
     leaving, held, state_n, state_h, state_k, state_v, dinitial = states
     h, n, key, value, row, length = place
     Hq, K, V = sizes
-    HAS_GATE: gl.constexpr = marks is not None
     BV: gl.constexpr = do_tiles.type.shape[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BV, 16])
     keys = key + part * D + gl.arange(0, D, gl.SliceLayout(1, layout))[:, None]  # [D, 1]
@@ -142,50 +206,25 @@ def _state_warps(
         dS = gl.zeros([D, BV], gl.float32, layout)
     chunks = gl.cdiv(length, C)
     p_block = p_tiles.index(part)
-    r_tile = r_tiles.index(part)
+    p_tile = p_block.reshape([D, BV])
     for i in range(chunks):
-        c = chunks - 1 - i
         slot = i % STAGES
-        rows = length - c * C
+        phase = i // STAGES & 1
         q_tile = q_tiles.index(2 * slot + part).reshape([C, D])
         do_tile = do_tiles.index(slot).reshape([C, BV])
-        mbarrier.wait(full.index(slot), i // STAGES & 1)
+        tma.store_wait(0)  # P of the chunk before has left the tile
+        mbarrier.wait(full.index(slot), phase)
+        mbarrier.wait(gated.index(slot), phase)
         if HAS_GATE:
-            g = gates(g_tiles.index(2 * slot + part), rows, None, PACKED)  # [C, D]
-            end = gl.sum(g, 0)  # [D]
-            least = gl.min(end, 0)
-            if KEYS > D:  # the minimum over the keys of both warpgroups
-                least_tiles.index(2 * (i & 1) + part).store(gl.full([1], least, gl.float32, gl.SliceLayout(1, RUNS)))
-                mbarrier.arrive(both, count=1)
-                mbarrier.wait(both, i & 1)
-                other = least_tiles.index(2 * (i & 1) + 1 - part).load(gl.SliceLayout(1, RUNS))
-                least = gl.minimum(least, gl.min(other, 0))
-            mild = least > -MILD_DECAY_SM90 * LOG2E
-            if value == 0:
-                block = key // KEYS + (part if KEYS == D else 0)
-                at = ((row + c) * Hq + h).to(gl.int64) * gl.cdiv(K, KEYS) + block
-                gl.store(marks + at, gl.where(mild, 0, 1), block * KEYS < K)
-            r_tile.store(end)
-            b_t = gl.associative_scan(g, 0, plus)  # [C, D]
-            q = as_float32(q_tile.load(RUNS)) * (gl.exp2(b_t) * scale)  # [C, D]
-        else:
-            q = as_float32(q_tile.load(RUNS)) * scale  # [C, D]
-        q_tile.store(q.to(gl.bfloat16))
-        if PACKED:
-            clear_rows(q_tile, rows, RUNS)
-            clear_rows(do_tile, rows, RUNS)
-        fence_async_shared()
-        tma.store_wait(0)
-        p_tile = p_block.reshape([D, BV])
-        if HAS_GATE:
-            end = r_tile.load(gl.SliceLayout(1, layout))[:, None]  # [D, 1]
+            mild = gl.max(mild_flags.index(slot).load(gl.SliceLayout(1, layout)), 0) != 0
+            end = r_tiles.index(2 * slot + part).load(gl.SliceLayout(1, layout))[:, None]  # b_C [D, 1]
             p_tile.store((dS * gl.exp2(gl.where(mild, 0.5 * end, 0.0))).to(gl.bfloat16))
             decayed = dS * gl.exp2(end)
         else:
             p_tile.store(dS.to(gl.bfloat16))
             decayed = dS
         fence_async_shared()
-        tma.async_copy_shared_to_global(p_desc, [row + c, h, key + part * D, value], p_block)
+        tma.async_copy_shared_to_global(p_desc, [row + chunks - 1 - i, h, key + part * D, value], p_block)
         dS = warpgroup_mma_wait(0, [product(q_tile.permute([1, 0]), do_tile, decayed)])
         mbarrier.arrive(empty.index(slot), count=1)
     if dinitial is not None:
@@ -214,7 +253,6 @@ def _state_kernel(
     Hq,
     K,
     V,
-    KEYS: gl.constexpr,
     G: gl.constexpr,
     LAST_LEAVE_NONE: gl.constexpr,
 ):
@@ -238,36 +276,38 @@ def _state_kernel(
     g_tiles = (
         q_tiles if g_desc is None else gl.allocate_shared_memory(g_desc.dtype, [2 * STAGES, 1, 1, C, D], g_desc.layout)
     )
-    r_tiles = gl.allocate_shared_memory(gl.float32, [2, D], row_layout)
+    r_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, D], row_layout)
     least_tiles = gl.allocate_shared_memory(gl.float32, [4, 1], row_layout)
+    mild_flags = gl.allocate_shared_memory(gl.int32, [STAGES, 1], row_layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q, do, g have been loaded
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # both warpgroups have read them
-    both = gl.allocate_shared_memory(gl.int64, [1], bars)  # both warpgroups have written their least gate sum
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # both warpgroups have read q and do
+    gated = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)  # q has been decayed
+    both = gl.allocate_shared_memory(gl.int64, [1], bars)  # both gate warpgroups have written their least gate sum
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(gated.index(slot), count=2)
         mbarrier.init(empty.index(slot), count=2)
     mbarrier.init(both, count=2)
 
-    tiles = (q_tiles, do_tiles, g_tiles, p_tiles, r_tiles, least_tiles)
-    barriers = (full, empty, both)
+    HAS_GATE: gl.constexpr = marks is not None
+    gate_tiles = (q_tiles, do_tiles, g_tiles, r_tiles, least_tiles, mild_flags)
+    tiles = (q_tiles, do_tiles, p_tiles, r_tiles, mild_flags)
+    barriers = (full, gated, empty)
     states = (leaving, held, state_n, state_h, state_k, state_v, dinitial)
     place = (h, i, key, value, row, length)
     load_place = (b, h, key, value, start, gl.cdiv(length, C))
     sizes = (Hq, K, V)
     descriptors = (q_desc, do_desc, g_desc)
+    gate = (gate_tiles, (full, gated, both), marks, (h, key, value, row, length), (Hq, K), scale)
     gl.warp_specialize(
         [
-            (
-                _state_warps,
-                (tiles, barriers, p_desc, marks, states, place, sizes, scale, 0, KEYS, G, PACKED),
-            ),
-            (
-                _state_warps,
-                (tiles, barriers, p_desc, marks, states, place, sizes, scale, 1, KEYS, G, PACKED),
-            ),
+            (_gate_warps, (gate, 0, PACKED)),
+            (_gate_warps, (gate, 1, PACKED)),
+            (_state_warps, (tiles, barriers, p_desc, states, place, sizes, 0, HAS_GATE, G)),
+            (_state_warps, (tiles, barriers, p_desc, states, place, sizes, 1, HAS_GATE, G)),
             (_load_chunks, (descriptors, (q_tiles, do_tiles, g_tiles), (full, empty), load_place, G)),
         ],
-        [4, 1],
-        [168, 24],
+        [4, 4, 4, 1],
+        [88, 136, 136, 24],
     )
