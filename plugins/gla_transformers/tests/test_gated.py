@@ -145,7 +145,7 @@ def test_forgetting(dtype, bounded, calls):
     assert [x.dtype for x in found] == [dtype, dtype, torch.float32]
     for a, b, precision in zip(found, expected, (dtype, dtype, torch.float32), strict=True):
         assert relative_error(a, b) <= FORWARD[precision]
-    torch.testing.assert_close(found[2].double(), expected[2], rtol=1e-5, atol=1e-37)
+    torch.testing.assert_close(found[2].double(), expected[2], rtol=2e-5, atol=1e-37)  # a GPU rounds exponents
     usual = expected[2] > -70  # PyTorch's are not below -87
     torch.testing.assert_close(found[2][usual], log_gate(f, bound)[usual], rtol=1e-4, atol=1e-6)
     assert calls == ["forgetting"]

@@ -183,12 +183,16 @@ def test_learning(ours, options):
     assert torch.equal(model.eval().generate(tokens[:, :70], max_new_tokens=10), tokens[:, :80])
 
 
-def test_the_memory_that_is_kept(ours):
+@pytest.mark.parametrize("kind", ["gla", "hgrn2"])
+def test_the_memory_that_is_kept(ours, kind):
     """In bfloat16 a layer keeps no input of a projection, and the loss keeps the logits."""
     D, width, words = 64, 192, 211
-    model = ours(hidden_size=D, intermediate_size=width, vocab_size=words).to(torch.bfloat16).train()
+    model = ours(model_type=kind, hidden_size=D, intermediate_size=width, vocab_size=words).to(torch.bfloat16).train()
     tokens = torch.randint(1, words, (2, 64))
-    attention = D / 2 + D / 2 + D + 16 + D / 2 + D + D  # q, k, v, low rank, logits; o, its gate
+    attention = {
+        "gla": D / 2 + D / 2 + D + 16 + D / 2 + D + D,  # q, k, v, low rank, logits; o, its gate
+        "hgrn2": D + D + D + 2 * D + D + D + D,  # q, silu(q), f, float32 gates, k, v; o
+    }[kind]
     layer = attention + D + 2 * width + D  # the sum; gate and x of the MLP; the sum
     kept = bytes_kept(lambda: model(tokens, labels=tokens).loss) / tokens.numel()
     assert kept <= 1.03 * 2 * (D + 2 * layer + words + 4 + 2)  # the embeddings; a label, and a normalizer
